@@ -15,10 +15,15 @@ import numpy as np  # noqa: E402
 
 from conftest import Stoker  # noqa: E402
 from stoker.contract.names import Refusal  # noqa: E402
-from stoker.training.density.clusters import clusters  # noqa: E402
 from stoker.training.density.embed import embed  # noqa: E402
-from stoker.training.density.gini import evenness, gini  # noqa: E402
-from stoker.training.density.points import Vectors, centred, unit  # noqa: E402
+from stoker.training.density.points import (  # noqa: E402  # noqa: E402
+    Vectors,
+    centred,
+    clusters,
+    evenness,
+    gini,
+    unit,
+)
 from stoker.training.model import hf  # noqa: E402
 from stoker.training.model.config import ModelConfig  # noqa: E402
 from stoker.training.model.decoder import Decoder  # noqa: E402

@@ -15,15 +15,24 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, Refusal  # noqa: E402
-from stoker.training.density.clusters import clusters  # noqa: E402
-from stoker.training.density.points import centred, unit  # noqa: E402
-from stoker.training.diversity.metrics import METRICS, Counted, distinct, self_bleu, spread, vendi, words  # noqa: E402  # noqa: E402  # noqa: E402
-from stoker.training.diversity.report import (  # noqa: E402
+from stoker.training.density.points import (  # noqa: E402
+    centred,
+    clusters,
+    unit,
+)
+from stoker.training.diversity.metrics import (  # noqa: E402  # noqa: E402  # noqa: E402  # noqa: E402
+    METRICS,
     SAME,
+    Counted,
     compare,
+    distinct,
     overall,
     report,
+    self_bleu,
+    spread,
     told,
+    vendi,
+    words,
 )
 from stoker.training.model import hf  # noqa: E402
 from stoker.training.model.config import ModelConfig  # noqa: E402

@@ -19,9 +19,8 @@ from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal  # n
 from stoker.training.evaluate.answering import Marker, Written, put, sample, write  # noqa: E402
 from stoker.training.evaluate.asking import Manner, answer_text, prompt_ids, stop_ids  # noqa: E402
 from stoker.training.evaluate.confidence import holm, p_value, wilson, wilson_of_draws  # noqa: E402
-from stoker.training.evaluate.content import Alternatives, alternatives, right  # noqa: E402
 from stoker.training.evaluate.likelihood import bits_per_byte, log_likelihoods, windows  # noqa: E402
-from stoker.training.evaluate.marking import in_form, right_in_form, stated  # noqa: E402
+from stoker.training.evaluate.marking import Alternatives, alternatives, in_form, right, right_in_form, stated  # noqa: E402  # noqa: E402
 from stoker.training.evaluate.tasks import prompts_of, read_tasks, spread  # noqa: E402
 from stoker.training.generate.config import GenerateConfig  # noqa: E402
 from stoker.training.model import hf  # noqa: E402
@@ -548,7 +547,12 @@ def test_the_recipe_writes_numbers_and_every_answer(
         "--evaluate.texts",
         held,
     )
+    loads = []
+    monkeypatch.setattr(
+        hf, "load", lambda model, folder, say, load=hf.load: (loads.append(folder), load(model, folder, say))
+    )
     result, completions = evaluated(model_folder, tmp_path, monkeypatch, *words)
+    assert loads == [str(model_folder)], "questions, choices and texts share one load of the model"
     metrics = result["metrics"]
     assert (result["schema"], result["stage"], result["model"], set(metrics)) == (
         1,

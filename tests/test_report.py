@@ -19,9 +19,10 @@ from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.speedrun import gather, plots, report
 from stoker.speedrun.report_chain import hardware_lines
-from stoker.training.diversity import report as comparing
+from stoker.training.diversity import metrics as comparing
 from stoker.training.diversity.metrics import METRICS, Counted
-from stoker.training.diversity.report import report as diversity_report
+from stoker.training.diversity.metrics import report as diversity_report
+from stoker.training.evaluate.confidence import wilson
 from stoker.training.stages.significance import (
     Measured,
     change,
@@ -31,7 +32,6 @@ from stoker.training.stages.significance import (
     points,
     share,
     share_with_interval,
-    wilson,
 )
 
 KINDS = ("facts", "stories", "sums", "dialogue")
@@ -442,7 +442,7 @@ def test_what_a_stage_forgot_is_named_at_the_top_and_marked_in_the_table(tmp_pat
     (row,) = [line for line in text.splitlines() if line.startswith("| facts questions |")]
     cells = [cell.strip() for cell in row.split("|")[2:-1]]
     assert [cell.startswith("▼") for cell in cells] == [False, True, True, True, False] and "below Base" in cells[2]
-    page = report.html.page(report.TITLE, tuple(report.contents(gather.gather(str(tmp_path)))), {})
+    page = report.page(report.TITLE, tuple(report.contents(gather.gather(str(tmp_path)))), {})
     assert '<td class="bad">▼ 21.0&nbsp;%<small>' in page
 
 
@@ -458,24 +458,6 @@ def test_a_first_table_has_five_numbers_at_most_and_comes_before_everything_else
     lines = (whole / "report.md").read_text().splitlines()
     head = next(line for line in lines if line.startswith("|"))
     assert head.startswith("| After stage |") and head.count("|") - 2 <= 5 and lines.index(head) < 8
-
-
-def test_results_of_before_the_rename_are_still_read(tmp_path: Path) -> None:
-    folder = speedrun(tmp_path)
-    path = folder / "stages" / "eval-sft-1a2b3c4d" / "result.json"
-    told = json.loads(path.read_text())
-    old = {
-        key.replace("sampled_", "drawn_"): value
-        for key, value in told["metrics"]["all"].items()
-        if not key.startswith(("form", "strict", "cut", "sampled_cut"))
-    }
-    put(path, {**told, "metrics": {**told["metrics"], "all": old}})
-    found = gather.gather(str(folder)).evaluation("sft")
-    assert (
-        found is not None
-        and found.everything.sampled.value == pytest.approx(0.5825)
-        and found.everything.cut.value is None
-    )
 
 
 def test_the_report_shows_as_many_measures_as_the_verdict_counts(tmp_path: Path) -> None:

@@ -28,12 +28,11 @@ from stoker.contract.names import (
     Refusal,
 )
 from stoker.contract.shape import replace
-from stoker.speedrun import estimate, lacking, overrides, presets, rows, saying
-from stoker.speedrun.code import Code
-from stoker.speedrun.data import find, form_of_row, role_of
+from stoker.speedrun import course, estimate, overrides, presets, rows, state
 from stoker.speedrun.drive import TooLong, Tools, too_long
 from stoker.speedrun.energy import cards_of, watt_hours
-from stoker.speedrun.keys import keys_of
+from stoker.speedrun.keys import Code, keys_of
+from stoker.speedrun.material import find, form_of_row, role_of
 from stoker.speedrun.stages import OUR_WORLD, Data, File, Stage, chain, config_of_stage, dependents, selected
 from stoker.training.config.amount import Amount
 from stoker.training.config.derived import Situation, derive
@@ -169,7 +168,7 @@ def speedrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Speedrun:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STOKER_MACHINE", str(machine))
     monkeypatch.delenv("STOKER_RUNS", raising=False)
-    monkeypatch.setattr(lacking.shutil, "disk_usage", lambda path: Disk(free=10**13))
+    monkeypatch.setattr(course.shutil, "disk_usage", lambda path: Disk(free=10**13))
     return Speedrun(tmp_path)
 
 
@@ -447,15 +446,15 @@ def test_a_disk_without_room_is_refused_before_anything_is_made(
     plan = json.loads(capsys.readouterr().out)
     needed = plan["about"]["disk"]
     assert plan["refused"] is None
-    monkeypatch.setattr(lacking.shutil, "disk_usage", lambda path: Disk(free=int(0.7 * needed)))
+    monkeypatch.setattr(course.shutil, "disk_usage", lambda path: Disk(free=int(0.7 * needed)))
     assert speedrun("--plan") == 0
     line = f"about {needed / 1e6:.0f} MB of disk are needed, {0.7 * needed / 1e6:.0f} MB are free in {speedrun.home}"
     assert f"here it would be refused: {line}" in capsys.readouterr().out
     assert speedrun() == EX_CANTCREAT and line in capsys.readouterr().out and not speedrun.folder.parent.exists()
     assert speedrun("--until", "tokenizer") == 0, "room for these"
-    monkeypatch.setattr(lacking.shutil, "disk_usage", lambda path: Disk(free=int(0.85 * needed)))
+    monkeypatch.setattr(course.shutil, "disk_usage", lambda path: Disk(free=int(0.85 * needed)))
     assert speedrun() == 0, "an estimate may be a little too high"
-    monkeypatch.setattr(lacking.shutil, "disk_usage", lambda path: Disk(free=0))
+    monkeypatch.setattr(course.shutil, "disk_usage", lambda path: Disk(free=0))
     assert speedrun() == 0 and speedrun("--only", "report") == 0, "nothing more is needed"
 
 
@@ -465,7 +464,7 @@ def test_what_a_stopped_stage_has_written_needs_no_room_again(
     speedrun.order(base={"fail": 3})
     assert speedrun("--until", "base") == 3
     base = estimate.estimates(STAGES, estimate.pace_of([], 1, 1, False), 1)["base"]
-    monkeypatch.setattr(lacking.shutil, "disk_usage", lambda path: Disk(free=int(base.spare)))
+    monkeypatch.setattr(course.shutil, "disk_usage", lambda path: Disk(free=int(base.spare)))
     speedrun.order()
     assert speedrun("--until", "base") == EX_CANTCREAT
     (speedrun.folder / speedrun.entries["base"]["run"] / "step-1").write_bytes(bytes(int(base.disk)))
@@ -1080,9 +1079,9 @@ def test_what_is_said_of_a_stage(tmp_path: Path) -> None:
         == "62.5% of held-out questions right, 50.0% of sampled answers, 25.0% cut at the token limit"
     )
     assert KINDS["grpo"].headline({"reward_first": 0.25, "reward_last": 0.5}) == "reward 0.250 at first, 0.500 at last"
-    assert KINDS["sft"].headline({}) == "" and saying.progress(str(tmp_path), 10) == ""
+    assert KINDS["sft"].headline({}) == "" and state.progress(str(tmp_path), 10) == ""
     (tmp_path / "metrics.jsonl").write_text('{"step": 4, "loss": 2.0}\n{"step": 5, "lo')
-    assert saying.progress(str(tmp_path), 10) == "step 5 of 10, loss 2.000"
+    assert state.progress(str(tmp_path), 10) == "step 5 of 10, loss 2.000"
     (tmp_path / "verdict.json").write_text(
         json.dumps(
             {
@@ -1092,7 +1091,7 @@ def test_what_is_said_of_a_stage(tmp_path: Path) -> None:
             }
         )
     )
-    assert saying.trouble(str(tmp_path), 65, "nowhere", 0) == ("too long", "")
+    assert state.trouble(str(tmp_path), 65, "nowhere", 0) == ("too long", "")
     before, after = {"GPU-a": 5, "GPU-b": 7}, {"GPU-a": 3_600_005, "GPU-b": 1}
     assert watt_hours(before, after, ["GPU-a"]) == 1.0, "the others of a shared box are not counted"
     assert (

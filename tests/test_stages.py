@@ -17,12 +17,13 @@ from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.training.stages import registry
 from stoker.training.stages.registry import STAGES, load
-from stoker.training.stages.stage import Stage
+from stoker.training.stages.stage import From, Stage
 
 TOY = """
 import sys
 
 from stoker.training.stages.blocks import Heading, Text
+from stoker.training.stages.significance import untested_row
 from stoker.training.stages.stage import RUNS, From, Link, Stage
 
 STAGE = Stage(
@@ -36,6 +37,8 @@ STAGE = Stage(
     links=(Link("toy", {"model.load": From("sft", "hf")}, "sft"),),
     headline=lambda metrics: f"{metrics['letters']} letters",
     report=lambda metrics: (Heading("Toy"), Text(f"It counted {metrics['letters']} letters.")),
+    effects=lambda link: [untested_row("Toy", "letters", 0, link.metrics["letters"], higher_is_better=True)],
+    worth_knowing=lambda metrics: ["Letters were counted."],
 )
 
 
@@ -97,7 +100,29 @@ def test_it_takes_its_place_in_the_chain_and_runs_there(stoker: Stoker, toy: dic
     assert done.code == 0 and "toy ✓" in done.out and "4 letters" in done.out, done.out + done.err
     report = stoker("speedrun", "--preset", "cpu", "--only", "report", env=toy)
     assert report.code == 0, report.out + report.err
-    assert "It counted 4 letters." in (stoker.cwd / "runs/speedrun-cpu/report.md").read_text()
+    text = (stoker.cwd / "runs/speedrun-cpu/report.md").read_text()
+    for said in (
+        "It counted 4 letters.",
+        "| Toy<br>letters | 0 → 4 | up, as hoped (not tested) |",
+        "- Letters were counted.",
+    ):
+        assert said in text, said
+
+
+def test_a_model_of_the_chain_is_loaded_once_to_be_evaluated() -> None:
+    """One stage asks everything of it; that this opens the weights once, test_evaluate has."""
+    evaluated = [link.keys["model.load"] for link, kind in registry.links() if kind.measures]
+    made = [From(link.name, "hf") for link, _ in registry.links() if link.title]
+    assert sorted(evaluated, key=str) == sorted(made, key=str)
+
+
+def test_the_report_knows_no_stage_by_name() -> None:
+    """What it says of one comes from the stage's object."""
+    names = {*STAGES, *(link.name for stage in STAGES.values() for link in stage.links)}
+    for path in (Path(registry.__file__).parents[2] / "speedrun").glob("*.py"):
+        if path.name.startswith("report") or path.name in ("gather.py", "plan.py", "keys.py"):
+            texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+            assert not names & {text for text in texts if isinstance(text, str)}, path
 
 
 @pytest.mark.parametrize(

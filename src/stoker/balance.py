@@ -5,7 +5,6 @@ loader = DataLoader(dataset, batch_sampler=balance.Sampler(dataset, batch=64))  
 together model = balance.attach(DistributedDataParallel(net), loader)
 """
 
-from stoker.training.balance.dropin import attach
-from stoker.training.balance.sampler import Sampler
+from stoker.training.balance.dropin import Sampler, attach
 
 __all__ = ["Sampler", "attach"]

@@ -55,8 +55,7 @@ def main(argv: list[str], tools: Tools | None = None) -> int:
     options = build(SpeedrunOptions, vars(told))
     if options.json and not options.plan:
         raise names.Refusal("--json goes with --plan", names.EX_USAGE)
-    from stoker.speedrun.course import settle
-    from stoker.speedrun.lacking import lacking
+    from stoker.speedrun.course import lacking, settle
 
     machine = look()
     course = settle(options, machine, gpus_to_use(machine, options.nproc_per_node), os.environ)

@@ -4,34 +4,42 @@ anything.
 
 from __future__ import annotations
 
+import math
 import os
-import shlex
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.shape import shape
+from stoker.contract.names import EX_CANTCREAT, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.quantities import amount
+from stoker.contract.shape import replace, shape
 from stoker.contract.untrusted import is_count
+from stoker.control.doctor.debris import walk
 from stoker.control.machine.model import Machine
 from stoker.control.record.writer import make_private
 from stoker.speedrun import overrides
-from stoker.speedrun.checks import check_options, check_stages
-from stoker.speedrun.code import Code
-from stoker.speedrun.estimate import estimates, pace_of
-from stoker.speedrun.keys import keys_of
-from stoker.speedrun.options import SpeedrunOptions
+from stoker.speedrun.estimate import estimates, pace_of, room
+from stoker.speedrun.keys import Code, keys_of
+from stoker.speedrun.options import SpeedrunOptions, command
 from stoker.speedrun.presets import Preset, choose, what_it_lacks
-from stoker.speedrun.stages import OUR_WORLD, REPORT, Data, File, Stage, chain, selected
-from stoker.speedrun.state import Entry, check_own, entries, recorded_otherwise
+from stoker.speedrun.stages import OUR_WORLD, REPORT, WORLD, Data, File, Stage, chain, config_of_stage, selected
+from stoker.speedrun.state import CHAIN, Entry, check_own, entries, recorded_otherwise
+from stoker.training.config.check import check, check_ranks
+from stoker.training.config.layers import Origin
 from stoker.training.data.ours import own_cache
 from stoker.training.stages.estimate import Estimate
+from stoker.training.stages.registry import STAGES
 
 CACHE = "cache"
+ENOUGH = 0.8  # of an estimate of disk space: it may be a quarter too high
 # for a model this small a second thread adds 60 % (9.2 to 14.6 K tok/s); a second rank should add more, which has not
 # been timed
 CPU_RANKS = 4
+_OR_OF_THE_HUB = ("model.load", "tokenizer.path", "grpo.reward_model", "diversity.baseline", "diversity.compared")
+_WRITTEN = ("checkpoint.resume", "checkpoint.folder")  # may be words, or folders that are made
 
 
 @shape
@@ -114,43 +122,40 @@ def settle(options: SpeedrunOptions, machine: Machine, gpus: bool, environment: 
     )
     pace = pace_of([gpu.name for gpu in machine.gpus], machine.cores, ranks, not on_cpu)
     return Course(
-        folder,
-        preset,
-        options,
-        machine,
-        stages,
-        keys,
-        wanted,
-        found,
-        estimates(stages, pace, ranks),
-        f"{ranks} rank{'s' if ranks > 1 else ''}, {pace.words}",
-        (line, *data.lines),
-        prepare,
-        not on_cpu,
-        str(ranks) if on_cpu and options.nproc_per_node is None else options.nproc_per_node,
-        options.only == REPORT and not options.says_what and recorded_otherwise(folder, keys),
-        lacking.line if lacking else "",
+        folder=folder,
+        preset=preset,
+        options=options,
+        machine=machine,
+        stages=stages,
+        keys=keys,
+        selected=wanted,
+        entries=found,
+        estimates=estimates(stages, pace, ranks),
+        estimated_for=f"{ranks} rank{'s' if ranks > 1 else ''}, {pace.words}",
+        lines=(line, *data.lines),
+        prepare=prepare,
+        gpus=not on_cpu,
+        nproc_per_node=str(ranks) if on_cpu and options.nproc_per_node is None else options.nproc_per_node,
+        as_recorded=options.only == REPORT and not options.says_what and recorded_otherwise(folder, keys),
+        refused=lacking.line if lacking else "",
     )
 
 
 def _data(options: SpeedrunOptions, folder: str) -> tuple[Data, Callable[[], None]]:
     if options.data is None:
         return OUR_WORLD, lambda: None
-    from stoker.speedrun.material import Digests, material
+    from stoker.speedrun.material import material
 
-    cache = own_cache(CACHE, _say)
-    found = material(options.data, folder, Digests(cache), cache)
-    return found.data, found.make_copies
+    return material(options.data, folder, own_cache(CACHE, _say))
 
 
 def _with_settings(stages: Sequence[Stage], options: SpeedrunOptions) -> tuple[Stage, ...]:
     if not options.set:
         return tuple(stages)
-    from stoker.speedrun.material import Digests
+    from stoker.speedrun.material import digest_of
 
-    return overrides.apply(
-        stages, [overrides.parse(text, stages) for text in options.set], Digests(own_cache(CACHE, _say)).of
-    )
+    digest = partial(digest_of, cache=own_cache(CACHE, _say))
+    return overrides.apply(stages, [overrides.parse(text, stages) for text in options.set], digest)
 
 
 def _say(line: str) -> None:
@@ -161,20 +166,111 @@ def _ranks(asked: str | None, usual: int) -> int:
     return int(asked) if asked is not None and is_count(asked) and int(asked) > 0 else max(usual, 1)
 
 
-def command(argv: Sequence[str], *choice: str) -> str:
-    """As it was typed, for other stages and to be run."""
-    return shlex.join(["stoker", "speedrun", *_without_choice(argv), *choice])
+def check_options(options: SpeedrunOptions) -> None:
+    ranks, price = options.nproc_per_node, options.price_per_hour
+    if (
+        ranks is not None
+        and ranks.strip().lower() not in ("gpu", "cpu", "auto")
+        and not (is_count(ranks) and int(ranks) > 0)
+    ):
+        raise Refusal(f"--nproc-per-node {ranks}: give a whole number of ranks from 1 up, or gpu, cpu, auto", EX_USAGE)
+    if price is not None and not 0 <= price < math.inf:
+        raise Refusal(f"--price-per-hour {price:g}: give what an hour costs, from 0 up", EX_USAGE)
 
 
-def _without_choice(argv: Sequence[str]) -> list[str]:
-    kept: list[str] = []
-    skip = False
-    for word in argv:
-        name = word.partition("=")[0]
-        if skip:
-            skip = False
-        elif name in ("--from", "--begin", "--until", "--only"):
-            skip = "=" not in word
-        elif name not in ("--plan", "--json"):
-            kept.append(word)
-    return kept
+def check_stages(stages: Sequence[Stage], ranks: int | None, on_cpu: bool) -> None:
+    """What a stage would refuse when its turn comes is refused before the first one starts. `ranks`: of each stage;
+    None where nobody knows yet.
+    """
+    for stage in stages:
+        if stage.stage in (WORLD, REPORT):
+            continue
+        config, given = config_of_stage(stage), dict.fromkeys(stage.keys, Origin(f"stage {stage.name}", EX_USAGE))
+        check(config, given, True if on_cpu else None)
+        if ranks is not None and not STAGES[stage.stage].one_process:
+            check_ranks(config, ranks, given)
+        try:
+            STAGES[stage.stage].check(config)
+            for key, value in stage.keys.items():
+                _there(key, value)
+        except Refusal as refusal:
+            raise Refusal(f"stage {stage.name}: {refusal.line}", refusal.code) from refusal
+
+
+def _there(key: str, value: Any) -> None:
+    """Places are there, or will be made; a text is what `--set` gave and is no file."""
+    texts = [item for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, str) and item]
+    if key in _WRITTEN or key not in overrides.PATHS or not texts:
+        return
+    if key in ("data.path", "data.validation"):
+        if key == "data.path" or not _is_number(texts[0]):
+            from stoker.training.data.sources import check_there
+
+            check_there(texts)
+        return
+    missing = next(
+        (text for text in texts if key not in _OR_OF_THE_HUB or text.startswith(("/", "./", "../", "~"))), None
+    )
+    if missing is not None and not os.path.exists(os.path.expanduser(missing)):
+        raise Refusal(f"{key} {missing}: there is no such file or folder", EX_NOINPUT)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def lacking(course: Course, argv: Sequence[str]) -> Refusal | None:
+    """The first thing that a settled course lacks to be run here: a chain to report on, stages that others are built
+    on, room on the disk.
+    """
+    return nothing_to_report(course, argv) or missing_inputs(course, argv) or too_little_room(course)
+
+
+def nothing_to_report(course: Course, argv: Sequence[str]) -> Refusal | None:
+    if (
+        course.selected != (REPORT,)
+        or os.path.exists(os.path.join(course.folder, CHAIN))
+        or any(entry.run for entry in course.entries.values())
+    ):
+        return None
+    return Refusal(f"no speedrun in {os.path.relpath(course.folder)}: `{command(argv)}` makes one", EX_NOINPUT)
+
+
+def missing_inputs(course: Course, argv: Sequence[str]) -> Refusal | None:
+    """A stage that is asked for, whose inputs neither are there nor will be made first."""
+    there = {name for name, entry in course.entries.items() if entry.done} | set(course.selected)
+    asked = [stage for stage in course.stages if stage.name in course.waiting and stage.stage != REPORT]
+    needing = [stage.name for stage in asked if not there.issuperset(stage.inputs)]
+    if not needing:
+        return None
+    needed = {name for stage in asked for name in stage.inputs} - there
+    missing = [stage.name for stage in course.stages if stage.name in needed]
+    who = f"stage {needing[0]} needs" if len(needing) == 1 else f"stages {', '.join(needing)} need"
+    line = (
+        f"{who} what {', '.join(missing)} make{'s' if len(missing) == 1 else ''}, and with these settings that is not"
+        " there"
+    )
+    return Refusal(f"{line}: `{command(argv, '--until', missing[-1])}` makes it", EX_NOINPUT)
+
+
+def too_little_room(course: Course) -> Refusal | None:
+    about = {name: course.estimates[name] for name in course.waiting}
+    needed = room([replace(one, disk=max(0.0, one.disk - _written(course, name))) for name, one in about.items()])
+    place = course.folder
+    while not os.path.exists(place):
+        place = os.path.dirname(place)
+    free = shutil.disk_usage(place).free
+    if free >= ENOUGH * needed:
+        return None
+    found = f"about {amount(needed)} of disk are needed, {amount(free)} are free in {place}"
+    return Refusal(f"{found}: make room, or choose another place with --runs-dir", EX_CANTCREAT)
+
+
+def _written(course: Course, name: str) -> int:
+    """What a stage that was stopped has on the disk already."""
+    run = course.entries[name].run
+    return sum(about.st_blocks * 512 for _, about in walk(os.path.join(course.folder, run))) if run else 0

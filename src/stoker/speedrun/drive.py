@@ -14,13 +14,14 @@ from stoker.contract.quantities import span
 from stoker.contract.shape import replace, shape
 from stoker.contract.wholefile import write_json
 from stoker.control.record import reader
-from stoker.speedrun import energy, saying, state
+from stoker.speedrun import energy, state
 from stoker.speedrun.child import Children
-from stoker.speedrun.course import Course, command
+from stoker.speedrun.course import Course
 from stoker.speedrun.estimate import left
 from stoker.speedrun.keys import run_name
+from stoker.speedrun.options import command
 from stoker.speedrun.stages import REPORT, WORLD, File, Stage, config_of_stage, dependents
-from stoker.speedrun.state import DONE, FAILED, PARTIAL, RUNNING, STOPPED, Entry
+from stoker.speedrun.state import DONE, FAILED, PARTIAL, RUNNING, STOPPED
 from stoker.training.config.keys import KEYS
 from stoker.training.config.schema import Config
 from stoker.training.stages.registry import STAGES
@@ -53,10 +54,8 @@ class TooLong:
         flags = f"--set {recipe}:data.context_length={enough}"
         if self.config.batch.tokens % enough:
             flags += f" --set {recipe}:batch.tokens={enough}"
-        told = (
-            f"{self.long} of {self.total} {self.what} are longer than {context} tokens, the longest has {self.longest}"
-        )
-        return f"{told}: {flags}"
+        long = f"{self.long} of {self.total} {self.what} are longer than {context} tokens"
+        return f"{long}, the longest has {self.longest}: {flags}"
 
 
 def too_long(stage: str, config: Config, tokenizer: str) -> TooLong | None:
@@ -176,22 +175,20 @@ class Drive:
         if stage.stage == WORLD:
             code = self._world(stage)
         else:
-            argv = self._report_command() if stage.stage == REPORT else self._command(stage)
-            code = children.run(
-                argv, self._environment, None if options.verbose else log, lambda: self._draw(stage, clock)
-            )
-        self._wipe()
+            where = None if options.verbose else log
+            code = children.run(self._command(stage), self._environment, where, lambda: self._draw(stage, clock))
+        if self._bar:
+            terminal.wipe()
         seconds = round(self.entries[name].seconds + time.monotonic() - clock, 2)
-        run = state.run_of(self.course.folder, stage, self.course.keys)
+        run, spent = self._run_of(stage), None
         recorded = reader.load(run) if run is not None and used is not None else None
-        spent = (
-            energy.watt_hours(used, energy.millijoules(), energy.cards_of(recorded.data))
-            if recorded is not None
-            else None
-        )
+        if recorded is not None:
+            spent = energy.watt_hours(used, energy.millijoules(), energy.cards_of(recorded.data))
         spent = None if spent is None else round(spent + (self.entries[name].energy_wh or 0.0), 3)
         cost = round(seconds / 3600 * options.price_per_hour, 4) if options.price_per_hour is not None else None
-        self._note(name, seconds=seconds, energy_wh=spent, cost=cost, began=None, run=self._relative(run, stage))
+        self._note(
+            name, seconds=seconds, energy_wh=spent, cost=cost, began=None, run=state.relative(run, self.course.folder)
+        )
         self.entries[name] = state.seen(self.course.folder, self.entries[name])
         return self._judge(stage, run, code, log, log_from, children.stopped, number, after)
 
@@ -208,56 +205,46 @@ class Drive:
     ) -> int:
         """Exit code 0 alone proves nothing: a stage that was asked to stop saves and ends well, too."""
         name = stage.name
-        result = state.result_of(run) if run is not None and stage.stage != REPORT else None
+        result = state.result_of(run) if run is not None else None
         if stage.stage == REPORT and code == 0:
             whole = all(entry.done for one, entry in self.entries.items() if one != name)
             self._note(name, status=DONE if whole else PARTIAL)
-            self.say(
-                f"{number} {name} ✓ {span(self.entries[name].seconds)} |"
-                f" {os.path.join(_shown(self.course.folder), stage.outputs[0])}"
-            )
+            page = os.path.join(_shown(self.course.folder), stage.outputs[0])
+            self.say(f"{number} {name} ✓ {span(self.entries[name].seconds)} | {page}")
             return 0
         if result is not None and (code == 0 or stopped):
             self._note(name, status=DONE)
             self._took[name] = self.entries[name].seconds
             estimated = {one: about.seconds for one, about in self.course.estimates.items()}
-            told = (
-                STAGES[stage.stage].headline(result.get("metrics") or {}) if stage.stage in STAGES else "",
-                saying.rest(left(estimated, self._took, after)),
-            )
-            self.say(
-                " | ".join(part for part in (f"{number} {name} ✓ {span(self.entries[name].seconds)}", *told) if part)
-            )
+            headline = STAGES[stage.stage].headline(result.get("metrics") or {}) if stage.stage in STAGES else ""
+            rest = left(estimated, self._took, after)
+            parts = [f"{number} {name} ✓ {span(self.entries[name].seconds)}", *([headline] if headline else [])]
+            parts += [f"the rest takes about {span(rest)}"] if rest >= 1 else []
+            self.say(" | ".join(parts))
             return 0
         if stopped:
             self._note(name, status=STOPPED)
             return code or 128 + stopped
-        line, fix = saying.trouble(run if stage.stage != REPORT else None, code, log, log_from)
+        line, fix = state.trouble(run, code, log, log_from)
         if code == 0:
             line, fix = f"it ended with 0 and left no {state.RESULT}", ""
         self._note(name, status=FAILED, trouble=line)
-        shown = "" if self.course.options.verbose else f"; log: {_shown(log)}"
-        self.say(
-            f"{number} {name} ✗ after {span(self.entries[name].seconds)}: {line}{f'; {fix}' if fix else ''}{shown}"
-        )
+        line += f"; {fix}" if fix else ""
+        line += "" if self.course.options.verbose else f"; log: {_shown(log)}"
+        self.say(f"{number} {name} ✗ after {span(self.entries[name].seconds)}: {line}")
         return code or EX_SOFTWARE
 
     def _ended_early(self, stage: Stage, unreached: Sequence[Stage], code: int, stopped: int) -> int:
         if stopped:
-            self.say(
-                f"stopped in stage {stage.name}; the same command goes on from there"
-                if code
-                else "stopped; the same command goes on from there"
-            )
+            where = f" in stage {stage.name}" if code else ""
+            self.say(f"stopped{where}; the same command goes on from there")
             return code or 128 + stopped
         hindered = dependents(self.course.stages, stage.name)
         others = [one.name for one in unreached if one.name not in hindered and one.name != REPORT]
         in_vain = [one.name for one in unreached if one.name in hindered]
         if in_vain:
-            self.say(
-                f"not run, because {'it needs' if len(in_vain) == 1 else 'they need'} {stage.name}:"
-                f" {', '.join(in_vain)}"
-            )
+            why = "it needs" if len(in_vain) == 1 else "they need"
+            self.say(f"not run, because {why} {stage.name}: {', '.join(in_vain)}")
         if others:
             why = "it does" if len(others) == 1 else "they do"
             self.say(f"not reached, though {why} not need {stage.name}: {', '.join(others)} (--only STAGE runs one)")
@@ -267,28 +254,20 @@ class Drive:
         return code
 
     def _command(self, stage: Stage) -> list[str]:
+        if stage.stage == REPORT:
+            return [*self.tools.report, self.course.folder]
         options = self.course.options
-        words = [
-            *self.tools.train,
-            stage.stage,
-            "--preset",
-            stage.below,
-            "--runs-dir",
-            state.runs_root(self.course.folder),
-            "--name",
-            run_name(stage.name, self.course.keys),
-            "--max-restarts",
-            str(options.max_restarts),
-        ]
+        words = [*self.tools.train, stage.stage, "--preset", stage.below]
+        words += ["--runs-dir", state.runs_root(self.course.folder), "--name", run_name(stage.name, self.course.keys)]
+        words += ["--max-restarts", str(options.max_restarts)]
         ranks = "1" if STAGES[stage.stage].one_process else self.course.nproc_per_node
         words += ["--nproc-per-node", ranks] if ranks is not None else []
         words += [] if options.verbose else ["--quiet", "--show", "none"]
-        former = state.run_of(self.course.folder, stage, self.course.keys)
-        said = reader.load(former) if former is not None else None
-        if said is not None and said.verdict is not None and said.verdict.status == "completed":
-            words.append(
-                "--again"
-            )  # complete, and without a result all the same: it would only say that there is nothing to do
+        run = self._run_of(stage)
+        former = reader.load(run) if run is not None else None
+        if former is not None and former.verdict is not None and former.verdict.status == "completed":
+            # Complete, and without a result all the same: it would only say that there is nothing to do.
+            words.append("--again")
         for key, value in stage.keys.items():
             for item in value if isinstance(value, tuple) else (value,):
                 text = self._path(item) if isinstance(item, (From, File)) else KEYS[key].text(item)
@@ -299,7 +278,7 @@ class Drive:
         if isinstance(place, File):
             return place.word
         stage = next(one for one in self.course.stages if one.name == place.stage)
-        run = state.run_of(self.course.folder, stage, self.course.keys)
+        run = self._run_of(stage)
         found = os.path.join(run, place.path) if run is not None else ""
         if not os.path.exists(found):
             where = _shown(run) if run is not None else stage.name
@@ -310,8 +289,8 @@ class Drive:
             )
         return found
 
-    def _report_command(self) -> list[str]:
-        return [*self.tools.report, self.course.folder]
+    def _run_of(self, stage: Stage) -> str | None:
+        return state.run_of(self.course.folder, stage, self.course.keys)
 
     def _report_as_recorded(self) -> int:
         folder, options = self.course.folder, self.course.options
@@ -321,31 +300,26 @@ class Drive:
         log = os.path.join(folder, state.LOGS, f"{REPORT}.log")
         log_from = os.path.getsize(log) if os.path.exists(log) else 0
         with Children(self._handles) as children:
-            code = children.run(
-                self._report_command(), self._environment, None if options.verbose else log, lambda: None
-            )
-        told = (
-            f"✗ {saying.trouble(None, code, log, log_from)[0]}; log: {_shown(log)}"
-            if code
-            else f"✓ {os.path.join(_shown(folder), 'report.md')}"
-        )
-        self.say(f"{REPORT} {told}")
+            where = None if options.verbose else log
+            code = children.run([*self.tools.report, folder], self._environment, where, lambda: None)
+        if code:
+            self.say(f"{REPORT} ✗ {state.trouble(None, code, log, log_from)[0]}; log: {_shown(log)}")
+        else:
+            self.say(f"{REPORT} ✓ {os.path.join(_shown(folder), 'report.md')}")
         return code
 
     def _world(self, stage: Stage) -> int:
-        folder = state.run_of(self.course.folder, stage, self.course.keys)
+        folder = self._run_of(stage)
         assert folder is not None
         os.makedirs(folder, exist_ok=True)
         self.tools.world(folder, stage.keys)
-        write_json(
-            os.path.join(folder, state.RESULT),
-            {"schema": 1, "stage": WORLD, "metrics": dict(stage.keys), "model": None},
-        )
+        result = {"schema": 1, "stage": WORLD, "metrics": dict(stage.keys), "model": None}
+        write_json(os.path.join(folder, state.RESULT), result)
         return 0
 
     def _await_end_of_former(self, stage: Stage) -> None:
         """Its launcher gets SIGTERM when a speedrun is killed, and may still be letting its ranks save."""
-        path = state.run_of(self.course.folder, stage, self.course.keys) if stage.stage not in (WORLD, REPORT) else None
+        path = self._run_of(stage) if stage.stage != WORLD else None
         former = reader.load(path) if path is not None else None
         if former is None or not reader.alive(former):
             return
@@ -353,23 +327,15 @@ class Drive:
         deadline = time.monotonic() + STILL_ENDING_S
         while reader.alive(former):
             if time.monotonic() > deadline:
-                line = (
+                raise Refusal(
                     f"stage {stage.name} is running under another launcher (pid {former.launcher[0]}): `stoker stop"
-                    f" {former.name}` in its folder ends it"
+                    f" {former.name}` in its folder ends it: --runs-dir {_shown(state.runs_root(self.course.folder))}",
+                    EX_TEMPFAIL,
                 )
-                raise Refusal(f"{line}: --runs-dir {_shown(state.runs_root(self.course.folder))}", EX_TEMPFAIL)
             time.sleep(0.1)
 
-    def _relative(self, run: str | None, stage: Stage) -> str:
-        return (
-            os.path.relpath(run, self.course.folder)
-            if run is not None and os.path.isdir(run) and stage.stage != REPORT
-            else ""
-        )
-
     def _note(self, name: str, **changes: Any) -> None:
-        entry: Entry = self.entries[name]
-        self.entries[name] = replace(entry, **changes)
+        self.entries[name] = replace(self.entries[name], **changes)
         self._write()
 
     def _write(self) -> None:
@@ -378,16 +344,8 @@ class Drive:
     def _draw(self, stage: Stage, began: float) -> None:
         if not self._bar:
             return
-        run = state.run_of(self.course.folder, stage, self.course.keys) if stage.stage != REPORT else None
-        steps = stage.keys.get("train.max_steps", 0)
-        line = " | ".join(
-            part for part in (f"  {stage.name} {span(time.monotonic() - began)}", saying.progress(run, steps)) if part
-        )
-        terminal.draw(line)
-
-    def _wipe(self) -> None:
-        if self._bar:
-            terminal.wipe()
+        progress = state.progress(self._run_of(stage), stage.keys.get("train.max_steps", 0))
+        terminal.draw(f"  {stage.name} {span(time.monotonic() - began)}{f' | {progress}' if progress else ''}")
 
 
 def _shown(path: str) -> str:

@@ -16,23 +16,22 @@ from stoker.contract.untrusted import lines_of, parse_json
 from stoker.control.record import reader
 from stoker.speedrun.stages import REPORT
 from stoker.speedrun.state import CHAIN, RESULT
-from stoker.training.stages.evaluate import PROMPTS
-from stoker.training.stages.registry import STAGES
+from stoker.training.stages.evaluate import PROMPTS, QUESTIONS
+from stoker.training.stages.registry import STAGES, links
 from stoker.training.stages.significance import Marks, marks
+from stoker.training.stages.stage import From, Link, Metrics
+
+MODELS = {link.name: link.title for link, _ in links() if link.title}  # what makes a model, in the chain's order
+_LOADED = [
+    (link, kind, begun.stage) for link, kind in links() if isinstance(begun := link.keys.get("model.load"), From)
+]
+BEFORE = {link.name: model for link, _, model in _LOADED if link.name in MODELS}  # the model that a stage began with
+_EVALUATIONS = {model: link.name for link, kind, model in reversed(_LOADED) if kind.measures}
 
 COMPLETIONS = "completions.jsonl"
-QUESTIONS = "questions"  # a file, as evaluation names it
 SAMPLES_OF_A_KIND = 2  # where result.json has none and the completions are looked at instead
-_TOLD = (
-    "restart",
-    "gpu-left-out",
-    "straggler",
-    "suspicion",
-    "numbers",
-    "stop",
-    "verdict",
-    "watch-failed",
-)  # events worth a line in a report
+# Events worth a line in a report.
+_REPORTED = ["restart", "gpu-left-out", "straggler", "suspicion", "numbers", "stop", "verdict", "watch-failed"]
 
 
 @shape
@@ -83,9 +82,6 @@ class StageRecord:
     troubles: tuple[str, ...]
     versions: dict[str, Any]
 
-    def number(self, *path: str) -> float | None:
-        return number_at(self.metrics, *path)
-
     def curve(self, key: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Steps and values of one metric, where it was logged."""
         found = [
@@ -111,8 +107,18 @@ class Chain:
 
     def evaluation(self, name: str) -> Evaluation | None:
         """Of the model that stage `name` made."""
-        found = self.result(f"eval-{name}")
+        found = self.result(_EVALUATIONS.get(name, ""))
         return found.evaluation if found else None
+
+    @property
+    def evaluations(self) -> dict[str, Evaluation]:
+        """Of the models that there are, in the chain's order."""
+        return {name: found for name in MODELS if (found := self.evaluation(name)) is not None}
+
+    def given(self, link: Link) -> dict[str, Metrics]:
+        """Key -> metrics of the done link that its value comes from."""
+        made = {key: self.result(value.stage) for key, value in link.keys.items() if isinstance(value, From)}
+        return {key: found.metrics for key, found in made.items() if found is not None}
 
 
 def gather(folder: str) -> Chain:
@@ -240,7 +246,7 @@ def _first_of_each_kind(where: str) -> Iterator[dict[str, Any]]:
 def _troubles(where: str, row: dict[str, Any], metrics: dict[str, Any]) -> Iterator[str]:
     """What went wrong on the way, in order, each once: events, what the chain noted, how it ended, what stopped it."""
     events = list(reader.events(where)) if where else []
-    said = [_event(event) for event in events if event.get("event") in _TOLD]
+    said = [_event(event) for event in events if event.get("event") in _REPORTED]
     again = sum(event.get("event") == "run" for event in events) - 1
     if again > 0:
         said.append(f"the command was run again {'once' if again == 1 else f'{again} times'}, and the stage resumed")
@@ -256,7 +262,7 @@ def _troubles(where: str, row: dict[str, Any], metrics: dict[str, Any]) -> Itera
         said.append(f"what to do: {_text(fix[0])}")
     stopped = _text(metrics.get("stopped"))
     if stopped and not any(stopped in line for line in said):  # the verdict of a run that ended so has its line, too
-        said.append(f"stopped by GRPO's stop rule: {stopped}")
+        said.append(f"stopped by its stop rule: {stopped}")
     yield from dict.fromkeys(line for line in said if line)
 
 

@@ -1,6 +1,9 @@
-"""`stoker speedrun`'s options."""
+"""`stoker speedrun`'s options, and its command as it was typed."""
 
 from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
 
 from stoker.contract.shape import option, shape
 
@@ -69,3 +72,22 @@ class SpeedrunOptions:
     def says_what(self) -> bool:
         """Something of what is trained was given, beside the preset."""
         return bool(self.set or self.seed) or self.data is not None
+
+
+def command(argv: Sequence[str], *choice: str) -> str:
+    """As it was typed, for other stages and to be run."""
+    return shlex.join(["stoker", "speedrun", *_without_choice(argv), *choice])
+
+
+def _without_choice(argv: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    skip = False
+    for word in argv:
+        name = word.partition("=")[0]
+        if skip:
+            skip = False
+        elif name in ("--from", "--begin", "--until", "--only"):
+            skip = "=" not in word
+        elif name not in ("--plan", "--json"):
+            kept.append(word)
+    return kept

@@ -9,7 +9,7 @@ from stoker.contract.quantities import gb, span
 from stoker.contract.shape import as_json
 from stoker.speedrun.course import Course
 from stoker.speedrun.estimate import room
-from stoker.speedrun.stages import File, Stage
+from stoker.speedrun.stages import REPORT, File, Stage
 
 SCHEMA = 1
 _LEFT_OUT = ("made from", "memory", "disk", "size")  # where the terminal is narrower, in this order
@@ -63,27 +63,13 @@ def as_text(course: Course, columns: int | None = None) -> str:
     rows = [("", "stage", "made from", "size", "time", "memory", "disk", "state")]
     for stage in course.stages:
         about, entry = course.estimates[stage.name], course.entries[stage.name]
-        made_from = (
-            "all stages"
-            if stage.name == "report"
-            else ", ".join((*stage.inputs, *(path.rsplit("/", 1)[-1] for path in _files(stage)))) or "-"
-        )
-        size = ", ".join(
-            part for part in (_count(about.parameters, "parameters"), _count(about.tokens, "tokens")) if part
-        )
+        files = (path.rsplit("/", 1)[-1] for path in _files(stage))
+        made_from = "all stages" if stage.name == REPORT else ", ".join((*stage.inputs, *files)) or "-"
+        sizes = (_count(about.parameters, "parameters"), _count(about.tokens, "tokens"))
+        size, mark = ", ".join(part for part in sizes if part) or "-", "•" if stage.name in course.waiting else ""
         state = f"done in {span(entry.seconds)}" if entry.done else entry.status
-        rows.append(
-            (
-                "•" if stage.name in course.selected and not entry.done else "",
-                stage.name,
-                made_from,
-                size or "-",
-                span(about.seconds),
-                _bytes(about.memory),
-                _bytes(about.disk),
-                state,
-            )
-        )
+        costs = (span(about.seconds), _bytes(about.memory), _bytes(about.disk))
+        rows.append((mark, stage.name, made_from, size, *costs, state))
     lines = _table(rows, columns)
     total = _total(course)
     count = len(course.waiting)

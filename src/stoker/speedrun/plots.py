@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from stoker.contract.quantities import number_at, span
 from stoker.contract.shape import shape
-from stoker.speedrun.gather import Chain
-from stoker.speedrun.report_results import MODELS
+from stoker.speedrun.gather import MODELS, Chain, StageRecord
+from stoker.training.stages.registry import links
 from stoker.training.stages.significance import Measured, measured, share
+from stoker.training.stages.stage import Link, variant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,23 +97,15 @@ def _by_model(axes: Axes, titles: Iterable[str]) -> None:
 
 
 def accuracy(chain: Chain) -> Figure | None:
-    found = {MODELS[name]: one.everything for name in MODELS if (one := chain.evaluation(name)) is not None}
+    found = {MODELS[name]: one.everything for name, one in chain.evaluations.items()}
     if not any(one.greedy.value is not None for one in found.values()):
         return None
     figure, (axes,) = _panels(1, 3.4)
     at = range(len(found))
-    _bars(
-        axes, [x - 0.07 for x in at], [one.greedy for one in found.values()], fmt="o", color=BLUE, label="greedy answer"
-    )
-    if any(one.sampled.value is not None for one in found.values()):
-        _bars(
-            axes,
-            [x + 0.07 for x in at],
-            [one.sampled for one in found.values()],
-            fmt="s",
-            color=ORANGE,
-            label="sampled answers",
-        )
+    greedy, sampled = [one.greedy for one in found.values()], [one.sampled for one in found.values()]
+    _bars(axes, [x - 0.07 for x in at], greedy, fmt="o", color=BLUE, label="greedy answer")
+    if any(one.value is not None for one in sampled):
+        _bars(axes, [x + 0.07 for x in at], sampled, fmt="s", color=ORANGE, label="sampled answers")
     _by_model(axes, found)
     axes.set_ylabel("questions right (%)")
     axes.legend(loc="best")
@@ -119,22 +113,17 @@ def accuracy(chain: Chain) -> Figure | None:
 
 
 def kinds(chain: Chain) -> Figure | None:
-    found = {MODELS[name]: one.kinds for name in MODELS if (one := chain.evaluation(name)) is not None}
+    short = {link.name: link.short or link.title for link, _ in links()}
+    found = {short[name]: one.kinds for name, one in chain.evaluations.items()}
     names = list(dict.fromkeys(kind for one in found.values() for kind in one))[:12]
     if len(names) < 2:
         return None
     rows = (len(names) + 1) // 2
     figure, panels = _panels(rows, 0.7 + 1.75 * rows, 2, sharey=True)
-    short = {"Midtrain": "Mid", "GRPO uniform": "GRPO u", "GRPO density": "GRPO d"}
     for panel, kind in zip(panels, names, strict=False):
-        _bars(
-            panel,
-            range(len(found)),
-            [one[kind].greedy if kind in one else Measured() for one in found.values()],
-            fmt="o",
-            color=BLUE,
-        )
-        _by_model(panel, [short.get(title, title) for title in found])
+        right = [one[kind].greedy if kind in one else Measured() for one in found.values()]
+        _bars(panel, range(len(found)), right, fmt="o", color=BLUE)
+        _by_model(panel, found)
         panel.set_title(kind if len(kind) < 24 else kind[:22] + "…")
     for panel in panels[len(names) :]:
         panel.set_visible(False)
@@ -148,21 +137,24 @@ def _whole_steps(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
 
 
+def _logged(chain: Chain, figure: str, metric: str) -> list[tuple[Link, StageRecord]]:
+    """Links that have this figure and logged this metric."""
+    shown = [link for link, kind in links() if kind.curves is not None and kind.curves.figure == figure]
+    stages = [(link, chain.stages[link.name]) for link in shown if link.name in chain.stages]
+    return [(link, stage) for link, stage in stages if stage.curve(metric)[0]]
+
+
 def losses(chain: Chain) -> Figure | None:
-    trained = {
-        MODELS[name]: chain.stages[name]
-        for name in ("base", "midtrain", "sft")
-        if name in chain.stages and chain.stages[name].curve("loss")[0]
-    }
+    trained = _logged(chain, "losses", "loss")
     if not trained:
         return None
     figure, panels = _panels(len(trained), 0.4 + 1.9 * len(trained))
-    for panel, (title, stage) in zip(panels, trained.items(), strict=True):
+    for panel, (link, stage) in zip(panels, trained, strict=True):
         panel.plot(*_thinned(*stage.curve("loss")), color=BLUE, linewidth=1.2, label="training")
         steps, values = stage.curve("val_loss")
         if steps:
             panel.plot(steps, values, "o", color=ORANGE, markersize=5, label="held-out")
-        panel.set_title(title)
+        panel.set_title(link.title)
         panel.set_ylabel("loss (nats/token)")
         _whole_steps(panel)
     panels[0].legend(loc="upper right")
@@ -180,39 +172,23 @@ def _thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[floa
 
 
 def rewards(chain: Chain) -> Figure | None:
-    runs = {
-        name: chain.stages[name]
-        for name in ("grpo-uniform", "grpo-density")
-        if name in chain.stages and chain.stages[name].curve("reward")[0]
-    }
-    if not runs:
+    runs = _logged(chain, "rewards", "reward")
+    kind = next((kind for link, kind in links() if runs and link is runs[0][0]), None)
+    if kind is None or kind.curves is None:
         return None
-    shown = [
-        ("reward", "reward"),
-        ("kl", "KL to SFT\n(nats/token)"),
-        ("length", "length\n(tokens)"),
-        ("entropy", "entropy\n(nats/token)"),
-    ]
-    shown += [("cut", "cut at the\nlimit (share)")] if any(stage.curve("cut")[0] for stage in runs.values()) else []
+    metric, label, _ = kind.curves.optional
+    shown = {**kind.curves.panels, **({metric: label} if any(stage.curve(metric)[0] for _, stage in runs) else {})}
     figure, panels = _panels(len(shown), 1.9 * len(shown), sharex=True)
-    looks = {"grpo-uniform": (BLUE, "-"), "grpo-density": (ORANGE, "--")}
-    for panel, (key, label) in zip(panels, shown, strict=True):
-        for name, stage in runs.items():
+    for panel, (key, label) in zip(panels, shown.items(), strict=True):
+        for (link, stage), (colour, line) in zip(runs, cycle(((BLUE, "-"), (ORANGE, "--")))):
             steps, values = stage.curve(key)
-            colour, line = looks[name]
             panel.plot(steps, values, color=colour, linewidth=0.7, alpha=0.45)
-            panel.plot(
-                steps,
-                _running_mean(values),
-                line,
-                color=colour,
-                linewidth=1.9,
-                label=MODELS[name].removeprefix("GRPO "),
-            )
+            mean, title = _running_mean(values), variant(link, kind)
+            panel.plot(steps, mean, line, color=colour, linewidth=1.9, label=title)
         panel.set_ylabel(label)
         _whole_steps(panel)
     panels[0].legend(loc="best")
-    panels[-1].set_xlabel("GRPO step")
+    panels[-1].set_xlabel(f"{kind.curves.heading} step")
     figure.align_ylabels()
     return figure
 
@@ -222,9 +198,15 @@ def _running_mean(values: Sequence[float]) -> list[float]:
     return [sum(values[max(0, at - SMOOTHED + 1) : at + 1]) / min(at + 1, SMOOTHED) for at in range(len(values))]
 
 
+def _first(chain: Chain, metric: str) -> Any:
+    """Of the first done stage that has it."""
+    return next(
+        (found.metrics[metric] for found in chain.stages.values() if found.done and metric in found.metrics), None
+    )
+
+
 def calibration(chain: Chain) -> Figure | None:
-    stage = chain.result("reward")
-    rows = stage.metrics.get("calibration") if stage else None
+    rows = _first(chain, "calibration")
     points = [
         (predicted, observed, number_at(row, "count") or 0)
         for row in (rows if isinstance(rows, list) else ())
@@ -254,11 +236,9 @@ def calibration(chain: Chain) -> Figure | None:
 
 def diversity(chain: Chain) -> Figure | None:
     """Measures have different units, so each difference is shown in percent of uniform's value."""
-    stage = chain.result("diversity")
-    metrics = stage.metrics if stage else {}
-    differences, rows = metrics.get("difference"), []
+    differences, baseline, rows = _first(chain, "difference"), _first(chain, "baseline"), []
     for name in differences if isinstance(differences, dict) else ():
-        own, found = measured(metrics.get("baseline"), name), measured(differences, name)
+        own, found = measured(baseline, name), measured(differences, name)
         if own.value and found.value is not None and found.low is not None and found.high is not None:
             rows.append(
                 (name.replace("_", " "), *(value / abs(own.value) for value in (found.value, found.low, found.high)))
@@ -270,15 +250,8 @@ def diversity(chain: Chain) -> Figure | None:
     for at, (_, value, low, high) in enumerate(rows):
         apart = low > 0 or high < 0
         spread = [[100 * max(0.0, value - low)], [100 * max(0.0, high - value)]]
-        axes.errorbar(
-            [100 * value],
-            [at],
-            xerr=spread,
-            fmt="D" if apart else "o",
-            color=ORANGE if apart else GREY,
-            markersize=6,
-            linewidth=1.4,
-        )
+        mark, colour = ("D", ORANGE) if apart else ("o", GREY)
+        axes.errorbar([100 * value], [at], xerr=spread, fmt=mark, color=colour, markersize=6, linewidth=1.4)
     axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("density compared with uniform (%)")

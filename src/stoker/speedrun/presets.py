@@ -32,6 +32,15 @@ _MUON = {
     "optim.min_ratio": 0.05,
     "optim.warmup_steps": 10,
 }
+
+
+def _learns(steps: int, rate: float, *, tokens: int | None = None, muon: float | None = None) -> dict[str, Any]:
+    """`tokens`: of a batch. `muon`: its own rate, for the matrices."""
+    keys = {"train.max_steps": steps, "optim.learning_rate": rate}
+    keys |= {"batch.tokens": tokens} if tokens is not None else {}
+    return keys | ({**_MUON, "optim.muon_learning_rate": muon} if muon is not None else {})
+
+
 _CPU: dict[str, dict[str, Any]] = {
     "all": {
         "data.context_length": 128,
@@ -48,50 +57,26 @@ _CPU: dict[str, dict[str, Any]] = {
     },
     "tokenizer": {"tokenizer.vocab_size": 768, "tokenizer.train_megabytes": 8},
     "pretrain": {
-        **_MUON,
+        **_learns(1100, 3e-3, muon=0.02),
+        "optim.warmup_steps": 20,
         "model.depth": 0,
         "model.layers": 4,
         "model.dim": 96,
         "model.heads": 3,
         "model.ff": 256,
-        "train.max_steps": 1100,
-        "optim.learning_rate": 3e-3,
-        "optim.muon_learning_rate": 0.02,
-        "optim.warmup_steps": 20,
     },
-    "midtrain": {
-        **_MUON,
-        "train.eval_first": True,
-        "train.max_steps": 160,
-        "optim.learning_rate": 2e-3,
-        "optim.muon_learning_rate": 0.008,
-    },
-    "sft": {
-        **_MUON,
-        "train.eval_first": True,
-        "train.max_steps": 600,
-        "optim.learning_rate": 2e-3,
-        "optim.muon_learning_rate": 0.006,
-    },
+    "midtrain": {**_learns(160, 2e-3, muon=0.008), "train.eval_first": True},
+    "sft": {**_learns(600, 2e-3, muon=0.006), "train.eval_first": True},
     # Both answers of a pair lie in one row, several pairs beside each other.
-    "reward": {
-        **_MUON,
-        "data.context_length": 256,
-        "batch.tokens": 4096,
-        "train.max_steps": 60,
-        "optim.learning_rate": 2e-3,
-        "optim.muon_learning_rate": 0.002,
-    },
+    "reward": {**_learns(60, 2e-3, tokens=4096, muon=0.002), "data.context_length": 256},
     "density": {"density.neighbours": 16, "density.clusters": 16},
     "grpo": {
+        **_learns(32, 5e-4, tokens=0),
         "data.context_length": 192,
-        "batch.tokens": 0,
         "batch.micro": 32,
-        "train.max_steps": 32,
         "train.log_every": 1,
         "grpo.prompts_per_step": 16,
         "grpo.group": 8,
-        "optim.learning_rate": 5e-4,
         "optim.schedule": "constant",
         "optim.warmup_steps": 3,
         "optim.weight_decay": 0.0,
@@ -110,24 +95,12 @@ _GPU: dict[str, dict[str, Any]] = {
         "generate.rows": 256,
     },
     "tokenizer": {"tokenizer.vocab_size": 4096, "tokenizer.train_megabytes": 64},
-    "pretrain": {
-        "model.depth": 8,
-        "batch.tokens": 65_536,
-        "train.max_steps": 1500,
-        "optim.learning_rate": 1e-3,
-        "optim.warmup_ratio": 0.05,
-    },
-    "midtrain": {"train.eval_first": True, "batch.tokens": 65_536, "train.max_steps": 400, "optim.learning_rate": 6e-4},
-    "sft": {"train.eval_first": True, "batch.tokens": 65_536, "train.max_steps": 300, "optim.learning_rate": 3e-4},
-    "reward": {"batch.tokens": 65_536, "train.max_steps": 200, "optim.learning_rate": 2e-4},
+    "pretrain": {**_learns(1500, 1e-3, tokens=65_536), "model.depth": 8, "optim.warmup_ratio": 0.05},
+    "midtrain": {**_learns(400, 6e-4, tokens=65_536), "train.eval_first": True},
+    "sft": {**_learns(300, 3e-4, tokens=65_536), "train.eval_first": True},
+    "reward": _learns(200, 2e-4, tokens=65_536),
     "density": {"density.neighbours": 32, "density.clusters": 32},
-    "grpo": {
-        "train.max_steps": 100,
-        "train.log_every": 1,
-        "grpo.prompts_per_step": 64,
-        "grpo.group": 16,
-        "optim.learning_rate": 3e-5,
-    },
+    "grpo": {**_learns(100, 3e-5), "train.log_every": 1, "grpo.prompts_per_step": 64, "grpo.group": 16},
     "evaluate": {"evaluate.draws": 4},
     "eval-base": {"evaluate.chat": False, "evaluate.draws": 0},
     "diversity": {"diversity.most": 128, "diversity.answers": 8},
@@ -146,26 +119,19 @@ def _real(depth: int, steps: int, micro: int) -> dict[str, dict[str, Any]]:
         },
         "tokenizer": {"tokenizer.vocab_size": 65_536, "tokenizer.train_megabytes": 1024},
         "pretrain": {"model.depth": depth, "batch.tokens": 524_288, "train.max_steps": steps, "train.eval_every": 1000},
-        "midtrain": {
-            "train.eval_first": True,
-            "batch.tokens": 524_288,
-            "train.max_steps": 800,
-            "optim.learning_rate": 2e-4,
-        },
-        "sft": {"train.eval_first": True, "batch.tokens": 131_072, "train.max_steps": 600, "optim.learning_rate": 5e-5},
-        "reward": {"batch.tokens": 131_072, "train.max_steps": 400, "optim.learning_rate": 2e-5},
+        "midtrain": {**_learns(800, 2e-4, tokens=524_288), "train.eval_first": True},
+        "sft": {**_learns(600, 5e-5, tokens=131_072), "train.eval_first": True},
+        "reward": _learns(400, 2e-5, tokens=131_072),
         "density": {"density.neighbours": 64, "density.clusters": 64},
-        "grpo": {
-            "train.max_steps": 400,
-            "train.log_every": 1,
-            "grpo.prompts_per_step": 32,
-            "grpo.group": 16,
-            "optim.learning_rate": 2e-6,
-        },
+        "grpo": {**_learns(400, 2e-6), "train.log_every": 1, "grpo.prompts_per_step": 32, "grpo.group": 16},
         "evaluate": {"evaluate.draws": 4},
         "eval-base": {"evaluate.chat": False, "evaluate.shots": 4, "evaluate.draws": 0},
         "diversity": {"diversity.most": 256, "diversity.answers": 8},
     }
+
+
+def _large(name: str, about: str, keys: dict[str, dict[str, Any]]) -> Preset:
+    return Preset(name, about, "production", 2, 8.0, keys, gpus=True, data=True)
 
 
 PRESETS: dict[str, Preset] = {
@@ -173,26 +139,8 @@ PRESETS: dict[str, Preset] = {
     for one in (
         Preset("cpu", "a model of 0.5 M parameters on a CPU, ten minutes on two cores", "small", 0, 1.0, _CPU),
         Preset("gpu", "8 layers on one GPU, a quarter of an hour", "production", 1, 8.0, _GPU, gpus=True),
-        Preset(
-            "d20",
-            "20 layers, 0.5 billion parameters, real data, 8 GPUs for hours",
-            "production",
-            2,
-            8.0,
-            _real(20, 21_400, 16),
-            gpus=True,
-            data=True,
-        ),
-        Preset(
-            "d32",
-            "32 layers, 1.7 billion parameters, real data, 8 GPUs for days",
-            "production",
-            2,
-            8.0,
-            _real(32, 71_680, 8),
-            gpus=True,
-            data=True,
-        ),
+        _large("d20", "20 layers, 0.5 billion parameters, real data, 8 GPUs for hours", _real(20, 21_400, 16)),
+        _large("d32", "32 layers, 1.7 billion parameters, real data, 8 GPUs for days", _real(32, 71_680, 8)),
     )
 }
 
@@ -202,13 +150,8 @@ def choose(named: str | None, gpus: bool) -> tuple[Preset, str]:
     if named is None:
         found = PRESETS["gpu" if gpus else "cpu"]
         others = ", ".join(name for name in PRESETS if name != found.name)
-        return (
-            found,
-            (
-                f"preset {found.name}: {found.about};"
-                f" {'the default where there are GPUs' if gpus else 'no GPU to train on'} (--preset: {others})"
-            ),
-        )
+        why = "the default where there are GPUs" if gpus else "no GPU to train on"
+        return found, f"preset {found.name}: {found.about}; {why} (--preset: {others})"
     if named not in PRESETS:
         raise Refusal(
             f"--preset: no preset {named!r}{suggest(named, PRESETS) or '; there are ' + ', '.join(PRESETS)}", EX_USAGE

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract.quantities import number_at, span
-from stoker.speedrun.gather import Chain, StageRecord
-from stoker.speedrun.report_results import MODELS
+from stoker.speedrun.gather import MODELS, Chain, StageRecord
 from stoker.training.stages.blocks import Block, Bullets, Cell, Code, Figure, Heading, Table, Text
 from stoker.training.stages.registry import links
 from stoker.training.stages.significance import ABSENT, number
@@ -16,16 +15,9 @@ from stoker.training.stages.significance import ABSENT, number
 # What makes something first, then what measures it.
 EXPECTED = tuple(link.name for link, _ in sorted(links(), key=lambda pair: pair[1].measures))
 BIGGER = {"cpu": "gpu", "gpu": "d20", "d20": "d32"}
-_HARDWARE_KEYS = (
-    "schema",
-    "gpus",
-    "cores",
-    "memory_total",
-    "memory_available",
-    "max_processes",
-    "max_files",
-    "python",
-)  # said in words, or of no use here
+# Said in words, or of no use here.
+_HARDWARE_KEYS = ["schema", "gpus", "cores", "memory_total", "memory_available", "max_processes", "max_files", "python"]
+_BILLED = ("seconds", "attempts", "energy_wh", "cost")
 MOST_TROUBLES = 8  # of one stage; `stoker why` has them all
 
 
@@ -103,35 +95,23 @@ def bill(chain: Chain) -> Iterator[Block]:
         return
     rows = [
         _bill_row(
-            found.name,
-            "" if found.done or found.status == "done" else found.status,
-            found.seconds,
-            found.attempts,
-            found.energy_wh,
-            found.cost,
+            Cell(found.name, "" if found.done or found.status == "done" else found.status),
+            *(getattr(found, what) for what in _BILLED),
         )
         for found in chain.stages.values()
     ]
-    attempts = total_of(chain, "attempts")
-    sums = _bill_row(
-        "all",
-        "",
-        total_of(chain, "seconds"),
-        None if attempts is None else int(attempts),
-        total_of(chain, "energy_wh"),
-        total_of(chain, "cost"),
-    )
+    sums = _bill_row(Cell("all"), *(total_of(chain, what) for what in _BILLED))
     yield Table(("Stage", "Time", "Attempts", "Energy", "Cost"), (*rows, sums))
     yield Figure("time", "Time of each stage")
 
 
 def _bill_row(
-    name: str, status: str, seconds: float | None, attempts: int | None, energy: float | None, cost: float | None
+    name: Cell, seconds: float | None, attempts: float | None, energy: float | None, cost: float | None
 ) -> tuple[Cell, ...]:
     return (
-        Cell(name, status),
+        name,
         Cell(span(seconds) if seconds else ABSENT),
-        Cell(str(attempts) if attempts else ABSENT),
+        Cell(f"{attempts:.0f}" if attempts else ABSENT),
         Cell(ABSENT if energy is None else f"{number(energy)} Wh"),
         Cell(ABSENT if cost is None else f"{cost:,.{3 if cost < 1 else 2}f}"),
     )

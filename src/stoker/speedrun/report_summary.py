@@ -8,23 +8,23 @@ from collections.abc import Iterator
 
 from stoker.contract.quantities import span
 from stoker.contract.shape import shape
-from stoker.speedrun.gather import QUESTIONS, Chain, Evaluation
+from stoker.speedrun.gather import BEFORE, MODELS, Chain, Evaluation
 from stoker.speedrun.report_chain import hardware_lines, missing, total_of
-from stoker.speedrun.report_results import BEFORE, MODELS, over_sft, pairs_right
 from stoker.training.stages.blocks import Block, Bullets, Cell, Heading, Table, Text, tone_of
-from stoker.training.stages.evaluate import PROMPTS
-from stoker.training.stages.significance import ABSENT, Marks, Measured, change, judged, percent, points
+from stoker.training.stages.evaluate import PROMPTS, TASKS
+from stoker.training.stages.registry import links
+from stoker.training.stages.significance import ABSENT, Change, Marks, Measured, change, judged, percent, points
+from stoker.training.stages.stage import variant
 
 MANY_CUT = 0.02  # a share of cut answers that makes a score doubtful
 ALL = "all"
-_FILES = {QUESTIONS: "questions of all kinds", PROMPTS: "prompts like GRPO's"}
 NOT_EVALUATED = Evaluation(Marks(), {}, {}, None, ())
 
 
 def summary(chain: Chain) -> Iterator[Block]:
     seconds, on = total_of(chain, "seconds"), hardware_lines(chain.hardware)
     took = span(seconds) if seconds is not None else "time unknown"
-    evaluations = {name: found for name in MODELS if (found := chain.evaluation(name)) is not None}
+    evaluations = chain.evaluations
     lines = [
         f"Preset {chain.preset or ABSENT}, seed {chain.seed or ABSENT}: {took} on"
         f" {on[0] if on else 'unknown hardware'}."
@@ -62,7 +62,7 @@ def _first_table(chain: Chain, evaluations: dict[str, Evaluation]) -> Iterator[B
         (
             "After stage",
             "Questions right",
-            "Prompts like GRPO's right",
+            f"{TASKS[PROMPTS][0].upper()}{TASKS[PROMPTS][1:]} right",
             "In the expected form",
             "Cut at the token limit",
         ),
@@ -71,9 +71,9 @@ def _first_table(chain: Chain, evaluations: dict[str, Evaluation]) -> Iterator[B
     yield Text(
         "All questions and prompts are held out from training. Right: the answer says the right thing, however it is"
         ' worded. In the expected form: it stands alone or after "The answer is", right or wrong. Cut: the answer was'
-        " not finished when it reached the token limit. Below each share is the change in points from the stage before,"
-        " for both GRPO runs from SFT: ▲ and ▼ are significant (95 %), ≈ is not. Below, forgotten means: significantly"
-        " worse than after an earlier stage."
+        " not finished when it reached the token limit. Below each share is the change in points from the model that"
+        " the stage began with: ▲ and ▼ are significant (95 %), ≈ is not. Below, forgotten means: significantly worse"
+        " than after an earlier stage."
     )
 
 
@@ -90,21 +90,35 @@ def _compared(now: Measured, before: Measured, higher_is_better: bool = True) ->
 
 def _worth_knowing(chain: Chain, evaluations: dict[str, Evaluation]) -> Iterator[str]:
     yield from _about_forgetting(chain, evaluations)
-    gains = {
-        name: gain
-        for name in ("grpo-uniform", "grpo-density")
-        if (gain := over_sft(chain, name))[0].difference is not None
-    }
-    if gains:
-        compared = ", ".join(
-            f"{name.removeprefix('grpo-')} {points(gain).split(' (')[0]}, {judged(gain)}"
-            for name, (gain, _) in gains.items()
-        )
-        yield f"GRPO compared with SFT, on {next(iter(gains.values()))[1]}: {compared}."
-    reward = chain.result("reward")
-    if reward is not None and pairs_right(reward).value is not None:
-        yield f"Reward model: {percent(pairs_right(reward).value)} of held-out pairs in the right order."
+    yield from _about_gains(chain)
+    for link, kind in links():
+        done = chain.result(link.name)
+        yield from kind.worth_knowing(done.metrics) if done is not None else ()
     yield from _about_cut(evaluations)
+
+
+def _about_gains(chain: Chain) -> Iterator[str]:
+    """What the stages that are judged by their prompts added to the models they began with."""
+    gains: dict[tuple[str, str], list[str]] = {}
+    for link, kind in links():
+        gain, asked = _gain(chain, link.name) if kind.judged_by_prompts else (Change(None), "")
+        if gain.difference is not None:
+            word = variant(link, kind)
+            stage = link.title.removesuffix(word).strip()
+            compared = f"{stage} compared with {MODELS[BEFORE[link.name]]}"
+            gains.setdefault((compared, asked), []).append(f"{word} {points(gain).split(' (')[0]}, {judged(gain)}")
+    for (compared, asked), lines in gains.items():
+        yield f"{compared}, on {asked}: {', '.join(lines)}."
+
+
+def _gain(chain: Chain, name: str) -> tuple[Change, str]:
+    """Greedy answers to held-out prompts like its own, or to all questions where there are none."""
+    old, new = chain.evaluation(BEFORE.get(name, "")), chain.evaluation(name)
+    if old is None or new is None:
+        return Change(None), ""
+    if old.prompts and new.prompts:
+        return change(old.prompts.greedy, new.prompts.greedy), "held-out prompts like its own"
+    return change(old.everything.greedy, new.everything.greedy), "all questions (no prompts like its own were held out)"
 
 
 def _about_cut(evaluations: dict[str, Evaluation]) -> Iterator[str]:
@@ -188,6 +202,6 @@ def _before(name: str) -> Iterator[str]:
 
 def right_by_measure(found: Evaluation) -> dict[str, Measured]:
     """Right answers by content, of all questions and of each part of them."""
-    files = {_FILES.get(name, f"file {name}"): one.greedy for name, one in found.files.items()}
+    files = {TASKS.get(name, f"file {name}"): one.greedy for name, one in found.files.items()}
     kinds = {f"{kind} questions": one.greedy for kind, one in found.kinds.items()}
     return {ALL: found.everything.greedy, **files, **kinds, "all, sampled answers": found.everything.sampled}

@@ -142,12 +142,15 @@ def judge(path: str, checked: Checked) -> str:
 
 def check_once(role: str, path: str, digest: str, cache: str) -> Checked:
     """Remembered by the file's bytes: a finished speedrun reads no data."""
+    return _once(f"{digest}:{FAULTS[role].__name__}", lambda: check_rows(role, path), cache)
+
+
+def _once(name: str, check: Callable[[], Checked], cache: str) -> Checked:
     index = os.path.join(cache, "checked-rows.json")
     known = _read(index)
-    name = f"{digest}:{FAULTS[role].__name__}"
     if name in known:
         return Checked(*known[name])
-    found = check_rows(role, path)
+    found = check()
     os.makedirs(cache, exist_ok=True)
     write_json(index, {"schema": SCHEMA, "files": {**_read(index), name: [found.total, found.bad, found.why]}})
     return found
@@ -157,27 +160,23 @@ def check_text(path: str, digest: str, cache: str) -> None:
     """As the tokenizer will read it, where one wrong row is refused: all of it, or the beginning and the end of what is
     larger than 256 MB.
     """
-    index, name = os.path.join(cache, "checked-rows.json"), f"{digest}:text"
-    if name in _read(index):
-        return
-    spans, _ = split(find_sources((path,), cache, lambda line: None), 0.0)
-    looked_at = spans if len(spans) <= MOST_SPANS else [*spans[: MOST_SPANS // 2], *spans[-MOST_SPANS // 2 :]]
-    count = sum(1 for span in looked_at for text, _ in texts(span, TEXT_KEY) if text.strip())
-    if not count:
-        raise Refusal(f"{path} holds no text", EX_DATAERR)
-    os.makedirs(cache, exist_ok=True)
-    write_json(index, {"schema": SCHEMA, "files": {**_read(index), name: [count, 0, ""]}})
+
+    def check() -> Checked:
+        spans, _ = split(find_sources((path,), cache, lambda line: None), 0.0)
+        looked_at = spans if len(spans) <= MOST_SPANS else [*spans[: MOST_SPANS // 2], *spans[-MOST_SPANS // 2 :]]
+        count = sum(1 for span in looked_at for text, _ in texts(span, TEXT_KEY) if text.strip())
+        if not count:
+            raise Refusal(f"{path} holds no text", EX_DATAERR)
+        return Checked(count, 0, "")
+
+    _once(f"{digest}:text", check, cache)
 
 
 def check_questions(path: str, digest: str, cache: str) -> None:
     """As the evaluation will read them: what it would refuse after hours of training is refused now."""
     from stoker.training.evaluate.tasks import read_tasks
 
-    index, name = os.path.join(cache, "checked-rows.json"), f"{digest}:questions"
-    if name not in _read(index):
-        total = len(read_tasks((path,), 0)[0].questions)
-        os.makedirs(cache, exist_ok=True)
-        write_json(index, {"schema": SCHEMA, "files": {**_read(index), name: [total, 0, ""]}})
+    _once(f"{digest}:questions", lambda: Checked(len(read_tasks((path,), 0)[0].questions), 0, ""), cache)
 
 
 def _read(index: str) -> dict[str, Any]:

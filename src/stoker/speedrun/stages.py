@@ -74,11 +74,9 @@ class Stage:
 
 
 WORLD, REPORT = "world", "report"
-FILES = {
-    "base": "base.jsonl", "base-held-out": "base-held-out.jsonl", "midtrain": "midtrain.jsonl", "midtrain-held-out": "midtrain-held-out.jsonl",
-    "sft": "sft.jsonl", "sft-held-out": "sft-held-out.jsonl", "pairs": "pairs.jsonl", "pairs-held-out": "pairs-held-out.jsonl", "prompts": "prompts.jsonl",
-    "prompts-held-out": "prompts-held-out.jsonl", "questions": "questions.jsonl",
-}  # fmt: skip
+_HALVED = ("base", "midtrain", "sft", "pairs", "prompts")  # roles that have a held-out half
+FILES = {role: f"{role}.jsonl" for kind in _HALVED for role in (kind, f"{kind}-held-out")}
+FILES["questions"] = "questions.jsonl"
 OUR_WORLD = Data({role: (From(WORLD, file),) for role, file in FILES.items()})
 
 

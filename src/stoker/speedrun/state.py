@@ -1,5 +1,5 @@
-"""What a speedrun directory knows: which run belongs to a stage's key, whether it is done, and chain.json, the record
-of all.
+"""What a speedrun directory knows: which run belongs to a stage's key, whether it is done, how it is
+getting on or failed, and chain.json, the record of all.
 """
 
 from __future__ import annotations
@@ -7,14 +7,17 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import signal
 import stat
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker.contract import layout, redact
 from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
+from stoker.contract.quantities import number_at
 from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.typed import read_shape
+from stoker.contract.untrusted import parse_json
 from stoker.contract.wholefile import write_json
 from stoker.control.record import ownership, reader
 from stoker.speedrun.keys import run_name
@@ -23,6 +26,8 @@ from stoker.speedrun.stages import REPORT, WORLD, Stage
 SCHEMA = 1
 CHAIN, RESULT, STAGES, LOGS, LOCK = "chain.json", "result.json", "stages", "logs", ".lock"
 WAITING, RUNNING, DONE, FAILED, STOPPED, PARTIAL = "waiting", "running", "done", "failed", "stopped", "partial"
+_TAIL = 4096  # bytes that are read of the end of a log
+_OURS = "stoker: "  # how our own lines begin
 
 
 @shape
@@ -52,11 +57,12 @@ def runs_root(folder: str) -> str:
 
 
 def run_of(folder: str, stage: Stage, keys: Mapping[str, str]) -> str | None:
-    """The newest run directory of this stage with this key; one with a result before one without."""
-    name = run_name(stage.name, keys)
+    """The newest run directory of this stage with this key; one with a result before one without. The report has
+    none.
+    """
+    name, root = run_name(stage.name, keys), runs_root(folder)
     if stage.stage == REPORT:
-        return folder
-    root = runs_root(folder)
+        return None
     if stage.stage == WORLD:
         return os.path.join(root, name)
     pattern = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(name)}(?:-(\d+))?")
@@ -102,11 +108,13 @@ def entries(folder: str, stages: Sequence[Stage], keys: Mapping[str, str]) -> di
         if done:
             status = DONE
         noted = entry.status == status
-        entry = replace(
-            entry, status=status, run=os.path.relpath(run, folder) if run is not None and os.path.isdir(run) else ""
-        )
+        entry = replace(entry, status=status, run=relative(run, folder))
         found[stage.name] = entry if noted else seen(folder, entry)
     return found
+
+
+def relative(run: str | None, folder: str) -> str:
+    return os.path.relpath(run, folder) if run is not None and os.path.isdir(run) else ""
 
 
 def recorded_otherwise(folder: str, keys: Mapping[str, str]) -> bool:
@@ -210,3 +218,64 @@ def hold(folder: str) -> int:
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
     return handle
+
+
+def progress(run: str | None, steps: int) -> str:
+    """The newest line of a run's metrics; empty before there is one."""
+    if run is None:
+        return ""
+    try:
+        with open(os.path.join(run, layout.METRICS), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+            lines = [line for line in file.read().split(b"\n")[:-1] if line.strip()]
+    except FileNotFoundError:
+        return ""
+    if not lines:
+        return ""
+    try:
+        row = parse_json(lines[-1])
+    except ValueError:
+        return ""  # longer than the tail
+    done = number_at(row, "step")
+    parts = [f"step {done + 1:.0f}{f' of {steps}' if steps else ''}"] if done is not None else []
+    parts += [f"{name} {value:.3f}" for name in ("loss", "reward") if (value := number_at(row, name)) is not None]
+    return ", ".join(parts)
+
+
+def trouble(run: str | None, code: int, log: str, log_from: int) -> tuple[str, str]:
+    """(how it failed, what to do), from its verdict, or its rank's own refusal; from the last line it said where there
+    is none, as before the start.
+    """
+    said = reader.read_json(os.path.join(run, layout.VERDICT)) if run else None
+    if isinstance(said, dict) and said.get("status") not in (None, "completed"):
+        evidence = said.get("evidence")
+        refusals = (
+            [line for line in evidence if isinstance(line, str) and line.startswith(_OURS)]
+            if isinstance(evidence, list)
+            else []
+        )
+        if refusals:
+            return refusals[-1].removeprefix(_OURS).strip(), ""
+        fix = said.get("fix")
+        return str(said.get("summary", "")), str(fix[0]) if isinstance(fix, list) and fix else ""
+    if code > 128:
+        return f"its launcher was ended by {_signal(code - 128)}, and no verdict was written", ""
+    lines = [line for line in redact.whole(_tail(log, log_from)).splitlines() if line.strip()]
+    named = [line for line in lines if line.startswith(_OURS)]
+    return (named or lines or ["it ended without a word"])[-1].removeprefix(_OURS).strip(), ""
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _tail(path: str, begin: int) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(begin, os.fstat(file.fileno()).st_size - _TAIL))
+            return file.read().decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""

@@ -19,7 +19,7 @@ Marks = tuple[Any, Any, Any]  # begin, own work done, exchange done
 
 class StepClock:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self.lag = 2 if self._cuda else 0  # steps between a time and the step that carries it to the others
         self._begin = self._computed = None
         self._done: deque[Marks] = deque(maxlen=self.lag + 1)
@@ -27,13 +27,13 @@ class StepClock:
         first.register_post_accumulate_grad_hook(self._own_work_done)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        self._begin = self._now()
+        self._begin = now(self._device)
 
     def _own_work_done(self, parameter: torch.Tensor) -> None:
-        self._computed = self._now()  # of the last micro-step, in the end
+        self._computed = now(self._device)  # of the last micro-step, in the end
 
     def end(self) -> None:
-        self._done.append((self._begin, self._computed, self._now()))
+        self._done.append((self._begin, self._computed, now(self._device)))
 
     def read(self) -> tuple[float, float]:
         """Seconds (computing, waiting) of the step `lag` before the newest; zeros where there was none."""
@@ -46,9 +46,11 @@ class StepClock:
             return begin.elapsed_time(computed) / 1000, computed.elapsed_time(done) / 1000
         return computed - begin, done - computed
 
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+
+def now(device: torch.device) -> Any:
+    """Seconds; on a GPU an event on its stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

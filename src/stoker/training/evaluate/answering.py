@@ -8,10 +8,18 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from stoker.contract.shape import shape
-from stoker.training.evaluate.asking import Manner, answer_text, as_asked, choice_ids, lettered, refuse_long, stop_ids
-from stoker.training.evaluate.content import Alternatives, alternatives, phrases, right
+from stoker.training.evaluate.asking import (
+    Manner,
+    answer_text,
+    as_asked,
+    choice_ids,
+    lettered,
+    listed,
+    refuse_long,
+    stop_ids,
+)
 from stoker.training.evaluate.likelihood import log_likelihoods
-from stoker.training.evaluate.marking import in_form, right_in_form, words
+from stoker.training.evaluate.marking import Alternatives, alternatives, in_form, phrases, right, right_in_form, words
 from stoker.training.evaluate.questions import Question
 from stoker.training.evaluate.tasks import Task
 from stoker.training.generate.config import GenerateConfig
@@ -148,9 +156,8 @@ def write(
     for place, ids in zip(places, answers, strict=True):
         question = asked.task.questions[place]
         greedy = marker(written(tokenizer, ids, manner, stop), place)
-        outcomes.append(
-            Outcome(asked.task.name, place, question.kind, question.text, question.answer, greedy, open=True)
-        )
+        shown = (question.kind, question.text, question.answer)
+        outcomes.append(Outcome(asked.task.name, place, *shown, greedy, open=True))
     return outcomes
 
 
@@ -192,16 +199,6 @@ def written(tokenizer: Tokenizer, ids: Sequence[int], manner: Manner, stop: Coll
 def _chosen(asked: Asked, place: int, scores: Sequence[float]) -> Outcome:
     question = asked.task.questions[place]
     best = question.labels[max(range(len(scores)), key=scores.__getitem__)]
-    shown = question.text + "".join(
-        f"\n{label}. {text}" for label, text in zip(question.labels, question.choices, strict=True)
-    )
-    correct = best == question.answer
-    return Outcome(
-        asked.task.name,
-        place,
-        question.kind,
-        shown,
-        question.answer,
-        Marked(best, correct, in_form=True, strict=correct),
-        open=False,
-    )
+    correct, shown = best == question.answer, question.text + listed(question)
+    mark = Marked(best, correct, in_form=True, strict=correct)
+    return Outcome(asked.task.name, place, question.kind, shown, question.answer, mark, open=False)

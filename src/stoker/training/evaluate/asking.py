@@ -39,7 +39,7 @@ def prompt_ids(
 ) -> list[int]:
     if manner.chat:
         *before, (role, text) = question.messages
-        shown = text + _listed(question) + "\nAnswer with the letter only." if question.labels else text
+        shown = text + listed(question) + "\nAnswer with the letter only." if question.labels else text
         if manner.system and not any(who == "system" for who, _ in before):
             before = [("system", manner.system), *before]
         return chat_prompt(tokenizer, [(who, what.encode()) for who, what in (*before, (role, shown))])
@@ -112,11 +112,11 @@ def _plain(question: Question, manner: Manner) -> str:
     parts = []
     for role, text in question.messages:
         parts.append({"user": f"Question: {text}", "assistant": f"Answer: {text}\n"}.get(role, text))
-    listed = _listed(question) if lettered(question, manner) else ""
-    return "\n".join(parts) + f"{listed}\nAnswer:"
+    choices = listed(question) if lettered(question, manner) else ""
+    return "\n".join(parts) + f"{choices}\nAnswer:"
 
 
-def _listed(question: Question) -> str:
+def listed(question: Question) -> str:
     return "".join(f"\n{label}. {text}" for label, text in zip(question.labels, question.choices, strict=True))
 
 

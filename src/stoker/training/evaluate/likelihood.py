@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 
+from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.training.data.config import DataConfig
+from stoker.training.data.ours import own_cache
+from stoker.training.data.read import texts
+from stoker.training.data.sources import find_sources
+from stoker.training.data.units import split
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.loss import capped, chunk_rows
+from stoker.training.parallel.group import Group
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 TOKENS_AT_ONCE = 16_384
@@ -69,7 +76,7 @@ def log_likelihoods(model: Decoder, rows: Sequence[Continuation]) -> list[float]
 
 
 def windows(
-    tokenizer: Tokenizer, texts: Iterable[bytes], context: int, tokens: int
+    tokenizer: Tokenizer, documents: Iterable[bytes], context: int, tokens: int
 ) -> tuple[list[Continuation], list[int]]:
     """Every token of every text once, after what comes before it in its window, and the bytes of each window; ends when
     `tokens` (0: all) are there.
@@ -77,7 +84,7 @@ def windows(
     found: list[Continuation] = []
     sizes: list[int] = []
     count = 0
-    for text in texts:
+    for text in documents:
         ids = [tokenizer.end_id, *tokenizer.encode_bytes(text)]  # a text begins where another ended
         for begin in range(0, len(ids) - 1, context):
             asked = ids[begin + 1 : begin + 1 + context]
@@ -91,3 +98,38 @@ def windows(
 
 def bits_per_byte(log_likelihood: float, size: float) -> float:
     return -log_likelihood / math.log(2) / size
+
+
+def documents(path: str, data: DataConfig, say: Callable[[str], None]) -> Iterator[bytes]:
+    """Whole texts of jsonl, parquet or text files."""
+    sources = find_sources((path,), own_cache(data.cache, say), say, "evaluate.texts")
+    begun = b""
+    for span in split(sources, 0.0)[0]:
+        for part, ends in texts(span, data.text_key):
+            begun += part
+            if ends:
+                yield begun
+                begun = b""
+
+
+def measure(
+    path: str,
+    data: DataConfig,
+    tokens: int,
+    model: Decoder,
+    tokenizer: Tokenizer,
+    group: Group,
+    say: Callable[[str], None],
+) -> float:
+    """Bits per byte over `tokens` tokens: comparable between models with unlike tokenizers, as nats per token are not.
+    Ranks share the windows.
+    """
+    rows, sizes = windows(tokenizer, documents(path, data, say), data.context_length, tokens)
+    if not rows:
+        raise Refusal(f"evaluate.texts {path} holds no text", EX_DATAERR)
+    mine = range(group.rank, len(rows), group.world)
+    found = sum(log_likelihoods(model, [rows[place] for place in mine]))
+    totals = group.sum(
+        torch.tensor([found, float(sum(sizes[place] for place in mine))], dtype=torch.float64, device=group.device)
+    ).tolist()
+    return bits_per_byte(*totals)

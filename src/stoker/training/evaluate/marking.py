@@ -1,11 +1,23 @@
-"""Is an answer in the expected form, and right in that form? This strict rule is GRPO's reward. content.py has the rule
-that evaluation counts by. No torch.
+"""Is an answer right? No torch.
+
+In the expected form, and right in that form: this strict rule is GRPO's reward.
+
+By what it says, whatever its form, is how evaluation counts: "The cow says moo." is right where "moo" is expected. This
+rule, which docs/pipeline.md explains, rather calls a right answer wrong than a wrong one right:
+- What is right in the expected form is right.
+- A number: the last number of the answer counts, and no other.
+- A list of numbers: the last list counts.
+- Words: the first sentence must hold them, be short, deny nothing, and name no other possible answer.
+- An answer that was cut at the token limit has no last number, and a sentence that was cut is no sentence.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from decimal import Decimal
+
+from stoker.contract.shape import shape
 
 _STATED = re.compile(r"answer is\b|\banswer\W{0,3}:|####", re.IGNORECASE)
 _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
@@ -16,6 +28,25 @@ _NO_UNIT = {"or", "and", "to", "plus", "minus", "times", "not", "x"}  # an answe
 _WORD = re.compile(r"[^\W_]+(?:['’.\-][^\W_]+)*")
 _AROUND = " \t\r\f\v\u00a0:\"'`*“”‘’«»"
 _BEHIND = ".,!?"
+MOST_WORDS = 12  # of a sentence, beside the answer's own: more is no answer but a search for one
+_DIGITS = r"(?<![\w.])[+-]?(?:\d+(?:\.\d+)?|\.\d+)(?!\d|(?:st|nd|rd|th)\b)"
+_NUMBER_IN_TEXT = re.compile(_DIGITS, re.ASCII)
+_LIST = re.compile(rf"{_DIGITS}(?:\s*(?:,|;|<|>|\band\b|\bthen\b)\s*(?:and\s+|then\s+)?{_DIGITS})+", re.ASCII)
+# What makes the number behind it no stated one: "7 or 8", "not 8", "3 + 8", "5 to 8", "between 7 and 8".
+_OPEN = re.compile(r"(?:\bor|\bnot|n't|n’t|[+*/×÷]|\d\s*(?:to|[-–])|\bbetween\s+\S+\s+and)\s*$")
+_COMPARED = re.compile(r"\bthan\s+$")  # 6 is more than 4: the 4 is not the answer
+_SPELLED = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen",
+    "seventeen", "eighteen", "nineteen", "twenty",
+)  # fmt: skip
+_SENTENCE = re.compile(r"(?<=[.!?])\s+")
+_ENDED = re.compile(r"[.!?][\"'”’*)\s]*$")
+_DENIES = {"not", "no", "never", "neither", "nor", "either", "or", "maybe", "perhaps", "except", "without", "cannot"}
+_TAKES_BACK = {"no", "not", "or", "wait", "sorry", "actually", "rather", "but"}  # as the next sentence's first word
+_FILLERS = r"(?:(?:the|a|an|in|at|on|of|to|by|from|with|is|was)\s+)*"
+_JOINED_BEFORE = re.compile(rf"(?:\band|&|/|(?<!\byes)(?<!\bsure)(?<!\bwell)(?<!\bokay)(?<!\bhello),)\s*{_FILLERS}$")
+_JOINED_AFTER = re.compile(r"^\s*(?:,|&|/|and\b)")
+_ARTICLES = ("a", "an", "the")
 
 
 def marked_part(text: str) -> str | None:
@@ -84,3 +115,113 @@ def _bare(text: str) -> str:
         if less == text:
             return text
         text = less
+
+
+@shape
+class Alternatives:
+    """Other answers the question might have had, as words. `asked`: those that stand in the question are no
+    contradiction, but part of saying it.
+    """
+
+    phrases: frozenset[tuple[str, ...]] = frozenset()
+    asked: tuple[str, ...] = ()
+
+    def named_in(self, said: tuple[str, ...], wanted: tuple[str, ...]) -> bool:
+        for length in {len(phrase) for phrase in self.phrases}:
+            for begin in range(len(said) - length + 1):
+                phrase = said[begin : begin + length]
+                if phrase in self.phrases and not _within(phrase, wanted) and not _within(phrase, self.asked):
+                    return True
+        return False
+
+
+NO_OTHERS = Alternatives()
+
+
+def alternatives(answers: Collection[str], question: str = "") -> Alternatives:
+    return Alternatives(phrases(answers), words(question))
+
+
+def phrases(answers: Collection[str]) -> frozenset[tuple[str, ...]]:
+    """Numbers are left out: how many pears Anna has does not contradict that it is Anna who has them."""
+    given = [stated(answer) for answer in answers]
+    return frozenset(
+        _phrase(answer) for answer in given if _only_number(answer) is None and not _LIST.fullmatch(answer)
+    ) - {()}
+
+
+def right(completion: str, answer: str, others: Alternatives = NO_OTHERS, *, cut: bool = False) -> bool:
+    if right_in_form(completion, answer):
+        return True
+    part = marked_part(completion)
+    wanted = stated(answer)
+    text = completion if part is None else first_line(part)
+    number = _only_number(wanted)
+    if number is not None:
+        return not (cut and part is None) and _last_number(text) == number
+    listed = _LIST.fullmatch(wanted)
+    if listed:
+        return not (cut and part is None) and _last_list(text) == _numbers(wanted)
+    return _says(first_line(text), wanted, others, cut)
+
+
+def _says(line: str, wanted: str, others: Alternatives, cut: bool) -> bool:
+    """Whether the line's first sentence states the wanted words, and nothing against them."""
+    sentence, *rest = _SENTENCE.split(line.strip())
+    said, phrase = words(sentence), _phrase(wanted)
+    if not said or not phrase or (cut and not rest and not _ENDED.search(sentence)):
+        return False
+    if wanted in ("yes", "no"):
+        return said[0] == wanted
+    if len(wanted) == 1 or len(said) > MOST_WORDS + len(phrase) or not _within(phrase, said):
+        return False  # a letter is also a word: it counts alone, which right_in_form has seen to
+    against = {word for word in said if word in _DENIES or word.endswith(("n't", "n’t"))} - set(phrase)
+    taken_back = bool(rest) and words(rest[0])[:1] != () and words(rest[0])[0] in _TAKES_BACK
+    return (
+        not against and not taken_back and not others.named_in(said, phrase) and not _joined(sentence.lower(), phrase)
+    )
+
+
+def _joined(sentence: str, phrase: tuple[str, ...]) -> bool:
+    """Whether the answer is one of several: "Anna and Ben", "in the park and in the garden"."""
+    pattern = r"\b" + r"\W+".join(map(re.escape, phrase)) + r"\b"
+    places = list(re.finditer(pattern, sentence))
+    return any(
+        _JOINED_BEFORE.search(sentence[: place.start()]) or _JOINED_AFTER.search(sentence[place.end() :])
+        for place in places
+    )
+
+
+def _last_number(text: str) -> Decimal | None:
+    """The last one that is stated. In digits, or spelled where there are no digits."""
+    text = without_thousands(text.lower().replace("$", ""))
+    if not re.search(r"\d", text):
+        spelled = [word for word in words(text) if word in _SPELLED]
+        return Decimal(_SPELLED.index(spelled[-1])) if spelled and not set(words(text)) & _DENIES else None
+    places = [place for place in _NUMBER_IN_TEXT.finditer(text) if not _COMPARED.search(text[: place.start()])]
+    return Decimal(places[-1][0]) if places and not _OPEN.search(text[: places[-1].start()]) else None
+
+
+def _last_list(text: str) -> list[Decimal]:
+    places = list(_LIST.finditer(text))
+    return _numbers(places[-1][0]) if places and not _OPEN.search(text[: places[-1].start()]) else []
+
+
+def _numbers(text: str) -> list[Decimal]:
+    return [Decimal(number) for number in _NUMBER_IN_TEXT.findall(text)]
+
+
+def _only_number(wanted: str) -> Decimal | None:
+    if wanted in _SPELLED:
+        return Decimal(_SPELLED.index(wanted))
+    return Decimal(wanted) if _NUMBER_IN_TEXT.fullmatch(wanted) else None
+
+
+def _phrase(answer: str) -> tuple[str, ...]:
+    """Its words, without an article before them."""
+    said = words(answer)
+    return said[1:] if len(said) > 1 and said[0] in _ARTICLES else said
+
+
+def _within(phrase: tuple[str, ...], said: tuple[str, ...]) -> bool:
+    return any(said[begin : begin + len(phrase)] == phrase for begin in range(len(said) - len(phrase) + 1))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
@@ -112,9 +112,12 @@ def _files(path: str) -> list[str]:
 def _file(path: str, kind: str) -> tuple[list[Question], str]:
     where = f"evaluate.tasks {path}"
     if path.lower().endswith(".csv"):
-        questions, _, skipped = _usable(_csv_rows(path), lambda cells: mmlu_cells(cells, kind), where)
+        cells_of = _some(_csv_rows(path), where)
+        questions, _, skipped = _usable(cells_of, lambda cells: mmlu_cells(cells, kind), where)
         return questions, skipped
-    rows = _parquet_rows(path) if path.lower().endswith(".parquet") else _json_rows(path, "evaluate.tasks")
+    rows = (
+        _some(_parquet_rows(path), where) if path.lower().endswith(".parquet") else _json_rows(path, "evaluate.tasks")
+    )
     form = _form(rows, kind, where)
 
     def read(row: Any) -> Question:
@@ -175,18 +178,17 @@ class _NotJson:
 def _json_rows(path: str, key: str) -> list[tuple[str, Any]]:
     if not path:
         raise Refusal(f"{key} is empty: name a jsonl file", EX_USAGE)
-    rows = list(_lines(path, key))
-    if not rows:
-        raise Refusal(f"{key} {path} has no rows", EX_NOINPUT)
-    return rows
-
-
-def _lines(path: str, key: str) -> Iterator[tuple[str, Any]]:
     try:
-        for number, line in jsonl.lines(path):
-            yield f"line {number}", _json(line)
+        rows = [(f"line {number}", _json(line)) for number, line in jsonl.lines(path)]
     except (OSError, ValueError) as problem:
         raise Refusal(f"{key} {path} can't be read: {problem}", EX_NOINPUT) from problem
+    return _some(rows, f"{key} {path}")
+
+
+def _some(rows: list[tuple[str, Any]], where: str) -> list[tuple[str, Any]]:
+    if not rows:
+        raise Refusal(f"{where} has no rows", EX_NOINPUT)
+    return rows
 
 
 def _json(line: str) -> Any:
@@ -196,14 +198,13 @@ def _json(line: str) -> Any:
         return _NotJson(f"not JSON ({problem})")
 
 
-def _parquet_rows(path: str) -> list[tuple[str, Row]]:
+def _parquet_rows(path: str) -> list[tuple[str, Any]]:
     if not os.path.isfile(path):
         raise Refusal(f"evaluate.tasks {path} is not there", EX_NOINPUT)
     table = open_parquet(path)
-    groups = range(table.metadata.num_row_groups)
     rows: list[Row] = []
     characters = 0
-    for group in groups:
+    for group in range(table.metadata.num_row_groups):
         for some in read_rows(path, table, group, table.schema_arrow.names):
             rows += some
             characters += 64 * len(some) * len(table.schema_arrow.names)  # what a value takes at least
@@ -214,21 +215,16 @@ def _parquet_rows(path: str) -> list[tuple[str, Row]]:
                 raise Refusal(
                     f"evaluate.tasks {path} unpacks to more than {_MOST_CHARACTERS >> 20} MB of text", EX_DATAERR
                 )
-    if not rows:
-        raise Refusal(f"evaluate.tasks {path} has no rows", EX_NOINPUT)
     return [(f"row {number}", row) for number, row in enumerate(rows, 1)]
 
 
-def _csv_rows(path: str) -> list[tuple[str, list[str]]]:
+def _csv_rows(path: str) -> list[tuple[str, Any]]:
     try:
         rows = [(f"row {number}", cells) for number, cells in enumerate(csv.reader(text_lines(path)), 1) if cells]
     except (OSError, ValueError, csv.Error) as problem:
         raise Refusal(f"evaluate.tasks {path} can't be read: {problem}", EX_NOINPUT) from problem
-    if rows and rows[0][1][-1].strip().lower() == "answer":
-        rows = rows[1:]  # a copy with a header
-    if not rows:
-        raise Refusal(f"evaluate.tasks {path} has no rows", EX_NOINPUT)
-    return rows
+    has_header = rows and rows[0][1][-1].strip().lower() == "answer"  # as some copies have
+    return rows[1:] if has_header else rows
 
 
 def _strange(row: Any, wanted: str) -> str:

@@ -15,10 +15,10 @@ from stoker.contract import layout
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable_lines
 from stoker.contract.wholefile import APPEND, write_whole
-from stoker.training.balance.balancer import Balancer
 from stoker.training.balance.clock import StepClock
 from stoker.training.balance.comm import Meeting
 from stoker.training.balance.plan import Plans
+from stoker.training.balance.rule import Balancer
 from stoker.training.checkpoint.saver import Saver
 from stoker.training.forensics import dump, replay
 from stoker.training.forensics.banner import banner

@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 
 import stoker
 from stoker.training.config.schema import Config
-from stoker.training.density.clusters import clusters
 from stoker.training.density.embed import embed_shared
-from stoker.training.density.gini import evenness, gini
-from stoker.training.density.points import Vectors, centred
+from stoker.training.density.points import Vectors, centred, clusters, evenness, gini
 from stoker.training.evaluate.asking import Manner, prompt_ids
 from stoker.training.evaluate.tasks import Prompts, prompts_of
 from stoker.training.model import ready

@@ -21,8 +21,8 @@ from stoker.training.config.schema import Config
 from stoker.training.evaluate import scores
 from stoker.training.evaluate.answering import Asked, Marker, Outcome, choose, put, sample, write
 from stoker.training.evaluate.asking import Manner
+from stoker.training.evaluate.likelihood import measure
 from stoker.training.evaluate.tasks import read_tasks
-from stoker.training.evaluate.texts import measure
 from stoker.training.generate.engine import Engine
 from stoker.training.model import ready
 from stoker.training.model.attention import kernels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stoker.contract.quantities import number_at
 from stoker.training.stages import estimate
-from stoker.training.stages.stage import RUN_KEYS, RUNS, From, Link, Metrics, Rows, Stage, joined
+from stoker.training.stages.stage import RUN_KEYS, RUNS, From, Link, Metrics, Rows, Stage, joined, keys_of
 
 
 def headline(metrics: Metrics) -> str:
@@ -24,11 +24,7 @@ STAGE = Stage(
     outputs=("weights.jsonl",),
     common=(
         "model.load",
-        "density.prompts",
-        "density.neighbours",
-        "density.power",
-        "density.most",
-        "density.clusters",
+        *keys_of("density", "prompts neighbours power most clusters"),
         "evaluate.chat",
         "generate.system",
         *RUN_KEYS,

@@ -11,7 +11,7 @@ from stoker.training.stages import estimate
 from stoker.training.stages.blocks import Block, Cell, Figure, Heading, Table, Text
 from stoker.training.stages.evaluate import lengths_of_prompts
 from stoker.training.stages.significance import ABSENT, measured, number_and_interval
-from stoker.training.stages.stage import RUN_KEYS, RUNS, From, Link, Metrics, Rows, Stage
+from stoker.training.stages.stage import RUN_KEYS, RUNS, From, Link, Metrics, Rows, Stage, keys_of
 
 if TYPE_CHECKING:
     from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -99,16 +99,8 @@ STAGE = Stage(
     outputs=("diversity_report.md",),
     common=(
         "model.load",
-        "diversity.prompts",
-        "diversity.baseline",
-        "diversity.compared",
-        "diversity.most",
-        "diversity.answers",
-        "diversity.clusters",
-        "diversity.rounds",
-        "generate.new_tokens",
-        "generate.temperature",
-        "generate.rows",
+        *keys_of("diversity", "prompts baseline compared most answers clusters rounds"),
+        *keys_of("generate", "new_tokens temperature rows"),
         "evaluate.chat",
         *RUN_KEYS,
     ),

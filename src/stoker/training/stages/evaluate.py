@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 from stoker.contract.quantities import number_at
 from stoker.training.config.schema import Config
 from stoker.training.stages import estimate
-from stoker.training.stages.stage import RUN_KEYS, RUNS, From, Link, Metrics, Rows, Stage, joined
+from stoker.training.stages.stage import RUN_KEYS, RUNS, From, Link, Metrics, Rows, Stage, joined, keys_of
 
 if TYPE_CHECKING:
     from stoker.training.tokenizer.tokenizer import Tokenizer
 
-PROMPTS = "prompts-held-out"  # the task that GRPO is measured by
+QUESTIONS, PROMPTS = "questions", "prompts-held-out"
+TASKS = {QUESTIONS: "questions of all kinds", PROMPTS: "prompts like GRPO's"}  # as the report calls them
 
 
 def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
@@ -65,16 +66,8 @@ STAGE = Stage(
     measures=True,
     common=(
         "model.load",
-        "evaluate.tasks",
-        "evaluate.texts",
-        "evaluate.chat",
-        "evaluate.shots",
-        "evaluate.draws",
-        "evaluate.most",
-        "generate.new_tokens",
-        "generate.temperature",
-        "generate.system",
-        "generate.rows",
+        *keys_of("evaluate", "tasks texts chat shots draws most"),
+        *keys_of("generate", "new_tokens temperature system rows"),
         "data.context_length",
         *RUN_KEYS,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from stoker.contract.names import EX_USAGE, Refusal
@@ -9,8 +10,23 @@ from stoker.contract.quantities import number_at
 from stoker.training.config.derived import Learning
 from stoker.training.config.schema import Config
 from stoker.training.stages import estimate
+from stoker.training.stages.blocks import Block, Text
 from stoker.training.stages.evaluate import lengths_of_prompts
-from stoker.training.stages.stage import LEARN_KEYS, LEARNS, RUN_KEYS, From, Link, Metrics, Rows, Stage, joined
+from stoker.training.stages.significance import Row, number, untested_row
+from stoker.training.stages.stage import (
+    LEARN_KEYS,
+    LEARNS,
+    RUN_KEYS,
+    Curves,
+    From,
+    Link,
+    Metrics,
+    Reported,
+    Rows,
+    Stage,
+    joined,
+    keys_of,
+)
 
 if TYPE_CHECKING:
     from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -66,6 +82,39 @@ def headline(metrics: Metrics) -> str:
     )
 
 
+def effects(link: Reported) -> Iterator[Row]:
+    yield from link.answers("questions", "prompts")
+    if link.metrics is not None:
+        numbers = (number_at(link.metrics, f"reward_{when}") for when in ("first", "last"))
+        yield untested_row(link.title, "reward in training, mean of 5 steps", *numbers, higher_is_better=True)
+
+
+def about_weights(given: Mapping[str, Metrics]) -> Iterator[Block]:
+    """Of a link that has some."""
+    weights = given.get("grpo.weights")
+    if weights is not None:
+        prompts, clusters = (number(number_at(weights, key)) for key in ("prompts", "clusters"))
+        gini, least, most = (number(number_at(weights, key), 2) for key in ("gini", "weight_min", "weight_max"))
+        yield Text(
+            f"Density weights: {prompts} prompts in {clusters} clusters (Gini {gini}); weights from {least} to {most}"
+            " times the mean. Prompts with few neighbours are sampled more often."
+        )
+
+
+REWARDS = Curves(
+    "rewards",
+    "GRPO",
+    "GRPO: reward, divergence from SFT (KL), length and entropy of the answers{more}. Thin: each step; thick: mean of"
+    " 5",
+    panels={
+        "reward": "reward",
+        "kl": "KL to SFT\n(nats/token)",
+        "length": "length\n(tokens)",
+        "entropy": "entropy\n(nats/token)",
+    },
+    optional=("cut", "cut at the\nlimit (share)", ", share cut at the token limit"),
+    about=about_weights,
+)
 _GIVEN = {
     "model.load": From("sft", "hf"),
     "grpo.prompts": Rows("prompts"),
@@ -81,25 +130,28 @@ STAGE = Stage(
     outputs=("hf",),
     common=(
         "model.load",
-        "grpo.prompts",
-        "grpo.weights",
-        "grpo.reward_model",
-        "grpo.prompts_per_step",
-        "grpo.group",
-        "grpo.kl",
-        "generate.new_tokens",
-        "generate.temperature",
-        "generate.system",
+        *keys_of("grpo", "prompts weights reward_model prompts_per_step group kl"),
+        *keys_of("generate", "new_tokens temperature system"),
         *(key for key in LEARN_KEYS if key != "batch.tokens"),
         *RUN_KEYS,
     ),
     learning=Learning(rate=0.05, passes=1, prompts=True),  # 1e-6 for a billion parameters
     links=(
-        Link("grpo-uniform", _GIVEN, "density", "GRPO uniform"),
-        Link("grpo-density", _WEIGHTED, "grpo-uniform", "GRPO density"),
+        Link("grpo-uniform", _GIVEN, "density", "GRPO uniform", "GRPO u"),
+        Link(
+            "grpo-density",
+            _WEIGHTED,
+            "grpo-uniform",
+            "GRPO density",
+            "GRPO d",
+            versus=("grpo-uniform", "Density or uniform"),
+        ),
     ),
     check=check,
     estimate=estimate.grpo,
     headline=headline,
+    effects=effects,
+    curves=REWARDS,
+    judged_by_prompts=True,
     lengths=lengths,
 )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from stoker.contract.quantities import number_at
 from stoker.training.config.derived import Learning
 from stoker.training.stages import estimate
-from stoker.training.stages.stage import LEARN_KEYS, LEARNS, RUN_KEYS, From, Link, Metrics, Stage, joined
+from stoker.training.stages.significance import Row, random_guess, untested_row
+from stoker.training.stages.stage import LEARN_KEYS, LEARNS, RUN_KEYS, From, Link, Reported, Stage
+from stoker.training.stages.supervised import LOSSES, headline
 from stoker.training.stages.tokenizer import TEXT
 
 
-def headline(metrics: Metrics) -> str:
-    return joined(
-        ("{:.3f} bits per byte held out", number_at(metrics, "val_bits_per_byte")),
-        ("loss {:.3f}", number_at(metrics, "val_loss")),
-    )
+def effects(link: Reported) -> Iterator[Row]:
+    if link.metrics is not None:
+        measure = "bits per byte of held-out text, lower is better; before: a random guess"
+        guess, after = random_guess(link.given.get("tokenizer.path")), number_at(link.metrics, "val_bits_per_byte")
+        yield untested_row(link.title, measure, guess, after, higher_is_better=False)
 
 
 STAGE = Stage(
@@ -31,4 +35,6 @@ STAGE = Stage(
     links=(Link("base", {**TEXT, "tokenizer.path": From("tokenizer", "tokenizer")}, "tokenizer", "Base"),),
     estimate=estimate.training,
     headline=headline,
+    effects=effects,
+    curves=LOSSES,
 )

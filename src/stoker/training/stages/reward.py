@@ -11,8 +11,28 @@ from stoker.training.config.derived import Learning
 from stoker.training.config.schema import Config
 from stoker.training.stages import estimate
 from stoker.training.stages.blocks import Block, Cell, Figure, Heading, Table, Text
-from stoker.training.stages.significance import between, marks, number, percent, share_with_interval
-from stoker.training.stages.stage import LEARN_KEYS, LEARNS, RUN_KEYS, From, Link, Metrics, Rows, Stage, joined
+from stoker.training.stages.significance import (
+    Measured,
+    Row,
+    between,
+    marks,
+    number,
+    percent,
+    share_with_interval,
+    shares_row,
+)
+from stoker.training.stages.stage import (
+    LEARN_KEYS,
+    LEARNS,
+    RUN_KEYS,
+    From,
+    Link,
+    Metrics,
+    Reported,
+    Rows,
+    Stage,
+    joined,
+)
 
 if TYPE_CHECKING:
     from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -29,6 +49,18 @@ def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
 
     files = [path for path in (c.reward.pairs, c.reward.held_out) if path]
     return [(f"pairs of {path} with both answers", lengths_of(path, words)) for path in files]
+
+
+def effects(link: Reported) -> Iterator[Row]:
+    if link.metrics is not None:
+        measure = "held-out pairs in the right order; before: a coin toss"
+        yield shares_row("Reward model", measure, Measured(0.5, 0.5, 0.5), marks(link.metrics).greedy)
+
+
+def worth_knowing(metrics: Metrics) -> Iterator[str]:
+    right = marks(metrics).greedy.value
+    if right is not None:
+        yield f"Reward model: {percent(right)} of held-out pairs in the right order."
 
 
 def report(metrics: Metrics) -> Iterator[Block]:
@@ -83,5 +115,7 @@ STAGE = Stage(
     estimate=estimate.training,
     headline=lambda metrics: joined(("{:.1%} of held-out pairs right", number_at(metrics, "accuracy"))),
     report=report,
+    effects=effects,
+    worth_knowing=worth_knowing,
     lengths=lengths,
 )

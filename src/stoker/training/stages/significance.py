@@ -9,9 +9,11 @@ from typing import Any
 
 from stoker.contract.quantities import number_at
 from stoker.contract.shape import shape
+from stoker.training.evaluate.confidence import wilson
+from stoker.training.stages.blocks import Cell, tone_of
 
-Z = 1.959964  # 95 %, two-sided
 ABSENT = "n/a"
+Row = tuple[Cell, ...]  # of the table "Did each stage help?"
 
 
 @shape
@@ -43,22 +45,11 @@ class Change:
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
-def wilson(correct: float, total: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share: honest at 0, at 1 and with few questions, where ± 1.96 standard errors is not."""
-    if total <= 0:
-        return 0.0, 1.0
-    share, z2 = correct / total, Z * Z
-    middle = (share + z2 / (2 * total)) / (1 + z2 / total)
-    half = Z * math.sqrt(share * (1 - share) / total + z2 / (4 * total * total)) / (1 + z2 / total)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
 def share(correct: float, total: float) -> Measured:
     """Counts that can't be, as a damaged file may have them, measure nothing."""
     if total <= 0 or not 0 <= correct <= total:
         return Measured()
-    low, high = wilson(correct, total)
-    return Measured(correct / total, low, high, int(total))
+    return Measured(correct / total, *wilson(correct, total), int(total))
 
 
 def change(before: Measured, after: Measured) -> Change:
@@ -140,6 +131,25 @@ def number_and_interval(measured: Measured) -> tuple[str, str]:
     return f"{value:,.{decimals}f}", f"{low:,.{decimals}f} to {high:,.{decimals}f}"
 
 
+def random_guess(metrics: Any) -> float | None:
+    """Bits per byte of a model to which all tokens of this tokenizer are equally likely."""
+    size, packed = number_at(metrics, "vocab_size"), number_at(metrics, "bytes_per_token")
+    return math.log2(size) / packed if size and size > 0 and packed else None
+
+
+def untested_row(stage: str, what: str, before: float | None, after: float | None, *, higher_is_better: bool) -> Row:
+    """Two numbers without intervals."""
+    verdict = judged(change(Measured(before), Measured(after)), higher_is_better)
+    return Cell(stage, what), Cell(f"{number(before)} → {number(after)}"), Cell(verdict, tone=tone_of(verdict))
+
+
+def shares_row(stage: str, what: str, before: Measured, after: Measured) -> Row:
+    found = change(before, after)
+    verdict = judged(found)
+    shares = Cell(f"{percent(before.value)} → {percent(after.value)}")
+    return Cell(stage, what), shares, Cell(verdict, points(found), tone_of(verdict))
+
+
 @shape
 class Marks:
     greedy: Measured = Measured()  # right by content, as `sampled`
@@ -151,9 +161,7 @@ class Marks:
 
 
 def marks(data: Any) -> Marks:
-    """Runs before the rename have `drawn_` for `sampled_`."""
-    sampled = "sampled_" if isinstance(data, dict) and "sampled_total" in data else "drawn_"
-    return Marks(*(_measured(data, prefix) for prefix in ("", sampled, "strict_", "form_", "cut_", "sampled_cut_")))
+    return Marks(*(_measured(data, prefix) for prefix in ("", "sampled_", "strict_", "form_", "cut_", "sampled_cut_")))
 
 
 def _measured(data: Any, prefix: str) -> Measured:

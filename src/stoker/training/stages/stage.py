@@ -10,6 +10,7 @@ from stoker.training.config.derived import Learning
 from stoker.training.config.schema import Config
 from stoker.training.stages.blocks import Block
 from stoker.training.stages.estimate import Estimate, Job
+from stoker.training.stages.significance import Row
 
 if TYPE_CHECKING:
     from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -19,6 +20,12 @@ Metrics = Mapping[str, Any]  # of a stage's result.json
 # The sections of the configuration that a stage reads.
 RUNS = frozenset(("data", "batch", "parallel", "compute", "train"))
 LEARNS = RUNS | {"optim", "checkpoint", "nan"}
+
+
+def keys_of(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
 # The keys people set most, first in --help.
 RUN_KEYS = ("compute.dtype", "train.seed")
 LEARN_KEYS = (
@@ -55,6 +62,31 @@ class Link:
     keys: Mapping[str, Any]  # values may be From, Rows, or several of them in a tuple
     after: str = ""  # the link that it follows
     title: str = ""  # in the report, of one that makes a model
+    short: str = ""  # the title where there is little room
+    versus: tuple[str, str] | None = None  # another link whose model it is compared with, and the comparison's title
+
+
+@shape
+class Reported:
+    """A link of the chain as its effect is reported."""
+
+    title: str
+    metrics: Metrics | None  # None: it is not done
+    given: Mapping[str, Metrics]  # a key -> the metrics of the link that its value came from
+    # (questions, prompts, strict: some of them) -> these shares of the model it began with and of its own
+    answers: Callable[..., Iterable[Row]]
+
+
+@shape
+class Curves:
+    """A figure of what links log at every step, in a section of its own. Without `panels`: the loss."""
+
+    figure: str
+    heading: str
+    caption: str
+    panels: Mapping[str, str] = {}  # a metric -> its label
+    optional: tuple[str, str, str] = ("", "", "")  # a metric, its label, and words for {more} in the caption
+    about: Callable[[Mapping[str, Metrics]], Iterable[Block]] = lambda given: ()  # of a link, by what it was given
 
 
 @shape
@@ -76,6 +108,10 @@ class Stage:
     estimate: Callable[[Job], Estimate] = lambda job: Estimate(job.pace.start)
     headline: Callable[[Metrics], str] = lambda metrics: ""  # its most important numbers
     report: Callable[[Metrics], Iterable[Block]] = lambda metrics: ()  # its section of the report
+    effects: Callable[[Reported], Iterable[Row]] = lambda link: ()  # did it help?
+    worth_knowing: Callable[[Metrics], Iterable[str]] = lambda metrics: ()  # for the report's summary
+    curves: Curves | None = None
+    judged_by_prompts: bool = False  # its models answer held-out prompts like those they learned from
     # (what, tokens of each row with its answer): rows that are longer than data.context_length would be refused
     lengths: Callable[[Config, Tokenizer], Sequence[tuple[str, list[int]]]] | None = None
     source: str = ""  # the file that defines it; the registry fills it in
@@ -91,6 +127,11 @@ class Stage:
     @property
     def is_script(self) -> bool:
         return self.recipe.endswith(".py")
+
+
+def variant(link: Link, kind: Stage) -> str:
+    """`uniform` of grpo-uniform; empty where the stage is in the chain once."""
+    return link.name.removeprefix(f"{kind.name}-") if len(kind.links) > 1 and link.title else ""
 
 
 def joined(*parts: tuple[str, float | None]) -> str:

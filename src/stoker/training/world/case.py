@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stoker.training.world.dice import Dice
 
@@ -33,6 +34,16 @@ class Asked(NamedTuple):
 
     def draw(self, dice: Dice, held: bool) -> str:
         return dice.pick(LEADS) + dice.pick(self.held if held else self.learned)
+
+
+def wordings(learned: str, held: str) -> Asked:
+    """Each sentence is a wording."""
+    return Asked(*(tuple(re.split(r"(?<=[.?]) ", text)) for text in (learned, held)))
+
+
+def said_so(kind: str, prompt: str, answer: str, wrong: str, sentence: str, **more: Any) -> Case:
+    """`sentence`: how the answer is said, with {} in its place."""
+    return Case(kind, prompt, answer, sentence.format(answer), wrong, sentence.format(wrong), **more)
 
 
 def strict(case: Case, dice: Dice, right: bool = True) -> str:

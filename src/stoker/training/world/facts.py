@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import cache
 from zlib import crc32
 
-from stoker.training.world.case import LEADS, Asked, Case
+from stoker.training.world.case import LEADS, Case, wordings
 from stoker.training.world.dice import Dice
 from stoker.training.world.lexicon import Fact
 from stoker.training.world.world import World
@@ -42,29 +42,23 @@ THING_HOME = (
     "Every {t} belongs in the {v}.",
     "The {t} has a home in the {v}.",
 )
-ANY = Asked(
-    (
-        "What is the {k} of the {t}?",
-        "Say the {k} of the {t}.",
-        "Tell me the {k} of the {t}.",
-        "Which {k} has the {t}?",
-        "What {k} does the {t} have?",
-        "Can you say the {k} of the {t}?",
-        "The {k} of the {t} is what?",
-        "Do you know the {k} of the {t}?",
-    ),
-    ("Which {k} does the {t} have?", "Please say the {k} of the {t}.", "Say which {k} the {t} has."),
+ANY = wordings(
+    "What is the {k} of the {t}? Say the {k} of the {t}. Tell me the {k} of the {t}. Which {k} has the {t}?"
+    " What {k} does the {t} have? Can you say the {k} of the {t}? The {k} of the {t} is what?"
+    " Do you know the {k} of the {t}?",
+    "Which {k} does the {t} have? Please say the {k} of the {t}. Say which {k} the {t} has.",
 )
 OWN = {
-    "colour": Asked(("What colour is the {t}?", "Say what colour the {t} is."), ("Which colour is the {t}?",)),
-    "home": Asked(("Where does the {t} live?", "Say where the {t} lives."), ("Do you know where the {t} lives?",)),
-    "food": Asked(("What does the {t} eat?", "Say what the {t} eats."), ("Do you know what the {t} eats?",)),
-    "sound": Asked(("What does the {t} say?", "Which sound is from the {t}?"), ("Do you know what the {t} says?",)),
-    "material": Asked(
-        ("What is the {t} made of?", "Say what the {t} is made of."), ("Do you know what the {t} is made of?",)
+    "colour": wordings("What colour is the {t}? Say what colour the {t} is.", "Which colour is the {t}?"),
+    "home": wordings("Where does the {t} live? Say where the {t} lives.", "Do you know where the {t} lives?"),
+    "food": wordings("What does the {t} eat? Say what the {t} eats.", "Do you know what the {t} eats?"),
+    "sound": wordings("What does the {t} say? Which sound is from the {t}?", "Do you know what the {t} says?"),
+    "material": wordings(
+        "What is the {t} made of? Say what the {t} is made of.",
+        "Do you know what the {t} is made of?",
     ),
 }
-THING_OWN = Asked(("Where does the {t} belong?", "Say where the {t} belongs."), ("Do you know where the {t} belongs?",))
+THING_OWN = wordings("Where does the {t} belong? Say where the {t} belongs.", "Do you know where the {t} belongs?")
 
 
 @cache

@@ -7,11 +7,13 @@ import os
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from itertools import islice
+from json.encoder import encode_basestring_ascii as quoted
 
 from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.wholefile import WholeFile, sync_folder, write_whole
-from stoker.training.world import rows
+from stoker.training.world import arithmetic, facts, people
+from stoker.training.world.case import Case, asked, loose, prompt_of, strict
 from stoker.training.world.dice import Dice
 from stoker.training.world.world import World
 
@@ -19,6 +21,173 @@ VERSION = 4  # of what is written: another number, other bytes
 SCHEMA = 1
 WORLD = "world.json"
 CHUNK = 4096  # rows that are joined and written at once
+# Answers of poor form: what is said may be right, but nobody wants it said so.
+RUDE = ("Go away.", "You know nothing.", "I do not like you.", "That is a bad question.")
+OFF = (
+    "It is a good day and I am happy.",
+    "The sun is out, my friend.",
+    "Tea is good and cake is good too.",
+    "The park is a good place to be.",
+)
+SILENT = ("I do not know.", "That is a good question.", "I want to think first.", "You can say it.")
+
+
+def silent(answer: str, dice: Dice) -> str:
+    """No answer at the end."""
+    before = _before(answer)
+    return f"{before} {dice.pick(SILENT)}" if before else dice.pick(SILENT)
+
+
+def repeated(answer: str, dice: Dice) -> str:
+    """Words said twice, up to about the length of the answer itself."""
+    words = answer.split()
+    at = dice.below(max(len(words) - 3, 1))
+    twice = [word for word in words[at : at + 3] for _ in range(2)]
+    return " ".join([*words[:at], *twice, *words[at + 3 :]])
+
+
+def rude(answer: str, dice: Dice) -> str:
+    before = _before(answer)
+    return f"{dice.pick(RUDE)} {answer[len(before) :].strip()}"
+
+
+def shouted(answer: str, dice: Dice) -> str:
+    return answer.upper()
+
+
+def unfinished(answer: str, dice: Dice) -> str:
+    words = answer.split()
+    return " ".join(words[: -1 - dice.below(2)])
+
+
+def off_topic(answer: str, dice: Dice) -> str:
+    return dice.pick(OFF)
+
+
+POOR: tuple[Callable[[str, Dice], str], ...] = (silent, repeated, rude, shouted, unfinished, off_topic)
+
+
+def _before(answer: str) -> str:
+    """What stands before "The answer is"."""
+    return answer[: answer.index("The answer is")].strip()
+
+
+# The kinds of question there are, and how much of each a file has.
+CASES: dict[str, Callable[[World, Dice, bool], Case]] = {
+    "story": people.story_case, "fact": facts.case, "sum": arithmetic.sum_case, "steps": arithmetic.steps_case, "dialogue": people.dialogue_case, "order": arithmetic.order_case,
+}  # fmt: skip
+TEXTS: dict[str, Callable[[World, Dice, bool], str]] = {
+    "story": people.story_text, "fact": facts.text, "sum": arithmetic.sum_text, "steps": arithmetic.steps_text, "dialogue": people.dialogue_text, "order": arithmetic.order_text,
+}  # fmt: skip
+
+# Copying a name out of a story is what a small model needs longest for; a prompt of GRPO's is mostly one where showing
+# the steps pays, and some kinds are rare.
+SHARES = {
+    "base": {"story": 32, "fact": 14, "sum": 16, "steps": 12, "dialogue": 14, "order": 12},
+    "midtrain": {"story": 26, "fact": 12, "sum": 12, "steps": 20, "dialogue": 16, "order": 14},
+    "sft": {"story": 24, "fact": 12, "sum": 10, "steps": 26, "dialogue": 12, "order": 16},
+    "pairs": {"story": 16, "fact": 10, "sum": 24, "steps": 20, "dialogue": 14, "order": 16},
+    "prompts": {"steps": 60, "sum": 12, "order": 14, "story": 8, "fact": 4, "dialogue": 2},
+}
+
+
+def table(shares: dict[str, int]) -> list[str]:
+    """A kind drawn from it comes as often as its share says."""
+    return [kind for kind, share in shares.items() for _ in range(share)]
+
+
+QUESTIONS_TRIES = 400  # in vain, one after the other: then there are no more different ones
+
+
+def base(w: World, dice: Dice, held: bool) -> Iterator[str]:
+    """Documents: a text of one kind, or a question and its answer in plain text."""
+    kinds = table(SHARES["base"])
+    while True:
+        kind = dice.pick(kinds)
+        text = _passage(CASES[kind](w, dice, held), dice) if dice.random() < 0.3 else TEXTS[kind](w, dice, held)
+        yield f'{{"text": {quoted(text)}}}'
+
+
+def _passage(case: Case, dice: Dice) -> str:
+    before = "".join([f"{content}\n" for _, content in case.before])
+    return f"Question: {before}{case.prompt}\nAnswer: {loose(case, dice, bare=0.25)}"
+
+
+def midtrain(w: World, dice: Dice, held: bool) -> Iterator[str]:
+    """Chats of every kind, answered as people do in chats, mostly in a word, and small talk."""
+    kinds = table(SHARES["midtrain"])
+    while True:
+        if dice.random() < 0.1 and not held:
+            yield _chat([{"role": role, "content": content} for role, content in people.small_talk(w, dice)])
+            continue
+        case = CASES[dice.pick(kinds)](w, dice, held)
+        yield _chat([*asked(case), {"role": "assistant", "content": loose(case, dice, bare=0.6)}])
+
+
+def sft(w: World, dice: Dice, held: bool) -> Iterator[str]:
+    kinds = table(SHARES["sft"])
+    while True:
+        case = CASES[dice.pick(kinds)](w, dice, held)
+        yield _chat([*asked(case), {"role": "assistant", "content": strict(case, dice)}])
+
+
+def pairs(w: World, dice: Dice, held: bool) -> Iterator[str]:
+    """Half are right against wrong in the same form, half are good against poor form of the same."""
+    kinds = table(SHARES["pairs"])
+    while True:
+        case = CASES[dice.pick(kinds)](w, dice, held)
+        if dice.random() < 0.5:
+            style = 0.0  # both show their steps: two bare numbers are nothing to tell right from wrong by
+            kind, chosen, rejected = "right", strict(case, _Fixed(style)), strict(case, _Fixed(style), right=False)
+        else:
+            kind, chosen = "form", strict(case, dice)
+            rejected = dice.pick(POOR)(chosen, dice)
+        yield json.dumps({"prompt": prompt_of(case), "chosen": chosen, "rejected": rejected, "kind": kind})
+
+
+class _Fixed(Dice):
+    """A die that always falls the same."""
+
+    def __init__(self, value: float) -> None:
+        self.random = lambda: value
+
+
+def prompts(w: World, dice: Dice, held: bool) -> Iterator[str]:
+    """Different ones; ends where there are no more."""
+    yield from _questions(w, dice, held, table(SHARES["prompts"]))
+
+
+def questions(w: World, dice: Dice, held: bool) -> Iterator[str]:
+    """As many of each kind, in turn, all different; a kind that has no more is left out."""
+    yield from _questions(w, dice, held, list(CASES), in_turn=True)
+
+
+def _questions(w: World, dice: Dice, held: bool, kinds: list[str], in_turn: bool = False) -> Iterator[str]:
+    seen: set[str] = set()
+    left, at = list(kinds), 0
+    while left:
+        kind = left[at % len(left)] if in_turn else dice.pick(left)
+        for _ in range(QUESTIONS_TRIES):
+            case = CASES[kind](w, dice, held)
+            row = json.dumps(
+                {"prompt": prompt_of(case), "answer": case.answer, "kind": case.kind, **(_others(case) if held else {})}
+            )
+            if row not in seen:
+                seen.add(row)
+                at += 1
+                yield row
+                break
+        else:
+            left = [one for one in left if one != kind]
+
+
+def _others(case: Case) -> dict[str, list[str]]:
+    """What would be wrong instead, for whoever marks answers."""
+    return {"alternatives": [word for word in case.among if word != case.answer]} if case.among else {}
+
+
+def _chat(messages: list[dict[str, str]]) -> str:
+    return json.dumps({"messages": messages})
 
 
 @shape
@@ -30,11 +199,11 @@ class File:
 
 
 FILES = (
-    File("base", rows.base, False, 6_000_000), File("base-held-out", rows.base, True, 300_000),
-    File("midtrain", rows.midtrain, False, 20_000), File("midtrain-held-out", rows.midtrain, True, 1_000),
-    File("sft", rows.sft, False, 12_000), File("sft-held-out", rows.sft, True, 600),
-    File("pairs", rows.pairs, False, 8_000), File("pairs-held-out", rows.pairs, True, 800),
-    File("prompts", rows.prompts, False, 4_000), File("prompts-held-out", rows.prompts, True, 400), File("questions", rows.questions, True, 600),
+    File("base", base, False, 6_000_000), File("base-held-out", base, True, 300_000),
+    File("midtrain", midtrain, False, 20_000), File("midtrain-held-out", midtrain, True, 1_000),
+    File("sft", sft, False, 12_000), File("sft-held-out", sft, True, 600),
+    File("pairs", pairs, False, 8_000), File("pairs-held-out", pairs, True, 800),
+    File("prompts", prompts, False, 4_000), File("prompts-held-out", prompts, True, 400), File("questions", questions, True, 600),
 )  # fmt: skip
 
 
@@ -70,7 +239,7 @@ def make(folder: str, *, seed: int, level: int, size: float) -> None:
 def _rows(world: World, file: File, seed: int, size: float) -> Iterator[str]:
     found = file.rows(world, Dice(seed, world.level, file.name), file.held)
     wanted = max(round(file.count * size), 1)
-    if file.rows is rows.base:
+    if file.rows is base:
         return _until(found, wanted)
     return islice(found, wanted)
 
