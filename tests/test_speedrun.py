@@ -28,9 +28,9 @@ from stoker.contract.names import (
     Refusal,
 )
 from stoker.contract.shape import replace
-from stoker.speedrun import course, estimate, overrides, presets, rows, state
+from stoker.speedrun import course, estimate, presets, rows, state
+from stoker.speedrun.child import cards_of, watt_hours
 from stoker.speedrun.drive import TooLong, Tools, too_long
-from stoker.speedrun.energy import cards_of, watt_hours
 from stoker.speedrun.keys import Code, keys_of
 from stoker.speedrun.material import find, form_of_row, role_of
 from stoker.speedrun.stages import OUR_WORLD, Data, File, Stage, chain, config_of_stage, dependents, selected
@@ -203,7 +203,7 @@ def no_files(path: str) -> str:
 
 
 def with_set(*texts: str, stages: tuple[Stage, ...] = STAGES) -> tuple[Stage, ...]:
-    return overrides.apply(stages, [overrides.parse(text, stages) for text in texts], no_files)
+    return course.overridden(stages, [course.override_of(text, stages) for text in texts], no_files)
 
 
 def changed(after: tuple[Stage, ...], code: Callable[[str], str] = same_code) -> set[str]:
@@ -286,7 +286,7 @@ def test_files_that_a_pattern_names_are_part_of_a_key(tmp_path: Path) -> None:
     pattern, seen = f"base:data.path={tmp_path}/*.jsonl", []
     for name, text in (("a", "1"), ("a", "2"), ("b", "3")):
         (tmp_path / f"{name}.jsonl").write_text(text)
-        told = overrides.apply(STAGES, [overrides.parse(pattern, STAGES)], lambda path: Path(path).read_text())
+        told = course.overridden(STAGES, [course.override_of(pattern, STAGES)], lambda path: Path(path).read_text())
         place = next(stage for stage in told if stage.name == "base").keys["data.path"][0]
         assert place.path == f"{tmp_path}/*.jsonl"
         seen.append(keys_of(told, same_code)["base"])

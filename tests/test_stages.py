@@ -148,7 +148,7 @@ def test_a_stage_that_can_not_be_is_one_line_that_names_its_file(stoker: Stoker,
 RESERVING = """
 import os, subprocess, sys
 from stoker.cli.sight import look
-from stoker.speedrun.reserve import Reserved
+from stoker.speedrun.child import Reserved
 
 reserved = Reserved("speedrun-toy", look(), "1", os.environ, print)
 run = [sys.executable, "-m", "stoker", "run", "--nproc-per-node", "1"]
@@ -185,7 +185,7 @@ LENDING = """
 import os, sys
 from stoker.cli.sight import look
 from stoker.speedrun.child import Children
-from stoker.speedrun.reserve import Reserved
+from stoker.speedrun.child import Reserved
 
 reserved = Reserved("speedrun-toy", look(), "1", os.environ, print)
 stage = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('began', 'w'); sys.stdin = open('end'); sys.stdin.read()"

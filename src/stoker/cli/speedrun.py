@@ -94,7 +94,7 @@ def _reserved(course: Course) -> Iterator[tuple[dict[str, str], tuple[int, ...]]
     if not course.gpus or course.selected == ("report",):
         yield {}, ()
         return
-    from stoker.speedrun.reserve import Reserved
+    from stoker.speedrun.child import Reserved
 
     name = os.path.basename(course.folder)
     reserved = Reserved(name, course.machine, course.nproc_per_node, os.environ, _say)

@@ -1,14 +1,123 @@
-"""One child at a time: it gets the signals that we get, it ends when we are killed, and we end after it."""
+"""A stage's process: it gets our signals, ends when we are killed, and we end after it; the GPUs that the chain keeps
+locked for its stages, and the energy they take.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
+
+from stoker.contract import names
+from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.control.agent.reservations import GpuLocks, held
+from stoker.control.launch.gpus import NotFree, choose
+from stoker.control.launch.options import RunOptions
+from stoker.control.machine.lockfiles import CHAIN
+from stoker.control.machine.model import Machine
+from stoker.control.machine.origin import run_we_are_in
+
+# The GPUs of a whole chain: locked once, for the life of this process, and lent to each stage. Between two stages
+# another job could take them otherwise, and the next stage would fail at once.
+
+
+_PR_SET_NAME = 15
+
+
+class Reserved:
+    """`environment` and `handles`: what each stage is started with. The handles keep the GPUs locked until the stage has
+    ended, also where this process is killed.
+    """
+
+    def __init__(
+        self, name: str, machine: Machine, ranks: str | None, environment: Mapping[str, str], say: Callable[[str], None]
+    ) -> None:
+        """`ranks`: of each stage, as --nproc-per-node has it."""
+        self.environment: dict[str, str] = {}
+        self._locks = GpuLocks(name)
+        if run_we_are_in(environment):
+            return  # that run holds them
+        holders = held([gpu.uuid for gpu in machine.gpus])
+        try:
+            chosen = choose(RunOptions(nproc_per_node=ranks), environment, machine, holders).gpus
+        except NotFree as busy:  # its last part names a flag of `stoker run`
+            raise Refusal(
+                f"{busy.line.rpartition('; ')[0]}; start again when they are free", busy.code, cause="gpu.busy"
+            ) from busy
+        uuids = list(dict.fromkeys(gpu.uuid for gpu in chosen))
+        if not uuids:
+            return
+        refused = self._locks.take(uuids)
+        if refused:
+            who = "; ".join(f"GPU {uuid} is in use by {holder}" for uuid, holder in refused.items())
+            raise Refusal(f"{who}: start again when it is free", EX_UNAVAILABLE, cause="gpu.busy")
+        for notice in self._locks.notices:
+            say(notice)
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, CHAIN.encode(), 0, 0, 0)  # so others are told that a run holds them
+        self.environment = {names.GPU_LENDER: str(os.getpid())}
+        if len(uuids) < len(machine.gpus):
+            self.environment["CUDA_VISIBLE_DEVICES"] = ",".join(uuids)
+
+    @property
+    def handles(self) -> tuple[int, ...]:
+        return self._locks.handles
+
+    def close(self) -> None:
+        self._locks.release()
+
+
+# What the GPUs have used since their driver was loaded, asked in a child with a deadline: a driver that hangs costs
+# seconds, not the chain.
+
+
+LIMIT_S = 5.0
+# Millijoules of each card by its UUID; a card that does not count (before Volta) or does not answer is not in it.
+_ASK = """
+import json, pynvml as n
+n.nvmlInit()
+found = {}
+for i in range(n.nvmlDeviceGetCount()):
+    try:
+        card = n.nvmlDeviceGetHandleByIndex(i)
+        found[n.nvmlDeviceGetUUID(card)] = n.nvmlDeviceGetTotalEnergyConsumption(card)
+    except n.NVMLError:
+        pass
+print(json.dumps(found))
+"""
+
+
+def millijoules() -> dict[str, int] | None:
+    try:
+        said = subprocess.run([sys.executable, "-P", "-c", _ASK], capture_output=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return None
+    return json.loads(said.stdout) if said.returncode == 0 else None
+
+
+def cards_of(run: dict[str, Any]) -> list[str]:
+    """UUIDs of the cards a run's ranks had, of its run.json: on a shared box the others are somebody else's."""
+    return sorted({rank["gpu"] for rank in (run.get("plan") or {}).get("ranks") or () if rank.get("gpu")})
+
+
+def watt_hours(before: dict[str, int] | None, after: dict[str, int] | None, cards: list[str]) -> float | None:
+    """Of these cards together. A counter begins again when the driver is loaded anew: then nobody knows; so where one
+    of them does not count.
+    """
+    if (
+        not cards
+        or before is None
+        or after is None
+        or not all(card in before and after.get(card, -1) >= before[card] for card in cards)
+    ):
+        return None
+    return sum(after[card] - before[card] for card in cards) / 3.6e6
+
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -4,6 +4,8 @@ anything.
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import math
 import os
 import shutil
@@ -15,12 +17,12 @@ from typing import Any
 from stoker.contract import layout
 from stoker.contract.names import EX_CANTCREAT, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.quantities import amount
+from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
 from stoker.contract.untrusted import is_count
 from stoker.control.doctor.debris import walk
 from stoker.control.machine.model import Machine
 from stoker.control.record.writer import make_private
-from stoker.speedrun import overrides
 from stoker.speedrun.estimate import estimates, pace_of, room
 from stoker.speedrun.keys import Code, keys_of
 from stoker.speedrun.options import SpeedrunOptions, command
@@ -28,10 +30,117 @@ from stoker.speedrun.presets import Preset, choose, what_it_lacks
 from stoker.speedrun.stages import OUR_WORLD, REPORT, WORLD, Data, File, Stage, chain, config_of_stage, selected
 from stoker.speedrun.state import CHAIN, Entry, check_own, entries, recorded_otherwise
 from stoker.training.config.check import check, check_ranks
+from stoker.training.config.keys import BARE, KEYS
 from stoker.training.config.layers import Origin
 from stoker.training.data.ours import own_cache
 from stoker.training.stages.estimate import Estimate
 from stoker.training.stages.registry import STAGES
+
+# `--set [STAGE:]KEY=VALUE`: which stages a setting reaches. Pure but for a look at files that are named.
+
+
+# These differ from stage to stage: one value for all would cut the chain.
+_OF_ONE_STAGE = ("model.load", "data.path", "data.validation", "data.kind", "tokenizer.path")
+PATHS = (
+    *(name for name, key in KEYS.items() if key.spec.metavar in ("PATH", "DIR", "WHERE") and name != "data.cache"),
+    "data.validation",
+)
+_WORLD: dict[str, Callable[[str], Any]] = {"level": int, "size": float, "seed": int}
+
+
+@shape
+class Override:
+    said: str  # as it was typed
+    stage: str  # a stage's or a recipe's name; empty: all that care
+    key: str
+    value: Any
+
+
+def override_of(text: str, stages: Sequence[Stage]) -> Override:
+    name, sign, value = text.partition("=")
+    stage, colon, key = name.strip().rpartition(":")
+    if not sign or not key:
+        raise Refusal(f"--set {text}: write it KEY=VALUE or STAGE:KEY=VALUE", EX_USAGE)
+    known = list(dict.fromkeys(word for one in stages if one.name != REPORT for word in (one.name, one.stage)))
+    if colon and stage not in known:
+        raise Refusal(
+            f"--set {text}: no stage {stage!r}{suggest(stage, known)}; there are {', '.join(known)}", EX_USAGE
+        )
+    if stage == WORLD:
+        return Override(text, stage, key, _of_world(text, key, value))
+    dotted = BARE.get(key.replace("-", "_"), key)
+    if dotted not in KEYS:
+        raise Refusal(f"--set {text}: no key {key!r}{suggest(key, KEYS)}", EX_USAGE)
+    if not stage and dotted in _OF_ONE_STAGE:
+        raise Refusal(
+            f"--set {text}: {dotted} is another one in each stage; say in which: --set sft:{dotted}={value}", EX_USAGE
+        )
+    try:
+        many = KEYS[dotted].spec.many
+        return Override(
+            text, stage, dotted, KEYS[dotted].read([part for part in value.split(",") if part] if many else value)
+        )
+    except ValueError as problem:
+        raise Refusal(f"--set {text}: {problem}", EX_USAGE) from problem
+
+
+def _of_world(text: str, key: str, value: str) -> Any:
+    if key not in _WORLD:
+        raise Refusal(f"--set {text}: the world has {', '.join(_WORLD)}, no {key!r}", EX_USAGE)
+    try:
+        return _WORLD[key](value)
+    except ValueError as problem:
+        raise Refusal(f"--set {text}: {value!r} is not a number", EX_USAGE) from problem
+
+
+def overridden(
+    stages: Sequence[Stage], overrides: Sequence[Override], digest: Callable[[str], str]
+) -> tuple[Stage, ...]:
+    """`digest`: of a file or folder that a value names, so that other bytes make another stage."""
+
+    def reaches(override: Override, stage: Stage) -> bool:
+        if override.stage:
+            return override.stage in (stage.name, stage.stage)
+        kind = STAGES.get(stage.stage)
+        return kind is not None and override.key.partition(".")[0] in kind.sections
+
+    found = tuple(stages)
+    for override in overrides:
+        value = _known(override, digest)
+        reached = [stage.name for stage in found if reaches(override, stage)]
+        if not reached:
+            raise Refusal(
+                f"--set {override.said}: no stage has a use for {override.key}; say which one shall get it:"
+                f" STAGE:{override.key}=…",
+                EX_USAGE,
+            )
+        found = tuple(
+            replace(stage, keys={**stage.keys, override.key: value}) if stage.name in reached else stage
+            for stage in found
+        )
+    return found
+
+
+def _known(override: Override, digest: Callable[[str], str]) -> Any:
+    def one(item: Any) -> Any:
+        if not isinstance(item, str):
+            return item
+        if os.path.exists(item):
+            return File(os.path.abspath(item), digest(item))
+        matching = sorted(glob.glob(item, recursive=True))
+        return (
+            File(
+                os.path.abspath(item),
+                hashlib.sha256(repr([(one, digest(one)) for one in matching]).encode()).hexdigest(),
+            )
+            if matching
+            else item
+        )
+
+    if override.key not in PATHS:
+        return override.value
+    return tuple(one(item) for item in override.value) if isinstance(override.value, tuple) else one(override.value)
+
 
 CACHE = "cache"
 ENOUGH = 0.8  # of an estimate of disk space: it may be a quarter too high
@@ -155,7 +264,7 @@ def _with_settings(stages: Sequence[Stage], options: SpeedrunOptions) -> tuple[S
     from stoker.speedrun.material import digest_of
 
     digest = partial(digest_of, cache=own_cache(CACHE, _say))
-    return overrides.apply(stages, [overrides.parse(text, stages) for text in options.set], digest)
+    return overridden(stages, [override_of(text, stages) for text in options.set], digest)
 
 
 def _say(line: str) -> None:
@@ -200,7 +309,7 @@ def check_stages(stages: Sequence[Stage], ranks: int | None, on_cpu: bool) -> No
 def _there(key: str, value: Any) -> None:
     """Places are there, or will be made; a text is what `--set` gave and is no file."""
     texts = [item for item in (value if isinstance(value, tuple) else (value,)) if isinstance(item, str) and item]
-    if key in _WRITTEN or key not in overrides.PATHS or not texts:
+    if key in _WRITTEN or key not in PATHS or not texts:
         return
     if key in ("data.path", "data.validation"):
         if key == "data.path" or not _is_number(texts[0]):

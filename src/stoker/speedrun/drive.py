@@ -14,7 +14,7 @@ from stoker.contract.quantities import span
 from stoker.contract.shape import replace, shape
 from stoker.contract.wholefile import write_json
 from stoker.control.record import reader
-from stoker.speedrun import energy, state
+from stoker.speedrun import child, state
 from stoker.speedrun.child import Children
 from stoker.speedrun.course import Course
 from stoker.speedrun.estimate import left
@@ -167,7 +167,7 @@ class Drive:
         number = f"[{[one.name for one in self.course.stages].index(name) + 1}/{len(self.course.stages)}]"
         self.say(f"{number} {name} … about {span(self.course.estimates[name].seconds)}")
         self._await_end_of_former(stage)
-        used = energy.millijoules() if self.course.machine.gpus else None
+        used = child.millijoules() if self.course.machine.gpus else None
         began, clock = time.time(), time.monotonic()
         self._note(name, status=RUNNING, began=began, trouble="")
         log = os.path.join(self.course.folder, state.LOGS, f"{run_name(name, self.course.keys)}.log")
@@ -183,7 +183,7 @@ class Drive:
         run, spent = self._run_of(stage), None
         recorded = reader.load(run) if run is not None and used is not None else None
         if recorded is not None:
-            spent = energy.watt_hours(used, energy.millijoules(), energy.cards_of(recorded.data))
+            spent = child.watt_hours(used, child.millijoules(), child.cards_of(recorded.data))
         spent = None if spent is None else round(spent + (self.entries[name].energy_wh or 0.0), 3)
         cost = round(seconds / 3600 * options.price_per_hour, 4) if options.price_per_hour is not None else None
         self._note(

@@ -5,18 +5,132 @@ and the block that says so. No torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from stoker.contract.shape import replace
-from stoker.training.config import amount, summary
-from stoker.training.config.derived import Learning, Situation, settled
+from stoker.contract.shape import replace, shape
+from stoker.training.config import amount
+from stoker.training.config.derived import BATCH, LENGTH, Learning, Situation, samples_a_step, settled, steps_and_passes
 from stoker.training.config.schema import Config
 from stoker.training.data.prepared import Prepared
 from stoker.training.model import hf_config, hf_hub
 from stoker.training.model.config import ModelConfig
-from stoker.training.model.rows import with_rows
+from stoker.training.model.rows import parameters, with_rows
+from stoker.training.optim import schedule
 from stoker.training.stages.registry import STAGES
+
+# The block a training stage prints before it starts: what was chosen, by whom, which flag changes it. Pure.
+
+
+MANY_PASSES = 10
+
+
+@shape
+class Choice:
+    what: str
+    chosen: str
+    flags: str
+    keys: tuple[str, ...]
+
+
+def block(
+    stage: str,
+    learning: Learning,
+    config: Config,
+    given: Collection[str],
+    derived: Mapping[str, Any],
+    at: Situation,
+    on_cpu: bool,
+) -> list[str]:
+    """A line each; the last may be a warning."""
+    choices = list(_choices(learning, config, given, at, on_cpu))
+    wide = max(len(choice.chosen) for choice in choices)
+    lines = [f"{stage}: {_millions(parameters(at.model))} parameters, {_amount(at)}"]
+    for choice in choices:
+        lines.append(
+            f"  {choice.what:<14} {choice.chosen:<{wide}}  {_source(choice.keys, stage, config, given, derived)};"
+            f" {choice.flags}"
+        )
+    _, passes = steps_and_passes(learning, config, at)
+    if passes > MANY_PASSES and at.amount is not None:
+        line = (
+            f"warning: {passes:,.0f} passes over your {at.amount.count:,} {at.amount.unit}: above {MANY_PASSES} a model"
+            " learns them by heart"
+        )
+        lines.append(f"{line}; {_fewer(learning, given)}")
+    return lines
+
+
+def _choices(
+    learning: Learning, config: Config, given: Collection[str], at: Situation, on_cpu: bool
+) -> Iterator[Choice]:
+    steps, passes = steps_and_passes(learning, config, at)
+    if at.amount is None and not set(LENGTH) & set(given):
+        steps = 0  # the preset's, which the data will change
+    optim, context = config.optim, config.data.context_length
+    rate = f"{optim.learning_rate:.2g}" + (f" (Muon {optim.muon_learning_rate:.2g})" if optim.kind == "muon" else "")
+    yield Choice("learning rate", f"{rate}, {optim.schedule}", "--learning-rate, --schedule", ("optim.learning_rate",))
+    warm = f"{schedule.warmup(optim, steps):,} steps" if steps else f"{optim.warmup_ratio:.0%} of the run"
+    yield Choice("warm-up", warm, "--warmup", ("optim.warmup_steps", "optim.warmup_ratio"))
+    if learning.prompts:
+        asked = f"{config.grpo.prompts_per_step} prompts a step, {config.grpo.group} answers each"
+        yield Choice("batch", asked, "--grpo.prompts_per_step, --grpo.group", ("grpo.prompts_per_step", "grpo.group"))
+    else:
+        samples = samples_a_step(config, at.ranks)
+        whole = config.batch.tokens or config.batch.micro
+        words = "as many tokens a step as fit"
+        if whole:
+            words = f"{samples * context:,} tokens a step, {samples:,} row{'' if samples == 1 else 's'}"
+        if at.amount is None and not set(BATCH) & set(given):
+            words += " at most"
+        yield Choice("batch", words, "--batch.tokens", ("batch.tokens", "batch.accumulation", "batch.micro"))
+    yield Choice("length", _length(steps, passes, at), "--epochs or --max-steps", ("train.max_steps", "train.epochs"))
+    yield Choice("row length", f"{context:,} tokens", "--context-length", ("data.context_length",))
+    dtype = {"auto": "fp32" if on_cpu else "bf16, or fp32 on a card without it"}.get(
+        config.compute.dtype, config.compute.dtype
+    )
+    yield Choice("precision", dtype, "--dtype", ("compute.dtype",))
+
+
+def _length(steps: int, passes: float, at: Situation) -> str:
+    if at.amount is None:
+        return f"{steps:,} steps" if steps else "known once the data is here"
+    shown = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
+    about = "" if at.amount.exact else "about "
+    return (
+        f"{about}{steps:,} steps, {shown} pass{'' if shown == '1' else 'es'} over your {at.amount.count:,}"
+        f" {at.amount.unit}"
+    )
+
+
+def _amount(at: Situation) -> str:
+    if at.amount is None:
+        return "data that is not on this machine yet"
+    tokens = f", {at.amount.tokens:,} tokens" if at.amount.tokens and at.amount.unit != "tokens" else ""
+    rows = f" in {at.amount.samples:,} rows" if at.amount.samples != at.amount.count else ""
+    return f"{'' if at.amount.exact else 'about '}{at.amount.count:,} {at.amount.unit}{tokens}{rows}"
+
+
+def _source(
+    keys: Collection[str], stage: str, config: Config, given: Collection[str], derived: Mapping[str, Any]
+) -> str:
+    if any(key in given for key in keys):
+        return "you set it"
+    return f"{stage}'s default" if any(key in derived for key in keys) else f"preset {config.preset}"
+
+
+def _fewer(learning: Learning, given: Collection[str]) -> str:
+    if learning.prompts:
+        return "give more prompts, or --max-steps"
+    set_by_user = {"train.max_steps", "train.epochs"} & set(given)
+    return f"--epochs {learning.passes:g} is the default" if set_by_user else "give more data, or --epochs"
+
+
+def _millions(count: int) -> str:
+    if count >= 1e9:
+        return f"{count / 1e9:.2f} billion"
+    return f"{count / 1e6:.2f} million" if count >= 10_000 else str(count)
+
 
 BYTES_VOCABULARY = 272
 UNKNOWN_VOCABULARY = 32_768  # of a tokenizer that is not read before the start
@@ -44,7 +158,7 @@ def with_defaults(
     learning = STAGES[stage].learning
     assert isinstance(learning, Learning), f"stage {stage} does not train"
     config, derived = settled(learning, config, given, at)
-    return config, derived, summary.block(stage, learning, config, given, derived, at, on_cpu)
+    return config, derived, block(stage, learning, config, given, derived, at, on_cpu)
 
 
 def _model(config: Config, ready: Prepared | None) -> ModelConfig:
