@@ -228,6 +228,7 @@ def test_the_agents_first_line_has_nothing_a_shell_acts_on() -> None:
     assert "\n" not in line and not set(line) & set('!\\$`"') and compile(line, "unpack", "exec")
 
 
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here")
 def test_ssh_is_given_what_was_told_and_ours_comes_last(tmp_path: Path) -> None:
     (tmp_path / "k").write_text("")
     read = hosts.read(_file(tmp_path, "hosts: [{host: b, user: u, port: 7, identity: k}]"), ("-oConnectTimeout=99",))

@@ -46,7 +46,21 @@ def test_nothing_beside_stoker_stands_in_for_the_standard_library(tmp_path: Path
     (tmp_path / "train.py").write_text(script)
     boot = STOKER.format(site=str(site), rest=sysconfig.get_paths()["purelib"])
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", boot, "run", "--prefix", "never", "--python", sys.executable, "train.py"],
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            boot,
+            "run",
+            "--nproc-per-node",
+            "cpu",
+            "--prefix",
+            "never",
+            "--python",
+            sys.executable,
+            "train.py",
+        ],
         cwd=tmp_path,
         env={**os.environ, "SHADOWED": str(shadowed)},
         capture_output=True,
@@ -56,5 +70,7 @@ def test_nothing_beside_stoker_stands_in_for_the_standard_library(tmp_path: Path
     )
     assert done.returncode == 0, done.stderr
     assert not shadowed.exists(), f"imported from beside Stoker: {shadowed.read_text().split()}"
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert json.loads(line) == {"stoker": str(site / "stoker" / "__init__.py"), "shim": True}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines, done.stdout
+    for line in lines:
+        assert json.loads(line) == {"stoker": str(site / "stoker" / "__init__.py"), "shim": True}

@@ -70,7 +70,7 @@ def test_pieces_that_overlap_in_every_pair_are_refused_at_once() -> None:
         Piece("f", f"{row}-{column}", (row, column), (1, 1)) for row in range(side) for column in range(side)
     )
     began = time.process_time()
-    assert disagreement({"f": object()}, {"t": Entry((side, side), "F32", pieces, 0)})  # type: ignore[dict-item]
+    assert disagreement({"f": object()}, {"t": Entry((side, side), "F32", pieces)})  # type: ignore[dict-item]
     assert time.process_time() - began < SOON
 
 

@@ -24,7 +24,7 @@ _GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN = _GPT4.replace(r"\p{N}{1,3}", r"\p{N}")
+_DIGIT_BY_DIGIT = _GPT4.replace(r"\p{N}{1,3}", r"\p{N}")
 _CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+SHORT|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*SHORT|"
@@ -37,8 +37,10 @@ _DEEPSEEK = (
 # Patterns that take about the same time for every text. "": no pattern.
 KNOWN_PATTERNS = frozenset(
     (
-        *("", GPT2, OURS, _GPT4, _QWEN),  # _GPT4 is Llama 3's, too
-        _QWEN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),  # Qwen 3.5
+        *("", GPT2, OURS, _GPT4, _DIGIT_BY_DIGIT),  # _GPT4 is Llama 3's, too
+        _DIGIT_BY_DIGIT.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+            r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+        ),  # Qwen 3.5
         _CASED.replace("SHORT", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"),  # GPT-4o, Llama 4
         _CASED.replace("SHORT", "").replace(r"\p{N}{1,3}", r"\p{N}"),  # Mistral's tekken
         *(_DEEPSEEK, r"\p{N}{1,3}", r"\p{N}", "[一-龥\u3040-ゟ゠-ヿ]+"),
