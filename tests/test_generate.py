@@ -147,7 +147,7 @@ def test_rows_that_ended_leave_the_batch(monkeypatch: pytest.MonkeyPatch) -> Non
     real = Blocks.run
 
     def counted(blocks: Blocks, ids: torch.Tensor, *args: Any) -> Any:
-        if args[3] == 1:  # token, not a prompt
+        if args[4] == 1:  # token, not a prompt
             rows.append(len(ids))
         return real(blocks, ids, *args)
 

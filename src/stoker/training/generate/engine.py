@@ -30,7 +30,7 @@ from stoker.training.model.decoder import Decoder
 # Options of the block that the Triton kernels compute, or that lie beside them.
 KERNELS = (
     "qkv_bias", "out_bias", "mlp_bias", "norm_offset", "activation", "gated", "attention_scale", "embedding_scale", "final_cap", "rope_kind", "unrotated",
-    "window_theta",
+    "window_theta", "positions", "experts",
 )  # fmt: skip
 
 
