@@ -12,7 +12,6 @@ import torch
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.training.generate.engine import Engine
-from stoker.training.generate.finding import told_by
 from stoker.training.model import hf, ready
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.config import ComputeConfig
@@ -34,8 +33,8 @@ def device_of(told: str) -> torch.device:
 
 def context_of(folder: str, asked: int) -> int:
     """How many tokens a conversation may have: what the model was trained for, or less."""
-    most = told_by(folder, "max_position_embeddings")
-    trained = most if isinstance(most, int) and most > 1 else CONTEXT
+    most = hf.shape_of(folder).longest
+    trained = most if most > 1 else CONTEXT
     if asked > trained:
         raise Refusal(f"--context {asked}: the model in {folder} was trained for {trained}", EX_USAGE)
     return asked or min(trained, CONTEXT)

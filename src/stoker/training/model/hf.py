@@ -38,7 +38,7 @@ def named(model: Decoder) -> Iterator[tuple[str, Tensor]]:
         yield name, parameter
 
 
-def load(model: Decoder, folder: str, say: Say) -> None:
+def load(model: Decoder | outside.Outside, folder: str, say: Say) -> None:
     """Fills the model, sharded or not. Every rank reads for itself; nothing is exchanged."""
     if isinstance(model, outside.Outside):
         return outside.load(model, folder, say)
@@ -101,7 +101,7 @@ def opened(folder: str, context_length: int, dtype: torch.dtype, device: torch.d
     return model
 
 
-def save(model: Decoder, folder: str, *, say: Say, without: Sequence[str] = (), **how: Any) -> None:
+def save(model: Decoder | outside.Outside, folder: str, *, say: Say, without: Sequence[str] = (), **how: Any) -> None:
     """Of a sharded model every rank calls this, and one of them with `write`. `without`: what is no decoder's; `how`:
     as of `save_from`.
     """

@@ -36,10 +36,11 @@ def shape_of(folder: str) -> ModelConfig:
     """The shape that the folder's weights have, both 4.x's and 5.x's way of writing it."""
     told = _read(folder)
     _refuse_quantized(told)
-    c = family_in(told).shape(told)
+    family = family_in(told)
+    c = family.shape(told)
     check_options(c, f"model {folder}")
     kept = {key: value for key, value in told.keys().items() if key not in _NOT_KEPT}
-    longest = told.get("max_position_embeddings")
+    longest = told.get(family.longest)
     return replace(c, kept=json.dumps(kept), longest=longest if type(longest) is int else 0)
 
 
@@ -51,17 +52,24 @@ def shape_for(asked: ModelConfig, folder: str) -> ModelConfig:
     _refuse_quantized(told)
     _refuse_unrunnable(told, asked.trust_remote_code)
     kept = told.keys()
-    numbers = {ours: next((kept[key] for key in keys if type(kept.get(key)) is int and kept[key] > 0), 1) for ours, keys in _COUNTS.items()}  # fmt: skip
+
+    def number(ours: str) -> int:
+        return next((kept[key] for key in _COUNTS[ours] if type(kept.get(key)) is int and kept[key] > 0), 1)
+
     return ModelConfig(
         load=folder,
         engine="transformers",
         trust_remote_code=asked.trust_remote_code,
         kept=json.dumps(kept),
-        longest=numbers.pop("longest"),
+        longest=number("longest"),
         stored=sum(math.prod(one.shape) for one in stored_in(folder).values()),
-        kv_heads=numbers["heads"],
-        head_dim=max(numbers["dim"] // numbers["heads"], 1),
-        **numbers,
+        dim=number("dim"),
+        layers=number("layers"),
+        heads=number("heads"),
+        kv_heads=number("heads"),
+        head_dim=max(number("dim") // number("heads"), 1),
+        ff=number("ff"),
+        vocab_size=number("vocab_size"),
     )
 
 

@@ -37,6 +37,11 @@ def notice(c: ModelConfig) -> str:
     return f"model.engine transformers: {name} is computed by transformers' own module ({COSTS})"
 
 
+def rows(c: ModelConfig) -> int:
+    """Of the folder's embedding."""
+    return int(json.loads(c.kept).get("vocab_size", c.vocab_size))
+
+
 class Outside(nn.Module):
     """forward as of Decoder."""
 

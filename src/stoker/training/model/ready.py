@@ -105,7 +105,7 @@ def _unfusable(model: ModelConfig) -> str:
     return f"the fused execution has no heads of {head_dim}, a power of two alone" if head_dim & (head_dim - 1) else ""
 
 
-def make_ready(model: Decoder, c: ComputeConfig, device: torch.device, say: Callable[[str], None]) -> None:
+def make_ready(model: Decoder | Outside, c: ComputeConfig, device: torch.device, say: Callable[[str], None]) -> None:
     if isinstance(model, Outside):
         return model.make_ready(c, say)
     model.loss = _loss(c, model.config)

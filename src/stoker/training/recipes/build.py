@@ -102,21 +102,21 @@ def _outside(
     c: Config, shape: ModelConfig, learner: Learner, dtype: torch.dtype, group: Group, voice: Voice
 ) -> Decoder:
     """A module of transformers. It stands in for a decoder wherever rows are learned."""
-    lacks = {
+    asked = {
         "parallel.strategy fsdp": group.strategy == "fsdp",
         "optim.kind muon": c.optim.kind == "muon",
         "a reward model": learner.kind is not Decoder,
-        "another model.vocab_size": c.model.vocab_size not in (0, shape.vocab_size),
+        "a new model.vocab_size": c.model.vocab_size not in (0, outside.rows(shape)),
     }
-    for what, asked in lacks.items():
-        if asked:
-            raise Refusal(
-                f"model.engine transformers has no {what}: leave that out, or load a known architecture", EX_CONFIG
-            )
+    for what in (what for what, yes in asked.items() if yes):
+        raise Refusal(
+            f"model.engine transformers can't do {what}: leave it out, or load a model of a family (docs/families.md)",
+            EX_CONFIG,
+        )
     voice.say_once(outside.notice(shape))
     with torch.device(group.device):
         model = outside.Outside(shape, c.data.context_length, dtype)
-    ready.make_ready(cast(Decoder, model), c.compute, group.device, voice.say_once)
+    ready.make_ready(model, c.compute, group.device, voice.say_once)
     model.place(group.device)
     outside.load(model, shape.load, voice.say_once)  # a checkpoint has its parameters, not its buffers
     return cast(Decoder, model)

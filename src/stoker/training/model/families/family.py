@@ -22,6 +22,7 @@ class Family:
     tied = False
     eps = 1e-6
     theta = 10000.0
+    longest = "max_position_embeddings"  # the key that says how many tokens it was trained for
     counts: ClassVar[Mapping[str, str]] = {
         "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
         "head_dim": "head_dim", "ff": "intermediate_size", "vocab_size": "vocab_size",

@@ -13,6 +13,7 @@ class Gpt2(Family):
     architecture = "GPT2LMHeadModel"
     tied = True
     eps = 1e-5
+    longest = "n_positions"
     counts: ClassVar = {
         "dim": "n_embd",
         "layers": "n_layer",
