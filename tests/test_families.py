@@ -229,6 +229,20 @@ def test_greedy_answers_are_those_of_transformers_and_of_a_loop_without_a_cache(
         assert ids[0, len(prompt) :].tolist() == answer
 
 
+@pytest.mark.parametrize("folder", ["mistral with a window", "gemma2", "qwen2 with windows"], indirect=True)
+def test_rows_that_end_early_leave_a_batch_with_windows_unharmed(folder: Path) -> None:
+    model = opened(folder)
+    prompts = [TOKENS[row % 2, row : row + length].tolist() for row, length in enumerate((3, 21, 9, 14, 2, 30))]
+    want = [without_cache(model, prompt, 20) for prompt in prompts]
+    stop = {answer[place] for answer, place in zip(want[:4], (1, 4, 2, 9), strict=True)}
+    cut = [next((answer[: at + 1] for at, token in enumerate(answer) if token in stop), answer) for answer in want]
+    assert len({len(answer) for answer in cut}) > 2
+    engine = Engine(model, rows=6, length=64)
+    assert engine.generate(prompts, new_tokens=20, stop=stop, temperature=0) == cut
+    engine._runner = Graphed(engine._weights, 6, 64)
+    assert engine.generate(prompts, new_tokens=20, stop=stop, temperature=0) == cut
+
+
 @pytest.mark.parametrize("folder", FOLDERS, indirect=True)
 def test_an_export_opens_in_transformers_and_its_config_changes_only_where_meant(folder: Path, tmp_path: Path) -> None:
     model = opened(folder)
@@ -285,7 +299,9 @@ def test_the_config_of_4x_says_the_same_as_that_of_5x(folder: Path) -> None:
     assert replace(shape_of(str(folder)), kept=now.kept) == now
 
 
-@pytest.mark.parametrize("folder", ["gemma2", "phi3", "qwen3 with windows and biases"], indirect=True)
+@pytest.mark.parametrize(
+    "folder", ["gemma2", "phi3", "qwen3 with windows and biases", "gpt2", "mixtral"], indirect=True
+)
 def test_packed_rows_compute_what_their_texts_compute_alone(folder: Path) -> None:
     model = opened(folder)
     segments = torch.tensor([[0] * 11 + [1] * 29] * 2)
@@ -294,7 +310,7 @@ def test_packed_rows_compute_what_their_texts_compute_alone(folder: Path) -> Non
         torch.testing.assert_close(model(TOKENS, segments=segments), alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("folder", ["gemma2", "olmo2", "llama with biases"], indirect=True)
+@pytest.mark.parametrize("folder", ["gemma2", "olmo2", "llama with biases", "gpt2"], indirect=True)
 def test_a_block_is_one_graph_for_the_compiler(folder: Path) -> None:
     model = opened(folder)
     with torch.no_grad():
@@ -474,6 +490,9 @@ def test_every_option_has_words_and_an_unsupported_one_is_named() -> None:
     assert said == [
         "the generation kernels have no norm after attention and MLP, sliding window yet; using plain torch"
     ]
+    within = Decoder(replace(both, norms="both", windows=(8, 0)), 32)
+    assert Engine(within, rows=1, length=8)._kernels(within, said.append) is None
+    assert said[1:] == ["the generation kernels have no norm after attention and MLP yet; using plain torch"]
 
 
 def test_a_checkpoint_of_other_options_is_refused_and_an_old_one_is_not() -> None:

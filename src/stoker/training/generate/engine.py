@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.shape import replace
 from stoker.training.generate.cached import Weights
 from stoker.training.generate.eager import Eager
 from stoker.training.generate.graphed import Graphed
@@ -62,7 +63,10 @@ class Engine:
             self._runner = Graphed(self._weights, rows, length, self._kernels(model, say))
 
     def _kernels(self, model: Decoder, say: Callable[[str], None]) -> Any:
-        head_dim, lacks = model.config.head_dim, lacking(model.config, KERNELS)
+        c = model.config
+        if all(not window or window >= self.length for window in c.windows):
+            c = replace(c, windows=())  # none is ever left
+        head_dim, lacks = c.head_dim, lacking(c, KERNELS)
         if head_dim < 16 or head_dim & (head_dim - 1):
             lacks = f"heads of {head_dim}"
         if lacks:

@@ -110,7 +110,7 @@ def _outside(
     }
     for what in (what for what, yes in asked.items() if yes):
         raise Refusal(
-            f"model.engine transformers can't do {what}: leave it out, or load a model of a family (docs/families.md)",
+            f"model.engine transformers can't do {what}: leave it out, or load a model of a family (`stoker docs families`)",
             EX_CONFIG,
         )
     voice.say_once(outside.notice(shape))
