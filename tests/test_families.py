@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import stoker
@@ -297,6 +299,86 @@ def test_the_config_of_4x_says_the_same_as_that_of_5x(folder: Path) -> None:
         keys["max_window_layers"] = 2
     (folder / "config.json").write_text(json.dumps(as_4x(keys)))
     assert replace(shape_of(str(folder)), kept=now.kept) == now
+
+
+@pytest.mark.parametrize("folder", ["gpt2", "qwen2"], indirect=True)
+def test_a_folder_of_the_model_without_its_head_loads(folder: Path) -> None:
+    """As the hub's first one is stored: names without their prefix, and masks that are no weights."""
+    want = logits_of_theirs(folder)
+    tensors = load_file(folder / "model.safetensors")
+    bare = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
+    if "wte.weight" in bare:
+        bare |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 64, 64).tril() for layer in range(4)}
+    save_file(bare, folder / "model.safetensors", metadata={"format": "pt"})
+    with torch.no_grad():
+        torch.testing.assert_close(opened(folder)(TOKENS), want, atol=1e-4, rtol=0)
+
+
+def test_a_context_beyond_the_learned_positions_is_refused(tmp_path: Path) -> None:
+    made("gpt2").save_pretrained(tmp_path / "theirs")
+    c = shape_of(str(tmp_path / "theirs"))
+    assert c.longest == c.position_rows == 64
+    with pytest.raises(Refusal, match="64 learned positions, and the context has 65 tokens"):
+        Decoder(c, 65)
+
+
+# What makers' folders say, with the keys that decide; sizes are small.
+HUB: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Llama 3.2": (
+        {"architectures": ["LlamaForCausalLM"], "rope_theta": 5e5, "head_dim": 16, "tie_word_embeddings": True, "pretraining_tp": 1,
+         "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}},
+        {"rope_factor": 32.0, "rope_original": 8192, "tied": True, "windows": ()},
+    ),
+    "Mistral 7B v0.1": ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, {"windows": (4096,) * 4}),
+    "Qwen2.5": (
+        {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28},
+        {"qkv_bias": True, "windows": ()},
+    ),
+    "Qwen2.5 with yarn": (
+        {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+        {"rope_kind": "yarn", "rope_factor": 4.0, "rope_original": 32768, "rope_low": 1.0, "rope_high": 32.0},
+    ),
+    "Gemma 2": (
+        {"architectures": ["Gemma2ForCausalLM"], "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
+         "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "cache_implementation": "hybrid"},
+        {"tied": True, "windows": (4096, 0, 4096, 0), "attention_cap": 50.0, "final_cap": 30.0, "attention_scale": 1 / 16, "norm_offset": 1.0},
+    ),
+    "Gemma 3 1B": (
+        {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 256, "sliding_window": 512, "sliding_window_pattern": 2, "rope_theta": 1000000,
+         "rope_local_base_freq": 10000, "rope_scaling": None, "attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 256},
+        {"tied": True, "windows": (512, 0, 512, 0), "rope_theta": 1e6, "window_theta": 1e4, "attention_cap": 0.0, "final_cap": 0.0, "rope_factor": 1.0},
+    ),
+    "Phi-3 mini, whose code comes along": (
+        {"architectures": ["Phi3ForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}, "sliding_window": 2047, "rope_scaling": None,
+         "original_max_position_embeddings": 4096, "max_position_embeddings": 4096},
+        {"windows": (2047,) * 4, "norm_eps": 1e-5, "rope_kind": "bands"},
+    ),
+    "Phi-4 mini": (
+        {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75, "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "hidden_size": 64,
+         "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}, "sliding_window": 262144, "tie_word_embeddings": True},
+        {"rope_share": 0.75, "rope_kind": "longrope", "rope_original": 4096, "rope_attention": math.sqrt(1 + math.log(32) / math.log(4096))},
+    ),
+    "SmolLM3": (
+        {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layer_interval": 4, "rope_theta": 5e6, "sliding_window": None, "use_sliding_window": False},
+        {"tied": True, "unrotated": (3,), "windows": ()},
+    ),
+    "Qwen3 30B A3B": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+         "mlp_only_layers": [], "head_dim": 128, "sliding_window": None, "use_sliding_window": False, "max_window_layers": 48, "router_aux_loss_coef": 0.001},
+        {"experts": 128, "experts_per_token": 8, "expert_ff": 768, "router_sum": True, "dense": (), "qk_norm": True, "windows": ()},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_the_config_that_makers_publish_is_read(name: str, tmp_path: Path) -> None:
+    keys, want = HUB[name]
+    small = {key: value for key, value in SIZE.items() if not key.endswith("_id")}
+    about = {"torch_dtype": "bfloat16", "transformers_version": "4.45.0", "bos_token_id": 1, "eos_token_id": [2, 3]}
+    (tmp_path / "config.json").write_text(json.dumps({**small, **about, **keys}))
+    c = shape_of(str(tmp_path))
+    assert {field: getattr(c, field) for field in want} == want
+    assert "auto_map" not in c.kept
 
 
 @pytest.mark.parametrize(
