@@ -1,7 +1,7 @@
 """An architecture that no family knows, computed by transformers' own module behind the interface of our Decoder.
 
-It trains, resumes and exports. What that costs is said once (COSTS): no fused kernels, the logits of a whole
-micro-batch in memory, one row for each packed text. What it has not is refused: sharding, fp8, generation.
+It trains, resumes, exports and chats. What that costs is said once (COSTS): no fused kernels, the logits of a whole
+micro-batch in memory, one row for each packed text. What it has not is refused: sharding, fp8, other stages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stoker.training.model.loss import IGNORED
 from stoker.training.parallel.config import ComputeConfig
 
 Say = Callable[[str], None]
-COSTS = "slower, no fused kernels, whole logits in memory; no fsdp, fp8, grpo or generation"
+COSTS = "slower, no fused kernels, whole logits in memory; no fsdp, fp8, reward, grpo or evaluate"
 
 
 def notice(c: ModelConfig) -> str:
@@ -98,6 +98,12 @@ class Outside(nn.Module):
         logits, aux = self._whole(torch.where(inside, rows, 0), attention_mask=inside.long())
         return logits[inside].view(*inputs.shape, -1), aux
 
+    def next_logits(self, ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """(logits after the last of `ids`, the module's cache; None: it has none, and takes all tokens again)."""
+        with torch.autocast(ids.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            out = self.module(input_ids=ids, use_cache=True, **({} if cache is None else {"past_key_values": cache}))
+        return out.logits[:, -1].float(), getattr(out, "past_key_values", None)
+
     def make_ready(self, c: ComputeConfig, say: Say) -> None:
         for key, value, free in (("compile", c.compile, ("auto", "off")), ("fp8", c.fp8, ("off",))):
             if value not in free:
@@ -138,6 +144,15 @@ def _built(c: ModelConfig) -> Any:
             setattr(config, name, c.dropout)
     trusted = {"trust_remote_code": True} if c.trust_remote_code else {}
     return auto.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **trusted)
+
+
+def opened(c: ModelConfig, context_length: int, dtype: torch.dtype, device: torch.device, say: Say) -> Outside:
+    """The folder's model on its device."""
+    with torch.device(device):
+        model = Outside(c, context_length, dtype)
+    model.place(device)
+    load(model, c.load, say)
+    return model
 
 
 @torch.no_grad()
