@@ -178,6 +178,8 @@ def check_options(c: ModelConfig, where: str) -> None:
         raise Refusal(f"{where}: {c.experts_per_token} of {c.experts} experts can't be chosen for a token", EX_CONFIG)
     if c.shared_experts:
         raise Refusal(f"{where}: the block has no shared experts yet", EX_CONFIG)
+    if c.rope_kind == "yarn" and c.rope_theta <= 1:
+        raise Refusal(f"{where}: yarn needs a rope_theta above 1, not {c.rope_theta:g}", EX_CONFIG)
     if c.rope_kind == "longrope":
         turned = int(c.head_dim * c.rope_share) // 2
         if {len(c.rope_short), len(c.rope_long)} != {turned}:

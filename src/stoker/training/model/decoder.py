@@ -19,30 +19,12 @@ from stoker.training.forensics.scopes import scope
 from stoker.training.model.attention import attend, mask_of, rotary_table, rotate
 from stoker.training.model.config import ModelConfig, check_options
 from stoker.training.model.experts import Experts, balance_loss
-from stoker.training.model.fp8 import fp8_linear
+from stoker.training.model.linear import MLP, Linear
 from stoker.training.model.loss import IGNORED, capped, linear_cross_entropy
 from stoker.training.model.norm import RMSNorm, norm_of
-from stoker.training.model.rows import gate_up_rows
-from stoker.training.model.swiglu import activation, swiglu_linear
 
-__all__ = ["MLP", "Attention", "Block", "Decoder", "Linear", "RMSNorm", "like"]
+__all__ = ["Attention", "Block", "Decoder", "Linear", "like"]
 _INTO_RESIDUAL = ("attention.out.weight", "mlp.down.weight", "experts.down.weight")
-
-
-class Linear(nn.Linear):
-    """The weight is cast to the activations' dtype: fp32 master, bf16 product. `parts`: rows of the maps joined in it."""
-
-    def __init__(self, inputs: int, *parts: int, bias: bool = False) -> None:
-        super().__init__(inputs, sum(parts), bias=bias)
-        self.parts = parts
-        self.fp8 = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        if self.fp8:
-            product = fp8_linear(x, self.weight)
-            return product if bias is None else product + bias
-        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 class Attention(nn.Module):
@@ -68,20 +50,6 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, mask, dropout, self.scale, self.cap)
         out: Tensor = self.out(y.reshape(B, T, -1))
-        return out
-
-
-class MLP(nn.Module):
-    def __init__(self, c: ModelConfig) -> None:
-        super().__init__()
-        self.gate_up = Linear(c.dim, *gate_up_rows(c, c.ff), bias=c.mlp_bias)
-        self.down = Linear(c.ff, c.dim, bias=c.mlp_bias)
-        self.activation = None if (c.activation, c.gated, c.mlp_bias) == ("silu", True, False) else activation(c)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.activation is None:
-            return swiglu_linear(self.gate_up(x), self.down.weight, self.down.fp8)
-        out: Tensor = self.down(self.activation(self.gate_up(x)))
         return out
 
 

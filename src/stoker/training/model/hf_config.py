@@ -121,9 +121,10 @@ def config_of(c: ModelConfig, context_length: int, dtype: str, end_ids: Sequence
         own = json.loads(c.kept)
         changed: dict[str, Any] = {"vocab_size": c.vocab_size, "dtype" if "dtype" in own else "torch_dtype": dtype}
         stops = own.get("eos_token_id")
-        if not set(end_ids) <= set(stops if isinstance(stops, list) else [stops]):
+        if any(end not in (stops if isinstance(stops, list) else [stops]) for end in end_ids):
             changed["eos_token_id"] = ends
-        if context_length > c.longest and "max_position_embeddings" in own:
+        # longrope's scale follows from it
+        if context_length > c.longest and "max_position_embeddings" in own and c.rope_kind != "longrope":
             changed["max_position_embeddings"] = context_length
         return {**own, "eos_token_id": stops, **changed}
     family = family_of(c)

@@ -173,9 +173,8 @@ class ConfigJson:
         factor = number("factor")
         fields |= {"rope_low": number("beta_slow", 1.0), "rope_high": number("beta_fast", 32.0), "rope_factor": factor}
         fields["rope_truncate"] = bool(rope.get("truncate", True))
-        whole, part = (
-            0.1 * number(name, 1.0) * math.log(max(factor, 1.0)) + 1.0 for name in ("mscale", "mscale_all_dim")
-        )
-        both = rope.get("mscale") and rope.get("mscale_all_dim")
-        scale = whole / part if both else 0.1 * math.log(max(factor, 1.0)) + 1.0
+        grown = 0.1 * math.log(max(factor, 1.0))
+        scale = grown + 1.0
+        if rope.get("mscale") and rope.get("mscale_all_dim"):
+            scale = (grown * number("mscale") + 1.0) / (grown * number("mscale_all_dim") + 1.0)
         return {**fields, "rope_attention": number("attention_factor", scale)}

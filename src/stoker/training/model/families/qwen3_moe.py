@@ -20,7 +20,7 @@ class Qwen3Moe(Family):
 
     def options(self, told: ConfigJson) -> dict[str, Any]:
         layers, every = told.count("num_hidden_layers"), told.count("decoder_sparse_step", 1)
-        alone, bias = told.whole_numbers("mlp_only_layers"), told.yes("attention_bias")
+        alone, bias = frozenset(told.whole_numbers("mlp_only_layers")), told.yes("attention_bias")
         windows: tuple[int, ...] = ()
         if told.yes("use_sliding_window") and told.get("sliding_window", 4096) is not None:
             windows = (told.count("sliding_window", 4096),) * layers
