@@ -21,7 +21,7 @@ import transformers
 from conftest import Done, Stoker
 from stoker.contract.names import Refusal
 from stoker.training.generate.engine import Engine
-from stoker.training.model import outside
+from stoker.training.model import hf, outside
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import shape_for, shape_of
 from stoker.training.model.ready import make_ready
@@ -122,6 +122,43 @@ def test_an_unknown_architecture_trains_resumes_and_exports(stoker: Stoker, bloo
     by_hand = transformers.AutoModelForCausalLM.from_pretrained(stoker.cwd / "out")
     for one, two in zip(model.parameters(), by_hand.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48, "vocab_size": 272,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    "GPTNeoX": {},
+    "Granite": {"logits_scaling": 4.0},  # the head's product is not the logits
+    "Mamba": {"state_size": 4},  # no attention at all
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures_learn_and_export(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **OTHERS[name]})
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path / "theirs")
+    model = outside.Outside(shape_for(ModelConfig(), str(tmp_path / "theirs")), 64)
+    outside.load(model, str(tmp_path / "theirs"), nothing)
+    optimizer, segments = torch.optim.SGD(model.parameters(), lr=0.1), torch.tensor([[0] * 11 + [1] * 29] * 2)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(model(TOKENS, TOKENS.roll(-1, 1), torch.tensor(1 / 80), segments))
+        losses[-1].backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        optimizer.step()
+    assert losses[2] < losses[1] < losses[0]
+    model.eval()
+    hf.save(model, str(tmp_path / "again"), say=nothing)
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+    with torch.no_grad():
+        alone = torch.cat([model(TOKENS[:, :11]), model(TOKENS[:, 11:])], dim=1)
+        torch.testing.assert_close(model(TOKENS, None, None, segments), alone)
+        torch.testing.assert_close(other(TOKENS).logits, model(TOKENS))
 
 
 def test_packed_texts_are_computed_alone_and_the_loss_is_the_decoders(bloom: Path) -> None:

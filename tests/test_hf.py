@@ -302,6 +302,12 @@ def test_a_shape_our_decoder_would_compute_differently_is_refused(kind: str, fol
     assert word in refused(lambda: shape_of(str(folder)))
 
 
+@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
+def test_quantized_weights_are_known_by_the_file_beside_them(name: str, folder: Path) -> None:
+    (folder / name).write_text("{}")
+    assert f'quantized ("{name}")' in refused(lambda: shape_of(str(folder)))
+
+
 def test_an_unused_sliding_window_is_no_reason_to_refuse(tmp_path: Path) -> None:
     hf.save(made(SHAPES["qwen3 untied"]), str(tmp_path / "hf"), say=nothing)
     change(tmp_path / "hf", use_sliding_window=False, sliding_window=4096, max_window_layers=1, layer_types=None)

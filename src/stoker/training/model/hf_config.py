@@ -47,9 +47,13 @@ def shape_of(folder: str) -> ModelConfig:
 def shape_for(asked: ModelConfig, folder: str) -> ModelConfig:
     """As shape_of, by the engine that was asked for: what no family knows is computed by transformers' own module."""
     told = _read(folder)
-    if asked.engine == "native" or (asked.engine == "auto" and known_family(told) is not None):
-        return shape_of(folder)
     _refuse_quantized(told)
+    if asked.engine == "native" or (asked.engine == "auto" and known_family(told) is not None):
+        try:
+            return shape_of(folder)
+        except Refusal as refusal:
+            hint = "; model.engine transformers may take it" if asked.engine == "auto" else ""
+            raise Refusal(refusal.line + hint, refusal.code) from refusal
     _refuse_unrunnable(told, asked.trust_remote_code)
     kept = told.keys()
 
