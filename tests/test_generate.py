@@ -108,11 +108,11 @@ def test_an_answer_ends_with_its_stop_token_or_has_all_its_tokens() -> None:
 def test_drawn_answers_depend_on_seed_and_index_and_not_on_the_batch(how: dict[str, Any]) -> None:
     model = made(SHAPES["qwen3"])
     alone, together = (
-        Engine(model, rows=rows, length=100).generate(prompts(), new_tokens=40, stop=STOP, seed=11, **how)
+        Engine(model, rows=rows, length=100).generate(prompts(), new_tokens=40, stop=STOP, seed=21, **how)
         for rows in (1, 7)
     )
-    assert alone == together == graphed(model, 3, 192).generate(prompts(), new_tokens=40, stop=STOP, seed=11, **how)
-    assert Engine(model, rows=7, length=100).generate(prompts(), new_tokens=40, stop=STOP, seed=12, **how) != alone
+    assert alone == together == graphed(model, 3, 192).generate(prompts(), new_tokens=40, stop=STOP, seed=21, **how)
+    assert Engine(model, rows=7, length=100).generate(prompts(), new_tokens=40, stop=STOP, seed=22, **how) != alone
 
 
 def test_a_stream_is_the_same_answer_token_by_token() -> None:
@@ -147,7 +147,7 @@ def test_rows_that_ended_leave_the_batch(monkeypatch: pytest.MonkeyPatch) -> Non
     real = Blocks.run
 
     def counted(blocks: Blocks, ids: torch.Tensor, *args: Any) -> Any:
-        if args[3] == 1:  # token, not a prompt
+        if args[4] == 1:  # token, not a prompt
             rows.append(len(ids))
         return real(blocks, ids, *args)
 

@@ -158,7 +158,8 @@ def test_every_bit_of_shape_and_weights_comes_back(kind: str, tmp_path: Path) ->
     model = made(SHAPES[kind])
     hf.save(model, str(tmp_path / "hf"), say=nothing)
     back = shape_of(str(tmp_path / "hf"))
-    assert replace(back, load="", family="") == SHAPES[kind]
+    assert json.loads(back.kept) == json.loads((tmp_path / "hf" / "config.json").read_text()) and back.longest == 64
+    assert replace(back, load="", family="", kept="", longest=0) == SHAPES[kind]
     other = Decoder(back, 64)
     hf.load(other, str(tmp_path / "hf"), nothing)
     for (name, one), (same, two) in zip(model.named_parameters(), other.named_parameters(), strict=True):
@@ -248,15 +249,21 @@ def test_a_smaller_vocabulary_is_refused(folder: Path) -> None:
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "another architecture": ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, "Qwen2ForCausalLM"),
+    "another architecture": ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, "BloomForCausalLM"),
     "a classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-    "no architecture": ({"architectures": None, "model_type": "gpt2"}, "'gpt2'"),
+    "no architecture": ({"architectures": None, "model_type": "bloom"}, "'bloom'"),
     "a bias in words": ({"attention_bias": "some"}, "attention_bias"),
     "llama 3.1's rotary embedding without its numbers": (
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
         "low_freq_factor",
     ),
-    "another scaling": ({"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 5e5}}, "yarn"),
+    "another scaling": ({"rope_parameters": {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 5e5}}, "dynamic"),
+    "yarn without its factor": ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.factor"),
+    "longrope without its factors": ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "long_factor"),
+    "longrope with too few factors": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        "1 and 1 factors for 4 frequencies",
+    ),
     "an older scaling without its factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
     "partly turned heads": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "a window that is not used": (
@@ -274,8 +281,14 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 512},
         "sliding window of 512",
     ),
-    "quantised": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
-    "another activation": ({"hidden_act": "gelu"}, "gelu"),
+    "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, 'quantized ("gptq")'),
+    "awq": ({"quantization_config": {"quant_method": "awq", "bits": 4}}, 'quantized ("awq")'),
+    "fp8": ({"quantization_config": {"quant_method": "fp8"}}, 'quantized ("fp8")'),
+    "mxfp4 of an unknown architecture": (
+        {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}},
+        'quantized ("mxfp4")',
+    ),
+    "another activation": ({"hidden_act": "relu"}, "relu"),
     "no width": ({"hidden_size": None}, "hidden_size"),
     "heads in words": ({"num_attention_heads": "four"}, "num_attention_heads"),
     "key heads that don't divide": ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
@@ -287,6 +300,12 @@ def test_a_shape_our_decoder_would_compute_differently_is_refused(kind: str, fol
     keys, word = CONFIGS[kind]
     change(folder, **keys)
     assert word in refused(lambda: shape_of(str(folder)))
+
+
+@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
+def test_quantized_weights_are_known_by_the_file_beside_them(name: str, folder: Path) -> None:
+    (folder / name).write_text("{}")
+    assert f'quantized ("{name}")' in refused(lambda: shape_of(str(folder)))
 
 
 def test_an_unused_sliding_window_is_no_reason_to_refuse(tmp_path: Path) -> None:

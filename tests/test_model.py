@@ -266,7 +266,7 @@ def test_how_a_block_runs_by_device_fp8_and_heads() -> None:
     assert not said
     for other, word in (
         (replace(plain, head_dim=96), "heads of 96"),
-        (replace(plain, qkv_bias=True, attention_cap=9.0), "bias on queries, keys and values, soft cap of attention"),
+        (replace(plain, rope_share=0.5, attention_cap=9.0), "soft cap of attention scores, partly turned heads"),
     ):
         assert not ready.fused(auto, other, gpu, said.append) and ready.compiled(auto, gpu, other)
         assert word in said[-1] and "using the plain one, compiled" in said[-1]
@@ -328,12 +328,22 @@ FUSED: dict[str, Any] = {
     "rope_factor": 2.0,
 }  # fmt: skip
 
+WIDER: dict[str, Any] = {
+    "qkv_bias": True, "out_bias": True, "mlp_bias": True, "norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh", "gated": False,
+    "positions": "learned", "position_rows": 256,
+}  # fmt: skip
+ROUTED: dict[str, Any] = {"experts": 6, "experts_per_token": 2, "expert_ff": 64, "router_aux": 0.1, "dense": (1,)}
+FUSED_OPTIONS = pytest.mark.parametrize(
+    "options", [{}, FUSED, WIDER, ROUTED], ids=["no options", "options", "wider", "experts"]
+)
+
 
 def test_the_options_that_fused_blocks_are_tested_with_are_those_they_claim() -> None:
-    assert set(ready.FUSED) == set(FUSED) - {"rope_factor"}
+    besides = {"rope_factor", "position_rows", "experts_per_token", "expert_ff", "router_aux", "dense"}
+    assert set(ready.FUSED) == {*FUSED, *WIDER, *ROUTED} - besides
 
 
-@pytest.mark.parametrize("options", [{}, FUSED], ids=["no options", "options"])
+@FUSED_OPTIONS
 @pytest.mark.parametrize("recompute", ["off", "full", "selective"])
 def test_recomputed_blocks_have_the_same_gradients(
     monkeypatch: pytest.MonkeyPatch, recompute: str, options: dict[str, Any]
@@ -381,7 +391,7 @@ def test_no_stand_in_is_left_behind() -> None:
 @pytest.mark.parametrize("recompute", ["off", "full", "selective"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("options", [{}, FUSED], ids=["no options", "options"])
+@FUSED_OPTIONS
 def test_fused_blocks_have_the_loss_and_gradients_of_plain_ones(
     qk_norm: bool, packed: bool, recompute: str, options: dict[str, Any]
 ) -> None:

@@ -48,6 +48,7 @@ def parser() -> Parser:
     made.option("--seed", "N", "the same seed gives the same answers (default: another one each time)", int)
     devices = ("auto", "cpu", "cuda")
     made.add_argument("--device", choices=devices, default="auto", help="(default: a GPU where there is one)")
+    made.switch("--trust-remote-code", "run Python code that comes with the model's folder")
     made.runs_dir()
     return made
 
@@ -60,9 +61,12 @@ def main(argv: list[str]) -> int:
         raise Refusal("--raw has no roles: leave --system out, or put its text into the prompt", EX_USAGE)
     from stoker.training.generate.finding import find
     from stoker.training.model import hf_config, hf_files
+    from stoker.training.model.config import ModelConfig
 
     found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), say)
-    hf_files.check(found.folder, hf_config.shape_of(found.folder))
+    shape = hf_config.shape_for(ModelConfig(trust_remote_code=told.trust_remote_code), found.folder)
+    if shape.engine != "transformers":
+        hf_files.check(found.folder, shape)
     talk = _opened(told, found.folder)
     if told.prompt is not None:
         _answer(talk, told.prompt)
@@ -77,8 +81,9 @@ def _opened(told: argparse.Namespace, folder: str) -> Conversation:
     from stoker.training.generate.sample import checked
 
     checked(told.temperature, 0, told.top_p)
-    device, context = device_of(told.device), context_of(folder, told.context)
-    model, words = opened(folder, context, device, lambda _: None)
+    trust = told.trust_remote_code
+    device, context = device_of(told.device), context_of(folder, told.context, trust)
+    model, words = opened(folder, context, device, lambda _: None, trust)
     manner = Manner(told.temperature, told.top_p, told.max_tokens, told.raw)
     seed = told.seed if told.seed is not None else time.time_ns()
     talk = Conversation(

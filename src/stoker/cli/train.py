@@ -31,6 +31,7 @@ from stoker.training.stages.registry import STAGES, learning
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.training.data.prepared import Prepared
+    from stoker.training.model.config import ModelConfig
 
 _NOT_HERE = ("config", "module", "no_python")  # the program is the recipe, and the config file is read here
 # Options of `stoker run` that a file may hold: none of them starts a program, writes elsewhere or reaches another machine.
@@ -262,7 +263,7 @@ def _prepare(resolved: Resolved, options: RunOptions) -> Prepared:
     ready = prepare(config.data, config.tokenizer, _say)
     check_data(config, ready.train_tokens, ready.vocab_size, resolved.given, ready.train_samples)
     if config.model.load:
-        _check_weights(config.model.load, config.model.vocab_size, ready)
+        _check_weights(config.model.load, config.model.vocab_size, ready, config.model)
     return ready
 
 
@@ -289,16 +290,19 @@ def _check_resume(config: Config, ready: Prepared) -> None:
             _say(line)
 
 
-def _check_weights(load: str, rows: int, ready: Prepared) -> None:
+def _check_weights(load: str, rows: int, ready: Prepared, asked: ModelConfig | None = None) -> None:
     """Headers only; a hub's model is fetched here, so that ranks find it in the cache."""
     from stoker.training.model import hf_config, hf_files, hf_hub
+    from stoker.training.model.config import ModelConfig as Asked
     from stoker.training.model.rows import with_rows
     from stoker.training.tokenizer import place, tokenizer
 
-    folder = hf_hub.folder_of(load, _say)
-    shape = hf_config.shape_of(folder)
+    asked = asked or Asked()
+    folder = hf_hub.folder_of(load, _say, code=asked.trust_remote_code)
+    shape = hf_config.shape_for(asked, folder)
     wanted = with_rows(replace(shape, vocab_size=rows or shape.vocab_size), ready.vocab_size)
-    hf_files.check(folder, wanted)
+    if shape.engine != "transformers":
+        hf_files.check(folder, wanted)
     if os.path.exists(os.path.join(folder, place.FILES[0])):
         other = tokenizer.differs(tokenizer.load(folder), tokenizer.load(ready.tokenizer))
         if other:

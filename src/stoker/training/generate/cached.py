@@ -16,8 +16,10 @@ from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import shape
 from stoker.training.generate import plain
 from stoker.training.model.attention import attend, seen_by
-from stoker.training.model.decoder import Block, Decoder, Linear, RMSNorm
+from stoker.training.model.decoder import Block, Decoder, Linear
+from stoker.training.model.experts import mixture
 from stoker.training.model.loss import capped
+from stoker.training.model.norm import LayerNorm, RMSNorm
 from stoker.training.model.swiglu import activation
 
 # queries [rows · tokens, heads, head_dim], a layer's cache and its view -> [rows · tokens, heads · head_dim]
@@ -28,7 +30,9 @@ Angles = list[tuple[Tensor, Tensor]]  # cos and sin of each view
 
 @shape
 class Layer:
-    """A norm is None where the block has none there; a bias likewise."""
+    """A norm is None where the block has none there; a bias and a router likewise. With a router gate_up and down are its
+    experts'. A LayerNorm is [2, width]: weight and bias.
+    """
 
     attention_norm: Tensor | None
     qkv: tuple[Tensor, Tensor | None]
@@ -39,6 +43,7 @@ class Layer:
     gate_up: tuple[Tensor, Tensor | None]
     down: tuple[Tensor, Tensor | None]
     mlp_post_norm: Tensor | None
+    router: Tensor | None
     view: int
 
 
@@ -66,6 +71,7 @@ class Weights:
         self.embed = self._cast(model.embed.weight, dtype)
         head = self.embed if model.head is None else self._cast(model.head.weight, dtype)
         self.head = head[: self._vocab]
+        self.positions = None if model.positions is None else self._cast(model.positions.weight, dtype)
         self.norm = self._norm(model.norm)
         self.layers = [self._layer(block, dtype) for block in model.layers if isinstance(block, Block)]
         self.refresh()
@@ -78,14 +84,27 @@ class Weights:
         self._copies.append((ours, parameter, offset))
         return ours
 
-    def _norm(self, norm: RMSNorm | None) -> Tensor | None:
-        return None if norm is None else self._cast(norm.weight, torch.float32, norm.offset)
+    def _norm(self, norm: RMSNorm | LayerNorm | None) -> Tensor | None:
+        if norm is None or isinstance(norm, RMSNorm):
+            return None if norm is None else self._cast(norm.weight, torch.float32, norm.offset)
+        both = torch.empty(2, len(norm.weight), device=norm.weight.device)
+        self._copies += [(both[0], norm.weight, norm.offset), (both[1], norm.bias, 0.0)]
+        return both
 
     def _linear(self, linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         return self._cast(linear.weight, dtype), None if linear.bias is None else self._cast(linear.bias, dtype)
 
     def _layer(self, block: Block, dtype: torch.dtype) -> Layer:
-        attention, mlp, qk_norm = block.attention, block.mlp, None
+        attention, experts, qk_norm = block.attention, block.experts, None
+        router: Tensor | None = None
+        wide: tuple[Tensor, Tensor | None]
+        narrow: tuple[Tensor, Tensor | None]
+        if experts is not None:
+            router = self._cast(experts.router.weight, dtype)
+            wide, narrow = ((self._cast(part.weight, dtype), None) for part in (experts.gate_up, experts.down))
+        else:
+            assert block.mlp is not None
+            wide, narrow = (self._linear(part, dtype) for part in (block.mlp.gate_up, block.mlp.down))
         if attention.q_norm is not None and attention.k_norm is not None:
             heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
             qk_norm = torch.empty(heads + kv_heads, head_dim, device=attention.q_norm.weight.device)
@@ -98,9 +117,10 @@ class Weights:
             self._linear(attention.out, dtype),
             self._norm(block.attention_post_norm),
             self._norm(block.mlp_norm),
-            self._linear(mlp.gate_up, dtype),
-            self._linear(mlp.down, dtype),
+            wide,
+            narrow,
             self._norm(block.mlp_post_norm),
+            router,
             block.view,
         )
 
@@ -166,26 +186,37 @@ class Blocks:
         return [whole_heads(prepare(cos), prepare(sin)) for cos, sin in self._weights.tables]
 
     def run(
-        self, ids: Tensor, angles: Angles, kv: Tensor, begin: int | Tensor, tokens: int, attention: Attention
-    ) -> tuple[Tensor, Tensor | None]:
-        """(residual stream, what is still to be added to it) of ids [rows · tokens]."""
+        self, ids: Tensor, places: Tensor, angles: Angles, kv: Tensor, begin: int | Tensor, tokens: int,
+        attention: Attention,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """(residual stream, what is still to be added to it) of ids [rows · tokens], which are at `places` of their rows."""
         w, ops, heads = self._weights, self._ops, self._weights.config.heads
         x = F.embedding(ids, w.embed)
         if w.embedding_scale != 1.0:
             x = x * w.embedding_scale
+        if w.positions is not None:  # what only fills up a prompt may lie beyond the last row
+            x = x + w.positions[places.clamp(max=len(w.positions) - 1)]
+        turns = [(cos[places], sin[places]) for cos, sin in angles]
         delta: Tensor | None = None
         for layer, cached in zip(w.layers, kv, strict=True):
             x, normed = ops.add_norm(x, delta, layer.attention_norm, w.eps)
             qkv = F.linear(normed, *layer.qkv)
-            q = self._turn(qkv, *angles[layer.view], layer.qk_norm, heads, w.eps, cached, begin, tokens)
+            q = self._turn(qkv, *turns[layer.view], layer.qk_norm, heads, w.eps, cached, begin, tokens)
             delta = F.linear(attention(q, cached, layer.view), *layer.out)
             if layer.attention_post_norm is not None:
                 delta = plain.add_norm(delta, None, layer.attention_post_norm, w.eps)[1]
             x, normed = ops.add_norm(x, delta, layer.mlp_norm, w.eps)
-            delta = F.linear(self._activate(F.linear(normed, *layer.gate_up)), *layer.down)
+            delta = self._mlp(layer, normed, tokens)
             if layer.mlp_post_norm is not None:
                 delta = plain.add_norm(delta, None, layer.mlp_post_norm, w.eps)[1]
         return x, delta
+
+    def _mlp(self, layer: Layer, x: Tensor, tokens: int) -> Tensor:
+        if layer.router is None:
+            return F.linear(self._activate(F.linear(x, *layer.gate_up)), *layer.down)
+        captured = tokens == 1 and x.is_cuda
+        weights = (layer.router, layer.gate_up[0], layer.down[0])
+        return mixture(self._weights.config, x, *weights, captured=captured)[0]
 
     def logits(self, x: Tensor, delta: Tensor | None) -> Tensor:
         w = self._weights
@@ -209,8 +240,8 @@ class Blocks:
             y = attend(queries, k, v, seen, 0.0, c.attention_scale or None, c.attention_cap)
             return y.reshape(rows * tokens, -1)
 
-        spread = [(cos[:tokens].repeat(rows, 1), sin[:tokens].repeat(rows, 1)) for cos, sin in angles]
-        x, delta = self.run(ids.flatten(), spread, kv, 0, tokens, attention)
+        places = torch.arange(tokens, device=ids.device).repeat(rows)
+        x, delta = self.run(ids.flatten(), places, angles, kv, 0, tokens, attention)
         last = torch.arange(rows, device=ids.device) * tokens + lengths - 1
         return self.logits(x[last], None if delta is None else delta[last])
 

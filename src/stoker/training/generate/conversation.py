@@ -12,9 +12,10 @@ import torch
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.training.generate.engine import Engine
-from stoker.training.generate.finding import told_by
-from stoker.training.model import hf, ready
+from stoker.training.model import hf, outside, ready
+from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
+from stoker.training.model.hf_config import shape_for
 from stoker.training.parallel.config import ComputeConfig
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -32,24 +33,31 @@ def device_of(told: str) -> torch.device:
     return torch.device("cuda" if told == "cuda" or (told == "auto" and torch.cuda.is_available()) else "cpu")
 
 
-def context_of(folder: str, asked: int) -> int:
+def context_of(folder: str, asked: int, trust: bool = False) -> int:
     """How many tokens a conversation may have: what the model was trained for, or less."""
-    most = told_by(folder, "max_position_embeddings")
-    trained = most if isinstance(most, int) and most > 1 else CONTEXT
+    most = shape_for(ModelConfig(trust_remote_code=trust), folder).longest
+    trained = most if most > 1 else CONTEXT
     if asked > trained:
         raise Refusal(f"--context {asked}: the model in {folder} was trained for {trained}", EX_USAGE)
     return asked or min(trained, CONTEXT)
 
 
-def opened(folder: str, context: int, device: torch.device, say: Say) -> tuple[Decoder, Tokenizer]:
-    """The folder's model and tokenizer, ready to answer on this machine."""
+def opened(
+    folder: str, context: int, device: torch.device, say: Say, trust: bool = False
+) -> tuple[Decoder | outside.Outside, Tokenizer]:
+    """The folder's model and tokenizer, ready to answer on this machine. `trust`: code of the folder may run."""
+    shape = shape_for(ModelConfig(trust_remote_code=trust), folder)
+    rows = shape.vocab_size
     compute = ComputeConfig()
     dtype = ready.dtype_of(compute, device)
     ready.arithmetic(compute, dtype)
-    words, rows = load_tokenizer(folder), hf.shape_of(folder).vocab_size
+    words = load_tokenizer(folder)
     if rows < words.vocab_size:
         line = f"{folder}: the model has {rows} rows of embedding and the tokenizer {words.vocab_size} tokens"
         raise Refusal(line, EX_USAGE)
+    if shape.engine == "transformers":
+        say(outside.notice(shape))
+        return outside.opened(shape, context, dtype, device, say).eval(), words
     return hf.opened(folder, context, dtype, device, say).eval(), words
 
 

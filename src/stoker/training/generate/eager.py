@@ -63,7 +63,6 @@ class Eager:
             ) -> Tensor:
                 return plain.attend(q, kv[:, :, :, :end], masks[view], c.attention_scale or None, c.attention_cap)
 
-            position = lengths + place
-            angles = [(cos[position], sin[position]) for cos, sin in self._angles]
-            x, delta = blocks.run(token, angles, self._cache.kv[:, :, : len(rows)], slot, 1, attention)
+            cached = self._cache.kv[:, :, : len(rows)]
+            x, delta = blocks.run(token, lengths + place, self._angles, cached, slot, 1, attention)
             logits = blocks.logits(x, delta)

@@ -20,17 +20,20 @@ import torch
 from torch import Tensor
 
 from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.shape import replace
+from stoker.training.generate.borrowed import Borrowed
 from stoker.training.generate.cached import Weights
 from stoker.training.generate.eager import Eager
 from stoker.training.generate.graphed import Graphed
 from stoker.training.generate.sample import checked
 from stoker.training.model.config import lacking
 from stoker.training.model.decoder import Decoder
+from stoker.training.model.outside import Outside
 
 # Options of the block that the Triton kernels compute, or that lie beside them.
 KERNELS = (
     "qkv_bias", "out_bias", "mlp_bias", "norm_offset", "activation", "gated", "attention_scale", "embedding_scale", "final_cap", "rope_kind", "unrotated",
-    "window_theta",
+    "window_theta", "positions", "experts",
 )  # fmt: skip
 
 
@@ -40,7 +43,13 @@ def _to_stderr(line: str) -> None:
 
 class Engine:
     def __init__(
-        self, model: Decoder, *, rows: int, length: int, vocab: int = 0, say: Callable[[str], None] = _to_stderr
+        self,
+        model: Decoder | Outside,
+        *,
+        rows: int,
+        length: int,
+        vocab: int = 0,
+        say: Callable[[str], None] = _to_stderr,
     ) -> None:
         """`rows`: answers at once; `length`: of a prompt and its answer; `vocab`: ids from here on are never written
         (0: the embedding's rows).
@@ -54,15 +63,23 @@ class Engine:
                 EX_USAGE,
             )
         self.rows, self.length = rows, length
-        self._vocab = vocab or model.config.vocab_size
+        self._vocab, self._embedded = vocab or model.config.vocab_size, model.config.vocab_size
+        self._device = next(model.parameters()).device
+        self._runner: Any
+        if isinstance(model, Outside):
+            self._weights: Weights | None = None
+            self._runner = Borrowed(model, self._vocab)
+            return
         self._weights = Weights(model, self._vocab)
-        self._device = model.embed.weight.device
-        self._runner: Any = Eager(self._weights, rows, length)
+        self._runner = Eager(self._weights, rows, length)
         if self._device.type == "cuda":
             self._runner = Graphed(self._weights, rows, length, self._kernels(model, say))
 
     def _kernels(self, model: Decoder, say: Callable[[str], None]) -> Any:
-        head_dim, lacks = model.config.head_dim, lacking(model.config, KERNELS)
+        c = model.config
+        if all(not window or window >= self.length for window in c.windows):
+            c = replace(c, windows=())  # none is ever left
+        head_dim, lacks = c.head_dim, lacking(c, KERNELS)
         if head_dim < 16 or head_dim & (head_dim - 1):
             lacks = f"heads of {head_dim}"
         if lacks:
@@ -72,7 +89,7 @@ class Engine:
 
     def refresh(self) -> None:
         """The model's weights changed."""
-        if not self._weights.refresh():
+        if self._weights is not None and not self._weights.refresh():
             self._runner.forget()
 
     @torch.inference_mode()
@@ -133,10 +150,9 @@ class Engine:
                     f" {self.length} there is room for"
                 )
                 raise Refusal(line + ": fewer generate.new_tokens, or a larger data.context_length", EX_USAGE)
-            if max(prompt) >= self._weights.embed.shape[0] or min(prompt) < 0:
+            if max(prompt) >= self._embedded or min(prompt) < 0:
                 raise Refusal(
-                    f"prompt {index} has the id {max(prompt)}, the model {self._weights.embed.shape[0]} rows: another"
-                    " tokenizer's?",
+                    f"prompt {index} has the id {max(prompt)}, the model {self._embedded} rows: another tokenizer's?",
                     EX_USAGE,
                 )
 

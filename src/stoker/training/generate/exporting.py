@@ -17,7 +17,7 @@ from stoker.contract.typed import read_fields
 from stoker.contract.wholefile import write_whole
 from stoker.training.checkpoint.reading import Checkpoint, open_checkpoint
 from stoker.training.generate.finding import HF, Found, told_by
-from stoker.training.model import hf
+from stoker.training.model import hf, outside
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_files import places
 from stoker.training.model.hf_write import SCORE, beside
@@ -97,8 +97,12 @@ def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, s
         say(
             "a reward model's checkpoint: its decoder is exported without the score; a finished stage's folder has both"
         )
-    tensors = _tensors(opened, shape)
     more: Say = lambda fresh: add_template(fresh, words, say)  # noqa: E731
+    if shape.engine == "transformers":
+        kind = DTYPES[dtype or "fp32"]
+        model = _module(opened, shape, context, say)
+        return outside.save(model, out, say=say, dtype=kind, tokenizer_folder=where, end_ids=ends(words), more=more)
+    tensors = _tensors(opened, shape)
     hf.save_from(
         tensors,
         shape,
@@ -110,6 +114,22 @@ def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, s
         end_ids=ends(words),
         more=more,
     )
+
+
+def _module(opened: Checkpoint, shape: ModelConfig, context: int, say: Say) -> outside.Outside:
+    """What no family of ours knows: transformers' module with the checkpoint's parameters; buffers come from the folder it
+    was loaded from.
+    """
+    if not os.path.isdir(shape.load):
+        raise Refusal(f"{opened.path}: {shape.load}, which its model was loaded from, is gone", EX_NOINPUT)
+    model = outside.Outside(shape, context)
+    outside.load(model, shape.load, say)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if f"model.{name}" not in opened.tensors:
+                raise Refusal(f"{opened.path} has no {name}: it is of another kind of model", EX_DATAERR)
+            parameter.copy_(opened.read(f"model.{name}"))
+    return model
 
 
 def _tensors(opened: Checkpoint, shape: ModelConfig) -> Iterator[tuple[str, Tensor]]:

@@ -117,8 +117,7 @@ class Graphed:
             def attention(q: Tensor, kv: Tensor, view: int) -> Tensor:
                 return plain.attend(q, kv, masks[view], scale, c.attention_cap)
 
-        angles = [(cos[self._positions], sin[self._positions]) for cos, sin in self._angles]
-        x, delta = self._blocks.run(self._ids, angles, cached, self._slot, 1, attention)
+        x, delta = self._blocks.run(self._ids, self._positions, self._angles, cached, self._slot, 1, attention)
         self._write(self._blocks.logits(x, delta), how, len(self._ids))
 
     def _step(self, end: int, how: Sampling) -> Callable[[], None]:

@@ -7,17 +7,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stoker.training.model.attention import capped_attention
+from stoker.training.model.norm import rms_norm
 from stoker.training.model.swiglu import swiglu
 
 __all__ = ["add_norm", "attend", "swiglu", "turn"]
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + delta, its norm, or itself where there is none)."""
+    """(x + delta, its norm, or itself where there is none). weight: [width], or [2, width] with a LayerNorm's bias."""
     if delta is not None:
         x = x + delta
     if weight is None:
         return x, x
+    if weight.dim() == 2:
+        return x, F.layer_norm(x.float(), x.shape[-1:], weight[0], weight[1], eps).to(x.dtype)
     return x, (F.rms_norm(x.float(), x.shape[-1:], None, eps) * weight).to(x.dtype)
 
 
@@ -35,16 +38,16 @@ def turn(
     parts = qkv.view(-1, heads + 2 * kv_heads, head_dim)
     qk, v = parts[:, : heads + kv_heads], parts[:, heads + kv_heads :]
     wide = qk.float()
-    if qk_norm is not None:  # rounded where the decoder rounds
+    if qk_norm is not None:  # the decoder's function, rounded where the decoder rounds
         if whole:
-            both = wide[:, :heads], wide[:, heads:]
-            normed = torch.cat([F.rms_norm(part, part.shape[1:], None, eps) for part in both], 1)
+            both = (wide[:, :heads], qk_norm[:heads]), (wide[:, heads:], qk_norm[heads:])
+            normed = [rms_norm(part.flatten(1), norm.flatten(), eps).view_as(part) for part, norm in both]
+            wide = torch.cat(normed, 1).to(qkv.dtype).float()
         else:
-            normed = F.rms_norm(wide, (head_dim,), None, eps)
-        wide = (normed * qk_norm).to(qkv.dtype).float()
+            wide = rms_norm(wide, qk_norm, eps).to(qkv.dtype).float()
     width = cos.shape[-1]
     part = wide if width == head_dim else wide[..., :width]
-    turned = torch.addcmul(part * cos[:, None], part.roll(width // 2, -1), sin[:, None])
+    turned = part * cos[:, None] + part.roll(width // 2, -1) * sin[:, None]  # addcmul rounds once, the decoder twice
     if width < head_dim:
         turned = torch.cat([turned, wide[..., width:]], -1)
     turned = turned.to(qkv.dtype)

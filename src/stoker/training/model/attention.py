@@ -56,15 +56,45 @@ def rotary_table(length: int, c: ModelConfig, theta: float = 0.0) -> tuple[Tenso
     frequency = 1.0 / (
         (theta or c.rope_theta) ** (torch.arange(0, turned, 2, dtype=torch.float32, device="cpu") / turned)
     )
-    if c.rope_factor != 1.0 and not theta:
-        if c.rope_kind == "linear":
-            frequency = frequency / c.rope_factor
-        else:
-            turns = c.rope_original * frequency / (2 * math.pi)
-            kept = ((turns - c.rope_low) / (c.rope_high - c.rope_low)).clamp(0, 1)
-            frequency = (1 - kept) * frequency / c.rope_factor + kept * frequency
+    if not theta:
+        frequency = _stretched(frequency, length, c)
     angle = torch.outer(torch.arange(length, dtype=torch.float32, device="cpu"), frequency)
-    return angle.cos(), angle.sin()
+    if theta or c.rope_attention == 1.0:
+        return angle.cos(), angle.sin()
+    return angle.cos() * c.rope_attention, angle.sin() * c.rope_attention
+
+
+def _stretched(frequency: Tensor, length: int, c: ModelConfig) -> Tensor:
+    if c.rope_kind == "longrope":
+        factors = c.rope_long if length > c.rope_original else c.rope_short
+        return frequency / torch.tensor(factors, dtype=torch.float32, device="cpu")
+    if c.rope_factor == 1.0:
+        return frequency
+    if c.rope_kind == "linear":
+        return frequency / c.rope_factor
+    if c.rope_kind == "yarn":
+        kept = 1 - _ramp(len(frequency), c)
+        return frequency / c.rope_factor * (1 - kept) + frequency * kept
+    turns = c.rope_original * frequency / (2 * math.pi)
+    kept = ((turns - c.rope_low) / (c.rope_high - c.rope_low)).clamp(0, 1)
+    return (1 - kept) * frequency / c.rope_factor + kept * frequency
+
+
+def _ramp(count: int, c: ModelConfig) -> Tensor:
+    """Yarn: 0 for the frequencies that stay, 1 for those that are divided, linear in between."""
+    turned = 2 * count
+
+    def dimension(turns: float) -> float:
+        """Where the frequency makes so many turns in `rope_original` tokens."""
+        return turned * math.log(c.rope_original / (turns * 2 * math.pi)) / (2 * math.log(c.rope_theta))
+
+    first, last = dimension(c.rope_high), dimension(c.rope_low)
+    if c.rope_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, turned - 1)
+    if first == last:
+        last += 0.001
+    return ((torch.arange(count, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
 
 
 def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from stoker.contract import limits
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.shape import fields_of, option, shape
 
+MOST_EXPERTS = 1 << 17  # of all layers together: beyond every model there is, and still quick to plan
+
 
 @shape
 class ModelConfig:
@@ -19,6 +21,16 @@ class ModelConfig:
         "a folder (or hub id) with weights as transformers writes them: shape and weights come from there",
         default="",
         metavar="DIR",
+    )
+    engine: str = option(
+        "who computes: native (ours), transformers (its own module: slower, trains any causal model it has), auto (ours"
+        " where the architecture is known)",
+        default="auto",
+        choices=("auto", "native", "transformers"),
+    )
+    trust_remote_code: bool = option(
+        "run Python code that comes with the model's folder (engine transformers); only for folders you trust",
+        default=False,
     )
     depth: int = option(
         "the dial: layers, and 64 × as much width, heads of 64 or 128, ff 8/3 of the width (0: the keys below)",
@@ -64,11 +76,14 @@ class ModelConfig:
     )
 
     family: str = ""  # of the folder it was loaded from: an export is written as that again
+    stored: int = 0  # parameters in that folder, where transformers computes it: `rows` can't count those
+    longest: int = 0  # max_position_embeddings of that folder: an export does not lower it
+    kept: str = ""  # JSON of that config.json's keys that no field stands for: an export has them again
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm_whole: bool = False  # with qk_norm: over all heads together
-    norm_kind: str = "rms"
+    norm_kind: str = "rms"  # rms, or layer: mean and bias, too
     norms: str = "pre"  # pre: before attention and MLP; post: after each; both
     norm_offset: float = 0.0  # a norm multiplies by offset + weight
     activation: str = "silu"
@@ -78,10 +93,15 @@ class ModelConfig:
     final_cap: float = 0.0  # the same for logits
     embedding_scale: float = 1.0
     windows: tuple[int, ...] = ()  # of each layer: how many tokens it sees, itself included; 0: all
-    positions: str = "rotary"
-    rope_kind: str = (
-        "bands"  # what rope_factor stretches; bands: low frequencies, by rope_low and rope_high; linear: all
-    )
+    positions: str = "rotary"  # rotary, or learned: a row is added to the embedding
+    position_rows: int = 0  # of a learned position embedding
+    # What rope_factor stretches. bands: low frequencies, by turns from rope_low to rope_high; yarn: the same with a ramp
+    # over dimensions; linear: all; longrope: each by its own number of rope_short or, beyond rope_original tokens, rope_long.
+    rope_kind: str = "bands"
+    rope_attention: float = 1.0  # cosines and sines are multiplied by it
+    rope_truncate: bool = True  # yarn: the ramp begins and ends at whole dimensions
+    rope_short: tuple[float, ...] = ()
+    rope_long: tuple[float, ...] = ()
     rope_share: float = 1.0  # of each head that is turned, from its start
     unrotated: tuple[int, ...] = ()  # layers that turn nothing
     window_theta: float = 0.0  # rope_theta of layers with a window, unstretched (0: as elsewhere)
@@ -89,9 +109,16 @@ class ModelConfig:
     experts_per_token: int = 0
     expert_ff: int = 0
     shared_experts: int = 0
+    dense: tuple[int, ...] = ()  # layers of a model with experts that have one MLP all the same
+    router_sum: bool = True  # the chosen experts' shares are made to add up to 1
+    router_aux: float = 0.0  # weight of the load-balancing loss in training
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
+
+    def routed(self, layer: int) -> bool:
+        """Whether the layer's MLP is a choice of experts."""
+        return self.experts > 0 and layer not in self.dense
 
 
 # What notices and refusals call the block's options.
@@ -111,19 +138,18 @@ OPTIONS = {
     "embedding_scale": "embedding scale",
     "windows": "sliding window",
     "positions": "position embedding other than rotary",
-    "rope_kind": "stretching of all rotary frequencies",
+    "rope_kind": "rotary scaling of this kind",
     "rope_share": "partly turned heads",
     "unrotated": "layers without rotary embedding",
     "window_theta": "rotary base of its own for windowed layers",
     "experts": "experts",
 }
 _VALUES = {
-    "norm_kind": ("rms",),
+    "norm_kind": ("rms", "layer"),
     "norms": ("pre", "post", "both"),
-    "activation": ("silu", "gelu_tanh"),
-    "positions": ("rotary",),
-    "rope_kind": ("bands", "linear"),
-    "experts": (0,),
+    "activation": ("silu", "gelu_tanh", "gelu"),
+    "positions": ("rotary", "learned"),
+    "rope_kind": ("bands", "linear", "yarn", "longrope"),
 }  # that the block computes
 
 
@@ -146,3 +172,16 @@ def check_options(c: ModelConfig, where: str) -> None:
             )
     if c.windows and len(c.windows) != c.layers:
         raise Refusal(f"{where}: {len(c.windows)} windows for {c.layers} layers", EX_CONFIG)
+    if c.layers * c.experts > MOST_EXPERTS:
+        raise Refusal(f"{where}: {c.experts} experts in {c.layers} layers are more than {MOST_EXPERTS}", EX_CONFIG)
+    if c.experts and not 1 <= c.experts_per_token <= c.experts:
+        raise Refusal(f"{where}: {c.experts_per_token} of {c.experts} experts can't be chosen for a token", EX_CONFIG)
+    if c.shared_experts:
+        raise Refusal(f"{where}: the block has no shared experts yet", EX_CONFIG)
+    if c.rope_kind == "yarn" and c.rope_theta <= 1:
+        raise Refusal(f"{where}: yarn needs a rope_theta above 1, not {c.rope_theta:g}", EX_CONFIG)
+    if c.rope_kind == "longrope":
+        turned = int(c.head_dim * c.rope_share) // 2
+        if {len(c.rope_short), len(c.rope_long)} != {turned}:
+            counts = f"{len(c.rope_short)} and {len(c.rope_long)}"
+            raise Refusal(f"{where}: longrope has {counts} factors for {turned} frequencies", EX_CONFIG)

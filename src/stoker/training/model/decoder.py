@@ -14,41 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.training.forensics.scopes import scope
 from stoker.training.model.attention import Documents, Seen, attend, begins, rotary_table, rotate, seen_by
 from stoker.training.model.config import ModelConfig, check_options
-from stoker.training.model.fp8 import fp8_linear
-from stoker.training.model.loss import capped, linear_cross_entropy
-from stoker.training.model.swiglu import activation, swiglu_linear
+from stoker.training.model.experts import Experts, balance_loss
+from stoker.training.model.linear import MLP, Linear
+from stoker.training.model.loss import IGNORED, capped, linear_cross_entropy
+from stoker.training.model.norm import RMSNorm, norm_of
 
-
-class Linear(nn.Linear):
-    """The weight is cast to the activations' dtype: fp32 master, bf16 product. `parts`: rows of the maps joined in it."""
-
-    def __init__(self, inputs: int, *parts: int, bias: bool = False) -> None:
-        super().__init__(inputs, sum(parts), bias=bias)
-        self.parts = parts
-        self.fp8 = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        if self.fp8:
-            product = fp8_linear(x, self.weight)
-            return product if bias is None else product + bias
-        return F.linear(x, self.weight.to(x.dtype), bias)
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, dim: int, c: ModelConfig) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps, self.offset = c.norm_eps, c.norm_offset
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide, weight = x.float(), self.weight.float()
-        if self.offset:
-            weight = self.offset + weight
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * weight).to(x.dtype)
+__all__ = ["Attention", "Block", "Decoder", "Linear", "like"]
+_INTO_RESIDUAL = ("attention.out.weight", "mlp.down.weight", "experts.down.weight")
 
 
 class Attention(nn.Module):
@@ -77,45 +53,45 @@ class Attention(nn.Module):
         return out
 
 
-class MLP(nn.Module):
-    def __init__(self, c: ModelConfig) -> None:
-        super().__init__()
-        self.gate_up = Linear(c.dim, *((c.ff, c.ff) if c.gated else (c.ff,)), bias=c.mlp_bias)
-        self.down = Linear(c.ff, c.dim, bias=c.mlp_bias)
-        self.activation = None if (c.activation, c.gated, c.mlp_bias) == ("silu", True, False) else activation(c)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.activation is None:
-            return swiglu_linear(self.gate_up(x), self.down.weight, self.down.fp8)
-        out: Tensor = self.down(self.activation(self.gate_up(x)))
-        return out
-
-
 class Block(nn.Module):
-    """`view`: which of the model's (angles, what is seen) it looks through."""
+    """`view`: which of the model's (angles, what is seen) it looks through; `routed`: experts instead of one MLP."""
 
-    def __init__(self, c: ModelConfig, view: int = 0) -> None:
+    def __init__(self, c: ModelConfig, view: int = 0, routed: bool = False) -> None:
         super().__init__()
         before, after = c.norms != "post", c.norms != "pre"
-        self.attention_norm = RMSNorm(c.dim, c) if before else None
+        self.attention_norm = norm_of(c.dim, c) if before else None
         self.attention = Attention(c)
-        self.attention_post_norm = RMSNorm(c.dim, c) if after else None
-        self.mlp_norm = RMSNorm(c.dim, c) if before else None
-        self.mlp = MLP(c)
-        self.mlp_post_norm = RMSNorm(c.dim, c) if after else None
+        self.attention_post_norm = norm_of(c.dim, c) if after else None
+        self.mlp_norm = norm_of(c.dim, c) if before else None
+        self.mlp = None if routed else MLP(c)
+        self.experts = Experts(c) if routed else None
+        self.mlp_post_norm = norm_of(c.dim, c) if after else None
         self.dropout, self.view = c.dropout, view
         self.fused = False  # our own kernels, see fused.py
         self.products_kept = False  # by selective recomputation
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen, delta: Tensor | None = None) -> Any:
-        """Fused: takes and gives (residual stream, what is still to be added to it)."""
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        seen: Seen,
+        delta: Tensor | None = None,
+        counted: Tensor | None = None,
+    ) -> Any:
+        """Fused: takes and gives (residual stream, what is still to be added to it). With experts: their load behind."""
         if self.fused:
             from stoker.training.model import fused  # Triton: on GPUs only
 
-            return fused.block(self, x, delta, cos, sin, seen)
+            return fused.block(self, x, delta, cos, sin, seen, counted)
         y = self.attention(x if self.attention_norm is None else self.attention_norm(x), cos, sin, seen)
         x = x + self._drop(y if self.attention_post_norm is None else self.attention_post_norm(y))
-        y = self.mlp(x if self.mlp_norm is None else self.mlp_norm(x))
+        y = x if self.mlp_norm is None else self.mlp_norm(x)
+        if self.experts is not None:
+            y, load = self.experts(y, counted)
+            return x + self._drop(y if self.mlp_post_norm is None else self.mlp_post_norm(y)), load
+        assert self.mlp is not None
+        y = self.mlp(y)
         return x + self._drop(y if self.mlp_post_norm is None else self.mlp_post_norm(y))
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -131,13 +107,14 @@ class Decoder(nn.Module):
         self.config, self.context_length, self.dtype = c, context_length, dtype
         self.loss = "auto"  # compute.loss
         self.embed = nn.Embedding(c.vocab_size, c.dim)
+        self.positions = self._position_rows() if c.positions == "learned" else None
         # rounded as the activations are, which is how models with such a scale were trained
         self.embedding_scale = float(torch.tensor(c.embedding_scale, dtype=dtype, device="cpu"))
         # What layers differ in beside their weights: window and rotary table. Most models have one view for all.
         views = [(c.window(layer), self._theta(layer)) for layer in range(c.layers)]
         kinds = list(dict.fromkeys(views))
-        self.layers = nn.ModuleList(Block(c, kinds.index(view)) for view in views)
-        self.norm = RMSNorm(c.dim, c)
+        self.layers = nn.ModuleList(Block(c, kinds.index(view), c.routed(at)) for at, view in enumerate(views))
+        self.norm = norm_of(c.dim, c)
         # One parameter has one name: sharding and `to_empty` part what is shared.
         self.head = None if c.tied else Linear(c.dim, c.vocab_size)
         self.windows = [window for window, _ in kinds]
@@ -145,6 +122,16 @@ class Decoder(nn.Module):
         self.tables = [self._table(theta) for _, theta in kinds]
         if self.embed.weight.device.type != "meta":
             self.place(self.embed.weight.device)
+
+    def _position_rows(self) -> nn.Embedding:
+        c = self.config
+        if self.context_length > c.position_rows:
+            raise Refusal(
+                f"the model has {c.position_rows} learned positions, and the context has {self.context_length} tokens:"
+                f" set data.context_length to {c.position_rows} or less",
+                EX_CONFIG,
+            )
+        return nn.Embedding(c.position_rows, c.dim)
 
     def _theta(self, layer: int) -> float | None:
         """The base of the layer's rotary table where it is not the model's; None: it turns nothing."""
@@ -178,23 +165,40 @@ class Decoder(nn.Module):
             if parameter.dim() < 2:
                 parameter.fill_(0.0 if name.endswith(".bias") else 1.0 - self.config.norm_offset)
                 continue
-            std = residual if name.endswith(("attention.out.weight", "mlp.down.weight")) else self.config.init_std
+            std = residual if name.endswith(_INTO_RESIDUAL) else self.config.init_std
             whole = torch.empty(parameter.shape, device=device).normal_(0.0, std, generator=generator)
             parameter.copy_(like(whole, parameter))
 
     def hidden(self, inputs: Tensor, packed: Documents | None = None) -> Tensor:
+        return self._run(inputs, packed, None)[0]
+
+    def _run(self, inputs: Tensor, packed: Documents | None, counted: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(what the head reads, the experts' load summed over layers)."""
         x = self.embed(inputs).to(self.dtype)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
+        views, places = self._views(x, packed)  # once, not in each block
+        if self.positions is not None:
+            x = x + self.positions.weight[places].to(self.dtype)
         if self.config.dropout:
             x = F.dropout(x, self.config.dropout, self.training)
-        views = self._views(x, packed)  # once, not in each block
-        if self.fused:
-            return self._fused(x, views)
+        fused, delta, load = self.fused, None, None
+        block: Any
         for block in self.layers:
-            x = block(x, *views[block.view])  # type: ignore[index]
-        normed: Tensor = self.norm(x)
-        return normed
+            given = (x, *views[block.view])
+            if block.experts is not None:
+                x, *more, own = block(*given, delta, counted)
+                delta, load = more[0] if more else None, own if load is None else load + own
+            elif fused:
+                x, delta = block(*given, delta)
+            else:
+                x = block(*given)
+        if not fused:
+            return self.norm(x), load
+        from stoker.training.model.fused import add_norm
+
+        assert delta is not None
+        return add_norm(x, delta, self.norm), load
 
     @property
     def fused(self) -> bool:
@@ -205,17 +209,8 @@ class Decoder(nn.Module):
         for block in self.layers:
             block.fused = yes  # type: ignore[assignment]
 
-    def _fused(self, x: Tensor, views: list[tuple[Tensor, Tensor, Seen]]) -> Tensor:
-        from stoker.training.model import fused
-
-        delta: Tensor | None = None
-        for block in self.layers:
-            x, delta = block(x, *views[block.view], delta)  # type: ignore[index]
-        assert delta is not None
-        return fused.add_norm(x, delta, self.norm)
-
-    def _views(self, x: Tensor, packed: Documents | None) -> list[tuple[Tensor, Tensor, Seen]]:
-        """(cos, sin, what is seen) of each kind of layer."""
+    def _views(self, x: Tensor, packed: Documents | None) -> tuple[list[tuple[Tensor, Tensor, Seen]], Any]:
+        """((cos, sin, what is seen) of each kind of layer, index of each token's position)."""
         c, length = self.config, x.shape[1]
         dropout = c.dropout if self.training else 0.0
         seen = {
@@ -226,10 +221,11 @@ class Decoder(nn.Module):
         if packed is not None:  # each document of a packed row counts its positions from 0
             place = torch.arange(length, device=x.device).expand_as(packed.segments)
             places = place - torch.where(begins(packed.segments), place, 0).cummax(dim=1).values
-        return [
+        views = [
             (cos[places], sin[places], seen[window])
             for (cos, sin), window in zip(self.tables, self.windows, strict=True)
         ]
+        return views, places
 
     def forward(
         self,
@@ -238,11 +234,19 @@ class Decoder(nn.Module):
         scale: Tensor | None = None,
         packed: Documents | None = None,
     ) -> Tensor:
-        x, cap = self.hidden(inputs, packed), self.config.final_cap
+        c, counted = self.config, None
+        if targets is not None and c.router_aux and self.training:  # a row without a target is padding
+            counted = (targets != IGNORED).any(1, keepdim=True).expand_as(targets)
+        x, load = self._run(inputs, packed, counted)
         if targets is None:
-            return capped(F.linear(x, self.head_weight.to(x.dtype)), cap)
+            return capped(F.linear(x, self.head_weight.to(x.dtype)), c.final_cap)
         with scope("loss"):
-            return linear_cross_entropy(x.flatten(0, 1), self.head_weight, targets.flatten(), scale, self.loss, cap)
+            flat, goals = x.flatten(0, 1), targets.flatten()
+            loss = linear_cross_entropy(flat, self.head_weight, goals, scale, self.loss, c.final_cap)
+            if counted is None or load is None:
+                return loss
+            aux = c.router_aux * balance_loss(load, counted.sum().clamp(min=1), c) * (goals != IGNORED).sum()
+            return loss + (aux if scale is None else aux * scale)
 
 
 def like(whole: Tensor, parameter: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""A block without a compiler: products by cuBLAS, attention by cuDNN, the rest by six kernels of our own.
+"""A block without a compiler: products by cuBLAS, attention by cuDNN, the rest by six kernels of our own. Experts and
+activations other than SwiGLU are plain torch between them.
 
 Kept for the backward pass: the residual stream before each norm, queries, keys and values, what attention and the wide
 product made. Norms and SwiGLU's activations are made again by the kernels that need them anyway. The first step comes
@@ -22,26 +23,35 @@ def _weight_gradient(g: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return (g.t() @ x).to(weight.dtype)
 
 
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    w = weight.to(x.dtype).t()
+    return x @ w if bias is None else torch.addmm(bias.to(x.dtype), x, w)
+
+
+def _bias_gradient(g: Tensor, bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else g.sum(0, dtype=torch.float32).to(bias.dtype)
+
+
 class _NormLinear(torch.autograd.Function):
-    """(x + delta, norm(x + delta) weightᵀ)."""
+    """(x + delta, norm(x + delta) weightᵀ + bias)."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, weight: Tensor, eps: float
+        ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         out, normed, rstd = kernel.add_norm(x, delta, scale, eps)
-        ctx.save_for_backward(out, rstd, scale, weight)
+        ctx.save_for_backward(out, rstd, scale, weight, bias)
         ctx.added = delta is not None
-        product = normed @ weight.to(normed.dtype).t()
-        return (out if delta is not None else x.view_as(x)), product
+        return (out if delta is not None else x.view_as(x)), _product(normed, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         onward, g = gradients
-        x, rstd, scale, weight = ctx.saved_tensors
+        x, rstd, scale, weight, bias = ctx.saved_tensors
         inner = g @ weight.to(g.dtype)
         dx, normed, dscale = kernel.norm_backward(inner, x, rstd, scale, onward)
-        return dx, dx if ctx.added else None, dscale.to(scale.dtype), _weight_gradient(g, normed, weight), None
+        dweight = _weight_gradient(g, normed, weight)
+        return dx, dx if ctx.added else None, dscale.to(scale.dtype), dweight, _bias_gradient(g, bias), None
 
 
 class _NormQkv(torch.autograd.Function):
@@ -49,15 +59,15 @@ class _NormQkv(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor,
-        heads: int, kv_heads: int, head_dim: int, kept: bool,
+        ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
+        cos: Tensor, sin: Tensor, heads: int, kv_heads: int, head_dim: int, kept: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         out, normed, rstd = kernel.add_norm(x, delta, scale, eps)
-        qkv = normed @ weight.to(normed.dtype).t()
+        qkv = _product(normed, weight, bias)
         if kept:
             qkv = qkv.clone()
         kernel.rotate_in_place(qkv, cos, sin, heads + kv_heads, head_dim, 1.0)
-        ctx.save_for_backward(out, rstd, scale, weight, cos, sin)
+        ctx.save_for_backward(out, rstd, scale, weight, bias, cos, sin)
         ctx.added, ctx.heads, ctx.kv_heads, ctx.head_dim = delta is not None, heads, kv_heads, head_dim
         q, k, v = torch.split(qkv, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
         return (out if delta is not None else x.view_as(x)), q, k, v
@@ -65,12 +75,12 @@ class _NormQkv(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         onward, dq, dk, dv = gradients
-        x, rstd, scale, weight, cos, sin = ctx.saved_tensors
+        x, rstd, scale, weight, bias, cos, sin = ctx.saved_tensors
         g = torch.cat([dq, dk, dv], dim=1)
         kernel.rotate_in_place(g, cos, sin, ctx.heads + ctx.kv_heads, ctx.head_dim, -1.0)
         dx, normed, dscale = kernel.norm_backward(g @ weight.to(g.dtype), x, rstd, scale, onward)
-        dweight = _weight_gradient(g, normed, weight)
-        return dx, dx if ctx.added else None, dscale.to(scale.dtype), dweight, None, None, None, None, None, None, None
+        own = dscale.to(scale.dtype), _weight_gradient(g, normed, weight), _bias_gradient(g, bias)
+        return dx, dx if ctx.added else None, *own, None, None, None, None, None, None, None
 
 
 class _NormRotate(torch.autograd.Function):
@@ -100,15 +110,15 @@ class _NormRotate(torch.autograd.Function):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.to(x.dtype).t()
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        return _product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (g,) = gradients
-        x, weight = ctx.saved_tensors
-        return g @ weight.to(g.dtype), _weight_gradient(g, x, weight)
+        x, weight, bias = ctx.saved_tensors
+        return g @ weight.to(g.dtype), _weight_gradient(g, x, weight), _bias_gradient(g, bias)
 
 
 class _SwigluLinear(torch.autograd.Function):
@@ -127,47 +137,83 @@ class _SwigluLinear(torch.autograd.Function):
         return gradient, _weight_gradient(g, activations, weight)
 
 
-class _AddNorm(torch.autograd.Function):
+class _Norm(torch.autograd.Function):
+    """(x + delta, its norm)."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, delta: Tensor, scale: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         out, normed, rstd = kernel.add_norm(x, delta, scale, eps)
         ctx.save_for_backward(out, rstd, scale)
-        return normed
+        ctx.added = delta is not None
+        ctx.set_materialize_grads(False)
+        return (out if delta is not None else x.view_as(x)), normed
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        onward, g = gradients
         x, rstd, scale = ctx.saved_tensors
-        dx, _, dscale = kernel.norm_backward(gradients[0].contiguous(), x, rstd, scale, None)
-        return dx, dx, dscale.to(scale.dtype), None
+        dx, _, dscale = kernel.norm_backward(g.contiguous(), x, rstd, scale, onward)
+        return dx, dx if ctx.added else None, dscale.to(scale.dtype), None
+
+
+def _scale(norm: Any) -> Tensor:
+    """What a norm multiplies by."""
+    scale: Tensor = norm.weight.float() + norm.offset if norm.offset else norm.weight
+    return scale
 
 
 def add_norm(x: Tensor, delta: Tensor, norm: Any) -> Tensor:
     """norm(x + delta) for x [B, T, D] and delta [B·T, D]."""
-    normed: Tensor = _AddNorm.apply(x.view(-1, x.shape[-1]), delta, norm.weight, norm.eps)  # type: ignore[no-untyped-call]
+    normed: Tensor = _Norm.apply(x.view(-1, x.shape[-1]), delta, _scale(norm), norm.eps)[1]  # type: ignore[no-untyped-call]
     return normed.view_as(x)
 
 
-def block(module: Any, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
-    """Block.forward on rows [B·T, D]: (residual stream, what is still to be added to it)."""
-    attention, mlp = module.attention, module.mlp
+def block(
+    module: Any, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, seen: Seen, counted: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Block.forward on rows [B·T, D]: (residual stream, what is still to be added to it); with experts their load behind."""
+    attention = module.attention
     heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
     B, T = x.shape[0], x.shape[1]
     rows = x.view(B * T, -1)
-    first, second = module.attention_norm, module.mlp_norm
+    first = module.attention_norm
+    weight, bias = attention.qkv.weight, attention.qkv.bias
     if attention.q_norm is None:
         # products_kept: the product is used again in the backward pass, so another buffer is turned: nothing would
         # notice a kernel's writing into it.
         rows, q, k, v = _NormQkv.apply(  # type: ignore[no-untyped-call]
-            rows, delta, first.weight, attention.qkv.weight, first.eps, cos, sin, heads, kv_heads, head_dim,
+            rows, delta, _scale(first), weight, bias, first.eps, cos, sin, heads, kv_heads, head_dim,
             module.products_kept,
         )  # fmt: skip
     else:
-        rows, qkv = _NormLinear.apply(rows, delta, first.weight, attention.qkv.weight, first.eps)  # type: ignore[no-untyped-call]
-        norms = attention.q_norm.weight, attention.k_norm.weight
+        rows, qkv = _NormLinear.apply(rows, delta, _scale(first), weight, bias, first.eps)  # type: ignore[no-untyped-call]
+        norms = _scale(attention.q_norm), _scale(attention.k_norm)
         qk, v = _NormRotate.apply(qkv, cos, sin, *norms, heads, kv_heads, attention.q_norm.eps)  # type: ignore[no-untyped-call]
         q, k = torch.split(qk, [heads * head_dim, kv_heads * head_dim], dim=1)
     q, k, v = (part.view(B, T, -1, head_dim) for part in (q, k, v))
     y = attend(q, k, v, seen, attention.dropout if module.training else 0.0, attention.scale)
-    out = module._drop(_Linear.apply(y.reshape(B * T, -1), attention.out.weight))  # type: ignore[no-untyped-call]
-    rows, wide = _NormLinear.apply(rows, out, second.weight, mlp.gate_up.weight, second.eps)  # type: ignore[no-untyped-call]
-    return rows.view(B, T, -1), module._drop(_SwigluLinear.apply(wide, mlp.down.weight))  # type: ignore[no-untyped-call]
+    out = _Linear.apply(y.reshape(B * T, -1), attention.out.weight, attention.out.bias)  # type: ignore[no-untyped-call]
+    rows, out, *load = _mlp(module, rows, module._drop(_after(out, module.attention_post_norm)), (B, T), counted)
+    return rows.view(B, T, -1), module._drop(_after(out, module.mlp_post_norm)), *load
+
+
+def _after(x: Tensor, norm: Any) -> Tensor:
+    """Where the block has a norm behind attention or MLP."""
+    if norm is None:
+        return x
+    normed: Tensor = _Norm.apply(x, None, _scale(norm), norm.eps)[1]  # type: ignore[no-untyped-call]
+    return normed
+
+
+def _mlp(module: Any, rows: Tensor, delta: Tensor, size: tuple[int, int], counted: Tensor | None) -> tuple[Tensor, ...]:
+    """(rows + delta, what the MLP or the experts make of its norm), with experts their load."""
+    norm, mlp = module.mlp_norm, module.mlp
+    if mlp is None:
+        rows, normed = _Norm.apply(rows, delta, _scale(norm), norm.eps)  # type: ignore[no-untyped-call]
+        y, load = module.experts(normed.view(*size, -1), counted)
+        return rows, y.flatten(0, 1), load
+    wide_weights = mlp.gate_up.weight, mlp.gate_up.bias
+    rows, wide = _NormLinear.apply(rows, delta, _scale(norm), *wide_weights, norm.eps)  # type: ignore[no-untyped-call]
+    if mlp.activation is None:
+        return rows, _SwigluLinear.apply(wide, mlp.down.weight)  # type: ignore[no-untyped-call]
+    return rows, _Linear.apply(mlp.activation(wide), mlp.down.weight, mlp.down.bias)  # type: ignore[no-untyped-call]

@@ -155,7 +155,9 @@ def _norm_rotate(  # type: ignore[no-untyped-def]
     b = tl.load(qkv + row * in_width + column + half, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * half) + eps)
     tl.store(rstd + row * all_heads + start + head, scale, mask=head < heads)
-    a, b = a * scale[:, None] * wa, b * scale[:, None] * wb
+    # Rounded before it is turned, as the plain block and the generator do: else answers are sampled from another model.
+    a = (a * scale[:, None] * wa).to(qkv.dtype.element_ty).to(tl.float32)
+    b = (b * scale[:, None] * wb).to(qkv.dtype.element_ty).to(tl.float32)
     tl.store(out + row * out_width + column, a * c - b * s, mask=inside)
     tl.store(out + row * out_width + column + half, b * c + a * s, mask=inside)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.untrusted import read_json
+from stoker.training.model import outside
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
 from stoker.training.model.hf_config import config_of, shape_of
@@ -37,8 +38,10 @@ def named(model: Decoder) -> Iterator[tuple[str, Tensor]]:
         yield name, parameter
 
 
-def load(model: Decoder, folder: str, say: Say) -> None:
+def load(model: Decoder | outside.Outside, folder: str, say: Say) -> None:
     """Fills the model, sharded or not. Every rank reads for itself; nothing is exchanged."""
+    if isinstance(model, outside.Outside):
+        return outside.load(model, folder, say)
     load_named(model, named(model), folder, say)
 
 
@@ -71,6 +74,8 @@ def _assemble(place: Place, stored: dict[str, Stored], dtype: torch.dtype) -> Te
     begin = 0
     for part in place.parts:
         rows = _read(stored[part.name])
+        if part.transposed:
+            rows = rows.t() if rows.dim() == 2 else rows
         whole[begin : begin + len(rows)] = rows
         if len(rows) < part.shape[0]:  # padding, or added tokens: equal on all ranks, and no louder than the others
             whole[begin + len(rows) : begin + part.shape[0]] = rows.mean(0, dtype=torch.float32)
@@ -96,10 +101,13 @@ def opened(folder: str, context_length: int, dtype: torch.dtype, device: torch.d
     return model
 
 
-def save(model: Decoder, folder: str, *, say: Say, without: Sequence[str] = (), **how: Any) -> None:
+def save(model: Decoder | outside.Outside, folder: str, *, say: Say, without: Sequence[str] = (), **how: Any) -> None:
     """Of a sharded model every rank calls this, and one of them with `write`. `without`: what is no decoder's; `how`:
     as of `save_from`.
     """
+    if isinstance(model, outside.Outside):
+        ends = how.pop("end_ids", ()) or end_ids_of(how.get("tokenizer_folder"))
+        return outside.save(model, folder, say=say, end_ids=ends, **how)
     module: Any
     for module in model.modules():
         if hasattr(module, "reshard"):  # after an evaluation FSDP2 still holds the outermost weights gathered

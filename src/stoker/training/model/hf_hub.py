@@ -34,8 +34,8 @@ def tokenizer_of(load: str, say: Callable[[str], None]) -> str:
     return folder
 
 
-def folder_of(load: str, say: Callable[[str], None]) -> str:
-    """A folder stays what it is; owner/name comes from the hub, or from its cache."""
+def folder_of(load: str, say: Callable[[str], None], code: bool = False) -> str:
+    """A folder stays what it is; owner/name comes from the hub, or from its cache. `code`: Python files, too."""
     if os.path.isdir(load):
         return load
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", load):
@@ -52,7 +52,7 @@ def folder_of(load: str, say: Callable[[str], None]) -> str:
         ) from problem
     say(f"{load}: no such folder here, asking the hub")
     try:
-        folder = str(hub.snapshot_download(load, allow_patterns=_WANTED, ignore_patterns=["*/*"]))
+        folder = str(hub.snapshot_download(load, allow_patterns=_WANTED + ["*.py"] * code, ignore_patterns=["*/*"]))
     except (OSError, ValueError, RuntimeError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as problem:
         first = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         raise Refusal(

@@ -70,8 +70,8 @@ class Export:
         self.bytes = sum(_size(part, dtype.itemsize) for part in parts)
         parent, name = os.path.split(self.folder)
         os.makedirs(parent, exist_ok=True)
-        _refuse_foreign_files(self.folder)
-        _sweep(parent, name)
+        refuse_foreign_files(self.folder)
+        sweep(parent, name)
         self._room(parent)
         self._fresh = os.path.join(parent, f".{name}.{socket.gethostname()}-{os.getpid()}.tmp")
         os.mkdir(self._fresh)
@@ -113,7 +113,7 @@ class Export:
             end = 0
             for part in parts:
                 begin, end = end, end + _size(part, BYTES[kind])
-                header[part.name] = {"dtype": kind, "shape": list(part.shape), "data_offsets": [begin, end]}
+                header[part.name] = {"dtype": kind, "shape": list(part.stored), "data_offsets": [begin, end]}
             text = json.dumps(header, separators=(",", ":")).encode()
             text += b" " * (-len(text) % 8)
             self._files[name] = file = open(os.path.join(self._fresh, name), "wb")  # noqa: SIM115  __exit__ closes them
@@ -141,7 +141,9 @@ class Export:
         for part in place.parts:
             spot = self._spots[part.name]
             self._files[spot.file].seek(spot.begin)
-            self._files[spot.file].write(here[row : row + part.shape[0]].reshape(-1).view(torch.uint8).numpy().data)
+            piece = here[row : row + part.shape[0]]
+            piece = piece.t().contiguous() if part.transposed else piece
+            self._files[spot.file].write(piece.reshape(-1).view(torch.uint8).numpy().data)
             row += part.shape[0]
         self._waiting.remove(name)
 
@@ -193,7 +195,7 @@ def beside(folder: str, path: str) -> bytes:
     return data
 
 
-def _refuse_foreign_files(folder: str) -> None:
+def refuse_foreign_files(folder: str) -> None:
     """What is there will be replaced: only an earlier export may be."""
     if not os.path.lexists(folder):
         return
@@ -208,7 +210,7 @@ def _refuse_foreign_files(folder: str) -> None:
             )
 
 
-def _sweep(parent: str, name: str) -> None:
+def sweep(parent: str, name: str) -> None:
     """What exports that were killed left behind: the one that was being replaced comes back, unfinished ones go."""
     mend(parent, only=name)
     host = socket.gethostname()

@@ -17,12 +17,17 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.control.record.ownership import private_cache
 from stoker.training.model import fp8
-from stoker.training.model.config import ModelConfig, lacking
+from stoker.training.model.config import OPTIONS, ModelConfig, lacking
 from stoker.training.model.decoder import Decoder, Linear
+from stoker.training.model.experts import ungrouped
+from stoker.training.model.outside import Outside
 from stoker.training.parallel.config import ComputeConfig
 
-# Options of the block that fused.py computes: those that reach it as angles, mask or scale, or lie outside it.
-FUSED = ("attention_scale", "embedding_scale", "final_cap", "windows", "rope_kind", "unrotated", "window_theta")
+# Options of the block that fused.py computes, or that reach it as angles, mask or scale, or lie outside it.
+FUSED = (
+    "qkv_bias", "out_bias", "mlp_bias", "norms", "norm_offset", "activation", "gated", "attention_scale", "final_cap", "embedding_scale", "windows",
+    "positions", "rope_kind", "unrotated", "window_theta", "experts",
+)  # fmt: skip
 FP8_KEPT = 8  # one in so many blocks stays in bf16 at each end
 # each is a process that imports torch: sixteen take 5 s longer to a first step than four (H200 box, 16 cores)
 COMPILE_THREADS = 4
@@ -94,15 +99,25 @@ def _unfusable(model: ModelConfig) -> str:
     lacks = lacking(model, FUSED)
     if lacks:
         return f"the fused execution has no {lacks} yet"
+    if model.norms == "post":
+        return f"the fused execution has no {OPTIONS['norms']} alone yet"
     head_dim = model.head_dim
     return f"the fused execution has no heads of {head_dim}, a power of two alone" if head_dim & (head_dim - 1) else ""
 
 
-def make_ready(model: Decoder, c: ComputeConfig, device: torch.device, say: Callable[[str], None]) -> None:
+def make_ready(model: Decoder | Outside, c: ComputeConfig, device: torch.device, say: Callable[[str], None]) -> None:
+    if isinstance(model, Outside):
+        return model.make_ready(c, say)
     model.loss = _loss(c, model.config)
     if c.fp8 != "off":
         _use_fp8(model, device, say)
     compile_it = compiled(c, device, model.config)
+    why = ungrouped(model.config, device) if model.config.experts and device.type == "cuda" else ""
+    if not why and model.config.experts and device.type == "cuda" and model.dtype != torch.bfloat16:
+        why = "grouped products need bf16"
+    if why:
+        say(f"{why}; experts are computed one by one" + (", and blocks are not compiled" if compile_it else ""))
+        compile_it = False  # how many tokens an expert gets is not known while a graph is traced
     model.fuse(fused(c, model.config, device, say))
     if c.recompute in ("selective", "full"):
         for block in model.layers:
@@ -170,7 +185,15 @@ def _keep_products_only(yes: bool) -> None:
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = str(operation)
     kept = any(
-        word in name for word in ("aten.mm", "aten.addmm", "aten._scaled_mm", "aten._scaled_dot_product", "varlen_attn")
+        word in name
+        for word in (
+            "aten.mm",
+            "aten.addmm",
+            "aten._grouped_mm",
+            "aten._scaled_mm",
+            "aten._scaled_dot_product",
+            "varlen_attn",
+        )
     )
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -19,10 +19,14 @@ from torch import Tensor
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.fp8 import input_product, output_product
 
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}  # fmt: skip
+
 
 def activation(c: ModelConfig) -> Callable[[Tensor], Tensor]:
     """What the MLP makes of its wide product, in plain torch."""
-    of = F.silu if c.activation == "silu" else functools.partial(F.gelu, approximate="tanh")
+    of = _ACTIVATIONS[c.activation]
 
     def gated(wide: Tensor) -> Tensor:
         gate, up = wide.chunk(2, dim=-1)

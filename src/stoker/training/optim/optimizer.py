@@ -247,7 +247,7 @@ class Optimizer:
             )
         self.rules: list[Rule] = []
         if c.kind == "muon":
-            inner = {name: p for name, p in matrices.items() if not name.startswith(("embed", "head"))}
+            inner = {name: p for name, p in matrices.items() if not name.startswith(("embed", "head", "positions"))}
             outer = {name: p for name, p in matrices.items() if name not in inner}
             parts = {
                 f"{name}.weight": module.parts for name, module in model.named_modules() if hasattr(module, "parts")

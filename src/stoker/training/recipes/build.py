@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 import stoker
 from stoker.contract import names
+from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.shape import replace
 from stoker.training.balance import comm
 from stoker.training.balance.clock import StepClock
@@ -25,7 +26,7 @@ from stoker.training.loop.learner import Learner
 from stoker.training.loop.material import Material
 from stoker.training.loop.say import Voice
 from stoker.training.loop.supervised import Parts, Start
-from stoker.training.model import hf_config, hf_hub, ready
+from stoker.training.model import hf_config, hf_hub, outside, ready
 from stoker.training.model.attention import documents, packed_kernel
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
@@ -85,6 +86,8 @@ def model_of(
     """On its device, ready to run there. `fresh`: with the weights it begins with; a checkpoint has others."""
     weights, shape = model_shape(c.model, vocab_size, voice)
     sharded = group.strategy == "fsdp"
+    if shape.engine == "transformers":
+        return _outside(c, shape, learner, dtype, group, voice)
     with torch.device("meta" if sharded else group.device):  # sharded: no rank ever holds the whole model
         model = learner.kind(shape, c.data.context_length, dtype)
     ready.make_ready(model, c.compute, group.device, voice.say_once)
@@ -98,12 +101,36 @@ def model_of(
     return model
 
 
+def _outside(
+    c: Config, shape: ModelConfig, learner: Learner, dtype: torch.dtype, group: Group, voice: Voice
+) -> Decoder:
+    """A module of transformers. It stands in for a decoder wherever rows are learned."""
+    asked = {
+        "parallel.strategy fsdp": group.strategy == "fsdp",
+        "optim.kind muon": c.optim.kind == "muon",
+        "a reward model": learner.kind is not Decoder,
+        "a new model.vocab_size": c.model.vocab_size not in (0, outside.rows(shape)),
+    }
+    for what in (what for what, yes in asked.items() if yes):
+        raise Refusal(
+            f"model.engine transformers can't do {what}: leave it out, or load a model of a family (`stoker docs families`)",
+            EX_CONFIG,
+        )
+    voice.say_once(outside.notice(shape))
+    with torch.device(group.device):
+        model = outside.Outside(shape, c.data.context_length, dtype)
+    ready.make_ready(model, c.compute, group.device, voice.say_once)
+    model.place(group.device)
+    outside.load(model, shape.load, voice.say_once)  # a checkpoint has its parameters, not its buffers
+    return cast(Decoder, model)
+
+
 def model_shape(c: ModelConfig, vocab_size: int, voice: Voice) -> tuple[str, ModelConfig]:
     """(folder of the weights to begin with or nothing, shape)."""
     if not c.load:
         return "", with_rows(c, vocab_size)
-    weights = hf_hub.folder_of(c.load, voice.say_once)
-    loaded = hf_config.shape_of(weights)
+    weights = hf_hub.folder_of(c.load, voice.say_once, code=c.trust_remote_code)
+    loaded = hf_config.shape_for(c, weights)
     given = replace(loaded, vocab_size=c.vocab_size or loaded.vocab_size, dropout=c.dropout)
     return weights, with_rows(given, vocab_size)
 
@@ -241,11 +268,13 @@ def graphed(c: Config, model: Decoder, group: Group, voice: Voice, *, chat: bool
     # Before torch 2.10 or so the random state that dropout needs again in a recomputation can't be asked for in a
     # capture.
     possible = possible and not (model.config.dropout and c.compute.recompute in ("selective", "full"))
+    possible = possible and model.config.engine != "transformers"
+    possible = possible and not model.config.experts  # a grouped product may look at its counts on the host
     possible = possible and model.loss != "liger"  # counts its labels on the host, which no capture can hold
     if asked == "on" and not possible:
         line = (
-            "compute.cuda_graphs on: not with several ranks, fsdp, chat data, a drill, liger's loss, or dropout that is"
-            " recomputed"
+            "compute.cuda_graphs on: not with several ranks, fsdp, chat data, a drill, experts, liger's loss, or dropout that"
+            " is recomputed"
         )
         voice.say_once(f"{line}; steps are launched kernel by kernel")
     return possible and (asked == "on" or (asked == "auto" and ready.parameters(model) < GRAPH_PARAMETERS))

@@ -82,6 +82,12 @@ def tokenizer_of(c: Config) -> Tokenizer:
 
 def open_model(c: Config, folder: str, device: torch.device, context_length: int = 0) -> Decoder:
     """The decoder of a folder as transformers writes it, on its device, ready to run there."""
+    if c.model.engine == "transformers":
+        raise Refusal(
+            "model.engine transformers trains from rows (pretrain, midtrain, sft) and exports: this stage needs model.engine"
+            " native",
+            EX_USAGE,
+        )
     shape = hf_config.shape_of(folder)
     dtype = ready.dtype_of(c.compute, device)
     ready.arithmetic(c.compute, dtype)

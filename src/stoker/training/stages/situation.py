@@ -163,7 +163,8 @@ def with_defaults(
 
 def _model(config: Config, ready: Prepared | None) -> ModelConfig:
     if config.model.load:
-        loaded = hf_config.shape_of(hf_hub.folder_of(config.model.load, _nothing))
+        folder = hf_hub.folder_of(config.model.load, _nothing, code=config.model.trust_remote_code)
+        loaded = hf_config.shape_for(config.model, folder)
         return replace(loaded, vocab_size=config.model.vocab_size or loaded.vocab_size)
     return with_rows(
         config.model, ready.vocab_size if ready is not None else config.model.vocab_size or _vocabulary(config)

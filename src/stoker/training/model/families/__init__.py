@@ -15,7 +15,8 @@ from stoker.training.model.config import ModelConfig
 from stoker.training.model.families.family import ConfigJson, Family
 
 RESERVED = ("auto", "family", "none")
-__all__ = ["ConfigJson", "Family", "family_in", "family_of", "register"]
+_NO_FAMILIES = ("config_json", "family")  # files here that hold none
+__all__ = ["ConfigJson", "Family", "family_in", "family_of", "known_family", "register"]
 _registered: dict[str, Family] = {}
 _searched = False
 
@@ -51,7 +52,7 @@ def _families() -> dict[str, Family]:
     if not _searched:
         _searched = True
         for module in sorted(entry.name for entry in pkgutil.iter_modules(__path__)):
-            if module != "family":
+            if module not in _NO_FAMILIES:
                 loaded = import_module(f"{__name__}.{module}")
                 if not hasattr(loaded, "FAMILY"):
                     raise Refusal(f"{os.fspath(str(loaded.__file__))}: there is no FAMILY in it", EX_CONFIG)
@@ -59,20 +60,24 @@ def _families() -> dict[str, Family]:
     return _registered
 
 
+def known_family(told: ConfigJson) -> Family | None:
+    families, named, kind = _families(), told.get("architectures"), told.get("model_type")
+    if named:
+        return next((family for family in families.values() if named == [family.architecture]), None)
+    return families.get(kind) if isinstance(kind, str) else None
+
+
 def family_in(told: ConfigJson) -> Family:
     """Which family a folder's config.json is of."""
     families = _families()
     known = ", ".join(family.architecture for family in families.values())
-    named = told.get("architectures")
+    family = known_family(told)
+    if family is not None:
+        return family
+    named, hint = told.get("architectures"), "; `stoker train` can train others with model.engine transformers"
     if named:
-        for family in families.values():
-            if named == [family.architecture]:
-                return family
-        told.refuse(f"its architecture is {told.words(named)}; those that load are {known}")
-    kind = told.get("model_type")
-    if not isinstance(kind, str) or kind not in families:
-        told.refuse(f"its model_type is {str(kind)[:80]!r}; those that load are {known}")
-    return families[kind]
+        told.refuse(f"its architecture is {told.words(named)}; those that load are {known}{hint}")
+    told.refuse(f"its model_type is {str(told.get('model_type'))[:80]!r}; those that load are {known}{hint}")
 
 
 def family_of(c: ModelConfig) -> Family:

@@ -1,4 +1,4 @@
-"""Llama 2 and 3: the block as it is, with biases where the folder says so."""
+"""Llama 2, 3 and 3.x: the block as it is, with biases where the folder says so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Llama(Family):
     architecture = "LlamaForCausalLM"
 
     def options(self, told: ConfigJson) -> dict[str, Any]:
-        windows, bias = told.windows(slides=False), told.yes("attention_bias")
+        windows, bias = told.windows(slides=lambda layer: False), told.yes("attention_bias")
         if windows:
             told.refuse(
                 f"it attends within a sliding window of {max(windows)} tokens, this family over the whole context"

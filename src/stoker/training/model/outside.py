@@ -1,0 +1,214 @@
+"""An architecture that no family knows, computed by transformers' own module behind the interface of our Decoder.
+
+It trains, resumes, exports and chats. What that costs is said once (COSTS): no fused kernels, the logits of a whole
+micro-batch in memory, one row for each packed text. What it has not is refused: sharding, fp8, other stages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
+from stoker.contract.wholefile import sync_folder, write_whole
+from stoker.training.checkpoint.folders import put_in_place
+from stoker.training.model.config import ModelConfig
+from stoker.training.model.hf_config import CONFIG, config_of
+from stoker.training.model.hf_hub import TOKENIZER_FILES
+from stoker.training.model.hf_write import DTYPES, GENERATION, beside, refuse_foreign_files, sweep
+from stoker.training.model.loss import IGNORED
+from stoker.training.parallel.config import ComputeConfig
+
+Say = Callable[[str], None]
+COSTS = "slower, no fused kernels, whole logits in memory; no fsdp, fp8, reward, grpo or evaluate"
+
+
+def notice(c: ModelConfig) -> str:
+    name = json.loads(c.kept)["architectures"][0]
+    return f"model.engine transformers: {name} is computed by transformers' own module ({COSTS})"
+
+
+def rows(c: ModelConfig) -> int:
+    """Of the folder's embedding."""
+    return int(json.loads(c.kept).get("vocab_size", c.vocab_size))
+
+
+class Outside(nn.Module):
+    """forward as of Decoder."""
+
+    layers: tuple[nn.Module, ...] = ()  # no blocks of ours
+    fused = False
+    head = None
+
+    def __init__(self, c: ModelConfig, context_length: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config, self.context_length, self.dtype, self.loss = c, context_length, dtype, "plain"
+        self.module = _built(c)
+
+    def place(self, device: torch.device) -> None:
+        self.to(device)
+
+    def start(self, seed: int) -> None:
+        """Its weights come from its folder."""
+
+    def fuse(self, yes: bool) -> None:
+        assert not yes, "ready refuses it"
+
+    def hidden(self, inputs: Tensor, segments: Tensor | None = None) -> Tensor:
+        raise Refusal("model.engine transformers gives logits only: this stage needs a family of ours", EX_UNAVAILABLE)
+
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, scale: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
+        low = self.dtype != torch.float32
+        with torch.autocast(inputs.device.type, self.dtype, enabled=low):
+            logits, aux = self._whole(inputs) if segments is None else self._apart(inputs, segments)
+        if targets is None:
+            return logits
+        goals = targets.flatten()
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), goals, ignore_index=IGNORED, reduction="sum")
+        if aux is not None and self.training:
+            loss = loss + aux * (goals != IGNORED).sum()
+        return loss if scale is None else loss * scale
+
+    def _whole(self, inputs: Tensor, **more: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(logits, the load-balancing loss where its config.json asks for one)."""
+        out = self.module(input_ids=inputs, use_cache=False, **more)
+        aux = getattr(out, "aux_loss", None)
+        weight = getattr(self.module.config, "router_aux_loss_coef", 0.0) or 0.0
+        return out.logits, weight * aux if isinstance(aux, Tensor) and weight else None
+
+    def _apart(self, inputs: Tensor, segments: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Each packed text in a row of its own: a module may do more with its neighbours than attend to them."""
+        new = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True).flatten()
+        starts = new.nonzero()[:, 0]
+        lengths = torch.diff(starts, append=starts.new_tensor([new.numel()]))
+        place = torch.arange(int(lengths.max()), device=inputs.device)
+        inside = place < lengths[:, None]
+        rows = inputs.flatten()[(starts[:, None] + place).clamp(max=new.numel() - 1)]
+        logits, aux = self._whole(torch.where(inside, rows, 0), attention_mask=inside.long())
+        return logits[inside].view(*inputs.shape, -1), aux
+
+    def next_logits(self, ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """(logits after the last of `ids`, the module's cache; None: it has none, and takes all tokens again)."""
+        with torch.autocast(ids.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            out = self.module(input_ids=ids, use_cache=True, **({} if cache is None else {"past_key_values": cache}))
+        return out.logits[:, -1].float(), getattr(out, "past_key_values", None)
+
+    def make_ready(self, c: ComputeConfig, say: Say) -> None:
+        for key, value, free in (("compile", c.compile, ("auto", "off")), ("fp8", c.fp8, ("off",))):
+            if value not in free:
+                raise Refusal(
+                    f"compute.{key} {value} can't be with model.engine transformers: use {free[0]}", EX_CONFIG
+                )
+        if c.recompute in ("selective", "full"):
+            self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if c.recompute == "selective":
+                say("compute.recompute selective: transformers recomputes whole blocks")
+
+
+def _library() -> Any:
+    try:
+        library = import_module("transformers")
+        import_module("transformers.utils.logging").disable_progress_bar()
+        return library
+    except ImportError as problem:
+        raise Refusal(f"model.engine transformers: it can't be imported here: {problem}", EX_UNAVAILABLE) from problem
+
+
+def _built(c: ModelConfig) -> Any:
+    """The module with fresh weights. Every share that is dropped in training is ours: a replay repeats those."""
+    auto, keys = _library(), json.loads(c.kept)
+    try:
+        if c.trust_remote_code and keys.get("auto_map"):
+            config = auto.AutoConfig.from_pretrained(c.load, trust_remote_code=True)
+        else:
+            config = auto.CONFIG_MAPPING[keys["model_type"]].from_dict(keys)
+    except (KeyError, OSError, ValueError) as problem:
+        first = str(problem).strip().splitlines()[0][:200] if str(problem).strip() else type(problem).__name__
+        raise Refusal(
+            f"model {c.load}: transformers {auto.__version__} can't build {keys.get('model_type')!r}: {first}",
+            EX_DATAERR,
+        ) from problem
+    for name, value in vars(config).items():
+        if name.endswith(("dropout", "pdrop")) and isinstance(value, (int, float)):
+            setattr(config, name, c.dropout)
+    trusted = {"trust_remote_code": True} if c.trust_remote_code else {}
+    return auto.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **trusted)
+
+
+def opened(c: ModelConfig, context_length: int, dtype: torch.dtype, device: torch.device, say: Say) -> Outside:
+    """The folder's model on its device."""
+    with torch.device(device):
+        model = Outside(c, context_length, dtype)
+    model.place(device)
+    load(model, c.load, say)
+    return model
+
+
+@torch.no_grad()
+def load(model: Outside, folder: str, say: Say) -> None:
+    """Weights and buffers of the folder."""
+    c = model.config
+    trusted = {"trust_remote_code": True} if c.trust_remote_code else {}
+    try:
+        with torch.device("cpu"):
+            stored = _library().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **trusted)
+    except (OSError, ValueError, RuntimeError) as problem:
+        first = str(problem).strip().splitlines()[0][:200]
+        raise Refusal(f"model {folder}: transformers can't open it: {first}", EX_DATAERR) from problem
+    model.module.load_state_dict(stored.state_dict())
+    say(f"weights from {folder}: {c.stored:,} parameters, by transformers")
+
+
+def save(
+    model: Outside, folder: str, *, say: Say, dtype: torch.dtype = torch.float32, tokenizer_folder: str | None = None,
+    end_ids: Iterable[int] = (), write: bool = True, more: Callable[[str], None] | None = None,
+) -> None:  # fmt: skip
+    """As save_pretrained lays it out; there when it is complete."""
+    if not write:
+        return
+    folder = os.path.abspath(folder)
+    parent, name = os.path.split(folder)
+    fresh = os.path.join(parent, f".{name}.{socket.gethostname()}-{os.getpid()}.tmp")
+    config = config_of(model.config, model.context_length, DTYPES[dtype][1], tuple(end_ids))
+    try:
+        os.makedirs(parent, exist_ok=True)
+        refuse_foreign_files(folder)
+        sweep(parent, name)
+        weights = {name: tensor.to(dtype) for name, tensor in model.module.state_dict().items()}
+        model.module.save_pretrained(fresh, state_dict=weights)
+        _add_files(fresh, config, model.config.load, tokenizer_folder)
+        if more is not None:
+            more(fresh)
+        sync_folder(fresh)
+        put_in_place(fresh, folder)
+    except OSError as problem:
+        raise Refusal(f"{folder}: the model can't be written: {problem.strerror or problem}", EX_CANTCREAT) from problem
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    say(f"wrote {folder}: {DTYPES[dtype][1]} as {config['architectures'][0]}")
+
+
+def _add_files(fresh: str, config: Mapping[str, Any], source: str, tokenizer_folder: str | None) -> None:
+    """config.json as the model came with it, the code it needs, the tokenizer."""
+    write_whole(os.path.join(fresh, CONFIG), (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+    if config.get("eos_token_id") is not None:
+        ends = json.dumps({"eos_token_id": config["eos_token_id"]}, indent=2) + "\n"
+        write_whole(os.path.join(fresh, GENERATION), ends.encode())
+    code = [name for name in os.listdir(source) if name.endswith(".py")] if config.get("auto_map") else []
+    named = [(source, name) for name in code]
+    named += [(tokenizer_folder, name) for name in TOKENIZER_FILES] if tokenizer_folder else []
+    for place, name in named:
+        path = os.path.join(place, name)
+        if os.path.isfile(path):
+            write_whole(os.path.join(fresh, name), beside(place, path))

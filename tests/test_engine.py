@@ -1,0 +1,305 @@
+"""model.engine transformers: an architecture that no family knows trains, resumes and exports; the rest is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+import transformers
+
+from conftest import Done, Stoker
+from stoker.contract.names import Refusal
+from stoker.training.generate.engine import Engine
+from stoker.training.model import hf, outside
+from stoker.training.model.config import ModelConfig
+from stoker.training.model.hf_config import shape_for, shape_of
+from stoker.training.model.ready import make_ready
+from stoker.training.parallel.config import ComputeConfig
+from stoker.training.tokenizer.tokenizer import bytes_tokenizer
+from test_sft import chats
+
+TOKENS = torch.randint(0, 272, (2, 40), generator=torch.Generator().manual_seed(1))
+REMOTE = {
+    "configuration_own.py": """
+from transformers import PretrainedConfig
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+    def __init__(self, width=16, vocab_size=272, **more):
+        self.width, self.vocab_size, self.hidden_size, self.num_hidden_layers = width, vocab_size, width, 1
+        super().__init__(**more)
+""",
+    "modeling_own.py": """
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+from .configuration_own import OwnConfig
+
+class OwnForCausalLM(PreTrainedModel):
+    config_class = OwnConfig
+    _tied_weights_keys = {}
+    def __init__(self, config):
+        super().__init__(config)
+        self.words, self.out = nn.Embedding(config.vocab_size, config.width), nn.Linear(config.width, config.vocab_size)
+        self.post_init()
+    def forward(self, input_ids, attention_mask=None, use_cache=None, **more):
+        return CausalLMOutput(logits=self.out(self.words(input_ids)))
+""",
+}
+
+
+def nothing(_: str) -> None:
+    pass
+
+
+@pytest.fixture
+def bloom(tmp_path: Path) -> Path:
+    """With positions that no option of our block has."""
+    torch.manual_seed(3)
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = transformers.BloomConfig(
+        hidden_size=32, n_layer=2, n_head=4, vocab_size=272, attention_dropout=0.1, **none
+    )
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path / "bloom")
+    bytes_tokenizer().save(str(tmp_path / "bloom"))
+    return tmp_path / "bloom"
+
+
+def losses(run: Path) -> list[float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def trained(stoker: Stoker, folder: Path, name: str, *words: str) -> tuple[Done, Path]:
+    done = stoker.torch(
+        "train", "sft", "--model.load", str(folder), "--data", "chats.jsonl", "--data.validation", "0", "--parallel.device", "cpu",
+        "--context_length", "64", "--batch.micro", "2", "--learning-rate", "1e-3", "--max-steps", "6", "--log_every", "1", "--no-preflight",
+        "--checkpoint.every_steps", "3", "--deterministic", "true", "--name", name, *words,
+    )  # fmt: skip
+    return done, next((path for path in (stoker.cwd / "runs").glob(f"*-{name}") if not path.is_symlink()), Path())
+
+
+def test_an_unknown_architecture_trains_resumes_and_exports(stoker: Stoker, bloom: Path) -> None:
+    (stoker.cwd / "chats.jsonl").write_text(chats(60, 0))
+    whole, run = trained(stoker, bloom, "whole")
+    assert whole.code == 0, whole.out[-2000:] + whole.err[-3000:]
+    said = whole.out + whole.err
+    assert said.count("BloomForCausalLM is computed by transformers' own module (slower, no fused kernels") == 1, said
+    curve = losses(run)
+    assert len(curve) == 6 and curve[-1] < curve[0]
+
+    half = run / "checkpoints" / "step-3"
+    half = half if half.exists() else sorted((run / "checkpoints").glob("step-*"))[0]
+    resumed, other = trained(stoker, bloom, "resumed", "--checkpoint.resume", str(half))
+    assert resumed.code == 0, resumed.out[-2000:] + resumed.err[-3000:]
+    assert losses(other) == curve[3:]
+
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (bloom, run / "hf"))
+    assert {key: after[key] for key in after if after[key] != before.get(key)} == {
+        "eos_token_id": bytes_tokenizer().end_id
+    }
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "hf").eval()
+    again = outside.Outside(shape_for(ModelConfig(), str(run / "hf")), 64).eval()
+    outside.load(again, str(run / "hf"), nothing)
+    with torch.no_grad():
+        torch.testing.assert_close(again(TOKENS), model(TOKENS).logits)
+    assert (run / "hf" / "tokenizer.json").exists()
+
+    last = sorted((run / "checkpoints").glob("step-*"))[-1]
+    exported = stoker.torch("export", str(last), "out")
+    assert exported.code == 0, exported.err
+    by_hand = transformers.AutoModelForCausalLM.from_pretrained(stoker.cwd / "out")
+    for one, two in zip(model.parameters(), by_hand.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48, "vocab_size": 272,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    "GPTNeoX": {},
+    "Granite": {"logits_scaling": 4.0},  # the head's product is not the logits
+    "Mamba": {"state_size": 4},  # no attention at all
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures_learn_and_export(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **OTHERS[name]})
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path / "theirs")
+    model = outside.Outside(shape_for(ModelConfig(), str(tmp_path / "theirs")), 64)
+    outside.load(model, str(tmp_path / "theirs"), nothing)
+    optimizer, segments = torch.optim.SGD(model.parameters(), lr=0.1), torch.tensor([[0] * 11 + [1] * 29] * 2)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(model(TOKENS, TOKENS.roll(-1, 1), torch.tensor(1 / 80), segments))
+        losses[-1].backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        optimizer.step()
+    assert losses[2] < losses[1] < losses[0]
+    model.eval()
+    hf.save(model, str(tmp_path / "again"), say=nothing)
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+    with torch.no_grad():
+        alone = torch.cat([model(TOKENS[:, :11]), model(TOKENS[:, 11:])], dim=1)
+        torch.testing.assert_close(model(TOKENS, None, None, segments), alone)
+        torch.testing.assert_close(other(TOKENS).logits, model(TOKENS))
+
+
+def test_packed_texts_are_computed_alone_and_the_loss_is_the_decoders(bloom: Path) -> None:
+    model = outside.Outside(shape_for(ModelConfig(), str(bloom)), 64)
+    outside.load(model, str(bloom), nothing)
+    segments = torch.tensor([[0] * 11 + [1] * 29, [0] * 40])
+    with torch.no_grad():
+        alone = torch.cat([model(TOKENS[:, :11]), model(TOKENS[:, 11:])], dim=1)
+        together = model(TOKENS, None, None, segments)
+        torch.testing.assert_close(together[0], alone[0])
+        torch.testing.assert_close(together[1], model(TOKENS)[1])
+        targets = TOKENS.roll(-1, 1)
+        targets[0, :7] = -100
+        want = torch.nn.functional.cross_entropy(model(TOKENS).flatten(0, 1), targets.flatten(), reduction="sum") / 73
+        torch.testing.assert_close(model(TOKENS, targets, torch.tensor(1 / 73)), want)
+    model.train()
+    assert torch.equal(model(TOKENS), model(TOKENS)), "its own dropout is off: ours says how much is dropped"
+
+
+def test_it_answers_what_transformers_answers(stoker: Stoker, bloom: Path) -> None:
+    shape = shape_for(ModelConfig(), str(bloom))
+    model = outside.opened(shape, 64, torch.float32, torch.device("cpu"), nothing).eval()
+    prompts = [TOKENS[0, :length].tolist() for length in (3, 21, 9, 9)]
+    want = []
+    for prompt in prompts:
+        given = torch.tensor([prompt])
+        ids = model.module.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=8, do_sample=False)
+        want.append(ids[0, len(prompt) :].tolist())
+    engine = Engine(model, rows=3, length=64)
+    assert engine.generate(prompts, new_tokens=8, stop=(), temperature=0) == want
+    assert (
+        list(engine.stream(prompts[1], new_tokens=8, stop={want[1][4]}, temperature=0))
+        == want[1][: want[1].index(want[1][4]) + 1]
+    )
+    chat = stoker.torch(
+        "chat", str(bloom), "--prompt", "hello", "--raw", "--max-tokens", "4", "--device", "cpu", "--context", "0"
+    )
+    assert chat.code == 0, chat.err
+
+
+def refusal(folder: Path, **asked: Any) -> str:
+    with pytest.raises(Refusal) as told:
+        shape_for(ModelConfig(**asked), str(folder))
+    assert "\n" not in told.value.line
+    return told.value.line
+
+
+def rewrite(folder: Path, **keys: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+def test_what_it_has_not_is_refused_in_one_line(stoker: Stoker, bloom: Path) -> None:
+    assert "BloomForCausalLM" in refusal(bloom, engine="native")
+    with pytest.raises(Refusal, match=r"model\.engine transformers"):
+        shape_of(str(bloom))
+    (stoker.cwd / "chats.jsonl").write_text(chats(60, 0))
+    for words, what in (
+        (("--optim.kind", "muon"), "optim.kind muon"),
+        (("--model.vocab_size", "320"), "a new model.vocab_size"),
+    ):
+        done, _ = trained(stoker, bloom, "refused", *words)
+        line = f"model.engine transformers can't do {what}"
+        assert done.code not in (0, 1) and line in done.out + done.err, done.out[-1500:] + done.err[-1500:]
+        assert "Traceback" not in done.out + done.err
+    model = outside.Outside(shape_for(ModelConfig(), str(bloom)), 64)
+    for compute in (ComputeConfig(compile="on"), ComputeConfig(fp8="tensorwise")):
+        with pytest.raises(Refusal, match="can't be with model"):
+            make_ready(model, compute, torch.device("cpu"), nothing)
+    rewrite(bloom, architectures=["BloomForSequenceClassification"])
+    assert "no causal language model" in refusal(bloom)
+    rewrite(bloom, architectures=["BloomForCausalLM"], quantization_config={"quant_method": "awq"})
+    assert "quantized" in refusal(bloom)
+
+
+def test_weights_that_are_missing_cut_or_pickled_are_refused_for_every_architecture(bloom: Path) -> None:
+    weights = bloom / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-10])
+    assert "is damaged: it is cut off" in refusal(bloom) and "download it again" in refusal(bloom)
+    weights.rename(bloom / "pytorch_model.bin")
+    line = refusal(bloom)
+    assert "is a pickle" in line and f'save_pretrained(sys.argv[1])" {bloom}' in line
+    (bloom / "pytorch_model.bin").unlink()
+    assert "it has no weights" in refusal(bloom)
+
+
+def test_the_conversion_that_the_refusal_prints_makes_the_folder_load(bloom: Path) -> None:
+    from safetensors.torch import load_file
+
+    torch.save(load_file(bloom / "model.safetensors"), bloom / "pytorch_model.bin")
+    (bloom / "model.safetensors").unlink()
+    command = refusal(bloom).partition("safetensors: ")[2]
+    assert command.startswith("python -c ")
+    done = subprocess.run(
+        command.replace("python", sys.executable, 1), shell=True, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert shape_for(ModelConfig(), str(bloom)).engine == "transformers"
+
+
+def test_code_of_the_folder_runs_only_with_trust(stoker: Stoker, bloom: Path) -> None:
+    folder = bloom.parent / "own"
+    folder.mkdir()
+    for name, text in REMOTE.items():
+        (folder / name).write_text(text)
+    keys = {
+        "architectures": ["OwnForCausalLM"], "model_type": "own", "vocab_size": 272, "width": 16,
+        "auto_map": {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(keys))
+    from safetensors.torch import load_file, save_file
+
+    draw = torch.Generator().manual_seed(random.Random(2).randrange(1000))
+    tensors = {
+        "words.weight": torch.randn(272, 16, generator=draw), "out.weight": torch.randn(272, 16, generator=draw), "out.bias": torch.zeros(272),
+    }  # fmt: skip
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (bloom / name).exists():
+            shutil.copy(bloom / name, folder)
+    line = refusal(folder)
+    assert "OwnForCausalLM runs Python code that comes with the folder" in line and "--trust-remote-code" in line
+    (stoker.cwd / "chats.jsonl").write_text(chats(60, 0))
+    refused, _ = trained(stoker, folder, "refused")
+    assert refused.code not in (0, 1) and "--trust-remote-code" in refused.err
+    done, run = trained(stoker, folder, "trusted", "--trust-remote-code", "true")
+    assert done.code == 0, done.out[-2000:] + done.err[-3000:]
+    assert not torch.equal(load_file(run / "hf" / "model.safetensors")["out.weight"], tensors["out.weight"])
+    assert (run / "hf" / "modeling_own.py").read_text() == REMOTE["modeling_own.py"]
+
+
+def test_without_transformers_it_is_refused_with_what_to_install(bloom: Path) -> None:
+    script = (
+        "import sys, importlib.util as u; real = u.find_spec\n"
+        "u.find_spec = lambda name, *more: None if name == 'transformers' else real(name, *more)\n"
+        "from stoker.contract.names import Refusal\n"
+        "from stoker.training.model.config import ModelConfig; from stoker.training.model.hf_config import shape_for\n"
+        "try: shape_for(ModelConfig(), sys.argv[1])\n"
+        "except Refusal as refusal: print(refusal.line)\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(bloom)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "pip install transformers" in done.stdout, done.stderr
