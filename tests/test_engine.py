@@ -22,6 +22,7 @@ from conftest import Done, Stoker
 from stoker.contract.names import Refusal
 from stoker.training.generate.engine import Engine
 from stoker.training.model import hf, outside
+from stoker.training.model.attention import Documents, documents
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import shape_for, shape_of
 from stoker.training.model.ready import make_ready
@@ -30,6 +31,12 @@ from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 from test_sft import chats
 
 TOKENS = torch.randint(0, 272, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def packed_rows(segments: list[list[int]]) -> Documents | None:
+    return documents(torch.tensor(segments), torch.device("cpu"))
+
+
 REMOTE = {
     "configuration_own.py": """
 from transformers import PretrainedConfig
@@ -143,11 +150,11 @@ def test_other_architectures_learn_and_export(name: str, tmp_path: Path) -> None
     getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path / "theirs")
     model = outside.Outside(shape_for(ModelConfig(), str(tmp_path / "theirs")), 64)
     outside.load(model, str(tmp_path / "theirs"), nothing)
-    optimizer, segments = torch.optim.SGD(model.parameters(), lr=0.1), torch.tensor([[0] * 11 + [1] * 29] * 2)
+    optimizer, packed = torch.optim.SGD(model.parameters(), lr=0.1), packed_rows([[0] * 11 + [1] * 29] * 2)
     losses = []
     for _ in range(3):
         optimizer.zero_grad()
-        losses.append(model(TOKENS, TOKENS.roll(-1, 1), torch.tensor(1 / 80), segments))
+        losses.append(model(TOKENS, TOKENS.roll(-1, 1), torch.tensor(1 / 80), packed))
         losses[-1].backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
         optimizer.step()
@@ -157,17 +164,17 @@ def test_other_architectures_learn_and_export(name: str, tmp_path: Path) -> None
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
     with torch.no_grad():
         alone = torch.cat([model(TOKENS[:, :11]), model(TOKENS[:, 11:])], dim=1)
-        torch.testing.assert_close(model(TOKENS, None, None, segments), alone)
+        torch.testing.assert_close(model(TOKENS, None, None, packed), alone)
         torch.testing.assert_close(other(TOKENS).logits, model(TOKENS))
 
 
 def test_packed_texts_are_computed_alone_and_the_loss_is_the_decoders(bloom: Path) -> None:
     model = outside.Outside(shape_for(ModelConfig(), str(bloom)), 64)
     outside.load(model, str(bloom), nothing)
-    segments = torch.tensor([[0] * 11 + [1] * 29, [0] * 40])
+    packed = packed_rows([[0] * 11 + [1] * 29, [0] * 40])
     with torch.no_grad():
         alone = torch.cat([model(TOKENS[:, :11]), model(TOKENS[:, 11:])], dim=1)
-        together = model(TOKENS, None, None, segments)
+        together = model(TOKENS, None, None, packed)
         torch.testing.assert_close(together[0], alone[0])
         torch.testing.assert_close(together[1], model(TOKENS)[1])
         targets = TOKENS.roll(-1, 1)

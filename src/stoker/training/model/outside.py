@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
 from stoker.contract.wholefile import sync_folder, write_whole
 from stoker.training.checkpoint.folders import put_in_place
+from stoker.training.model.attention import Documents, begins
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import CONFIG, config_of
 from stoker.training.model.hf_hub import TOKENIZER_FILES
@@ -63,15 +64,19 @@ class Outside(nn.Module):
     def fuse(self, yes: bool) -> None:
         assert not yes, "ready refuses it"
 
-    def hidden(self, inputs: Tensor, segments: Tensor | None = None) -> Tensor:
+    def hidden(self, inputs: Tensor, packed: Documents | None = None) -> Tensor:
         raise Refusal("model.engine transformers gives logits only: this stage needs a family of ours", EX_UNAVAILABLE)
 
     def forward(
-        self, inputs: Tensor, targets: Tensor | None = None, scale: Tensor | None = None, segments: Tensor | None = None
+        self,
+        inputs: Tensor,
+        targets: Tensor | None = None,
+        scale: Tensor | None = None,
+        packed: Documents | None = None,
     ) -> Tensor:
         low = self.dtype != torch.float32
         with torch.autocast(inputs.device.type, self.dtype, enabled=low):
-            logits, aux = self._whole(inputs) if segments is None else self._apart(inputs, segments)
+            logits, aux = self._whole(inputs) if packed is None else self._apart(inputs, packed)
         if targets is None:
             return logits
         goals = targets.flatten()
@@ -87,9 +92,9 @@ class Outside(nn.Module):
         weight = getattr(self.module.config, "router_aux_loss_coef", 0.0) or 0.0
         return out.logits, weight * aux if isinstance(aux, Tensor) and weight else None
 
-    def _apart(self, inputs: Tensor, segments: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _apart(self, inputs: Tensor, packed: Documents) -> tuple[Tensor, Tensor | None]:
         """Each packed text in a row of its own: a module may do more with its neighbours than attend to them."""
-        new = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True).flatten()
+        new = begins(packed.segments).flatten()
         starts = new.nonzero()[:, 0]
         lengths = torch.diff(starts, append=starts.new_tensor([new.numel()]))
         place = torch.arange(int(lengths.max()), device=inputs.device)

@@ -159,7 +159,7 @@ def micro_batch(c: Config, model: Decoder, optimizer: Optimizer, group: Group, v
     )
     halvings = int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0"))
     sharded = group.strategy == "fsdp"
-    if chat:
+    if chat and isinstance(model, Decoder):
         _announce_mask(model, c.data.context_length, group.device, voice)
     if not micro:
         again = halvings if sharded else 0
