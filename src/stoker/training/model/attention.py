@@ -21,6 +21,7 @@ _KERNELS = {
     "deterministic": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
     "auto": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
 }  # fmt: skip
+FLEX_BLOCK = 128  # tokens; for rows shorter than this torch 2.11 finds no kernel
 _without_bias = True  # packed rows by a kernel that knows documents, where there is one
 
 
@@ -164,7 +165,7 @@ def seen_by(
     kernel = packed_kernel(device, x_BTD.dtype, head_dim, window=window, dropout=dropout, cap=cap)
     if kernel == "varlen":
         return Seen(window, packed or _whole_rows(rows, length, device))
-    if kernel == "flex" and compiled:
+    if kernel == "flex" and compiled and length % FLEX_BLOCK == 0:
         return Seen(window, packed, blocks=_block_mask(packed, window, length, device))
     allowed = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     allowed = (allowed.triu(1 - window) if window else allowed)[None, None]

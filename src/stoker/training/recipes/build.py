@@ -27,7 +27,7 @@ from stoker.training.loop.material import Material
 from stoker.training.loop.say import Voice
 from stoker.training.loop.supervised import Parts, Start
 from stoker.training.model import hf_config, hf_hub, outside, ready
-from stoker.training.model.attention import documents, packed_kernel
+from stoker.training.model.attention import FLEX_BLOCK, documents, packed_kernel
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.rows import with_rows
@@ -144,10 +144,11 @@ def _announce_mask(model: Decoder, context: int, device: torch.device, voice: Vo
     shape = model.config
     kernel = packed_kernel(device, model.dtype, shape.head_dim, dropout=shape.dropout, cap=shape.attention_cap)
     size = context * context * model.dtype.itemsize
-    if kernel == "bias" and (device.type == "cuda" or size > 1 << 24):
+    blocks = kernel == "flex" and context % FLEX_BLOCK
+    if (kernel == "bias" or blocks) and (device.type == "cuda" or size > 1 << 24):
         voice.say_once(
             f"packed rows: attention uses a mask of {context} x {context} numbers per row ({size / 1e6:.0f} MB); without"
-            " one: a GPU from Ampere on, torch 2.10, bf16 and no dropout"
+            f" one: a GPU from Ampere on, torch 2.10, bf16, no dropout and a multiple of {FLEX_BLOCK} tokens"
         )
 
 
