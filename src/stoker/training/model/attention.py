@@ -25,16 +25,20 @@ FLEX_BLOCK = 128  # tokens; for rows shorter than this torch 2.11 finds no kerne
 _without_bias = True  # packed rows by a kernel that knows documents, where there is one
 
 
+_varlen_known: frozenset[str] | None = None  # asked for once, outside of what is compiled
+
+
 def _varlen_options() -> frozenset[str]:
     """The parameters of this torch's varlen_attn: is_causal in 2.10, window_size from 2.11; empty where it has none."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)
+    global _varlen_known
+    if _varlen_known is None:
+        try:
+            from torch.nn.attention.varlen import varlen_attn  # 1.3 s: only who packs rows on a GPU imports it
 
-
-_VARLEN = _varlen_options()  # known before anything is traced
+            _varlen_known = frozenset(inspect.signature(varlen_attn).parameters)
+        except ImportError:
+            _varlen_known = frozenset()
+    return _varlen_known
 
 
 @contextmanager
@@ -190,7 +194,7 @@ def packed_kernel(
         return "bias"
     if torch.cuda.get_device_capability(device)[0] < 8:
         return "bias"
-    known = _VARLEN
+    known = _varlen_options()
     if known and not cap and head_dim % 8 == 0 and head_dim <= 256 and (not window or "window_size" in known):
         return "varlen"
     return "flex" if head_dim & (head_dim - 1) == 0 else "bias"
@@ -200,8 +204,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float | None) ->
     """[B, T, H, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    packed, known = seen.documents, _VARLEN
-    assert packed is not None
+    packed, known = seen.documents, _varlen_known
+    assert packed is not None and known is not None
     options: dict[str, Any] = {"enable_gqa": q.shape[2] != k.shape[2]} if "enable_gqa" in known else {}
     if "scale" in known:
         options["scale"] = scale
