@@ -25,6 +25,7 @@ without_pythonpath()
 # A test run started with nohup or in the background ignores these, and so would every launcher under test.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 EVERYTHING = os.environ.get("STOKER_TEST_ALL") == "1"  # test.sh --all
