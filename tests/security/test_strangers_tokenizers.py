@@ -222,7 +222,7 @@ for _ in range(8):
         while time.process_time() < end:
             pass
 """
-    assert subprocess.run([sys.executable, "-c", script], timeout=300).returncode == -signal.SIGXCPU
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=300).returncode == -signal.SIGXCPU
 
 
 def test_a_tokenizer_that_loads_for_minutes_is_stopped() -> None:
