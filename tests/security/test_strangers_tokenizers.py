@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
+import resource
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -185,6 +190,58 @@ def test_long_tokens() -> None:
     told["model"]["vocab"]["b" * (60 << 20)] = 302
     with pytest.raises(Refusal, match="a token has 62,914,560 characters; 65,536 is the most"):
         Tokenizer(json.dumps(told).encode(), {}, "x").encode("a")
+
+
+def added_token(number: int, content: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    return {"id": 400 + number, "content": content, **flags}
+
+
+@pytest.mark.parametrize(("length", "is_slow"), [(12, False), (1000, True)], ids=["short", "long"])
+@pytest.mark.parametrize("where", ["added", "vocabulary"])
+def test_many_long_tokens_are_confined(where: str, length: int, is_slow: bool) -> None:
+    """Each is short enough; the sum is what takes time. 6,000 short ones are nothing unusual."""
+    told = json.loads(bent(pre_tokenizer=split_by(GPT2)))
+    if where == "added":
+        told["added_tokens"] += [added_token(number, f"<{number:0{length - 2}}>") for number in range(6000)]
+    else:
+        told["model"]["vocab"] |= {f"<{number:0{length - 2}}>": 400 + number for number in range(9000)}
+    assert Tokenizer(json.dumps(told).encode(), {}, "x").told.is_known is not is_slow
+
+
+def test_loading_is_limited_over_all_requests() -> None:
+    """Each of these takes less than the limit."""
+    script = """
+import time
+from stoker.training.tokenizer import confined
+confined.MAKING_S = 2
+budget = confined._Budget()
+for _ in range(8):
+    with budget.for_request(confined._MAKE, 0):
+        end = time.process_time() + 1
+        while time.process_time() < end:
+            pass
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=300).returncode == -signal.SIGXCPU
+
+
+def test_a_tokenizer_that_loads_for_minutes_is_stopped() -> None:
+    """19,000 added tokens of 1,000 characters: 120 s and 1.8 GB."""
+    told = json.loads(bent(pre_tokenizer=split_by(GPT2)))
+    letters = random.Random(1)
+    told["added_tokens"] += [
+        added_token(number, "".join(letters.choices("abcdefgh", k=1000))) for number in range(19_000)
+    ]
+    tokenizer = Tokenizer(json.dumps(told).encode(), {}, "x")
+    began = children_seconds()
+    with pytest.raises(Refusal, match=r"loading it: (too slow: .*30 s to load|more than the 2 GB)"):
+        tokenizer.encode("a")
+    assert children_seconds() - began < 40
+
+
+def children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_an_interrupted_request_is_not_answered_later(monkeypatch: pytest.MonkeyPatch) -> None:

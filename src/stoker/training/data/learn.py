@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,12 @@ from stoker.training.tokenizer.tokenizer import Tokenizer, load, segments
 
 
 VERSION = 1
+# Characters. Each merge goes through all words that have the pair: in 6 MB of letters without a blank these are words of
+# 64 KB, and nearly all of the text for each merge. Words of ordinary text are shorter.
+LONGEST_WORD = 256
+_SHORT_WORDS = OURS.replace("+", f"{{1,{LONGEST_WORD}}}").replace("*", f"{{0,{LONGEST_WORD}}}")
+_WORDS = re.compile(r"[^\W\d_]+|(?:[^\w\s]|_)+")  # about those of OURS, which cuts digits by threes
+_BLANKS = re.compile(rf"\s{{{LONGEST_WORD + 1}}}")
 
 
 def check_size(vocab_size: int) -> None:
@@ -48,7 +55,9 @@ def train(texts: Iterable[str], vocab_size: int, folder: str) -> Tokenizer:
     pre, decoders = tokenizers.pre_tokenizers, tokenizers.decoders
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     words = pre.Split(tokenizers.Regex(OURS), "isolated")
-    made.pre_tokenizer = pre.Sequence([words, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+    short_words = pre.Split(tokenizers.Regex(_SHORT_WORDS), "isolated")
+    as_bytes = pre.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre.Sequence([short_words, as_bytes])
     made.decoder = decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size - len(SPECIAL),
@@ -58,6 +67,7 @@ def train(texts: Iterable[str], vocab_size: int, folder: str) -> Tokenizer:
         show_progress=False,
     )
     made.train_from_iterator(texts, trainer)
+    made.pre_tokenizer = pre.Sequence([words, as_bytes])  # only training cuts long words
     if made.get_vocab_size() <= 256 < vocab_size - len(SPECIAL):
         raise Refusal(
             "there is too little text to train a tokenizer on: no two bytes stand together twice; tokenizer.path=bytes"
@@ -87,11 +97,32 @@ def trained(
                 say(f"training a tokenizer of {told.vocab_size} tokens on {limit / 1e6:.1f} MB of the data")
                 began = time.monotonic()
                 with whole(folder) as temporary:
-                    made = train(_pieces(chosen, data, limit), told.vocab_size, temporary)
+                    made = train(_announced(_pieces(chosen, data, limit), say), told.vocab_size, temporary)
                 say(f"tokenizer of {made.vocab_size} tokens in {time_span(time.monotonic() - began)}: {folder}")
                 if made.vocab_size < told.vocab_size:
                     say(f"the data gives {made.vocab_size} tokens, not the {told.vocab_size} of tokenizer.vocab_size")
     return load(folder)
+
+
+def _announced(pieces: Iterable[str], say: Say) -> Iterator[str]:
+    announced = False
+    for piece in pieces:
+        if not announced and _has_long_word(piece):
+            announced = True
+            say(
+                f"the data has runs of more than {LONGEST_WORD} letters, signs or blanks: training the tokenizer cuts them"
+            )
+        yield piece
+
+
+def _has_long_word(text: str) -> bool:
+    if _longest(text.split()) > LONGEST_WORD and _longest(_WORDS.findall(text)) > LONGEST_WORD:
+        return True
+    return _BLANKS.search(text) is not None
+
+
+def _longest(words: list[str]) -> int:
+    return max(map(len, words), default=0)
 
 
 def _sound(folder: str, say: Say) -> bool:

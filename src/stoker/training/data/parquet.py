@@ -8,6 +8,7 @@ import os
 import resource
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
 from stoker.contract.names import EX_DATAERR, Refusal
@@ -44,7 +45,8 @@ def read_rows(path: str, table: Any, group: int, columns: Sequence[str]) -> Iter
     """Of one row group, a few at once."""
     about = table.metadata.row_group(group)
     parts = [about.column(number) for number in range(about.num_columns)]
-    parts = [part for part in parts if any(f"{part.path_in_schema}.".startswith(f"{name}.") for name in columns)]
+    wanted = frozenset(columns)
+    parts = [part for part in parts if not wanted.isdisjoint(_columns_above(part.path_in_schema))]
     unfolded = sum(max(part.total_uncompressed_size, 0) for part in parts)
     compressed = min(sum(max(part.total_compressed_size, 0) for part in parts), os.path.getsize(path))
     count = max(1, min(ROWS, BATCH * about.num_rows // max(unfolded, 1)))
@@ -69,6 +71,11 @@ def read_rows(path: str, table: Any, group: int, columns: Sequence[str]) -> Iter
         raise Refusal(f"{line}: leave them out, or cut them into shorter ones", EX_DATAERR) from problem
     except (OSError, ValueError, import_module("pyarrow").lib.ArrowException) as problem:
         raise Refusal(f"{path}, row group {group + 1} can't be read: {_first_line(problem)}", EX_DATAERR) from problem
+
+
+def _columns_above(path: str) -> Iterator[str]:
+    """a.list.element is part of a; a column's own name may have dots, too."""
+    return accumulate(path.split("."), "{}.{}".format)
 
 
 def _first_line(problem: Exception) -> str:

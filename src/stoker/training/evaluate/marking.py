@@ -19,11 +19,13 @@ from decimal import Decimal
 
 from stoker.contract.shape import shape
 
+LONGEST_ANSWER = 1 << 16  # characters of an expected answer: it is compared with every completion
 _STATED = re.compile(r"answer is\b|\banswer\W{0,3}:|####", re.IGNORECASE)
 _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])", re.ASCII)
-_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)", re.ASCII)
-_WITH_UNIT = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))(?: ?[%€£°]| ?[^\W\d_]+(?: [^\W\d_]+)?)", re.ASCII | re.IGNORECASE)
+_DECIMAL = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)"
+_NUMBER = re.compile(_DECIMAL, re.ASCII)
+_WITH_UNIT = re.compile(rf"({_DECIMAL})(?: ?[%€£°]| ?[^\W\d_]+(?: [^\W\d_]+)?)", re.ASCII | re.IGNORECASE)
 _NO_UNIT = {"or", "and", "to", "plus", "minus", "times", "not", "x"}  # an answer that leaves something open
 _WORD = re.compile(r"[^\W_]+(?:['’.\-][^\W_]+)*")
 _AROUND = " \t\r\f\v\u00a0:\"'`*“”‘’«»"
@@ -109,12 +111,8 @@ def _number(said: str) -> str | None:
 
 
 def _bare(text: str) -> str:
-    """Quotes and full stops nest ("72."), so both ends are taken off until nothing changes."""
-    while True:
-        less = text.strip(_AROUND).rstrip(_BEHIND)
-        if less == text:
-            return text
-        text = less
+    """Quotes and full stops nest ("72."), so a mixture of both is taken off behind it."""
+    return text.rstrip(_AROUND + _BEHIND).lstrip(_AROUND)
 
 
 @shape
@@ -198,7 +196,11 @@ def _last_number(text: str) -> Decimal | None:
     if not re.search(r"\d", text):
         spelled = [word for word in words(text) if word in _SPELLED]
         return Decimal(_SPELLED.index(spelled[-1])) if spelled and not set(words(text)) & _DENIES else None
-    places = [place for place in _NUMBER_IN_TEXT.finditer(text) if not _COMPARED.search(text[: place.start()])]
+    places, behind_last = [], 0
+    for place in _NUMBER_IN_TEXT.finditer(text):
+        if not _COMPARED.search(text, behind_last, place.start()):
+            places.append(place)
+        behind_last = place.end()
     return Decimal(places[-1][0]) if places and not _OPEN.search(text[: places[-1].start()]) else None
 
 

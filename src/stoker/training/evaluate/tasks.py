@@ -14,10 +14,12 @@ from stoker.contract.shape import replace, shape
 from stoker.contract.untrusted import text_lines
 from stoker.training.data import jsonl
 from stoker.training.data.parquet import open_parquet, read_rows
+from stoker.training.evaluate.marking import LONGEST_ANSWER
 from stoker.training.evaluate.questions import FORMS, Form, Question, Row, Unusable, messages_of, mmlu_cells
 
 TOLERATED = 0.01  # a share of unusable rows that is skipped; from there on the file is wrong
 _PLAIN_NAMES = ("test", "train", "dev", "val", "validation")
+_COLUMNS = ("prompt", "question", "answer", "answerKey", "choices", "alternatives", "kind", "subject")  # of all forms
 _ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
 
 
@@ -124,6 +126,9 @@ def _file(path: str, kind: str) -> tuple[list[Question], str]:
         question = form(row, kind) if isinstance(row, dict) else None
         if question is None:
             raise Unusable(_strange(row, "what the other rows have"))
+        longest = max(map(len, (question.answer, *question.alternatives)))
+        if longest > LONGEST_ANSWER:
+            raise Unusable(f"an answer of {longest:,} characters; {LONGEST_ANSWER:,} is the most")
         return question
 
     questions, _, skipped = _usable(rows, read, where)
@@ -202,12 +207,20 @@ def _parquet_rows(path: str) -> list[tuple[str, Any]]:
     if not os.path.isfile(path):
         raise Refusal(f"evaluate.tasks {path} is not there", EX_NOINPUT)
     table = open_parquet(path)
+    names = table.schema_arrow.names
+    columns = [name for name in _COLUMNS if name in names]
+    if not columns:
+        found = f"{', '.join(names[:20])}{', …' if len(names) > 20 else ''}"
+        raise Refusal(
+            f"evaluate.tasks {path}: no row can be asked; looked for {'; '.join(FORMS)}; its columns are {found}",
+            EX_DATAERR,
+        )
     rows: list[Row] = []
     characters = 0
     for group in range(table.metadata.num_row_groups):
-        for some in read_rows(path, table, group, table.schema_arrow.names):
+        for some in read_rows(path, table, group, columns):
             rows += some
-            characters += 64 * len(some) * len(table.schema_arrow.names)  # what a value takes at least
+            characters += 64 * len(some) * len(columns)  # what a value takes at least
             characters += sum(
                 len(value) for row in some for value in row.values() if isinstance(value, (str, bytes, list))
             )

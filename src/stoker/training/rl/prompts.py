@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
+from stoker.training.evaluate.marking import LONGEST_ANSWER
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
@@ -63,6 +64,8 @@ def _prompt(number: int, row: Mapping[str, Any], tokenizer: Tokenizer, system: s
         answer = str(answer)
     if not isinstance(answer, str) or not answer.strip():
         return "without an answer"
+    if len(answer) > LONGEST_ANSWER:
+        return f"with an answer of more than {LONGEST_ANSWER:,} characters"
     messages = _messages(asked)
     if isinstance(messages, str):
         return messages

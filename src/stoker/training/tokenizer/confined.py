@@ -30,7 +30,7 @@ from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.training.tokenizer.definition import define
 from stoker.training.tokenizer.encoders import Encoder, FastPlan, Ids, Library
 
-MAKING_S = 60  # of CPU time, for all that is made before the first text: 4 s with 200,000 tokens
+MAKING_S = 30  # of CPU time, to load it, in all requests together: 4 s with 200,000 tokens
 BURST_S = 10  # of CPU time, that texts may take besides the two below; `tokenizers` needs 0.03 s for 64 KB
 PER_BYTE_S, PER_TEXT_S = 1e-5, 0.01  # a twentieth of the speed of `tokenizers`
 MOST_MEMORY = 2 << 30  # 200,000 tokens take 0.5 GB
@@ -118,7 +118,10 @@ class Confined:
 
 
 _TOO_LARGE = f"more than the {MOST_MEMORY >> 30} GB of memory that an unknown kind of tokenizer may take"
-_TOO_SLOW = f"too slow: more CPU time than an unknown kind of tokenizer may take ({BURST_S} s, and {PER_BYTE_S * 1e6:.0f} s per MB)"
+_TOO_SLOW = (
+    f"too slow: more CPU time than an unknown kind of tokenizer may take ({MAKING_S} s to load; to encode {BURST_S} s, and"
+    f" {PER_BYTE_S * 1e6:.0f} s per MB)"
+)
 
 
 def _why_ended(process: subprocess.Popen[bytes]) -> str:
@@ -179,7 +182,7 @@ class _Budget:
         began = time.process_time()
         if what == _ENCODE:
             self.for_texts += PER_TEXT_S + size * PER_BYTE_S
-        limit = math.ceil(self.making + self.for_texts if what == _ENCODE else began + MAKING_S)
+        limit = math.ceil(self.making + self.for_texts if what == _ENCODE else began + MAKING_S - self.making)
         resource.setrlimit(resource.RLIMIT_CPU, (limit if self.hard < 0 else min(limit, self.hard), self.hard))
         yield
         if what != _ENCODE:
