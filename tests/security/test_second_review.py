@@ -486,15 +486,15 @@ def test_a_copy_removes_nothing_that_anothers_list_names(tmp_path: Path) -> None
         assert ("is ignored" in finished["ignored"]) == left
 
 
-def test_code_is_not_copied_into_anothers_folder(tmp_path: Path) -> None:
+def test_nothing_is_copied_into_anothers_folder(tmp_path: Path) -> None:
     needs_root()
     folder = tmp_path / "work"
     folder.mkdir()
     folder.chmod(0o777)
     _give(folder)
-    with pytest.raises(receiving_end.Refused, match="belongs to"):
-        receiving_end.Receiver().offer(str(folder), "inside", [], "here")
-    assert receiving_end.Receiver().offer(str(folder), "", [], "here") == []
+    for manifest, advice in (("inside", "workdir:"), ("", "--stage PATH=REMOTE")):
+        with pytest.raises(receiving_end.Refused, match=f"belongs to .*; name another with {advice}"):
+            receiving_end.Receiver().offer(str(folder), manifest, [], "here")
 
 
 def test_the_lock_of_known_hashes_is_not_written_through_a_link(tmp_path: Path) -> None:

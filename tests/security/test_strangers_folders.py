@@ -196,12 +196,13 @@ def _link(path: Path, target: Path) -> None:
     path.symlink_to(target)
 
 
-def test_code_is_not_copied_below_a_folder_that_others_can_exchange(public: Path) -> None:
+def test_nothing_is_copied_below_a_folder_that_others_can_exchange(public: Path) -> None:
     do_as(ATTACKER, lambda: _open_folder(public / "train"))
-    line = _copy(VICTIM, public / "train" / "job", public)
-    assert "others could put another folder in the place of" in line and "belongs to uid 12345" in line, line
+    for manifest in ("inside", ""):  # of --sync, of --stage
+        line = _copy(VICTIM, public / "train" / "job", public, manifest)
+        assert "others could put another folder in the place of" in line and "belongs to uid 12345" in line, line
     assert os.listdir(public / "train") == [], "nothing is made there"
-    do_as(VICTIM, lambda: (public / "train" / "mine").mkdir())
+    do_as(VICTIM, (public / "train" / "mine").mkdir)
     assert "belongs to uid 12345" in _copy(VICTIM, public / "train" / "mine", public)
     assert "belongs to uid 12345" in _copy(0, public / "train" / "roots", public)
 
@@ -210,7 +211,7 @@ def test_code_is_not_copied_below_a_folder_that_others_can_exchange(public: Path
     assert "all users can write there" in _copy(VICTIM, public / "own" / "job", public)
 
 
-def test_code_is_not_copied_through_a_link_of_another_user(public: Path) -> None:
+def test_nothing_is_copied_through_a_link_of_another_user(public: Path) -> None:
     """They lead it to the victim's own folder, and elsewhere once the code is there."""
     needs_root()
     (public / "own" / "job").mkdir(parents=True)
