@@ -112,7 +112,7 @@ def test_a_host_takes_a_run_directory_of_ones_own_again(tmp_path: Path) -> None:
     run_dir = tmp_path / "runs" / "20260101-000000-exp"
     for _ in range(2):
         answer = probe_ready.ready(str(tmp_path), sys.executable, str(run_dir), ".shared-x")
-        assert answer == {"problems": [], "shared": False, "unwritable": ""}
+        assert answer == {"problems": [], "shared": False, "unwritable": "", "stranger": ""}
 
 
 def test_a_checkpoint_of_another_user_is_not_resumed_from(stoker: Stoker) -> None:
