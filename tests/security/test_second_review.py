@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import socket
@@ -65,6 +66,33 @@ def test_a_copied_folder_runs_no_program_that_a_checkouts_config_names(tmp_path:
     paths = {entry.path for entry in listing.working_directory(str(outer)).entries}
     assert "code.py" in paths and (where == "outer" or "inner/code.py" in paths)
     assert not planted.exists()
+
+
+@pytest.mark.parametrize("place", [".gitignore", "deep/er/.gitignore", ".git/info/exclude", ".git/config"])
+def test_a_named_pipe_that_git_would_wait_for_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    _checkout(tmp_path)
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / place).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / place)
+    monkeypatch.setattr(listing, "SLOW_S", 0.5)
+    monkeypatch.setattr(listing, "GIT_S", 20.0)
+    began = time.monotonic()
+    with pytest.raises(Refusal, match=f"{re.escape(place)}, a named pipe: remove it"):
+        listing.working_directory(str(tmp_path))
+    assert time.monotonic() - began < 15.0
+
+
+def test_a_slow_git_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _checkout(tmp_path / "checkout")
+    real = shutil.which("git")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "git").write_text(f'#!/bin/sh\nsleep 0.3\nexec {real} "$@"\n')
+    (tmp_path / "bin" / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(listing, "SLOW_S", 0.05)
+    assert "code.py" in {entry.path for entry in listing.working_directory(str(tmp_path / "checkout")).entries}
 
 
 def test_a_strangers_checkout_inside_ours_is_copied_without_asking_git(tmp_path: Path) -> None:
