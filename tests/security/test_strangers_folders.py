@@ -7,6 +7,8 @@ import os
 import struct
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,12 +16,16 @@ from localuser import ATTACKER, VICTIM, do_as
 from stoker.contract import tensorheader, untrusted
 from stoker.contract.names import Refusal
 from stoker.control.agent import receiving
+from stoker.control.launch.runplace import RunPlace, abandon
 from stoker.control.record.ownership import own_folder
 from stoker.control.scheduler import slurm_runs
 from stoker.training.checkpoint import folders
+from stoker.training.checkpoint.config import CheckpointConfig
 from stoker.training.checkpoint.manifest import Entry, Piece, disagreement
 from stoker.training.checkpoint.saver import Saver
 from stoker.training.data import build, ours, shards
+from stoker.training.loop.resume import check_before_launch
+from stoker.training.model.config import ModelConfig
 
 SOON = 5.0  # seconds of processor time
 OTHER = 65534
@@ -147,6 +153,42 @@ def test_another_users_checkpoints_are_not_counted_removed_or_put_back(public: P
     do_as(VICTIM, save)
     ours = {".writer", "step-00000001", "step-00000004", "step-00000005"}  # the best one, and the newest two
     assert sorted(os.listdir(public)) == sorted({*names, *ours})
+
+
+def test_another_users_checkpoint_is_not_checked_before_the_launch(public: Path) -> None:
+    """The ranks do not take it, so it refuses nothing."""
+    made: Any = SimpleNamespace(tokenizer_digest="ours", vocab_size=9)
+
+    def save(step: int, digest: str) -> None:
+        saver = Saver(str(public), rank=0, world=1, token="t", say=print, keep=2, keep_best=True)
+        saver.save(step, {}, {"step": step, "tokenizer_digest": digest}, 1.0, wait=True)
+        saver.close()
+
+    def begins() -> int | None:
+        return check_before_launch(CheckpointConfig(folder=str(public)), ModelConfig(), "adamw", made)
+
+    do_as(ATTACKER, lambda: save(9, "theirs"))
+    (public / folders.LOCK).unlink()
+
+    def launch() -> None:
+        assert begins() is None
+        save(3, "ours")
+        assert begins() == 3
+
+    do_as(VICTIM, launch)
+
+
+def test_what_cant_be_removed_hides_no_refusal(public: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    needs_root()
+    (public / "closed").mkdir(0o755)
+    root = public / "closed" / "runs"
+    (root / "x").mkdir(parents=True)
+    for folder in (root, root / "x"):
+        os.chown(folder, VICTIM, VICTIM)
+    place = RunPlace(str(root / "x"), "x", "x", 0, False, made=True, made_root=True)
+    do_as(VICTIM, lambda: abandon(place))
+    assert not (root / "x").exists()
+    assert capfd.readouterr().err == f"stoker: {root} can't be removed: Permission denied\n"
 
 
 def test_a_cache_that_is_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
