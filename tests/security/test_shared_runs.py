@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from conftest import Done, Stoker, forget_verdict, machine_json, tagged, wait_for
+from localuser import do_as
 from stoker.contract import names, owners
 from stoker.contract.shapes import Verdict
 from stoker.contract.wholefile import write_json
@@ -378,6 +379,26 @@ def test_each_user_sees_and_continues_their_own_runs(users: tuple[User, User]) -
     theirs = ann.runs()[0]
     refused = bob("why", theirs["run"]) if theirs["run"] != bob.runs()[0]["run"] else bob("why", "nothing")
     assert refused.code in (66, 77) and refused.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("size", [2000 << 10, 60 << 10])
+def test_another_users_large_records_do_not_hold_a_listing_up(public: Path, size: int) -> None:
+    large = json.dumps({**GOOD, "more": [[]] * (size // 4)})
+
+    def record(name: str, text: str) -> None:
+        (public / name).mkdir()
+        for file in ("run.json", "verdict.json"):
+            (public / name / file).write_text(text)
+
+    do_as(ANN, lambda: [record(f"z{number}", large) for number in range(100)])
+    do_as(BOB, lambda: [record(f"b{number}", json.dumps(GOOD)) for number in range(50)])
+    record("own", large)
+    began = time.process_time()
+    listing = reader.look(str(public), everybody=True)
+    assert time.process_time() - began < LIMIT_S / 2
+    names_listed = [run.id for run in listing.runs]
+    assert "own" in names_listed and sum(name.startswith("b") for name in names_listed) == 50, "others are all listed"
+    assert listing.others >= 90 and listing.others + len(names_listed) == 151 and not listing.damaged
 
 
 @ROOT_ONLY

@@ -17,6 +17,7 @@ import pytest
 from hostile_files import write_model
 
 from conftest import Stoker
+from localuser import VICTIM, do_as
 from stoker.contract import owners
 from stoker.contract.names import Refusal
 from stoker.contract.shape import as_json, replace
@@ -359,6 +360,46 @@ def test_a_cache_whose_owner_can_exchange_it_is_not_written_into(
             ownership.own_folder(str(cache), "torchrun-x")
         assert os.listdir(cache) == []
         cache.rmdir()
+
+
+def test_a_cache_that_is_not_there_yet_is_made_before_others_can(public: Path) -> None:
+    do_as(VICTIM, lambda: ours.own_cache(str(public / "deep" / "cache"), quiet))
+    do_as(VICTIM, lambda: ours.own_cache(str(public / "cache"), quiet))
+    assert (public / "cache").stat().st_uid == VICTIM and (public / "cache").stat().st_mode & 0o077 == 0
+    assert (public / "deep" / "cache").stat().st_mode & 0o022 == 0
+
+
+@needs_root
+def test_a_cache_that_another_user_made_first_is_not_used(
+    tmp_path: Path, public: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They make theirs between our look and our mkdir."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    mkdir = os.mkdir
+
+    def be_quicker(path: str, mode: int = 0o777) -> None:
+        if path == str(public / "cache"):
+            mkdir(path)
+            os.chown(path, STRANGER, STRANGER)
+        mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", be_quicker)
+    lines: list[str] = []
+    assert ours.own_cache(str(public / "cache"), lines.append) == str(tmp_path / "home" / "stoker" / "data")
+    assert "belongs to" in lines[-1]
+
+
+def test_where_no_cache_can_be_made_a_private_one_is_used(public: Path) -> None:
+    (public / "closed").mkdir(0o755)
+    lines: list[str] = []
+
+    def prepare() -> None:
+        os.environ["XDG_CACHE_HOME"] = str(public / "home")
+        used = ours.own_cache(str(public / "closed" / "cache"), lines.append)
+        assert used == str(public / "home" / "stoker" / "data")
+        assert lines == [f"data.cache {public}/closed/cache can't be made (Permission denied); yours is {used}"]
+
+    do_as(VICTIM, prepare)
 
 
 def test_cleaning_caches_leaves_what_is_not_stokers(tmp_path: Path) -> None:

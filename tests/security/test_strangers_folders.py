@@ -7,18 +7,25 @@ import os
 import struct
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from localuser import ATTACKER, VICTIM, do_as
 from stoker.contract import tensorheader, untrusted
 from stoker.contract.names import Refusal
+from stoker.control.agent import receiving
+from stoker.control.launch.runplace import RunPlace, abandon
 from stoker.control.record.ownership import own_folder
 from stoker.control.scheduler import slurm_runs
 from stoker.training.checkpoint import folders
+from stoker.training.checkpoint.config import CheckpointConfig
 from stoker.training.checkpoint.manifest import Entry, Piece, disagreement
 from stoker.training.checkpoint.saver import Saver
 from stoker.training.data import build, ours, shards
+from stoker.training.loop.resume import check_before_launch
+from stoker.training.model.config import ModelConfig
 
 SOON = 5.0  # seconds of processor time
 OTHER = 65534
@@ -148,6 +155,42 @@ def test_another_users_checkpoints_are_not_counted_removed_or_put_back(public: P
     assert sorted(os.listdir(public)) == sorted({*names, *ours})
 
 
+def test_another_users_checkpoint_is_not_checked_before_the_launch(public: Path) -> None:
+    """The ranks do not take it, so it refuses nothing."""
+    made: Any = SimpleNamespace(tokenizer_digest="ours", vocab_size=9)
+
+    def save(step: int, digest: str) -> None:
+        saver = Saver(str(public), rank=0, world=1, token="t", say=print, keep=2, keep_best=True)
+        saver.save(step, {}, {"step": step, "tokenizer_digest": digest}, 1.0, wait=True)
+        saver.close()
+
+    def begins() -> int | None:
+        return check_before_launch(CheckpointConfig(folder=str(public)), ModelConfig(), "adamw", made)
+
+    do_as(ATTACKER, lambda: save(9, "theirs"))
+    (public / folders.LOCK).unlink()
+
+    def launch() -> None:
+        assert begins() is None
+        save(3, "ours")
+        assert begins() == 3
+
+    do_as(VICTIM, launch)
+
+
+def test_what_cant_be_removed_hides_no_refusal(public: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    needs_root()
+    (public / "closed").mkdir(0o755)
+    root = public / "closed" / "runs"
+    (root / "x").mkdir(parents=True)
+    for folder in (root, root / "x"):
+        os.chown(folder, VICTIM, VICTIM)
+    place = RunPlace(str(root / "x"), "x", "x", 0, False, made=True, made_root=True)
+    do_as(VICTIM, lambda: abandon(place))
+    assert not (root / "x").exists()
+    assert capfd.readouterr().err == f"stoker: {root} can't be removed: Permission denied\n"
+
+
 def test_a_cache_that_is_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cache").symlink_to(tmp_path / "absent")
     with pytest.raises(Refusal, match=r"cache is a link to .*absent, which is not there: make it, or remove the link"):
@@ -164,3 +207,76 @@ def test_where_others_could_exchange_notes_of_jobs_runs_are_explained_without(tm
     assert slurm_runs.read_note(str(tmp_path), "12") == {} and slurm_runs.run_of(str(tmp_path), "12") is None
     with pytest.raises(Refusal, match="could exchange your folders"):
         slurm_runs.log_path(str(tmp_path), "12")
+
+
+# ---- where --sync and --stage copy to ----
+
+
+def _copy(user: int, root: Path, cache: Path, manifest: str = "inside") -> str:
+    """What that user is told when a copy to `root` is offered; empty: it is taken."""
+    answer = cache / f"answer-{time.monotonic_ns()}"
+
+    def offer() -> None:
+        os.environ["XDG_CACHE_HOME"] = str(cache / f"home-{user}")
+        line = ""
+        try:
+            receiving.Receiver().offer(str(root), manifest, [], "here")
+        except receiving.Refused as refused:
+            line = str(refused)
+        answer.write_text(line)
+
+    do_as(user, offer)
+    return answer.read_text()
+
+
+def _open_folder(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o777)
+
+
+def _link(path: Path, target: Path) -> None:
+    path.symlink_to(target)
+
+
+def test_nothing_is_copied_below_a_folder_that_others_can_exchange(public: Path) -> None:
+    do_as(ATTACKER, lambda: _open_folder(public / "train"))
+    for manifest in ("inside", ""):  # of --sync, of --stage
+        line = _copy(VICTIM, public / "train" / "job", public, manifest)
+        assert "others could put another folder in the place of" in line and "belongs to uid 12345" in line, line
+    assert os.listdir(public / "train") == [], "nothing is made there"
+    do_as(VICTIM, (public / "train" / "mine").mkdir)
+    assert "belongs to uid 12345" in _copy(VICTIM, public / "train" / "mine", public)
+    assert "belongs to uid 12345" in _copy(0, public / "train" / "roots", public)
+
+    do_as(VICTIM, lambda: _open_folder(public / "own"))
+    assert _copy(VICTIM, public / "own", public) == "", "a folder of one's own may be open, as pods' volumes are"
+    assert "all users can write there" in _copy(VICTIM, public / "own" / "job", public)
+
+
+def test_nothing_is_copied_through_a_link_of_another_user(public: Path) -> None:
+    """They lead it to the victim's own folder, and elsewhere once the code is there."""
+    needs_root()
+    (public / "own" / "job").mkdir(parents=True)
+    do_as(ATTACKER, lambda: _link(public / "link", public / "own"))
+    _link(public / "over", public / "link" / "job")
+    for root in (public / "link", public / "link" / "job", public / "over"):
+        assert "belongs to uid 12345" in _copy(0, root, public)
+    _link(public / "way", public / "own")
+    assert _copy(0, public / "way" / "job", public) == "", "a link of one's own is fine"
+
+
+def test_what_a_copy_makes_is_closed_to_others_whatever_the_umask(public: Path) -> None:
+    umask = os.umask(0)
+    try:
+        assert _copy(VICTIM, public / "a" / "b" / "job", public) == ""
+    finally:
+        os.umask(umask)
+    assert not any((public / path).stat().st_mode & 0o022 for path in ("a", "a/b", "a/b/job"))
+
+
+def test_root_copies_to_a_pods_open_volume(public: Path) -> None:
+    """/workspace of a rented pod: root's, mode 777, no sticky bit."""
+    needs_root()
+    _open_folder(public / "workspace")
+    assert _copy(0, public / "workspace" / "train", public) == ""
+    assert "all users can write there" in _copy(VICTIM, public / "workspace" / "mine", public)

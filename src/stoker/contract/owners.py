@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
 
 _given: dict[str, int] = {}  # folder -> the uid of what we make there
 
@@ -61,15 +63,39 @@ def why_not_ours_alone(path: str, sticky: bool = False) -> str:
     return ""
 
 
-def why_a_folder_above_is_not_safe(path: str) -> str:
-    """Why somebody else could put another folder in the place of `path`: a folder above it is theirs, or open to them."""
-    folder = os.path.dirname(os.path.realpath(path))
-    while folder != os.path.dirname(folder):
-        problem = why_not_ours_alone(folder, sticky=True)
-        if problem:
-            return f"{folder}: {problem}"
-        folder = os.path.dirname(folder)
+def why_a_folder_above_is_not_safe(path: str, roots_may_be_open: bool = False) -> str:
+    """Why somebody else could put another folder in the place of `path`: a folder above it, or a link on the way to it,
+    is theirs or open to them. Those that are not there yet do not count.
+
+    `roots_may_be_open`: for root, a folder of root's own will do even if all may write there. Pods mount their volumes
+    so (mode 777), and have no other user.
+    """
+    for place in _way_to(path):
+        with contextlib.suppress(FileNotFoundError):
+            if roots_may_be_open and os.geteuid() == os.lstat(place).st_uid == os.stat(place).st_uid == 0:
+                continue
+            problem = why_not_ours_alone(place, sticky=True)
+            if problem:
+                return f"{place}: {problem}"
     return ""
+
+
+def _way_to(path: str) -> Iterator[str]:
+    """The folders above `path`, and above what its links lead to. A link stands for itself and its target."""
+    path = os.path.abspath(path)
+    starts, seen = [path, os.path.realpath(path)], {path, os.path.realpath(path), os.sep}
+    while starts:
+        place = starts.pop()
+        while place != os.path.dirname(place):
+            if place not in seen:
+                seen.add(place)
+                yield place
+            folder = os.path.dirname(place)
+            if os.path.islink(place):
+                target = os.path.normpath(os.path.join(os.path.realpath(folder), os.readlink(place)))
+                if target not in seen:
+                    starts.append(target)
+            place = folder
 
 
 def _owner_of_working_folder() -> int:

@@ -65,11 +65,10 @@ class Receiver:
         what is to be there.
         """
         self._root = os.path.abspath(os.path.expanduser(root))
-        os.makedirs(self._root, exist_ok=True)
-        uid = os.stat(self._root).st_uid
-        if manifest == "inside" and not owners.is_trusted(uid, self._root):
-            other = f"belongs to {owners.user_name(uid)}, who could change the code that is run there"
-            raise Refused(f"the folder {self._root} {other}; name another with workdir:")
+        advice = "name another with workdir:" if manifest == "inside" else "name another with --stage PATH=REMOTE"
+        self._refuse_if_exchangeable(advice)
+        _make_folders(self._root)
+        self._refuse_if_exchangeable(advice)  # again: somebody may have made one of them before us
         if not os.access(self._root, os.W_OK | os.X_OK):
             raise Refused(f"the folder {self._root} may not be written")
         name = hashlib.sha256(os.fsencode(self._root)).hexdigest()[:32]
@@ -100,6 +99,20 @@ class Receiver:
             self._ours |= {path: self._offered[path][1] for path in need}
             self._save_manifest()  # before the first byte: a copy that breaks off is still known as ours
         return need
+
+    def _refuse_if_exchangeable(self, advice: str) -> None:
+        """Whoever owns the folder, or can put another in its place, could change the code, data or weights. One of ours that
+        others may write to will do: pods' volumes often are so.
+        """
+        for about in (os.lstat, os.stat):  # a link that somebody else made leads where they like
+            with contextlib.suppress(FileNotFoundError):
+                uid = about(self._root).st_uid
+                if not owners.is_trusted(uid, self._root):
+                    other = f"belongs to {owners.user_name(uid)}, who could change what is copied there"
+                    raise Refused(f"the folder {self._root} {other}; {advice}")
+        problem = owners.why_a_folder_above_is_not_safe(self._root, roots_may_be_open=True)
+        if problem:
+            raise Refused(f"others could put another folder in the place of {self._root} ({problem}); {advice}")
 
     def _place(self, path: str) -> str:
         """Below the root, whatever the path says."""
@@ -238,6 +251,16 @@ class Receiver:
         content = json.dumps({"schema": 2, "root": self._root, "origins": {**self._others, self._origin: self._ours}})
         with WholeFile(self._manifest, mode=0o600, durable=False) as file:
             file.write(content.encode())
+
+
+def _make_folders(path: str) -> None:
+    """Whatever the umask says, others may not write to what we make."""
+    umask = os.umask(0o077)
+    os.umask(umask | 0o022)
+    try:
+        os.makedirs(path, exist_ok=True)
+    finally:
+        os.umask(umask)
 
 
 def _read_manifest(path: str) -> tuple[dict[str, dict[str, str]], str]:

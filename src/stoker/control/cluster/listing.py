@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import subprocess
+import time
 from collections.abc import Iterator
 
 from stoker.contract import layout
@@ -14,7 +15,8 @@ from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
 
 # Not copied, unless git tracks it.
-GIT_S = 120.0
+GIT_S = 120.0  # a large checkout on a slow network disk
+SLOW_S = 10.0  # after it, a look at what git may be waiting for
 LEFT_OUT = ("runs", "cache", ".venv", "__pycache__", ".git")
 # The user's own settings, such as safe.directory in a container. Options on the command line win over them.
 _GIT_KEPT = ("GIT_CONFIG", "GIT_CEILING_DIRECTORIES", "GIT_DISCOVERY_ACROSS_FILESYSTEM")
@@ -132,12 +134,54 @@ def _ask_git(root: str, *words: str) -> subprocess.CompletedProcess[bytes]:
     }
     env.update(GIT_OPTIONAL_LOCKS="0", GIT_TERMINAL_PROMPT="0", GIT_ALLOW_PROTOCOL="none")  # none: it fetches nothing
     safe = ("--no-pager", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", "-C", root)
+    argv = ["git", *safe, *words]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=env) as git:
+        try:
+            out, err = _output(git, root)
+        except BaseException:
+            git.kill()
+            raise
+    return subprocess.CompletedProcess(argv, git.returncode, out, err)
+
+
+def _output(git: subprocess.Popen[bytes], root: str) -> tuple[bytes, bytes]:
     try:
-        return subprocess.run(
-            ["git", *safe, *words], capture_output=True, check=False, env=env, stdin=subprocess.DEVNULL, timeout=GIT_S
-        )
+        return git.communicate(timeout=SLOW_S)
+    except subprocess.TimeoutExpired:
+        pipe = _pipe_that_git_reads(root)
+        if pipe:
+            raise Refusal(f"git in {root} waits for {printable(pipe)}, a named pipe: remove it", EX_NOINPUT) from None
+    try:
+        return git.communicate(timeout=GIT_S - SLOW_S)
     except subprocess.TimeoutExpired as problem:
         raise Refusal(f"git in {root} did not answer within {GIT_S:.0f} s", EX_NOINPUT) from problem
+
+
+def _pipe_that_git_reads(root: str) -> str:
+    """git opens it and waits for a writer. In the checkout around `root`, too, and only for as long as git was given."""
+    deadline = time.monotonic() + SLOW_S
+    top = root
+    while not os.path.lexists(os.path.join(top, ".git")):
+        if top == os.path.dirname(top):
+            return ""
+        top = os.path.dirname(top)
+    for folder, folders, names in os.walk(top):
+        folders.sort(key=lambda name: name != ".git")  # first: it is small, and in every checkout
+        inside = ".git" in os.path.relpath(folder, top).split(os.sep)
+        for place in (os.path.join(folder, name) for name in names if inside or name.startswith(".git")):
+            if _is_pipe(place):
+                return place
+        if time.monotonic() > deadline:
+            break
+    return ""
+
+
+def _is_pipe(place: str) -> bool:
+    try:
+        return stat.S_ISFIFO(os.stat(place).st_mode)
+    except OSError:
+        return False  # removed meanwhile, or a link to nowhere
 
 
 def _git_files(root: str) -> Iterator[str]:

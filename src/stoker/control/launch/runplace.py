@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from stoker.contract import layout, schedulers
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import as_json, replace, shape
+from stoker.contract.terminal import say
 from stoker.contract.untrusted import printable
 from stoker.control.launch.plan import default_name
 from stoker.control.launch.request import Request
@@ -153,8 +154,14 @@ def _new(root: str, name: str, notice: str, make: bool) -> RunPlace:
 
 
 def abandon(place: RunPlace) -> None:
-    """Nothing was started: what was made for it goes again."""
-    if place.made:
-        shutil.rmtree(place.dir, ignore_errors=True)
+    """Nothing was started: what was made for it goes again. What can't be removed is reported, and hides no error."""
+    if not place.made:
+        return
+    try:
+        shutil.rmtree(place.dir)
         if place.made_root and not os.listdir(os.path.dirname(place.dir)):
             os.rmdir(os.path.dirname(place.dir))
+    except FileNotFoundError:
+        pass  # gone already
+    except OSError as problem:
+        say(f"{problem.filename or place.dir} can't be removed: {problem.strerror}")

@@ -20,7 +20,7 @@ from stoker.control.record import ownership
 _MOST = 16 << 20  # bytes of run.json: a run on 500 hosts has 2 MB
 _MOST_OF_OTHERS = 2 << 20  # the same of another user's
 _MOST_EVENTS = 256 << 20
-_MOST_FOLDERS = 100  # of each other user's that a listing reads
+_MOST_LISTED = 64 << 10  # the same where it is one of many: a run on one host has 6 KB
 _MOST_ENTRIES = 10_000  # of a run directory
 _LONGEST_EVENT = 1 << 20
 
@@ -106,12 +106,12 @@ def load(run_dir: str) -> Run | None:
         return None
 
 
-def read(run_dir: str) -> Run | None:
+def read(run_dir: str, most_of_others: int = _MOST_OF_OTHERS) -> Run | None:
     """None where there is no record."""
     try:
         about = os.stat(run_dir)
         mine = ownership.is_mine(about.st_uid, os.path.dirname(run_dir))
-        most = _MOST if mine else _MOST_OF_OTHERS
+        most = _MOST if mine else most_of_others
         data = _part(run_dir, layout.RUN, about.st_uid, most)
     except FileNotFoundError:
         return None
@@ -178,7 +178,8 @@ def _part(run_dir: str, name: str, uid: int, most: int) -> Any:
     if not most:
         return None
     if len(data) > most:
-        raise Damaged(f"{name} is larger than {most >> 20} MiB")
+        limit = f"{most >> 20} MiB" if most >> 20 else f"{most >> 10} KiB"
+        raise Damaged(f"{name} is larger than {limit}")
     try:
         return untrusted.parse_json(data)
     except ValueError as problem:
@@ -256,8 +257,34 @@ def _event(line: bytes) -> dict[str, Any] | None:
 # ---- the runs of a folder ----
 
 
+class _Allowance:
+    """How much of one other user's runs a listing reads, whatever they put there."""
+
+    def __init__(self) -> None:
+        self._folders, self._bytes = 100, 1 << 20
+
+    def covers(self, run_dir: str) -> bool:
+        sizes = {name: _size(os.path.join(run_dir, name)) for name in (layout.RUN, layout.VERDICT, layout.EVENTS)}
+        if sizes[layout.RUN] > _MOST_LISTED:
+            return False
+        if sizes[layout.VERDICT]:
+            del sizes[layout.EVENTS]  # read only where there is no verdict
+        self._folders -= 1
+        self._bytes -= sum(min(size, _MOST_LISTED) for size in sizes.values())
+        return self._folders >= 0 and self._bytes >= 0
+
+
+def _size(path: str) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return 0
+
+
 def look(root: str, everybody: bool = False) -> Listing:
-    """One's own runs; other users' folders are opened with `everybody` only, and of each user only the last by name."""
+    """One's own runs; other users' folders are opened with `everybody` only, and of each user only the last by name, and
+    small records.
+    """
     runs: list[Run] = []
     damaged: list[tuple[str, str]] = []
     others = 0
@@ -269,17 +296,16 @@ def look(root: str, everybody: bool = False) -> Listing:
     except OSError as problem:
         line = f"the runs folder {printable(root)} can't be read: {problem.strerror}; name another with --runs-dir"
         raise names.Refusal(line, names.EX_NOINPUT) from problem
-    looked_at: dict[int, int] = {}  # uid -> how many of their folders
+    allowances: dict[int, _Allowance] = {}  # by uid
     for name in reversed(folders):
+        run_dir = os.path.join(root, name)
         try:
-            uid = os.lstat(os.path.join(root, name)).st_uid
+            uid = os.lstat(run_dir).st_uid
             mine = ownership.is_mine(uid, root)
-            if not mine:
-                looked_at[uid] = looked_at.get(uid, 0) + 1
-                if not everybody or looked_at[uid] > _MOST_FOLDERS:
-                    others += 1
-                    continue
-            run = read(os.path.join(root, name))
+            if not mine and not (everybody and allowances.setdefault(uid, _Allowance()).covers(run_dir)):
+                others += 1
+                continue
+            run = read(run_dir, most_of_others=_MOST_LISTED)
         except FileNotFoundError:
             continue  # removed meanwhile
         except Damaged as problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 
@@ -35,7 +36,7 @@ def own_cache(cache: str, say: Callable[[str], None]) -> str:
                 f"data.cache {cache} is a link to {os.readlink(cache)}, which is not there: make it, or remove the link"
             )
             raise Refusal(line, EX_CANTCREAT) from None
-        return cache
+        return _made(cache, say)
     if not problem:
         return cache
     if why_not_ours_alone(cache, sticky=True):  # who owns the folder can exchange everything in it
@@ -47,6 +48,23 @@ def own_cache(cache: str, say: Callable[[str], None]) -> str:
             return own_cache(cache, say)
     say(f"data.cache {cache}: {problem}; yours is {own}")
     return own
+
+
+def _made(cache: str, say: Callable[[str], None]) -> str:
+    """Made before anything is read from it, and then checked as any other: somebody may have been quicker."""
+    parent = os.path.dirname(os.path.abspath(cache))
+    try:
+        os.makedirs(parent, exist_ok=True)
+        os.mkdir(cache, 0o700 if why_not_ours_alone(parent) else 0o755)
+    except FileExistsError:
+        pass
+    except OSError as problem:
+        if problem.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        own = ownership.private_cache("data", say)
+        say(f"data.cache {cache} can't be made ({problem.strerror}); yours is {own}")
+        return own
+    return own_cache(cache, say)
 
 
 def files_below(folder: str, say: Callable[[str], None]) -> Iterator[str]:

@@ -116,6 +116,7 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
     where = told.resume if told.resume == "auto" else located(told.resume)
     if where == "auto":
         steps = folders.steps_in(told.folder) if os.path.isdir(told.folder) else {}
+        steps = {step: path for step, path in steps.items() if folders.is_trusted(path)}  # as the ranks choose
         if not steps:
             return None
         where = steps[max(steps)]
