@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from stoker.contract.shape import shape
+from stoker.training.data.formats.questions import Question
 from stoker.training.evaluate.asking import Manner, answer_text, as_asked, choice_ids, lettered, refuse_long, stop_ids
 from stoker.training.evaluate.content import Alternatives, alternatives, phrases, right
 from stoker.training.evaluate.likelihood import log_likelihoods
 from stoker.training.evaluate.marking import in_form, right_in_form, words
-from stoker.training.evaluate.questions import Question
 from stoker.training.evaluate.tasks import Task
 from stoker.training.generate.config import GenerateConfig
 from stoker.training.model.decoder import Decoder

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
-from stoker.training.evaluate.questions import Question
+from stoker.training.data.formats.questions import Question
 from stoker.training.evaluate.tasks import TOLERATED
 from stoker.training.tokenizer.chat import STOP, check
 from stoker.training.tokenizer.chat import prompt as chat_prompt

@@ -13,8 +13,8 @@ from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.shape import replace, shape
 from stoker.contract.untrusted import text_lines
 from stoker.training.data import jsonl
+from stoker.training.data.formats.questions import FORMS, Form, Question, Row, Unusable, messages_of, mmlu_cells
 from stoker.training.data.parquet import open_parquet, read_rows
-from stoker.training.evaluate.questions import FORMS, Form, Question, Row, Unusable, messages_of, mmlu_cells
 
 TOLERATED = 0.01  # a share of unusable rows that is skipped; from there on the file is wrong
 _PLAIN_NAMES = ("test", "train", "dev", "val", "validation")
