@@ -36,7 +36,7 @@ from stoker.training.config.layers import gather
 from stoker.training.config.resolve import settle
 from stoker.training.data import ours, reader, shards, units
 from stoker.training.data.digests import digest_files
-from stoker.training.data.read import _did_you_mean, _names
+from stoker.training.data.read import _did_you_mean, key_names
 from stoker.training.data.sources import Source
 from stoker.training.evaluate import tasks
 from stoker.training.generate import finding
@@ -227,7 +227,7 @@ def test_rows_are_counted_of_regular_files_with_ends_of_line(tmp_path: Path) -> 
 def test_a_row_of_a_million_keys_is_refused_at_once() -> None:
     row = {f"key{number}": 1 for number in range(1_000_000)}
     began = time.monotonic()
-    assert _names(row).endswith("and 999980 more") and isinstance(_did_you_mean("messages", row), str)
+    assert key_names(row).endswith("and 999980 more") and isinstance(_did_you_mean("messages", row), str)
     assert time.monotonic() - began < 5, "it looks at all of them"
 
 

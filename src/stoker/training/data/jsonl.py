@@ -4,12 +4,11 @@ surrogate pair. No torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract.untrusted import lines_of, parse_json
-from stoker.training.data.read import LONG_LINE, utf8
+from stoker.training.data.rows import utf8
 
 
 def lines(path: str) -> Iterator[tuple[int, str]]:
@@ -28,7 +27,7 @@ def row(line: str) -> Any:
     meets it. ValueError: not JSON.
     """
     try:
-        found = json.loads(line) if len(line) < LONG_LINE else parse_json(line)
+        found = parse_json(line, unique=True)
         return _sound(found) if "\\ud" in line.lower() else found
     except RecursionError:
         raise ValueError("nested too deeply") from None

@@ -13,7 +13,8 @@ from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.shape import replace, shape
 from stoker.contract.untrusted import text_lines
 from stoker.training.data import jsonl
-from stoker.training.data.formats.questions import FORMS, Form, Question, Row, Unusable, messages_of, mmlu_cells
+from stoker.training.data.formats.format import Row, Unusable
+from stoker.training.data.formats.questions import FORMS, Form, Question, messages_of, mmlu_cells
 from stoker.training.data.parquet import open_parquet, read_rows
 
 TOLERATED = 0.01  # a share of unusable rows that is skipped; from there on the file is wrong

@@ -7,7 +7,7 @@ from typing import Any
 
 from stoker.contract.shape import as_json, shape
 from stoker.training.config.schema import Config
-from stoker.training.data.order import Order
+from stoker.training.data.order import Order, order_of
 from stoker.training.loop.feeder import Feeder
 from stoker.training.loop.keeping import Keeper, newest, tensors_of
 from stoker.training.loop.learner import Learner
@@ -34,7 +34,7 @@ class Trained:
 
 def train(c: Config, material: Material, learner: Learner, group: Group, voice: Voice, startup: Startup) -> Trained:
     folder = stage.run_directory(c, group)
-    order = Order(min(len(material.train), c.data.max_samples or len(material.train)), c.data.seed)
+    order = order_of(c.data, len(material.train), material.entries)
 
     # Model, optimizer, micro-batch; the weights and the step of a checkpoint, if there is one.
     found = newest(c.checkpoint, folder, group, voice)
