@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract.untrusted import lines_of, parse_json
-from stoker.training.data.rows import utf8
+from stoker.training.data.rows import sound
 
 
 def lines(path: str) -> Iterator[tuple[int, str]]:
@@ -28,14 +28,6 @@ def row(line: str) -> Any:
     """
     try:
         found = parse_json(line, unique=True)
-        return _sound(found) if "\\ud" in line.lower() else found
+        return sound(found) if "\\ud" in line.lower() else found
     except RecursionError:
         raise ValueError("nested too deeply") from None
-
-
-def _sound(value: Any) -> Any:
-    if isinstance(value, str):
-        return utf8(value).decode()
-    if isinstance(value, list):
-        return [_sound(one) for one in value]
-    return {_sound(key): _sound(one) for key, one in value.items()} if isinstance(value, dict) else value

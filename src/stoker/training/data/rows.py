@@ -75,6 +75,15 @@ def utf8(text: str) -> bytes:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
+def sound(value: Any) -> Any:
+    """The same in all texts of a JSON value."""
+    if isinstance(value, str):
+        return utf8(value).decode()
+    if isinstance(value, list):
+        return [sound(item) for item in value]
+    return {sound(key): sound(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
 def as_line(row: Row) -> bytes:
     return utf8(json.dumps(row, ensure_ascii=False, default=str)) + b"\n"
 
@@ -92,7 +101,7 @@ def parse_row(line: bytes) -> Row:
         raise ValueError(f"is not JSON that can be used: {problem}") from problem
     if not isinstance(found, dict):
         raise ValueError(f"is a JSON {type(found).__name__}, not an object with keys")
-    return found
+    return sound(found) if b"\\ud" in line.lower() else found
 
 
 def _lines(path: str, stream: BinaryIO) -> Iterator[tuple[int, Row]]:
@@ -129,8 +138,9 @@ def _values(path: str, stream: BinaryIO) -> Iterator[Row]:
         where = f"{path}, row {number + 1}"
         if at < len(text):
             try:
-                found, at = decode(text, at)
-                number, size = number + 1, _READ
+                found, end = decode(text, at)
+                found = sound(found) if "\\ud" in text[at:end].lower() else found
+                number, at, size = number + 1, end, _READ
             except json.JSONDecodeError as problem:
                 if ended or len(text) - at > LONGEST_LINE:  # else the rest of the row is not read yet
                     line = f"{where} is not JSON: {problem.msg}; it begins {text[at : at + 40]!r}"

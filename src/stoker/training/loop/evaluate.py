@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ class Validation:
     bits_per_byte: float | None  # None: not of text
     tokens: int
     right: float | None = None  # share of pairs whose better answer scores higher
+    more: Mapping[str, float] | None = None  # other means, by name
 
 
 class Measure(Protocol):

@@ -26,3 +26,5 @@ class Learner:
         _save  # model, folder, the tokenizer's folder, say, whether this rank writes
     )
     measure: Measure = validate
+    # what a step's line says besides the loss, since the line before; asked for only where one is printed
+    numbers: Callable[[Decoder], dict[str, float]] = lambda model: {}

@@ -117,6 +117,7 @@ class Supervised(Task):
                 before = {"val_loss_before": found.loss, "val_bits_per_byte_before": found.bits_per_byte}
                 text = json.dumps({"schema": layout.SCHEMA, **before})
                 write_whole(os.path.join(self._c.folder, BEFORE), text.encode())
+        self._parts.learner.numbers(self._parts.model)  # those of trial steps
         stoker.mark("POST-MODEL")
         stoker.phase("train")
         self._speed.begin()
@@ -171,6 +172,9 @@ class Supervised(Task):
     def _report(self, numbers: Numbers, rate: float) -> None:
         speed = self._speed
         mfu, memory, fast, per_step = speed.mfu, speed.memory(), speed.tokens_per_s, speed.seconds_per_step
+        logged = numbers.step % self._c.train.log_every == 0 or numbers.step + 1 == self._start.steps
+        more = self._parts.learner.numbers(self._parts.model) if logged else {}
+        said = "".join(f" | {name.replace('_', ' ')}: {value:.4f}" for name, value in more.items())
         self._voice.step(
             numbers.step,
             numbers.loss,
@@ -178,7 +182,7 @@ class Supervised(Task):
             lambda left: (
                 f"Loss: {numbers.loss:.4f} | LR: {rate:.2e} | Grad Norm: {numbers.norm:.4f} | ETA: {left} |"
                 f" {f'{fast:,.0f}' if fast else '?'} tok/s | MFU: {f'{mfu:.1%}' if mfu else 'n/a'} | Mem:"
-                f" {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}"
+                f" {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}{said}"
             ),
             every_rank=True,
             tokens=self.tokens,
@@ -187,6 +191,7 @@ class Supervised(Task):
             mfu=round(mfu, 4) if mfu else None,
             memory=memory,
             seconds_per_step=round(per_step, 6) if per_step else None,
+            **more,
         )
 
     def validation_due(self, done: int) -> bool:
