@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 from stoker.contract.names import EX_DATAERR, Refusal
@@ -161,7 +161,7 @@ def _text(row: dict[str, Any], key: str, place: Place) -> bytes:
     return utf8(value)
 
 
-def key_names(row: dict[str, Any]) -> str:
+def key_names(row: Mapping[str, Any]) -> str:
     shown = ", ".join(str(name)[:80] for name in itertools.islice(row, 20))
     return f"{shown} and {len(row) - 20} more" if len(row) > 20 else shown or "none"
 

@@ -118,7 +118,7 @@ def find_sources(
             f"{what} is empty: name text, jsonl, json, csv, arrow or parquet files, folders of them, or a hub id (--data PATH)",
             EX_NOINPUT,
         )
-    files = [found for path in paths for found in _files(path, cache, say)]
+    files = files_of(paths, cache, say)
     twice = (
         next((path for place, path in enumerate(files) if path in files[:place]), None) if len(files) < 10_000 else None
     )
@@ -140,6 +140,11 @@ def _source(path: str, cache: str, say: Callable[[str], None]) -> Source:
     if kind == "text":
         check_head(copy, text=True, name=path)
     return Source(copy, kind if kind in IN_PLACE else "jsonl", os.path.getsize(copy), path)
+
+
+def files_of(paths: Sequence[str], cache: str, say: Callable[[str], None]) -> list[str]:
+    """The files that are meant, as they are; a hub's rows are fetched into the cache."""
+    return [file for path in paths for file in _files(path, cache, say)]
 
 
 def check_there(paths: Sequence[str]) -> None:

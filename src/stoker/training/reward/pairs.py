@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.shape import shape
+from stoker.training.data.encode import pair_ids
 from stoker.training.data.formats.format import Preference, Unusable
 from stoker.training.data.formats.preferences import preference
 from stoker.training.data.reader import IGNORED, Batch
 from stoker.training.data.reasons import Reasons
-from stoker.training.data.rows import rows, utf8
+from stoker.training.data.rows import rows
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
@@ -137,21 +138,8 @@ def too_long(context: int) -> str:
 
 
 def encode(pair: Preference, tokenizer: Tokenizer) -> Pair:
-    """Both conversations as ids up to the mark that ends the answer. Learned: the assistant's words after the prompt."""
-    prompt = _bytes(pair.prompt)
-    begun = len(chat.chat(tokenizer, prompt)[0])
-    sides = []
-    for answer in (pair.chosen, pair.rejected):
-        ids, mask = chat.chat(tokenizer, [*prompt, *_bytes(answer)])
-        mask[:begun] = 0
-        end = int(np.flatnonzero(mask)[-1]) + 1  # without the newline behind the mark
-        sides.append((ids[:end].astype(np.int32), mask[:end].astype(bool)))
-    (better, learned), (worse, learned_worse) = sides
+    (better, learned), (worse, learned_worse) = pair_ids(pair, tokenizer)
     return Pair(better, worse, pair.kind, learned, learned_worse)
-
-
-def _bytes(turns: Iterable[tuple[str, str]]) -> list[tuple[str, bytes]]:
-    return [(role, utf8(text)) for role, text in turns]
 
 
 class PairRows:
