@@ -691,6 +691,22 @@ def test_a_reward_model_adds_its_share(forks: Forks, given: Path, tmp_path: Path
     assert other.codes == [EX_CONFIG] and "has another tokenizer" in other.said()
 
 
+def test_once_through_asks_every_prompt_once_and_weights_change_that() -> None:
+    """2,000 prompts, 32 a step: drawing anew in each step asked 1,297 of them in 63 steps."""
+    asked = [asking.Prompt(row, "", (), "") for row in range(2000)]
+    choose = asking.draw_of(None, asked, 2000, "")
+    first = [place for step in range(62) for place in choose(step, 7, 32)]
+    assert len(set(first)) == len(first) == 1984
+    two = [place for step in range(125) for place in choose(step, 7, 32)]
+    assert sorted(two[:2000]) == sorted(two[2000:4000]) == list(range(2000)) and two[:2000] != two[2000:4000]
+    assert choose(5, 7, 32) == choose(5, 7, 32) != choose(5, 8, 32), "a function of seed and step"
+    few = asking.in_epochs(3, 0, 1, 9)
+    assert sorted(few[:3]) == sorted(few[3:6]) == sorted(few[6:]) == [0, 1, 2], "more than there are: in epochs, too"
+    rows = [{"index": row, "weight": 1.0 if row < 50 else 0.0} for row in range(2000)]
+    weighted = asking.draw_of(rows, asked, 2000, "weights.jsonl")
+    assert set(weighted(0, 7, 32)) <= set(range(50))
+
+
 def test_max_samples_are_the_first_prompts(forks: Forks, tmp_path: Path) -> None:
     job = forks(
         1,

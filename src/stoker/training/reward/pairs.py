@@ -84,6 +84,7 @@ def pairs_of(
     if not path:
         raise Refusal(f"{section}.pairs is empty: name a file of rows with chosen and rejected", EX_USAGE)
     pairs = read_pairs(rows(path), tokenizer, context, f"{section}.pairs {path}", say)
+    say(f"{section}.pairs {path}: {len(pairs):,} pairs in the format preference (chosen and rejected answers)")
     if held_out:
         return pairs, read_pairs(rows(held_out), tokenizer, context, f"{section}.held_out {held_out}", say)
     if len(pairs) < 2:

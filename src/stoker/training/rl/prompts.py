@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
+from stoker.training.data.order import Order
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
@@ -90,13 +91,24 @@ def _named(problem: str, numbers: Sequence[int], total: int, path: str) -> str:
     )
 
 
-def draw_of(rows: Sequence[Mapping[str, Any]] | None, prompts: Sequence[Prompt], count: int, path: str) -> Draw:
-    """`rows`: of the density stage's weights.jsonl; None: all prompts alike. `count`: rows of the prompts' file."""
-    chances = np.ones(count) if rows is None else weights(rows, count, path)
-    kept: NDArray[np.float64] = chances[[prompt.row for prompt in prompts]]
+Choice = Callable[[int, int, int], list[int]]  # of the prompts that a step asks: (step, seed, count)
+
+
+def draw_of(rows: Sequence[Mapping[str, Any]] | None, prompts: Sequence[Prompt], count: int, path: str) -> Choice:
+    """`rows`: of the density stage's weights.jsonl; None: in epochs. `count`: rows of the prompts' file."""
+    if rows is None:
+        return lambda step, seed, asked: in_epochs(len(prompts), step, seed, asked)
+    kept: NDArray[np.float64] = weights(rows, count, path)[[prompt.row for prompt in prompts]]
     if not kept.any():
         raise Refusal(f"grpo.weights {path}: every weight is 0, no prompt would be sampled", EX_DATAERR)
     return Draw(kept)
+
+
+def in_epochs(prompts: int, step: int, seed: int, count: int) -> list[int]:
+    """Every prompt once before any comes again, in an order of its own each time. A function of (seed, step), the same
+    for any number of ranks.
+    """
+    return [int(place) for place in Order(prompts, seed).ids(step * count, (step + 1) * count)]
 
 
 def weights(rows: Sequence[Mapping[str, Any]], count: int, path: str) -> NDArray[np.float64]:
@@ -142,7 +154,7 @@ def expected(weights: NDArray[np.float64], count: int) -> NDArray[np.float64]:
 
 
 class Draw:
-    """Which prompts a step asks: a function of (seed, step), the same for any number of ranks."""
+    """Which prompts a step asks, by their weights: a function of (seed, step), the same for any number of ranks."""
 
     def __init__(self, weights: NDArray[np.float64]) -> None:
         self._weights = weights

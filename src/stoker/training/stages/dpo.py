@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.quantities import number_at
 from stoker.contract.shape import replace
 from stoker.training.config.derived import Learning
@@ -13,16 +12,12 @@ from stoker.training.config.schema import Config
 from stoker.training.stages import estimate
 from stoker.training.stages.blocks import Block, Cell, Heading, Table, Text
 from stoker.training.stages.estimate import Estimate, Job
+from stoker.training.stages.reward import check
 from stoker.training.stages.significance import between, marks, number, percent, share_with_interval
 from stoker.training.stages.stage import LEARN_KEYS, LEARNS, RUN_KEYS, Metrics, Stage, joined
 
 if TYPE_CHECKING:
     from stoker.training.tokenizer.tokenizer import Tokenizer
-
-
-def check(c: Config) -> None:
-    if c.compute.attention in ("flash", "cudnn"):
-        raise Refusal(f"compute.attention {c.compute.attention} does not take packed pairs: use auto", EX_CONFIG)
 
 
 def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
