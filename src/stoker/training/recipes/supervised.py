@@ -1,4 +1,4 @@
-"""The middle of every recipe that learns from rows (pretrain, midtrain, sft, reward): model, optimizer, steps, export."""
+"""The middle of every recipe that learns from rows (pretrain, midtrain, sft, reward, dpo): model, optimizer, steps, export."""
 
 from __future__ import annotations
 
