@@ -360,7 +360,7 @@ def test_tokens_are_read_as_the_vocabulary_says_whatever_the_manifest_calls_them
 def test_a_footer_that_claims_a_terabyte_is_cut_into_few_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = SimpleNamespace(total_byte_size=1 << 40, num_rows=5000)
     metadata = SimpleNamespace(num_rows=5000 * 1000, num_row_groups=1000, row_group=lambda _number: group)
-    monkeypatch.setattr(units, "open_parquet", lambda _path: SimpleNamespace(metadata=metadata))
+    monkeypatch.setattr(units, "open_parquet", lambda _path, _name: SimpleNamespace(metadata=metadata))
     train, held = units.split([Source(str(tmp_path / "x"), "parquet", 820_000)], 0.1)
     assert len(train) + len(held) < 1100
 

@@ -10,10 +10,9 @@ from stoker.training.data.formats.table import AUTO, NAMES
 @shape
 class DataConfig:
     path: tuple[str, ...] = option(
-        "text, jsonl, json, csv, arrow or parquet files, folders and globs of these, or a hub id"
-        " (owner/name:config:split@revision); several: one after the other. Of a folder, what ends in .txt .text .md"
-        " .rst .tex .jsonl .ndjson .json .parquet .arrow .feather .csv .tsv is read; each may be packed: .gz .bz2 .xz"
-        " .zst",
+        "files, folders, globs, or a hub id (owner/name:config:split@revision); several: one after the other. Of a"
+        " folder, what ends in .txt .text .md .rst .tex .jsonl .ndjson .json .parquet .arrow .feather .csv .tsv is read;"
+        " each may be packed: .gz .bz2 .xz .zst",
         default=(),
         metavar="PATH",
         many=True,

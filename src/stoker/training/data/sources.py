@@ -27,6 +27,12 @@ _HUB = re.compile(
 )
 
 
+def is_hub_id(path: str) -> bool:
+    """What is here, could be a file's name, or lies in a folder of ours is a path."""
+    here = os.path.exists(path) or os.path.isdir(os.path.dirname(path))
+    return _HUB.fullmatch(path) is not None and not here and not is_known(path) and not packing_of(path)
+
+
 def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
     """owner/name, owner/name:config, owner/name:config:split, each also with @revision; the split is train where none
     is given.
@@ -186,7 +192,7 @@ def _files(path: str, cache: str, say: Callable[[str], None], hub: Callable[...,
             raise Refusal(f"no file matches {path}", EX_NOINPUT)
         return _filled(found, path, say)
     above = os.path.dirname(path)
-    if _HUB.fullmatch(path) and not os.path.isdir(above) and not is_known(path) and not packing_of(path):
+    if is_hub_id(path):
         return [hub(path, cache, say)]
     near = os.listdir(above or ".") if os.path.isdir(above or ".") else []
     raise Refusal(f"{path} is not there{suggest_file(path, near)}", EX_NOINPUT)
