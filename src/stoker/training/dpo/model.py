@@ -66,7 +66,7 @@ class DpoModel(Decoder):
 
     reference: Decoder
     rule: DpoConfig
-    told: Tensor | None = None  # sums over pairs since the last line: their number, and NUMBERS
+    told: Tensor | None = None  # sums over pairs since `numbers` was asked: how many, and NUMBERS
 
     def forward(
         self, inputs: Tensor, targets: Tensor | None = None, scale: Tensor | None = None, segments: Tensor | None = None
@@ -93,13 +93,13 @@ class DpoModel(Decoder):
         sums = torch.stack([(value * counted).sum() for value in values])
         self.told = sums if self.told is None else self.told + sums
 
-    def numbers(self) -> dict[str, float]:
-        """Means over this rank's pairs since they were asked for last. Waits for the GPU."""
+    def numbers(self) -> dict[str, Tensor]:
+        """Means over this rank's pairs since they were asked for last, on the device: nothing waits for it."""
         if self.told is None:
             return {}
-        count, *sums = self.told.tolist()
+        means = self.told[1:] / self.told[0]
         self.told = None
-        return {name: value / count for name, value in zip(NUMBERS, sums, strict=True)} if count else {}
+        return dict(zip(NUMBERS, means.unbind(), strict=True))
 
 
 def pair_losses(ratio: Tensor, rule: DpoConfig) -> Tensor:
@@ -150,7 +150,7 @@ def learner(reference: Decoder, rule: DpoConfig) -> Learner:
     return Learner(kind, measure=measure, numbers=_numbers)
 
 
-def _numbers(model: Decoder) -> dict[str, float]:
+def _numbers(model: Decoder) -> dict[str, Tensor]:
     assert isinstance(model, DpoModel)
     return model.numbers()
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from stoker.contract.shape import shape
 from stoker.training.loop.evaluate import Measure, validate
 from stoker.training.model import hf
@@ -26,5 +28,5 @@ class Learner:
         _save  # model, folder, the tokenizer's folder, say, whether this rank writes
     )
     measure: Measure = validate
-    # what a step's line says besides the loss, since the line before; asked for only where one is printed
-    numbers: Callable[[Decoder], dict[str, float]] = lambda model: {}
+    # what a step's line says besides the loss: taken right after the step, read where a line is printed
+    numbers: Callable[[Decoder], dict[str, Tensor]] = lambda model: {}

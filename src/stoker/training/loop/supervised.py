@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 import stoker
 from stoker.contract import layout
@@ -44,6 +45,7 @@ class Launched:
     pending: Pending
     batch: StepBatch
     rate: float
+    numbers: Mapping[str, Tensor] = {}  # what the learner says besides
 
 
 @shape
@@ -166,14 +168,15 @@ class Supervised(Task):
             self._samples.write(batch.step, batch.ids)
         if self._balancer is not None:
             self._balancer.hear(numbers.step, batch.samples, numbers.compute, numbers.waiting)
-        self._report(numbers, launched.rate)
+        self._report(numbers, launched)
         return numbers
 
-    def _report(self, numbers: Numbers, rate: float) -> None:
-        speed = self._speed
+    def _report(self, numbers: Numbers, launched: Launched) -> None:
+        speed, rate = self._speed, launched.rate
         mfu, memory, fast, per_step = speed.mfu, speed.memory(), speed.tokens_per_s, speed.seconds_per_step
         logged = numbers.step % self._c.train.log_every == 0 or numbers.step + 1 == self._start.steps
-        more = self._parts.learner.numbers(self._parts.model) if logged else {}
+        values = {name: float(value) for name, value in launched.numbers.items()} if logged else {}
+        more = {name: value for name, value in values.items() if math.isfinite(value)}  # a rank may have had no pair
         said = "".join(f" | {name.replace('_', ' ')}: {value:.4f}" for name, value in more.items())
         self._voice.step(
             numbers.step,

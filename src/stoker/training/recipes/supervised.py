@@ -85,7 +85,8 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
             parts.drill.step = batch.step
             share = schedule.share(c.optim, batch.step, steps)
             pending = stepper.step(batch, share, words=loop.words)  # forward, backward, update
-            loop.launched(Launched(pending, batch, c.optim.learning_rate * share))
+            rate = c.optim.learning_rate * share
+            loop.launched(Launched(pending, batch, rate, parts.learner.numbers(parts.model)))
     task.close()
     if loop.whole:
         export(c, parts, folder, voice)
