@@ -252,6 +252,7 @@ def test_a_text_and_a_stream_of_rows_are_read_packed(place: Place) -> None:
         "c.csv.gz", gzip.compress(("id,text\n" + "".join(f'{n},"a ""b"" {n}"\n' for n in range(90))).encode())
     )
     assert place.prepare(table, kind="stream").train_documents == 90
+    assert "data format: text (the column text)" in place.said
 
 
 def bad_files(place: Place) -> list[tuple[str, list[str]]]:
@@ -367,6 +368,29 @@ def test_a_hub_id_has_a_config_a_split_and_a_revision(place: Place, monkeypatch:
     assert asked[1][1:] == (None, {"split": "train", "revision": None, "streaming": True})
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install datasets" in refusal(lambda: place.prepare("owner/third"))
+
+
+def test_pairs_of_the_hub_are_fetched_once_before_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stoker.cli import train
+    from stoker.training.config.resolve import recipe_config
+
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def fetch(name: str, cache: str, say: Any) -> str:
+        asked.append(name)
+        return f"{cache}/hub/rows.jsonl"
+
+    monkeypatch.setattr(sources, "fetch", fetch)
+    config = recipe_config(["--dpo.pairs", "owner/name:default:train_prefs", "--preset", "small"], False, {})
+    made = train._fetched("dpo", config)
+    assert (
+        made.dpo.pairs == "cache/hub/rows.jsonl"
+        and made.dpo.held_out == ""
+        and asked == ["owner/name:default:train_prefs"]
+    )
+    (tmp_path / "owner").mkdir()
+    assert train._fetched("dpo", config) == config, "a folder of ours: it is a path"
 
 
 def test_the_datasets_library_reads_a_folder_of_files_as_a_hub_id(

@@ -291,7 +291,8 @@ def _from_hub(path: str) -> bool:
 def _fetched(stage: str, config: Config) -> Config:
     """Rows of the hub are fetched here, once, and not by every rank."""
     values = values_of(config)
-    names = {key: path for key, path in STAGES[stage].files(values) if path and _from_hub(path)}
+    own = [name for name, key in KEYS.items() if key.section == stage and key.spec.metavar == "PATH"]
+    names = {key: values[key] for key in own if isinstance(values[key], str) and _from_hub(values[key])}
     if not names:
         return config
     from stoker.training.data.sources import fetch

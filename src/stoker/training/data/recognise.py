@@ -25,6 +25,8 @@ def with_formats(sources: Sequence[Source], data: DataConfig, say: Callable[[str
         if data.format not in (AUTO, TEXT):
             line = f"data.format {data.format} is for conversations: set data.kind chat, or leave data.format out"
             raise Refusal(line, EX_CONFIG)
+        if any(source.form != "text" for source in sources):
+            say(f"data format: text (the column {data.text_key})")
         return tuple(sources)
     if data.format == TEXT:
         raise Refusal(f"data.format text has no turns to learn from; a chat is one of {known()}", EX_CONFIG)
