@@ -289,7 +289,7 @@ def test_bad_input_is_refused_in_one_line_with_file_and_place(place: Place) -> N
         (dangling(place), ["dangling/gone.txt can't be read: No such file"]),
         (os.path.dirname(place.file("hollow/a.txt", "")), ["hollow holds nothing but empty files"]),
         (place.file("array.json", '[{"text": "a"}, {"text": "b"'), ["array.json, row 2 is not JSON"]),
-        (place.file("twice.jsonl", '{"text": "a"}\n{"text": "a", "text": "b"}\n'), ["line 2", "text is there twice"]),
+        (place.file("twice.jsonl", '{"text": "a"}\n{"text": "a", "text": "b"}\n'), ["line 2", "'text' is there twice"]),
         (place.file("archive.zip", "PK"), ["unzip"]),
         (place.file("number.jsonl", "12\n"), ["number.jsonl, line 1", "int"]),
         (place.file("bad.jsonl", b'{"text": "caf\xe9"}\n'), ["bad.jsonl is not UTF-8", "offset 13"]),

@@ -266,7 +266,7 @@ def bad_files(place: Place) -> list[tuple[str, list[str]]]:
         (place.rows("mixed.jsonl", [good, {"instruction": "a", "output": "b"}]), ["mixed.jsonl, line 2", "format alpaca"]),
         (place.file("cut.jsonl.gz", whole[:-100]), ["cut.jsonl.gz is damaged", "download it again"]),
         (place.file("flip.jsonl.gz", whole[:2000] + b"????" + whole[2004:]), ["flip.jsonl.gz is damaged"]),
-        (place.file("twice.jsonl", '{"messages": [], "messages": []}\n'), ["twice.jsonl, line 1", "messages is there twice"]),
+        (place.file("twice.jsonl", '{"messages": [], "messages": []}\n'), ["twice.jsonl, line 1", "'messages' is there twice"]),
         (place.file("twice.json", '[{"a": {"b": 1, "b": 2}}]'), ["twice.json, row 1", "'b' is there twice"]),
         (place.file("cut.json", '[{"messages": []}, {"mess'), ["cut.json, row 2 is not JSON"]),
         (place.file("cells.csv", "prompt,completion\na,b\na,b,c\n"), ["cells.csv, row 2 has 3 cells", "2 columns"]),

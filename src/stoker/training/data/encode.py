@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.training.data.formats.format import Preference, Turn
-from stoker.training.data.rows import utf8
+from stoker.training.data.jsonl import utf8
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 

@@ -15,9 +15,10 @@ from stoker.contract.shape import shape
 from stoker.contract.untrusted import open_regular, printable
 from stoker.training.data.formats.format import Unusable, checked, refuse_mixed
 from stoker.training.data.formats.table import FORMATS, known, recognise
+from stoker.training.data.jsonl import parse_row, utf8
 from stoker.training.data.looks import as_text, refuse_binary
 from stoker.training.data.parquet import open_parquet, read_rows
-from stoker.training.data.rows import LONGEST_LINE, counted_in, parse_row, utf8
+from stoker.training.data.rows import LONGEST_LINE, counted_in
 from stoker.training.data.units import Span
 
 REPLACEMENT = "\ufffd"

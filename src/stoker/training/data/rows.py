@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any, BinaryIO
 
 from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.untrusted import parse_json
+from stoker.training.data.jsonl import DECODER, HALF, parse_row, sound, utf8
 from stoker.training.data.looks import as_text
 from stoker.training.data.parquet import Bounded, first_line, open_parquet, read_rows
 from stoker.training.data.unpack import open_unpacked, packing_of, unpacked_name
@@ -67,41 +67,8 @@ def rows(path: str) -> Iterator[tuple[int, Row]]:
             raise Refusal(f"{path} is plain text; rows come from files that end in {endings}", EX_DATAERR)
 
 
-def utf8(text: str) -> bytes:
-    """JSON can spell half a surrogate pair, which is no character: U+FFFD stands for it, as everywhere."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
-
-
-def sound(value: Any) -> Any:
-    """The same in all texts of a JSON value."""
-    if isinstance(value, str):
-        return utf8(value).decode()
-    if isinstance(value, list):
-        return [sound(item) for item in value]
-    return {sound(key): sound(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
 def as_line(row: Row) -> bytes:
     return utf8(json.dumps(row, ensure_ascii=False, default=str)) + b"\n"
-
-
-def parse_row(line: bytes) -> Row:
-    """ValueError says what is wrong with it."""
-    try:
-        found = parse_json(line, unique=True)
-    except json.JSONDecodeError as problem:
-        begins = line[:40].decode("utf-8", "replace")
-        raise ValueError(f"is not JSON: {problem.msg}, column {problem.colno}; it begins {begins!r}") from problem
-    except UnicodeDecodeError:
-        raise
-    except ValueError as problem:
-        raise ValueError(f"is not JSON that can be used: {problem}") from problem
-    if not isinstance(found, dict):
-        raise ValueError(f"is a JSON {type(found).__name__}, not an object with keys")
-    return sound(found) if b"\\ud" in line.lower() else found
 
 
 def _lines(path: str, stream: BinaryIO) -> Iterator[tuple[int, Row]]:
@@ -125,7 +92,6 @@ def _lines(path: str, stream: BinaryIO) -> Iterator[tuple[int, Row]]:
 
 def _values(path: str, stream: BinaryIO) -> Iterator[Row]:
     """One array, or values one after the other."""
-    decode = json.JSONDecoder(object_pairs_hook=_each_key_once).raw_decode
     text_of = codecs.getincrementaldecoder("utf-8-sig")()
     text, at, size, number, array, ended = "", 0, _READ, 0, False, False
     while True:
@@ -138,8 +104,8 @@ def _values(path: str, stream: BinaryIO) -> Iterator[Row]:
         where = f"{path}, row {number + 1}"
         if at < len(text):
             try:
-                found, end = decode(text, at)
-                found = sound(found) if "\\ud" in text[at:end].lower() else found
+                found, end = DECODER.raw_decode(text, at)
+                found = sound(found) if HALF.search(text, at, end) else found
                 number, at, size = number + 1, end, _READ
             except json.JSONDecodeError as problem:
                 if ended or len(text) - at > LONGEST_LINE:  # else the rest of the row is not read yet
@@ -162,14 +128,6 @@ def _values(path: str, stream: BinaryIO) -> Iterator[Row]:
             text, at, ended, size = text[at:] + text_of.decode(data, not data), 0, not data, 2 * size
         except UnicodeDecodeError as problem:
             raise Refusal(f"{path}, after row {number}: not UTF-8 ({problem.reason})", EX_DATAERR) from problem
-
-
-def _each_key_once(pairs: list[tuple[str, Any]]) -> Row:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(name for place, (name, _) in enumerate(pairs) if name in dict(pairs[:place]))
-        raise ValueError(f"the key {twice[:80]!r} is there twice")
-    return found
 
 
 def _cells(path: str, stream: BinaryIO) -> Iterator[Row]:

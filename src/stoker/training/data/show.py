@@ -15,10 +15,11 @@ from stoker.contract.shape import shape
 from stoker.training.data.encode import Encoded, conversation_ids, pair_ids
 from stoker.training.data.formats.format import Format, Row, Unusable, checked, text_of
 from stoker.training.data.formats.table import AUTO, FORMATS, TEXT, known, recognise
+from stoker.training.data.jsonl import utf8
 from stoker.training.data.looks import as_text, check_head, refuse_binary
 from stoker.training.data.read import key_names
 from stoker.training.data.reasons import Reason, Reasons
-from stoker.training.data.rows import LONGEST_LINE, kind_of, rows, utf8
+from stoker.training.data.rows import LONGEST_LINE, kind_of, rows
 from stoker.training.data.unpack import open_unpacked, packing_of
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer, segments
