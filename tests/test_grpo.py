@@ -551,12 +551,13 @@ def test_a_rank_without_prompts_takes_part(forks: Forks, tmp_path: Path) -> None
 
 
 def test_several_updates_a_step_learn_too_and_do_not_depend_on_the_ranks(forks: Forks, tmp_path: Path) -> None:
-    more = ("--max-steps", "6", "--grpo.updates", "3", "--export", "false")
+    more = ("--max-steps", "12", "--grpo.updates", "3", "--export", "false", "--learning_rate", "1e-3")
     one, two = forks(1, tmp_path / "1", *more), forks(2, tmp_path / "2", *more)
     assert one.codes == [0] and two.codes == [0, 0], one.said()
     for mine, theirs in zip(two.metrics, one.metrics, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3, abs=5e-5)
-    assert one.metrics[-1]["reward"] > one.metrics[0]["reward"]
+    rewards = [line["reward"] for line in one.metrics]
+    assert sum(rewards[-4:]) > sum(rewards[:4]), rewards  # steps ask different prompts: a single one says little
 
 
 def test_stopped_by_sigterm_and_started_again_it_gives_the_metrics_of_an_uninterrupted_run(
