@@ -563,6 +563,6 @@ def test_what_stoker_made_is_no_data(tmp_path: Path) -> None:
     assert (tmp_path / "cache" / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f597d28d172789f06886806bc55")
     assert prepare(data, TokenizerConfig(path="bytes"), said.append).key == first.key
     assert f"left out, being Stoker's own: {tmp_path / 'runs' / '1-base'}" in said
-    assert [one.path for one in find_sources([str(tmp_path / "runs" / "1-base")], "", said.append)] != [], (
-        "unless it is named"
-    )
+    assert [
+        one.path for one in find_sources([str(tmp_path / "runs" / "1-base")], str(tmp_path / "other"), said.append)
+    ] != [], "unless it is named"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import fcntl
 import glob
+import itertools
 import os
 import shutil
 import socket
@@ -27,7 +28,7 @@ from stoker.contract.untrusted import open_lock_file, printable
 from stoker.contract.wholefile import sync_folder, write_json
 from stoker.training.data import shards
 from stoker.training.data.crew import Crew
-from stoker.training.data.read import NAMED
+from stoker.training.data.read import NAMED, Place, at
 from stoker.training.data.units import Span, jobs_of
 from stoker.training.data.work import BEGIN, Part, Work, lengths_path, mask_path
 
@@ -222,7 +223,8 @@ def _chat(folder: str, name: str, parts: list[Part], work: Work, pad: int) -> di
         for key in ("bytes", "documents", "learned", "cut", "dropped", "wrong")
     }
     told["first_wrong"] = [line for part in parts for line in part.first_wrong][:NAMED]
-    told["first_cut"] = [line for part in parts for line in part.first_cut][:NAMED]
+    cut = itertools.islice((first for part in parts for first in part.first_cut), NAMED)
+    told["first_cut"] = [f"{at(Place(**place))} has {tokens:,} tokens" for place, tokens in cut]
     apart: dict[int, list[NDArray[np.int64]]] = {}
     for part in parts:
         apart.setdefault(part.entry, []).append(np.fromfile(lengths_path(part.path), dtype="<i8"))

@@ -83,6 +83,7 @@ UNFOLDED = 1  # raised when the same file would give other bytes
 
 
 def unfold(path: str, cache: str, say: Callable[[str], None]) -> str:
+    assert cache, "the working directory is no cache"
     kind = kind_of(path)
     (digest,) = digest_files([path], cache, 1, say)
     ending = {"text": ".txt", "parquet": ".parquet"}.get(kind, ".jsonl")
