@@ -12,7 +12,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from stoker.contract.untrusted import open_lock_file, printable
 from stoker.contract.wholefile import sync_folder, write_json
 from stoker.training.data import shards
 from stoker.training.data.crew import Crew
-from stoker.training.data.read import NAMED, Place, at
+from stoker.training.data.read import NAMED, Remark, named
 from stoker.training.data.units import Span, jobs_of
 from stoker.training.data.work import BEGIN, Part, Work, lengths_path, mask_path
 
@@ -218,13 +218,12 @@ def _stream(folder: str, name: str, parts: Iterator[Part], work: Work) -> dict[s
 
 
 def _chat(folder: str, name: str, parts: list[Part], work: Work, pad: int) -> dict[str, Any]:
-    told = {
+    told: dict[str, Any] = {
         key: sum(getattr(part, key) for part in parts)
         for key in ("bytes", "documents", "learned", "cut", "dropped", "wrong")
     }
-    told["first_wrong"] = [line for part in parts for line in part.first_wrong][:NAMED]
-    cut = itertools.islice((first for part in parts for first in part.first_cut), NAMED)
-    told["first_cut"] = [f"{at(Place(**place))} has {tokens:,} tokens" for place, tokens in cut]
+    told["first_wrong"] = _first(remark for part in parts for remark in part.first_wrong)
+    told["first_cut"] = _first(remark for part in parts for remark in part.first_cut)
     apart: dict[int, list[NDArray[np.int64]]] = {}
     for part in parts:
         apart.setdefault(part.entry, []).append(np.fromfile(lengths_path(part.path), dtype="<i8"))
@@ -267,6 +266,10 @@ def _chat(folder: str, name: str, parts: list[Part], work: Work, pad: int) -> di
         "shards": writers[0].close(),
         "masks": writers[1].close(),
     }
+
+
+def _first(remarks: Iterable[Remark]) -> list[str]:
+    return [named(remark) for remark in itertools.islice(remarks, NAMED)]
 
 
 def _joined(paths: list[str], dtype: str) -> Callable[[int, int], Any]:

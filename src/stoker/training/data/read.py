@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.settings import suggest
-from stoker.contract.shape import shape
+from stoker.contract.shape import as_json, shape
 from stoker.contract.untrusted import open_regular, printable
 from stoker.training.data.formats.format import Unusable, checked, refuse_mixed
 from stoker.training.data.formats.table import FORMATS, known, recognise
@@ -38,6 +38,19 @@ class Place:
     row: int = 0  # of one that is not
 
 
+Remark = tuple[dict[str, Any], str]  # a place, and what is said of it: a line of JSON takes it to another process
+
+
+def remark(place: Place, text: str) -> Remark:
+    return as_json(place), printable(text, 1000)
+
+
+def named(found: Remark) -> str:
+    """With the row's number, which is counted here: only for those that are printed."""
+    place, text = found
+    return f"{at(Place(**place))}{text}"
+
+
 def texts(span: Span, text_key: str) -> Iterator[tuple[bytes, bool]]:
     """(text, whether its document ends with it)."""
     if span.form == "text":
@@ -47,8 +60,8 @@ def texts(span: Span, text_key: str) -> Iterator[tuple[bytes, bool]]:
         yield _text(row, text_key, place), True
 
 
-def conversations(span: Span, wrong: list[str]) -> Iterator[tuple[list[Message], Place]]:
-    """`wrong`: gets a line for each row that is no conversation with an answer in it; how many there may be is for the
+def conversations(span: Span, wrong: list[Remark]) -> Iterator[tuple[list[Message], Place]]:
+    """`wrong`: gets a remark for each row that is no conversation with an answer in it; how many there may be is for the
     caller to say.
     """
     if span.form == "text":
@@ -64,10 +77,10 @@ def conversations(span: Span, wrong: list[str]) -> Iterator[tuple[list[Message],
                     raise refuse_mixed(at(place), other, chosen)
                 raise Unusable(f"no {chosen.about}; its keys: {key_names(row)}{_did_you_mean(chosen.columns[0], row)}")
             messages = [(role, utf8(text)) for role, text in checked(chosen.conversation(row))]
-        except Unusable as problem:  # a line is numbered by reading all before it: not for thousands of them
-            wrong.append(printable(f"{at(place)}: {problem}", 1000) if len(wrong) < NAMED else "")
+        except Unusable as problem:
+            wrong.append(remark(place, f": {problem}"))
             if len(wrong) == HOPELESS and not found:
-                raise Refusal(wrong[0], EX_DATAERR) from problem
+                raise Refusal(named(wrong[0]), EX_DATAERR) from problem
             continue
         found += 1
         yield messages, place

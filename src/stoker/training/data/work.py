@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stoker.contract.names import EX_OSERR, Refusal
 from stoker.contract.shape import as_json, shape
-from stoker.training.data.read import NAMED, conversations, texts
+from stoker.training.data.read import NAMED, Remark, conversations, remark, texts
 from stoker.training.data.units import Span, span_from
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.encoders import FastPlan
@@ -51,8 +51,8 @@ class Part:
     cut: int = 0  # conversations that were too long
     dropped: int = 0  # conversations with nothing to learn
     wrong: int = 0  # rows that are no conversations
-    first_wrong: tuple[str, ...] = ()
-    first_cut: tuple[tuple[dict[str, Any], int], ...] = ()  # a Place and tokens: who names it counts its lines
+    first_wrong: tuple[Remark, ...] = ()
+    first_cut: tuple[Remark, ...] = ()
     entry: int = 0  # of `data.path`
 
 
@@ -97,15 +97,15 @@ def _stream(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> P
 def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Part:
     lengths: list[int] = []
     learned = size = cut = dropped = 0
-    wrong: list[str] = []
-    first_cut: list[tuple[dict[str, Any], int]] = []
+    wrong: list[Remark] = []
+    first_cut: list[Remark] = []
     with open(path, "wb", buffering=1 << 20) as file, open(mask_path(path), "wb", buffering=1 << 20) as beside:
         for span in spans:
             for messages, place in conversations(span, wrong):
                 ids, mask = chat.chat(tokenizer, messages)
                 if len(ids) > work.longest:
                     cut += 1
-                    first_cut += [(as_json(place), len(ids))] if len(first_cut) < NAMED else []
+                    first_cut += [remark(place, f" has {len(ids):,} tokens")] if len(first_cut) < NAMED else []
                 ids, mask = ids[: work.longest], mask[: work.longest]
                 mine = ids[mask != 0]
                 if not len(mine):
