@@ -7,7 +7,7 @@ import pytest
 SLOWEST = (
     "test_watch_real", "test_faults", "test_multihost", "test_pretrain", "test_grpo", "test_speedrun", "test_slurm", "test_elastic", "test_wheel",
     "test_unmodified", "test_dropin", "test_checkpoint", "test_readme", "test_balance", "test_evaluate", "test_hosts", "test_unlucky_moments",
-    "test_healthy", "test_forensics", "test_reward", "test_engine", "test_families", "test_cluster_check", "test_endings", "test_stopping", "test_rendezvous", "test_protocol",
+    "test_healthy", "test_forensics", "test_reward", "test_dpo", "test_engine", "test_families", "test_cluster_check", "test_endings", "test_stopping", "test_rendezvous", "test_protocol",
 )  # fmt: skip
 
 

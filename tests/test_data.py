@@ -288,11 +288,13 @@ def test_bad_input_is_refused_in_one_line_with_file_and_place(place: Place) -> N
         ("/dev/zero", ["/dev/zero is a device, not a regular file"]),
         (dangling(place), ["dangling/gone.txt can't be read: No such file"]),
         (os.path.dirname(place.file("hollow/a.txt", "")), ["hollow holds nothing but empty files"]),
-        (place.file("array.json", '[{"text": "a"}]'), ["array.json", "JSON array", "jq"]),
+        (place.file("array.json", '[{"text": "a"}, {"text": "b"'), ["array.json, row 2 is not JSON"]),
+        (place.file("twice.jsonl", '{"text": "a"}\n{"text": "a", "text": "b"}\n'), ["line 2", "'text' is there twice"]),
+        (place.file("archive.zip", "PK"), ["unzip"]),
         (place.file("number.jsonl", "12\n"), ["number.jsonl, line 1", "int"]),
         (place.file("bad.jsonl", b'{"text": "caf\xe9"}\n'), ["bad.jsonl is not UTF-8", "offset 13"]),
         (place.file("fake.parquet", "no parquet" * 9), ["fake.parquet is not a parquet file"]),
-        (place.file("packed.jsonl.gz", b"\x1f\x8b123"), ["packed", "gunzip"]),
+        (place.file("packed.jsonl.gz", b"\x1f\x8b123"), ["packed.jsonl.gz is damaged", "download it again"]),
         (str(place.folder / "latin.text"), ["is not there; did you mean ", "latin.txt?"]),
         (str(place.folder / "no*match"), ["no file matches"]),
         (os.path.dirname(place.file("odd/a.bin", "x")), ["holds no", ".bin"]),
@@ -371,9 +373,11 @@ def test_chats_are_packed_whole_and_learn_the_assistant_only(place: Place) -> No
     ]
     made = place.prepare(place.rows("chats.jsonl", rows), kind="chat", context_length=512)
     assert (
-        place.said[-1].startswith("1 of 302 rows can't be used: ")
-        and "chats.jsonl, line 301: no message is the assistant's; left out" in place.said[-1]
+        place.said[-2].startswith("1 of 302 rows can't be used: ")
+        and "chats.jsonl, line 301: no message is the assistant's; left out" in place.said[-2]
     )
+    assert "1 of 301 conversations are longer than data.context_length 512 and lose their end" in place.said[-1]
+    assert place.said[-1].endswith("chats.jsonl, line 302 has 1,522 tokens")
     assert (
         made.dropped == 0
         and made.cut == 1
@@ -421,9 +425,9 @@ def test_chats_are_packed_whole_and_learn_the_assistant_only(place: Place) -> No
         and "line 64" not in line
     )
     text = place.rows("text.jsonl", [{"text": "x"}] * 3000)
-    assert "text.jsonl, line 1 has no 'messages'" in refusal(lambda: place.prepare(text, kind="chat"))
+    assert "text.jsonl, line 1: no known format of conversations" in refusal(lambda: place.prepare(text, kind="chat"))
     few = place.rows("few.jsonl", [{"text": "a text that is no conversation"}] * 9)
-    assert "few.jsonl, line 1 has no 'messages'; its keys: text" in refusal(
+    assert "few.jsonl, line 1: no known format of conversations; its keys: text" in refusal(
         lambda: place.prepare(few, kind="chat", tokenizer=TokenizerConfig(vocab_size=300))
     )
 
@@ -559,6 +563,6 @@ def test_what_stoker_made_is_no_data(tmp_path: Path) -> None:
     assert (tmp_path / "cache" / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f597d28d172789f06886806bc55")
     assert prepare(data, TokenizerConfig(path="bytes"), said.append).key == first.key
     assert f"left out, being Stoker's own: {tmp_path / 'runs' / '1-base'}" in said
-    assert [one.path for one in find_sources([str(tmp_path / "runs" / "1-base")], "", said.append)] != [], (
-        "unless it is named"
-    )
+    assert [
+        one.path for one in find_sources([str(tmp_path / "runs" / "1-base")], str(tmp_path / "other"), said.append)
+    ] != [], "unless it is named"

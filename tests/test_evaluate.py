@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import math
 import random
@@ -243,6 +244,19 @@ def test_published_files_are_read_as_they_are(tmp_path: Path) -> None:
         (kind, "stone, mostly", "B", True) for kind in ("art", "law")
     ]
     assert [one.kind for one in tasks["questions"].questions] == ["sum", "talk"]
+
+
+def test_packed_files_arrays_and_arrow_are_asked_too(tmp_path: Path) -> None:
+    gsm = {"question": "How many?", "answer": "#### 4"}
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((json.dumps(gsm) + "\n").encode() * 3))
+    (tmp_path / "b.json").write_text(json.dumps([gsm] * 2, indent=1))
+    (tmp_path / "law_test.csv.gz").write_bytes(gzip.compress(b"Which?,w,x,y,z,C\n"))
+    tasks = read_tasks([str(tmp_path / name) for name in ("a.jsonl.gz", "b.json", "law_test.csv.gz")], 0)
+    assert [(task.name, len(task.questions)) for task in tasks] == [("a", 3), ("b", 2), ("law_test", 1)]
+    assert tasks[2].questions[0].answer == "C" and tasks[2].questions[0].choices == ("w", "x", "y", "z")
+    (tmp_path / "a.jsonl.gz").write_bytes(b"\x1f\x8b1")
+    with pytest.raises(Refusal, match="is damaged"):
+        read_tasks([str(tmp_path / "a.jsonl.gz")], 0)
 
 
 def test_parquet_of_arc_and_mmlu_is_read_as_the_hub_has_it(tmp_path: Path) -> None:

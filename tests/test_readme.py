@@ -113,6 +113,13 @@ ROWS = [
         DRY,
         needs="torch",
     ),
+    Row("stoker data show chats.jsonl", needs="tiktoken", says="200 conversations used"),
+    Row(
+        "stoker train dpo --model.load sft/hf --dpo.pairs pairs.jsonl",
+        "stoker train dpo --model.load sft/hf --dpo.pairs pairs.jsonl --dry-run",
+        DRY,
+        needs="torch",
+    ),
     Row(
         "stoker train reward --model.load sft/hf --reward.pairs pairs.jsonl",
         "stoker train reward --model.load sft/hf --reward.pairs pairs.jsonl --dry-run",

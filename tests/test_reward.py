@@ -50,13 +50,17 @@ def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return made
 
 
+def numbered(made: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+    return list(enumerate(made, 1))
+
+
 def nothing(line: str) -> None:
     raise AssertionError(line)
 
 
 def test_a_row_holds_whole_pairs_side_by_side_and_says_where_they_end() -> None:
     words = bytes_tokenizer()
-    pairs = read_pairs(rows(20), words, 160, "pairs", nothing)
+    pairs = read_pairs(numbered(rows(20)), words, 160, "pairs", nothing)
     pair_rows = PairRows(pairs, 160, 0)
     batch = pair_rows.batch(np.arange(len(pair_rows), dtype=np.int64))
     seen = []
@@ -69,7 +73,7 @@ def test_a_row_holds_whole_pairs_side_by_side_and_says_where_they_end() -> None:
                 targets[place] == np.flatnonzero(segments == worse).max()
                 and place == np.flatnonzero(segments == better).max()
             )
-    assert seen == [(pair.better, pair.worse) for pair in pairs] and 1 < len(pair_rows) < 20
+    assert seen == [(pair.better.tolist(), pair.worse.tolist()) for pair in pairs] and 1 < len(pair_rows) < 20
     assert pair_rows.digest() != PairRows(pairs[::-1], 160, 0).digest()
 
 
@@ -77,7 +81,7 @@ def test_a_row_holds_whole_pairs_side_by_side_and_says_where_they_end() -> None:
 def test_the_loss_is_bradley_and_terrys_of_each_answer_alone(likelihood: bool) -> None:
     words = bytes_tokenizer()
     made = rows(7)
-    pairs = read_pairs(made, words, 200, "pairs", nothing)
+    pairs = read_pairs(numbered(made), words, 200, "pairs", nothing)
     pair_rows = PairRows(pairs, 200, 0)
     model = learner(likelihood).kind(SMALL, 200)
     assert isinstance(model, RewardModel) and hasattr(model, "trust") == likelihood
@@ -102,7 +106,7 @@ def test_the_loss_is_bradley_and_terrys_of_each_answer_alone(likelihood: bool) -
     found = margins(model(inputs, None, None, packed), targets)[targets != IGNORED]
     torch.testing.assert_close(found, torch.tensor(alone[::2]) - torch.tensor(alone[1::2]), rtol=1e-3, atol=1e-3)
     if likelihood:  # by hand: the vector at the end, and the answer's tokens alone
-        ids, begun = torch.tensor([pairs[0].better]), len(asked(words, made[0]["prompt"]))
+        ids, begun = torch.tensor(pairs[0].better.tolist())[None], len(asked(words, made[0]["prompt"]))
         logp = (
             torch.log_softmax(F.linear(model.hidden(ids), model.head_weight)[0, :-1], -1)
             .gather(1, ids[0, 1:, None])[begun - 1 :]
@@ -163,16 +167,22 @@ def test_calibration_counts_how_often_it_was_right_when_it_was_sure() -> None:
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the same text"),
         ({"prompt": "a", "chosen": "b"}, "no rejected"),
         ({"prompt": "a", "chosen": "b", "rejected": 3}, "must be texts"),
-        ({"prompt": [{"role": "robot", "content": "x"}], "chosen": "b", "rejected": "c"}, "role 'robot'"),
-        ({"prompt": "a" * 400, "chosen": "b", "rejected": "c"}, "more than data.context_length"),
+        ({"prompt": [{"role": "robot", "content": "x"}], "chosen": "b", "rejected": "c"}, "the role 'robot'"),
+        ({"prompt": "a" * 400, "chosen": "b", "rejected": "c"}, "more tokens than data.context_length"),
     ],
 )
 def test_rows_that_are_no_pairs_are_named_and_left_out_only_when_they_are_few(row: dict[str, Any], line: str) -> None:
     said: list[str] = []
-    assert len(read_pairs([*rows(200), row], bytes_tokenizer(), 256, "p.jsonl", said.append)) == 200
+    assert len(read_pairs(numbered([*rows(200), row]), bytes_tokenizer(), 256, "p.jsonl", said.append)) == 200
     assert "1 of 201" in said[0] and "row 201" in said[0] and line in said[0]
+    if "data.context_length" in line:  # long ones are left out as long as half of them fit
+        assert len(read_pairs(numbered([*rows(9), *[row] * 9]), bytes_tokenizer(), 256, "p.jsonl", said.append)) == 9
+        assert "9 of 18 pairs are too long" in said[-1] and "needs data.context_length 8" in said[-1]
+        with pytest.raises(Refusal, match="9 of 17 pairs are too long"):
+            read_pairs(numbered([*rows(8), *[row] * 9]), bytes_tokenizer(), 256, "p.jsonl", said.append)
+        return
     with pytest.raises(Refusal, match="2 of 42"):
-        read_pairs([*rows(40), row, row], bytes_tokenizer(), 256, "p.jsonl", said.append)
+        read_pairs(numbered([*rows(40), row, row]), bytes_tokenizer(), 256, "p.jsonl", said.append)
 
 
 def test_one_two_and_three_ranks_learn_the_same_and_order_held_out_pairs(stoker: Stoker, tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import random
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
-from conftest import Stoker
+from conftest import Stoker, wait_for
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -141,3 +144,51 @@ def test_one_two_and_three_ranks_give_the_same_sft_curve(stoker: Stoker, tmp_pat
     assert len(curves[0]) == 20 and curves[0][-1] < 0.8 * curves[0][0]
     assert curves[1] == pytest.approx(curves[0], rel=1e-4) and curves[2] == pytest.approx(curves[0], rel=1e-4)
     assert held_out[1:] == pytest.approx([held_out[0]] * 2, rel=1e-4)
+
+
+def test_weighted_sources_resume_where_they_were(stoker: Stoker, tmp_path: Path, begin: Path) -> None:
+    """Two formats, one of them packed; killed after some steps and started again, by two ranks instead of one."""
+    rows = [{"instruction": f"Say {number}.", "output": f"{number} " * 4} for number in range(40)]
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(json.dumps(rows).encode()))
+    (tmp_path / "a.jsonl").write_text(chats(120, 0))
+    words = [
+        "--model.load", str(begin), "--data", str(tmp_path / "a.jsonl"), "--data", str(tmp_path / "b.json.gz"),
+        "--data.mixture", "1", "--data.mixture", "2", "--data.validation", "0", "--parallel.device", "cpu",
+        "--preset", "small", "--context_length", "128", "--batch.tokens", "640", "--batch.micro", "2", "--max-steps", "24",
+        "--learning-rate", "3e-3", "--log_every", "1", "--eval_every", "0", "--log_samples", "true", "--no-preflight",
+    ]  # fmt: skip
+
+    def run(name: str, *more: str) -> Path:
+        done = stoker.torch("train", "sft", *words, "--name", name, *more)
+        assert done.code == 0, done.out + done.err
+        assert "data format: messages (messages of role and content) in" in done.err and "alpaca" in done.err
+        (folder,) = (stoker.cwd / "runs").glob(f"*-{name}")
+        return folder
+
+    def run_and_kill(name: str) -> None:
+        env = {"OMP_NUM_THREADS": "1"}
+        job = stoker.start("train", "sft", *words, "--name", name, "--checkpoint.every_steps", "1", env=env)
+        pattern = f"*-{name}/checkpoints/step-*5/manifest.json"
+        saved = wait_for(lambda: list((stoker.cwd / "runs").glob(pattern)) or None, 90)
+        up = [event["pid"] for event in stoker.result().events if event["event"] == "rank-up"]
+        for pid in (job.pid, *up):
+            os.kill(pid, signal.SIGKILL)
+        output, _ = job.communicate(timeout=60)
+        assert saved, output
+
+    def learned(folder: Path) -> dict[int, list[int]]:
+        """The samples of each step, those of all ranks together."""
+        lines = [json.loads(line) for path in folder.glob("samples-rank-*") for line in path.read_text().splitlines()]
+        last = {step: max(line["from"] for line in lines if line["step"] == step) for step in range(24)}
+        return {
+            step: sorted(
+                number for line in lines if (line["step"], line["from"]) == (step, last[step]) for number in line["ids"]
+            )
+            for step in range(24)
+        }
+
+    whole = run("whole")
+    run_and_kill("parts")
+    parts = run("parts", "--nproc-per-node", "2", "--checkpoint.every_steps", "1")
+    assert (parts / "samples-rank-1.jsonl").exists(), "the second attempt had two ranks"
+    assert learned(parts) == learned(whole)

@@ -912,7 +912,7 @@ def test_help_lists_options_and_keys_with_defaults(stoker: Stoker) -> None:
         and "--optim.learning_rate RATE" in done.out
         and "(default: 0.0003; debug 0.001" in done.out
     )
-    others = ("reward", "density", "grpo", "evaluate", "diversity")  # sections of other stages
+    others = ("reward", "dpo", "density", "grpo", "evaluate", "diversity")  # sections of other stages
     own = [name for name, key in KEYS.items() if key.section not in others]
     assert all(f"  --{name} " in done.out for name in own) and "--no-python" not in done.out
     assert stoker("train", "--help").code == 0 and stoker("train").code == 64

@@ -37,7 +37,7 @@ from stoker.training.config.layers import gather
 from stoker.training.config.resolve import settle
 from stoker.training.data import ours, reader, shards, units
 from stoker.training.data.digests import digest_files
-from stoker.training.data.read import _did_you_mean, _names
+from stoker.training.data.read import _did_you_mean, key_names
 from stoker.training.data.sources import Source
 from stoker.training.evaluate import tasks
 from stoker.training.generate import finding
@@ -225,7 +225,7 @@ def test_rows_are_counted_of_regular_files_with_ends_of_line(tmp_path: Path) -> 
 def test_a_row_of_a_million_keys_is_refused_at_once() -> None:
     row = {f"key{number}": 1 for number in range(1_000_000)}
     began = time.monotonic()
-    assert _names(row).endswith("and 999980 more") and isinstance(_did_you_mean("messages", row), str)
+    assert key_names(row).endswith("and 999980 more") and isinstance(_did_you_mean("messages", row), str)
     assert time.monotonic() - began < 5, "it looks at all of them"
 
 
@@ -337,7 +337,7 @@ def test_tokens_are_read_as_the_vocabulary_says_whatever_the_manifest_calls_them
 def test_a_footer_that_claims_a_terabyte_is_cut_into_few_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = SimpleNamespace(total_byte_size=1 << 40, num_rows=5000)
     metadata = SimpleNamespace(num_rows=5000 * 1000, num_row_groups=1000, row_group=lambda _number: group)
-    monkeypatch.setattr(units, "open_parquet", lambda _path: SimpleNamespace(metadata=metadata))
+    monkeypatch.setattr(units, "open_parquet", lambda _path, _name: SimpleNamespace(metadata=metadata))
     train, held = units.split([Source(str(tmp_path / "x"), "parquet", 820_000)], 0.1)
     assert len(train) + len(held) < 1100
 

@@ -10,6 +10,7 @@ COMMANDS = {
     "train": "train a language model: checks, data, then a run of the stage's recipe",
     "speedrun": "the whole chain, tokenizer to GRPO to report, in one command; goes on where it was",
     "prepare": "make data ready for training: tokenizer and token shards, once",
+    "data": "show: what training would make of a file, and which rows it would leave out",
     "chat": "talk to a model in the terminal",
     "export": "write a model as a folder that transformers opens, with its chat template",
     "runs": "list the runs",

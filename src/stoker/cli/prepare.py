@@ -16,9 +16,11 @@ from stoker.training.config.flags import add_key_flags
 from stoker.training.config.layers import Layers, gather
 from stoker.training.config.resolve import settle
 from stoker.training.data.sources import FORMS
+from stoker.training.data.unpack import PACKED
 
-_HELP = f"""Turns text, jsonl or parquet files, folders and globs of these, or a hub id into shards of tokens, once; `stoker train` does it by itself.
-Of a folder, and of the folders in it, what ends in {" ".join(FORMS)} is read.
+_HELP = f"""Turns files of text or rows, folders and globs of these, or a hub id into shards of tokens, once; `stoker train` does it by itself.
+Of a folder, and of the folders in it, what ends in {" ".join(FORMS)} is read, packed or not
+({" ".join(PACKED)}). `stoker data show PATH` shows what training would make of a file.
 The same bytes and the same tokenizer are found again in cache/datasets/, whatever they are called.
 Without --preset the preset is the one that `stoker train` would take here: production where there are GPUs, small where there are none."""
 _EXAMPLES = """examples:

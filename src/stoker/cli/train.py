@@ -20,7 +20,7 @@ from stoker.control.machine.model import Machine
 from stoker.training.config.check import check, check_data, check_drill, check_needs, check_ranks
 from stoker.training.config.derived import about, derivable
 from stoker.training.config.flags import Shown, add_key_flags
-from stoker.training.config.keys import KEYS, as_yaml, values_of
+from stoker.training.config.keys import KEYS, as_yaml, config_of, values_of
 from stoker.training.config.lasting import lasting, pinned, with_tokenizer
 from stoker.training.config.layers import PREFIX, Layers, gather
 from stoker.training.config.resolve import Resolved, flags, on_cpu, settle
@@ -152,6 +152,8 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
         _say(line)
     if resolved.config.model.load and not resolved.config.tokenizer.path:
         resolved = replace(resolved, config=with_tokenizer(resolved.config, _say))
+    if not options.dry_run:
+        resolved = replace(resolved, config=_fetched(stage, resolved.config))
     ready = _prepare(resolved, options) if STAGES[stage].prepares and not options.dry_run else None
     if STAGES[stage].learning is not None:
         ranks, cpu = _most_ranks(resolved.config, options, machine, gpus), on_cpu(resolved.config, gpus)
@@ -248,8 +250,26 @@ def _check_inputs(stage: str, config: Config) -> None:
     for key, path in kind.files(values):
         if not path:
             raise Refusal(f"stage {stage} needs --{key}: {KEYS[key].spec.help}", EX_USAGE)
-        if not os.path.exists(path):
+        if not os.path.exists(path) and not _from_hub(path):
             raise Refusal(f"{key} {path}: there is no such file or folder", EX_NOINPUT)
+
+
+def _from_hub(path: str) -> bool:
+    from stoker.training.data.sources import is_hub_id
+
+    return is_hub_id(path)
+
+
+def _fetched(stage: str, config: Config) -> Config:
+    """Rows of the hub are fetched here, once, and not by every rank."""
+    values = values_of(config)
+    own = [name for name, key in KEYS.items() if key.section == stage and key.spec.metavar == "PATH"]
+    names = {key: values[key] for key in own if isinstance(values[key], str) and _from_hub(values[key])}
+    if not names:
+        return config
+    from stoker.training.data.sources import fetch
+
+    return config_of(config.preset, values | {key: fetch(path, config.data.cache, _say) for key, path in names.items()})
 
 
 def _prepare(resolved: Resolved, options: RunOptions) -> Prepared:

@@ -65,6 +65,17 @@ def wipe() -> None:
     _codes("\r\x1b[K")
 
 
+def highlighted(pieces: Iterable[tuple[str, bool]]) -> None:
+    """Prints a text on stdout, those pieces in colour that are marked; without a terminal they stand in ⟦ ⟧."""
+    stream = getattr(sys.stdout, "stream", sys.stdout)
+    before, after = ("\x1b[32m", "\x1b[0m") if stream.isatty() else ("⟦", "⟧")
+    for text, marked in pieces:
+        clean = printable_lines(text)
+        stream.write(f"{before}{clean}{after}" if marked else clean)
+    stream.write("\n")
+    stream.flush()
+
+
 def _codes(text: str) -> None:
     stream = getattr(sys.stderr, "stream", sys.stderr)
     stream.write(text)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import lines_of
 from stoker.training.config.schema import Config
 from stoker.training.data.prepared import Prepared
-from stoker.training.data.sources import FORMS, local_files, share_of
+from stoker.training.data.rows import LONGEST_LINE, kind_of, rows
+from stoker.training.data.sources import local_files, share_of
+from stoker.training.data.unpack import open_unpacked, packing_of
+from stoker.training.dpo.config import DpoConfig
+from stoker.training.reward.config import RewardConfig
 
 COUNTED = 1 << 28  # bytes of a file whose lines are counted; a longer one is taken to go on as it began
+COUNTED_ROWS = 1_000_000
 # Bytes per token of English: 2.85 measured with 768 tokens, 4.4 with 65,536.
 SMALL_VOCABULARY, ITS_BYTES, OTHERS_BYTES = 8192, 3.0, 4.0
-PARQUET = 2.5  # times as large once it is unpacked
+UNPACKED = {".gz": 4.0, ".bz2": 5.0, ".xz": 5.0, ".zst": 4.0}  # times as large once it is unpacked
+PARQUET = 2.5
+PARQUET_ROW = 500  # bytes of the file for a row, where nobody counts them
 CHAT_TEXT = 0.75  # of a chat's row is text, the rest JSON
 FILL = 0.95  # of packed rows is not padding
 PAIR_TOKENS = 1.2  # a pair's row has its prompt once, and the model reads it twice
@@ -52,9 +59,7 @@ def estimated(config: Config, vocabulary: int) -> Amount | None:
         return None
     chat = config.data.kind == "chat"
     held_out = share_of(config.data.validation) or 0.0
-    size = sum(os.path.getsize(path) * (PARQUET if _form(path) == "parquet" else 1.0) for path in files) * (
-        1 - held_out
-    )
+    size = sum(_unpacked(path) for path in files) * (1 - held_out)
     tokens = int(size * (CHAT_TEXT if chat else 1.0) / _bytes_per_token(config, vocabulary))
     context = config.data.context_length
     samples = max(int(tokens / context / (FILL if chat else 1.0)), 1)
@@ -63,43 +68,47 @@ def estimated(config: Config, vocabulary: int) -> Amount | None:
         tokens, samples = tokens * limit // samples, limit
     if not chat:
         return Amount(samples, tokens, "tokens", tokens, exact=False)
-    rows = round(sum(lines_in(path) for path in files if _form(path) == "jsonl") * (1 - held_out))
-    return Amount(samples, rows or tokens, "conversations" if rows else "tokens", tokens, exact=False)
+    count = round(sum(lines_in(path) for path in files if kind_of(path) in ("jsonl", "json", "csv")) * (1 - held_out))
+    return Amount(samples, count or tokens, "conversations" if count else "tokens", tokens, exact=False)
 
 
-def of_pairs(config: Config, vocabulary: int) -> Amount:
-    """The pairs are counted; how many rows they fill is estimated."""
-    path, context = config.reward.pairs, config.data.context_length
+def of_pairs(config: Config, vocabulary: int, given: RewardConfig | DpoConfig | None = None) -> Amount:
+    """The pairs are counted; how many rows they fill is estimated. `given`: the section that names them."""
+    given = given or config.reward
+    path, held_out, context = given.pairs, given.held_out, config.data.context_length
     pairs = max(lines_in(path), 1)
-    trained = pairs if config.reward.held_out else pairs - max(pairs // 10, 1)
-    tokens = os.path.getsize(path) * trained / pairs * PAIR_TOKENS / _bytes_per_token(config, vocabulary)
+    trained = pairs if held_out else pairs - max(pairs // 10, 1)
+    tokens = _unpacked(path) * trained / pairs * PAIR_TOKENS / _bytes_per_token(config, vocabulary)
     return Amount(max(int(tokens / context), 1), max(trained, 1), "pairs", exact=False)
 
 
 def of_prompts(config: Config) -> Amount:
-    rows = lines_in(config.grpo.prompts)
-    count = max(min(rows, config.data.max_samples or rows), 1)
+    prompts = lines_in(config.grpo.prompts)
+    count = max(min(prompts, config.data.max_samples or prompts), 1)
     return Amount(count, count, "prompts")
 
 
 def lines_in(path: str) -> int:
-    """That are not blank."""
+    """Rows, by the lines that are not blank; of a file that has no lines, about."""
+    if kind_of(path) in ("parquet", "arrow"):
+        return max(os.path.getsize(path) // PARQUET_ROW, 1)
+    if kind_of(path) in ("json", "csv"):  # a row may have many lines, or all rows one
+        return sum(1 for _ in itertools.islice(rows(path), COUNTED_ROWS))
     count = read = 0
-    try:
-        for line in lines_of(path):
+    with open_unpacked(path) as file:
+        while read < COUNTED and (line := file.readline(LONGEST_LINE + 1)):
+            if len(line) > LONGEST_LINE and kind_of(path) == "jsonl":
+                where = f"line {count + 1} is longer than {LONGEST_LINE >> 20} MB"
+                raise Refusal(f"{path}: {where}: is this a row per line?", EX_DATAERR)
             count += not line.isspace()
             read += len(line)
-            if read >= COUNTED:
-                break
-    except OSError as problem:
-        raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
-    except ValueError as problem:
-        raise Refusal(f"{path}: {problem}: is this a row per line?", EX_DATAERR) from problem
-    return round(count * os.path.getsize(path) / read) if read else 0
+        ended = read < COUNTED
+    return count if ended else round(count * _unpacked(path) / read)
 
 
-def _form(path: str) -> str:
-    return FORMS.get(os.path.splitext(path)[1].lower(), "text")
+def _unpacked(path: str) -> float:
+    times = PARQUET if kind_of(path) == "parquet" else UNPACKED.get(packing_of(path), 1.0)
+    return os.path.getsize(path) * times
 
 
 def _bytes_per_token(config: Config, vocabulary: int) -> float:

@@ -11,6 +11,7 @@ from stoker.training.checkpoint.config import CheckpointConfig
 from stoker.training.data.config import DataConfig
 from stoker.training.density.config import DensityConfig
 from stoker.training.diversity.config import DiversityConfig
+from stoker.training.dpo.config import DpoConfig
 from stoker.training.evaluate.config import EvaluateConfig
 from stoker.training.forensics.config import NanConfig
 from stoker.training.generate.config import GenerateConfig
@@ -49,6 +50,7 @@ class Config:
     checkpoint: CheckpointConfig
     nan: NanConfig
     reward: RewardConfig
+    dpo: DpoConfig
     generate: GenerateConfig
     density: DensityConfig
     grpo: GrpoConfig
@@ -62,7 +64,8 @@ ABOUT = {
     "model": "the decoder's shape", "tokenizer": "text to tokens", "data": "where the tokens come from", "batch": "how many tokens a step has",
     "optim": "optimizer and schedule", "parallel": "how ranks share the work", "compute": "precision, kernels, memory", "train": "how long, and what is said",
     "checkpoint": "what is kept, and where a run goes on", "nan": "numbers that are no numbers",
-    "reward": "stage reward: which of two answers is the better", "generate": "how answers are written",
+    "reward": "stage reward: which of two answers is the better", "dpo": "stage dpo: learning from preference pairs",
+    "generate": "how answers are written",
     "density": "stage density: weights of prompts", "grpo": "stage grpo: learning from rewards", "evaluate": "stage evaluate: questions with answers",
     "diversity": "stage diversity: two models' answers compared",
     "needs": "what a machine must have: refused before the start otherwise",

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import fcntl
 import glob
+import itertools
 import os
 import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from stoker.contract.untrusted import open_lock_file, printable
 from stoker.contract.wholefile import sync_folder, write_json
 from stoker.training.data import shards
 from stoker.training.data.crew import Crew
-from stoker.training.data.read import NAMED
+from stoker.training.data.read import NAMED, Remark, named
 from stoker.training.data.units import Span, jobs_of
 from stoker.training.data.work import BEGIN, Part, Work, lengths_path, mask_path
 
@@ -69,6 +70,16 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> Packing:
             open_rows[left].append(mine)
             free |= 1 << left
     return Packing(rows, row, start, float(lengths.sum()) / (rows * capacity))
+
+
+def packed(entries: Sequence[NDArray[np.int64]], capacity: int) -> tuple[Packing, list[int]]:
+    """No row holds conversations of two entries: each can be weighted. Also the rows of each entry."""
+    each = [best_fit(lengths, capacity) if len(lengths) else None for lengths in entries]
+    counts = [made.rows if made is not None else 0 for made in each]
+    row = [made.row + sum(counts[:place]) for place, made in enumerate(each) if made is not None]
+    start = [made.start for made in each if made is not None]
+    fill = float(sum(int(lengths.sum()) for lengths in entries)) / (sum(counts) * capacity)
+    return Packing(sum(counts), np.concatenate(row), np.concatenate(start), fill), counts
 
 
 # How far, how fast, how long still: one line on a terminal, a line every few seconds elsewhere.
@@ -193,7 +204,8 @@ def build(
 
 def _stream(folder: str, name: str, parts: Iterator[Part], work: Work) -> dict[str, Any]:
     writer = shards.ShardWriter(folder, name, np.dtype(work.dtype).itemsize)
-    told = {"tokens": 0, "bytes": 0, "documents": 0, "inked": False}
+    told: dict[str, Any] = {"tokens": 0, "bytes": 0, "documents": 0, "inked": False}
+    entries: dict[int, int] = {}
     for part in parts:  # in order, while later ones are still made
         writer.put_file(part.path)
         os.unlink(part.path)
@@ -201,24 +213,26 @@ def _stream(folder: str, name: str, parts: Iterator[Part], work: Work) -> dict[s
         told["bytes"] += part.bytes
         told["documents"] += part.documents
         told["inked"] = told["inked"] or part.inked
-    return {**told, "shards": writer.close()}
+        entries[part.entry] = entries.get(part.entry, 0) + part.tokens
+    return {**told, "entries": list(entries.values()), "shards": writer.close()}
 
 
 def _chat(folder: str, name: str, parts: list[Part], work: Work, pad: int) -> dict[str, Any]:
-    told = {
+    told: dict[str, Any] = {
         key: sum(getattr(part, key) for part in parts)
         for key in ("bytes", "documents", "learned", "cut", "dropped", "wrong")
     }
-    told["first_wrong"] = [line for part in parts for line in part.first_wrong][:NAMED]
-    lengths = (
-        np.concatenate([np.fromfile(lengths_path(part.path), dtype="<i8") for part in parts])
-        if parts
-        else np.empty(0, np.int64)
-    )
+    told["first_wrong"] = _first(remark for part in parts for remark in part.first_wrong)
+    told["first_cut"] = _first(remark for part in parts for remark in part.first_cut)
+    apart: dict[int, list[NDArray[np.int64]]] = {}
+    for part in parts:
+        apart.setdefault(part.entry, []).append(np.fromfile(lengths_path(part.path), dtype="<i8"))
+    each = [np.concatenate(some) for some in apart.values()]
+    lengths = np.concatenate(each) if each else np.empty(0, np.int64)
     if not len(lengths):
         return {**told, "tokens": 0, "samples": 0, "fill": 0.0, "inked": False, "shards": [], "masks": []}
     capacity = work.longest
-    packing = best_fit(lengths, capacity)
+    packing, samples = packed(each, capacity)
     tokens = _joined([part.path for part in parts], work.dtype)
     masks = _joined([mask_path(part.path) for part in parts], "u1")
     begins = np.concatenate([[0], np.cumsum(lengths)[:-1]])
@@ -246,11 +260,16 @@ def _chat(folder: str, name: str, parts: list[Part], work: Work, pad: int) -> di
         **told,
         "tokens": packing.rows * capacity,
         "samples": packing.rows,
+        "entries": samples,
         "fill": round(packing.fill, 4),
         "inked": True,
         "shards": writers[0].close(),
         "masks": writers[1].close(),
     }
+
+
+def _first(remarks: Iterable[Remark]) -> list[str]:
+    return [named(remark) for remark in itertools.islice(remarks, NAMED)]
 
 
 def _joined(paths: list[str], dtype: str) -> Callable[[int, int], Any]:

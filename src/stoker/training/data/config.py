@@ -4,25 +4,35 @@ from __future__ import annotations
 
 from stoker.contract import limits
 from stoker.contract.shape import option, shape
+from stoker.training.data.formats.table import AUTO, NAMES
 
 
 @shape
 class DataConfig:
     path: tuple[str, ...] = option(
-        "text, jsonl or parquet files, folders and globs of these, or a hub id; several: one after the other. Of a"
-        " folder, what ends in .txt .text .md .rst .tex .jsonl .ndjson .json .parquet is read",
+        "files, folders, globs, or a hub id (owner/name:config:split@revision); several: one after the other. Of a"
+        " folder, what ends in .txt .text .md .rst .tex .jsonl .ndjson .json .parquet .arrow .feather .csv .tsv is read;"
+        " each may be packed: .gz .bz2 .xz .zst",
         default=(),
         metavar="PATH",
         many=True,
+    )
+    mixture: tuple[str, ...] = option(
+        "how much of the training each path of `data.path` gets, e.g. 3 1: three samples of the first for one of the"
+        " second (empty: each sample once a pass)",
+        default=(),
+        metavar="SHARE",
+        many=True,
+    )
+    format: str = option(
+        "how rows are written (`stoker data show PATH` tells); auto: recognised from them", default=AUTO, choices=NAMES
     )
     validation: str = option(
         "what is held out: a share of the end of the data (0.01), a path like `data.path`, or 0 for nothing",
         default="0.01",
     )
     context_length: int = option("tokens a sample has", default=1024, limit=limits.FROM_TWO)
-    text_key: str = option(
-        "the field of a jsonl or parquet row that holds its text; rows with `messages` are chats", default="text"
-    )
+    text_key: str = option("the field of a row that holds its text, where `data.kind` is stream", default="text")
     kind: str = option(
         "stream: one text after the other; chat: whole conversations, best-fit packed, the assistant's words learned",
         default="stream",

@@ -45,22 +45,25 @@ def _is_text(head: bytes) -> bool:
     return True
 
 
-def check_head(path: str, text: bool) -> None:
-    """Cheap, before any work: the file is there, is readable, holds something, and is no picture."""
+def check_head(path: str, text: bool, name: str = "") -> None:
+    """Cheap, before any work: the file is there, is readable, holds something, and is no picture. `name`: what people
+    call it, where `path` is an unpacked copy.
+    """
+    shown = name or path
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             head = file.read(HEAD)
             size = os.fstat(file.fileno()).st_size
     except OSError as problem:
         if problem.errno in (errno.EINVAL, errno.EISDIR):
-            raise Refusal(f"{path} {problem.strerror}", EX_DATAERR) from problem
-        raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+            raise Refusal(f"{shown} {problem.strerror}", EX_DATAERR) from problem
+        raise Refusal(f"{shown} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     if not size:
-        raise Refusal(f"{path} is empty", EX_DATAERR)
+        raise Refusal(f"{shown} is empty", EX_DATAERR)
     if text:
-        refuse_binary(path, head)
+        refuse_binary(shown, head)
         if size <= HEAD and not head.strip():
-            raise Refusal(f"{path} holds nothing but blanks", EX_DATAERR)
+            raise Refusal(f"{shown} holds nothing but blanks", EX_DATAERR)
 
 
 def as_text(path: str, data: bytes, at: int) -> None:

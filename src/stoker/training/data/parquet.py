@@ -19,14 +19,16 @@ ROOM = 512 << 20  # bytes that reading a batch may allocate, besides the compres
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def open_parquet(path: str) -> Any:
+def open_parquet(path: str, name: str = "") -> Any:
+    """`name`: what people call it, where `path` is an unpacked copy."""
+    shown = name or path
     os.environ.setdefault(
         "ARROW_DEFAULT_MEMORY_POOL", "system"
     )  # its mimalloc maps a gigabyte in advance, within which no limit is seen
     try:
         parquet = import_module("pyarrow.parquet")
     except ImportError as problem:
-        raise Refusal(f"{path} needs pyarrow: `pip install pyarrow`", EX_DATAERR) from problem
+        raise Refusal(f"{shown} needs pyarrow: `pip install pyarrow`", EX_DATAERR) from problem
     try:
         if not os.path.isfile(path):
             raise ValueError("not a regular file")
@@ -38,11 +40,14 @@ def open_parquet(path: str) -> Any:
             raise ValueError("its row groups do not add up")
         return table
     except (OSError, ValueError) as problem:  # pyarrow's ArrowInvalid is a ValueError
-        raise Refusal(f"{path} is not a parquet file: {_first_line(problem)}", EX_DATAERR) from problem
+        raise Refusal(f"{shown} is not a parquet file: {first_line(problem)}", EX_DATAERR) from problem
 
 
-def read_rows(path: str, table: Any, group: int, columns: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
-    """Of one row group, a few at once."""
+def read_rows(
+    path: str, table: Any, group: int, columns: Sequence[str], name: str = ""
+) -> Iterator[list[dict[str, Any]]]:
+    """Of one row group, a few at once. `name`: as above."""
+    shown = name or path
     about = table.metadata.row_group(group)
     parts = [about.column(number) for number in range(about.num_columns)]
     wanted = frozenset(columns)
@@ -53,7 +58,7 @@ def read_rows(path: str, table: Any, group: int, columns: Sequence[str]) -> Iter
     try:
         batches = table.iter_batches(batch_size=count, row_groups=[group], columns=list(columns), use_threads=False)
         while True:
-            with _Bounded(ROOM + 2 * compressed):
+            with Bounded(ROOM + 2 * compressed):
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -61,16 +66,14 @@ def read_rows(path: str, table: Any, group: int, columns: Sequence[str]) -> Iter
                 1 if "dictionary" in str(batch.schema) else AT_ONCE
             )  # a text that many rows share is there once, and becomes many
             for place in range(0, len(batch), step):
-                with _Bounded(ROOM):
+                with Bounded():
                     some = batch.slice(place, step).to_pylist()
                 yield some
     except MemoryError as problem:
-        line = (
-            f"{path}, row group {group + 1}: {count:,} rows of {', '.join(columns)} unfold to more than {ROOM >> 20} MB"
-        )
+        line = f"{shown}, row group {group + 1}: {count:,} rows of {', '.join(columns)} unfold to more than {ROOM >> 20} MB"
         raise Refusal(f"{line}: leave them out, or cut them into shorter ones", EX_DATAERR) from problem
     except (OSError, ValueError, import_module("pyarrow").lib.ArrowException) as problem:
-        raise Refusal(f"{path}, row group {group + 1} can't be read: {_first_line(problem)}", EX_DATAERR) from problem
+        raise Refusal(f"{shown}, row group {group + 1} can't be read: {first_line(problem)}", EX_DATAERR) from problem
 
 
 def _columns_above(path: str) -> Iterator[str]:
@@ -78,14 +81,14 @@ def _columns_above(path: str) -> Iterator[str]:
     return accumulate(path.split("."), "{}.{}".format)
 
 
-def _first_line(problem: Exception) -> str:
+def first_line(problem: Exception) -> str:
     return (str(problem).splitlines() or [type(problem).__name__])[0][:200]
 
 
-class _Bounded:
+class Bounded:
     """Within it, allocating more than `room` fails, and the metadata may say what it likes."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int = ROOM) -> None:
         self._room = room
 
     def __enter__(self) -> None:

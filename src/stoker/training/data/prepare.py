@@ -17,11 +17,13 @@ from stoker.training.data.config import DataConfig
 from stoker.training.data.crew import ALONE, cores
 from stoker.training.data.digests import digest_files
 from stoker.training.data.learn import trained
+from stoker.training.data.order import Mixture, mixture_of
 from stoker.training.data.ours import own_cache, tag
 from stoker.training.data.prepared import TOKENIZER, Prepared, from_manifest
-from stoker.training.data.read import conversations, texts
+from stoker.training.data.read import MESSAGES, conversations, texts
+from stoker.training.data.recognise import with_formats
 from stoker.training.data.sources import Source, find_sources, share_of
-from stoker.training.data.units import PACKING, Span, check_unchanged, jobs_of, split
+from stoker.training.data.units import PACKING, Span, check_unchanged, jobs_of, split, split_each
 from stoker.training.data.work import Work
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.config import TokenizerConfig
@@ -41,9 +43,10 @@ class Given:
     share: float  # of `train` that is held out
     digests: tuple[str, ...]
     held_digests: tuple[str, ...]
+    mixture: Mixture | None = None
 
     def spans(self) -> dict[str, Sequence[Span]]:
-        train, held = split(self.train, self.share)
+        train, held = (split if self.mixture is None else split_each)(self.train, self.share)
         return {"train": train, "validation": held + split(self.held, 0.0)[0]}
 
 
@@ -70,12 +73,16 @@ def _prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say, verify: boo
     data = replace(data, cache=own_cache(data.cache, say))
     workers = data.num_workers or cores()
     share = share_of(data.validation)
-    train = find_sources(data.path, data.cache, say)
+    mixture = mixture_of(data)
+    train = find_sources(data.path, data.cache, say) if mixture is None else _entries(data, say)
     held = find_sources((data.validation,), data.cache, say, "data.validation") if share is None else ()
+    every = with_formats((*train, *held), data, say)
+    train, held = every[: len(train)], every[len(train) :]
     tag(data.cache)
     found = digest_files([source.path for source in (*train, *held)], data.cache, workers, say)
-    given = Given(train, held, share or 0.0, tuple(found[: len(train)]), tuple(found[len(train) :]))
+    given = Given(train, held, share or 0.0, tuple(found[: len(train)]), tuple(found[len(train) :]), mixture)
     learned_from = {
+        **_formats(every),
         "digests": given.digests,
         "text_key": data.text_key,
         "kind": data.kind,
@@ -100,6 +107,18 @@ def _prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say, verify: boo
     return from_manifest(folder, told, fresh)
 
 
+def _entries(data: DataConfig, say: Say) -> tuple[Source, ...]:
+    """Each entry of `data.path` on its own: they are weighted."""
+    found = [find_sources((path,), data.cache, say) for path in data.path]
+    return tuple(replace(source, entry=entry) for entry, some in enumerate(found) for source in some)
+
+
+def _formats(sources: Sequence[Source]) -> dict[str, Any]:
+    """What the result depends on, where rows are not `messages`."""
+    formats = [(source.format, source.mixed) for source in sources]
+    return {"formats": formats} if set(formats) - {("", False), (MESSAGES, False)} else {}
+
+
 def _about(data: DataConfig, words: Tokenizer, given: Given) -> dict[str, Any]:
     """What the result depends on, all of it, by content: no name, no path."""
     context = data.context_length if data.kind == "chat" else None
@@ -115,6 +134,8 @@ def _about(data: DataConfig, words: Tokenizer, given: Given) -> dict[str, Any]:
         "kind": data.kind,
         "text_key": data.text_key if set(rows) - {"text"} and data.kind == "stream" else None,
         "context": context,
+        **_formats((*given.train, *given.held)),
+        **({"entries": [source.entry for source in given.train]} if given.mixture is not None else {}),
     }
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
     return {"key": key, "kind": data.kind, "context": context, "packing": PACKING, "tokenizer_digest": words.digest}
@@ -188,7 +209,7 @@ def _plan(words: Tokenizer, spans: Sequence[Span], data: DataConfig, say: Say) -
 def _probes(spans: Sequence[Span], data: DataConfig) -> Iterator[bytes]:
     for span in spans[:: max(1, len(spans) // PROBES)][:PROBES]:
         if data.kind == "chat":
-            text = next((content for messages in conversations(span, []) for _, content in messages), b"")
+            text = next((content for messages, _ in conversations(span, []) for _, content in messages), b"")
         else:
             text = next((text for text, _ in texts(span, data.text_key)), b"")
         yield text[:PROBE_BYTES].decode("utf-8", "ignore").encode()
@@ -201,6 +222,12 @@ def _check_content(told: dict[str, Any], data: DataConfig, given: Given, say: Sa
     train = told["splits"]["train"]
     for part in told["splits"].values():
         _tolerate(part, say)
+        if part.get("cut"):
+            more = " …" if part["cut"] > len(part["first_cut"]) else ""
+            say(
+                f"{part['cut']:,} of {part['documents'] + part['dropped']:,} conversations are longer than"
+                f" data.context_length {data.context_length} and lose their end: {'; '.join(part['first_cut'])}{more}"
+            )
     if train.get("dropped") and not train["documents"]:
         raise Refusal(
             f"{names}: no conversation has words of the assistant within {data.context_length} tokens: nothing to"

@@ -5,23 +5,22 @@ and place.
 from __future__ import annotations
 
 import itertools
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.settings import suggest
-from stoker.contract.untrusted import open_regular, parse_json, printable
+from stoker.contract.shape import as_json, shape
+from stoker.contract.untrusted import open_regular, printable
+from stoker.training.data.formats.format import Unusable, checked, refuse_mixed
+from stoker.training.data.formats.table import FORMATS, known, recognise
+from stoker.training.data.jsonl import parse_row, utf8
 from stoker.training.data.looks import as_text, refuse_binary
 from stoker.training.data.parquet import open_parquet, read_rows
+from stoker.training.data.rows import LONGEST_LINE, counted_in
 from stoker.training.data.units import Span
-from stoker.training.tokenizer.chat import LEARNED, ROLES
 
-LONGEST_LINE = 64 << 20
-LONG_LINE = (
-    1 << 20
-)  # from here on its parts are counted before it is parsed: 64 MB of [[],[],[] … would become gigabytes
 REPLACEMENT = "\ufffd"
 MESSAGES = "messages"
 NAMED = 3  # rows that a message names
@@ -29,121 +28,143 @@ HOPELESS = 1000  # rows without a single conversation: this is another kind of f
 Message = tuple[str, bytes]
 
 
+@shape
+class Place:
+    """Where a row stands. Its number is counted only when somebody must be told."""
+
+    name: str  # the file that people know
+    path: str
+    offset: int = 0  # in `path`, of a row that is a line
+    row: int = 0  # of one that is not
+
+
+Remark = tuple[dict[str, Any], str]  # a place, and what is said of it: a line of JSON takes it to another process
+
+
+def remark(place: Place, text: str) -> Remark:
+    return as_json(place), printable(text, 1000)
+
+
+def named(found: Remark) -> str:
+    """With the row's number, which is counted here: only for those that are printed."""
+    place, text = found
+    return f"{at(Place(**place))}{text}"
+
+
 def texts(span: Span, text_key: str) -> Iterator[tuple[bytes, bool]]:
     """(text, whether its document ends with it)."""
     if span.form == "text":
         yield _stretch(span), span.ends
         return
-    for row, place in rows(span, text_key):
+    for row, place in rows(span, (text_key,)):
         yield _text(row, text_key, place), True
 
 
-def conversations(span: Span, wrong: list[str]) -> Iterator[list[Message]]:
-    """`wrong`: gets a line for each row that is no conversation with an answer in it; how many there may be is for the
+def conversations(span: Span, wrong: list[Remark]) -> Iterator[tuple[list[Message], Place]]:
+    """`wrong`: gets a remark for each row that is no conversation with an answer in it; how many there may be is for the
     caller to say.
     """
     if span.form == "text":
-        raise Refusal(
-            f"{span.path} is plain text; data.kind=chat takes jsonl or parquet rows with {MESSAGES}", EX_DATAERR
-        )
+        raise Refusal(f"{span.shown} is plain text; data.kind=chat takes rows of {known()}", EX_DATAERR)
+    chosen = FORMATS[span.format or MESSAGES]
+    assert chosen.conversation is not None, "prepare has looked"
     found = 0
-    for row, place in rows(span, MESSAGES):
+    for row, place in rows(span, chosen.columns):
         try:
-            messages = _messages(row)
-        except _NotAChat as problem:  # a line is numbered by reading all before it: not for thousands of them
-            wrong.append(printable(f"{at(place)}{problem}", 1000) if len(wrong) < NAMED else "")
+            if not chosen.recognises(row):
+                other = recognise(row)
+                if other is not None and not span.mixed:
+                    raise refuse_mixed(at(place), other, chosen)
+                raise Unusable(f"no {chosen.about}; its keys: {key_names(row)}{_did_you_mean(chosen.columns[0], row)}")
+            messages = [(role, utf8(text)) for role, text in checked(chosen.conversation(row))]
+        except Unusable as problem:
+            wrong.append(remark(place, f": {problem}"))
             if len(wrong) == HOPELESS and not found:
-                raise Refusal(wrong[0], EX_DATAERR) from problem
+                raise Refusal(named(wrong[0]), EX_DATAERR) from problem
             continue
         found += 1
-        yield messages
+        yield messages, place
 
 
 def _stretch(span: Span) -> bytes:
     with os.fdopen(open_regular(span.path), "rb") as file:
         file.seek(span.begin)
         data = file.read(span.end - span.begin)
-    refuse_binary(span.path, data, span.begin)
-    as_text(span.path, data, span.begin)
+    refuse_binary(span.shown, data, span.begin)
+    as_text(span.shown, data, span.begin)
     return data
 
 
-def rows(span: Span, column: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Rows, and where each stands, for people."""
-    return _parquet(span, column) if span.form == "parquet" else _lines(span)
+def rows(span: Span, columns: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], Place]]:
+    """`columns`: those that are read where a file keeps them apart."""
+    return _parquet(span, columns) if span.form == "parquet" else _lines(span)
 
 
-def _lines(span: Span) -> Iterator[tuple[dict[str, Any], str]]:
+def _lines(span: Span) -> Iterator[tuple[dict[str, Any], Place]]:
     with os.fdopen(open_regular(span.path), "rb") as file:
         file.seek(max(span.begin - 1, 0))
         if span.begin:
-            _line(file, span.path)  # the end of a line that began before, or of one that ends just there
-        place = file.tell()
-        while place < span.end:
-            line = _line(file, span.path)
+            _line(file, span)  # the end of a line that began before, or of one that ends just there
+        offset = file.tell()
+        while offset < span.end:
+            line = _line(file, span)
             if not line:
                 return
-            if place == 0:
+            if offset == 0:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.isspace():
-                yield _row(line, span.path, place), f"{span.path}\0{place}"
-            place = file.tell()
+                place = Place(span.shown, span.path, offset)
+                yield _row(line, place), place
+            offset = file.tell()
 
 
-def _line(file: BinaryIO, path: str) -> bytes:
-    place = file.tell()
+def _line(file: BinaryIO, span: Span) -> bytes:
+    offset = file.tell()
     line = file.readline(LONGEST_LINE + 1)
     if len(line) > LONGEST_LINE:
-        raise Refusal(
-            f"{at(f'{path}' + chr(0) + str(place))}: the line is longer than {LONGEST_LINE >> 20} MB: is this a row per"
-            " line?",
-            EX_DATAERR,
-        )
+        where = at(Place(span.shown, span.path, offset))
+        raise Refusal(f"{where}: the line is longer than {LONGEST_LINE >> 20} MB: is this a row per line?", EX_DATAERR)
     return line
 
 
-def _row(line: bytes, path: str, place: int) -> dict[str, Any]:
-    where = f"{path}\0{place}"
+def _row(line: bytes, place: Place) -> dict[str, Any]:
     try:
-        found = json.loads(line) if len(line) < LONG_LINE else parse_json(line)
+        return parse_row(line)
     except UnicodeDecodeError as problem:
-        as_text(path, line, place)
-        raise Refusal(f"{at(where)} is not UTF-8: {problem}", EX_DATAERR) from problem
-    except (ValueError, RecursionError) as problem:
-        why = f"{problem.msg}, column {problem.colno}" if isinstance(problem, json.JSONDecodeError) else problem
-        raise Refusal(
-            f"{at(where)} is not JSON: {why}; it begins {line[:40].decode('utf-8', 'replace')!r}", EX_DATAERR
-        ) from problem
-    if not isinstance(found, dict):
-        raise Refusal(f"{at(where)} is a JSON {type(found).__name__}, not an object with keys", EX_DATAERR)
-    return found
+        as_text(place.name, line, place.offset)
+        raise Refusal(f"{at(place)} is not UTF-8: {problem}", EX_DATAERR) from problem
+    except ValueError as problem:
+        raise Refusal(f"{at(place)} {problem}", EX_DATAERR) from problem
 
 
-def _parquet(span: Span, column: str) -> Iterator[tuple[dict[str, Any], str]]:
-    table = open_parquet(span.path)
+def _parquet(span: Span, columns: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], Place]]:
+    table = open_parquet(span.path, span.name)
     names = list(table.schema_arrow.names)
-    if column not in names:
+    there = [column for column in columns if column in names]
+    if not there:
         raise Refusal(
-            f"{span.path} has no column {column!r}{_did_you_mean(column, names)}; its columns: {', '.join(names)}",
+            f"{span.shown} has no column {columns[0]!r}{_did_you_mean(columns[0], names)}; its columns:"
+            f" {', '.join(names)}",
             EX_DATAERR,
         )
     before = sum(table.metadata.row_group(group).num_rows for group in range(span.group))
-    place = 0
-    for some in read_rows(span.path, table, span.group, (column,)):
-        if place + len(some) > span.begin:
+    done = 0
+    for some in read_rows(span.path, table, span.group, there, span.name):
+        if done + len(some) > span.begin:
             for offset, row in enumerate(some):
-                if span.begin <= place + offset < span.end:
-                    yield row, f"{span.path}, row {before + place + offset + 1}"
-        place += len(some)
-        if place >= span.end:
+                if span.begin <= done + offset < span.end:
+                    yield row, Place(span.shown, span.path, row=before + done + offset + 1)
+        done += len(some)
+        if done >= span.end:
             return
 
 
-def _text(row: dict[str, Any], key: str, place: str) -> bytes:
+def _text(row: dict[str, Any], key: str, place: Place) -> bytes:
     if key not in row:
-        hint = "; rows with messages are chats: data.kind=chat" if MESSAGES in row else _did_you_mean(key, row)
+        chat = recognise(row)
+        hint = f"; rows with {chat.about} are chats: data.kind=chat" if chat is not None else _did_you_mean(key, row)
         raise Refusal(
-            f"{at(place)} has no {key!r}; its keys: {_names(row)}{hint} (data.text_key)",
+            f"{at(place)} has no {key!r}; its keys: {key_names(row)}{hint} (data.text_key)",
             EX_DATAERR,
         )
     value = row[key]
@@ -154,40 +175,7 @@ def _text(row: dict[str, Any], key: str, place: str) -> bytes:
     return utf8(value)
 
 
-def utf8(text: str) -> bytes:
-    """JSON can spell half a surrogate pair, which is no character: U+FFFD stands for it, as everywhere."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
-
-
-class _NotAChat(ValueError):
-    """What is wrong with a row, to stand behind its place."""
-
-
-def _messages(row: dict[str, Any]) -> list[Message]:
-    if MESSAGES not in row:
-        raise _NotAChat(f" has no {MESSAGES!r}; its keys: {_names(row)}{_did_you_mean(MESSAGES, row)}")
-    told = row[MESSAGES]
-    if not isinstance(told, list) or not told:
-        raise _NotAChat(
-            f": {MESSAGES!r} is {'empty' if told == [] else type(told).__name__}, not a list of role and content"
-        )
-    found: list[Message] = []
-    for number, one in enumerate(told, 1):
-        role, content = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
-        if role not in ROLES:
-            raise _NotAChat(f": message {number} has the role {role!r}, not one of {', '.join(ROLES)}")
-        if not isinstance(content, str):
-            raise _NotAChat(f": message {number} has no text as content but {type(content).__name__}")
-        found.append((role, utf8(content)))
-    if not any(role == LEARNED for role, _ in found):
-        raise _NotAChat(f": no message is the {LEARNED}'s")
-    return found
-
-
-def _names(row: dict[str, Any]) -> str:
+def key_names(row: Mapping[str, Any]) -> str:
     shown = ", ".join(str(name)[:80] for name in itertools.islice(row, 20))
     return f"{shown} and {len(row) - 20} more" if len(row) > 20 else shown or "none"
 
@@ -196,17 +184,15 @@ def _did_you_mean(key: str, names: Any) -> str:
     return suggest(key, [str(name)[:80] for name in itertools.islice(names, 100)])
 
 
-def at(place: str) -> str:
-    """A line's number is counted only when somebody must be told."""
-    path, _, offset = place.partition("\0")
-    if not offset:
-        return place
-    number, left = 1, int(offset)
-    with open(path, "rb") as file:
+def at(place: Place) -> str:
+    if place.row:
+        return f"{place.name}, row {place.row}"
+    number, left = 1, place.offset
+    with open(place.path, "rb") as file:
         while left:
             data = file.read(min(left, 1 << 24))
             if not data:
                 break
             number += data.count(b"\n")
             left -= len(data)
-    return f"{path}, line {number}"
+    return f"{place.name}, {counted_in(place.name)} {number}"

@@ -43,6 +43,7 @@ class Samples:
         self.end_id = int(told["end_id"])
         about = told["splits"][split]
         self.tokens = int(about["tokens"])
+        self._entries = [int(number) for number in about.get("entries", ())]
         self.bytes_per_target = int(about["bytes"]) / max(
             int(about.get("learned") or self.tokens) if self.chat else self.tokens, 1
         )
@@ -57,6 +58,14 @@ class Samples:
             self.count = max(self.tokens - 1, 0) // context_length
         else:
             self.count = -(-max(self.tokens - 1, 0) // context_length)
+
+    @property
+    def entries(self) -> list[int]:
+        """Samples of each entry of `data.path`; of a stream, of the entry that a sample begins in."""
+        if self.chat:
+            return self._entries
+        ends = np.minimum(-(-np.cumsum(self._entries, dtype=np.int64) // self.context), self.count)
+        return [int(count) for count in np.diff(ends, prepend=0)]
 
     def __len__(self) -> int:
         return self.count

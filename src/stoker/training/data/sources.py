@@ -3,44 +3,66 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import gb
+from stoker.contract.quantities import amount, gb
 from stoker.contract.shape import shape
 from stoker.contract.spelling import suggest_file
 from stoker.contract.wholefile import WholeFile
+from stoker.training.data.digests import digest_files
 from stoker.training.data.looks import check_head
 from stoker.training.data.ours import files_below
+from stoker.training.data.rows import IN_PLACE, KINDS, as_line, counted_in, is_known, kind_of, rows
+from stoker.training.data.unpack import open_unpacked, packing_of
 
 # A data set of the hub, through `datasets`: streamed into a local file of rows once, then read like any other.
 
+_HUB = re.compile(
+    r"(?P<id>[\w-][\w.-]*/[\w.-]+)(:(?P<config>[\w.+-]*)(:(?P<split>[\w.+-]+))?)?(@(?P<revision>[\w./-]+))?"
+)
+
+
+def is_hub_id(path: str) -> bool:
+    """What is here, could be a file's name, or lies in a folder of ours is a path."""
+    here = os.path.exists(path) or os.path.isdir(os.path.dirname(path))
+    return _HUB.fullmatch(path) is not None and not here and not is_known(path) and not packing_of(path)
+
 
 def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
-    """owner/name or owner/name:subset; its train split."""
+    """owner/name, owner/name:config, owner/name:config:split, each also with @revision; the split is train where none
+    is given.
+    """
     path = os.path.join(cache, "hub", re.sub(r"[^\w.-]", "--", name) + ".jsonl")
     if os.path.exists(path):
-        say(f"{name}: the copy in {path} is used; remove it to fetch it again")
+        say(f"{name}: using the copy in {path}; remove it to fetch it again")
         return path
-    identity, _, subset = name.partition(":")
+    parts = _HUB.fullmatch(name)
+    assert parts is not None, "who calls has looked"
     os.environ.setdefault(
         "HF_DATASETS_TRUST_REMOTE_CODE", "0"
     )  # before version 4, `datasets` can run a data set's own Python
     try:
-        rows = import_module("datasets").load_dataset(identity, subset or None, split="train", streaming=True)
+        found = import_module("datasets").load_dataset(
+            parts["id"],
+            parts["config"] or None,
+            split=parts["split"] or "train",
+            revision=parts["revision"],
+            streaming=True,
+        )
         os.makedirs(os.path.dirname(path), exist_ok=True)
         say(f"{name}: fetching from the hub")
         with WholeFile(path) as file:
-            for row in rows:
-                file.write((json.dumps(row, ensure_ascii=False, default=str) + "\n").encode())
+            for row in found:
+                file.write(as_line(row))
             size = file.tell()
     except ImportError as problem:
         raise Refusal(
-            f"{name} is not there; if it is a data set of the hub: `pip install datasets`", EX_UNAVAILABLE
+            f"there is no file {name}; if it is a data set of the hub: `pip install datasets`", EX_UNAVAILABLE
         ) from problem
     except (
         OSError,
@@ -55,12 +77,32 @@ def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
     return path
 
 
-FORMS = {
-    ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tex": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
-    ".parquet": "parquet",
-}  # fmt: skip
-PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
-_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?")
+# What many processes can't read from any place (packed files, json, csv, arrow) becomes one that they can, once.
+
+UNFOLDED = 1  # raised when the same file would give other bytes
+
+
+def unfold(path: str, cache: str, say: Callable[[str], None]) -> str:
+    assert cache, "the working directory is no cache"
+    kind = kind_of(path)
+    (digest,) = digest_files([path], cache, 1, say)
+    ending = {"text": ".txt", "parquet": ".parquet"}.get(kind, ".jsonl")
+    target = os.path.join(cache, "unpacked", f"{digest[:32]}-{kind}-{UNFOLDED}{ending}")
+    if os.path.exists(target):
+        return target
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    with WholeFile(target) as file:
+        if kind in IN_PLACE:
+            with open_unpacked(path) as stream:
+                shutil.copyfileobj(stream, file, 1 << 20)
+        else:
+            file.writelines(as_line(row) for _, row in rows(path))
+        size = file.tell()
+    say(f"{path}: unpacked to {amount(size)} in {target}")
+    return target
+
+
+FORMS = KINDS  # the endings that a folder is read for; each may be followed by one of PACKED
 
 
 @shape
@@ -68,6 +110,10 @@ class Source:
     path: str
     form: str  # text, jsonl or parquet
     size: int
+    name: str = ""  # what people call it, where `path` is an unpacked copy
+    format: str = ""  # of its rows, where they are conversations (formats/table.py)
+    mixed: bool = False  # rows of other formats are left out, not refused
+    entry: int = 0  # which of `data.path` it is of, where these are weighted
 
 
 def find_sources(
@@ -76,33 +122,36 @@ def find_sources(
     """In the order given; what a folder or a glob holds is sorted. Refuses what can't be read before anything is done."""
     if not paths:
         raise Refusal(
-            f"{what} is empty: name text, jsonl or parquet files, folders of them, or a hub id (--data PATH)",
+            f"{what} is empty: name text, jsonl, json, csv, arrow or parquet files, folders of them, or a hub id (--data PATH)",
             EX_NOINPUT,
         )
-    files = [found for path in paths for found in _files(path, cache, say)]
+    files = files_of(paths, cache, say)
     twice = (
         next((path for place, path in enumerate(files) if path in files[:place]), None) if len(files) < 10_000 else None
     )
     if twice:
         say(f"{twice} is named twice: it is read twice")
-    return tuple(_source(path) for path in files)
+    return tuple(_source(path, cache, say) for path in files)
 
 
-def _source(path: str) -> Source:
-    ending = os.path.splitext(path)[1].lower()
-    if ending in PACKED:
-        unpack = {".gz": "gunzip -k", ".zip": "unzip"}.get(ending, "unxz -k")
-        raise Refusal(f"{path} is packed: unpack it first, e.g. `{unpack} {path}`", EX_DATAERR)
-    form = FORMS.get(ending, "text")
-    check_head(path, text=form != "parquet")
-    if form == "jsonl":
-        with open(path, "rb") as file:
-            if file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-                raise Refusal(
-                    f"{path} is one JSON array, not a row per line; `jq -c '.[]' {path} > rows.jsonl` makes it so",
-                    EX_DATAERR,
-                )
-    return Source(path, form, os.path.getsize(path))
+def _source(path: str, cache: str, say: Callable[[str], None]) -> Source:
+    kind = kind_of(path)
+    if os.path.splitext(path)[1].lower() == ".zip":
+        raise Refusal(f"{path} is an archive of files: unpack it first, e.g. `unzip {path}`", EX_DATAERR)
+    check_head(path, text=not packing_of(path) and kind not in ("parquet", "arrow"))
+    if not packing_of(path) and kind in IN_PLACE:
+        return Source(path, kind, os.path.getsize(path))
+    copy = unfold(path, cache, say)
+    if not os.path.getsize(copy):
+        raise Refusal(f"{path} holds no {counted_in(path)}s", EX_DATAERR)
+    if kind == "text":
+        check_head(copy, text=True, name=path)
+    return Source(copy, kind if kind in IN_PLACE else "jsonl", os.path.getsize(copy), path)
+
+
+def files_of(paths: Sequence[str], cache: str, say: Callable[[str], None]) -> list[str]:
+    """The files that are meant, as they are; a hub's rows are fetched into the cache."""
+    return [file for path in paths for file in _files(path, cache, say)]
 
 
 def check_there(paths: Sequence[str]) -> None:
@@ -144,7 +193,7 @@ def _files(path: str, cache: str, say: Callable[[str], None], hub: Callable[...,
             raise Refusal(f"no file matches {path}", EX_NOINPUT)
         return _filled(found, path, say)
     above = os.path.dirname(path)
-    if _HUB.fullmatch(path) and not os.path.isdir(above) and os.path.splitext(path)[1].lower() not in (*FORMS, *PACKED):
+    if is_hub_id(path):
         return [hub(path, cache, say)]
     near = os.listdir(above or ".") if os.path.isdir(above or ".") else []
     raise Refusal(f"{path} is not there{suggest_file(path, near)}", EX_NOINPUT)
@@ -164,11 +213,10 @@ def _filled(files: list[str], where: str, say: Callable[[str], None]) -> list[st
 def _inside(folder: str, say: Callable[[str], None]) -> list[str]:
     found, others = [], set()
     for path in files_below(folder, say):
-        ending = os.path.splitext(path)[1].lower()
-        if ending in FORMS:
+        if is_known(path):
             found.append(path)
         else:
-            others.add(ending or os.path.basename(path))
+            others.add(os.path.splitext(path)[1].lower() or os.path.basename(path))
     if not found:
         there = f"found {', '.join(sorted(others)[:8])}" if others else "it is empty"
         raise Refusal(f"folder {folder} holds no {', '.join(FORMS)} file: {there}", EX_NOINPUT)

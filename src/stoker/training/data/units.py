@@ -38,6 +38,14 @@ class Span:
     group: int = 0
     ends: bool = True  # a text's last stretch: its document ends here
     size: int = 0  # bytes of the file it stands for, for progress
+    name: str = ""  # of the file that people know, where `path` is an unpacked copy
+    format: str = ""  # of its rows, where they are conversations
+    mixed: bool = False  # rows of other formats are left out, not refused
+    entry: int = 0  # which of `data.path` it is of, where these are weighted
+
+    @property
+    def shown(self) -> str:
+        return self.name or self.path
 
 
 def span_from(told: dict[str, Any]) -> Span:
@@ -67,6 +75,13 @@ def split(sources: Sequence[Source], share: float) -> tuple[list[Span], list[Spa
     return train, held
 
 
+def split_each(sources: Sequence[Source], share: float) -> tuple[list[Span], list[Span]]:
+    """The last `share` of each entry of `data.path`."""
+    entries = [[source for source in sources if source.entry == entry] for entry in {one.entry: 0 for one in sources}]
+    halves = [split(some, share) for some in entries]
+    return [span for train, _ in halves for span in train], [span for _, held in halves for span in held]
+
+
 def _spans(source: Source, begin: int, end: int) -> list[Span]:
     if begin >= end:
         return []
@@ -75,10 +90,14 @@ def _spans(source: Source, begin: int, end: int) -> list[Span]:
         places = [begin, *(min(_cut(source, place, LOOK), end) for place in places[1:])]
     ends = [*places[1:], end]
     return [
-        Span(source.path, source.form, a, b, 0, b == source.size, b - a)
+        Span(source.path, source.form, a, b, 0, b == source.size, b - a, **_of(source))
         for a, b in zip(places, ends, strict=True)
         if a < b
     ]
+
+
+def _of(source: Source) -> dict[str, Any]:
+    return {"name": source.name, "format": source.format, "mixed": source.mixed, "entry": source.entry}
 
 
 def _cut(source: Source, place: int, look: int) -> int:
@@ -96,7 +115,7 @@ def _cut(source: Source, place: int, look: int) -> int:
 
 
 def _row_groups(source: Source, share: float) -> tuple[list[Span], list[Span]]:
-    table = open_parquet(source.path)
+    table = open_parquet(source.path, source.name)
     rows = table.metadata.num_rows
     border = rows if share >= 1 else int(rows * share)
     train: list[Span] = []
@@ -114,7 +133,7 @@ def _row_groups(source: Source, share: float) -> tuple[list[Span], list[Span]]:
         for begin, end in pairwise(places):
             size = source.size * (end - begin) // max(rows, 1)
             (train if before + begin < border else held).append(
-                Span(source.path, "parquet", begin, end, group, True, size)
+                Span(source.path, "parquet", begin, end, group, True, size, **_of(source))
             )
         before += about.num_rows
     return train, held
@@ -125,7 +144,7 @@ def jobs_of(spans: Sequence[Span]) -> list[list[Span]]:
     jobs: list[list[Span]] = []
     room = 0
     for span in spans:
-        if not jobs or room < span.size or len(jobs[-1]) >= 4096:
+        if not jobs or room < span.size or len(jobs[-1]) >= 4096 or jobs[-1][-1].entry != span.entry:
             jobs.append([])
             room = UNIT
         jobs[-1].append(span)
@@ -136,4 +155,6 @@ def jobs_of(spans: Sequence[Span]) -> list[list[Span]]:
 def check_unchanged(sources: Sequence[Source]) -> None:
     for source in sources:
         if os.path.getsize(source.path) != source.size:
-            raise Refusal(f"{source.path} changed while it was read: it had {source.size} bytes", EX_DATAERR)
+            raise Refusal(
+                f"{source.name or source.path} changed while it was read: it had {source.size} bytes", EX_DATAERR
+            )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stoker.contract.names import EX_OSERR, Refusal
 from stoker.contract.shape import as_json, shape
-from stoker.training.data.read import NAMED, conversations, texts
+from stoker.training.data.read import NAMED, Remark, conversations, remark, texts
 from stoker.training.data.units import Span, span_from
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.encoders import FastPlan
@@ -52,7 +52,9 @@ class Part:
     cut: int = 0  # conversations that were too long
     dropped: int = 0  # conversations with nothing to learn
     wrong: int = 0  # rows that are no conversations
-    first_wrong: tuple[str, ...] = ()
+    first_wrong: tuple[Remark, ...] = ()
+    first_cut: tuple[Remark, ...] = ()
+    entry: int = 0  # of `data.path`
 
 
 def mask_path(path: str) -> str:
@@ -91,18 +93,21 @@ def _stream(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> P
                     file.write(end)
                     tokens += 1
                     documents += 1
-    return Part(path, tokens, size, documents, inked and size > 0)
+    return Part(path, tokens, size, documents, inked and size > 0, entry=spans[0].entry)
 
 
 def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Part:
     lengths: list[int] = []
     learned = size = cut = dropped = 0
-    wrong: list[str] = []
+    wrong: list[Remark] = []
+    first_cut: list[Remark] = []
     with open(path, "wb", buffering=1 << 20) as file, open(mask_path(path), "wb", buffering=1 << 20) as beside:
         for span in spans:
-            for messages in conversations(span, wrong):
+            for messages, place in conversations(span, wrong):
                 ids, mask = chat.chat(tokenizer, messages)
-                cut += len(ids) > work.longest
+                if len(ids) > work.longest:
+                    cut += 1
+                    first_cut += [remark(place, f" has {len(ids):,} tokens")] if len(first_cut) < NAMED else []
                 ids, mask = ids[: work.longest], mask[: work.longest]
                 mine = ids[mask != 0]
                 if not len(mine):
@@ -117,7 +122,18 @@ def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Pa
                 size += int(tokenizer.lengths[mine[mine != tokenizer.special[chat.STOP]]].sum())
     np.array(lengths, dtype="<i8").tofile(lengths_path(path))
     return Part(
-        path, sum(lengths), size, len(lengths), bool(lengths), learned, cut, dropped, len(wrong), tuple(wrong[:NAMED])
+        path,
+        sum(lengths),
+        size,
+        len(lengths),
+        bool(lengths),
+        learned,
+        cut,
+        dropped,
+        len(wrong),
+        tuple(wrong[:NAMED]),
+        tuple(first_cut),
+        spans[0].entry,
     )
 
 

@@ -8,19 +8,18 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from stoker.contract.shape import shape
+from stoker.training.data.formats.questions import Question
 from stoker.training.evaluate.asking import (
     Manner,
     answer_text,
     as_asked,
     choice_ids,
     lettered,
-    listed,
     refuse_long,
     stop_ids,
 )
 from stoker.training.evaluate.likelihood import log_likelihoods
 from stoker.training.evaluate.marking import Alternatives, alternatives, in_form, phrases, right, right_in_form, words
-from stoker.training.evaluate.questions import Question
 from stoker.training.evaluate.tasks import Task
 from stoker.training.generate.config import GenerateConfig
 from stoker.training.model.decoder import Decoder
@@ -199,6 +198,6 @@ def written(tokenizer: Tokenizer, ids: Sequence[int], manner: Manner, stop: Coll
 def _chosen(asked: Asked, place: int, scores: Sequence[float]) -> Outcome:
     question = asked.task.questions[place]
     best = question.labels[max(range(len(scores)), key=scores.__getitem__)]
-    correct, shown = best == question.answer, question.text + listed(question)
+    correct, shown = best == question.answer, question.text + question.listed
     mark = Marked(best, correct, in_form=True, strict=correct)
     return Outcome(asked.task.name, place, question.kind, shown, question.answer, mark, open=False)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
-from stoker.training.evaluate.questions import Question
+from stoker.training.data.formats.questions import Question
 from stoker.training.evaluate.tasks import TOLERATED
 from stoker.training.tokenizer.chat import STOP, check
 from stoker.training.tokenizer.chat import prompt as chat_prompt
@@ -38,11 +38,10 @@ def prompt_ids(
     tokenizer: Tokenizer, question: Question, manner: Manner, examples: Sequence[Question] = ()
 ) -> list[int]:
     if manner.chat:
-        *before, (role, text) = question.messages
-        shown = text + listed(question) + "\nAnswer with the letter only." if question.labels else text
+        *before, (role, _) = question.messages
         if manner.system and not any(who == "system" for who, _ in before):
             before = [("system", manner.system), *before]
-        return chat_prompt(tokenizer, [(who, what.encode()) for who, what in (*before, (role, shown))])
+        return chat_prompt(tokenizer, [(who, what.encode()) for who, what in (*before, (role, question.shown))])
     shots = "".join(f"{_plain(one, manner)} {_solution(one, manner)}\n\n" for one in examples)
     return [
         tokenizer.end_id,
@@ -112,12 +111,8 @@ def _plain(question: Question, manner: Manner) -> str:
     parts = []
     for role, text in question.messages:
         parts.append({"user": f"Question: {text}", "assistant": f"Answer: {text}\n"}.get(role, text))
-    choices = listed(question) if lettered(question, manner) else ""
-    return "\n".join(parts) + f"{choices}\nAnswer:"
-
-
-def listed(question: Question) -> str:
-    return "".join(f"\n{label}. {text}" for label, text in zip(question.labels, question.choices, strict=True))
+    listed = question.listed if lettered(question, manner) else ""
+    return "\n".join(parts) + f"{listed}\nAnswer:"
 
 
 def _solution(question: Question, manner: Manner) -> str:

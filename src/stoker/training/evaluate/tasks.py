@@ -6,23 +6,27 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.shape import replace, shape
-from stoker.contract.untrusted import text_lines
 from stoker.training.data import jsonl
+from stoker.training.data.formats.format import Row, Unusable
+from stoker.training.data.formats.questions import FORMS, Form, Question, messages_of, mmlu_cells
 from stoker.training.data.parquet import open_parquet, read_rows
+from stoker.training.data.rows import counted_in, kind_of
+from stoker.training.data.rows import rows as file_rows
+from stoker.training.data.unpack import open_unpacked, packing_of, unpacked_name
 from stoker.training.evaluate.marking import LONGEST_ANSWER
-from stoker.training.evaluate.questions import FORMS, Form, Question, Row, Unusable, messages_of, mmlu_cells
 
 TOLERATED = 0.01  # a share of unusable rows that is skipped; from there on the file is wrong
 _PLAIN_NAMES = ("test", "train", "dev", "val", "validation")
 _COLUMNS = ("prompt", "question", "answer", "answerKey", "choices", "alternatives", "kind", "subject")  # of all forms
-_ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
+_ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv")
 
 
+_LONGEST_CSV = 1 << 20  # bytes of a line
 _MOST_CHARACTERS = 256 << 20  # of all questions of a file together
 
 
@@ -89,7 +93,11 @@ def _task(path: str, most: int) -> Task:
     questions: list[Question] = []
     skipped: list[str] = []
     for file in files:
-        kind = _name(file) if len(files) == 1 else os.path.splitext(os.path.basename(file))[0].removesuffix("_test")
+        kind = (
+            _name(file)
+            if len(files) == 1
+            else os.path.splitext(os.path.basename(unpacked_name(file)))[0].removesuffix("_test")
+        )
         found, wrong = _file(file, kind)
         questions += found
         skipped += [wrong] if wrong else []
@@ -104,7 +112,7 @@ def _files(path: str) -> list[str]:
     found = sorted(
         os.path.join(path, name)
         for name in os.listdir(path)
-        if name.lower().endswith(_ENDINGS) and not name.startswith(".")
+        if unpacked_name(name).lower().endswith(_ENDINGS) and not name.startswith(".")
     )
     if not found:
         raise Refusal(f"evaluate.tasks {path}: a folder without {', '.join(_ENDINGS)} files", EX_NOINPUT)
@@ -113,13 +121,11 @@ def _files(path: str) -> list[str]:
 
 def _file(path: str, kind: str) -> tuple[list[Question], str]:
     where = f"evaluate.tasks {path}"
-    if path.lower().endswith(".csv"):
+    if unpacked_name(path).lower().endswith(".csv"):
         cells_of = _some(_csv_rows(path), where)
         questions, _, skipped = _usable(cells_of, lambda cells: mmlu_cells(cells, kind), where)
         return questions, skipped
-    rows = (
-        _some(_parquet_rows(path), where) if path.lower().endswith(".parquet") else _json_rows(path, "evaluate.tasks")
-    )
+    rows = _rows(path, where)
     form = _form(rows, kind, where)
 
     def read(row: Any) -> Question:
@@ -133,6 +139,14 @@ def _file(path: str, kind: str) -> tuple[list[Question], str]:
 
     questions, _, skipped = _usable(rows, read, where)
     return questions, skipped
+
+
+def _rows(path: str, where: str) -> Sequence[tuple[str, Any]]:
+    if path.lower().endswith(".parquet"):
+        return _some(_parquet_rows(path), where)
+    if kind_of(path) in ("jsonl", "text") and not packing_of(path):
+        return _json_rows(path, "evaluate.tasks")  # a line that is no JSON is one row that can't be asked
+    return _some([(f"{counted_in(path)} {number}", row) for number, row in file_rows(path)], where)
 
 
 def _form(rows: Sequence[tuple[str, Any]], kind: str, where: str) -> Form:
@@ -233,11 +247,20 @@ def _parquet_rows(path: str) -> list[tuple[str, Any]]:
 
 def _csv_rows(path: str) -> list[tuple[str, Any]]:
     try:
-        rows = [(f"row {number}", cells) for number, cells in enumerate(csv.reader(text_lines(path)), 1) if cells]
+        with open_unpacked(path) as stream:
+            reader = csv.reader(_text_lines(stream))
+            rows = [(f"row {number}", cells) for number, cells in enumerate(reader, 1) if cells]
     except (OSError, ValueError, csv.Error) as problem:
         raise Refusal(f"evaluate.tasks {path} can't be read: {problem}", EX_NOINPUT) from problem
     has_header = rows and rows[0][1][-1].strip().lower() == "answer"  # as some copies have
     return rows[1:] if has_header else rows
+
+
+def _text_lines(stream: BinaryIO) -> Iterator[str]:
+    for number, line in enumerate(iter(lambda: stream.readline(_LONGEST_CSV + 1), b""), 1):
+        if len(line) > _LONGEST_CSV:
+            raise ValueError(f"line {number} is longer than {_LONGEST_CSV >> 20} MB")
+        yield line.decode("utf-8-sig" if number == 1 else "utf-8")
 
 
 def _strange(row: Any, wanted: str) -> str:
@@ -250,12 +273,12 @@ def _strange(row: Any, wanted: str) -> str:
 
 def _name(path: str) -> str:
     """gsm8k/test.jsonl is gsm8k: `test` says nothing. A folder has its own name."""
-    stem = os.path.splitext(os.path.basename(os.path.normpath(path)))[0]
+    stem = os.path.splitext(os.path.basename(os.path.normpath(unpacked_name(path))))[0]
     return _with_folder(path) if stem in _PLAIN_NAMES else stem
 
 
 def _with_folder(path: str) -> str:
-    whole = os.path.abspath(path)
+    whole = os.path.abspath(unpacked_name(path))
     stem = os.path.splitext(os.path.basename(whole))[0]
     folder = os.path.basename(os.path.dirname(whole))
     return f"{folder}-{stem}" if folder else stem

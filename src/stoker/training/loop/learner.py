@@ -5,12 +5,12 @@ was held out: nats per token and bits per byte, over the same samples whatever t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stoker.contract.shape import shape
 from stoker.training.data.reader import IGNORED
@@ -30,6 +30,7 @@ class Validation:
     bits_per_byte: float | None  # None: not of text
     tokens: int
     right: float | None = None  # share of pairs whose better answer scores higher
+    more: Mapping[str, float] | None = None  # other means, by name
 
 
 class Measure(Protocol):
@@ -68,3 +69,5 @@ class Learner:
     # Model, folder, the tokenizer's folder, say, whether this rank writes.
     save: Callable[[Decoder, str, str, Say, bool], None] = _save
     measure: Measure = validate
+    # what a step's line says besides the loss: taken right after the step, read where a line is printed
+    numbers: Callable[[Decoder], dict[str, Tensor]] = lambda model: {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -30,15 +31,19 @@ class Material:
     tokenizer_digest: str
     train: Rows
     held_out: Rows | None
+    entries: tuple[int, ...] = ()  # samples of each entry of `data.path`
 
 
-def from_prepared(prepared: Prepared, context_length: int) -> Material:
+def from_prepared(prepared: Prepared, context_length: int, mixture: Sequence[str] = ()) -> Material:
+    """`mixture`: data.mixture. Other shares are another order of the same samples."""
     held_out = Samples(prepared, "validation", context_length) if prepared.validation_tokens > 1 else None
+    train = Samples(prepared, "train", context_length)
     return Material(
-        prepared.key,
+        " ".join((prepared.key, *mixture)),
         prepared.vocab_size,
         prepared.tokenizer,
         prepared.tokenizer_digest,
-        Samples(prepared, "train", context_length),
+        train,
         held_out,
+        tuple(train.entries),
     )

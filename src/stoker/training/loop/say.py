@@ -75,6 +75,7 @@ class Voice:
             **self._last,
             val_loss=found.loss,
             **{name: value for name, value in more.items() if value is not None},
+            **{f"val_{name}": value for name, value in (found.more or {}).items()},
         )
 
     def plan(self, step: int, plan: Plan, imbalance: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,7 @@ class Launched:
     pending: Pending
     batch: StepBatch
     rate: float
+    numbers: Mapping[str, Tensor] = {}  # what the learner says besides
 
 
 @shape
@@ -120,6 +122,7 @@ class Supervised(Task):
                 before = {"val_loss_before": found.loss, "val_bits_per_byte_before": found.bits_per_byte}
                 text = json.dumps({"schema": layout.SCHEMA, **before})
                 write_whole(os.path.join(self._c.folder, BEFORE), text.encode())
+        self._parts.learner.numbers(self._parts.model)  # those of trial steps
         stoker.mark("POST-MODEL")
         stoker.phase("train")
         self._speed.begin()
@@ -157,7 +160,7 @@ class Supervised(Task):
             self._samples.write(batch.step, batch.ids)
         if self._balancer is not None:
             self._balancer.hear(numbers.step, batch.samples, numbers.compute, numbers.waiting)
-        self._report(numbers, launched.rate)
+        self._report(numbers, launched)
         return numbers.answers
 
     def _explain(self, numbers: Numbers, batch: StepBatch) -> str:
@@ -197,9 +200,13 @@ class Supervised(Task):
             self._voice.say(f"{culprits.summary}{where}")
         return culprits.summary
 
-    def _report(self, numbers: Numbers, rate: float) -> None:
-        speed = self._speed
+    def _report(self, numbers: Numbers, launched: Launched) -> None:
+        speed, rate = self._speed, launched.rate
         mfu, memory, fast, per_step = speed.mfu, speed.memory(), speed.tokens_per_s, speed.seconds_per_step
+        logged = numbers.step % self._c.train.log_every == 0 or numbers.step + 1 == self._start.steps
+        values = {name: float(value) for name, value in launched.numbers.items()} if logged else {}
+        more = {name: value for name, value in values.items() if math.isfinite(value)}  # a rank may have had no pair
+        said = "".join(f" | {name.replace('_', ' ')}: {value:.4f}" for name, value in more.items())
         self._voice.step(
             numbers.step,
             numbers.loss,
@@ -207,7 +214,7 @@ class Supervised(Task):
             lambda left: (
                 f"Loss: {numbers.loss:.4f} | LR: {rate:.2e} | Grad Norm: {numbers.norm:.4f} | ETA: {left} |"
                 f" {f'{fast:,.0f}' if fast else '?'} tok/s | MFU: {f'{mfu:.1%}' if mfu else 'n/a'} | Mem:"
-                f" {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}"
+                f" {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}{said}"
             ),
             every_rank=True,
             tokens=self.tokens,
@@ -216,6 +223,7 @@ class Supervised(Task):
             mfu=round(mfu, 4) if mfu else None,
             memory=memory,
             seconds_per_step=round(per_step, 6) if per_step else None,
+            **more,
         )
 
     def validation_due(self, done: int) -> bool:

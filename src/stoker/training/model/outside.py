@@ -30,7 +30,7 @@ from stoker.training.model.loss import IGNORED
 from stoker.training.parallel.config import ComputeConfig
 
 Say = Callable[[str], None]
-COSTS = "slower, no fused kernels, whole logits in memory; no fsdp, fp8, reward, grpo or evaluate"
+COSTS = "slower, no fused kernels, whole logits in memory; no fsdp, fp8, reward, dpo, grpo or evaluate"
 
 
 def notice(c: ModelConfig) -> str:

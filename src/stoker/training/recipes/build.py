@@ -108,7 +108,7 @@ def _outside(
     asked = {
         "parallel.strategy fsdp": group.strategy == "fsdp",
         "optim.kind muon": c.optim.kind == "muon",
-        "a reward model": learner.kind is not Decoder,
+        "the stages reward and dpo": learner.kind is not Decoder,
         "a new model.vocab_size": c.model.vocab_size not in (0, outside.rows(shape)),
     }
     for what in (what for what, yes in asked.items() if yes):

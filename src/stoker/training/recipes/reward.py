@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.training.config.check import check_ranks
 from stoker.training.evaluate.confidence import wilson
 from stoker.training.loop.material import Material
@@ -25,7 +24,7 @@ from stoker.training.model.attention import kernels
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import stage, supervised
 from stoker.training.reward.model import held_out_margins, learner
-from stoker.training.reward.pairs import Pair, PairRows, read_pairs
+from stoker.training.reward.pairs import Pair, PairRows, pairs_of
 from stoker.training.tokenizer import chat
 
 # Whether a probability means what it says: pairs are put in bins by σ(margin) of the likelier answer, and counted.
@@ -64,21 +63,9 @@ def main(argv: list[str]) -> int:
 
     # Pairs: read by every rank, before there is a process group.
     tokenizer = stage.tokenizer_of(c)
-
-    def pairs_in(path: str, key: str) -> list[Pair]:
-        return read_pairs(stage.rows_of(path, key), tokenizer, c.data.context_length, path, stage.from_rank_0)
-
-    pairs = pairs_in(c.reward.pairs, "reward.pairs")
-    if c.reward.held_out:
-        held_out = pairs_in(c.reward.held_out, "reward.held_out")
-    else:
-        if len(pairs) < 2:
-            raise Refusal(
-                f"reward.pairs {c.reward.pairs} has one pair, and one must be held out: give more, or reward.held_out",
-                EX_DATAERR,
-            )
-        kept = max(len(pairs) // 10, 1)
-        pairs, held_out = pairs[:-kept], pairs[-kept:]
+    pairs, held_out = pairs_of(
+        c.reward.pairs, c.reward.held_out, tokenizer, c.data.context_length, "reward", stage.from_rank_0
+    )
     train, other = (PairRows(some, c.data.context_length, chat.pad_id(tokenizer)) for some in (pairs, held_out))
     startup.done("data")
 

@@ -21,8 +21,8 @@ from stoker.training.config.derived import derivable
 from stoker.training.config.keys import as_yaml
 from stoker.training.config.resolve import flags, on_cpu, recipe_settings
 from stoker.training.config.schema import Config
-from stoker.training.data import jsonl
 from stoker.training.data.prepared import Prepared
+from stoker.training.data.rows import rows
 from stoker.training.forensics.culprit import NonFinite
 from stoker.training.loop.supervised import BEFORE
 from stoker.training.model import hf, hf_config, hf_hub, ready
@@ -99,22 +99,10 @@ def open_model(c: Config, folder: str, device: torch.device, context_length: int
 
 
 def rows_of(path: str, key: str) -> list[dict[str, Any]]:
-    """A jsonl file's rows."""
+    """A file's rows, whatever its kind."""
     if not path:
-        raise Refusal(f"{key} is empty: name a jsonl file", EX_USAGE)
-    try:
-        lines = list(jsonl.lines(path))
-    except (OSError, ValueError) as problem:
-        raise Refusal(f"{key} {path} can't be read: {problem}", EX_NOINPUT) from problem
-    found = []
-    for number, line in lines:
-        try:
-            row = jsonl.row(line)
-        except ValueError as problem:
-            raise Refusal(f"{key} {path}, line {number}: not JSON ({problem})", EX_NOINPUT) from problem
-        if not isinstance(row, dict):
-            raise Refusal(f"{key} {path}, line {number}: a row is an object, not {type(row).__name__}", EX_NOINPUT)
-        found.append(row)
+        raise Refusal(f"{key} is empty: name a file of rows", EX_USAGE)
+    found = [row for _, row in rows(path)]
     if not found:
         raise Refusal(f"{key} {path} has no rows", EX_NOINPUT)
     return found

@@ -1,4 +1,4 @@
-"""The middle of every recipe that learns from rows (pretrain, midtrain, sft, reward): model, optimizer, steps, export."""
+"""The middle of every recipe that learns from rows (pretrain, midtrain, sft, reward, dpo): model, optimizer, steps, export."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from stoker.contract.shape import as_json, shape
 from stoker.training.config.schema import Config
-from stoker.training.data.order import Order
+from stoker.training.data.order import order_of
 from stoker.training.loop.feeder import Feeder
 from stoker.training.loop.keeping import Keeper, newest, tensors_of
 from stoker.training.loop.learner import Learner
@@ -35,7 +35,7 @@ class Trained:
 
 def train(c: Config, material: Material, learner: Learner, group: Group, voice: Voice, startup: Startup) -> Trained:
     folder = stage.run_directory(c, group)
-    order = Order(min(len(material.train), c.data.max_samples or len(material.train)), c.data.seed)
+    order = order_of(c.data, len(material.train), material.entries)
 
     # Model, optimizer, micro-batch; the weights and the step of a checkpoint, if there is one.
     found = newest(c.checkpoint, folder, group, voice)
@@ -91,7 +91,8 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
             parts.drill.step = batch.step
             share = schedule.share(c.optim, batch.step, steps)
             pending = stepper.step(batch, share, words=loop.words)  # forward, backward, update
-            loop.launched(Launched(pending, batch, c.optim.learning_rate * share))
+            rate = c.optim.learning_rate * share
+            loop.launched(Launched(pending, batch, rate, parts.learner.numbers(parts.model)))
     task.close()
     if loop.whole:
         export(c, parts, folder, voice)

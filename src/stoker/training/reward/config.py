@@ -7,7 +7,11 @@ from stoker.contract.shape import option, shape
 
 @shape
 class RewardConfig:
-    pairs: str = option("jsonl rows with prompt, chosen and rejected", default="", metavar="PATH")
+    pairs: str = option(
+        "rows with chosen and rejected, and prompt where these don't hold it: hh-rlhf's and UltraFeedback's files work",
+        default="",
+        metavar="PATH",
+    )
     likelihood: bool = option(
         "the answer's own log-probability adds to its score, with a weight that is learned", default=True
     )

@@ -6,28 +6,37 @@ The target at the better answer's last token is the place of the worse answer's 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.shape import shape
-from stoker.training.data import jsonl
+from stoker.training.data.encode import pair_ids
+from stoker.training.data.formats.format import Preference, Unusable
+from stoker.training.data.formats.preferences import preference
 from stoker.training.data.reader import IGNORED, Batch
+from stoker.training.data.reasons import Reasons
+from stoker.training.data.rows import rows
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 TOLERATED = 0.01  # a smaller share of rows may be unusable
+MOST_LONG = 0.5  # of the pairs may be too long
 Prompt = str | Sequence[dict[str, Any]]
 
 
 @shape
 class Pair:
-    better: list[int]
-    worse: list[int]
+    """Arrays: a hundred thousand pairs as Python's integers would be gigabytes."""
+
+    better: NDArray[np.int32]
+    worse: NDArray[np.int32]
     kind: str
+    learned: NDArray[np.bool_]  # of `better`: the tokens of the answer
+    learned_worse: NDArray[np.bool_]
 
 
 def messages_of(prompt: Any) -> list[tuple[str, bytes]]:
@@ -58,61 +67,92 @@ def answered(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> list[int]:
 def lengths_of(path: str, tokenizer: Tokenizer) -> list[int]:
     """Tokens of each pair, both answers; rows that are no pairs are counted elsewhere."""
     found = []
-    for _, line in jsonl.lines(path):
+    for _, row in rows(path):
         try:
-            row = jsonl.row(line)
-            texts = [row["chosen"], row["rejected"]]
-            found.append(sum(len(answered(tokenizer, row["prompt"], text)) for text in texts))
-        except (ValueError, KeyError, TypeError, AttributeError):
+            pair = encode(preference(row), tokenizer)
+        except Unusable:
             continue
+        found.append(len(pair.better) + len(pair.worse))
     return found
+
+
+def pairs_of(
+    path: str, held_out: str, tokenizer: Tokenizer, context: int, section: str, say: Callable[[str], None]
+) -> tuple[list[Pair], list[Pair]]:
+    """(those to learn from, those to measure by): two files, or the last tenth of one is held out."""
+    if not path:
+        raise Refusal(f"{section}.pairs is empty: name a file of rows with chosen and rejected", EX_USAGE)
+    pairs = read_pairs(rows(path), tokenizer, context, f"{section}.pairs {path}", say)
+    say(f"{section}.pairs {path}: {len(pairs):,} pairs in the format preference (chosen and rejected answers)")
+    if held_out:
+        return pairs, read_pairs(rows(held_out), tokenizer, context, f"{section}.held_out {held_out}", say)
+    if len(pairs) < 2:
+        line = f"{section}.pairs {path} has one pair, and one must be held out"
+        raise Refusal(f"{line}: give more, or {section}.held_out", EX_DATAERR)
+    kept = max(len(pairs) // 10, 1)
+    return pairs[:-kept], pairs[-kept:]
 
 
 def read_pairs(
-    rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, context: int, where: str, say: Callable[[str], None]
+    numbered: Iterable[tuple[int, Mapping[str, Any]]],
+    tokenizer: Tokenizer,
+    context: int,
+    where: str,
+    say: Callable[[str], None],
 ) -> list[Pair]:
-    """Rows that are no pair, or too long, are counted and named; one in a hundred or more is refused."""
+    """Rows that are no pair are counted and named; one in a hundred or more is refused. Pairs that are too long are left
+    out as long as half of them fit.
+    """
     chat.check(tokenizer)
-    found: list[Pair] = []
-    wrong: list[str] = []
-    for number, row in enumerate(rows, 1):
+    pairs: list[Pair] = []
+    wrong = Reasons()
+    long = Reasons()
+    for number, row in numbered:
         try:
-            found.append(_pair(row, tokenizer, context))
-        except ValueError as problem:
-            wrong.append(f"row {number}: {problem}")
-    if wrong:
-        line = f"{where}: {len(wrong)} of {len(rows)} rows are no usable pairs ({'; '.join(wrong[:3])})"
-        if len(wrong) >= TOLERATED * len(rows) or not found:
-            raise Refusal(line, EX_DATAERR)
-        say(f"{line}: left out")
-    return found
+            pair = encode(preference(row), tokenizer)
+        except Unusable as problem:
+            wrong.add(str(problem), number)
+            continue
+        if (size := len(pair.better) + len(pair.worse)) > context:
+            long.add(too_long(context), number, size)
+        else:
+            pairs.append(pair)
+    total = len(pairs) + wrong.count + long.count
+    if wrong.count:
+        line = f"{where}: {wrong.count:,} of {total:,} rows are no usable pairs: {wrong}"
+        if wrong.count >= TOLERATED * total:
+            raise Refusal(f"{line}; below 1 % they would be left out: fix the file", EX_DATAERR)
+        say(f"{line}; left out")
+    if long.count:
+        line = f"{where}: {long.count:,} of {total:,} pairs are too long: {long}"
+        if not pairs or long.count > MOST_LONG * total:
+            raise Refusal(f"{line}; raise data.context_length: the longest needs {long.largest:,}", EX_DATAERR)
+        say(f"{line}; left out, and the longest needs data.context_length {long.largest:,}")
+    if not pairs:
+        raise Refusal(f"{where} has no rows", EX_NOINPUT)
+    return pairs
 
 
-def _pair(row: dict[str, Any], tokenizer: Tokenizer, context: int) -> Pair:
-    for key in ("prompt", "chosen", "rejected"):
-        if key not in row:
-            raise ValueError(f"no {key}; found {', '.join(list(row)[:5]) or 'nothing'}")
-    chosen, rejected = row["chosen"], row["rejected"]
-    if not isinstance(chosen, str) or not isinstance(rejected, str):
-        raise ValueError("chosen and rejected must be texts")
-    if chosen == rejected:
-        raise ValueError("chosen and rejected are the same text")
-    better, worse = answered(tokenizer, row["prompt"], chosen), answered(tokenizer, row["prompt"], rejected)
-    if len(better) + len(worse) > context:
-        raise ValueError(
-            f"both answers have {len(better) + len(worse)} tokens, more than data.context_length {context}"
-        )
-    return Pair(better, worse, str(row.get("kind", "all")))
+def too_long(context: int) -> str:
+    return f"both answers have more tokens than data.context_length {context}"
+
+
+def encode(pair: Preference, tokenizer: Tokenizer) -> Pair:
+    (better, learned), (worse, learned_worse) = pair_ids(pair, tokenizer)
+    return Pair(better, worse, pair.kind, learned, learned_worse)
 
 
 class PairRows:
-    """As many pairs as fit in each row, in the order they came: the next row begins where one does not fit."""
+    """As many pairs as fit in each row, in the order they came: the next row begins where one does not fit.
+
+    `answers`: segments also say which tokens are an answer's, as 2 · segment + 1; all others are 2 · segment.
+    """
 
     chat = True
     bytes_per_target = 1.0
 
-    def __init__(self, pairs: Sequence[Pair], context: int, pad: int) -> None:
-        self.context, self._pad, self.pairs = context, pad, pairs
+    def __init__(self, pairs: Sequence[Pair], context: int, pad: int, answers: bool = False) -> None:
+        self.context, self._pad, self.pairs, self._answers = context, pad, pairs, answers
         self._rows: list[list[Pair]] = []
         room = 0
         for pair in pairs:
@@ -134,9 +174,9 @@ class PairRows:
             place, segment = 0, 0
             for pair in self._rows[number]:
                 ends = []
-                for side in (pair.better, pair.worse):
+                for side, learned in ((pair.better, pair.learned), (pair.worse, pair.learned_worse)):
                     inputs[row, place : place + len(side)] = side
-                    segments[row, place : place + len(side)] = segment
+                    segments[row, place : place + len(side)] = 2 * segment + learned if self._answers else segment
                     place, segment = place + len(side), segment + 1
                     ends.append(place - 1)
                 targets[row, ends[0]] = ends[1]

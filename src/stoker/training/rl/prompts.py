@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
+from stoker.training.data.order import Order
 from stoker.training.evaluate.marking import LONGEST_ANSWER
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -94,12 +95,20 @@ def _named(problem: str, numbers: Sequence[int], total: int, path: str) -> str:
 
 
 def draw_of(rows: Sequence[Mapping[str, Any]] | None, prompts: Sequence[Prompt], count: int, path: str) -> Draw:
-    """`rows`: of the density stage's weights.jsonl; None: all prompts alike. `count`: rows of the prompts' file."""
-    chances = np.ones(count) if rows is None else weights(rows, count, path)
-    kept: NDArray[np.float64] = chances[[prompt.row for prompt in prompts]]
+    """`rows`: of the density stage's weights.jsonl; None: in epochs. `count`: rows of the prompts' file."""
+    if rows is None:
+        return partial(in_epochs, len(prompts))
+    kept: NDArray[np.float64] = weights(rows, count, path)[[prompt.row for prompt in prompts]]
     if not kept.any():
         raise Refusal(f"grpo.weights {path}: every weight is 0, no prompt would be sampled", EX_DATAERR)
     return partial(draw, kept)
+
+
+def in_epochs(prompts: int, step: int, seed: int, count: int) -> list[int]:
+    """Every prompt once before any comes again, in an order of its own each time. A function of (seed, step), the same
+    for any number of ranks.
+    """
+    return [int(place) for place in Order(prompts, seed).ids(step * count, (step + 1) * count)]
 
 
 def weights(rows: Sequence[Mapping[str, Any]], count: int, path: str) -> NDArray[np.float64]:
@@ -143,7 +152,7 @@ def expected(weights: NDArray[np.float64], count: int) -> NDArray[np.float64]:
 
 
 def draw(weights: NDArray[np.float64], step: int, seed: int, count: int) -> list[int]:
-    """Which prompts a step asks: a function of (seed, step), the same for any number of ranks.
+    """Which prompts a step asks, by their weights: a function of (seed, step), the same for any number of ranks.
 
     Systematic sampling over a shuffled order: one offset, then every whole number along the summed shares. Exact.
     """

@@ -15,7 +15,7 @@ from stoker.training.stages.stage import Link, Stage
 
 VARIABLE = "STOKER_STAGES"  # paths, separated as in PATH
 RESERVED = ("all", "report", "world")  # the chain's own
-_BUILT_IN = ("tokenizer", "pretrain", "midtrain", "sft", "reward", "density", "grpo", "evaluate", "diversity")
+_BUILT_IN = ("tokenizer", "pretrain", "midtrain", "sft", "reward", "dpo", "density", "grpo", "evaluate", "diversity")
 _NEEDED = ("name", "about", "recipe", "sections")
 
 

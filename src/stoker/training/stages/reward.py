@@ -9,6 +9,7 @@ from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.quantities import number_at
 from stoker.training.config.derived import Learning
 from stoker.training.config.schema import Config
+from stoker.training.data.formats.table import AUTO
 from stoker.training.stages import estimate
 from stoker.training.stages.blocks import Block, Cell, Figure, Heading, Table, Text
 from stoker.training.stages.significance import (
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
 def check(c: Config) -> None:
     if c.compute.attention in ("flash", "cudnn"):
         raise Refusal(f"compute.attention {c.compute.attention} does not take packed pairs: use auto", EX_CONFIG)
+    if c.data.format not in (AUTO, "preference"):
+        raise Refusal(
+            f"data.format {c.data.format} has no pairs of answers: leave it out, or use preference", EX_CONFIG
+        )
 
 
 def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:

@@ -140,15 +140,18 @@ def situation(stage: str, config: Config, ranks: int | None, ready: Prepared | N
     """`ready`: without it the amount is estimated."""
     model = _model(config, ready)
     learning = STAGES[stage].learning
-    source = config.grpo.prompts if learning is not None and learning.prompts else config.reward.pairs
+    prompts = learning is not None and learning.prompts
+    pairs = config.dpo if stage == "dpo" else config.reward
+    source = config.grpo.prompts if prompts else pairs.pairs
     if ready is not None:
         return Situation(model, amount.of_prepared(ready, config), ranks)
     if STAGES[stage].prepares:
         return Situation(model, amount.estimated(config, model.vocab_size), ranks)
     if not os.path.isfile(source):  # the recipe refuses it, and says why
         return Situation(model, None, ranks)
-    counted = amount.of_prompts(config) if source == config.grpo.prompts else amount.of_pairs(config, model.vocab_size)
-    return Situation(model, counted, ranks)
+    if prompts:
+        return Situation(model, amount.of_prompts(config), ranks)
+    return Situation(model, amount.of_pairs(config, model.vocab_size, pairs), ranks)
 
 
 def with_defaults(

@@ -47,10 +47,19 @@ CASES = (
     Case("sft", "debug", 200, _SHORT_CHAT, _CPU),
     *(Case("reward", "small", pairs, _SHORT_PAIR, _CPU) for pairs in (200, 8_000)),
     *(Case("reward", "production", pairs, _PAIR, _DENSE_06) for pairs in (1_000, 100_000)),
+    *(Case("dpo", "production", pairs, _PAIR, _DENSE_06) for pairs in (1_000, 100_000)),
+    Case("dpo", "production", 60_000, _PAIR, _DENSE_8, ranks=8),
     *(Case("grpo", "small", prompts, model=_CPU) for prompts in (100, 4_000)),
     *(Case("grpo", "production", prompts, model=_DENSE_06) for prompts in (100, 7_473, 100_000)),
 )
-_UNITS = {"pretrain": "tokens", "midtrain": "chats", "sft": "chats", "reward": "pairs", "grpo": "prompts"}
+_UNITS = {
+    "pretrain": "tokens",
+    "midtrain": "chats",
+    "sft": "chats",
+    "reward": "pairs",
+    "dpo": "pairs",
+    "grpo": "prompts",
+}
 
 
 def table() -> str:

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.training.tokenizer import roles
 from stoker.training.tokenizer.encoders import Ids
 from stoker.training.tokenizer.tokenizer import Tokenizer, segments
 
 START, STOP, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
-ROLES = ("system", "user", "assistant", "tool")
-LEARNED = "assistant"
+ROLES, LEARNED = roles.ROLES, roles.LEARNED
 
 
 def check(tokenizer: Tokenizer) -> None:

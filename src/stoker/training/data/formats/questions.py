@@ -10,14 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stoker.contract.shape import shape
-from stoker.training.tokenizer.chat import ROLES
+from stoker.training.data.formats.format import Format, Row, Turn, Unusable
+from stoker.training.tokenizer.roles import LEARNED, ROLES
 
-Row = Mapping[str, Any]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-class Unusable(Exception):
-    """One row that can't be asked."""
 
 
 @shape
@@ -34,6 +30,17 @@ class Question:
     def text(self) -> str:
         """For people."""
         return "\n".join(text for _, text in self.messages)
+
+    @property
+    def listed(self) -> str:
+        """Its choices, a line each."""
+        return "".join(f"\n{label}. {text}" for label, text in zip(self.labels, self.choices, strict=True))
+
+    @property
+    def shown(self) -> str:
+        """The last message as a chat is asked."""
+        text = self.messages[-1][1]
+        return f"{text}{self.listed}\nAnswer with the letter only." if self.labels else text
 
 
 def prompt_and_answer(row: Row, kind: str) -> Question | None:
@@ -97,15 +104,6 @@ def mmlu_cells(cells: Sequence[str], kind: str) -> Question:
     return _choice(cells[0], list("ABCD"), list(cells[1:5]), cells[5].strip(), kind, lettered=True)
 
 
-Form = Callable[[Row, str], Question | None]
-FORMS: dict[str, Form] = {
-    "prompt and answer (and kind, alternatives)": prompt_and_answer,
-    "ARC's question, choices and answerKey": arc,
-    "MMLU's question, choices and answer": mmlu,
-    "GSM8K's question and answer": gsm8k,
-}
-
-
 def messages_of(prompt: Any) -> tuple[tuple[str, str], ...]:
     """A text, or a list of role and content."""
     if isinstance(prompt, str):
@@ -146,3 +144,45 @@ def _list(value: Any, what: str) -> list[Any]:
         kind = "missing" if value is None else type(value).__name__
         raise Unusable(f"{what} is {'empty' if value in ([], ()) else kind}, not a list")
     return list(value)
+
+
+Form = Callable[[Row, str], Question | None]
+
+
+def _entry(name: str, about: str, columns: tuple[str, ...], needs: set[str], form: Form) -> tuple[Format, Form]:
+    def conversation(row: Row) -> list[Turn]:
+        question = form(row, name)
+        if question is None:
+            raise Unusable(f"it lacks {about}")
+        role = question.messages[-1][0]
+        return [*question.messages[:-1], (role, question.shown), (LEARNED, question.answer)]
+
+    return Format(name, about, columns, lambda row: needs <= row.keys(), conversation), form
+
+
+_ENTRIES = (
+    _entry(
+        "prompt-answer",
+        "prompt and answer (and kind, alternatives)",
+        ("prompt", "answer", "kind", "alternatives"),
+        {"prompt", "answer"},
+        prompt_and_answer,
+    ),
+    _entry(
+        "arc",
+        "ARC's question, choices and answerKey",
+        ("question", "choices", "answerKey"),
+        {"question", "answerKey"},
+        arc,
+    ),
+    _entry(
+        "mmlu",
+        "MMLU's question, choices and answer",
+        ("question", "choices", "answer", "subject"),
+        {"question", "choices", "answer"},
+        mmlu,
+    ),
+    _entry("gsm8k", "GSM8K's question and answer", ("question", "answer"), {"question", "answer"}, gsm8k),
+)
+FORMATS = tuple(made for made, _ in _ENTRIES)
+FORMS: dict[str, Form] = {made.about: form for made, form in _ENTRIES}  # what an evaluation asks

@@ -1,0 +1,114 @@
+"""stoker data show PATH... [--tokenizer PATH] [--format NAME] [--context-length N] [--rows N] [--json]"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from stoker.contract import terminal
+from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.settings import Parser, suggest
+from stoker.contract.shape import as_json
+from stoker.contract.untrusted import json_text
+
+if TYPE_CHECKING:
+    from stoker.training.data.show import Shown
+
+_ACTIONS = ("show",)
+_EXAMPLES = """examples:
+  stoker data show chats.jsonl --tokenizer Qwen/Qwen3-0.6B
+  stoker data show ultrafeedback.jsonl.gz --context-length 2048
+  stoker data show rows.csv --format alpaca --json"""
+
+
+def parser() -> Parser:
+    made = Parser(prog="stoker data")
+    made.add_argument("action", choices=_ACTIONS)
+    for action in show_parser()._actions:
+        if "-h" not in action.option_strings:
+            made._add_action(action)
+    return made
+
+
+def show_parser() -> Parser:
+    from stoker.training.data.formats.table import AUTO, NAMES
+
+    made = Parser(
+        prog="stoker data show",
+        description="What training would make of a file: its format, its tokens, samples with the learned tokens marked,"
+        " and which rows would be left out and why. Writes nothing.",
+        epilog=_EXAMPLES,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("path", nargs="+", metavar="PATH", help="files, folders or globs, packed or not, or a hub id")
+    made.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="PATH",
+        help="a folder with tokenizer.json, or a hub id (default: bytes, a token each)",
+    )
+    made.add_argument("--format", default=AUTO, choices=NAMES, help="how rows are written (default: recognised)")
+    made.add_argument("--text-key", default="text", metavar="NAME", help="the field that holds a plain text")
+    made.add_argument(
+        "--context-length", type=int, default=1024, metavar="N", help="tokens a sample has (default: 1024)"
+    )
+    made.add_argument("--rows", type=int, default=0, metavar="N", help="look at the first so many rows of each file")
+    made.add_argument("--cache", default="cache", metavar="DIR", help="where rows of a hub id are kept")
+    made.add_argument("--json", action="store_true", help="everything as JSON")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(show_parser().format_help(), end="")
+        return 0 if argv else EX_USAGE
+    if argv[0] not in _ACTIONS:
+        raise Refusal(f"no `stoker data {argv[0]}`{suggest(argv[0], _ACTIONS)}; there is {_ACTIONS[0]}", EX_USAGE)
+    given = show_parser().parse_args(argv[1:])
+    if given.context_length < 2 or given.rows < 0:
+        raise Refusal("--context-length is at least 2, and --rows at least 0", EX_USAGE)
+    from stoker.training.data.show import Ask, show
+    from stoker.training.data.sources import files_of
+    from stoker.training.tokenizer.tokenizer import load
+
+    ask = Ask(load(given.tokenizer), given.context_length, given.format, given.text_key, given.rows)
+    files = []
+    for path in files_of(given.path, given.cache, _say):
+        shown = show(path, ask, _say)
+        files.append(shown)
+        if not given.json:
+            _print(shown, given.tokenizer, given.context_length)
+    if given.json:
+        print(json_text({"schema": 1, "tokenizer": given.tokenizer, "context_length": given.context_length,
+                         "files": [as_json(shown) for shown in files]}))  # fmt: skip
+    return 0
+
+
+def _print(shown: Shown, tokenizer: str, context: int) -> None:
+    from stoker.training.data.reasons import words
+
+    print(f"{shown.file}: format {shown.format} ({shown.about}), {shown.rows:,} rows")
+    left = shown.rows - shown.used
+    share = f", {shown.learned:,} of them learned" if shown.view != "texts" else ""
+    print(f"  {shown.used:,} {shown.view} used, {shown.tokens:,} tokens{share} (tokenizer {tokenizer})")
+    if shown.long:
+        print(f"  {shown.long:,} are longer than the context length {context} and lose their end")
+    print(f"  {left:,} rows left out" + (":" if left else ""))
+    for reason in shown.dropped:
+        print(f"    {words(reason)}")
+    for sample in shown.samples:
+        print(f"\n--- row {sample.row}{f', {sample.what}' if sample.what else ''}")
+        terminal.highlighted(_with_end(sample.pieces, sample.cut))
+    if shown.samples:
+        print()
+
+
+def _with_end(pieces: Sequence[tuple[str, bool]], cut: bool) -> list[tuple[str, bool]]:
+    return [*pieces, *([(" …", False)] if cut else [])]
+
+
+def _say(line: str) -> None:
+    print(f"stoker: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Formats of rows, as data is published: one file each, listed in table.py."""

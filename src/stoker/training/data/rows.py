@@ -1,0 +1,215 @@
+"""The rows of a file, whatever its kind: jsonl, json, csv, arrow or parquet, packed or not. A stream in bounded memory;
+what can't be read is refused with its file and row.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, BinaryIO
+
+from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.training.data.jsonl import DECODER, HALF, parse_row, sound, utf8
+from stoker.training.data.looks import as_text
+from stoker.training.data.parquet import Bounded, first_line, open_parquet, read_rows
+from stoker.training.data.unpack import open_unpacked, packing_of, unpacked_name
+
+LONGEST_LINE = 64 << 20
+KINDS = {
+    ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tex": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json",
+    ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".csv": "csv", ".tsv": "csv",
+}  # fmt: skip
+IN_PLACE = ("text", "jsonl", "parquet")  # kinds that are read from any place in the file, by many processes
+_CELL = 16 << 20  # characters of a csv cell: more is a quote that was never closed
+_READ = 1 << 20
+_GAP = re.compile(r"[\s,]*")  # between the values of a JSON file
+Row = dict[str, Any]
+
+
+def kind_of(path: str) -> str:
+    """By its name; what has none of these endings is text."""
+    return KINDS.get(os.path.splitext(unpacked_name(path))[1].lower(), "text")
+
+
+def is_known(path: str) -> bool:
+    return os.path.splitext(unpacked_name(path))[1].lower() in KINDS
+
+
+def counted_in(path: str) -> str:
+    """What people count in such a file."""
+    return "line" if kind_of(path) == "jsonl" else "row"
+
+
+def rows(path: str) -> Iterator[tuple[int, Row]]:
+    """(number from 1, row); of jsonl the number of the line."""
+    kind = kind_of(path)
+    if kind in ("parquet", "arrow"):
+        with _on_disk(path) as place:
+            yield from enumerate(_parquet(path, place) if kind == "parquet" else _arrow(path, place), 1)
+        return
+    with open_unpacked(path) as stream:
+        if kind == "jsonl":
+            yield from _lines(path, stream)
+        elif kind == "json":
+            yield from enumerate(_values(path, stream), 1)
+        elif kind == "csv":
+            yield from enumerate(_cells(path, stream), 1)
+        else:
+            endings = ", ".join(ending for ending, kind in KINDS.items() if kind != "text")
+            raise Refusal(f"{path} is plain text; rows come from files that end in {endings}", EX_DATAERR)
+
+
+def as_line(row: Row) -> bytes:
+    return utf8(json.dumps(row, ensure_ascii=False, default=str)) + b"\n"
+
+
+def _lines(path: str, stream: BinaryIO) -> Iterator[tuple[int, Row]]:
+    number = place = 0
+    while line := stream.readline(LONGEST_LINE + 1):
+        number += 1
+        where = f"{path}, line {number}"
+        if len(line) > LONGEST_LINE:
+            raise Refusal(f"{where} is longer than {LONGEST_LINE >> 20} MB: is this a row per line?", EX_DATAERR)
+        text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if not text.isspace() and text:
+            try:
+                yield number, parse_row(text)
+            except UnicodeDecodeError as problem:
+                as_text(path, line, place)
+                raise Refusal(f"{where} is not UTF-8: {problem}", EX_DATAERR) from problem
+            except ValueError as problem:
+                raise Refusal(f"{where} {problem}", EX_DATAERR) from problem
+        place += len(line)
+
+
+def _values(path: str, stream: BinaryIO) -> Iterator[Row]:
+    """One array, or values one after the other."""
+    text_of = codecs.getincrementaldecoder("utf-8-sig")()
+    text, at, size, number, array, ended = "", 0, _READ, 0, False, False
+    while True:
+        at = _GAP.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+        if at < len(text) and not number and not array and text[at] == "[":
+            array, at = True, at + 1
+            continue
+        if array and text.startswith("]", at):
+            return
+        where = f"{path}, row {number + 1}"
+        if at < len(text):
+            try:
+                found, end = DECODER.raw_decode(text, at)
+                found = sound(found) if HALF.search(text, at, end) else found
+                number, at, size = number + 1, end, _READ
+            except json.JSONDecodeError as problem:
+                if ended or len(text) - at > LONGEST_LINE:  # else the rest of the row is not read yet
+                    line = f"{where} is not JSON: {problem.msg}; it begins {text[at : at + 40]!r}"
+                    raise Refusal(line, EX_DATAERR) from problem
+            except (ValueError, RecursionError) as problem:
+                why = "nested too deeply" if isinstance(problem, RecursionError) else problem
+                raise Refusal(f"{where} is not JSON that can be used: {why}", EX_DATAERR) from problem
+            else:
+                if not isinstance(found, dict):
+                    raise Refusal(f"{where} is a JSON {type(found).__name__}, not an object with keys", EX_DATAERR)
+                yield found
+                continue
+        if ended and array:
+            raise Refusal(f"{path} ends in the middle, after row {number}", EX_DATAERR)
+        if ended:
+            return
+        try:
+            data = stream.read(size)
+            text, at, ended, size = text[at:] + text_of.decode(data, not data), 0, not data, 2 * size
+        except UnicodeDecodeError as problem:
+            raise Refusal(f"{path}, after row {number}: not UTF-8 ({problem.reason})", EX_DATAERR) from problem
+
+
+def _cells(path: str, stream: BinaryIO) -> Iterator[Row]:
+    """The first row names the columns."""
+    csv.field_size_limit(_CELL)
+    separator = "\t" if unpacked_name(path).lower().endswith(".tsv") else ","
+    number = 0
+    try:
+        reader = csv.reader((line.decode() for line in _csv_lines(path, stream)), delimiter=separator)
+        names = next(reader, [])
+        if len(set(names)) < len(names) or not all(names):
+            raise Refusal(
+                f"{path}: the first row must name each column once; it is {', '.join(names)[:200]}", EX_DATAERR
+            )
+        for cells in reader:
+            number += 1
+            if cells and len(cells) != len(names):
+                line = f"{path}, row {number} has {len(cells)} cells, and the first row names {len(names)} columns"
+                raise Refusal(line, EX_DATAERR)
+            if cells:
+                yield dict(zip(names, cells, strict=True))
+    except UnicodeDecodeError as problem:
+        raise Refusal(f"{path}, row {number + 1} is not UTF-8: {problem}", EX_DATAERR) from problem
+    except csv.Error as problem:
+        line = f"{path}, row {number + 1} is not csv: {problem}"
+        raise Refusal(f"{line}; a quote may be missing", EX_DATAERR) from problem
+
+
+def _csv_lines(path: str, stream: BinaryIO) -> Iterator[bytes]:
+    first = True
+    while line := stream.readline(_CELL + 1):
+        if len(line) > _CELL:
+            raise Refusal(f"{path} has a line of more than {_CELL >> 20} MB: is this csv?", EX_DATAERR)
+        yield line.removeprefix(codecs.BOM_UTF8) if first else line
+        first = False
+
+
+@contextmanager
+def _on_disk(path: str) -> Iterator[str]:
+    """Parquet and arrow are read from their end: a packed one is unpacked first, and the copy is removed."""
+    if not packing_of(path):
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(prefix="stoker-", suffix=".unpacked") as file, open_unpacked(path) as stream:
+        shutil.copyfileobj(stream, file, _READ)
+        file.flush()
+        yield file.name
+
+
+def _parquet(path: str, place: str) -> Iterator[Row]:
+    table = open_parquet(place, path)
+    for group in range(table.metadata.num_row_groups):
+        for some in read_rows(place, table, group, table.schema_arrow.names, path):
+            yield from some
+
+
+def _arrow(path: str, place: str) -> Iterator[Row]:
+    """Both layouts: the file's (feather), and the stream's, in which the `datasets` library keeps its cache."""
+    try:
+        arrow = import_module("pyarrow")
+        ipc = import_module("pyarrow.ipc")
+    except ImportError as problem:
+        raise Refusal(f"{path} needs pyarrow: `pip install pyarrow`", EX_DATAERR) from problem
+    number = 0
+    try:
+        with open(place, "rb") as begin:
+            is_file = begin.read(6) == b"ARROW1"
+        with arrow.OSFile(place) as source:
+            reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
+            batches = (reader.get_batch(at) for at in range(reader.num_record_batches)) if is_file else iter(reader)
+            while True:
+                with Bounded():
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                for begins in range(0, len(batch), 64):
+                    with Bounded():
+                        some = batch.slice(begins, 64).to_pylist()
+                    number += len(some)
+                    yield from some
+    except MemoryError as problem:
+        raise Refusal(f"{path}, after row {number}: the rows take too much memory", EX_DATAERR) from problem
+    except (OSError, ValueError, arrow.lib.ArrowException) as problem:
+        line = f"{path} is not an arrow file, or is damaged after row {number}: {first_line(problem)}"
+        raise Refusal(line, EX_DATAERR) from problem

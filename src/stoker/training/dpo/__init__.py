@@ -1,0 +1,1 @@
+"""Direct Preference Optimisation: a model learns from pairs of answers, without a reward model."""

@@ -1,0 +1,96 @@
+"""Direct Preference Optimisation: learning from pairs of answers, without a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from stoker.contract.quantities import number_at
+from stoker.contract.shape import replace
+from stoker.training.config.derived import Learning
+from stoker.training.config.schema import Config
+from stoker.training.stages import estimate
+from stoker.training.stages.blocks import Block, Cell, Heading, Table, Text
+from stoker.training.stages.estimate import Estimate, Job
+from stoker.training.stages.reward import check
+from stoker.training.stages.significance import between, marks, number, percent, share_with_interval
+from stoker.training.stages.stage import LEARN_KEYS, LEARNS, RUN_KEYS, Metrics, Stage, joined
+
+if TYPE_CHECKING:
+    from stoker.training.tokenizer.tokenizer import Tokenizer
+
+
+def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
+    """Both answers of a pair lie in one row."""
+    from stoker.training.reward.pairs import lengths_of
+
+    files = [path for path in (c.dpo.pairs, c.dpo.held_out) if path]
+    return [(f"pairs of {path} with both answers", lengths_of(path, words)) for path in files]
+
+
+def cost(job: Job) -> Estimate:
+    """Training, and the reference: a forward pass, which is a third of a step, and its weights."""
+    found = estimate.training(job)
+    seconds = job.pace.start + (found.seconds - job.pace.start) * 4 / 3
+    return replace(found, seconds=seconds, memory=found.memory + job.pace.width * job.size)
+
+
+def headline(metrics: Metrics) -> str:
+    return joined(
+        ("better answer preferred in {:.1%} of held-out pairs", number_at(metrics, "accuracy")),
+        ("margin {:.3f}", number_at(metrics, "reward_margin")),
+    )
+
+
+def report(metrics: Metrics) -> Iterator[Block]:
+    yield Heading("DPO")
+    right = marks(metrics).greedy
+    of = f" of {right.total:,}" if right.total else ""
+    yield Text(
+        f"Training raised the better answer more than the worse one in {share_with_interval(right)}{of} held-out pairs;"
+        " without training it would in 50 %."
+    )
+    rows = [
+        (Cell(name), Cell(number(number_at(metrics, key))))
+        for name, key in (
+            ("Margin of the implicit reward", "reward_margin"),
+            ("Log-probability of the better answer", "logp_chosen"),
+            ("Log-probability of the worse answer", "logp_rejected"),
+        )
+    ]
+    yield Table(("Mean over held-out pairs", "Value"), tuple(rows))
+    kinds = metrics.get("by_kind")
+    if isinstance(kinds, dict) and len(kinds) > 1:
+        shares = [(kind, marks(value).greedy, number_at(value, "total")) for kind, value in kinds.items()]
+        cells = [
+            (Cell(str(kind)), Cell(percent(share.value), between(share)), Cell(number(total)))
+            for kind, share, total in shares
+        ]
+        yield Table(("Pairs", "Better answer preferred", "Count"), tuple(cells))
+
+
+STAGE = Stage(
+    name="dpo",
+    about="learning from preference pairs, without a reward model",
+    recipe="stoker.training.recipes.dpo",
+    sections=LEARNS | {"dpo"},
+    inputs=("model.load", "dpo.pairs"),
+    outputs=("hf",),
+    common=(
+        "model.load",
+        "dpo.pairs",
+        "dpo.held_out",
+        "dpo.beta",
+        "dpo.loss",
+        "dpo.length_normalised",
+        *LEARN_KEYS,
+        *RUN_KEYS,
+    ),
+    # 1e-6 for a billion parameters. Zephyr's 5e-7 at 7 billion is this rate and the fourth root of the size
+    learning=Learning(rate=0.05, passes=1, samples=32, steps_a_pass=32),
+    check=check,
+    estimate=cost,
+    headline=headline,
+    report=report,
+    lengths=lengths,
+)
