@@ -101,11 +101,12 @@ def test_long_words_are_cut_to_train_a_tokenizer(stoker: Stoker) -> None:
 
     words = "".join(random.Random(1).choices("abcdefgh", k=2000))
     (stoker.cwd / "d.txt").write_text(f"{'xy' * 2000} {words}\n" * 3)
-    argv = ["train", "tokenizer", "--data", "d.txt", "--tokenizer.vocab_size", "5000", "--data.context_length", "16"]
+    argv = ["prepare", "--data", "d.txt", "--tokenizer.vocab_size", "5000", "--data.context_length", "16"]
     done = stoker(*argv, timeout=300)
     assert done.code == 0, done.err
-    assert done.err.count("the data has runs of more than 256 letters, signs or blanks") == 1, done.err
-    (folder,) = {path.parent for path in stoker.cwd.rglob("tokenizer.json")}
+    shown = done.out + done.err
+    assert shown.count("the data has runs of more than 256 letters, signs or blanks") == 1, shown
+    (folder,) = {path.parent for path in (stoker.cwd / "cache" / "tokenizers").rglob("tokenizer.json")}
     told = load(str(folder)).told
     assert max(map(len, told.vocabulary)) <= 257, "a word, and a blank before it"
     assert told.pattern == OURS, "only training cuts"
