@@ -43,9 +43,6 @@ from stoker.training.generate import finding
 from stoker.training.loop.supervised import SampleLog
 from stoker.training.model import hf_config, hf_files
 from stoker.training.recipes.stage import where_runs_go
-from stoker.training.tokenizer import patterns
-from stoker.training.tokenizer.definition import KNOWN_PATTERNS
-from stoker.training.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 
 STRANGER = 12345
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user's files can only be made by root")
@@ -267,27 +264,6 @@ def test_an_export_mends_only_its_own_folder(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [".replaced-other", "x"]
 
 
-# ---- tokenizers ----
-
-
-def with_pattern(pattern: str) -> Tokenizer:
-    told = json.loads(bytes_tokenizer().data)
-    size = max([*told["model"]["vocab"].values(), *(token["id"] for token in told["added_tokens"])]) + 1
-    told["model"]["vocab"]["aa"], told["model"]["merges"] = size, ["a a"]
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    told["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, plain]}
-    return Tokenizer(json.dumps(told).encode(), {}, "x")
-
-
-def test_a_pattern_that_is_slow_is_stopped_early() -> None:
-    assert with_pattern(r"\w+|[\s\S]").encode("aab c")
-    slow = with_pattern(r"[\s\S]*[a-z ]*\x01|[\s\S]")  # two open ends: bounded, and slow
-    slow.use(None)  # `tokenizers`, whose engine tries them all
-    with pytest.raises(Refusal, match=r"too slow|can't be used"):  # or the engine's own limit
-        slow.encode("hello there my friend what a day " * 2000)
-
-
 # ---- plain torchrun ----
 
 
@@ -410,30 +386,6 @@ def test_a_long_message_of_a_host_is_judged_at_once() -> None:
     assert len(read_error(as_json(replace(error, message="[" * 1_000_000))).message) == 20_000  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("pattern", [*sorted(KNOWN_PATTERNS), r"\p{N}{1,3}", r"[一-龥]+"])
-def test_patterns_of_published_tokenizers_are_bounded(pattern: str) -> None:
-    assert patterns.is_bounded(pattern)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r"(?:.|.)+\x00",
-        r"(?:.|.){21}\x00|x",
-        r"(?=[^\x00]*hello)a",
-        r"(?=[\s\S]{5000})x",
-        "(a+)+b",
-        "a*a*a*b",
-        r"(.*)\1x",
-        "[[",
-    ],
-)
-def test_patterns_that_can_take_hours_are_refused(pattern: str) -> None:
-    assert not patterns.is_bounded(pattern)
-    with pytest.raises(Refusal, match="can take hours"):
-        with_pattern(pattern).encode("a")
-
-
 @pytest.mark.parametrize(
     "option",
     [
@@ -451,25 +403,6 @@ def test_a_file_of_settings_starts_no_program(stoker: Stoker, option: str) -> No
     (stoker.cwd / "c.yaml").write_text(f"preset: debug\nrun: {{{option}}}\n")
     done = stoker("train", "tokenizer", "--config", "c.yaml", "--data", "d.txt")
     assert done.code == 78 and "give it as a flag" in done.err and not (stoker.cwd / "x").exists()
-
-
-def test_a_row_of_splitters_that_double_a_text_is_refused() -> None:
-    told = json.loads(bytes_tokenizer().data)
-    told["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [told["pre_tokenizer"]] * 34}
-    with pytest.raises(Refusal, match="34 of them ByteLevel"):
-        Tokenizer(json.dumps(told).encode(), {}, "x").encode("a b")
-
-
-def test_a_decoder_that_takes_gigabytes_is_not_compiled() -> None:
-    told = json.loads(with_pattern(r"\w+|[\s\S]").data)
-    told["decoder"] = {
-        "type": "Replace",
-        "pattern": {"Regex": "("},
-        "content": "",
-    }  # it would be refused if it were read
-    tokenizer = Tokenizer(json.dumps(told).encode(), {}, "x")
-    tokenizer.use(None)
-    assert tokenizer.decode(tokenizer.encode("aab c")) == "aab c"
 
 
 def test_questions_without_any_text_are_bounded_too(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from stoker.training.data.units import PACKING, Span, check_unchanged, jobs_of, 
 from stoker.training.data.work import Work
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.config import TokenizerConfig
-from stoker.training.tokenizer.encoders import slow_encoder
 from stoker.training.tokenizer.tokenizer import Tokenizer, load
 
 Say = Callable[[str], None]
@@ -174,7 +173,7 @@ def _plan(words: Tokenizer, spans: Sequence[Span], data: DataConfig, say: Say) -
     if isinstance(words.plan, str):
         say(f"tokenizer {words.where}: {words.plan}; `tokenizers` encodes, some 8 times slower than tiktoken")
         return None
-    slow = words.watched(slow_encoder(words.data))
+    slow = words.encoder_by(None)
     for text in _probes(spans, data):
         if words.array(text).tolist() != slow(text.decode()).tolist():
             say(

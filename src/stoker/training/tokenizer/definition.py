@@ -6,8 +6,8 @@ from typing import Any
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import parse_json, printable
-from stoker.training.tokenizer import alphabet, patterns
+from stoker.contract.untrusted import parse_json
+from stoker.training.tokenizer import alphabet
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # which of its special tokens ends a document, best first
@@ -24,9 +24,29 @@ _GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Patterns that take about the same time for every text: GPT-2's, ours, GPT-4's and Llama 3's, Qwen's. "": no pattern.
-KNOWN_PATTERNS = frozenset(("", GPT2, OURS, _GPT4, _GPT4.replace(r"\p{N}{1,3}", r"\p{N}")))
-MOST_SPLITTERS = 16
+_QWEN = _GPT4.replace(r"\p{N}{1,3}", r"\p{N}")
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+SHORT|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*SHORT|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
+    r""" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
+# Patterns that take about the same time for every text. "": no pattern.
+KNOWN_PATTERNS = frozenset(
+    (
+        *("", GPT2, OURS, _GPT4, _QWEN),  # _GPT4 is Llama 3's, too
+        _QWEN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),  # Qwen 3.5
+        _CASED.replace("SHORT", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"),  # GPT-4o, Llama 4
+        _CASED.replace("SHORT", "").replace(r"\p{N}{1,3}", r"\p{N}"),  # Mistral's tekken
+        *(_DEEPSEEK, r"\p{N}{1,3}", r"\p{N}", "[一-龥\u3040-ゟ゠-ヿ]+"),
+    )
+)
+MOST_PARTS = 4  # of a known way to split: DeepSeek's has four
+LONGEST_KNOWN, MOST_ADDED = 1024, 20_000  # characters of a token, added tokens; published ones have 128 and 1,300
+LONGEST_TOKEN = 1 << 16  # characters: a text is cut into parts of so many bytes before it is encoded
 
 
 @shape
@@ -41,6 +61,7 @@ class Definition:
     end: str
     vocab_size: int
     normalizer: str | None
+    is_known: bool  # it takes about the same time for every text
 
 
 def define(data: bytes, where: str, eos: str | None = None) -> Definition:
@@ -64,16 +85,14 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         normalizer = (told.get("normalizer") or {}).get("type")
         splitter = told.get("pre_tokenizer") or {}
         prefix_space, pattern = _any(splitter, "add_prefix_space"), _pattern(splitter)
+        known_splitter = _is_known(splitter)
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise refuse(
             f"tokenizer.json is not in the format of `tokenizers`: {type(problem).__name__} {problem}"
         ) from problem
-    if strange := _strange_splitter(splitter):
-        raise refuse(strange)
-    if slow := patterns.unbounded(splitter):
-        raise refuse(
-            f"its pattern {printable(slow, 60)!r} can take hours for some texts (repeats within repeats, far looks ahead)"
-        )
+    longest = max(map(len, (*vocabulary, *special, *ordinary)), default=0)
+    if longest > LONGEST_TOKEN:
+        raise refuse(f"a token has {longest:,} characters; {LONGEST_TOKEN:,} is the most that could be used")
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
             raise refuse(f"its model has {name}: the same text would not always come back")
@@ -97,7 +116,17 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         one.get(flag) for one in added if not one["special"] for flag in ("lstrip", "rstrip", "single_word")
     )
     return Definition(
-        vocabulary, merges, bool(model.get("ignore_merges")), pattern, special, ordinary, plain, end, size, normalizer
+        vocabulary=vocabulary,
+        merges=merges,
+        whole_words_first=bool(model.get("ignore_merges")),
+        pattern=pattern,
+        special=special,
+        added=ordinary,
+        plain_added=plain,
+        end=end,
+        vocab_size=size,
+        normalizer=normalizer,
+        is_known=known_splitter and longest <= LONGEST_KNOWN and len(added) <= MOST_ADDED,
     )
 
 
@@ -122,13 +151,17 @@ def _any(splitter: dict[str, Any], flag: str) -> bool:
     return bool(splitter.get(flag)) or any(_any(one, flag) for one in splitter.get("pretokenizers", ()))
 
 
-def _strange_splitter(splitter: dict[str, Any]) -> str:
-    """Each ByteLevel may double a text: a row of them takes any amount of memory for one blank."""
+def _is_known(splitter: dict[str, Any]) -> bool:
+    """Each ByteLevel may double a text: a row of them takes any amount of memory."""
     parts = splitter["pretokenizers"] if splitter.get("type") == "Sequence" else [splitter]
     kinds = [part.get("type") for part in parts]
-    if len(parts) > MOST_SPLITTERS or "Sequence" in kinds or kinds.count("ByteLevel") > 1:
-        return f"its pre-tokenizer has {len(parts)} parts, {kinds.count('ByteLevel')} of them ByteLevel: one is usual, and last"
-    return ""
+    patterns = [part["pattern"].get("Regex") for part in parts if part.get("type") == "Split"]
+    return (
+        len(parts) <= MOST_PARTS
+        and kinds.count("ByteLevel") <= 1
+        and all(kind in ("ByteLevel", "Digits", "Split") for kind in kinds)
+        and all(pattern in KNOWN_PATTERNS for pattern in patterns)
+    )
 
 
 def _pattern(splitter: dict[str, Any]) -> str | None:

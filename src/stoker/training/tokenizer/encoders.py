@@ -41,6 +41,19 @@ class FastPlan:
     unreachable: tuple[int, ...] = ()  # ids it must not know
 
 
+class Library:
+    """What tokenizers and tiktoken make of a tokenizer.json, in this process."""
+
+    def __init__(self, told: Definition, data: bytes) -> None:
+        self.told, self.data = told, data
+
+    def plan(self) -> FastPlan | str:
+        return plan_fast(self.told, self.data)
+
+    def encoder(self, plan: FastPlan | None) -> Encoder:
+        return slow_encoder(self.data) if plan is None else fast_encoder(self.told, self.data, plan)
+
+
 def slow_encoder(data: bytes) -> Encoder:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would compete with our processes
     inner = _tokenizers(data)

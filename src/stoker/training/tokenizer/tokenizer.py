@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from importlib import import_module
@@ -18,16 +17,9 @@ from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusa
 from stoker.contract.untrusted import read_bytes, read_json
 from stoker.contract.wholefile import write_whole
 from stoker.training.tokenizer import alphabet
-from stoker.training.tokenizer.definition import KNOWN_PATTERNS, SPECIAL, Definition, define, token_bytes
-from stoker.training.tokenizer.encoders import (
-    Encoder,
-    FastPlan,
-    Ids,
-    fast_encoder,
-    plan_fast,
-    slow_encoder,
-    table_encoder,
-)
+from stoker.training.tokenizer.confined import Confined
+from stoker.training.tokenizer.definition import SPECIAL, Definition, define, token_bytes
+from stoker.training.tokenizer.encoders import Encoder, FastPlan, Ids, Library, table_encoder
 from stoker.training.tokenizer.place import BYTES, FILES, folder_here
 
 SEGMENT = (
@@ -47,8 +39,12 @@ class Tokenizer:
 
     @cached_property
     def told(self) -> Definition:
+        return define(self.data, self.where, self._eos)
+
+    @property
+    def _eos(self) -> Any:
         eos = self.config.get("eos_token")
-        return define(self.data, self.where, eos.get("content") if isinstance(eos, dict) else eos)
+        return eos.get("content") if isinstance(eos, dict) else eos
 
     @cached_property
     def digest(self) -> str:
@@ -68,49 +64,29 @@ class Tokenizer:
         return self.told.special[self.told.end]
 
     @cached_property
+    def _library(self) -> Library | Confined:
+        """Known kinds of tokenizers take about the same time for every text. Others are confined."""
+        return Library(self.told, self.data) if self.told.is_known else Confined(self.data, self._eos, self.where)
+
+    @cached_property
     def plan(self) -> FastPlan | str:
-        return self._made(lambda: plan_fast(self.told, self.data))
+        return self._made(self._library.plan)
 
     @cached_property
     def encoder(self) -> Encoder:
         if self.is_bytes:
             return table_encoder(self.told)
-        return self._encoder(None if isinstance(self.plan, str) else self.plan)
+        return self.encoder_by(None if isinstance(self.plan, str) else self.plan)
 
     def use(self, plan: FastPlan | None) -> None:
         """Settles how to encode: tiktoken by a plan that was made and probed elsewhere, or tokenizers. The ids are the
         same.
         """
         if not self.is_bytes:
-            self.__dict__["encoder"] = self._encoder(plan)
+            self.__dict__["encoder"] = self.encoder_by(plan)
 
-    def _encoder(self, plan: FastPlan | None) -> Encoder:
-        encode = self._made(
-            lambda: slow_encoder(self.data) if plan is None else fast_encoder(self.told, self.data, plan)
-        )
-        self._made(lambda: encode("a"))  # what is made at the first call does not count as slow
-        return encode if self.told.pattern in KNOWN_PATTERNS else self.watched(encode)
-
-    def watched(self, encode: Encoder) -> Encoder:
-        """A stranger's pattern may be slow, and nothing can stop it once it has begun: the beginning of each text is
-        encoded first, longer and longer.
-        """
-
-        def watched(text: str) -> Ids:
-            for length in (8, 32, 128, 512, 2048, 8192, 32768):
-                if length < len(text):
-                    self._timed(encode, text[:length], 0.1 + length * 1e-5)
-            return self._timed(encode, text, 10.0)
-
-        return watched
-
-    def _timed(self, encode: Encoder, text: str, most: float) -> Ids:
-        began = time.thread_time()
-        ids = encode(text)
-        if (seconds := time.thread_time() - began) > most:
-            what = f"{len(text)} characters took {seconds:.1f} s"
-            raise Refusal(f"tokenizer {self.where}: its pattern is too slow to be used: {what}", EX_DATAERR)
-        return ids
+    def encoder_by(self, plan: FastPlan | None) -> Encoder:
+        return self._made(lambda: self._library.encoder(plan))
 
     def _made(self, make: Callable[[], T]) -> T:
         """What tokenizers or tiktoken make of the file. Both raise whatever they like where it is not what they expect."""
