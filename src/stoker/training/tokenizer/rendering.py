@@ -28,6 +28,7 @@ ASSISTANT = "assistant"
 MARKS, TURNS, LAST = "marks", "turns", "last"  # what says which characters are learned
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+LONGEST_TEXT = 64 << 20
 Span = tuple[int, int]
 
 
@@ -84,7 +85,7 @@ class _Namespace(jinja2.utils.Namespace):
         jinja2.utils.Namespace.__init__(args[0], values)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._check(name)
+        _Namespace._check(name)  # `self` has no attributes but the template's
         super().__setitem__(name, value)
 
     @staticmethod
@@ -228,4 +229,6 @@ def answer(request: bytes) -> bytes:
             rendered = template.conversation(told["messages"], told["tools"])
     except NotRendered as problem:
         return json.dumps({"problem": str(problem)}).encode()
+    if len(rendered.text) > LONGEST_TEXT:
+        return json.dumps({"problem": f"it is longer than {LONGEST_TEXT >> 20} million characters"}).encode()
     return json.dumps({"text": rendered.text, "learned": rendered.learned, "by": rendered.by}).encode()
