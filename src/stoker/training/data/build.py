@@ -207,7 +207,7 @@ def _stream(folder: str, name: str, parts: Iterator[Part], work: Work) -> dict[s
 def _chat(folder: str, name: str, parts: list[Part], work: Work, pad: int) -> dict[str, Any]:
     told = {
         key: sum(getattr(part, key) for part in parts)
-        for key in ("bytes", "documents", "learned", "cut", "dropped", "wrong")
+        for key in ("bytes", "documents", "learned", "cut", "dropped", "wrong", "only_last")
     }
     told["first_wrong"] = [line for part in parts for line in part.first_wrong][:NAMED]
     lengths = (

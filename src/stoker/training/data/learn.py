@@ -127,7 +127,7 @@ def _pieces(spans: Sequence[Span], data: DataConfig, limit: int) -> Iterator[str
     for span in spans:
         wrong: list[str] = []
         if data.kind == "chat":
-            found = (content for messages in conversations(span, wrong) for _, content in messages)
+            found = (content for messages, _ in conversations(span, wrong) for _, content in messages)
         else:
             found = (text for text, _ in texts(span, data.text_key))
         for text in found:

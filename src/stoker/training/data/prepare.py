@@ -115,6 +115,7 @@ def _about(data: DataConfig, words: Tokenizer, given: Given) -> dict[str, Any]:
         "kind": data.kind,
         "text_key": data.text_key if set(rows) - {"text"} and data.kind == "stream" else None,
         "context": context,
+        **words.besides_digest(data.kind == "chat"),
     }
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
     return {"key": key, "kind": data.kind, "context": context, "packing": PACKING, "tokenizer_digest": words.digest}
@@ -168,8 +169,12 @@ def _plan(words: Tokenizer, spans: Sequence[Span], data: DataConfig, say: Say) -
     """For tiktoken, if it gives the ids of tokenizers here: proved for the merges, probed on texts from all over the
     data.
     """
-    if words.is_bytes:
+    if words.is_bytes or (data.kind == "chat" and words.template is not None):  # a template's text needs places
         return None
+    if not words.told.is_exact:
+        say(
+            f"tokenizer {words.where}: it normalizes text ({words.told.kind}); bits per byte count the text's own bytes"
+        )
     if isinstance(words.plan, str):
         say(f"tokenizer {words.where}: {words.plan}; `tokenizers` encodes, some 8 times slower than tiktoken")
         return None
@@ -187,7 +192,7 @@ def _plan(words: Tokenizer, spans: Sequence[Span], data: DataConfig, say: Say) -
 def _probes(spans: Sequence[Span], data: DataConfig) -> Iterator[bytes]:
     for span in spans[:: max(1, len(spans) // PROBES)][:PROBES]:
         if data.kind == "chat":
-            text = next((content for messages in conversations(span, []) for _, content in messages), b"")
+            text = next((content for messages, _ in conversations(span, []) for _, content in messages), b"")
         else:
             text = next((text for text, _ in texts(span, data.text_key)), b"")
         yield text[:PROBE_BYTES].decode("utf-8", "ignore").encode()
@@ -200,6 +205,11 @@ def _check_content(told: dict[str, Any], data: DataConfig, given: Given, say: Sa
     train = told["splits"]["train"]
     for part in told["splits"].values():
         _tolerate(part, say)
+    if train.get("only_last"):
+        say(
+            f"{train['only_last']:,} of {train['documents'] + train['dropped']:,} conversations: the model's chat template"
+            " rewrites earlier turns, only the last answer is learned"
+        )
     if train.get("dropped") and not train["documents"]:
         raise Refusal(
             f"{names}: no conversation has words of the assistant within {data.context_length} tokens: nothing to"

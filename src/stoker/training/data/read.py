@@ -16,14 +16,14 @@ from stoker.contract.untrusted import open_regular, parse_json, printable
 from stoker.training.data.looks import as_text, refuse_binary
 from stoker.training.data.parquet import open_parquet, read_rows
 from stoker.training.data.units import Span
-from stoker.training.tokenizer.chat import LEARNED, ROLES
+from stoker.training.tokenizer.chat import LEARNED, MORE, ROLES, Conversation, Turn
 
 LONGEST_LINE = 64 << 20
 LONG_LINE = (
     1 << 20
 )  # from here on its parts are counted before it is parsed: 64 MB of [[],[],[] … would become gigabytes
 REPLACEMENT = "\ufffd"
-MESSAGES = "messages"
+MESSAGES, TOOLS = "messages", "tools"
 NAMED = 3  # rows that a message names
 HOPELESS = 1000  # rows without a single conversation: this is another kind of file
 Message = tuple[str, bytes]
@@ -38,7 +38,7 @@ def texts(span: Span, text_key: str) -> Iterator[tuple[bytes, bool]]:
         yield _text(row, text_key, place), True
 
 
-def conversations(span: Span, wrong: list[str]) -> Iterator[list[Message]]:
+def conversations(span: Span, wrong: list[str]) -> Iterator[tuple[list[Message], str]]:
     """`wrong`: gets a line for each row that is no conversation with an answer in it; how many there may be is for the
     caller to say.
     """
@@ -56,7 +56,7 @@ def conversations(span: Span, wrong: list[str]) -> Iterator[list[Message]]:
                 raise Refusal(wrong[0], EX_DATAERR) from problem
             continue
         found += 1
-        yield messages
+        yield messages, place
 
 
 def _stretch(span: Span) -> bytes:
@@ -129,7 +129,8 @@ def _parquet(span: Span, column: str) -> Iterator[tuple[dict[str, Any], str]]:
         )
     before = sum(table.metadata.row_group(group).num_rows for group in range(span.group))
     place = 0
-    for some in read_rows(span.path, table, span.group, (column,)):
+    columns = (column, TOOLS) if column == MESSAGES and TOOLS in names else (column,)
+    for some in read_rows(span.path, table, span.group, columns):
         if place + len(some) > span.begin:
             for offset, row in enumerate(some):
                 if span.begin <= place + offset < span.end:
@@ -174,17 +175,34 @@ def _messages(row: dict[str, Any]) -> list[Message]:
         raise _NotAChat(
             f": {MESSAGES!r} is {'empty' if told == [] else type(told).__name__}, not a list of role and content"
         )
-    found: list[Message] = []
+    found = Conversation()
+    found.tools = _tools(row.get(TOOLS))
     for number, one in enumerate(told, 1):
         role, content = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
         if role not in ROLES:
             raise _NotAChat(f": message {number} has the role {role!r}, not one of {', '.join(ROLES)}")
+        more = {key: one[key] for key in MORE if one.get(key) is not None}
+        if content is None and more.get("tool_calls"):
+            content = ""  # a call without a word
         if not isinstance(content, str):
             raise _NotAChat(f": message {number} has no text as content but {type(content).__name__}")
-        found.append((role, utf8(content)))
+        found.append(Turn(role, utf8(content), more) if more else (role, utf8(content)))
     if not any(role == LEARNED for role, _ in found):
         raise _NotAChat(f": no message is the {LEARNED}'s")
     return found
+
+
+def _tools(told: Any) -> list[Any]:
+    """A list, or JSON of one: parquet has no column for whatever a tool's parameters are."""
+    if told is None or told == "":
+        return []
+    try:
+        tools = parse_json(told.encode()) if isinstance(told, str) else told
+    except ValueError as problem:
+        raise _NotAChat(f": 'tools' is no JSON: {problem}") from problem
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise _NotAChat(": 'tools' is not a list of objects")
+    return tools
 
 
 def _names(row: dict[str, Any]) -> str:

@@ -53,7 +53,7 @@ def asked(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 
 def answered(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> list[int]:
     """And up to the mark that ends it: there the score is read."""
-    return [*asked(tokenizer, prompt), *tokenizer.array(answer.encode()).tolist(), tokenizer.special[chat.STOP]]
+    return chat.answered(tokenizer, messages_of(prompt), answer)
 
 
 def lengths_of(path: str, tokenizer: Tokenizer) -> list[int]:
@@ -64,7 +64,7 @@ def lengths_of(path: str, tokenizer: Tokenizer) -> list[int]:
             row = jsonl.row(line)
             texts = [row["chosen"], row["rejected"]]
             found.append(sum(len(answered(tokenizer, row["prompt"], text)) for text in texts))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, chat.Unfit):
             continue
     return found
 
@@ -79,7 +79,7 @@ def read_pairs(
     for number, row in enumerate(rows, 1):
         try:
             found.append(_pair(row, tokenizer, context))
-        except ValueError as problem:
+        except (ValueError, chat.Unfit) as problem:
             wrong.append(f"row {number}: {problem}")
     if wrong:
         line = f"{where}: {len(wrong)} of {len(rows)} rows are no usable pairs ({'; '.join(wrong[:3])})"
