@@ -20,6 +20,7 @@ from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
 from stoker.training.model.hf_config import config_of, shape_of
 from stoker.training.model.hf_files import Place, Stored, check, places
+from stoker.training.model.hf_kept import kept_of
 from stoker.training.model.hf_write import DTYPES, Export
 
 __all__ = ["load", "load_named", "named", "opened", "save", "save_from", "shape_of"]
@@ -116,23 +117,29 @@ def save_from(
     *,
     context_length: int,
     say: Say,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     tokenizer_folder: str | None = None,
     end_ids: Sequence[int] = (),
     write: bool = True,
     more: Callable[[str], None] | None = None,
 ) -> None:
-    """A folder for `transformers`, there when it is complete. `end_ids`: tokens that end a text; else what the
-    tokenizer's folder says. `more` puts files of its own beside.
+    """A folder for `transformers`, there when it is complete. What the folder that the model was loaded from says
+    stays. `end_ids`: tokens that end a text, besides those; `dtype`: else bf16 where the loaded weights have 16 bits.
+    `more` puts files of its own beside.
     """
+    kept = kept_of(c, say if write else lambda line: None)
+    dtype = dtype or (torch.bfloat16 if kept.is_half else torch.float32)
     gathered = (_gathered(name, tensor, dtype) for name, tensor in tensors)
     try:
         if write:
-            config = config_of(c, context_length, DTYPES[dtype][1], end_ids or end_ids_of(tokenizer_folder))
+            config = config_of(c, kept.context(context_length), DTYPES[dtype][1], ())
+            known = kept.config.get("eos_token_id") is not None
+            ends = end_ids or (() if known else end_ids_of(tokenizer_folder))
+            config, generation = kept.changed(config, ends)
             with Export(folder, c, dtype) as export:
                 for name, whole in gathered:
                     export.put(name, whole)
-                export.finish(config, tokenizer_folder, more)
+                export.finish(config, generation, tokenizer_folder, more)
             say(f"wrote {folder}: {amount(export.bytes)} of {DTYPES[dtype][1]} as {config['architectures'][0]}")
     except OSError as problem:
         raise Refusal(f"{folder}: the model can't be written: {problem.strerror or problem}", EX_CANTCREAT) from problem

@@ -4,6 +4,8 @@ model's own template where it has one (template.py), else ChatML.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.wholefile import write_whole
 from stoker.training.tokenizer.encoders import Ids
-from stoker.training.tokenizer.template import Encoded, Unfit
+from stoker.training.tokenizer.place import FILES
+from stoker.training.tokenizer.template import CHATML, Encoded, Unfit
 from stoker.training.tokenizer.tokenizer import Tokenizer, segments
 
 START, STOP, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
@@ -81,6 +85,24 @@ def check(tokenizer: Tokenizer) -> None:
             f" written with; it has {found}",
             EX_DATAERR,
         )
+
+
+def write_template(folder: str, tokenizer: Tokenizer) -> str:
+    """The template by which it was taught, into a folder that `transformers` opens. Its own stays. What was done."""
+    if tokenizer.template is not None or tokenizer.config.get("chat_template"):
+        return "the tokenizer has a chat template of its own: it stays"
+    if START not in tokenizer.special or STOP not in tokenizer.special:
+        return f"no chat template: the tokenizer has no {START} and {STOP}"
+    told = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.told.end,
+        "clean_up_tokenization_spaces": False,
+        **tokenizer.config,
+        "chat_template": CHATML,
+    }
+    text = json.dumps(told, indent=1, ensure_ascii=False) + "\n"
+    write_whole(os.path.join(folder, FILES[1]), text.encode("utf-8", "backslashreplace"))
+    return ""
 
 
 def pad_id(tokenizer: Tokenizer) -> int:
