@@ -32,7 +32,7 @@ from stoker.training.generate.finding import find
 from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
-from stoker.training.tokenizer.tokenizer import load
+from stoker.training.tokenizer.tokenizer import bytes_tokenizer, load
 
 TEXTS = [
     "the quick brown fox jumps over the lazy dog\n",
@@ -185,6 +185,29 @@ def test_a_checkpoint_becomes_the_same_folder(model: Path, tmp_path: Path, monke
         assert export.main([str(where), str(tmp_path / "out")]) == 0
         assert (tmp_path / "out" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
         assert "chat_template" in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+
+
+def test_a_checkpoint_trained_on_bytes_finds_its_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`save` adds an eos_token, which a tokenizer of bytes has not: it is the same tokenizer."""
+    monkeypatch.chdir(tmp_path)
+    words = bytes_tokenizer()
+    shape = ModelConfig(layers=1, dim=16, heads=2, kv_heads=2, head_dim=8, ff=16, vocab_size=words.vocab_size)
+    decoder = Decoder(shape, 128)
+    decoder.start(5)
+    meta = {"step": 7, "model": as_json(shape), "data": {"context": 128}, "tokenizer_digest": words.digest}
+    saver = Saver("run/checkpoints", rank=0, world=1, token="t", say=nothing, keep=2, keep_best=False)
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
+    saver.save(7, tensors, meta, None, wait=True)
+    saver.close()
+    words.save("cache/datasets/one/tokenizer")
+    assert export.main(["run", "out"]) == 0
+    assert load("out").has_digest(words.digest) and load("out").digest != words.digest
+    config = Path("cache/datasets/one/tokenizer/tokenizer_config.json")
+    config.write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    with pytest.raises(Refusal, match="--tokenizer"):
+        export.main(["run", "out"])
 
 
 def test_the_model_is_found_by_run_by_stage_or_as_the_newest(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Stoker
+from conftest import Stoker, wait_for
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.training.stages import registry
@@ -153,6 +154,36 @@ def test_a_chains_gpus_are_its_stages_and_nobody_elses(stoker: Stoker, box: Call
     codes = [line.split()[0] for line in done.stdout.splitlines() if line[:2].strip().isdigit()]
     assert codes == ["0", "69", "0", "69", "0"], done.stdout + done.stderr
     assert done.stdout.count("GPU 0 is in use by run speedrun-toy (agent pid ") == 2
+
+
+LENDING = """
+import os, sys
+from stoker.cli.sight import look
+from stoker.speedrun.child import Children
+from stoker.speedrun.reserve import Reserved
+
+reserved = Reserved("speedrun-toy", look(), "1", os.environ, print)
+stage = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('began', 'w'); sys.stdin = open('end'); sys.stdin.read()"
+with Children(reserved.handles) as children:
+    children.run([sys.executable, "-c", stage], {**os.environ, **reserved.environment}, None, lambda: None)
+"""
+
+
+def test_a_killed_chains_gpus_stay_locked_until_its_stage_has_ended(
+    stoker: Stoker, box: Callable[..., dict[str, str]]
+) -> None:
+    os.mkfifo(stoker.cwd / "end")
+    env = {**stoker.env, **box(1), "STOKER_GPU_LOCKS": str(stoker.cwd / "locks")}
+    chain = subprocess.Popen([sys.executable, "-c", LENDING], cwd=stoker.cwd, env=env)
+    assert wait_for(lambda: (stoker.cwd / "began").exists() or None, 60)
+    chain.kill()
+    chain.wait()
+    stoker.script("ok.py", "print('ok')")
+    run = ("run", "--nproc-per-node", "1", "--gpus", "0", "ok.py")
+    other = stoker(*run, env=env)
+    assert other.code == 69 and "GPU 0 is in use by" in other.err, other.err
+    (stoker.cwd / "end").write_text("")
+    assert wait_for(lambda: stoker(*run, env=env).code == 0 or None, 60), "it ended, and nobody holds them"
 
 
 def test_every_built_in_stage_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:

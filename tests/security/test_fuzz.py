@@ -19,6 +19,7 @@ from stoker.training.config.flags import Flag
 from stoker.training.config.layers import gather
 from stoker.training.config.resolve import settle
 from stoker.training.model import hf_config, hf_files
+from stoker.training.tokenizer.definition import GPT2
 from stoker.training.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 
 ROUNDS = 300
@@ -199,7 +200,7 @@ def test_bent_tokenizers() -> None:
     whole["pre_tokenizer"] = {
         "type": "Sequence",
         "pretokenizers": [
-            {"type": "Split", "pattern": {"Regex": r"\p{L}+| ?[^\p{L}]+"}, "behavior": "Isolated", "invert": False},
+            {"type": "Split", "pattern": {"Regex": GPT2}, "behavior": "Isolated", "invert": False},
             {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
         ],
     }

@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from localuser import ATTACKER, VICTIM, do_as
 from stoker.contract import tensorheader, untrusted
 from stoker.contract.names import Refusal
+from stoker.control.agent.receiving import Receiver, Refused
 from stoker.control.record.ownership import own_folder
+from stoker.control.scheduler import slurm_runs
 from stoker.training.checkpoint import folders
 from stoker.training.checkpoint.manifest import Entry, Piece, disagreement
-from stoker.training.data import build, shards
+from stoker.training.checkpoint.saver import Saver
+from stoker.training.data import build, ours, shards
 
 SOON = 5.0  # seconds of processor time
 OTHER = 65534
@@ -125,3 +129,52 @@ def test_an_export_copies_nothing_from_outside_the_models_folder(tmp_path: Path)
     (tmp_path / "hub" / "blobs" / "0a").write_text("{}")
     (model / "tokenizer.json").symlink_to("../../blobs/0a")
     assert beside(str(model), str(model / "tokenizer.json")) == b"{}"
+
+
+def test_another_users_checkpoints_are_not_counted_removed_or_put_back(public: Path) -> None:
+    """In a folder that several users share."""
+    names = ("step-00000003", ".replaced-step-00000002", ".gone-x", "step-00000001.other-0.tmp")
+    do_as(ATTACKER, lambda: [(public / name).mkdir() for name in names])
+
+    def save() -> None:
+        said: list[str] = []
+        saver = Saver(str(public), rank=0, world=1, token="t", say=said.append, keep=2, keep_best=True)
+        for step in (1, 2, 4, 5):
+            saver.save(step, {}, {"step": step}, float(step), wait=True)
+        saver.close()
+        assert not said, said
+
+    do_as(VICTIM, save)
+    ours = {".writer", "step-00000001", "step-00000004", "step-00000005"}  # the best one, and the newest two
+    assert sorted(os.listdir(public)) == sorted({*names, *ours})
+
+
+def test_a_cache_that_is_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cache").symlink_to(tmp_path / "absent")
+    with pytest.raises(Refusal, match=r"cache is a link to .*absent, which is not there: make it, or remove the link"):
+        ours.own_cache(str(tmp_path / "cache"), print)
+    (tmp_path / "absent").mkdir()
+    assert ours.own_cache(str(tmp_path / "cache"), print) == str(tmp_path / "cache")
+
+
+def test_where_others_could_exchange_notes_of_jobs_runs_are_explained_without(tmp_path: Path) -> None:
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "12.json").write_text('{"submitted": 5.0}')
+    assert slurm_runs.read_note(str(tmp_path), "12") == {"submitted": 5.0}
+    tmp_path.chmod(0o777)
+    assert slurm_runs.read_note(str(tmp_path), "12") == {} and slurm_runs.run_of(str(tmp_path), "12") is None
+    with pytest.raises(Refusal, match="could exchange your folders"):
+        slurm_runs.log_path(str(tmp_path), "12")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o755])
+def test_code_is_copied_only_where_nobody_else_can_change_it(tmp_path: Path, mode: int) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    root.chmod(mode)
+    if mode == 0o755:
+        assert Receiver().offer(str(root), "inside", []) == []
+        return
+    with pytest.raises(Refused, match=r"all users can write there, and so could change the code.*workdir:.*chmod go-w"):
+        Receiver().offer(str(root), "inside", [])
+    assert Receiver().offer(str(root), "", []) == [], "data is not run"

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -218,33 +217,31 @@ def test_a_fork_has_a_process_of_its_own() -> None:
     assert is_gone(pid), "it ends with who asked"
 
 
-def _few(stoker: Stoker) -> None:
-    (stoker.cwd / "d.txt").write_text(LINE * 20_000)
+SLOW = split_by(ENDLESS, ENDLESS)  # two, which `tokenizers` has to do
+LARGE = {"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 34}
 
 
-def _many(stoker: Stoker) -> None:
-    """More than is done in one process."""
-    (stoker.cwd / "d.txt").write_text(LINE * 400_000)
-
-
-@pytest.mark.parametrize("write", [_few, _many])
-def test_preparing_ends_in_one_line_and_leaves_nothing(stoker: Stoker, write: Callable[[Stoker], None]) -> None:
-    write(stoker)
-    folder = stoker.cwd / "words"
-    folder.mkdir()
-    # a pattern that `tokenizers` has to do: two splits
-    (folder / "tokenizer.json").write_bytes(bent(pre_tokenizer=split_by(ENDLESS, ENDLESS)))
+@pytest.mark.parametrize(
+    ("lines", "workers", "splitter", "why"),
+    [(20_000, 0, SLOW, "too slow"), (400_000, 2, LARGE, "more than the 2 GB of memory")],
+    ids=["in one process", "by workers"],
+)
+def test_preparing_ends_in_one_line_and_leaves_nothing(
+    stoker: Stoker, lines: int, workers: int, splitter: dict[str, Any], why: str
+) -> None:
+    (stoker.cwd / "d.txt").write_text(LINE * lines)
+    (stoker.cwd / "words").mkdir()
+    (stoker.cwd / "words" / "tokenizer.json").write_bytes(bent(pre_tokenizer=splitter))
     argv = ["prepare", "--data", "d.txt", "--tokenizer.path", "words", "--data.context_length", "16"]
-    done = stoker(*argv, "--data.num_workers", "2" if write is _many else "0")
+    done = stoker(*argv, "--data.num_workers", str(workers), timeout=300)
     assert done.code == 65 and "Traceback" not in done.err, done.err
-    assert re.search(r"tokenizer words.* too slow", done.err), done.err
-    assert not [
-        path for path in Path(stoker.cwd).rglob("*") if path.name == "manifest.json" or "temporary" in path.name
-    ]
+    assert re.search(rf"\nstoker: tokenizer words: .*encoding .*{why}.*--tokenizer.path\n$", done.err), done.err
+    left = [path.name for path in (stoker.cwd / "cache" / "datasets").iterdir() if not path.name.endswith(".lock")]
+    assert not left
 
 
-def test_asking_ends_in_one_line(stoker: Stoker) -> None:
-    """GRPO's prompts, chats, evaluation and the rest all use a Tokenizer: no other code opens the libraries."""
+def test_every_other_path_encodes_through_a_tokenizer() -> None:
+    """GRPO's prompts, chats, evaluation and the rest: no other code opens the libraries."""
     package = Path(confined.__file__).parents[1]
     users = {
         str(path.relative_to(package))

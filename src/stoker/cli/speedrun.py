@@ -94,24 +94,24 @@ def main(argv: list[str], tools: Tools | None = None) -> int:
         _say(f"{name} is not passed on to the stages: give it with --set")
     lock = state.hold(course.folder)
     try:
-        with _reserved(course) as lent:
-            return Drive(course, tools or Real(), {**os.environ, **lent}, _say, argv).run()
+        with _reserved(course) as (lent, handles):
+            return Drive(course, tools or Real(), {**os.environ, **lent}, _say, argv, handles).run()
     finally:
         os.close(lock)
 
 
 @contextlib.contextmanager
-def _reserved(course: Course) -> Iterator[dict[str, str]]:
-    """The GPUs stay ours between the stages. Gives the variables by which stages know it."""
+def _reserved(course: Course) -> Iterator[tuple[dict[str, str], tuple[int, ...]]]:
+    """The GPUs stay ours between the stages. Gives the variables by which stages know it, and the locks' open files."""
     if not course.gpus or course.selected == ("report",):
-        yield {}
+        yield {}, ()
         return
     from stoker.speedrun.reserve import Reserved
 
     name = os.path.basename(course.folder)
     reserved = Reserved(name, course.machine, course.nproc_per_node, os.environ, _say)
     try:
-        yield reserved.environment
+        yield reserved.environment, reserved.handles
     finally:
         reserved.close()
 

@@ -19,8 +19,10 @@ LOOK_S = 0.5
 class Children:
     """While it is entered, signals to stop reach the child; `stopped` says which came."""
 
-    def __init__(self) -> None:
+    def __init__(self, handles: Sequence[int] = ()) -> None:
+        """`handles`: open files that each child is given."""
         self.stopped = 0
+        self._handles = handles
         self._child: subprocess.Popen[bytes] | None = None
         self._before: dict[int, Any] = {}
 
@@ -64,6 +66,7 @@ class Children:
                 stdout=where,
                 stderr=where,
                 process_group=0,
+                pass_fds=self._handles,
                 preexec_fn=bound,  # noqa: PLW1509
             )
         finally:

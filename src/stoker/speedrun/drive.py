@@ -89,11 +89,13 @@ class Drive:
         environment: Mapping[str, str],
         say: Callable[[str], None],
         argv: Sequence[str] = (),
+        handles: Sequence[int] = (),
     ) -> None:
-        """`argv`: as it was typed, for the commands that are said."""
+        """`argv`: as it was typed, for the commands that are said. `handles`: open files that each stage is given."""
         self.course, self.tools, self.say, self._argv = course, tools, say, argv
         self.entries = dict(course.entries)
         self._environment = {name: text for name, text in environment.items() if not name.startswith(VARIABLES)}
+        self._handles = handles
         self._took: dict[str, float] = {}
         self._tokenizer = next(stage.name for stage in course.stages if TOKENIZER in stage.outputs)
         self._bar = sys.stderr.isatty() and not course.options.verbose
@@ -116,7 +118,7 @@ class Drive:
             self.say(f"done before: {', '.join(before)}")
         course.prepare()
         self._write()
-        with Children() as children:
+        with Children(self._handles) as children:
             for place, stage in enumerate(waiting):
                 if not looked and self.entries[self._tokenizer].done:
                     self._look_at_lengths(waiting[place:])
@@ -318,7 +320,7 @@ class Drive:
             state.note_price(folder, options.price_per_hour)
         log = os.path.join(folder, state.LOGS, f"{REPORT}.log")
         log_from = os.path.getsize(log) if os.path.exists(log) else 0
-        with Children() as children:
+        with Children(self._handles) as children:
             code = children.run(
                 self._report_command(), self._environment, None if options.verbose else log, lambda: None
             )

@@ -21,7 +21,9 @@ _PR_SET_NAME = 15
 
 
 class Reserved:
-    """`environment`: what each stage is started with."""
+    """`environment` and `handles`: what each stage is started with. The handles keep the GPUs locked until the stage has
+    ended, also where this process is killed.
+    """
 
     def __init__(
         self, name: str, machine: Machine, ranks: str | None, environment: Mapping[str, str], say: Callable[[str], None]
@@ -51,6 +53,10 @@ class Reserved:
         self.environment = {names.GPU_LENDER: str(os.getpid())}
         if len(uuids) < len(machine.gpus):
             self.environment["CUDA_VISIBLE_DEVICES"] = ",".join(uuids)
+
+    @property
+    def handles(self) -> tuple[int, ...]:
+        return self._locks.handles
 
     def close(self) -> None:
         self._locks.release()

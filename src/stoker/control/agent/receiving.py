@@ -65,12 +65,12 @@ class Receiver:
         what is to be there.
         """
         self._root = os.path.abspath(os.path.expanduser(root))
-        os.makedirs(self._root, exist_ok=True)
-        uid = os.stat(self._root).st_uid
-        if manifest == "inside" and not owners.is_trusted(uid, self._root):
+        os.makedirs(self._root, 0o755, exist_ok=True)
+        others = owners.why_not_ours_alone(self._root) if manifest == "inside" else ""
+        if others:
             raise Refused(
-                f"the folder {self._root} belongs to {owners.user_name(uid)}, who could change the code that is run"
-                " there; name another with workdir:"
+                f"the folder {self._root}: {others}, and so could change the code that is run there; name another with"
+                " workdir:, or close it with chmod go-w"
             )
         if not os.access(self._root, os.W_OK | os.X_OK):
             raise Refused(f"the folder {self._root} may not be written")

@@ -55,6 +55,11 @@ class GpuLocks:
         self._held.update(taken)
         return refused
 
+    @property
+    def handles(self) -> tuple[int, ...]:
+        """A child that is given them keeps the locks for its own life, too."""
+        return tuple(self._held.values())
+
     def release(self) -> None:
         for handle in self._held.values():
             os.close(handle)

@@ -135,9 +135,17 @@ def log_path(root: str, task: str) -> str:
     return os.path.join(own_folder(root, jobs.FOLDER), f"{task}.out")
 
 
+def kept_file(root: str, name: str) -> str | None:
+    """A file of ours about jobs; None where others could exchange it: a run there is explained without."""
+    try:
+        return os.path.join(own_folder(root, jobs.FOLDER), name)
+    except Refusal:
+        return None
+
+
 def read_note(root: str, task: str) -> dict[str, Any]:
-    path = os.path.join(own_folder(root, jobs.FOLDER), f"{task.partition('_')[0]}.json")
-    found = reader.read_json(path)
+    path = kept_file(root, f"{task.partition('_')[0]}.json")
+    found = reader.read_json(path) if path else None
     return found if isinstance(found, dict) else {}
 
 
@@ -171,8 +179,8 @@ def slurms_word(root: str, task: str) -> Job | None:
     kept = (read_note(root, task).get("ended") or {}).get(task)
     if found is None and isinstance(kept, dict):
         found = Job(**{key: value for key, value in kept.items() if key in fields_of(Job)})
-    noticed = os.path.exists(os.path.join(own_folder(root, jobs.FOLDER), task + jobs.NOTICE))
-    return replace(found, noticed=noticed) if found else None
+    notice = kept_file(root, task + jobs.NOTICE)
+    return replace(found, noticed=notice is not None and os.path.exists(notice)) if found else None
 
 
 def explained(root: str, run: reader.Run, verdict: Verdict | None) -> Verdict | None:
@@ -195,8 +203,9 @@ def verdict_of(root: str, task: str) -> Verdict:
     word = slurms_word(root, task)
     if word is None:
         raise Refusal(f"Slurm does not know job {task}, and no run in {root} was started in it", EX_NOINPUT)
-    log = log_path(root, task)
-    return slurm.without_run(word, (f"what it printed is in {log}", *_last_lines(log)) if os.path.exists(log) else ())
+    log = kept_file(root, f"{task}.out")
+    shown = (f"what it printed is in {log}", *_last_lines(log)) if log and os.path.exists(log) else ()
+    return slurm.without_run(word, shown)
 
 
 def _last_lines(path: str) -> list[str]:

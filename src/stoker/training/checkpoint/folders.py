@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from stoker.contract import owners
 from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
 from stoker.contract.untrusted import open_lock_file
 from stoker.contract.wholefile import sync_folder
@@ -38,6 +40,14 @@ def steps_in(folder: str) -> dict[int, str]:
         return {}
     found = {int(match[1]): os.path.join(folder, name) for name in names if (match := _STEP.fullmatch(name))}
     return dict(sorted(found.items(), reverse=True))
+
+
+def is_trusted(path: str) -> bool:
+    """Ours or root's: another user's checkpoint is not resumed from, not counted and not removed."""
+    try:
+        return owners.is_trusted(os.lstat(path).st_uid, os.path.dirname(path))
+    except FileNotFoundError:  # removed meanwhile
+        return False
 
 
 def remove(path: str) -> None:
@@ -72,7 +82,7 @@ def mend(folder: str, only: str = "") -> None:
     """A checkpoint (or the folder `only`) that was being replaced when the writer died comes back."""
     if not os.path.isdir(folder):
         return
-    for name in os.listdir(folder):
+    for name in _own_names(folder):
         if name == _REPLACED + only if only else name.startswith(_REPLACED):
             final = os.path.join(folder, name.removeprefix(_REPLACED))
             if os.path.isdir(final):
@@ -81,9 +91,17 @@ def mend(folder: str, only: str = "") -> None:
                 os.rename(os.path.join(folder, name), final)
 
 
+def _own_names(folder: str) -> Iterator[str]:
+    """What we made: in a folder that several users share, the others look after theirs."""
+    for name in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            if owners.is_mine(os.lstat(os.path.join(folder, name)).st_uid, folder):
+                yield name
+
+
 def sweep(folder: str, dead: Callable[[str, int], bool]) -> None:
     """Removes the unfinished checkpoints whose (token, serial) is dead, and what was being deleted when somebody died."""
-    for name in os.listdir(folder):
+    for name in _own_names(folder):
         match = _UNFINISHED.fullmatch(name)
         if match and dead(match[1], int(match[2])):
             remove(os.path.join(folder, name))
@@ -101,7 +119,7 @@ def retire(folder: str, step: int, keep: int, scores: dict[int, float | None], k
     if keep_best and scored:
         staying.add(min(scored, key=lambda one: (scored[one], -one)))
     for one, path in steps_in(folder).items():
-        if one < step and one not in staying:
+        if one < step and one not in staying and is_trusted(path):
             remove(path)
 
 

@@ -13,6 +13,7 @@ from stoker.training.checkpoint.commit import Wanted, commit, gather
 from stoker.training.checkpoint.folders import (
     LOCK,
     hold,
+    is_trusted,
     mend,
     name_of,
     remove,
@@ -120,7 +121,8 @@ class Store:
         scores: dict[int, float | None] = {}
         for one, path in steps_in(self.folder).items():
             try:
-                scores[one] = open_checkpoint(path).score
+                if is_trusted(path):
+                    scores[one] = open_checkpoint(path).score
             except Refusal as problem:
                 self._say(f"{problem.line}; it does not count among those that are kept")
         try:

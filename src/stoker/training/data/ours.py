@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from stoker.contract import layout
+from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.owners import why_not_ours_alone
 from stoker.contract.wholefile import write_whole
 from stoker.control.record import ownership
@@ -29,6 +30,11 @@ def own_cache(cache: str, say: Callable[[str], None]) -> str:
     try:
         problem = why_not_ours_alone(cache)
     except FileNotFoundError:
+        if os.path.islink(cache):  # whoever made the link could put a folder there at any time
+            line = (
+                f"data.cache {cache} is a link to {os.readlink(cache)}, which is not there: make it, or remove the link"
+            )
+            raise Refusal(line, EX_CANTCREAT) from None
         return cache
     if not problem:
         return cache

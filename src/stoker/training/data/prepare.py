@@ -147,6 +147,7 @@ def _make(
         unreachable = _plan(words, spans["train"], data, say)
         work = Work(
             os.path.join(temporary, TOKENIZER),
+            words.where,
             unreachable,
             data.kind,
             data.text_key,

@@ -30,7 +30,8 @@ _PR_SET_PDEATHSIG = 1
 
 @shape
 class Work:
-    tokenizer: str  # its folder
+    tokenizer: str  # the folder of its copy
+    tokenizer_named: str  # as the user knows it
     unreachable: tuple[int, ...] | None  # of the plan for tiktoken; None: tokenizers does it
     kind: str
     text_key: str
@@ -65,6 +66,7 @@ def lengths_path(path: str) -> str:
 
 def prepared_tokenizer(work: Work) -> Tokenizer:
     tokenizer = load(work.tokenizer)
+    tokenizer.where = work.tokenizer_named
     tokenizer.use(None if work.unreachable is None else FastPlan(work.unreachable))
     return tokenizer
 

@@ -89,7 +89,7 @@ def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, s
         )
     where = tokenizer or _tokenizer_of(opened)
     words = load_tokenizer(where)
-    if words.digest != opened.meta.get("tokenizer_digest"):
+    if not words.has_digest(opened.meta.get("tokenizer_digest")):
         raise Refusal(
             f"{path} was trained with another tokenizer than {where}: name its own with --tokenizer", EX_DATAERR
         )
@@ -135,7 +135,7 @@ def _tokenizer_of(opened: Checkpoint) -> str:
     beside = [os.path.join(run, HF), *([told] if isinstance(told, str) else [])]
     near = [*beside, *sorted(glob.glob("cache/datasets/*/tokenizer")), *sorted(glob.glob("cache/tokenizers/*"))]
     for folder in near:
-        if os.path.exists(os.path.join(folder, "tokenizer.json")) and load_tokenizer(folder).digest == digest:
+        if os.path.exists(os.path.join(folder, "tokenizer.json")) and load_tokenizer(folder).has_digest(digest):
             return folder
     raise Refusal(
         f"{opened.path}: its tokenizer is neither in {run} nor in cache/: name its folder with --tokenizer", EX_NOINPUT

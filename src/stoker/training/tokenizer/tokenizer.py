@@ -18,7 +18,7 @@ from stoker.contract.untrusted import parse_json, read_bytes, read_json
 from stoker.contract.wholefile import write_whole
 from stoker.training.tokenizer import alphabet
 from stoker.training.tokenizer.confined import Confined
-from stoker.training.tokenizer.definition import SPECIAL, Definition, define, token_bytes
+from stoker.training.tokenizer.definition import ENDS, SPECIAL, Definition, define, token_bytes
 from stoker.training.tokenizer.encoders import Encoder, FastPlan, Ids, Library, table_encoder, with_doubles
 from stoker.training.tokenizer.place import BYTES, FILES, folder_here
 from stoker.training.tokenizer.template import CHATML, DEFAULT, JINJA, NAMES, OLD_JSON, ChatTemplate, templates_of
@@ -119,7 +119,18 @@ class Tokenizer:
     @cached_property
     def digest(self) -> str:
         """Of the bytes that define it; eos_token decides in some how a document ends."""
-        return hashlib.sha256(self.data + b"\0" + json.dumps(self.config.get("eos_token")).encode()).hexdigest()
+        return self._digest(self.config.get("eos_token"))
+
+    def _digest(self, eos: Any) -> str:
+        return hashlib.sha256(self.data + b"\0" + json.dumps(eos).encode()).hexdigest()
+
+    def has_digest(self, digest: object) -> bool:
+        """Also that of a tokenizer without an eos_token: `save` adds one, and it changes nothing where one of the usual
+        names ends a text.
+        """
+        return digest == self.digest or (
+            digest == self._digest(None) and any(name in self.special for name in ENDS) and self.told.end == self._eos
+        )
 
     @property
     def vocab_size(self) -> int:
