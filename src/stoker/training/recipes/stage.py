@@ -123,7 +123,7 @@ def rows_of(path: str, key: str) -> list[dict[str, Any]]:
 def beside(c: Config, tokenizer: str, digest: str, run: str, chat: bool) -> Beside:
     """What goes beside an export's weights. The tokenizer's files are those of the loaded model where it is the same."""
     own = hf_hub.folder_of(c.model.load, lambda line: None) if c.model.load else ""
-    if own and os.path.isfile(os.path.join(own, TOKENIZER)) and load_tokenizer(own).digest == digest:
+    if own and os.path.isfile(os.path.join(own, TOKENIZER)) and load_tokenizer(own).has_digest(digest):
         tokenizer = own
     from_elsewhere = bool(own) and not os.path.isfile(os.path.join(os.path.dirname(os.path.realpath(own)), RESULT))
     return Beside(tokenizer, chat and from_elsewhere, card_of(run))

@@ -51,7 +51,7 @@ KNOWN_PATTERNS = frozenset(
 )
 MOST_PARTS = 4  # of a known way to split: DeepSeek's has four
 _KNOWN_SPLITTERS = (
-    "ByteLevel", "Digits", "Split", "Metaspace", "BertPreTokenizer", "Whitespace", "WhitespaceSplit", "Punctuation", None,
+    "ByteLevel", "Digits", "Split", "Metaspace", "BertPreTokenizer", "Whitespace", "WhitespaceSplit", None,
 )  # fmt: skip
 _KNOWN_NORMALIZERS = (
     "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Strip", "Prepend", "Replace", None,
@@ -116,6 +116,7 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         ordinary = {_text(one["content"]): one["id"] for one in added if not one["special"]}
         size = 1 + max(map(_id, (*vocabulary.values(), *special.values(), *ordinary.values())), default=0)
         splitter, normalizer = told.get("pre_tokenizer") or {}, told.get("normalizer") or {}
+        normalizes = normalizer.get("type")
         pattern = _pattern(splitter)
         known_parts = _is_known(splitter) and _is_known_normalizer(normalizer)
         decoding = _decoding(told, vocabulary)
@@ -151,7 +152,7 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         plain_added=plain,
         end=end,
         vocab_size=size,
-        normalizer=normalizer.get("type"),
+        normalizer=normalizes,
         decoding=decoding,
         before=before,
         is_known=known_parts and longest <= LONGEST_KNOWN and len(added) <= MOST_ADDED,

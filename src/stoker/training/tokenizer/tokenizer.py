@@ -59,7 +59,9 @@ class Tokenizer:
     def names(self) -> dict[str, str]:
         """What it calls bos_token, eos_token and so on."""
         told = {**self._json(SPECIAL_MAP), **self.config}
-        texts = {name: told[name]["content"] if isinstance(told.get(name), dict) else told.get(name) for name in NAMES}
+        texts = {
+            name: told[name].get("content") if isinstance(told.get(name), dict) else told.get(name) for name in NAMES
+        }
         return {name: text for name, text in texts.items() if isinstance(text, str)}
 
     def _json(self, name: str) -> dict[str, Any]:
@@ -229,6 +231,8 @@ class Tokenizer:
                 ]
                 place = match.end()
         ids = self._encode(text) if not found else np.concatenate([*found, self._encode(text[place:])])
+        if len(ids) and int(ids.max()) >= self.vocab_size:
+            raise Refusal(f"tokenizer {self.where}: it gives the id {ids.max()}, which {FILES[0]} has not", EX_DATAERR)
         # A regex that matches not every character.
         if self.told.is_exact and int(self.lengths[ids].sum()) != len(data):
             raise Refusal(
