@@ -21,6 +21,11 @@ from published import PUBLISHED, Published, byte_level
 from stoker.cli import export as exporting
 from stoker.training.data.config import DataConfig
 from stoker.training.data.prepare import prepare
+from stoker.training.evaluate.asking import Manner, prompt_ids, stop_ids
+from stoker.training.evaluate.likelihood import windows
+from stoker.training.evaluate.questions import Question
+from stoker.training.reward.pairs import answered
+from stoker.training.rl.prompts import read as read_prompts
 from stoker.training.tokenizer.config import TokenizerConfig
 from stoker.training.tokenizer.tokenizer import load
 
@@ -172,3 +177,34 @@ def test_another_template_is_other_data(tmp_path: Path) -> None:
         folder = Published(like.make, template, like.names, like.end).folder(tmp_path / str(number))
         folders.add(prepare(data, TokenizerConfig(path=str(folder)), lambda line: None).folder)
     assert len(folders) == 2
+
+
+def test_chat_evaluation_and_grpo_ask_as_the_template_says(stoker: Stoker, tmp_path: Path) -> None:
+    folder = base(tmp_path / "base", PUBLISHED["llama-3"])
+    words, theirs = load(str(folder)), transformers.AutoTokenizer.from_pretrained(folder)
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the river <b>"}]
+    want = theirs.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+    question = Question((("user", "the river <b>"),), "boats", "kind")
+    manner = Manner(chat=True, system="Be brief.")
+    assert prompt_ids(words, question, manner) == want
+    eot, begin, end = (words.special[name] for name in ("<|eot_id|>", "<|begin_of_text|>", "<|end_of_text|>"))
+    assert stop_ids(words, manner) == {eot, end}
+    plain = prompt_ids(words, question, Manner(chat=False))
+    assert plain[0] == begin and begin not in plain[1:] and end not in plain
+    rows, sizes = windows(words, [b"the river", "cafe\u0301".encode()], 64, 0)
+    assert [row[0] for row in rows] == [[begin], [begin]] and sizes == [9, 6]
+    prompts, left_out = read_prompts([{"prompt": asked, "answer": "boats"}], words, 500, "here")
+    assert prompts[0].ids == tuple(want) and not left_out
+    pair = answered(words, asked, "boats")
+    assert pair == [*want, *words.encode("boats"), eot]
+    for more in (), ("--raw",):
+        told = ("--prompt", "the river", "--max-tokens", "4", "--device", "cpu", "--seed", "1")
+        done = stoker.torch("chat", str(folder), *told, *more)
+        assert done.code == 0 and done.out.endswith("\n"), done.err
+
+
+def test_a_template_that_can_not_ask_is_one_line(stoker: Stoker, tmp_path: Path) -> None:
+    broken = Published(PUBLISHED["llama-3"].make, "{% for x in %}", PUBLISHED["llama-3"].names, "")
+    done = stoker.torch("chat", str(base(tmp_path / "base", broken)), "--prompt", "x", "--device", "cpu")
+    assert done.code == 65 and done.err.splitlines()[-1].startswith("stoker: the chat template of"), done.err
+    assert "line 1" in done.err and "Traceback" not in done.err
