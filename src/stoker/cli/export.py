@@ -14,7 +14,8 @@ _EPILOG = """examples:
   stoker export runs/speedrun-cpu my-model --stage sft
   stoker export runs/latest/checkpoints/step-00000500 my-model --dtype bf16
 
-The folder opens in transformers: AutoModelForCausalLM.from_pretrained("my-model"), and apply_chat_template writes what the model was trained on."""
+The folder opens in transformers: AutoModelForCausalLM.from_pretrained("my-model"), and apply_chat_template writes what the model was trained on.
+Of a model that was loaded from elsewhere, context length, end tokens, generation settings, precision and tokenizer files stay as they were."""
 
 
 def parser() -> Parser:
@@ -25,7 +26,7 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=(
             "Writes a model as a folder that `transformers` opens: weights, tokenizer, chat template, the tokens that"
-            " end an answer."
+            " end an answer, and a model card with data, settings and loss."
         ),
     )
     made.add_argument(
@@ -35,7 +36,11 @@ def parser() -> Parser:
     )
     made.add_argument("out", metavar="OUT", help="the folder to write; an earlier export there is replaced")
     made.add_argument("--stage", metavar="NAME", help="which stage of a speedrun")
-    made.add_argument("--dtype", choices=("bf16", "fp32"), help="of the weights (default: as they are stored)")
+    made.add_argument(
+        "--dtype",
+        choices=("bf16", "fp32"),
+        help="of the weights (default: bf16 where they were loaded as 16 bits, else fp32)",
+    )
     made.add_argument("--tokenizer", metavar="DIR", help="its folder, where the model has none beside it")
     made.add_argument(
         "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"

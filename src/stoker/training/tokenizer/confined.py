@@ -39,7 +39,8 @@ SILENCE_S = 1800  # a process that uses no CPU time either is stuck
 
 _REQUEST = struct.Struct("<cIQ")  # what to do, with which encoder, bytes that follow
 _ANSWER = struct.Struct("<cQ")
-_TOKENIZER, _PLAN, _MAKE, _ENCODE, _SPANS, _RENDER = b"T", b"P", b"M", b"E", b"S", b"R"
+_TOKENIZER, _PLAN, _MAKE, _ENCODE, _SPANS = b"T", b"P", b"M", b"E", b"S"
+_TEMPLATES, _RENDER = b"C", b"R"
 _TEXTS = (_ENCODE, _SPANS)
 _FINE, _PROBLEM, _MEMORY = b"F", b"P", b"M"
 
@@ -136,15 +137,15 @@ class Confined:
 class ConfinedTemplate(Confined):
     """Renders conversations (rendering.py)."""
 
-    def __init__(self, where: str) -> None:
-        super().__init__(b"", None, where)
+    def __init__(self, templates: dict[str, Any], where: str) -> None:
+        super().__init__(json.dumps(templates).encode(), None, where)
 
     def render(self, request: dict[str, Any]) -> Any:
         with self._lock:
             return json.loads(self._ask(_RENDER, json.dumps(request).encode()))
 
     def _begin(self) -> None:
-        pass  # each request has its template with it
+        self._ask(_TEMPLATES, self._data)
 
     def _refusal(self, why: str, what: bytes, payload: bytes) -> Refusal:
         limits = {_TOO_SLOW: f"it takes more than {RENDERING_S} s of CPU time", _TOO_LARGE: _TEMPLATE_TOO_LARGE}
@@ -258,16 +259,21 @@ class _Encoding:
         self.encoders: list[Encoder] = []
         self.library: Any = None
         self.spans: SpanEncoder | None = None
+        self.templates: Any = None
 
     def answer(self, what: bytes, payload: bytes, number: int) -> bytes:
         if what == _TOKENIZER:
             eos, data = payload.split(b"\n", 1)
             self.library = Library(define(data, "here", json.loads(eos)), data)
             return b""
-        if what == _RENDER:
-            from stoker.training.tokenizer import rendering  # only here: jinja2 takes 50 ms
+        if what == _TEMPLATES:
+            from stoker.training.tokenizer.rendering import Templates  # only here: jinja2 takes 50 ms
 
-            return rendering.answer(payload)
+            self.templates = Templates(payload)
+            return b""
+        if what == _RENDER:
+            rendered: bytes = self.templates.answer(payload)
+            return rendered
         if what == _SPANS:
             if self.spans is None:
                 self.spans = self.library.span_encoder()

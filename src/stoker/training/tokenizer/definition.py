@@ -5,6 +5,7 @@ train. Any other kind that `tokenizers` knows can be loaded, too.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from stoker.contract.names import EX_DATAERR, Refusal
@@ -272,6 +273,27 @@ def _pattern(splitter: dict[str, Any]) -> str | None:
     return (
         str(first["pattern"]["Regex"]) if len(parts) == 2 and usual and not parts[-1].get("use_regex", True) else None
     )
+
+
+def any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Finds the longest of the names. Gemma has 6,000: one after another they would take 0.1 ms at each `<`."""
+    tree: dict[str, Any] = {}
+    for name in filter(None, names):
+        node = tree
+        for character in name:
+            node = node.setdefault(character, {})
+        node[""] = {}
+
+    def pattern(node: dict[str, Any]) -> str:
+        branches = [re.escape(character) + pattern(below) for character, below in node.items() if character]
+        if len(branches) == 1 and "" not in node:
+            return branches[0]
+        return f"(?:{'|'.join(branches)}){'?' if '' in node else ''}" if branches else ""
+
+    try:
+        return re.compile(pattern(tree) or "(?!)")
+    except RecursionError:  # of a name with a thousand characters
+        return re.compile("|".join(map(re.escape, sorted(filter(None, names), key=len, reverse=True))))
 
 
 def token_bytes(told: Definition) -> list[bytes]:

@@ -11,7 +11,6 @@ import datetime
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -23,6 +22,7 @@ import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from stoker.contract.shape import shape
+from stoker.training.tokenizer.definition import any_of
 
 ASSISTANT = "assistant"
 MARKS, TURNS, LAST = "marks", "turns", "last"  # what says which characters are learned
@@ -109,9 +109,9 @@ def _now(form: str) -> str:
 
 
 class Template:
-    """One template; `names`: what it may call bos_token, eos_token and so on."""
+    """One template. `names`: what it may call bos_token, eos_token and so on; `special`: finds special tokens."""
 
-    def __init__(self, source: str, names: Mapping[str, str], special: Sequence[str] = ()) -> None:
+    def __init__(self, source: str, names: Mapping[str, str], special: re.Pattern[str]) -> None:
         environment: Any = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
@@ -123,9 +123,7 @@ class Template:
             "namespace": _Namespace,
         }
         self._environment, self._names = environment, dict(names)
-        self._marked = _MARKED.search(source) is not None
-        longest_first = sorted(filter(None, special), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._special, self._marked = special, _MARKED.search(source) is not None
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as problem:
@@ -213,22 +211,29 @@ def _line(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {first}"[:300] if first else type(problem).__name__
 
 
-@lru_cache(maxsize=8)
-def _template(source: str, names: str, special: tuple[str, ...]) -> Template:
-    return Template(source, json.loads(names), special)
-
-
-def answer(request: bytes) -> bytes:
+class Templates:
     """For the process with limits: JSON in, JSON out."""
-    told = json.loads(request)
-    try:
-        template = _template(told["template"], json.dumps(told["names"]), tuple(told["special"]))
-        if told["prompt"]:
-            rendered = Rendered(template.prompt(told["messages"], told["tools"]))
-        else:
-            rendered = template.conversation(told["messages"], told["tools"])
-    except NotRendered as problem:
-        return json.dumps({"problem": str(problem)}).encode()
-    if len(rendered.text) > LONGEST_TEXT:
-        return json.dumps({"problem": f"it is longer than {LONGEST_TEXT >> 20} million characters"}).encode()
-    return json.dumps({"text": rendered.text, "learned": rendered.learned, "by": rendered.by}).encode()
+
+    def __init__(self, told: bytes) -> None:
+        self._told = json.loads(told)
+        self._special = any_of(self._told["special"])
+        self._made: dict[str, Template] = {}
+
+    def answer(self, request: bytes) -> bytes:
+        asked = json.loads(request)
+        try:
+            template = self._template(asked["template"])
+            if asked["prompt"]:
+                rendered = Rendered(template.prompt(asked["messages"], asked["tools"]))
+            else:
+                rendered = template.conversation(asked["messages"], asked["tools"])
+        except NotRendered as problem:
+            return json.dumps({"problem": str(problem)}).encode()
+        if len(rendered.text) > LONGEST_TEXT:
+            return json.dumps({"problem": f"it is longer than {LONGEST_TEXT >> 20} million characters"}).encode()
+        return json.dumps({"text": rendered.text, "learned": rendered.learned, "by": rendered.by}).encode()
+
+    def _template(self, name: str) -> Template:
+        if name not in self._made:
+            self._made[name] = Template(self._told["sources"][name], self._told["names"], self._special)
+        return self._made[name]

@@ -22,6 +22,7 @@ from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import parse_json
 from stoker.training.tokenizer.confined import Confined, ConfinedTemplate
+from stoker.training.tokenizer.definition import any_of
 from stoker.training.tokenizer.encoders import Ids, Library, SpanEncoder
 
 JINJA, OLD_JSON = "chat_template.jinja", "chat_template.json"
@@ -77,11 +78,9 @@ class ChatTemplate:
         where: str,
     ) -> None:
         """`library`: of the tokenizer with other names for its special tokens."""
-        self._sources, self._names, self._special, self._library = sources, names, special, library
-        self._where = where
-        longest_first = sorted(filter(None, special), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._process = ConfinedTemplate(where)
+        self._sources, self._special, self._library, self._where = sources, special, library, where
+        self._pattern = any_of(special)
+        self._process = ConfinedTemplate({"sources": sources, "names": names, "special": list(special)}, where)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
         rendered, inside = self._rendered(messages, tools, prompt=True)
@@ -122,9 +121,7 @@ class ChatTemplate:
                 f"tokenizer {self._where}: no chat template is called {DEFAULT}; there are {have}", EX_DATAERR
             )
         request = {
-            "template": self._sources[name],
-            "names": dict(self._names),
-            "special": list(self._special),
+            "template": name,
             "messages": messages,
             "tools": list(tools) or None,
             "prompt": prompt,
