@@ -321,7 +321,7 @@ PUBLISHED = {
         lambda: byte_fallback(("<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"), rstrip=True),
         PHI3,
         _s(eos_token="<|endoftext|>"),
-        "<|endoftext|>",
+        "<|end|>",
         "last",
     ),
     "qwen-3": Published(

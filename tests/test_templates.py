@@ -70,6 +70,16 @@ def test_each_answer_is_learned_up_to_the_token_that_ends_it(name: str, folders:
     assert 0 <= encoded.size - len("".join(answers)) <= 4, "blanks that the template puts around"
 
 
+def test_the_first_token_behind_an_answer_ends_it(folders: dict[str, Path]) -> None:
+    for name, like in PUBLISHED.items():
+        mine = load(str(folders[name]))
+        assert mine.stop_ids[0] == mine.special[like.end], name
+    phi = load(str(folders["phi-3"]))
+    assert phi.stop_ids == (phi.special["<|end|>"], phi.special["<|endoftext|>"])
+    told = Tokenizer(phi.data, phi.config, "here", {"generation_config.json": b'{"eos_token_id": [2, 7, "x", 99999]}'})
+    assert told.stop_ids == (phi.special["<|end|>"], 2, 7, phi.special["<|endoftext|>"])
+
+
 def test_marks_of_the_template_say_what_is_learned(folders: dict[str, Path]) -> None:
     theirs, mine = transformers.AutoTokenizer.from_pretrained(str(folders["smollm"])), load(str(folders["smollm"]))
     dice = random.Random(1)

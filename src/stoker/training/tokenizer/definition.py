@@ -198,15 +198,14 @@ def _decoding(told: dict[str, Any], vocabulary: dict[str, int]) -> Decoding:
         return Decoding(True, every_byte and not _marked_words(told["model"]), strips=prefixed)
     by_kind = {part.get("type"): part for part in (*splitters, *_parts(told.get("decoder"), "decoders"))}
     metaspace = by_kind.get("Metaspace", {})
+    scheme = metaspace.get("prepend_scheme", "always" if metaspace.get("add_prefix_space", True) else "never")
     continues = by_kind.get("WordPiece", {}).get("prefix", told["model"].get("continuing_subword_prefix"))
     return Decoding(
         space=_text(metaspace.get("replacement", SPACE)),
         byte_fallback=bool(told["model"].get("byte_fallback")),
         continues=_text(continues or "") if told["model"].get("type") == "WordPiece" else "",
         word_end=_text(told["model"].get("end_of_word_suffix") or ""),
-        strips="Strip" in by_kind
-        or "WordPiece" in by_kind
-        or (bool(metaspace) and metaspace.get("prepend_scheme", "always") != "never"),
+        strips="Strip" in by_kind or "WordPiece" in by_kind or (bool(metaspace) and scheme != "never"),
     )
 
 

@@ -100,13 +100,16 @@ class ChatTemplate:
 
     @cached_property
     def end_id(self) -> int | None:
-        """The token that ends an answer; None where the template writes none."""
+        """The token that ends an answer: the first behind its words. None where the template writes none."""
+        words = "\u7b54"
         try:
-            whole = self.conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+            rendered, _ = self._rendered(
+                [{"role": "user", "content": "a"}, {"role": "assistant", "content": words}], (), prompt=False
+            )
         except Unfit:
             return None
-        learned = whole.ids[whole.mask != 0]
-        return int(learned[-1]) if len(learned) and int(learned[-1]) in self._special.values() else None
+        end = self._pattern.search(rendered["text"], rendered["text"].rfind(words) + 1)
+        return self._special[end[0]] if end and words in rendered["text"] else None
 
     def _rendered(self, messages: Sequence[Any], tools: Sequence[Any], prompt: bool) -> tuple[dict[str, Any], str]:
         """And the character that stands inside special tokens which are text; it occurs nowhere else."""

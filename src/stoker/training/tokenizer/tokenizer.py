@@ -269,7 +269,7 @@ class Tokenizer:
         os.makedirs(folder, exist_ok=True)
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": self.told.end,
+            "eos_token": self.names.get("eos_token", self.told.end),
             "clean_up_tokenization_spaces": False,
             **self.config,
         }
