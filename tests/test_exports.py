@@ -19,6 +19,7 @@ import transformers
 
 from published import PUBLISHED, Published, byte_level
 from stoker.cli import export as exporting
+from stoker.contract.names import Refusal
 from stoker.training.data.config import DataConfig
 from stoker.training.data.prepare import prepare
 from stoker.training.evaluate.asking import Manner, prompt_ids, stop_ids
@@ -208,3 +209,40 @@ def test_a_template_that_can_not_ask_is_one_line(stoker: Stoker, tmp_path: Path)
     done = stoker.torch("chat", str(base(tmp_path / "base", broken)), "--prompt", "x", "--device", "cpu")
     assert done.code == 65 and done.err.splitlines()[-1].startswith("stoker: the chat template of"), done.err
     assert "line 1" in done.err and "Traceback" not in done.err
+
+
+def test_rows_with_tools_and_thinking_are_learned_by_the_template(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    import pyarrow
+    import pyarrow.parquet
+
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    messages = [
+        {"role": "user", "content": "the river"},
+        {"role": "assistant", "content": None, "reasoning_content": "look", "tool_calls": [call]},
+        {"role": "tool", "content": "12", "name": "weather"},
+        {"role": "assistant", "content": "seven boats"},
+    ]
+    tools = [{"type": "function", "function": {"name": "weather", "description": "x", "parameters": {}}}]
+    row = {"messages": messages, "tools": tools}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    pyarrow.parquet.write_table(
+        pyarrow.table({"messages": [messages], "tools": [json.dumps(tools)]}), tmp_path / "rows.parquet"
+    )
+    folder = PUBLISHED["qwen-3"].folder(tmp_path / "qwen")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    want = theirs.apply_chat_template(messages, tools=tools, return_dict=True)["input_ids"]
+    for name in ("rows.jsonl", "rows.parquet"):
+        data = DataConfig(
+            path=(str(tmp_path / name),),
+            kind="chat",
+            validation="0",
+            context_length=len(want) - 1,
+            cache=str(tmp_path / "cache"),
+        )
+        made = prepare(data, TokenizerConfig(path=str(folder)), lambda line: None)
+        (shard,) = Path(made.folder).glob("train-0*.bin")
+        assert memoryview(shard.read_bytes()).cast("H").tolist() == want, name
+    data = DataConfig(path=(str(tmp_path / "rows.jsonl"),), kind="chat", validation="0", cache=str(tmp_path / "cache"))
+    with pytest.raises(Refusal, match=r"rows\.jsonl, line 1: it has tools.*no chat template for them"):
+        prepare(data, TokenizerConfig(path="bytes"), lambda line: None)
