@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from published import CHATML, PUBLISHED, byte_level, conversation
+from published import CHATML, PUBLISHED, Published, byte_level, conversation
 from stoker.contract.names import Refusal
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.chat import Conversation, Turn, Unfit
@@ -239,3 +239,25 @@ def test_the_process_of_a_template_is_gone_after_a_refusal_and_works_again() -> 
     with pytest.raises((Refusal, Unfit), match="emory"):
         chat.prompt(mine, [("user", b"x")])
     assert mine.decode(chat.prompt(mine, [("user", b"a")])) == "ok"
+
+
+def test_an_unknown_kind_of_tokenizer_is_confined_and_gives_the_same_ids(tmp_path: Path) -> None:
+    from tokenizers import Regex, pre_tokenizers
+
+    def make() -> object:
+        made = byte_level(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), nfc=True)
+        plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\w+|[\s\S]"), "isolated"), plain])
+        return made
+
+    like = Published(make, PUBLISHED["qwen-3"].template, {"eos_token": "<|im_end|>"}, "<|im_end|>")  # type: ignore[arg-type]
+    folder = like.folder(tmp_path / "unknown")
+    theirs, mine = transformers.AutoTokenizer.from_pretrained(str(folder)), load(str(folder))
+    assert not mine.told.is_known
+    dice = random.Random(3)
+    for _ in range(10):
+        messages, tools = conversation(dice, like)
+        want = theirs.apply_chat_template(messages, tools=tools, return_dict=True)["input_ids"]
+        encoded = chat.encoded(mine, ours(messages, tools))
+        assert encoded.ids.tolist() == want and encoded.mask.any()
+        assert mine.encode(messages[0]["content"]) == theirs(messages[0]["content"])["input_ids"]
