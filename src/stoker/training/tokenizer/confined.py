@@ -33,7 +33,7 @@ from stoker.training.tokenizer.encoders import Encoder, FastPlan, Ids, Library, 
 MAKING_S = 60  # of CPU time, for all that is made before the first text: 4 s with 200,000 tokens
 BURST_S = 10  # of CPU time, that texts may take besides the two below; `tokenizers` needs 0.03 s for 64 KB
 PER_BYTE_S, PER_TEXT_S = 1e-5, 0.01  # a twentieth of the speed of `tokenizers`
-RENDERING_S = 3  # of CPU time, for all renderings of one conversation: 100 turns take 0.02 s
+RENDERING_S = 2  # of CPU time, for all renderings of one conversation: 100 turns take 0.02 s
 MOST_MEMORY = 2 << 30  # 200,000 tokens take 0.5 GB
 SILENCE_S = 1800  # a process that uses no CPU time either is stuck
 
