@@ -86,7 +86,7 @@ def files(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): digest([path.read_bytes()])
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.name != "README.md"  # the model card: it names the run's folders
     }
 
 

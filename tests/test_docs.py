@@ -12,7 +12,13 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "stoker"
 PAGES = {path.stem: path for path in sorted((ROOT / "docs").iterdir()) if path.is_file()}
 # Modules that write the pages of docs/ say where to: a developer reads them, in a checkout.
-WRITERS = {"training/config/docs.py", "training/config/table.py", "control/doctor/docs.py", "control/verdict/docs.py"}
+WRITERS = {
+    "training/model/hf_write.py",
+    "training/config/docs.py",
+    "training/config/table.py",
+    "control/doctor/docs.py",
+    "control/verdict/docs.py",
+}
 
 
 def test_topics_are_listed_and_shown(stoker: Stoker) -> None:

@@ -114,8 +114,8 @@ def test_an_unknown_architecture_trains_resumes_and_exports(stoker: Stoker, bloo
 
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (bloom, run / "hf"))
     assert {key: after[key] for key in after if after[key] != before.get(key)} == {
-        "eos_token_id": bytes_tokenizer().end_id
-    }
+        "eos_token_id": bytes_tokenizer().special["<|im_end|>"]
+    }, "what chats taught"
     model = transformers.AutoModelForCausalLM.from_pretrained(run / "hf").eval()
     again = outside.Outside(shape_for(ModelConfig(), str(run / "hf")), 64).eval()
     outside.load(again, str(run / "hf"), nothing)

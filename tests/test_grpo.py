@@ -26,6 +26,7 @@ from stoker.contract.shape import replace  # noqa: E402
 from stoker.training.data.learn import train  # noqa: E402
 from stoker.training.generate import exporting  # noqa: E402
 from stoker.training.generate.finding import Found  # noqa: E402
+from stoker.training.loop.learner import Beside  # noqa: E402
 from stoker.training.model import hf  # noqa: E402
 from stoker.training.model import logprobs as chunked  # noqa: E402
 from stoker.training.model.config import ModelConfig  # noqa: E402
@@ -669,7 +670,7 @@ def test_a_reward_model_adds_its_share(forks: Forks, given: Path, tmp_path: Path
     judge.start(0)
     with torch.no_grad():
         judge.score.normal_(generator=torch.Generator().manual_seed(0))
-    save(judge, str(tmp_path / "reward"), str(given / "tokenizer"), lambda line: None, True)
+    save(judge, str(tmp_path / "reward"), Beside(str(given / "tokenizer"), False), lambda line: None, True)
     job = forks(
         1,
         tmp_path,
@@ -687,7 +688,7 @@ def test_a_reward_model_adds_its_share(forks: Forks, given: Path, tmp_path: Path
     none = forks(1, tmp_path / "none", "--max-steps", "2", "--grpo.reward_model", str(given / "hf"))
     assert none.codes == [EX_NOINPUT] and "is no reward model" in none.said()
     train(["other words " * 50], 300, str(tmp_path / "words"))
-    save(judge, str(tmp_path / "other"), str(tmp_path / "words"), lambda line: None, True)
+    save(judge, str(tmp_path / "other"), Beside(str(tmp_path / "words"), False), lambda line: None, True)
     other = forks(1, tmp_path / "apart", "--max-steps", "2", "--grpo.reward_model", str(tmp_path / "other"))
     assert other.codes == [EX_CONFIG] and "has another tokenizer" in other.said()
 

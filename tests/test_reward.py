@@ -22,6 +22,7 @@ from stoker.training.config.resolve import recipe_settings
 from stoker.training.data.reader import IGNORED
 from stoker.training.generate.exporting import export
 from stoker.training.generate.finding import Found
+from stoker.training.loop.learner import Beside
 from stoker.training.model.attention import documents
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
@@ -125,8 +126,9 @@ def test_a_folder_brings_the_head_back_and_one_without_is_refused(tmp_path: Path
     with torch.no_grad():
         model.score.fill_(0.25)
         model.trust.fill_(0.5)
-    save(model, str(tmp_path / "hf"), str(tmp_path / "tokenizer"), lambda line: None, True)
-    save(model, str(tmp_path / "hf"), str(tmp_path / "tokenizer"), lambda line: None, True)  # over an earlier one
+    beside = Beside(str(tmp_path / "tokenizer"), False)
+    save(model, str(tmp_path / "hf"), beside, lambda line: None, True)
+    save(model, str(tmp_path / "hf"), beside, lambda line: None, True)  # over an earlier one
     c = recipe_settings(["--preset", "small", "--context_length", "64"], False, {}).config
     again = open_reward(str(tmp_path / "hf"), 64, c.compute, torch.device("cpu"))
     row = [("hello?", "yes")]

@@ -200,17 +200,13 @@ def test_a_chat_has_its_marks_by_id_and_learns_the_assistant_only(trained: Token
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model": {"type": "Unigram", "vocab": [], "merges": []}}, "not byte-level BPE"),
-        ({"normalizer": {"type": "Lowercase"}}, "changes the text"),
-        (
-            {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
-            "space before each text",
-        ),
+        ({"model": {"type": "Unigram", "vocab": [], "merges": []}}, "unk_id"),
+        ({"model": {"type": "Morse", "vocab": {}, "merges": []}}, "its model is Morse"),
         ({"added_tokens": []}, "ends a text"),
         ({"model": None}, "not in the format"),
     ],
 )
-def test_a_tokenizer_that_loses_bytes_is_refused_in_one_line(
+def test_a_tokenizer_that_can_not_be_used_is_refused_in_one_line(
     change: dict[str, object], says: str, tmp_path: Path
 ) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({**json.loads(bytes_tokenizer().data), **change}))

@@ -210,7 +210,8 @@ def test_bent_tokenizers() -> None:
 
     def read(data: bytes, config: Any) -> None:
         tokenizer = Tokenizer(data, config, "here")
-        assert tokenizer.decode(tokenizer.encode("abc some text, ünïcode")) == "abc some text, ünïcode"
+        text = tokenizer.decode(tokenizer.encode("abc some text, ünïcode"))
+        assert text == "abc some text, ünïcode" or not tokenizer.told.is_exact
 
     for number in range(ROUNDS):
         changed = bent(small, dice)

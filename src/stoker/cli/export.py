@@ -14,7 +14,8 @@ _EPILOG = """examples:
   stoker export runs/speedrun-cpu my-model --stage sft
   stoker export runs/latest/checkpoints/step-00000500 my-model --dtype bf16
 
-The folder opens in transformers: AutoModelForCausalLM.from_pretrained("my-model"), and apply_chat_template writes what the model was trained on."""
+The folder opens in transformers: AutoModelForCausalLM.from_pretrained("my-model"), and apply_chat_template writes what the model was trained on.
+Of a model that was loaded from elsewhere, context length, end tokens, generation settings, precision and tokenizer files stay as they were."""
 
 
 def parser() -> Parser:
@@ -24,7 +25,11 @@ def parser() -> Parser:
     )
     made.option("out", "OUT", "the folder to write; an earlier export there is replaced")
     made.option("--stage", "NAME", "which stage of a speedrun")
-    made.add_argument("--dtype", choices=("bf16", "fp32"), help="of the weights (default: as they are stored)")
+    made.add_argument(
+        "--dtype",
+        choices=("bf16", "fp32"),
+        help="of the weights (default: bf16 where they were loaded as 16 bits, else fp32)",
+    )
     made.option("--tokenizer", "DIR", "its folder, where the model has none beside it")
     made.runs_dir()
     return made

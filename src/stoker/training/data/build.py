@@ -220,7 +220,7 @@ def _stream(folder: str, name: str, parts: Iterator[Part], work: Work) -> dict[s
 def _chat(folder: str, name: str, parts: list[Part], work: Work, pad: int) -> dict[str, Any]:
     told: dict[str, Any] = {
         key: sum(getattr(part, key) for part in parts)
-        for key in ("bytes", "documents", "learned", "cut", "dropped", "wrong")
+        for key in ("bytes", "documents", "learned", "cut", "dropped", "wrong", "only_last")
     }
     told["first_wrong"] = _first(remark for part in parts for remark in part.first_wrong)
     told["first_cut"] = _first(remark for part in parts for remark in part.first_cut)

@@ -136,6 +136,7 @@ def _about(data: DataConfig, words: Tokenizer, given: Given) -> dict[str, Any]:
         "context": context,
         **_formats((*given.train, *given.held)),
         **({"entries": [source.entry for source in given.train]} if given.mixture is not None else {}),
+        **words.besides_digest(data.kind == "chat"),
     }
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
     return {"key": key, "kind": data.kind, "context": context, "packing": PACKING, "tokenizer_digest": words.digest}
@@ -190,8 +191,12 @@ def _plan(words: Tokenizer, spans: Sequence[Span], data: DataConfig, say: Say) -
     """For tiktoken, if it gives the ids of tokenizers here: proved for the merges, probed on texts from all over the
     data.
     """
-    if words.is_bytes:
+    if words.is_bytes or (data.kind == "chat" and words.template is not None):  # a template's text needs places
         return None
+    if not words.told.is_exact:
+        say(
+            f"tokenizer {words.where}: it normalizes text ({words.told.kind}); bits per byte count the text's own bytes"
+        )
     if isinstance(words.plan, str):
         say(f"tokenizer {words.where}: {words.plan}; `tokenizers` encodes, some 8 times slower than tiktoken")
         return None
@@ -228,6 +233,11 @@ def _check_content(told: dict[str, Any], data: DataConfig, given: Given, say: Sa
                 f"{part['cut']:,} of {part['documents'] + part['dropped']:,} conversations are longer than"
                 f" data.context_length {data.context_length} and lose their end: {'; '.join(part['first_cut'])}{more}"
             )
+    if train.get("only_last"):
+        say(
+            f"{train['only_last']:,} of {train['documents'] + train['dropped']:,} conversations: the model's chat template"
+            " rewrites earlier turns, only the last answer is learned"
+        )
     if train.get("dropped") and not train["documents"]:
         raise Refusal(
             f"{names}: no conversation has words of the assistant within {data.context_length} tokens: nothing to"

@@ -13,7 +13,7 @@ from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import as_json, shape
 from stoker.contract.untrusted import open_regular, printable
-from stoker.training.data.formats.format import Unusable, checked, refuse_mixed
+from stoker.training.data.formats.format import Unusable, checked, in_bytes, refuse_mixed
 from stoker.training.data.formats.table import FORMATS, known, recognise
 from stoker.training.data.jsonl import parse_row, utf8
 from stoker.training.data.looks import as_text, refuse_binary
@@ -76,7 +76,7 @@ def conversations(span: Span, wrong: list[Remark]) -> Iterator[tuple[list[Messag
                 if other is not None and not span.mixed:
                     raise refuse_mixed(at(place), other, chosen)
                 raise Unusable(f"no {chosen.about}; its keys: {key_names(row)}{_did_you_mean(chosen.columns[0], row)}")
-            messages = [(role, utf8(text)) for role, text in checked(chosen.conversation(row))]
+            messages = in_bytes(checked(chosen.conversation(row)))
         except Unusable as problem:
             wrong.append(remark(place, f": {problem}"))
             if len(wrong) == HOPELESS and not found:

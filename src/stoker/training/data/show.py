@@ -22,7 +22,7 @@ from stoker.training.data.reasons import Reason, Reasons
 from stoker.training.data.rows import LONGEST_LINE, kind_of, rows
 from stoker.training.data.unpack import open_unpacked, packing_of
 from stoker.training.tokenizer import chat
-from stoker.training.tokenizer.tokenizer import Tokenizer, segments
+from stoker.training.tokenizer.tokenizer import Tokenizer
 
 SAMPLES = 3
 SAMPLE_TOKENS = 400  # of a sample that are shown
@@ -164,7 +164,7 @@ def _text_file(path: str, ask: Ask) -> Shown:
     first: Sample | None = None
     for data in _stretches(path):
         lines += data.count(b"\n")
-        for segment in segments(data):
+        for segment in ask.tokenizer.segments(data):
             ids = ask.tokenizer.array(segment).astype(np.int32)
             tokens += len(ids)
             if first is None:

@@ -22,7 +22,7 @@ from stoker.training.data.read import NAMED, Remark, conversations, remark, text
 from stoker.training.data.units import Span, span_from
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.encoders import FastPlan
-from stoker.training.tokenizer.tokenizer import Tokenizer, load, segments
+from stoker.training.tokenizer.tokenizer import Tokenizer, load
 
 LEARN, BEGIN = 1, 2  # bits of a chat's mask: this token is learned; a conversation (or the padding) begins here
 _PR_SET_PDEATHSIG = 1
@@ -55,6 +55,7 @@ class Part:
     first_wrong: tuple[Remark, ...] = ()
     first_cut: tuple[Remark, ...] = ()
     entry: int = 0  # of `data.path`
+    only_last: int = 0  # conversations of which only the last of the assistant's turns is learned
 
 
 def mask_path(path: str) -> str:
@@ -78,12 +79,16 @@ def do(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Part:
 
 def _stream(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Part:
     end = np.array([tokenizer.end_id], dtype=work.dtype).tobytes()
+    begin = np.array(tokenizer.begin, dtype=work.dtype).tobytes()
     tokens = size = documents = 0
     inked = False
     with open(path, "wb", buffering=1 << 20) as file:
         for span in spans:
             for text, ends in texts(span, work.text_key):
-                for segment in segments(text):
+                if begin and text and (span.form != "text" or span.begin == 0):
+                    file.write(begin)
+                    tokens += len(tokenizer.begin)
+                for segment in tokenizer.segments(text):
                     ids = tokenizer.array(segment)
                     file.write(ids.astype(work.dtype).tobytes())
                     tokens += len(ids)
@@ -98,13 +103,19 @@ def _stream(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> P
 
 def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Part:
     lengths: list[int] = []
-    learned = size = cut = dropped = 0
+    learned = size = cut = dropped = only_last = 0
     wrong: list[Remark] = []
     first_cut: list[Remark] = []
     with open(path, "wb", buffering=1 << 20) as file, open(mask_path(path), "wb", buffering=1 << 20) as beside:
         for span in spans:
             for messages, place in conversations(span, wrong):
-                ids, mask = chat.chat(tokenizer, messages)
+                try:
+                    encoded = chat.encoded(tokenizer, messages)
+                except chat.Unfit as problem:
+                    wrong.append(remark(place, f": {problem.line}"))
+                    continue
+                ids, mask = encoded.ids, encoded.mask
+                only_last += encoded.only_last
                 if len(ids) > work.longest:
                     cut += 1
                     first_cut += [remark(place, f" has {len(ids):,} tokens")] if len(first_cut) < NAMED else []
@@ -119,7 +130,7 @@ def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Pa
                 beside.write(bits.tobytes())
                 lengths.append(len(ids))
                 learned += len(mine)
-                size += int(tokenizer.lengths[mine[mine != tokenizer.special[chat.STOP]]].sum())
+                size += encoded.size if len(ids) == len(encoded.ids) else _text_bytes(tokenizer, mine)
     np.array(lengths, dtype="<i8").tofile(lengths_path(path))
     return Part(
         path,
@@ -134,7 +145,12 @@ def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Pa
         tuple(wrong[:NAMED]),
         tuple(first_cut),
         spans[0].entry,
+        only_last,
     )
+
+
+def _text_bytes(tokenizer: Tokenizer, ids: NDArray[np.uint32]) -> int:
+    return int(tokenizer.lengths[ids[~np.isin(ids, list(tokenizer.special.values()))]].sum())
 
 
 def main() -> None:

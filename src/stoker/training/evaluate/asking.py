@@ -11,7 +11,7 @@ from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.training.data.formats.questions import Question
 from stoker.training.evaluate.tasks import TOLERATED
-from stoker.training.tokenizer.chat import STOP, check
+from stoker.training.tokenizer.chat import check
 from stoker.training.tokenizer.chat import prompt as chat_prompt
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
@@ -43,22 +43,19 @@ def prompt_ids(
             before = [("system", manner.system), *before]
         return chat_prompt(tokenizer, [(who, what.encode()) for who, what in (*before, (role, question.shown))])
     shots = "".join(f"{_plain(one, manner)} {_solution(one, manner)}\n\n" for one in examples)
-    return [
-        tokenizer.end_id,
-        *tokenizer.encode(shots + _plain(question, manner)),
-    ]  # a text begins where another ended, as in training
+    return [*tokenizer.start, *tokenizer.encode(shots + _plain(question, manner))]
 
 
 def choice_ids(tokenizer: Tokenizer, question: Question, manner: Manner) -> list[list[int]]:
     """What each choice adds to the prompt."""
     words = question.labels if lettered(question, manner) else question.choices
-    return [tokenizer.encode(word if manner.chat else f" {word}") for word in words]
+    return [tokenizer.continued(word if manner.chat else f" {word}") for word in words]
 
 
 def stop_ids(tokenizer: Tokenizer, manner: Manner) -> set[int]:
     if manner.chat:
         check(tokenizer)
-        return {tokenizer.special[STOP], tokenizer.end_id}
+        return set(tokenizer.stop_ids)
     newlines = {number for number in range(tokenizer.vocab_size) if b"\n" in tokenizer.decode_bytes([number])}
     return newlines | {tokenizer.end_id}
 

@@ -85,11 +85,14 @@ def windows(
     sizes: list[int] = []
     count = 0
     for text in documents:
-        ids = [tokenizer.end_id, *tokenizer.encode_bytes(text)]  # a text begins where another ended
+        ids = [tokenizer.start[-1], *tokenizer.encode_bytes(text)]
+        lengths = tokenizer.lengths[ids[1:]].astype(float)
+        if not tokenizer.told.is_exact and lengths.sum():  # the bytes of the text count, not those that tokens have
+            lengths *= len(text) / lengths.sum()
         for begin in range(0, len(ids) - 1, context):
             asked = ids[begin + 1 : begin + 1 + context]
             found.append((ids[begin : begin + 1], asked))
-            sizes.append(int(tokenizer.lengths[asked].sum()))
+            sizes.append(round(float(lengths[begin : begin + len(asked)].sum())))
             count += len(asked)
             if tokens and count >= tokens:
                 return found, sizes

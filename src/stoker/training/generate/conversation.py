@@ -89,7 +89,7 @@ class Conversation:
         self._turns: list[tuple[str, bytes]] = []
         self._dropped = False
         self._marks = frozenset(tokenizer.special.values())
-        self._stop = {tokenizer.end_id} if manner.raw else {tokenizer.end_id, tokenizer.special[chat.STOP]}
+        self._stop = {tokenizer.end_id} if manner.raw else set(tokenizer.stop_ids)
 
     def answer(self, text: str) -> Generator[str, None, None]:
         """Piece by piece. Whoever stops listening keeps what was said as the answer."""
@@ -114,6 +114,8 @@ class Conversation:
                 if token in self._marks:
                     continue
                 data = self._tokenizer.decode_bytes([token])
+                if not said and self._tokenizer.told.decoding.strips and not self._manner.raw:
+                    data = data.removeprefix(b" ")
                 said += data
                 yield decoder.decode(data)
             yield decoder.decode(b"", final=True)
@@ -123,10 +125,7 @@ class Conversation:
     def _prompt(self, text: str) -> list[int]:
         room = self._engine.length - min(self._manner.max_tokens, self._engine.length // 2)
         if self._manner.raw:
-            ids = [
-                self._tokenizer.end_id,
-                *self._tokenizer.encode(text),
-            ]  # a text begins where another ended, as in training
+            ids = [*self._tokenizer.start, *self._tokenizer.encode(text)]
         else:
             ids = self._chat()
             while len(ids) > room and len(self._turns) > 2:

@@ -5,7 +5,6 @@ an answer.
 from __future__ import annotations
 
 import glob
-import json
 import os
 from collections.abc import Callable, Iterator
 
@@ -15,30 +14,21 @@ from torch import Tensor
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.typed import read_fields
 from stoker.contract.wholefile import write_whole
+from stoker.control.record import reader
 from stoker.training.checkpoint.reading import Checkpoint, open_checkpoint
-from stoker.training.generate.finding import HF, Found, told_by
+from stoker.training.generate.card import card_of
+from stoker.training.generate.finding import HF, RESULT, Found, told_by
 from stoker.training.model import hf, outside
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_files import places
-from stoker.training.model.hf_write import SCORE, beside
-from stoker.training.tokenizer.chat import START, STOP
+from stoker.training.model.hf_write import CARD, SCORE, beside
+from stoker.training.tokenizer.chat import write_template
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
 LONGEST_CONTEXT = 1 << 24  # tokens, and the most of anything else that a shape counts
 Say = Callable[[str], None]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-CONFIG, TEMPLATES = "tokenizer_config.json", ("chat_template.jinja", "chat_template.json")
-# What tokenizer/chat.py writes, in the templates' language.
-TEMPLATE = (
-    "{% for message in messages %}{{ '"
-    + START
-    + "' + message['role'] + '\\n' + message['content'] + '"
-    + STOP
-    + "' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '"
-    + START
-    + "assistant\\n' }}{% endif %}"
-)
 
 
 def export(found: Found, out: str, dtype: str | None, tokenizer: str | None, say: Say) -> None:
@@ -53,12 +43,10 @@ def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say
     # No table of angles for a context that nobody computes with here.
     model = hf.opened(folder, 1, torch.float32, torch.device("cpu"), say)
     model.context_length = context if known else 2048
-    stored = told_by(folder, "dtype") or told_by(folder, "torch_dtype")
-    kind = DTYPES[dtype or ("bf16" if stored in ("bfloat16", "float16") else "fp32")]
     words = load_tokenizer(tokenizer or folder)
 
     def more(fresh: str) -> None:
-        add_template(fresh, words, say)
+        _beside(fresh, words, os.path.dirname(os.path.realpath(folder)), say)
         if os.path.exists(os.path.join(folder, SCORE)):
             write_whole(os.path.join(fresh, SCORE), beside(folder, os.path.join(folder, SCORE)))
             say(
@@ -66,7 +54,19 @@ def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say
                 " without it"
             )
 
-    hf.save(model, out, say=say, dtype=kind, tokenizer_folder=tokenizer or folder, end_ids=ends(words), more=more)
+    kind = DTYPES[dtype] if dtype else None
+    ends = () if words.template else words.stop_ids  # ChatML's: a folder with its own template says where answers end
+    hf.save(model, out, say=say, dtype=kind, tokenizer_folder=tokenizer or folder, end_ids=ends, more=more)
+
+
+def _beside(folder: str, words: Tokenizer, run: str, say: Say) -> None:
+    """`run`: its directory, or another folder that says nothing."""
+    if line := write_template(folder, words):
+        say(line)
+    stage = reader.read_json(os.path.join(run, RESULT))
+    card = card_of(run, str(stage.get("stage", "")) if isinstance(stage, dict) else "")
+    if card:
+        write_whole(os.path.join(folder, CARD), card.encode("utf-8", "replace"))
 
 
 def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, say: Say) -> None:
@@ -97,11 +97,13 @@ def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, s
         say(
             "a reward model's checkpoint: its decoder is exported without the score; a finished stage's folder has both"
         )
-    more: Say = lambda fresh: add_template(fresh, words, say)  # noqa: E731
+    run = os.path.dirname(os.path.dirname(os.path.abspath(path)))
+    more: Say = lambda fresh: _beside(fresh, words, run, say)  # noqa: E731
+    kind = DTYPES[dtype] if dtype else None
+    ends = words.stop_ids[:1] if words.template else words.stop_ids
     if shape.engine == "transformers":
-        kind = DTYPES[dtype or "fp32"]
         model = _module(opened, shape, context, say)
-        return outside.save(model, out, say=say, dtype=kind, tokenizer_folder=where, end_ids=ends(words), more=more)
+        return outside.save(model, out, say=say, dtype=kind, tokenizer_folder=where, end_ids=ends, more=more)
     tensors = _tensors(opened, shape)
     hf.save_from(
         tensors,
@@ -109,9 +111,9 @@ def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, s
         out,
         context_length=context,
         say=say,
-        dtype=DTYPES[dtype or "fp32"],
+        dtype=kind,
         tokenizer_folder=where,
-        end_ids=ends(words),
+        end_ids=ends,
         more=more,
     )
 
@@ -158,33 +160,4 @@ def _tokenizer_of(opened: Checkpoint) -> str:
             return folder
     raise Refusal(
         f"{opened.path}: its tokenizer is neither in {run} nor in cache/: name its folder with --tokenizer", EX_NOINPUT
-    )
-
-
-def ends(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids at which an answer ends: transformers reads them from generation_config.json."""
-    marks = (tokenizer.special.get(STOP), tokenizer.end_id)
-    return tuple(dict.fromkeys(one for one in marks if one is not None))
-
-
-def add_template(folder: str, tokenizer: Tokenizer, say: Say) -> None:
-    """Its own stays; a tokenizer without our marks gets none."""
-    path = os.path.join(folder, CONFIG)
-    told = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": tokenizer.told.end,
-        "clean_up_tokenization_spaces": False,
-        **tokenizer.config,
-    }
-    if told.get("chat_template") or any(os.path.exists(os.path.join(folder, name)) for name in TEMPLATES):
-        say("the tokenizer has a chat template of its own: it stays")
-        return
-    if START not in tokenizer.special or STOP not in tokenizer.special:
-        say(f"no chat template: the tokenizer has no {START} and {STOP}")
-        return
-    write_whole(
-        path,
-        (json.dumps({**told, "chat_template": TEMPLATE}, indent=1, ensure_ascii=False) + "\n").encode(
-            "utf-8", "backslashreplace"
-        ),
     )

@@ -5,6 +5,7 @@ was held out: nats per token and bits per byte, over the same samples whatever t
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -13,13 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from stoker.contract.shape import shape
+from stoker.contract.wholefile import write_whole
 from stoker.training.data.reader import IGNORED
 from stoker.training.loop.feeder import padded
 from stoker.training.loop.material import Rows
 from stoker.training.model import hf
 from stoker.training.model.attention import documents
 from stoker.training.model.decoder import Decoder
+from stoker.training.model.hf_write import CARD
 from stoker.training.parallel.group import Group
+from stoker.training.tokenizer.chat import write_template
+from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
 Say = Callable[[str], None]
 
@@ -58,16 +63,43 @@ def validate(model: nn.Module, samples: Rows, group: Group, *, tokens: int, micr
     return Validation(nats, nats / math.log(2) / samples.bytes_per_target, int(learned))
 
 
-def _save(model: Decoder, folder: str, tokenizer: str, say: Say, write: bool) -> None:
-    hf.save(model, folder, tokenizer_folder=tokenizer, say=say, write=write)
+@shape
+class Beside:
+    """What lies beside an export's weights."""
+
+    tokenizer: str  # its folder
+    taught_chat: bool  # conversations were learned, of a model that was made elsewhere
+    card: str = ""  # README.md; empty: none
+
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that the model was taught to end an answer with."""
+        return load_tokenizer(self.tokenizer).stop_ids[:1] if self.taught_chat else ()
+
+    def write(self, folder: str) -> None:
+        if self.card:
+            write_whole(os.path.join(folder, CARD), self.card.encode("utf-8", "replace"))
+        if self.taught_chat:
+            write_template(folder, load_tokenizer(self.tokenizer))
+
+
+def _save(model: Decoder, folder: str, beside: Beside, say: Say, write: bool) -> None:
+    hf.save(
+        model,
+        folder,
+        tokenizer_folder=beside.tokenizer,
+        end_ids=beside.end_ids(),
+        more=beside.write,
+        say=say,
+        write=write,
+    )
 
 
 @shape
 class Learner:
     kind: type[Decoder] = Decoder
     load: Callable[[Decoder, str, Say], None] = hf.load
-    # Model, folder, the tokenizer's folder, say, whether this rank writes.
-    save: Callable[[Decoder, str, str, Say, bool], None] = _save
+    # Model, folder, what lies beside the weights, say, whether this rank writes.
+    save: Callable[[Decoder, str, Beside, Say, bool], None] = _save
     measure: Measure = validate
     # what a step's line says besides the loss: taken right after the step, read where a line is printed
     numbers: Callable[[Decoder], dict[str, Tensor]] = lambda model: {}

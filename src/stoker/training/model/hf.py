@@ -6,7 +6,6 @@ Our shape and a folder's are matched in hf_config, hf_files and families/, which
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,12 +14,12 @@ from torch import Tensor
 
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, Refusal
 from stoker.contract.quantities import amount
-from stoker.contract.untrusted import read_json
 from stoker.training.model import outside
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
 from stoker.training.model.hf_config import config_of, shape_of
 from stoker.training.model.hf_files import Place, Stored, check, places
+from stoker.training.model.hf_kept import kept_of
 from stoker.training.model.hf_write import DTYPES, Export
 
 __all__ = ["load", "load_named", "named", "opened", "save", "save_from", "shape_of"]
@@ -106,8 +105,7 @@ def save(model: Decoder | outside.Outside, folder: str, *, say: Say, without: Se
     as of `save_from`.
     """
     if isinstance(model, outside.Outside):
-        ends = how.pop("end_ids", ()) or end_ids_of(how.get("tokenizer_folder"))
-        return outside.save(model, folder, say=say, end_ids=ends, **how)
+        return outside.save(model, folder, say=say, **how)
     module: Any
     for module in model.modules():
         if hasattr(module, "reshard"):  # after an evaluation FSDP2 still holds the outermost weights gathered
@@ -124,23 +122,27 @@ def save_from(
     *,
     context_length: int,
     say: Say,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     tokenizer_folder: str | None = None,
     end_ids: Sequence[int] = (),
     write: bool = True,
     more: Callable[[str], None] | None = None,
 ) -> None:
-    """A folder for `transformers`, there when it is complete. `end_ids`: tokens that end a text; else what the
-    tokenizer's folder says. `more` puts files of its own beside.
+    """A folder for `transformers`, there when it is complete. What the folder that the model was loaded from says
+    stays. `end_ids`: tokens that end a text, besides those; `dtype`: else bf16 where the loaded weights have 16 bits.
+    `more` puts files of its own beside.
     """
+    kept = kept_of(c, say if write else lambda line: None)
+    dtype = dtype or (torch.bfloat16 if kept.is_half else torch.float32)
     gathered = (_gathered(name, tensor, dtype) for name, tensor in tensors)
     try:
         if write:
-            config = config_of(c, context_length, DTYPES[dtype][1], end_ids or end_ids_of(tokenizer_folder))
+            config = config_of(c, kept.context(context_length), DTYPES[dtype][1], ())
+            config, generation = kept.changed(config, end_ids, tokenizer_folder)
             with Export(folder, c, dtype) as export:
                 for name, whole in gathered:
                     export.put(name, whole)
-                export.finish(config, tokenizer_folder, more)
+                export.finish(config, generation, tokenizer_folder, more)
             say(f"wrote {folder}: {amount(export.bytes)} of {DTYPES[dtype][1]} as {config['architectures'][0]}")
     except OSError as problem:
         raise Refusal(f"{folder}: the model can't be written: {problem.strerror or problem}", EX_CANTCREAT) from problem
@@ -152,23 +154,3 @@ def save_from(
 def _gathered(name: str, tensor: Tensor, dtype: torch.dtype) -> tuple[str, Tensor]:
     cast = tensor.detach().to(dtype)  # before it travels
     return name, cast.full_tensor() if hasattr(cast, "full_tensor") else cast
-
-
-def end_ids_of(tokenizer_folder: str | None) -> tuple[int, ...]:
-    """The id of the eos_token that tokenizer_config.json names; none where nothing does."""
-    if tokenizer_folder is None:
-        return ()
-    paths = [os.path.join(tokenizer_folder, name) for name in ("tokenizer_config.json", "tokenizer.json")]
-    if not all(os.path.isfile(path) for path in paths):
-        return ()
-    try:
-        config, tokenizer = (read_json(path) for path in paths)
-        eos = config.get("eos_token")
-        text = eos["content"] if isinstance(eos, dict) else eos
-        added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
-        return (int(added[text]),) if text in added else ()
-    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as problem:
-        raise Refusal(
-            f"tokenizer {tokenizer_folder}: its eos_token can't be read: {type(problem).__name__}: {problem}",
-            EX_DATAERR,
-        ) from problem

@@ -25,11 +25,12 @@ from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import CONFIG
 from stoker.training.model.hf_files import BYTES, INDEX, WEIGHTS, Part, places
 from stoker.training.model.hf_hub import TOKENIZER_FILES
+from stoker.training.model.hf_kept import GENERATION
 
 SHARD_BYTES = 5_000_000_000
 DTYPES = {torch.float32: ("F32", "float32"), torch.bfloat16: ("BF16", "bfloat16"), torch.float16: ("F16", "float16")}
 LONGEST_BESIDE = 256 << 20  # bytes of a file that is copied from a model's folder
-GENERATION = "generation_config.json"
+CARD, CARD_MARK = "README.md", "<!-- written by stoker -->"
 SCORE = "score.safetensors"  # a reward model's head, beside the decoder's weights
 
 
@@ -148,7 +149,11 @@ class Export:
         self._waiting.remove(name)
 
     def finish(
-        self, config: Mapping[str, Any], tokenizer_folder: str | None, more: Callable[[str], None] | None = None
+        self,
+        config: Mapping[str, Any],
+        generation: Mapping[str, Any],
+        tokenizer_folder: str | None,
+        more: Callable[[str], None] | None = None,
     ) -> None:
         """`more` may put files of its own beside the weights."""
         if self._waiting:
@@ -160,8 +165,8 @@ class Export:
             file.flush()
             os.fsync(file.fileno())
         self._json(CONFIG, config)
-        if config["eos_token_id"] is not None:
-            self._json(GENERATION, {"eos_token_id": config["eos_token_id"]})
+        if generation:
+            self._json(GENERATION, generation)
         for name in TOKENIZER_FILES if tokenizer_folder else ():
             path = os.path.join(str(tokenizer_folder), name)
             if os.path.isfile(path):
@@ -203,11 +208,18 @@ def refuse_foreign_files(folder: str) -> None:
         raise Refusal(f"{folder} is a file: give a folder for the model", EX_CANTCREAT)
     ours = (CONFIG, GENERATION, INDEX, SCORE, *TOKENIZER_FILES)
     for name in sorted(os.listdir(folder)):
+        if name == CARD and _is_ours(os.path.join(folder, name)):
+            continue
         if name not in ours and not (name.startswith("model") and name.endswith(".safetensors")):
             raise Refusal(
                 f"{folder} holds {name}, which no export wrote and a new one would remove: give another folder",
                 EX_CANTCREAT,
             )
+
+
+def _is_ours(card: str) -> bool:
+    with os.fdopen(open_regular(card), "rb") as file:
+        return CARD_MARK.encode() in file.read(1000)
 
 
 def sweep(parent: str, name: str) -> None:

@@ -25,7 +25,8 @@ from stoker.training.model.attention import Documents, begins
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import CONFIG, config_of
 from stoker.training.model.hf_hub import TOKENIZER_FILES
-from stoker.training.model.hf_write import DTYPES, GENERATION, beside, refuse_foreign_files, sweep
+from stoker.training.model.hf_kept import GENERATION, kept_of
+from stoker.training.model.hf_write import DTYPES, beside, refuse_foreign_files, sweep
 from stoker.training.model.loss import IGNORED
 from stoker.training.parallel.config import ComputeConfig
 
@@ -176,7 +177,7 @@ def load(model: Outside, folder: str, say: Say) -> None:
 
 
 def save(
-    model: Outside, folder: str, *, say: Say, dtype: torch.dtype = torch.float32, tokenizer_folder: str | None = None,
+    model: Outside, folder: str, *, say: Say, dtype: torch.dtype | None = None, tokenizer_folder: str | None = None,
     end_ids: Iterable[int] = (), write: bool = True, more: Callable[[str], None] | None = None,
 ) -> None:  # fmt: skip
     """As save_pretrained lays it out; there when it is complete."""
@@ -185,14 +186,17 @@ def save(
     folder = os.path.abspath(folder)
     parent, name = os.path.split(folder)
     fresh = os.path.join(parent, f".{name}.{socket.gethostname()}-{os.getpid()}.tmp")
-    config = config_of(model.config, model.context_length, DTYPES[dtype][1], tuple(end_ids))
+    kept = kept_of(model.config, say)
+    dtype = dtype or (torch.bfloat16 if kept.is_half else torch.float32)
+    config = config_of(model.config, kept.context(model.context_length), DTYPES[dtype][1], ())
+    config, generation = kept.changed(config, tuple(end_ids), tokenizer_folder)
     try:
         os.makedirs(parent, exist_ok=True)
         refuse_foreign_files(folder)
         sweep(parent, name)
         weights = {name: tensor.to(dtype) for name, tensor in model.module.state_dict().items()}
         model.module.save_pretrained(fresh, state_dict=weights)
-        _add_files(fresh, config, model.config.load, tokenizer_folder)
+        _add_files(fresh, config, generation, model.config.load, tokenizer_folder)
         if more is not None:
             more(fresh)
         sync_folder(fresh)
@@ -204,12 +208,12 @@ def save(
     say(f"wrote {folder}: {DTYPES[dtype][1]} as {config['architectures'][0]}")
 
 
-def _add_files(fresh: str, config: Mapping[str, Any], source: str, tokenizer_folder: str | None) -> None:
+def _add_files(
+    fresh: str, config: Mapping[str, Any], generation: Mapping[str, Any], source: str, tokenizer_folder: str | None
+) -> None:
     """config.json as the model came with it, the code it needs, the tokenizer."""
-    write_whole(os.path.join(fresh, CONFIG), (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
-    if config.get("eos_token_id") is not None:
-        ends = json.dumps({"eos_token_id": config["eos_token_id"]}, indent=2) + "\n"
-        write_whole(os.path.join(fresh, GENERATION), ends.encode())
+    for name, value in ((CONFIG, config), *(((GENERATION, generation),) if generation else ())):
+        write_whole(os.path.join(fresh, name), (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
     code = [name for name in os.listdir(source) if name.endswith(".py")] if config.get("auto_map") else []
     named = [(source, name) for name in code]
     named += [(tokenizer_folder, name) for name in TOKENIZER_FILES] if tokenizer_folder else []

@@ -25,10 +25,11 @@ from stoker.contract.shape import as_json
 from stoker.training.config.schema import Config
 from stoker.training.evaluate.marking import right_in_form
 from stoker.training.loop.keeping import Keeper, newest, tensors_of
+from stoker.training.loop.learner import Learner
 from stoker.training.loop.profiling import Profile
 from stoker.training.loop.run import Loop
 from stoker.training.loop.say import Voice
-from stoker.training.model import hf, hf_hub, ready
+from stoker.training.model import hf_hub, ready
 from stoker.training.model.rows import with_rows
 from stoker.training.optim import schedule
 from stoker.training.optim.optimizer import Optimizer
@@ -193,8 +194,9 @@ def main(argv: list[str]) -> int:
     whole = loop.whole and code == 0
     exported = whole and c.checkpoint.export
     if exported:
-        copied = _tokenizer_folder(words, tokenizer, folder) if group.first else None
-        hf.save(model, os.path.join(folder, "hf"), tokenizer_folder=copied, say=voice.say_once, write=group.first)
+        copied = _tokenizer_folder(words, tokenizer, folder) if group.first else words
+        beside = stage.beside(c, copied, tokenizer.digest, folder, True)
+        Learner().save(model, os.path.join(folder, "hf"), beside, voice.say_once, group.first)
     if group.first and (stopped or whole):
         metrics = result(task.history, task.position, stopped, task.solved)
         stage.finish(c, "grpo", metrics, model="hf" if exported else None)

@@ -24,6 +24,8 @@ from stoker.training.config.schema import Config
 from stoker.training.data.prepared import Prepared
 from stoker.training.data.rows import rows
 from stoker.training.forensics.culprit import NonFinite
+from stoker.training.generate.card import card_of
+from stoker.training.loop.learner import Beside
 from stoker.training.loop.supervised import BEFORE
 from stoker.training.model import hf, hf_config, hf_hub, ready
 from stoker.training.model.decoder import Decoder
@@ -33,7 +35,7 @@ from stoker.training.stages.situation import situation, with_defaults
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
-RESULT = "result.json"
+RESULT, TOKENIZER = "result.json", "tokenizer.json"
 SCHEMA = 1
 
 
@@ -106,6 +108,15 @@ def rows_of(path: str, key: str) -> list[dict[str, Any]]:
     if not found:
         raise Refusal(f"{key} {path} has no rows", EX_NOINPUT)
     return found
+
+
+def beside(c: Config, tokenizer: str, digest: str, run: str, chat: bool) -> Beside:
+    """What goes beside an export's weights. The tokenizer's files are those of the loaded model where it is the same."""
+    own = hf_hub.folder_of(c.model.load, lambda line: None, code=c.model.trust_remote_code) if c.model.load else ""
+    if own and os.path.isfile(os.path.join(own, TOKENIZER)) and load_tokenizer(own).has_digest(digest):
+        tokenizer = own
+    from_elsewhere = bool(own) and not os.path.isfile(os.path.join(os.path.dirname(os.path.realpath(own)), RESULT))
+    return Beside(tokenizer, chat and from_elsewhere, card_of(run))
 
 
 def finish(

@@ -102,4 +102,6 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
 def export(c: Config, parts: Parts, folder: str, voice: Voice) -> None:
     if c.checkpoint.export:
         where = os.path.join(folder, "hf")
-        parts.learner.save(parts.model, where, parts.material.tokenizer, voice.say_once, parts.group.first)
+        words = parts.material.tokenizer
+        beside = stage.beside(c, words, parts.material.tokenizer_digest, folder, parts.material.train.chat)
+        parts.learner.save(parts.model, where, beside, voice.say_once, parts.group.first)

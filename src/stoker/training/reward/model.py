@@ -23,7 +23,7 @@ from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.tensorheader import read_header
 from stoker.training.data.reader import IGNORED
 from stoker.training.loop.feeder import padded
-from stoker.training.loop.learner import Learner, Say, Validation
+from stoker.training.loop.learner import Beside, Learner, Say, Validation
 from stoker.training.loop.material import Rows
 from stoker.training.model import hf, hf_config, hf_hub, ready
 from stoker.training.model.attention import Documents, begins, documents
@@ -159,14 +159,15 @@ def _head(folder: str) -> dict[str, Tensor]:
         raise Refusal(f"{path} can't be read: {getattr(problem, 'strerror', None) or problem}", EX_DATAERR) from problem
 
 
-def save(model: Decoder, folder: str, tokenizer: str, say: Say, write: bool) -> None:
+def save(model: Decoder, folder: str, beside: Beside, say: Say, write: bool) -> None:
     assert isinstance(model, RewardModel)
     own = {name: _whole(getattr(model, name).detach()) for name in model.own}
 
     def head(where: str) -> None:
         save_file({name: tensor.float().cpu().contiguous() for name, tensor in own.items()}, os.path.join(where, HEAD))
+        beside.write(where)
 
-    hf.save(model, folder, tokenizer_folder=tokenizer, say=say, write=write, without=_OWN, more=head)
+    hf.save(model, folder, tokenizer_folder=beside.tokenizer, say=say, write=write, without=_OWN, more=head)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def asked(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 
 def answered(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> list[int]:
     """And up to the mark that ends it: there the score is read."""
-    return [*asked(tokenizer, prompt), *tokenizer.array(answer.encode()).tolist(), tokenizer.special[chat.STOP]]
+    return chat.answered(tokenizer, messages_of(prompt), answer)
 
 
 def lengths_of(path: str, tokenizer: Tokenizer) -> list[int]:

@@ -72,7 +72,10 @@ def _prompt(number: int, row: Mapping[str, Any], tokenizer: Tokenizer, system: s
         return messages
     if system and not any(role == "system" for role, _ in messages):
         messages = [("system", system.encode("utf-8", "surrogatepass")), *messages]
-    return Prompt(number, asked, tuple(chat.prompt(tokenizer, messages)), answer)
+    try:
+        return Prompt(number, asked, tuple(chat.prompt(tokenizer, messages)), answer)
+    except chat.Unfit as problem:
+        return f"that can't be asked: {problem.line}"
 
 
 def _messages(asked: Any) -> list[tuple[str, bytes]] | str:

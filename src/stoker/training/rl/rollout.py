@@ -15,7 +15,6 @@ from stoker.training.parallel.group import Group
 from stoker.training.parallel.split import split
 from stoker.training.rl.config import GrpoConfig
 from stoker.training.rl.prompts import Prompt, number_from
-from stoker.training.tokenizer.chat import STOP
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 
@@ -68,7 +67,7 @@ def rollout_of(
     share = -(-grpo.prompts_per_step // ranks.world)
     rows, length = min(c.rows, share * grpo.group), longest + c.new_tokens
     engine = Engine(model, rows=rows, length=length, vocab=tokenizer.vocab_size)
-    return Rollout(engine, tokenizer, {tokenizer.special[STOP], tokenizer.end_id}, c, grpo.group, ranks)
+    return Rollout(engine, tokenizer, tokenizer.stop_ids, c, grpo.group, ranks)
 
 
 @shape

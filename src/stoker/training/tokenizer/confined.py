@@ -1,6 +1,6 @@
-"""A stranger's tokenizer, in a process of its own: its patterns may take hours or any amount of memory for some texts,
-and a regex engine can't be stopped once it has begun. The kernel ends the process at its limit of CPU time or memory,
-and one line says so.
+"""A stranger's tokenizer or chat template, in a process of its own: its patterns or loops may take hours or any amount of
+memory for some texts, and a regex engine can't be stopped once it has begun. The kernel ends the process at its limit of
+CPU time or memory, and one line says so.
 
 python -m stoker.training.tokenizer.confined: requests on stdin, answers on stdout.
 """
@@ -28,17 +28,20 @@ import numpy as np
 import stoker
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.training.tokenizer.definition import define
-from stoker.training.tokenizer.encoders import Encoder, FastPlan, Ids, Library
+from stoker.training.tokenizer.encoders import Encoder, FastPlan, Ids, Library, SpanEncoder
 
 MAKING_S = 30  # of CPU time, to load it, in all requests together: 4 s with 200,000 tokens
 BURST_S = 10  # of CPU time, that texts may take besides the two below; `tokenizers` needs 0.03 s for 64 KB
 PER_BYTE_S, PER_TEXT_S = 1e-5, 0.01  # a twentieth of the speed of `tokenizers`
+RENDERING_S = 2  # of CPU time, for all renderings of one conversation: 100 turns take 0.02 s
 MOST_MEMORY = 2 << 30  # 200,000 tokens take 0.5 GB
 SILENCE_S = 1800  # a process that uses no CPU time either is stuck
 
 _REQUEST = struct.Struct("<cIQ")  # what to do, with which encoder, bytes that follow
 _ANSWER = struct.Struct("<cQ")
-_TOKENIZER, _PLAN, _MAKE, _ENCODE = b"T", b"P", b"M", b"E"
+_TOKENIZER, _PLAN, _MAKE, _ENCODE, _SPANS = b"T", b"P", b"M", b"E", b"S"
+_TEMPLATES, _RENDER = b"C", b"R"
+_TEXTS = (_ENCODE, _SPANS)
 _FINE, _PROBLEM, _MEMORY = b"F", b"P", b"M"
 
 
@@ -68,6 +71,17 @@ class Confined:
 
         return encode
 
+    def span_encoder(self) -> SpanEncoder:
+        def encode(text: str) -> tuple[Ids, Ids]:
+            with self._lock:
+                table = np.frombuffer(self._ask(_SPANS, text.encode()), dtype=np.uint32).reshape(-1, 3)
+            return table[:, 0], table[:, 1:]
+
+        return encode
+
+    def _begin(self) -> None:
+        self._ask(_TOKENIZER, json.dumps(self._eos).encode() + b"\n" + self._data)
+
     def _ready(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._owner == os.getpid():
             return self._process
@@ -84,7 +98,7 @@ class Confined:
         )
         self._process, self._owner, self._encoders = process, os.getpid(), {}
         weakref.finalize(self, _end, process, self._owner)
-        self._ask(_TOKENIZER, json.dumps(self._eos).encode() + b"\n" + self._data)
+        self._begin()
         return process
 
     def _ask(self, what: bytes, payload: bytes = b"", encoder: int = 0) -> bytes:
@@ -107,16 +121,41 @@ class Confined:
         if kind == _MEMORY:
             raise self._refusal(_TOO_LARGE, what, payload)
         if kind == _PROBLEM:
-            raise Refusal(f"tokenizer {self._where}: tokenizer.json can't be used: {answer.decode()}", EX_DATAERR)
+            raise self._problem(answer.decode("utf-8", "replace"))
         return answer
+
+    def _problem(self, why: str) -> Refusal:
+        return Refusal(f"tokenizer {self._where}: tokenizer.json can't be used: {why}", EX_DATAERR)
 
     def _refusal(self, why: str, what: bytes, payload: bytes) -> Refusal:
         begins = payload[:40].decode("utf-8", "replace")
-        doing = f"encoding {len(payload):,} bytes that begin {begins!r}" if what == _ENCODE else "loading it"
+        doing = f"encoding {len(payload):,} bytes that begin {begins!r}" if what in _TEXTS else "loading it"
         line = f"tokenizer {self._where}: tokenizer.json can't be used: {doing}: {why}; choose another --tokenizer.path"
         return Refusal(line, EX_DATAERR)
 
 
+class ConfinedTemplate(Confined):
+    """Renders conversations (rendering.py)."""
+
+    def __init__(self, templates: dict[str, Any], where: str) -> None:
+        super().__init__(json.dumps(templates).encode(), None, where)
+
+    def render(self, request: dict[str, Any]) -> Any:
+        with self._lock:
+            return json.loads(self._ask(_RENDER, json.dumps(request).encode()))
+
+    def _begin(self) -> None:
+        self._ask(_TEMPLATES, self._data)
+
+    def _refusal(self, why: str, what: bytes, payload: bytes) -> Refusal:
+        limits = {_TOO_SLOW: f"it takes more than {RENDERING_S} s of CPU time", _TOO_LARGE: _TEMPLATE_TOO_LARGE}
+        return self._problem(f"rendering a conversation: {limits.get(why, why)}")
+
+    def _problem(self, why: str) -> Refusal:
+        return Refusal(f"tokenizer {self._where}: its chat template can't be used: {why}", EX_DATAERR)
+
+
+_TEMPLATE_TOO_LARGE = f"it takes more than {MOST_MEMORY >> 30} GB of memory"
 _TOO_LARGE = f"more than the {MOST_MEMORY >> 30} GB of memory that an unknown kind of tokenizer may take"
 _TOO_SLOW = (
     f"too slow: more CPU time than an unknown kind of tokenizer may take ({MAKING_S} s to load; to encode {BURST_S} s, and"
@@ -180,12 +219,13 @@ class _Budget:
     @contextlib.contextmanager
     def for_request(self, what: bytes, size: int) -> Iterator[None]:
         began = time.process_time()
-        if what == _ENCODE:
+        if what in _TEXTS:
             self.for_texts += PER_TEXT_S + size * PER_BYTE_S
-        limit = math.ceil(self.making + self.for_texts if what == _ENCODE else began + MAKING_S - self.making)
+        making = RENDERING_S if what == _RENDER else MAKING_S - self.making
+        limit = math.ceil(self.making + self.for_texts if what in _TEXTS else began + making)
         resource.setrlimit(resource.RLIMIT_CPU, (limit if self.hard < 0 else min(limit, self.hard), self.hard))
         yield
-        if what != _ENCODE:
+        if what not in _TEXTS:
             self.making += time.process_time() - began
 
 
@@ -221,12 +261,27 @@ class _Encoding:
     def __init__(self) -> None:
         self.encoders: list[Encoder] = []
         self.library: Any = None
+        self.spans: SpanEncoder | None = None
+        self.templates: Any = None
 
     def answer(self, what: bytes, payload: bytes, number: int) -> bytes:
         if what == _TOKENIZER:
             eos, data = payload.split(b"\n", 1)
             self.library = Library(define(data, "here", json.loads(eos)), data)
             return b""
+        if what == _TEMPLATES:
+            from stoker.training.tokenizer.rendering import Templates  # only here: jinja2 takes 50 ms
+
+            self.templates = Templates(payload)
+            return b""
+        if what == _RENDER:
+            rendered: bytes = self.templates.answer(payload)
+            return rendered
+        if what == _SPANS:
+            if self.spans is None:
+                self.spans = self.library.span_encoder()
+            ids, offsets = self.spans(payload.decode())
+            return np.column_stack((ids, offsets)).astype(np.uint32).tobytes()
         if what == _PLAN:
             plan = self.library.plan()
             return json.dumps(plan if isinstance(plan, str) else plan.unreachable).encode()
@@ -235,7 +290,7 @@ class _Encoding:
             self.encoders.append(self.library.encoder(None if unreachable is None else FastPlan(tuple(unreachable))))
             return str(len(self.encoders) - 1).encode()
         ids = self.encoders[number](payload.decode())
-        if len(ids) > len(payload):
+        if len(ids) > (len(payload) if self.library.told.is_exact else 8 * len(payload) + 8):
             raise ValueError("it gives more tokens than a text has bytes")
         return ids.tobytes()
 

@@ -1,18 +1,24 @@
-"""What a tokenizer.json says, checked: byte-level BPE that gives every byte back."""
+"""What a tokenizer.json says, checked. Byte-level BPE without a normalizer gives every byte back: that is the kind we
+train. Any other kind that `tokenizers` knows can be loaded, too.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import parse_json
+from stoker.contract.untrusted import parse_json, printable
 from stoker.training.tokenizer import alphabet
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # which of its special tokens ends a document, best first
 MOST_IDS = 1 << 24  # a table of all ids is made
-KEEPS_TEXT = ("NFC", "NFD", "NFKC", "NFKD")  # normalizers that are left out: text comes back as it was
+KINDS = ("BPE", "Unigram", "WordLevel", "WordPiece")
+SPACE = "\u2581"  # how SentencePiece writes a blank
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how byte-fallback writes a byte
 # what ByteLevel splits by where it is told to
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # GPT-4's way to split, upper and lower case spelled out: engines differ in what (?i:s) matches.
@@ -47,6 +53,13 @@ KNOWN_PATTERNS = frozenset(
     )
 )
 MOST_PARTS = 4  # of a known way to split: DeepSeek's has four
+_KNOWN_SPLITTERS = (
+    "ByteLevel", "Digits", "Split", "Metaspace", "BertPreTokenizer", "Whitespace", "WhitespaceSplit", None,
+)  # fmt: skip
+_KNOWN_NORMALIZERS = (
+    "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Strip", "Prepend", "Replace", None,
+)  # fmt: skip
+MOST_NORMALIZERS, LONGEST_REPLACEMENT = 8, 4
 LONGEST_KNOWN, MOST_ADDED = 1024, 20_000  # characters of a token, added tokens; published ones have 128 and 1,300
 # Characters of all added tokens together, and of the whole vocabulary: loading takes 0.5 s and 3 s of CPU time at most.
 # 6,000 reserved tokens of 12 characters, and 250,000 tokens of 8, are far below.
@@ -55,8 +68,22 @@ LONGEST_TOKEN = 1 << 16  # characters: a text is cut into parts of so many bytes
 
 
 @shape
+class Decoding:
+    """How tokens become text again."""
+
+    byte_level: bool = False  # a token is bytes in GPT-2's alphabet
+    every_byte: bool = False  # each byte has a token
+    space: str = ""  # stands for a blank
+    byte_fallback: bool = False  # <0x0A> is one byte
+    continues: str = ""  # WordPiece: what begins so goes on with a word, others begin with a blank
+    word_end: str = ""  # a token that ends so has a blank behind it
+    strips: bool = False  # a blank before the whole text is the tokenizer's own
+
+
+@shape
 class Definition:
-    vocabulary: dict[str, int]  # the model's own tokens, as written in the byte-level alphabet
+    kind: str  # of the model: BPE, Unigram …
+    vocabulary: dict[str, int]  # the model's own tokens, as they are written there
     merges: tuple[tuple[str, str], ...]
     whole_words_first: bool  # a word that is a token is taken whole, whatever the merges say
     pattern: str | None  # splits text into words; "" not at all; None: in a way that only `tokenizers` knows
@@ -65,8 +92,15 @@ class Definition:
     plain_added: bool  # these need no look at the characters around them
     end: str
     vocab_size: int
-    normalizer: str | None
+    normalizer: str | None  # its type
+    decoding: Decoding
+    before: tuple[int, ...] | None  # ids that its post-processor puts before a text; None: it has no say in that
     is_known: bool  # it takes about the same time for every text
+
+    @property
+    def is_exact(self) -> bool:
+        """Any bytes come back as they were."""
+        return self.decoding.every_byte and self.normalizer is None and not self.decoding.strips
 
 
 def define(data: bytes, where: str, eos: str | None = None) -> Definition:
@@ -79,38 +113,31 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         told = parse_json(data)
         model = told["model"]
         kind = model.get("type") or "BPE"
-        if kind != "BPE" or not isinstance(model["vocab"], dict):
-            raise refuse(f"its model is {kind}, not byte-level BPE: the bytes of a text would not come back")
-        vocabulary: dict[str, int] = model["vocab"]
-        merges = tuple(_pair(one) for one in model["merges"])
+        if kind not in KINDS:
+            raise refuse(f"its model is {printable(str(kind), 40)}; those that load are {', '.join(KINDS)}")
+        vocabulary = _vocabulary(model["vocab"])
+        merges = tuple(_pair(one) for one in model.get("merges") or ())
         added = told.get("added_tokens") or []
         special = {_text(one["content"]): one["id"] for one in added if one["special"]}
         ordinary = {_text(one["content"]): one["id"] for one in added if not one["special"]}
         size = 1 + max(map(_id, (*vocabulary.values(), *special.values(), *ordinary.values())), default=0)
-        normalizer = (told.get("normalizer") or {}).get("type")
-        splitter = told.get("pre_tokenizer") or {}
-        prefix_space, pattern = _any(splitter, "add_prefix_space"), _pattern(splitter)
-        known_splitter = _is_known(splitter)
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        splitter, normalizer = told.get("pre_tokenizer") or {}, told.get("normalizer") or {}
+        normalizes = normalizer.get("type")
+        pattern = _pattern(splitter)
+        known_parts = _is_known(splitter) and _is_known_normalizer(normalizer)
+        decoding = _decoding(told, vocabulary)
+        before = _before(told.get("post_processor"))
+        if before is not None and not all(_id(number) < size for number in before):
+            raise ValueError("its post-processor puts an id before texts that is no token's")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise refuse(
             f"tokenizer.json is not in the format of `tokenizers`: {type(problem).__name__} {problem}"
         ) from problem
     longest = max(map(len, (*vocabulary, *special, *ordinary)), default=0)
     if longest > LONGEST_TOKEN:
         raise refuse(f"a token has {longest:,} characters; {LONGEST_TOKEN:,} is the most that could be used")
-    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(name):
-            raise refuse(f"its model has {name}: the same text would not always come back")
-    missing = [byte for byte, character in enumerate(alphabet.CHARACTERS) if character not in vocabulary]
-    if missing:
-        raise refuse(
-            f"{len(missing)} of the 256 bytes have no token (the first: 0x{missing[0]:02x}): it is no byte-level BPE,"
-            " text would be lost"
-        )
-    if normalizer not in (None, *KEEPS_TEXT):
-        raise refuse(f"its normalizer {normalizer} changes the text: bytes would not come back")
-    if prefix_space:
-        raise refuse("it puts a space before each text (add_prefix_space): bytes would not come back")
+    if model.get("dropout"):
+        raise refuse("its model has dropout: the same text would not always be the same tokens")
     end = next((one for one in ENDS if one in special), eos)
     if not isinstance(end, str) or end not in special:
         raise refuse(
@@ -121,6 +148,7 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         one.get(flag) for one in added if not one["special"] for flag in ("lstrip", "rstrip", "single_word")
     )
     return Definition(
+        kind=kind,
         vocabulary=vocabulary,
         merges=merges,
         whole_words_first=bool(model.get("ignore_merges")),
@@ -130,11 +158,10 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         plain_added=plain,
         end=end,
         vocab_size=size,
-        normalizer=normalizer,
-        is_known=known_splitter
-        and longest <= LONGEST_KNOWN
-        and len(added) <= MOST_ADDED
-        and _is_small(vocabulary, added),
+        normalizer=normalizes,
+        decoding=decoding,
+        before=before,
+        is_known=known_parts and longest <= LONGEST_KNOWN and len(added) <= MOST_ADDED and _is_small(vocabulary, added),
     )
 
 
@@ -143,6 +170,59 @@ def _is_small(vocabulary: dict[str, int], added: list[dict[str, Any]]) -> bool:
         sum(len(token["content"]) for token in added) <= MOST_IN_ADDED
         and sum(map(len, vocabulary)) <= MOST_IN_VOCABULARY
     )
+
+
+def _vocabulary(told: Any) -> dict[str, int]:
+    """Unigram has a list of tokens and scores: a token's place is its id."""
+    if isinstance(told, dict):
+        return {_text(token): number for token, number in told.items()}
+    return {_text(token): number for number, (token, _) in enumerate(told)}
+
+
+def _parts(told: Any, inside: str) -> list[dict[str, Any]]:
+    """Of a normalizer, pre-tokenizer, post-processor or decoder: itself, or those of a sequence."""
+    if not told:
+        return []
+    if told.get("type") != "Sequence":
+        return [told]
+    return [part for one in told[inside] for part in _parts(one, inside)]
+
+
+def _before(told: Any) -> tuple[int, ...] | None:
+    for part in _parts(told, "processors"):
+        if part.get("type") in ("BertProcessing", "RobertaProcessing"):
+            return (part["cls"][1],)
+        if part.get("type") == "TemplateProcessing":
+            found: list[int] = []
+            for piece in part["single"]:
+                if "SpecialToken" not in piece:
+                    break
+                found += part["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+            return tuple(found)
+    return None
+
+
+def _decoding(told: dict[str, Any], vocabulary: dict[str, int]) -> Decoding:
+    splitters = _parts(told.get("pre_tokenizer"), "pretokenizers")
+    prefixed = any(part.get("add_prefix_space") for part in splitters if part.get("type") == "ByteLevel")
+    if any(part.get("type") == "ByteLevel" for part in splitters):
+        every_byte = all(character in vocabulary for character in alphabet.CHARACTERS)
+        return Decoding(True, every_byte and not _marked_words(told["model"]), strips=prefixed)
+    by_kind = {part.get("type"): part for part in (*splitters, *_parts(told.get("decoder"), "decoders"))}
+    metaspace = by_kind.get("Metaspace", {})
+    scheme = metaspace.get("prepend_scheme", "always" if metaspace.get("add_prefix_space", True) else "never")
+    continues = by_kind.get("WordPiece", {}).get("prefix", told["model"].get("continuing_subword_prefix"))
+    return Decoding(
+        space=_text(metaspace.get("replacement", SPACE)),
+        byte_fallback=bool(told["model"].get("byte_fallback")),
+        continues=_text(continues or "") if told["model"].get("type") == "WordPiece" else "",
+        word_end=_text(told["model"].get("end_of_word_suffix") or ""),
+        strips="Strip" in by_kind or "WordPiece" in by_kind or (bool(metaspace) and scheme != "never"),
+    )
+
+
+def _marked_words(model: dict[str, Any]) -> bool:
+    return bool(model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
 
 
 def _pair(merge: Any) -> tuple[str, str]:
@@ -162,20 +242,29 @@ def _id(found: Any) -> int:
     return found
 
 
-def _any(splitter: dict[str, Any], flag: str) -> bool:
-    return bool(splitter.get(flag)) or any(_any(one, flag) for one in splitter.get("pretokenizers", ()))
-
-
 def _is_known(splitter: dict[str, Any]) -> bool:
     """Each ByteLevel may double a text: a row of them takes any amount of memory."""
     parts = splitter["pretokenizers"] if splitter.get("type") == "Sequence" else [splitter]
     kinds = [part.get("type") for part in parts]
-    patterns = [part["pattern"].get("Regex") for part in parts if part.get("type") == "Split"]
+    patterns = [part["pattern"] for part in parts if part.get("type") == "Split"]
     return (
         len(parts) <= MOST_PARTS
         and kinds.count("ByteLevel") <= 1
-        and all(kind in ("ByteLevel", "Digits", "Split") for kind in kinds)
-        and all(pattern in KNOWN_PATTERNS for pattern in patterns)
+        and all(kind in _KNOWN_SPLITTERS for kind in kinds)
+        and all("String" in pattern or pattern.get("Regex") in KNOWN_PATTERNS for pattern in patterns)
+    )
+
+
+def _is_known_normalizer(normalizer: dict[str, Any]) -> bool:
+    """No patterns, and few that make a text longer."""
+    parts = _parts(normalizer, "normalizers")
+    longer = [part for part in parts if part.get("type") in ("Prepend", "Replace")]
+    return (
+        len(parts) <= MOST_NORMALIZERS
+        and all(part.get("type") in _KNOWN_NORMALIZERS for part in parts)
+        and all("Regex" not in part.get("pattern", {}) for part in longer)
+        and all(len(_text(part.get("content", part.get("prepend")))) <= LONGEST_REPLACEMENT for part in longer)
+        and len(longer) <= 2
     )
 
 
@@ -197,11 +286,46 @@ def _pattern(splitter: dict[str, Any]) -> str | None:
     )
 
 
+def any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Finds the longest of the names. Gemma has 6,000: one after another they would take 0.1 ms at each `<`."""
+    tree: dict[str, Any] = {}
+    for name in filter(None, names):
+        node = tree
+        for character in name:
+            node = node.setdefault(character, {})
+        node[""] = {}
+
+    def pattern(node: dict[str, Any]) -> str:
+        branches = [re.escape(character) + pattern(below) for character, below in node.items() if character]
+        if len(branches) == 1 and "" not in node:
+            return branches[0]
+        return f"(?:{'|'.join(branches)}){'?' if '' in node else ''}" if branches else ""
+
+    try:
+        return re.compile(pattern(tree) or "(?!)")
+    except RecursionError:  # of a name with a thousand characters
+        return re.compile("|".join(map(re.escape, sorted(filter(None, names), key=len, reverse=True))))
+
+
 def token_bytes(told: Definition) -> list[bytes]:
     """Id -> its bytes; ids nobody uses are empty."""
     table = [b""] * told.vocab_size
     for token, number in told.vocabulary.items():
-        table[number] = alphabet.read(token) or token.encode()
+        table[number] = _token_bytes(token, told.decoding)
+    blank = " " if told.decoding.continues else ""
     for token, number in (*told.special.items(), *told.added.items()):
-        table[number] = token.encode()
+        table[number] = (blank + token).encode("utf-8", "replace")
     return table
+
+
+def _token_bytes(token: str, how: Decoding) -> bytes:
+    if how.byte_level:
+        return alphabet.read(token) or token.encode("utf-8", "replace")
+    if how.byte_fallback and (byte := _BYTE.fullmatch(token)):
+        return bytes([int(byte[1], 16)])
+    text = token.replace(how.space, " ") if how.space else token
+    if how.continues:
+        text = text.removeprefix(how.continues) if text.startswith(how.continues) else f" {text}"
+    if how.word_end and text.endswith(how.word_end):
+        text = f"{text.removesuffix(how.word_end)} "
+    return text.encode("utf-8", "replace")

@@ -15,10 +15,11 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
+from unicodedata import category, is_normalized
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,8 @@ Ids = NDArray[np.uint32]
 Encoder = Callable[
     [str], Ids
 ]  # ordinary text, at most a few 100 KB: above that a run of blanks overflows tiktoken's regex stack
+SpanEncoder = Callable[[str], tuple[Ids, Ids]]  # ids, and the first and the last + 1 character of each
+NFC: Final = "NFC"
 
 
 @shape
@@ -53,9 +56,17 @@ class Library:
     def encoder(self, plan: FastPlan | None) -> Encoder:
         return slow_encoder(self.data) if plan is None else fast_encoder(self.told, self.data, plan)
 
+    def span_encoder(self) -> SpanEncoder:
+        inner = _tokenizers(self.data)
+
+        def encode(text: str) -> tuple[Ids, Ids]:
+            found = inner.encode(text, add_special_tokens=False)
+            return np.array(found.ids, dtype=np.uint32), np.array(found.offsets, dtype=np.uint32).reshape(-1, 2)
+
+        return encode
+
 
 def slow_encoder(data: bytes) -> Encoder:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would compete with our processes
     inner = _tokenizers(data)
 
     def encode(text: str) -> Ids:
@@ -65,14 +76,62 @@ def slow_encoder(data: bytes) -> Encoder:
 
 
 def _tokenizers(data: bytes) -> Any:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would compete with our processes
     # Only the parts that encoding needs: the library compiles whatever stands in the others.
-    needed = {**parse_json(data), **dict.fromkeys(("normalizer", "post_processor", "decoder", "truncation", "padding"))}
+    needed = {**parse_json(data), **dict.fromkeys(("post_processor", "decoder", "truncation", "padding"))}
+    _hide_special(needed)
     inner = import_module("tokenizers").Tokenizer.from_buffer(json.dumps(needed, ensure_ascii=False).encode())
-    inner.normalizer = None
     inner.no_truncation()
     inner.no_padding()
     inner.encode_special_tokens = True  # data is not trusted: <|im_end|> in a text is text
     return inner
+
+
+def _hide_special(told: dict[str, Any]) -> None:
+    """Some models would make a special token of text that is written like it, the library's setting or not: Unigram takes
+    any token of its vocabulary. Such tokens get a name there that no text has.
+    """
+    model, vocabulary = told["model"], told["model"]["vocab"]
+    merges = model.get("merges") or []
+    made = {"".join(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges}
+    unknown = model.get("unk_token")
+    if isinstance(vocabulary, list) and isinstance(model.get("unk_id"), int):
+        unknown = vocabulary[model["unk_id"]][0]
+    any_token = (model.get("type") or "BPE") != "BPE" or model.get("ignore_merges")
+    names = {one["content"] for one in told.get("added_tokens") or () if one["special"]} - {unknown}
+    names = {name for name in names if any_token or name in made}
+    if isinstance(vocabulary, list):
+        names &= {token for token, _ in vocabulary}
+        model["vocab"] = [[_hidden(token) if token in names else token, score] for token, score in vocabulary]
+    else:
+        names &= set(vocabulary)
+        model["vocab"] = {_hidden(token) if token in names else token: at for token, at in vocabulary.items()}
+    if not names:
+        return
+    # Those are no longer in the vocabulary, and the library would give them new ids, and later ones others.
+    told["added_tokens"] = [one for one in told["added_tokens"] if one["content"] not in names]
+    if merges:
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+        model["merges"] = [pair for pair in pairs if not names & {*pair, "".join(pair)}]
+
+
+_NOBODY_WRITES = os.urandom(16).hex()
+
+
+def _hidden(token: str) -> str:
+    return f"{_NOBODY_WRITES} {token}"
+
+
+def with_doubles(data: bytes, doubles: Mapping[str, str]) -> bytes:
+    """The tokenizer with a second name for each of its special tokens, by which they are found in a text."""
+    told = parse_json(data)
+    added = told["added_tokens"]
+    last = max((one["id"] for one in added), default=0)
+    more = [
+        {**one, "id": last + place, "content": doubles[one["content"]], "special": False, "normalized": False}
+        for place, one in enumerate((one for one in added if one["special"]), 1)
+    ]
+    return json.dumps({**told, "added_tokens": [*added, *more]}, ensure_ascii=False).encode()
 
 
 def table_encoder(told: Definition) -> Encoder:
@@ -88,8 +147,10 @@ def table_encoder(told: Definition) -> Encoder:
 
 def plan_fast(told: Definition, data: bytes) -> FastPlan | str:
     """The plan, or why tiktoken can't do what this tokenizer does."""
-    if not told.pattern:
+    if not told.pattern or not told.decoding.every_byte or told.decoding.strips:
         return "its way of splitting text is known to tokenizers only"
+    if told.normalizer not in (None, NFC):
+        return f"its normalizer {told.normalizer} is known to tokenizers only"
     added = list(told.added)
     ordered = sorted(set(added))  # what begins with another stands right behind it, or behind more that do
     if not told.plain_added or any(two.startswith(one) for one, two in itertools.pairwise(ordered)):
@@ -143,12 +204,12 @@ def fast_encoder(told: Definition, data: bytes, plan: FastPlan) -> Encoder:
 
     def doubtful(text: str) -> bool:
         if not doubts:  # a second of work that English text never asks for
-            characters = doubtful_characters(told.pattern or "")
+            characters = doubtful_characters(told.pattern or "") + (unassigned() if told.normalizer else "")
             doubts.append(re.compile(f"[{characters}]") if characters else None)
         return doubts[0] is not None and doubts[0].search(text) is not None
 
     def encode(text: str) -> Ids:
-        if not text.isascii() and doubtful(text):
+        if not text.isascii() and (doubtful(text) or (told.normalizer and not is_normalized(NFC, text))):
             if not slow:
                 slow.append(slow_encoder(data))
             return slow[0](text)
@@ -187,6 +248,12 @@ def doubtful_characters(pattern: str) -> str:
     if "(?i" in pattern:
         found |= {"\u017f", "\u212a"}  # ſ and K: letters that become s and k only in some engines
     return _class(sorted(map(ord, found)))
+
+
+@cache
+def unassigned() -> str:
+    """Characters of which Python does not know whether they are in normal form; `tokenizers` may."""
+    return _class([code for code in _EVERY_CHARACTER if category(chr(code)) == "Cn"])
 
 
 def _class(codes: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""A tokenizer: text or any bytes to ids and back, exactly. From a folder, from the hub, or one token per byte."""
+"""A tokenizer: text or any bytes to ids and back. From a folder, from the hub, or one token per byte."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from typing import Any, TypeVar
@@ -14,37 +14,109 @@ from typing import Any, TypeVar
 import numpy as np
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
-from stoker.contract.untrusted import read_bytes, read_json
+from stoker.contract.untrusted import parse_json, read_bytes, read_json
 from stoker.contract.wholefile import write_whole
 from stoker.training.tokenizer import alphabet
 from stoker.training.tokenizer.confined import Confined
 from stoker.training.tokenizer.definition import ENDS, SPECIAL, Definition, define, token_bytes
-from stoker.training.tokenizer.encoders import Encoder, FastPlan, Ids, Library, table_encoder
+from stoker.training.tokenizer.encoders import Encoder, FastPlan, Ids, Library, table_encoder, with_doubles
 from stoker.training.tokenizer.place import BYTES, FILES, folder_here
+from stoker.training.tokenizer.template import CHATML, DEFAULT, JINJA, NAMES, OLD_JSON, ChatTemplate, templates_of
 
 SEGMENT = (
     1 << 16
 )  # bytes encoded at once: 20 MB/s; with 1 MB tiktoken has 14, and a run of blanks overflows its regex stack
+LONG_SEGMENT = 1 << 20
+SPECIAL_MAP, GENERATION = "special_tokens_map.json", "generation_config.json"
+BESIDE = (JINJA, OLD_JSON, SPECIAL_MAP, GENERATION)  # in a tokenizer's folder, besides FILES
+STOP = "<|im_end|>"
 T = TypeVar("T")
+_PLAIN = [re.compile(rb'"%s":\s*null' % key) for key in (b"normalizer", b"post_processor")]  # asked without parsing
 _NOT_UTF8 = re.compile("[\udc80-\udcff]+")
 
 
 class Tokenizer:
     """Parsed and loaded when first used: the digest alone is what a second `stoker prepare` asks for."""
 
-    def __init__(self, data: bytes, config: dict[str, Any], where: str) -> None:
+    def __init__(
+        self, data: bytes, config: dict[str, Any], where: str, files: Mapping[str, bytes] | None = None
+    ) -> None:
+        """`files`: what else lies in its folder, of BESIDE."""
         self.data = data
         self.config = config
         self.where = where
+        self.files = dict(files or {})
 
     @cached_property
     def told(self) -> Definition:
         return define(self.data, self.where, self._eos)
 
     @property
-    def _eos(self) -> Any:
-        eos = self.config.get("eos_token")
-        return eos.get("content") if isinstance(eos, dict) else eos
+    def _eos(self) -> str | None:
+        return self.names.get("eos_token")
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """What it calls bos_token, eos_token and so on."""
+        told = {**self._json(SPECIAL_MAP), **self.config}
+        texts = {
+            name: told[name].get("content") if isinstance(told.get(name), dict) else told.get(name) for name in NAMES
+        }
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+    def _json(self, name: str) -> dict[str, Any]:
+        """Of one of its files; empty where there is none."""
+        try:
+            told = parse_json(self.files[name]) if name in self.files else {}
+        except ValueError as problem:
+            raise Refusal(f"tokenizer {self.where}: {name} is not JSON: {problem}", EX_DATAERR) from problem
+        return told if isinstance(told, dict) else {}
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """Ids that stand before each text, as its post-processor says, or add_bos_token in tokenizer_config.json."""
+        if self.told.before is not None:
+            return self.told.before
+        bos = self.told.special.get(self.names.get("bos_token", ""))
+        return (bos,) if bos is not None and self.config.get("add_bos_token") is True else ()
+
+    @property
+    def start(self) -> list[int]:
+        """Where a text begins that a model goes on with: as in training, where another ended if nothing else says it."""
+        return list(self.begin) or [self.end_id]
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """Its own. None: ChatML (chat.py)."""
+        sources = templates_of(self.config, self.files, self.where)
+        if not sources or sources.get(DEFAULT) == CHATML:
+            return None
+        return ChatTemplate(sources, self.names, self.special, self._with_doubles, self.where)
+
+    def besides_digest(self, chat: bool) -> dict[str, Any]:
+        """What else decides which ids a text or a conversation becomes. Empty for tokenizers that we train."""
+        found: dict[str, Any] = {}
+        sources = templates_of(self.config, self.files, self.where) if chat else {}
+        if sources and sources.get(DEFAULT) != CHATML:
+            found["template"] = [sources, self.names]
+        if self.config.get("add_bos_token") or not all(pattern.search(self.data) for pattern in _PLAIN):
+            found |= {"begin": self.begin, "normalizer": self.told.normalizer}
+        return {key: value for key, value in found.items() if value}
+
+    def _with_doubles(self, doubles: Mapping[str, str]) -> Library | Confined:
+        data = with_doubles(self.data, doubles)
+        return Library(self.told, data) if self.told.is_known else Confined(data, self._eos, self.where)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """At which a chat's answer ends: the template's own, those of generation_config.json, and the end of a text."""
+        if self.template is None:
+            chatml = self.special.get(STOP)
+            return tuple(dict.fromkeys(([] if chatml is None else [chatml]) + [self.end_id]))
+        listed = self._json(GENERATION).get("eos_token_id")
+        ids = [self.template.end_id, *(listed if isinstance(listed, list) else [listed])]
+        ids += [self.special.get(self.names.get("eos_token", "")), self.end_id]
+        return tuple(dict.fromkeys(one for one in ids if type(one) is int and 0 <= one < self.vocab_size))
 
     @cached_property
     def digest(self) -> str:
@@ -116,7 +188,8 @@ class Tokenizer:
 
     @property
     def is_bytes(self) -> bool:
-        return not self.told.merges and not self.told.added
+        told = self.told
+        return told.kind == "BPE" and told.is_exact and told.pattern == "" and not told.merges and not told.added
 
     @cached_property
     def _bytes(self) -> list[bytes]:
@@ -132,8 +205,19 @@ class Tokenizer:
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """Bytes that are no UTF-8 become one token each. Special tokens in ordinary text are text."""
-        parts = [self.array(segment) for segment in segments(data)]
+        parts = [self.array(segment) for segment in self.segments(data)]
         return [] if not parts else list(map(int, np.concatenate(parts)))
+
+    def continued(self, text: str) -> list[int]:
+        """Text that follows other text: where its beginning would get a blank, it gets none."""
+        if not self.told.decoding.strips:
+            return self.encode(text)
+        newline, whole = self.encode("\n"), self.encode(f"\n{text}")
+        return whole[len(newline) :] if whole[: len(newline)] == newline else self.encode(text)
+
+    def segments(self, data: bytes) -> Iterable[bytes]:
+        """A tokenizer that puts a blank before a text would put one at each cut: there are few."""
+        return segments(data, SEGMENT if self.told.decoding.byte_level else LONG_SEGMENT)
 
     def array(self, data: bytes) -> Ids:
         """One segment; a long text is cut into `segments` first."""
@@ -147,7 +231,10 @@ class Tokenizer:
                 ]
                 place = match.end()
         ids = self._encode(text) if not found else np.concatenate([*found, self._encode(text[place:])])
-        if int(self.lengths[ids].sum()) != len(data):  # a regex that matches not every character
+        if len(ids) and int(ids.max()) >= self.vocab_size:
+            raise Refusal(f"tokenizer {self.where}: it gives the id {ids.max()}, which {FILES[0]} has not", EX_DATAERR)
+        # A regex that matches not every character.
+        if self.told.is_exact and int(self.lengths[ids].sum()) != len(data):
             raise Refusal(
                 f"tokenizer {self.where}: its pattern leaves out parts of a text that begins {data[:40]!r}: bytes would"
                 " not come back",
@@ -161,20 +248,28 @@ class Tokenizer:
         )  # a pattern that backtracks without end makes the library panic only here
 
     def _single(self, data: bytes) -> Ids:
-        return np.array([self.told.vocabulary[alphabet.CHARACTERS[byte]] for byte in data], dtype=np.uint32)
+        """Bytes that are no text: a token each, or else what stands for such bytes everywhere."""
+        how = self.told.decoding
+        written = alphabet.CHARACTERS if how.byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
+        ids = [self.told.vocabulary.get(written[byte]) for byte in data]
+        if (how.every_byte or how.byte_fallback) and None not in ids:
+            return np.array(ids, dtype=np.uint32)
+        return self._encode("\ufffd")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """Some kinds write a blank before a whole text; it stays."""
         return b"".join([self._bytes[number] for number in ids])
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.decode_bytes(ids).decode("utf-8", "replace")
+        text = self.decode_bytes(ids).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.told.decoding.strips else text
 
     def save(self, folder: str) -> None:
         """A folder that `transformers` opens."""
         os.makedirs(folder, exist_ok=True)
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": self.told.end,
+            "eos_token": self.names.get("eos_token", self.told.end),
             "clean_up_tokenization_spaces": False,
             **self.config,
         }
@@ -184,6 +279,9 @@ class Tokenizer:
             strict=True,
         ):
             write_whole(os.path.join(folder, name), data)
+        for name, data in self.files.items():
+            if name != GENERATION:  # of a model, not of its tokenizer
+                write_whole(os.path.join(folder, name), data)
 
 
 def load(path: str) -> Tokenizer:
@@ -222,17 +320,25 @@ def _read(folder: str, where: str) -> Tokenizer:
             raise Refusal(f"{beside} is not JSON: {problem}", EX_DATAERR) from problem
     if not isinstance(config, dict):
         raise Refusal(f"{beside} holds a {type(config).__name__}, not keys and values", EX_DATAERR)
-    return Tokenizer(data, config, where)
+    files = {name: os.path.join(folder, name) for name in BESIDE}
+    try:
+        more = {name: read_bytes(path) for name, path in files.items() if os.path.isfile(path)}
+    except OSError as problem:
+        raise Refusal(
+            f"tokenizer {where}: {problem.filename} can't be read: {problem.strerror}", EX_NOINPUT
+        ) from problem
+    return Tokenizer(data, config, where, more)
 
 
 def _fetch(name: str) -> str:
     hub = import_module("huggingface_hub")
     try:
         path = str(hub.hf_hub_download(name, FILES[0]))
-        try:
-            hub.hf_hub_download(name, FILES[1])
-        except hub.errors.EntryNotFoundError:
-            return os.path.dirname(path)  # it has none: eos_token is then one of the usual names
+        for other in (*FILES[1:], *BESIDE):
+            try:
+                hub.hf_hub_download(name, other)
+            except hub.errors.EntryNotFoundError:
+                continue  # it has none: eos_token is then one of the usual names
     except (
         OSError,
         ValueError,
@@ -289,13 +395,13 @@ def bytes_tokenizer() -> Tokenizer:
     return Tokenizer(json.dumps(whole, ensure_ascii=False).encode(), {}, BYTES)
 
 
-def segments(data: bytes) -> Iterable[bytes]:
+def segments(data: bytes, most: int = SEGMENT) -> Iterable[bytes]:
     """Cut at line ends where the next line begins with no blank: there, patterns of GPT-4's kind cut anyway. Else
     before a blank, else anywhere.
     """
     place = 0
-    while len(data) - place > SEGMENT:
-        limit = place + SEGMENT
+    while len(data) - place > most:
+        limit = place + most
         cut = _cut(data, place, limit)
         yield data[place:cut]
         place = cut
@@ -314,6 +420,7 @@ def _cut(data: bytes, place: int, limit: int) -> int:
     blank = data.rfind(b" ", place + 1, limit)
     if blank > 0:
         return blank
-    while limit > place + SEGMENT - 4 and data[limit] & 0xC0 == 0x80:  # inside a character
+    least = limit - 4
+    while limit > least and data[limit] & 0xC0 == 0x80:  # inside a character
         limit -= 1
     return limit

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.training.data.formats.format import Format, Row, Turn, Unusable, text_of, turns_of
-from stoker.training.tokenizer.roles import LEARNED
+from stoker.training.data.formats.format import Format, Row, Turn, Unusable, text_of, tools_of, turns_of
+from stoker.training.tokenizer.roles import LEARNED, Conversation
 
 _SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant", "bing": "assistant",
@@ -27,7 +27,9 @@ def _is_messages(row: Row) -> bool:
 
 def _messages(row: Row) -> list[Turn]:
     column = "messages" if "messages" in row else "conversations"
-    return turns_of(row.get(column), repr(column))
+    turns = Conversation(turns_of(row.get(column), repr(column)))
+    turns.tools = tools_of(row.get("tools"))
+    return turns
 
 
 def _sharegpt(row: Row) -> list[Turn]:
@@ -56,7 +58,7 @@ def _completion(row: Row) -> list[Turn]:
 
 
 FORMATS = (
-    Format("messages", "messages of role and content", ("messages", "conversations"), _is_messages, _messages),
+    Format("messages", "messages of role and content", ("messages", "conversations", "tools"), _is_messages, _messages),
     Format(
         "sharegpt",
         "conversations of from and value",

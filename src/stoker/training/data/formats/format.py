@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import parse_json, printable
-from stoker.training.tokenizer.roles import LEARNED, ROLES
+from stoker.training.data.jsonl import utf8
+from stoker.training.tokenizer import roles as speakers
+from stoker.training.tokenizer.roles import LEARNED, MORE, ROLES
 
 Row = Mapping[str, Any]
-Turn = tuple[str, str]  # role and text
+Turn = tuple[str, str]  # role and text; one with more is a roles.Turn
 _SAME_ROLE = {role: role for role in ROLES} | {"developer": "system", "function": "tool"}
 
 
@@ -61,13 +63,39 @@ def turns_of(
             raise Unusable(f"{what} is text that is no JSON: {problem}") from problem
     if not isinstance(value, (list, tuple)):
         raise Unusable(f"{what} is {'missing' if value is None else type(value).__name__}, not a list of messages")
-    turns = []
+    turns: list[Turn] = []
     for number, message in enumerate(value, 1):
         name, said = (message.get(role), message.get(content)) if isinstance(message, Mapping) else (None, None)
         if not isinstance(name, str) or name not in roles:
             raise Unusable(f"message {number} has the role {name!r}, not one of {', '.join(roles)}"[:300])
-        turns.append((str(roles[name]), _content(said, number)))
+        more = {key: message[key] for key in MORE if message.get(key) is not None} if role == "role" else {}
+        text = "" if said is None and more.get("tool_calls") else _content(said, number)  # a call without a word
+        turns.append(speakers.Turn(str(roles[name]), text, more) if more else (str(roles[name]), text))
     return turns
+
+
+def tools_of(value: Any) -> list[Any]:
+    """A list, or JSON of one: parquet has no column for whatever a tool's parameters are."""
+    if value is None or value == "":
+        return []
+    try:
+        tools = parse_json(value.encode()) if isinstance(value, str) else value
+    except ValueError as problem:
+        raise Unusable(f"'tools' is no JSON: {problem}") from problem
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Unusable("'tools' is not a list of objects")
+    return tools
+
+
+def in_bytes(turns: Iterable[Turn]) -> speakers.Conversation[bytes]:
+    """As a tokenizer takes them."""
+    made = speakers.Conversation[bytes]()
+    made.tools = getattr(turns, "tools", ())
+    for turn in turns:
+        role, text = turn
+        more = getattr(turn, "more", None)
+        made.append(speakers.Turn(role, utf8(text), more) if more else (role, utf8(text)))
+    return made
 
 
 def _content(value: Any, number: int) -> str:

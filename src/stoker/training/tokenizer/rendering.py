@@ -1,0 +1,239 @@
+"""A model's own chat template as text, the way `transformers` renders it, and which of its characters the assistant
+wrote.
+
+A template is a stranger's program: the sandbox keeps it from files and from Python itself, and the process that calls
+this has limits of time and memory (confined.py).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
+import jinja2.utils
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from stoker.contract.shape import shape
+from stoker.training.tokenizer.definition import any_of
+
+ASSISTANT = "assistant"
+MARKS, TURNS, LAST = "marks", "turns", "last"  # what says which characters are learned
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+LONGEST_TEXT = 4 << 20  # characters: `tokenizers` takes 60 bytes for each
+Span = tuple[int, int]
+
+
+@shape
+class Rendered:
+    text: str
+    learned: tuple[Span, ...] = ()  # in characters of `text`
+    by: str = TURNS
+
+
+class NotRendered(Exception):
+    """Why, in one line."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %}: what the assistant wrote stands between this and {% endgeneration %}."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2's own name and type
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        environment.extend(learned=[], written=[])
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        text = caller()
+        tracked: Any = self.environment
+        begin = sum(map(len, tracked.written))
+        tracked.learned.append((begin, begin + len(text)))
+        return text
+
+
+class _Dict:
+    """`dict` without a class whose attributes lead elsewhere."""
+
+    def __call__(self, *pairs: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*pairs, **named)
+
+    def fromkeys(self, *keys: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*keys)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """No name that begins with an underscore: those are Python's own."""
+
+    def __init__(*args: Any, **named: Any) -> None:  # `self` may be one of the names
+        values = dict(*args[1:], **named)
+        for name in values:
+            _Namespace._check(name)
+        jinja2.utils.Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _Namespace._check(name)  # `self` has no attributes but the template's
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def _check(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace has no {name}")
+
+
+def _raise(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+class Template:
+    """One template. `names`: what it may call bos_token, eos_token and so on; `special`: finds special tokens."""
+
+    def __init__(self, source: str, names: Mapping[str, str], special: re.Pattern[str]) -> None:
+        environment: Any = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals |= {
+            "raise_exception": _raise,
+            "strftime_now": _now,
+            "dict": _Dict(),
+            "namespace": _Namespace,
+        }
+        self._environment, self._names = environment, dict(names)
+        self._special, self._marked = special, _MARKED.search(source) is not None
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as problem:
+            raise NotRendered(f"line {problem.lineno}: {problem.message}") from problem
+        except (jinja2.TemplateError, RecursionError, ValueError, TypeError) as problem:
+            raise NotRendered(_line(problem)) from problem
+
+    def prompt(self, messages: Sequence[Any], tools: Any = None) -> str:
+        """The conversation so far and the beginning of the assistant's turn."""
+        return self._render(messages, tools, True)
+
+    def conversation(self, messages: Sequence[Any], tools: Any = None) -> Rendered:
+        """What is learned: between the template's own marks, else what each of the assistant's turns adds. A template
+        that writes earlier turns otherwise once later ones follow teaches the last one only.
+        """
+        whole = self._render(messages, tools)
+        if self._marked:
+            return Rendered(whole, tuple(self._environment.learned), MARKS)
+        spans = [
+            self._turn(messages, place, tools, whole)
+            for place, message in enumerate(messages)
+            if message.get("role") == ASSISTANT
+        ]
+        if not spans:
+            raise NotRendered("no message is the assistant's")
+        if None not in spans:
+            return Rendered(whole, tuple(span for span in spans if span), TURNS)
+        last = max(place for place, message in enumerate(messages) if message.get("role") == ASSISTANT)
+        shorter = self._render(messages[: last + 1], tools)
+        span = self._turn(messages[: last + 1], last, tools, shorter)
+        if span is None:
+            raise NotRendered("it writes the conversation before the assistant's turn otherwise once that turn follows")
+        return Rendered(shorter, (span,), LAST)
+
+    def _turn(self, messages: Sequence[Any], place: int, tools: Any, whole: str) -> Span | None:
+        """What this turn adds to what stands before it; None where these are not beginnings of the whole."""
+        try:
+            before = self._render(messages[:place], tools)
+            asked = self._render(messages[:place], tools, True)
+            done = whole if place + 1 == len(messages) else self._render(messages[: place + 1], tools)
+        except NotRendered:
+            return None
+        if not whole.startswith(done):
+            return None
+        if done.startswith(asked):
+            begin = len(asked)
+        elif done.startswith(before):  # it begins an answer with what an answer of the past has not: <think>
+            common = next((at for at, (one, two) in enumerate(zip(asked, done, strict=False)) if one != two), len(done))
+            ends = [match.end() for match in self._special.finditer(done, len(before)) if match.end() <= common]
+            begin = ends[-1] if ends else len(before)
+        else:
+            return None
+        return begin, self._end(done, begin)
+
+    def _end(self, text: str, begin: int) -> int:
+        """Blanks behind the token that ends the turn belong to the template."""
+        ends = [match.end() for match in self._special.finditer(text, begin)]
+        return ends[-1] if ends and not text[ends[-1] :].strip() else len(text)
+
+    def _render(self, messages: Sequence[Any], tools: Any, prompt: bool = False) -> str:
+        environment = self._environment
+        environment.learned.clear()
+        environment.written.clear()
+        told = {"messages": list(_aliased(messages)), "tools": tools, "documents": None, **self._names}
+        try:
+            for block in self._template.generate(add_generation_prompt=prompt, **told):
+                environment.written.append(block)
+        except MemoryError:
+            raise
+        except Exception as problem:  # whatever a stranger's program comes to
+            raise NotRendered(_line(problem)) from problem
+        return "".join(environment.written)
+
+
+def _aliased(messages: Sequence[Any]) -> Iterator[Any]:
+    """Templates read a turn's thinking by one of several names."""
+    for message in messages:
+        reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+        named = {} if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        yield named or dict(message)
+
+
+def _line(problem: BaseException) -> str:
+    first = next(iter(str(problem).splitlines()), "")
+    return f"{type(problem).__name__}: {first}"[:300] if first else type(problem).__name__
+
+
+class Templates:
+    """For the process with limits: JSON in, JSON out."""
+
+    def __init__(self, told: bytes) -> None:
+        self._told = json.loads(told)
+        self._special = any_of(self._told["special"])
+        self._made: dict[str, Template] = {}
+
+    def answer(self, request: bytes) -> bytes:
+        asked = json.loads(request)
+        try:
+            template = self._template(asked["template"])
+            if asked["prompt"]:
+                rendered = Rendered(template.prompt(asked["messages"], asked["tools"]))
+            else:
+                rendered = template.conversation(asked["messages"], asked["tools"])
+        except NotRendered as problem:
+            return json.dumps({"problem": str(problem)}).encode()
+        if len(rendered.text) > LONGEST_TEXT:
+            return json.dumps({"problem": f"it is longer than {LONGEST_TEXT >> 20} million characters"}).encode()
+        return json.dumps({"text": rendered.text, "learned": rendered.learned, "by": rendered.by}).encode()
+
+    def _template(self, name: str) -> Template:
+        if name not in self._made:
+            self._made[name] = Template(self._told["sources"][name], self._told["names"], self._special)
+        return self._made[name]

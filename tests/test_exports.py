@@ -1,0 +1,248 @@
+"""A model from elsewhere, fine-tuned by the real command: its export is that model, with what training taught."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Stoker
+
+pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+import torch
+import transformers
+
+from published import PUBLISHED, Published, byte_level
+from stoker.cli import export as exporting
+from stoker.contract.names import Refusal
+from stoker.training.data.config import DataConfig
+from stoker.training.data.formats.questions import Question
+from stoker.training.data.prepare import prepare
+from stoker.training.evaluate.asking import Manner, prompt_ids, stop_ids
+from stoker.training.evaluate.likelihood import windows
+from stoker.training.reward.pairs import answered
+from stoker.training.rl.prompts import read as read_prompts
+from stoker.training.tokenizer.config import TokenizerConfig
+from stoker.training.tokenizer.tokenizer import load
+
+ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512,
+}  # fmt: skip
+HOW = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+CPU = ("--parallel.device", "cpu", "--no-preflight", "--data.validation", "0", "--data.context_length", "96")
+
+
+def json_of(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def base(where: Path, like: Published, ends: list[int] | int | None = None) -> Path:
+    folder = like.folder(where)
+    words = load(str(folder))
+    config = transformers.LlamaConfig(
+        vocab_size=-(-words.vocab_size // 64) * 64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        max_position_embeddings=4096, rope_theta=500000.0, rope_scaling=dict(ROPE), bos_token_id=words.start[0], eos_token_id=words.end_id, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=ends or words.end_id, **HOW)
+    model.save_pretrained(folder)
+    return folder
+
+
+def chats(path: Path, count: int = 12, turns: int = 1) -> Path:
+    said = [
+        {"role": "user", "content": "the river <|eot_id|>"},
+        {"role": "assistant", "content": "seven boats"},
+    ] * turns
+    path.write_text("\n".join([json.dumps({"messages": said})] * count))
+    return path
+
+
+def trained(stoker: Stoker, tmp_path: Path, stage: str, folder: Path, data: Path, *more: str) -> tuple[Path, str]:
+    given = ("--model.load", str(folder), "--data", str(data), "--train.max_steps", "2", *CPU, *more)
+    done = stoker.torch("train", stage, *given, "--runs-dir", str(tmp_path / "runs"), "--name", "one")
+    assert done.code == 0, done.out + done.err
+    (run,) = (tmp_path / "runs").glob("*-one")
+    return run, done.out + done.err
+
+
+def test_fine_tuning_keeps_the_loaded_models_values_and_adds_what_it_taught(stoker: Stoker, tmp_path: Path) -> None:
+    like = PUBLISHED["llama-3"]
+    folder = base(tmp_path / "base", like)
+    run, _ = trained(stoker, tmp_path, "sft", folder, chats(tmp_path / "chats.jsonl"))
+    before, after, words = json_of(folder / "config.json"), json_of(run / "hf/config.json"), load(str(folder))
+    assert after["max_position_embeddings"] == 4096 and (after.get("dtype") or after["torch_dtype"]) == "bfloat16"
+    rope = after.get("rope_scaling") or after["rope_parameters"]
+    assert {key: rope[key] for key in ROPE} == ROPE
+    assert after["bos_token_id"] == before["bos_token_id"]
+    eot, end = words.special["<|eot_id|>"], words.special["<|end_of_text|>"]
+    assert after["eos_token_id"] == [eot, end]
+    generation = json_of(run / "hf/generation_config.json")
+    assert generation["eos_token_id"] == [eot, end] and {key: generation[key] for key in HOW} == HOW
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (run / "hf" / name).read_bytes() == (folder / name).read_bytes()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(run / "hf", dtype="auto")
+    assert theirs.dtype == torch.bfloat16 and theirs.generation_config.eos_token_id == [eot, end]
+    assert transformers.AutoTokenizer.from_pretrained(run / "hf").chat_template == like.template
+    card = (run / "hf/README.md").read_text()
+    assert "chats.jsonl" in card and "loss" in card and "learning_rate" in card and "library_name: transformers" in card
+    out = tmp_path / "out"
+    for dtype, kind in ((), torch.bfloat16), (("--dtype", "fp32"), torch.float32):
+        assert exporting.main([str(run), str(out), *dtype]) == 0
+        assert (
+            json_of(out / "generation_config.json") == generation
+            and json_of(out / "config.json")["max_position_embeddings"] == 4096
+        )
+        assert transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == kind
+        assert "stage sft" in (out / "README.md").read_text()
+    steps = sorted((run / "checkpoints").glob("step-*"))
+    assert exporting.main([str(steps[-1]), str(tmp_path / "other")]) == 0
+    assert json_of(tmp_path / "other/config.json") == json_of(run / "hf/config.json")
+    assert (tmp_path / "other/model.safetensors").read_bytes() == (run / "hf/model.safetensors").read_bytes()
+
+
+def test_training_on_text_adds_no_end_of_turn_and_puts_the_first_token_before_each_document(
+    stoker: Stoker, tmp_path: Path
+) -> None:
+    folder = base(tmp_path / "base", PUBLISHED["llama-3"], ends=[3, 4])
+    (tmp_path / "texts.jsonl").write_text("\n".join([json.dumps({"text": "the river took seven boats"})] * 200))
+    run, _ = trained(stoker, tmp_path, "pretrain", folder, tmp_path / "texts.jsonl")
+    before, after = json_of(folder / "config.json"), json_of(run / "hf/config.json")
+    assert after["eos_token_id"] == before["eos_token_id"] and after["max_position_embeddings"] == 4096
+    assert json_of(run / "hf/generation_config.json")["eos_token_id"] == [3, 4]
+    data = DataConfig(
+        path=(str(tmp_path / "texts.jsonl"),), validation="0", context_length=96, cache=str(tmp_path / "cache")
+    )
+    made = prepare(data, TokenizerConfig(path=str(folder)), lambda line: None)
+    (shard,) = Path(made.folder).glob("train-*.bin")
+    words = load(str(folder))
+    one = [*words.begin, *words.encode("the river took seven boats"), words.end_id]
+    ids = memoryview(shard.read_bytes()).cast("H").tolist()
+    assert words.begin == (words.special["<|begin_of_text|>"],) and ids == one * 200
+
+
+def test_a_base_model_with_chatml_marks_is_taught_chatml_and_says_so(stoker: Stoker, tmp_path: Path) -> None:
+    marks = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    like = Published(lambda: byte_level(marks), "", {"eos_token": "<|endoftext|>"}, "<|im_end|>")
+    folder = base(tmp_path / "base", like)
+    run, _ = trained(stoker, tmp_path, "sft", folder, chats(tmp_path / "chats.jsonl"))
+    words = transformers.AutoTokenizer.from_pretrained(run / "hf")
+    assert "<|im_start|>" in words.chat_template
+    mark, end = (words.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|endoftext|>"))
+    assert json_of(run / "hf/generation_config.json")["eos_token_id"] == [mark, end]
+
+
+def test_a_template_that_rewrites_turns_is_announced_and_rows_it_refuses_are_named(tmp_path: Path) -> None:
+    lines: list[str] = []
+    qwen = PUBLISHED["qwen-3"].folder(tmp_path / "qwen")
+    data = DataConfig(
+        path=(str(chats(tmp_path / "chats.jsonl", turns=2)),),
+        kind="chat",
+        validation="0",
+        context_length=96,
+        cache=str(tmp_path / "cache"),
+    )
+    prepare(data, TokenizerConfig(path=str(qwen)), lines.append)
+    assert any("12 of 12 conversations" in line and "only the last answer is learned" in line for line in lines), lines
+    llama = PUBLISHED["llama-2"].folder(tmp_path / "llama")
+    with pytest.raises(Exception, match="roles must alternate") as refused:
+        rows = [{"messages": [{"role": "user", "content": "a"}] * 2 + [{"role": "assistant", "content": "b"}]}]
+        (tmp_path / "wrong.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        prepare(
+            DataConfig(
+                path=(str(tmp_path / "wrong.jsonl"),), kind="chat", validation="0", cache=str(tmp_path / "cache")
+            ),
+            TokenizerConfig(path=str(llama)),
+            lines.append,
+        )
+    assert "wrong.jsonl, line 1" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_another_template_is_other_data(tmp_path: Path) -> None:
+    data = DataConfig(
+        path=(str(chats(tmp_path / "chats.jsonl")),),
+        kind="chat",
+        validation="0",
+        context_length=96,
+        cache=str(tmp_path / "cache"),
+    )
+    like = PUBLISHED["chatml"]
+    folders = set()
+    for number, template in enumerate((like.template, like.template.replace("'\\n' +", "' ' +"))):
+        folder = Published(like.make, template, like.names, like.end).folder(tmp_path / str(number))
+        folders.add(prepare(data, TokenizerConfig(path=str(folder)), lambda line: None).folder)
+    assert len(folders) == 2
+
+
+def test_chat_evaluation_and_grpo_ask_as_the_template_says(stoker: Stoker, tmp_path: Path) -> None:
+    folder = base(tmp_path / "base", PUBLISHED["llama-3"])
+    words, theirs = load(str(folder)), transformers.AutoTokenizer.from_pretrained(folder)
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the river <b>"}]
+    want = theirs.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+    question = Question((("user", "the river <b>"),), "boats", "kind")
+    manner = Manner(chat=True, system="Be brief.")
+    assert prompt_ids(words, question, manner) == want
+    eot, begin, end = (words.special[name] for name in ("<|eot_id|>", "<|begin_of_text|>", "<|end_of_text|>"))
+    assert stop_ids(words, manner) == {eot, end}
+    plain = prompt_ids(words, question, Manner(chat=False))
+    assert plain[0] == begin and begin not in plain[1:] and end not in plain
+    rows, sizes = windows(words, [b"the river", "cafe\u0301".encode()], 64, 0)
+    assert [row[0] for row in rows] == [[begin], [begin]] and sizes == [9, 6]
+    prompts, left_out = read_prompts([{"prompt": asked, "answer": "boats"}], words, 500, "here")
+    assert prompts[0].ids == tuple(want) and not left_out
+    pair = answered(words, asked, "boats")
+    assert pair == [*want, *words.encode("boats"), eot]
+    for more in (), ("--raw",):
+        told = ("--prompt", "the river", "--max-tokens", "4", "--device", "cpu", "--seed", "1")
+        done = stoker.torch("chat", str(folder), *told, *more)
+        assert done.code == 0 and done.out.endswith("\n"), done.err
+
+
+def test_a_template_that_can_not_ask_is_one_line(stoker: Stoker, tmp_path: Path) -> None:
+    broken = Published(PUBLISHED["llama-3"].make, "{% for x in %}", PUBLISHED["llama-3"].names, "")
+    done = stoker.torch("chat", str(base(tmp_path / "base", broken)), "--prompt", "x", "--device", "cpu")
+    assert done.code == 65 and done.err.splitlines()[-1].startswith("stoker: the chat template of"), done.err
+    assert "line 1" in done.err and "Traceback" not in done.err
+
+
+def test_rows_with_tools_and_thinking_are_learned_by_the_template(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    import pyarrow
+    import pyarrow.parquet
+
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    messages = [
+        {"role": "user", "content": "the river"},
+        {"role": "assistant", "content": None, "reasoning_content": "look", "tool_calls": [call]},
+        {"role": "tool", "content": "12", "name": "weather"},
+        {"role": "assistant", "content": "seven boats"},
+    ]
+    tools = [{"type": "function", "function": {"name": "weather", "description": "x", "parameters": {}}}]
+    row = {"messages": messages, "tools": tools}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    pyarrow.parquet.write_table(
+        pyarrow.table({"messages": [messages], "tools": [json.dumps(tools)]}), tmp_path / "rows.parquet"
+    )
+    folder = PUBLISHED["qwen-3"].folder(tmp_path / "qwen")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    want = theirs.apply_chat_template(messages, tools=tools, return_dict=True)["input_ids"]
+    for name in ("rows.jsonl", "rows.parquet"):
+        data = DataConfig(
+            path=(str(tmp_path / name),),
+            kind="chat",
+            validation="0",
+            context_length=len(want) - 1,
+            cache=str(tmp_path / "cache"),
+        )
+        made = prepare(data, TokenizerConfig(path=str(folder)), lambda line: None)
+        (shard,) = Path(made.folder).glob("train-0*.bin")
+        assert memoryview(shard.read_bytes()).cast("H").tolist() == want, name
+    data = DataConfig(path=(str(tmp_path / "rows.jsonl"),), kind="chat", validation="0", cache=str(tmp_path / "cache"))
+    with pytest.raises(Refusal, match=r"rows\.jsonl, line 1: it has tools.*no chat template for them"):
+        prepare(data, TokenizerConfig(path="bytes"), lambda line: None)
