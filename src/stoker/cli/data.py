@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _ACTIONS = ("show",)
 _EXAMPLES = """examples:
-  stoker data show chats.jsonl --tokenizer Qwen/Qwen3-0.6B
+  stoker data show chats.jsonl --tokenizer ./model
   stoker data show ultrafeedback.jsonl.gz --context-length 2048
   stoker data show rows.csv --format alpaca --json"""
 
