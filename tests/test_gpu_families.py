@@ -127,7 +127,7 @@ def test_blocks_on_a_gpu_compute_what_plain_ones_do_and_learn(folder: str, reque
 
 @pytest.mark.parametrize("folder", KINDS, indirect=True)
 def test_answers_on_a_gpu_follow_the_models_own_logits(folder: str) -> None:
-    """Each token is as likely as the likeliest, up to rounding: bf16 products of other sizes may swap near equals. Answers go
+    """Each token is as likely as the most likely one, up to rounding: bf16 products of other sizes may swap near equals. Answers go
     beyond every window."""
     model = opened(folder, "off", []).eval()
     prompts = [row[:length].tolist() for row, length in zip(tokens(), (3, 60, 17, 30), strict=True)]

@@ -214,7 +214,7 @@ def _asked(row: dict[str, Any]) -> str:
 
 
 def _all(row: dict[str, Any]) -> str:
-    """Every text of a row, in order; of a bare answer only the words. Alternatives are nothing that is said."""
+    """Every text of a row, in order; of a bare answer only the words. Alternatives are not part of it."""
     told: list[str] = []
     for value in [value for key, value in row.items() if key != "alternatives"]:
         told += [value] if isinstance(value, str) else [str(one["content"]) for one in value]

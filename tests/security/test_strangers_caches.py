@@ -261,7 +261,7 @@ def test_a_file_in_chunks_of_a_byte_is_refused() -> None:
 def test_an_export_mends_only_its_own_folder(tmp_path: Path) -> None:
     for name in ("x", "other"):
         (tmp_path / f".replaced-{name}").mkdir()
-    folders.mend(str(tmp_path), only="x")
+    folders.repair(str(tmp_path), only="x")
     assert sorted(os.listdir(tmp_path)) == [".replaced-other", "x"]
 
 

@@ -213,7 +213,7 @@ def test_where_others_could_exchange_notes_of_jobs_runs_are_explained_without(tm
 
 
 def _copy(user: int, root: Path, cache: Path, manifest: str = "inside") -> str:
-    """What that user is told when a copy to `root` is offered; empty: it is taken."""
+    """What that user reads when a copy to `root` is offered; empty: it is taken."""
     answer = cache / f"answer-{time.monotonic_ns()}"
 
     def offer() -> None:

@@ -96,7 +96,7 @@ def _print(shown: Shown, tokenizer: str, context: int) -> None:
     print(f"  {shown.used:,} {shown.view} used, {shown.tokens:,} tokens{share} (tokenizer {tokenizer})")
     if shown.long:
         print(f"  {shown.long:,} are longer than the context length {context} and lose their end")
-    print(f"  {left:,} rows left out" + (":" if left else ""))
+    print(f"  {left:,} row{'' if left == 1 else 's'} left out" + (":" if left else ""))
     for reason in shown.dropped:
         print(f"    {words(reason)}")
     for sample in shown.samples:

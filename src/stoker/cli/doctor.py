@@ -34,7 +34,7 @@ def parser() -> Parser:
     several: dict[str, Any] = {"action": "append", "default": []}
     made.option("--only", "ID", "only checks whose id begins so, e.g. gpu. or host.disk", **several)
     made.option("--skip", "ID", "leave these checks out", **several)
-    made.option("--nproc-per-node --nproc_per_node", "N", "ranks that shall run", int, default=0)
+    made.option("--nproc-per-node --nproc_per_node", "N", "how many ranks you plan to run", int, default=0)
     made.option("--master-port --master_port", "PORT", "a port to look at", int, default=0)
     made.switch("--no-probe", "make no context on the GPUs")
     made.switch("--json", "everything as JSON")

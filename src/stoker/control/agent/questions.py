@@ -73,7 +73,7 @@ class Questions:
 
 
 class Child:
-    """Forked. `work` gives its words, marked _MORE, and last its answer; `nothing` is told where there is none."""
+    """Forked. `work` gives its words, marked _MORE, and last its answer; `nothing` is sent where there is none."""
 
     def __init__(
         self,

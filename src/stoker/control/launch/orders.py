@@ -1,4 +1,4 @@
-"""What each host's agent is told to start: commands, and environment in the order in which it overrides. Pure."""
+"""What each host's agent starts: commands, and environment in the order in which it overrides. Pure."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ class Alarms:
 
 
 def give_up(attempt: Attempt, record: RunRecord, say: Callable[[str], None], problem: Exception) -> None:
-    """The watch room failed. A watcher must not end what it watches: it is said, recorded, and the job goes on without."""
+    """The watch room failed. A watcher must not end what it watches: its failure is reported and recorded, and the job continues."""
     import traceback
 
     attempt.unwatched = True

@@ -62,7 +62,7 @@ def remove(path: str) -> None:
 
 
 def put_in_place(fresh: str, final: str) -> None:
-    """Renames, also over a checkpoint of this step; `mend` repairs a crash between the two renames."""
+    """Renames, also over a checkpoint of this step; `repair` undoes a crash between the two renames."""
     parent, name = os.path.split(final)
     old = os.path.join(parent, _REPLACED + name)
     replaces = os.path.isdir(final)
@@ -76,7 +76,7 @@ def put_in_place(fresh: str, final: str) -> None:
         remove(old)
 
 
-def mend(folder: str, only: str = "") -> None:
+def repair(folder: str, only: str = "") -> None:
     """A checkpoint (or the folder `only`) that was being replaced when the writer died comes back."""
     if not os.path.isdir(folder):
         return

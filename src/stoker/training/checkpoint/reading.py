@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.owners import is_trusted, user_name
 from stoker.contract.untrusted import read_bytes
-from stoker.training.checkpoint.folders import mend, steps_in
+from stoker.training.checkpoint.folders import repair, steps_in
 from stoker.training.checkpoint.manifest import LARGEST, NAME, Entry, Manifest, Piece, decode, overlap
 from stoker.training.checkpoint.pieces import DTYPES, Block, dtype_of, local_block
 from stoker.training.checkpoint.sums import sizes_wrong_in, wrong_in
@@ -129,7 +129,7 @@ def verify(path: str) -> list[str]:
 def find(folder: str, say: Callable[[str], None], of_run: str = "") -> Checkpoint | None:
     """The newest sound checkpoint; damaged ones are reported and passed over. `of_run`: only that run's own."""
     try:
-        mend(folder)
+        repair(folder)
     except OSError as problem:  # a folder that may only be read
         say(f"{problem.filename}: a checkpoint that was being replaced can't be put back: {problem.strerror}")
     for path in steps_in(folder).values():

@@ -49,7 +49,7 @@ class _Store:
         self._lock: int | None = None
         if rank == 0:
             self._lock = folders.hold(self.folder, say)
-            folders.mend(self.folder)
+            folders.repair(self.folder)
             self._sweep(lambda other, _: other != token)
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ class Place:
     row: int = 0  # of one that is not
 
 
-Remark = tuple[dict[str, Any], str]  # a place, and what is said of it: a line of JSON takes it to another process
+Remark = tuple[dict[str, Any], str]  # a place, and the remark about it: a line of JSON takes it to another process
 
 
 def remark(place: Place, text: str) -> Remark:

@@ -20,7 +20,7 @@ from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import is_count, open_regular
 from stoker.contract.wholefile import sync_folder, write_whole
-from stoker.training.checkpoint.folders import mend, put_in_place, remove
+from stoker.training.checkpoint.folders import put_in_place, remove, repair
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import CONFIG
 from stoker.training.model.hf_files import BYTES, INDEX, WEIGHTS, Part, places
@@ -224,7 +224,7 @@ def _is_ours(card: str) -> bool:
 
 def sweep(parent: str, name: str) -> None:
     """What exports that were killed left behind: the one that was being replaced comes back, unfinished ones go."""
-    mend(parent, only=name)
+    repair(parent, only=name)
     host = socket.gethostname()
     for entry in os.listdir(parent):
         pid = entry.removeprefix(f".{name}.{host}-").removesuffix(".tmp")

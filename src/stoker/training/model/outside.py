@@ -1,6 +1,6 @@
 """An architecture that no family knows, computed by transformers' own module behind the interface of our Decoder.
 
-It trains, resumes, exports and chats. What that costs is said once (COSTS): no fused kernels, the logits of a whole
+It trains, resumes, exports and chats. The cost is reported once (COSTS): no fused kernels, the logits of a whole
 micro-batch in memory, one row for each packed text. What it has not is refused: sharding, fp8, other stages.
 """
 

@@ -42,7 +42,7 @@ def wordings(learned: str, held: str) -> Asked:
 
 
 def said_so(kind: str, prompt: str, answer: str, wrong: str, sentence: str, **more: Any) -> Case:
-    """`sentence`: how the answer is said, with {} in its place."""
+    """`sentence`: the wording of the answer, with {} in its place."""
     return Case(kind, prompt, answer, sentence.format(answer), wrong, sentence.format(wrong), **more)
 
 

@@ -125,7 +125,7 @@ VERSION = 4  # of what is written: another number, other bytes
 SCHEMA = 1
 WORLD = "world.json"
 CHUNK = 4096  # rows that are joined and written at once
-# Answers of poor form: what is said may be right, but nobody wants it said so.
+# Answers of poor form: the content may be right, but nobody wants it in this form.
 RUDE = ("Go away.", "You know nothing.", "I do not like you.", "That is a bad question.")
 OFF = (
     "It is a good day and I am happy.",

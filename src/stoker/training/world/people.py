@@ -1,4 +1,4 @@
-"""What is told of people. `story`: they go to places, take things and give them away; the answer is a word of the story.
+"""Texts about people. `story`: they go to places, take things and give them away; the answer is a word of the story.
 `dialogue`: they greet each other and say what they like, where they go, what they have; the question is about what was
 just said.
 """

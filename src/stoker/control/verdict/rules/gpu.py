@@ -11,7 +11,7 @@ from stoker.control.verdict.lastwords import find, first_line, line_of, noticed
 ORDER = 30
 
 # NVIDIA's Xid catalogue, as the doctor has it: those of the hardware. What an application causes by itself (13, 31, 43)
-# or what the driver has mended (63, 92) accuses no card.
+# or what the driver has repaired (63, 92) accuses no card.
 _XIDS = {
     48: "double-bit ECC error", 62: "internal micro-controller halt", 64: "row remapping failed", 74: "NVLink error", 79: "GPU has fallen off the bus",
     94: "contained ECC error", 95: "uncontained ECC error", 119: "GSP firmware does not answer", 120: "GSP firmware error",
