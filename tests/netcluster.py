@@ -284,7 +284,7 @@ class NetCluster:
     def cut(self, i: int) -> None:
         _run("ip", "link", "set", self.hosts[i].link, "down")
 
-    def mend(self, i: int) -> None:
+    def repair(self, i: int) -> None:
         _run("ip", "link", "set", self.hosts[i].link, "up")
 
     def slow(self, i: int, mbit: float) -> None:
@@ -377,7 +377,7 @@ class NetCluster:
         subprocess.run(
             ["tc", "-n", host.namespace, "qdisc", "del", "dev", "eth0", "root"], capture_output=True, check=False
         )
-        self.mend(i)
+        self.repair(i)
 
 
 def connects(cluster: NetCluster, source: int, target: int, port: int, seconds: float = 2.0) -> str:

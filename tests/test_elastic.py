@@ -133,7 +133,7 @@ def test_a_lost_host_is_named_and_the_run_goes_on_without_it_until_it_is_back(
     print(f"first step of the next attempt after {time.monotonic() - began:.1f} s")
     assert f"host {lost} is lost" in console(stoker)
     assert [one["hosts"] for one in events(stoker, "attempt")][1] in (others, [host.name for host in netcluster.hosts])
-    netcluster.mend(1)
+    netcluster.repair(1)
     assert wait_for(lambda: events(stoker, "host-joined") or None, 40), console(stoker)
     assert wait_for(lambda: True if steps_in(stoker, len(events(stoker, "attempt")) - 1) > 2 else None, 40), console(
         stoker

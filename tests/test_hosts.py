@@ -385,7 +385,7 @@ def test_each_host_that_fails_is_named_and_nothing_is_started(stoker: Stoker, ne
     netcluster.start_sshd(1)
     netcluster.cut(2)
     assert names(refused(netcluster.file()), c.name, "no ")
-    netcluster.mend(2)
+    netcluster.repair(2)
     assert names(
         refused(netcluster.file(per_host=[{"python": "/no/such/python"}])),
         a.name,

@@ -104,7 +104,7 @@ def test_a_cut_host_is_out_of_reach_until_it_is_mended(netcluster: NetCluster) -
     netcluster.cut(0)
     assert connects(netcluster, 1, 0, SSH_PORT, 1.0) != "yes" and connects(netcluster, 0, 1, SSH_PORT, 1.0) != "yes"
     assert connects(netcluster, 1, 2, SSH_PORT) == "yes"
-    netcluster.mend(0)
+    netcluster.repair(0)
     assert wait_for(lambda: True if connects(netcluster, 1, 0, SSH_PORT) == "yes" else None, 10)
 
 
