@@ -110,7 +110,9 @@ def test_loss_and_gradient_are_those_of_a_direct_implementation(loss: str, norma
     wanted.backward()
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
+        assert parameter.grad is not None
+        rounding = 1e-4 * float(parameter.grad.abs().max())  # sums in another order: the largest terms decide
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=rounding, msg=name)
     assert all(parameter.grad is None for parameter in model.reference.parameters())
     numbers = model.numbers()
     assert 0 <= numbers["reward_accuracy"] <= 1 and numbers["logp_chosen"] < 0 and model.numbers() == {}
