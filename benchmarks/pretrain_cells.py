@@ -92,7 +92,8 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
 def transformers_model(cell: Cell) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(cell.weights, dtype=torch.float32).train()
+    more = {"experts_implementation": "grouped_mm"} if cell.size.experts else {}
+    return AutoModelForCausalLM.from_pretrained(cell.weights, dtype=torch.float32, **more).train()
 
 
 def adamw(model: Any) -> torch.optim.Optimizer:

@@ -79,11 +79,19 @@ def make_tokens(folder: Path, size: Size, steps: int) -> None:
 
 def make_weights(folder: Path, size: Size) -> None:
     """In bf16: half the disk, and both sides widen them to the same fp32 numbers."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
-    config_kind, model_kind = kinds[size.family]
-    config = config_kind(
+    experts: dict[str, Any] = {}
+    if size.experts:  # without the balancing loss: transformers adds it once per micro-batch, we once per step
+        experts = {
+            "num_experts": size.experts,
+            "num_experts_per_tok": size.experts_per_token,
+            "moe_intermediate_size": size.ff,
+            "norm_topk_prob": True,
+            "router_aux_loss_coef": 0.0,
+        }
+    config = AutoConfig.for_model(
+        size.family,
         vocab_size=size.vocabulary,
         hidden_size=size.dim,
         intermediate_size=size.ff,
@@ -93,10 +101,11 @@ def make_weights(folder: Path, size: Size) -> None:
         head_dim=size.head_dim,
         max_position_embeddings=size.context,
         tie_word_embeddings=True,
+        **experts,
     )
     torch.manual_seed(SEED)
     with torch.device("cuda" if CUDA else "cpu"):
-        model = model_kind(config)
+        model = AutoModelForCausalLM.from_config(config)
     model.to(torch.bfloat16).save_pretrained(folder)
 
 

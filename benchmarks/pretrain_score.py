@@ -29,6 +29,8 @@ class Size:
     parity: int  # steps that the gate compares
     context: int = 2048
     step_tokens: int = 262_144
+    experts: int = 0  # of `ff` each; 0: one MLP
+    experts_per_token: int = 1
 
     @property
     def rows(self) -> int:
@@ -43,7 +45,8 @@ class Size:
     def flops_per_token(self) -> int:
         """6·N_matmul + 12·L·heads·head_dim·T; the tied matrix counts once, as the head."""
         attention = self.dim * (2 * self.heads + 2 * self.kv_heads) * self.head_dim
-        matmul = self.layers * (attention + 3 * self.dim * self.ff) + self.dim * self.vocabulary
+        matmul = self.layers * (attention + 3 * self.dim * self.ff * self.experts_per_token)
+        matmul += self.dim * (self.vocabulary + self.layers * self.experts)
         return 6 * matmul + 12 * self.layers * self.heads * self.head_dim * self.context
 
 
@@ -51,6 +54,41 @@ SIZES = {
     "S": Size("llama", 12, 768, 2048, 12, 12, 64, 50304, micro=32, steps=24, warm=6, parity=50),
     "M": Size("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, micro=8, steps=8, warm=3, parity=10),
     "L": Size("llama", 16, 2048, 8192, 32, 8, 64, 128256, micro=8, steps=7, warm=3, parity=10),
+    # Qwen3-30B-A3B's layers, 8 of 48: what fits on one card with AdamW in fp32.
+    "E": Size(
+        "qwen3_moe",
+        8,
+        2048,
+        768,
+        32,
+        4,
+        128,
+        151936,
+        micro=8,
+        steps=7,
+        warm=3,
+        parity=5,
+        experts=128,
+        experts_per_token=8,
+    ),
+    "TE": Size(
+        "qwen3_moe",
+        2,
+        64,
+        32,
+        4,
+        2,
+        16,
+        512,
+        micro=4,
+        steps=8,
+        warm=3,
+        parity=8,
+        context=64,
+        step_tokens=1024,
+        experts=8,
+        experts_per_token=2,
+    ),
     "T": Size(
         "qwen3", 2, 64, 128, 4, 2, 16, 512, micro=4, steps=8, warm=3, parity=20, context=64, step_tokens=1024
     ),  # for a machine without GPU

@@ -65,9 +65,10 @@ class ConfigJson:
         return self.positive(key, self.get(key, default))
 
     def optional(self, key: str, default: float | None = None) -> float:
-        """0 where the key is null: the option is off."""
+        """0 where the key is null or 0: the option is off."""
         value = self.get(key, default)
-        return 0.0 if value is None else self.positive(key, value)
+        off = value is None or (type(value) in (int, float) and value == 0)
+        return 0.0 if off else self.positive(key, value)
 
     def fixed(self, key: str, value: Any) -> None:
         """Refuses another value than the one that the block computes."""
