@@ -64,6 +64,10 @@ SIZES = {
 }
 
 
+def sized(name: str, steps: int | None) -> Size:
+    return dataclasses.replace(SIZES[name], steps=steps) if steps else SIZES[name]
+
+
 def words(count: int, draw: random.Random) -> str:
     """Each is one token: a blank and a letter pair of the tokenizer's."""
     return "".join(" " + draw.choice("abcdefghijklmnop") for _ in range(count))
@@ -258,7 +262,7 @@ def cell(told: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     torch.set_float32_matmul_precision("high")
-    size, marks, (peer, *how) = SIZES[told["size"]], Marks(), told["peer"].split("-")
+    size, marks, (peer, *how) = sized(told["size"], told["steps"]), Marks(), told["peer"].split("-")
     try:
         if peer == "stoker":
             losses = stoker(told, size, marks, "whole" in how)
@@ -305,6 +309,7 @@ def main() -> int:
     parser.add_argument("--contexts", default="8192,32768")
     parser.add_argument("--peers", default="stoker,stoker-whole,trl-flex,trl-sdpa")
     parser.add_argument("--micro", type=int, default=1, help="rows of a micro-batch, for all")
+    parser.add_argument("--steps", type=int, help="instead of the size's own number; the first 3 are not counted")
     parser.add_argument("--json", help="append one line per cell to this file")
     parser.add_argument("--commit", default="")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
@@ -327,10 +332,16 @@ def main() -> int:
         },
     }
     with tempfile.TemporaryDirectory(prefix="packed-") as folder:
-        prepare(Path(folder), SIZES[options.size], contexts)
+        prepare(Path(folder), sized(options.size, options.steps), contexts)
         for context in contexts:
             for peer in peers:
-                told = {"size": options.size, "context": context, "peer": peer, "micro": options.micro}
+                told = {
+                    "size": options.size,
+                    "steps": options.steps,
+                    "context": context,
+                    "peer": peer,
+                    "micro": options.micro,
+                }
                 found = {**told, **child(told, Path(folder)), "about": about}
                 if options.json:
                     with open(options.json, "a") as file:

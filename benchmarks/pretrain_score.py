@@ -64,7 +64,7 @@ SIZES = {
         4,
         128,
         151936,
-        micro=8,
+        micro=4,
         steps=7,
         warm=3,
         parity=5,
