@@ -681,7 +681,7 @@ def test_a_micro_batch_that_is_the_whole_share_stays_one(monkeypatch: pytest.Mon
         data, parallel = SimpleNamespace(context_length=32), SimpleNamespace(balance="off")
         c: Any = SimpleNamespace(batch=batch, data=data, parallel=parallel)
         unused: Any = None
-        assert micro_batch(c, unused, unused, group, unused, chat=False) == micro
+        assert micro_batch(c, unused, unused, group, unused, packed=False) == micro
 
 
 def test_what_cannot_be_trained_is_one_line_before_any_rank_starts(stoker: Stoker, forks: Forks, text: Path) -> None:

@@ -146,7 +146,7 @@ class PairRows:
     `answers`: segments also say which tokens are an answer's, as 2 · segment + 1; all others are 2 · segment.
     """
 
-    chat = True
+    chat = packed = True
     bytes_per_target = 1.0
 
     def __init__(self, pairs: Sequence[Pair], context: int, pad: int, answers: bool = False) -> None:
