@@ -31,7 +31,7 @@ from stoker.training.model.loss import IGNORED
 from stoker.training.parallel.config import ComputeConfig
 
 Say = Callable[[str], None]
-COSTS = "slower, no fused kernels, whole logits in memory; no fsdp, fp8, reward, dpo, grpo or evaluate"
+COSTS = "slower, no fused kernels, whole logits in memory; no fsdp, fp8, reward, grpo or evaluate"
 
 
 def notice(c: ModelConfig) -> str:
@@ -68,6 +68,13 @@ class Outside(nn.Module):
     def hidden(self, inputs: Tensor, packed: Documents | None = None) -> Tensor:
         raise Refusal("model.engine transformers gives logits only: this stage needs a family of ours", EX_UNAVAILABLE)
 
+    def logits(self, inputs: Tensor, packed: Documents | None = None) -> Tensor:
+        return self._run(inputs, packed)[0]
+
+    def _run(self, inputs: Tensor, packed: Documents | None) -> tuple[Tensor, Tensor | None]:
+        with torch.autocast(inputs.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            return self._whole(inputs) if packed is None else self._apart(inputs, packed)
+
     def forward(
         self,
         inputs: Tensor,
@@ -75,9 +82,7 @@ class Outside(nn.Module):
         scale: Tensor | None = None,
         packed: Documents | None = None,
     ) -> Tensor:
-        low = self.dtype != torch.float32
-        with torch.autocast(inputs.device.type, self.dtype, enabled=low):
-            logits, aux = self._whole(inputs) if packed is None else self._apart(inputs, packed)
+        logits, aux = self._run(inputs, packed)
         if targets is None:
             return logits
         goals = targets.flatten()

@@ -108,7 +108,7 @@ def _outside(
     asked = {
         "parallel.strategy fsdp": group.strategy == "fsdp",
         "optim.kind muon": c.optim.kind == "muon",
-        "the stages reward and dpo": learner.kind is not Decoder,
+        "a reward model": learner.outside is None,
         "a new model.vocab_size": c.model.vocab_size not in (0, outside.rows(shape)),
     }
     for what in (what for what, yes in asked.items() if yes):
@@ -116,9 +116,10 @@ def _outside(
             f"model.engine transformers can't do {what}: leave it out, or load a model of a family (`stoker docs families`)",
             EX_CONFIG,
         )
+    assert learner.outside is not None
     voice.say_once(outside.notice(shape))
     with torch.device(group.device):
-        model = outside.Outside(shape, c.data.context_length, dtype)
+        model = learner.outside(shape, c.data.context_length, dtype)
     ready.make_ready(model, c.compute, group.device, voice.say_once)
     model.place(group.device)
     outside.load(model, shape.load, voice.say_once)  # a checkpoint has its parameters, not its buffers
