@@ -14,7 +14,7 @@ from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.training.data.encode import Encoded, conversation_ids, pair_ids
 from stoker.training.data.formats.format import Format, Row, Unusable, checked, text_of
-from stoker.training.data.formats.table import AUTO, FORMATS, TEXT, known, recognise
+from stoker.training.data.formats.table import AUTO, FORMATS, TEXT, known, recognise, recognise_any
 from stoker.training.data.jsonl import utf8
 from stoker.training.data.looks import as_text, check_head, refuse_binary
 from stoker.training.data.read import key_names
@@ -151,7 +151,7 @@ def _view(made: Format | None) -> str | None:
 
 
 def _recognised(row: Row, text_key: str) -> tuple[Format | None, str | None]:
-    made = recognise(row, pairs=True) or recognise(row)
+    made = recognise_any(row)
     if made is None and isinstance(row.get(text_key), str):
         return None, TEXTS
     return made, _view(made)
