@@ -295,3 +295,51 @@ def test_an_unknown_architecture_learns_pairs_and_a_reward_model_of_it_is_refuse
     done = stoker.torch(*given)
     assert done.code == 78 and "model.engine transformers can't do a reward model" in done.err, done.err
     assert "Traceback" not in done.out + done.err
+
+
+def hh_shaped() -> list[dict[str, str]]:
+    """As hh-rlhf's files are: dialogues in a text, that part ways in the last answer or before it; a few are of no use."""
+    begin, made = "\n\nHuman: What is {}?\n\nAssistant: A number.\n\nHuman: And more?\n\nAssistant:", []
+    for n in range(300):
+        start = begin.format(n)
+        made.append({"chosen": f"{start} {n + 1}", "rejected": f"{start} none\n\nHuman: Why?\n\nAssistant: So." if n % 7 == 0 else f"{start} none"})  # fmt: skip
+    made[10] = {"chosen": begin.format(10), "rejected": begin.format(10) + " no"}
+    made[20] = {"chosen": begin.format(20) + " 21", "rejected": begin.format(20) + " 21"}
+    made[30] = {"chosen": begin.format(30) + " 31" * 500, "rejected": begin.format(30) + " no"}
+    return made
+
+
+def ultra_shaped() -> list[dict[str, Any]]:
+    """As UltraFeedback's: a prompt, two lists of messages that repeat it, the chosen one once more, scores."""
+    made = []
+    for n in range(40):
+        sides = [
+            [{"content": f"What is {n}?", "role": "user"}, {"content": text, "role": "assistant"}]
+            for text in (f"It is {n}.", "I don't know.")
+        ]
+        made.append(
+            {
+                "prompt": f"What is {n}?", "prompt_id": str(n), "chosen": sides[0], "rejected": sides[1], "messages": sides[0],
+                "score_chosen": 8.5, "score_rejected": 3.0,
+            }
+        )  # fmt: skip
+    return made
+
+
+@pytest.mark.parametrize("stage", ["dpo", "reward"])
+def test_pairs_as_published_are_used_or_listed_with_the_reason(stage: str, stoker: Stoker, begin: Path) -> None:
+    for name, some in (("pairs", hh_shaped()), ("other", ultra_shaped())):
+        text = "".join(json.dumps(row) + "\n" for row in some)
+        (begin / f"{name}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    given = [word.replace("dpo", stage) for word in words(begin, stage, "--max-steps", "1", "--context_length", "300")]
+    done = stoker.torch(*given)
+    assert done.code == 0, done.out + done.err
+    said, path = done.out + done.err, f"{stage}.pairs {begin / 'pairs.jsonl.gz'}"
+    assert f"{path}: 2 of 300 rows are no usable pairs: chosen has an empty answer (row 11);" in said
+    assert "chosen and rejected are the same text (row 21); left out" in said
+    assert (
+        f"{path}: 1 of 300 pairs are too long: both answers have more tokens" in said and "(row 31); left out" in said
+    )
+    assert f"{path}: 297 pairs in the format preference" in said
+    (run,) = (stoker.cwd / "runs").glob(f"*-{stage}")
+    assert json.loads((run / "result.json").read_text())["metrics"]["total"] == 40, "every row of the other file"
