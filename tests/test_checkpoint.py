@@ -417,7 +417,7 @@ def test_a_manifest_is_not_trusted(
     rewritten(folder, lambda body: None)
     open_checkpoint(str(folder))
     rewritten(folder, change)
-    with pytest.raises(Refusal, match=r"step-00000001 is not a sound checkpoint: manifest\.json") as refused:
+    with pytest.raises(Refusal, match=r"step-00000001 is not a valid checkpoint: manifest\.json") as refused:
         open_checkpoint(str(folder))
     assert line in refused.value.line
 

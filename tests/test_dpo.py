@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ from torch import Tensor
 from conftest import Stoker, wait_for
 from stoker.training.data.formats.preferences import preference
 from stoker.training.dpo.config import DpoConfig
-from stoker.training.dpo.model import DpoModel, Reference, learner, measured, with_prompts
+from stoker.training.dpo.model import DpoModel, OutsideReference, Reference, learner, measured, with_prompts
 from stoker.training.model import hf
 from stoker.training.model.attention import documents
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
+from stoker.training.model.hf_config import shape_for
+from stoker.training.model.outside import Outside, load
 from stoker.training.parallel.config import ParallelConfig
 from stoker.training.parallel.group import Group
 from stoker.training.reward.pairs import Pair, PairRows, encode
@@ -60,7 +63,7 @@ def pairs(count: int, seed: int = 0) -> list[Pair]:
     return [encode(preference(row), bytes_tokenizer()) for row in rows(count, seed)]
 
 
-def policy(rule: DpoConfig) -> DpoModel:
+def policy(rule: DpoConfig) -> Any:
     reference = Reference(SMALL, CONTEXT)
     reference.start(1)
     reference.normalised = rule.length_normalised
@@ -216,3 +219,129 @@ def test_held_out_pairs_are_learned_by_one_and_two_ranks_and_a_killed_run_ends_a
     done = stoker.torch(*again)
     assert done.code == 0 and "resumes at step" in done.out, done.out + done.err
     assert curve(killed) == curve(one) and weights(killed) == weights(one)
+
+
+@pytest.fixture
+def bloom(begin: Path) -> Path:
+    """An architecture that no family knows, in the place of the model."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(3)
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=272, **none)
+    shutil.rmtree(begin / "begin")
+    transformers.BloomForCausalLM(config).save_pretrained(begin / "begin")
+    bytes_tokenizer().save(str(begin / "begin"))
+    return begin
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_with_transformers_own_module_the_loss_is_that_of_a_direct_implementation(
+    normalised: bool, bloom: Path
+) -> None:
+    rule, folder = DpoConfig(beta=0.3, length_normalised=normalised), str(bloom / "begin")
+    shape = shape_for(ModelConfig(), folder)
+    reference = OutsideReference(shape, CONTEXT)
+    load(reference, folder, lambda line: None)
+    reference.normalised = normalised
+    kind = learner(reference, rule).outside
+    assert kind is not None
+    model = kind(shape, CONTEXT)
+    load(model, folder, lambda line: None)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    assert not {name for name, _ in model.named_parameters() if "reference" in name}
+    some = pairs(7)
+    rows_ = PairRows(some, CONTEXT, 0, answers=True)
+    batch = rows_.batch(np.arange(len(rows_), dtype=np.int64))
+    assert batch.segments is not None
+    where = documents(torch.from_numpy(batch.segments), torch.device("cpu"))
+    found = model(torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets), torch.tensor(0.5), where)
+    found.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+    model.zero_grad()
+
+    def logp(of: Outside, ids: np.ndarray, learned: np.ndarray) -> Tensor:
+        x = torch.tensor(ids.tolist())[None]
+        each = torch.log_softmax(of.module(input_ids=x).logits[0, :-1], -1).gather(1, x[0, 1:, None])
+        each = each[torch.tensor(learned[1:]), 0]
+        return each.mean() if normalised else each.sum()
+
+    wanted = torch.zeros(())
+    for pair in some:
+        ratio = logp(model, pair.better, pair.learned) - logp(model, pair.worse, pair.learned_worse)
+        with torch.no_grad():
+            before = logp(reference, pair.better, pair.learned) - logp(reference, pair.worse, pair.learned_worse)
+        wanted = wanted - 0.5 * F.logsigmoid(rule.beta * (ratio - before))
+    wanted.backward()
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_an_unknown_architecture_learns_pairs_and_a_reward_model_of_it_is_refused(stoker: Stoker, bloom: Path) -> None:
+    from safetensors.torch import load_file
+
+    before = load_file(bloom / "begin" / "model.safetensors")
+    done = stoker.torch(*words(bloom, "bloom", "--max-steps", "12"))
+    assert done.code == 0, done.out + done.err
+    (run,) = (stoker.cwd / "runs").glob("*-bloom")
+    assert "BloomForCausalLM is computed by transformers' own module" in done.out
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert abs(lines[0]["reward_margin"]) < 1e-4 < lines[9]["reward_margin"], "the reference stays where it was"
+    assert json.loads((run / "result.json").read_text())["metrics"]["accuracy"] > 0.6
+    after = load_file(run / "hf" / "model.safetensors")
+    assert after.keys() == before.keys() and any(not torch.equal(after[name], before[name]) for name in before)
+
+    given = [word.replace("dpo", "reward") for word in words(bloom, "scores")]
+    done = stoker.torch(*given)
+    assert done.code == 78 and "model.engine transformers can't do a reward model" in done.err, done.err
+    assert "Traceback" not in done.out + done.err
+
+
+def hh_shaped() -> list[dict[str, str]]:
+    """As hh-rlhf's files are: dialogues in a text, that part ways in the last answer or before it; a few are of no use."""
+    begin, made = "\n\nHuman: What is {}?\n\nAssistant: A number.\n\nHuman: And more?\n\nAssistant:", []
+    for n in range(300):
+        start = begin.format(n)
+        made.append({"chosen": f"{start} {n + 1}", "rejected": f"{start} none\n\nHuman: Why?\n\nAssistant: So." if n % 7 == 0 else f"{start} none"})  # fmt: skip
+    made[10] = {"chosen": begin.format(10), "rejected": begin.format(10) + " no"}
+    made[20] = {"chosen": begin.format(20) + " 21", "rejected": begin.format(20) + " 21"}
+    made[30] = {"chosen": begin.format(30) + " 31" * 500, "rejected": begin.format(30) + " no"}
+    return made
+
+
+def ultra_shaped() -> list[dict[str, Any]]:
+    """As UltraFeedback's: a prompt, two lists of messages that repeat it, the chosen one once more, scores."""
+    made = []
+    for n in range(40):
+        sides = [
+            [{"content": f"What is {n}?", "role": "user"}, {"content": text, "role": "assistant"}]
+            for text in (f"It is {n}.", "I don't know.")
+        ]
+        made.append(
+            {
+                "prompt": f"What is {n}?", "prompt_id": str(n), "chosen": sides[0], "rejected": sides[1], "messages": sides[0],
+                "score_chosen": 8.5, "score_rejected": 3.0,
+            }
+        )  # fmt: skip
+    return made
+
+
+@pytest.mark.parametrize("stage", ["dpo", "reward"])
+def test_pairs_as_published_are_used_or_listed_with_the_reason(stage: str, stoker: Stoker, begin: Path) -> None:
+    for name, some in (("pairs", hh_shaped()), ("other", ultra_shaped())):
+        text = "".join(json.dumps(row) + "\n" for row in some)
+        (begin / f"{name}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    given = [word.replace("dpo", stage) for word in words(begin, stage, "--max-steps", "1", "--context_length", "300")]
+    done = stoker.torch(*given)
+    assert done.code == 0, done.out + done.err
+    said, path = done.out + done.err, f"{stage}.pairs {begin / 'pairs.jsonl.gz'}"
+    assert f"{path}: 2 of 300 rows are no usable pairs: chosen has an empty answer (row 11);" in said
+    assert "chosen and rejected are the same text (row 21); left out" in said
+    assert (
+        f"{path}: 1 of 300 pairs are too long: both answers have more tokens" in said and "(row 31); left out" in said
+    )
+    assert f"{path}: 297 pairs in the format preference" in said
+    (run,) = (stoker.cwd / "runs").glob(f"*-{stage}")
+    assert json.loads((run / "result.json").read_text())["metrics"]["total"] == 40, "every row of the other file"

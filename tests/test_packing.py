@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from stoker.training.model.attention import Documents, attend, documents, kernels, packed_kernel, seen_by
+from conftest import Stoker
+from stoker.contract.shape import replace
+from stoker.training.data.config import DataConfig
+from stoker.training.data.prepare import prepare
+from stoker.training.data.prepared import Prepared
+from stoker.training.loop.material import from_prepared
+from stoker.training.model import hf, outside
+from stoker.training.model.attention import Documents, attend, begins, documents, kernels, packed_kernel, seen_by
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
+from stoker.training.model.hf_config import shape_for
+from stoker.training.tokenizer.config import TokenizerConfig
+from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="varlen and flex attention need a GPU")
 CPU = torch.device("cpu")
@@ -115,3 +130,129 @@ def test_a_compiled_block_takes_documents() -> None:
     for block in model.layers:
         block.compile(fullgraph=True, dynamic=False)
     assert model(inputs, inputs, None, packed).item() == pytest.approx(want, rel=1e-2)
+
+
+TEXTS = [
+    "The river took seven boats.",
+    "One.",
+    "And she'll not come back, twelve times over, or so they say.",
+    "Two words.",
+]
+
+
+def stream(folder: Path) -> tuple[Prepared, DataConfig]:
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 8))
+    data = DataConfig(
+        path=(str(folder / "texts.jsonl"),),
+        validation="0",
+        context_length=64,
+        cache=str(folder / "cache"),
+        num_workers=1,
+        documents=True,
+    )
+    return prepare(data, TokenizerConfig(path="bytes"), lambda line: None), data
+
+
+def test_documents_of_a_stream_end_with_their_end_token(tmp_path: Path) -> None:
+    prepared, data = stream(tmp_path)
+    samples = from_prepared(prepared, data).train
+    assert samples.packed and not samples.chat, "every target is learned"
+    batch = samples.batch(np.arange(len(samples)))
+    assert batch.segments is not None and batch.segments.dtype == np.int32
+    for row, segments in zip(batch.inputs.tolist(), batch.segments.tolist(), strict=True):
+        for place in range(1, 64):
+            assert segments[place] - segments[place - 1] == (row[place - 1] == prepared.end_id)
+    plain = from_prepared(prepared, replace(data, documents=False)).train
+    whole = plain.batch(np.arange(len(plain)))
+    assert not plain.packed and whole.segments is None
+    assert np.array_equal(whole.inputs, batch.inputs) and np.array_equal(whole.targets, batch.targets)
+
+
+def alone(model: Any, inputs: Tensor, segments: Tensor) -> Tensor:
+    """Logits of each document as if there were no other."""
+    found = []
+    for row, own in zip(inputs, segments, strict=True):
+        edges = [*begins(own[None])[0].nonzero()[:, 0].tolist(), len(own)]
+        found.append(torch.cat([model(row[None, a:b])[0] for a, b in itertools.pairwise(edges)]))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("engine", ["plain", "windows and soft caps", "transformers"])
+def test_a_document_of_a_stream_has_the_logits_it_has_alone(engine: str, tmp_path: Path) -> None:
+    prepared, data = stream(tmp_path)
+    samples = from_prepared(prepared, data).train
+    batch = samples.batch(np.arange(len(samples)))
+    inputs, segments = torch.from_numpy(batch.inputs), torch.from_numpy(batch.segments)
+    assert int(segments.max()) > 2
+    model: Any
+    if engine == "transformers":
+        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+        none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        shape = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=272, **none)
+        transformers.BloomForCausalLM(shape).save_pretrained(tmp_path / "bloom")
+        given = shape_for(ModelConfig(), str(tmp_path / "bloom"))
+        model = outside.opened(given, 64, torch.float32, torch.device("cpu"), lambda line: None)
+    else:
+        more: dict[str, Any] = (
+            {} if engine == "plain" else {"windows": (5, 0), "attention_cap": 20.0, "final_cap": 10.0}
+        )
+        model = Decoder(
+            ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ff=64, vocab_size=272, **more), 64
+        )
+        model.start(0)
+    with torch.no_grad():
+        want = alone(model, inputs, segments)
+        torch.testing.assert_close(model(inputs, None, None, documents(segments, torch.device("cpu"))), want)
+        assert not torch.allclose(model(inputs), want, atol=1e-3), "the documents before it would change them"
+
+
+@needs_gpu
+def test_fused_blocks_keep_documents_of_a_stream_apart(tmp_path: Path) -> None:
+    prepared, data = stream(tmp_path)
+    samples = from_prepared(prepared, data).train
+    batch = samples.batch(np.arange(len(samples)))
+    device = torch.device("cuda")
+    inputs, segments = torch.from_numpy(batch.inputs).to(device), torch.from_numpy(batch.segments)
+    with torch.device(device):
+        c = ModelConfig(layers=2, dim=256, heads=4, kv_heads=2, head_dim=64, ff=512, vocab_size=512)
+        model = Decoder(c, 64, torch.bfloat16)
+    model.start(0)
+    model.fuse(True)
+    with torch.no_grad():
+        found = model(inputs, None, None, documents(segments, device)).float()
+        want = alone(model, inputs, segments).float()
+    assert ((found - want).norm() / want.norm()).item() < 0.02
+
+
+def test_pretraining_on_documents_starts_with_the_loss_of_each_alone(stoker: Stoker, tmp_path: Path) -> None:
+    """The real command. With the option off the loss is that of whole rows."""
+    prepared, data = stream(tmp_path)
+    samples = from_prepared(prepared, data).train
+    model = Decoder(ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ff=64, vocab_size=272), 64)
+    model.start(0)
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that what is seen matters
+            if parameter.dim() == 2:
+                parameter *= 10
+    bytes_tokenizer().save(str(tmp_path / "words"))
+    hf.save(model, str(tmp_path / "hf"), say=lambda line: None, tokenizer_folder=str(tmp_path / "words"))
+    batch = samples.batch(np.arange(len(samples)))
+    inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
+    found = {}
+    for documents_on in ("true", "false"):
+        done = stoker.torch(
+            "train", "pretrain", "--model.load", str(tmp_path / "hf"), "--data", data.path[0], "--data.validation", "0",
+            "--data.documents", documents_on, "--context_length", "64", "--batch.tokens", str(64 * len(samples)), "--max-steps", "1",
+            "--log_every", "1", "--parallel.device", "cpu", "--no-preflight", "--name", documents_on,
+        )  # fmt: skip
+        assert done.code == 0, done.out + done.err
+        (run,) = (path for path in (stoker.cwd / "runs").glob(f"*-{documents_on}") if not path.is_symlink())
+        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        found[documents_on] = next(line["loss"] for line in lines if "loss" in line)
+    with torch.no_grad():
+        apart = alone(model, inputs, torch.from_numpy(batch.segments))
+        want = {"true": apart, "false": model(inputs)}
+    for key, logits in want.items():
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+        assert found[key] == pytest.approx(loss, rel=1e-4), key
+    assert abs(found["true"] - found["false"]) > 1e-2

@@ -259,10 +259,10 @@ def test_damaged_checkpoints_are_refused_by_name_and_the_one_before_is_taken(
     os.truncate(cut, cut.stat().st_size - 100)
     second = forks(2, tmp_path / "second", *EPOCHS, *every)
     assert second.codes == [0, 0], second.said()
-    assert re.search(rf"{newest.name} is not a sound checkpoint: .*rank-00001.safetensors", second.said()), (
+    assert re.search(rf"{newest.name} is not a valid checkpoint: .*rank-00001.safetensors", second.said()), (
         second.said()
     )
-    assert re.search(rf"{before.name} is not a sound checkpoint: .*rank-00000.safetensors", second.said()), (
+    assert re.search(rf"{before.name} is not a valid checkpoint: .*rank-00000.safetensors", second.said()), (
         second.said()
     )
     step = int(good.name.removeprefix("step-"))
@@ -442,7 +442,7 @@ def test_kills_during_saves_never_leave_a_damaged_checkpoint_and_lose_no_step(
         assert (life < KILLS and -signal.SIGKILL in job.codes) or job.codes == [0, 0], (
             f"seed {seed}, life {life}: {job.said()}"
         )
-        assert "not a sound checkpoint" not in job.said() and "not a complete checkpoint" not in job.said(), (
+        assert "not a valid checkpoint" not in job.said() and "not a complete checkpoint" not in job.said(), (
             f"seed {seed}: {job.said()}"
         )
         assert [wrong for path in steps() for wrong in verify(str(path))] == [], f"seed {seed}, life {life}"
@@ -516,7 +516,7 @@ def test_a_killed_rank_a_stop_and_a_killed_job_end_in_the_run_that_nobody_touche
     assert len(list((stoker.cwd / "runs").iterdir())) == 2, "one run, and the link to it"
     assert losses(stoker.latest) == unharmed, "not the same bits"
     out = (stoker.cwd / "out.txt").read_text()
-    assert "not a sound checkpoint" not in out
+    assert "not a valid checkpoint" not in out
     lines = [json.loads(line) for line in (stoker.latest / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(100)) and all(
         line["tokens"] == 224 * (line["step"] + 1) for line in lines
@@ -681,7 +681,7 @@ def test_a_micro_batch_that_is_the_whole_share_stays_one(monkeypatch: pytest.Mon
         data, parallel = SimpleNamespace(context_length=32), SimpleNamespace(balance="off")
         c: Any = SimpleNamespace(batch=batch, data=data, parallel=parallel)
         unused: Any = None
-        assert micro_batch(c, unused, unused, group, unused, chat=False) == micro
+        assert micro_batch(c, unused, unused, group, unused, packed=False) == micro
 
 
 def test_what_cannot_be_trained_is_one_line_before_any_rank_starts(stoker: Stoker, forks: Forks, text: Path) -> None:

@@ -271,8 +271,8 @@ def test_a_trial_of_micro_batches_and_a_head_that_is_not_read(
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows(60)))
     tried = []
 
-    def largest(c: Any, model: Any, optimizer: Any, group: Any, voice: Any, *, chat: bool, **more: Any) -> int:
-        build.random_micro_batch(c, model, group.device, 2, chat=chat)
+    def largest(c: Any, model: Any, optimizer: Any, group: Any, voice: Any, *, packed: bool, **more: Any) -> int:
+        build.random_micro_batch(c, model, group.device, 2, packed=packed)
         optimizer.zero()
         tried.append(model.config.vocab_size > c.data.context_length)
         return 2

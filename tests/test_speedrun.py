@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from conftest import machine_json, wait_for
+from conftest import Stoker, machine_json, wait_for
 from stoker.cli.speedrun import main
 from stoker.contract.names import (
     EX_CANTCREAT,
@@ -32,7 +33,7 @@ from stoker.speedrun import course, estimate, presets, rows, state
 from stoker.speedrun.child import cards_of, watt_hours
 from stoker.speedrun.drive import TooLong, Tools, too_long
 from stoker.speedrun.keys import Code, keys_of
-from stoker.speedrun.material import find, form_of_row, role_of
+from stoker.speedrun.material import find, forms_of_row, role_of
 from stoker.speedrun.stages import OUR_WORLD, Data, File, Stage, chain, config_of_stage, dependents, selected
 from stoker.training.config.amount import Amount
 from stoker.training.config.derived import Situation, derive
@@ -886,17 +887,26 @@ def parquet(path: Path, *found: Any) -> str:
         ("arc/train-00000-of-00001.parquet", {"question": "a", "choices": {}, "answerKey": "A"}, None), ("main/train-0.parquet", {"question": "a", "answer": "3"}, "prompts"),
         ("questions/train.jsonl", {"question": "a", "choices": [], "answer": 1}, "questions"),
         ("other.jsonl", {"strange": 1}, None), ("list.jsonl", [1], None),
+        ("sharegpt.json", {"conversations": [{"from": "human", "value": "a"}]}, "sft"), ("alpaca.csv", {"instruction": "a", "output": "b", "text": "c"}, "sft"),
+        ("hh/train.jsonl.gz", {"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"}, "pairs"), ("hh/test.jsonl.gz", {"chosen": "a", "rejected": "b"}, "pairs-held-out"),
+        ("ultra.jsonl.zst", {"prompt": "a", "chosen": [], "rejected": [], "messages": []}, "pairs"), ("sft.jsonl", {"prompt": "a", "chosen": [], "rejected": [], "messages": []}, "sft"),
+        ("base.jsonl", {"text": "a", "instruction": "b", "output": "c"}, "base"), ("sft.jsonl", {"question": "a", "answer": "#### 3"}, "sft"),
     ],
 )  # fmt: skip
 def test_files_are_known_by_their_name_and_their_rows(path: str, row: Any, role: str | None) -> None:
-    assert role_of(path, form_of_row(row)) == role
+    assert role_of(path, forms_of_row(row)) == role
 
 
 def test_a_name_that_does_not_fit_what_is_inside_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="called sft and its first row has no messages"):
-        role_of("sft.jsonl", "text")
-    (tmp_path / "sft.json").write_text(json.dumps([CHAT], indent=1))
-    with pytest.raises(Refusal, match="is one JSON array, and one object per line is needed"):
+    with pytest.raises(Refusal, match="called sft and its first row has no conversation"):
+        role_of("sft.jsonl", ("text",))
+    (tmp_path / "sft.jsonl").write_text(json.dumps([CHAT]))
+    with pytest.raises(Refusal, match="line 1 is a JSON list, not an object with keys"):
+        find(str(tmp_path))
+    (tmp_path / "sft.jsonl").rename(tmp_path / "sft.json")
+    assert find(str(tmp_path)).roles == {"sft": (str(tmp_path / "sft.json"),)}
+    (tmp_path / "pairs.jsonl.gz").write_bytes(gzip.compress(json.dumps(PAIR).encode() * 99)[:-20])
+    with pytest.raises(Refusal, match=r"pairs.jsonl.gz is damaged"):
         find(str(tmp_path))
 
 
@@ -946,7 +956,7 @@ def test_a_folder_of_data_takes_the_place_of_the_world_where_it_can(
     capsys.readouterr()
     assert speedrun("--data", "data", "--until", "reward") == 0
     said = capsys.readouterr().out
-    assert "1 of 201 rows can't be used: 1 with the unknown role 'wizard'; line 201; left out" in said
+    assert "1 of 201 rows can't be used: message 1 has the role 'wizard'" in said and "(row 201); left out" in said
     assert (
         "from the built-in world, because the folder has none: midtrain, prompts" in said
         and "not used: notes.pdf" in said
@@ -975,8 +985,8 @@ def test_a_folder_of_data_takes_the_place_of_the_world_where_it_can(
 @pytest.mark.parametrize(
     ("name", "bad", "said"),
     [
-        ("sft.jsonl", {"messages": [{"role": "user", "content": "x"}]}, "without a turn of the assistant"), ("sft.jsonl", {"messages": [{"role": "bot", "content": "x"}]}, "unknown role 'bot'"),
-        ("pairs.jsonl", {**PAIR, "rejected": " Hello."}, "with chosen and rejected alike"), ("prompts.jsonl", {"prompt": "x", "answer": ""}, "without an answer"),
+        ("sft.jsonl", {"messages": [{"role": "user", "content": "x"}]}, "no message is the assistant's"), ("sft.jsonl", {"messages": [{"role": "bot", "content": "x"}]}, "message 1 has the role 'bot'"),
+        ("pairs.jsonl", {**PAIR, "rejected": "Hello."}, "chosen and rejected are the same text"), ("prompts.jsonl", {"prompt": "x", "answer": ""}, "without an answer"),
     ],
 )  # fmt: skip
 def test_rows_that_can_not_be_used_are_left_out_below_one_percent_and_refused_from_there(
@@ -987,11 +997,50 @@ def test_rows_that_can_not_be_used_are_left_out_below_one_percent_and_refused_fr
     path = lines(tmp_path / name, *[good] * 99, bad)
     found = rows.check_rows(role, path)
     assert (found.total, found.bad) == (100, 1)
-    with pytest.raises(Refusal, match=f"1 of 100 rows can't be used: 1 .*{said}; line 100") as refused:
+    with pytest.raises(Refusal, match=f"1 of 100 rows can't be used: .*{said}.*row 100") as refused:
         rows.judge(path, found)
     assert refused.value.code == EX_DATAERR
     more = lines(tmp_path / name, *[good] * 100, bad)
     assert "left out" in rows.judge(more, rows.check_rows(role, more))
+
+
+def test_data_as_published_is_recognised_as_data_show_does(
+    speedrun: Speedrun, stoker: Stoker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ShareGPT in one JSON array, Alpaca as csv, hh-rlhf's dialogues and UltraFeedback's messages, packed."""
+    data = speedrun.home / "data"
+    data.mkdir()
+    asked, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
+    sharegpt = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}
+    (data / "chats.json").write_text(json.dumps([sharegpt] * 4, indent=1))
+    (data / "alpaca.csv").write_text("instruction,input,output\n" + "Say hello.,,Hello.\n" * 3)
+    hh = {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello.", "rejected": "\n\nHuman: Hi\n\nAssistant: What?"}
+    ultra = {
+        "prompt": "Hi", "messages": [asked, answer], "chosen": [asked, answer], "rejected": [asked, {**answer, "content": "What?"}], "score_chosen": 8.0,
+    }  # fmt: skip
+    for name, row in (("hh.jsonl.gz", hh), ("ultra.jsonl.gz", ultra)):
+        (data / name).write_bytes(gzip.compress((json.dumps(row) + "\n").encode() * 5))
+    assert speedrun("--data", "data", "--until", "reward") == 0
+    said = capsys.readouterr().out
+    assert "sft: alpaca.csv, chats.json; pairs: hh.jsonl.gz, ultra.jsonl.gz" in said
+    calls = {call["name"]: call for call in speedrun.calls}
+    words = calls["sft"]["words"]
+    assert [str(data / name) in " ".join(words) for name in ("alpaca.csv", "chats.json")] == [True, True]
+    pairs = Path(calls["reward"]["keys"]["reward.pairs"]).read_text().splitlines()
+    assert [json.loads(line) for line in pairs] == [hh] * 5 + [ultra] * 5
+    shown = {name: stoker("data", "show", str(data / name), "--json") for name in os.listdir(data)}
+    formats = {name: json.loads(done.out)["files"][0]["format"] for name, done in shown.items()}
+    assert formats == {
+        "chats.json": "sharegpt", "alpaca.csv": "alpaca", "hh.jsonl.gz": "preference", "ultra.jsonl.gz": "preference",
+    }  # fmt: skip
+
+
+def test_a_file_with_two_formats_is_refused_with_its_row(
+    speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = lines(speedrun.home / "data" / "sft.jsonl", *[CHAT] * 300, {"instruction": "a", "output": "b"})
+    assert speedrun("--data", "data", "--plan") == EX_DATAERR
+    assert f"{path}, line 301: the row is of format alpaca" in capsys.readouterr().out
 
 
 def test_prompts_and_pairs_in_parquet_become_the_lines_their_stages_read(speedrun: Speedrun) -> None:
@@ -1017,7 +1066,8 @@ def test_what_is_in_parquet_and_base_text_is_looked_at_before_anything_starts(
     wizard = {"messages": [{"role": "wizard", "content": "x"}]}
     parquet(data / "sft.parquet", *[CHAT] * 9, wizard)
     assert speedrun("--data", "data", "--plan") == EX_DATAERR
-    assert "1 of 10 rows can't be used: 1 with the unknown role 'wizard'; row 10" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "1 of 10 rows can't be used: message 1 has the role 'wizard'" in said and "(row 10); below 1 %" in said
     parquet(data / "sft.parquet", *[CHAT] * 200, wizard)
     assert speedrun("--data", "data", "--plan") == 0
     (data / "sft.parquet").unlink()

@@ -99,6 +99,8 @@ def _print(shown: Shown, tokenizer: str, context: int) -> None:
     print(f"  {left:,} row{'' if left == 1 else 's'} left out" + (":" if left else ""))
     for reason in shown.dropped:
         print(f"    {words(reason)}")
+    if shown.refused:
+        print(f"  training refuses this file: {shown.refused}")
     for sample in shown.samples:
         print(f"\n--- row {sample.row}{f', {sample.what}' if sample.what else ''}")
         terminal.highlighted(_with_end(sample.pieces, sample.cut))

@@ -150,6 +150,9 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     _refuse_what_can_be(stage, resolved, options, machine, gpus)
     for line in resolved.lines:
         _say(line)
+    here = options.hosts is None or STAGES[stage].learning is not None
+    if resolved.config.model.load and here and not options.dry_run:
+        _check_model(resolved.config.model)
     if resolved.config.model.load and not resolved.config.tokenizer.path:
         resolved = replace(resolved, config=with_tokenizer(resolved.config, _say))
     if not options.dry_run:
@@ -310,15 +313,27 @@ def _check_resume(config: Config, ready: Prepared) -> None:
             _say(line)
 
 
+def _check_model(asked: ModelConfig) -> None:
+    """Its config.json and the headers of its weights, before data is prepared for hours; a hub's model is fetched here, so
+    that ranks find it in the cache.
+    """
+    from stoker.training.model import hf_config, hf_files, hf_hub
+
+    folder = hf_hub.folder_of(asked.load, _say, code=asked.trust_remote_code)
+    shape = hf_config.shape_for(asked, folder)
+    if shape.engine != "transformers":
+        hf_files.check(folder, shape)
+
+
 def _check_weights(load: str, rows: int, ready: Prepared, asked: ModelConfig | None = None) -> None:
-    """Headers only; a hub's model is fetched here, so that ranks find it in the cache."""
+    """Whether they go with the data's tokenizer."""
     from stoker.training.model import hf_config, hf_files, hf_hub
     from stoker.training.model.config import ModelConfig as Asked
     from stoker.training.model.rows import with_rows
     from stoker.training.tokenizer import place, tokenizer
 
     asked = asked or Asked()
-    folder = hf_hub.folder_of(load, _say, code=asked.trust_remote_code)
+    folder = hf_hub.folder_of(load, lambda line: None, code=asked.trust_remote_code)
     shape = hf_config.shape_for(asked, folder)
     wanted = with_rows(replace(shape, vocab_size=rows or shape.vocab_size), ready.vocab_size)
     if shape.engine != "transformers":

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -13,13 +14,17 @@ from typing import Any
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import lines_of, open_regular, parse_json, text_lines
-from stoker.speedrun.rows import FAULTS, PARQUET, check_once, check_questions, check_text, copy_usable, judge
+from stoker.contract.untrusted import text_lines
+from stoker.speedrun.rows import CHECKS, TEXT_KEY, check_once, check_questions, check_text, copy_usable, judge
 from stoker.speedrun.stages import FILES, OUR_WORLD, Data, File, Place
 from stoker.training.data.digests import digest_files
+from stoker.training.data.formats.questions import LETTERS
+from stoker.training.data.formats.table import recognise, recognise_any
 from stoker.training.data.ours import files_below
+from stoker.training.data.rows import is_known, kind_of, rows
+from stoker.training.data.unpack import packing_of, unpacked_name
 
-TEXT, ROWS, CSV = (".txt", ".text", ".md"), (".jsonl", ".ndjson", ".json"), ".csv"
+CSV = ".csv"
 # A name that says a role must hold what the role needs; `test`, `train`, `val` only say which half of something it is.
 _ROLES = {
     "base": "base", "pretrain": "base", "midtrain": "midtrain", "sft": "sft", "chat": "sft", "pair": "pairs", "preference": "pairs", "prompt": "prompts",
@@ -35,12 +40,14 @@ _OF_FORM = {
     "problem": "prompts",
     "choice": "questions",
 }
-_WORDS = {"text": "text", "chat": "messages", "pair": "prompt, chosen and rejected", "prompt": "prompt and answer", "problem": "question and answer",
-          "choice": "question, choices and answer"}  # fmt: skip
+# Formats whose rows are more than conversations.
+_ASKING = {"prompt-answer": "prompt", "gsm8k": "problem", "arc": "choice", "mmlu": "choice"}
+_WORDS = {"text": "text", "chat": "conversation (`stoker docs data` lists the formats)", "pair": "chosen and rejected", "prompt": "prompt and answer",
+          "problem": "question and answer", "choice": "question, choices and answer"}  # fmt: skip
 _HELD = re.compile(r"held.?out|(^|[-_.])(valid\w*|val|dev|test|eval)([-_.]|$)")
 _LOOKED_FOR = (
-    "base* or *.txt or rows with text; sft* or chat* with messages; pairs* with prompt, chosen, rejected; prompts* or"
-    " GSM8K's train.jsonl; questions* or test* (GSM8K, ARC, MMLU)"
+    "base* or *.txt or rows with text; sft* or chat* with conversations (messages, ShareGPT, Alpaca …); pairs* with"
+    " chosen and rejected; prompts* or GSM8K's train.jsonl; questions* or test* (GSM8K, ARC, MMLU)"
 )
 HELD_OUT = "-held-out"
 TRAIN, HALVES = (
@@ -49,7 +56,6 @@ TRAIN, HALVES = (
 )  # beside test, of published questions
 _PART = re.compile(rf"(^|[-_.])(test|{'|'.join((*TRAIN, *HALVES))})([-_.]|$)")
 _SHARD = re.compile(r"-\d+-of-\d+$")  # of the hub
-ARRAY = "array"
 _ONE_FILE = ("pairs", "prompts", *(name for name in FILES if name.endswith(HELD_OUT)))  # keys that name one path
 
 
@@ -67,10 +73,10 @@ def find(folder: str) -> Found:
     tables: dict[str, list[str]] = {}
     for path in files_below(folder, lambda line: None):
         shown = os.path.relpath(path, folder)
-        if path.lower().endswith(CSV):
+        if path.lower().endswith(CSV) and _is_mmlu(path):
             tables.setdefault(os.path.dirname(path), []).append(path)
             continue
-        role = role_of(shown, form_of(path))
+        role = role_of(shown, forms_of(path, shown))
         if role is None:
             unused.append(shown)
         else:
@@ -80,7 +86,7 @@ def find(folder: str) -> Found:
         unused += [shown for path in roles["questions"] if (shown := os.path.relpath(path, folder)) not in asked]
         roles["questions"] = [path for path in roles["questions"] if os.path.relpath(path, folder) in asked]
     for place, paths in tables.items():
-        if os.path.basename(place).lower() in (*TRAIN, *HALVES) or not all(_is_mmlu(path) for path in paths):
+        if os.path.basename(place).lower() in (*TRAIN, *HALVES):
             unused += [os.path.relpath(path, folder) for path in paths]
         else:  # one folder of many subjects is one task
             roles.setdefault("questions", []).append(place if len(paths) > 1 else paths[0])
@@ -90,28 +96,35 @@ def find(folder: str) -> Found:
     return Found({role: tuple(paths) for role, paths in roles.items()}, tuple(unused))
 
 
-def role_of(shown: str, form: str | None) -> str | None:
-    """`shown`: the path inside the folder; `form`: what the first row holds. None: no role. Pure."""
-    parts = [os.path.splitext(part)[0].lower() for part in reversed(shown.split(os.sep))]
-    named = next(
-        (role for part in parts for word, role in _ROLES.items() if re.match(rf"{word}s?([-_.\d]|$)", part)), None
-    )
-    if named is not None and form == ARRAY:
-        fix = f"`jq -c '.[]' {shown} > {os.path.splitext(shown)[0]}.jsonl` makes it so"
-        raise Refusal(f"--data: {shown} is one JSON array, and one object per line is needed: {fix}", EX_DATAERR)
-    if named is not None and shown.lower().endswith((*TEXT, *ROWS, PARQUET)) and form not in _FORMS[named]:
+def role_of(shown: str, forms: Sequence[str]) -> str | None:
+    """`shown`: the path inside the folder; `forms`: what the first row can be, most likely first. None: no role. Pure."""
+    parts, named = _parts(shown), _named(shown)
+    form = next((form for form in forms if named is None or form in _FORMS[named]), None)
+    if named is not None and is_known(shown) and form is None:
         wanted = " or ".join(_WORDS[one] for one in _FORMS[named])
         raise Refusal(
             f"--data: {shown} is called {named} and its first row has no {wanted}; fix it, or give it another name",
             EX_DATAERR,
         )
-    if form in (None, ARRAY) or (named is None and shown.lower().endswith(".md")):
+    if form is None or (named is None and shown.lower().endswith(".md")):
         return None
     if named is None and form == "choice" and any((half := _PART.search(part)) and half[2] in TRAIN for part in parts):
         return None
     held = any(_HELD.search(part) for part in parts)
     role = named or ("questions" if held and form in _FORMS["questions"] else _OF_FORM[form])
     return role + HELD_OUT if held and role != "questions" else role
+
+
+def _parts(shown: str) -> list[str]:
+    return [os.path.splitext(unpacked_name(part))[0].lower() for part in reversed(shown.split(os.sep))]
+
+
+def _named(shown: str) -> str | None:
+    """The role that its name says."""
+    return next(
+        (role for part in _parts(shown) for word, role in _ROLES.items() if re.match(rf"{word}s?([-_.\d]|$)", part)),
+        None,
+    )
 
 
 def tested(shown: Sequence[str]) -> set[str]:
@@ -132,59 +145,38 @@ def _named_questions(shown: str) -> bool:
     return any(re.match(r"questions?([-_.\d]|$)", part) for part in shown.lower().split(os.sep))
 
 
-def form_of(path: str) -> str | None:
-    ending = os.path.splitext(path)[1].lower()
-    if ending in TEXT:
-        return "text"
-    if ending == PARQUET:
-        from stoker.training.data.parquet import open_parquet
+def forms_of(path: str, shown: str) -> tuple[str, ...]:
+    if not is_known(path):
+        return ()
+    if kind_of(path) == "text":
+        return ("text",)
+    try:
+        _, row = next(iter(rows(path)), (0, None))
+    except Refusal:
+        if _named(shown) is None:
+            return ()  # reported as a file that is not used
+        raise
+    except OSError as problem:
+        raise Refusal(f"--data: {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+    return forms_of_row(row)
 
-        return form_of_row(dict.fromkeys(open_parquet(path).schema_arrow.names, ""))
-    if ending in ROWS:
-        return ARRAY if _begins_a_list(path) else form_of_row(_first_row(path))
-    return None
 
-
-def form_of_row(row: Any) -> str | None:
+def forms_of_row(row: Any) -> tuple[str, ...]:
+    """What it can be for, as `stoker data show` recognises it first; a question can be learned as a chat, too."""
     if not isinstance(row, dict):
-        return None
-    for form, needed in (
-        ("chat", ("messages",)),
-        ("pair", ("chosen", "rejected")),
-        ("choice", ("question", "choices")),
-        ("problem", ("question", "answer")),
-        ("prompt", ("prompt", "answer")),
-        ("text", ("text",)),
-    ):
-        if all(name in row for name in needed):
-            return form
-    inside = row.get("question")
-    return "choice" if isinstance(inside, dict) and "choices" in inside else None  # ARC as AI2 publishes it
-
-
-def _begins_a_list(path: str) -> bool:
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            return file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    except OSError as problem:
-        raise Refusal(f"--data: {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
-
-
-def _first_row(path: str) -> Any:
-    try:
-        for line in lines_of(path):
-            if not line.isspace():
-                return parse_json(line.removeprefix(b"\xef\xbb\xbf"))
-    except OSError as problem:
-        raise Refusal(f"--data: {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
-    except ValueError:
-        return None  # said as a file that is not used, or refused by its name
-    return None
+        return ()
+    found, made, chat = list[str](), recognise_any(row), recognise(row)
+    if made is not None:
+        found.append("pair" if made.preference is not None else _ASKING.get(made.name, "chat"))
+    if isinstance(row.get(TEXT_KEY), str):
+        found.append("text")
+    return (*found, "chat") if chat is not None and "chat" not in found else tuple(found)
 
 
 def _is_mmlu(path: str) -> bool:
     try:
-        return len(next(csv.reader(text_lines(path)), [])) == 6
+        cells = next(csv.reader(text_lines(path)), [])
+        return len(cells) == 6 and cells[-1].strip().upper() in (*LETTERS[:4], "ANSWER")
     except (OSError, ValueError, csv.Error) as problem:
         raise Refusal(f"--data: {path} can't be read: {problem}", EX_NOINPUT) from problem
 
@@ -252,22 +244,48 @@ def _role(role: str, paths: list[str], speedrun: str, cache: str) -> tuple[tuple
     if kind == "base":
         for path in paths:
             check_text(path, known[path], cache)
-    rows = [path for path in paths if path.lower().endswith((*ROWS, PARQUET))] if kind in FAULTS else []
-    said = [line for path in rows if (line := judge(path, check_once(kind, path, known[path], cache)))]
-    others = [path for path in paths if path not in rows]
-    if role in _ONE_FILE and len(paths) > 1 and (others or not rows):
+    listed = [path for path in paths if kind_of(path) != "text"] if kind in CHECKS else []
+    said = {path: judge(path, check_once(kind, path, known[path], cache)) for path in listed}
+    lines = [line for line in said.values() if line]
+    others = [path for path in paths if path not in listed]
+    if role in _ONE_FILE and len(paths) > 1 and (others or not listed):
         raise Refusal(
             f"--data: {len(paths)} files for {role} ({', '.join(map(os.path.basename, paths[:4]))}): make them one",
             EX_DATAERR,
         )
-    as_lines = kind in ("pairs", "prompts") and any(
-        path.lower().endswith(PARQUET) for path in rows
-    )  # their stages read jsonl
-    if not said and not as_lines and not (role in _ONE_FILE and len(rows) > 1):
-        return tuple(File(path, known[path]) for path in paths), [], []
-    digest = together([known[path] for path in rows])
-    copy = Copy(kind, tuple(rows), os.path.join(os.path.abspath(speedrun), "data", f"{role}-{digest[:12]}.jsonl"))
-    return (File(copy.target, digest), *(File(path, known[path]) for path in others)), [copy], said
+
+    def copy_of(sources: Sequence[str]) -> tuple[Copy, File]:
+        digest = together([known[path] for path in sources])
+        target = os.path.join(os.path.abspath(speedrun), "data", f"{role}-{digest[:12]}.jsonl")
+        return Copy(kind, tuple(sources), target), File(target, digest)
+
+    if role in _ONE_FILE and len(listed) > 1:
+        _refuse_unlike(role, listed)
+        copy, place = copy_of(listed)
+        return (place,), [copy], lines
+    # Rows that can't be used are left out here: a stage's held-out part may be so small that one is too many.
+    as_lines = [path for path in listed if said[path] or (kind in ("pairs", "prompts") and not _is_plain(path))]
+    copies = {path: copy_of([path]) for path in as_lines}
+    places = tuple(copies[path][1] if path in copies else File(path, known[path]) for path in paths)
+    return places, [copy for copy, _ in copies.values()], lines
+
+
+def _is_plain(path: str) -> bool:
+    """As the stages of pairs and prompts read it."""
+    return kind_of(path) == "jsonl" and not packing_of(path)
+
+
+def _refuse_unlike(role: str, paths: Sequence[str]) -> None:
+    """Rows of one file have one format."""
+    formats = {path: made.name if (made := recognise_any(row)) else "" for path in paths for _, row in _first(path)}
+    names = list(dict.fromkeys(formats.values()))
+    if len(names) > 1 and not set(names) <= set(_ASKING):
+        of = ", ".join(f"{os.path.basename(path)}: {name}" for path, name in list(formats.items())[:4])
+        raise Refusal(f"--data: the files for {role} have several formats ({of}): use one format", EX_DATAERR)
+
+
+def _first(path: str) -> Sequence[tuple[int, dict[str, Any]]]:
+    return list(itertools.islice(rows(path), 1))
 
 
 def _summary(folder: str, found: Found) -> str:

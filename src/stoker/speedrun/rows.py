@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import lines_of, parse_json, read_json
+from stoker.contract.untrusted import read_json
 from stoker.contract.wholefile import WholeFile, sync_folder, write_json
-from stoker.training.data.parquet import open_parquet, read_rows
-from stoker.training.data.read import MESSAGES, texts
+from stoker.training.data.formats.format import Format, Unusable
+from stoker.training.data.formats.preferences import preference
+from stoker.training.data.formats.table import recognise
+from stoker.training.data.read import key_names, texts, turns_in
+from stoker.training.data.reasons import TOLERATED, Reasons
+from stoker.training.data.rows import Row, as_line, counted_in, rows
 from stoker.training.data.sources import find_sources
 from stoker.training.data.units import split
-from stoker.training.tokenizer.chat import LEARNED, ROLES
+from stoker.training.tokenizer.chat import ROLES
 
-TOLERATED = 0.01
+Check = Callable[[int, Row], None]  # of a row's number and the row
 SCHEMA = 1
-NAMED = 5  # lines that a message names
-PARQUET, TEXT_KEY = ".parquet", "text"
+RULES = 2  # raised when the same rows would be judged otherwise
+TEXT_KEY = "text"
 MOST_SPANS = 256  # of 1 MB
 
 
@@ -28,38 +31,39 @@ MOST_SPANS = 256  # of 1 MB
 class Checked:
     total: int
     bad: int
-    why: str  # for people: how many of which kind, and the first lines
+    why: str  # for people: the reasons, how many rows each has, and which
 
 
-def chat_fault(row: dict[str, Any]) -> str:
-    told = row.get(MESSAGES)
-    if not isinstance(told, list) or not told:
-        return "without messages"
-    for one in told:
-        if not isinstance(one, dict) or one.get("role") not in ROLES:
-            return f"with the unknown role {one.get('role') if isinstance(one, dict) else one!r}"
-        if not isinstance(one.get("content"), str):
-            return "with a message that is no text"
-    return "" if any(one["role"] == LEARNED for one in told) else f"without a turn of the {LEARNED}"
+def _chats(path: str) -> Check:
+    """By the format of the first row that has one, as training reads the file."""
+    chosen: list[Format] = []
+
+    def check(number: int, row: Row) -> None:
+        made = chosen[0] if chosen else recognise(row)
+        if made is None:
+            raise Unusable(f"no known format of conversations; its keys: {key_names(row)}")
+        chosen[:] = [made]
+        turns_in(row, made, lambda: f"{path}, {counted_in(path)} {number}")
+
+    return check
 
 
-def pair_fault(row: dict[str, Any]) -> str:
-    if not _asks(row.get("prompt")):
-        return "without a prompt"
-    if not all(isinstance(row.get(name), str) and row[name].strip() for name in ("chosen", "rejected")):
-        return "without chosen and rejected as texts"
-    return "with chosen and rejected alike" if row["chosen"].strip() == row["rejected"].strip() else ""
+def _pairs(path: str) -> Check:
+    def check(number: int, row: Row) -> None:
+        preference(row)
+
+    return check
 
 
-def prompt_fault(row: dict[str, Any]) -> str:
-    if not _asks(row.get("prompt", row.get("question"))):
-        return "without a prompt"
-    answer = row.get("answer")
-    return (
-        ""
-        if isinstance(answer, (str, int, float)) and not isinstance(answer, bool) and str(answer).strip()
-        else "without an answer"
-    )
+def _prompts(path: str) -> Check:
+    def check(number: int, row: Row) -> None:
+        if not _asks(row.get("prompt", row.get("question"))):
+            raise Unusable("without a prompt")
+        answer = row.get("answer")
+        if isinstance(answer, bool) or not isinstance(answer, (str, int, float)) or not str(answer).strip():
+            raise Unusable("without an answer")
+
+    return check
 
 
 def _asks(prompt: Any) -> bool:
@@ -72,64 +76,39 @@ def _asks(prompt: Any) -> bool:
     )
 
 
-FAULTS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "midtrain": chat_fault,
-    "sft": chat_fault,
-    "pairs": pair_fault,
-    "prompts": prompt_fault,
+# Of each role: what judges a file's rows. It raises Unusable.
+CHECKS: dict[str, Callable[[str], Check]] = {
+    "midtrain": _chats,
+    "sft": _chats,
+    "pairs": _pairs,
+    "prompts": _prompts,
 }
 
 
-def rows_of(path: str, fault: Callable[[dict[str, Any]], str]) -> Iterator[tuple[int, bytes, str]]:
-    """(line number, the line, what is wrong with it); a row of a parquet file is the line it would be."""
-    if path.lower().endswith(PARQUET):
-        for number, row in enumerate(_parquet(path), 1):
-            yield number, json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass"), fault(row)
-        return
-    try:
-        for number, line in enumerate(lines_of(path), 1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if line.isspace() or not line:
-                continue
-            try:
-                row = parse_json(line)
-            except ValueError:
-                yield number, line, "not JSON"
-                continue
-            yield number, line, fault(row) if isinstance(row, dict) else "not an object"
-    except OSError as problem:
-        raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
-    except ValueError as problem:
-        raise Refusal(f"{path}: {problem}: is this a row per line?", EX_DATAERR) from problem
-
-
-def _parquet(path: str) -> Iterator[dict[str, Any]]:
-    table = open_parquet(path)
-    for group in range(table.metadata.num_row_groups):
-        for some in read_rows(path, table, group, table.schema_arrow.names):
-            yield from some
+def rows_of(role: str, path: str) -> Iterator[tuple[int, Row, str]]:
+    """(number, row, why it can't be used)."""
+    check = CHECKS[role](path)
+    for number, row in rows(path):
+        try:
+            check(number, row)
+        except Unusable as problem:
+            yield number, row, str(problem)
+        else:
+            yield number, row, ""
 
 
 def check_rows(role: str, path: str) -> Checked:
-    """Refuses nothing: what is found is judged by `judge`, over all files of a role."""
-    total, kinds, lines = 0, dict[str, int](), list[int]()
-    for number, _, wrong in rows_of(path, FAULTS[role]):
+    """What is found is judged by `judge`. A file that is no JSON or has rows of two formats is refused at once."""
+    total, wrong = 0, Reasons()
+    for number, _, why in rows_of(role, path):
         total += 1
-        if wrong:
-            kinds[wrong] = kinds.get(wrong, 0) + 1
-            lines += [number] if len(lines) < NAMED else []
-    bad = sum(kinds.values())
-    counted = ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items(), key=lambda item: -item[1]))
-    places = (
-        f"{'row' if path.lower().endswith(PARQUET) else 'line'}{'s' if bad > 1 else ''}"
-        f" {', '.join(map(str, lines))}{' …' if bad > len(lines) else ''}"
-    )
-    return Checked(total, bad, f"{counted}; {places}" if bad else "")
+        if why:
+            wrong.add(why, number)
+    return Checked(total, wrong.count, str(wrong))
 
 
 def judge(path: str, checked: Checked) -> str:
-    """The line to be said about rows that are left out; empty where all are sound."""
+    """The line about rows that are left out; empty where all can be used."""
     if not checked.total:
         raise Refusal(f"{path} has no rows", EX_DATAERR)
     if not checked.bad:
@@ -142,7 +121,7 @@ def judge(path: str, checked: Checked) -> str:
 
 def check_once(role: str, path: str, digest: str, cache: str) -> Checked:
     """Remembered by the file's bytes: a finished speedrun reads no data."""
-    return _once(f"{digest}:{FAULTS[role].__name__}", lambda: check_rows(role, path), cache)
+    return _once(f"{digest}:{role}:{RULES}", lambda: check_rows(role, path), cache)
 
 
 def _once(name: str, check: Callable[[], Checked], cache: str) -> Checked:
@@ -193,5 +172,5 @@ def copy_usable(role: str, sources: Sequence[str], target: str) -> None:
     os.makedirs(os.path.dirname(target), exist_ok=True)
     with WholeFile(target) as file:
         for path in sources:
-            file.writelines(line.rstrip(b"\r\n") + b"\n" for _, line, wrong in rows_of(path, FAULTS[role]) if not wrong)
+            file.writelines(as_line(row) for _, row, wrong in rows_of(role, path) if not wrong)
     sync_folder(os.path.dirname(target))

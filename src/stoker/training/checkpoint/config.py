@@ -20,7 +20,7 @@ class CheckpointConfig:
     keep: int = option("the newest so many stay", default=2, limit=limits.FROM_ONE)
     keep_best: bool = option("the one with the best validation loss stays too", default=True)
     resume: str = option(
-        "auto: this run's newest sound checkpoint; never; a run directory (runs/ID) or a checkpoint's folder",
+        "auto: this run's newest valid checkpoint; never; a run directory (runs/ID) or a checkpoint's folder",
         default="auto",
         metavar="WHERE",
     )

@@ -1,4 +1,4 @@
-"""Finding the newest sound checkpoint and reading it, at any world size, sharded or not."""
+"""Finding the newest valid checkpoint and reading it, at any world size, sharded or not."""
 
 from __future__ import annotations
 
@@ -111,15 +111,15 @@ def open_checkpoint(path: str) -> Checkpoint:
     try:
         manifest = decode(data)
     except ValueError as problem:
-        raise Refusal(f"{path} is not a sound checkpoint: {NAME}: {problem}", EX_DATAERR) from problem
+        raise Refusal(f"{path} is not a valid checkpoint: {NAME}: {problem}", EX_DATAERR) from problem
     wrong = sizes_wrong_in(path, manifest.files)
     if wrong:
-        raise Refusal(f"{path} is not a sound checkpoint: {wrong[0]}", EX_DATAERR)
+        raise Refusal(f"{path} is not a valid checkpoint: {wrong[0]}", EX_DATAERR)
     return Checkpoint(path, manifest)
 
 
 def verify(path: str) -> list[str]:
-    """Reads every byte: what is wrong, one line per bad file; nothing when it is sound."""
+    """Reads every byte: what is wrong, one line per bad file; nothing when it is valid."""
     try:
         return wrong_in(path, open_checkpoint(path).manifest.files)
     except Refusal as problem:
@@ -127,7 +127,7 @@ def verify(path: str) -> list[str]:
 
 
 def find(folder: str, say: Callable[[str], None], of_run: str = "") -> Checkpoint | None:
-    """The newest sound checkpoint; damaged ones are reported and passed over. `of_run`: only that run's own."""
+    """The newest valid checkpoint; damaged ones are reported and passed over. `of_run`: only that run's own."""
     try:
         repair(folder)
     except OSError as problem:  # a folder that may only be read
@@ -147,5 +147,5 @@ def find(folder: str, say: Callable[[str], None], of_run: str = "") -> Checkpoin
         wrong = wrong_in(path, found.manifest.files)
         if not wrong:
             return found
-        say(f"{path} is not a sound checkpoint: {'; '.join(wrong)}; looking at the one before")
+        say(f"{path} is not a valid checkpoint: {'; '.join(wrong)}; looking at the one before")
     return None

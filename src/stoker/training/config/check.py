@@ -135,9 +135,10 @@ def _combinations(checking: _Checking, on_cpu: bool | None) -> None:
             f"parallel.comm {parallel.comm} averages the optimizer's moments in a checkpoint, and optim.kind adamw8bit"
             " has codes instead: use adamw or muon"
         )
-    if compute.attention in ("flash", "cudnn") and (compute.dtype == "fp32" or config.data.kind == "chat"):
-        line = f"compute.attention {compute.attention} takes neither fp32 nor packed conversations: use auto"
-        checking.refuse(line, "compute.attention", "compute.dtype", "data.kind")
+    packed = config.data.kind == "chat" or config.data.documents
+    if compute.attention in ("flash", "cudnn") and (compute.dtype == "fp32" or packed):
+        line = f"compute.attention {compute.attention} takes neither fp32 nor packed documents: use auto"
+        checking.refuse(line, "compute.attention", "compute.dtype", "data.kind", "data.documents")
     only_gpu = {"fp8": "tensorwise", "cuda_graphs": "on", "loss": "liger", "attention": "cudnn"}
     for name, value in only_gpu.items():
         if on_cpu and getattr(compute, name) == value:

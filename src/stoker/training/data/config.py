@@ -38,6 +38,11 @@ class DataConfig:
         default="stream",
         choices=("stream", "chat"),
     )
+    documents: bool = option(
+        "of a stream: a token sees only its own document, not the ones before it in the same sample (chats are always"
+        " learned so)",
+        default=False,
+    )
     max_samples: int = option("train on the first so many samples only (0: all)", default=0, limit=limits.LARGE)
     cache: str = option("where prepared data and trained tokenizers are kept", default="cache", metavar="DIR")
     num_workers: int = option("processes that prepare data (0: one per core)", default=0, limit=limits.COUNT)

@@ -21,6 +21,7 @@ from stoker.training.data.order import Mixture, mixture_of
 from stoker.training.data.ours import own_cache, tag
 from stoker.training.data.prepared import TOKENIZER, Prepared, from_manifest
 from stoker.training.data.read import MESSAGES, conversations, texts
+from stoker.training.data.reasons import TOLERATED
 from stoker.training.data.recognise import with_formats
 from stoker.training.data.sources import Source, find_sources, share_of
 from stoker.training.data.units import PACKING, Span, check_unchanged, jobs_of, split, split_each
@@ -31,7 +32,6 @@ from stoker.training.tokenizer.tokenizer import Tokenizer, load
 
 Say = Callable[[str], None]
 PROBES, PROBE_BYTES = 16, 1 << 14
-TOLERATED = 0.01  # a smaller share of rows that are no conversations is left out
 
 
 @shape
@@ -221,7 +221,7 @@ def _probes(spans: Sequence[Span], data: DataConfig) -> Iterator[bytes]:
 
 
 def _check_content(told: dict[str, Any], data: DataConfig, given: Given, say: Say) -> None:
-    names = ", ".join(source.path for source in given.train[:3]) + (
+    names = ", ".join(source.name or source.path for source in given.train[:3]) + (
         f" and {len(given.train) - 3} more" if len(given.train) > 3 else ""
     )
     train = told["splits"]["train"]

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, BinaryIO
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import as_json, shape
 from stoker.contract.untrusted import open_regular, printable
-from stoker.training.data.formats.format import Unusable, checked, in_bytes, refuse_mixed
+from stoker.training.data.formats.format import Format, Turn, Unusable, checked, in_bytes, refuse_mixed
 from stoker.training.data.formats.table import FORMATS, known, recognise
 from stoker.training.data.jsonl import parse_row, utf8
 from stoker.training.data.looks import as_text, refuse_binary
@@ -67,16 +68,10 @@ def conversations(span: Span, wrong: list[Remark]) -> Iterator[tuple[list[Messag
     if span.form == "text":
         raise Refusal(f"{span.shown} is plain text; data.kind=chat takes rows of {known()}", EX_DATAERR)
     chosen = FORMATS[span.format or MESSAGES]
-    assert chosen.conversation is not None, "prepare has looked"
     found = 0
     for row, place in rows(span, chosen.columns):
         try:
-            if not chosen.recognises(row):
-                other = recognise(row)
-                if other is not None and not span.mixed:
-                    raise refuse_mixed(at(place), other, chosen)
-                raise Unusable(f"no {chosen.about}; its keys: {key_names(row)}{_did_you_mean(chosen.columns[0], row)}")
-            messages = in_bytes(checked(chosen.conversation(row)))
+            messages = in_bytes(turns_in(row, chosen, None if span.mixed else partial(at, place)))
         except Unusable as problem:
             wrong.append(remark(place, f": {problem}"))
             if len(wrong) == HOPELESS and not found:
@@ -84,6 +79,19 @@ def conversations(span: Span, wrong: list[Remark]) -> Iterator[tuple[list[Messag
             continue
         found += 1
         yield messages, place
+
+
+def turns_in(row: Mapping[str, Any], chosen: Format, where: Callable[[], str] | None) -> list[Turn]:
+    """A row of a file of `chosen` rows. Raises Unusable. `where`: names the row, to refuse one of another format; None:
+    that one is unusable.
+    """
+    assert chosen.conversation is not None
+    if not chosen.recognises(row):
+        other = recognise(row)
+        if other is not None and where is not None:
+            raise refuse_mixed(where(), other, chosen)
+        raise Unusable(f"no {chosen.about}; its keys: {key_names(row)}{_did_you_mean(chosen.columns[0], row)}")
+    return checked(chosen.conversation(row))
 
 
 def _stretch(span: Span) -> bytes:

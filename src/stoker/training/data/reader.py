@@ -20,15 +20,15 @@ IGNORED = -100  # a target that is not learned
 class Batch:
     inputs: NDArray[np.int64]  # [n, T]
     targets: NDArray[np.int64]  # [n, T]
-    segments: NDArray[np.int32] | None  # [n, T]: which conversation of its row a token belongs to; None: a row is one
+    segments: NDArray[np.int32] | None  # [n, T]: which document of its row a token belongs to; None: a row is one
 
 
 class Samples:
     """Stream: sample i is tokens[i*T : i*T + T + 1]; of validation the last one may be shorter, its rest is not
-    learned. Chat: sample i is row i.
+    learned. Chat: sample i is row i. `documents`: data.documents.
     """
 
-    def __init__(self, prepared: Prepared | str, split: str, context_length: int) -> None:
+    def __init__(self, prepared: Prepared | str, split: str, context_length: int, documents: bool = False) -> None:
         folder = prepared if isinstance(prepared, str) else prepared.folder
         told = read_manifest(folder)
         if told is None:
@@ -40,6 +40,7 @@ class Samples:
             )
         self.split, self.context = split, context_length
         self.chat = told["kind"] == "chat"
+        self.packed = self.chat or documents
         self.end_id = int(told["end_id"])
         about = told["splits"][split]
         self.tokens = int(about["tokens"])
@@ -85,13 +86,18 @@ class Samples:
                 short = begins + width - self.tokens  # positions past the end, of the last sample only
                 for place in np.flatnonzero(short > 0).tolist():
                     targets[place, -int(short[place]) :] = IGNORED
-            return Batch(inputs, targets, None)
+            return Batch(inputs, targets, self._documents(inputs) if self.packed else None)
         bits = np.empty((len(begins), width), dtype=np.uint8)
         for mask, begin in zip(bits, begins.tolist(), strict=True):
             self._fill(mask, begin, self._masks, 0)
         targets[(bits[:, 1:] & LEARN) == 0] = IGNORED
         segments = np.cumsum((bits[:, :-1] & BEGIN) != 0, axis=1, dtype=np.int32) - 1
         return Batch(inputs, targets, segments.astype(np.int32))
+
+    def _documents(self, inputs: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Of a stream: the token that ends a document is its last one."""
+        ends = np.cumsum(inputs == self.end_id, axis=1, dtype=np.int32)
+        return np.pad(ends[:, :-1], ((0, 0), (1, 0)))
 
     def _fill(
         self, row: NDArray[np.int64] | NDArray[np.uint8], begin: int, files: list[NDArray[np.generic]], rest: int

@@ -6,6 +6,8 @@ from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
 
 NAMED = 5  # rows that a line names for each reason
+TOLERATED = 0.01  # a smaller share of rows that can't be used is left out
+MOST_LONG = 0.5  # a larger share of pairs that are too long is refused
 
 
 @shape

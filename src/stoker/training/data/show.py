@@ -14,11 +14,11 @@ from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.training.data.encode import Encoded, conversation_ids, pair_ids
 from stoker.training.data.formats.format import Format, Row, Unusable, checked, text_of
-from stoker.training.data.formats.table import AUTO, FORMATS, TEXT, known, recognise
+from stoker.training.data.formats.table import AUTO, FORMATS, TEXT, known, recognise, recognise_any
 from stoker.training.data.jsonl import utf8
 from stoker.training.data.looks import as_text, check_head, refuse_binary
 from stoker.training.data.read import key_names
-from stoker.training.data.reasons import Reason, Reasons
+from stoker.training.data.reasons import MOST_LONG, TOLERATED, Reason, Reasons
 from stoker.training.data.rows import LONGEST_LINE, kind_of, rows
 from stoker.training.data.unpack import open_unpacked, packing_of
 from stoker.training.tokenizer import chat
@@ -59,6 +59,7 @@ class Shown:
     tokens: int
     learned: int
     long: int  # conversations that lose their end
+    refused: str  # why training does not take the file at all; empty: it does
     dropped: tuple[Reason, ...]
     samples: tuple[Sample, ...]
 
@@ -71,12 +72,28 @@ class _Row:
     long: bool = False
 
 
+@shape
+class _Counted:
+    total: int
+    used: int
+    wrong: int  # that no context length makes usable
+    mixed: int  # the first one of another format; 0: there is none
+
+
+class _TooLong(Unusable):
+    """Training leaves such rows out, however many."""
+
+
+class _OtherFormat(Unusable):
+    """Training on conversations refuses the file, unless `data.format` is given."""
+
+
 def show(path: str, ask: Ask, say: Callable[[str], None]) -> Shown:
     if kind_of(path) == "text":
         return _text_file(path, ask)
     dropped = Reasons(ROWS_NAMED)
     samples: list[Sample] = []
-    total = used = tokens = learned = long = 0
+    total = used = tokens = learned = long = wrong = mixed = 0
     made: Format | None = FORMATS.get(ask.format)
     view = TEXTS if ask.format == TEXT else _view(made)
     if made is not None:
@@ -96,6 +113,8 @@ def show(path: str, ask: Ask, say: Callable[[str], None]) -> Shown:
             found = _encoded(row, made, view, ask)
         except Unusable as problem:
             dropped.add(str(problem), number)
+            wrong += not isinstance(problem, _TooLong)
+            mixed = mixed or (number if isinstance(problem, _OtherFormat) else 0)
             continue
         used, long = used + 1, long + found.long
         for what, (ids, mask) in found.parts:
@@ -103,11 +122,26 @@ def show(path: str, ask: Ask, say: Callable[[str], None]) -> Shown:
             if used <= SAMPLES:
                 samples.append(_sample(number, what, ids, mask, ask.tokenizer))
     if view is None:
-        first = dropped.all[0].why if dropped.count else "it has no rows"
-        raise Refusal(f"{path}: {first}; known: text: {ask.text_key}; {known()}", EX_DATAERR)
+        if not total:
+            raise Refusal(f"{path} is empty: it has no rows", EX_DATAERR)
+        raise Refusal(f"{path}: {dropped.all[0].why}; known: text: {ask.text_key}; {known()}", EX_DATAERR)
     name, about = (made.name, made.about) if made is not None else (TEXT, f"the column {ask.text_key}")
+    refused = _refused(view, _Counted(total, used, wrong, mixed if ask.format == AUTO else 0))
     left_out, shown = tuple(dropped.all), tuple(samples)
-    return Shown(path, name, about, view, total, used, tokens, learned, long, left_out, shown)
+    return Shown(path, name, about, view, total, used, tokens, learned, long, refused, left_out, shown)
+
+
+def _refused(view: str, rows: _Counted) -> str:
+    if view == TEXTS:
+        return "every row must have a text" if rows.wrong else ""
+    if view == CHATS and rows.mixed:
+        return f"row {rows.mixed} is of another format (--data.format leaves such rows out)"
+    if rows.wrong and rows.wrong >= TOLERATED * rows.total:
+        return f"{rows.wrong:,} of {rows.total:,} rows can't be used, 1 % or more"
+    long = rows.total - rows.used - rows.wrong
+    if not rows.used or (view == PAIRS and long > MOST_LONG * rows.total):
+        return f"{long:,} of {rows.total:,} rows are too long for the context length"
+    return ""
 
 
 def _view(made: Format | None) -> str | None:
@@ -117,7 +151,7 @@ def _view(made: Format | None) -> str | None:
 
 
 def _recognised(row: Row, text_key: str) -> tuple[Format | None, str | None]:
-    made = recognise(row, pairs=True) or recognise(row)
+    made = recognise_any(row)
     if made is None and isinstance(row.get(text_key), str):
         return None, TEXTS
     return made, _view(made)
@@ -130,18 +164,19 @@ def _encoded(row: Row, made: Format | None, view: str, ask: Ask) -> _Row:
     if not made.recognises(row):
         other = recognise(row)
         what = f"of format {other.name}" if other is not None else f"of no known format (keys: {key_names(row)})"
-        raise Unusable(f"a row {what} in a file of {made.name}")
+        kind = Unusable if other is None else _OtherFormat
+        raise kind(f"a row {what} in a file of {made.name}")
     if view == PAIRS:
         assert made.preference is not None
         better, worse = pair_ids(made.preference(row), ask.tokenizer)
         if len(better[0]) + len(worse[0]) > ask.context:
-            raise Unusable(f"both answers have more tokens than the context length {ask.context}")
+            raise _TooLong(f"both answers have more tokens than the context length {ask.context}")
         return _Row((("chosen", better), ("rejected", worse)))
     assert made.conversation is not None
     ids, mask = conversation_ids(checked(made.conversation(row)), ask.tokenizer)
     longest = ask.context + 1
     if not mask[:longest].any():
-        raise Unusable(f"no words of the assistant within the context length {ask.context}")
+        raise _TooLong(f"no words of the assistant within the context length {ask.context}")
     return _Row((("", (ids[:longest], mask[:longest])),), len(ids) > longest)
 
 
@@ -169,7 +204,7 @@ def _text_file(path: str, ask: Ask) -> Shown:
             tokens += len(ids)
             if first is None:
                 first = _sample(1, "", ids, np.ones(len(ids), dtype=bool), ask.tokenizer)
-    return Shown(path, TEXT, "one document", TEXTS, lines, lines, tokens, tokens, 0, (), (first,) if first else ())
+    return Shown(path, TEXT, "one document", TEXTS, lines, lines, tokens, tokens, 0, "", (), (first,) if first else ())
 
 
 def _stretches(path: str) -> Iterator[bytes]:

@@ -156,7 +156,8 @@ class _Bounded(io.RawIOBase):
             data = self._stream.read(min(len(buffer), _READ))
         except self._errors as problem:
             why = str(problem).splitlines()[0][:120] if str(problem) else type(problem).__name__
-            line = f"{self._path} is damaged: it can't be unpacked beyond its first {self._done:,} bytes ({why})"
+            beyond = f" beyond its first {self._done:,} bytes" if self._done else ""
+            line = f"{self._path} is damaged: it can't be unpacked{beyond} ({why})"
             raise Refusal(f"{line}; download it again", EX_DATAERR) from problem
         self._done += len(data)
         if self._done > max(ALWAYS, MOST_TIMES * self._size):

@@ -23,18 +23,24 @@ from stoker.training.loop.material import Rows
 from stoker.training.model.attention import Documents, begins, documents
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.logprobs import token_logprobs
+from stoker.training.model.outside import Outside
 from stoker.training.parallel.group import Group
 from stoker.training.reward.model import margins
 
 NUMBERS = ("reward_accuracy", "reward_margin", "logp_chosen", "logp_rejected")
 
 
-def answer_logprobs(model: Decoder, inputs: Tensor, packed: Documents, normalised: bool) -> Tensor:
+def answer_logprobs(model: Decoder | Outside, inputs: Tensor, packed: Documents, normalised: bool) -> Tensor:
     """[B, T]: log p of the answer of each token's segment, up to there. `packed`: of PairRows(answers=True)."""
     rows, length = inputs.shape
     whole, answer = with_prompts(packed)
-    x = model.hidden(inputs, whole)[:, :-1].flatten(0, 1)
-    each, _ = token_logprobs(x, model.head_weight, inputs[:, 1:].flatten(), 1.0, model.config.final_cap)
+    following = inputs[:, 1:].flatten()
+    if isinstance(model, Outside):
+        logits = model.logits(inputs, whole)[:, :-1].flatten(0, 1)
+        each = -F.cross_entropy(logits.float(), following, reduction="none")
+    else:
+        x = model.hidden(inputs, whole)[:, :-1].flatten(0, 1)
+        each, _ = token_logprobs(x, model.head_weight, following, 1.0, model.config.final_cap)
     told = F.pad(each.view(rows, length - 1), (1, 0)).masked_fill(~answer, 0.0)
     new = begins(whole.segments)
     place = torch.arange(length, device=inputs.device).expand_as(new)
@@ -61,7 +67,7 @@ def _since(values: Tensor, begin: Tensor) -> Tensor:
     return (running[:, 1:] - running.gather(1, begin)).float()
 
 
-class Reference(Decoder):
+class _Frozen(nn.Module):
     """The model as it was before the first step. Called like any module: FSDP2 gathers its weights for the call."""
 
     normalised = False
@@ -73,14 +79,22 @@ class Reference(Decoder):
         scale: Tensor | None = None,
         packed: Documents | None = None,
     ) -> Tensor:
-        assert packed is not None
+        assert packed is not None and isinstance(self, (Decoder, Outside))
         return answer_logprobs(self, inputs, packed, self.normalised)
 
 
-class DpoModel(Decoder):
+class Reference(_Frozen, Decoder):
+    pass
+
+
+class OutsideReference(_Frozen, Outside):
+    """By transformers' own module."""
+
+
+class DpoModel(nn.Module):
     """`reference` is not a part of this module: it is neither saved nor trained."""
 
-    reference: Decoder
+    reference: Decoder | Outside
     rule: DpoConfig
     told: Tensor | None = None  # sums over pairs since `numbers` was asked: how many, and NUMBERS
 
@@ -95,6 +109,7 @@ class DpoModel(Decoder):
         if packed is None:  # a trial step without pairs
             packed = documents(torch.zeros(inputs.shape, dtype=torch.int32), inputs.device)
             assert packed is not None
+        assert isinstance(self, (Decoder, Outside))
         mine = answer_logprobs(self, inputs, packed, self.rule.length_normalised)
         with torch.no_grad():
             theirs = self.reference(inputs, None, None, packed)
@@ -160,15 +175,17 @@ def measured(model: nn.Module, samples: Rows, group: Group, micro: int) -> Measu
     return Measured(*(torch.tensor([value for _, row in rows for value in row[kind]]).double() for kind in range(3)))
 
 
-def learner(reference: Decoder, rule: DpoConfig) -> Learner:
+def learner(reference: Decoder | Outside, rule: DpoConfig) -> Learner:
     def measure(model: nn.Module, samples: Rows, group: Group, *, tokens: int, micro: int) -> Validation:
         """Loss per pair, and the share of pairs whose better answer has the higher implicit reward."""
         found = measured(model, samples, group, micro)
         loss = pair_losses(found.ratio, rule).mean().item()
         return Validation(loss, None, len(found.ratio), (found.ratio > 0).double().mean().item(), means(found, rule))
 
-    kind = type("DpoPolicy", (DpoModel,), {"reference": reference, "rule": rule})
-    return Learner(kind, measure=measure, numbers=_numbers)
+    # As attributes of a class: a module's own would be its children, saved and trained.
+    given = {"reference": reference, "rule": rule}
+    kind, outside = (type("DpoPolicy", (DpoModel, base), given) for base in (Decoder, Outside))
+    return Learner(kind, outside=outside, measure=measure, numbers=_numbers)
 
 
 def _numbers(model: Decoder) -> dict[str, Tensor]:

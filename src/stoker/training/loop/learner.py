@@ -22,6 +22,7 @@ from stoker.training.model import hf
 from stoker.training.model.attention import documents
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_write import CARD
+from stoker.training.model.outside import Outside
 from stoker.training.parallel.group import Group
 from stoker.training.tokenizer.chat import write_template
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
@@ -97,6 +98,7 @@ def _save(model: Decoder, folder: str, beside: Beside, say: Say, write: bool) ->
 @shape
 class Learner:
     kind: type[Decoder] = Decoder
+    outside: type[Outside] | None = Outside  # of transformers' modules; None: this stage can't learn with one
     load: Callable[[Decoder, str, Say], None] = hf.load
     # Model, folder, what lies beside the weights, say, whether this rank writes.
     save: Callable[[Decoder, str, Beside, Say, bool], None] = _save

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker.contract.shape import shape
+from stoker.training.data.config import DataConfig
 from stoker.training.data.prepared import Prepared
 from stoker.training.data.reader import Batch, Samples
 
@@ -16,6 +16,7 @@ from stoker.training.data.reader import Batch, Samples
 class Rows(Protocol):
     context: int
     chat: bool  # rows have targets that are not learned: a step counts those that are
+    packed: bool  # rows hold several documents, and tokens see only their own
     bytes_per_target: float
 
     def __len__(self) -> int: ...
@@ -34,12 +35,16 @@ class Material:
     entries: tuple[int, ...] = ()  # samples of each entry of `data.path`
 
 
-def from_prepared(prepared: Prepared, context_length: int, mixture: Sequence[str] = ()) -> Material:
-    """`mixture`: data.mixture. Other shares are another order of the same samples."""
-    held_out = Samples(prepared, "validation", context_length) if prepared.validation_tokens > 1 else None
-    train = Samples(prepared, "train", context_length)
+def from_prepared(prepared: Prepared, data: DataConfig) -> Material:
+    """Other shares of a mixture are another order of the same samples."""
+
+    def samples(split: str) -> Samples:
+        return Samples(prepared, split, data.context_length, data.documents)
+
+    held_out = samples("validation") if prepared.validation_tokens > 1 else None
+    train = samples("train")
     return Material(
-        " ".join((prepared.key, *mixture)),
+        " ".join((prepared.key, *data.mixture)),
         prepared.vocab_size,
         prepared.tokenizer,
         prepared.tokenizer_digest,

@@ -31,7 +31,7 @@ from stoker.training.model.loss import IGNORED
 from stoker.training.parallel.config import ComputeConfig
 
 Say = Callable[[str], None]
-COSTS = "slower, no fused kernels, whole logits in memory; no fsdp, fp8, reward, dpo, grpo or evaluate"
+COSTS = "slower, no fused kernels, whole logits in memory; no fsdp, fp8, reward, grpo or evaluate"
 
 
 def notice(c: ModelConfig) -> str:
@@ -68,6 +68,13 @@ class Outside(nn.Module):
     def hidden(self, inputs: Tensor, packed: Documents | None = None) -> Tensor:
         raise Refusal("model.engine transformers gives logits only: this stage needs a family of ours", EX_UNAVAILABLE)
 
+    def logits(self, inputs: Tensor, packed: Documents | None = None) -> Tensor:
+        return self._run(inputs, packed)[0]
+
+    def _run(self, inputs: Tensor, packed: Documents | None) -> tuple[Tensor, Tensor | None]:
+        with torch.autocast(inputs.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            return self._whole(inputs) if packed is None else self._apart(inputs, packed)
+
     def forward(
         self,
         inputs: Tensor,
@@ -75,9 +82,7 @@ class Outside(nn.Module):
         scale: Tensor | None = None,
         packed: Documents | None = None,
     ) -> Tensor:
-        low = self.dtype != torch.float32
-        with torch.autocast(inputs.device.type, self.dtype, enabled=low):
-            logits, aux = self._whole(inputs) if packed is None else self._apart(inputs, packed)
+        logits, aux = self._run(inputs, packed)
         if targets is None:
             return logits
         goals = targets.flatten()
@@ -134,17 +139,19 @@ def _library() -> Any:
 def _built(c: ModelConfig) -> Any:
     """The module with fresh weights. Every share that is dropped in training is ours: a replay repeats those."""
     auto, keys = _library(), json.loads(c.kept)
+    kind, named = keys.get("model_type"), f"model {c.load}: transformers {auto.__version__}"
+    own_code = c.trust_remote_code and keys.get("auto_map")
+    if not own_code and kind not in auto.CONFIG_MAPPING:
+        line = f"{named} does not know the architecture {keys['architectures'][0]} (model_type {kind!r})"
+        raise Refusal(f"{line}; if it is new: pip install --upgrade transformers", EX_DATAERR)
     try:
-        if c.trust_remote_code and keys.get("auto_map"):
+        if own_code:
             config = auto.AutoConfig.from_pretrained(c.load, trust_remote_code=True)
         else:
-            config = auto.CONFIG_MAPPING[keys["model_type"]].from_dict(keys)
+            config = auto.CONFIG_MAPPING[kind].from_dict(keys)
     except (KeyError, OSError, ValueError) as problem:
         first = str(problem).strip().splitlines()[0][:200] if str(problem).strip() else type(problem).__name__
-        raise Refusal(
-            f"model {c.load}: transformers {auto.__version__} can't build {keys.get('model_type')!r}: {first}",
-            EX_DATAERR,
-        ) from problem
+        raise Refusal(f"{named} can't build {kind!r}: {first}", EX_DATAERR) from problem
     for name, value in vars(config).items():
         if name.endswith(("dropout", "pdrop")) and isinstance(value, (int, float)):
             setattr(config, name, c.dropout)

@@ -55,7 +55,7 @@ def parts_of(
         c = replace(c, compute=replace(c.compute, compile="off", cuda_graphs="off"))
     model = model_of(c, material.vocab_size, learner, dtype, group, voice, fresh=found is None)
     optimizer = Optimizer(model, c.optim)
-    own_micro = micro_batch(c, model, optimizer, group, voice, chat=material.train.chat)
+    own_micro = micro_batch(c, model, optimizer, group, voice, packed=material.train.packed)
     fits = group.all(own_micro)
     micro = min(fits)
     if len(set(fits)) > 1:
@@ -76,7 +76,7 @@ def parts_of(
         meeting=comm.Meeting(group, every) if every else None,
         clock=StepClock(model, group.device) if group.world > 1 and group.strategy == "ddp" else None,
         drill=Drill(spoils, model, group.rank),
-        graph=graphed(c, model, group, voice, chat=material.train.chat),
+        graph=graphed(c, model, group, voice, packed=material.train.packed),
     )
 
 
@@ -108,7 +108,7 @@ def _outside(
     asked = {
         "parallel.strategy fsdp": group.strategy == "fsdp",
         "optim.kind muon": c.optim.kind == "muon",
-        "the stages reward and dpo": learner.kind is not Decoder,
+        "a reward model": learner.outside is None,
         "a new model.vocab_size": c.model.vocab_size not in (0, outside.rows(shape)),
     }
     for what in (what for what, yes in asked.items() if yes):
@@ -116,9 +116,10 @@ def _outside(
             f"model.engine transformers can't do {what}: leave it out, or load a model of a family (`stoker docs families`)",
             EX_CONFIG,
         )
+    assert learner.outside is not None
     voice.say_once(outside.notice(shape))
     with torch.device(group.device):
-        model = outside.Outside(shape, c.data.context_length, dtype)
+        model = learner.outside(shape, c.data.context_length, dtype)
     ready.make_ready(model, c.compute, group.device, voice.say_once)
     model.place(group.device)
     outside.load(model, shape.load, voice.say_once)  # a checkpoint has its parameters, not its buffers
@@ -152,7 +153,7 @@ def _announce_mask(model: Decoder, context: int, device: torch.device, voice: Vo
         )
 
 
-def micro_batch(c: Config, model: Decoder, optimizer: Optimizer, group: Group, voice: Voice, *, chat: bool) -> int:
+def micro_batch(c: Config, model: Decoder, optimizer: Optimizer, group: Group, voice: Voice, *, packed: bool) -> int:
     """Before DDP is around the model: a trial that runs out of memory would leave its exchange half done."""
     tokens, micro = c.batch.tokens, c.batch.micro
     share = (
@@ -160,11 +161,11 @@ def micro_batch(c: Config, model: Decoder, optimizer: Optimizer, group: Group, v
     )
     halvings = int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0"))
     sharded = group.strategy == "fsdp"
-    if chat and isinstance(model, Decoder):
+    if packed and isinstance(model, Decoder):
         _announce_mask(model, c.data.context_length, group.device, voice)
     if not micro:
         again = halvings if sharded else 0
-        micro = largest_micro(c, model, optimizer, group, voice, share=share, chat=chat, halvings=again)
+        micro = largest_micro(c, model, optimizer, group, voice, share=share, packed=packed, halvings=again)
     if halvings:
         micro = max(micro >> halvings, 1) if c.batch.micro or not sharded else micro
         voice.say_once(f"micro-batch halved {halvings} time(s) after running out of GPU memory: {micro}")
@@ -183,7 +184,7 @@ def largest_micro(
     voice: Voice,
     *,
     share: int,
-    chat: bool,
+    packed: bool,
     halvings: int,
 ) -> int:
     """micro_batch: auto. The most samples whose worst case fits: full context, gradients kept, an optimizer step. Two
@@ -203,7 +204,7 @@ def largest_micro(
 
     def peak(micro: int) -> int | None:
         try:
-            found = _trial(c, model, optimizer, device, micro, chat=chat)
+            found = _trial(c, model, optimizer, device, micro, packed=packed)
         except torch.OutOfMemoryError:
             if sharded:
                 raise
@@ -234,19 +235,19 @@ def largest_micro(
     return guess
 
 
-def random_micro_batch(c: Config, model: Decoder, device: torch.device, micro: int, *, chat: bool) -> None:
+def random_micro_batch(c: Config, model: Decoder, device: torch.device, micro: int, *, packed: bool) -> None:
     """Forward and backward."""
     inputs = torch.randint(0, model.config.vocab_size, (micro, c.data.context_length), device=device)
-    packed = documents(torch.zeros(inputs.shape, dtype=torch.int32) if chat else None, device)
+    whole = documents(torch.zeros(inputs.shape, dtype=torch.int32) if packed else None, device)
     # None is left out, and a reward model's targets are places in their row.
     targets = inputs % inputs.shape[1]
-    model(inputs, targets, torch.zeros((), device=device), packed).backward()
+    model(inputs, targets, torch.zeros((), device=device), whole).backward()
 
 
-def _trial(c: Config, model: Decoder, optimizer: Optimizer, device: torch.device, micro: int, *, chat: bool) -> int:
+def _trial(c: Config, model: Decoder, optimizer: Optimizer, device: torch.device, micro: int, *, packed: bool) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     for _ in range(2):  # the second with the gradients of the first
-        random_micro_batch(c, model, device, micro, chat=chat)
+        random_micro_batch(c, model, device, micro, packed=packed)
     optimizer.step(0.0, gradient_norm(optimizer.parameters), torch.ones((), device=device))  # "bad": it moves nothing
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)
@@ -263,9 +264,9 @@ def samples_per_step(c: Config, micro: int, world: int, found: Checkpoint | None
     return (micro << int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0"))) * b.accumulation * world
 
 
-def graphed(c: Config, model: Decoder, group: Group, voice: Voice, *, chat: bool) -> bool:
+def graphed(c: Config, model: Decoder, group: Group, voice: Voice, *, packed: bool) -> bool:
     asked = c.compute.cuda_graphs
-    possible = group.device.type == "cuda" and group.world == 1 and group.strategy == "ddp" and not chat
+    possible = group.device.type == "cuda" and group.world == 1 and group.strategy == "ddp" and not packed
     # Before torch 2.10 or so the random state that dropout needs again in a recomputation can't be asked for in a
     # capture.
     possible = possible and not (model.config.dropout and c.compute.recompute in ("selective", "full"))
@@ -274,7 +275,7 @@ def graphed(c: Config, model: Decoder, group: Group, voice: Voice, *, chat: bool
     possible = possible and model.loss != "liger"  # counts its labels on the host, which no capture can hold
     if asked == "on" and not possible:
         line = (
-            "compute.cuda_graphs on: not with several ranks, fsdp, chat data, a drill, experts, liger's loss, or dropout that"
+            "compute.cuda_graphs on: not with several ranks, fsdp, packed documents (chats, data.documents), a drill, experts, liger's loss, or dropout that"
             " is recomputed"
         )
         voice.say_once(f"{line}; steps are launched kernel by kernel")

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.training.config.check import check_ranks
 from stoker.training.config.schema import Config
 from stoker.training.dpo.config import DpoConfig
-from stoker.training.dpo.model import Measured, Reference, learner, means, measured
+from stoker.training.dpo.model import Measured, OutsideReference, Reference, learner, means, measured
 from stoker.training.evaluate.confidence import wilson
 from stoker.training.loop.material import Material
 from stoker.training.loop.say import Voice
@@ -67,23 +66,27 @@ def main(argv: list[str]) -> int:
     return trained.code
 
 
-def reference_of(c: Config, vocab_size: int, group: Group, voice: Voice) -> Reference:
+def reference_of(c: Config, vocab_size: int, group: Group, voice: Voice) -> Reference | OutsideReference:
     """The weights of `model.load` in the activations' dtype, sharded as the model is. A resumed run reads them again."""
     weights, shape = build.model_shape(c.model, vocab_size, voice)
-    if shape.engine == "transformers":
-        raise Refusal("model.engine transformers can't do the stage dpo: load a model of a family", EX_CONFIG)
     dtype = ready.dtype_of(c.compute, group.device)
     ready.arithmetic(c.compute, dtype)
-    with torch.device("meta"):
-        model = Reference(shape, c.data.context_length, dtype).to(dtype)
+    model: Reference | OutsideReference
+    if shape.engine == "transformers":
+        with torch.device(group.device):
+            model = OutsideReference(shape, c.data.context_length, dtype)  # fp32: its module casts where it computes
+    else:
+        with torch.device("meta"):
+            model = Reference(shape, c.data.context_length, dtype).to(dtype)
     model.normalised = c.dpo.length_normalised
     ready.make_ready(model, c.compute, group.device, lambda line: None)
-    if group.strategy == "fsdp":
+    if group.strategy == "fsdp" and isinstance(model, Reference):
         shard(model, group, dtype)
     model.place(group.device)
     hf.load(model, weights, lambda line: None)
     model.requires_grad_(False)
-    voice.say_once(f"reference: {weights}, frozen, {str(dtype)[6:]}")
+    stored = next(model.parameters()).dtype
+    voice.say_once(f"reference: {weights}, frozen, {str(stored)[6:]}")
     return model.eval()
 
 

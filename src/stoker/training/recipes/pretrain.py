@@ -61,7 +61,7 @@ def learn(name: str, argv: list[str]) -> int:
         compiler.join()
 
     # Model, optimizer, micro-batch, checkpoint; then the steps.
-    material = from_prepared(prepared, c.data.context_length, c.data.mixture)
+    material = from_prepared(prepared, c.data)
     voice = Voice(group, c.train.log_every)
     with kernels(ready.attention(c.compute, group.device)):
         trained = supervised.train(c, material, Learner(), group, voice, startup)

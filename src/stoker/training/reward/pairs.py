@@ -18,13 +18,11 @@ from stoker.training.data.encode import pair_ids
 from stoker.training.data.formats.format import Preference, Unusable
 from stoker.training.data.formats.preferences import preference
 from stoker.training.data.reader import IGNORED, Batch
-from stoker.training.data.reasons import Reasons
+from stoker.training.data.reasons import MOST_LONG, TOLERATED, Reasons
 from stoker.training.data.rows import rows
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
-TOLERATED = 0.01  # a smaller share of rows may be unusable
-MOST_LONG = 0.5  # of the pairs may be too long
 Prompt = str | Sequence[dict[str, Any]]
 
 
@@ -148,7 +146,7 @@ class PairRows:
     `answers`: segments also say which tokens are an answer's, as 2 · segment + 1; all others are 2 · segment.
     """
 
-    chat = True
+    chat = packed = True
     bytes_per_target = 1.0
 
     def __init__(self, pairs: Sequence[Pair], context: int, pad: int, answers: bool = False) -> None:

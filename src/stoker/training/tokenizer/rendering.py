@@ -43,6 +43,10 @@ class NotRendered(Exception):
     """Why, in one line."""
 
 
+class Unusable(NotRendered):
+    """No conversation can be written with this template: it is no template, or it reaches for what it must not."""
+
+
 class _Generation(jinja2.ext.Extension):
     """{% generation %}: what the assistant wrote stands between this and {% endgeneration %}."""
 
@@ -94,6 +98,10 @@ class _Namespace(jinja2.utils.Namespace):
             raise jinja2.exceptions.SecurityError(f"a namespace has no {name}")
 
 
+def _no_files(name: str) -> None:
+    raise jinja2.exceptions.SecurityError(f"it reads the file {name!r}")
+
+
 def _raise(message: str) -> None:
     raise jinja2.exceptions.TemplateError(message)
 
@@ -113,7 +121,10 @@ class Template:
 
     def __init__(self, source: str, names: Mapping[str, str], special: re.Pattern[str]) -> None:
         environment: Any = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, jinja2.ext.loopcontrols],
+            loader=jinja2.FunctionLoader(_no_files),
         )
         environment.filters["tojson"] = _tojson
         environment.globals |= {
@@ -127,9 +138,9 @@ class Template:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as problem:
-            raise NotRendered(f"line {problem.lineno}: {problem.message}") from problem
+            raise Unusable(f"line {problem.lineno}: {problem.message}") from problem
         except (jinja2.TemplateError, RecursionError, ValueError, TypeError) as problem:
-            raise NotRendered(_line(problem)) from problem
+            raise Unusable(_line(problem)) from problem
 
     def prompt(self, messages: Sequence[Any], tools: Any = None) -> str:
         """The conversation so far and the beginning of the assistant's turn."""
@@ -164,6 +175,8 @@ class Template:
             before = self._render(messages[:place], tools)
             asked = self._render(messages[:place], tools, True)
             done = whole if place + 1 == len(messages) else self._render(messages[: place + 1], tools)
+        except Unusable:
+            raise
         except NotRendered:
             return None
         if not whole.startswith(done):
@@ -193,6 +206,8 @@ class Template:
                 environment.written.append(block)
         except MemoryError:
             raise
+        except jinja2.exceptions.SecurityError as problem:
+            raise Unusable(_line(problem)) from problem
         except Exception as problem:  # whatever a stranger's program comes to
             raise NotRendered(_line(problem)) from problem
         return "".join(environment.written)
@@ -228,7 +243,7 @@ class Templates:
             else:
                 rendered = template.conversation(asked["messages"], asked["tools"])
         except NotRendered as problem:
-            return json.dumps({"problem": str(problem)}).encode()
+            return json.dumps({"problem": str(problem), "unusable": isinstance(problem, Unusable)}).encode()
         if len(rendered.text) > LONGEST_TEXT:
             return json.dumps({"problem": f"it is longer than {LONGEST_TEXT >> 20} million characters"}).encode()
         return json.dumps({"text": rendered.text, "learned": rendered.learned, "by": rendered.by}).encode()

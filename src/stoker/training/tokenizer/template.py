@@ -130,6 +130,8 @@ class ChatTemplate:
             "prompt": prompt,
         }
         answer = self._process.render(request)
+        if answer.get("unusable"):
+            raise Refusal(f"tokenizer {self._where}: its chat template can't be used: {answer['problem']}", EX_DATAERR)
         if "problem" in answer:
             raise Unfit(f"the chat template of {self._where} can't write it: {answer['problem']}")
         return answer, inside

@@ -254,7 +254,7 @@ def illegal_access(case: Case, found: Match) -> Found:
     said=r"unspecified launch failure|CUDA_ERROR_LAUNCH_FAILED",
     seen='"unspecified launch failure" (CUDA error 719)',
     contradicts="a hardware Xid in the kernel's log: gpu.xid, gpu.ecc, gpu.lost",
-    fix=(_DEBUG, "compute-sanitizer python …", "stoker doctor --only gpu.   # is the card itself sound?", *DEAD),
+    fix=(_DEBUG, "compute-sanitizer python …", "stoker doctor --only gpu.   # is the card itself healthy?", *DEAD),
     retryable=True,
 )
 def launch_failure(case: Case, found: Match) -> Found:

@@ -14,7 +14,7 @@ ORDER = 10
 
 # In the order that finds it: isnan() on token ids is always False, and clipping before looking spreads a NaN.
 _FIX = (
-    "look at the step before it: the last good checkpoint still has sound weights",
+    "look at the step before it: the last good checkpoint still has good weights",
     "check gradients for NaN and Inf before clip_grad_norm_, not after: clipping spreads one bad value to all layers",
     "a lower learning rate or a longer warm-up; max_grad_norm 1.0; bf16 rather than fp16",
     "labels out of range, an empty batch (0/0 in a mean), log or sqrt of 0 in the loss",

@@ -58,6 +58,9 @@ def preference(row: Row) -> Preference:
             raise Unusable(f"no {column}; found {', '.join(map(str, list(row)[:5])) or 'nothing'}")
     prompt = _prompt(row.get("prompt"))
     chosen, rejected = _whole(prompt, row["chosen"], "chosen"), _whole(prompt, row["rejected"], "rejected")
+    for what, turns in (("chosen", chosen), ("rejected", rejected)):
+        if not turns:
+            raise Unusable(f"{what} is an empty conversation")
     if chosen == rejected:
         raise Unusable("chosen and rejected are the same text")
     same = 0

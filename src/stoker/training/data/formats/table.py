@@ -20,6 +20,11 @@ def recognise(row: Row, pairs: bool = False) -> Format | None:
     return None
 
 
+def recognise_any(row: Row) -> Format | None:
+    """What a row is before anybody says what it is for: a pair where it can be one, else a conversation or a question."""
+    return recognise(row, pairs=True) or recognise(row)
+
+
 def known(pairs: bool = False) -> str:
     return "; ".join(
         f"{made.name}: {made.about}"
