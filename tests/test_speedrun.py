@@ -905,9 +905,11 @@ def test_a_name_that_does_not_fit_what_is_inside_is_refused(tmp_path: Path) -> N
         find(str(tmp_path))
     (tmp_path / "sft.jsonl").rename(tmp_path / "sft.json")
     assert find(str(tmp_path)).roles == {"sft": (str(tmp_path / "sft.json"),)}
-    (tmp_path / "pairs.jsonl.gz").write_bytes(gzip.compress(json.dumps(PAIR).encode() * 99)[:-20])
-    with pytest.raises(Refusal, match=r"pairs.jsonl.gz is damaged"):
-        find(str(tmp_path))
+    for name in ("pairs.jsonl.gz", "some.jsonl.gz"):  # damaged, whatever it is called
+        (tmp_path / name).write_bytes(gzip.compress(json.dumps(PAIR).encode() * 99)[:-20])
+        with pytest.raises(Refusal, match=f"{name} is damaged"):
+            find(str(tmp_path))
+        (tmp_path / name).unlink()
 
 
 def test_of_published_questions_the_test_half_is_asked(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""stoker export [MODEL] OUT [--stage NAME] [--dtype bf16|fp32] [--tokenizer DIR]"""
+"""stoker export [MODEL] OUT [--stage NAME] [--dtype bf16|fp32] [--gguf] [--tokenizer DIR]"""
 
 from __future__ import annotations
 
 import os
 
 from stoker.contract import layout
+from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.settings import Parser
 from stoker.contract.terminal import say
 
@@ -13,6 +14,7 @@ _EPILOG = """examples:
   stoker export runs/latest my-model                  a run's model, with its tokenizer and a chat template
   stoker export runs/speedrun-cpu my-model --stage sft
   stoker export runs/latest/checkpoints/step-00000500 my-model --dtype bf16
+  stoker export runs/latest my-model.gguf --gguf
 
 The folder opens in transformers: AutoModelForCausalLM.from_pretrained("my-model"), and apply_chat_template writes what the model was trained on.
 Of a model that was loaded from elsewhere, context length, end tokens, generation settings, precision and tokenizer files stay as they were."""
@@ -23,13 +25,14 @@ def parser() -> Parser:
     made.option(
         "model", "MODEL", "a folder with weights, a run (path, id or name), a speedrun's folder, or a checkpoint"
     )
-    made.option("out", "OUT", "the folder to write; an earlier export there is replaced")
+    made.option("out", "OUT", "the folder to write, or with --gguf the file; an earlier export there is replaced")
     made.option("--stage", "NAME", "which stage of a speedrun")
     made.add_argument(
         "--dtype",
         choices=("bf16", "fp32"),
         help="of the weights (default: bf16 where they were loaded as 16 bits, else fp32)",
     )
+    made.switch("--gguf", "OUT is one GGUF file, not a folder; needs the package gguf")
     made.option("--tokenizer", "DIR", "its folder, where the model has none beside it")
     made.runs_dir()
     return made
@@ -44,6 +47,14 @@ def main(argv: list[str]) -> int:
         from stoker.training.model import hf_config, hf_files
 
         hf_files.check(found.folder, hf_config.shape_of(found.folder))
+    if told.gguf:
+        if found.checkpoint:
+            line = f"{found.folder} is a checkpoint: export it to a folder first, and then that folder with --gguf"
+            raise Refusal(line, EX_USAGE)
+        from stoker.training.generate.gguf_file import write
+
+        write(found.folder, told.out, told.dtype, told.tokenizer, say)
+        return 0
     from stoker.training.generate.exporting import export  # torch: seconds, and only once it is known what to do
 
     export(found, told.out, told.dtype, told.tokenizer, say)

@@ -150,8 +150,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     _refuse_what_can_be(stage, resolved, options, machine, gpus)
     for line in resolved.lines:
         _say(line)
-    here = options.hosts is None or STAGES[stage].learning is not None
-    if resolved.config.model.load and here and not options.dry_run:
+    if resolved.config.model.load and STAGES[stage].learning is not None and not options.dry_run:
         _check_model(resolved.config.model)
     if resolved.config.model.load and not resolved.config.tokenizer.path:
         resolved = replace(resolved, config=with_tokenizer(resolved.config, _say))

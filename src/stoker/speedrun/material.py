@@ -138,7 +138,7 @@ def tested(shown: Sequence[str]) -> set[str]:
 
 def _whole(shown: str) -> str:
     """The path with `.` between its parts, without an ending and the number of a shard."""
-    return _SHARD.sub("", os.path.splitext(shown)[0].lower()).replace(os.sep, ".")
+    return _SHARD.sub("", os.path.splitext(unpacked_name(shown))[0].lower()).replace(os.sep, ".")
 
 
 def _named_questions(shown: str) -> bool:
@@ -153,8 +153,9 @@ def forms_of(path: str, shown: str) -> tuple[str, ...]:
     try:
         _, row = next(iter(rows(path)), (0, None))
     except Refusal:
-        if _named(shown) is None:
-            return ()  # reported as a file that is not used
+        readable = kind_of(path) in ("jsonl", "json", "csv") and not packing_of(path)
+        if _named(shown) is None and readable:  # no rows: reported as a file that is not used
+            return ()
         raise
     except OSError as problem:
         raise Refusal(f"--data: {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem

@@ -22,7 +22,7 @@ from stoker.training.model.hf_files import Place, Stored, check, places
 from stoker.training.model.hf_kept import kept_of
 from stoker.training.model.hf_write import DTYPES, Export
 
-__all__ = ["load", "load_named", "named", "opened", "save", "save_from", "shape_of"]
+__all__ = ["load", "load_named", "named", "opened", "read_stored", "save", "save_from", "shape_of"]
 
 Say = Callable[[str], None]
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -72,7 +72,7 @@ def _assemble(place: Place, stored: dict[str, Stored], dtype: torch.dtype) -> Te
     whole = torch.empty(sum(part.shape[0] for part in place.parts), *place.parts[0].shape[1:], dtype=dtype)
     begin = 0
     for part in place.parts:
-        rows = _read(stored[part.name])
+        rows = read_stored(stored[part.name])
         if part.transposed:
             rows = rows.t() if rows.dim() == 2 else rows
         whole[begin : begin + len(rows)] = rows
@@ -82,7 +82,7 @@ def _assemble(place: Place, stored: dict[str, Stored], dtype: torch.dtype) -> Te
     return whole
 
 
-def _read(one: Stored) -> Tensor:
+def read_stored(one: Stored) -> Tensor:
     data = bytearray(one.size)
     with open(one.path, "rb") as file:
         file.seek(one.begin)

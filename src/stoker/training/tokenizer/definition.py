@@ -52,6 +52,10 @@ KNOWN_PATTERNS = frozenset(
         *(_DEEPSEEK, r"\p{N}{1,3}", r"\p{N}", "[一-龥\u3040-ゟ゠-ヿ]+"),
     )
 )
+# What GGUF calls these patterns. Of tokenizers that take a word whole if it is a token, and of the others.
+GGUF_BYTE_LEVEL = "gpt2"  # any byte-level BPE
+GGUF_SPLITTERS_WHOLE_WORDS = {OURS: "llama-bpe", _GPT4: "llama-bpe"}
+GGUF_SPLITTERS = {GPT2: "gpt-2", OURS: "dbrx", _GPT4: "dbrx", _DIGIT_BY_DIGIT: "qwen2"}
 MOST_PARTS = 4  # of a known way to split: DeepSeek's has four
 _KNOWN_SPLITTERS = (
     "ByteLevel", "Digits", "Split", "Metaspace", "BertPreTokenizer", "Whitespace", "WhitespaceSplit", None,

@@ -31,6 +31,10 @@ class Family:
     outside: ClassVar[Mapping[str, str]] = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
     layers = "model.layers"
     prefix = "model."  # that names lack in folders of the model without its head
+    gguf = ""  # what a GGUF file calls it; empty: none is written
+    gguf_turns_neighbours = (
+        False  # there, the rotary embedding turns neighbours, not a head's first half with its second
+    )
     transposed: Collection[str] = ()  # of `inside`: matrices that they store the other way round
     buffers: Collection[str] = (
         ".rotary_emb.inv_freq",

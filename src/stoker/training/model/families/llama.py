@@ -11,6 +11,8 @@ from stoker.training.model.families.family import ConfigJson, Family
 class Llama(Family):
     name = "llama"
     architecture = "LlamaForCausalLM"
+    gguf = "llama"
+    gguf_turns_neighbours = True
 
     def options(self, told: ConfigJson) -> dict[str, Any]:
         windows, bias = told.windows(slides=lambda layer: False), told.yes("attention_bias")

@@ -11,6 +11,7 @@ from stoker.training.model.families.family import ConfigJson, Family, upper_wind
 class Qwen2(Family):
     name = "qwen2"
     architecture = "Qwen2ForCausalLM"
+    gguf = "qwen2"
 
     def options(self, told: ConfigJson) -> dict[str, Any]:
         return {"qkv_bias": True, "activation": told.activation(), "windows": upper_windows(told)}

@@ -11,6 +11,7 @@ from stoker.training.model.families.family import ConfigJson, Family, upper_wind
 class Qwen3(Family):
     name = "qwen3"
     architecture = "Qwen3ForCausalLM"
+    gguf = "qwen3"
 
     def head_dim(self, dim: int, heads: int) -> int:
         return 128
