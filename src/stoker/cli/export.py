@@ -1,4 +1,4 @@
-"""stoker export [MODEL] OUT [--stage NAME] [--dtype bf16|fp32] [--tokenizer DIR]"""
+"""stoker export [MODEL] OUT [--stage NAME] [--dtype bf16|fp32] [--tokenizer DIR] [--trust-remote-code]"""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def parser() -> Parser:
         help="of the weights (default: bf16 where they were loaded as 16 bits, else fp32)",
     )
     made.option("--tokenizer", "DIR", "its folder, where the model has none beside it")
+    made.switch("--trust-remote-code", "run Python code of the folder that a checkpoint's model was loaded from")
     made.runs_dir()
     return made
 
@@ -46,5 +47,5 @@ def main(argv: list[str]) -> int:
         hf_files.check(found.folder, hf_config.shape_of(found.folder))
     from stoker.training.generate.exporting import export  # torch: seconds, and only once it is known what to do
 
-    export(found, told.out, told.dtype, told.tokenizer, say)
+    export(found, told.out, told.dtype, told.tokenizer, say, told.trust_remote_code)
     return 0
