@@ -32,6 +32,7 @@ from stoker.training.data import crew, sources, units, unpack
 from stoker.training.data.config import DataConfig
 from stoker.training.data.prepare import prepare
 from stoker.training.data.read import Place, Remarks, conversations, texts
+from stoker.training.data.rows import rows
 from stoker.training.data.units import Span
 from stoker.training.generate.card import card_of
 from stoker.training.model import hf_write
@@ -302,19 +303,19 @@ def test_values_of_a_json_file_are_counted(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "long.json.gz", "wb", compresslevel=1) as file:
         file.write(b'[{"text":"' + b"a" * (65 << 20) + b'"}]')
     assert "row 1 is " in read(tmp_path / "long.json.gz")[0]
-    rows = [{"text": "ä" * (3 << 20)}, *({"text": str(number)} for number in range(1000))]
-    (tmp_path / "good.json").write_text(json.dumps(rows, ensure_ascii=False))
+    good = [{"text": "ä" * (3 << 20)}, *({"text": str(number)} for number in range(1000))]
+    (tmp_path / "good.json").write_text(json.dumps(good, ensure_ascii=False))
     assert read(tmp_path / "good.json")[0] == "1001 rows"
 
 
-def nulls(path: Path, rows: int) -> None:
+def nulls(path: Path, count: int) -> None:
     """An arrow stream whose one column takes no bytes, however long."""
     pyarrow = pytest.importorskip("pyarrow", reason="arrow files need pyarrow")
     batch = pyarrow.RecordBatch.from_arrays([pyarrow.nulls(10**6)], names=["text"])
     sink = pyarrow.BufferOutputStream()
     with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
-    path.write_bytes(bytes(sink.getvalue()).replace(struct.pack("<q", 10**6), struct.pack("<q", rows)))
+    path.write_bytes(bytes(sink.getvalue()).replace(struct.pack("<q", 10**6), struct.pack("<q", count)))
 
 
 def test_rows_without_bytes_are_bounded_by_the_files_size(tmp_path: Path) -> None:
@@ -327,14 +328,16 @@ def test_rows_without_bytes_are_bounded_by_the_files_size(tmp_path: Path) -> Non
     assert not os.listdir(tmp_path / "cache" / "unpacked")
 
 
-def same_text(path: Path, rows: int, text: str) -> None:
+def same_text(path: Path, count: int, text: str) -> None:
     numpy = pytest.importorskip("numpy", reason="numpy is not installed")
     pyarrow = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
-    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array(numpy.zeros(rows, dtype="int32")), pyarrow.array([text]))
+    column = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array(numpy.zeros(count, dtype="int32")), pyarrow.array([text])
+    )
     parquet.write_table(
-        pyarrow.table({"text": column}), path, row_group_size=rows, data_page_size=1 << 30, compression="zstd",
-        write_batch_size=rows, max_rows_per_page=1 << 30,
+        pyarrow.table({"text": column}), path, row_group_size=count, data_page_size=1 << 30, compression="zstd",
+        write_batch_size=count, max_rows_per_page=1 << 30,
     )  # fmt: skip
 
 
@@ -351,6 +354,9 @@ def test_one_long_text_in_many_rows_fills_no_disk(tmp_path: Path, monkeypatch: p
         for span in spans:
             for _ in texts(span, "text"):
                 pass
+    with pytest.raises(Refusal, match="unfolds to more than 200 times"):
+        for _ in rows(str(tmp_path / "long.parquet")):
+            pass
 
 
 def test_remarks_about_rows_take_no_memory(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from stoker.contract.memory import ROOM, Bounded  # besides the compressed columns themselves
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.training.data.unpack import most_unfolded, unfolds
 
 ROWS, BATCH = 1024, 64 << 20  # rows that are read at once, and their bytes as far as the file's metadata tells
 MOST_ROWS, MOST_ROWS_EACH = 1_000_000, 1000  # that any file may have, and for each of its bytes: null takes none
@@ -48,6 +49,24 @@ def refuse_empty_rows(shown: str, rows: int, size: int) -> None:
     if rows > MOST_ROWS + MOST_ROWS_EACH * size:
         line = f"{shown} has {rows:,} rows in {size:,} bytes: rows without content, it may be an attack"
         raise Refusal(line, EX_DATAERR)
+
+
+class Unfolding:
+    """What a file's rows hold, against its size: one long text can stand in any number of them."""
+
+    def __init__(self, shown: str, size: int) -> None:
+        self._shown, self._size, self._left = shown, size, most_unfolded(size)
+
+    def take(self, row: dict[str, Any]) -> None:
+        self._left -= _characters(row)
+        if self._left < 0:
+            raise unfolds(self._shown, self._size)
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, (dict, list)):
+        return sum(map(_characters, value.values() if isinstance(value, dict) else value))
+    return len(value) if isinstance(value, (str, bytes)) else 8
 
 
 def read_rows(

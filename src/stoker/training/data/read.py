@@ -19,10 +19,9 @@ from stoker.training.data.formats.format import Format, Turn, Unusable, checked,
 from stoker.training.data.formats.table import FORMATS, known, recognise
 from stoker.training.data.jsonl import parse_row, utf8
 from stoker.training.data.looks import as_text, refuse_binary
-from stoker.training.data.parquet import open_parquet, read_rows
+from stoker.training.data.parquet import Unfolding, open_parquet, read_rows
 from stoker.training.data.rows import LONGEST_LINE, ROW_ROOM, counted_in, too_much_memory
 from stoker.training.data.units import Span
-from stoker.training.data.unpack import most_unfolded, unfolds
 
 REPLACEMENT = "\ufffd"
 MESSAGES = "messages"
@@ -179,25 +178,16 @@ def _parquet(span: Span, columns: tuple[str, ...]) -> Iterator[tuple[dict[str, A
             EX_DATAERR,
         )
     before = sum(table.metadata.row_group(group).num_rows for group in range(span.group))
-    done, size = 0, os.path.getsize(span.path)
-    left = most_unfolded(size)
+    done, unfolding = 0, Unfolding(span.shown, os.path.getsize(span.path))
     for some in read_rows(span.path, table, span.group, there, span.name):
         if done + len(some) > span.begin:
             for offset, row in enumerate(some):
                 if span.begin <= done + offset < span.end:
-                    left -= _characters(row)
-                    if left < 0:
-                        raise unfolds(span.shown, size)
+                    unfolding.take(row)
                     yield row, Place(span.shown, span.path, row=before + done + offset + 1)
         done += len(some)
         if done >= span.end:
             return
-
-
-def _characters(value: Any) -> int:
-    if isinstance(value, (dict, list)):
-        return sum(map(_characters, value.values() if isinstance(value, dict) else value))
-    return len(value) if isinstance(value, (str, bytes)) else 8
 
 
 def _text(row: dict[str, Any], key: str, place: Place) -> bytes:

@@ -21,7 +21,7 @@ from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.untrusted import MOST_VALUES
 from stoker.training.data.jsonl import DECODER, HALF, parse_row, sound, utf8
 from stoker.training.data.looks import as_text
-from stoker.training.data.parquet import first_line, open_parquet, read_rows, refuse_empty_rows
+from stoker.training.data.parquet import Unfolding, first_line, open_parquet, read_rows, refuse_empty_rows
 from stoker.training.data.unpack import open_unpacked, packing_of, unpacked_name
 
 LONGEST_LINE = 64 << 20
@@ -73,7 +73,10 @@ def _rows(path: str) -> Iterator[tuple[int, Row]]:
     kind = kind_of(path)
     if kind in ("parquet", "arrow"):
         with _on_disk(path) as place:
-            yield from enumerate(_parquet(path, place) if kind == "parquet" else _arrow(path, place), 1)
+            unfolding = Unfolding(path, os.path.getsize(place))
+            for number, row in enumerate(_parquet(path, place) if kind == "parquet" else _arrow(path, place), 1):
+                unfolding.take(row)
+                yield number, row
         return
     with open_unpacked(path) as stream:
         if kind == "jsonl":
