@@ -1,4 +1,4 @@
-"""stoker export [MODEL] OUT [--stage NAME] [--dtype bf16|fp32] [--gguf] [--tokenizer DIR]"""
+"""stoker export [MODEL] OUT [--stage NAME] [--dtype bf16|fp32] [--gguf] [--tokenizer DIR] [--trust-remote-code]"""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def parser() -> Parser:
     )
     made.switch("--gguf", "OUT is one GGUF file, not a folder; needs the package gguf")
     made.option("--tokenizer", "DIR", "its folder, where the model has none beside it")
+    made.switch("--trust-remote-code", "run Python code of the folder that a checkpoint's model was loaded from")
     made.runs_dir()
     return made
 
@@ -57,5 +58,5 @@ def main(argv: list[str]) -> int:
         return 0
     from stoker.training.generate.exporting import export  # torch: seconds, and only once it is known what to do
 
-    export(found, told.out, told.dtype, told.tokenizer, say)
+    export(found, told.out, told.dtype, told.tokenizer, say, told.trust_remote_code)
     return 0

@@ -6,11 +6,15 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.untrusted import parse_json
+from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.untrusted import lines_of, parse_json
 from stoker.contract.wholefile import APPEND, write_whole
+
+LONGEST = 1 << 20  # bytes of a line
 
 
 def _number(value: Any) -> Any:
@@ -48,14 +52,22 @@ class Metrics:
 
 def read_metrics(run_dir: str) -> list[dict[str, Any]]:
     """The whole lines, oldest first; none where there is no file yet."""
+    return list(metrics_in(run_dir))
+
+
+def metrics_in(run_dir: str) -> Iterator[dict[str, Any]]:
+    """The same, one at a time: a run that comes from elsewhere may have any number of them."""
     path = os.path.join(run_dir, layout.METRICS)
-    if not os.path.exists(path):
-        return []
-    found = []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
+    try:
+        for line in lines_of(path, LONGEST):
             try:
-                found.append(parse_json(line))
+                found = parse_json(line.decode("utf-8", "replace"))
             except ValueError:
                 continue  # a line that is being written, or that a crash cut
-    return [one for one in found if isinstance(one, dict)]
+            if isinstance(found, dict):
+                yield found
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as problem:  # a named pipe, or a line without end
+        why = getattr(problem, "strerror", None) or problem
+        raise Refusal(f"{path}: {why}; no run writes such a file: remove it", EX_DATAERR) from problem

@@ -15,6 +15,8 @@ from stoker.training.config.keys import KEYS
 from stoker.training.config.schema import SECTIONS
 
 PREFIX = "STOKER_TRAIN_"
+# A config file may come from anybody: what it may not switch on, by whatever name or alias. Flags and variables may.
+NOT_IN_A_FILE = ("model.trust_remote_code",)
 
 
 @shape
@@ -66,7 +68,21 @@ def gather(flags: Sequence[Flag], environment: Mapping[str, str]) -> Layers:
         raise Refusal(f"--config {files[-1].text}: one config file, and {files[0].text} was named before", EX_USAGE)
     path = files[0].text if files else ""
     file, run = from_file(path) if path else (Layer(), {})
-    return Layers(file, from_environment(environment), from_flags(flags), run, path)
+    layers = Layers(file, from_environment(environment), from_flags(flags), run, path)
+    _refuse_not_in_a_file(layers)
+    return layers
+
+
+def _refuse_not_in_a_file(layers: Layers) -> None:
+    """A run's own config.yaml holds every key: the default is no harm, nor what a flag or variable says anyway."""
+    given = layers.environment.values.keys() | layers.flags.values.keys()
+    for dotted in NOT_IN_A_FILE:
+        if layers.file.values.get(dotted, KEYS[dotted].default) != KEYS[dotted].default and dotted not in given:
+            where = layers.file.origins[dotted]
+            line = (
+                f"{where.words} is not taken from a file, which may come from anybody: if you want it, give --{dotted}"
+            )
+            raise Refusal(line, where.code)
 
 
 def from_flags(flags: Sequence[Flag]) -> Layer:

@@ -30,7 +30,8 @@ from stoker.training.data import shards
 from stoker.training.data.crew import Crew
 from stoker.training.data.read import NAMED, Remark, named
 from stoker.training.data.units import Span, jobs_of
-from stoker.training.data.work import BEGIN, Part, Work, lengths_path, mask_path
+from stoker.training.data.unpack import most_unfolded, unfolds
+from stoker.training.data.work import BEGIN, Part, Work, files_in, lengths_path, mask_path
 
 # Best-fit-decreasing: whole conversations into rows, the longest first, each into the fullest row that still has
 # room.
@@ -188,7 +189,7 @@ def build(
     with Crew(work, workers) as crew:
         for name, spans in splits.items():
             jobs = jobs_of(spans)
-            parts = crew.run(jobs, partial(_part_name, parts_folder, name), progress.tick)
+            parts = _within(crew.run(jobs, partial(_part_name, parts_folder, name), progress.tick), spans)
             made[name] = (
                 _chat(folder, name, list(parts), work, pad)
                 if work.kind == "chat"
@@ -200,6 +201,17 @@ def build(
         os.path.join(folder, shards.MANIFEST),
         {"schema": shards.SCHEMA, **about, "splits": made, "seconds": round(time.monotonic() - began, 3)},
     )
+
+
+def _within(parts: Iterator[Part], spans: Sequence[Span]) -> Iterator[Part]:
+    """A few bytes of parquet may stand for any number of rows: no more tokens than a packed file may have bytes."""
+    size = sum(span.size for span in spans)
+    left = most_unfolded(size)
+    for part in parts:
+        left -= part.tokens
+        if left < 0:
+            raise unfolds(files_in(spans), size)
+        yield part
 
 
 def _stream(folder: str, name: str, parts: Iterator[Part], work: Work) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,8 +18,9 @@ import stoker
 from stoker.contract.names import EX_SOFTWARE, Refusal
 from stoker.contract.shape import as_json
 from stoker.training.data.units import Span
-from stoker.training.data.work import Part, Work, do, prepared_tokenizer
+from stoker.training.data.work import Part, Work, do, files_in, prepared_tokenizer
 
+_NO_MEMORY = (-signal.SIGKILL, -signal.SIGABRT)  # the kernel's way, and that of a library at the process's limit
 ALONE = 8 << 20  # bytes that are done before processes would have started
 
 
@@ -122,7 +124,7 @@ class _Round:
     def _talk(self, process: subprocess.Popen[bytes]) -> None:
         while (number := self._take()) is not None:
             _send(process, {"spans": as_json(self.jobs[number]), "path": self.path_of(number)})
-            told: dict[str, Any] = json.loads(_whole_line(process))
+            told: dict[str, Any] = json.loads(_whole_line(process, self.jobs[number]))
             if "refusal" in told:
                 raise Refusal(told["refusal"], told["code"])
             with self.changed:
@@ -141,19 +143,20 @@ def _send(process: subprocess.Popen[bytes], told: Any) -> None:
         raise _died(process) from problem
 
 
-def _whole_line(process: subprocess.Popen[bytes]) -> bytes:
+def _whole_line(process: subprocess.Popen[bytes], spans: Sequence[Span]) -> bytes:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line.endswith(b"\n"):
-        raise _died(process)
+        raise _died(process, f" at {files_in(spans)}")
     return line
 
 
-def _died(process: subprocess.Popen[bytes]) -> Refusal:
+def _died(process: subprocess.Popen[bytes], where: str = "") -> Refusal:
     code = process.wait()
     how = (
-        f"was killed by signal {-code}" + (" (out of memory? fewer data.num_workers take less)" if code == -9 else "")
+        f"was killed by signal {-code}"
+        + (" (out of memory? fewer data.num_workers take less)" if code in _NO_MEMORY else "")
         if code < 0
         else f"ended with exit code {code}"
     )
-    return Refusal(f"preparing data: process {process.pid} {how}", EX_SOFTWARE)
+    return Refusal(f"preparing data{where}: process {process.pid} {how}", EX_SOFTWARE)

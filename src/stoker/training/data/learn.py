@@ -16,7 +16,7 @@ from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
 from stoker.contract.quantities import span as time_span
 from stoker.training.data.build import Say, alone, whole
 from stoker.training.data.config import DataConfig
-from stoker.training.data.read import Remark, conversations, named, texts
+from stoker.training.data.read import Remark, Remarks, conversations, named, texts
 from stoker.training.data.units import Span
 from stoker.training.tokenizer.config import TokenizerConfig
 from stoker.training.tokenizer.definition import OURS, SPECIAL
@@ -156,7 +156,7 @@ def _pieces(spans: Sequence[Span], data: DataConfig, limit: int) -> Iterator[str
     left = limit
     first_wrong: Remark | None = None
     for span in spans:
-        wrong: list[Remark] = []
+        wrong = Remarks()
         if data.kind == "chat":
             found = (content for messages, _ in conversations(span, wrong) for _, content in messages)
         else:
@@ -167,6 +167,6 @@ def _pieces(spans: Sequence[Span], data: DataConfig, limit: int) -> Iterator[str
                     return
                 left -= len(segment)
                 yield segment.decode()
-        first_wrong = first_wrong or next(iter(wrong), None)
+        first_wrong = first_wrong or next(iter(wrong.first), None)
     if first_wrong and left == limit:
         raise Refusal(named(first_wrong), EX_DATAERR)

@@ -5,18 +5,18 @@ text in a million rows.
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
+from stoker.contract.memory import ROOM, Bounded  # besides the compressed columns themselves
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.training.data.unpack import most_unfolded, unfolds
 
 ROWS, BATCH = 1024, 64 << 20  # rows that are read at once, and their bytes as far as the file's metadata tells
+MOST_ROWS, MOST_ROWS_EACH = 1_000_000, 1000  # that any file may have, and for each of its bytes: null takes none
 AT_ONCE = 64  # rows that become Python's at once
-ROOM = 512 << 20  # bytes that reading a batch may allocate, besides the compressed columns themselves
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def open_parquet(path: str, name: str = "") -> Any:
@@ -38,9 +38,35 @@ def open_parquet(path: str, name: str = "") -> Any:
             min(group.num_rows, group.total_byte_size) < 0 for group in groups
         ):
             raise ValueError("its row groups do not add up")
+        refuse_empty_rows(shown, table.metadata.num_rows, os.path.getsize(path))
         return table
     except (OSError, ValueError) as problem:  # pyarrow's ArrowInvalid is a ValueError
         raise Refusal(f"{shown} is not a parquet file: {first_line(problem)}", EX_DATAERR) from problem
+
+
+def refuse_empty_rows(shown: str, rows: int, size: int) -> None:
+    """Of a file of `size` bytes."""
+    if rows > MOST_ROWS + MOST_ROWS_EACH * size:
+        line = f"{shown} has {rows:,} rows in {size:,} bytes: rows without content, it may be an attack"
+        raise Refusal(line, EX_DATAERR)
+
+
+class Unfolding:
+    """What a file's rows hold, against its size: one long text can stand in any number of them."""
+
+    def __init__(self, shown: str, size: int) -> None:
+        self._shown, self._size, self._left = shown, size, most_unfolded(size)
+
+    def take(self, row: dict[str, Any]) -> None:
+        self._left -= _characters(row)
+        if self._left < 0:
+            raise unfolds(self._shown, self._size)
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, (dict, list)):
+        return sum(map(_characters, value.values() if isinstance(value, dict) else value))
+    return len(value) if isinstance(value, (str, bytes)) else 8
 
 
 def read_rows(
@@ -83,20 +109,3 @@ def _columns_above(path: str) -> Iterator[str]:
 
 def first_line(problem: Exception) -> str:
     return (str(problem).splitlines() or [type(problem).__name__])[0][:200]
-
-
-class Bounded:
-    """Within it, allocating more than `room` fails, and the metadata may say what it likes."""
-
-    def __init__(self, room: int = ROOM) -> None:
-        self._room = room
-
-    def __enter__(self) -> None:
-        self._before = resource.getrlimit(resource.RLIMIT_DATA)
-        with open("/proc/self/statm", "rb") as file:
-            used = int(file.read().split()[5]) * _PAGE
-        limits = [used + self._room, *(limit for limit in self._before if limit != resource.RLIM_INFINITY)]
-        resource.setrlimit(resource.RLIMIT_DATA, (min(limits), self._before[1]))
-
-    def __exit__(self, *problem: object) -> None:
-        resource.setrlimit(resource.RLIMIT_DATA, self._before)

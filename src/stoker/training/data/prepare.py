@@ -20,7 +20,7 @@ from stoker.training.data.learn import trained
 from stoker.training.data.order import Mixture, mixture_of
 from stoker.training.data.ours import own_cache, tag
 from stoker.training.data.prepared import TOKENIZER, Prepared, from_manifest
-from stoker.training.data.read import MESSAGES, conversations, texts
+from stoker.training.data.read import MESSAGES, Remarks, conversations, texts
 from stoker.training.data.reasons import TOLERATED
 from stoker.training.data.recognise import with_formats
 from stoker.training.data.sources import Source, find_sources, share_of
@@ -214,7 +214,7 @@ def _plan(words: Tokenizer, spans: Sequence[Span], data: DataConfig, say: Say) -
 def _probes(spans: Sequence[Span], data: DataConfig) -> Iterator[bytes]:
     for span in spans[:: max(1, len(spans) // PROBES)][:PROBES]:
         if data.kind == "chat":
-            text = next((content for messages, _ in conversations(span, []) for _, content in messages), b"")
+            text = next((content for messages, _ in conversations(span, Remarks()) for _, content in messages), b"")
         else:
             text = next((text for text, _ in texts(span, data.text_key)), b"")
         yield text[:PROBE_BYTES].decode("utf-8", "ignore").encode()

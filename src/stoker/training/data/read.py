@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, BinaryIO
 
+from stoker.contract.memory import bounded_steps
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import as_json, shape
@@ -18,14 +19,15 @@ from stoker.training.data.formats.format import Format, Turn, Unusable, checked,
 from stoker.training.data.formats.table import FORMATS, known, recognise
 from stoker.training.data.jsonl import parse_row, utf8
 from stoker.training.data.looks import as_text, refuse_binary
-from stoker.training.data.parquet import open_parquet, read_rows
-from stoker.training.data.rows import LONGEST_LINE, counted_in
+from stoker.training.data.parquet import Unfolding, open_parquet, read_rows
+from stoker.training.data.rows import LONGEST_LINE, ROW_ROOM, counted_in, too_much_memory
 from stoker.training.data.units import Span
 
 REPLACEMENT = "\ufffd"
 MESSAGES = "messages"
 NAMED = 3  # rows that a message names
 HOPELESS = 1000  # rows without a single conversation: this is another kind of file
+HOPELESS_AFTER_ALL = 100_000  # rows of which not one in a hundred is a conversation
 Message = tuple[str, bytes]
 
 
@@ -46,6 +48,19 @@ def remark(place: Place, text: str) -> Remark:
     return as_json(place), printable(text, 1000)
 
 
+class Remarks:
+    """How many rows have one, and the first few: a file of nothing but nulls has millions."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[Remark] = []
+
+    def add(self, place: Place, text: str) -> None:
+        self.count += 1
+        if len(self.first) < NAMED:
+            self.first.append(remark(place, text))
+
+
 def named(found: Remark) -> str:
     """With the row's number, which is counted here: only for those that are printed."""
     place, text = found
@@ -61,21 +76,22 @@ def texts(span: Span, text_key: str) -> Iterator[tuple[bytes, bool]]:
         yield _text(row, text_key, place), True
 
 
-def conversations(span: Span, wrong: list[Remark]) -> Iterator[tuple[list[Message], Place]]:
+def conversations(span: Span, wrong: Remarks) -> Iterator[tuple[list[Message], Place]]:
     """`wrong`: gets a remark for each row that is no conversation with an answer in it; how many there may be is for the
     caller to say.
     """
     if span.form == "text":
         raise Refusal(f"{span.shown} is plain text; data.kind=chat takes rows of {known()}", EX_DATAERR)
     chosen = FORMATS[span.format or MESSAGES]
-    found = 0
+    found = lost = 0
     for row, place in rows(span, chosen.columns):
         try:
             messages = in_bytes(turns_in(row, chosen, None if span.mixed else partial(at, place)))
         except Unusable as problem:
-            wrong.append(remark(place, f": {problem}"))
-            if len(wrong) == HOPELESS and not found:
-                raise Refusal(named(wrong[0]), EX_DATAERR) from problem
+            wrong.add(place, f": {problem}")
+            lost += 1
+            if (lost >= HOPELESS and not found) or (lost >= HOPELESS_AFTER_ALL and lost > 99 * found):
+                raise Refusal(named(wrong.first[0]), EX_DATAERR) from problem
             continue
         found += 1
         yield messages, place
@@ -105,7 +121,13 @@ def _stretch(span: Span) -> bytes:
 
 def rows(span: Span, columns: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], Place]]:
     """`columns`: those that are read where a file keeps them apart."""
-    return _parquet(span, columns) if span.form == "parquet" else _lines(span)
+    if span.form == "parquet":
+        yield from _parquet(span, columns)  # with limits of its own
+        return
+    try:
+        yield from bounded_steps(_lines(span), ROW_ROOM)
+    except MemoryError as problem:
+        raise too_much_memory(span.shown) from problem
 
 
 def _lines(span: Span) -> Iterator[tuple[dict[str, Any], Place]]:
@@ -156,11 +178,12 @@ def _parquet(span: Span, columns: tuple[str, ...]) -> Iterator[tuple[dict[str, A
             EX_DATAERR,
         )
     before = sum(table.metadata.row_group(group).num_rows for group in range(span.group))
-    done = 0
+    done, unfolding = 0, Unfolding(span.shown, os.path.getsize(span.path))
     for some in read_rows(span.path, table, span.group, there, span.name):
         if done + len(some) > span.begin:
             for offset, row in enumerate(some):
                 if span.begin <= done + offset < span.end:
+                    unfolding.take(row)
                     yield row, Place(span.shown, span.path, row=before + done + offset + 1)
         done += len(some)
         if done >= span.end:

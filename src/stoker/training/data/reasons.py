@@ -7,6 +7,7 @@ from stoker.contract.untrusted import printable
 
 NAMED = 5  # rows that a line names for each reason
 TOLERATED = 0.01  # a smaller share of rows that can't be used is left out
+MOST_REASONS, OTHERS = 1000, "other reasons"  # a reason may quote the row: each row may have its own
 MOST_LONG = 0.5  # a larger share of pairs that are too long is refused
 
 
@@ -27,6 +28,8 @@ class Reasons:
 
     def add(self, why: str, row: int, size: int = 0) -> None:
         why = printable(why, 300)
+        if why not in self._counts and len(self._counts) >= MOST_REASONS:
+            why = OTHERS
         self._counts[why] = self._counts.get(why, 0) + 1
         rows = self._rows.setdefault(why, [])
         if len(rows) < self._most:

@@ -16,19 +16,23 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, BinaryIO
 
+from stoker.contract.memory import Bounded, bounded_steps
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.untrusted import MOST_VALUES
 from stoker.training.data.jsonl import DECODER, HALF, parse_row, sound, utf8
 from stoker.training.data.looks import as_text
-from stoker.training.data.parquet import Bounded, first_line, open_parquet, read_rows
+from stoker.training.data.parquet import Unfolding, first_line, open_parquet, read_rows, refuse_empty_rows
 from stoker.training.data.unpack import open_unpacked, packing_of, unpacked_name
 
 LONGEST_LINE = 64 << 20
+ROW_ROOM = 2 << 30  # bytes that parsing a row may take: one of 64 MB with emoji takes a third of it
 KINDS = {
     ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tex": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json",
     ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".csv": "csv", ".tsv": "csv",
 }  # fmt: skip
 IN_PLACE = ("text", "jsonl", "parquet")  # kinds that are read from any place in the file, by many processes
 _CELL = 16 << 20  # characters of a csv cell: more is a quote that was never closed
+_HEAD, _COLUMNS = 1 << 20, 10_000  # bytes of the row that names a csv's columns, and how many there may be
 _READ = 1 << 20
 _GAP = re.compile(r"[\s,]*")  # between the values of a JSON file
 Row = dict[str, Any]
@@ -49,11 +53,30 @@ def counted_in(path: str) -> str:
 
 
 def rows(path: str) -> Iterator[tuple[int, Row]]:
-    """(number from 1, row); of jsonl the number of the line."""
+    """(number from 1, row); of jsonl the number of the line. Each within ROW_ROOM."""
+    number = 0
+    try:
+        if kind_of(path) in ("parquet", "arrow"):  # these have limits of their own
+            yield from _rows(path)
+        else:
+            for number, row in bounded_steps(_rows(path), ROW_ROOM):
+                yield number, row
+    except MemoryError as problem:
+        raise too_much_memory(f"{path}, after {counted_in(path)} {number}") from problem
+
+
+def too_much_memory(where: str) -> Refusal:
+    return Refusal(f"{where}: the next row takes more than {ROW_ROOM >> 30} GB of memory to read", EX_DATAERR)
+
+
+def _rows(path: str) -> Iterator[tuple[int, Row]]:
     kind = kind_of(path)
     if kind in ("parquet", "arrow"):
         with _on_disk(path) as place:
-            yield from enumerate(_parquet(path, place) if kind == "parquet" else _arrow(path, place), 1)
+            unfolding = Unfolding(path, os.path.getsize(place))
+            for number, row in enumerate(_parquet(path, place) if kind == "parquet" else _arrow(path, place), 1):
+                unfolding.take(row)
+                yield number, row
         return
     with open_unpacked(path) as stream:
         if kind == "jsonl":
@@ -93,7 +116,7 @@ def _lines(path: str, stream: BinaryIO) -> Iterator[tuple[int, Row]]:
 def _values(path: str, stream: BinaryIO) -> Iterator[Row]:
     """One array, or values one after the other."""
     text_of = codecs.getincrementaldecoder("utf-8-sig")()
-    text, at, size, number, array, ended = "", 0, _READ, 0, False, False
+    text, at, size, number, array, ended, again = "", 0, _READ, 0, False, False, False
     while True:
         at = _GAP.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
         if at < len(text) and not number and not array and text[at] == "[":
@@ -103,11 +126,17 @@ def _values(path: str, stream: BinaryIO) -> Iterator[Row]:
             return
         where = f"{path}, row {number + 1}"
         if at < len(text):
+            # Not for each row: what comes behind this one is counted, too.
+            if again and sum(text.count(sign, at) for sign in "[{,") > 2 * MOST_VALUES:
+                raise Refusal(f"{where} has more than {2 * MOST_VALUES:,} values", EX_DATAERR)
             try:
                 found, end = DECODER.raw_decode(text, at)
+                if end - at > LONGEST_LINE:
+                    raise Refusal(f"{where} is longer than {LONGEST_LINE >> 20} MB", EX_DATAERR)
                 found = sound(found) if HALF.search(text, at, end) else found
-                number, at, size = number + 1, end, _READ
+                number, at, size, again = number + 1, end, _READ, False
             except json.JSONDecodeError as problem:
+                again = True
                 if ended or len(text) - at > LONGEST_LINE:  # else the rest of the row is not read yet
                     line = f"{where} is not JSON: {problem.msg}; it begins {text[at : at + 40]!r}"
                     raise Refusal(line, EX_DATAERR) from problem
@@ -124,7 +153,7 @@ def _values(path: str, stream: BinaryIO) -> Iterator[Row]:
         if ended:
             return
         try:
-            data = stream.read(size)
+            data = stream.read(min(size, max(LONGEST_LINE - (len(text) - at), 0) + _READ))
             text, at, ended, size = text[at:] + text_of.decode(data, not data), 0, not data, 2 * size
         except UnicodeDecodeError as problem:
             raise Refusal(f"{path}, after row {number}: not UTF-8 ({problem.reason})", EX_DATAERR) from problem
@@ -136,14 +165,19 @@ def _cells(path: str, stream: BinaryIO) -> Iterator[Row]:
     separator = "\t" if unpacked_name(path).lower().endswith(".tsv") else ","
     number = 0
     try:
-        reader = csv.reader((line.decode() for line in _csv_lines(path, stream)), delimiter=separator)
+        row = _CsvRow(path, stream)
+        reader = csv.reader(row.lines(), delimiter=separator)
         names = next(reader, [])
+        if len(names) > _COLUMNS:
+            raise Refusal(f"{path}: the first row names {len(names):,} columns; at most {_COLUMNS:,}", EX_DATAERR)
         if len(set(names)) < len(names) or not all(names):
             raise Refusal(
                 f"{path}: the first row must name each column once; it is {', '.join(names)[:200]}", EX_DATAERR
             )
+        row.begin(1)
         for cells in reader:
             number += 1
+            row.begin(number + 1)
             if cells and len(cells) != len(names):
                 line = f"{path}, row {number} has {len(cells)} cells, and the first row names {len(names)} columns"
                 raise Refusal(line, EX_DATAERR)
@@ -156,13 +190,29 @@ def _cells(path: str, stream: BinaryIO) -> Iterator[Row]:
         raise Refusal(f"{line}; a quote may be missing", EX_DATAERR) from problem
 
 
-def _csv_lines(path: str, stream: BinaryIO) -> Iterator[bytes]:
-    first = True
-    while line := stream.readline(_CELL + 1):
-        if len(line) > _CELL:
-            raise Refusal(f"{path} has a line of more than {_CELL >> 20} MB: is this csv?", EX_DATAERR)
-        yield line.removeprefix(codecs.BOM_UTF8) if first else line
-        first = False
+class _CsvRow:
+    """The lines of a row: one whose quote is open goes on in the next line, and the reader keeps all of them."""
+
+    def __init__(self, path: str, stream: BinaryIO) -> None:
+        self._path, self._stream = path, stream
+        self._number = self._size = 0
+
+    def begin(self, number: int) -> None:
+        self._number, self._size = number, 0
+
+    def lines(self) -> Iterator[str]:
+        first = True
+        while line := self._stream.readline(_CELL + 1):
+            if len(line) > _CELL:
+                raise Refusal(f"{self._path} has a line of more than {_CELL >> 20} MB: is this csv?", EX_DATAERR)
+            self._size += len(line)
+            most = LONGEST_LINE if self._number else _HEAD
+            if self._size > most:
+                where = f"row {self._number}" if self._number else "the first row, which names the columns,"
+                line_text = f"{self._path}: {where} is longer than {most >> 20} MB: a quote may be missing"
+                raise Refusal(line_text, EX_DATAERR)
+            yield (line.removeprefix(codecs.BOM_UTF8) if first else line).decode()
+            first = False
 
 
 @contextmanager
@@ -203,6 +253,7 @@ def _arrow(path: str, place: str) -> Iterator[Row]:
                     batch = next(batches, None)
                 if batch is None:
                     return
+                refuse_empty_rows(path, number + len(batch), os.path.getsize(place))
                 for begins in range(0, len(batch), 64):
                     with Bounded():
                         some = batch.slice(begins, 64).to_pylist()

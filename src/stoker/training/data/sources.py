@@ -6,7 +6,7 @@ import glob
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
@@ -18,7 +18,7 @@ from stoker.training.data.digests import digest_files
 from stoker.training.data.looks import check_head
 from stoker.training.data.ours import files_below
 from stoker.training.data.rows import IN_PLACE, KINDS, as_line, counted_in, is_known, kind_of, rows
-from stoker.training.data.unpack import open_unpacked, packing_of
+from stoker.training.data.unpack import most_unfolded, open_unpacked, packing_of, unfolds
 
 # A data set of the hub, through `datasets`: streamed into a local file of rows once, then read like any other.
 
@@ -96,10 +96,20 @@ def unfold(path: str, cache: str, say: Callable[[str], None]) -> str:
             with open_unpacked(path) as stream:
                 shutil.copyfileobj(stream, file, 1 << 20)
         else:
-            file.writelines(as_line(row) for _, row in rows(path))
+            file.writelines(_within(path, (as_line(row) for _, row in rows(path))))
         size = file.tell()
     say(f"{path}: unpacked to {amount(size)} in {target}")
     return target
+
+
+def _within(path: str, lines: Iterable[bytes]) -> Iterator[bytes]:
+    """A few bytes may stand for many rows, or for long ones: no more of them than a packed file may unfold to."""
+    left = most_unfolded(os.path.getsize(path))
+    for line in lines:
+        left -= len(line)
+        if left < 0:
+            raise unfolds(path, os.path.getsize(path))
+        yield line
 
 
 FORMS = KINDS  # the endings that a folder is read for; each may be followed by one of PACKED

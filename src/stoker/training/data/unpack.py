@@ -24,6 +24,7 @@ MOST_TIMES = 200  # a packed file's size; text packs to a fifth, tables of numbe
 ALWAYS = 256 << 20  # bytes that any packed file may unfold to
 _WINDOW = 128 << 20  # bytes that a decompressor may look back: what `xz -9` and `zstd --long=27` need at most
 _READ = 1 << 20
+_PIECE = 1 << 13  # bytes that a frame gets at once: those behind its end are copied
 _ZSTD_READ = 1 << 11  # 4 bytes of zstd unfold to 128 KB at most: 64 MB at once
 
 
@@ -31,6 +32,16 @@ def packing_of(path: str) -> str:
     """.gz of a.jsonl.gz; empty: it is not packed."""
     ending = os.path.splitext(path)[1].lower()
     return ending if ending in PACKED else ""
+
+
+def most_unfolded(size: int) -> int:
+    """Bytes that a file of `size` bytes may stand for."""
+    return max(ALWAYS, MOST_TIMES * size)
+
+
+def unfolds(path: str, size: int) -> Refusal:
+    line = f"{path} unfolds to more than {MOST_TIMES} times its {amount(size)}: it may be an attack"
+    return Refusal(f"{line}; unpack it yourself if it is not", EX_DATAERR)
 
 
 def unpacked_name(path: str) -> str:
@@ -111,6 +122,7 @@ class _Frames:
         self._file, self._fresh, self._block = file, fresh, block
         self._frame, self._begun = fresh(), False
         self._input = self._output = b""
+        self._at = 0  # what of the input the frames have got
 
     def read(self, size: int) -> bytes:
         while not self._output and self._more(size):
@@ -120,17 +132,24 @@ class _Frames:
 
     def _more(self, size: int) -> bool:
         if self._frame.eof:
-            self._input, self._begun = self._frame.unused_data, False
-            self._frame = self._fresh()
-        if not self._begun:
-            self._input = self._input.lstrip(b"\0")
-        if not self._input and self._frame.needs_input:
-            self._input = self._file.read(self._block)
-            if not self._input and self._begun:
-                raise EOFError("it ends in the middle")
-            return bool(self._input)
+            self._at -= len(self._frame.unused_data)
+            self._frame, self._begun = self._fresh(), False
+        piece = b""
+        if self._frame.needs_input:
+            if self._at == len(self._input):
+                self._input, self._at = self._file.read(self._block), 0
+                if not self._input and self._begun:
+                    raise EOFError("it ends in the middle")
+                if not self._input:
+                    return False
+            piece = self._input[self._at : self._at + _PIECE]
+            self._at += len(piece)
+            if not self._begun:
+                piece = piece.lstrip(b"\0")
+                if not piece:
+                    return True
         self._begun = True
-        self._output, self._input = self._frame.decompress(self._input, size), b""
+        self._output = self._frame.decompress(piece, size)
         return True
 
 
@@ -160,9 +179,8 @@ class _Bounded(io.RawIOBase):
             line = f"{self._path} is damaged: it can't be unpacked{beyond} ({why})"
             raise Refusal(f"{line}; download it again", EX_DATAERR) from problem
         self._done += len(data)
-        if self._done > max(ALWAYS, MOST_TIMES * self._size):
-            line = f"{self._path} unfolds to more than {MOST_TIMES} times its {amount(self._size)}: it may be an attack"
-            raise Refusal(f"{line}; unpack it yourself if it is not", EX_DATAERR)
+        if self._done > most_unfolded(self._size):
+            raise unfolds(self._path, self._size)
         buffer[: len(data)] = data
         return len(data)
 

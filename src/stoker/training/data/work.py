@@ -11,14 +11,16 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.contract.memory import limit_to, used_memory
 from stoker.contract.names import EX_OSERR, Refusal
 from stoker.contract.shape import as_json, shape
-from stoker.training.data.read import NAMED, Remark, conversations, remark, texts
+from stoker.training.data.read import NAMED, Remark, Remarks, conversations, remark, texts
 from stoker.training.data.units import Span, span_from
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.encoders import FastPlan
@@ -26,6 +28,7 @@ from stoker.training.tokenizer.tokenizer import Tokenizer, load
 
 LEARN, BEGIN = 1, 2  # bits of a chat's mask: this token is learned; a conversation (or the padding) begins here
 _PR_SET_PDEATHSIG = 1
+MOST_MEMORY = 6 << 30  # bytes that a process may take besides its tokenizer: three times those of reading a row
 
 
 @shape
@@ -104,7 +107,7 @@ def _stream(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> P
 def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Part:
     lengths: list[int] = []
     learned = size = cut = dropped = only_last = 0
-    wrong: list[Remark] = []
+    wrong = Remarks()
     first_cut: list[Remark] = []
     with open(path, "wb", buffering=1 << 20) as file, open(mask_path(path), "wb", buffering=1 << 20) as beside:
         for span in spans:
@@ -112,7 +115,7 @@ def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Pa
                 try:
                     encoded = chat.encoded(tokenizer, messages)
                 except chat.Unfit as problem:
-                    wrong.append(remark(place, f": {problem.line}"))
+                    wrong.add(place, f": {problem.line}")
                     continue
                 ids, mask = encoded.ids, encoded.mask
                 only_last += encoded.only_last
@@ -141,8 +144,8 @@ def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Pa
         learned,
         cut,
         dropped,
-        len(wrong),
-        tuple(wrong[:NAMED]),
+        wrong.count,
+        tuple(wrong.first),
         tuple(first_cut),
         spans[0].entry,
         only_last,
@@ -151,6 +154,12 @@ def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Pa
 
 def _text_bytes(tokenizer: Tokenizer, ids: NDArray[np.uint32]) -> int:
     return int(tokenizer.lengths[ids[~np.isin(ids, list(tokenizer.special.values()))]].sum())
+
+
+def files_in(spans: Sequence[Span]) -> str:
+    """By the names that people know."""
+    names = list(dict.fromkeys(span.shown for span in spans))
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def main() -> None:
@@ -163,6 +172,7 @@ def main() -> None:
     unreachable = told.pop("unreachable")
     work = Work(**told, unreachable=None if unreachable is None else tuple(unreachable))
     tokenizer = prepared_tokenizer(work)
+    limit_to(used_memory() + MOST_MEMORY)
     for line in sys.stdin:
         job = json.loads(line)
         answer: dict[str, Any]
@@ -173,7 +183,9 @@ def main() -> None:
         except OSError as problem:
             answer = {"refusal": f"preparing data: {problem}", "code": EX_OSERR}
         except MemoryError:
-            answer = {"refusal": f"preparing data: out of memory at {job['spans'][0]['path']}", "code": EX_OSERR}
+            files = files_in([span_from(one) for one in job["spans"]])
+            line = f"preparing data: {files} takes more memory than there is, or more than {MOST_MEMORY >> 30} GB"
+            answer = {"refusal": line, "code": EX_OSERR}
         print(json.dumps(answer), file=answers)
 
 

@@ -9,7 +9,7 @@ from stoker.contract import redact
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.untrusted import printable, read_text
 from stoker.contract.yamltext import NotYaml, parse_yaml
-from stoker.control.record.metrics import read_metrics
+from stoker.control.record.metrics import metrics_in
 from stoker.training.model.hf_write import CARD_MARK
 
 SETTINGS = "config.yaml"
@@ -29,7 +29,7 @@ def card_of(run: str, stage: str = "") -> str:
         raise Refusal(f"{path} can't be read: {getattr(problem, 'strerror', None) or problem}", EX_DATAERR) from problem
     rows = [f"| {key} | {shown} |" for key in _TOLD if (shown := _shown(told, key))]
     numbers: dict[str, object] = {}
-    for line in read_metrics(run):
+    for line in metrics_in(run):
         numbers |= {key: line[key] for key in _NUMBERS if isinstance(line.get(key), (int, float))}
     results = [f"| {key} | {value} |" for key, value in numbers.items()]
     parts = [

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.shape import replace
 from stoker.contract.typed import read_fields
+from stoker.contract.untrusted import parse_json
 from stoker.contract.wholefile import write_whole
 from stoker.control.record import reader
 from stoker.training.checkpoint.reading import Checkpoint, open_checkpoint
@@ -20,6 +22,7 @@ from stoker.training.generate.card import card_of
 from stoker.training.generate.finding import HF, RESULT, Found, told_by
 from stoker.training.model import hf, outside
 from stoker.training.model.config import ModelConfig
+from stoker.training.model.hf_config import kept_text, shape_for
 from stoker.training.model.hf_files import places
 from stoker.training.model.hf_write import CARD, SCORE, beside
 from stoker.training.tokenizer.chat import write_template
@@ -31,8 +34,13 @@ Say = Callable[[str], None]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def export(found: Found, out: str, dtype: str | None, tokenizer: str | None, say: Say) -> None:
-    (_checkpoint if found.checkpoint else _folder)(found.folder, out, dtype, tokenizer, say)
+def export(
+    found: Found, out: str, dtype: str | None, tokenizer: str | None, say: Say, trust_remote_code: bool = False
+) -> None:
+    """`trust_remote_code`: Python code of the folder that a checkpoint's model was loaded from may run."""
+    if found.checkpoint:
+        return _checkpoint(found.folder, out, dtype, tokenizer, say, trust_remote_code)
+    _folder(found.folder, out, dtype, tokenizer, say)
 
 
 def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say: Say) -> None:
@@ -69,7 +77,7 @@ def _beside(folder: str, words: Tokenizer, run: str, say: Say) -> None:
         write_whole(os.path.join(folder, CARD), card.encode("utf-8", "replace"))
 
 
-def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, say: Say) -> None:
+def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, say: Say, trust: bool) -> None:
     opened = open_checkpoint(path)
     told, data = opened.meta.get("model"), opened.meta.get("data")
     context = data.get("context") if isinstance(data, dict) else None
@@ -79,6 +87,10 @@ def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, s
         )
         if not isinstance(context, int):
             raise ValueError("no data.context")
+        kept = parse_json(shape.kept or "{}")
+        if not isinstance(kept, dict):
+            raise ValueError("no config.json")
+        shape = replace(shape, kept=kept_text(kept) if kept else "")
     except ValueError as problem:
         line = f"{path} does not say which model it is of ({problem}): it was written by something else than `stoker train`"
         raise Refusal(line, EX_DATAERR) from problem
@@ -102,7 +114,7 @@ def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, s
     kind = DTYPES[dtype] if dtype else None
     ends = words.stop_ids[:1] if words.template else words.stop_ids
     if shape.engine == "transformers":
-        model = _module(opened, shape, context, say)
+        model = _module(opened, shape, context, say, trust)
         return outside.save(model, out, say=say, dtype=kind, tokenizer_folder=where, end_ids=ends, more=more)
     tensors = _tensors(opened, shape)
     hf.save_from(
@@ -118,18 +130,20 @@ def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, s
     )
 
 
-def _module(opened: Checkpoint, shape: ModelConfig, context: int, say: Say) -> outside.Outside:
+def _module(opened: Checkpoint, shape: ModelConfig, context: int, say: Say, trust: bool) -> outside.Outside:
     """What no family of ours knows: transformers' module with the checkpoint's parameters; buffers come from the folder it
-    was loaded from.
+    was loaded from. A checkpoint may come from anybody: it names that folder, which is checked as any other, and no more.
     """
     if not os.path.isdir(shape.load):
         raise Refusal(f"{opened.path}: {shape.load}, which its model was loaded from, is gone", EX_NOINPUT)
-    model = outside.Outside(shape, context)
+    loaded = shape_for(ModelConfig(engine="transformers", trust_remote_code=trust), shape.load)
+    model = outside.Outside(loaded, context)
     outside.load(model, shape.load, say)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if f"model.{name}" not in opened.tensors:
-                raise Refusal(f"{opened.path} has no {name}: it is of another kind of model", EX_DATAERR)
+            about = opened.tensors.get(f"model.{name}")
+            if about is None or tuple(about.shape) != tuple(parameter.shape):
+                raise Refusal(f"{opened.path} has no {name} of this shape: it is of another kind of model", EX_DATAERR)
             parameter.copy_(opened.read(f"model.{name}"))
     return model
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.contract import layout, names
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_NOINPUT, Refusal
 from stoker.contract.settings import suggest
-from stoker.contract.shape import as_json, shape
+from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.untrusted import read_bytes
 from stoker.training.checkpoint import folders, manifest
 from stoker.training.checkpoint.config import CheckpointConfig
@@ -49,7 +49,7 @@ def meta(position: Position, data: Data, model: ModelConfig, made: Made, optimiz
     return {
         **as_json(position),
         "data": as_json(data),
-        "model": as_json(model),
+        "model": as_json(replace(model, trust_remote_code=False)),  # for one run, not for whoever reads the checkpoint
         "tokenizer_digest": made.tokenizer_digest,
         "optimizer": optimizer,
     }

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
@@ -39,9 +39,13 @@ def shape_of(folder: str) -> ModelConfig:
     family = family_in(told)
     c = family.shape(told)
     check_options(c, f"model {folder}")
-    kept = {key: value for key, value in told.keys().items() if key not in _NOT_KEPT}
     longest = told.get(family.longest)
-    return replace(c, kept=json.dumps(kept), longest=longest if type(longest) is int else 0)
+    return replace(c, kept=kept_text(told.keys()), longest=longest if type(longest) is int else 0)
+
+
+def kept_text(keys: dict[str, Any]) -> str:
+    """What an export keeps of a config.json."""
+    return json.dumps({key: value for key, value in _without_code(keys).items() if key not in _NOT_KEPT})
 
 
 def shape_for(asked: ModelConfig, folder: str) -> ModelConfig:
@@ -55,7 +59,7 @@ def shape_for(asked: ModelConfig, folder: str) -> ModelConfig:
             hint = "; model.engine transformers may take it" if asked.engine == "auto" else ""
             raise Refusal(refusal.line + hint, refusal.code) from refusal
     _refuse_unrunnable(told, asked.trust_remote_code)
-    kept = told.keys()
+    kept = _without_code(told.keys())
 
     def number(ours: str) -> int:
         return next((kept[key] for key in _COUNTS[ours] if type(kept.get(key)) is int and kept[key] > 0), 1)
@@ -77,11 +81,46 @@ def shape_for(asked: ModelConfig, folder: str) -> ModelConfig:
     )
 
 
+def _is_code(key: str) -> bool:
+    """attn_implementation and its like: transformers also takes a repository's name there, and runs a kernel from it."""
+    return "implementation" in key and key != "cache_implementation"
+
+
+def _without_code(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_code(inner) for key, inner in value.items() if not _is_code(key)}
+    return [_without_code(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
+
+def _elsewhere(value: Any) -> Iterator[str]:
+    """Names of other repositories whose code config.json asks for: owner/name--file.Class, or owner/name of a kernel."""
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        if key == "auto_map" or _is_code(key):
+            yield from (text for text in _texts(inner) if "--" in text or "/" in text)
+    if isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _elsewhere(inner)
+
+
 def _refuse_unrunnable(told: ConfigJson, trusted: bool) -> None:
     named = told.get("architectures")
     name = named[0] if isinstance(named, list) and len(named) == 1 and isinstance(named[0], str) else ""
     if not name.endswith(_CAUSAL):
         told.refuse(f"its architecture is {told.words(named)}: no causal language model that can be trained here")
+    other = next(_elsewhere(told.keys()), None)
+    if other is not None:
+        told.refuse(
+            f"its {CONFIG} takes code from {told.words(other)}, not from this folder: copy that code into the folder, read"
+            " it, and name it without the repository"
+        )
     if told.get("auto_map") and not trusted:
         told.refuse(
             f"{name} runs Python code that comes with the folder: read that code, and give --trust-remote-code if you"

@@ -11,6 +11,8 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -28,6 +30,7 @@ from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_kept import GENERATION, kept_of
 from stoker.training.model.hf_write import DTYPES, beside, refuse_foreign_files, sweep
 from stoker.training.model.loss import IGNORED
+from stoker.training.model.outside_folder import bounded, first_line, only_weights
 from stoker.training.parallel.config import ComputeConfig
 
 Say = Callable[[str], None]
@@ -140,23 +143,34 @@ def _built(c: ModelConfig) -> Any:
     """The module with fresh weights. Every share that is dropped in training is ours: a replay repeats those."""
     auto, keys = _library(), json.loads(c.kept)
     kind, named = keys.get("model_type"), f"model {c.load}: transformers {auto.__version__}"
-    own_code = c.trust_remote_code and keys.get("auto_map")
+    own_code = _runs_own_code(c)
     if not own_code and kind not in auto.CONFIG_MAPPING:
         line = f"{named} does not know the architecture {keys['architectures'][0]} (model_type {kind!r})"
         raise Refusal(f"{line}; if it is new: pip install --upgrade transformers", EX_DATAERR)
+    make = partial(auto.AutoModelForCausalLM.from_config, dtype=torch.float32, trust_remote_code=own_code)
     try:
         if own_code:
             config = auto.AutoConfig.from_pretrained(c.load, trust_remote_code=True)
         else:
-            config = auto.CONFIG_MAPPING[kind].from_dict(keys)
-    except (KeyError, OSError, ValueError) as problem:
-        first = str(problem).strip().splitlines()[0][:200] if str(problem).strip() else type(problem).__name__
-        raise Refusal(f"{named} can't build {kind!r}: {first}", EX_DATAERR) from problem
-    for name, value in vars(config).items():
-        if name.endswith(("dropout", "pdrop")) and isinstance(value, (int, float)):
-            setattr(config, name, c.dropout)
-    trusted = {"trust_remote_code": True} if c.trust_remote_code else {}
-    return auto.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **trusted)
+            described = auto.CONFIG_MAPPING[kind]
+            auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(
+                described, None
+            )  # imports the module, with the device that is chosen here
+            with bounded(c.load):
+                config = described.from_dict(keys)
+                make(config)
+        for name, value in vars(config).items():
+            if name.endswith(("dropout", "pdrop")) and isinstance(value, (int, float)):
+                setattr(config, name, c.dropout)
+        return make(config)
+    except Refusal:
+        raise
+    except Exception as problem:  # whatever a library raises for a config.json that makes no sense
+        raise Refusal(f"{named} can't build {kind!r}: {first_line(problem)}", EX_DATAERR) from problem
+
+
+def _runs_own_code(c: ModelConfig) -> bool:
+    return bool(c.trust_remote_code and json.loads(c.kept).get("auto_map"))
 
 
 def opened(c: ModelConfig, context_length: int, dtype: torch.dtype, device: torch.device, say: Say) -> Outside:
@@ -171,14 +185,20 @@ def opened(c: ModelConfig, context_length: int, dtype: torch.dtype, device: torc
 @torch.no_grad()
 def load(model: Outside, folder: str, say: Say) -> None:
     """Weights and buffers of the folder."""
-    c = model.config
-    trusted = {"trust_remote_code": True} if c.trust_remote_code else {}
+    c, own_code = model.config, _runs_own_code(model.config)
+    how: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    how |= {"trust_remote_code": True} if own_code else {"trust_remote_code": False, "config": model.module.config}
+    library = _library()
     try:
-        with torch.device("cpu"):
-            stored = _library().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **trusted)
-    except (OSError, ValueError, RuntimeError) as problem:
-        first = str(problem).strip().splitlines()[0][:200]
-        raise Refusal(f"model {folder}: transformers can't open it: {first}", EX_DATAERR) from problem
+        with torch.device("cpu"), nullcontext(folder) if own_code else only_weights(folder) as place:
+            stored, about = library.AutoModelForCausalLM.from_pretrained(place, **how)
+    except Refusal:
+        raise
+    except Exception as problem:  # the library's own, those of safetensors, and of code that comes with the folder
+        raise Refusal(f"model {folder}: transformers can't open it: {first_line(problem)}", EX_DATAERR) from problem
+    if missing := sorted(about["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise Refusal(f"model {folder}: its weights have no {missing[0]}{more}: the folder is not complete", EX_DATAERR)
     model.module.load_state_dict(stored.state_dict())
     say(f"weights from {folder}: {c.stored:,} parameters, by transformers")
 
@@ -201,6 +221,7 @@ def save(
         os.makedirs(parent, exist_ok=True)
         refuse_foreign_files(folder)
         sweep(parent, name)
+        os.mkdir(fresh)  # not one that somebody else made there
         weights = {name: tensor.to(dtype) for name, tensor in model.module.state_dict().items()}
         model.module.save_pretrained(fresh, state_dict=weights)
         _add_files(fresh, config, generation, model.config.load, tokenizer_folder)

@@ -16,7 +16,7 @@ from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.untrusted import printable_lines, read_json
 from stoker.contract.wholefile import write_whole
 from stoker.control.record import ownership
-from stoker.control.record.metrics import read_metrics
+from stoker.control.record.metrics import metrics_in
 from stoker.training.config.derived import derivable
 from stoker.training.config.keys import as_yaml
 from stoker.training.config.resolve import flags, on_cpu, recipe_settings
@@ -149,7 +149,7 @@ def run_directory(c: Config, group: Group) -> str:
 def learned(folder: str, steps: int, tokens: int) -> dict[str, Any]:
     """The numbers of a stage that trained, in this attempt or one before: from the metrics it left."""
     newest: dict[str, Any] = dict.fromkeys(("loss", "val_loss", "val_bits_per_byte", "val_right"))
-    for line in read_metrics(folder):
+    for line in metrics_in(folder):
         newest |= {key: line[key] for key in newest if key in line}
     before = os.path.join(folder, BEFORE)  # what train.eval_first measured, if it was asked to
     told = read_json(before) if os.path.exists(before) else {}

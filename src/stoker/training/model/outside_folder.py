@@ -1,0 +1,93 @@
+"""A stranger's folder for transformers' own modules: no larger than its stored weights, and nothing but these is opened."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules import module as modules
+
+from stoker.contract.memory import Bounded
+from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.untrusted import printable
+from stoker.contract.wholefile import write_whole
+from stoker.training.model.hf_kept import GENERATION
+from stoker.training.model.hf_stored import INDEX, WEIGHTS, stored_in
+
+# A module is compared with what its folder stores while it grows: whichever number of config.json makes it grow.
+_PARTS, _PARTS_EACH = 20_000, 64  # modules and tensors that any model may have, and for each tensor that is stored
+_TIMES = 4  # numbers, for each that is stored: a head that is tied to the embedding is made twice
+_NUMBERS, _BUFFERS = 1 << 24, 1 << 28  # that any model may have besides: parameters, tables of angles and masks
+_ROOM = 1 << 30  # bytes of the host while modules without numbers are made
+
+
+@contextmanager
+def bounded(folder: str) -> Iterator[None]:
+    """Within it modules are made without numbers; one that is much larger than the folder's weights is refused."""
+    stored = stored_in(folder)
+    numbers = sum(math.prod(one.shape) for one in stored.values())
+    left = {
+        "modules": _PARTS + _PARTS_EACH * len(stored),
+        "parameters": _NUMBERS + _TIMES * numbers,
+        "buffers": _BUFFERS + _TIMES * numbers,
+    }
+
+    def take(what: str, size: int) -> None:
+        left[what] -= size
+        if left[what] < 0:
+            line = (
+                f"model {folder}: its config.json makes many more {what} than its {len(stored):,} stored tensors have"
+            )
+            raise Refusal(f"{line} ({numbers:,} numbers): they don't belong together", EX_DATAERR)
+
+    def count(what: str) -> Any:
+        def of(owner: Any, name: str, part: Any) -> None:
+            take("modules", 1)
+            take(what, part.numel() if isinstance(part, torch.Tensor) else 0)
+
+        return of
+
+    hooks = (
+        modules.register_module_module_registration_hook(count("modules")),
+        modules.register_module_parameter_registration_hook(count("parameters")),
+        modules.register_module_buffer_registration_hook(count("buffers")),
+    )
+    try:
+        with Bounded(_ROOM), torch.device("meta"):
+            yield
+    except MemoryError as problem:
+        line = f"model {folder}: its config.json asks for more than {_ROOM >> 30} GB before any weight is read"
+        raise Refusal(line, EX_DATAERR) from problem
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def only_weights(folder: str) -> Iterator[str]:
+    """A folder with links to its safetensors files: no pickle, adapter or code that lies beside them is found there."""
+    files = {one.path for one in stored_in(folder).values()}
+    named = {os.path.basename(path): path for path in files}
+    if len(files) == 1:
+        named = {WEIGHTS: files.pop()}
+    else:
+        named[INDEX] = os.path.join(folder, INDEX)
+    with tempfile.TemporaryDirectory(prefix="stoker-") as fresh:
+        for name, path in named.items():
+            os.symlink(os.path.abspath(path), os.path.join(fresh, name))
+        write_whole(os.path.join(fresh, GENERATION), "{}", durable=False)  # transformers 5 fails without one
+        yield fresh
+
+
+def first_line(problem: Exception) -> str:
+    text = printable(str(problem).strip().partition("\n")[0], 200)
+    return (
+        text
+        if isinstance(problem, (OSError, ValueError, RuntimeError)) and text
+        else f"{type(problem).__name__} {text}"
+    )

@@ -1,0 +1,456 @@
+"""What a ninth security review found in config files, exports, data readers and the transformers engine: each test shows one way in, and that it is closed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import os
+import resource
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+from conftest import Stoker
+from stoker.contract import memory
+from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
+from stoker.training.checkpoint.manifest import Manifest, encode
+from stoker.training.config import layers
+from stoker.training.config.flags import parse
+from stoker.training.config.keys import KEYS
+from stoker.training.data import crew, sources, units, unpack
+from stoker.training.data.config import DataConfig
+from stoker.training.data.prepare import prepare
+from stoker.training.data.read import Place, Remarks, conversations, texts
+from stoker.training.data.rows import rows
+from stoker.training.data.units import Span
+from stoker.training.generate.card import card_of
+from stoker.training.model import hf_write
+from stoker.training.model.config import ModelConfig
+from stoker.training.model.hf_config import kept_text, shape_for
+from stoker.training.model.outside_folder import only_weights
+from stoker.training.tokenizer.config import TokenizerConfig
+from stoker.training.tokenizer.tokenizer import bytes_tokenizer
+from stoker.training.tokenizer.tokenizer import load as load_tokenizer
+
+# ---- a config file that switches on a model's own code ----
+
+SPELLINGS = {
+    "section": "model:\n  load: m\n  trust_remote_code: true\n",
+    "dashes": "model:\n  trust-remote-code: yes\n",
+    "dotted": "model.trust_remote_code: true\n",
+    "dotted, dashes": "model.trust-remote-code: 'true'\n",
+    "alone": "trust_remote_code: true\n",
+    "section of the notes": "training:\n  trust_remote_code: true\n",
+    "JSON": '{"model": {"trust_remote_code": true}}',
+}
+
+
+@pytest.mark.parametrize("text", SPELLINGS.values(), ids=SPELLINGS)
+def test_a_config_file_cant_let_a_models_code_run(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(Refusal, match=r"not taken from a file.*--model\.trust_remote_code") as problem:
+        layers.gather(parse(["--config", str(path)]), {})
+    assert problem.value.code == EX_CONFIG and str(path) in problem.value.line
+    given = layers.gather(parse(["--config", str(path), "--trust-remote-code"]), {})
+    assert given.told("model.trust_remote_code")[0] is True  # type: ignore[index]
+    environment = {"STOKER_TRAIN_MODEL_TRUST_REMOTE_CODE": "false"}
+    assert layers.gather(parse(["--config", str(path)]), environment).told("model.trust_remote_code")[0] is False  # type: ignore[index]
+
+
+def test_what_a_file_may_not_set_are_keys_and_their_defaults_may_stand_there(tmp_path: Path) -> None:
+    assert set(layers.NOT_IN_A_FILE) <= set(KEYS)
+    path = tmp_path / "c.yaml"
+    path.write_text("model:\n  trust_remote_code: false\n")
+    assert layers.gather(parse(["--config", str(path)]), {}).told("model.trust_remote_code")[0] is False  # type: ignore[index]
+
+
+# ---- models of strangers that transformers computes ----
+
+
+@pytest.fixture
+def bloom(tmp_path: Path) -> Path:
+    """A whole model of an architecture that no family of ours knows, with a tokenizer."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    import torch
+
+    torch.manual_seed(3)
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=272, **none)
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path / "bloom")
+    bytes_tokenizer().save(str(tmp_path / "bloom"))
+    return tmp_path / "bloom"
+
+
+def change(folder: Path, **keys: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+def opened(folder: Path) -> Any:
+    import torch
+
+    from stoker.training.model import outside
+
+    shape = shape_for(ModelConfig(), str(folder))
+    return outside.opened(shape, 16, torch.float32, torch.device("cpu"), lambda line: None)
+
+
+def own_code(folder: Path, planted: Path) -> None:
+    change(
+        folder, architectures=["OwnForCausalLM"], model_type="own",
+        auto_map={"AutoConfig": "modeling_own.X", "AutoModelForCausalLM": "modeling_own.Y"},
+    )  # fmt: skip
+    (folder / "modeling_own.py").write_text(f"open({str(planted)!r}, 'w')\n")
+
+
+def test_an_exported_checkpoint_cant_let_a_models_code_run(bloom: Path, tmp_path: Path, stoker: Stoker) -> None:
+    own_code(bloom, tmp_path / "planted")
+    step = tmp_path / "run" / "checkpoints" / "step-00000001"
+    step.mkdir(parents=True)
+    model = {"engine": "transformers", "trust_remote_code": True, "load": str(bloom)}
+    model["kept"] = (bloom / "config.json").read_text()
+    digest = load_tokenizer(str(bloom)).digest
+    meta = {"model": model, "data": {"context": 16}, "tokenizer": str(bloom), "tokenizer_digest": digest}
+    (step / "manifest.json").write_bytes(encode(Manifest(1, 1, "x", {}, {}, meta)))
+    done = stoker("export", str(tmp_path / "run"), "out")
+    assert done.code == EX_DATAERR and not (tmp_path / "planted").exists()
+    assert f"model {bloom}" in done.err and "--trust-remote-code" in done.err and "Traceback" not in done.err
+    stoker("export", str(tmp_path / "run"), "out", "--trust-remote-code")  # the user's own words
+    assert (tmp_path / "planted").exists()
+
+
+def test_a_checkpoint_does_not_say_that_code_is_trusted() -> None:
+    from stoker.training.loop.resume import Data, Position, meta
+
+    made: Any = SimpleNamespace(tokenizer_digest="")
+    about = meta(Position(1, 1, 1, None), Data("", 0, 16, 1), ModelConfig(trust_remote_code=True), made, "adamw")
+    assert about["model"]["trust_remote_code"] is False
+
+
+NUMBERS = {
+    "layers": {"n_layer": 10**7}, "width": {"hidden_size": 1 << 17}, "words": {"vocab_size": 1 << 40},
+    "labels": {"num_labels": 10**9}, "no heads": {"n_head": 0}, "a text": {"hidden_size": "16"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", NUMBERS.values(), ids=NUMBERS)
+def test_a_model_is_not_larger_than_its_stored_weights(bloom: Path, keys: dict[str, object]) -> None:
+    change(bloom, **keys)
+    with pytest.raises(Refusal, match=str(bloom)):
+        opened(bloom)
+
+
+def test_a_table_that_no_weight_needs_is_refused(bloom: Path) -> None:
+    """Masks of old architectures have as many numbers as the context squared."""
+    change(bloom, architectures=["GPTNeoForCausalLM"], model_type="gpt_neo", max_position_embeddings=1 << 20,
+           num_layers=1, num_heads=2, attention_types=[[["global"], 1]])  # fmt: skip
+    with pytest.raises(Refusal, match=r"many more (buffers|parameters) than"):
+        opened(bloom)
+
+
+def test_missing_weights_are_refused(bloom: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    opened(bloom)
+    tensors = safetensors.load_file(bloom / "model.safetensors")
+    tensors.pop(next(name for name in tensors if name.endswith("dense_h_to_4h.weight")))
+    safetensors.save_file(tensors, bloom / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Refusal, match=r"its weights have no .*dense_h_to_4h"):
+        opened(bloom)
+
+
+def test_transformers_sees_nothing_of_a_folder_but_its_safetensors(bloom: Path, tmp_path: Path) -> None:
+    import torch
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "planted"),)
+
+    torch.save({"x": Evil()}, bloom / "pytorch_model.bin")
+    (bloom / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/model"}')
+    (bloom / "model.safetensors").rename(bloom / "other.safetensors")
+    with only_weights(str(bloom)) as folder:
+        assert sorted(os.listdir(folder)) == ["generation_config.json", "model.safetensors"]
+    opened(bloom)
+    assert not (tmp_path / "planted").exists()
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_config_json_names_no_kernel_of_another_repository(bloom: Path, key: str, nested: bool) -> None:
+    change(bloom, **({"text_config": {key: {"": "evil/kernel"}}} if nested else {key: "evil/kernel"}))
+    with pytest.raises(Refusal, match=r"takes code from .*evil/kernel"):
+        opened(bloom)
+    change(bloom, text_config=None, **{key: "flash_attention_2"})
+    assert key not in opened(bloom).config.kept
+    assert key not in kept_text({"model_type": "llama", "inner": [{key: "evil/kernel"}], key: "evil/kernel"})
+
+
+def test_code_of_another_repository_is_refused_even_with_trust(bloom: Path, tmp_path: Path) -> None:
+    own_code(bloom, tmp_path / "planted")
+    change(
+        bloom, auto_map={"AutoModelForCausalLM": "modeling_own.Y", "AutoTokenizer": ["evil/other--file.Class", None]}
+    )
+    with pytest.raises(Refusal, match=r"takes code from .*evil/other"):
+        shape_for(ModelConfig(trust_remote_code=True), str(bloom))
+
+
+# ---- exports in shared folders, and of strangers' runs ----
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless line"])
+def test_a_strangers_metrics_are_read_within_bounds(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "config.yaml").write_text("model: {}\n")
+    metrics = tmp_path / "metrics.jsonl"
+    if kind == "pipe":
+        os.mkfifo(metrics)
+    else:
+        metrics.write_bytes(b" " * (2 << 20))
+    with pytest.raises(Refusal, match=f"{metrics}: .*(named pipe|longer than)"):
+        card_of(str(tmp_path))
+    metrics.unlink()
+    metrics.write_text('{"step": 1, "loss": 2.5}\nhalf a li')
+    assert "| loss | 2.5 |" in card_of(str(tmp_path))
+
+
+def test_what_a_stranger_left_in_a_shared_folder_ends_no_export(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("becoming a second user takes root")
+    tmp_path.chmod(0o1777)
+    for above in tmp_path.parents:
+        if above != Path("/"):
+            above.chmod(above.stat().st_mode | 0o011)
+    theirs = tmp_path / f".model.{socket.gethostname()}-999999.tmp"
+    mine = tmp_path / f".model.{socket.gethostname()}-999998.tmp"
+    for folder, uid in ((theirs, 12345), (mine, 65534)):
+        folder.mkdir()
+        os.chown(folder, uid, uid)
+    child = os.fork()
+    if not child:
+        try:
+            os.setuid(65534)
+            hf_write.sweep(str(tmp_path), "model")
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert theirs.exists() and not mine.exists()
+
+
+# ---- data files ----
+
+
+def in_a_process(code: str, *argv: str, room: int = 4 << 30) -> Any:
+    """With a limit of its own, above ours: should ours fail, this ends it."""
+    limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (room, room))  # noqa: E731
+    return subprocess.run(
+        [sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False, timeout=300, preexec_fn=limit
+    )
+
+
+READ = """
+import sys, resource
+from stoker.contract.names import Refusal
+from stoker.training.data.rows import rows
+try:
+    print(sum(1 for _ in rows(sys.argv[1])), "rows")
+except Refusal as refusal:
+    print(refusal.line)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+"""
+
+
+def read(path: Path) -> tuple[str, int]:
+    """(how many rows, or the refusal; megabytes)."""
+    done = in_a_process(READ, str(path))
+    assert done.returncode == 0, done.stderr[-2000:]
+    line, memory = done.stdout.splitlines()
+    return line, int(memory)
+
+
+def test_a_csv_row_has_an_end(tmp_path: Path) -> None:
+    line = b'"' + b"x" * 1000 + b"\n" + b"y" * 1000 + b'",'
+    with gzip.open(tmp_path / "row.csv.gz", "wb", compresslevel=1) as file:
+        file.write(b"text\n")
+        for _ in range(80):
+            file.write(line * 500 + b'"\n",')
+    found, memory = read(tmp_path / "row.csv.gz")
+    assert found == f"{tmp_path}/row.csv.gz: row 1 is longer than 64 MB: a quote may be missing" and memory < 1500
+    (tmp_path / "head.csv").write_bytes(b'"' + b"x\n" * (1 << 20))
+    assert "the first row, which names the columns, is longer than 1 MB" in read(tmp_path / "head.csv")[0]
+    (tmp_path / "wide.csv").write_text(",".join(map(str, range(20_000))))
+    assert "names 20,000 columns" in read(tmp_path / "wide.csv")[0]
+    (tmp_path / "good.csv").write_text('text\n"a\nb"\n' * 3)
+    assert read(tmp_path / "good.csv")[0] == "5 rows"
+
+
+def test_values_of_a_json_file_are_counted(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "lists.json.gz", "wb", compresslevel=1) as file:
+        file.write(b'[{"text":"a","x":[' + b"{}," * (18 << 20) + b"0]}]")
+    found, memory = read(tmp_path / "lists.json.gz")
+    assert "row 1 has more than" in found and memory < 1500
+    with gzip.open(tmp_path / "long.json.gz", "wb", compresslevel=1) as file:
+        file.write(b'[{"text":"' + b"a" * (65 << 20) + b'"}]')
+    assert "row 1 is " in read(tmp_path / "long.json.gz")[0]
+    good = [{"text": "ä" * (3 << 20)}, *({"text": str(number)} for number in range(1000))]
+    (tmp_path / "good.json").write_text(json.dumps(good, ensure_ascii=False))
+    assert read(tmp_path / "good.json")[0] == "1001 rows"
+
+
+def nulls(path: Path, count: int) -> None:
+    """An arrow stream whose one column takes no bytes, however long."""
+    pyarrow = pytest.importorskip("pyarrow", reason="arrow files need pyarrow")
+    batch = pyarrow.RecordBatch.from_arrays([pyarrow.nulls(10**6)], names=["text"])
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    path.write_bytes(bytes(sink.getvalue()).replace(struct.pack("<q", 10**6), struct.pack("<q", count)))
+
+
+def test_rows_without_bytes_are_bounded_by_the_files_size(tmp_path: Path) -> None:
+    nulls(tmp_path / "nulls.arrow", 10**12)
+    assert "1,000,000,000,000 rows in" in read(tmp_path / "nulls.arrow")[0]
+    nulls(tmp_path / "few.arrow", 1000)
+    assert read(tmp_path / "few.arrow")[0] == "1000 rows"
+    with pytest.raises(Refusal, match="may be an attack"):
+        sources.unfold(str(tmp_path / "nulls.arrow"), str(tmp_path / "cache"), lambda line: None)
+    assert not os.listdir(tmp_path / "cache" / "unpacked")
+
+
+def same_text(path: Path, count: int, text: str) -> None:
+    numpy = pytest.importorskip("numpy", reason="numpy is not installed")
+    pyarrow = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
+    column = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array(numpy.zeros(count, dtype="int32")), pyarrow.array([text])
+    )
+    parquet.write_table(
+        pyarrow.table({"text": column}), path, row_group_size=count, data_page_size=1 << 30, compression="zstd",
+        write_batch_size=count, max_rows_per_page=1 << 30,
+    )  # fmt: skip
+
+
+def test_a_parquet_file_has_no_more_rows_than_its_size_allows(tmp_path: Path) -> None:
+    same_text(tmp_path / "many.parquet", 5_000_000, "a")
+    assert "5,000,000 rows in" in read(tmp_path / "many.parquet")[0]
+
+
+def test_one_long_text_in_many_rows_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    same_text(tmp_path / "long.parquet", 20_000, "x" * 10_000)
+    monkeypatch.setattr(unpack, "ALWAYS", 1 << 20)
+    spans, _ = units.split(sources.find_sources([str(tmp_path / "long.parquet")], str(tmp_path), print), 0.0)
+    with pytest.raises(Refusal, match="unfolds to more than 200 times"):
+        for span in spans:
+            for _ in texts(span, "text"):
+                pass
+    with pytest.raises(Refusal, match="unfolds to more than 200 times"):
+        for _ in rows(str(tmp_path / "long.parquet")):
+            pass
+
+
+def test_remarks_about_rows_take_no_memory(tmp_path: Path) -> None:
+    remarks = Remarks()
+    for number in range(10_000):
+        remarks.add(Place("a", "a", row=number + 1), "wrong")
+    assert remarks.count == 10_000 and len(remarks.first) == 3
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    lines = [json.dumps(chat), *['{"messages": null}'] * 100_000]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    span = Span(str(tmp_path / "rows.jsonl"), "jsonl", 0, os.path.getsize(tmp_path / "rows.jsonl"))
+    with pytest.raises(Refusal, match=r"rows\.jsonl, line 2: "):
+        for _ in conversations(span, Remarks()):
+            pass
+
+
+def test_small_frames_of_xz_are_read_in_linear_time(tmp_path: Path) -> None:
+    frames = [lzma.compress(b""), lzma.compress(b"a")]
+    (tmp_path / "empty.jsonl.xz").write_bytes(frames[0] * 30_000 + frames[1] * 3000 + b"\0" * 8)
+    began = time.process_time()
+    with unpack.open_unpacked(str(tmp_path / "empty.jsonl.xz")) as stream:
+        assert stream.read() == b"a" * 3000
+    assert time.process_time() - began < 10
+    (tmp_path / "cut.jsonl.xz").write_bytes(frames[1] + frames[1][:-9])
+    with (
+        pytest.raises(Refusal, match="it ends in the middle"),
+        unpack.open_unpacked(str(tmp_path / "cut.jsonl.xz")) as stream,
+    ):
+        stream.read()
+
+
+# ---- whatever a data file does: a limit on memory, one line that names it, nothing in the cache ----
+
+GREEDY = """
+import sys
+from stoker.contract.names import Refusal
+from stoker.training.data import jsonl, read, rows, units
+rows.ROW_ROOM = read.ROW_ROOM = 256 << 20
+rows.parse_row = read.parse_row = lambda line: {"text": [[] for _ in range(10 ** 9)]}  # a way in that nobody closed
+path = sys.argv[1]
+span = units.Span(path, "jsonl", 0, 10)
+for take in (lambda: list(rows.rows(path)), lambda: list(read.texts(span, "text"))):
+    try:
+        print(take())
+    except Refusal as refusal:
+        print(refusal.line)
+"""
+
+
+def test_a_row_that_takes_much_memory_is_one_line_that_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("{}\n{}\n")
+    done = in_a_process(GREEDY, str(path))
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"{path}, after line 0: the next row takes more than"), lines
+    assert lines[1].startswith(f"{path}: the next row takes more than"), lines
+
+
+def test_what_was_read_before_a_failure_is_given_first() -> None:
+    def items() -> Iterator[int]:
+        yield from range(200)
+        raise ValueError("the end")
+
+    taken = []
+    with pytest.raises(ValueError, match="the end"):
+        for item in memory.bounded_steps(items(), 1 << 30):
+            taken.append(item)
+    assert taken == list(range(200))
+
+
+PREPARE = """
+import sys
+from stoker.training.data import work
+work.MOST_MEMORY = 128 << 20
+real = work.do
+def do(*more):
+    {what}
+work.do = do
+work.main()
+"""
+
+
+@pytest.mark.parametrize("what", ["bytearray(1 << 30)", "import os; os.abort()"])
+def test_the_end_of_a_preparing_process_is_one_line_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    (tmp_path / "work.py").write_text(PREPARE.format(what=what))
+    launch = subprocess.Popen
+    monkeypatch.setattr(
+        crew.subprocess, "Popen", lambda argv, **how: launch([argv[0], str(tmp_path / "work.py")], **how)
+    )
+    (tmp_path / "a.txt").write_text("hello world\n" * 1000)
+    data = DataConfig(path=(str(tmp_path / "a.txt"),), cache=str(tmp_path / "cache"), num_workers=2, context_length=8)
+    with pytest.raises(Refusal, match=r"preparing data.*a\.txt.*memory"):
+        prepare(data, TokenizerConfig(path="bytes"), lambda line: None)
+    assert not [name for name in os.listdir(tmp_path / "cache" / "datasets") if not name.endswith(".lock")]
