@@ -79,6 +79,8 @@ def _tokenizers(data: bytes) -> Any:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would compete with our processes
     # Only the parts that encoding needs: the library compiles whatever stands in the others.
     needed = {**parse_json(data), **dict.fromkeys(("post_processor", "decoder", "truncation", "padding"))}
+    if "merges" in needed["model"]:  # GPT-2's has no type, and the library would try one after another
+        needed["model"]["type"] = needed["model"].get("type") or "BPE"
     _hide_special(needed)
     inner = import_module("tokenizers").Tokenizer.from_buffer(json.dumps(needed, ensure_ascii=False).encode())
     inner.no_truncation()
