@@ -122,6 +122,78 @@ def test_other_ways_are_confined_and_give_the_same_ids(change: dict[str, Any]) -
     assert is_gone(pid)
 
 
+WORD_PIECE = {"type": "WordPiece", "unk_token": "!", "continuing_subword_prefix": "##", "vocab": {"!": 0, "a": 1}}
+UNIGRAM = {"type": "Unigram", "unk_id": 0, "vocab": [["!", 0.0], ["a", -1.0]]}
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+PLAIN = json.loads(bytes_tokenizer().data)["model"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"normalizer": {**REPLACE, "type": kind}} for kind in (None, "Replace")),
+        {"normalizer": {"pattern": {"String": "a"}, "content": "aa"}},
+        {"normalizer": {"normalizers": [REPLACE]}},
+        {"normalizer": {"prepend": "a"}},
+        {"normalizer": {}},
+        {"normalizer": {"type": "NFC", "more": 1}},
+        {"normalizer": {"type": "NFKD"}},
+        {"normalizer": {"type": "Sequence", "normalizers": [REPLACE]}},
+        {"model": {**WORD_PIECE, "max_input_chars_per_word": 10**9}},
+        {"model": {**WORD_PIECE, "max_input_chars_per_word": 100}},
+        {"model": UNIGRAM},
+        {"model": {**PLAIN, "type": None}},
+        {"model": {**PLAIN, "byte_fallback": True}},
+        {"model": {**PLAIN, "continuing_subword_prefix": "##"}},
+        {"model": {**PLAIN, "max_input_chars_per_word": 10**9}},
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": {**BYTE_LEVEL, "type": None}},
+        {"pre_tokenizer": {**BYTE_LEVEL, "use_regex": 1}},
+        {"pre_tokenizer": {**BYTE_LEVEL, "more": 1}},
+        {"pre_tokenizer": {"pretokenizers": [BYTE_LEVEL]}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": []}},
+        {"pre_tokenizer": split_by("")},
+        {"more": 1},
+    ],
+    ids=lambda change: json.dumps(change)[:70],
+)
+def test_what_is_not_proven_harmless_is_not_known(change: dict[str, Any]) -> None:
+    definition = {**json.loads(bent(pre_tokenizer=BYTE_LEVEL)), **change}
+    tokenizer = Tokenizer(json.dumps(definition).encode(), {}, "x")
+    assert not tokenizer.told.is_known and isinstance(tokenizer._library, Confined)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": None},
+        {"normalizer": {"type": "NFC"}},
+        {"normalizer": {"type": "Sequence", "normalizers": []}},
+        {"decoder": {"anything": 1}, "post_processor": BYTE_LEVEL},
+        {
+            "model": {
+                key: value for key, value in PLAIN.items() if key not in ("type", "byte_fallback", "ignore_merges")
+            }
+        },
+        {"model": {**PLAIN, "continuing_subword_prefix": "", "end_of_word_suffix": "", "unk_token": "!"}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}},
+    ],
+    ids=lambda change: json.dumps(change)[:70],
+)
+def test_published_forms_are_known(change: dict[str, Any]) -> None:
+    definition = {**json.loads(bent(pre_tokenizer=split_by(GPT2))), **change}
+    tokenizer = Tokenizer(json.dumps(definition).encode(), {}, "x")
+    assert tokenizer.told.is_known and not is_confined(tokenizer)
+
+
+def test_a_normalizer_without_a_type_is_not_left_out() -> None:
+    """`tokenizers` guesses its type; tiktoken would not know of it."""
+    definition = json.loads(bent(pre_tokenizer=split_by(GPT2)))
+    definition["normalizer"] = {"pattern": {"String": "x"}, "content": "aa"}
+    tokenizer = Tokenizer(json.dumps(definition).encode(), {}, "x")
+    assert tokenizer.encode("x") == [300] and not tokenizer.told.is_exact and isinstance(tokenizer.plan, str)
+
+
 def test_a_pattern_without_end_is_stopped() -> None:
     tokenizer = with_pattern(ENDLESS)
     tokenizer.use(None)

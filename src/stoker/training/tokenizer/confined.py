@@ -34,15 +34,18 @@ MAKING_S = 30  # of CPU time, to load it, in all requests together: 4 s with 200
 BURST_S = 10  # of CPU time, that texts may take besides the two below; `tokenizers` needs 0.03 s for 64 KB
 PER_BYTE_S, PER_TEXT_S = 1e-5, 0.01  # a twentieth of the speed of `tokenizers`
 RENDERING_S = 2  # of CPU time, for all renderings of one conversation: 100 turns take 0.02 s
+PER_RENDERING_S = 0.05  # of CPU time, on average, besides BURST_S and PER_BYTE_S
 MOST_MEMORY = 2 << 30  # 200,000 tokens take 0.5 GB
 SILENCE_S = 1800  # a process that uses no CPU time either is stuck
 
-_REQUEST = struct.Struct("<cIQ")  # what to do, with which encoder, bytes that follow
+# What to do; with which encoder, or how many bytes earn CPU time; bytes that follow.
+_REQUEST = struct.Struct("<cIQ")
 _ANSWER = struct.Struct("<cQ")
 _TOKENIZER, _PLAN, _MAKE, _ENCODE, _SPANS = b"T", b"P", b"M", b"E", b"S"
 _TEMPLATES, _RENDER = b"C", b"R"
 _TEXTS = (_ENCODE, _SPANS)
 _FINE, _PROBLEM, _MEMORY = b"F", b"P", b"M"
+_MOST = 0xFFFFFFFF
 
 
 class Confined:
@@ -72,9 +75,9 @@ class Confined:
         return encode
 
     def span_encoder(self) -> SpanEncoder:
-        def encode(text: str) -> tuple[Ids, Ids]:
+        def encode(text: str, due: int) -> tuple[Ids, Ids]:
             with self._lock:
-                table = np.frombuffer(self._ask(_SPANS, text.encode()), dtype=np.uint32).reshape(-1, 3)
+                table = np.frombuffer(self._ask(_SPANS, text.encode(), min(due, _MOST)), dtype=np.uint32).reshape(-1, 3)
             return table[:, 0], table[:, 1:]
 
         return encode
@@ -101,12 +104,12 @@ class Confined:
         self._begin()
         return process
 
-    def _ask(self, what: bytes, payload: bytes = b"", encoder: int = 0) -> bytes:
+    def _ask(self, what: bytes, payload: bytes = b"", number: int = 0) -> bytes:
         process = self._ready()
         answered = False
         try:
             try:
-                _send(process, _REQUEST.pack(what, encoder, len(payload)) + payload)
+                _send(process, _REQUEST.pack(what, number, len(payload)) + payload)
                 kind, size = _ANSWER.unpack(_receive(process, _ANSWER.size))
                 answer = _receive(process, size)
             except (BrokenPipeError, EOFError) as ended:
@@ -140,21 +143,22 @@ class ConfinedTemplate(Confined):
     def __init__(self, templates: dict[str, Any], where: str) -> None:
         super().__init__(json.dumps(templates).encode(), None, where)
 
-    def render(self, request: dict[str, Any]) -> Any:
+    def render(self, request: bytes) -> Any:
         with self._lock:
-            return json.loads(self._ask(_RENDER, json.dumps(request).encode()))
+            return json.loads(self._ask(_RENDER, request))
 
     def _begin(self) -> None:
         self._ask(_TEMPLATES, self._data)
 
     def _refusal(self, why: str, what: bytes, payload: bytes) -> Refusal:
-        limits = {_TOO_SLOW: f"it takes more than {RENDERING_S} s of CPU time", _TOO_LARGE: _TEMPLATE_TOO_LARGE}
+        limits = {_TOO_SLOW: _TEMPLATE_TOO_SLOW, _TOO_LARGE: _TEMPLATE_TOO_LARGE}
         return self._problem(f"rendering a conversation: {limits.get(why, why)}")
 
     def _problem(self, why: str) -> Refusal:
         return Refusal(f"tokenizer {self._where}: its chat template can't be used: {why}", EX_DATAERR)
 
 
+_TEMPLATE_TOO_SLOW = f"it takes more than {RENDERING_S} s of CPU time, or than {BURST_S} s and {PER_RENDERING_S} s per conversation in all"
 _TEMPLATE_TOO_LARGE = f"it takes more than {MOST_MEMORY >> 30} GB of memory"
 _TOO_LARGE = f"more than the {MOST_MEMORY >> 30} GB of memory that an unknown kind of tokenizer may take"
 _TOO_SLOW = (
@@ -212,20 +216,20 @@ class _Budget:
     """CPU time, enforced by the kernel."""
 
     def __init__(self) -> None:
-        self.for_texts = float(BURST_S)
-        self.making = 0.0  # what was used for anything but texts
+        self.for_texts = float(BURST_S)  # to encode or to render
+        self.making = 0.0  # what was used for anything else
         self.hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
 
     @contextlib.contextmanager
     def for_request(self, what: bytes, size: int) -> Iterator[None]:
-        began = time.process_time()
-        if what in _TEXTS:
-            self.for_texts += PER_TEXT_S + size * PER_BYTE_S
-        making = RENDERING_S if what == _RENDER else MAKING_S - self.making
-        limit = math.ceil(self.making + self.for_texts if what in _TEXTS else began + making)
+        began, is_text = time.process_time(), what in (*_TEXTS, _RENDER)
+        if is_text:
+            self.for_texts += (PER_RENDERING_S if what == _RENDER else PER_TEXT_S) + size * PER_BYTE_S
+        longest = began + RENDERING_S if what == _RENDER else math.inf
+        limit = math.ceil(min(longest, self.making + self.for_texts) if is_text else began + MAKING_S - self.making)
         resource.setrlimit(resource.RLIMIT_CPU, (limit if self.hard < 0 else min(limit, self.hard), self.hard))
         yield
-        if what not in _TEXTS:
+        if not is_text:
             self.making += time.process_time() - began
 
 
@@ -240,7 +244,7 @@ def main() -> None:
     while header := requests.read(_REQUEST.size):
         what, number, size = _REQUEST.unpack(header)
         payload = requests.read(size)
-        with budget.for_request(what, size):
+        with budget.for_request(what, min(size, number) if what == _SPANS else size):
             kind, answer = _answered(encoding, what, payload, number)
         answers.write(_ANSWER.pack(kind, len(answer)) + answer)
         answers.flush()
@@ -280,7 +284,7 @@ class _Encoding:
         if what == _SPANS:
             if self.spans is None:
                 self.spans = self.library.span_encoder()
-            ids, offsets = self.spans(payload.decode())
+            ids, offsets = self.spans(payload.decode(), number)
             return np.column_stack((ids, offsets)).astype(np.uint32).tobytes()
         if what == _PLAN:
             plan = self.library.plan()

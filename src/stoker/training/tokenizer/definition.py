@@ -12,12 +12,14 @@ from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import parse_json, printable
 from stoker.training.tokenizer import alphabet
+from stoker.training.tokenizer.harmless import is_harmless
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # which of its special tokens ends a document, best first
 MOST_IDS = 1 << 24  # a table of all ids is made
 KINDS = ("BPE", "Unigram", "WordLevel", "WordPiece")
 SPACE = "\u2581"  # how SentencePiece writes a blank
+UNNAMED = "without a type"  # `tokenizers` guesses what it is
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how byte-fallback writes a byte
 # what ByteLevel splits by where it is told to
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -40,10 +42,10 @@ _DEEPSEEK = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
     r""" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
-# Patterns that take about the same time for every text. "": no pattern.
+# Patterns that take about the same time for every text.
 KNOWN_PATTERNS = frozenset(
     (
-        *("", GPT2, OURS, _GPT4, _DIGIT_BY_DIGIT),  # _GPT4 is Llama 3's, too
+        *(GPT2, OURS, _GPT4, _DIGIT_BY_DIGIT),  # _GPT4 is Llama 3's, too
         _DIGIT_BY_DIGIT.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
             r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
         ),  # Qwen 3.5
@@ -57,17 +59,6 @@ GGUF_BYTE_LEVEL = "gpt2"  # any byte-level BPE
 GGUF_SPLITTERS_WHOLE_WORDS = {OURS: "llama-bpe", _GPT4: "llama-bpe"}
 GGUF_SPLITTERS = {GPT2: "gpt-2", OURS: "dbrx", _GPT4: "dbrx", _DIGIT_BY_DIGIT: "qwen2"}
 MOST_PARTS = 4  # of a known way to split: DeepSeek's has four
-_KNOWN_SPLITTERS = (
-    "ByteLevel", "Digits", "Split", "Metaspace", "BertPreTokenizer", "Whitespace", "WhitespaceSplit", None,
-)  # fmt: skip
-_KNOWN_NORMALIZERS = (
-    "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Strip", "Prepend", "Replace", None,
-)  # fmt: skip
-MOST_NORMALIZERS, LONGEST_REPLACEMENT = 8, 4
-LONGEST_KNOWN, MOST_ADDED = 1024, 20_000  # characters of a token, added tokens; published ones have 128 and 1,300
-# Characters of all added tokens together, and of the whole vocabulary: loading takes 0.5 s and 3 s of CPU time at most.
-# 6,000 reserved tokens of 12 characters, and 250,000 tokens of 8, are far below.
-MOST_IN_ADDED, MOST_IN_VOCABULARY = 1 << 17, 1 << 23
 LONGEST_TOKEN = 1 << 16  # characters: a text is cut into parts of so many bytes before it is encoded
 
 
@@ -96,10 +87,10 @@ class Definition:
     plain_added: bool  # these need no look at the characters around them
     end: str
     vocab_size: int
-    normalizer: str | None  # its type
+    normalizer: str | None  # its type; None: there is none
     decoding: Decoding
     before: tuple[int, ...] | None  # ids that its post-processor puts before a text; None: it has no say in that
-    is_known: bool  # it takes about the same time for every text
+    is_known: bool  # it takes about the same time for every text (harmless.py)
 
     @property
     def is_exact(self) -> bool:
@@ -125,10 +116,9 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         special = {_text(one["content"]): one["id"] for one in added if one["special"]}
         ordinary = {_text(one["content"]): one["id"] for one in added if not one["special"]}
         size = 1 + max(map(_id, (*vocabulary.values(), *special.values(), *ordinary.values())), default=0)
-        splitter, normalizer = told.get("pre_tokenizer") or {}, told.get("normalizer") or {}
-        normalizes = normalizer.get("type")
-        pattern = _pattern(splitter)
-        known_parts = _is_known(splitter) and _is_known_normalizer(normalizer)
+        normalizer = told.get("normalizer")
+        normalizes = None if normalizer is None else _text(normalizer.get("type") or UNNAMED)
+        pattern = _pattern(told.get("pre_tokenizer") or {})
         decoding = _decoding(told, vocabulary)
         before = _before(told.get("post_processor"))
         if before is not None and not all(_id(number) < size for number in before):
@@ -165,14 +155,7 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         normalizer=normalizes,
         decoding=decoding,
         before=before,
-        is_known=known_parts and longest <= LONGEST_KNOWN and len(added) <= MOST_ADDED and _is_small(vocabulary, added),
-    )
-
-
-def _is_small(vocabulary: dict[str, int], added: list[dict[str, Any]]) -> bool:
-    return (
-        sum(len(token["content"]) for token in added) <= MOST_IN_ADDED
-        and sum(map(len, vocabulary)) <= MOST_IN_VOCABULARY
+        is_known=is_harmless(told, KNOWN_PATTERNS, MOST_PARTS),
     )
 
 
@@ -244,32 +227,6 @@ def _id(found: Any) -> int:
     if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < MOST_IDS:
         raise ValueError(f"the token id {str(found)[:40]}: ids go from 0 to {MOST_IDS - 1}")
     return found
-
-
-def _is_known(splitter: dict[str, Any]) -> bool:
-    """Each ByteLevel may double a text: a row of them takes any amount of memory."""
-    parts = splitter["pretokenizers"] if splitter.get("type") == "Sequence" else [splitter]
-    kinds = [part.get("type") for part in parts]
-    patterns = [part["pattern"] for part in parts if part.get("type") == "Split"]
-    return (
-        len(parts) <= MOST_PARTS
-        and kinds.count("ByteLevel") <= 1
-        and all(kind in _KNOWN_SPLITTERS for kind in kinds)
-        and all("String" in pattern or pattern.get("Regex") in KNOWN_PATTERNS for pattern in patterns)
-    )
-
-
-def _is_known_normalizer(normalizer: dict[str, Any]) -> bool:
-    """No patterns, and few that make a text longer."""
-    parts = _parts(normalizer, "normalizers")
-    longer = [part for part in parts if part.get("type") in ("Prepend", "Replace")]
-    return (
-        len(parts) <= MOST_NORMALIZERS
-        and all(part.get("type") in _KNOWN_NORMALIZERS for part in parts)
-        and all("Regex" not in part.get("pattern", {}) for part in longer)
-        and all(len(_text(part.get("content", part.get("prepend")))) <= LONGEST_REPLACEMENT for part in longer)
-        and len(longer) <= 2
-    )
 
 
 def _pattern(splitter: dict[str, Any]) -> str | None:

@@ -33,7 +33,8 @@ Ids = NDArray[np.uint32]
 Encoder = Callable[
     [str], Ids
 ]  # ordinary text, at most a few 100 KB: above that a run of blanks overflows tiktoken's regex stack
-SpanEncoder = Callable[[str], tuple[Ids, Ids]]  # ids, and the first and the last + 1 character of each
+# A text, and how many of its bytes earn it CPU time. Ids, and the first and the last + 1 character of each.
+SpanEncoder = Callable[[str, int], tuple[Ids, Ids]]
 NFC: Final = "NFC"
 
 
@@ -59,7 +60,7 @@ class Library:
     def span_encoder(self) -> SpanEncoder:
         inner = _tokenizers(self.data)
 
-        def encode(text: str) -> tuple[Ids, Ids]:
+        def encode(text: str, due: int) -> tuple[Ids, Ids]:
             found = inner.encode(text, add_special_tokens=False)
             return np.array(found.ids, dtype=np.uint32), np.array(found.offsets, dtype=np.uint32).reshape(-1, 2)
 
@@ -79,6 +80,8 @@ def _tokenizers(data: bytes) -> Any:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would compete with our processes
     # Only the parts that encoding needs: the library compiles whatever stands in the others.
     needed = {**parse_json(data), **dict.fromkeys(("post_processor", "decoder", "truncation", "padding"))}
+    if "merges" in needed["model"]:  # GPT-2's has no type, and the library would try one after another
+        needed["model"]["type"] = needed["model"].get("type") or "BPE"
     _hide_special(needed)
     inner = import_module("tokenizers").Tokenizer.from_buffer(json.dumps(needed, ensure_ascii=False).encode())
     inner.no_truncation()

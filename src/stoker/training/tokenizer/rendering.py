@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -29,6 +29,7 @@ MARKS, TURNS, LAST = "marks", "turns", "last"  # what says which characters are 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 LONGEST_TEXT = 4 << 20  # characters: `tokenizers` takes 60 bytes for each
+MOST_SPANS = 10_000  # that the assistant wrote, apart from each other
 Span = tuple[int, int]
 
 
@@ -37,6 +38,7 @@ class Rendered:
     text: str
     learned: tuple[Span, ...] = ()  # in characters of `text`
     by: str = TURNS
+    messages: int = 0  # that `text` was made of
 
 
 class NotRendered(Exception):
@@ -54,7 +56,7 @@ class _Generation(jinja2.ext.Extension):
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
-        environment.extend(learned=[], written=[])
+        environment.extend(learned=[], written=[], length=0)
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -64,8 +66,7 @@ class _Generation(jinja2.ext.Extension):
     def _mark(self, caller: Callable[[], str]) -> str:
         text = caller()
         tracked: Any = self.environment
-        begin = sum(map(len, tracked.written))
-        tracked.learned.append((begin, begin + len(text)))
+        tracked.learned.append((tracked.length, tracked.length + len(text)))
         return text
 
 
@@ -142,17 +143,17 @@ class Template:
         except (jinja2.TemplateError, RecursionError, ValueError, TypeError) as problem:
             raise Unusable(_line(problem)) from problem
 
-    def prompt(self, messages: Sequence[Any], tools: Any = None) -> str:
+    def prompt(self, messages: Sequence[Any], tools: Any = None) -> Rendered:
         """The conversation so far and the beginning of the assistant's turn."""
-        return self._render(messages, tools, True)
+        return Rendered(self.text(messages, tools, True), messages=len(messages))
 
     def conversation(self, messages: Sequence[Any], tools: Any = None) -> Rendered:
         """What is learned: between the template's own marks, else what each of the assistant's turns adds. A template
         that writes earlier turns otherwise once later ones follow teaches the last one only.
         """
-        whole = self._render(messages, tools)
+        whole = self.text(messages, tools)
         if self._marked:
-            return Rendered(whole, tuple(self._environment.learned), MARKS)
+            return Rendered(whole, _joined(self._environment.learned), MARKS, len(messages))
         spans = [
             self._turn(messages, place, tools, whole)
             for place, message in enumerate(messages)
@@ -161,20 +162,20 @@ class Template:
         if not spans:
             raise NotRendered("no message is the assistant's")
         if None not in spans:
-            return Rendered(whole, tuple(span for span in spans if span), TURNS)
+            return Rendered(whole, _joined(span for span in spans if span), TURNS, len(messages))
         last = max(place for place, message in enumerate(messages) if message.get("role") == ASSISTANT)
-        shorter = self._render(messages[: last + 1], tools)
+        shorter = self.text(messages[: last + 1], tools)
         span = self._turn(messages[: last + 1], last, tools, shorter)
         if span is None:
             raise NotRendered("it writes the conversation before the assistant's turn otherwise once that turn follows")
-        return Rendered(shorter, (span,), LAST)
+        return Rendered(shorter, _joined([span]), LAST, last + 1)
 
     def _turn(self, messages: Sequence[Any], place: int, tools: Any, whole: str) -> Span | None:
         """What this turn adds to what stands before it; None where these are not beginnings of the whole."""
         try:
-            before = self._render(messages[:place], tools)
-            asked = self._render(messages[:place], tools, True)
-            done = whole if place + 1 == len(messages) else self._render(messages[: place + 1], tools)
+            before = self.text(messages[:place], tools)
+            asked = self.text(messages[:place], tools, True)
+            done = whole if place + 1 == len(messages) else self.text(messages[: place + 1], tools)
         except Unusable:
             raise
         except NotRendered:
@@ -196,21 +197,37 @@ class Template:
         ends = [match.end() for match in self._special.finditer(text, begin)]
         return ends[-1] if ends and not text[ends[-1] :].strip() else len(text)
 
-    def _render(self, messages: Sequence[Any], tools: Any, prompt: bool = False) -> str:
+    def text(self, messages: Sequence[Any], tools: Any, prompt: bool = False) -> str:
         environment = self._environment
         environment.learned.clear()
         environment.written.clear()
+        environment.length = 0
         told = {"messages": list(_aliased(messages)), "tools": tools, "documents": None, **self._names}
         try:
             for block in self._template.generate(add_generation_prompt=prompt, **told):
                 environment.written.append(block)
+                environment.length += len(block)
+            text = "".join(environment.written)
         except MemoryError:
             raise
         except jinja2.exceptions.SecurityError as problem:
             raise Unusable(_line(problem)) from problem
         except Exception as problem:  # whatever a stranger's program comes to
             raise NotRendered(_line(problem)) from problem
-        return "".join(environment.written)
+        return text.encode("utf-8", "replace").decode()  # a half of a surrogate pair is no character
+
+
+def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """In order, without empty ones; those that touch are one."""
+    joined: list[Span] = []
+    for begin, end in sorted(span for span in spans if span[0] < span[1]):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    if len(joined) > MOST_SPANS:
+        raise NotRendered(f"it marks {len(joined):,} parts as the assistant's; {MOST_SPANS:,} is the most")
+    return tuple(joined)
 
 
 def _aliased(messages: Sequence[Any]) -> Iterator[Any]:
@@ -232,21 +249,46 @@ class Templates:
     def __init__(self, told: bytes) -> None:
         self._told = json.loads(told)
         self._special = any_of(self._told["special"])
+        self._begins = any_of({name[:1] for name in self._told["special"]})
         self._made: dict[str, Template] = {}
 
     def answer(self, request: bytes) -> bytes:
         asked = json.loads(request)
         try:
             template = self._template(asked["template"])
-            if asked["prompt"]:
-                rendered = Rendered(template.prompt(asked["messages"], asked["tools"]))
-            else:
-                rendered = template.conversation(asked["messages"], asked["tools"])
+            render = template.prompt if asked["prompt"] else template.conversation
+            rendered = render(asked["messages"], asked["tools"])
+            self._check(template, asked, rendered)
         except NotRendered as problem:
             return json.dumps({"problem": str(problem), "unusable": isinstance(problem, Unusable)}).encode()
         if len(rendered.text) > LONGEST_TEXT:
             return json.dumps({"problem": f"it is longer than {LONGEST_TEXT >> 20} million characters"}).encode()
         return json.dumps({"text": rendered.text, "learned": rendered.learned, "by": rendered.by}).encode()
+
+    def _check(self, template: Template, asked: Any, rendered: Rendered) -> None:
+        """A template that deletes a part of a message may join the rest to a special token. So the messages are rendered
+        once more, with a character inside all that could become one: the special tokens must be the same.
+        """
+        messages = asked["messages"][: rendered.messages]
+        broken = self._broken(messages, asked["inside"]), self._broken(asked["tools"], asked["inside"])
+        if broken == (messages, asked["tools"]):
+            return
+        again = template.text(*broken, asked["prompt"])
+        if self._special.findall(again) != self._special.findall(rendered.text):
+            raise NotRendered("it makes a special token of a message's text")
+
+    def _broken(self, value: Any, inside: str) -> Any:
+        """Roles and names of fields stay: templates ask for them."""
+        if isinstance(value, str):
+            return self._begins.sub(lambda match: match[0] + inside, value)
+        if isinstance(value, dict):
+            return {
+                key if key.isidentifier() else self._broken(key, inside): item
+                if key == "role"
+                else self._broken(item, inside)
+                for key, item in value.items()
+            }
+        return [self._broken(item, inside) for item in value] if isinstance(value, list) else value
 
     def _template(self, name: str) -> Template:
         if name not in self._made:

@@ -8,10 +8,11 @@ text, so that all between two of them is encoded as one.
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,9 +22,10 @@ from numpy.typing import NDArray
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import parse_json
-from stoker.training.tokenizer.confined import Confined, ConfinedTemplate
+from stoker.training.tokenizer.confined import ConfinedTemplate
 from stoker.training.tokenizer.definition import any_of
-from stoker.training.tokenizer.encoders import Ids, Library, SpanEncoder
+from stoker.training.tokenizer.encoders import Ids, SpanEncoder
+from stoker.training.tokenizer.harmless import LONGEST_ADDED, MOST_ADDED, MOST_IN_ADDED
 
 JINJA, OLD_JSON = "chat_template.jinja", "chat_template.json"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
@@ -35,6 +37,10 @@ CHATML = (
     " '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 _PRIVATE = range(0x100000, 0x10FFFE)  # characters that mean nothing to anybody
+_PRIVATE_CHARACTER = re.compile(f"[{chr(_PRIVATE[0])}-{chr(_PRIVATE[-1])}]")
+# How long a text may be that a template wrote and that is encoded without limits: characters of its own, and times the
+# conversation as JSON. Published templates write 3,000 at most, and a special token counts 45.
+_OF_ITS_OWN, _TIMES = 1 << 14, 4
 
 
 class Unfit(Refusal):
@@ -68,53 +74,75 @@ def templates_of(config: Mapping[str, Any], files: Mapping[str, bytes], where: s
     return {str(name): source for name, source in sources.items() if isinstance(source, str) and source}
 
 
+@shape
+class _Written:
+    """What a template made of a conversation."""
+
+    text: str
+    learned: Sequence[Sequence[int]]  # spans of characters, none empty
+    by: str
+    inside: str  # the character that stands inside special tokens which are text; it occurs nowhere else
+    due: int  # the longest text, in characters, that is in proportion to the conversation
+
+
 class ChatTemplate:
     def __init__(
         self,
         sources: Mapping[str, str],
         names: Mapping[str, str],
         special: Mapping[str, int],
-        library: Callable[[Mapping[str, str]], Library | Confined],
+        encoders: Callable[[Mapping[str, str]], tuple[SpanEncoder, SpanEncoder]],
         where: str,
     ) -> None:
-        """`library`: of the tokenizer with other names for its special tokens."""
-        self._sources, self._special, self._library, self._where = sources, special, library, where
+        """`encoders`: of the tokenizer with other names for its special tokens; the second one has limits."""
+        longest, size = max(map(len, special), default=0), sum(map(len, special))
+        if len(special) > MOST_ADDED or size > MOST_IN_ADDED or longest > LONGEST_ADDED:
+            raise Refusal(
+                f"tokenizer {where}: its chat template can't be used: it has {len(special):,} special tokens with"
+                f" {size:,} characters, the longest {longest:,}; {MOST_ADDED:,}, {MOST_IN_ADDED:,} and {LONGEST_ADDED:,}"
+                " are the most",
+                EX_DATAERR,
+            )
+        self._sources, self._special, self._encoders, self._where = sources, special, encoders, where
         self._pattern = any_of(special)
+        self._private = set(filter(_PRIVATE_CHARACTER.match, "".join(special)))
         self._process = ConfinedTemplate({"sources": sources, "names": names, "special": list(special)}, where)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
-        rendered, inside = self._rendered(messages, tools, prompt=True)
-        ids, _, _ = self._ids(rendered["text"], inside)
+        ids, _, _ = self._ids(self._rendered(messages, tools, prompt=True))
         return list(map(int, ids))
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> Encoded:
-        rendered, inside = self._rendered(messages, tools, prompt=False)
-        ids, offsets, moved = self._ids(rendered["text"], inside)
-        spans = [(moved(begin), moved(end)) for begin, end in rendered["learned"]]
-        mask = np.zeros(len(ids), dtype=np.uint8)
-        for begin, end in spans:
-            mask |= (offsets[:, 0] < end) & (offsets[:, 1] > begin) & (offsets[:, 0] < offsets[:, 1])
-        pieces = (rendered["text"][begin:end] for begin, end in rendered["learned"])
-        size = sum(len(self._pattern.sub("", piece).replace(inside, "").encode("utf-8", "replace")) for piece in pieces)
-        return Encoded(ids, mask, size, rendered["by"] == LAST)
+        written = self._rendered(messages, tools, prompt=False)
+        ids, offsets, moved = self._ids(written)
+        spans = moved(np.array(written.learned, dtype=np.int64).reshape(-1, 2))
+        # Spans that begin before a token's end, without those that end before its begin: those that overlap with it.
+        begun = np.searchsorted(np.sort(spans[:, 0]), offsets[:, 1], side="left")
+        ended = np.searchsorted(np.sort(spans[:, 1]), offsets[:, 0], side="right")
+        mask = ((begun > ended) & (offsets[:, 0] < offsets[:, 1])).astype(np.uint8)
+        pieces = (self._pattern.sub("", written.text[begin:end]) for begin, end in written.learned)
+        size = sum(len(piece.replace(written.inside, "").encode("utf-8", "replace")) for piece in pieces)
+        return Encoded(ids, mask, size, written.by == LAST)
 
     @cached_property
     def end_id(self) -> int | None:
         """The token that ends an answer: the first behind its words. None where the template writes none."""
         words = "\u7b54"
         try:
-            rendered, _ = self._rendered(
+            text = self._rendered(
                 [{"role": "user", "content": "a"}, {"role": "assistant", "content": words}], (), prompt=False
-            )
+            ).text
         except Unfit:
             return None
-        end = self._pattern.search(rendered["text"], rendered["text"].rfind(words) + 1)
-        return self._special[end[0]] if end and words in rendered["text"] else None
+        end = self._pattern.search(text, text.rfind(words) + 1)
+        return self._special[end[0]] if end and words in text else None
 
-    def _rendered(self, messages: Sequence[Any], tools: Sequence[Any], prompt: bool) -> tuple[dict[str, Any], str]:
-        """And the character that stands inside special tokens which are text; it occurs nowhere else."""
+    def _rendered(self, messages: Sequence[Any], tools: Sequence[Any], prompt: bool) -> _Written:
         texts = "\0".join(_texts([list(messages), list(tools)]))
-        inside = next(chr(code) for code in _PRIVATE if chr(code) not in texts)
+        used = self._private | {match[0] for match in _PRIVATE_CHARACTER.finditer(texts)}
+        inside = next((chr(code) for code in _PRIVATE if chr(code) not in used), "")
+        if not inside:
+            raise Unfit("it has every one of Unicode's private characters; one must be free to mark text with")
         if self._pattern.search(texts):
             messages, tools = self._as_text(list(messages), inside), self._as_text(list(tools), inside)
         name = WITH_TOOLS if tools and WITH_TOOLS in self._sources else DEFAULT
@@ -123,18 +151,15 @@ class ChatTemplate:
             raise Refusal(
                 f"tokenizer {self._where}: no chat template is called {DEFAULT}; there are {have}", EX_DATAERR
             )
-        request = {
-            "template": name,
-            "messages": messages,
-            "tools": list(tools) or None,
-            "prompt": prompt,
-        }
+        asked = {"template": name, "messages": messages, "tools": list(tools) or None}
+        request = json.dumps({**asked, "prompt": prompt, "inside": inside}).encode()
         answer = self._process.render(request)
         if answer.get("unusable"):
             raise Refusal(f"tokenizer {self._where}: its chat template can't be used: {answer['problem']}", EX_DATAERR)
         if "problem" in answer:
             raise Unfit(f"the chat template of {self._where} can't write it: {answer['problem']}")
-        return answer, inside
+        due = _OF_ITS_OWN + _TIMES * len(request)
+        return _Written(answer["text"], answer["learned"], answer["by"], inside, due)
 
     def _as_text(self, value: Any, inside: str) -> Any:
         if isinstance(value, str):
@@ -145,42 +170,49 @@ class ChatTemplate:
             return [self._as_text(item, inside) for item in value]
         return value
 
-    def _ids(self, text: str, inside: str) -> tuple[Ids, Ids, Callable[[int], int]]:
-        """Ids, which characters each stands for, and where a character of `text` is among those."""
-        encode, doubles, to_special = self._encoder
+    def _ids(self, written: _Written) -> tuple[Ids, Ids, Callable[[NDArray[np.int64]], NDArray[np.int64]]]:
+        """Ids, which characters each stands for, and where characters of the text are among those."""
+        (near, limited), doubles, to_special = self._encoder
+        text = written.text
         pieces: list[str] = []
         edges, shifts, place, shift = [0], [0], 0, 0
-        escaped = json.dumps(inside)[1:-1]  # a template's own JSON may write it so
-        unlike = re.compile(f"{self._pattern.pattern}|{inside}|{re.escape(escaped)}")
-        for match in unlike.finditer(text):
+        for match in self._unlike(text, written.inside):
+            if match.start() < place:
+                continue
             double = doubles.get(match[0], "")
             pieces += [text[place : match.start()], double]
             place = match.end()
             shift += len(double) - len(match[0])
             edges.append(place)
             shifts.append(shift)
-        pieces.append(text[place:])
-        ids, offsets = encode("".join(pieces))
+        joined = "".join([*pieces, text[place:]])
+        ids, offsets = (near if len(joined) <= written.due else limited)(joined, written.due)
+        ends, moves = np.array(edges), np.array(shifts)
+        return to_special[ids], offsets, lambda at: at + moves[np.searchsorted(ends, at, side="right") - 1]
 
-        def moved(at: int) -> int:
-            return at + shifts[int(np.searchsorted(edges, at, side="right")) - 1]
-
-        return to_special[ids], offsets, moved
+    def _unlike(self, text: str, inside: str) -> Iterable[re.Match[str]]:
+        """Where special tokens are, and the character that is not to stay, in order."""
+        escaped = json.dumps(inside)[1:-1]  # a template's own JSON may write it so
+        special = self._pattern.finditer(text)
+        if inside not in text and escaped not in text:
+            return special
+        unwanted = re.finditer(f"{inside}|{re.escape(escaped)}", text)
+        return heapq.merge(special, unwanted, key=lambda match: match.start())
 
     @cached_property
-    def _encoder(self) -> tuple[SpanEncoder, dict[str, str], Ids]:
-        """The encoder, the secret names, and a table from its ids to those of the tokenizer."""
+    def _encoder(self) -> tuple[tuple[SpanEncoder, SpanEncoder], dict[str, str], Ids]:
+        """The encoders, the secret names, and a table from their ids to those of the tokenizer."""
         secret = os.urandom(16).hex()
         doubles = {
             name: f"{chr(_PRIVATE[0])}{secret}-{place}{chr(_PRIVATE[1])}" for place, name in enumerate(self._special)
         }
-        encode = self._library(doubles).span_encoder()
-        ids = encode("".join(doubles.values()))[0]
+        encoders, names = self._encoders(doubles), "".join(doubles.values())
+        ids = encoders[0](names, 4 * len(names))[0]
         if len(ids) != len(doubles):
             raise Refusal(f"tokenizer {self._where}: its special tokens can't be told from text", EX_DATAERR)
         table = np.arange(1 + int(ids.max()), dtype=np.uint32)  # the library numbers what was added last as the last
         table[ids] = list(self._special.values())
-        return encode, doubles, table
+        return encoders, doubles, table
 
 
 def _texts(value: Any) -> list[str]:

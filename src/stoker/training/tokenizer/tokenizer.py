@@ -19,7 +19,7 @@ from stoker.contract.wholefile import write_whole
 from stoker.training.tokenizer import alphabet
 from stoker.training.tokenizer.confined import Confined
 from stoker.training.tokenizer.definition import ENDS, SPECIAL, Definition, define, token_bytes
-from stoker.training.tokenizer.encoders import Encoder, FastPlan, Ids, Library, table_encoder, with_doubles
+from stoker.training.tokenizer.encoders import Encoder, FastPlan, Ids, Library, SpanEncoder, table_encoder, with_doubles
 from stoker.training.tokenizer.place import BYTES, FILES, folder_here
 from stoker.training.tokenizer.template import CHATML, DEFAULT, JINJA, NAMES, OLD_JSON, ChatTemplate, templates_of
 
@@ -91,7 +91,7 @@ class Tokenizer:
         sources = templates_of(self.config, self.files, self.where)
         if not sources or sources.get(DEFAULT) == CHATML:
             return None
-        return ChatTemplate(sources, self.names, self.special, self._with_doubles, self.where)
+        return ChatTemplate(sources, self.names, self.special, self._span_encoders, self.where)
 
     def besides_digest(self, chat: bool) -> dict[str, Any]:
         """What else decides which ids a text or a conversation becomes. Empty for tokenizers that we train."""
@@ -103,9 +103,14 @@ class Tokenizer:
             found |= {"begin": self.begin, "normalizer": self.told.normalizer}
         return {key: value for key, value in found.items() if value}
 
-    def _with_doubles(self, doubles: Mapping[str, str]) -> Library | Confined:
-        data = with_doubles(self.data, doubles)
-        return Library(self.told, data) if self.told.is_known else Confined(data, self._eos, self.where)
+    def _span_encoders(self, doubles: Mapping[str, str]) -> tuple[SpanEncoder, SpanEncoder]:
+        """For texts in proportion to what somebody wrote, and for longer ones, which are a template's: with limits."""
+        data = self._made(lambda: with_doubles(self.data, doubles))
+        limited = Confined(data, self._eos, self.where).span_encoder()
+        if not self.told.is_known:
+            return limited, limited
+        direct = self._made(Library(self.told, data).span_encoder)
+        return lambda text, due: self._made(lambda: direct(text, due)), limited
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
