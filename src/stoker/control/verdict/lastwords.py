@@ -124,5 +124,9 @@ def traced(end: RankEnd, lines: int = 6) -> tuple[str, ...]:
     return (f"{error.type} at {place(end)}", *error.traceback.strip().splitlines()[-lines:])
 
 
+def traced_line(case: Case, line: str) -> tuple[str, ...]:
+    return (line, *traced(case.end, 4))
+
+
 def last_lines(end: RankEnd, count: int = 3) -> tuple[str, ...]:
     return tuple([line for line in end.tail.strip().splitlines() if line.strip()][-count:])

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from stoker.contract.shape import shape
-from stoker.control.verdict.catalogue import Case, Found, cause, steps
+from stoker.control.verdict.catalogue import Case, Family, Found
 from stoker.control.verdict.lastwords import amount, find, line_of, place, said
 
 ORDER = 25
@@ -91,20 +91,21 @@ _NO_NUMBERS = (
 )
 _SLACK = 2**30  # contexts and what the driver keeps for itself: not a holder worth naming
 _PIECES = 2**29  # less than this in torch's cache is no fragmentation, but a card that is full to the brim
-_SMALLER = steps("""
-    a chunked or fused loss, so that the logits of all tokens never exist at once (liger-kernel's fused linear \
-    cross-entropy)
-    activation checkpointing (gradient_checkpointing_enable(), torch.utils.checkpoint)
-    half the micro-batch with twice the accumulation steps: the global batch and the result stay the same
-    an 8-bit optimizer (bitsandbytes AdamW8bit): 2 bytes of state per parameter instead of 8
-    shard parameters, gradients and optimizer over the ranks (FSDP: torch.distributed.fsdp.fully_shard)
-    last, a shorter sequence: it changes what is learned
-    """)
+_SMALLER = (
+    "a chunked or fused loss, so that the logits of all tokens never exist at once (liger-kernel's fused linear"
+    " cross-entropy)",
+    "activation checkpointing (gradient_checkpointing_enable(), torch.utils.checkpoint)",
+    "half the micro-batch with twice the accumulation steps: the global batch and the result stay the same",
+    "an 8-bit optimizer (bitsandbytes AdamW8bit): 2 bytes of state per parameter instead of 8",
+    "shard parameters, gradients and optimizer over the ranks (FSDP: torch.distributed.fsdp.fully_shard)",
+    "last, a shorter sequence: it changes what is learned",
+)
 _MAKE_ROOM = (
     "stoker clean   # shows what your own dead runs still hold; --yes frees it, nobody else's work is touched",
     "stoker run --gpus any:N --min-free-memory SIZE --wait 10m   # cards with room, or wait for them",
     "held from outside this container: ask who shares the machine, or the provider",
 )
+family = Family(__name__, EXPANDABLE=_EXPANDABLE, SMALLER=_SMALLER, MAKE_ROOM=_MAKE_ROOM)
 
 
 class _Card:
@@ -194,18 +195,16 @@ def _look(case: Case) -> tuple[_Card, tuple[str, ...]] | None:
     return card, (said_so.partition(" If reserved but unallocated")[0], *at, *own, *card.who_holds())
 
 
-@cause(
-    "oom.gpu-foreign",
-    seen="""torch.OutOfMemoryError (or CUDA error 2, CUBLAS_STATUS_ALLOC_FAILED), and processes that are not this
-    run's hold so much of the card that what was needed would have fitted without them""",
-    contradicts=(
-        "others hold less than 1 GiB and 5 % of the card, or it would not have fitted on an empty card either: oom.gpu"
-    ),
-    fix=_MAKE_ROOM,
-    retryable=True,
-)
+@family.cause("""
+oom.gpu-foreign: The GPU's memory is taken by somebody else's process.
+  seen: torch.OutOfMemoryError (or CUDA error 2, CUBLAS_STATUS_ALLOC_FAILED), and processes that are not this run's
+      hold so much of the card that what was needed would have fitted without them
+  unless: others hold less than 1 GiB and 5 % of the card, or it would not have fitted on an empty card either:
+      oom.gpu
+  fix: {MAKE_ROOM}
+  again: yes
+""")
 def foreign(case: Case) -> Found | None:
-    """The GPU's memory is taken by somebody else's process."""
     looked = _look(case)
     if looked is None or not looked[0].foreign_decides:
         return None
@@ -219,22 +218,16 @@ def foreign(case: Case) -> Found | None:
     return Found(who, evidence, (*mine, *_MAKE_ROOM))
 
 
-@cause(
-    "oom.gpu-fragmentation",
-    seen="""torch.OutOfMemoryError, and torch's allocator has reserved at least as much as was needed without
-    handing it out""",
-    contradicts="less is reserved and unused than was needed, or less than 512 MiB: oom.gpu",
-    fix=(
-        f"{_EXPANDABLE}   # stoker run --env NAME=VALUE sets it",
-        "shapes that vary from step to step fragment: pad or bucket the sequences, or pack them to one length",
-        (
-            "evaluation and saving between training steps: the same batch shape, or torch.cuda.empty_cache() once after"
-            " them"
-        ),
-    ),
-)
+@family.cause("""
+oom.gpu-fragmentation: The GPU had the memory, but in pieces too small: torch's cache is fragmented.
+  seen: torch.OutOfMemoryError, and torch's allocator has reserved at least as much as was needed without handing it
+      out
+  unless: less is reserved and unused than was needed, or less than 512 MiB: oom.gpu
+  fix: {EXPANDABLE}   # stoker run --env NAME=VALUE sets it
+  fix: shapes that vary from step to step fragment: pad or bucket the sequences, or pack them to one length
+  fix: evaluation and saving between training steps: the same batch shape, or torch.cuda.empty_cache() once after them
+""")
 def fragmentation(case: Case) -> Found | None:
-    """The GPU had the memory, but in pieces too small: torch's cache is fragmented."""
     looked = _look(case)
     refused = looked[0].refused if looked else None
     if looked is None or refused is None or refused.unused is None or refused.unused < max(refused.needed, _PIECES):
@@ -242,17 +235,14 @@ def fragmentation(case: Case) -> Found | None:
     return Found(f"{case.who}: GPU memory is fragmented: {looked[0].sentence()}", looked[1])
 
 
-@cause(
-    "oom.gpu",
-    seen="""torch.OutOfMemoryError, CUDA error 2 (out of memory), CUBLAS_STATUS_ALLOC_FAILED, and neither others nor
-    fragments account for it""",
-    contradicts=(
-        "others hold the card: oom.gpu-foreign; as much as needed is reserved and unused: oom.gpu-fragmentation"
-    ),
-    fix=_SMALLER,
-)
+@family.cause("""
+oom.gpu: The model, the batch or the optimizer is too big for the GPU.
+  seen: torch.OutOfMemoryError, CUDA error 2 (out of memory), CUBLAS_STATUS_ALLOC_FAILED, and neither others nor
+      fragments account for it
+  unless: others hold the card: oom.gpu-foreign; as much as needed is reserved and unused: oom.gpu-fragmentation
+  fix: {SMALLER}
+""")
 def too_big(case: Case) -> Found | None:
-    """The model, the batch or the optimizer is too big for the GPU."""
     looked = _look(case)
     if looked is None:
         return None

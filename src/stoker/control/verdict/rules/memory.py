@@ -7,34 +7,31 @@ import signal
 
 from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import Around
-from stoker.control.verdict.catalogue import Case, Found, cause, entry, steps
+from stoker.control.verdict.catalogue import Case, Family, Found
 from stoker.control.verdict.lastwords import amount, find, first_line, line_of, place, said
 
 ORDER = 20
 
-RAM_LIMIT = entry(
-    "oom.ram-limit",
-    "A rank's resident memory passed --ram-limit.",
-    seen="the rank and its workers together hold more (PSS) than --ram-limit",
-    contradicts="the sum of resident sizes is over but the proportional one is not: shared pages counted twice",
-    fix=("fewer data-loader workers, a smaller batch, or a higher --ram-limit",),
-)
+family = Family(__name__)
+family.entries("""
+oom.ram-limit: A rank's resident memory passed --ram-limit.
+  seen: the rank and its workers together hold more (PSS) than --ram-limit
+  unless: the sum of resident sizes is over but the proportional one is not: shared pages counted twice
+  fix: fewer data-loader workers, a smaller batch, or a higher --ram-limit
+""")
 
 
-@cause(
-    "oom.host",
-    seen="""SIGKILL that Stoker did not send to the rank, or a data-loader worker of it that vanished; and the
-    cgroup's oom_kill counter rose, or the kernel's log says it killed that pid""",
-    contradicts="""neither of these: rank.killed, somebody sent it. An allocation that was refused and not punished:
-    oom.host-allocation""",
-    fix=steps("""
-    fewer data-loader workers (each holds its own copy of what the dataset keeps in Python objects), or fewer ranks
-    --init-slots 1 loads models one after the other; safetensors with mmap reads weights without a second copy
-    --ram-limit SIZE stops the job before the kernel does; a container's own limit is in /sys/fs/cgroup/memory.max
-    """),
-)
+@family.cause("""
+oom.host: The kernel killed a rank, or a worker of it, because the host or the container was out of memory.
+  seen: SIGKILL that Stoker did not send to the rank, or a data-loader worker of it that vanished; and the cgroup's
+      oom_kill counter rose, or the kernel's log says it killed that pid
+  unless: neither of these: rank.killed, somebody sent it. An allocation that was refused and not punished:
+      oom.host-allocation
+  fix: fewer data-loader workers (each holds its own copy of what the dataset keeps in Python objects), or fewer ranks
+  fix: --init-slots 1 loads models one after the other; safetensors with mmap reads weights without a second copy
+  fix: --ram-limit SIZE stops the job before the kernel does; a container's own limit is in /sys/fs/cgroup/memory.max
+""")
 def host(case: Case) -> Found | None:
-    """The kernel killed a rank, or a worker of it, because the host or the container was out of memory."""
     end = case.end
     worker = find(
         case, r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(?: exited unexpectedly| is killed by signal: Killed)"
@@ -73,25 +70,17 @@ def memory_trend(around: Around) -> tuple[str, ...]:
     return tuple(lines)
 
 
-_ADDRESS_SPACE = (
-    "ulimit -v must say unlimited: RLIMIT_AS limits address space and not memory, and a CUDA context alone reserves 18"
-    " GB of it (take resource.setrlimit(RLIMIT_AS) out; --ram-limit watches real memory)"
-)
-
-
-@cause(
-    "oom.host-allocation",
-    seen="MemoryError, std::bad_alloc, errno 12, or torch's \"DefaultCPUAllocator: can't allocate memory\"",
-    contradicts="the process was killed and not refused: oom.host. The memory is the GPU's: oom.gpu",
-    fix=(
-        _ADDRESS_SPACE,
-        "free -h, and cat /sys/fs/cgroup/memory.max: is there room for what was asked?",
-        "--init-slots 1: one rank at a time imports and loads its model",
-        "memory-map the weights and the data instead of reading them whole",
-    ),
-)
+@family.cause("""
+oom.host-allocation: The host would not give the rank memory it asked for: too little RAM, or a limit on its address space.
+  seen: MemoryError, std::bad_alloc, errno 12, or torch's "DefaultCPUAllocator: can't allocate memory"
+  unless: the process was killed and not refused: oom.host. The memory is the GPU's: oom.gpu
+  fix: ulimit -v must say unlimited: RLIMIT_AS limits address space and not memory, and a CUDA context alone reserves
+      18 GB of it (take resource.setrlimit(RLIMIT_AS) out; --ram-limit watches real memory)
+  fix: free -h, and cat /sys/fs/cgroup/memory.max: is there room for what was asked?
+  fix: --init-slots 1: one rank at a time imports and loads its model
+  fix: memory-map the weights and the data instead of reading them whole
+""")
 def allocation(case: Case) -> Found | None:
-    """The host would not give the rank memory it asked for: too little RAM, or a limit on its address space."""
     error = case.end.error
     found = find(
         case,
