@@ -40,19 +40,30 @@ def process(pid: int) -> Process | None:
     return Process(pid, parent, group, session, fields[0].decode(), start, name)
 
 
+def of_kernel(path: str) -> str:
+    """A small file of /proc or /sys; empty where there is none, or it is not ours to read."""
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def kernel_lines(path: str) -> list[str]:
+    """Its lines that hold anything. Not by splitlines: a process may have a carriage return in its name."""
+    return [line for line in of_kernel(path).split("\n") if line]
+
+
 def owner(pid: int) -> int | None:
     """The real uid. Not the owner of /proc/PID: that is root for a process that may not be dumped, such as ssh-agent."""
-    uid = status(pid, b"Uid:")
+    uid = status(pid, "Uid:")
     return None if uid is None else int(uid)
 
 
-def status(pid: int, key: bytes) -> bytes | None:
+def status(pid: int, key: str) -> str | None:
     """The first word behind this key in the kernel's /proc/PID/status; None where there is none."""
-    try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            return next((line.split()[1] for line in file if line.startswith(key)), None)
-    except OSError:
-        return None
+    lines = kernel_lines(f"/proc/{pid}/status")
+    return next((line.split()[1] for line in lines if line.startswith(key)), None)
 
 
 def send(who: Process, signum: int, if_still: Callable[[], bool] | None = None) -> bool:

@@ -10,6 +10,7 @@ import os
 import time
 from typing import Any
 
+from stoker.contract.process import of_kernel, status
 from stoker.contract.untrusted import is_count
 from stoker.control.agent.spawn import Rank
 from stoker.control.agent.spy import LOOK_S, SPY_S, Loops, Spy, flight_recorder, timings
@@ -114,23 +115,16 @@ class _Look:
 
     @staticmethod
     def _meter(pid: int) -> dict[str, float]:
-        faults, delay, swap = 0, 0.0, 0
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                faults = int(file.read().rpartition(b")")[2].split()[9])  # major ones: they went to the disk
-            with open(f"/proc/{pid}/schedstat", "rb") as file:
-                delay = int(file.read().split()[1]) / 1e9  # the main thread's, on the run queue and not running
-            with open(f"/proc/{pid}/status", "rb") as file:
-                swap = sum(int(line.split()[1]) * 1024 for line in file if line.startswith(b"VmSwap:"))
-        except (OSError, IndexError, ValueError):
-            pass  # gone, or a kernel without it: what was read counts
+        # None where it is gone, or the kernel has none.
+        faults = of_kernel(f"/proc/{pid}/stat").rpartition(")")[2].split()[9:10]  # major ones: they went to the disk
+        delay = of_kernel(f"/proc/{pid}/schedstat").split()[1:2]  # the main thread's, on the run queue and not running
         return {
             "cpu": processes.cpu_seconds(pid) or 0.0,
             "main_cpu": processes.cpu_seconds(pid, pid) or 0.0,
-            "waiting_for_core": delay,
-            "faults": faults,
+            "waiting_for_core": sum(map(int, delay)) / 1e9,
+            "faults": sum(map(int, faults)),
             "moved": processes.bytes_moved(pid) or 0,
-            "swap": swap,
+            "swap": int(status(pid, "VmSwap:") or 0) * 1024,
         }
 
 
@@ -147,20 +141,12 @@ def _is_python(pid: int) -> bool:
 
 
 def _wchan(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/wchan", encoding="ascii", errors="replace") as file:
-            return file.read().strip().strip("0")
-    except OSError:
-        return ""
+    return of_kernel(f"/proc/{pid}/wchan").strip().strip("0")
 
 
 def _syscall(pid: int) -> str:
     """The system call its main thread is in, by name; "running" where it is in none."""
-    try:
-        with open(f"/proc/{pid}/syscall", encoding="ascii", errors="replace") as file:
-            word = file.read().split(" ")[0].strip()
-    except OSError:
-        return ""
+    word = of_kernel(f"/proc/{pid}/syscall").split(" ")[0].strip()
     if not is_count(word.removeprefix("-")):
         return word
     return SYSCALLS.get(os.uname().machine, {}).get(int(word), f"system call {word}")

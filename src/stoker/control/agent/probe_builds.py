@@ -14,7 +14,8 @@ import time
 from typing import Any
 
 from stoker.contract.names import MACHINE
-from stoker.contract.untrusted import NOT_FROM_HERE
+from stoker.contract.process import of_kernel
+from stoker.contract.untrusted import NOT_FROM_HERE, is_count
 from stoker.control.machine.observe import Observer
 
 _LOOK = """
@@ -101,9 +102,8 @@ def resolve(name: str) -> list[str]:
 def link(interface: str) -> dict[str, Any]:
     """Megabits a second as the driver states them; a virtual interface's figure means nothing."""
     folder = os.path.join("/sys/class/net", interface)
-    try:
-        with open(os.path.join(folder, "speed"), encoding="ascii") as file:
-            stated = int(file.read())
-    except (OSError, ValueError):
-        stated = 0  # wireless, tunnels and interfaces that are down have none
-    return {"speed": stated if stated > 0 else None, "physical": os.path.exists(os.path.join(folder, "device"))}
+    stated = of_kernel(
+        os.path.join(folder, "speed")
+    ).strip()  # wireless, tunnels and interfaces that are down have none
+    speed = int(stated) if is_count(stated) else 0
+    return {"speed": speed or None, "physical": os.path.exists(os.path.join(folder, "device"))}

@@ -169,11 +169,7 @@ def _by_faulthandler(pid: int, path: str) -> list[dict[str, Any]]:
 
 def _has_open(pid: int, path: str) -> bool:
     """A script that closed it may have a file of its own under that number by now: nothing is written into that."""
-    folder = f"/proc/{pid}/fd"
-    try:
-        return any(os.readlink(f"{folder}/{fd}") == path for fd in os.listdir(folder))
-    except OSError:
-        return False
+    return path in processes.open_files(pid)
 
 
 def _size(path: str) -> int:

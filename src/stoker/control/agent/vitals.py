@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.contract.beats import HAS_LOSS, Beat
-from stoker.contract.process import send
+from stoker.contract.process import kernel_lines, of_kernel, send
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Around
 from stoker.control.agent.spawn import Rank
@@ -174,20 +174,11 @@ class MemoryWatch:
 
 def children(pid: int) -> list[int]:
     """Its children, and theirs."""
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
-            direct = [int(child) for child in file.read().split()]
-    except OSError:
-        return []
+    direct = [int(child) for child in of_kernel(f"/proc/{pid}/task/{pid}/children").split()]
     return direct + [grandchild for child in direct for grandchild in children(child)]
 
 
 def _proportional(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("Pss:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # gone, or a kernel without it: resident memory is the next best
-    return processes.resident(pid) or 0
+    lines = kernel_lines(f"/proc/{pid}/smaps_rollup")
+    exact = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), None)
+    return processes.resident(pid) or 0 if exact is None else exact  # gone, or a kernel without it: the next best

@@ -13,6 +13,7 @@ import sys
 import time
 from typing import Any
 
+from stoker.contract.process import of_kernel
 from stoker.contract.shape import as_json, replace
 from stoker.control.machine import facts, kernellog, ports, processes
 from stoker.control.machine.host import quick_host
@@ -92,11 +93,7 @@ def _net(port: str) -> Any:
 
 
 def _up(interface: str) -> bool:
-    try:
-        with open(f"/sys/class/net/{interface}/operstate", encoding="ascii") as file:
-            return file.read().strip() in ("up", "unknown")
-    except OSError:
-        return False
+    return of_kernel(f"/sys/class/net/{interface}/operstate").strip() in ("up", "unknown")
 
 
 # ---- the context probe: talks to libcuda itself, in a child that sees one GPU ----

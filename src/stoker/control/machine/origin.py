@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 
 from stoker.contract import names, schedulers
+from stoker.contract.process import kernel_lines
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import is_count
 from stoker.control.machine.processes import Process, environment, process
@@ -64,11 +65,7 @@ def above(pid: int, table: Mapping[int, Process] | None = None) -> list[Process]
 
 def cgroup(pid: int) -> str:
     """The unified hierarchy, or version 1's named one: version 1's controllers may move a process at any time."""
-    try:
-        with open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="surrogateescape") as file:
-            lines = [line.rstrip("\n").partition(":")[2] for line in file]
-    except OSError:
-        return ""
+    lines = [line.partition(":")[2] for line in kernel_lines(f"/proc/{pid}/cgroup")]
     return ";".join(sorted(line for line in lines if line.startswith((":", "name=systemd:"))))
 
 
