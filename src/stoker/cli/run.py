@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 from stoker.contract import schedulers
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
@@ -13,10 +14,7 @@ from stoker.control.launch.request import Request, how_to_run
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
     from stoker.control.cluster.hosts import Hosts
-
 
 # Options of runs on several machines: the others load nothing for them.
 _SEVERAL = {"hosts", "min_hosts", "sync", "stage", "nnodes", "node_rank"}

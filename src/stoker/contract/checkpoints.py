@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from stoker.contract import layout, owners
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @shape

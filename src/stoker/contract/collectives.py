@@ -5,11 +5,9 @@ Used by the shim (a rank that fails says where it was) and by the agent (which a
 
 from __future__ import annotations
 
-from stoker.contract.untrusted import is_count
+from typing import Any
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from stoker.contract.untrusted import is_count
 
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")  # of torch's worker server: NCCL has a recorder of its own
 DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # the same from inside

@@ -7,13 +7,10 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from collections.abc import Callable
 
 from stoker.contract.names import EX_OSERR, Refusal
 from stoker.contract.shape import shape
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @shape

@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from typing import Any
 
 _LONGEST = 60  # characters: a longer number is no float any more, and finding its parts takes their number squared
 _SIZE = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

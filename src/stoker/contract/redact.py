@@ -12,14 +12,11 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
+from typing import Any
 
 from stoker.contract.secretnames import NO, rate
 from stoker.contract.secretshapes import merged, spans
 from stoker.contract.secretvalues import HIDDEN, Span, plain, secret_value, word_spans
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 __all__ = ["HIDDEN", "arguments", "command", "data", "environment", "learn", "text", "whole"]
 

@@ -7,17 +7,14 @@ launcher whose whole start must stay under 0.2 s, and torchrun's own grammar is 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 from stoker.contract import spelling
 from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
 from stoker.contract.shape import Option, options_of
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from typing import Any, NoReturn, TypeVar
-
-    T = TypeVar("T")
+T = TypeVar("T")
 
 suggest = spelling.suggest
 

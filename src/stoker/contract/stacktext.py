@@ -5,11 +5,9 @@ Used by the agent (a rank that was asked for its stacks) and by the verdict (a r
 
 from __future__ import annotations
 
-from stoker.contract.untrusted import is_count
+from typing import Any
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from stoker.contract.untrusted import is_count
 
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>")
 _CURRENT = "Current thread 0x"  # in a report of a fatal signal: the thread it happened in

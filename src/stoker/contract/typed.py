@@ -8,14 +8,11 @@ tuple is asked for. Numbers must be finite and fit 64 bits: what is larger break
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from typing import Any, TypeVar
-
-    T = TypeVar("T")
-    Reader = Callable[[Any], Any]
+T = TypeVar("T")
+Reader = Callable[[Any], Any]
 
 _BIG = 1 << 63
 _LARGEST = sys.float_info.max

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import IO, Any
-
+from types import TracebackType
+from typing import IO, Any
 
 # For logs that grow: no link is followed to a file elsewhere.
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW

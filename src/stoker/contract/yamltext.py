@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from typing import Any
 
 LONGEST = 1 << 18  # PyYAML reads about 150 KB a second
 MOST_NODES = 100_000  # with every alias written out

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import suggest
@@ -20,9 +22,6 @@ from stoker.contract.yamltext import NotYaml, parse_yaml
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any, NoReturn
-
     from stoker.control.cluster.transport import Transport
 
 _FILE = (".yaml", ".yml", ".json")

@@ -15,11 +15,7 @@ from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.process import send_to_child
 from stoker.contract.untrusted import printable
 from stoker.control.cluster.transport import Link
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from stoker.control.machine.model import Machine
-
+from stoker.control.machine.model import Machine
 
 _CHUNK = 1 << 16  # what a pipe holds: asked for more, Python maps and unmaps a megabyte for every word
 GREETING_S = 20.0  # a login may take its time; what has greeted once speaks every second
