@@ -215,7 +215,7 @@ def doctor_findings(facts: Facts, hosts: Hosts) -> list[Finding]:
         if one.examination is None:
             found.setdefault(("between.host", "unknown", "it could not be examined", ""), []).append(one.name)
             continue
-        for finding in doctor.run(checks, one.examination, doctor.Asked(slots[one.name], "runs")):
+        for finding in doctor.run(checks, one.examination, slots[one.name]):
             found.setdefault((finding.id, finding.level, finding.text, finding.fix), []).append(one.name)
     return [
         Finding(id, level, f"{between.listed(names)}: {text}", fix) for (id, level, text, fix), names in found.items()
