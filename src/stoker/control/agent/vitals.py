@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract.beats import HAS_LOSS, Beat
+from stoker.contract.beats import Beat
 from stoker.contract.process import kernel_lines, of_kernel, send
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Around
@@ -115,7 +115,7 @@ def _longest(before: int, beats: list[Beat]) -> float:
 
 def _losses(beats: list[Beat]) -> list[list[Any]]:
     """[step, loss] of the newest beats that carry one. As text: JSON has no NaN."""
-    told = [beat for beat in beats if beat.flags & HAS_LOSS]
+    told = [beat for beat in beats if beat.loss is not None]
     return [[beat.step, repr(beat.loss)] for beat in told[-MOST_LOSSES:]]
 
 

@@ -55,7 +55,7 @@ def _prepare(caller: dict[str, Any]) -> None:
         importing_main = False
 
 
-# What byvalue.py makes of functions and classes that no process can import.
+# What calling.py makes of functions and classes that no process can import.
 
 
 def make_function(code: bytes, module: str, cells: int) -> types.FunctionType:

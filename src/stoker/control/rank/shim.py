@@ -119,22 +119,10 @@ def tell(kind: str, text: str = "") -> None:
         connection.close()
 
 
-def script_beat(step: int | None, loss: float | None, tokens: int | None) -> None:
+def script_beat(step: int | None, loss: float | None) -> None:
     global _script_steps
-    from stoker.contract import beats
-
     _script_steps = _script_steps + 1 if step is None else int(step)
-    flags = beats.FROM_SCRIPT
-    if loss is not None:
-        flags |= beats.HAS_LOSS
-    if tokens is not None:
-        flags |= beats.HAS_TOKENS
-    _writer.beat(time.time_ns(), _script_steps, 0, flags, float(loss or 0.0), int(tokens or 0))
-
-
-def script_phase(name: str) -> None:
-    _writer.phase(name)
-    tell("phase", name[:32])
+    _writer.beat(time.time_ns(), _script_steps, 0, None if loss is None else float(loss))
 
 
 def _on_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
