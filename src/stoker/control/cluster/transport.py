@@ -7,8 +7,8 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any, Protocol
+    from collections.abc import Sequence
+    from typing import Protocol
 
     from stoker.control.cluster.hosts import Host, Hosts
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
             """The argv that runs the host's Python with these words."""
             ...
 
-    # Makes control/launch's Members of the links: (links, on each message, on each line of stderr).
-    Gather = Callable[[list["Link"], Callable[[Any, Any, bytes], None], Callable[[Any, str], None]], Any]
 
 # The folder that holds stoker.
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))

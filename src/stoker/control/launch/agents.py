@@ -13,7 +13,7 @@ from stoker.contract.names import EX_OSERR, EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
-from stoker.control.launch.members import Member, Members, Unusable
+from stoker.control.cluster.members import Member, Members, Unusable
 from stoker.control.launch.request import taken, wanted_port
 from stoker.control.launch.runplace import RunPlace
 from stoker.control.launch.signals import Interrupted
@@ -41,7 +41,7 @@ class Agents:
         self.hosts = hosts
         self.by_name: dict[str, Host] = {host.name: host for host in hosts.hosts} if hosts else {}
         links = [link] if link is not None else [self.reach(host) for host in self.by_name.values()]
-        self.members = Members([Member(one) for one in links], self._hear, self._complain)
+        self.members = Members(links, self._hear, self._complain)
 
     def reach(self, host: Host, again: bool = False) -> transport.Link:
         """`again`: by a connection of its own, soon given up: a shared one may be as dead as the lost agent."""

@@ -18,10 +18,10 @@ from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
+from stoker.control.cluster.members import Unusable
 from stoker.control.launch import description, detach
 from stoker.control.launch.console import Console
 from stoker.control.launch.live import LiveRun
-from stoker.control.launch.members import Unusable
 from stoker.control.launch.output import Output
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.request import Request, check_numbers, program

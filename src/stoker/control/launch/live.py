@@ -18,11 +18,11 @@ from stoker.contract.shape import pick, replace
 from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
+from stoker.control.cluster.members import Member, Unusable
 from stoker.control.launch import description, orders
 from stoker.control.launch.agents import Agents
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.gpus import NotFree, marked
-from stoker.control.launch.members import Member, Unusable
 from stoker.control.launch.output import Output, wants_split
 from stoker.control.launch.plan import Role, RunPlan, common_environment, make_plan
 from stoker.control.launch.reports import Reports

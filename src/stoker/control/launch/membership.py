@@ -11,8 +11,8 @@ from typing import Any
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
+from stoker.control.cluster.members import Member, Unusable, short
 from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.members import Member, Unusable, short
 from stoker.control.launch.restarts import Again
 from stoker.control.launch.runplace import RunPlace
 

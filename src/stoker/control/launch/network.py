@@ -10,8 +10,8 @@ from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import replace
 from stoker.control.cluster import copying, ssh, transport
 from stoker.control.cluster.hosts import Host, is_address
+from stoker.control.cluster.members import Unusable
 from stoker.control.launch.agents import Agents
-from stoker.control.launch.members import Unusable
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.orders import Towards
 from stoker.control.launch.plan import RunPlan

@@ -12,8 +12,8 @@ from stoker.contract import checkpoints, layout
 from stoker.contract.quantities import span
 from stoker.contract.shape import pick
 from stoker.contract.shapes import RankEnd, Stall
+from stoker.control.cluster.members import Member
 from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.members import Member
 from stoker.control.record.writer import RunRecord
 from stoker.control.verdict import hang, launch
 from stoker.control.watch.watcher import Inspect, Relieve, Suspect

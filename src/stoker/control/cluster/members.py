@@ -95,22 +95,22 @@ class Member:
         os.close(self.link.errors)
 
 
-Hear = Callable[[Member, protocol.Message, bytes], None]
+Hear = Callable[[Member, protocol.Message, bytes], object]
 Complain = Callable[[Member, str], None]
 
 
 class Members:
     """All agents of a run, in rank order; and those of hosts that are back and wait for the next attempt."""
 
-    def __init__(self, members: list[Member], hear: Hear, complain: Complain) -> None:
+    def __init__(self, links: list[Link], hear: Hear, complain: Complain) -> None:
         self.all: list[Member] = []
         self.waiting: list[Member] = []
         self._hear = hear
         self._complain = complain
         self._selector = selectors.DefaultSelector()
         self._next_look = 0.0
-        for member in members:
-            self.add(member, self.all)
+        for link in links:
+            self.add(Member(link), self.all)
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
