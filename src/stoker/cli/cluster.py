@@ -203,9 +203,6 @@ def _print(facts: Any, findings: list[Finding], report: dict[str, Any]) -> None:
     print(f"checked in {report['seconds']:.1f} s")
 
 
-# ---- init ----
-
-
 def init_parser() -> Parser:
     about = "Asks each host for its GPUs, a Python with torch and its way to the others, and writes a hosts file."
     made = Parser("stoker cluster init", about, _INIT_EXAMPLES)

@@ -54,9 +54,6 @@ def _tokens(text: str) -> Iterator[Span]:
             yield found.start() + (3 if word.startswith("bot") else 0), found.end()
 
 
-# ---- private keys ----
-
-
 def _private_keys(text: str) -> Iterator[Span]:
     """From the BEGIN line to the END line; where one of them was cut off, as far as the key's letters go."""
     if "PRIVATE KEY" not in text:
@@ -93,9 +90,6 @@ def _back(text: str, at: int, limit: int) -> int:
     return at
 
 
-# ---- headers ----
-
-
 _HEADER = (
     r"""(?i)(?:authorization|cookie)\\{0,8}["'`]?\s{0,3}[:=]\s{0,3}(?:\\{0,8}["'`])?"""
     r"""(?:(?:bearer|basic|token|apikey)\s{1,3}([^\s"'`\\]*)|(?:(?:digest|negotiate|oauth|sharedkey|aws4-hmac-sha256)\s{1,3})?([^\r\n"'`\\]*))"""
@@ -128,8 +122,6 @@ def _is_user_and_password(word: str) -> bool:
         return False
     return ":" in decoded and decoded.isprintable()
 
-
-# ---- URLs ----
 
 _HOOK_HOSTS = ("hooks.slack.com", "discord.com", "discordapp.com", "webhook.office.com", "outlook.office.com", "outlook.office365.com", "hooks.zapier.com",
                "make.com", "maker.ifttt.com", "feishu.cn", "larksuite.com")  # fmt: skip
@@ -194,8 +186,6 @@ def _hook(text: str, host: str, at: int) -> Iterator[Span]:
         armed = armed or segment.lower() in _HOOKS
         place += len(segment)
 
-
-# ---- all of them ----
 
 _Detector = Callable[[str], Iterator[Span]]
 _DETECTORS: tuple[_Detector, ...] = (_private_keys, _urls, _headers, _tokens, pairs, elements, commands)

@@ -49,8 +49,6 @@ def secret_value(rating: int, value: str) -> bool:
     return rating == SURE or (rating == MAYBE and not value.replace(".", "").replace("-", "").isdigit())
 
 
-# ---- names and their values ----
-
 _SEPARATOR = r"""(?:\\{0,8}["'`]){0,5}\]?[ \t]{0,3}(?:=>|:=|==|=|:(?!:|//))[ \t]{0,3}"""
 _VALUE_END = r"""[\s"'`]|\\{1,8}["'nrt]|[,;&](?=\s|$|["']|[\w.\-]{1,64}\s?[=:])|[)\]}](?=[\s,;.:)\]}"'`\\]|$)|$"""
 _MOST_MAYBE = 400

@@ -217,11 +217,3 @@ def text_lines(path: str | os.PathLike[str], longest: int = 1 << 20) -> Iterator
 def is_count(text: str) -> bool:
     """Whether int() may read it: str.isdigit is true of `²` and of ten thousand nines, and int() fails on both."""
     return text.isascii() and text.isdigit() and len(text) <= 18
-
-
-def whole_number(text: str) -> int:
-    """int() without its surprises: `²`.isdigit() is true and int("²") fails; int("1_0") is 10 and int("٣") is 3."""
-    digits = text.removeprefix("-").removeprefix("+")
-    if not is_count(digits):
-        raise ValueError(f"{printable(text, 40)!r} is not a whole number")
-    return int(text)

@@ -67,8 +67,6 @@ class Agent:
         self._seen: list[protocol.Message] = []  # answers a look has, for the loop to send
         self._kills_before = host.oom_kills()
 
-    # ---- life ----
-
     def serve(self) -> int:
         kernel.become_subreaper()
         kernel.set_name(b"stoker-agent")
@@ -260,8 +258,6 @@ class Agent:
         for one in self._sweeper.leftovers():
             send(one, signum)
 
-    # ---- ranks ----
-
     def _start(self, order: protocol.Message) -> None:
         now = time.monotonic()
         self._ranks, self._by_pid, self._stop_sequence, self._finish = {}, {}, None, None
@@ -407,8 +403,6 @@ class Agent:
             self._learned = True
             redact.learn(next(iter(self._specs.values()))["env"])  # what differs between ranks is ours
         return redact.data(report)
-
-    # ---- stopping ----
 
     def _stop(self, order: protocol.Message) -> None:
         if self._gate is not None:

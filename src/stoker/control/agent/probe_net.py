@@ -87,9 +87,6 @@ def _listen(address: str, ports: Any) -> socket.socket:
     raise OSError(f"can't listen on {address}, port {ports[0]}: {problem}")
 
 
-# ---- the side that listens ----
-
-
 def _serve(listener: socket.socket, key: bytes, stopped: list[str]) -> None:
     """Goes on whatever strangers do: they may not use up our threads and descriptors."""
     strangers: dict[socket.socket, str] = {}  # without the token so far -> their address; in the order they came
@@ -163,9 +160,6 @@ def _drain(peer: socket.socket) -> int:
     while count := peer.recv_into(room):
         total += count
     return total
-
-
-# ---- the side that connects ----
 
 
 def meet(peers: Any, key: bytes) -> dict[str, Any]:

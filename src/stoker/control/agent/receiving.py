@@ -55,8 +55,6 @@ class Receiver:
     def at(self) -> str:
         return os.path.join(self._root, self._path)
 
-    # ---- what is there ----
-
     def offer(self, root: str, manifest: str, entries: list[list[Any]], origin: str = "") -> list[str]:
         """`manifest`: "inside" the root, or "" (data that a script lists is not to have a file of ours among it): below
         our cache.
@@ -168,8 +166,6 @@ class Receiver:
             except OSError as problem:
                 raise Refused(f"{place} is in the way: it is a folder with something in it") from problem
 
-    # ---- taking ----
-
     def begin(self, path: str, mode: int) -> None:
         if self._offered.get(path, ("", ""))[0] != "file":
             raise Refused(f"{path!r} was not offered")
@@ -199,8 +195,6 @@ class Receiver:
         if self._fresh:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._fresh)
-
-    # ---- the end ----
 
     def finish(self) -> dict[str, Any]:
         removed = 0

@@ -85,8 +85,6 @@ class Vitals:
         if fresh:
             self._say({"is": "beats", "ranks": fresh})
 
-    # ---- around a bad end ----
-
     def note_holders(self, rank: Rank, nvml: Nvml | None, run_id: str) -> None:
         """Who is on its card while it fails: once it is gone, so is its own entry, and perhaps the other's."""
         if nvml is not None and rank.gpu:

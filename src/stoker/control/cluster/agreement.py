@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from stoker.control.machine.source import digest_of_paths
-
 _NAMED = 3  # files named per host
-
-
-def digest(paths: Iterable[str]) -> str:
-    """One hash of files and folders here."""
-    from stoker.control.machine import source
-
-    return source.digest(digest_of_paths(paths))
 
 
 def remedy(script: str, folder: str, synced: bool) -> str:

@@ -290,9 +290,6 @@ def _exit_code(member: Member) -> int | None:
     return ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
 
 
-# ---- hosts that can't be used ----
-
-
 class Unusable(Refusal):
     """Hosts that do not answer, all of them: name -> why."""
 

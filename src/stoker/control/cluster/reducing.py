@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from statistics import median
 from typing import Any
 
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, Refusal
@@ -149,12 +150,6 @@ class Trial:
     @property
     def helps(self) -> bool:
         return len(self.rates) >= ROUNDS and self.gain > GAIN and min(self.rates) > max(self.default)
-
-
-def median(values: tuple[float, ...]) -> float:
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def candidates(

@@ -96,8 +96,6 @@ def unshared() -> str:
     return ""
 
 
-# ---- what was said ----
-
 _OLDEST = ".".join(str(part) for part in OLDEST_PYTHON)
 
 # (what was said, what it means, what to do). The first that fits counts. {0} is the first group, {host} the host.

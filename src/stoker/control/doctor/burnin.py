@@ -145,8 +145,6 @@ def _by_twin(replicas: list[Replica]) -> dict[str, list[Replica]]:
     return found
 
 
-# ---- who computes something else ----
-
 Bits = tuple[str, str]
 
 
@@ -228,9 +226,6 @@ def _disagree(contested: list[tuple[int, Replica]]) -> Finding:
     )
 
 
-# ---- who is slow ----
-
-
 def hot(replica: Replica) -> Speed | None:
     """After the load: what a long run gets."""
     return replica.end or replica.start
@@ -267,9 +262,6 @@ def _why_slow(label: str) -> str:
         f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER,CLOCK -i {label[3:]}   # heat, a power cap, or somebody else's"
         " work on it"
     )
-
-
-# ---- the links ----
 
 
 def _links(replicas: list[Replica], links: list[Link], stopped: bool) -> Iterator[Finding]:

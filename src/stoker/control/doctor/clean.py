@@ -32,9 +32,6 @@ _POLL_S = 0.02
 Thing = TypeVar("Thing")
 
 
-# ---- stopping ----
-
-
 @shape
 class Stopped:
     seconds: float
@@ -120,9 +117,6 @@ def wait_for_memory(
         if waiting:
             time.sleep(_POLL_S)
     return found
-
-
-# ---- removing ----
 
 
 def remove_debris(found: list[Debris]) -> list[tuple[Debris, str]]:

@@ -44,9 +44,6 @@ class Debris:
     age: float
 
 
-# ---- locks ----
-
-
 def find_locks() -> tuple[list[Lock], list[str]]:
     """The lock files, and a line for each thing that is none: anybody may put one there. It is never followed."""
     found: list[Lock] = []
@@ -85,9 +82,6 @@ def _lock(folder: lockfiles.Folder, name: str) -> list[Lock]:
         ]
     finally:
         os.close(handle)
-
-
-# ---- files ----
 
 
 def find_debris(tmp: str = "/tmp", shm: str = "/dev/shm") -> list[Debris]:

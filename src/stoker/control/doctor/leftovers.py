@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import select
-import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
 from stoker.contract import names
-from stoker.contract.process import send_to_child
 from stoker.contract.shape import shape
 from stoker.control.machine import origin, processes
-from stoker.control.machine.model import Holder, Machine, machine_from_json
-from stoker.control.machine.observe import Observer, read_recorded
+from stoker.control.machine.examine import look_aside
+from stoker.control.machine.model import Holder, Machine
+from stoker.control.machine.observe import read_recorded
 from stoker.control.machine.processes import Process, process
 from stoker.control.record import reader
 
 NVML_S = 5.0  # a driver that says nothing for so long is sick
 AGENTS = ("stoker-agent", "stoker-guard")
 _SYSTEM = ("Xorg", "Xwayland", "gnome-shell", "nvidia-persiste", "nv-hostengine", "dcgm", "dcgm-exporter")
-
-
-# ---- what is there ----
 
 
 @shape
@@ -57,30 +51,7 @@ class OnGpu:
 
 def look_at_gpus(recorded: str | None, limit: float = NVML_S) -> Machine | str:
     """The machine, or why not. NVML is asked in a child: a call into a sick driver may never return."""
-    if recorded:
-        return read_recorded(recorded)
-    answer, back = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            said = json.dumps(Observer().look().to_json())
-        except Exception as problem:
-            said = json.dumps({"error": f"{type(problem).__name__}: {problem}"})
-        with os.fdopen(back, "w", encoding="utf-8") as pipe:
-            pipe.write(said)
-        os._exit(0)
-    os.close(back)
-    data, deadline = b"", time.monotonic() + limit
-    with os.fdopen(answer, "rb", buffering=0) as file:
-        while select.select([file], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            more = file.read(1 << 16)
-            if not more:
-                os.waitpid(child, 0)
-                told = json.loads(data) if data else {"error": "the process that asks NVML died"}
-                return str(told["error"]) if "error" in told else machine_from_json(told)
-            data += more
-    send_to_child(child, signal.SIGKILL)
-    return f"NVML has not answered within {limit:.0f} s"
+    return read_recorded(recorded) if recorded else look_aside(limit)
 
 
 def gpu_memory(machine: Machine) -> dict[int, int]:
@@ -137,9 +108,6 @@ def untouchable(table: Iterable[Process]) -> set[int]:
 def _agent_above(pid: int, here: Mapping[int, Process]) -> int:
     """An agent or guardian that lives and looks after this process; 0 for none. One that is stopped looks after nobody."""
     return next((one.pid for one in origin.above(pid, here) if one.name in AGENTS and one.state not in "TtZ"), 0)
-
-
-# ---- leftovers of our runs ----
 
 
 @shape

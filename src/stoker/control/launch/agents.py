@@ -64,8 +64,6 @@ class Agents:
     def run_id(self) -> str:
         return self._place.id if self._place else ""
 
-    # ---- meeting ----
-
     def open_order(self, host: str, former: list[Any] | None = None) -> protocol.Message:
         """`former`: who ran there for this run before, and must be gone first."""
         assert self._place is not None

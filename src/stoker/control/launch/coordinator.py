@@ -52,8 +52,6 @@ class Coordinator:
         self._link = link
         self._hosts = hosts
 
-    # ---- the whole run ----
-
     def run(self) -> int:
         try:
             host.raise_files_limit()  # a log file a rank
@@ -204,8 +202,6 @@ class Coordinator:
             record = f"record: {os.path.relpath(place.dir, self._cwd)}"
             text = "\n".join(map(printable, (*plan.lines, start, *rows, record)))
         self._console.say(1, text)
-
-    # ---- the record ----
 
     def _open_record(self, plan: RunPlan, place: RunPlace) -> str:
         record = RunRecord(place.dir, os.uname().nodename, place.reopened)

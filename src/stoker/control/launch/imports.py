@@ -71,9 +71,6 @@ class Imported:
     problem: str = ""  # why an optional one is not there
 
 
-# ---- reading ----
-
-
 def imports_of(source: bytes | str) -> tuple[Import, ...]:
     """What the script imports whenever it starts, in its order, the standard library left out. Reads the text, executes
     nothing.
@@ -130,9 +127,6 @@ def find_imports(request: Request, say: Callable[[str], None]) -> tuple[tuple[Im
     except (OSError, SyntaxError, ValueError) as problem:
         say(f"imports: not looked at, {path or script} can't be read as Python here: {problem}")
         return (), path, folder
-
-
-# ---- trying ----
 
 
 def try_imports(

@@ -94,9 +94,6 @@ class Plan:
     hidden: bool  # CPU ranks on a machine with GPUs
 
 
-# ---- planning ----
-
-
 def rungs(world: int) -> tuple[int, ...]:
     """1, half, all."""
     return tuple(sorted({1, max(1, world // 2), world}))
@@ -166,9 +163,6 @@ def memory_line(found: Scaling, world: int) -> str:
     return f"memory {found.memory}: {counted(world, 'rank')} {need}{room}"
 
 
-# ---- the record of a rung ----
-
-
 def measure(ranks: int, exit_code: int, run: reader.Run | None) -> Climbed:
     if run is None:
         return Climbed(ranks, exit_code)
@@ -207,9 +201,6 @@ def measure(ranks: int, exit_code: int, run: reader.Run | None) -> Climbed:
         host_used=host_used,
         host_total=host_total,
     )
-
-
-# ---- climbing ----
 
 
 class Ladder:
@@ -274,8 +265,6 @@ class Ladder:
             signal.raise_signal(signal.SIGSTOP)
             if child is not None:
                 child.send_signal(signal.SIGCONT)
-
-    # ---- rungs of ranks ----
 
     def _look(self) -> Verdict | None:
         """The plan `stoker run` would make."""

@@ -84,8 +84,6 @@ class LiveRun:
         if self._reports is not None:
             self._reports.hear(host, message, payload)
 
-    # ---- before each attempt ----
-
     def reserve(self, plan: RunPlan) -> RunPlan:
         """The next attempt's store address and port. With machines started by hand the plan gets its numbers here."""
         if by_hand(self.options):
@@ -106,8 +104,6 @@ class LiveRun:
             return common_environment(plan, role, self.options, os.environ, place, cores, host)
 
         self._common = {host: {role.name: environment(role, host) for role in plan.roles} for host in plan.hosts}
-
-    # ---- all of them ----
 
     def run(self, plan: RunPlan, place: RunPlace) -> Verdict:
         from stoker.control.launch.restarts import Restarts
@@ -221,8 +217,6 @@ class LiveRun:
             lines = (f"{card.label} fails its proof: {broken}", f"without it: {refusal.line}")
             return plan, replace(verdict, retryable=False, evidence=(*verdict.evidence, *lines))
         return self._adopt(fresh, place), None
-
-    # ---- one attempt ----
 
     def _one_attempt(self, attempt: Attempt, place: RunPlace, env: tuple[tuple[str, str], ...]) -> Verdict:
         plan, number = attempt.plan, attempt.number

@@ -67,8 +67,6 @@ class Membership:
         self.joined: list[str] = []  # by the newest `settle`
         self._times: dict[str, int] = {}  # how often a host was lost: one that comes and goes is asked ever less often
 
-    # ---- before the first attempt ----
-
     def meet(self, place: RunPlace) -> None:
         """All must answer; with --min-hosts so many, and the others may come later."""
         try:
@@ -91,8 +89,6 @@ class Membership:
         for member in self._members.all:
             if member.host in gone.hosts:
                 member.lose(short(gone.hosts[member.host]))
-
-    # ---- between attempts ----
 
     @property
     def enough(self) -> bool:
@@ -163,8 +159,6 @@ class Membership:
             summary = f"all {len(self._order)} hosts are lost at once: is this machine's own network down?"
             return replace(verdict, host=None, summary=summary)
         return replace(verdict, summary=f"{verdict.summary}; {left}")
-
-    # ---- during an attempt ----
 
     def tend(self) -> None:
         """Called often. Starts what is due and returns at once."""

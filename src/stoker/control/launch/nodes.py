@@ -165,9 +165,6 @@ def _interface(agents: Agents, address: str) -> str:
     return owner or way.get("interface") or ""
 
 
-# ---- the hosts of a run ----
-
-
 def hosts_of(request: Request, environment: Mapping[str, str]) -> tuple[Request, Hosts | None]:
     """The request, filled in, and its hosts (None: this machine). Refuses what does not add up."""
     options = request.options

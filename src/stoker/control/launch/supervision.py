@@ -179,9 +179,6 @@ class Supervision:
                 self._stop(signum, GRACE_STOP_S)
 
 
-# ---- what the watch decides ----
-
-
 class Alarms:
     """Of one attempt."""
 

@@ -150,21 +150,13 @@ def probe() -> dict[str, Any]:
     try:
         cuda = _Cuda()
     except OSError as problem:
-        return {"outcome": "absent", "detail": f"libcuda.so.1 does not load: {problem}", "seconds": None}
+        return {"outcome": "absent", "detail": f"libcuda.so.1 does not load: {problem}"}
     try:
         wrong = _product(cuda)
+        outcome, detail = ("wrong", f"{wrong} of {N * N} results are wrong") if wrong else ("ok", "")
     except CudaError as problem:
-        return {
-            "outcome": _OUTCOMES.get(problem.code, "dead"),
-            "detail": str(problem),
-            "seconds": round(time.monotonic() - began, 3),
-        }
-    outcome = "wrong" if wrong else "ok"
-    return {
-        "outcome": outcome,
-        "detail": f"{wrong} of {N * N} results are wrong" if wrong else "",
-        "seconds": round(time.monotonic() - began, 3),
-    }
+        outcome, detail = _OUTCOMES.get(problem.code, "dead"), str(problem)
+    return {"outcome": outcome, "detail": detail, "seconds": round(time.monotonic() - began, 3)}
 
 
 def _product(cuda: _Cuda) -> int:

@@ -53,9 +53,6 @@ def lock_name(uuid: str) -> str:
     return name
 
 
-# ---- folders ----
-
-
 def open_shared(make: bool) -> Folder | None:
     """None: it is not there. With `make` it is created for all users, sticky: nobody can remove another's lock files."""
     path = shared_path()
@@ -139,9 +136,6 @@ def _what_is(path: str) -> str:
     return f"is {kind} of user {user_name(about.st_uid)}, not a folder"
 
 
-# ---- files ----
-
-
 def open_lock(folder: Folder, name: str) -> int:
     """For writing; made if missing. Without O_CREAT first: a sticky folder may forbid that on others' files."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -202,9 +196,6 @@ def taken(handle: int, how: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-# ---- holders ----
 
 
 def describe_holder(handle: int) -> str:

@@ -86,9 +86,6 @@ def members_of(group: Group, rank: int, members: Members, world: int) -> tuple[i
     return tuple(range(world)) if group.about == "default_pg" or group.name == "0" else (rank,)
 
 
-# ---- side by side ----
-
-
 def _first_difference(snapshots: Snapshots, members: Members, world: int) -> list[Party]:
     if len(snapshots) < 2:
         return []
@@ -157,9 +154,6 @@ def _from(path: list[Step], anchor: object, seq: int) -> list[Step]:
     return path[
         next((number for number, step in enumerate(path) if step.key[0] == anchor and step.op.seq >= seq), len(path)) :
     ]
-
-
-# ---- who is wrong ----
 
 
 def place_of(snapshot: Snapshot) -> Place | None:

@@ -92,8 +92,6 @@ class Watcher:
         self.looked = False  # at those that outlived a failure, and they were seen
         self._failed: dict[int, Snapshot] = {}  # ranks that are gone, as they were
 
-    # ---- hearing ----
-
     def beats(self, rank: int, steps: int, count: int, longest: float, now: float) -> None:
         self._ranks[rank].beat(steps, longest, now)
         self.stragglers.stepped(rank, steps, count, longest, now)
@@ -163,8 +161,6 @@ class Watcher:
             if is_count(rank) and isinstance(data, dict) and "timings" not in data:
                 self._answers[int(rank)] = snapshot.read(int(rank), data)
         self._waiting_hosts.discard(host)
-
-    # ---- deciding ----
 
     def look(self, now: float) -> list[Action]:
         if self._asked_at:
