@@ -48,11 +48,7 @@ def add_script(made: Parser) -> None:
 
 
 def split(words: list[str], made: Parser | None = None) -> tuple[dict[str, Any], str | None, list[str]]:
-    """(the options that flags gave, the script, its arguments). `made`: of a command with more flags than ours.
-
-    argparse would look at the script's own arguments too, and refuse `train.py --debug` because two spellings of
-    --debug-retry begin so.
-    """
+    """(options, script, its arguments). argparse alone would refuse the script's own `--debug`: two of ours begin so."""
     made, argv = made or parser(), list(words)
     at = _script_at(made, argv)
     found, extra = made.parse_known_args(argv[:at])

@@ -69,9 +69,7 @@ def runs_root(given: str | None, environment: dict[str, str] | os._Environ[str],
 
 
 def why_not_for_runs(root: str) -> str:
-    """Whoever owns the folder of the run directories can put another one in the place of ours, and so can everybody who
-    may write there and is not held back by the sticky bit. Empty: nobody else can, or it is not there yet.
-    """
+    """Why others could put another run directory in the place of ours. Empty: nobody can, or it is not there yet."""
     try:
         return why_not_ours_alone(root, sticky=True)
     except OSError:

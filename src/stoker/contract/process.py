@@ -81,9 +81,7 @@ def send_to_child(pid: int, signum: int) -> bool:
 
 
 def send_to_group(leader: int, signum: int) -> bool:
-    """To the whole group of such a child, at once: also to what it forks meanwhile. A pidfd reaches groups since Linux 6.9
-    only, and the leader keeps the number ours.
-    """
+    """To the group of such a child, and what it forks meanwhile. A pidfd reaches groups since Linux 6.9 only."""
     try:
         os.killpg(leader, signum)
     except (ProcessLookupError, PermissionError):

@@ -20,9 +20,7 @@ suggest = spelling.suggest
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises Refusal instead of exiting, and suggests the flag that was probably meant. With an `epilog` the texts are
-    printed as they are, not wrapped.
-    """
+    """Raises Refusal instead of exiting, and suggests a flag. With an `epilog` texts are printed as they are."""
 
     def __init__(self, prog: str, description: str | None = None, epilog: str | None = None, **more: Any) -> None:
         more.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter)

@@ -29,10 +29,7 @@ def read(kind: str, value: Any, module: str = __name__) -> Any:
 
 
 def read_fields(fields: Mapping[str, Any], value: Any, module: str = __name__) -> dict[str, Any]:
-    """An object with these fields, name -> type (or a mapping); one with ? may be missing. Others are left out.
-
-    "*" stands for all names that are not written.
-    """
+    """Fields: name -> type or mapping; with ? one may be missing; "*": all that are not written. Others are left out."""
     if not isinstance(value, dict):
         raise _wrong("an object", value)
     found = {}

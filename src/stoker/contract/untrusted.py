@@ -56,10 +56,7 @@ def _escaped(sign: str) -> str:
 
 
 def parse_json(text: str | bytes | bytearray, depth: int = DEPTH, unique: bool = False, most: int = MOST_VALUES) -> Any:
-    """json.loads with ValueError for every bad input, deep nesting included: recursive code can't choke on the result.
-
-    `unique`: an object with the same key twice is refused.
-    """
+    """json.loads with ValueError for every bad input and deep nesting. `unique`: the same key twice is refused."""
     import json
 
     if not isinstance(text, str):
@@ -158,9 +155,7 @@ def open_regular(path: str | os.PathLike[str], dir_fd: int | None = None, follow
 
 
 def open_lock_file(path: str) -> int:
-    """A descriptor of a lock file that may be written: a regular file with one name, made where there is none. A link
-    in its place would lead elsewhere.
-    """
+    """A lock file, open for writing, made where there is none: regular, with one name. A link would lead elsewhere."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     about = os.fstat(handle)
     if not stat.S_ISREG(about.st_mode) or about.st_nlink != 1:

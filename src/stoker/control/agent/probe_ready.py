@@ -47,9 +47,7 @@ def _stranger_of(workdir: str) -> str:
 
 
 def _make(run_dir: str) -> str:
-    """Made here, or by us before: a run that starts again. Why it can't be used: somebody else was first, and the ranks
-    would resume from what they put there.
-    """
+    """Why it can't be used: another user made it first, and the ranks would resume from what they put there."""
     root = os.path.dirname(run_dir)
     try:
         os.makedirs(root, 0o700, exist_ok=True)
@@ -76,11 +74,7 @@ def _make(run_dir: str) -> str:
 def files(
     workdir: str, script: str = "", module: bool = False, python: str = "", paths: list[str] | None = None
 ) -> Any:
-    """`script`: a path below the working directory, or a module's name. "names" is name -> hash, for saying which file
-    differs.
-
-    A hash is None where there is nothing of that kind here.
-    """
+    """`script`: a path below the working directory, or a module. A hash is None where there is none of it here."""
     where = os.path.abspath(os.path.expanduser(workdir))
     at = os.path.join(where, os.path.expanduser(script))
     found = script_files(at) if os.path.exists(at) and not module else {}

@@ -99,9 +99,7 @@ class Receiver:
         return need
 
     def _refuse_if_exchangeable(self, advice: str) -> None:
-        """Whoever owns the folder, or can put another in its place, could change the code, data or weights. One of ours that
-        others may write to will do: pods' volumes often are so.
-        """
+        """Who can put another folder in its place could change what is copied. A pod's volume may be open to all."""
         for about in (os.lstat, os.stat):  # a link that somebody else made leads where they like
             with contextlib.suppress(FileNotFoundError):
                 uid = about(self._root).st_uid

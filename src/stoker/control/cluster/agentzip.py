@@ -96,10 +96,7 @@ boot(sys.argv[2:])
 
 
 def unpack(module: str = "stoker.control.agent.guardian") -> str:
-    """Python for the other host: takes the files, then calls that module's `boot`.
-
-    No character any login shell acts on: csh takes no newline within quotes, fish reads backslashes there.
-    """
+    """Takes the files, then calls that module's `boot`. No character a login shell acts on, as csh on a newline."""
     import base64
 
     return (

@@ -22,10 +22,7 @@ def remedy(script: str, folder: str, synced: bool) -> str:
 
 
 def disagreements(answers: Mapping[str, Mapping[str, Any]], script: str = "the script", lacking: str = "") -> list[str]:
-    """One line for each host that has not what most have (without a majority: what the first has).
-
-    `lacking`: what to do where it is not there at all.
-    """
+    """A line for each host that has not what most have, or the first has. `lacking`: what to do where it is not there."""
     asked = {host: answer for host, answer in answers.items() if "error" not in answer}
     lines = [
         f"host {host}: {script} could not be compared: {answer['error']}"

@@ -126,9 +126,7 @@ def _git(root: str) -> Iterator[str] | None:
 
 
 def _ask_git(root: str, *words: str) -> subprocess.CompletedProcess[bytes]:
-    """The only place that starts git. A checkout's own .git/config may come from anybody: no program that it names is
-    run, and no variable of ours turns git to another repository or program.
-    """
+    """The one place that starts git. .git/config may come from anybody: no program that it or a variable names is run."""
     env = {
         name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name.startswith(_GIT_KEPT)
     }
@@ -185,9 +183,7 @@ def _is_pipe(place: str) -> bool:
 
 
 def _git_files(root: str) -> Iterator[str]:
-    """A folder in git's list is a submodule, which the index tracks and the user chose to have, or somebody's checkout
-    that lies there: that one's git is not asked.
-    """
+    """A folder in git's list is a submodule, or somebody's checkout, whose git is not asked."""
     for path in _git_list(root, "--cached"):
         if _is_folder(root, path):
             place = os.path.join(root, path)

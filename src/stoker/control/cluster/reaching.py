@@ -109,10 +109,7 @@ TWICE = "between.same-host"  # two ranks would share a card. Not of a job's node
 
 
 def quick(asking: Asking, hosts: Hosts, where: Mapping[str, str], store_port: int = 0) -> list[Finding]:
-    """`where`: host -> the address the others use, as the run will. Findings of level "fail" mean: this can't work.
-
-    Whoever owns the agents must pass what they say to `asking.hear(host, message, payload)` meanwhile.
-    """
+    """`where`: host -> the address the run will use. Findings of level "fail" mean: this can't work."""
     names = [host.name for host in hosts.hosts if host.name in where and not asking.agents[host.name].gone]
     pythons = {host.name: {"python": host.python or ""} for host in hosts.hosts if host.name in names}
     builds = asking.ask("builds", pythons, 20.0)

@@ -155,10 +155,7 @@ class Trial:
 def candidates(
     backend: str, used: Mapping[str, str | None], addresses: Mapping[str, Mapping[str, list[str]]]
 ) -> list[dict[str, str]]:
-    """`used`: host -> interface in use; `addresses`: host -> interface -> its addresses.
-
-    An interface counts if every host has one of that name, with an own address: Docker's bridge has one for all.
-    """
+    """`used`: each host's interface; one counts if all hosts have it with their own address, unlike Docker's bridge."""
     found: list[dict[str, str]] = []
     shared = set.intersection(*(set(one) for one in addresses.values())) if addresses else set()
     ways = []

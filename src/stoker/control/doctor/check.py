@@ -29,9 +29,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(id: str, fast: bool = False) -> Callable[[Body], Body]:
-    """Of a generator. Its parameters say what it asks: parts of the examination, or `cards` (each with its health), and
-    `ranks`, how many are planned (0: nobody says).
-    """
+    """A generator's parameters: parts of the examination, `cards` (each with its health), or the `ranks` planned."""
 
     def register(body: Body) -> Body:
         assert id not in CHECKS, id

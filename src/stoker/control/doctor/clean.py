@@ -40,10 +40,7 @@ class Stopped:
 
 
 def stop_ladder(targets: list[Process], grace: float, more: Callable[[], list[Process]] = list) -> Stopped:
-    """SIGCONT, SIGTERM, grace, SIGKILL. Parents first: a worker that goes before its rank makes a save fail.
-
-    `more` is asked when all are gone: what they started in the meantime gets SIGKILL.
-    """
+    """SIGCONT, SIGTERM, grace, SIGKILL, parents first: they save. `more`: asked when all are gone, what they started since."""
     spared = untouchable(processes.all_processes())
     targets = [one for one in targets if one.pid not in spared]
     began = time.monotonic()

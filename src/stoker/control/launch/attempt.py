@@ -89,12 +89,7 @@ class Attempt:
         return all(rank in self.ends for rank in self.up)  # a rank that was never started will not start now
 
     def must_stop(self, now: float, settle_s: float, quiet: bool = False) -> bool:
-        """A failure stops the others: at once if it is a cause, after a moment if it may be the echo of one still to be
-        reported.
-
-        `quiet`: a host has not spoken for a while. An echo waits until that host does, or is lost: then it is what the
-        ranks lost.
-        """
+        """A cause stops the others at once, a possible echo after a moment, or when a `quiet` host is lost."""
         bad = [end for end in self.ends.values() if failed(end)]
         if not bad and not self.trouble:
             return False

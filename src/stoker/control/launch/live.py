@@ -43,9 +43,7 @@ _MOST_RACES = 20  # lost for a GPU's lock
 
 
 class LiveRun:
-    """`hosts`: those of a run with several; None: this machine, through `link`. `membership` and `network`: None on one
-    machine. `output` and `record`: from when the plan is made and the record is open.
-    """
+    """`hosts`: None on this machine, reached through `link`; then `membership` and `network` are None, too."""
 
     output: Output
     record: RunRecord

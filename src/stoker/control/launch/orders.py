@@ -37,9 +37,7 @@ def start(
     common: Mapping[str, Mapping[str, str]],
     more: Mapping[str, str],
 ) -> dict[str, Any]:
-    """`common`: per role, what plan.common_environment says for that host; `more`: for this attempt. What the user set,
-    here or by --env, wins over what was found.
-    """
+    """`common`: per role, of that host; `more`: of this attempt. What the user set wins over what was found."""
     only = plan.roles[0] if len(plan.roles) == 1 else None
     found = {name: to.interface for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if to.interface}
     ours = {**found, **to.env}

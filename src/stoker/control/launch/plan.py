@@ -106,9 +106,7 @@ def make_plan(
     split: bool,
     hosts: Mapping[str, Host] | None = None,
 ) -> RunPlan:
-    """`machines` and `held` are per host, in rank order; "" is this machine. `hosts`: what the hosts file says of each,
-    all of the run's, lost ones too.
-    """
+    """`machines` and `held` are per host, in rank order ("": this machine); `hosts`: the hosts file's, lost ones too."""
     options = request.options
     lines = notices(request)
     isolate = options.isolate or options.virtual_local_rank

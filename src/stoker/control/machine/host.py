@@ -27,9 +27,7 @@ def meminfo() -> tuple[int, int]:
 def _cgroup_dirs(
     controller: str, root: str = "/sys/fs/cgroup", told: str = "/proc/self/cgroup"
 ) -> tuple[list[str], bool]:
-    """(folders, is version 2) of the cgroup this process is in, and of those around it: each of them may hold a limit
-    (a scheduler's is on the job, not on its task). In a container the root is the container's own.
-    """
+    """(folders, is version 2) of this process's cgroup and those around it: a scheduler's limit is on the job."""
     lines = [line.split(":", 2) for line in kernel_lines(told)]
     # A controller of version 1 counts where it is mounted.
     for _, controllers, path in sorted(lines, key=lambda line: not line[1]):

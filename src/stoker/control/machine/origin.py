@@ -70,9 +70,7 @@ def cgroup(pid: int) -> str:
 
 
 def run_we_are_in(environ: Mapping[str, str]) -> str:
-    """The run in whose rank this process was started; empty for none. A job that a rank handed to a scheduler or to at only has
-    the environment of one.
-    """
+    """The run in whose rank this process was started; empty for none. A scheduler's job has only its environment."""
     run, origin = environ.get(names.RUN_ID, ""), read(environ.get(names.RUN_ORIGIN))
     if not run or origin is None:
         return ""

@@ -276,9 +276,7 @@ def _size(path: str) -> int:
 
 
 def look(root: str, everybody: bool = False) -> Listing:
-    """One's own runs; other users' folders are opened with `everybody` only, and of each user only the last by name, and
-    small records.
-    """
+    """One's own runs; with `everybody` other users' too, of each the last by name, and small records only."""
     runs: list[Run] = []
     damaged: list[tuple[str, str]] = []
     others = 0

@@ -99,11 +99,7 @@ def make_script(
     cwd: str,
     shrinks: bool = False,
 ) -> JobScript:
-    """`command`: what starts Stoker, its `run` or `train` included. `words`: the run's own options, its script, its
-    arguments. `base`: the job's name.
-
-    `shrinks`: the run goes on without a node that is lost.
-    """
+    """`command`: what starts Stoker's `run` or `train`; `words`: its own; `shrinks`: it goes on without a lost node."""
     check(options)
     folder = own_folder(root, job.FOLDER)
     log = os.path.join(folder, "%A_%a.out" if options.array_seeds else "%j.out")

@@ -82,17 +82,13 @@ class Family:
         }
 
     def entries(self, text: str) -> None:
-        """Causes without a function. Those read off a rank's end have a pattern in its last words (`said`), the verdict's
-        `summary`, and the family's evidence.
-        """
+        """Without a function. Of a rank's end: a pattern in its last words (`said`), a `summary`, the family's evidence."""
         _, *parts = re.split(r"^(\S+): ", text, flags=re.M)
         for id, part in zip(parts[::2], parts[1::2], strict=True):
             self._add(id, part)
 
     def cause(self, text: str) -> Callable[[Explanation], Explanation]:
-        """One read off a rank's end by a function. With a pattern (`said`) it gets the match, and is not asked where there
-        is none.
-        """
+        """Read off a rank's end by a function. With a pattern (`said`) it gets the match, or is not asked."""
 
         def keep(function: Explanation) -> Explanation:
             id, _, part = text.strip().partition(": ")
@@ -152,9 +148,7 @@ def report(id: str, summary: str, evidence: list[str], **more: Any) -> dict[str,
 
 
 def rules() -> list[Cause]:
-    """The causes that are read off a rank's end, in the order in which they are tried: by their file's ORDER, then as
-    they stand in it. What names a reason comes before what only names an exception or a signal.
-    """
+    """Those read off a rank's end, by their file's ORDER, then as they stand: a reason before an exception or a signal."""
     families = sorted(modules_in("stoker.control.verdict.rules"), key=lambda module: getattr(module, "ORDER", 70))
     return [
         cause_

@@ -129,9 +129,7 @@ class Watcher:
         self._forget()
 
     def failed(self, rank: int, collectives: Sequence[Any], frames: Sequence[Any]) -> None:
-        """Its last operations, told with its exception, and its stack. torch calls an operation done that failed: the
-        newest one did, and where several
-        were under way, those from the first that was not the usual one."""
+        """Its last operations and its stack. torch calls one that failed done: the newest, or all from the first unusual."""
         orders = {op.get("order", 0): op.get("usual") for group in collectives for op in group.get("ops") or ()}
         usual = max((order for order, was in orders.items() if was), default=0)
         failed = min(
@@ -330,10 +328,7 @@ class Watcher:
         return ""
 
     def last_word(self, sizes_differ: bool) -> Stall | None:
-        """What is known of a stall at the end. Ranks that failed in a collective have told where they were.
-
-        `sizes_differ`: gloo ended a rank for that. Then only what the ranks entered says who is the odd one.
-        """
+        """What is known of a stall at the end. `sizes_differ`: gloo ended a rank; what they entered shows the odd one."""
         if len(self._failed) > 1:
             seen = {**self.snapshots, **self._failed}
             stall = after_the_end(seen, self._members, self._world, sizes_differ)
