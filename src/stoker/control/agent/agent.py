@@ -27,7 +27,7 @@ from stoker.control.agent.relay import CHUNK, RESTLESS, Relay
 from stoker.control.agent.reservations import GpuLocks, held, reserve
 from stoker.control.agent.spawn import Gate, Rank
 from stoker.control.agent.sweep import Finishing, StopSequence, Sweeper, ending, reap, take_over
-from stoker.control.agent.vitals import BEATS_S, MemoryWatch, Vitals, memory_now
+from stoker.control.agent.vitals import BEATS_S, Vitals, keep_below, memory_now
 from stoker.control.machine import host, origin
 from stoker.control.machine.host import cpus_near
 from stoker.control.machine.nvml import Nvml
@@ -56,7 +56,7 @@ class Agent:
         self._gate: Gate | None = None
         self._stop_sequence: StopSequence | None = None
         self._finish: Finishing | None = None
-        self._memory: MemoryWatch | None = None
+        self._ram_limit = 0
         self._port: socket.socket | None = None
         self._observer: Observer | None = None
         self._hup_ignored = False
@@ -128,9 +128,7 @@ class Agent:
             return max(0.0, waking - time.monotonic())
         if self._stop_sequence or self._finish:
             return 0.02
-        if self._memory and self._memory.limit:
-            return 0.1
-        return BEATS_S
+        return 0.1 if self._ram_limit else BEATS_S
 
     def _tick(self) -> bool:
         now = time.monotonic()
@@ -144,8 +142,7 @@ class Agent:
         if not self._suspended:
             self._vitals.look(self._ranks, now, self._first_step)
         self._pass_gate(now)
-        if self._memory:
-            self._memory.check(self._ranks, self._relay.say)
+        keep_below(self._ram_limit, self._ranks, self._relay.say)
         if self._stop_sequence:
             self._collect()
             self._stop_sequence.step()
@@ -266,7 +263,7 @@ class Agent:
         self._specs = {spec["rank"]: spec for spec in specs}
         gate = order["gate"]
         self._gate = Gate(tuple(self._specs), gate["slots"], gate["slot_s"], gate["total_s"], now)
-        self._memory = MemoryWatch(order["ram_limit"])
+        self._ram_limit = order["ram_limit"]
         self._kills_before = host.oom_kills()
         self._pass_gate(now)
         if self._gate.limited:

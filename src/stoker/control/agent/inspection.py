@@ -13,7 +13,7 @@ from typing import Any
 from stoker.contract.process import of_kernel, status
 from stoker.contract.untrusted import is_count
 from stoker.control.agent.spawn import Rank
-from stoker.control.agent.spy import LOOK_S, SPY_S, Loops, Spy, flight_recorder, timings
+from stoker.control.agent.spy import LOOK_S, SPY_S, Spy, flight_recorder, loops_around, timings
 from stoker.control.agent.vitals import children
 from stoker.control.machine import processes
 
@@ -26,8 +26,8 @@ def inspect(order: dict[str, Any], ranks: list[Rank]) -> dict[str, Any]:
     if order.get("timings"):
         return {str(rank.rank): {"timings": timings(rank.files["server"])} for rank in ranks}
     samples, gap = int(order.get("samples", 2)), float(order.get("gap", GAP_S))
-    spy, loops = Spy(), Loops()
-    found = {rank.rank: _Look(rank, spy, loops) for rank in ranks}
+    spy = Spy()
+    found = {rank.rank: _Look(rank, spy) for rank in ranks}
     for look in found.values():
         look.begin()
     deadline = spy.deadline = time.monotonic() + LOOK_S
@@ -44,10 +44,9 @@ def inspect(order: dict[str, Any], ranks: list[Rank]) -> dict[str, Any]:
 class _Look:
     """One rank, over the time of an inspection."""
 
-    def __init__(self, rank: Rank, spy: Spy, loops: Loops) -> None:
+    def __init__(self, rank: Rank, spy: Spy) -> None:
         self.rank = rank
         self._spy = spy
-        self._loops = loops
         self._samples: list[list[dict[str, Any]]] = []
 
     def begin(self) -> None:
@@ -66,7 +65,7 @@ class _Look:
         threads = self._spy.stacks(self.rank.pid, self.rank.files["asked"])
         for thread in threads:
             if thread["main"]:
-                thread["frames"] = [[*frame, self._loops.around(frame[1], frame[2])] for frame in thread["frames"]]
+                thread["frames"] = [[*frame, loops_around(frame[1], frame[2])] for frame in thread["frames"]]
         self._samples.append(threads)
 
     def end(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ process that catches it and still has the file it writes to.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -97,34 +98,27 @@ class Spy:
             return []
 
 
-class Loops:
-    """The loops a line of the script is in: has a rank left the loop, or does it do something else in it?"""
+def loops_around(file: str, line: int) -> list[int]:
+    """First lines of the script's loops a line is in, outermost first; none in library code or an unreadable file. Has a
+    rank left the loop, or does it do something else in it?
+    """
+    return [first for first, last in _loops(file) if first < line <= last]
 
-    def __init__(self) -> None:
-        self._known: dict[str, list[tuple[int, int]]] = {}
 
-    def around(self, file: str, line: int) -> list[int]:
-        """First lines of the loops around it, outermost first. None for library code or an unreadable file."""
-        if "/lib/python" in file or not file.endswith(".py"):
-            return []
-        if file not in self._known:
-            self._known[file] = self._parse(file)
-        return [first for first, last in self._known[file] if first < line <= last]
+@functools.cache
+def _loops(file: str) -> list[tuple[int, int]]:
+    import ast
 
-    @staticmethod
-    def _parse(file: str) -> list[tuple[int, int]]:
-        import ast
-
-        try:
-            with open(file, encoding="utf-8") as source:
-                tree = ast.parse(source.read(1 << 20))
-        except (OSError, SyntaxError, ValueError):
-            return []
-        return sorted(
-            (node.lineno, node.end_lineno or node.lineno)
-            for node in ast.walk(tree)
-            if isinstance(node, (ast.For, ast.While, ast.AsyncFor))
-        )
+    if "/lib/python" in file or not file.endswith(".py"):
+        return []
+    try:
+        with open(file, encoding="utf-8") as source:
+            tree = ast.parse(source.read(1 << 20))
+    except (OSError, SyntaxError, ValueError):
+        return []
+    kinds = (ast.For, ast.While, ast.AsyncFor)
+    found = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    return sorted((node.lineno, node.end_lineno or node.lineno) for node in found)
 
 
 def _thread(one: dict[str, Any]) -> dict[str, Any]:

@@ -148,26 +148,21 @@ def memory_now(pid: int, gpu: str | None, nvml: Nvml | None) -> dict[str, Any]:
     return {"rss": processes.resident(pid), **of_host, "gpu": list(card) if card else None}
 
 
-class MemoryWatch:
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-
-    def check(self, ranks: dict[int, Rank], say: Callable[[dict[str, Any]], None]) -> None:
-        if not self.limit:
-            return
-        for rank in ranks.values():
-            if rank.ended is not None or rank.over:
-                continue
-            family = [rank.pid, *children(rank.pid)]
-            if sum(processes.resident(pid) or 0 for pid in family) <= self.limit:
-                continue
-            # Forked workers share pages with the rank, which the sum counts twice. PSS is exact, and slow to read.
-            taken = sum(_proportional(pid) for pid in family)
-            if taken > self.limit:
-                rank.over = taken
-                rank.signalled = True
-                send(rank.me, signal.SIGSTOP)  # no further growth while the coordinator hears of it
-                say({"is": "ram", "rank": rank.rank, "bytes": taken, "limit": self.limit})
+def keep_below(limit: int, ranks: dict[int, Rank], say: Say) -> None:
+    """0: no limit."""
+    for rank in ranks.values() if limit else ():
+        if rank.ended is not None or rank.over:
+            continue
+        family = [rank.pid, *children(rank.pid)]
+        if sum(processes.resident(pid) or 0 for pid in family) <= limit:
+            continue
+        # Forked workers share pages with the rank, which the sum counts twice. PSS is exact, and slow to read.
+        taken = sum(_proportional(pid) for pid in family)
+        if taken > limit:
+            rank.over = taken
+            rank.signalled = True
+            send(rank.me, signal.SIGSTOP)  # no further growth while the coordinator hears of it
+            say({"is": "ram", "rank": rank.rank, "bytes": taken, "limit": limit})
 
 
 def children(pid: int) -> list[int]:

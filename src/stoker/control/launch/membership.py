@@ -20,7 +20,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.control.cluster.copying import Late
     from stoker.control.launch.live import LiveRun
-    from stoker.control.launch.network import Copies, Network
+    from stoker.control.launch.network import Network
 
 AGAIN_S = 3.0
 LONGEST_S = 60.0
@@ -189,8 +189,7 @@ class Membership:
 
     def _examine(self, name: str, one: Lost, member: Member) -> None:
         """It answers: has it what the others have? Back without its disk, it must not end a run that works."""
-        copies = self._network.copies
-        if copies is not None and not self._carried(name, one, copies):
+        if self._network.copies and not self._carried(name, one):
             return
         wrong = one.bringing.failure if one.bringing is not None else ""
         wanted = {} if wrong else self._network.fitness(name)
@@ -213,10 +212,10 @@ class Membership:
         self._members.drop(member)
         one.part(time.monotonic() + LONGEST_S / 4)
 
-    def _carried(self, name: str, one: Lost, copies: Copies) -> bool:
+    def _carried(self, name: str, one: Lost) -> bool:
         """Is the copy to it over, well or not?"""
         if one.bringing is None:
-            one.bringing, one.mention_at = copies.to_late(name), time.monotonic() + SAY_S
+            one.bringing, one.mention_at = self._network.copy_late(name), time.monotonic() + SAY_S
         if not one.bringing.over:
             if one.mention_at and time.monotonic() > one.mention_at:
                 one.mention_at = 0.0

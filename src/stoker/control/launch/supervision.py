@@ -47,10 +47,12 @@ class Supervision:
         self._say = run.say
         self._seen = attempt.checkpoints
         self._killed_by = 0.0  # after that, who still lives can't be killed
+        self._early: set[int] = set()  # ranks that left, and were reported
+        self._looked = 0.0
 
     def follow(self) -> None:
         """Until every rank has ended."""
-        attempt, alarms = self._attempt, Alarms(self._run, self._attempt)
+        attempt = self._attempt
         while not attempt.all_ended:
             self._members.pump(0.25)
             self._output.settle(self._record)
@@ -58,7 +60,7 @@ class Supervision:
             self._pass_signals()
             quiet = self._membership is not None and any(member.quiet or member.gone for member in self._members.all)
             if not quiet:  # ranks wait for a host that may be lost: nothing to accuse them of
-                alarms.look()
+                self._watch()
             for member in self._members.all:
                 if member.gone:
                     self._lost(member)
@@ -178,16 +180,7 @@ class Supervision:
                 self._say(f"stoker: {name}: asking the ranks to save and end; a second signal kills them")
                 self._stop(signum, GRACE_STOP_S)
 
-
-class Alarms:
-    """Of one attempt."""
-
-    def __init__(self, run: LiveRun, attempt: Attempt) -> None:
-        self._run, self._attempt, self._record, self._say = run, attempt, run.record, run.say
-        self._early: set[int] = set()
-        self._looked = 0.0
-
-    def look(self) -> None:
+    def _watch(self) -> None:
         now = time.monotonic()
         if self._attempt.stopping or self._attempt.unwatched or now - self._looked < PAUSE_S:
             return
