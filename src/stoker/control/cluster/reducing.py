@@ -15,7 +15,7 @@ from stoker.contract.untrusted import parse_json, read_text
 from stoker.contract.wholefile import WholeFile
 from stoker.contract.yamltext import NotYaml, parse_yaml
 from stoker.control.cluster.asking import STORE, TIMES, Asking, Question, fitting
-from stoker.control.cluster.compare import build
+from stoker.control.cluster.between import build
 from stoker.control.cluster.facts import Facts, OneHost, Reduce
 from stoker.control.cluster.hosts import Hosts
 from stoker.control.cluster.price import gigabits

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from stoker.contract.quantities import gb
 from stoker.contract.untrusted import printable
-from stoker.control.cluster.between import CLOCK_S
-from stoker.control.cluster.compare import odd
+from stoker.control.cluster.between import CLOCK_S, odd
 from stoker.control.cluster.facts import Facts, OneHost, Pair
 from stoker.control.cluster.price import gigabits
 

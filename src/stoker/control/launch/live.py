@@ -19,12 +19,12 @@ from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
 from stoker.control.cluster.members import Member, Unusable
-from stoker.control.launch import description, orders
+from stoker.control.launch import description
 from stoker.control.launch.agents import Agents
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.gpus import NotFree, marked
 from stoker.control.launch.output import Output, wants_split
-from stoker.control.launch.plan import Role, RunPlan, common_environment, make_plan
+from stoker.control.launch.plan import Role, RunPlan, Towards, common_environment, make_plan, start_order
 from stoker.control.launch.reports import Reports
 from stoker.control.launch.request import Request, by_hand
 from stoker.control.launch.runplace import RunPlace
@@ -252,10 +252,10 @@ class LiveRun:
     ) -> None:
         own = {**more, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
         own["TORCHELASTIC_RESTART_COUNT"] = str(number - place.first_attempt)
-        here = orders.Towards(workdir=self._cwd, interface=self._interface)
+        here = Towards(workdir=self._cwd, interface=self._interface)
         for member in self.agents.members.all:
             to = self.network.towards(member.host) if self.network else here
-            member.say(orders.start(plan, self.options, number, to, os.environ, self._common[member.host], own))
+            member.say(start_order(plan, self.options, number, to, os.environ, self._common[member.host], own))
 
 
 # ---- the plan, of what the agents found: look, choose, lock, and look again where another was quicker ----

@@ -12,8 +12,7 @@ from stoker.control.cluster import copying, ssh, transport
 from stoker.control.cluster.hosts import Host, is_address
 from stoker.control.cluster.members import Unusable
 from stoker.control.launch.agents import Agents
-from stoker.control.launch.orders import Towards
-from stoker.control.launch.plan import RunPlan
+from stoker.control.launch.plan import RunPlan, Towards
 from stoker.control.launch.preflight import check_legal
 from stoker.control.launch.runplace import RunPlace
 from stoker.control.launch.signals import STOPS, Interrupted, handled
