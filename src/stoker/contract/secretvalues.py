@@ -124,7 +124,7 @@ def _value(text: str, at: int, limit: int) -> tuple[int, int, bool]:
 
 
 def _is_of_others(text: str, found: re.Match[str]) -> bool:
-    """auth.example.com:8080/path; headers and a URL's user, which secretshapes reads."""
+    """auth.example.com:8080/path; headers and a URL's user, which redact reads."""
     if found[1].lower().endswith(("authorization", "cookie")) or text[found.start() - 2 : found.start()] == "//":
         return True
     return (
