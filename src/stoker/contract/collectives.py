@@ -1,7 +1,4 @@
-"""What torch's flight recorder knows of a rank's collectives, made small: its last operations per process group.
-
-Used by the shim (a rank that fails says where it was) and by the agent (which asks the rank's worker server).
-"""
+"""What torch's flight recorder knows of a rank's collectives, made small: its last operations per process group."""
 
 from __future__ import annotations
 

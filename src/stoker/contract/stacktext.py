@@ -1,7 +1,4 @@
-"""Reads what faulthandler writes: threads of `File "x.py", line 3 in work`, the newest first, the main one last.
-
-Used by the agent (a rank that was asked for its stacks) and by the verdict (a rank that a fatal signal ended).
-"""
+"""Reads what faulthandler writes: threads of `File "x.py", line 3 in work`, the newest first, the main one last."""
 
 from __future__ import annotations
 

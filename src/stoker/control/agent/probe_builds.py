@@ -1,6 +1,4 @@
-"""This host: names, clock, links, examination, and which Python and torch its ranks would get. torch is not imported:
-its version file answers in 0.1 s, an import in seconds.
-"""
+"""This host: names, clock, links, examination, Pythons and torch, which is not imported: its version file takes 0.1 s."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the network between hosts lets through: every host listens on two ports for the time of the check, every other
-connects.
+"""What the network between hosts lets through: every host listens on two ports, every other connects.
 
 A connection without the check's random token is closed at once. The listeners are bound to the address the others use,
 and close when the coordinator says so, goes away, or after LIMIT_S.

@@ -1,9 +1,7 @@
-"""How a run's processes end on one host. Finds what is the run's, and nothing else: the descendants of its agent and its
-guardian.
+"""How a run's processes end on one host: the descendants of its agent and its guardian, and nothing else.
 
 Both are subreapers: whatever a rank starts stays below them, in any session, with any environment. Not by session: a
-session's number, once its rank is gone, may be a stranger's. Not by environment: schedulers and at hand it to jobs that are
-not the run's.
+session's number may be a stranger's by now. Not by environment: schedulers and at hand it to jobs that are not the run's.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Signs of life of this host's ranks, cheap enough to take all the time: beats, and for ranks that don't beat, state,
-CPU and I/O.
+"""Signs of life of this host's ranks, cheap enough to take all the time.
 
 A rank that beats costs one look at shared memory twice a second. Only one that is quiet is looked up in /proc.
 """

@@ -1,6 +1,4 @@
-"""A tar.gz for a support ticket: examination, findings, what nvidia-smi and the kernel say, the last run's verdict.
-contract/redact.py takes secrets out.
-"""
+"""A tar.gz for a support ticket: examination, findings, what nvidia-smi and the kernel say, the last run; no secrets."""
 
 from __future__ import annotations
 

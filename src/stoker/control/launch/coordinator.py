@@ -1,5 +1,4 @@
-"""The coordinator: a run from its request to its verdict. Refuses what can't start, opens the record, has the attempts
-made, closes it.
+"""A run from its request to its verdict: refuses what can't start, opens the record, has the attempts made, closes it.
 
 One select loop; threads only write: the console's and the pings'.
 """

@@ -1,7 +1,6 @@
 """The ladder: a script's imports one by one, then the script on one rank, on half and on all of them, a few steps each.
 
-Each rung of ranks is an ordinary `stoker run` in a process of its own, with a record of its own; the first that fails
-ends the climb.
+Each rung of ranks is a `stoker run` in a process of its own, with its own record; the first that fails ends the climb.
 """
 
 from __future__ import annotations

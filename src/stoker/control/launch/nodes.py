@@ -1,5 +1,4 @@
-"""Where a run runs: on the hosts it names, on a scheduler's nodes, on machines where `stoker run` is started by hand with
-torchrun's flags, or here.
+"""Where a run runs: on the hosts it names, a scheduler's nodes, machines started by hand with torchrun's flags, or here.
 
 Of machines started by hand, each is the coordinator of its own ranks and keeps its own record.
 """

@@ -1,5 +1,6 @@
-"""Follows one attempt until every rank has ended and all is swept: passes signals on, stops the rest when one fails or
-a host is lost, and carries out what the watch decides. Loaded when the ranks are on their way: no launch waits for it.
+"""Follows one attempt until every rank has ended and all is swept: passes signals on, stops the rest, heeds the watch.
+
+Loaded when the ranks are on their way: no launch waits for it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Ranks that wait for each other: another operation, another size, another group. Says what each did, where, and who
-left the common path. Pure.
+"""Ranks that wait for each other: what each entered, where, and who left the common path. Pure.
 
 The operations of all ranks are laid side by side, up to the first that differs. What decides, in this order: what most
 ranks entered there, and then each rank's own past (training repeats itself, so the next operation is known before it is
