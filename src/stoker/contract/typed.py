@@ -68,6 +68,16 @@ def read_shape(shape: type[T], value: Any) -> T:
         raise ValueError(str(problem)) from None
 
 
+def read_recorded(shape: type[T], value: Any, schema: int) -> T:
+    """Strict: a field we don't know, or of another type, is refused, not half understood."""
+    if not isinstance(value, dict) or value.get("schema") != schema:
+        raise ValueError(f"not a recorded machine of schema {schema}")
+    try:
+        return read_shape(shape, value)
+    except ValueError as problem:
+        raise ValueError(f"not a recorded machine: {problem}") from None
+
+
 def _wrong(wanted: str, value: Any) -> ValueError:
     return ValueError(f"{wanted} is expected, found {_shown(value)}")
 

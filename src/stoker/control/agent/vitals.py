@@ -97,9 +97,9 @@ class Vitals:
         free, whole = host.shared_memory()
         if rank.pid not in self._holders:
             self.note_holders(rank, nvml, run_id)
-        used, size = (nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None) or (None, None)
+        card = nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None
         holders = self._holders.get(rank.pid, ())
-        seen = Around(tuple(rank.rss), available, total, _kernel_lines(rank), holders, used, size, free, whole)
+        seen = Around(tuple(rank.rss), available, total, _kernel_lines(rank), holders, card and card[1], free, whole)
         found: dict[str, Any] = as_json(seen)
         return found
 

@@ -153,7 +153,7 @@ class Nvml:
         return self._holders(handle) if handle is not None else None
 
     def work(self, uuid: str) -> dict[str, Any]:
-        """What one card is doing now: utilisation in percent, why its clock is held down, temperature."""
+        """What one card is doing now: utilisation in percent, why its clock is held down, its PCIe lanes."""
         handle = self._handles.get(uuid)
         if handle is None:
             return {}
@@ -162,7 +162,6 @@ class Nvml:
         return {
             "use": int(use.gpu) if use else None,
             "throttle": [word for bit, word in _THROTTLE.items() if reasons & bit] if reasons is not None else None,
-            "temperature": self._ask(self._nvml.nvmlDeviceGetTemperature, handle, 0),
             "lanes": [
                 self._ask(self._nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
                 self._ask(self._nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
