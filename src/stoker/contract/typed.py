@@ -7,6 +7,7 @@ tuple is asked for. Numbers must be finite and fit 64 bits: what is larger break
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -55,9 +56,11 @@ def read_fields(fields: Mapping[str, Any], value: Any, module: str = __name__) -
 
 def read_shape(shape: type[T], value: Any) -> T:
     """One shape back from what as_json made of it. An unknown field is an error: half understood would be worse."""
+    kinds = shape.__dict__["__annotations__"]  # noqa: RUF063  as in shape.py
+    if getattr(shape, "as_list", False) and isinstance(value, list):
+        value = dict(zip(kinds, value))  # noqa: B905  an agent's Python may be 3.9
     if not isinstance(value, dict):
         raise _wrong(f"a {shape.__name__}", value)
-    kinds = shape.__dict__["__annotations__"]  # noqa: RUF063  as in shape.py
     unknown = [name for name in value if name not in kinds]
     if unknown:
         raise ValueError(f"unknown field {unknown[0][:40]!r} of {shape.__name__}")
@@ -66,6 +69,16 @@ def read_shape(shape: type[T], value: Any) -> T:
         return shape(**given)
     except TypeError as problem:
         raise ValueError(str(problem)) from None
+
+
+def readable(shape: type[Any], value: Mapping[str, Any]) -> dict[str, Any]:
+    """Of its fields those that are there and have their type: what is wrong is as if it were missing."""
+    found = {}
+    for name, kind in shape.__dict__["__annotations__"].items():  # noqa: RUF063  as in shape.py
+        if name in value:
+            with contextlib.suppress(ValueError):
+                found[name] = read(kind, value[name], shape.__module__)
+    return found
 
 
 def read_recorded(shape: type[T], value: Any, schema: int) -> T:

@@ -249,7 +249,7 @@ def _collectives(value: BaseException) -> list[Any]:
             collectives.joined([json.loads(getattr(c10d, name)()) for name in collectives.DUMPS if hasattr(c10d, name)])
         )
     except Exception as problem:  # another torch, or one that is broken by now: less evidence
-        return [{"group": "", "about": f"no flight recorder: {type(problem).__name__}: {problem}", "ops": []}]
+        return [{"name": "", "about": f"no flight recorder: {type(problem).__name__}: {problem}", "ops": []}]
 
 
 class _AfterImport:

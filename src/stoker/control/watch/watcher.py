@@ -137,7 +137,7 @@ class Watcher:
         )
         for group in collectives:
             for op in group.get("ops") or ():
-                op["done"] = op.get("done") and op.get("order", 0) < failed
+                op["done"] = bool(op.get("done")) and op.get("order", 0) < failed
         self._failed[rank] = snapshot.read(
             rank, {"state": "Z", "groups": collectives, "samples": [[{"main": True, "frames": frames}]]}
         )
