@@ -32,7 +32,7 @@ def digest(trace: Any) -> list[dict[str, Any]]:
         seq = entry.get("collective_seq_id") or 0
         if not entry.get("is_p2p") and group["ops"] and seq < group["ops"][-1]["seq"]:
             group["ops"] = []  # counted anew: the group was destroyed and made again under its old name
-        op = {
+        op: dict[str, Any] = {
             "seq": seq,
             "p2p": (entry.get("p2p_seq_id") or 0) if entry.get("is_p2p") else 0,
             "name": entry.get("profiling_name") or "?",

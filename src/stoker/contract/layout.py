@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.owners import why_not_ours_alone
@@ -84,6 +85,13 @@ def private_runs(environment: dict[str, str] | os._Environ[str]) -> str:
     if not base or not _writable(base):
         base = os.path.join(environment.get("TMPDIR") or "/tmp", f"stoker-runs-{os.geteuid()}")
     return os.path.join(base, "runs", os.getcwd().strip(os.sep).replace(os.sep, "-") or "root")
+
+
+def cache_home(environment: Mapping[str, str]) -> str:
+    """This user's own folder for what may be made again. Without HOME and password entry one that can't exist."""
+    home = os.path.expanduser("~")
+    base = os.path.join(home if os.path.isabs(home) else "/nonexistent", ".cache")
+    return os.path.join(environment.get("XDG_CACHE_HOME") or base, "stoker")
 
 
 def users_alone(folder: str) -> bool:

@@ -329,7 +329,7 @@ class Agent:
     def _hear(self, rank: Rank, kind: str, name: str) -> None:
         if kind == "error":
             rank.reported = time.monotonic()
-            report = _parse_json(name) if name else _read_json(rank.files["error"])
+            report = _read_json(rank.files["error"], name)
             self._relay.say({"is": "error", "rank": rank.rank, "error": self._without_secrets(report)})
             self._vitals.note_holders(rank, self._nvml, self._run_id)
         elif kind == "shim":
@@ -414,18 +414,11 @@ class Agent:
         self._stop_sequence.step()
 
 
-def _read_json(path: str) -> Any:
-    """A rank may have written anything there. What is too large for a message, or no JSON, is no report."""
+def _read_json(path: str, text: str = "") -> Any:
+    """A rank may have written anything there. What is too large for a message, cut off or no JSON is no report."""
     try:
-        return read_json(path, _REPORT)
+        return parse_json(text) if text else read_json(path, _REPORT)
     except (OSError, ValueError):
-        return None
-
-
-def _parse_json(text: str) -> Any:
-    try:
-        return parse_json(text)
-    except ValueError:  # cut off on its way
         return None
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from stoker.contract import layout, owners, protocol, typed
 from stoker.contract.untrusted import parse_json, read_json
 from stoker.contract.wholefile import WholeFile
-from stoker.control.machine.hashing import Hashes, cache_folder, sha256_of
+from stoker.control.machine.hashing import Hashes, sha256_of
 
 _OFFER = 1 << 30  # bytes of the list of all files: a million of them have 150 MB
 _MANIFEST = 1 << 30
@@ -70,7 +70,7 @@ class Receiver:
         if not os.access(self._root, os.W_OK | os.X_OK):
             raise Refused(f"the folder {self._root} may not be written")
         name = hashlib.sha256(os.fsencode(self._root)).hexdigest()[:32]
-        self._manifest = os.path.join(cache_folder(), "staged", f"{name}.json")
+        self._manifest = os.path.join(layout.cache_home(os.environ), "staged", f"{name}.json")
         if manifest == "inside":
             self._manifest = os.path.join(self._root, layout.SYNCED)
         self._origin = origin

@@ -116,8 +116,8 @@ class Agents:
     def _until(self, done: Callable[[], bool], seconds: float) -> None:
         """Or until the time is over."""
         deadline = time.monotonic() + seconds
-        while not done() and time.monotonic() < deadline:
-            self.listen(0.5)
+        while not done() and (left := deadline - time.monotonic()) > 0:
+            self.listen(min(left, 0.5))
 
     def _unusable(self, waiting: list[Member], seconds: float) -> Refusal:
         refused = [member for member in waiting if "refused" in member.answers]
@@ -150,9 +150,7 @@ class Agents:
         self.await_all("host")
 
     def pause(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            self.listen(left)
+        self._until(lambda: False, seconds)
 
     def listen(self, seconds: float) -> None:
         """Until the next word of anybody, for at most so long. Signals are heeded."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract import layout
@@ -27,14 +29,7 @@ class Metrics:
         self._handle = os.open(self._path, APPEND, 0o644)
 
     def _forget(self, step: int) -> None:
-        kept = []
-        with open(self._path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    if line.endswith("\n") and parse_json(line)["step"] < step:
-                        kept.append(line)
-                except (ValueError, KeyError, TypeError):
-                    continue  # a line that a crash cut
+        kept = [line for line, told in _lines(self._path) if line.endswith("\n") and _step(told) < step]
         write_whole(self._path, "".join(kept), durable=False)
 
     def write(self, **values: Any) -> None:
@@ -51,11 +46,19 @@ def read_metrics(run_dir: str) -> list[dict[str, Any]]:
     path = os.path.join(run_dir, layout.METRICS)
     if not os.path.exists(path):
         return []
-    found = []
+    return [told for _, told in _lines(path)]
+
+
+def _lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each with what it says; not one that is being written, or that a crash cut."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
-            try:
-                found.append(parse_json(line))
-            except ValueError:
-                continue  # a line that is being written, or that a crash cut
-    return [one for one in found if isinstance(one, dict)]
+            with contextlib.suppress(ValueError):
+                told = parse_json(line)
+                if isinstance(told, dict):
+                    yield line, told
+
+
+def _step(told: dict[str, Any]) -> float:
+    step = told.get("step")
+    return step if isinstance(step, (int, float)) else math.inf

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
+from stoker.contract.layout import cache_home
 from stoker.contract.names import EX_NOPERM, Refusal
 from stoker.contract.owners import is_mine, user_name, why_a_folder_above_is_not_safe, why_not_ours_alone
 
@@ -26,12 +27,6 @@ def own_folder(root: str, name: str) -> str:
         if stat.S_ISDIR(about.st_mode) and is_mine(about.st_uid, root) and not why_not_ours_alone(candidate):
             return candidate
     raise Refusal(f"{path} and its like belong to other users: choose another place", EX_NOPERM)
-
-
-def cache_home(environment: Mapping[str, str]) -> str:
-    """This user's own folder for what may be made again."""
-    base = environment.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(base, "stoker")
 
 
 def private_cache(name: str, say: Callable[[str], None]) -> str:

@@ -335,29 +335,15 @@ def submit(path: str, script: JobScript, environ: Mapping[str, str]) -> str:
             check=False,
             env={**env, **script.secrets},
         )
-    except FileNotFoundError as problem:
-        raise Refusal(
-            "stoker submit needs Slurm's sbatch, and there is none on the PATH: submit from a login node of the"
-            " cluster",
-            EX_UNAVAILABLE,
-            cause="slurm.unreachable",
-        ) from problem
     except subprocess.TimeoutExpired as problem:
-        raise Refusal(
-            f"sbatch does not answer within {_SBATCH_S:.0f} s; the job script is {path}",
-            EX_UNAVAILABLE,
-            cause="slurm.unreachable",
-        ) from problem
+        line = f"sbatch does not answer within {_SBATCH_S:.0f} s; the job script is {path}"
+        raise Refusal(line, EX_UNAVAILABLE, cause="slurm.unreachable") from problem
     if done.returncode:
-        said = [
-            line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines() if line.strip()
-        ]
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        said = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in lines)
         os.unlink(path)
-        raise Refusal(
-            f"sbatch refuses the job: {'; '.join(said) or f'exit code {done.returncode}'}",
-            EX_UNAVAILABLE,
-            cause="slurm.refused",
-        )
+        line = f"sbatch refuses the job: {said or f'exit code {done.returncode}'}"
+        raise Refusal(line, EX_UNAVAILABLE, cause="slurm.refused")
     return done.stdout.strip().splitlines()[-1].partition(";")[0]
 
 
