@@ -15,7 +15,7 @@ from stoker.contract.discovery import modules_in
 from stoker.contract.names import EX_SOFTWARE
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
-from stoker.control.verdict.lastwords import LINE, exit_code, find, first_line, line_of, place
+from stoker.control.verdict.lastwords import LINE, at, exit_code, find, first_line, line_of, path_in, place
 
 
 @shape
@@ -66,9 +66,9 @@ CATALOGUE: dict[str, Cause] = {}
 
 
 class Family:
-    """The causes of one module. A cause is a text: its id and one sentence that says what happened, then what is `seen`,
-    what makes it another cause (`unless`), each `fix`, and `again: yes` where another attempt may help; other lines go on
-    with the line before. `words`: what {NAME} stands for in it, perhaps several steps. `always`: the last step of each.
+    """The causes of one module. Each is a text: its id (`, again` where another attempt may help) and what happened, what
+    is `seen`, what makes it another cause (`unless`), each `fix`; other lines go on with the line before. `words`: what
+    {NAME} stands for in it, perhaps several steps. `always`: the last step of each.
     """
 
     def __init__(
@@ -83,31 +83,31 @@ class Family:
 
     def entries(self, text: str) -> None:
         """Without a function. Of a rank's end: a pattern in its last words (`said`), a `summary`, the family's evidence."""
-        _, *parts = re.split(r"^(\S+): ", text, flags=re.M)
-        for id, part in zip(parts[::2], parts[1::2], strict=True):
-            self._add(id, part)
+        for part in re.split(r"^(?=\S)", text.strip(), flags=re.M)[1:]:
+            self._add(part)
 
     def cause(self, text: str) -> Callable[[Explanation], Explanation]:
         """Read off a rank's end by a function. With a pattern (`said`) it gets the match, or is not asked."""
 
         def keep(function: Explanation) -> Explanation:
-            id, _, part = text.strip().partition(": ")
-            self._add(id, part, function)
+            self._add(text.strip(), function)
             return function
 
         return keep
 
-    def _add(self, id: str, text: str, explain: Explanation | None = None) -> None:
+    def _add(self, text: str, explain: Explanation | None = None) -> None:
         for name, word in self._words.items():
             text = text.replace(name, word)
-        says, *rest = re.split(r"^ *(seen|unless|fix|again|said|summary): ", text, flags=re.M)
+        head, *rest = re.split(r"^ *(seen|unless|fix|said|summary): ", text, flags=re.M)
+        name, _, says = head.partition(": ")
+        id, _, again = name.partition(", ")
         parts = [(key, _one_line(part)) for key, part in zip(rest[::2], rest[1::2], strict=True)]
         told = {"unless": "", "summary": "", **dict(parts)}
         if "said" in told:
             explain = _matching(told["said"].replace("| ", "|"), explain or self._explain_by(told["summary"]))
         assert id not in CATALOGUE, id
         fix = (*(part for key, part in parts if key == "fix"), *self._always)
-        about = (id, _one_line(says), told["seen"], told["unless"], fix, "again" in told)
+        about = (id, _one_line(says), told["seen"], told["unless"], fix, bool(again))
         CATALOGUE[id] = Cause(*about, told["summary"], explain, self._module)
 
     def _explain_by(self, summary: str) -> Explanation:
@@ -115,8 +115,10 @@ class Family:
         evidence = self._evidence
 
         def explain(case: Case, found: Match) -> Found:
-            words = {"who": case.who, "said": first_line(found[0]), "line": first_line(line_of(found))}
-            return Found(summary.format(*found.groups(), **words), evidence(case, line_of(found)))
+            line, path = line_of(found), path_in(line_of(found))
+            words = {"who": case.who, "said": first_line(found[0]), "line": first_line(line), "at": at(case)}
+            of_file = {"for_path": f" for {path}" if path else "", "at_path": f" at {path}" if path else ""}
+            return Found(summary.format(*found.groups(), **words, **of_file), evidence(case, line))
 
         return explain
 

@@ -12,66 +12,56 @@ _SILENT = "no step for longer than max(3 s, 5 × the p99 of its steps); "
 _STACKS = "the stacks of all ranks and their workers are in the record: stacks.txt of the attempt"
 family = Family(__name__, always=_STACKS, SILENT=_SILENT)
 family.entries("""
-hang.stopped: A rank's process is stopped.
+hang.stopped, again: A rank's process is stopped.
   seen: /proc says state T. The job is stopped for it only when --hang-timeout is over
   unless: it was continued in the meantime, or the whole run is suspended (Ctrl-Z)
   fix: who stopped it? kill -STOP, a debugger, or a shell that put it in the background: kill -CONT continues it
-  again: yes
 hang.debugged: A debugger or tracer holds a rank's process.
   seen: /proc says state t
   unless: state T: hang.stopped
   fix: the run waits for as long as the debugger holds it: continue it there, or detach
-hang.sleep: A rank sleeps while the others wait for it.
+hang.sleep, again: A rank sleeps while the others wait for it.
   seen: {SILENT}its main thread is in nanosleep and has not entered the collective the others wait in
   unless: it beats, prints or says a phase: then it goes on
   fix: look at {where}
-  again: yes
-hang.lock: A rank waits for a lock or another of its threads.
+hang.lock, again: A rank waits for a lock or another of its threads.
   seen: {SILENT}its main thread is in futex, outside of any collective
   unless: it is in a collective like the others
   fix: look at {where}: who holds the lock? a fork while a thread held it is the classic case
-  again: yes
-hang.io: A rank waits for a file, a pipe or a socket.
+hang.io, again: A rank waits for a file, a pipe or a socket.
   seen: {SILENT}its main thread is in read, poll, recv, connect or the like
   unless: bytes move: then it is slow, not stuck
   fix: look at {where}: what does it read from, and who should write?
-  again: yes
-hang.child: A rank waits for a process it started.
+hang.child, again: A rank waits for a process it started.
   seen: {SILENT}its main thread is in wait4, and a child of it lives
   unless: the child works (CPU) and prints: then it is long, not stuck
   fix: look at {where}: give the call a timeout
-  again: yes
-hang.gil: Native code holds the GIL and does not come back.
+hang.gil, again: Native code holds the GIL and does not come back.
   seen: {SILENT}its main thread holds the GIL in every sample and is not running
   unless: another thread holds the GIL in one of the samples
   fix: look at {where}: the native call there must release the GIL, or return
-  again: yes
-hang.spin: A rank computes without end.
+hang.spin, again: A rank computes without end.
   seen: {SILENT}its main thread uses a core, on the same line in every sample, and enters no collective
   unless: it beats or prints: then it is a long computation
   fix: look at {where}: a loop whose end never comes? if it is an evaluation, say stoker.phase("eval") before it
-  again: yes
-hang.worker: A rank waits for a data-loader worker that is stuck.
+hang.worker, again: A rank waits for a data-loader worker that is stuck.
   seen: {SILENT}its main thread waits in the DataLoader, and a worker is stopped or inside the data set's own code
   unless: the workers wait for work themselves: then the rank does not ask
   fix: look at {where}, in the data set; DataLoader(timeout=60) turns it into an exception
-  again: yes
 hang.disk: A rank is in uninterruptible sleep.
   seen: {SILENT}/proc says state D, in both looks
   unless: the state changes: then the disk is slow, not gone
   fix: a network file system, a disk or a driver does not answer: dmesg; such a process can't be killed, and its GPU is
       not free until it is gone
-hang.gpu-kernel: A GPU kernel does not end.
+hang.gpu-kernel, again: A GPU kernel does not end.
   seen: {SILENT}its main thread waits for the GPU, which is at 100 %, and it is in no collective
   unless: the other ranks have not entered its collective: then they are late, and the kernel is NCCL's
   fix: look at {where}, and at the kernels launched before it (launches are asynchronous): --debug-retry makes them
       blocking
-  again: yes
-hang.place: A rank stands still, for a reason that can't be seen from outside.
+hang.place, again: A rank stands still, for a reason that can't be seen from outside.
   seen: {SILENT}none of the known ways of waiting
   unless: any of them
   fix: look at {where}
-  again: yes
 hang.op-mismatch: Ranks have entered different operations.
   seen: the flight recorder: the same number of the same group is another operation on this rank. Blamed is who did what
       most did not; of as many on each side, who left the order in which the operations came before; without such an
@@ -83,12 +73,11 @@ hang.shape-mismatch: Ranks have entered the same operation with different shapes
       have ended a rank for it (SIGABRT)
   unless: operations whose sizes may differ (gather, all_to_all); another line: gloo.diverged
   fix: look at {where}: the tensors must have one shape on all ranks; is a last batch shorter here?
-hang.together: All ranks have entered the same operation and it does not end.
+hang.together, again: All ranks have entered the same operation and it does not end.
   seen: the flight recorder: same number, same operation, same shape everywhere
   unless: one of them has not entered it
   fix: the way between the ranks: `stoker doctor`, NCCL_DEBUG=INFO in one run; several hosts: firewall, interface names,
       MTU
-  again: yes
 """)
 _PARTED = """
 {backend}.unequal-batches: A rank had fewer batches than the others and left the loop.

@@ -38,10 +38,9 @@ launch.hosts: Hosts of the hosts file can't be used.
   unless: it was there and vanished later: host.lost
   fix: ssh HOST true   # no password, no question, in seconds?
   fix: stoker cluster check looks at all of them side by side
-launch.regroup: The attempt was ended after a checkpoint so that a host that is back can join.
+launch.regroup, again: The attempt was ended after a checkpoint so that a host that is back can join.
   seen: --rejoin checkpoint, a host that answers again, and rank 0's stoker.mark("CHECKPOINT")
   unless: a rank failed by itself before that
-  again: yes
 launch.port: A port for the store could not be had.
   seen: --master-port outside 1024 to 65535, or an agent that could not reserve one
   fix: leave --master-port out
@@ -67,11 +66,10 @@ launch.not-started: A rank's process could not be started.
   seen: the agent's spawn failed: no such program, not executable, no processes or descriptors left
   unless: it started and ended at once: then its end is the cause
   fix: does the program exist, may it be executed, and are there descriptors and processes left (ulimit -n, -u)?
-launch.killed: The launcher is gone and left no verdict.
+launch.killed, again: The launcher is gone and left no verdict.
   seen: no verdict.json, and the launcher's process is gone: SIGKILL, or the machine went down
   unless: its process lives on another host
   fix: the agent stopped the ranks when the launcher vanished; start the same command again
-  again: yes
 gpu.too-few: Fewer GPUs are there, or free, than were asked for.
   seen: before the start: the plan needs more than the machine has
   unless: enough are there and somebody holds them: gpu.busy

@@ -21,10 +21,9 @@ family.entries("""
 slurm.allocation: The Slurm job can't be used as it was started.
   seen: before the start: srun started Stoker once per task, or a heterogeneous job, or a job without a node list
   fix: start `stoker run` once, in the job script or in salloc's shell, without srun
-slurm.unreachable: Slurm's own programs do not answer.
+slurm.unreachable, again: Slurm's own programs do not answer.
   seen: scontrol or sbatch fails or takes more than 20 s
   fix: scontrol ping   # is the controller there?
-  again: yes
 slurm.refused: sbatch did not take the job.
   seen: before the start: a partition, an account or an amount the cluster does not have or does not allow
   fix: sinfo and sacctmgr show assoc user=$USER say what there is
@@ -33,44 +32,39 @@ slurm.cancelled: Somebody cancelled the job.
   seen: the job's state is CANCELLED: scancel, by its owner or an administrator
   unless: {OWN}
   fix: submit it again under the same --name: it goes on from its last checkpoint
-slurm.timeout: The job's time was up.
+slurm.timeout, again: The job's time was up.
   summary: Slurm job {id} reached its time limit{of_limit}
   seen: the job's state is TIMEOUT or DEADLINE
   unless: {OWN}
   fix: --time with more, or stoker submit --requeue: it saves before the end and goes on by itself
-  again: yes
-slurm.preempted: Another job took the nodes.
+slurm.preempted, again: Another job took the nodes.
   summary: Slurm job {id} was preempted: another job took its nodes
   seen: the job's state is PREEMPTED
   unless: {OWN}
   fix: stoker submit --requeue goes on when there is room again
-  again: yes
-slurm.node-fail: A node of the job failed.
+slurm.node-fail, again: A node of the job failed.
   summary: a node of Slurm job {id} failed{nodes}
   seen: the job's state is NODE_FAIL or BOOT_FAIL
   unless: {OWN}
   fix: sinfo -R   # why nodes are down
   fix: submit it again; --sbatch-option=--exclude=NODE leaves a bad one out
-  again: yes
 slurm.out-of-memory: The job used more host memory than it asked for.
   summary: Slurm job {id} used more host memory than it had asked for
   seen: the job's state is OUT_OF_MEMORY
   unless: {OWN}
   fix: --mem with more (0: all of the node)
   fix: fewer data-loader workers, or fewer ranks a node
-slurm.notice: Slurm gave notice that the job's end is near, and the run was stopped so that it could save.
+slurm.notice, again: Slurm gave notice that the job's end is near, and the run was stopped so that it could save.
   summary: Slurm job {id} was told that its end is near{limit}, and stopped so that it could save
   seen: USR1 to the job's script, so long before the time limit as --signal-before says, or before a preemption
   unless: {OWN}
   fix: submit it again under the same --name, or once with --requeue: it goes on from its last checkpoint
   fix: --time with more
-  again: yes
-slurm.requeued: The job waits in the queue again.
+slurm.requeued, again: The job waits in the queue again.
   summary: Slurm job {id} waits in the queue again{reason}
   seen: the job's state is PENDING, or REQUEUED, after a start
   unless: it was never started
   fix: nothing: it goes on from its last checkpoint when it starts again
-  again: yes
 slurm.no-run: The job ended and no run began in it.
   summary: job {id} ended ({state}) before a run began in it
   seen: the job is over, and no run directory belongs to it

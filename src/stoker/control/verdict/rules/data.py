@@ -70,7 +70,7 @@ def shm(case: Case) -> Found | None:
 
 
 @family.cause("""
-data.worker-died: A data loader's worker process died under the rank.
+data.worker-died, again: A data loader's worker process died under the rank.
   seen: "DataLoader worker (pid …) exited unexpectedly" or "is killed by signal"; or its pipe broke while it handed a
       batch over (EOFError and the like)
   unless: the kernel killed it for memory: oom.host. A bus error with a small /dev/shm: data.shm. An exception in the
@@ -79,7 +79,6 @@ data.worker-died: A data loader's worker process died under the rank.
   fix: killed: the host's memory, though nobody could prove it here (dmesg on the host); fewer workers need less
   fix: aborted or a segmentation fault: a library that does not survive fork (multiprocessing_context='spawn'), or a
       broken file
-  again: yes
 """)
 def worker_died(case: Case) -> Found | None:
     # The signal is in the exception that this one was raised from.
@@ -97,11 +96,12 @@ def worker_died(case: Case) -> Found | None:
     return Found(summary, (*traced_line(case, line_of(found)), *memory_trend(case.end.around)))
 
 
-@family.cause(r"""
+family.entries(r"""
 data.no-space: The disk, or a quota, is full.
   said: \[Errno 28\]|\[Errno 122\]|[Nn]o space left(?: on device|: )|Disk quota exceeded|os error (?:28|122)\b|
       inline_container\.cc:\d+\] \. unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing|
       \d+ requested and \d+ written
+  summary: {who}: no space left{for_path}{at}
   seen: errno 28 (ENOSPC) or 122 (EDQUOT), "No space left on device"; torch.save says "unexpected pos" or
       "PytorchStreamWriter failed writing file", numpy "requested and … written"
   unless: the device is /dev/shm: data.shm or nccl.shm
@@ -109,10 +109,6 @@ data.no-space: The disk, or a quota, is full.
   fix: keep fewer checkpoints; stoker clean --cache shows data and compile caches and what they take
   fix: the checkpoint that was being written is not whole: go on from the one before
 """)
-def no_space(case: Case, found: Match) -> Found:
-    path = path_in(line_of(found))
-    summary = f"{case.who}: no space left{' for ' + path if path else ''}{at(case)}"
-    return Found(summary, traced_line(case, line_of(found)))
 
 
 @family.cause("""
@@ -161,10 +157,11 @@ def _cut_off(case: Case) -> bool:
     )
 
 
-@family.cause(r"""
-data.network-fs: The file system failed under the script: a network mount, or a disk.
+family.entries(r"""
+data.network-fs, again: The file system failed under the script: a network mount, or a disk.
   said: \[Errno (?:116|5|121)\][^\n]*|Stale file handle|Transport endpoint is not connected: '[^\n]*|os error (?:116|
       5|121)\b
+  summary: {who}: the file system failed{at_path}: {line}
   seen: errno 116 (ESTALE, stale file handle), 5 (EIO), 121 (EREMOTEIO), or 107 (transport endpoint is not connected)
       on a file
   unless: a socket's error: rank.exception
@@ -172,12 +169,7 @@ data.network-fs: The file system failed under the script: a network mount, or a 
       remounting it
   fix: a FUSE mount (s3fs, gcsfuse, rclone) whose process died must be mounted again
   fix: data on a local disk survives a server's restart
-  again: yes
 """)
-def network_fs(case: Case, found: Match) -> Found:
-    path = path_in(line_of(found))
-    summary = f"{case.who}: the file system failed{' at ' + path if path else ''}: {first_line(line_of(found))}"
-    return Found(summary, traced_line(case, line_of(found)))
 
 
 @family.cause(r"""

@@ -48,12 +48,11 @@ def _xids(case: Case) -> list[tuple[int, str]]:
 
 
 @family.cause("""
-gpu.lost: The GPU is gone: it does not answer its driver any more.
+gpu.lost, again: The GPU is gone: it does not answer its driver any more.
   seen: Xid 79 in the kernel's log, "GPU is lost", "CUDA error: unknown error" (999), or NVML that can't find the card
       any more
   unless: the card answers and a kernel failed on it: gpu.launch-failure or gpu.illegal-access
   fix: {DEAD}
-  again: yes
 """)
 def lost(case: Case) -> Found | None:
     off = [line for number, line in _xids(case) if number == 79]
@@ -68,11 +67,10 @@ def lost(case: Case) -> Found | None:
 
 
 @family.cause("""
-gpu.ecc: The GPU's memory returned an error that could not be corrected.
+gpu.ecc, again: The GPU's memory returned an error that could not be corrected.
   seen: "uncorrectable ECC error encountered" (CUDA error 214), or Xid 48 or 95 in the kernel's log
   unless: errors that were corrected: they are counted and harm nothing
   fix: {DEAD}
-  again: yes
 """)
 def ecc(case: Case) -> Found | None:
     bad = [line for number, line in _xids(case) if number in (48, 95)]
@@ -84,14 +82,13 @@ def ecc(case: Case) -> Found | None:
 
 
 @family.cause("""
-gpu.xid: The driver reported a fault of the GPU itself.
+gpu.xid, again: The driver reported a fault of the GPU itself.
   seen: the kernel's log has an Xid of the hardware (48 62 64 74 79 95 119 120; 94 as one the driver contained) since
       the rank started, and the rank's end speaks of its GPU
   unless: Xid 13, 31, 43, 63 or 92: an application's own error, or one that was corrected
   fix: nvidia-smi -q -d ECC,PAGE_RETIREMENT,ROW_REMAPPER   # shows the card's errors; reset it or reboot (nvidia-smi
       --gpu-reset -i N, as root)
   fix: {DEAD}
-  again: yes
 """)
 def xid(case: Case) -> Found | None:
     found = _xids(case)
@@ -103,7 +100,7 @@ def xid(case: Case) -> Found | None:
 
 
 @family.cause("""
-gpu.busy: The GPU would not take the process: its compute mode, its memory, or a sick card.
+gpu.busy, again: The GPU would not take the process: its compute mode, its memory, or a sick card.
   said: is/are busy or unavailable
   seen: CUDA error 46: "CUDA-capable device(s) is/are busy or unavailable"
   unless: a number of GPUs that does not fit says "invalid device ordinal": gpu.ordinal
@@ -111,7 +108,6 @@ gpu.busy: The GPU would not take the process: its compute mode, its memory, or a
       DEFAULT, as root
   fix: stoker doctor --only gpu.   # who holds it, and whether a context can be made at all: if not, the card is sick
   fix: {DEAD}
-  again: yes
 """)
 def busy(case: Case, found: Match) -> Found:
     held = [
@@ -203,7 +199,7 @@ def device_assert(case: Case, found: Match) -> Found:
 
 
 family.entries("""
-gpu.illegal-access: A kernel touched memory that is not its own.
+gpu.illegal-access, again: A kernel touched memory that is not its own.
   said: illegal memory access|misaligned address|(?:CUDA|HIP) error: an illegal instruction|CUDA_ERROR_ILLEGAL_ADDRESS
   summary: {who}: a GPU kernel touched memory that is not its own ({said})
   seen: "an illegal memory access was encountered" (CUDA error 700), "misaligned address" (716) or "illegal instruction"
@@ -214,8 +210,7 @@ gpu.illegal-access: A kernel touched memory that is not its own.
       this GPU? without them, is it gone?
   fix: compute-sanitizer python …   # names the kernel and the address, slowly
   fix: always on the same card and never on another: stoker doctor, and leave it out (--gpus)
-  again: yes
-gpu.launch-failure: A GPU kernel broke off, and the driver does not say why.
+gpu.launch-failure, again: A GPU kernel broke off, and the driver does not say why.
   said: unspecified launch failure|CUDA_ERROR_LAUNCH_FAILED
   summary: {who}: a GPU kernel broke off (unspecified launch failure)
   seen: "unspecified launch failure" (CUDA error 719)
@@ -224,7 +219,6 @@ gpu.launch-failure: A GPU kernel broke off, and the driver does not say why.
   fix: compute-sanitizer python …
   fix: stoker doctor --only gpu.   # is the card itself sound?
   fix: {DEAD}
-  again: yes
 gpu.timeout: A GPU kernel ran longer than the display's watchdog allows.
   said: launch timed out and was terminated
   summary: {who}: a GPU kernel was ended by the display's watchdog

@@ -196,13 +196,12 @@ def _look(case: Case) -> tuple[_Card, tuple[str, ...]] | None:
 
 
 @family.cause("""
-oom.gpu-foreign: The GPU's memory is taken by somebody else's process.
+oom.gpu-foreign, again: The GPU's memory is taken by somebody else's process.
   seen: torch.OutOfMemoryError (or CUDA error 2, CUBLAS_STATUS_ALLOC_FAILED), and processes that are not this run's
       hold so much of the card that what was needed would have fitted without them
   unless: others hold less than 1 GiB and 5 % of the card, or it would not have fitted on an empty card either:
       oom.gpu
   fix: {MAKE_ROOM}
-  again: yes
 """)
 def foreign(case: Case) -> Found | None:
     looked = _look(case)

@@ -29,11 +29,10 @@ gloo = Family(__name__, _at_line, REACH=_REACH)
 
 
 @gloo.cause("""
-net.port-in-use: The script asked for a port that is taken.
+net.port-in-use, again: The script asked for a port that is taken.
   seen: EADDRINUSE in the exception: the script listens on a port of its own choice that somebody else has
   unless: the port is Stoker's own (MASTER_PORT): that one is reserved before the ranks start
   fix: use env:// (MASTER_ADDR and MASTER_PORT, which Stoker sets to a free port) instead of a port of your own
-  again: yes
 """)
 def port_in_use(case: Case) -> Found | None:
     error = case.end.error
@@ -74,13 +73,12 @@ gloo.shape: Ranks sent each other tensors of different sizes in one collective.
 
 
 @gloo.cause("""
-gloo.connection: A rank could not connect to its peers at the start.
+gloo.connection, again: A rank could not connect to its peers at the start.
   seen: at start-up, ranks on CPU: the store can't be reached or not all ranks came, or gloo's full mesh of
       connections could not be made
   unless: the connection was there and broke (reset, closed by peer): the echo of another rank's end. A refused
       connection to something else than a peer: rank.exception
   fix: {REACH}
-  again: yes
 """)
 def gloo_connection(case: Case) -> Found | None:
     mesh = find(
@@ -106,14 +104,13 @@ def store(case: Case) -> Found | None:
 
 
 @gloo.cause(r"""
-gloo.timeout: A collective of gloo was not finished in time, and nothing shows why.
+gloo.timeout, again: A collective of gloo was not finished in time, and nothing shows why.
   said: gloo/transport/[^\n]*Timed out waiting (\d+)ms for (\w+) operation
   seen: gloo's "Timed out waiting 1800000ms for recv operation to complete", and no rank failed or left
   unless: a rank that failed, left early or is seen to hang: that is the cause
   fix: a rank that did not take part: unequal numbers of batches, an `if rank == 0` around a collective, a slow save
       or evaluation on one rank
   fix: long work on one rank between collectives: init_process_group(timeout=timedelta(hours=2))
-  again: yes
 """)
 def gloo_timeout(case: Case, found: Match) -> Found:
     summary = f"{case.who} waited {int(found[1]) / 1000:.0f} s for a peer in a {found[2]}"
@@ -175,7 +172,7 @@ def shm(case: Case, found: Match) -> Found:
 
 
 @nccl.cause("""
-nccl.connection: A rank could not connect to its peers at the start.
+nccl.connection, again: A rank could not connect to its peers at the start.
   seen: at start-up, ranks on GPUs: NCCL's connection to a peer was refused, had no route or timed out; or the store
       can't be reached or not all ranks came
   unless: the connection was there and broke (reset by peer, remote process exited): the echo of another rank's end
@@ -183,7 +180,6 @@ nccl.connection: A rank could not connect to its peers at the start.
   fix: a host with several networks: NCCL_SOCKET_IFNAME must name the one between the hosts (ip route get ADDRESS),
       not docker0 or a VPN
   fix: {WARN}
-  again: yes
 """)
 def connection(case: Case) -> Found | None:
     found = find(
@@ -199,7 +195,7 @@ def connection(case: Case) -> Found | None:
 
 
 @nccl.cause("""
-nccl.cuda: A CUDA call inside NCCL failed.
+nccl.cuda, again: A CUDA call inside NCCL failed.
   said: unhandled cuda error|ncclUnhandledCudaError
   seen: "unhandled cuda error" (ncclUnhandledCudaError), and its last error names no better cause
   unless: the last error is out of memory, an illegal access, an ECC error …: then that is the cause
@@ -210,7 +206,6 @@ nccl.cuda: A CUDA call inside NCCL failed.
   fix: NCCL_P2P_DISABLE=1, for one run: if it helps, the cards can't reach each other's memory (IOMMU or ACS in the
       BIOS, a virtual machine)
   fix: {WARN}
-  again: yes
 """)
 def cuda(case: Case, found: Match) -> Found:
     last = _last_error(case)
@@ -219,14 +214,13 @@ def cuda(case: Case, found: Match) -> Found:
 
 
 @nccl.cause("""
-nccl.system: A system call inside NCCL failed.
+nccl.system, again: A system call inside NCCL failed.
   seen: "unhandled system error" (ncclSystemError), and its last error names no better cause
   unless: shared memory: nccl.shm; a peer that can't be reached: nccl.connection; too many open files:
       data.too-many-files
   fix: {WARN}
   fix: limits: ulimit -l (locked memory, unlimited for InfiniBand), ulimit -n, docker's --ulimit memlock=-1
   fix: {REACH}
-  again: yes
 """)
 def system(case: Case) -> Found | None:
     found = find(case, r"unhandled system error|ncclSystemError")
@@ -238,7 +232,7 @@ def system(case: Case) -> Found | None:
 
 
 @nccl.cause(r"""
-nccl.timeout: A collective was not finished in time, and nothing shows why.
+nccl.timeout, again: A collective was not finished in time, and nothing shows why.
   said: Watchdog caught collective operation timeout[^\n]*|collective operation timeout: [^\n]*
   seen: NCCL's watchdog ended the process after the process group's timeout, and no rank failed, left or is seen to
       hang
@@ -248,7 +242,6 @@ nccl.timeout: A collective was not finished in time, and nothing shows why.
   fix: where was each rank? `stoker logs --rank N`, and the stacks in the record of the attempt
   fix: long work on one rank between collectives: init_process_group(timeout=timedelta(hours=1)); NCCL_IB_TIMEOUT is
       something else
-  again: yes
 """)
 def timeout(case: Case, found: Match) -> Found:
     line = line_of(found)

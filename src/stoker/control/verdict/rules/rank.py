@@ -37,12 +37,11 @@ def breakpoint_(case: Case) -> Found | None:
 
 
 @family.cause("""
-rank.exception: The script raised an exception that nobody caught.
+rank.exception, again: The script raised an exception that nobody caught.
   seen: an exception left the script; the shim reported its type, place and time
   unless: the exception is the echo of a peer's end (connection reset, collective timeout): then the peer is the cause
   fix: look at {place}
   fix: {LOGS}
-  again: yes
 """)
 def exception(case: Case) -> Found | None:
     error = case.end.error
@@ -57,12 +56,11 @@ def exception(case: Case) -> Found | None:
 
 
 @family.cause("""
-rank.early-exit: A rank left, with exit code 0, before the others were done.
+rank.early-exit, again: A rank left, with exit code 0, before the others were done.
   seen: a rank ended with 0 while the others were still working, and they lost it or still wait for it
   unless: every rank ends with 0 at about its own time: then nobody was left waiting
   fix: look for sys.exit(), os._exit(0) or a loop that is shorter on this rank (unequal number of batches)
   fix: {LOGS}
-  again: yes
 """)
 def left_early(case: Case) -> Found | None:
     end = case.end
@@ -89,11 +87,10 @@ def _ended_by(case: Case) -> tuple[int, str, tuple[str, ...]]:
 
 
 @family.cause("""
-rank.killed: A rank was killed with SIGKILL from outside.
+rank.killed, again: A rank was killed with SIGKILL from outside.
   seen: SIGKILL that Stoker did not send, no out-of-memory kill counted in the cgroup or written in the kernel's log
   unless: the cgroup's oom_kill counter rose, or the kernel's log names the pid: oom.host
   fix: who sent it? an admin, a script, or the OOM killer of a host whose log can't be read from here (dmesg there)
-  again: yes
 """)
 def killed(case: Case) -> Found | None:
     number, _, seen = _ended_by(case)
@@ -107,12 +104,11 @@ def killed(case: Case) -> Found | None:
 
 
 @family.cause("""
-rank.crash: Native code crashed the rank.
+rank.crash, again: Native code crashed the rank.
   seen: SIGSEGV, SIGBUS, SIGABRT, SIGFPE or SIGILL that nobody sent; faulthandler's stack is in rank-N.stack.txt
   unless: the abort is NCCL's watchdog answering a lost peer; a bus error with a full /dev/shm: data.shm
   fix: the Python stack is in the record: rank-{rank}.stack.txt
   fix: {LOGS}
-  again: yes
 """)
 def crash(case: Case) -> Found | None:
     number, name, seen = _ended_by(case)
@@ -148,11 +144,10 @@ def _own_and_innermost(frames: list[list[Any]]) -> str:
 
 
 @family.cause("""
-rank.signal: A signal from outside ended one rank.
+rank.signal, again: A signal from outside ended one rank.
   seen: a signal that Stoker did not send ended the rank
   unless: the launcher passed it on: launch.stopped
   fix: {LOGS}
-  again: yes
 """)
 def signalled(case: Case) -> Found | None:
     number, name, seen = _ended_by(case)
@@ -160,11 +155,10 @@ def signalled(case: Case) -> Found | None:
 
 
 @family.cause("""
-rank.exit: The script ended itself with an exit code.
+rank.exit, again: The script ended itself with an exit code.
   seen: an exit code other than 0 and no exception
   unless: an exception was reported: rank.exception
   fix: {LOGS}
-  again: yes
 """)
 def ended(case: Case) -> Found | None:
     seen = (f"exit code {case.end.code}, no exception", *last_lines(case.end))
