@@ -14,73 +14,63 @@ from stoker.contract import redact
 from stoker.contract import slurmjob as job
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, OF_A_RANK, Refusal
 from stoker.contract.quantities import duration
-from stoker.contract.shape import option, shape
+from stoker.contract.shape import option, section, shape
 from stoker.contract.untrusted import is_count
 from stoker.contract.wholefile import write_json
 from stoker.control.record.ownership import own_folder
 from stoker.control.record.writer import cannot_write
 
-_JOB, _LIFE, _MORE = "what the job gets", "life of the job", "this command"
 _SBATCH_S = 60.0
 SECRET = "STOKER_SUBMIT_SECRET_"
 
 
 @shape
 class SubmitOptions:
-    nodes: int = option("nodes (default: 1)", default=1, flags=("-N",), metavar="N", group=_JOB)
+    _job = section("what the job gets")
+    nodes: int = option("nodes (default: 1)", "N", default=1, flags=("-N",))
     gpus_per_node: str | None = option(
-        "GPUs on each node: 4, or with their kind a100:4; one rank each", default=None, metavar="[KIND:]N", group=_JOB
+        "GPUs on each node: 4, or with their kind a100:4; one rank each", "[KIND:]N", default=None
     )
     cpus_per_task: int | None = option(
-        "CPUs on each node (one task a node: Stoker starts the ranks)",
-        default=None,
-        flags=("-c",),
-        metavar="N",
-        group=_JOB,
+        "CPUs on each node (one task a node: Stoker starts the ranks)", "N", default=None, flags=("-c",)
     )
-    mem: str | None = option("host memory on each node: 64G; 0 for all of it", default=None, metavar="SIZE", group=_JOB)
+    mem: str | None = option("host memory on each node: 64G; 0 for all of it", "SIZE", default=None)
     time: str | None = option(
-        "time limit: 30m, 12h, 2d, or as Slurm writes it (a bare number is minutes)",
-        default=None,
-        flags=("-t",),
-        group=_JOB,
+        "time limit: 30m, 12h, 2d, or as Slurm writes it (a bare number is minutes)", default=None, flags=("-t",)
     )
-    partition: str | None = option("partition", default=None, flags=("-p",), metavar="NAME", group=_JOB)
-    account: str | None = option("account", default=None, flags=("-A",), metavar="NAME", group=_JOB)
+    partition: str | None = option("partition", "NAME", default=None, flags=("-p",))
+    account: str | None = option("account", "NAME", default=None, flags=("-A",))
     sbatch_option: tuple[str, ...] = option(
-        "another option of sbatch: --sbatch-option=--exclude=node7", default=(), metavar="OPT", many=True, group=_JOB
+        "another option of sbatch: --sbatch-option=--exclude=node7", "OPT", default=(), many=True
     )
+
+    _life = section("life of the job")
     array_seeds: str | None = option(
         "one run per seed, as an array of jobs: 0-4, 1,2,7 or 0-9%%2 (two at a time); each gets SEED in its"
         " environment",
+        "SEEDS",
         default=None,
-        metavar="SEEDS",
-        group=_LIFE,
     )
     requeue: bool = option(
-        "before its time is up: save, go back to the queue, and go on with the same run", default=False, group=_LIFE
+        "before its time is up: save, go back to the queue, and go on with the same run", default=False
     )
     signal_before: float = option(
         "the ranks get SIGTERM this long before the time limit or a preemption, and --grace to save (default: 60s)",
+        "TIME",
         default=60.0,
         parse=duration,
-        metavar="TIME",
-        group=_LIFE,
     )
     name: str | None = option(
-        "name of the run and of the job; given again it resumes that run if it is unfinished",
-        default=None,
-        group=_LIFE,
+        "name of the run and of the job; given again it resumes that run if it is unfinished", default=None
     )
+
+    _more = section("this command")
     runs_dir: str | None = option(
-        "folder of the run directories, which all nodes see (default: $STOKER_RUNS, else ./runs)",
-        default=None,
-        metavar="DIR",
-        group=_MORE,
+        "folder of the run directories, which all nodes see (default: $STOKER_RUNS, else ./runs)", "DIR", default=None
     )
-    no_follow: bool = option("submit and return", default=False, group=_MORE)
-    follow: str | None = option("follow a job that was submitted before", default=None, metavar="JOB", group=_MORE)
-    dry_run: bool = option("print the job script and submit nothing", default=False, group=_MORE)
+    no_follow: bool = option("submit and return", default=False)
+    follow: str | None = option("follow a job that was submitted before", "JOB", default=None)
+    dry_run: bool = option("print the job script and submit nothing", default=False)
 
 
 @shape
