@@ -87,7 +87,7 @@ class Family:
             self._add(part)
 
     def cause(self, text: str) -> Callable[[Explanation], Explanation]:
-        """Read off a rank's end by a function. With a pattern (`said`) it gets the match, or is not asked."""
+        """Read off a rank's end by a function. With `said` it gets the match, or is not asked; with `perhaps` None, too."""
 
         def keep(function: Explanation) -> Explanation:
             self._add(text.strip(), function)
@@ -98,13 +98,15 @@ class Family:
     def _add(self, text: str, explain: Explanation | None = None) -> None:
         for name, word in self._words.items():
             text = text.replace(name, word)
-        head, *rest = re.split(r"^ *(seen|unless|fix|said|summary): ", text, flags=re.M)
+        head, *rest = re.split(r"^ *(seen|unless|fix|said|perhaps|summary): ", text, flags=re.M)
         name, _, says = head.partition(": ")
         id, _, again = name.partition(", ")
         parts = [(key, _one_line(part)) for key, part in zip(rest[::2], rest[1::2], strict=True)]
         told = {"unless": "", "summary": "", **dict(parts)}
         if "said" in told:
-            explain = _matching(told["said"].replace("| ", "|"), explain or self._explain_by(told["summary"]))
+            explain = _matching(told["said"], explain or self._explain_by(told["summary"]))
+        if "perhaps" in told and explain:
+            explain = _matching(told["perhaps"], explain, always=True)
         assert id not in CATALOGUE, id
         fix = (*(part for key, part in parts if key == "fix"), *self._always)
         about = (id, _one_line(says), told["seen"], told["unless"], fix, bool(again))
@@ -127,10 +129,10 @@ def _one_line(text: str) -> str:
     return re.sub(r"\s*\n\s*", " ", text.strip())
 
 
-def _matching(said: str, function: Explanation) -> Explanation:
+def _matching(pattern: str, function: Explanation, always: bool = False) -> Explanation:
     def explain(case: Case) -> Found | None:
-        match = find(case, said)
-        return function(case, match) if match else None
+        match = find(case, pattern.replace("| ", "|"))  # it was broken after a |
+        return function(case, match) if match or always else None
 
     return explain
 

@@ -30,8 +30,10 @@ data.too-many-files: The rank has as many open files as its limit allows.
 """)
 
 
-@family.cause("""
+@family.cause(r"""
 data.shm: Shared memory is too small for what the data loader's workers hand over.
+  perhaps: insufficient shared memory|unable to (?:(?:allocate|open) shared memory|(?:write to|
+      resize) file </torch_)[^\n]*
   seen: torch's shared memory between loader and workers could not be made ("insufficient shared memory (shm)",
       "unable to allocate shared memory"), or a bus error of the rank or a worker, with a /dev/shm that is below 1 GiB
       or nearly full
@@ -43,13 +45,8 @@ data.shm: Shared memory is too small for what the data loader's workers hand ove
   fix: less in flight: fewer workers, prefetch_factor=1, smaller batches; or num_workers=0
   fix: torch.multiprocessing.set_sharing_strategy('file_system') where descriptors, not bytes, are short
 """)
-def shm(case: Case) -> Found | None:
+def shm(case: Case, found: Match | None) -> Found | None:
     around = case.end.around
-    found = find(
-        case,
-        r"insufficient shared memory|unable to (?:(?:allocate|open) shared memory|(?:write to|resize) file"
-        r" </torch_)[^\n]*",
-    )
     bus = find(case, r"DataLoader worker \(pid \d+\) is killed by signal: Bus error[^\n]*")
     # The workers are gone when the agent looks, and their memory with them: the size tells more than what is free.
     short = around.shm_total is not None and (
@@ -69,8 +66,9 @@ def shm(case: Case) -> Found | None:
     return None
 
 
-@family.cause("""
+@family.cause(r"""
 data.worker-died, again: A data loader's worker process died under the rank.
+  perhaps: DataLoader worker \(pid (\d+)\) is killed by signal: ([^.\n]+)
   seen: "DataLoader worker (pid …) exited unexpectedly" or "is killed by signal"; or its pipe broke while it handed a
       batch over (EOFError and the like)
   unless: the kernel killed it for memory: oom.host. A bus error with a small /dev/shm: data.shm. An exception in the
@@ -80,9 +78,8 @@ data.worker-died, again: A data loader's worker process died under the rank.
   fix: aborted or a segmentation fault: a library that does not survive fork (multiprocessing_context='spawn'), or a
       broken file
 """)
-def worker_died(case: Case) -> Found | None:
+def worker_died(case: Case, found: Match | None) -> Found | None:
     # The signal is in the exception that this one was raised from.
-    found = find(case, r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.\n]+)")
     found = found or find(case, r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly")
     error = case.end.error
     if not found and error is not None and lost_worker(error):
@@ -111,8 +108,13 @@ data.no-space: The disk, or a quota, is full.
 """)
 
 
-@family.cause("""
+@family.cause(r"""
 data.corrupt: A checkpoint or a data file is damaged, or not the kind of file it is taken for.
+  perhaps: Error while deserializing header[^\n]*|MetadataIncompleteBuffer|InvalidHeader|
+      PytorchStreamReader failed [^\n.]*|invalid load key, '[^\n]*|pickle data was truncated|
+      WeightsUnpickler error:\s+Unsupported operand \d+|File is not a zip file|Bad magic number for|
+      is not a valid JSON file|Failed to read all data for array[^\n]*|Parquet magic bytes not found[^\n]*|
+      Compressed file ended before the end-of-stream[^\n]*
   seen: a reader says the file is not whole or not what it should be: safetensors' header, torch's zip archive, a
       pickle, a zip, a JSON or Parquet file
   unless: a pickle with classes that torch won't load (weights_only): the file is whole. An EOFError or JSON error of
@@ -122,16 +124,7 @@ data.corrupt: A checkpoint or a data file is damaged, or not the kind of file it
   fix: a text that begins with `version https://git-lfs` is a pointer: git lfs pull. An HTML page is a failed download
   fix: a checkpoint: go on from the one before; write to another name, then rename, so that a half one is never found
 """)
-def corrupt(case: Case) -> Found | None:
-    found = find(
-        case,
-        r"Error while deserializing header[^\n]*|MetadataIncompleteBuffer|InvalidHeader|PytorchStreamReader failed"
-        r" [^\n.]*|invalid load key, '[^\n]*|"
-        r"pickle data was truncated|WeightsUnpickler error:\s+Unsupported operand \d+|File is not a zip file|Bad magic"
-        r" number for|is not a valid JSON file|"
-        r"Failed to read all data for array[^\n]*|Parquet magic bytes not found[^\n]*|Compressed file ended before the"
-        r" end-of-stream[^\n]*",
-    )
+def corrupt(case: Case, found: Match | None) -> Found | None:
     if not found and not _cut_off(case):
         return None
     error = case.end.error
@@ -186,8 +179,10 @@ def permission(case: Case, found: Match) -> Found:
     return Found(f"{case.who}: may not open {path_in(found[0])}: {why}", traced_line(case, found[0]))
 
 
-@family.cause("""
+@family.cause(r"""
 data.file-missing: A file the script wants is not there.
+  perhaps: \[Errno 2\] No such file or directory: '|is not a local folder and is not a valid model identifier|
+      does not appear to have a file named
   seen: a FileNotFoundError with a path, or a model that the Hugging Face hub and the disk don't have
   unless: the file is a program that subprocess could not start: rank.exception. A library: env.version
   fix: is the path right from where the ranks start (the folder stoker was started in), and the same on every host?
@@ -195,13 +190,8 @@ data.file-missing: A file the script wants is not there.
       is a race: a barrier between
   fix: a model by its hub name: logged in (HF_TOKEN), online (HF_HUB_OFFLINE unset), spelled right?
 """)
-def file_missing(case: Case) -> Found | None:
+def file_missing(case: Case, found: Match | None) -> Found | None:
     error = case.end.error
-    found = find(
-        case,
-        r"\[Errno 2\] No such file or directory: '|is not a local folder and is not a valid model identifier|does not"
-        r" appear to have a file named",
-    )
     if not found and not (error is not None and error.type == "FileNotFoundError" and error.message.strip()):
         return None
     if error is not None and re.search(r"subprocess\.py\", line \d+, in _execute_child", error.traceback):

@@ -49,16 +49,14 @@ def _xids(case: Case) -> list[tuple[int, str]]:
 
 @family.cause("""
 gpu.lost, again: The GPU is gone: it does not answer its driver any more.
+  perhaps: GPU is lost|(?:CUDA|HIP) error: unknown error|fallen off the bus|Unable to determine the device handle
   seen: Xid 79 in the kernel's log, "GPU is lost", "CUDA error: unknown error" (999), or NVML that can't find the card
       any more
   unless: the card answers and a kernel failed on it: gpu.launch-failure or gpu.illegal-access
   fix: {DEAD}
 """)
-def lost(case: Case) -> Found | None:
+def lost(case: Case, found: Match | None) -> Found | None:
     off = [line for number, line in _xids(case) if number == 79]
-    found = find(
-        case, r"GPU is lost|(?:CUDA|HIP) error: unknown error|fallen off the bus|Unable to determine the device handle"
-    )
     if not off and not found:
         return None
     said_so = noticed(case, line_of(found)) if found else ()
@@ -68,13 +66,13 @@ def lost(case: Case) -> Found | None:
 
 @family.cause("""
 gpu.ecc, again: The GPU's memory returned an error that could not be corrected.
+  perhaps: uncorrectable (?:NVLink|ECC) error|uncorrectable ECC
   seen: "uncorrectable ECC error encountered" (CUDA error 214), or Xid 48 or 95 in the kernel's log
   unless: errors that were corrected: they are counted and harm nothing
   fix: {DEAD}
 """)
-def ecc(case: Case) -> Found | None:
+def ecc(case: Case, found: Match | None) -> Found | None:
     bad = [line for number, line in _xids(case) if number in (48, 95)]
-    found = find(case, r"uncorrectable (?:NVLink|ECC) error|uncorrectable ECC")
     if not bad and not found:
         return None
     summary = f"{case.who}: uncorrectable memory (ECC) error on its GPU"

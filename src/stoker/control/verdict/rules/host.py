@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from stoker.control.verdict.catalogue import Case, Family, Found
+from stoker.control.verdict.catalogue import Case, Family, Found, Match
 from stoker.control.verdict.lastwords import find, line_of, traced
 
 ORDER = 60
@@ -14,18 +14,15 @@ family = Family(__name__)
 
 @family.cause("""
 host.processes: The host allows no more processes or threads.
+  perhaps: can't start new thread|pthread_create failed|Thread creation failed: Resource temporarily unavailable|
+      fork: Resource temporarily
   seen: "can't start new thread", pthread_create or libgomp that fail, or errno 11 from fork; before the start: more
       ranks than processes allowed
   unless: errno 11 of a file or a socket that would block: rank.exception
   fix: ulimit -u, and cat /sys/fs/cgroup/pids.max: a container's limit counts threads too (docker run --pids-limit=-1)
   fix: fewer threads: OMP_NUM_THREADS (Stoker sets cores ÷ ranks unless it is set), fewer data-loader workers
 """)
-def processes(case: Case) -> Found | None:
-    found = find(
-        case,
-        r"can't start new thread|pthread_create failed|Thread creation failed: Resource temporarily unavailable|fork:"
-        r" Resource temporarily",
-    )
+def processes(case: Case, found: Match | None) -> Found | None:
     error = case.end.error
     if (
         not found

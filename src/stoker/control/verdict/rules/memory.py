@@ -7,7 +7,7 @@ import signal
 
 from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import Around
-from stoker.control.verdict.catalogue import Case, Family, Found
+from stoker.control.verdict.catalogue import Case, Family, Found, Match
 from stoker.control.verdict.lastwords import amount, find, first_line, line_of, place, said
 
 ORDER = 20
@@ -70,8 +70,10 @@ def memory_trend(around: Around) -> tuple[str, ...]:
     return tuple(lines)
 
 
-@family.cause("""
+@family.cause(r"""
 oom.host-allocation: The host would not give the rank memory it asked for: too little RAM, or a limit on its address space.
+  perhaps: std::bad_alloc|DefaultCPUAllocator: (?:can't|not enough)[^\n]*|\[Errno 12\][^\n]*|
+      unable to mmap[^\n]*Cannot allocate memory[^\n]*
   seen: MemoryError, std::bad_alloc, errno 12, or torch's "DefaultCPUAllocator: can't allocate memory"
   unless: the process was killed and not refused: oom.host. The memory is the GPU's: oom.gpu
   fix: ulimit -v must say unlimited: RLIMIT_AS limits address space and not memory, and a CUDA context alone reserves
@@ -80,13 +82,8 @@ oom.host-allocation: The host would not give the rank memory it asked for: too l
   fix: --init-slots 1: one rank at a time imports and loads its model
   fix: memory-map the weights and the data instead of reading them whole
 """)
-def allocation(case: Case) -> Found | None:
+def allocation(case: Case, found: Match | None) -> Found | None:
     error = case.end.error
-    found = find(
-        case,
-        r"std::bad_alloc|DefaultCPUAllocator: (?:can't|not enough)[^\n]*|\[Errno 12\][^\n]*|unable to mmap[^\n]*Cannot"
-        r" allocate memory[^\n]*",
-    )
     if found is None and not (error is not None and error.type in ("MemoryError", "_ArrayMemoryError")):
         return None
     text = said(case)

@@ -44,16 +44,16 @@ def port_in_use(case: Case) -> Found | None:
     return Found(summary, _at_line(case, f"{error.type}: {first_line(error.message)}"))
 
 
-@gloo.cause("""
+@gloo.cause(r"""
 gloo.interface: gloo was told to use a network interface that this host does not have.
+  perhaps: Unable to (?:find address|find interface|resolve hostname)[^\n:]*:? ?(\S*)
   seen: gloo's "Unable to find address for: eth0" or "Unable to find interface for", or a host name it can't resolve
   unless: the interface is there and the peer does not answer: gloo.connection
   fix: unset GLOO_SOCKET_IFNAME, or name an interface that exists on this host (ip -brief address); hosts may need
       different ones
   fix: without it gloo takes the address of the host's own name: getent hosts $(hostname) must answer
 """)
-def gloo_interface(case: Case) -> Found | None:
-    found = find(case, r"Unable to (?:find address|find interface|resolve hostname)[^\n:]*:? ?(\S*)")
+def gloo_interface(case: Case, found: Match | None) -> Found | None:
     if not found or not find(case, r"gloo|GLOO|Gloo"):
         return None
     return Found(f"{case.who}: gloo finds no address for {found[1] or 'this host'}", _at_line(case, line_of(found)))
@@ -72,20 +72,17 @@ gloo.shape: Ranks sent each other tensors of different sizes in one collective.
 """)
 
 
-@gloo.cause("""
+@gloo.cause(r"""
 gloo.connection, again: A rank could not connect to its peers at the start.
+  perhaps: connectFullMesh failed|gloo/transport/[^\n]*(?:Connection refused|No route to host|[Cc]onnect timeout|
+      timed out connecting)
   seen: at start-up, ranks on CPU: the store can't be reached or not all ranks came, or gloo's full mesh of
       connections could not be made
   unless: the connection was there and broke (reset, closed by peer): the echo of another rank's end. A refused
       connection to something else than a peer: rank.exception
   fix: {REACH}
 """)
-def gloo_connection(case: Case) -> Found | None:
-    mesh = find(
-        case,
-        r"connectFullMesh failed|gloo/transport/[^\n]*(?:Connection refused|No route to host|[Cc]onnect timeout|timed"
-        r" out connecting)",
-    )
+def gloo_connection(case: Case, mesh: Match | None) -> Found | None:
     if mesh:
         return Found(f"{case.who} can't connect to a peer (gloo)", _at_line(case, line_of(mesh)))
     return None if "GPU" in case.end.label else store(case)
@@ -171,8 +168,10 @@ def shm(case: Case, found: Match) -> Found:
     return Found(summary, (*_evidence(case, line_of(found)), *room))
 
 
-@nccl.cause("""
+@nccl.cause(r"""
 nccl.connection, again: A rank could not connect to its peers at the start.
+  perhaps: socket(?:StartConnect|PollConnect|Connect)[^\n]*(?:[Cc]onnect(?:ing)? to |poll\(\))[^\n]*|(?:NCCL|
+      nccl)[^\n]*[Cc]all to connect[^\n]*(?:refused|No route|timed out|unreachable)[^\n]*
   seen: at start-up, ranks on GPUs: NCCL's connection to a peer was refused, had no route or timed out; or the store
       can't be reached or not all ranks came
   unless: the connection was there and broke (reset by peer, remote process exited): the echo of another rank's end
@@ -181,12 +180,7 @@ nccl.connection, again: A rank could not connect to its peers at the start.
       not docker0 or a VPN
   fix: {WARN}
 """)
-def connection(case: Case) -> Found | None:
-    found = find(
-        case,
-        r"socket(?:StartConnect|PollConnect|Connect)[^\n]*(?:[Cc]onnect(?:ing)? to |poll\(\))[^\n]*|"
-        r"(?:NCCL|nccl)[^\n]*[Cc]all to connect[^\n]*(?:refused|No route|timed out|unreachable)[^\n]*",
-    )
+def connection(case: Case, found: Match | None) -> Found | None:
     if found and "reset by peer" not in found[0]:
         peer = re.search(r"to ([\d.:a-f\[\]%\w]+<\d+>)", found[0])
         summary = f"{case.who} can't connect to {peer[1] if peer else 'a peer'} (NCCL)"
@@ -215,6 +209,7 @@ def cuda(case: Case, found: Match) -> Found:
 
 @nccl.cause("""
 nccl.system, again: A system call inside NCCL failed.
+  perhaps: unhandled system error|ncclSystemError
   seen: "unhandled system error" (ncclSystemError), and its last error names no better cause
   unless: shared memory: nccl.shm; a peer that can't be reached: nccl.connection; too many open files:
       data.too-many-files
@@ -222,8 +217,7 @@ nccl.system, again: A system call inside NCCL failed.
   fix: limits: ulimit -l (locked memory, unlimited for InfiniBand), ulimit -n, docker's --ulimit memlock=-1
   fix: {REACH}
 """)
-def system(case: Case) -> Found | None:
-    found = find(case, r"unhandled system error|ncclSystemError")
+def system(case: Case, found: Match | None) -> Found | None:
     if not found or find(case, r"(?i)reset by peer|remote process exited|Too many open files"):
         return None
     last = _last_error(case)
