@@ -203,6 +203,20 @@ def lines_of(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Itera
             yield line
 
 
+def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Lines that hold an object, each with it; not one that is being written, or that a crash tore."""
+    if not os.path.exists(path):
+        return
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+        for line in file:
+            try:
+                found = parse_json(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                yield line, found
+
+
 def text_lines(path: str | os.PathLike[str], longest: int = 1 << 20) -> Iterator[str]:
     """The same as UTF-8 text, without a byte-order mark: what csv.reader takes. ValueError as above, or no UTF-8."""
     for number, line in enumerate(lines_of(path, longest)):

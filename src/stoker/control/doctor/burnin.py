@@ -118,8 +118,8 @@ def judge(replicas: list[Replica], links: list[Link], stopped: bool = False) -> 
     """`stopped`: the user ended the run, so a link that never finished says nothing."""
     opinions: list[Opinion] = []
     findings: list[Finding] = []
-    for twins in _by_twin(replicas).values():
-        told, found = _compare(twins)
+    for twin in dict.fromkeys(replica.twin for replica in replicas):
+        told, found = _compare([replica for replica in replicas if replica.twin == twin])
         opinions += told
         findings += found
     findings += _slow(replicas)
@@ -136,13 +136,6 @@ def sheet(card: str | None) -> tuple[float, float] | None:
         if (name in words) if name.isalnum() else (name in card):
             return figures
     return None
-
-
-def _by_twin(replicas: list[Replica]) -> dict[str, list[Replica]]:
-    found: dict[str, list[Replica]] = defaultdict(list)
-    for replica in replicas:
-        found[replica.twin].append(replica)
-    return found
 
 
 Bits = tuple[str, str]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.untrusted import parse_json
+from stoker.contract.untrusted import json_lines
 from stoker.contract.wholefile import APPEND, write_whole
 
 
@@ -29,7 +27,7 @@ class Metrics:
         self._handle = os.open(self._path, APPEND, 0o644)
 
     def _forget(self, step: int) -> None:
-        kept = [line for line, told in _lines(self._path) if line.endswith("\n") and _step(told) < step]
+        kept = [line for line, told in json_lines(self._path) if line.endswith("\n") and _step(told) < step]
         write_whole(self._path, "".join(kept), durable=False)
 
     def write(self, **values: Any) -> None:
@@ -43,20 +41,7 @@ class Metrics:
 
 def read_metrics(run_dir: str) -> list[dict[str, Any]]:
     """The whole lines, oldest first; none where there is no file yet."""
-    path = os.path.join(run_dir, layout.METRICS)
-    if not os.path.exists(path):
-        return []
-    return [told for _, told in _lines(path)]
-
-
-def _lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each with what it says; not one that is being written, or that a crash cut."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                told = parse_json(line)
-                if isinstance(told, dict):
-                    yield line, told
+    return [told for _, told in json_lines(os.path.join(run_dir, layout.METRICS))]
 
 
 def _step(told: dict[str, Any]) -> float:
