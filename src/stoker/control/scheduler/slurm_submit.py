@@ -22,6 +22,8 @@ from stoker.control.record.writer import cannot_write
 
 _SBATCH_S = 60.0
 SECRET = "STOKER_SUBMIT_SECRET_"
+_GPUS = r"([A-Za-z][\w.-]*:)?[1-9]\d*"
+_SEEDS = r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?"
 
 
 @shape
@@ -93,33 +95,26 @@ def make_script(
     check(options)
     folder = own_folder(root, job.FOLDER)
     log = os.path.join(folder, "%A_%a.out" if options.array_seeds else "%j.out")
-    lines = [
-        f"--job-name={base}",
-        f"--nodes={options.nodes}",
-        "--ntasks-per-node=1",
-        f"--chdir={cwd}",
-        f"--output={log}",
-        "--open-mode=append",
-        "--export=ALL",
-    ]
-    for flag, value in (
-        ("gpus-per-node", options.gpus_per_node),
-        ("cpus-per-task", options.cpus_per_task),
-        ("mem", options.mem),
-        ("time", slurm_time(options.time)),
-        ("partition", options.partition),
-        ("account", options.account),
-        ("array", options.array_seeds),
-    ):
-        if value is not None:
-            lines.append(f"--{flag}={value}")
-    lines += [
-        "--requeue" if options.requeue else "--no-requeue",
-        f"--signal=B:USR1@{math.ceil(options.signal_before)}",
-        *options.sbatch_option,
-    ]
-    if shrinks:
-        lines.append("--no-kill")  # else Slurm ends the whole job when one of its nodes fails
+    asked = {
+        "job-name": base,
+        "nodes": options.nodes,
+        "ntasks-per-node": 1,
+        "chdir": cwd,
+        "output": log,
+        "open-mode": "append",
+        "export": "ALL",
+        "gpus-per-node": options.gpus_per_node,
+        "cpus-per-task": options.cpus_per_task,
+        "mem": options.mem,
+        "time": slurm_time(options.time),
+        "partition": options.partition,
+        "account": options.account,
+        "array": options.array_seeds,
+    }
+    lines = [f"--{flag}={value}" for flag, value in asked.items() if value is not None]
+    lines += ["--requeue" if options.requeue else "--no-requeue"]
+    lines += [f"--signal=B:USR1@{math.ceil(options.signal_before)}", *options.sbatch_option]
+    lines += ["--no-kill"] if shrinks else []  # else Slurm ends the whole job when one of its nodes fails
     for line in lines:
         if re.search(r"[\n\r]", line):
             raise Refusal(f"{line.splitlines()[0]}: a line break can't be in an option of sbatch", EX_USAGE)
@@ -248,18 +243,16 @@ def check(options: SubmitOptions) -> None:
 
 
 def _wrong_in(options: SubmitOptions) -> Iterator[str]:
-    if options.nodes < 1:
-        yield (f"--nodes {options.nodes}: give a number from 1 up")
-    if options.cpus_per_task is not None and options.cpus_per_task < 1:
-        yield (f"--cpus-per-task {options.cpus_per_task}: give a number from 1 up")
-    if options.gpus_per_node is not None and not re.fullmatch(r"([A-Za-z][\w.-]*:)?[1-9]\d*", options.gpus_per_node):
-        yield (f"--gpus-per-node {options.gpus_per_node}: give a number from 1 up, or a kind and a number: a100:4")
-    if options.mem is not None and not re.fullmatch(r"\d+[KMGT]?", options.mem, re.IGNORECASE):
-        yield (f"--mem {options.mem}: write it like 64G, or 0 for all of the node's")
-    if options.array_seeds is not None and not re.fullmatch(
-        r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?", options.array_seeds
+    for flag, count in (("nodes", options.nodes), ("cpus-per-task", options.cpus_per_task)):
+        if count is not None and count < 1:
+            yield f"--{flag} {count}: give a number from 1 up"
+    for flag, text, pattern, advice in (
+        ("gpus-per-node", options.gpus_per_node, _GPUS, "give a number from 1 up, or a kind and a number: a100:4"),
+        ("mem", options.mem, r"\d+[KMGTkmgt]?", "write it like 64G, or 0 for all of the node's"),
+        ("array-seeds", options.array_seeds, _SEEDS, "write it like 0-4, 1,2,7 or 0-9%2"),
     ):
-        yield (f"--array-seeds {options.array_seeds}: write it like 0-4, 1,2,7 or 0-9%2")
+        if text is not None and not re.fullmatch(pattern, text):
+            yield f"--{flag} {text}: {advice}"
     if not 1 <= options.signal_before <= 65535:
         yield (f"--signal-before {options.signal_before:g} s: Slurm takes 1 s to 65535 s")
     for flag, value in (("--partition", options.partition), ("--account", options.account)):
