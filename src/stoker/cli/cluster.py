@@ -58,9 +58,7 @@ def parser() -> Parser:
     """For completion: both words, and check's flags."""
     made = Parser("stoker cluster")
     made.add_argument("what", choices=("check", "init"))
-    for action in check_parser()._actions:
-        if "-h" not in action.option_strings:
-            made._add_action(action)
+    made.take_over(check_parser())
     return made
 
 

@@ -27,9 +27,7 @@ _EXAMPLES = """examples:
 def parser() -> Parser:
     made = Parser(prog="stoker data")
     made.add_argument("action", choices=_ACTIONS)
-    for action in show_parser()._actions:
-        if "-h" not in action.option_strings:
-            made._add_action(action)
+    made.take_over(show_parser())
     return made
 
 

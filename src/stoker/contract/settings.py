@@ -33,6 +33,12 @@ class Parser(argparse.ArgumentParser):
     def switch(self, flag: str, help: str) -> None:
         self.add_argument(flag, action="store_true", help=help)
 
+    def take_over(self, other: argparse.ArgumentParser) -> None:
+        """Its arguments, but for --help."""
+        for action in other._actions:
+            if "-h" not in action.option_strings:
+                self._add_action(action)
+
     def run_argument(self, kinds: str = "id, name or path of a run", default: str = "the newest") -> None:
         self.add_argument("run", nargs="?", metavar="RUN", help=f"{kinds} (default: {default})")
 
@@ -169,17 +175,13 @@ def whole(text: str) -> int:
 
 def _reader(spec: Option, kind: str) -> Callable[[str], Any]:
     """Of one item, where a flag may be given several times."""
+    return _of_one_word(lambda text: _within(spec, _number_or_text(spec, kind, text), text))  # argparse has the choices
 
-    def checked(text: str) -> Any:
-        try:
-            found = _number_or_text(spec, kind, text)  # argparse itself looks at the choices
-            if wrong := outside(spec, found, text):
-                raise ValueError(wrong)
-            return found
-        except ValueError as problem:
-            raise argparse.ArgumentTypeError(str(problem)) from problem
 
-    return checked
+def _within(spec: Option, value: Any, text: str) -> Any:
+    if wrong := outside(spec, value, text):
+        raise ValueError(wrong)
+    return value
 
 
 def build(settings: type[T], *layers: Mapping[str, Any]) -> T:
@@ -216,9 +218,6 @@ def from_mapping(settings: type[Any], data: Mapping[Any, Any], where: str) -> di
 
 def _convert(spec: Option, kind: str, value: Any, where: str) -> Any:
     try:
-        found = read(spec, kind, value)
-        if wrong := outside(spec, found, str(value)):
-            raise ValueError(wrong)
-        return found
+        return _within(spec, read(spec, kind, value), str(value))
     except ValueError as problem:
         raise Refusal(f"{where}: {problem}", EX_CONFIG) from problem

@@ -227,21 +227,17 @@ def _send(one: socket.socket, count: int, seconds: float) -> float:
 
 def _measure(address: str, port: int, key: bytes) -> dict[str, Any]:
     try:
-        return _sizes(address, port, key)
+        with _connect(address, port) as one:
+            one.sendall(key)
+            rtt = min(_send(one, SMALL, CONNECT_S) for _ in range(8))
+            found = {"rtt": rtt, "segment": one.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG), "big": True}
+            try:
+                _send(one, BIG, BIG_S)
+            except _TIMED_OUT:
+                return {**found, "big": False, "passes": _largest(address, port, key)}
+            return found
     except OSError as problem:
         return {"error": str(problem)}
-
-
-def _sizes(address: str, port: int, key: bytes) -> dict[str, Any]:
-    with _connect(address, port) as one:
-        one.sendall(key)
-        rtt = min(_send(one, SMALL, CONNECT_S) for _ in range(8))
-        segment = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
-        try:
-            _send(one, BIG, BIG_S)
-        except _TIMED_OUT:
-            return {"rtt": rtt, "segment": segment, "big": False, "passes": _largest(address, port, key)}
-    return {"rtt": rtt, "segment": segment, "big": True}
 
 
 def _largest(address: str, port: int, key: bytes) -> int:
