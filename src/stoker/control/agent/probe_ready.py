@@ -126,10 +126,8 @@ def module_files(module: str, workdir: str, python: str = "") -> dict[str, str]:
 def _installed(top: str, python: str) -> str:
     if not python or not top.isidentifier():
         return ""
-    ask = (
-        f"import importlib.util as u; s = u.find_spec({top!r}); print(); print((s and (s.submodule_search_locations or"
-        " [s.origin])[0]) or '')"
-    )
+    place = "(s and (s.submodule_search_locations or [s.origin])[0]) or ''"
+    ask = f"import importlib.util as u; s = u.find_spec({top!r}); print(); print({place})"
     argv = [python, "-c", NOT_FROM_HERE + ask]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=20)
     return done.stdout.splitlines()[-1].strip() if done.returncode == 0 and done.stdout else ""

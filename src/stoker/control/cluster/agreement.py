@@ -37,10 +37,8 @@ def disagreements(answers: Mapping[str, Mapping[str, Any]], script: str = "the s
     reference = _reference(there)
     for host, answer in there.items():
         if answer["package"] != there[reference]["package"]:
-            lines.append(
-                f"host {host}: {_difference(answer['names'], there[reference]['names'], reference)}; copy it with"
-                " --sync"
-            )
+            difference = _difference(answer["names"], there[reference]["names"], reference)
+            lines.append(f"host {host}: {difference}; copy it with --sync")
     return lines
 
 

@@ -73,11 +73,8 @@ def port_blocked(facts: Facts) -> Iterator[Finding]:
         yield fail(f"{name}: {error}", "--master-port with a port that is free there, or none")
     shut = [pair for pair in facts.pairs if pair.closed]
     if shut and len(shut) == len(facts.pairs) > 2 and all(not _open(pair) for pair in shut):
-        apart = (
-            "a firewall on all of them, or a network that keeps its members apart (guest Wi-Fi, a cloud's security"
-            " group)"
-        )
-        yield fail(f"no host reaches any other: {_how(shut[0])}", apart)
+        apart = "a network that keeps its members apart (guest Wi-Fi, a cloud's security group)"
+        yield fail(f"no host reaches any other: {_how(shut[0])}", f"a firewall on all of them, or {apart}")
         return
     for pair in shut:
         back = facts.pair(pair.target, pair.source)
@@ -88,15 +85,10 @@ def port_blocked(facts: Facts) -> Iterator[Finding]:
             way = " (nor does the other direction)"
         some = ", while port " + listed([str(port) for port in _open(pair)]) + " does" if _open(pair) else ""
         refused = all(why == "is refused" for why in pair.closed.values())
-        fix = (
-            f"on {pair.target}, let TCP from {_address(facts, pair.source)} in on ports 1024-65535:   ufw allow proto"
-            f" tcp from {_address(facts, pair.source)}"
-        )
-        yield fail(
-            f"{pair.source} → {pair.target}: {_how(pair)}{some}{way}: a firewall"
-            + (" that rejects" if refused else ""),
-            fix,
-        )
+        address = _address(facts, pair.source)
+        let = f"on {pair.target}, let TCP from {address} in on ports 1024-65535"
+        text = f"{pair.source} → {pair.target}: {_how(pair)}{some}{way}: a firewall"
+        yield fail(text + (" that rejects" if refused else ""), f"{let}:   ufw allow proto tcp from {address}")
 
 
 def _open(pair: Pair) -> list[int]:
@@ -124,24 +116,19 @@ def mtu(facts: Facts) -> Iterator[Finding]:
     """Full-size packets arrive too: where they vanish, jobs connect and then hang in their first all-reduce."""
     for one in facts.hosts:
         if one.hole is not None:
-            yield fail(
-                f"this machine → {one.name}: small packets pass, full-size ones vanish without a word: an MTU hole;"
-                f" packets of up to {one.hole.passes} bytes pass",
-                f"ip link set dev IFACE mtu {one.hole.passes} on both, or find what drops ICMP between them; nothing"
-                " else of it could be checked",
-            )
+            text = f"this machine → {one.name}: small packets pass, full-size ones vanish without a word: an MTU hole"
+            fix = f"ip link set dev IFACE mtu {one.hole.passes} on both, or find what drops ICMP between them"
+            passing = f"packets of up to {one.hole.passes} bytes pass"
+            yield fail(f"{text}; {passing}", f"{fix}; nothing else of it could be checked")
     for pair in facts.pairs:
         if pair.big is False:
             largest = f"; packets of up to {pair.passes} bytes pass" if pair.passes else ""
             source = next((one for one in facts.hosts if one.name == pair.source), None)
             full = f" ({source.mtu} bytes)" if source and source.mtu else ""
             device = source.interface if source and source.interface else "eth0"
-            yield fail(
-                f"{pair.source} → {pair.target}: small messages pass, full-size packets{full} vanish without a word: an"
-                f" MTU hole{largest}",
-                f"ip link set dev {device} mtu {pair.passes or 1280} on {pair.source} and {pair.target}, or find what"
-                " drops ICMP between them",
-            )
+            text = f"{pair.source} → {pair.target}: small messages pass, full-size packets{full} vanish without a word"
+            fix = f"ip link set dev {device} mtu {pair.passes or 1280} on {pair.source} and {pair.target}"
+            yield fail(f"{text}: an MTU hole{largest}", f"{fix}, or find what drops ICMP between them")
 
 
 @between("between.mtu-differs")
@@ -236,18 +223,12 @@ def slow_link(facts: Facts) -> Iterator[Finding]:
         if len(mine) > 2 and mine <= set(slow):
             rest = [pair.rate or 0.0 for pair in known if (pair.source, pair.target) not in mine]
             others = f", the other pairs {gigabits(min(rest))} or more" if rest else ""
-            yield warn(
-                f"{one.name}: all that goes from and to it moves at"
-                f" {gigabits(min(slow[ends] for ends in mine))}{others}: every step waits for it",
-                fix,
-            )
+            moves = f"all that goes from and to it moves at {gigabits(min(slow[ends] for ends in mine))}"
+            yield warn(f"{one.name}: {moves}{others}: every step waits for it", fix)
             slow = {ends: rate for ends, rate in slow.items() if ends not in mine}
     for (source, target), rate in slow.items():
-        yield warn(
-            f"{source} → {target}: {gigabits(rate)}, the best pair {gigabits(max(one.rate or 0.0 for one in known))}:"
-            " every step waits for it",
-            fix,
-        )
+        best = gigabits(max(one.rate or 0.0 for one in known))
+        yield warn(f"{source} → {target}: {gigabits(rate)}, the best pair {best}: every step waits for it", fix)
 
 
 def _is_slow(facts: Facts, pair: Pair, best: float) -> bool:
@@ -306,10 +287,8 @@ def _differ(what: str, values: dict[str, str]) -> str:
     said = "; ".join(
         f"{listed(hosts)} {'has' if len(hosts) == 1 else 'have'} {what} {value}" for value, hosts in groups.items()
     )
-    return (
-        f"{said}; {listed(rest) if len(rest) < 4 else f'the other {len(rest)}'} {'has' if len(rest) == 1 else 'have'}"
-        f" {common}"
-    )
+    others = listed(rest) if len(rest) < 4 else f"the other {len(rest)}"
+    return f"{said}; {others} {'has' if len(rest) == 1 else 'have'} {common}"
 
 
 def build(host: OneHost) -> str:
@@ -327,11 +306,8 @@ def torch(facts: Facts) -> Iterator[Finding]:
     said = _differ("torch", {host.name: build(host) for host in facts.there if build(host)})
     if said:
         first = next(host for host in facts.there if build(host))
-        yield fail(
-            said,
-            f"pip install torch=={(first.torch.version or '').split('+')[0] if first.torch else ''} on all, from the"
-            " same index",
-        )
+        version = (first.torch.version or "").split("+")[0] if first.torch else ""
+        yield fail(said, f"pip install torch=={version} on all, from the same index")
 
 
 @between("between.torch-missing")

@@ -134,17 +134,13 @@ def copy(hosts: Hosts, load: Load, say: Say) -> None:
         if copy.ignored:
             say(f"host {copy.host.name}: {copy.ignored}")
         for origin, count in copy.others.items():
-            say(
-                f"host {copy.host.name}: {copy.where} also holds {count} files that --sync brought from {origin}: they"
-                " stay; give each its own workdir:"
-            )
+            more = f"{copy.where} also holds {count} files that --sync brought from {origin}"
+            say(f"host {copy.host.name}: {more}: they stay; give each its own workdir:")
     took = [copy for copy in copies if copy.written or copy.removed]
     if took:
         names = ", ".join(f"{copy.host.name} ({_count(copy)})" for copy in took)
-        say(
-            f"copied {load.what} to {names} in {span(time.monotonic() - began)}"
-            + (f"; {len(copies) - len(took)} had it" if len(took) < len(copies) else "")
-        )
+        had = f"; {len(copies) - len(took)} had it" if len(took) < len(copies) else ""
+        say(f"copied {load.what} to {names} in {span(time.monotonic() - began)}{had}")
     elif copies:
         say(f"{load.what} is the same on all hosts, nothing to copy")
 
@@ -275,7 +271,7 @@ class _Copy:
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, start_new_session=True
         )
-        answers = self._answers()
+        answers = self._answers = self._read()
         self._send(packed)
         order = {
             "do": "offer",
@@ -329,12 +325,8 @@ class _Copy:
             self._process.stdin.flush()
         except BrokenPipeError:
             with contextlib.suppress(StopIteration):
-                next(self._answers_left)  # it may have said why before it ended
+                next(self._answers)  # it may have said why before it ended
             raise
-
-    def _answers(self) -> Iterator[tuple[protocol.Message, bytes]]:
-        self._answers_left = self._read()
-        return self._answers_left
 
     def _read(self) -> Iterator[tuple[protocol.Message, bytes]]:
         assert self._process is not None and self._process.stdout is not None

@@ -63,10 +63,8 @@ def _processes() -> str:
         owner, resident = processes.owner(one.pid), processes.resident(one.pid)
         started = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(processes.started_at(one.start)))
         who = processes.user_name(owner) if owner is not None else "?"
-        lines.append(
-            f"{one.pid} {one.parent} {who} {one.state} {started} {resident or 0}"
-            f" {printable(processes.command(one.pid) or f'[{one.name}]')}"
-        )
+        command = printable(processes.command(one.pid) or f"[{one.name}]")
+        lines.append(f"{one.pid} {one.parent} {who} {one.state} {started} {resident or 0} {command}")
     return "\n".join(lines) + "\n"
 
 

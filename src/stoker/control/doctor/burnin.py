@@ -200,10 +200,8 @@ def _mismatch(
     if replica.card is None:
         fix = "test the machine's memory (memtest86+); machine-check errors: journalctl -k | grep -i mce"
         return Finding("burnin.mismatch", "fail", text, fix)
-    fix = (
-        "leave it out (stoker run --gpus with the others); `stoker doctor --only gpu.` shows ECC and Xid errors; if it"
-        " comes back: exchange it"
-    )
+    errors = "`stoker doctor --only gpu.` shows ECC and Xid errors; if it comes back: exchange it"
+    fix = f"leave it out (stoker run --gpus with the others); {errors}"
     return Finding("burnin.mismatch", "fail", text, fix)
 
 
@@ -251,10 +249,8 @@ def _slow(replicas: list[Replica]) -> Iterator[Finding]:
 
 
 def _why_slow(label: str) -> str:
-    return (
-        f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER,CLOCK -i {label[3:]}   # heat, a power cap, or somebody else's"
-        " work on it"
-    )
+    command = f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER,CLOCK -i {label[3:]}"
+    return f"{command}   # heat, a power cap, or somebody else's work on it"
 
 
 def _links(replicas: list[Replica], links: list[Link], stopped: bool) -> Iterator[Finding]:
@@ -275,10 +271,8 @@ def _links(replicas: list[Replica], links: list[Link], stopped: bool) -> Iterato
         for link in group:
             others = [other.bus_gbs or 0.0 for other in group if other is not link]
             if len(others) >= 2 and (link.bus_gbs or 0.0) < LOW_LINK * median(others):
-                text = (
-                    f"the link {between(link, of)} is slow: {link.bus_gbs:.1f} GB/s, the other pairs make"
-                    f" {median(others):.1f}"
-                )
+                text = f"the link {between(link, of)} is slow: {link.bus_gbs:.1f} GB/s"
+                text += f", the other pairs make {median(others):.1f}"
                 yield Finding("burnin.link", "warn", text, _why_link(link))
 
 
@@ -293,10 +287,8 @@ def _label(of: Mapping[int, Replica], rank: int) -> str:
 def _why_link(link: Link) -> str:
     if link.backend != "nccl":
         return "gloo goes through the network interface: ip link, and the machine's memory"
-    return (
-        "nvidia-smi topo -m; nvidia-smi nvlink -e; PCIe errors: dmesg | grep -i aer. NCCL_P2P_DISABLE=1 for one run"
-        " tells the link from the card"
-    )
+    trial = "NCCL_P2P_DISABLE=1 for one run tells the link from the card"
+    return f"nvidia-smi topo -m; nvidia-smi nvlink -e; PCIe errors: dmesg | grep -i aer. {trial}"
 
 
 def _name(replica: Replica) -> str:

@@ -243,16 +243,12 @@ def find_named(pids: list[int], held: Mapping[int, int]) -> list[Found]:
             raise names.Refusal(f"--pid {pid}: {one.name} is a thread of the kernel", names.EX_USAGE)
         run = _living_run(pid, table)
         if run:
-            raise names.Refusal(
-                f"--pid {pid}: run {run} is under way in it; `stoker stop {run}` ends that", names.EX_UNAVAILABLE
-            )
+            line = f"--pid {pid}: run {run} is under way in it; `stoker stop {run}` ends that"
+            raise names.Refusal(line, names.EX_UNAVAILABLE)
         agent = _agent_above(pid, here)
         if agent:
-            raise names.Refusal(
-                f"--pid {pid}: its agent (pid {agent}) is alive and looks after it; stop its run where that was"
-                " started",
-                names.EX_UNAVAILABLE,
-            )
+            line = f"--pid {pid}: its agent (pid {agent}) is alive and looks after it"
+            raise names.Refusal(f"{line}; stop its run where that was started", names.EX_UNAVAILABLE)
         children = [child for child in sorted(processes.descendants(pid, table)) if child not in pids]
         tag = processes.run_tag(pid)
         note = ""

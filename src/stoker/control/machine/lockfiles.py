@@ -112,10 +112,8 @@ def _shared_notice(path: str, handle: int) -> str:
     mode = f"mode {stat.S_IMODE(about.st_mode):o}"
     open_to_all = about.st_mode & 0o1777 == 0o1777
     if not open_to_all and about.st_uid not in (0, os.getuid()):
-        raise Unusable(
-            f"{path} belongs to user {user_name(about.st_uid)} and is not open to all (it needs mode 1777, and has"
-            f" {mode})"
-        )
+        whose = f"{path} belongs to user {user_name(about.st_uid)}"
+        raise Unusable(f"{whose} and is not open to all (it needs mode 1777, and has {mode})")
     if about.st_mode & 0o022 and not about.st_mode & stat.S_ISVTX:
         raise Unusable(f"{path} is not sticky ({mode}): others can remove its files; `chmod 1777 {path}` repairs it")
     if not os.access(".", os.W_OK | os.X_OK, dir_fd=handle, effective_ids=True):
@@ -206,10 +204,8 @@ def describe_holder(handle: int) -> str:
     if not actual:
         if run:
             return f"run {run} (agent pid {pid}, not visible from here)"
-        return (
-            f"a process that is not visible from here (lock file of user {user_name(about.st_uid)}); --share-gpus"
-            " starts without GPU locks"
-        )
+        hidden = f"a process that is not visible from here (lock file of user {user_name(about.st_uid)})"
+        return f"{hidden}; --share-gpus starts without GPU locks"
     holder = process(actual)
     uid = owner(actual)
     whose = f", user {user_name(uid)}" if uid is not None and uid != os.getuid() else ""

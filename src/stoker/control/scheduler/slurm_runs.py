@@ -62,10 +62,8 @@ class Submitted:
                 elif not self._known and now - heard > ASK_S:
                     return self._sum_up()  # never heard of, or forgotten: what was kept of it
             if now - heard > FORGOTTEN_S:
-                self._say(
-                    f"stoker: Slurm has not answered for {FORGOTTEN_S:.0f} s; `stoker submit --follow {self.number}`"
-                    " looks again"
-                )
+                again = f"`stoker submit --follow {self.number}` looks again"
+                self._say(f"stoker: Slurm has not answered for {FORGOTTEN_S:.0f} s; {again}")
                 break
             self._print()
             time.sleep(LOOK_S)

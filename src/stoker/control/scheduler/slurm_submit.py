@@ -264,16 +264,12 @@ def _wrong_in(options: SubmitOptions) -> Iterator[str]:
     if options.name is not None and not re.fullmatch(r"[\w.+@=-]{1,80}", options.name):
         yield (f"--name {options.name!r} can't be the name of a run and of a job: letters, digits, and . _ - + @ =")
     if options.array_seeds is not None and not _all_count_up(options.array_seeds):
-        yield (
-            f"--array-seeds {options.array_seeds}: a range goes from the lower seed to the higher, 1-3, by a step from"
-            " 1 up"
-        )
+        right = "a range goes from the lower seed to the higher, 1-3, by a step from 1 up"
+        yield f"--array-seeds {options.array_seeds}: {right}"
     limit = limit_s(slurm_time(options.time) or "UNLIMITED")
     if limit and limit <= options.signal_before:  # 0 is Slurm's other word for no limit
-        yield (
-            f"--signal-before {options.signal_before:g}s is not before the end of --time {options.time}: Slurm would"
-            " give notice at once"
-        )
+        before = f"--signal-before {options.signal_before:g}s is not before the end of --time {options.time}"
+        yield f"{before}: Slurm would give notice at once"
 
 
 def write(script: JobScript, root: str, base: str) -> str:

@@ -191,15 +191,11 @@ def decided(parties: list[Party]) -> Parting:
         left = unusual
     if left and len(left) < len(parties):
         stayed = [party for party in parties if party not in left]
-        how = (
-            f"the operations before repeat themselves, and what {ranks_text(_ranks(left))} entered never came next in"
-            " them"
-        )
-        return Parting((*left, *stayed), _ranks(left), how)
+        never = f"what {ranks_text(_ranks(left))} entered never came next in them"
+        return Parting((*left, *stayed), _ranks(left), f"the operations before repeat themselves, and {never}")
     parties.sort(key=lambda party: party.ranks)
-    return Parting(
-        tuple(parties), (), "as many ranks did one as the other, and nothing before shows which is the usual one"
-    )
+    how = "as many ranks did one as the other, and nothing before shows which is the usual one"
+    return Parting(tuple(parties), (), how)
 
 
 def _ranks(parties: Iterable[Party]) -> tuple[int, ...]:

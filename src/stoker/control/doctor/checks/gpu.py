@@ -200,16 +200,9 @@ def pcie(cards: Cards) -> Iterator[Finding]:
         if health.pcie_width and health.pcie_width_max and health.pcie_width < health.pcie_width_max:
             text = f"GPU {gpu.index}: PCIe x{health.pcie_width}, it can do x{health.pcie_width_max}"
             yield warn(text, "reseat the card; check the riser and the slot's lanes", gpu=gpu.index)
-        low = (
-            health.pcie_generation
-            and health.pcie_generation_max
-            and health.pcie_generation < health.pcie_generation_max
-        )
-        if low and (gpu.utilization or 0) > 50:
-            text = (
-                f"GPU {gpu.index}: PCIe generation {health.pcie_generation} under load, it can do"
-                f" {health.pcie_generation_max}"
-            )
+        generation, best = health.pcie_generation, health.pcie_generation_max
+        if generation and best and generation < best and (gpu.utilization or 0) > 50:
+            text = f"GPU {gpu.index}: PCIe generation {generation} under load, it can do {best}"
             yield warn(text, "check the BIOS's PCIe setting", gpu=gpu.index)
 
 

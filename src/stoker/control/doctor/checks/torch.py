@@ -49,10 +49,8 @@ def arch(torch: Torch, cards: Cards) -> Iterator[Finding]:
             continue
         major, _, minor = health.capability.partition(".")
         if not _covered(int(major), int(minor), torch.archs):
-            text = (
-                f"GPU {gpu.index} ({gpu.name}) is sm_{major}{minor}; torch {torch.version} has code for"
-                f" {', '.join(torch.archs)}"
-            )
+            has = f"torch {torch.version} has code for {', '.join(torch.archs)}"
+            text = f"GPU {gpu.index} ({gpu.name}) is sm_{major}{minor}; {has}"
             yield fail(text, "install a torch built for this card", gpu.index)
 
 
