@@ -107,9 +107,8 @@ def _write_call(folder: str, function: Callable[..., Any], args: tuple[Any, ...]
 
 def _run(words: list[str], environment: dict[str, str]) -> int:
     """To its end. Ctrl-C goes to the run, which ends its ranks, and then to the caller."""
-    env = {
-        name: value for name, value in environment.items() if name not in TORCHRUN_VARIABLES
-    }  # they are of a torchrun command
+    # They are of a torchrun command.
+    env = {name: value for name, value in environment.items() if name not in TORCHRUN_VARIABLES}
     # A notebook's cell shows what is written to sys.stdout, which is no file there.
     captured = sys.stdout is not sys.__stdout__ or sys.stderr is not sys.__stderr__
     stream = subprocess.PIPE if captured else None
@@ -163,9 +162,8 @@ def _results(folder: str, report: str) -> dict[int, Any]:
         if name.startswith("result-")
     ]
     last = max((restarts for restarts, _ in found), default=0)
-    results: dict[int, Any] = dict.fromkeys(
-        range(int(run.data["plan"]["world_size"]))
-    )  # None of a rank that left with sys.exit(0)
+    # None of a rank that left with sys.exit(0).
+    results: dict[int, Any] = dict.fromkeys(range(int(run.data["plan"]["world_size"])))
     for restarts, rank in found:
         if restarts == last:
             with open(call.result_file(folder, restarts, rank), "rb") as file:
@@ -182,11 +180,9 @@ def _failure(code: int, report: str) -> LaunchFailed:
         what = f"the launcher ended with {code} before the run began; what it printed says why"
         return LaunchFailed(Verdict("failed", "launch.system", what, code if code > 0 else EX_SOFTWARE), "", "")
     verdict = run.verdict or lost(run.id)
-    kept = (
-        reader.read_json(layout.rank_error(run.dir, verdict.attempt, verdict.rank))
-        if verdict.rank is not None
-        else None
-    )
+    kept = None
+    if verdict.rank is not None:
+        kept = reader.read_json(layout.rank_error(run.dir, verdict.attempt, verdict.rank))
     return LaunchFailed(verdict, run.dir, str((kept or {}).get("traceback") or ""))
 
 

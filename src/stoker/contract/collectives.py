@@ -25,10 +25,9 @@ def digest(trace: Any) -> list[dict[str, Any]]:
         name, about = (entry.get("process_group") or ["?", ""])[:2]
         backend = str(entry.get("profiling_name", "")).partition(":")[0]
         # One group may have a backend for each kind of device, each counting for itself.
-        group = groups.setdefault(
-            f"{name}|{backend}",
-            {"name": name, "backend": backend, "about": "" if about == "undefined" else about, "ops": []},
-        )
+        about = "" if about == "undefined" else about
+        fresh: dict[str, Any] = {"name": name, "backend": backend, "about": about, "ops": []}
+        group = groups.setdefault(f"{name}|{backend}", fresh)
         seq = entry.get("collective_seq_id") or 0
         if not entry.get("is_p2p") and group["ops"] and seq < group["ops"][-1]["seq"]:
             group["ops"] = []  # counted anew: the group was destroyed and made again under its old name

@@ -39,10 +39,8 @@ def read_header(path: str) -> Header:
         whole = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if whole < 8 or length > min(whole - 8, LONGEST):
-            raise ValueError(
-                f"{whole} bytes are no safetensors file, or only its beginning; a git-lfs pointer becomes the file by"
-                " `git lfs pull`"
-            )
+            pull = "a git-lfs pointer becomes the file by `git lfs pull`"
+            raise ValueError(f"{whole} bytes are no safetensors file, or only its beginning; {pull}")
         found = parse_json(file.read(length))
     if not isinstance(found, dict):
         raise ValueError("its header holds no tensors by name")

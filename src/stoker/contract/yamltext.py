@@ -48,11 +48,8 @@ def parse_yaml(text: str) -> Any:
         raise NotYaml(str(words), mark.line + 1 if mark else 0, mark.column + 1 if mark else 0) from problem
     except RecursionError:
         raise NotYaml(f"nested more than {DEPTH} levels deep") from None
-    except (
-        TypeError,
-        ValueError,
-        OverflowError,
-    ) as problem:  # unhashable keys, 2026-13-45, base-60 numbers without end
+    except (TypeError, ValueError, OverflowError) as problem:
+        # Unhashable keys, 2026-13-45, base-60 numbers without end.
         if isinstance(problem, NotYaml):
             raise
         raise NotYaml(str(problem)) from problem

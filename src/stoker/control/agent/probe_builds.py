@@ -100,8 +100,7 @@ def resolve(name: str) -> list[str]:
 def link(interface: str) -> dict[str, Any]:
     """Megabits a second as the driver states them; a virtual interface's figure means nothing."""
     folder = os.path.join("/sys/class/net", interface)
-    stated = of_kernel(
-        os.path.join(folder, "speed")
-    ).strip()  # wireless, tunnels and interfaces that are down have none
+    # Wireless, tunnels and interfaces that are down have none.
+    stated = of_kernel(os.path.join(folder, "speed")).strip()
     speed = int(stated) if is_count(stated) else 0
     return {"speed": speed or None, "physical": os.path.exists(os.path.join(folder, "device"))}

@@ -163,9 +163,8 @@ def hashes_of(files: Mapping[str, str]) -> dict[str, str]:
 
 def digest(named: Mapping[str, str]) -> str:
     """One hash of many: of names and contents."""
-    return hashlib.sha256(
-        "".join(f"{name}\0{one}\n" for name, one in sorted(named.items())).encode("utf-8", "surrogateescape")
-    ).hexdigest()
+    text = "".join(f"{name}\0{one}\n" for name, one in sorted(named.items()))
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def digest_of_paths(paths: Iterable[str]) -> dict[str, str]:

@@ -99,10 +99,8 @@ def unpack(module: str = "stoker.control.agent.guardian") -> str:
     """Takes the files, then calls that module's `boot`. No character a login shell acts on, as csh on a newline."""
     import base64
 
-    return (
-        "import"
-        f" base64;exec(base64.b64decode('{base64.b64encode(_UNPACK.replace('MODULE', module).encode()).decode()}').decode())"
-    )
+    words = base64.b64encode(_UNPACK.replace("MODULE", module).encode()).decode()
+    return f"import base64;exec(base64.b64decode('{words}').decode())"
 
 
 def announced(packed: bytes) -> str:

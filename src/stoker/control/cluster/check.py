@@ -53,11 +53,8 @@ class Checking:
         builds = asking.ask("builds", pythons, 20.0) if self.asked.quick else None
         self.worker = None if self.asked.quick else asking.ask("torch", pythons, WORKER_S)
         parts = sorted(PARTS - {"torch"})  # torch is imported once, by the worker
-        examinations = asking.ask(
-            "examine",
-            {name: {"runs_dir": _runs_dir(host), "port": 0, "parts": parts} for name, host in self._by_name.items()},
-            30.0,
-        )
+        told = {name: {"runs_dir": _runs_dir(host), "port": 0, "parts": parts} for name, host in self._by_name.items()}
+        examinations = asking.ask("examine", told, 30.0)
         files = self._ask_files()
         first = asking.answers(asking.ask("route", {name: {"to": []} for name in everybody}, 10.0), MEET_S)
         found = {name: self._met(name, answer) for name, answer in first.items()}
@@ -98,11 +95,8 @@ class Checking:
         if not asked.script and not paths:
             return None
         more = {"script": asked.script, "paths": paths}
-        return self.asking.ask(
-            "files",
-            {name: {"workdir": host.workdir or os.getcwd(), **more} for name, host in self._by_name.items()},
-            FILES_S,
-        )
+        told = {name: {"workdir": host.workdir or os.getcwd(), **more} for name, host in self._by_name.items()}
+        return self.asking.ask("files", told, FILES_S)
 
     def _digests(self, answer: Mapping[str, Any]) -> dict[str, str]:
         """What must be the same -> its digest; "" where it is not there."""
@@ -182,11 +176,8 @@ def _with_torch(one: OneHost, word: Mapping[str, Any]) -> OneHost:
     torch: Torch = read(Torch, {name: value for name, value in word.items() if name != "python"})
     examination = one.examination
     if examination is not None:
-        examination = replace(
-            examination,
-            torch=torch,
-            missing={part: why for part, why in (examination.missing or {}).items() if part != "torch"},
-        )
+        missing = {part: why for part, why in (examination.missing or {}).items() if part != "torch"}
+        examination = replace(examination, torch=torch, missing=missing)
     return replace(one, torch=torch, python=word.get("python"), examination=examination)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from stoker.contract import protocol, typed
 from stoker.contract.names import EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import span
-from stoker.contract.shape import shape
+from stoker.contract.shape import pick, shape
 from stoker.contract.untrusted import parse_json, printable, printable_lines
 from stoker.control.cluster import agentzip, listing, transport
 from stoker.control.cluster.hosts import Host, Hosts
@@ -30,6 +30,7 @@ _SAY_S = 2.0
 SILENCE_S = 20.0  # nothing sent for so long: the other side takes us for gone. A sick disk here may be slow to read
 _LONG = 2 * 10**9  # bytes that take seconds to hash
 _RECEIVER = "stoker.control.agent.receiving"
+_COUNTS = {"written": "int", "removed": "int", "others": "dict[str, int]", "ignored?": "str"}
 Say = Callable[[str], None]
 
 
@@ -273,13 +274,7 @@ class _Copy:
         )
         answers = self._answers = self._read()
         self._send(packed)
-        order = {
-            "do": "offer",
-            "root": self.where,
-            "manifest": self.load.manifest,
-            "origin": self.load.origin,
-            "silence": SILENCE_S,
-        }
+        order = {"do": "offer", "root": self.where, "silence": SILENCE_S, **pick(self.load, "manifest", "origin")}
         self._send(protocol.encode(order, self.load.entries))
         need = _needed(next(answers)[1])
         wanted = [entry for entry in self.load.listing.entries if entry.path in need]
@@ -290,9 +285,7 @@ class _Copy:
         self._send(protocol.encode({"do": "finish"}))
         finished, _ = next(answers)
         try:
-            counts = typed.read_fields(
-                {"written": "int", "removed": "int", "others": "dict[str, int]", "ignored?": "str"}, finished
-            )
+            counts = typed.read_fields(_COUNTS, finished)
         except ValueError as problem:
             raise protocol.ProtocolError(f"its last word can't be read: {problem}") from None
         self.written, self.removed = counts["written"], counts["removed"]

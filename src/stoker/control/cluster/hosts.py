@@ -138,11 +138,8 @@ def _entry(entry: Any, where: str) -> dict[str, Any]:
         user, at, host = entry.rpartition("@")
         return {"user": user, "host": host} if at else {"host": entry}
     if not isinstance(entry, dict):
-        _refuse(
-            where,
-            f"{_found(entry)};"
-            f" {'put the name in quotes' if isinstance(entry, (bool, int, float)) else 'write {host: NAME}'}",
-        )
+        fix = "put the name in quotes" if isinstance(entry, (bool, int, float)) else "write {host: NAME}"
+        _refuse(where, f"{_found(entry)}; {fix}")
     if isinstance(entry.get("host"), str) and "@" in entry["host"] and "user" not in entry:
         user, _, host = entry["host"].rpartition("@")
         return {**entry, "user": user, "host": host}

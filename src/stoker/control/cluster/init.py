@@ -66,10 +66,8 @@ def main_part(
         say(f"{answer.name}: {answer.about}{', reached through ' + answer.interface if answer.interface else ''}")
     _write(out, text(answers, defaults, more))
     ranks = sum(max(1, len(answer.gpus)) for answer in answers)
-    say(
-        f"wrote {out}: {counted(len(answers), 'host')}, {counted(ranks, 'rank')}; `stoker cluster check --hosts {out}`"
-        " looks closer"
-    )
+    wrote = f"wrote {out}: {counted(len(answers), 'host')}, {counted(ranks, 'rank')}"
+    say(f"{wrote}; `stoker cluster check --hosts {out}` looks closer")
 
 
 def _ask(hosts: Hosts) -> list[Answer]:
@@ -108,17 +106,9 @@ def _answer(
     interfaces = {one["interface"] for one in ways}
     here = address or next((one["source"] for one in ways if "source" in one), None)
     cards = tuple(kind or "unknown GPU" for kind in found["gpus"])
-    return Answer(
-        name,
-        user,
-        cards,
-        found["gpu_error"],
-        best.get("python"),
-        best.get("version"),
-        best.get("torch"),
-        interfaces.pop() if len(interfaces) == 1 else None,
-        None if is_address(name) else here,
-    )
+    python = (best.get("python"), best.get("version"), best.get("torch"))
+    interface = interfaces.pop() if len(interfaces) == 1 else None
+    return Answer(name, user, cards, found["gpu_error"], *python, interface, None if is_address(name) else here)
 
 
 def text(answers: list[Answer], defaults: Mapping[str, Any], more: Mapping[str, Any]) -> str:

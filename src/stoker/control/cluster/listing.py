@@ -71,11 +71,8 @@ def _followed(root: str) -> Iterator[str]:
             place = os.path.join(folder, name)
             real = os.path.realpath(place)
             if real in mine:
-                raise Refusal(
-                    f"--stage {root}: the link {place} leads back to {real}, which it is in; remove it, or stage what"
-                    " is beside it",
-                    EX_NOINPUT,
-                )
+                line = f"--stage {root}: the link {place} leads back to {real}, which it is in"
+                raise Refusal(f"{line}; remove it, or stage what is beside it", EX_NOINPUT)
             above[place] = mine | {real}
         for name in names:
             yield os.path.relpath(os.path.join(folder, name), root)
@@ -115,10 +112,8 @@ def _git(root: str) -> Iterator[str] | None:
     complaint = inside.stderr.decode("utf-8", "replace").strip()
     if inside.returncode or inside.stdout.strip() != b"true":
         if "dubious ownership" in complaint:
-            raise Refusal(
-                f"git does not trust {root} ({printable(complaint.splitlines()[0])}), so what it ignores is not known",
-                EX_NOINPUT,
-            )
+            line = f"git does not trust {root} ({printable(complaint.splitlines()[0])})"
+            raise Refusal(f"{line}, so what it ignores is not known", EX_NOINPUT)
         return None
     if _ask_git(root, "check-ignore", "-q", root).returncode == 0:
         return None  # a folder that the checkout around it ignores as a whole: its own master

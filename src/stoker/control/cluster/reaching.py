@@ -29,11 +29,8 @@ def meet(asking: Asking, addresses: Mapping[str, str], store_port: int = 0) -> t
         return [], 0, None
     token = secrets.token_hex(16)
     wanted = dict.fromkeys(addresses, 0) | {next(iter(addresses)): store_port}
-    question = asking.ask(
-        "net",
-        {name: {"address": address, "token": token, "store_port": wanted[name]} for name, address in addresses.items()},
-        120.0,
-    )
+    told = {name: {"address": one, "token": token, "store_port": wanted[name]} for name, one in addresses.items()}
+    question = asking.ask("net", told, 120.0)
     first = {name: fitting(PORTS, word, "its ports") for name, word in asking.words(question, 1, NET_S).items()}
     ports = {name: word["ports"] for name, word in first.items() if "ports" in word}
     peers = {
@@ -123,11 +120,9 @@ def quick(asking: Asking, hosts: Hosts, where: Mapping[str, str], store_port: in
             continue
         known: Torch = read(Torch, {key: value for key, value in torch.items() if key != "python"})
         resolves = {word: tuple(addresses) for word, addresses in answer["resolves"].items()}
-        found[name] = replace(
-            found[name], hostname=answer["hostname"], resolves=resolves, torch=known, python=torch.get("python")
-        )
+        told = {"hostname": answer["hostname"], "resolves": resolves, "torch": known, "python": torch.get("python")}
+        found[name] = replace(found[name], **told)
     for name, (half, skew) in skews(asking, names, 2).items():
         found[name] = replace(found[name], skew=skew, skew_error=half)
-    return between.findings(
-        Facts(tuple(found.values()), tuple(pairs), None, port), ONLY if hosts.transports else (*ONLY, TWICE)
-    )
+    facts = Facts(tuple(found.values()), tuple(pairs), None, port)
+    return between.findings(facts, ONLY if hosts.transports else (*ONLY, TWICE))

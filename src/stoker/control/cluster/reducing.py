@@ -109,10 +109,8 @@ def _card(one: OneHost, backend: str) -> dict[str, str]:
     )
     if not gpus:
         return {}
-    return {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_VISIBLE_DEVICES": max(gpus, key=lambda gpu: gpu.memory_free or 0).uuid,
-    }
+    freest = max(gpus, key=lambda gpu: gpu.memory_free or 0)
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": freest.uuid}
 
 
 # ---- which transport settings help on this network ----
@@ -168,10 +166,8 @@ def candidates(
     if len(ways) > 1:
         found.append({variable: ",".join(ways)})
     if backend == "nccl":
-        found += [
-            {"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": sockets}
-            for threads, sockets in (("2", "2"), ("4", "2"), ("4", "4"), ("8", "4"))
-        ]
+        pairs = (("2", "2"), ("4", "2"), ("4", "4"), ("8", "4"))
+        found += [{"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": sockets} for threads, sockets in pairs]
         found += [{"NCCL_ALGO": algorithm} for algorithm in ("Ring", "Tree")]
         found += [{"NCCL_PROTO": protocol} for protocol in ("Simple", "LL", "LL128")]
     return found
@@ -209,10 +205,8 @@ def tune(asking: Asking, worker: Question, facts: Facts, hosts: Hosts, say: Say)
     tried = f"{len(trials)} setting{'s' if len(trials) > 1 else ''} tried"
     if kept is None:
         return [_outcome(hosts, f"{tried}, none helps: the default stays", {})]
-    gives = (
-        f"{kept.name} gives {gigabits(median(kept.rates))} instead of {gigabits(median(kept.default))}"
-        f" ({_more(kept.gain)})"
-    )
+    instead = f"{gigabits(median(kept.rates))} instead of {gigabits(median(kept.default))}"
+    gives = f"{kept.name} gives {instead} ({_more(kept.gain)})"
     return [_outcome(hosts, f"{tried}; {gives}", kept.env)]
 
 
@@ -247,10 +241,8 @@ def _try(
         if number == 1 and trial.gain <= 0:
             break
     no = "" if trial.helps else ", no measurable help"
-    say(
-        f"{trial.name}: {gigabits(median(trial.rates))}, the default {gigabits(median(trial.default))}"
-        f" ({_more(trial.gain)}{no})"
-    )
+    made = f"{gigabits(median(trial.rates))}, the default {gigabits(median(trial.default))}"
+    say(f"{trial.name}: {made} ({_more(trial.gain)}{no})")
     return trial
 
 

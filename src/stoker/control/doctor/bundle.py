@@ -39,9 +39,8 @@ def write_bundle(path: str, found: Examination, findings: list[Finding], runs_di
     files["processes.txt"] = _processes()
     for name in (layout.RUN, layout.VERDICT, layout.EVENTS, layout.CONSOLE):
         try:
-            with os.fdopen(
-                reader.open_in(reader.find(None, runs_dir).dir, name), encoding="utf-8", errors="replace"
-            ) as file:
+            handle = reader.open_in(reader.find(None, runs_dir).dir, name)
+            with os.fdopen(handle, encoding="utf-8", errors="replace") as file:
                 files[f"latest-run/{name}"] = _of_a_run(name, file.read())
         except (OSError, Refusal):
             continue  # no run yet, or none of ours

@@ -103,11 +103,8 @@ def wait_for_memory(
             gpu = now.get(uuid)
             freed = (old.memory_used or 0) - (gpu.memory_used or 0) if gpu else 0
             # Nine tenths: others on the card may have taken some meanwhile.
-            whole = (
-                gpu is not None
-                and not any(holder.pid in pids for holder in gpu.holders or ())
-                and freed >= 0.9 * owed[uuid]
-            )
+            held = gpu is None or any(holder.pid in pids for holder in gpu.holders or ())
+            whole = not held and freed >= 0.9 * owed[uuid]
             if whole or late:
                 found.append(Back(old.label, max(0, freed), seconds, whole))
                 del waiting[uuid]

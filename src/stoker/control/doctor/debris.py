@@ -76,11 +76,8 @@ def _lock(folder: lockfiles.Folder, name: str) -> list[Lock]:
         return []
     try:
         held = not lockfiles.taken(handle, fcntl.LOCK_SH)
-        return [
-            Lock(
-                printable(name, 200), held, lockfiles.describe_holder(handle) if held else lockfiles.last_holder(handle)
-            )
-        ]
+        who = lockfiles.describe_holder if held else lockfiles.last_holder
+        return [Lock(printable(name, 200), held, who(handle))]
     finally:
         os.close(handle)
 

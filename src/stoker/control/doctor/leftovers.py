@@ -230,15 +230,11 @@ def find_named(pids: list[int], held: Mapping[int, int]) -> list[Found]:
         uid = processes.owner(pid)
         if uid != os.getuid():
             who = processes.user_name(uid) if uid is not None else "another user"
-            raise names.Refusal(
-                f"--pid {pid}: it belongs to {who}, and only your own processes are stopped; ask {who} to end it",
-                names.EX_NOPERM,
-            )
+            line = f"--pid {pid}: it belongs to {who}, and only your own processes are stopped; ask {who} to end it"
+            raise names.Refusal(line, names.EX_NOPERM)
         if not lives(one):
-            raise names.Refusal(
-                f"--pid {pid}: it is dead already, a zombie that its parent (pid {one.parent}) has to collect",
-                names.EX_UNAVAILABLE,
-            )
+            line = f"--pid {pid}: it is dead already, a zombie that its parent (pid {one.parent}) has to collect"
+            raise names.Refusal(line, names.EX_UNAVAILABLE)
         if pid == 2 or one.parent == 2:
             raise names.Refusal(f"--pid {pid}: {one.name} is a thread of the kernel", names.EX_USAGE)
         run = _living_run(pid, table)

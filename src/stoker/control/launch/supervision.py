@@ -141,9 +141,8 @@ class Supervision:
         mine = [place for place in attempt.plan.places if place.host == member.host]
         if not attempt.stopping and not any(entry.get("host") == member.host for entry in attempt.trouble):
             several = self._membership is not None and len(self._run.agents.by_name) > 1
-            attempt.trouble.append(
-                (launch.host_lost if several else launch.agent_lost)(member.host, member.gone, member.complaint)
-            )
+            lost = launch.host_lost if several else launch.agent_lost
+            attempt.trouble.append(lost(member.host, member.gone, member.complaint))
         attempt.told.add(member.host)
         self._end_by_us([one.rank for one in mine if one.rank not in attempt.ends])
 

@@ -59,8 +59,5 @@ class Hashes:
             return
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(self._memory), mode=0o700, exist_ok=True)
-            write_whole(
-                self._memory,
-                json.dumps({path: one for path, one in self._known.items() if os.path.exists(path)}),
-                durable=False,
-            )
+            known = {path: one for path, one in self._known.items() if os.path.exists(path)}
+            write_whole(self._memory, json.dumps(known), durable=False)

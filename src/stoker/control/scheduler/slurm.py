@@ -185,9 +185,8 @@ def _addresses(nodes: list[str]) -> dict[str, str]:
     import socket
 
     found: dict[str, str] = {}
-    for name, address in re.findall(
-        r"NodeName=(\S+).*?\bNodeAddr=(\S+)", ask("scontrol", "--oneliner", "show", "node", ",".join(nodes))
-    ):
+    told = ask("scontrol", "--oneliner", "show", "node", ",".join(nodes))
+    for name, address in re.findall(r"NodeName=(\S+).*?\bNodeAddr=(\S+)", told):
         try:
             found[name] = str(ipaddress.ip_address(address))
             continue

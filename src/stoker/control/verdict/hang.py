@@ -111,16 +111,14 @@ def summary(stall: Stall, label: str) -> str:
     if stall.parties:
         return _parted(stall, label, step)
     if stall.rank is None:
-        return f"no rank makes progress since {stall.silent_s:.0f} s: {stall.detail}" + (
-            f" ({stall.where})" if stall.where else ""
-        )
+        where = f" ({stall.where})" if stall.where else ""
+        return f"no rank makes progress since {stall.silent_s:.0f} s: {stall.detail}{where}"
     at = f" at {stall.where}" if stall.where and stall.where not in stall.detail else ""
     who, others = _who(stall, label), ""
     if stall.waiting:
         names = f"rank {stall.waiting[0]}" if len(stall.waiting) == 1 else f"{len(stall.waiting)} ranks"
-        others = f"; {names} wait{'s' if len(stall.waiting) == 1 else ''} for it" + (
-            f" in {stall.operation}" if stall.operation else ""
-        )
+        inside = f" in {stall.operation}" if stall.operation else ""
+        others = f"; {names} wait{'s' if len(stall.waiting) == 1 else ''} for it{inside}"
     if stall.kind == "left":
         return f"{who} ended with exit code 0{step}{others}"
     return f"{who} stand{'s' if len(stall.ranks) < 2 else ''} still{step}: {stall.detail}{at}{others}"
@@ -135,10 +133,8 @@ def _parted(stall: Stall, label: str, step: str) -> str:
     more = f"; and {len(stall.parties) - 4} more ways" if len(stall.parties) > 4 else ""
     if stall.rank is None:
         everybody = ranks_text(rank for ranks, _, _ in stall.parties for rank in ranks)
-        return (
-            f"{everybody} took different paths{step}: {'; '.join(each)}{more}; which of them is wrong can't be seen"
-            " from outside"
-        )
+        paths = f"{everybody} took different paths{step}: {'; '.join(each)}{more}"
+        return f"{paths}; which of them is wrong can't be seen from outside"
     others = ranks_text(stall.waiting)
     what = {
         "unequal": f"left the training loop{step}, with fewer batches than {others}",

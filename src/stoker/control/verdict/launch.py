@@ -132,10 +132,8 @@ def _kept(evidence: Evidence) -> str:
     if evidence.saved:
         return f"saved: {_short(newest.path)}" if newest else "a checkpoint was saved"
     if newest is not None:
-        return (
-            f"nothing was saved at the stop, the newest checkpoint is {_short(newest.path)},"
-            f" {span(max(evidence.stopped_at - newest.time, 0.0))} older"
-        )
+        older = f"{span(max(evidence.stopped_at - newest.time, 0.0))} older"
+        return f"nothing was saved at the stop, the newest checkpoint is {_short(newest.path)}, {older}"
     return "no checkpoint was seen in the run's checkpoints/"
 
 

@@ -84,11 +84,8 @@ def word(job: Job) -> str:
     said = f"Slurm: job {job.id} is {job.state}" + (f" ({job.reason})" if job.reason else "")
     if job.over:
         said += f", exit code {job.exit_code}" + (f", signal {job.signal}" if job.signal else "")
-    return (
-        said
-        + (f", restarted {job.restarts} times" if job.restarts else "")
-        + (f", on {job.nodes}" if job.nodes else "")
-    )
+    said += f", restarted {job.restarts} times" if job.restarts else ""
+    return said + (f", on {job.nodes}" if job.nodes else "")
 
 
 def refined(verdict: Verdict, job: Job) -> Verdict:

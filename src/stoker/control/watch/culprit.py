@@ -47,9 +47,8 @@ def _culprit(
     snapshots: Snapshots, world: int, members: Members, ended: Mapping[int, int], silent: Mapping[int, float]
 ) -> Stall | None:
     graph = waits(snapshots, members, world)
-    stopped = [rank for rank, one in snapshots.items() if one.state == "T"] or [
-        rank for rank, one in snapshots.items() if one.state == "t"
-    ]
+    states = {rank: one.state for rank, one in snapshots.items()}
+    stopped = [rank for rank in states if states[rank] == "T"] or [rank for rank in states if states[rank] == "t"]
     if stopped:
         return _alone(stopped, snapshots, graph)  # no proof: whoever stopped it may continue it
     odds = mismatched(snapshots, graph, members, world)

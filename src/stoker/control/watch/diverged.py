@@ -150,9 +150,8 @@ def _count(paths: Mapping[int, list[Step]], which: object) -> int:
 
 
 def _from(path: list[Step], anchor: object, seq: int) -> list[Step]:
-    return path[
-        next((number for number, step in enumerate(path) if step.key[0] == anchor and step.op.seq >= seq), len(path)) :
-    ]
+    numbers = (number for number, step in enumerate(path) if step.key[0] == anchor and step.op.seq >= seq)
+    return path[next(numbers, len(path)) :]
 
 
 def place_of(snapshot: Snapshot) -> Place | None:
@@ -178,11 +177,8 @@ def decided(parties: list[Party]) -> Parting:
     parties = sorted(parties, key=lambda party: (len(party.ranks), party.ranks))
     most = parties[-1]
     if 2 * len(most.ranks) > sum(len(party.ranks) for party in parties):
-        return Parting(
-            tuple(parties),
-            _ranks(parties[:-1]),
-            f"{ranks_text(most.ranks)} did the same, {ranks_text(_ranks(parties[:-1]))} did not",
-        )
+        fewer = _ranks(parties[:-1])
+        return Parting(tuple(parties), fewer, f"{ranks_text(most.ranks)} did the same, {ranks_text(fewer)} did not")
     usual = [party for party in parties if party.op is not None and party.op.usual]
     unusual = [party for party in parties if party.op is not None and party.op.usual is False]
     unknown = [party for party in parties if party.op is None]

@@ -140,11 +140,8 @@ class Stragglers:
             before = self._first
             since, fewest = (before.when, AGAIN) if before else (0.0, FEWEST)
             found = (who_is_late(ranks, since, fewest) for ranks in self._timings.values())
-            late = max(
-                (one for one in found if one is not None and one.rank not in self._named),
-                key=lambda one: one.wait_s,
-                default=None,
-            )
+            fresh = (one for one in found if one is not None and one.rank not in self._named)
+            late = max(fresh, key=lambda one: one.wait_s, default=None)
             if late is None:
                 return  # no news, or too few: the next look will tell
             self._first = None
@@ -177,9 +174,8 @@ def who_is_late(timings: Mapping[int, list[list[Any]]], after: float = 0.0, fewe
     common = set.intersection(*(set(table) for table in tables.values()))
     events: list[tuple[float, int, float]] = []  # when, who came last, how long after the one before
     for key in common:
-        (_, before), (rank, last) = sorted(
-            ((rank, table[key]) for rank, table in tables.items()), key=lambda item: item[1]
-        )[-2:]
+        entries = ((rank, table[key]) for rank, table in tables.items())
+        (_, before), (rank, last) = sorted(entries, key=lambda item: item[1])[-2:]
         if last - before > WORTH_S and last > after:
             events.append((last, rank, last - before))
     recent = sorted(events)[-NEWEST:]

@@ -168,9 +168,8 @@ class Watcher:
         overdue = self._overdue(now)
         if not overdue and not self._failing:
             actions = self._relieved(now)
-            order = self.stragglers.question(
-                now, {rank: one.steps for rank, one in self._ranks.items() if rank not in self._ended}
-            )
+            steps = {rank: one.steps for rank, one in self._ranks.items() if rank not in self._ended}
+            order = self.stragglers.question(now, steps)
             return [*actions, self._ask(order, now)] if order else actions
         if now < self._next_look and self._for_failure == self._failing:
             return []

@@ -13,10 +13,8 @@ from stoker.control.machine.facts import Net
 def hostname(net: Net) -> Iterator[Finding]:
     """The host's own name resolves. torchrun and gloo look it up; Stoker passes addresses instead."""
     if net.error or not net.addresses:
-        yield warn(
-            f"the host's name {net.hostname} does not resolve: {net.error or 'no address'}",
-            f"echo '127.0.1.1 {net.hostname}' >> /etc/hosts   # needs root",
-        )
+        text = f"the host's name {net.hostname} does not resolve: {net.error or 'no address'}"
+        yield warn(text, f"echo '127.0.1.1 {net.hostname}' >> /etc/hosts   # needs root")
 
 
 @check("net.port")

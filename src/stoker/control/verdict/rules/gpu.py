@@ -23,10 +23,8 @@ _DEAD = (
     "restart the pod and not only the container: a driver's state outlives the container",
     "then ask the provider, with the file of `stoker doctor --bundle ticket.tar.gz` attached",
 )
-_DEBUG = (
-    "stoker run --debug-retry …   # runs it again with blocking launches: the line above is where the error was"
-    " noticed, not where it happened"
-)
+_NOTICED = "the line above is where the error was noticed, not where it happened"
+_DEBUG = f"stoker run --debug-retry …   # runs it again with blocking launches: {_NOTICED}"
 family = Family(__name__, noticed, DEAD=_DEAD, DEBUG=_DEBUG)
 
 

@@ -50,10 +50,8 @@ def read(text: str) -> Refused | None:
         (int(pid), _bytes(count, unit))
         for pid, count, unit in re.findall(rf"Process (\d+) has {_SIZE} memory in use", text)
     )
-    allocated, unused = (
-        _one(text, rf"Of the allocated memory {_SIZE}"),
-        _one(text, rf"{_SIZE} is reserved by PyTorch but unallocated"),
-    )
+    allocated = _one(text, rf"Of the allocated memory {_SIZE}")
+    unused = _one(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
     own = _one(text, rf"this process has {_SIZE} memory in use")
     if own is None and allocated is not None:
         # In a container the driver knows us by the host's pid, and torch takes its own process for another one.
@@ -160,10 +158,8 @@ class _Card:
                 lines.append(f"pid {one.get('pid')} holds {memory}, held from outside this container")
                 continue
             run = f", run {one['run']}" if one.get("run") else ""
-            lines.append(
-                f"pid {one.get('pid')} ({one['command']}{', user ' + one['user'] if one.get('user') else ''}{run})"
-                f" holds {memory}"
-            )
+            user = f", user {one['user']}" if one.get("user") else ""
+            lines.append(f"pid {one.get('pid')} ({one['command']}{user}{run}) holds {memory}")
         lines += [f"pid {pid} holds {amount(size)}" for pid, size in self.strangers]
         if not lines and self.foreign:
             lines.append(
@@ -254,10 +250,8 @@ def too_big(case: Case) -> Found | None:
         summary = f"{case.who}: out of GPU memory: {card.sentence()}; {limit}"
         return Found(summary, evidence, (f"raise that limit: {limit}", *_SMALLER))
     if refused.free is not None and refused.free > refused.needed + _SLACK:
-        odd = (
-            "the driver refused although there is room: a limit on address space (ulimit -v must say unlimited), or a"
-            " slice or quota of the card"
-        )
+        limit = "a limit on address space (ulimit -v must say unlimited), or a slice or quota of the card"
+        odd = f"the driver refused although there is room: {limit}"
         return Found(f"{case.who}: out of GPU memory: {card.sentence()}", (*evidence, odd), (odd, *_SMALLER))
     unused = refused.unused or 0
     enough = unused >= _PIECES and (refused.free or 0) + unused >= refused.needed

@@ -95,12 +95,8 @@ def allocation(case: Case, found: Match | None) -> Found | None:
     around = case.end.around
     fix: tuple[str, ...] = ()
     if asked and around.host_total and int(asked[1]) > around.host_total:
-        fix = (
-            (
-                f"{amount(int(asked[1]))} in one piece is more than the host has ({amount(around.host_total)}): look at"
-                f" the shape at {place(case.end)}"
-            ),
-        )
+        piece = f"{amount(int(asked[1]))} in one piece is more than the host has ({amount(around.host_total)})"
+        fix = (f"{piece}: look at the shape at {place(case.end)}",)
     said_so = (f"{error.type}: {first_line(error.message)}",) if error else ()
     if found:
         said_so = (line_of(found),)
