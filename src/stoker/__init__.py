@@ -65,9 +65,8 @@ class LaunchFailed(RuntimeError):
     """
 
     def __init__(self, verdict: "Any", run_dir: str, traceback: str) -> None:
-        super().__init__(
-            verdict.summary + (f"; record: {run_dir}" if run_dir else "") + (f"\n\n{traceback}" if traceback else "")
-        )
+        record = f"; record: {run_dir}" if run_dir else ""
+        super().__init__(verdict.summary + record + (f"\n\n{traceback}" if traceback else ""))
         self.verdict = verdict
         self.cause: str = verdict.cause
         self.rank: int | None = verdict.rank  # the guilty one

@@ -56,9 +56,8 @@ def launch(
 ) -> dict[int, Any]:
     """See stoker.launch, which has the words for people."""
     if call.importing_main:
-        raise RuntimeError(
-            "stoker.launch runs while its ranks import this script: put the call below  if __name__ == '__main__':"
-        )
+        line = "stoker.launch runs while its ranks import this script"
+        raise RuntimeError(f"{line}: put the call below  if __name__ == '__main__':")
     words = _words(nproc, options)
     folder = tempfile.mkdtemp(prefix="stoker-launch-")  # 0700
     try:
@@ -96,10 +95,8 @@ def _write_call(folder: str, function: Callable[..., Any], args: tuple[Any, ...]
         json.dump({"sys_path": caller["sys_path"], "sys_argv": caller["sys_argv"], **main}, file)
     with open(os.path.join(folder, call.CALL), "wb") as pickled:
         pickled.write(data)
-    name = (
-        "".join(char if char.isalnum() else "-" for char in getattr(function, "__name__", "call")).strip("-") or "call"
-    )
-    script = os.path.join(folder, f"{name}.py")
+    name = "".join(char if char.isalnum() else "-" for char in getattr(function, "__name__", "call")).strip("-")
+    script = os.path.join(folder, f"{name or 'call'}.py")
     with open(script, "w", encoding="utf-8") as file:
         file.write(_RANK.format(root=ROOT, folder=folder))
     return script
@@ -120,11 +117,8 @@ def _run(words: list[str], environment: dict[str, str]) -> int:
     child = subprocess.Popen(
         argv, env=env, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
     )
-    relays = [
-        threading.Thread(target=_relay, args=pair, daemon=True)
-        for pair in ((child.stdout, sys.stdout), (child.stderr, sys.stderr))
-        if captured
-    ]
+    streams = ((child.stdout, sys.stdout), (child.stderr, sys.stderr)) if captured else ()
+    relays = [threading.Thread(target=_relay, args=pair, daemon=True) for pair in streams]
     for thread in relays:
         thread.start()
     interrupted = False
@@ -156,11 +150,8 @@ def _relay(source: IO[bytes], target: IO[str]) -> None:
 def _results(folder: str, report: str) -> dict[int, Any]:
     run = reader.load(reader.read_json(report)["run_dir"])
     assert run is not None
-    found = [
-        tuple(int(part) for part in name[: -len(".pickle")].split("-")[1:])
-        for name in os.listdir(folder)
-        if name.startswith("result-")
-    ]
+    kept = [name.removesuffix(".pickle") for name in os.listdir(folder) if name.startswith("result-")]
+    found = [tuple(int(part) for part in name.split("-")[1:]) for name in kept]
     last = max((restarts for restarts, _ in found), default=0)
     # None of a rank that left with sys.exit(0).
     results: dict[int, Any] = dict.fromkeys(range(int(run.data["plan"]["world_size"])))

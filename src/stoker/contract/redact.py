@@ -323,9 +323,8 @@ def _urls(text: str) -> Iterator[Span]:
         yield from _hook(text, host.partition(":")[0].lower(), end)
         at = text.find("://", begin)
     if "@" in text:  # a proxy without a scheme: user:PASSWORD@host:3128
-        for found in compiled(
-            r"""(?<![\w/.:\-])[\w.\-]{1,64}:([^\s:/@"'`<>]{6,200})@[\w.\-]{1,253}:\d{2,5}\b"""
-        ).finditer(text):
+        proxy = compiled(r"""(?<![\w/.:\-])[\w.\-]{1,64}:([^\s:/@"'`<>]{6,200})@[\w.\-]{1,253}:\d{2,5}\b""")
+        for found in proxy.finditer(text):
             if opaque(found[1]):
                 yield found.span(1)
 

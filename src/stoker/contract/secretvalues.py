@@ -68,9 +68,8 @@ def pairs(text: str) -> Iterator[Span]:
             or _is_of_others(text, found)
         ):
             continue
-        begin, end, quoted = _value(
-            text, found.end(), len(text) if rating == SURE else min(len(text), found.end() + _MOST_MAYBE)
-        )
+        most = len(text) if rating == SURE else min(len(text), found.end() + _MOST_MAYBE)
+        begin, end, quoted = _value(text, found.end(), most)
         if not secret_value(rating, text[begin:end]) or not _meant(text, found, rating, text[begin:end], quoted):
             continue
         if not quoted and ":" in found[2] and _begins_line(text, found.start()) and secretnames.is_phrase(found[1]):

@@ -46,9 +46,8 @@ def read_fields(fields: Mapping[str, Any], value: Any, module: str = __name__) -
                 continue
             raise ValueError(f"no {name!r}")
         try:
-            found[name] = (
-                read(kind, value[name], module) if isinstance(kind, str) else read_fields(kind, value[name], module)
-            )
+            reader: Any = read if isinstance(kind, str) else read_fields
+            found[name] = reader(kind, value[name], module)
         except ValueError as problem:
             raise ValueError(f"{name}: {problem}") from None
     return found

@@ -405,9 +405,8 @@ class Agent:
         if self._gate is not None:
             self._gate.waiting.clear()
         if self._stop_sequence is None:
-            self._stop_sequence = StopSequence(
-                self._ranks, self._sweeper, order["signal"], order["grace"], set(order.get("at_once", ()))
-            )
+            told = order["signal"], order["grace"], set(order.get("at_once", ()))
+            self._stop_sequence = StopSequence(self._ranks, self._sweeper, *told)
         elif order["grace"] == 0:
             self._stop_sequence.hurry()
         self._relay.say({"is": "stopping"})  # after every "up": the coordinator now knows all ranks there will be

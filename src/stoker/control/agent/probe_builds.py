@@ -42,9 +42,8 @@ def builds(python: str = "") -> Any:
 
 
 def _look_at(program: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [program, "-c", NOT_FROM_HERE + _LOOK], capture_output=True, timeout=15, check=False, stdin=subprocess.DEVNULL
-    )
+    argv = [program, "-c", NOT_FROM_HERE + _LOOK]
+    done = subprocess.run(argv, capture_output=True, timeout=15, check=False, stdin=subprocess.DEVNULL)
     lines = [line for line in done.stdout.splitlines() if line.startswith(b"{")]
     if not lines:
         last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]

@@ -176,9 +176,8 @@ def digest_of_paths(paths: Iterable[str]) -> dict[str, str]:
         if os.path.isfile(path):
             found[told] = memory.of(path)
         elif os.path.isdir(path):
-            inside = (
-                os.path.join(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names
-            )
+            folders = os.walk(path, followlinks=True)
+            inside = (os.path.join(folder, name) for folder, _, names in folders for name in names)
             found[told] = digest({os.path.relpath(one, path): memory.of(one) for one in inside if os.path.isfile(one)})
         else:
             found[told] = ""

@@ -194,9 +194,8 @@ def timings(path: str) -> list[list[Any]]:
         if mine and seq < mine[-1][1]:
             mine.clear()  # made anew under its old name
         if not entry.get("is_p2p"):
-            mine.append(
-                [group, seq, entry.get("time_created_ns") or 0, str(entry.get("profiling_name", "")).partition(":")[0]]
-            )
+            backend = str(entry.get("profiling_name", "")).partition(":")[0]
+            mine.append([group, seq, entry.get("time_created_ns") or 0, backend])
     return sorted((entry for entries in found.values() for entry in entries), key=lambda entry: entry[2])[-400:]
 
 
@@ -216,9 +215,8 @@ def _ask_handler(path: str, name: str) -> tuple[dict[str, Any] | None, str]:
     try:
         connection.settimeout(SERVER_S)
         connection.connect(path)
-        connection.sendall(
-            f"POST /handler/{name} HTTP/1.1\r\nHost: rank\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode()
-        )
+        heads = "Host: rank\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+        connection.sendall(f"POST /handler/{name} HTTP/1.1\r\n{heads}".encode())
         while data := connection.recv(1 << 18):
             parts.append(data)
     except OSError as problem:

@@ -77,9 +77,8 @@ class Asking:
         question = Question(f"check-{next(self._numbers)}", what, list(args))
         self._open[question.name] = question
         for host, one in args.items():
-            self.agents[host].say(
-                {"do": "probe", "ask": question.name, "what": what, "args": dict(one), "seconds": seconds}
-            )
+            order = {"do": "probe", "ask": question.name, "what": what, "args": dict(one), "seconds": seconds}
+            self.agents[host].say(order)
         return question
 
     def tell(self, question: Question, words: Mapping[str, Any]) -> None:

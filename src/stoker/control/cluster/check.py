@@ -80,13 +80,11 @@ class Checking:
                 if "error" not in answer:
                     found[name] = replace(found[name], files=self._digests(answer))
             program = disagreements(answers, self.asked.script) if self.asked.script else []
-        facts = Facts(
-            tuple(found[name] for name in everybody), tuple(pairs), None, store_port, tuple(program), self.asked.quick
-        )
+        hosts = tuple(found[name] for name in everybody)
+        facts = Facts(hosts, tuple(pairs), None, store_port, tuple(program), self.asked.quick)
         if self.worker is not None and reducing.may_reduce(facts):
-            facts = replace(
-                facts, reduce=reducing.reduce(asking, self.worker, facts, reducing.run_env(facts, self.hosts))
-            )
+            env = reducing.run_env(facts, self.hosts)
+            facts = replace(facts, reduce=reducing.reduce(asking, self.worker, facts, env))
         return facts
 
     def _ask_files(self) -> Question | None:
@@ -124,9 +122,8 @@ class Checking:
         if "error" in answer:
             agent = self.asking.agents[name]
             why, _, fix = agent.gone.removeprefix(f"host {name}: ").partition("; ")
-            hole = (
-                path.hole(self._by_name[name], self.hosts) if not self._by_name[name].here and _is_stuck(why) else None
-            )
+            host = self._by_name[name]
+            hole = path.hole(host, self.hosts) if not host.here and _is_stuck(why) else None
             said = f" ({agent.complaint})" if agent.complaint else ""
             return OneHost(name, error=why or f"no answer within {MEET_S:.0f} s{said}", fix=fix, hole=hole)
         return OneHost(name, address=address_of(self._by_name[name], answer), hostname=answer["hostname"])

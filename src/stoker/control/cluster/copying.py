@@ -266,12 +266,10 @@ class _Copy:
 
     def _talk(self, complaints: int) -> None:
         packed = agentzip.pack()
-        argv = transport.way_to(self.host, self._hosts).python(
-            self.host, self._hosts, ["-I", "-S", "-c", agentzip.unpack(_RECEIVER), agentzip.announced(packed)]
-        )
-        self._process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, start_new_session=True
-        )
+        words = ["-I", "-S", "-c", agentzip.unpack(_RECEIVER), agentzip.announced(packed)]
+        argv = transport.way_to(self.host, self._hosts).python(self.host, self._hosts, words)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=complaints, start_new_session=True)
         answers = self._answers = self._read()
         self._send(packed)
         order = {"do": "offer", "root": self.where, "silence": SILENCE_S, **pick(self.load, "manifest", "origin")}

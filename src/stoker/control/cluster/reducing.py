@@ -96,17 +96,15 @@ def reduce(
 
 def _next(asking: Asking, worker: Question, name: str, said: int) -> dict[str, Any]:
     asking.wait(REDUCE_S + 3.0, lambda host: len(worker.more[host]) > said or host in worker.answers, [name])
-    found: dict[str, Any] = (
-        worker.more[name][said] if len(worker.more[name]) > said else worker.answers.get(name) or {"error": "no answer"}
-    )
+    more = worker.more[name]
+    found: dict[str, Any] = more[said] if len(more) > said else worker.answers.get(name) or {"error": "no answer"}
     return found
 
 
 def _card(one: OneHost, backend: str) -> dict[str, str]:
     """The card with most room."""
-    gpus = (
-        [gpu for gpu in one.examination.machine.gpus if not gpu.error] if one.examination and backend == "nccl" else []
-    )
+    there = one.examination.machine.gpus if one.examination and backend == "nccl" else ()
+    gpus = [gpu for gpu in there if not gpu.error]
     if not gpus:
         return {}
     freest = max(gpus, key=lambda gpu: gpu.memory_free or 0)

@@ -188,9 +188,8 @@ def _mismatch(
     first, (loss, total) = bad[0]
     right = expected[first % replica.round]
     assert right is not None
-    what = " and ".join(
-        name for name, mine, wanted in (("loss", loss, right[0]), ("parameters", total, right[1])) if mine != wanted
-    )
+    pairs = (("loss", loss, right[0]), ("parameters", total, right[1]))
+    what = " and ".join(name for name, mine, wanted in pairs if mine != wanted)
     whom = f"those of its {others} twin{'s' if others > 1 else ''}" if others else "those of its other rounds"
     rounds = len({step // replica.round for step, _ in bad})
     often = f"in {len(bad)} of {len(replica.steps)} steps"

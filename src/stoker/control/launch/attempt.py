@@ -63,9 +63,8 @@ class Attempt:
         from stoker.control.watch.watcher import Watcher
 
         hosts = frozenset(place.host for place in self.plan.places)
-        self.watch = Watcher(
-            self.plan.world_size, hang_timeout, hosts, time.monotonic(), self.number * ASKS, self.plan.ranks
-        )
+        world, ranks = self.plan.world_size, self.plan.ranks
+        self.watch = Watcher(world, hang_timeout, hosts, time.monotonic(), self.number * ASKS, ranks)
         self.losses = Losses()
 
     def label(self, rank: int | None) -> str:
@@ -171,6 +170,6 @@ def read_around(data: Any) -> Around:
 
 
 def _known(kind: type[T], data: Any) -> T:
-    return read_shape(
-        kind, {key: value for key, value in data.items() if key in fields_of(kind)} if isinstance(data, dict) else data
-    )
+    if isinstance(data, dict):
+        data = {key: value for key, value in data.items() if key in fields_of(kind)}
+    return read_shape(kind, data)

@@ -114,9 +114,8 @@ def make_plan(
     choices = {host: _choose(options, environment, machines[host], held[host], about[host]) for host in machines}
     if any(gpu.mig is not None for choice in choices.values() for gpu in choice.gpus) and not isolate:
         isolate = True
-        lines.append(
-            "MIG slices: CUDA shows a process one slice only, so each rank sees its own as device 0 (--isolate)"
-        )
+        why = "CUDA shows a process one slice only"
+        lines.append(f"MIG slices: {why}, so each rank sees its own as device 0 (--isolate)")
     if any(len(choice.gpus) > len(set(choice.gpus)) for choice in choices.values()) and not isolate:
         isolate = True
         nccl = "NCCL refuses two ranks on one GPU, gloo works"

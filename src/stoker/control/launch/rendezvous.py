@@ -311,9 +311,8 @@ class Asking:
         if not word:
             return None
         if self._secret is None and "challenge" in word:
-            raise _refusal(
-                self._told, "the machine at the endpoint has a secret (STOKER_RDZV_SECRET), and this one has none"
-            )
+            line = "the machine at the endpoint has a secret (STOKER_RDZV_SECRET), and this one has none"
+            raise _refusal(self._told, line)
         answer = self._checked(word)
         if self._secret is not None and not self._secret.fits(word.get("proof"), HOST, {**hello, **answer}, challenge):
             unknown = "the machine at the endpoint does not know the secret (STOKER_RDZV_SECRET)"

@@ -73,15 +73,13 @@ class Reports:
         own = self._ranks_of.get(host, frozenset())
         if "rank" in message:
             if message["rank"] not in own:
-                raise protocol.ProtocolError(
-                    f"its message {message['is']!r} is about rank {message['rank']}, which is not its own"
-                )
+                about = f"its message {message['is']!r} is about rank {message['rank']}"
+                raise protocol.ProtocolError(f"{about}, which is not its own")
         elif "ranks" in message:
             strange = message["ranks"].keys() - {str(rank) for rank in own}
             if strange:
-                raise protocol.ProtocolError(
-                    f"its message {message['is']!r} is about rank {ascii(min(strange))[:40]}, which is not its own"
-                )
+                about = f"its message {message['is']!r} is about rank {ascii(min(strange))[:40]}"
+                raise protocol.ProtocolError(f"{about}, which is not its own")
 
     def _hear_inspection(self, host: str, ask: int, payload: bytes) -> None:
         from stoker.contract.untrusted import parse_json

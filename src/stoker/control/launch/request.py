@@ -171,9 +171,8 @@ def _check_script(path: str, own_python: bool) -> None:
         import traceback
 
         shown = "".join(traceback.format_exception_only(problem)).rstrip().splitlines()
-        raise Refusal(
-            f"{path} does not parse; nothing was started", EX_DATAERR, cause="launch.syntax-error", more=shown
-        ) from problem
+        line = f"{path} does not parse; nothing was started"
+        raise Refusal(line, EX_DATAERR, cause="launch.syntax-error", more=shown) from problem
 
 
 def _near(path: str) -> str:

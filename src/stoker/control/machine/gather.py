@@ -73,9 +73,8 @@ def _host(disk: str) -> Any:
         for pid, one in first.items()
         if (now := processes.process(pid)) and now.state == "D" and now.start == one.start
     )
-    return as_json(
-        replace(quick_host(disk), stuck=stuck, zombies=sum(1 for one in processes.all_processes() if one.state == "Z"))
-    )
+    zombies = sum(1 for one in processes.all_processes() if one.state == "Z")
+    return as_json(replace(quick_host(disk), stuck=stuck, zombies=zombies))
 
 
 def _net(port: str) -> Any:
@@ -87,9 +86,8 @@ def _net(port: str) -> Any:
         addresses, error = (), str(problem)
     interfaces = tuple(sorted(entry for entry in os.listdir("/sys/class/net") if entry != "lo" and _up(entry)))
     number = int(port)
-    return as_json(
-        facts.Net(name, addresses, interfaces, number or None, ports.listener(number) if number else None, error)
-    )
+    holder = ports.listener(number) if number else None
+    return as_json(facts.Net(name, addresses, interfaces, number or None, holder, error))
 
 
 def _up(interface: str) -> bool:
@@ -178,9 +176,8 @@ def _product(cuda: _Cuda) -> int:
     cuda("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(_PTX))
     cuda("cuModuleGetFunction", ctypes.byref(kernel), module, b"product")
     count = ctypes.c_uint32(N)
-    arguments = (ctypes.c_void_p * 4)(
-        *(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in (*blocks, count))
-    )
+    pointers = (ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in (*blocks, count))
+    arguments = (ctypes.c_void_p * 4)(*pointers)
     grid, threads = (N, 1, 1), (N, 1, 1)
     cuda("cuLaunchKernel", kernel, *grid, *threads, 0, None, arguments, None)
     cuda("cuCtxSynchronize")

@@ -188,9 +188,8 @@ class Nvml:
         if listener is None:
             return found
         for gpu in cards:
-            self._ask(
-                nvml.nvmlDeviceRegisterEvents, self._handles[gpu.uuid], nvml.nvmlEventTypeXidCriticalError, listener
-            )
+            handle, kind = self._handles[gpu.uuid], nvml.nvmlEventTypeXidCriticalError
+            self._ask(nvml.nvmlDeviceRegisterEvents, handle, kind, listener)
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             event = self._ask(nvml.nvmlEventSetWait_v2, listener, int(left * 1000) + 1)

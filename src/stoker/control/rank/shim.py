@@ -245,9 +245,8 @@ def _collectives(value: BaseException) -> list[Any]:
         from stoker.contract import collectives
 
         c10d = sys.modules["torch._C._distributed_c10d"]
-        return collectives.digest(
-            collectives.joined([json.loads(getattr(c10d, name)()) for name in collectives.DUMPS if hasattr(c10d, name)])
-        )
+        dumps = [json.loads(getattr(c10d, name)()) for name in collectives.DUMPS if hasattr(c10d, name)]
+        return collectives.digest(collectives.joined(dumps))
     except Exception as problem:  # another torch, or one that is broken by now: less evidence
         return [{"name": "", "about": f"no flight recorder: {type(problem).__name__}: {problem}", "ops": []}]
 
@@ -318,10 +317,8 @@ def _distributed_loaded(module: Any) -> None:
     if isinstance(getattr(module, "_pg_group_ranks", None), dict) and hasattr(_world, "pg_names"):
         module._pg_group_ranks = _Groups(module._pg_group_ranks)
     else:
-        tell(
-            "note",
-            "this torch does not show the ranks of its process groups: a hang within one is explained from stacks",
-        )
+        lacks = "this torch does not show the ranks of its process groups"
+        tell("note", f"{lacks}: a hang within one is explained from stacks")
     server = getattr(sys.modules.get("torch._C._distributed_c10d"), "_WorkerServer", None)
     if server is None:
         tell("note", "this torch has no worker server: a hang is explained from stacks alone")

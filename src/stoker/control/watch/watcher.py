@@ -138,9 +138,8 @@ class Watcher:
         for group in collectives:
             for op in group.get("ops") or ():
                 op["done"] = bool(op.get("done")) and op.get("order", 0) < failed
-        self._failed[rank] = snapshot.read(
-            rank, {"state": "Z", "groups": collectives, "samples": [[{"main": True, "frames": frames}]]}
-        )
+        samples = [[{"main": True, "frames": frames}]]
+        self._failed[rank] = snapshot.read(rank, {"state": "Z", "groups": collectives, "samples": samples})
 
     def failing(self) -> None:
         """A rank has failed, perhaps as the echo of one that stands still: look at those that live, at once."""
@@ -274,11 +273,7 @@ class Watcher:
         """Before the first step only who keeps others waiting, or can't go on, counts; never a starting interpreter."""
         if not stall.where and not stall.waiting and not stall.proof and stall.kind not in ("disk", "stopped"):
             return False
-        if (
-            stall.rank is not None
-            and not self._ranks[stall.rank].steps
-            and not any(one.steps for one in self._ranks.values())
-        ):
+        if stall.rank is not None and not any(one.steps for one in self._ranks.values()):
             return bool(stall.waiting) or stall.proof
         return True
 
@@ -332,14 +327,10 @@ class Watcher:
             seen = {**self.snapshots, **self._failed}
             stall = after_the_end(seen, self._members, self._world, sizes_differ)
             if stall is not None:
-                made = [
-                    self._ranks[rank].steps
-                    for rank in ((stall.rank,) if stall.rank is not None else self._failed)
-                    if rank in self._ranks
-                ]
-                return replace(
-                    stall, step=min(made, default=0), evidence=(*stall.evidence, *stacks.told(seen.values()))
-                )
+                ranks = (stall.rank,) if stall.rank is not None else self._failed
+                made = [self._ranks[rank].steps for rank in ranks if rank in self._ranks]
+                evidence = (*stall.evidence, *stacks.told(seen.values()))
+                return replace(stall, step=min(made, default=0), evidence=evidence)
         return None if sizes_differ else self.stall
 
     def text_of_stacks(self) -> dict[int, str]:

@@ -162,9 +162,8 @@ class _Card:
             lines.append(f"pid {one.get('pid')} ({one['command']}{user}{run}) holds {memory}")
         lines += [f"pid {pid} holds {amount(size)}" for pid, size in self.strangers]
         if not lines and self.foreign:
-            lines.append(
-                f"{amount(self.foreign)} are held by processes that can't be seen from here, outside this container"
-            )
+            unseen = "processes that can't be seen from here, outside this container"
+            lines.append(f"{amount(self.foreign)} are held by {unseen}")
         return lines
 
     def sentence(self) -> str:
