@@ -237,10 +237,8 @@ class _Pickler(pickle.Pickler):
         by_file = home != "__main__" or self._main_has_a_file  # its module has its globals there too
         wanted = {} if by_file else _globals(code)
         used = {name: function.__globals__[name] for name in wanted if name in function.__globals__}
-        attributes = {
-            name: getattr(function, name)
-            for name in ("__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__name__", "__qualname__")
-        }
+        kept = ("__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__name__", "__qualname__")
+        attributes = {name: getattr(function, name) for name in kept}
         state = {
             "globals": used,
             "imports": list(_submodules(code, used)),

@@ -95,9 +95,8 @@ def _bounded(root: Any) -> None:
             total += sum(size(item, depth + 1) for item in node.value)
         open_nodes.discard(id(node))
         if total > MOST_NODES:
-            raise NotYaml(
-                f"more than {MOST_NODES:,} values once its aliases are written out", line, node.start_mark.column + 1
-            )
+            many = f"more than {MOST_NODES:,} values once its aliases are written out"
+            raise NotYaml(many, line, node.start_mark.column + 1)
         sizes[id(node)] = total
         return total
 

@@ -36,11 +36,8 @@ class Sweeper:
         for pid in [pid for pid in below - self.groups - self.spare if origin.kept(pid)]:
             below -= {pid, *processes.descendants(pid, table)}
         me = os.getuid()
-        return [
-            one
-            for one in table
-            if one.pid in below and one.pid not in self.spare and one.state != "Z" and processes.owner(one.pid) == me
-        ]
+        there = (one for one in table if one.pid in below and one.pid not in self.spare and one.state != "Z")
+        return [one for one in there if processes.owner(one.pid) == me]
 
     def signal_all(self, signum: int, targets: list[Process]) -> None:
         for one in targets:

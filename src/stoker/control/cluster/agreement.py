@@ -24,11 +24,8 @@ def remedy(script: str, folder: str, synced: bool) -> str:
 def disagreements(answers: Mapping[str, Mapping[str, Any]], script: str = "the script", lacking: str = "") -> list[str]:
     """A line for each host that has not what most have, or the first has. `lacking`: what to do where it is not there."""
     asked = {host: answer for host, answer in answers.items() if "error" not in answer}
-    lines = [
-        f"host {host}: {script} could not be compared: {answer['error']}"
-        for host, answer in answers.items()
-        if "error" in answer
-    ]
+    failed = {host: answer["error"] for host, answer in answers.items() if "error" in answer}
+    lines = [f"host {host}: {script} could not be compared: {why}" for host, why in failed.items()]
     missing = [host for host, answer in asked.items() if not answer["names"]]
     lines += [f"host {host}: {script} is not there; {lacking or remedy(script, '', False)}" for host in missing]
     there = {host: answer for host, answer in asked.items() if host not in missing}

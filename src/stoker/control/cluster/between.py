@@ -209,11 +209,8 @@ def _span(seconds: float) -> str:
 def slow_link(facts: Facts) -> Iterator[Finding]:
     """No host and no pair is far slower than the others, than its interface says, or than gradients can bear."""
     known = [pair for pair in facts.pairs if pair.rate]
-    slow = {
-        (pair.source, pair.target): pair.rate or 0.0
-        for pair in known
-        if _is_slow(facts, pair, max(one.rate or 0.0 for one in known))
-    }
+    best = max((pair.rate or 0.0 for pair in known), default=0.0)
+    slow = {(pair.source, pair.target): pair.rate or 0.0 for pair in known if _is_slow(facts, pair, best)}
     fix = "cable, switch port, duplex, Wi-Fi instead of the wire: `ethtool IFACE`, `ip -s link`"
     if slow and len(slow) == len(known):
         yield warn(f"all pairs are slow, {gigabits(min(slow.values()))} at worst: every step waits for that", fix)
@@ -227,8 +224,8 @@ def slow_link(facts: Facts) -> Iterator[Finding]:
             yield warn(f"{one.name}: {moves}{others}: every step waits for it", fix)
             slow = {ends: rate for ends, rate in slow.items() if ends not in mine}
     for (source, target), rate in slow.items():
-        best = gigabits(max(one.rate or 0.0 for one in known))
-        yield warn(f"{source} → {target}: {gigabits(rate)}, the best pair {best}: every step waits for it", fix)
+        rates = f"{gigabits(rate)}, the best pair {gigabits(best)}"
+        yield warn(f"{source} → {target}: {rates}: every step waits for it", fix)
 
 
 def _is_slow(facts: Facts, pair: Pair, best: float) -> bool:

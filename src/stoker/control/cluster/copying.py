@@ -176,11 +176,8 @@ class Late:
     """
 
     def __init__(self, host: Host, hosts: Hosts, loads: Sequence[Load]) -> None:
-        self._copies = [
-            _Copy(host, hosts, load, load.places[host.name], as_offered=not load.manifest)
-            for load in loads
-            if host.name in load.places
-        ]
+        mine = ((load, load.places[host.name]) for load in loads if host.name in load.places)
+        self._copies = [_Copy(host, hosts, load, place, as_offered=not load.manifest) for load, place in mine]
         self._stopped = False
         self.failure = ""
         self._thread = threading.Thread(target=self._run, name=f"copy to {host.name}", daemon=True)
@@ -192,11 +189,8 @@ class Late:
 
     @property
     def brought(self) -> str:
-        return "; ".join(
-            f"copied {copy.load.what} to {copy.host.name} ({_count(copy)})"
-            for copy in self._copies
-            if copy.written or copy.removed
-        )
+        took = [copy for copy in self._copies if copy.written or copy.removed]
+        return "; ".join(f"copied {copy.load.what} to {copy.host.name} ({_count(copy)})" for copy in took)
 
     def _run(self) -> None:
         for copy in self._copies:

@@ -91,9 +91,8 @@ def from_mapping(data: Mapping[Any, Any], path: str, more_options: tuple[str, ..
     _known_keys(defaults, f"{path}: defaults", without=("host", "address"))
     entries = data.get("hosts")
     if not isinstance(entries, list) or not entries:
-        line = (
-            f"hosts: {_found(entries)}; write a list with one entry a host, such as - {{host: 192.168.1.100, slots: 2}}"
-        )
+        right = "write a list with one entry a host, such as - {host: 192.168.1.100, slots: 2}"
+        line = f"hosts: {_found(entries)}; {right}"
         _refuse(path, line)
     folder = os.path.dirname(os.path.abspath(path))
     config = _local_file(data.get("ssh_config"), f"{path}: ssh_config", folder)

@@ -82,11 +82,8 @@ def _round(
     late = asking.wait(
         STREAM_S, lambda name: len(question.more[name]) > said[name] or name in question.answers, list(mine)
     )
-    words = {
-        name: question.more[name][said[name]]
-        for name in mine
-        if name not in late and len(question.more[name]) > said[name]
-    }
+    fresh = [name for name in mine if name not in late and len(question.more[name]) > said[name]]
+    words = {name: question.more[name][said[name]] for name in fresh}
     rates = {name: fitting(RATE, word, "its rate") for name, word in words.items()}
     return {(name, mine[name].target): word["rate"] for name, word in rates.items() if "rate" in word}
 

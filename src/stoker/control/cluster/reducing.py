@@ -84,11 +84,8 @@ def reduce(
     said[first] += 1
     asking.tell(worker, {name: {**orders[name], "port": store["port"]} for name in others})
     words = {name: fitting(TIMES, _next(asking, worker, name, said[name]), "its times") for name in orders}
-    wrong = [
-        f"{name}: {word.get('error', 'no times')}"
-        for name, word in words.items()
-        if not word.get("times") or min(word["times"]) <= 0
-    ]
+    failed = {name: word for name, word in words.items() if not word.get("times") or min(word["times"]) <= 0}
+    wrong = [f"{name}: {word.get('error', 'no times')}" for name, word in failed.items()]
     if wrong:
         return Reduce(len(hosts), backend, error="; ".join(wrong[:3]))
     return Reduce(len(hosts), backend, words[first]["bytes"], tuple(words[first]["times"]))
@@ -177,11 +174,9 @@ def tune(asking: Asking, worker: Question, facts: Facts, hosts: Hosts, say: Say)
         return ["--tune: nothing was tried: no all-reduce is possible yet, see above"]
     backend = backend_of(facts)
     routes = asking.answers(asking.ask("route", {one.name: {"to": []} for one in facts.there}, 5.0), 6.0)
-    options = candidates(
-        backend,
-        {one.name: one.interface for one in facts.there},
-        {name: answer.get("addresses", {}) for name, answer in routes.items()},
-    )
+    interfaces = {one.name: one.interface for one in facts.there}
+    addresses = {name: answer.get("addresses", {}) for name, answer in routes.items()}
+    options = candidates(backend, interfaces, addresses)
     if not options:
         nothing = (
             "has nothing to choose here: one interface leads to all hosts, and it has no other setting that matters"

@@ -206,10 +206,8 @@ def _speaks_against(
 def _same_container(pid: int) -> bool:
     """Its pids and its files are ours: only then does a missing run directory or launcher mean anything."""
     try:
-        return all(
-            os.readlink(f"/proc/{pid}/ns/{kind}") == os.readlink(f"/proc/self/ns/{kind}")
-            for kind in ("pid", "mnt", "cgroup")
-        )
+        spaces = [(f"/proc/{pid}/ns/{kind}", f"/proc/self/ns/{kind}") for kind in ("pid", "mnt", "cgroup")]
+        return all(os.readlink(its) == os.readlink(own) for its, own in spaces)
     except OSError:
         return False
 

@@ -193,9 +193,8 @@ class Coordinator:
         if self.options.json:
             text = json.dumps({"schema": 1, "run": place.id, **plan.to_json()}, indent=1)
         else:
-            rows = [
-                f"  rank {p.rank}  {p.label}" + (f"  {p.gpu.name} {p.gpu.uuid}" if p.gpu else "") for p in plan.places
-            ]
+            cards = [f"  {p.gpu.name} {p.gpu.uuid}" if p.gpu else "" for p in plan.places]
+            rows = [f"  rank {p.rank}  {p.label}{card}" for p, card in zip(plan.places, cards, strict=True)]
             command = " ".join(redact.arguments(plan.roles[0].argv))
             start = f"would start {counted(plan.world_size, 'rank')} of: {command}"
             record = f"record: {os.path.relpath(place.dir, self._cwd)}"

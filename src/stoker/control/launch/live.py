@@ -127,9 +127,8 @@ class LiveRun:
                 again, env = decided, decided.env
             number += 1
             variables = [name for name, _ in env]
-            self.record.event(
-                "restart", attempt=number, **pick(verdict, "cause", "rank"), wait_s=again.wait_s, env=variables
-            )
+            why = pick(verdict, "cause", "rank")
+            self.record.event("restart", attempt=number, **why, wait_s=again.wait_s, env=variables)
             self.say(f"stoker: {again.line}")
             description.notify(self.options.notify, verdict, "restarting", self.say, wait=False)
             try:

@@ -151,9 +151,8 @@ class Supervision:
         attempt = self._attempt
         for rank in ranks:
             one, pid = attempt.plan.place(rank), attempt.up.setdefault(rank, 0)
-            attempt.ends[rank] = RankEnd(
-                rank, one.host, one.label, pid, None, time.time(), ours=True, error=attempt.errors.get(rank)
-            )
+            error = attempt.errors.get(rank)
+            attempt.ends[rank] = RankEnd(rank, one.host, one.label, pid, None, time.time(), ours=True, error=error)
 
     def _pass_signals(self) -> None:
         attempt = self._attempt

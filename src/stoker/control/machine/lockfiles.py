@@ -241,11 +241,8 @@ def _locked_by(about: os.stat_result) -> int:
         return 0
     there = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}".encode()
     same_inode = b":%d" % about.st_ino
-    found = [
-        words
-        for line in lines
-        if len(words := line.split()) >= 6 and words[1] == b"FLOCK" and words[5].endswith(same_inode)
-    ]
+    rows = (line.split() for line in lines)
+    found = [row for row in rows if len(row) >= 6 and row[1] == b"FLOCK" and row[5].endswith(same_inode)]
     # An overlay's stat has another device than its locks.
     exact = [words for words in found if words[5] == there] or found
     return int(exact[0][4]) if exact and exact[0][4].isdigit() else 0

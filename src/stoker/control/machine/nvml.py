@@ -70,10 +70,8 @@ class Nvml:
         self._nvml = _library()
         self._handles: dict[str, Any] = {}
         # nvidia-ml-py's own complaint when the driver is older than it, which is no NVMLError.
-        self._unanswered: tuple[type[Exception], ...] = (
-            self._nvml.NVMLError,
-            getattr(self._nvml, "NVMLLibraryMismatchError", self._nvml.NVMLError),
-        )
+        mismatch = getattr(self._nvml, "NVMLLibraryMismatchError", self._nvml.NVMLError)
+        self._unanswered: tuple[type[Exception], ...] = (self._nvml.NVMLError, mismatch)
 
     def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
         """None for what this card or driver does not support."""

@@ -34,13 +34,8 @@ class Origin:
 def of_this_process(environ: Mapping[str, str]) -> Origin:
     """The agent's own."""
     me = process(os.getpid())
-    return Origin(
-        os.getpid(),
-        me.start if me else 0,
-        schedulers.job(environ),
-        tuple(one.pid for one in above(os.getpid())),
-        cgroup(os.getpid()),
-    )
+    parents = tuple(one.pid for one in above(os.getpid()))
+    return Origin(os.getpid(), me.start if me else 0, schedulers.job(environ), parents, cgroup(os.getpid()))
 
 
 def read(text: str | None) -> Origin | None:
@@ -103,11 +98,8 @@ def why_another_started_it(one: Process, table: Mapping[int, Process]) -> str:
         return f"it runs outside its run's {schedulers.spoken(origin.job)}"
     if cgroup(one.pid) != origin.cgroup:
         return f"another service started it: its control group is {cgroup(one.pid).rpartition(':')[2] or 'unknown'}"
-    of_the_run = [
-        parent
-        for parent in above(one.pid, table)
-        if environment(parent.pid).get(names.RUN_ID) == environ.get(names.RUN_ID)
-    ]
+    run, parents = environ.get(names.RUN_ID), above(one.pid, table)
+    of_the_run = [parent for parent in parents if environment(parent.pid).get(names.RUN_ID) == run]
     top = of_the_run[-1] if of_the_run else one
     starter = table.get(top.parent)
     if starter is None or starter.pid in (1, origin.agent, *origin.above) or starter.name in _KEEPERS:

@@ -147,9 +147,8 @@ def job_of(run: reader.Run) -> str:
     """The Slurm job a run was started in; empty where there is none."""
     told = run.data.get("environment") or {}
     task = f"{told.get('SLURM_ARRAY_JOB_ID')}_{told.get('SLURM_ARRAY_TASK_ID')}"
-    return next(
-        (job for job in (task, str(told.get("SLURM_JOB_ID"))) if re.fullmatch(r"\d+(_\d+)?", job, re.ASCII)), ""
-    )
+    named = (task, str(told.get("SLURM_JOB_ID")))
+    return next((job for job in named if re.fullmatch(r"\d+(_\d+)?", job, re.ASCII)), "")
 
 
 def run_of(root: str, task: str) -> reader.Run | None:

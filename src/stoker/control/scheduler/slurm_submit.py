@@ -297,11 +297,8 @@ def write(script: JobScript, root: str, base: str) -> str:
 def submit(path: str, script: JobScript, environ: Mapping[str, str]) -> str:
     """The job's number. What sbatch refuses is refused in its own words."""
     # Inside a job its own request must not become the new job's, nor a rank's place the new run's.
-    env = {
-        name: value
-        for name, value in environ.items()
-        if not name.startswith(("SLURM_", "SLURMD_")) or name in ("SLURM_CONF", "SLURM_CLUSTERS")
-    }
+    inside = {name for name in environ if name.startswith(("SLURM_", "SLURMD_"))} - {"SLURM_CONF", "SLURM_CLUSTERS"}
+    env = {name: value for name, value in environ.items() if name not in inside}
     env = {name: value for name, value in env.items() if name not in OF_A_RANK}
     try:
         done = subprocess.run(

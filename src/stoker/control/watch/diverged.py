@@ -162,12 +162,9 @@ def place_of(snapshot: Snapshot) -> Place | None:
 def _with_mute(parties: list[Party], known: Snapshots, mute: Snapshots) -> list[Party]:
     """A rank without a recorder belongs to those at whose line it was."""
     joined = [list(party.ranks) for party in parties]
+    places = [{place_of(known[peer]) for peer in party.ranks} for party in parties]
     for rank, one in mute.items():
-        there = [
-            number
-            for number, party in enumerate(parties)
-            if place_of(one) in {place_of(known[peer]) for peer in party.ranks}
-        ]
+        there = [number for number, inside in enumerate(places) if place_of(one) in inside]
         if len(there) == 1:
             joined[there[0]].append(rank)
     return [Party(tuple(sorted(ranks)), party.group, party.op) for party, ranks in zip(parties, joined, strict=True)]
@@ -233,10 +230,8 @@ def _parties(edges: list[Wait]) -> list[Party]:
         for rank, op in ((edge.rank, edge.op), (edge.target, edge.other)):
             if op is not None:
                 entered.setdefault(likeness(op.name, op.sizes), {})[rank] = Party((rank,), edge.group, op)
-    return [
-        Party(tuple(sorted(ranks)), next(iter(ranks.values())).group, next(iter(ranks.values())).op)
-        for ranks in entered.values()
-    ]
+    firsts = ((ranks, next(iter(ranks.values()))) for ranks in entered.values())
+    return [Party(tuple(sorted(ranks)), first.group, first.op) for ranks, first in firsts]
 
 
 def _stall(apart: Parting, snapshots: Snapshots, proof: bool, kind: str = "") -> Stall:

@@ -39,10 +39,8 @@ def in_collective(frames: Iterable[Frame]) -> bool:
 
 
 def in_rendezvous(frames: Iterable[Frame]) -> bool:
-    return any(
-        frame.function in ("init_process_group", "rendezvous", "_store_based_barrier", "_create_c10d_store")
-        for frame in frames
-    )
+    joining = ("init_process_group", "rendezvous", "_store_based_barrier", "_create_c10d_store")
+    return any(frame.function in joining for frame in frames)
 
 
 def in_loader(frames: Iterable[Frame]) -> bool:

@@ -187,11 +187,8 @@ class Watcher:
     def _overdue(self, now: float) -> dict[int, float]:
         """Rank -> seconds of silence, of those that have been silent for longer than is usual for them."""
         alive = {rank: one for rank, one in self._ranks.items() if rank not in self._ended}
-        found = {
-            rank: now - one.heard
-            for rank, one in alive.items()
-            if one.stopped_since and now - one.stopped_since >= STOPPED_S
-        }
+        still = [rank for rank, one in alive.items() if one.stopped_since and now - one.stopped_since >= STOPPED_S]
+        found = {rank: now - alive[rank].heard for rank in still}
         quiet = {rank: one for rank, one in alive.items() if one.steps and now - one.heard > progress.FLOOR_S}
         found |= {rank: now - one.heard for rank, one in quiet.items() if now - one.heard > one.patience}
         starting = {rank: one for rank, one in alive.items() if not one.steps}

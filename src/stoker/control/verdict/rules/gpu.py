@@ -37,11 +37,8 @@ def _xids(case: Case) -> list[tuple[int, str]]:
     )
     if not crashed and not find(case, r"(?i)\b(?:cuda|nccl|hip|nvml|cublas|cudnn)"):
         return []
-    found = [
-        (int(seen[1]), line)
-        for line in case.end.around.kernel
-        if (seen := re.search(r"NVRM: Xid \([^)]*\): (\d+)", line))
-    ]
+    lines = ((re.search(r"NVRM: Xid \([^)]*\): (\d+)", line), line) for line in case.end.around.kernel)
+    found = [(int(seen[1]), line) for seen, line in lines if seen]
     return [(number, line) for number, line in found if number in _XIDS]
 
 
@@ -106,11 +103,9 @@ gpu.busy, again: The GPU would not take the process: its compute mode, its memor
   fix: {DEAD}
 """)
 def busy(case: Case, found: Match) -> Found:
-    held = [
-        f"pid {one.get('pid')} ({one.get('command') or 'outside this container'}) is on the card"
-        for one in case.end.around.holders
-        if not one.get("ours")
-    ]
+    others = [one for one in case.end.around.holders if not one.get("ours")]
+    commands = [one.get("command") or "outside this container" for one in others]
+    held = [f"pid {one.get('pid')} ({word}) is on the card" for one, word in zip(others, commands, strict=True)]
     told = f"; {held[0]}" if held else "; nobody else is seen on it: its compute mode, or a sick card"
     summary = f"{case.who}: its GPU is busy or unavailable (CUDA error 46){told}"
     return Found(summary, (*noticed(case, line_of(found)), *held))

@@ -46,10 +46,8 @@ def read(text: str) -> Refused | None:
     if head is None:
         return None
     text = text[head.start() :]
-    others = tuple(
-        (int(pid), _bytes(count, unit))
-        for pid, count, unit in re.findall(rf"Process (\d+) has {_SIZE} memory in use", text)
-    )
+    told = re.findall(rf"Process (\d+) has {_SIZE} memory in use", text)
+    others = tuple((int(pid), _bytes(count, unit)) for pid, count, unit in told)
     allocated = _one(text, rf"Of the allocated memory {_SIZE}")
     unused = _one(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
     own = _one(text, rf"this process has {_SIZE} memory in use")

@@ -33,17 +33,13 @@ oom.host: The kernel killed a rank, or a worker of it, because the host or the c
 """)
 def host(case: Case) -> Found | None:
     end = case.end
-    worker = find(
-        case, r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(?: exited unexpectedly| is killed by signal: Killed)"
-    )
+    ended = r"(?: exited unexpectedly| is killed by signal: Killed)"
+    worker = find(case, r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)" + ended)
     if end.code != -signal.SIGKILL and worker is None:
         return None
     pids = [pid.strip() for pid in worker[1].split(",")] if worker else [str(end.pid)]
-    kernel = [
-        line
-        for line in end.around.kernel
-        if "ut of memory" in line and re.search(rf"Killed process (?:{'|'.join(pids)})\b", line)
-    ]
+    killed = rf"Killed process (?:{'|'.join(pids)})\b"
+    kernel = [line for line in end.around.kernel if "ut of memory" in line and re.search(killed, line)]
     if not kernel and not end.oom_killed:
         return None
     who = f"a data-loader worker (pid {', '.join(pids)}) of {case.who}" if worker else case.who

@@ -63,11 +63,8 @@ def traced(case: Case) -> Found | None:
 
 
 def _is_traced(end: RankEnd) -> bool:
-    return (
-        end.error is not None
-        and end.error.type == "NonFinite"
-        and end.error.module == "stoker.training.forensics.culprit"
-    )
+    own = ("NonFinite", "stoker.training.forensics.culprit")
+    return end.error is not None and (end.error.type, end.error.module) == own
 
 
 def named_by(ends: Sequence[RankEnd]) -> RankEnd | None:
