@@ -24,7 +24,7 @@ from stoker.cli import clean as command
 from stoker.contract.process import process, send
 from stoker.contract.shape import replace
 from stoker.control.doctor import caches, clean, debris, leftovers
-from stoker.control.machine import origin, processes
+from stoker.control.machine import gather, origin, processes
 from stoker.control.machine.model import Machine, machine_from_json
 from stoker.control.machine.nvml import DriverError, NoDriver, Nvml
 from stoker.training.data.ours import tag
@@ -552,10 +552,10 @@ def test_who_else_is_on_the_gpus(stoker: Stoker, box: Callable[..., dict[str, st
 
 
 def test_a_driver_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftovers, "Observer", lambda: time.sleep(60))
+    monkeypatch.setattr(gather, "BOOT", "import time; time.sleep(60)")
     began = time.monotonic()
     assert leftovers.look_at_gpus(None, 0.3) == "NVML has not answered within 0 s" and time.monotonic() - began < 20
-    monkeypatch.setattr(leftovers, "Observer", lambda: 1 // 0)
+    monkeypatch.setattr(gather, "BOOT", "1 // 0")
     assert "ZeroDivisionError" in str(leftovers.look_at_gpus(None))
 
 

@@ -21,9 +21,9 @@ from stoker.contract.shapes import Finding
 from stoker.control.cluster import hosts as hostlist
 from stoker.control.cluster import transport
 from stoker.control.cluster.asking import Asking
+from stoker.control.cluster.members import Members
 from stoker.control.cluster.reaching import quick
 from stoker.control.doctor.check import exit_code
-from stoker.control.launch.members import Member, Members
 
 SPEED = {
     "between.all-reduce",
@@ -292,7 +292,7 @@ def test_tune_keeps_what_helps_in_the_hosts_file(second_network: NetCluster) -> 
 def one_agent() -> Iterator[Asking]:
     found: list[Asking] = []
     members = Members(
-        [Member(transport.local(-1))],
+        [transport.local(-1)],
         lambda member, message, payload: found[0].hear(member.host, message, payload) and None,
         lambda member, line: None,
     )
@@ -338,7 +338,7 @@ def test_the_quick_part_before_a_run(netcluster: NetCluster) -> None:
     hosts = hostlist.read(str(netcluster.file()))
     found: list[Asking] = []
     members = Members(
-        [Member(transport.reach(host, hosts)) for host in hosts.hosts],
+        transport.reach_all(hosts),
         lambda member, message, payload: found[0].hear(member.host, message, payload) and None,
         lambda member, line: None,
     )

@@ -32,7 +32,7 @@ def load(name: str) -> Examination:
 
 def report(name: str) -> str:
     found = load(name)
-    findings = check.run(check.choose([], []), found, check.Asked())
+    findings = check.run(check.choose([], []), found)
     lines = [
         f"{one.level} {one.id}"
         + (f" [GPU {one.gpu}]" if one.gpu is not None else "")
@@ -49,7 +49,7 @@ def test_a_recorded_machine_gives_exactly_its_findings(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(HEALTHY & set(NAMES)))
 def test_a_healthy_machine_gives_none(name: str) -> None:
-    assert check.run(check.choose([], []), load(name), check.Asked()) == []
+    assert check.run(check.choose([], []), load(name)) == []
 
 
 def test_there_are_machines_enough_and_every_check_has_spoken() -> None:
@@ -57,7 +57,7 @@ def test_there_are_machines_enough_and_every_check_has_spoken() -> None:
     said = {
         finding.id
         for name in NAMES
-        for finding in check.run(check.choose([], []), load(name), check.Asked())
+        for finding in check.run(check.choose([], []), load(name))
         if finding.level != "unknown"
     }
     silent = set(check.load()) - said
@@ -73,7 +73,7 @@ def test_the_three_without_a_machine() -> None:
     old = replace(sick, host=replace(sick.host, clock=1.0))
     env = replace(sick, environment={"PYTHONHOME": "/x"})
     for found, id in ((swapping, "host.swap"), (old, "host.clock"), (env, "env.python")):
-        assert id in {finding.id for finding in check.run(check.choose([id], []), found, check.Asked())}
+        assert id in {finding.id for finding in check.run(check.choose([id], []), found)}
 
 
 def test_what_is_said_elsewhere_or_harms_nobody() -> None:
@@ -85,7 +85,7 @@ def test_what_is_said_elsewhere_or_harms_nobody() -> None:
             next(
                 (
                     finding.level
-                    for finding in check.run(check.choose([], []), one, check.Asked())
+                    for finding in check.run(check.choose([], []), one)
                     if finding.id == "host.address-space"
                 ),
                 None,
@@ -97,14 +97,14 @@ def test_what_is_said_elsewhere_or_harms_nobody() -> None:
         machine=replace(found.machine, gpus=(), gpu_error="no answer in 3 s"),
         environment={"CUDA_VISIBLE_DEVICES": "0,1"},
     )
-    findings = check.run(check.choose([], []), hung, check.Asked())
+    findings = check.run(check.choose([], []), hung)
     assert "gpu.count" not in {finding.id for finding in findings} and "driver does not answer" in advice(
         hung, findings
     )
 
 
 def test_asking_for_too_much() -> None:
-    findings = check.run(check.choose(["gpu.count"], []), load("box8-healthy"), check.Asked(ranks=9))
+    findings = check.run(check.choose(["gpu.count"], []), load("box8-healthy"), 9)
     assert [finding.level for finding in findings] == ["fail"] and "9 ranks" in findings[0].text
 
 

@@ -609,10 +609,12 @@ def test_data_of_another_tokenizer_than_the_weights_is_refused(tmp_path: Path) -
     def ready(name: str) -> Any:
         return types.SimpleNamespace(vocab_size=300, tokenizer=str(tmp_path / name))
 
-    _check_weights(str(tmp_path / "hf"), 0, ready("bytes"))  # weights without a tokenizer: nothing to compare
+    _check_weights(
+        ModelConfig(load=str(tmp_path / "hf")), ready("bytes")
+    )  # weights without a tokenizer: nothing to compare
     shutil.copy(tmp_path / "words" / "tokenizer.json", tmp_path / "hf")
-    _check_weights(str(tmp_path / "hf"), 0, ready("words"))
-    line = refused(lambda: _check_weights(str(tmp_path / "hf"), 0, ready("bytes")))
+    _check_weights(ModelConfig(load=str(tmp_path / "hf")), ready("words"))
+    line = refused(lambda: _check_weights(ModelConfig(load=str(tmp_path / "hf")), ready("bytes")))
     assert (
         "the data's tokenizer is not that of" in line
         and " here; " in line

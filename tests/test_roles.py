@@ -10,10 +10,9 @@ from typing import Any, cast
 import stoker as package
 from conftest import Stoker
 from stoker.contract.shapes import RankEnd, Verdict
-from stoker.control.launch import orders
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.options import RunOptions
-from stoker.control.launch.plan import Place, Role, RunPlan, common_environment
+from stoker.control.launch.plan import Place, Role, RunPlan, Towards, common_environment, start_order
 from stoker.control.launch.restarts import Restarts
 from stoker.control.launch.runplace import RunPlace
 
@@ -29,7 +28,7 @@ PLAN = RunPlan(PLACES, (TRAIN, SERVE), ("",), False, False, {"": 3}, (), {"": No
 def test_each_rank_has_the_number_the_world_and_the_command_of_its_role() -> None:
     options, place = RunOptions(), RunPlace("/runs/x", "x", "x", 0, False)
     common = {role.name: common_environment(PLAN, role, options, {}, place, 4) for role in PLAN.roles}
-    order = orders.start(PLAN, options, 0, orders.Towards(workdir="/w"), {}, common, {"MASTER_PORT": "1"})
+    order = start_order(PLAN, options, 0, Towards(workdir="/w"), {}, common, {"MASTER_PORT": "1"})
     told = [
         {**order["common"], **spec, "env": {**order["common"]["env"], **spec["env"]}} for spec in order["ranks"]
     ]  # as an agent joins them

@@ -24,11 +24,11 @@ from stoker.contract import protocol
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shapes import RankEnd, RankError, Verdict
 from stoker.control.cluster import copying, transport
+from stoker.control.cluster.members import Members
 from stoker.control.launch import rendezvous, supervision
 from stoker.control.launch.agents import Agents
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.live import LiveRun
-from stoker.control.launch.members import Member, Members
 from stoker.control.launch.nodes import Meeting, Nodes
 from stoker.control.launch.supervision import Supervision
 
@@ -39,9 +39,10 @@ class Alone:
     """An agent by itself, and all it says."""
 
     def __init__(self, folder: Path) -> None:
-        self.member = Member(transport.local(-1))
         self.heard: list[dict[str, Any]] = []
-        self.members = Members([self.member], lambda _, message, payload: self.heard.append(message), lambda *_: None)
+        links = [transport.local(-1)]
+        self.members = Members(links, lambda _, message, payload: self.heard.append(message), lambda *_: None)
+        self.member = self.members.all[0]
         (folder / "machine.json").write_text(json.dumps(machine_json(0)))
         self.member.say(
             {
@@ -88,7 +89,7 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
 
 def test_what_a_login_printed_is_not_why_its_agent_was_lost_later() -> None:
     told = f"echo welcome to STOKER; sleep 0.3; printf %s {shlex.quote(protocol.SENTINEL.decode())}"
-    members = Members([Member(transport.start(["sh", "-c", told], "gpu1"))], lambda *_: None, lambda *_: None)
+    members = Members([transport.start(["sh", "-c", told], "gpu1")], lambda *_: None, lambda *_: None)
     member = members.all[0]
     deadline = time.monotonic() + 10
     while not member.gone and time.monotonic() < deadline:

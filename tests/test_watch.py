@@ -45,7 +45,7 @@ def op(
     return {
         "seq": seq,
         "p2p": p2p,
-        "op": name,
+        "name": name,
         "sizes": [list(one) for one in sizes],
         "done": done,
         "order": seq if order is None else order,
@@ -55,7 +55,7 @@ def op(
 def group(
     *ops: dict[str, Any], name: str = "0", about: str = "default_pg", ranks: list[int] | None = None
 ) -> dict[str, Any]:
-    return {"group": name, "about": about, "ops": list(ops), **({"ranks": ranks} if ranks else {})}
+    return {"name": name, "about": about, "ops": list(ops), **({"ranks": ranks} if ranks else {})}
 
 
 def rank(number: int, *groups: dict[str, Any], frames: Any = (), **more: Any) -> Snapshot:
@@ -190,7 +190,7 @@ def test_a_group_made_again_is_counted_anew() -> None:
         }
         for n, (seq, name) in enumerate([(1, "gloo:barrier"), (2, "gloo:broadcast"), (1, "gloo:all_reduce")])
     ]
-    assert [one["op"] for one in digest({"entries": entries})[0]["ops"]] == ["gloo:all_reduce"]
+    assert [one["name"] for one in digest({"entries": entries})[0]["ops"]] == ["gloo:all_reduce"]
 
 
 def test_asynchronous_operations_in_another_order_are_no_proof() -> None:

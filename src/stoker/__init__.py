@@ -7,7 +7,8 @@ From Python, instead of `stoker run`:
     results = stoker.launch(train, config, nproc=4)     {rank: what train(config) returned there}
 """
 
-from stoker.control.rank.words import beat, mark, phase, resume
+import os
+import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,15 +19,54 @@ __version__ = "0.1.0"
 __all__ = ["LaunchFailed", "__version__", "beat", "launch", "mark", "phase", "resume"]
 
 
+def _shim() -> "Any":
+    """None outside a run, and in a rank's helper processes."""
+    shim = sys.modules.get("stoker.control.rank.shim")
+    return shim if shim is not None and shim.inside() else None
+
+
+def beat(step: "int | None" = None, loss: "float | None" = None, tokens: "int | None" = None) -> None:
+    """One step of progress. `loss` may be a tensor only if reading it is free: pass a float you already have."""
+    if shim := _shim():
+        shim.script_beat(step, loss)
+
+
+def mark(name: str) -> None:
+    """A point in the script's life, e.g. "POST-MODEL" once the model is loaded."""
+    if shim := _shim():
+        shim.tell("mark", str(name)[:64])
+
+
+def phase(name: str) -> None:
+    """What the script does from here on: "train", "eval", "save" ... Long phases that say so are not taken for a hang."""
+    if shim := _shim():
+        shim.tell("phase", str(name)[:32])
+
+
+def resume() -> "str | None":
+    """The path of the newest complete checkpoint under this run's checkpoints/, or None.
+
+    A folder is complete when it holds manifest.json, written last, and every file the manifest names is there with its
+    size; a file is complete when it is in place under its own name (write to NAME.tmp, then rename).
+    """
+    run_dir = os.environ.get("STOKER_RUN_DIR")
+    if not run_dir:
+        return None
+    from importlib import import_module  # a package's first module imports none of the others
+
+    newest = import_module("stoker.contract.checkpoints").newest
+    saved = newest(run_dir, lambda line: print(f"stoker: {line}", file=sys.stderr, flush=True))
+    return saved.path if saved else None
+
+
 class LaunchFailed(RuntimeError):
     """A run of stoker.launch that did not end well. `verdict` says why (`stoker docs verdicts`); the rest are shortcuts into
     it.
     """
 
     def __init__(self, verdict: "Any", run_dir: str, traceback: str) -> None:
-        super().__init__(
-            verdict.summary + (f"; record: {run_dir}" if run_dir else "") + (f"\n\n{traceback}" if traceback else "")
-        )
+        record = f"; record: {run_dir}" if run_dir else ""
+        super().__init__(verdict.summary + record + (f"\n\n{traceback}" if traceback else ""))
         self.verdict = verdict
         self.cause: str = verdict.cause
         self.rank: int | None = verdict.rank  # the guilty one

@@ -4,7 +4,13 @@ does the work.
 
 from __future__ import annotations
 
+import dataclasses
+import dis
+import enum
+import importlib
+import io
 import json
+import marshal
 import os
 import pickle
 import shutil
@@ -13,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from stoker import LaunchFailed
@@ -25,7 +32,8 @@ from stoker.contract.shapes import Verdict
 from stoker.control.cluster.transport import ROOT
 from stoker.control.launch.ladder import flag_words
 from stoker.control.launch.options import TORCHRUN_VARIABLES, RunOptions
-from stoker.control.rank import byvalue, call
+from stoker.control.rank import call
+from stoker.control.rank.call import NoValue, fill_class, fill_function, make_class, make_function, make_mapping
 from stoker.control.record import reader
 from stoker.control.verdict.launch import lost
 
@@ -48,9 +56,8 @@ def launch(
 ) -> dict[int, Any]:
     """See stoker.launch, which has the words for people."""
     if call.importing_main:
-        raise RuntimeError(
-            "stoker.launch runs while its ranks import this script: put the call below  if __name__ == '__main__':"
-        )
+        line = "stoker.launch runs while its ranks import this script"
+        raise RuntimeError(f"{line}: put the call below  if __name__ == '__main__':")
     words = _words(nproc, options)
     folder = tempfile.mkdtemp(prefix="stoker-launch-")  # 0700
     try:
@@ -81,17 +88,15 @@ def _write_call(folder: str, function: Callable[..., Any], args: tuple[Any, ...]
     main = {key: caller[key] for key in ("init_main_from_name", "init_main_from_path") if key in caller}
     if not os.path.exists(main.get("init_main_from_path", __file__)):  # `python - < script` calls it <stdin>
         main = {}
-    data = byvalue.dumps((function, args), bool(main))
+    data = dumps((function, args), bool(main))
     if b"__main__" not in data:  # nothing of the caller's script is needed: it is not imported
         main = {}
     with open(os.path.join(folder, call.MAIN), "w", encoding="utf-8") as file:
         json.dump({"sys_path": caller["sys_path"], "sys_argv": caller["sys_argv"], **main}, file)
     with open(os.path.join(folder, call.CALL), "wb") as pickled:
         pickled.write(data)
-    name = (
-        "".join(char if char.isalnum() else "-" for char in getattr(function, "__name__", "call")).strip("-") or "call"
-    )
-    script = os.path.join(folder, f"{name}.py")
+    name = "".join(char if char.isalnum() else "-" for char in getattr(function, "__name__", "call")).strip("-")
+    script = os.path.join(folder, f"{name or 'call'}.py")
     with open(script, "w", encoding="utf-8") as file:
         file.write(_RANK.format(root=ROOT, folder=folder))
     return script
@@ -99,9 +104,8 @@ def _write_call(folder: str, function: Callable[..., Any], args: tuple[Any, ...]
 
 def _run(words: list[str], environment: dict[str, str]) -> int:
     """To its end. Ctrl-C goes to the run, which ends its ranks, and then to the caller."""
-    env = {
-        name: value for name, value in environment.items() if name not in TORCHRUN_VARIABLES
-    }  # they are of a torchrun command
+    # They are of a torchrun command.
+    env = {name: value for name, value in environment.items() if name not in TORCHRUN_VARIABLES}
     # A notebook's cell shows what is written to sys.stdout, which is no file there.
     captured = sys.stdout is not sys.__stdout__ or sys.stderr is not sys.__stderr__
     stream = subprocess.PIPE if captured else None
@@ -113,11 +117,8 @@ def _run(words: list[str], environment: dict[str, str]) -> int:
     child = subprocess.Popen(
         argv, env=env, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
     )
-    relays = [
-        threading.Thread(target=_relay, args=pair, daemon=True)
-        for pair in ((child.stdout, sys.stdout), (child.stderr, sys.stderr))
-        if captured
-    ]
+    streams = ((child.stdout, sys.stdout), (child.stderr, sys.stderr)) if captured else ()
+    relays = [threading.Thread(target=_relay, args=pair, daemon=True) for pair in streams]
     for thread in relays:
         thread.start()
     interrupted = False
@@ -149,15 +150,11 @@ def _relay(source: IO[bytes], target: IO[str]) -> None:
 def _results(folder: str, report: str) -> dict[int, Any]:
     run = reader.load(reader.read_json(report)["run_dir"])
     assert run is not None
-    found = [
-        tuple(int(part) for part in name[: -len(".pickle")].split("-")[1:])
-        for name in os.listdir(folder)
-        if name.startswith("result-")
-    ]
+    kept = [name.removesuffix(".pickle") for name in os.listdir(folder) if name.startswith("result-")]
+    found = [tuple(int(part) for part in name.split("-")[1:]) for name in kept]
     last = max((restarts for restarts, _ in found), default=0)
-    results: dict[int, Any] = dict.fromkeys(
-        range(int(run.data["plan"]["world_size"]))
-    )  # None of a rank that left with sys.exit(0)
+    # None of a rank that left with sys.exit(0).
+    results: dict[int, Any] = dict.fromkeys(range(int(run.data["plan"]["world_size"])))
     for restarts, rank in found:
         if restarts == last:
             with open(call.result_file(folder, restarts, rank), "rb") as file:
@@ -174,9 +171,123 @@ def _failure(code: int, report: str) -> LaunchFailed:
         what = f"the launcher ended with {code} before the run began; what it printed says why"
         return LaunchFailed(Verdict("failed", "launch.system", what, code if code > 0 else EX_SOFTWARE), "", "")
     verdict = run.verdict or lost(run.id)
-    kept = (
-        reader.read_json(layout.rank_error(run.dir, verdict.attempt, verdict.rank))
-        if verdict.rank is not None
-        else None
-    )
+    kept = None
+    if verdict.rank is not None:
+        kept = reader.read_json(layout.rank_error(run.dir, verdict.attempt, verdict.rank))
     return LaunchFailed(verdict, run.dir, str((kept or {}).get("traceback") or ""))
+
+
+# ---- pickles functions and classes no other process can import: of a notebook, a REPL, `python - < x`; lambdas; nested ----
+#
+# Everything that can be imported goes by its name, as pickle does it. The rest goes by its code and by what that uses
+# (rank/call.py makes it again).
+
+_GLOBAL = ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME", "DELETE_GLOBAL")
+_MADE_BY_PYTHON = ("__dict__", "__weakref__", "_abc_impl")
+
+
+class NotSendable(ValueError):
+    """It can't be made again in another process."""
+
+
+def dumps(value: Any, main_has_a_file: bool) -> bytes:
+    out = io.BytesIO()
+    try:
+        _Pickler(out, main_has_a_file).dump(value)
+    except NotSendable:
+        raise
+    except Exception as problem:  # pickle raises whatever an object's own methods raise
+        raise NotSendable(f"{problem}") from problem
+    return out.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, out: io.BytesIO, main_has_a_file: bool) -> None:
+        super().__init__(out)
+        self._main_has_a_file = main_has_a_file
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, types.FunctionType):
+            return NotImplemented if self._importable(value) else self._function(value)
+        if isinstance(value, type):
+            return NotImplemented if self._importable(value) else self._class(value)
+        if isinstance(value, types.ModuleType):
+            return importlib.import_module, (value.__name__,)
+        if isinstance(value, (staticmethod, classmethod)):
+            return type(value), (value.__func__,)
+        if isinstance(value, property):
+            return property, (value.fget, value.fset, value.fdel, value.__doc__)
+        if isinstance(value, types.MappingProxyType):
+            return make_mapping, (dict(value),)
+        if value is dataclasses.MISSING:  # compared by identity, as are the three kinds of fields
+            return getattr, (dataclasses, "MISSING")
+        if type(value).__module__ == "dataclasses" and type(value).__name__ == "_FIELD_BASE":
+            return getattr, (dataclasses, value.name)
+        return NotImplemented
+
+    def _importable(self, value: types.FunctionType | type) -> bool:
+        """By its name; what has no such place in a module at all (NoneType, say) is left to pickle, which knows a few."""
+        if value.__module__ == "__main__" and not self._main_has_a_file:
+            return False
+        return not any(part.startswith("<") for part in value.__qualname__.split("."))  # <locals>, <lambda>
+
+    def _function(self, function: types.FunctionType) -> Any:
+        code, cells = function.__code__, function.__closure__ or ()
+        home = function.__module__ if function.__module__ in sys.modules else "__main__"
+        by_file = home != "__main__" or self._main_has_a_file  # its module has its globals there too
+        wanted = {} if by_file else _globals(code)
+        used = {name: function.__globals__[name] for name in wanted if name in function.__globals__}
+        kept = ("__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__name__", "__qualname__")
+        attributes = {name: getattr(function, name) for name in kept}
+        state = {
+            "globals": used,
+            "imports": list(_submodules(code, used)),
+            "closure": [_content(cell) for cell in cells],
+            "attributes": attributes,
+            "dict": dict(function.__dict__),
+        }
+        return make_function, (marshal.dumps(code), home, len(cells)), state, None, None, fill_function
+
+    def _class(self, cls: type) -> Any:
+        if isinstance(cls, enum.EnumMeta):
+            line = f"{cls.__name__} is an Enum that other processes can't import: put it into a .py file and import it"
+            raise NotSendable(line)
+        slots = cls.__dict__.get("__slots__", ())
+        slots = (slots,) if isinstance(slots, str) else tuple(slots)
+        made = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} | (
+            {"__slots__": slots} if "__slots__" in cls.__dict__ else {}
+        )
+        rest = {name: value for name, value in cls.__dict__.items() if name not in (*_MADE_BY_PYTHON, *made, *slots)}
+        return make_class, (type(cls), cls.__name__, cls.__bases__, made), rest, None, None, fill_class
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return NoValue
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _globals(code: types.CodeType) -> dict[str, None]:
+    """Names of module variables that it or a function in it uses, in order."""
+    return {step.argval: None for part in _codes(code) for step in dis.get_instructions(part) if step.opname in _GLOBAL}
+
+
+def _submodules(code: types.CodeType, used: dict[str, Any]) -> Iterator[str]:
+    """`import xml.dom.minidom` leaves only `xml` in the globals: which modules below it the code goes through."""
+    names = {name for part in _codes(code) for name in part.co_names}
+    for module in used.values():
+        if isinstance(module, types.ModuleType):
+            below = module.__name__ + "."
+            yield from (
+                name
+                for name in list(sys.modules)
+                if name.startswith(below) and names.issuperset(name[len(below) :].split("."))
+            )

@@ -21,7 +21,7 @@ from conftest import Stoker, wait_for
 from stoker.contract.names import Refusal
 from stoker.control.launch import rendezvous
 from stoker.control.launch.nodes import Meeting, Nodes
-from stoker.control.launch.rdzv_secret import Secret, find
+from stoker.control.launch.rendezvous import Secret, find_secret
 
 SECRET, OTHER = "0123456789abcdef" * 4, "another secret, as long as it must be"
 SOON = 5.0
@@ -422,9 +422,9 @@ def test_the_secret_may_be_in_a_file_that_nobody_else_reads(tmp_path: Path) -> N
     file = tmp_path / "secret"
     file.write_text(SECRET + "\n")
     file.chmod(0o600)
-    found = find({"STOKER_RDZV_SECRET_FILE": str(file)})
+    found = find_secret({"STOKER_RDZV_SECRET_FILE": str(file)})
     assert found is not None and found.proof("guest", {}, "c") == Secret(SECRET.encode()).proof("guest", {}, "c")
-    assert find({}) is None
+    assert find_secret({}) is None
     fifo = tmp_path / "pipe"
     os.mkfifo(fifo, 0o600)
     for change, says in (
@@ -434,11 +434,11 @@ def test_the_secret_may_be_in_a_file_that_nobody_else_reads(tmp_path: Path) -> N
         ({"STOKER_RDZV_SECRET_FILE": str(fifo)}, "can't be read"),
     ):
         with pytest.raises(Refusal, match=says) as refused:
-            find(change)
+            find_secret(change)
         assert SECRET not in refused.value.line and "short" not in refused.value.line
     file.chmod(0o644)
     with pytest.raises(Refusal, match="chmod 600"):
-        find({"STOKER_RDZV_SECRET_FILE": str(file)})
+        find_secret({"STOKER_RDZV_SECRET_FILE": str(file)})
 
 
 def test_the_secret_is_neither_recorded_nor_given_to_ranks(stoker: Stoker, port: int) -> None:

@@ -18,7 +18,7 @@ from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json, pick
-from stoker.contract.untrusted import parse_json
+from stoker.contract.untrusted import json_lines
 from stoker.control.doctor import burnin as doctor
 from stoker.control.launch.options import RunOptions, ranks_asked
 from stoker.control.launch.request import Request
@@ -213,14 +213,4 @@ def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def _records(path: str) -> Iterator[dict[str, Any]]:
-    """Whole lines only: a rank may have been killed while it wrote one."""
-    try:
-        with open(path, "rb") as file:
-            for line in file:
-                if line.endswith(b"\n"):
-                    try:
-                        yield parse_json(line)
-                    except ValueError:
-                        continue  # a full disk tore it
-    except FileNotFoundError:
-        return
+    return (record for _, record in json_lines(path))

@@ -1,7 +1,6 @@
 """The launcher of `stoker.launch`, in a process of its own: python -c ... CALLER REPORT [options] -- script
 
-CALLER is the pid of the process that waits; when it is gone the run ends. REPORT is a file for what it needs to know:
-the run directory, or a refusal.
+CALLER: the pid that waits; when it is gone the run ends. REPORT: a file for the run directory, or a refusal.
 """
 
 from __future__ import annotations

@@ -60,9 +60,6 @@ def main(argv: list[str]) -> int:
     return _named(told) if told.pid else _leftovers(told)
 
 
-# ---- leftovers ----
-
-
 def _leftovers(told: argparse.Namespace) -> int:
     machine, held = _look()
     left, alone = leftovers.find_leftovers(held, told.runs_dir)
@@ -157,9 +154,6 @@ def _stop(found: list[Found], grace: float, before: Machine, more: Any = list) -
     return stopped, clean.wait_for_memory(before, gone, lambda: leftovers.look_at_gpus(None))
 
 
-# ---- caches ----
-
-
 def _caches(told: argparse.Namespace) -> int:
     found = caches.find_caches(caches.cache_roots(os.environ, os.getcwd()))
     chosen = caches.choose_to_prune(found, told.older_than, told.max_size)
@@ -200,9 +194,6 @@ def _show_caches(found: list[Cache], chosen: list[Cache]) -> None:
         held, idle = gb(sum(one.size for one in members)), span(min(one.idle for one in members))
         _line(f"{members[0].kind:<8} {held:>9} {idle:>14}  {path}{note}")
     print(f"{'total':<8} {gb(sum(one.size for one in found)):>9}")
-
-
-# ---- words ----
 
 
 def _show_processes(title: str, found: list[Found]) -> None:
@@ -289,9 +280,6 @@ def _count(items: list[Any], one: str, many: str) -> str:
 
 def _short(command: str) -> str:
     return command if len(command) <= 100 else command[:99] + "…"
-
-
-# ---- JSON ----
 
 
 def _processes(found: list[Found]) -> list[dict[str, Any]]:

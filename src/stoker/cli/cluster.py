@@ -58,9 +58,7 @@ def parser() -> Parser:
     """For completion: both words, and check's flags."""
     made = Parser("stoker cluster")
     made.add_argument("what", choices=("check", "init"))
-    for action in check_parser()._actions:
-        if "-h" not in action.option_strings:
-            made._add_action(action)
+    made.take_over(check_parser())
     return made
 
 
@@ -119,6 +117,7 @@ def check(argv: list[str]) -> int:
     told = check_parser().parse_args(argv)
     hosts = _hosts(told)
     from stoker.control.cluster import between
+    from stoker.control.cluster.asking import meeting
     from stoker.control.cluster.check import Asked, Checking, doctor_findings
     from stoker.control.cluster.price import parameters
     from stoker.control.doctor.check import exit_code
@@ -128,14 +127,15 @@ def check(argv: list[str]) -> int:
     if sys.stderr.isatty():
         say(f"asking {counted(len(hosts.hosts), 'host')}, some seconds")
     tuned: list[str] = []
-    with Checking(hosts, asked, _members) as checking:
+    with meeting(hosts) as asking:
+        checking = Checking(hosts, asked, asking)
         facts = checking.look()
         findings = [*between.findings(facts), *doctor_findings(facts, hosts)]
         if told.tune:
             from stoker.control.cluster.reducing import tune
 
             assert checking.worker is not None
-            tuned = tune(checking.asking, checking.worker, facts, hosts, say)
+            tuned = tune(asking, checking.worker, facts, hosts, say)
     report: dict[str, Any] = {
         "schema": 1,
         "exit_code": exit_code(findings),
@@ -201,15 +201,6 @@ def _print(facts: Any, findings: list[Finding], report: dict[str, Any]) -> None:
     print(f"checked in {report['seconds']:.1f} s")
 
 
-def _members(links: Any, hear: Any, complain: Any) -> Any:
-    from stoker.control.launch.members import Member, Members
-
-    return Members([Member(link) for link in links], hear, complain)
-
-
-# ---- init ----
-
-
 def init_parser() -> Parser:
     about = "Asks each host for its GPUs, a Python with torch and its way to the others, and writes a hosts file."
     made = Parser("stoker cluster init", about, _INIT_EXAMPLES)
@@ -234,16 +225,9 @@ def init(argv: list[str]) -> int:
 
     told.identity, told.ssh_config = _from_here(told.identity), _from_here(told.ssh_config)
     of_all = {key: getattr(told, key) for key in ("user", "port", "identity", "python", "workdir")}
-    main_part(
-        told.hosts,
-        told.out,
-        {key: value for key, value in of_all.items() if value is not None},
-        {"ssh_config": told.ssh_config} if told.ssh_config else {},
-        tuple(told.ssh_option),
-        told.force,
-        _members,
-        say,
-    )
+    defaults = {key: value for key, value in of_all.items() if value is not None}
+    more = {key: value for key, value in (("ssh_config", told.ssh_config), ("ssh_options", told.ssh_option)) if value}
+    main_part(told.hosts, told.out, defaults, more, told.force, say)
     return 0
 
 

@@ -23,13 +23,9 @@ def whole_parser() -> argparse.ArgumentParser:
     from stoker.cli.main import COMMANDS
 
     whole = argparse.ArgumentParser(prog="stoker")
-    commands = whole.add_subparsers()
+    commands = whole.add_subparsers(parser_class=Parser)
     for name, text in COMMANDS.items():
-        part = import_module(f"stoker.cli.{name}").parser()
-        made = commands.add_parser(name, help=text)
-        for action in part._actions:
-            if "-h" not in action.option_strings:
-                made._add_action(action)
+        commands.add_parser(name, help=text).take_over(import_module(f"stoker.cli.{name}").parser())
     return whole
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from stoker.contract import terminal
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import as_json
+from stoker.contract.terminal import highlighted, say
 from stoker.contract.untrusted import json_text
 
 if TYPE_CHECKING:
     from stoker.training.data.show import Shown
 
 _ACTIONS = ("show",)
+_ABOUT = (
+    "What training would make of a file: its format, its tokens, samples with the learned tokens marked, and which rows"
+    " would be left out and why. Writes nothing."
+)
 _EXAMPLES = """examples:
   stoker data show chats.jsonl --tokenizer ./model
   stoker data show ultrafeedback.jsonl.gz --context-length 2048
@@ -26,38 +27,23 @@ _EXAMPLES = """examples:
 def parser() -> Parser:
     made = Parser(prog="stoker data")
     made.add_argument("action", choices=_ACTIONS)
-    for action in show_parser()._actions:
-        if "-h" not in action.option_strings:
-            made._add_action(action)
+    made.take_over(show_parser())
     return made
 
 
 def show_parser() -> Parser:
     from stoker.training.data.formats.table import AUTO, NAMES
 
-    made = Parser(
-        prog="stoker data show",
-        description="What training would make of a file: its format, its tokens, samples with the learned tokens marked,"
-        " and which rows would be left out and why. Writes nothing.",
-        epilog=_EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument("path", nargs="+", metavar="PATH", help="files, folders or globs, packed or not, or a hub id")
-    made.add_argument(
-        "--tokenizer",
-        default="bytes",
-        metavar="PATH",
-        help="a folder with tokenizer.json, or a hub id (default: bytes, a token each)",
-    )
+    made = Parser("stoker data show", _ABOUT, _EXAMPLES, allow_abbrev=False)
+    made.option("path", "PATH", "files, folders or globs, packed or not, or a hub id", nargs="+")
+    tokenizer = "a folder with tokenizer.json, or a hub id (default: bytes, a token each)"
+    made.option("--tokenizer", "PATH", tokenizer, default="bytes")
     made.add_argument("--format", default=AUTO, choices=NAMES, help="how rows are written (default: recognised)")
-    made.add_argument("--text-key", default="text", metavar="NAME", help="the field that holds a plain text")
-    made.add_argument(
-        "--context-length", type=int, default=1024, metavar="N", help="tokens a sample has (default: 1024)"
-    )
-    made.add_argument("--rows", type=int, default=0, metavar="N", help="look at the first so many rows of each file")
-    made.add_argument("--cache", default="cache", metavar="DIR", help="where rows of a hub id are kept")
-    made.add_argument("--json", action="store_true", help="everything as JSON")
+    made.option("--text-key", "NAME", "the field that holds a plain text", default="text")
+    made.option("--context-length", "N", "tokens a sample has (default: 1024)", int, default=1024)
+    made.option("--rows", "N", "look at the first so many rows of each file", int, default=0)
+    made.option("--cache", "DIR", "where rows of a hub id are kept", default="cache")
+    made.switch("--json", "everything as JSON")
     return made
 
 
@@ -76,8 +62,8 @@ def main(argv: list[str]) -> int:
 
     ask = Ask(load(given.tokenizer), given.context_length, given.format, given.text_key, given.rows)
     files = []
-    for path in files_of(given.path, given.cache, _say):
-        shown = show(path, ask, _say)
+    for path in files_of(given.path, given.cache, say):
+        shown = show(path, ask, say)
         files.append(shown)
         if not given.json:
             _print(shown, given.tokenizer, given.context_length)
@@ -103,14 +89,6 @@ def _print(shown: Shown, tokenizer: str, context: int) -> None:
         print(f"  training refuses this file: {shown.refused}")
     for sample in shown.samples:
         print(f"\n--- row {sample.row}{f', {sample.what}' if sample.what else ''}")
-        terminal.highlighted(_with_end(sample.pieces, sample.cut))
+        highlighted([*sample.pieces, *([(" …", False)] if sample.cut else [])])
     if shown.samples:
         print()
-
-
-def _with_end(pieces: Sequence[tuple[str, bool]], cut: bool) -> list[tuple[str, bool]]:
-    return [*pieces, *([(" …", False)] if cut else [])]
-
-
-def _say(line: str) -> None:
-    print(f"stoker: {line}", file=sys.stderr, flush=True)

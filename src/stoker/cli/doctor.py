@@ -51,7 +51,6 @@ def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     checks = check.choose(told.only, told.skip)
     runs_dir = layout.runs_root(told.runs_dir, os.environ)
-    asked = check.Asked(told.nproc_per_node, runs_dir)
     if told.no_probe:
         checks = [one for one in checks if "probes" not in one.needs]
     whole = bool(told.record or told.bundle)
@@ -63,9 +62,9 @@ def main(argv: list[str]) -> int:
         return examine(runs_dir, told.master_port, parts - {"probes"} if told.no_probe else parts)
 
     if told.watch:
-        return _watch(look, checks, asked, told.watch)
+        return _watch(look, checks, told.nproc_per_node, told.watch)
     found = look()
-    findings = check.run(checks, found, asked)
+    findings = check.run(checks, found, told.nproc_per_node)
     if told.record:
         _write(told.record, json_text(redact.data(found.to_json())) + "\n")
     if told.bundle:
@@ -107,14 +106,14 @@ def _print(found: Examination, findings: list[Finding], count: int) -> None:
     print(advice(found, findings))
 
 
-def _watch(look: Any, checks: list[check.Check], asked: check.Asked, seconds: float) -> int:
+def _watch(look: Any, checks: list[check.Check], ranks: int, seconds: float) -> int:
     """Prints what appears and what goes away, until Ctrl-C. Ends with the last state's exit code."""
     before: dict[tuple[str, str], Finding] = {}
     findings: list[Finding] = []
     first = True
     try:
         while True:
-            findings = check.run(checks, look(), asked)
+            findings = check.run(checks, look(), ranks)
             now = {(finding.id, finding.text): finding for finding in findings}
             stamp = time.strftime("%H:%M:%S")
             for key in now.keys() - before.keys():

@@ -75,26 +75,22 @@ def _main(argv: list[str] | None) -> int:
         from importlib import import_module
 
         return int(import_module(f"stoker.cli.{command}").main(rest))
-    except Refusal as refusal:
-        from stoker.contract import redact
-
-        print(redact.whole(f"stoker: {refusal.line}"), file=sys.stderr)
-        return refusal.code
     except BrokenPipeError:
         # `stoker logs | head`: the reader has enough. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
+    except Refusal as refusal:
+        line, code = refusal.line, refusal.code
     except OSError as problem:
-        from stoker.contract import redact
-
-        print(redact.whole(f"stoker: {printable(str(problem))}"), file=sys.stderr)
-        return EX_OSERR
+        line, code = printable(str(problem)), EX_OSERR
     except RecursionError as problem:
-        print(f"stoker: something is nested too deeply, {_place(problem)}", file=sys.stderr)
-        return EX_DATAERR
+        line, code = f"something is nested too deeply, {_place(problem)}", EX_DATAERR
     except MemoryError as problem:
-        print(f"stoker: out of memory, {_place(problem)}", file=sys.stderr)
-        return EX_OSERR
+        line, code = f"out of memory, {_place(problem)}", EX_OSERR
+    from stoker.contract import redact
+
+    print(redact.whole(f"stoker: {line}"), file=sys.stderr)
+    return code
 
 
 def _place(problem: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 from stoker.contract import schedulers
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
@@ -13,10 +14,7 @@ from stoker.control.launch.request import Request, how_to_run
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
     from stoker.control.cluster.hosts import Hosts
-
 
 # Options of runs on several machines: the others load nothing for them.
 _SEVERAL = {"hosts", "min_hosts", "sync", "stage", "nnodes", "node_rank"}
@@ -50,11 +48,7 @@ def add_script(made: Parser) -> None:
 
 
 def split(words: list[str], made: Parser | None = None) -> tuple[dict[str, Any], str | None, list[str]]:
-    """(the options that flags gave, the script, its arguments). `made`: of a command with more flags than ours.
-
-    argparse would look at the script's own arguments too, and refuse `train.py --debug` because two spellings of
-    --debug-retry begin so.
-    """
+    """(options, script, its arguments). argparse alone would refuse the script's own `--debug`: two of ours begin so."""
     made, argv = made or parser(), list(words)
     at = _script_at(made, argv)
     found, extra = made.parse_known_args(argv[:at])

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterator
 
 from stoker.cli.sight import gpus_to_use, look
 from stoker.contract import names, redact
@@ -17,8 +18,6 @@ from stoker.speedrun.options import SpeedrunOptions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from stoker.speedrun.course import Course
     from stoker.speedrun.drive import Tools
 

@@ -25,6 +25,7 @@ from stoker.training.config.lasting import lasting, pinned, with_tokenizer
 from stoker.training.config.layers import PREFIX, Layers, gather
 from stoker.training.config.resolve import Resolved, flags, on_cpu, settle
 from stoker.training.config.schema import SECTIONS, Config
+from stoker.training.data.sources import check_there, fetch, is_hub_id, share_of
 from stoker.training.loop.loggers import check_loggers
 from stoker.training.stages.registry import STAGES, learning
 
@@ -235,7 +236,6 @@ def _check_inputs(stage: str, config: Config) -> None:
     if "data.path" in kind.inputs:
         if not config.data.path:
             raise Refusal("no data: name files, a folder or a hub id with --data", EX_USAGE)
-        from stoker.training.data.sources import check_there, share_of
         from stoker.training.tokenizer.place import folder_here
 
         check_there(config.data.path)
@@ -252,25 +252,17 @@ def _check_inputs(stage: str, config: Config) -> None:
     for key, path in kind.files(values):
         if not path:
             raise Refusal(f"stage {stage} needs --{key}: {KEYS[key].spec.help}", EX_USAGE)
-        if not os.path.exists(path) and not _from_hub(path):
+        if not os.path.exists(path) and not is_hub_id(path):
             raise Refusal(f"{key} {path}: there is no such file or folder", EX_NOINPUT)
-
-
-def _from_hub(path: str) -> bool:
-    from stoker.training.data.sources import is_hub_id
-
-    return is_hub_id(path)
 
 
 def _fetched(stage: str, config: Config) -> Config:
     """Rows of the hub are fetched here, once, and not by every rank."""
     values = values_of(config)
     own = [name for name, key in KEYS.items() if key.section == stage and key.spec.metavar == "PATH"]
-    names = {key: values[key] for key in own if isinstance(values[key], str) and _from_hub(values[key])}
+    names = {key: values[key] for key in own if isinstance(values[key], str) and is_hub_id(values[key])}
     if not names:
         return config
-    from stoker.training.data.sources import fetch
-
     return config_of(config.preset, values | {key: fetch(path, config.data.cache, _say) for key, path in names.items()})
 
 
@@ -285,7 +277,7 @@ def _prepare(resolved: Resolved, options: RunOptions) -> Prepared:
     ready = prepare(config.data, config.tokenizer, _say)
     check_data(config, ready.train_tokens, ready.vocab_size, resolved.given, ready.train_samples)
     if config.model.load:
-        _check_weights(config.model.load, config.model.vocab_size, ready, config.model)
+        _check_weights(config.model, ready)
     return ready
 
 
@@ -324,24 +316,22 @@ def _check_model(asked: ModelConfig) -> None:
         hf_files.check(folder, shape)
 
 
-def _check_weights(load: str, rows: int, ready: Prepared, asked: ModelConfig | None = None) -> None:
+def _check_weights(model: ModelConfig, ready: Prepared) -> None:
     """Whether they go with the data's tokenizer."""
     from stoker.training.model import hf_config, hf_files, hf_hub
-    from stoker.training.model.config import ModelConfig as Asked
     from stoker.training.model.rows import with_rows
     from stoker.training.tokenizer import place, tokenizer
 
-    asked = asked or Asked()
-    folder = hf_hub.folder_of(load, lambda line: None, code=asked.trust_remote_code)
-    shape = hf_config.shape_for(asked, folder)
-    wanted = with_rows(replace(shape, vocab_size=rows or shape.vocab_size), ready.vocab_size)
+    folder = hf_hub.folder_of(model.load, lambda line: None, code=model.trust_remote_code)
+    shape = hf_config.shape_for(model, folder)
+    wanted = with_rows(replace(shape, vocab_size=model.vocab_size or shape.vocab_size), ready.vocab_size)
     if shape.engine != "transformers":
         hf_files.check(folder, wanted)
     if os.path.exists(os.path.join(folder, place.FILES[0])):
         other = tokenizer.differs(tokenizer.load(folder), tokenizer.load(ready.tokenizer))
         if other:
-            own = f"--tokenizer.path {load} takes the model's own"
-            raise Refusal(f"the data's tokenizer is not that of {load}: {other}; {own}", EX_CONFIG)
+            own = f"--tokenizer.path {model.load} takes the model's own"
+            raise Refusal(f"the data's tokenizer is not that of {model.load}: {other}; {own}", EX_CONFIG)
 
 
 def _say(line: str) -> None:

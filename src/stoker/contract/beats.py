@@ -1,6 +1,6 @@
 """A rank's beats: a page of shared memory the rank writes and its agent reads.
 
-Memory, not a pipe: a beat is a store of 40 bytes with no system call, nobody is woken by it, it can't block the rank,
+Memory, not a pipe: a beat is a store of 29 bytes with no system call, nobody is woken by it, it can't block the rank,
 and a script that closes every descriptor it doesn't know can't break it. The reader looks when it likes and finds the
 last 256 beats.
 """
@@ -11,54 +11,36 @@ import struct
 from mmap import mmap
 
 VERSION = 1
-_HEAD = struct.Struct("<IIQ32s")  # version, pid, beats written so far, phase
-_BEAT = struct.Struct("<QqdqII")  # time_ns, step, loss, tokens, optimizer, flags
-RING_AT = 64
+_HEAD = struct.Struct("<IIQ")  # version, pid, beats written so far
+_BEAT = struct.Struct("<Qqd?I")  # time_ns, step, loss, whether there is one, optimizer
+RING_AT = 16
 SLOTS = 256
 SIZE = RING_AT + SLOTS * _BEAT.size
 MOST = 100_000_000  # beats between two looks: more than any script can make
-_VERSION = struct.Struct("<I")
 _COUNT = struct.Struct("<Q")
 _COUNT_AT = 8
-_PHASE_AT = 16
-
-FROM_SCRIPT = 1  # stoker.beat(), not the optimizer hook
-HAS_LOSS = 2
-HAS_TOKENS = 4
 
 
 class Beat:
     """Not a dataclass: this file is imported in every rank, and dataclasses alone cost 10 ms there."""
 
-    __slots__ = ("flags", "loss", "optimizer", "step", "time_ns", "tokens")
+    __slots__ = ("loss", "optimizer", "step", "time_ns")
 
-    def __init__(
-        self, time_ns: int, step: int, optimizer: int, flags: int, loss: float | None, tokens: int | None
-    ) -> None:
-        self.time_ns = time_ns
-        self.step = step
-        self.optimizer = optimizer
-        self.flags = flags
-        self.loss = loss
-        self.tokens = tokens
+    def __init__(self, time_ns: int, step: int, loss: float | None, optimizer: int) -> None:
+        self.time_ns, self.step, self.loss, self.optimizer = time_ns, step, loss, optimizer
 
 
 class Writer:
     def __init__(self, memory: mmap, pid: int) -> None:
         self._memory = memory
         self._written = 0
-        _HEAD.pack_into(memory, 0, VERSION, pid, 0, b"")
+        _HEAD.pack_into(memory, 0, VERSION, pid, 0)
 
-    def beat(
-        self, time_ns: int, step: int, optimizer: int = 0, flags: int = 0, loss: float = 0.0, tokens: int = 0
-    ) -> None:
-        n = self._written
-        _BEAT.pack_into(self._memory, RING_AT + (n % SLOTS) * _BEAT.size, time_ns, step, loss, tokens, optimizer, flags)
-        self._written = n = n + 1
-        _COUNT.pack_into(self._memory, _COUNT_AT, n)  # last: a reader that sees the count sees the beat
-
-    def phase(self, name: str) -> None:
-        struct.pack_into("<32s", self._memory, _PHASE_AT, name.encode()[:32])
+    def beat(self, time_ns: int, step: int, optimizer: int = 0, loss: float | None = None) -> None:
+        at = RING_AT + (self._written % SLOTS) * _BEAT.size
+        _BEAT.pack_into(self._memory, at, time_ns, step, loss or 0.0, loss is not None, optimizer)
+        self._written += 1
+        _COUNT.pack_into(self._memory, _COUNT_AT, self._written)  # last: a reader that sees the count sees the beat
 
 
 class Reader:
@@ -71,14 +53,10 @@ class Reader:
     def written(self) -> int:
         return int(_COUNT.unpack_from(self._memory, _COUNT_AT)[0])
 
-    @property
-    def phase(self) -> str:
-        return bytes(struct.unpack_from("<32s", self._memory, _PHASE_AT)[0]).rstrip(b"\0").decode("utf-8", "replace")
-
     def new(self) -> list[Beat]:
         """The beats since the last call; at most the newest SLOTS - 1 of them."""
-        written = self.written
-        if written < self.seen or written - self.seen > MOST or _VERSION.unpack_from(self._memory, 0)[0] != VERSION:
+        version, _, written = _HEAD.unpack_from(self._memory, 0)
+        if written < self.seen or written - self.seen > MOST or version != VERSION:
             self.torn = True  # somebody wrote over the page: it is the script's memory too
         if self.torn:
             return []
@@ -87,9 +65,6 @@ class Reader:
         return [self._at(n) for n in range(first, written)]
 
     def _at(self, n: int) -> Beat:
-        time_ns, step, loss, tokens, optimizer, flags = _BEAT.unpack_from(
-            self._memory, RING_AT + (n % SLOTS) * _BEAT.size
-        )
-        return Beat(
-            time_ns, step, optimizer, flags, loss if flags & HAS_LOSS else None, tokens if flags & HAS_TOKENS else None
-        )
+        place = RING_AT + (n % SLOTS) * _BEAT.size
+        time_ns, step, loss, has_loss, optimizer = _BEAT.unpack_from(self._memory, place)
+        return Beat(time_ns, step, loss if has_loss else None, optimizer)

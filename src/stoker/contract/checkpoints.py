@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
 
 from stoker.contract import layout, owners
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @shape
@@ -55,13 +53,8 @@ def _trusted(path: str, folder: str, say: Callable[[str], None] | None) -> bool:
 
 
 def _step_in(name: str) -> int:
-    digits = ""
-    for char in reversed(os.path.splitext(name)[0]):
-        if char.isascii() and char.isdigit():
-            digits = char + digits
-        elif digits:
-            break
-    return int(digits) if digits else -1
+    numbers = re.findall("[0-9]+", os.path.splitext(name)[0])
+    return int(numbers[-1]) if numbers else -1
 
 
 def _complete(folder: str) -> bool:

@@ -1,15 +1,10 @@
-"""What torch's flight recorder knows of a rank's collectives, made small: its last operations per process group.
-
-Used by the shim (a rank that fails says where it was) and by the agent (which asks the rank's worker server).
-"""
+"""What torch's flight recorder knows of a rank's collectives, made small: its last operations per process group."""
 
 from __future__ import annotations
 
-from stoker.contract.untrusted import is_count
+from typing import Any
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from stoker.contract.untrusted import is_count
 
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")  # of torch's worker server: NCCL has a recorder of its own
 DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # the same from inside
@@ -30,24 +25,23 @@ def digest(trace: Any) -> list[dict[str, Any]]:
         name, about = (entry.get("process_group") or ["?", ""])[:2]
         backend = str(entry.get("profiling_name", "")).partition(":")[0]
         # One group may have a backend for each kind of device, each counting for itself.
-        group = groups.setdefault(
-            f"{name}|{backend}",
-            {"group": name, "backend": backend, "about": "" if about == "undefined" else about, "ops": []},
-        )
+        about = "" if about == "undefined" else about
+        fresh: dict[str, Any] = {"name": name, "backend": backend, "about": about, "ops": []}
+        group = groups.setdefault(f"{name}|{backend}", fresh)
         seq = entry.get("collective_seq_id") or 0
         if not entry.get("is_p2p") and group["ops"] and seq < group["ops"][-1]["seq"]:
             group["ops"] = []  # counted anew: the group was destroyed and made again under its old name
-        op = {
+        op: dict[str, Any] = {
             "seq": seq,
             "p2p": (entry.get("p2p_seq_id") or 0) if entry.get("is_p2p") else 0,
-            "op": entry.get("profiling_name", "?"),
+            "name": entry.get("profiling_name") or "?",
             "sizes": entry.get("input_sizes") or [],
             "done": bool(entry.get("retired")) or entry.get("state") == "completed",
             "order": entry.get("time_created_ns") or 0,
             "usual": None,
         }
         group["ops"].append(op)
-        path.append(((name, *likeness(op["op"], op["sizes"])), op))
+        path.append(((name, *likeness(op["name"], op["sizes"])), op))
     path.sort(key=lambda step: step[1]["order"])
     for number in range(max(0, len(path) - _JUDGED), len(path)):
         path[number][1]["usual"] = _is_usual([key for key, _ in path[max(0, number - _PAST) : number]], path[number][0])
@@ -55,7 +49,7 @@ def digest(trace: Any) -> list[dict[str, Any]]:
         pending = next((n for n, op in enumerate(group["ops"]) if not op["done"]), len(group["ops"]))
         first = max(0, min(pending, len(group["ops"]) - RECENT))
         group["ops"] = group["ops"][first : first + RECENT]
-        told = (trace.get("pg_config") or {}).get(group["group"], {}).get("ranks", "")
+        told = (trace.get("pg_config") or {}).get(group["name"], {}).get("ranks", "")
         ranks = [int(word) for word in str(told).strip("[]").replace(",", " ").split() if is_count(word)]
         if ranks:
             group["ranks"] = ranks

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import ModuleType
+from types import ModuleType
 
 
 def modules_in(package: str) -> list[ModuleType]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.owners import why_not_ours_alone
@@ -69,9 +70,7 @@ def runs_root(given: str | None, environment: dict[str, str] | os._Environ[str],
 
 
 def why_not_for_runs(root: str) -> str:
-    """Whoever owns the folder of the run directories can put another one in the place of ours, and so can everybody who
-    may write there and is not held back by the sticky bit. Empty: nobody else can, or it is not there yet.
-    """
+    """Why others could put another run directory in the place of ours. Empty: nobody can, or it is not there yet."""
     try:
         return why_not_ours_alone(root, sticky=True)
     except OSError:
@@ -86,6 +85,13 @@ def private_runs(environment: dict[str, str] | os._Environ[str]) -> str:
     if not base or not _writable(base):
         base = os.path.join(environment.get("TMPDIR") or "/tmp", f"stoker-runs-{os.geteuid()}")
     return os.path.join(base, "runs", os.getcwd().strip(os.sep).replace(os.sep, "-") or "root")
+
+
+def cache_home(environment: Mapping[str, str]) -> str:
+    """This user's own folder for what may be made again. Without HOME and password entry one that can't exist."""
+    home = os.path.expanduser("~")
+    base = os.path.join(home if os.path.isabs(home) else "/nonexistent", ".cache")
+    return os.path.join(environment.get("XDG_CACHE_HOME") or base, "stoker")
 
 
 def users_alone(folder: str) -> bool:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from stoker.contract.untrusted import printable
+from collections.abc import Iterable
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from stoker.contract.untrusted import printable
 
 RUN_ID = "STOKER_RUN_ID"
 RUN_DIR = "STOKER_RUN_DIR"

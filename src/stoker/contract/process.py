@@ -7,13 +7,10 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from collections.abc import Callable
 
 from stoker.contract.names import EX_OSERR, Refusal
 from stoker.contract.shape import shape
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @shape
@@ -40,19 +37,30 @@ def process(pid: int) -> Process | None:
     return Process(pid, parent, group, session, fields[0].decode(), start, name)
 
 
+def of_kernel(path: str) -> str:
+    """A small file of /proc or /sys; empty where there is none, or it is not ours to read."""
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def kernel_lines(path: str) -> list[str]:
+    """Its lines that hold anything. Not by splitlines: a process may have a carriage return in its name."""
+    return [line for line in of_kernel(path).split("\n") if line]
+
+
 def owner(pid: int) -> int | None:
     """The real uid. Not the owner of /proc/PID: that is root for a process that may not be dumped, such as ssh-agent."""
-    uid = status(pid, b"Uid:")
+    uid = status(pid, "Uid:")
     return None if uid is None else int(uid)
 
 
-def status(pid: int, key: bytes) -> bytes | None:
+def status(pid: int, key: str) -> str | None:
     """The first word behind this key in the kernel's /proc/PID/status; None where there is none."""
-    try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            return next((line.split()[1] for line in file if line.startswith(key)), None)
-    except OSError:
-        return None
+    lines = kernel_lines(f"/proc/{pid}/status")
+    return next((line.split()[1] for line in lines if line.startswith(key)), None)
 
 
 def send(who: Process, signum: int, if_still: Callable[[], bool] | None = None) -> bool:
@@ -73,9 +81,7 @@ def send_to_child(pid: int, signum: int) -> bool:
 
 
 def send_to_group(leader: int, signum: int) -> bool:
-    """To the whole group of such a child, at once: also to what it forks meanwhile. A pidfd reaches groups since Linux 6.9
-    only, and the leader keeps the number ours.
-    """
+    """To the group of such a child, and what it forks meanwhile. A pidfd reaches groups since Linux 6.9 only."""
     try:
         os.killpg(leader, signum)
     except (ProcessLookupError, PermissionError):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from typing import Any
 
 _LONGEST = 60  # characters: a longer number is no float any more, and finding its parts takes their number squared
 _SIZE = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -67,14 +65,9 @@ def ranks_text(ranks: Iterable[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     parts: list[str] = []
-    first = before = None
-    for rank in [*ranks, None]:
-        if first is not None and before is not None and (rank is None or rank != before + 1):
-            between = "-" if before > first + 1 else ", "
-            parts.append(str(first) if first == before else f"{first}{between}{before}")
-            first = rank
-        first = rank if first is None else first
-        before = rank
+    for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
+        first, *others = (str(rank) for _, rank in run)
+        parts += [f"{first}-{others[-1]}"] if len(others) > 1 else [first, *others]
     return f"ranks {', '.join(parts)}"
 
 

@@ -1,6 +1,6 @@
 """No secret in what Stoker writes or sends.
 
-A secret is known in three ways: by the name beside it (secretnames), by its shape (secretshapes), or because this
+A secret is known in three ways: by the name beside it (secretnames), by its shape, or because this
 process was given it: each value that is hidden in the environment or in the arguments is hidden wherever it turns up
 later, whatever stands around it.
 """
@@ -10,16 +10,23 @@ from __future__ import annotations
 import os
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
+from typing import Any
 
-from stoker.contract.secretnames import NO, rate
-from stoker.contract.secretshapes import merged, spans
-from stoker.contract.secretvalues import HIDDEN, Span, plain, secret_value, word_spans
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from stoker.contract.secretnames import NO, holds_any, rate, word_set
+from stoker.contract.secretvalues import (
+    HIDDEN,
+    Span,
+    commands,
+    compiled,
+    elements,
+    opaque,
+    pairs,
+    plain,
+    secret_value,
+    word_spans,
+)
 
 __all__ = ["HIDDEN", "arguments", "command", "data", "environment", "learn", "text", "whole"]
 
@@ -180,3 +187,215 @@ def _entry(key: str, value: Any, keep: frozenset[str], depth: int) -> Any:
         if isinstance(value, (list, tuple)):
             return [_entry(key, item, keep, depth - 1) for item in value]
     return data(value, keep, depth - 1)
+
+
+# ---- by shape: where secrets stand in a text. Each detector gives the spans to hide; a new shape is one more line ----
+#
+# Texts may be hostile and long. Each detector reads a text once: what follows a beginning is taken as a whole (so that no
+# position is tried twice) or has a bounded length, and no pattern can fail after an unbounded run and begin again within
+# it.
+
+_SHORTEST_TOKEN = 16
+# What a text must hold for the pattern to be tried -> the pattern.
+_TOKENS = {
+    ("hf_", "api_org_"): r"(?:hf|api_org)_[A-Za-z0-9]{16,}",  # Hugging Face
+    # OpenAI, Anthropic and others
+    ("sk-", "xai-", "pplx-", "gsk_", "r8_", "nvapi-", "tskey-"): r"(?:sk-|xai-|pplx-|gsk_|r8_|nvapi-|tskey-)[\w-]{16,}",
+    ("k_live_", "k_test_", "whsec_"): r"(?:[sr]k_(?:live|test)|whsec)_[A-Za-z0-9]{10,}",  # Stripe
+    ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"): r"(?:gh[pousr]|github_pat)_\w{16,}",
+    ("glpat-", "glptt-", "gldt-", "glrt-", "glcbt-"): r"gl(?:pat|ptt|dt|rt|cbt)-[\w-]{16,}",
+    ("AKIA", "ASIA", "ABIA", "ACCA"): r"A(?:KI|SI|BI|CC)A[A-Z0-9]{12,}",  # AWS
+    ("AIza", "ya29.", "GOCSPX-"): r"(?:AIza|ya29\.|GOCSPX-)[\w-]{16,}",  # Google
+    ("xox", "xapp-"): r"(?:xox[abeoprs]|xapp)-[\w-]{10,}",  # Slack
+    ("eyJ",): r"eyJ[\w-]*(?:\.[\w-]*)*",  # JWT
+    ("npm_",): r"npm_[A-Za-z0-9]{30,}",
+    ("pypi-", "rubygems_", "dckr_pat_", "_v1_", "shpat_", "shpss_", "shpca_", "lin_api_", "sbp_"):
+        r"(?:pypi-|rubygems_|dckr_pat_|(?:do[oprt]|wandb)_v1_|shp(?:at|ss|ca)_|lin_api_|sbp_)[\w-]{16,}",
+    ("SG.", "hvs.", "hvb.", "hvr."): r"(?:SG|hv[sbr])\.[\w-]{16,}(?:\.[\w-]+)?",  # SendGrid, Vault
+    ("dapi", "key-"): r"(?:dapi|key-)[0-9a-f]{32}",  # Databricks, Mailgun
+    ("AGE-SECRET-KEY-",): r"AGE-SECRET-KEY-[A-Z0-9]{16,}",
+    # Discord's bots
+    tuple(first + second for first in "MNO" for second in "DTjz"): r"[MNO][DTjz][\w-]{22,26}\.[\w-]{6}\.[\w-]{27,40}",
+    (":AA", "/bot"): r"(?:bot)?\d{6,12}:[\w-]{30,64}",  # Telegram's bots
+}  # fmt: skip
+
+
+def _tokens(text: str) -> Iterator[Span]:
+    if len(text) < _SHORTEST_TOKEN:
+        return
+    for marks, pattern in _TOKENS.items():
+        if not holds_any(text, marks):
+            continue
+        for found in compiled(rf"(?<![A-Za-z0-9])(?:{pattern})").finditer(text):
+            word = found[0]
+            if word.startswith("eyJ") and word.count(".") < 2:  # JSON in base64, and not three parts of it
+                continue
+            if "sk-" in marks and not any(sign.isdigit() for sign in word[3:]):  # sk-learn-contrib-lightning
+                continue
+            yield found.start() + (3 if word.startswith("bot") else 0), found.end()
+
+
+def _private_keys(text: str) -> Iterator[Span]:
+    """From the BEGIN line to the END line; where one of them was cut off, as far as the key's letters go."""
+    if "PRIVATE KEY" not in text:
+        return
+    begun: int | None = None
+    after = 0
+    for found in compiled(r"-----(BEGIN|END) [A-Z0-9 ]{0,40}PRIVATE KEY[A-Z ]{0,20}-----").finditer(text):
+        if found[1] == "BEGIN":
+            if begun is not None:
+                yield begun, _cut_body(text, begun, found.start())
+            begun = found.start()
+        else:
+            yield _back(text, found.start(), after) if begun is None else begun, found.end()
+            begun, after = None, found.end()
+    if begun is not None:
+        yield begun, _cut_body(text, begun, len(text))
+
+
+def _cut_body(text: str, begun: int, limit: int) -> int:
+    """The end of the base64 lines (and headers) behind a BEGIN line. `limit`: where the next key begins."""
+    gap = r"""(?:\\{1,8}[nrt]|[\s"',])"""
+    body = (
+        rf"-----[A-Z0-9 ]+-----(?:{gap}+[A-Za-z-]{{1,40}}:"
+        rf" [^\r\n\\]{{0,200}})*(?:{gap}*[A-Za-z0-9+/=]{{16,}})*(?:{gap}*[A-Za-z0-9+/]{{1,15}}=+)?"
+    )
+    found = compiled(body).match(text, begun, limit)
+    return found.end() if found else limit
+
+
+def _back(text: str, at: int, limit: int) -> int:
+    """The beginning of the lines of base64 that end here."""
+    while at > limit and (text[at - 1].isalnum() or text[at - 1] in "+/=\r\n\\ \t"):
+        at -= 1
+    return at
+
+
+_HEADER = (
+    r"""(?i)(?:authorization|cookie)\\{0,8}["'`]?\s{0,3}[:=]\s{0,3}(?:\\{0,8}["'`])?"""
+    r"""(?:(?:bearer|basic|token|apikey)\s{1,3}([^\s"'`\\]*)|(?:(?:digest|negotiate|oauth|sharedkey|aws4-hmac-sha256)\s{1,3})?([^\r\n"'`\\]*))"""
+)
+
+
+def _headers(text: str) -> Iterator[Span]:
+    """Authorization: SCHEME VALUE, Cookie: VALUE; and a scheme with its value alone."""
+    small = text.lower()
+    if not holds_any(small, ("authorization", "cookie", "bearer", "basic")):
+        return
+    if "authorization" in small or "cookie" in small:
+        for found in compiled(_HEADER).finditer(text):
+            if not plain((found[1] or found[2] or "").strip()):
+                yield found.span(1 if found[1] else 2)
+    if "bearer" in small or "basic" in small:
+        for found in compiled(r"(?i)\b(bearer|basic)\s{1,3}([\w.~+/=:%\-]{8,})").finditer(text):
+            if opaque(found[2]) if found[1].lower() == "bearer" else _is_user_and_password(found[2]):
+                yield found.span(2)
+
+
+def _is_user_and_password(word: str) -> bool:
+    """HTTP's Basic: base64 of user:password."""
+    import binascii
+
+    word = word[:400].rstrip("=")
+    try:
+        decoded = binascii.a2b_base64(word + "=" * (-len(word) % 4)).decode()
+    except ValueError:
+        return False
+    return ":" in decoded and decoded.isprintable()
+
+
+_HOOK_HOSTS = ("hooks.slack.com", "discord.com", "discordapp.com", "webhook.office.com", "outlook.office.com", "outlook.office365.com", "hooks.zapier.com",
+               "make.com", "maker.ifttt.com", "feishu.cn", "larksuite.com")  # fmt: skip
+_HOOKS = word_set("services workflows triggers webhook webhooks webhookb2 hook hooks catch key incomingwebhook")
+
+
+def _urls(text: str) -> Iterator[Span]:
+    """scheme://user:PASSWORD@host, https://TOKEN@host, and paths that let anybody post: hooks.slack.com/services/..."""
+    at = text.find("://")
+    while at >= 0:
+        begin = at + 3
+        end = compiled(r"""[^\s/?#"'`<>\\]*""").match(text, begin).end()  # type: ignore[union-attr]
+        user, sign, host = text[begin:end].rpartition("@")
+        if sign:
+            yield from _user(text[max(0, at - 12) : at], user, begin)
+        else:
+            yield from _password_with_slash(text, begin, end)
+        yield from _hook(text, host.partition(":")[0].lower(), end)
+        at = text.find("://", begin)
+    if "@" in text:  # a proxy without a scheme: user:PASSWORD@host:3128
+        proxy = compiled(r"""(?<![\w/.:\-])[\w.\-]{1,64}:([^\s:/@"'`<>]{6,200})@[\w.\-]{1,253}:\d{2,5}\b""")
+        for found in proxy.finditer(text):
+            if opaque(found[1]):
+                yield found.span(1)
+
+
+def _user(before: str, user: str, begin: int) -> Iterator[Span]:
+    name, colon, password = user.partition(":")
+    if colon and not plain(password):
+        yield begin + len(name) + 1, begin + len(user)
+    web = before.lower().endswith(("http", "https", "ftp", "ws", "wss"))
+    if (len(name) >= 16 or opaque(name)) and (web or colon) and not plain(name):
+        yield begin, begin + len(name)
+
+
+def _password_with_slash(text: str, begin: int, end: int) -> Iterator[Span]:
+    """redis://:pa/ss@host: what follows the colon is no port."""
+    name, colon, rest = text[begin:end].partition(":")
+    if not colon or rest.isdigit() or not rest or text[end : end + 1] != "/":
+        return
+    found = compiled(r"""[^\s"'`<>@\\]{0,200}@""").match(text, end)
+    if found:
+        yield begin + len(name) + 1, found.end() - 1
+
+
+def _hook(text: str, host: str, at: int) -> Iterator[Span]:
+    path = compiled(r"""/[^\s?#"'`<>\\,;:)]{0,500}""").match(text, at)
+    if path is None:
+        return
+    known = host.endswith(_HOOK_HOSTS)
+    armed = False
+    place = at
+    for segment in path[0].split("/")[1:]:
+        place += 1
+        if armed and known:
+            if not plain(segment):
+                yield place, path.end()
+            return
+        if armed and opaque(segment) and not plain(segment):
+            yield place, place + len(segment)
+        armed = armed or segment.lower() in _HOOKS
+        place += len(segment)
+
+
+_Detector = Callable[[str], Iterator[Span]]
+_DETECTORS: tuple[_Detector, ...] = (_private_keys, _urls, _headers, _tokens, pairs, elements, commands)
+
+# A variable's value is looked at when secrets are learned, when it is described and when it is written.
+_looked: dict[str, list[Span]] = {}
+_SHORT, _MANY = 1024, 512
+
+
+def spans(text: str) -> list[Span]:
+    """What to hide, in order and without overlaps."""
+    known = _looked.get(text)
+    if known is None:
+        known = _found(text)
+        if len(text) <= _SHORT:
+            if len(_looked) >= _MANY:
+                _looked.clear()
+            _looked[text] = known
+    return known
+
+
+def _found(text: str) -> list[Span]:
+    return merged(span for detector in _DETECTORS for span in detector(text) if span[0] < span[1])
+
+
+def merged(found: Iterable[Span]) -> list[Span]:
+    joined: list[Span] = []
+    for begin, end in sorted(found):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from stoker.contract.shape import shape
+from collections.abc import Mapping
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from stoker.contract.shape import shape
 
 
 @shape

@@ -49,8 +49,6 @@ def secret_value(rating: int, value: str) -> bool:
     return rating == SURE or (rating == MAYBE and not value.replace(".", "").replace("-", "").isdigit())
 
 
-# ---- names and their values ----
-
 _SEPARATOR = r"""(?:\\{0,8}["'`]){0,5}\]?[ \t]{0,3}(?:=>|:=|==|=|:(?!:|//))[ \t]{0,3}"""
 _VALUE_END = r"""[\s"'`]|\\{1,8}["'nrt]|[,;&](?=\s|$|["']|[\w.\-]{1,64}\s?[=:])|[)\]}](?=[\s,;.:)\]}"'`\\]|$)|$"""
 _MOST_MAYBE = 400
@@ -70,9 +68,8 @@ def pairs(text: str) -> Iterator[Span]:
             or _is_of_others(text, found)
         ):
             continue
-        begin, end, quoted = _value(
-            text, found.end(), len(text) if rating == SURE else min(len(text), found.end() + _MOST_MAYBE)
-        )
+        most = len(text) if rating == SURE else min(len(text), found.end() + _MOST_MAYBE)
+        begin, end, quoted = _value(text, found.end(), most)
         if not secret_value(rating, text[begin:end]) or not _meant(text, found, rating, text[begin:end], quoted):
             continue
         if not quoted and ":" in found[2] and _begins_line(text, found.start()) and secretnames.is_phrase(found[1]):
@@ -126,7 +123,7 @@ def _value(text: str, at: int, limit: int) -> tuple[int, int, bool]:
 
 
 def _is_of_others(text: str, found: re.Match[str]) -> bool:
-    """auth.example.com:8080/path; headers and a URL's user, which secretshapes reads."""
+    """auth.example.com:8080/path; headers and a URL's user, which redact reads."""
     if found[1].lower().endswith(("authorization", "cookie")) or text[found.start() - 2 : found.start()] == "//":
         return True
     return (

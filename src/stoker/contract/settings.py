@@ -7,25 +7,20 @@ launcher whose whole start must stay under 0.2 s, and torchrun's own grammar is 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 from stoker.contract import spelling
 from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
 from stoker.contract.shape import Option, options_of
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from typing import Any, NoReturn, TypeVar
-
-    T = TypeVar("T")
+T = TypeVar("T")
 
 suggest = spelling.suggest
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises Refusal instead of exiting, and suggests the flag that was probably meant. With an `epilog` the texts are
-    printed as they are, not wrapped.
-    """
+    """Raises Refusal instead of exiting, and suggests a flag. With an `epilog` texts are printed as they are."""
 
     def __init__(self, prog: str, description: str | None = None, epilog: str | None = None, **more: Any) -> None:
         more.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter)
@@ -37,6 +32,12 @@ class Parser(argparse.ArgumentParser):
 
     def switch(self, flag: str, help: str) -> None:
         self.add_argument(flag, action="store_true", help=help)
+
+    def take_over(self, other: argparse.ArgumentParser) -> None:
+        """Its arguments, but for --help."""
+        for action in other._actions:
+            if "-h" not in action.option_strings:
+                self._add_action(action)
 
     def run_argument(self, kinds: str = "id, name or path of a run", default: str = "the newest") -> None:
         self.add_argument("run", nargs="?", metavar="RUN", help=f"{kinds} (default: {default})")
@@ -174,17 +175,13 @@ def whole(text: str) -> int:
 
 def _reader(spec: Option, kind: str) -> Callable[[str], Any]:
     """Of one item, where a flag may be given several times."""
+    return _of_one_word(lambda text: _within(spec, _number_or_text(spec, kind, text), text))  # argparse has the choices
 
-    def checked(text: str) -> Any:
-        try:
-            found = _number_or_text(spec, kind, text)  # argparse itself looks at the choices
-            if wrong := outside(spec, found, text):
-                raise ValueError(wrong)
-            return found
-        except ValueError as problem:
-            raise argparse.ArgumentTypeError(str(problem)) from problem
 
-    return checked
+def _within(spec: Option, value: Any, text: str) -> Any:
+    if wrong := outside(spec, value, text):
+        raise ValueError(wrong)
+    return value
 
 
 def build(settings: type[T], *layers: Mapping[str, Any]) -> T:
@@ -221,9 +218,6 @@ def from_mapping(settings: type[Any], data: Mapping[Any, Any], where: str) -> di
 
 def _convert(spec: Option, kind: str, value: Any, where: str) -> Any:
     try:
-        found = read(spec, kind, value)
-        if wrong := outside(spec, found, str(value)):
-            raise ValueError(wrong)
-        return found
+        return _within(spec, read(spec, kind, value), str(value))
     except ValueError as problem:
         raise Refusal(f"{where}: {problem}", EX_CONFIG) from problem

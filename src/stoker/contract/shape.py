@@ -59,12 +59,7 @@ def option(
     return Option(**locals())
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "<no default>"
-
-
-MISSING = _Missing()
+MISSING = object()  # no default
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(option,))

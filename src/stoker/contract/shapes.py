@@ -38,7 +38,6 @@ class Around:
     host_total: int | None = None
     kernel: tuple[str, ...] = ()  # the kernel's log since its start: its pid, out-of-memory kills, Xids
     holders: tuple[dict[str, Any], ...] = ()  # processes on its GPU: pid, memory, command, user, run, ours
-    gpu_used: int | None = None
     gpu_total: int | None = None
     shm_free: int | None = None
     shm_total: int | None = None

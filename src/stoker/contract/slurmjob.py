@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from stoker.contract.shape import shape
+import subprocess
+from collections.abc import Sequence
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Sequence
+from stoker.contract.shape import shape
 
 ASK_S = 20.0
 
@@ -43,8 +41,6 @@ class Job:
 
 
 def ask_slurm(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    import subprocess
-
     return subprocess.run(
         argv, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False, stdin=subprocess.DEVNULL
     )

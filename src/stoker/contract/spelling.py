@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable
 
 LONGEST = 200  # letters of a name: comparing takes their product
 SHORTEST = 3  # letters: of two, nobody can say what was meant

@@ -1,15 +1,10 @@
-"""Reads what faulthandler writes: threads of `File "x.py", line 3 in work`, the newest first, the main one last.
-
-Used by the agent (a rank that was asked for its stacks) and by the verdict (a rank that a fatal signal ended).
-"""
+"""Reads what faulthandler writes: threads of `File "x.py", line 3 in work`, the newest first, the main one last."""
 
 from __future__ import annotations
 
-from stoker.contract.untrusted import is_count
+from typing import Any
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from stoker.contract.untrusted import is_count
 
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>")
 _CURRENT = "Current thread 0x"  # in a report of a fatal signal: the thread it happened in

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any
 
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import open_regular, parse_json
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 MOST_DIMENSIONS = 64
 LONGEST = 100_000_000  # bytes of a header that the safetensors library accepts
@@ -42,10 +39,8 @@ def read_header(path: str) -> Header:
         whole = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if whole < 8 or length > min(whole - 8, LONGEST):
-            raise ValueError(
-                f"{whole} bytes are no safetensors file, or only its beginning; a git-lfs pointer becomes the file by"
-                " `git lfs pull`"
-            )
+            pull = "a git-lfs pointer becomes the file by `git lfs pull`"
+            raise ValueError(f"{whole} bytes are no safetensors file, or only its beginning; {pull}")
         found = parse_json(file.read(length))
     if not isinstance(found, dict):
         raise ValueError("its header holds no tensors by name")

@@ -8,13 +8,10 @@ bar, go through `draw` and `wipe`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 from stoker.contract.untrusted import printable, printable_lines
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from typing import Any
 
 
 class OwnLines:

@@ -7,15 +7,13 @@ tuple is asked for. Numbers must be finite and fit 64 bits: what is larger break
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from typing import Any, TypeVar
-
-    T = TypeVar("T")
-    Reader = Callable[[Any], Any]
+T = TypeVar("T")
+Reader = Callable[[Any], Any]
 
 _BIG = 1 << 63
 _LARGEST = sys.float_info.max
@@ -32,10 +30,7 @@ def read(kind: str, value: Any, module: str = __name__) -> Any:
 
 
 def read_fields(fields: Mapping[str, Any], value: Any, module: str = __name__) -> dict[str, Any]:
-    """An object with these fields, name -> type (or a mapping); one with ? may be missing. Others are left out.
-
-    "*" stands for all names that are not written.
-    """
+    """Fields: name -> type or mapping; with ? one may be missing; "*": all that are not written. Others are left out."""
     if not isinstance(value, dict):
         raise _wrong("an object", value)
     found = {}
@@ -51,9 +46,8 @@ def read_fields(fields: Mapping[str, Any], value: Any, module: str = __name__) -
                 continue
             raise ValueError(f"no {name!r}")
         try:
-            found[name] = (
-                read(kind, value[name], module) if isinstance(kind, str) else read_fields(kind, value[name], module)
-            )
+            reader: Any = read if isinstance(kind, str) else read_fields
+            found[name] = reader(kind, value[name], module)
         except ValueError as problem:
             raise ValueError(f"{name}: {problem}") from None
     return found
@@ -61,9 +55,11 @@ def read_fields(fields: Mapping[str, Any], value: Any, module: str = __name__) -
 
 def read_shape(shape: type[T], value: Any) -> T:
     """One shape back from what as_json made of it. An unknown field is an error: half understood would be worse."""
+    kinds = shape.__dict__["__annotations__"]  # noqa: RUF063  as in shape.py
+    if getattr(shape, "as_list", False) and isinstance(value, list):
+        value = dict(zip(kinds, value))  # noqa: B905  an agent's Python may be 3.9
     if not isinstance(value, dict):
         raise _wrong(f"a {shape.__name__}", value)
-    kinds = shape.__dict__["__annotations__"]  # noqa: RUF063  as in shape.py
     unknown = [name for name in value if name not in kinds]
     if unknown:
         raise ValueError(f"unknown field {unknown[0][:40]!r} of {shape.__name__}")
@@ -72,6 +68,26 @@ def read_shape(shape: type[T], value: Any) -> T:
         return shape(**given)
     except TypeError as problem:
         raise ValueError(str(problem)) from None
+
+
+def readable(shape: type[Any], value: Mapping[str, Any]) -> dict[str, Any]:
+    """Of its fields those that are there and have their type: what is wrong is as if it were missing."""
+    found = {}
+    for name, kind in shape.__dict__["__annotations__"].items():  # noqa: RUF063  as in shape.py
+        if name in value:
+            with contextlib.suppress(ValueError):
+                found[name] = read(kind, value[name], shape.__module__)
+    return found
+
+
+def read_recorded(shape: type[T], value: Any, schema: int) -> T:
+    """Strict: a field we don't know, or of another type, is refused, not half understood."""
+    if not isinstance(value, dict) or value.get("schema") != schema:
+        raise ValueError(f"not a recorded machine of schema {schema}")
+    try:
+        return read_shape(shape, value)
+    except ValueError as problem:
+        raise ValueError(f"not a recorded machine: {problem}") from None
 
 
 def _wrong(wanted: str, value: Any) -> ValueError:

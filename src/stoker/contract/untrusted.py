@@ -56,10 +56,7 @@ def _escaped(sign: str) -> str:
 
 
 def parse_json(text: str | bytes | bytearray, depth: int = DEPTH, unique: bool = False, most: int = MOST_VALUES) -> Any:
-    """json.loads with ValueError for every bad input, deep nesting included: recursive code can't choke on the result.
-
-    `unique`: an object with the same key twice is refused.
-    """
+    """json.loads with ValueError for every bad input and deep nesting. `unique`: the same key twice is refused."""
     import json
 
     if not isinstance(text, str):
@@ -158,9 +155,7 @@ def open_regular(path: str | os.PathLike[str], dir_fd: int | None = None, follow
 
 
 def open_lock_file(path: str) -> int:
-    """A descriptor of a lock file that may be written: a regular file with one name, made where there is none. A link
-    in its place would lead elsewhere.
-    """
+    """A lock file, open for writing, made where there is none: regular, with one name. A link would lead elsewhere."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     about = os.fstat(handle)
     if not stat.S_ISREG(about.st_mode) or about.st_nlink != 1:
@@ -208,6 +203,20 @@ def lines_of(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Itera
             yield line
 
 
+def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Lines that hold an object, each with it; not one that is being written, or that a crash tore."""
+    if not os.path.exists(path):
+        return
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+        for line in file:
+            try:
+                found = parse_json(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                yield line, found
+
+
 def text_lines(path: str | os.PathLike[str], longest: int = 1 << 20) -> Iterator[str]:
     """The same as UTF-8 text, without a byte-order mark: what csv.reader takes. ValueError as above, or no UTF-8."""
     for number, line in enumerate(lines_of(path, longest)):
@@ -217,11 +226,3 @@ def text_lines(path: str | os.PathLike[str], longest: int = 1 << 20) -> Iterator
 def is_count(text: str) -> bool:
     """Whether int() may read it: str.isdigit is true of `²` and of ten thousand nines, and int() fails on both."""
     return text.isascii() and text.isdigit() and len(text) <= 18
-
-
-def whole_number(text: str) -> int:
-    """int() without its surprises: `²`.isdigit() is true and int("²") fails; int("1_0") is 10 and int("٣") is 3."""
-    digits = text.removeprefix("-").removeprefix("+")
-    if not is_count(digits):
-        raise ValueError(f"{printable(text, 40)!r} is not a whole number")
-    return int(text)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import IO, Any
-
+from types import TracebackType
+from typing import IO, Any
 
 # For logs that grow: no link is followed to a file elsewhere.
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -20,10 +16,7 @@ def temporary_name(path: str) -> str:
 
 
 class WholeFile:
-    """`with WholeFile(path) as file: file.write(data)`: in place after the block, gone when the block raises.
-
-    `durable`: also after a power cut, for the price of a disk's answer.
-    """
+    """In place after the `with` block, gone when it raises. `durable`: also after a power cut, for a disk's answer."""
 
     def __init__(self, path: str, mode: int = 0o666, durable: bool = True) -> None:
         self._path = path

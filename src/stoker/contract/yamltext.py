@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from typing import Any
 
 LONGEST = 1 << 18  # PyYAML reads about 150 KB a second
 MOST_NODES = 100_000  # with every alias written out
@@ -50,11 +48,8 @@ def parse_yaml(text: str) -> Any:
         raise NotYaml(str(words), mark.line + 1 if mark else 0, mark.column + 1 if mark else 0) from problem
     except RecursionError:
         raise NotYaml(f"nested more than {DEPTH} levels deep") from None
-    except (
-        TypeError,
-        ValueError,
-        OverflowError,
-    ) as problem:  # unhashable keys, 2026-13-45, base-60 numbers without end
+    except (TypeError, ValueError, OverflowError) as problem:
+        # Unhashable keys, 2026-13-45, base-60 numbers without end.
         if isinstance(problem, NotYaml):
             raise
         raise NotYaml(str(problem)) from problem
@@ -100,9 +95,8 @@ def _bounded(root: Any) -> None:
             total += sum(size(item, depth + 1) for item in node.value)
         open_nodes.discard(id(node))
         if total > MOST_NODES:
-            raise NotYaml(
-                f"more than {MOST_NODES:,} values once its aliases are written out", line, node.start_mark.column + 1
-            )
+            many = f"more than {MOST_NODES:,} values once its aliases are written out"
+            raise NotYaml(many, line, node.start_mark.column + 1)
         sizes[id(node)] = total
         return total
 

@@ -27,7 +27,7 @@ from stoker.control.agent.relay import CHUNK, RESTLESS, Relay
 from stoker.control.agent.reservations import GpuLocks, held, reserve
 from stoker.control.agent.spawn import Gate, Rank
 from stoker.control.agent.sweep import Finishing, StopSequence, Sweeper, ending, reap, take_over
-from stoker.control.agent.vitals import BEATS_S, MemoryWatch, Vitals, memory_now
+from stoker.control.agent.vitals import BEATS_S, Vitals, keep_below, memory_now
 from stoker.control.machine import host, origin
 from stoker.control.machine.host import cpus_near
 from stoker.control.machine.nvml import Nvml
@@ -56,7 +56,7 @@ class Agent:
         self._gate: Gate | None = None
         self._stop_sequence: StopSequence | None = None
         self._finish: Finishing | None = None
-        self._memory: MemoryWatch | None = None
+        self._ram_limit = 0
         self._port: socket.socket | None = None
         self._observer: Observer | None = None
         self._hup_ignored = False
@@ -66,8 +66,6 @@ class Agent:
         self._learned = False
         self._seen: list[protocol.Message] = []  # answers a look has, for the loop to send
         self._kills_before = host.oom_kills()
-
-    # ---- life ----
 
     def serve(self) -> int:
         kernel.become_subreaper()
@@ -130,9 +128,7 @@ class Agent:
             return max(0.0, waking - time.monotonic())
         if self._stop_sequence or self._finish:
             return 0.02
-        if self._memory and self._memory.limit:
-            return 0.1
-        return BEATS_S
+        return 0.1 if self._ram_limit else BEATS_S
 
     def _tick(self) -> bool:
         now = time.monotonic()
@@ -146,8 +142,7 @@ class Agent:
         if not self._suspended:
             self._vitals.look(self._ranks, now, self._first_step)
         self._pass_gate(now)
-        if self._memory:
-            self._memory.check(self._ranks, self._relay.say)
+        keep_below(self._ram_limit, self._ranks, self._relay.say)
         if self._stop_sequence:
             self._collect()
             self._stop_sequence.step()
@@ -260,8 +255,6 @@ class Agent:
         for one in self._sweeper.leftovers():
             send(one, signum)
 
-    # ---- ranks ----
-
     def _start(self, order: protocol.Message) -> None:
         now = time.monotonic()
         self._ranks, self._by_pid, self._stop_sequence, self._finish = {}, {}, None, None
@@ -270,7 +263,7 @@ class Agent:
         self._specs = {spec["rank"]: spec for spec in specs}
         gate = order["gate"]
         self._gate = Gate(tuple(self._specs), gate["slots"], gate["slot_s"], gate["total_s"], now)
-        self._memory = MemoryWatch(order["ram_limit"])
+        self._ram_limit = order["ram_limit"]
         self._kills_before = host.oom_kills()
         self._pass_gate(now)
         if self._gate.limited:
@@ -336,7 +329,7 @@ class Agent:
     def _hear(self, rank: Rank, kind: str, name: str) -> None:
         if kind == "error":
             rank.reported = time.monotonic()
-            report = _parse_json(name) if name else _read_json(rank.files["error"])
+            report = _read_json(rank.files["error"], name)
             self._relay.say({"is": "error", "rank": rank.rank, "error": self._without_secrets(report)})
             self._vitals.note_holders(rank, self._nvml, self._run_id)
         elif kind == "shim":
@@ -408,33 +401,23 @@ class Agent:
             redact.learn(next(iter(self._specs.values()))["env"])  # what differs between ranks is ours
         return redact.data(report)
 
-    # ---- stopping ----
-
     def _stop(self, order: protocol.Message) -> None:
         if self._gate is not None:
             self._gate.waiting.clear()
         if self._stop_sequence is None:
-            self._stop_sequence = StopSequence(
-                self._ranks, self._sweeper, order["signal"], order["grace"], set(order.get("at_once", ()))
-            )
+            told = order["signal"], order["grace"], set(order.get("at_once", ()))
+            self._stop_sequence = StopSequence(self._ranks, self._sweeper, *told)
         elif order["grace"] == 0:
             self._stop_sequence.hurry()
         self._relay.say({"is": "stopping"})  # after every "up": the coordinator now knows all ranks there will be
         self._stop_sequence.step()
 
 
-def _read_json(path: str) -> Any:
-    """A rank may have written anything there. What is too large for a message, or no JSON, is no report."""
+def _read_json(path: str, text: str = "") -> Any:
+    """A rank may have written anything there. What is too large for a message, cut off or no JSON is no report."""
     try:
-        return read_json(path, _REPORT)
+        return parse_json(text) if text else read_json(path, _REPORT)
     except (OSError, ValueError):
-        return None
-
-
-def _parse_json(text: str) -> Any:
-    try:
-        return parse_json(text)
-    except ValueError:  # cut off on its way
         return None
 
 

@@ -83,9 +83,8 @@ def _wait(child: int, heart: int) -> tuple[int, str]:
                 if line:  # an empty one is a heartbeat
                     scratch = os.fsdecode(line)
         elif time.monotonic() - last > STALL_S:
-            print(
-                f"stoker: the agent (pid {child}) has stalled for {STALL_S:.0f} s: stopping its ranks", file=sys.stderr
-            )
+            text = f"stoker: the agent (pid {child}) has stalled for {STALL_S:.0f} s: stopping its ranks"
+            print(text, file=sys.stderr)
             send_to_child(child, signal.SIGKILL)
             return _reap_for(child), scratch
 

@@ -7,6 +7,8 @@ import ctypes
 import os
 import signal
 
+from stoker.contract.process import of_kernel
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
@@ -34,11 +36,7 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
 
 def tracing_is_restricted() -> bool:
     """Yama's mode 1: a process may be traced by its ancestors and by whom it names."""
-    try:
-        with open("/proc/sys/kernel/yama/ptrace_scope", "rb") as file:
-            return file.read().strip() == b"1"
-    except OSError:
-        return False
+    return of_kernel("/proc/sys/kernel/yama/ptrace_scope").strip() == "1"
 
 
 def allow_tracing_by(agent: int) -> None:

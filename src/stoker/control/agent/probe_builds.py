@@ -1,6 +1,4 @@
-"""This host: names, clock, links, examination, and which Python and torch its ranks would get. torch is not imported:
-its version file answers in 0.1 s, an import in seconds.
-"""
+"""This host: names, clock, links, examination, Pythons and torch, which is not imported: its version file takes 0.1 s."""
 
 from __future__ import annotations
 
@@ -14,7 +12,8 @@ import time
 from typing import Any
 
 from stoker.contract.names import MACHINE
-from stoker.contract.untrusted import NOT_FROM_HERE
+from stoker.contract.process import of_kernel
+from stoker.contract.untrusted import NOT_FROM_HERE, is_count
 from stoker.control.machine.observe import Observer
 
 _LOOK = """
@@ -43,9 +42,8 @@ def builds(python: str = "") -> Any:
 
 
 def _look_at(program: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [program, "-c", NOT_FROM_HERE + _LOOK], capture_output=True, timeout=15, check=False, stdin=subprocess.DEVNULL
-    )
+    argv = [program, "-c", NOT_FROM_HERE + _LOOK]
+    done = subprocess.run(argv, capture_output=True, timeout=15, check=False, stdin=subprocess.DEVNULL)
     lines = [line for line in done.stdout.splitlines() if line.startswith(b"{")]
     if not lines:
         last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
@@ -101,9 +99,7 @@ def resolve(name: str) -> list[str]:
 def link(interface: str) -> dict[str, Any]:
     """Megabits a second as the driver states them; a virtual interface's figure means nothing."""
     folder = os.path.join("/sys/class/net", interface)
-    try:
-        with open(os.path.join(folder, "speed"), encoding="ascii") as file:
-            stated = int(file.read())
-    except (OSError, ValueError):
-        stated = 0  # wireless, tunnels and interfaces that are down have none
-    return {"speed": stated if stated > 0 else None, "physical": os.path.exists(os.path.join(folder, "device"))}
+    # Wireless, tunnels and interfaces that are down have none.
+    stated = of_kernel(os.path.join(folder, "speed")).strip()
+    speed = int(stated) if is_count(stated) else 0
+    return {"speed": speed or None, "physical": os.path.exists(os.path.join(folder, "device"))}

@@ -1,5 +1,4 @@
-"""What the network between hosts lets through: every host listens on two ports for the time of the check, every other
-connects.
+"""What the network between hosts lets through: every host listens on two ports, every other connects.
 
 A connection without the check's random token is closed at once. The listeners are bound to the address the others use,
 and close when the coordinator says so, goes away, or after LIMIT_S.
@@ -87,9 +86,6 @@ def _listen(address: str, ports: Any) -> socket.socket:
     raise OSError(f"can't listen on {address}, port {ports[0]}: {problem}")
 
 
-# ---- the side that listens ----
-
-
 def _serve(listener: socket.socket, key: bytes, stopped: list[str]) -> None:
     """Goes on whatever strangers do: they may not use up our threads and descriptors."""
     strangers: dict[socket.socket, str] = {}  # without the token so far -> their address; in the order they came
@@ -165,9 +161,6 @@ def _drain(peer: socket.socket) -> int:
     return total
 
 
-# ---- the side that connects ----
-
-
 def meet(peers: Any, key: bytes) -> dict[str, Any]:
     """Everybody at once: name -> {"ports": {port: "" or why not}, "rtt", "segment", "big", "passes"}."""
     found: dict[str, Any] = {name: {"ports": {}} for name in peers}
@@ -234,21 +227,17 @@ def _send(one: socket.socket, count: int, seconds: float) -> float:
 
 def _measure(address: str, port: int, key: bytes) -> dict[str, Any]:
     try:
-        return _sizes(address, port, key)
+        with _connect(address, port) as one:
+            one.sendall(key)
+            rtt = min(_send(one, SMALL, CONNECT_S) for _ in range(8))
+            found = {"rtt": rtt, "segment": one.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG), "big": True}
+            try:
+                _send(one, BIG, BIG_S)
+            except _TIMED_OUT:
+                return {**found, "big": False, "passes": _largest(address, port, key)}
+            return found
     except OSError as problem:
         return {"error": str(problem)}
-
-
-def _sizes(address: str, port: int, key: bytes) -> dict[str, Any]:
-    with _connect(address, port) as one:
-        one.sendall(key)
-        rtt = min(_send(one, SMALL, CONNECT_S) for _ in range(8))
-        segment = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
-        try:
-            _send(one, BIG, BIG_S)
-        except _TIMED_OUT:
-            return {"rtt": rtt, "segment": segment, "big": False, "passes": _largest(address, port, key)}
-    return {"rtt": rtt, "segment": segment, "big": True}
 
 
 def _largest(address: str, port: int, key: bytes) -> int:

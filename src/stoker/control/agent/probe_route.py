@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import fcntl
 import os
 import socket
 import struct
 from typing import Any
+
+from stoker.contract.process import kernel_lines
 
 _SIOCGIFCONF, _SIOCGIFMTU = 0x8912, 0x8921
 _ENTRY = 40  # bytes of a struct ifreq on 64-bit Linux
@@ -49,10 +50,9 @@ def addresses() -> dict[str, list[str]]:
     for at in range(0, len(raw), _ENTRY):
         name = raw[at : at + 16].split(b"\0")[0].decode("utf-8", "replace").partition(":")[0]
         found.setdefault(name, []).append(socket.inet_ntoa(raw[at + 20 : at + 24]))
-    with contextlib.suppress(FileNotFoundError), open("/proc/net/if_inet6", encoding="ascii") as file:
-        for line in file:
-            digits, _, _, _, _, name = line.split()
-            found.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    for line in kernel_lines("/proc/net/if_inet6"):
+        digits, _, _, _, _, name = line.split()
+        found.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
     return found
 
 

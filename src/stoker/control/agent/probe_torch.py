@@ -1,7 +1,6 @@
-"""The host's own torch, in its own Python: which build it is, and how fast it all-reduces with the other hosts.
+"""The host's own torch: which build it is, and how fast it all-reduces with the other hosts.
 
-One process a host imports torch once and waits; each measurement is a fork of it, because NCCL reads its variables only
-once.
+One process a host imports it and waits; each measurement is a fork, because NCCL reads its variables only once.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from typing import Any
 from stoker.contract import layout, owners, protocol, typed
 from stoker.contract.untrusted import parse_json, read_json
 from stoker.contract.wholefile import WholeFile
-from stoker.control.machine.hashing import Hashes, cache_folder, sha256_of
+from stoker.control.machine.hashing import Hashes, sha256_of
 
 _OFFER = 1 << 30  # bytes of the list of all files: a million of them have 150 MB
 _MANIFEST = 1 << 30
@@ -55,8 +55,6 @@ class Receiver:
     def at(self) -> str:
         return os.path.join(self._root, self._path)
 
-    # ---- what is there ----
-
     def offer(self, root: str, manifest: str, entries: list[list[Any]], origin: str = "") -> list[str]:
         """`manifest`: "inside" the root, or "" (data that a script lists is not to have a file of ours among it): below
         our cache.
@@ -72,7 +70,7 @@ class Receiver:
         if not os.access(self._root, os.W_OK | os.X_OK):
             raise Refused(f"the folder {self._root} may not be written")
         name = hashlib.sha256(os.fsencode(self._root)).hexdigest()[:32]
-        self._manifest = os.path.join(cache_folder(), "staged", f"{name}.json")
+        self._manifest = os.path.join(layout.cache_home(os.environ), "staged", f"{name}.json")
         if manifest == "inside":
             self._manifest = os.path.join(self._root, layout.SYNCED)
         self._origin = origin
@@ -101,9 +99,7 @@ class Receiver:
         return need
 
     def _refuse_if_exchangeable(self, advice: str) -> None:
-        """Whoever owns the folder, or can put another in its place, could change the code, data or weights. One of ours that
-        others may write to will do: pods' volumes often are so.
-        """
+        """Who can put another folder in its place could change what is copied. A pod's volume may be open to all."""
         for about in (os.lstat, os.stat):  # a link that somebody else made leads where they like
             with contextlib.suppress(FileNotFoundError):
                 uid = about(self._root).st_uid
@@ -168,8 +164,6 @@ class Receiver:
             except OSError as problem:
                 raise Refused(f"{place} is in the way: it is a folder with something in it") from problem
 
-    # ---- taking ----
-
     def begin(self, path: str, mode: int) -> None:
         if self._offered.get(path, ("", ""))[0] != "file":
             raise Refused(f"{path!r} was not offered")
@@ -199,8 +193,6 @@ class Receiver:
         if self._fresh:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._fresh)
-
-    # ---- the end ----
 
     def finish(self) -> dict[str, Any]:
         removed = 0

@@ -24,8 +24,6 @@ class Relay:
         self._resting: dict[int, float] = {}  # streams that were just read, and when to listen to them again
         self._paused = False
 
-    # ---- out ----
-
     def say(self, message: protocol.Message, payload: bytes = b"") -> None:
         self.outbox += protocol.encode(message, payload)
 
@@ -49,8 +47,6 @@ class Relay:
             self._selector.register(1, selectors.EVENT_WRITE, "out")
         elif registered and not wanted:
             self._selector.unregister(1)
-
-    # ---- in ----
 
     def add(self, rank: Rank) -> None:
         for handle in rank.streams:

@@ -75,22 +75,18 @@ def _sign(handle: int, run_id: str) -> None:
 
 def held(uuids: list[str]) -> dict[str, str]:
     """Which of these GPUs a run holds now: uuid -> who. What can't be used says nothing; `take` reports it."""
-    folders = _Folders(make=False)
     found: dict[str, str] = {}
-    try:
+    with contextlib.closing(_Folders(make=False)) as folders:
         for uuid in uuids:
             for folder in folders:
-                try:
+                handle = None
+                with contextlib.suppress(Unusable):
                     handle = lockfiles.peek(folder, lockfiles.lock_name(uuid))
-                except Unusable:
-                    continue
                 if handle is None:
                     continue
                 if not lockfiles.taken(handle, fcntl.LOCK_SH):
                     found.setdefault(uuid, lockfiles.describe_holder(handle))
                 os.close(handle)
-    finally:
-        folders.close()
     return found
 
 

@@ -6,6 +6,7 @@ process that catches it and still has the file it writes to.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -97,34 +98,27 @@ class Spy:
             return []
 
 
-class Loops:
-    """The loops a line of the script is in: has a rank left the loop, or does it do something else in it?"""
+def loops_around(file: str, line: int) -> list[int]:
+    """First lines of the script's loops a line is in, outermost first; none in library code or an unreadable file. Has a
+    rank left the loop, or does it do something else in it?
+    """
+    return [first for first, last in _loops(file) if first < line <= last]
 
-    def __init__(self) -> None:
-        self._known: dict[str, list[tuple[int, int]]] = {}
 
-    def around(self, file: str, line: int) -> list[int]:
-        """First lines of the loops around it, outermost first. None for library code or an unreadable file."""
-        if "/lib/python" in file or not file.endswith(".py"):
-            return []
-        if file not in self._known:
-            self._known[file] = self._parse(file)
-        return [first for first, last in self._known[file] if first < line <= last]
+@functools.cache
+def _loops(file: str) -> list[tuple[int, int]]:
+    import ast
 
-    @staticmethod
-    def _parse(file: str) -> list[tuple[int, int]]:
-        import ast
-
-        try:
-            with open(file, encoding="utf-8") as source:
-                tree = ast.parse(source.read(1 << 20))
-        except (OSError, SyntaxError, ValueError):
-            return []
-        return sorted(
-            (node.lineno, node.end_lineno or node.lineno)
-            for node in ast.walk(tree)
-            if isinstance(node, (ast.For, ast.While, ast.AsyncFor))
-        )
+    if "/lib/python" in file or not file.endswith(".py"):
+        return []
+    try:
+        with open(file, encoding="utf-8") as source:
+            tree = ast.parse(source.read(1 << 20))
+    except (OSError, SyntaxError, ValueError):
+        return []
+    kinds = (ast.For, ast.While, ast.AsyncFor)
+    found = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    return sorted((node.lineno, node.end_lineno or node.lineno) for node in found)
 
 
 def _thread(one: dict[str, Any]) -> dict[str, Any]:
@@ -169,11 +163,7 @@ def _by_faulthandler(pid: int, path: str) -> list[dict[str, Any]]:
 
 def _has_open(pid: int, path: str) -> bool:
     """A script that closed it may have a file of its own under that number by now: nothing is written into that."""
-    folder = f"/proc/{pid}/fd"
-    try:
-        return any(os.readlink(f"{folder}/{fd}") == path for fd in os.listdir(folder))
-    except OSError:
-        return False
+    return path in processes.open_files(pid)
 
 
 def _size(path: str) -> int:
@@ -204,9 +194,8 @@ def timings(path: str) -> list[list[Any]]:
         if mine and seq < mine[-1][1]:
             mine.clear()  # made anew under its old name
         if not entry.get("is_p2p"):
-            mine.append(
-                [group, seq, entry.get("time_created_ns") or 0, str(entry.get("profiling_name", "")).partition(":")[0]]
-            )
+            backend = str(entry.get("profiling_name", "")).partition(":")[0]
+            mine.append([group, seq, entry.get("time_created_ns") or 0, backend])
     return sorted((entry for entries in found.values() for entry in entries), key=lambda entry: entry[2])[-400:]
 
 
@@ -226,9 +215,8 @@ def _ask_handler(path: str, name: str) -> tuple[dict[str, Any] | None, str]:
     try:
         connection.settimeout(SERVER_S)
         connection.connect(path)
-        connection.sendall(
-            f"POST /handler/{name} HTTP/1.1\r\nHost: rank\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode()
-        )
+        heads = "Host: rank\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+        connection.sendall(f"POST /handler/{name} HTTP/1.1\r\n{heads}".encode())
         while data := connection.recv(1 << 18):
             parts.append(data)
     except OSError as problem:

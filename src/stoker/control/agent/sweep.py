@@ -1,9 +1,7 @@
-"""How a run's processes end on one host. Finds what is the run's, and nothing else: the descendants of its agent and its
-guardian.
+"""How a run's processes end on one host: the descendants of its agent and its guardian, and nothing else.
 
 Both are subreapers: whatever a rank starts stays below them, in any session, with any environment. Not by session: a
-session's number, once its rank is gone, may be a stranger's. Not by environment: schedulers and at hand it to jobs that are
-not the run's.
+session's number may be a stranger's by now. Not by environment: schedulers and at hand it to jobs that are not the run's.
 """
 
 from __future__ import annotations
@@ -38,11 +36,8 @@ class Sweeper:
         for pid in [pid for pid in below - self.groups - self.spare if origin.kept(pid)]:
             below -= {pid, *processes.descendants(pid, table)}
         me = os.getuid()
-        return [
-            one
-            for one in table
-            if one.pid in below and one.pid not in self.spare and one.state != "Z" and processes.owner(one.pid) == me
-        ]
+        there = (one for one in table if one.pid in below and one.pid not in self.spare and one.state != "Z")
+        return [one for one in there if processes.owner(one.pid) == me]
 
     def signal_all(self, signum: int, targets: list[Process]) -> None:
         for one in targets:

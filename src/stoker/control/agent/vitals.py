@@ -1,5 +1,4 @@
-"""Signs of life of this host's ranks, cheap enough to take all the time: beats, and for ranks that don't beat, state,
-CPU and I/O.
+"""Signs of life of this host's ranks, cheap enough to take all the time.
 
 A rank that beats costs one look at shared memory twice a second. Only one that is quiet is looked up in /proc.
 """
@@ -12,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract.beats import HAS_LOSS, Beat
-from stoker.contract.process import send
+from stoker.contract.beats import Beat
+from stoker.contract.process import kernel_lines, of_kernel, send
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Around
 from stoker.control.agent.spawn import Rank
@@ -85,8 +84,6 @@ class Vitals:
         if fresh:
             self._say({"is": "beats", "ranks": fresh})
 
-    # ---- around a bad end ----
-
     def note_holders(self, rank: Rank, nvml: Nvml | None, run_id: str) -> None:
         """Who is on its card while it fails: once it is gone, so is its own entry, and perhaps the other's."""
         if nvml is not None and rank.gpu:
@@ -100,9 +97,9 @@ class Vitals:
         free, whole = host.shared_memory()
         if rank.pid not in self._holders:
             self.note_holders(rank, nvml, run_id)
-        used, size = (nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None) or (None, None)
+        card = nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None
         holders = self._holders.get(rank.pid, ())
-        seen = Around(tuple(rank.rss), available, total, _kernel_lines(rank), holders, used, size, free, whole)
+        seen = Around(tuple(rank.rss), available, total, _kernel_lines(rank), holders, card and card[1], free, whole)
         found: dict[str, Any] = as_json(seen)
         return found
 
@@ -115,7 +112,7 @@ def _longest(before: int, beats: list[Beat]) -> float:
 
 def _losses(beats: list[Beat]) -> list[list[Any]]:
     """[step, loss] of the newest beats that carry one. As text: JSON has no NaN."""
-    told = [beat for beat in beats if beat.flags & HAS_LOSS]
+    told = [beat for beat in beats if beat.loss is not None]
     return [[beat.step, repr(beat.loss)] for beat in told[-MOST_LOSSES:]]
 
 
@@ -150,44 +147,30 @@ def memory_now(pid: int, gpu: str | None, nvml: Nvml | None) -> dict[str, Any]:
     return {"rss": processes.resident(pid), **of_host, "gpu": list(card) if card else None}
 
 
-class MemoryWatch:
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-
-    def check(self, ranks: dict[int, Rank], say: Callable[[dict[str, Any]], None]) -> None:
-        if not self.limit:
-            return
-        for rank in ranks.values():
-            if rank.ended is not None or rank.over:
-                continue
-            family = [rank.pid, *children(rank.pid)]
-            if sum(processes.resident(pid) or 0 for pid in family) <= self.limit:
-                continue
-            # Forked workers share pages with the rank, which the sum counts twice. PSS is exact, and slow to read.
-            taken = sum(_proportional(pid) for pid in family)
-            if taken > self.limit:
-                rank.over = taken
-                rank.signalled = True
-                send(rank.me, signal.SIGSTOP)  # no further growth while the coordinator hears of it
-                say({"is": "ram", "rank": rank.rank, "bytes": taken, "limit": self.limit})
+def keep_below(limit: int, ranks: dict[int, Rank], say: Say) -> None:
+    """0: no limit."""
+    for rank in ranks.values() if limit else ():
+        if rank.ended is not None or rank.over:
+            continue
+        family = [rank.pid, *children(rank.pid)]
+        if sum(processes.resident(pid) or 0 for pid in family) <= limit:
+            continue
+        # Forked workers share pages with the rank, which the sum counts twice. PSS is exact, and slow to read.
+        taken = sum(_proportional(pid) for pid in family)
+        if taken > limit:
+            rank.over = taken
+            rank.signalled = True
+            send(rank.me, signal.SIGSTOP)  # no further growth while the coordinator hears of it
+            say({"is": "ram", "rank": rank.rank, "bytes": taken, "limit": limit})
 
 
 def children(pid: int) -> list[int]:
     """Its children, and theirs."""
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
-            direct = [int(child) for child in file.read().split()]
-    except OSError:
-        return []
+    direct = [int(child) for child in of_kernel(f"/proc/{pid}/task/{pid}/children").split()]
     return direct + [grandchild for child in direct for grandchild in children(child)]
 
 
 def _proportional(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("Pss:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # gone, or a kernel without it: resident memory is the next best
-    return processes.resident(pid) or 0
+    lines = kernel_lines(f"/proc/{pid}/smaps_rollup")
+    exact = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), None)
+    return processes.resident(pid) or 0 if exact is None else exact  # gone, or a kernel without it: the next best

@@ -96,16 +96,11 @@ boot(sys.argv[2:])
 
 
 def unpack(module: str = "stoker.control.agent.guardian") -> str:
-    """Python for the other host: takes the files, then calls that module's `boot`.
-
-    No character any login shell acts on: csh takes no newline within quotes, fish reads backslashes there.
-    """
+    """Takes the files, then calls that module's `boot`. No character a login shell acts on, as csh on a newline."""
     import base64
 
-    return (
-        "import"
-        f" base64;exec(base64.b64decode('{base64.b64encode(_UNPACK.replace('MODULE', module).encode()).decode()}').decode())"
-    )
+    words = base64.b64encode(_UNPACK.replace("MODULE", module).encode()).decode()
+    return f"import base64;exec(base64.b64decode('{words}').decode())"
 
 
 def announced(packed: bytes) -> str:

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from stoker.control.machine.source import digest_of_paths
-
 _NAMED = 3  # files named per host
-
-
-def digest(paths: Iterable[str]) -> str:
-    """One hash of files and folders here."""
-    from stoker.control.machine import source
-
-    return source.digest(digest_of_paths(paths))
 
 
 def remedy(script: str, folder: str, synced: bool) -> str:
@@ -31,16 +22,10 @@ def remedy(script: str, folder: str, synced: bool) -> str:
 
 
 def disagreements(answers: Mapping[str, Mapping[str, Any]], script: str = "the script", lacking: str = "") -> list[str]:
-    """One line for each host that has not what most have (without a majority: what the first has).
-
-    `lacking`: what to do where it is not there at all.
-    """
+    """A line for each host that has not what most have, or the first has. `lacking`: what to do where it is not there."""
     asked = {host: answer for host, answer in answers.items() if "error" not in answer}
-    lines = [
-        f"host {host}: {script} could not be compared: {answer['error']}"
-        for host, answer in answers.items()
-        if "error" in answer
-    ]
+    failed = {host: answer["error"] for host, answer in answers.items() if "error" in answer}
+    lines = [f"host {host}: {script} could not be compared: {why}" for host, why in failed.items()]
     missing = [host for host, answer in asked.items() if not answer["names"]]
     lines += [f"host {host}: {script} is not there; {lacking or remedy(script, '', False)}" for host in missing]
     there = {host: answer for host, answer in asked.items() if host not in missing}
@@ -49,10 +34,8 @@ def disagreements(answers: Mapping[str, Mapping[str, Any]], script: str = "the s
     reference = _reference(there)
     for host, answer in there.items():
         if answer["package"] != there[reference]["package"]:
-            lines.append(
-                f"host {host}: {_difference(answer['names'], there[reference]['names'], reference)}; copy it with"
-                " --sync"
-            )
+            difference = _difference(answer["names"], there[reference]["names"], reference)
+            lines.append(f"host {host}: {difference}; copy it with --sync")
     return lines
 
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from stoker.contract import protocol, typed
 from stoker.contract.protocol import ProtocolError
 from stoker.contract.untrusted import parse_json, printable
-
-
-class Agent(Protocol):
-    """One host's agent, as control/launch's Member is."""
-
-    host: str
-    gone: str
-
-    def say(self, message: protocol.Message) -> None: ...
+from stoker.control.cluster import transport
+from stoker.control.cluster.hosts import Hosts
+from stoker.control.cluster.members import Member, Members
 
 
 class Question:
@@ -35,13 +30,25 @@ class Question:
         self.heard: dict[str, float] = {}  # when the answer came, by our clock
 
 
+@contextlib.contextmanager
+def meeting(hosts: Hosts) -> Iterator[Asking]:
+    """With the agents of all these hosts, for as long as they are asked."""
+    links = transport.reach_all(hosts)
+    members = Members(links, lambda member, *said: asking.hear(member.host, *said), lambda member, line: None)
+    asking = Asking(members.all, members.pump)
+    try:
+        yield asking
+    finally:
+        members.close()
+
+
 class Asking:
     """`pump(seconds)` waits for the next word of any agent and has it delivered to `hear`."""
 
     _numbers = itertools.count(1)
 
-    def __init__(self, agents: list[Any], pump: Callable[[float], None]) -> None:
-        self.agents: dict[str, Agent] = {agent.host: agent for agent in agents}
+    def __init__(self, agents: list[Member], pump: Callable[[float], None]) -> None:
+        self.agents = {agent.host: agent for agent in agents}
         self._pump = pump
         self._open: dict[str, Question] = {}
 
@@ -70,9 +77,8 @@ class Asking:
         question = Question(f"check-{next(self._numbers)}", what, list(args))
         self._open[question.name] = question
         for host, one in args.items():
-            self.agents[host].say(
-                {"do": "probe", "ask": question.name, "what": what, "args": dict(one), "seconds": seconds}
-            )
+            order = {"do": "probe", "ask": question.name, "what": what, "args": dict(one), "seconds": seconds}
+            self.agents[host].say(order)
         return question
 
     def tell(self, question: Question, words: Mapping[str, Any]) -> None:

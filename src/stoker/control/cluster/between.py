@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Finding
-from stoker.control.cluster.facts import Facts, Pair
+from stoker.control.cluster.facts import Facts, OneHost, Pair
 from stoker.control.cluster.price import gigabits
 from stoker.control.doctor.check import fail, unknown, warn
 
@@ -32,8 +32,6 @@ def between(id: str) -> Callable[[Body], Body]:
 
 
 def findings(facts: Facts, only: tuple[str, ...] = ()) -> list[Finding]:
-    from stoker.control.cluster import compare  # noqa: F401  registers what must be the same everywhere
-
     return [replace(finding, id=id) for id, body in CHECKS.items() if not only or id in only for finding in body(facts)]
 
 
@@ -75,11 +73,8 @@ def port_blocked(facts: Facts) -> Iterator[Finding]:
         yield fail(f"{name}: {error}", "--master-port with a port that is free there, or none")
     shut = [pair for pair in facts.pairs if pair.closed]
     if shut and len(shut) == len(facts.pairs) > 2 and all(not _open(pair) for pair in shut):
-        apart = (
-            "a firewall on all of them, or a network that keeps its members apart (guest Wi-Fi, a cloud's security"
-            " group)"
-        )
-        yield fail(f"no host reaches any other: {_how(shut[0])}", apart)
+        apart = "a network that keeps its members apart (guest Wi-Fi, a cloud's security group)"
+        yield fail(f"no host reaches any other: {_how(shut[0])}", f"a firewall on all of them, or {apart}")
         return
     for pair in shut:
         back = facts.pair(pair.target, pair.source)
@@ -90,15 +85,10 @@ def port_blocked(facts: Facts) -> Iterator[Finding]:
             way = " (nor does the other direction)"
         some = ", while port " + listed([str(port) for port in _open(pair)]) + " does" if _open(pair) else ""
         refused = all(why == "is refused" for why in pair.closed.values())
-        fix = (
-            f"on {pair.target}, let TCP from {_address(facts, pair.source)} in on ports 1024-65535:   ufw allow proto"
-            f" tcp from {_address(facts, pair.source)}"
-        )
-        yield fail(
-            f"{pair.source} → {pair.target}: {_how(pair)}{some}{way}: a firewall"
-            + (" that rejects" if refused else ""),
-            fix,
-        )
+        address = _address(facts, pair.source)
+        let = f"on {pair.target}, let TCP from {address} in on ports 1024-65535"
+        text = f"{pair.source} → {pair.target}: {_how(pair)}{some}{way}: a firewall"
+        yield fail(text + (" that rejects" if refused else ""), f"{let}:   ufw allow proto tcp from {address}")
 
 
 def _open(pair: Pair) -> list[int]:
@@ -126,24 +116,19 @@ def mtu(facts: Facts) -> Iterator[Finding]:
     """Full-size packets arrive too: where they vanish, jobs connect and then hang in their first all-reduce."""
     for one in facts.hosts:
         if one.hole is not None:
-            yield fail(
-                f"this machine → {one.name}: small packets pass, full-size ones vanish without a word: an MTU hole;"
-                f" packets of up to {one.hole.passes} bytes pass",
-                f"ip link set dev IFACE mtu {one.hole.passes} on both, or find what drops ICMP between them; nothing"
-                " else of it could be checked",
-            )
+            text = f"this machine → {one.name}: small packets pass, full-size ones vanish without a word: an MTU hole"
+            fix = f"ip link set dev IFACE mtu {one.hole.passes} on both, or find what drops ICMP between them"
+            passing = f"packets of up to {one.hole.passes} bytes pass"
+            yield fail(f"{text}; {passing}", f"{fix}; nothing else of it could be checked")
     for pair in facts.pairs:
         if pair.big is False:
             largest = f"; packets of up to {pair.passes} bytes pass" if pair.passes else ""
             source = next((one for one in facts.hosts if one.name == pair.source), None)
             full = f" ({source.mtu} bytes)" if source and source.mtu else ""
             device = source.interface if source and source.interface else "eth0"
-            yield fail(
-                f"{pair.source} → {pair.target}: small messages pass, full-size packets{full} vanish without a word: an"
-                f" MTU hole{largest}",
-                f"ip link set dev {device} mtu {pair.passes or 1280} on {pair.source} and {pair.target}, or find what"
-                " drops ICMP between them",
-            )
+            text = f"{pair.source} → {pair.target}: small messages pass, full-size packets{full} vanish without a word"
+            fix = f"ip link set dev {device} mtu {pair.passes or 1280} on {pair.source} and {pair.target}"
+            yield fail(f"{text}: an MTU hole{largest}", f"{fix}, or find what drops ICMP between them")
 
 
 @between("between.mtu-differs")
@@ -224,11 +209,8 @@ def _span(seconds: float) -> str:
 def slow_link(facts: Facts) -> Iterator[Finding]:
     """No host and no pair is far slower than the others, than its interface says, or than gradients can bear."""
     known = [pair for pair in facts.pairs if pair.rate]
-    slow = {
-        (pair.source, pair.target): pair.rate or 0.0
-        for pair in known
-        if _is_slow(facts, pair, max(one.rate or 0.0 for one in known))
-    }
+    best = max((pair.rate or 0.0 for pair in known), default=0.0)
+    slow = {(pair.source, pair.target): pair.rate or 0.0 for pair in known if _is_slow(facts, pair, best)}
     fix = "cable, switch port, duplex, Wi-Fi instead of the wire: `ethtool IFACE`, `ip -s link`"
     if slow and len(slow) == len(known):
         yield warn(f"all pairs are slow, {gigabits(min(slow.values()))} at worst: every step waits for that", fix)
@@ -238,18 +220,12 @@ def slow_link(facts: Facts) -> Iterator[Finding]:
         if len(mine) > 2 and mine <= set(slow):
             rest = [pair.rate or 0.0 for pair in known if (pair.source, pair.target) not in mine]
             others = f", the other pairs {gigabits(min(rest))} or more" if rest else ""
-            yield warn(
-                f"{one.name}: all that goes from and to it moves at"
-                f" {gigabits(min(slow[ends] for ends in mine))}{others}: every step waits for it",
-                fix,
-            )
+            moves = f"all that goes from and to it moves at {gigabits(min(slow[ends] for ends in mine))}"
+            yield warn(f"{one.name}: {moves}{others}: every step waits for it", fix)
             slow = {ends: rate for ends, rate in slow.items() if ends not in mine}
     for (source, target), rate in slow.items():
-        yield warn(
-            f"{source} → {target}: {gigabits(rate)}, the best pair {gigabits(max(one.rate or 0.0 for one in known))}:"
-            " every step waits for it",
-            fix,
-        )
+        rates = f"{gigabits(rate)}, the best pair {gigabits(best)}"
+        yield warn(f"{source} → {target}: {rates}: every step waits for it", fix)
 
 
 def _is_slow(facts: Facts, pair: Pair, best: float) -> bool:
@@ -277,3 +253,108 @@ def all_reduce(facts: Facts) -> Iterator[Finding]:
     if reduce.bus and rates and reduce.bus < POOR_SHARE * min(rates) and min(rates) < FILLED:
         said = f"the all-reduce moves {gigabits(reduce.bus)} a link, a single connection {gigabits(min(rates))}"
         yield warn(said, "stoker cluster check --hosts FILE --tune tries what may help")
+
+
+# ---- what must be the same on every host: the odd ones out are named, not merely "they differ" ----
+
+
+def usual(values: list[str]) -> str:
+    """The value most hosts have; among equals the first host's."""
+    return max(values, key=lambda value: (values.count(value), -values.index(value)))
+
+
+def odd(values: dict[str, str]) -> dict[str, str]:
+    """The hosts whose value is not the usual one."""
+    if not values:
+        return {}
+    common = usual(list(values.values()))
+    return {host: value for host, value in values.items() if value != common}
+
+
+def _differ(what: str, values: dict[str, str]) -> str:
+    """'10.0.0.3 has torch 2.12.0; the other 2 have torch 2.13.0'; empty where all agree."""
+    strange = odd(values)
+    if not strange:
+        return ""
+    common = usual(list(values.values()))
+    rest = [host for host, value in values.items() if value == common]
+    groups: dict[str, list[str]] = {}
+    for host, value in strange.items():
+        groups.setdefault(value, []).append(host)
+    said = "; ".join(
+        f"{listed(hosts)} {'has' if len(hosts) == 1 else 'have'} {what} {value}" for value, hosts in groups.items()
+    )
+    others = listed(rest) if len(rest) < 4 else f"the other {len(rest)}"
+    return f"{said}; {others} {'has' if len(rest) == 1 else 'have'} {common}"
+
+
+def build(host: OneHost) -> str:
+    """What must match of a torch: version, CUDA build and NCCL."""
+    torch = host.torch
+    if torch is None or not torch.version:
+        return ""
+    parts = [torch.version, f"CUDA {torch.cuda}" if torch.cuda else "", f"NCCL {torch.nccl}" if torch.nccl else ""]
+    return ", ".join(part for part in parts if part)
+
+
+@between("between.torch")
+def torch(facts: Facts) -> Iterator[Finding]:
+    """One torch everywhere: unlike builds hang, crash or disagree. CUDA toolkit and driver may differ."""
+    said = _differ("torch", {host.name: build(host) for host in facts.there if build(host)})
+    if said:
+        first = next(host for host in facts.there if build(host))
+        version = (first.torch.version or "").split("+")[0] if first.torch else ""
+        yield fail(said, f"pip install torch=={version} on all, from the same index")
+
+
+@between("between.torch-missing")
+def torch_missing(facts: Facts) -> Iterator[Finding]:
+    """Every host's own Python imports torch."""
+    for host in facts.there:
+        if host.torch is not None and host.torch.error:
+            text = f"{host.name}: import torch fails: {host.torch.error}"
+            yield fail(text, "python: or venv: in the hosts file names the environment that has it")
+
+
+@between("between.python")
+def python(facts: Facts) -> Iterator[Finding]:
+    """One Python minor version: objects pickled by one rank are read by another."""
+    said = _differ("Python", {host.name: ".".join(host.python.split(".")[:2]) for host in facts.there if host.python})
+    if said:
+        yield warn(said, "one Python on all hosts; broadcast_object_list and checkpoints pickle")
+
+
+@between("between.program")
+def program(facts: Facts) -> Iterator[Finding]:
+    """The script and what it imports from its folder have the same bytes everywhere; the files that differ are named."""
+    for line in facts.program:
+        said, _, fix = line.removeprefix("host ").rpartition("; ")
+        yield fail(said or fix, fix if said else "")
+
+
+@between("between.files")
+def files(facts: Facts) -> Iterator[Finding]:
+    """Data, model and tokenizer have the same bytes everywhere."""
+    for what in dict.fromkeys(
+        name for host in facts.there for name in host.files or {} if name.startswith(("data ", "model "))
+    ):
+        digests = {host.name: (host.files or {}).get(what, "") for host in facts.there if host.files is not None}
+        missing = [name for name, digest in digests.items() if not digest]
+        stage = f"--stage {what.partition(' ')[2]} copies it to every host"
+        if missing:
+            yield fail(f"{what} is not on {listed(missing)}", stage)
+        said = _differ(what, {name: digest[:8] for name, digest in digests.items() if digest})
+        if said:
+            yield fail(f"{said}: not the same bytes", stage)
+
+
+@between("between.speed-differs")
+def speed_differs(facts: Facts) -> Iterator[Finding]:
+    """Interfaces of one speed: a port that fell back to 100 Mbit/s slows the whole job."""
+    stated = {host.name: f"{host.speed} Mbit/s" for host in facts.there if host.physical and host.speed}
+    slowest = min((host.speed for host in facts.there if host.physical and host.speed), default=0)
+    fast = max((host.speed for host in facts.there if host.physical and host.speed), default=0)
+    if slowest < fast:
+        slow = [name for name, value in stated.items() if value == f"{slowest} Mbit/s"]
+        said = f"{listed(slow)}: the interface states {slowest} Mbit/s, others {fast}: every step waits for it"
+        yield warn(said, "cable, switch port; interface: in the hosts file")

@@ -9,10 +9,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract import protocol
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Finding
-from stoker.control.cluster import between, path, reaching, reducing, transport
+from stoker.control.cluster import between, path, reaching, reducing
 from stoker.control.cluster.agreement import disagreements
 from stoker.control.cluster.asking import TORCH, Asking, Question, fitting, skews
 from stoker.control.cluster.facts import Facts, OneHost, Pair
@@ -40,28 +39,12 @@ class Asked:
 
 
 class Checking:
-    """`gather` makes control/launch's Members of the links: this room does not know that one."""
-
-    def __init__(self, hosts: Hosts, asked: Asked, gather: transport.Gather) -> None:
+    def __init__(self, hosts: Hosts, asked: Asked, asking: Asking) -> None:
         self.hosts = hosts
         self.asked = asked
+        self.asking = asking
         self._by_name = {host.name: host for host in hosts.hosts}
-        self._complaints: dict[str, list[str]] = {host.name: [] for host in hosts.hosts}
-        self._members = gather(transport.reach_all(hosts), self._hear, self._complain)
-        self.asking = Asking(self._members.all, self._members.pump)
         self.worker: Question | None = None
-
-    def _hear(self, member: Any, message: protocol.Message, payload: bytes) -> None:
-        self.asking.hear(member.host, message, payload)
-
-    def _complain(self, member: Any, line: str) -> None:
-        self._complaints[member.host] = [line]  # the last one is shown
-
-    def __enter__(self) -> Checking:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._members.close()
 
     def look(self) -> Facts:
         asking = self.asking
@@ -70,11 +53,8 @@ class Checking:
         builds = asking.ask("builds", pythons, 20.0) if self.asked.quick else None
         self.worker = None if self.asked.quick else asking.ask("torch", pythons, WORKER_S)
         parts = sorted(PARTS - {"torch"})  # torch is imported once, by the worker
-        examinations = asking.ask(
-            "examine",
-            {name: {"runs_dir": _runs_dir(host), "port": 0, "parts": parts} for name, host in self._by_name.items()},
-            30.0,
-        )
+        told = {name: {"runs_dir": _runs_dir(host), "port": 0, "parts": parts} for name, host in self._by_name.items()}
+        examinations = asking.ask("examine", told, 30.0)
         files = self._ask_files()
         first = asking.answers(asking.ask("route", {name: {"to": []} for name in everybody}, 10.0), MEET_S)
         found = {name: self._met(name, answer) for name, answer in first.items()}
@@ -100,13 +80,11 @@ class Checking:
                 if "error" not in answer:
                     found[name] = replace(found[name], files=self._digests(answer))
             program = disagreements(answers, self.asked.script) if self.asked.script else []
-        facts = Facts(
-            tuple(found[name] for name in everybody), tuple(pairs), None, store_port, tuple(program), self.asked.quick
-        )
+        hosts = tuple(found[name] for name in everybody)
+        facts = Facts(hosts, tuple(pairs), None, store_port, tuple(program), self.asked.quick)
         if self.worker is not None and reducing.may_reduce(facts):
-            facts = replace(
-                facts, reduce=reducing.reduce(asking, self.worker, facts, reducing.run_env(facts, self.hosts))
-            )
+            env = reducing.run_env(facts, self.hosts)
+            facts = replace(facts, reduce=reducing.reduce(asking, self.worker, facts, env))
         return facts
 
     def _ask_files(self) -> Question | None:
@@ -115,11 +93,8 @@ class Checking:
         if not asked.script and not paths:
             return None
         more = {"script": asked.script, "paths": paths}
-        return self.asking.ask(
-            "files",
-            {name: {"workdir": host.workdir or os.getcwd(), **more} for name, host in self._by_name.items()},
-            FILES_S,
-        )
+        told = {name: {"workdir": host.workdir or os.getcwd(), **more} for name, host in self._by_name.items()}
+        return self.asking.ask("files", told, FILES_S)
 
     def _digests(self, answer: Mapping[str, Any]) -> dict[str, str]:
         """What must be the same -> its digest; "" where it is not there."""
@@ -145,11 +120,11 @@ class Checking:
 
     def _met(self, name: str, answer: Mapping[str, Any]) -> OneHost:
         if "error" in answer:
-            why, _, fix = self.asking.agents[name].gone.removeprefix(f"host {name}: ").partition("; ")
-            hole = (
-                path.hole(self._by_name[name], self.hosts) if not self._by_name[name].here and _is_stuck(why) else None
-            )
-            said = f" ({self._complaints[name][-1]})" if self._complaints[name] else ""
+            agent = self.asking.agents[name]
+            why, _, fix = agent.gone.removeprefix(f"host {name}: ").partition("; ")
+            host = self._by_name[name]
+            hole = path.hole(host, self.hosts) if not host.here and _is_stuck(why) else None
+            said = f" ({agent.complaint})" if agent.complaint else ""
             return OneHost(name, error=why or f"no answer within {MEET_S:.0f} s{said}", fix=fix, hole=hole)
         return OneHost(name, address=address_of(self._by_name[name], answer), hostname=answer["hostname"])
 
@@ -198,11 +173,8 @@ def _with_torch(one: OneHost, word: Mapping[str, Any]) -> OneHost:
     torch: Torch = read(Torch, {name: value for name, value in word.items() if name != "python"})
     examination = one.examination
     if examination is not None:
-        examination = replace(
-            examination,
-            torch=torch,
-            missing={part: why for part, why in (examination.missing or {}).items() if part != "torch"},
-        )
+        missing = {part: why for part, why in (examination.missing or {}).items() if part != "torch"}
+        examination = replace(examination, torch=torch, missing=missing)
     return replace(one, torch=torch, python=word.get("python"), examination=examination)
 
 
@@ -215,7 +187,7 @@ def doctor_findings(facts: Facts, hosts: Hosts) -> list[Finding]:
         if one.examination is None:
             found.setdefault(("between.host", "unknown", "it could not be examined", ""), []).append(one.name)
             continue
-        for finding in doctor.run(checks, one.examination, doctor.Asked(slots[one.name], "runs")):
+        for finding in doctor.run(checks, one.examination, slots[one.name]):
             found.setdefault((finding.id, finding.level, finding.text, finding.fix), []).append(one.name)
     return [
         Finding(id, level, f"{between.listed(names)}: {text}", fix) for (id, level, text, fix), names in found.items()

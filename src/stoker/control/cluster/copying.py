@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from stoker.contract import protocol, typed
 from stoker.contract.names import EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import span
-from stoker.contract.shape import shape
+from stoker.contract.shape import pick, shape
 from stoker.contract.untrusted import parse_json, printable, printable_lines
 from stoker.control.cluster import agentzip, listing, transport
 from stoker.control.cluster.hosts import Host, Hosts
@@ -30,6 +30,7 @@ _SAY_S = 2.0
 SILENCE_S = 20.0  # nothing sent for so long: the other side takes us for gone. A sick disk here may be slow to read
 _LONG = 2 * 10**9  # bytes that take seconds to hash
 _RECEIVER = "stoker.control.agent.receiving"
+_COUNTS = {"written": "int", "removed": "int", "others": "dict[str, int]", "ignored?": "str"}
 Say = Callable[[str], None]
 
 
@@ -134,17 +135,13 @@ def copy(hosts: Hosts, load: Load, say: Say) -> None:
         if copy.ignored:
             say(f"host {copy.host.name}: {copy.ignored}")
         for origin, count in copy.others.items():
-            say(
-                f"host {copy.host.name}: {copy.where} also holds {count} files that --sync brought from {origin}: they"
-                " stay; give each its own workdir:"
-            )
+            more = f"{copy.where} also holds {count} files that --sync brought from {origin}"
+            say(f"host {copy.host.name}: {more}: they stay; give each its own workdir:")
     took = [copy for copy in copies if copy.written or copy.removed]
     if took:
         names = ", ".join(f"{copy.host.name} ({_count(copy)})" for copy in took)
-        say(
-            f"copied {load.what} to {names} in {span(time.monotonic() - began)}"
-            + (f"; {len(copies) - len(took)} had it" if len(took) < len(copies) else "")
-        )
+        had = f"; {len(copies) - len(took)} had it" if len(took) < len(copies) else ""
+        say(f"copied {load.what} to {names} in {span(time.monotonic() - began)}{had}")
     elif copies:
         say(f"{load.what} is the same on all hosts, nothing to copy")
 
@@ -179,11 +176,8 @@ class Late:
     """
 
     def __init__(self, host: Host, hosts: Hosts, loads: Sequence[Load]) -> None:
-        self._copies = [
-            _Copy(host, hosts, load, load.places[host.name], as_offered=not load.manifest)
-            for load in loads
-            if host.name in load.places
-        ]
+        mine = ((load, load.places[host.name]) for load in loads if host.name in load.places)
+        self._copies = [_Copy(host, hosts, load, place, as_offered=not load.manifest) for load, place in mine]
         self._stopped = False
         self.failure = ""
         self._thread = threading.Thread(target=self._run, name=f"copy to {host.name}", daemon=True)
@@ -195,11 +189,8 @@ class Late:
 
     @property
     def brought(self) -> str:
-        return "; ".join(
-            f"copied {copy.load.what} to {copy.host.name} ({_count(copy)})"
-            for copy in self._copies
-            if copy.written or copy.removed
-        )
+        took = [copy for copy in self._copies if copy.written or copy.removed]
+        return "; ".join(f"copied {copy.load.what} to {copy.host.name} ({_count(copy)})" for copy in took)
 
     def _run(self) -> None:
         for copy in self._copies:
@@ -269,21 +260,13 @@ class _Copy:
 
     def _talk(self, complaints: int) -> None:
         packed = agentzip.pack()
-        argv = transport.way_to(self.host, self._hosts).python(
-            self.host, self._hosts, ["-I", "-S", "-c", agentzip.unpack(_RECEIVER), agentzip.announced(packed)]
-        )
-        self._process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, start_new_session=True
-        )
-        answers = self._answers()
+        words = ["-I", "-S", "-c", agentzip.unpack(_RECEIVER), agentzip.announced(packed)]
+        argv = transport.way_to(self.host, self._hosts).python(self.host, self._hosts, words)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=complaints, start_new_session=True)
+        answers = self._answers = self._read()
         self._send(packed)
-        order = {
-            "do": "offer",
-            "root": self.where,
-            "manifest": self.load.manifest,
-            "origin": self.load.origin,
-            "silence": SILENCE_S,
-        }
+        order = {"do": "offer", "root": self.where, "silence": SILENCE_S, **pick(self.load, "manifest", "origin")}
         self._send(protocol.encode(order, self.load.entries))
         need = _needed(next(answers)[1])
         wanted = [entry for entry in self.load.listing.entries if entry.path in need]
@@ -294,9 +277,7 @@ class _Copy:
         self._send(protocol.encode({"do": "finish"}))
         finished, _ = next(answers)
         try:
-            counts = typed.read_fields(
-                {"written": "int", "removed": "int", "others": "dict[str, int]", "ignored?": "str"}, finished
-            )
+            counts = typed.read_fields(_COUNTS, finished)
         except ValueError as problem:
             raise protocol.ProtocolError(f"its last word can't be read: {problem}") from None
         self.written, self.removed = counts["written"], counts["removed"]
@@ -329,12 +310,8 @@ class _Copy:
             self._process.stdin.flush()
         except BrokenPipeError:
             with contextlib.suppress(StopIteration):
-                next(self._answers_left)  # it may have said why before it ended
+                next(self._answers)  # it may have said why before it ended
             raise
-
-    def _answers(self) -> Iterator[tuple[protocol.Message, bytes]]:
-        self._answers_left = self._read()
-        return self._answers_left
 
     def _read(self) -> Iterator[tuple[protocol.Message, bytes]]:
         assert self._process is not None and self._process.stdout is not None

@@ -87,8 +87,4 @@ class Facts:
         return next((pair for pair in self.pairs if (pair.source, pair.target) == (source, target)), None)
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = as_json(self)
-        found["pairs"] = [
-            {**one, "ports": {str(port): why for port, why in one["ports"].items()}} for one in found["pairs"]
-        ]
-        return found
+        return dict(as_json(self))

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import suggest
@@ -20,9 +22,6 @@ from stoker.contract.yamltext import NotYaml, parse_yaml
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any, NoReturn
-
     from stoker.control.cluster.transport import Transport
 
 _FILE = (".yaml", ".yml", ".json")
@@ -92,9 +91,8 @@ def from_mapping(data: Mapping[Any, Any], path: str, more_options: tuple[str, ..
     _known_keys(defaults, f"{path}: defaults", without=("host", "address"))
     entries = data.get("hosts")
     if not isinstance(entries, list) or not entries:
-        line = (
-            f"hosts: {_found(entries)}; write a list with one entry a host, such as - {{host: 192.168.1.100, slots: 2}}"
-        )
+        right = "write a list with one entry a host, such as - {host: 192.168.1.100, slots: 2}"
+        line = f"hosts: {_found(entries)}; {right}"
         _refuse(path, line)
     folder = os.path.dirname(os.path.abspath(path))
     config = _local_file(data.get("ssh_config"), f"{path}: ssh_config", folder)
@@ -139,11 +137,8 @@ def _entry(entry: Any, where: str) -> dict[str, Any]:
         user, at, host = entry.rpartition("@")
         return {"user": user, "host": host} if at else {"host": entry}
     if not isinstance(entry, dict):
-        _refuse(
-            where,
-            f"{_found(entry)};"
-            f" {'put the name in quotes' if isinstance(entry, (bool, int, float)) else 'write {host: NAME}'}",
-        )
+        fix = "put the name in quotes" if isinstance(entry, (bool, int, float)) else "write {host: NAME}"
+        _refuse(where, f"{_found(entry)}; {fix}")
     if isinstance(entry.get("host"), str) and "@" in entry["host"] and "user" not in entry:
         user, _, host = entry["host"].rpartition("@")
         return {**entry, "user": user, "host": host}

@@ -13,8 +13,7 @@ from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
 from stoker.contract.wholefile import write_whole
 from stoker.contract.yamltext import NotYaml, parse_yaml
-from stoker.control.cluster import transport
-from stoker.control.cluster.asking import Asking
+from stoker.control.cluster.asking import meeting
 from stoker.control.cluster.hosts import Hosts, from_mapping, is_address
 from stoker.control.cluster.ssh import CONNECT_S
 
@@ -52,59 +51,38 @@ class Answer:
 
 
 def main_part(
-    names: list[str],
-    out: str,
-    defaults: Mapping[str, Any],
-    more: Mapping[str, Any],
-    ssh_options: tuple[str, ...],
-    force: bool,
-    gather: transport.Gather,
-    say: Say,
+    names: list[str], out: str, defaults: Mapping[str, Any], more: Mapping[str, Any], force: bool, say: Say
 ) -> None:
-    """`defaults`: user, python … as in the file; `more`: its ssh_config. Asks, then writes `out`; all or nothing."""
+    """`defaults`: user, python … as in the file; `more`: its ssh_config and ssh_options. Asks, then writes `out`; all or nothing."""
     if os.path.lexists(out) and not force:
         raise Refusal(f"{out} is there already: --force overwrites it, --out FILE writes another one", EX_CANTCREAT)
     folder = os.path.dirname(os.path.abspath(out))
     if not os.access(folder, os.W_OK):
         line = f"{out} can't be written: {'no permission' if os.path.isdir(folder) else 'no folder ' + folder}"
         raise Refusal(line, EX_CANTCREAT)
-    more = {**more, **({"ssh_options": list(ssh_options)} if ssh_options else {})}
     hosts = from_mapping({**more, "defaults": dict(defaults), "hosts": list(names)}, out, written=False)
-    answers = _ask(hosts, gather)
+    answers = _ask(hosts)
     for answer in answers:
         say(f"{answer.name}: {answer.about}{', reached through ' + answer.interface if answer.interface else ''}")
     _write(out, text(answers, defaults, more))
     ranks = sum(max(1, len(answer.gpus)) for answer in answers)
-    say(
-        f"wrote {out}: {counted(len(answers), 'host')}, {counted(ranks, 'rank')}; `stoker cluster check --hosts {out}`"
-        " looks closer"
-    )
+    wrote = f"wrote {out}: {counted(len(answers), 'host')}, {counted(ranks, 'rank')}"
+    say(f"{wrote}; `stoker cluster check --hosts {out}` looks closer")
 
 
-def _ask(hosts: Hosts, gather: transport.Gather) -> list[Answer]:
+def _ask(hosts: Hosts) -> list[Answer]:
     by_name = {host.name: host for host in hosts.hosts}
-
-    def hear(member: Any, message: Any, payload: bytes) -> None:
-        asking.hear(member.host, message, payload)
-
-    members = gather(transport.reach_all(hosts), hear, lambda member, line: None)
-    asking = Asking(members.all, members.pump)
-    try:
-        pythons = {name: [host.python] if host.python else list(_PYTHONS) for name, host in by_name.items()}
+    pythons = {name: [host.python] if host.python else list(_PYTHONS) for name, host in by_name.items()}
+    with meeting(hosts) as asking:
         setups = asking.ask("setup", {name: {"pythons": pythons[name]} for name in by_name}, 60.0)
         first = asking.ask("route", {name: {"to": []} for name in by_name}, ROUTE_S)
         found, ways = asking.answers(setups, MEET_S + 60.0), asking.answers(first, MEET_S)
         _refuse_failed({name: {**ways[name], **found[name]} for name in by_name})
         addresses = {name: name if is_address(name) else ways[name].get("reached_at") for name in by_name}
-        peers = {
-            name: [address for other, address in addresses.items() if other != name and address] for name in by_name
-        }
-        routes = asking.answers(
-            asking.ask("route", {name: {"to": peers[name]} for name in by_name}, ROUTE_S), ROUTE_S + 1
-        )
+        peers = {name: [one for other, one in addresses.items() if other != name and one] for name in by_name}
+        towards = asking.ask("route", {name: {"to": peers[name]} for name in by_name}, ROUTE_S)
+        routes = asking.answers(towards, ROUTE_S + 1)
         _refuse_failed(routes)
-    finally:
-        members.close()
     return [
         _answer(host.user, name, pythons[name], found[name], routes[name], addresses[name])
         for name, host in by_name.items()
@@ -128,17 +106,9 @@ def _answer(
     interfaces = {one["interface"] for one in ways}
     here = address or next((one["source"] for one in ways if "source" in one), None)
     cards = tuple(kind or "unknown GPU" for kind in found["gpus"])
-    return Answer(
-        name,
-        user,
-        cards,
-        found["gpu_error"],
-        best.get("python"),
-        best.get("version"),
-        best.get("torch"),
-        interfaces.pop() if len(interfaces) == 1 else None,
-        None if is_address(name) else here,
-    )
+    python = (best.get("python"), best.get("version"), best.get("torch"))
+    interface = interfaces.pop() if len(interfaces) == 1 else None
+    return Answer(name, user, cards, found["gpu_error"], *python, interface, None if is_address(name) else here)
 
 
 def text(answers: list[Answer], defaults: Mapping[str, Any], more: Mapping[str, Any]) -> str:

@@ -71,11 +71,8 @@ def _followed(root: str) -> Iterator[str]:
             place = os.path.join(folder, name)
             real = os.path.realpath(place)
             if real in mine:
-                raise Refusal(
-                    f"--stage {root}: the link {place} leads back to {real}, which it is in; remove it, or stage what"
-                    " is beside it",
-                    EX_NOINPUT,
-                )
+                line = f"--stage {root}: the link {place} leads back to {real}, which it is in"
+                raise Refusal(f"{line}; remove it, or stage what is beside it", EX_NOINPUT)
             above[place] = mine | {real}
         for name in names:
             yield os.path.relpath(os.path.join(folder, name), root)
@@ -115,10 +112,8 @@ def _git(root: str) -> Iterator[str] | None:
     complaint = inside.stderr.decode("utf-8", "replace").strip()
     if inside.returncode or inside.stdout.strip() != b"true":
         if "dubious ownership" in complaint:
-            raise Refusal(
-                f"git does not trust {root} ({printable(complaint.splitlines()[0])}), so what it ignores is not known",
-                EX_NOINPUT,
-            )
+            line = f"git does not trust {root} ({printable(complaint.splitlines()[0])})"
+            raise Refusal(f"{line}, so what it ignores is not known", EX_NOINPUT)
         return None
     if _ask_git(root, "check-ignore", "-q", root).returncode == 0:
         return None  # a folder that the checkout around it ignores as a whole: its own master
@@ -126,9 +121,7 @@ def _git(root: str) -> Iterator[str] | None:
 
 
 def _ask_git(root: str, *words: str) -> subprocess.CompletedProcess[bytes]:
-    """The only place that starts git. A checkout's own .git/config may come from anybody: no program that it names is
-    run, and no variable of ours turns git to another repository or program.
-    """
+    """The one place that starts git. .git/config may come from anybody: no program that it or a variable names is run."""
     env = {
         name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name.startswith(_GIT_KEPT)
     }
@@ -185,9 +178,7 @@ def _is_pipe(place: str) -> bool:
 
 
 def _git_files(root: str) -> Iterator[str]:
-    """A folder in git's list is a submodule, which the index tracks and the user chose to have, or somebody's checkout
-    that lies there: that one's git is not asked.
-    """
+    """A folder in git's list is a submodule, or somebody's checkout, whose git is not asked."""
     for path in _git_list(root, "--cached"):
         if _is_folder(root, path):
             place = os.path.join(root, path)

@@ -41,9 +41,8 @@ def hole(host: Host, hosts: Hosts) -> Hole | None:
 def _destination(host: Host, hosts: Hosts) -> tuple[str, int] | None:
     """What ssh itself makes of the name."""
     argv = ssh_command(host, hosts, ["true"])
-    said = subprocess.run(
-        [argv[0], "-G", *argv[1:-1]], capture_output=True, text=True, timeout=5, check=False, stdin=subprocess.DEVNULL
-    )
+    asks = [argv[0], "-G", *argv[1:-1]]
+    said = subprocess.run(asks, capture_output=True, text=True, timeout=5, check=False, stdin=subprocess.DEVNULL)
     found = dict(line.split(" ", 1) for line in said.stdout.splitlines() if " " in line)
     if said.returncode or found.get("proxyjump", "none") != "none" or found.get("proxycommand", "none") != "none":
         return None

@@ -29,11 +29,8 @@ def meet(asking: Asking, addresses: Mapping[str, str], store_port: int = 0) -> t
         return [], 0, None
     token = secrets.token_hex(16)
     wanted = dict.fromkeys(addresses, 0) | {next(iter(addresses)): store_port}
-    question = asking.ask(
-        "net",
-        {name: {"address": address, "token": token, "store_port": wanted[name]} for name, address in addresses.items()},
-        120.0,
-    )
+    told = {name: {"address": one, "token": token, "store_port": wanted[name]} for name, one in addresses.items()}
+    question = asking.ask("net", told, 120.0)
     first = {name: fitting(PORTS, word, "its ports") for name, word in asking.words(question, 1, NET_S).items()}
     ports = {name: word["ports"] for name, word in first.items() if "ports" in word}
     peers = {
@@ -85,11 +82,8 @@ def _round(
     late = asking.wait(
         STREAM_S, lambda name: len(question.more[name]) > said[name] or name in question.answers, list(mine)
     )
-    words = {
-        name: question.more[name][said[name]]
-        for name in mine
-        if name not in late and len(question.more[name]) > said[name]
-    }
+    fresh = [name for name in mine if name not in late and len(question.more[name]) > said[name]]
+    words = {name: question.more[name][said[name]] for name in fresh}
     rates = {name: fitting(RATE, word, "its rate") for name, word in words.items()}
     return {(name, mine[name].target): word["rate"] for name, word in rates.items() if "rate" in word}
 
@@ -109,10 +103,7 @@ TWICE = "between.same-host"  # two ranks would share a card. Not of a job's node
 
 
 def quick(asking: Asking, hosts: Hosts, where: Mapping[str, str], store_port: int = 0) -> list[Finding]:
-    """`where`: host -> the address the others use, as the run will. Findings of level "fail" mean: this can't work.
-
-    Whoever owns the agents must pass what they say to `asking.hear(host, message, payload)` meanwhile.
-    """
+    """`where`: host -> the address the run will use. Findings of level "fail" mean: this can't work."""
     names = [host.name for host in hosts.hosts if host.name in where and not asking.agents[host.name].gone]
     pythons = {host.name: {"python": host.python or ""} for host in hosts.hosts if host.name in names}
     builds = asking.ask("builds", pythons, 20.0)
@@ -126,11 +117,9 @@ def quick(asking: Asking, hosts: Hosts, where: Mapping[str, str], store_port: in
             continue
         known: Torch = read(Torch, {key: value for key, value in torch.items() if key != "python"})
         resolves = {word: tuple(addresses) for word, addresses in answer["resolves"].items()}
-        found[name] = replace(
-            found[name], hostname=answer["hostname"], resolves=resolves, torch=known, python=torch.get("python")
-        )
+        told = {"hostname": answer["hostname"], "resolves": resolves, "torch": known, "python": torch.get("python")}
+        found[name] = replace(found[name], **told)
     for name, (half, skew) in skews(asking, names, 2).items():
         found[name] = replace(found[name], skew=skew, skew_error=half)
-    return between.findings(
-        Facts(tuple(found.values()), tuple(pairs), None, port), ONLY if hosts.transports else (*ONLY, TWICE)
-    )
+    facts = Facts(tuple(found.values()), tuple(pairs), None, port)
+    return between.findings(facts, ONLY if hosts.transports else (*ONLY, TWICE))

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from statistics import median
 from typing import Any
 
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, Refusal
@@ -14,7 +15,7 @@ from stoker.contract.untrusted import parse_json, read_text
 from stoker.contract.wholefile import WholeFile
 from stoker.contract.yamltext import NotYaml, parse_yaml
 from stoker.control.cluster.asking import STORE, TIMES, Asking, Question, fitting
-from stoker.control.cluster.compare import build
+from stoker.control.cluster.between import build
 from stoker.control.cluster.facts import Facts, OneHost, Reduce
 from stoker.control.cluster.hosts import Hosts
 from stoker.control.cluster.price import gigabits
@@ -83,11 +84,8 @@ def reduce(
     said[first] += 1
     asking.tell(worker, {name: {**orders[name], "port": store["port"]} for name in others})
     words = {name: fitting(TIMES, _next(asking, worker, name, said[name]), "its times") for name in orders}
-    wrong = [
-        f"{name}: {word.get('error', 'no times')}"
-        for name, word in words.items()
-        if not word.get("times") or min(word["times"]) <= 0
-    ]
+    failed = {name: word for name, word in words.items() if not word.get("times") or min(word["times"]) <= 0}
+    wrong = [f"{name}: {word.get('error', 'no times')}" for name, word in failed.items()]
     if wrong:
         return Reduce(len(hosts), backend, error="; ".join(wrong[:3]))
     return Reduce(len(hosts), backend, words[first]["bytes"], tuple(words[first]["times"]))
@@ -95,23 +93,19 @@ def reduce(
 
 def _next(asking: Asking, worker: Question, name: str, said: int) -> dict[str, Any]:
     asking.wait(REDUCE_S + 3.0, lambda host: len(worker.more[host]) > said or host in worker.answers, [name])
-    found: dict[str, Any] = (
-        worker.more[name][said] if len(worker.more[name]) > said else worker.answers.get(name) or {"error": "no answer"}
-    )
+    more = worker.more[name]
+    found: dict[str, Any] = more[said] if len(more) > said else worker.answers.get(name) or {"error": "no answer"}
     return found
 
 
 def _card(one: OneHost, backend: str) -> dict[str, str]:
     """The card with most room."""
-    gpus = (
-        [gpu for gpu in one.examination.machine.gpus if not gpu.error] if one.examination and backend == "nccl" else []
-    )
+    there = one.examination.machine.gpus if one.examination and backend == "nccl" else ()
+    gpus = [gpu for gpu in there if not gpu.error]
     if not gpus:
         return {}
-    return {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_VISIBLE_DEVICES": max(gpus, key=lambda gpu: gpu.memory_free or 0).uuid,
-    }
+    freest = max(gpus, key=lambda gpu: gpu.memory_free or 0)
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": freest.uuid}
 
 
 # ---- which transport settings help on this network ----
@@ -151,19 +145,10 @@ class Trial:
         return len(self.rates) >= ROUNDS and self.gain > GAIN and min(self.rates) > max(self.default)
 
 
-def median(values: tuple[float, ...]) -> float:
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
-
-
 def candidates(
     backend: str, used: Mapping[str, str | None], addresses: Mapping[str, Mapping[str, list[str]]]
 ) -> list[dict[str, str]]:
-    """`used`: host -> interface in use; `addresses`: host -> interface -> its addresses.
-
-    An interface counts if every host has one of that name, with an own address: Docker's bridge has one for all.
-    """
+    """`used`: each host's interface; one counts if all hosts have it with their own address, unlike Docker's bridge."""
     found: list[dict[str, str]] = []
     shared = set.intersection(*(set(one) for one in addresses.values())) if addresses else set()
     ways = []
@@ -176,10 +161,8 @@ def candidates(
     if len(ways) > 1:
         found.append({variable: ",".join(ways)})
     if backend == "nccl":
-        found += [
-            {"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": sockets}
-            for threads, sockets in (("2", "2"), ("4", "2"), ("4", "4"), ("8", "4"))
-        ]
+        pairs = (("2", "2"), ("4", "2"), ("4", "4"), ("8", "4"))
+        found += [{"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": sockets} for threads, sockets in pairs]
         found += [{"NCCL_ALGO": algorithm} for algorithm in ("Ring", "Tree")]
         found += [{"NCCL_PROTO": protocol} for protocol in ("Simple", "LL", "LL128")]
     return found
@@ -191,11 +174,9 @@ def tune(asking: Asking, worker: Question, facts: Facts, hosts: Hosts, say: Say)
         return ["--tune: nothing was tried: no all-reduce is possible yet, see above"]
     backend = backend_of(facts)
     routes = asking.answers(asking.ask("route", {one.name: {"to": []} for one in facts.there}, 5.0), 6.0)
-    options = candidates(
-        backend,
-        {one.name: one.interface for one in facts.there},
-        {name: answer.get("addresses", {}) for name, answer in routes.items()},
-    )
+    interfaces = {one.name: one.interface for one in facts.there}
+    addresses = {name: answer.get("addresses", {}) for name, answer in routes.items()}
+    options = candidates(backend, interfaces, addresses)
     if not options:
         nothing = (
             "has nothing to choose here: one interface leads to all hosts, and it has no other setting that matters"
@@ -217,10 +198,8 @@ def tune(asking: Asking, worker: Question, facts: Facts, hosts: Hosts, say: Say)
     tried = f"{len(trials)} setting{'s' if len(trials) > 1 else ''} tried"
     if kept is None:
         return [_outcome(hosts, f"{tried}, none helps: the default stays", {})]
-    gives = (
-        f"{kept.name} gives {gigabits(median(kept.rates))} instead of {gigabits(median(kept.default))}"
-        f" ({_more(kept.gain)})"
-    )
+    instead = f"{gigabits(median(kept.rates))} instead of {gigabits(median(kept.default))}"
+    gives = f"{kept.name} gives {instead} ({_more(kept.gain)})"
     return [_outcome(hosts, f"{tried}; {gives}", kept.env)]
 
 
@@ -255,10 +234,8 @@ def _try(
         if number == 1 and trial.gain <= 0:
             break
     no = "" if trial.helps else ", no measurable help"
-    say(
-        f"{trial.name}: {gigabits(median(trial.rates))}, the default {gigabits(median(trial.default))}"
-        f" ({_more(trial.gain)}{no})"
-    )
+    made = f"{gigabits(median(trial.rates))}, the default {gigabits(median(trial.default))}"
+    say(f"{trial.name}: {made} ({_more(trial.gain)}{no})")
     return trial
 
 

@@ -1,6 +1,4 @@
-"""The transport ssh: its command line, and what it, a login shell or Python said before any agent answered, as one line that
-names the host, the cause and what to do.
-"""
+"""The transport ssh: its command line, and what was said before any agent answered, as one line with cause and remedy."""
 
 from __future__ import annotations
 
@@ -95,8 +93,6 @@ def unshared() -> str:
         return f"{folder} is somebody else's, or open to others"
     return ""
 
-
-# ---- what was said ----
 
 _OLDEST = ".".join(str(part) for part in OLDEST_PYTHON)
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from stoker.contract.quantities import gb
 from stoker.contract.untrusted import printable
-from stoker.control.cluster.between import CLOCK_S
-from stoker.control.cluster.compare import odd
+from stoker.control.cluster.between import CLOCK_S, odd
 from stoker.control.cluster.facts import Facts, OneHost, Pair
 from stoker.control.cluster.price import gigabits
 
@@ -127,11 +126,8 @@ def _reached(facts: Facts, one: OneHost) -> str:
 
 
 def _row(facts: Facts, label: str, values: dict[str, str], marked: set[str]) -> tuple[str, list[str], list[bool]]:
-    return (
-        label,
-        [printable(values.get(one.name) or ("" if one.error else NONE)) for one in facts.hosts],
-        [one.name in marked for one in facts.hosts],
-    )
+    cells = [printable(values.get(one.name) or ("" if one.error else NONE)) for one in facts.hosts]
+    return label, cells, [one.name in marked for one in facts.hosts]
 
 
 def lines(facts: Facts, width: int = 120) -> list[str]:
@@ -140,8 +136,8 @@ def lines(facts: Facts, width: int = 120) -> list[str]:
     labels = max((len(label) for label, _, _ in body), default=0)
     heads = [one.name + (" ✗" if one.error else "") for one in facts.hosts]
     columns = [
-        [heads[n], *((f"{MARK} " if marks[n] else "") + cells[n] for _, cells, marks in body)]
-        for n in range(len(heads))
+        [head, *((f"{MARK} " if marks[n] else "") + cells[n] for _, cells, marks in body)]
+        for n, head in enumerate(heads)
     ]
     widths = [max(len(cell) for cell in column) for column in columns]
     made: list[str] = []

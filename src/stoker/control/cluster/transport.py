@@ -7,15 +7,13 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any, Protocol
+    from collections.abc import Sequence
+    from typing import Protocol
 
     from stoker.control.cluster.hosts import Host, Hosts
 
     class Transport(Protocol):
-        """A way to a host: a command whose streams are those of a Python there. It ends when its standard input closes,
-        and may be killed. Adding one: a class like this, in a file of its own, and who puts it into Hosts.transports.
-        """
+        """A command whose streams are those of a Python on the host. It ends when its standard input closes."""
 
         name: str
         shows_share: bool  # its agent is shown the GPUs that are ours there, and no others
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
             """The argv that runs the host's Python with these words."""
             ...
 
-    # Makes control/launch's Members of the links: (links, on each message, on each line of stderr).
-    Gather = Callable[[list["Link"], Callable[[Any, Any, bytes], None], Callable[[Any, str], None]], Any]
 
 # The folder that holds stoker.
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -55,10 +51,7 @@ class Link:
 
 
 def local(stdin: int) -> Link:
-    """The guardian in a session of its own: the terminal's Ctrl-C reaches the coordinator alone.
-
-    -I -S: the agent needs the standard library only, and an interpreter without site starts in half the time.
-    """
+    """In a session of its own: Ctrl-C reaches the coordinator alone. -I -S: it starts in half the time."""
     argv = [sys.executable, "-I", "-S", "-c", _BOOT, ROOT]
     if stdin < 0:
         return start([*argv, "-1"], "")

@@ -1,6 +1,4 @@
-"""A tar.gz for a support ticket: examination, findings, what nvidia-smi and the kernel say, the last run's verdict.
-contract/redact.py takes secrets out.
-"""
+"""A tar.gz for a support ticket: examination, findings, what nvidia-smi and the kernel say, the last run; no secrets."""
 
 from __future__ import annotations
 
@@ -41,9 +39,8 @@ def write_bundle(path: str, found: Examination, findings: list[Finding], runs_di
     files["processes.txt"] = _processes()
     for name in (layout.RUN, layout.VERDICT, layout.EVENTS, layout.CONSOLE):
         try:
-            with os.fdopen(
-                reader.open_in(reader.find(None, runs_dir).dir, name), encoding="utf-8", errors="replace"
-            ) as file:
+            handle = reader.open_in(reader.find(None, runs_dir).dir, name)
+            with os.fdopen(handle, encoding="utf-8", errors="replace") as file:
                 files[f"latest-run/{name}"] = _of_a_run(name, file.read())
         except (OSError, Refusal):
             continue  # no run yet, or none of ours
@@ -65,10 +62,8 @@ def _processes() -> str:
         owner, resident = processes.owner(one.pid), processes.resident(one.pid)
         started = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(processes.started_at(one.start)))
         who = processes.user_name(owner) if owner is not None else "?"
-        lines.append(
-            f"{one.pid} {one.parent} {who} {one.state} {started} {resident or 0}"
-            f" {printable(processes.command(one.pid) or f'[{one.name}]')}"
-        )
+        command = printable(processes.command(one.pid) or f"[{one.name}]")
+        lines.append(f"{one.pid} {one.parent} {who} {one.state} {started} {resident or 0} {command}")
     return "\n".join(lines) + "\n"
 
 

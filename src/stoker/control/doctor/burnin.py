@@ -118,8 +118,8 @@ def judge(replicas: list[Replica], links: list[Link], stopped: bool = False) -> 
     """`stopped`: the user ended the run, so a link that never finished says nothing."""
     opinions: list[Opinion] = []
     findings: list[Finding] = []
-    for twins in _by_twin(replicas).values():
-        told, found = _compare(twins)
+    for twin in dict.fromkeys(replica.twin for replica in replicas):
+        told, found = _compare([replica for replica in replicas if replica.twin == twin])
         opinions += told
         findings += found
     findings += _slow(replicas)
@@ -137,15 +137,6 @@ def sheet(card: str | None) -> tuple[float, float] | None:
             return figures
     return None
 
-
-def _by_twin(replicas: list[Replica]) -> dict[str, list[Replica]]:
-    found: dict[str, list[Replica]] = defaultdict(list)
-    for replica in replicas:
-        found[replica.twin].append(replica)
-    return found
-
-
-# ---- who computes something else ----
 
 Bits = tuple[str, str]
 
@@ -197,9 +188,8 @@ def _mismatch(
     first, (loss, total) = bad[0]
     right = expected[first % replica.round]
     assert right is not None
-    what = " and ".join(
-        name for name, mine, wanted in (("loss", loss, right[0]), ("parameters", total, right[1])) if mine != wanted
-    )
+    pairs = (("loss", loss, right[0]), ("parameters", total, right[1]))
+    what = " and ".join(name for name, mine, wanted in pairs if mine != wanted)
     whom = f"those of its {others} twin{'s' if others > 1 else ''}" if others else "those of its other rounds"
     rounds = len({step // replica.round for step, _ in bad})
     often = f"in {len(bad)} of {len(replica.steps)} steps"
@@ -209,10 +199,8 @@ def _mismatch(
     if replica.card is None:
         fix = "test the machine's memory (memtest86+); machine-check errors: journalctl -k | grep -i mce"
         return Finding("burnin.mismatch", "fail", text, fix)
-    fix = (
-        "leave it out (stoker run --gpus with the others); `stoker doctor --only gpu.` shows ECC and Xid errors; if it"
-        " comes back: exchange it"
-    )
+    errors = "`stoker doctor --only gpu.` shows ECC and Xid errors; if it comes back: exchange it"
+    fix = f"leave it out (stoker run --gpus with the others); {errors}"
     return Finding("burnin.mismatch", "fail", text, fix)
 
 
@@ -226,9 +214,6 @@ def _disagree(contested: list[tuple[int, Replica]]) -> Finding:
         "again with a longer --minutes: the one that contradicts itself is the bad one; or with a third replica: the"
         " majority is right",
     )
-
-
-# ---- who is slow ----
 
 
 def hot(replica: Replica) -> Speed | None:
@@ -263,13 +248,8 @@ def _slow(replicas: list[Replica]) -> Iterator[Finding]:
 
 
 def _why_slow(label: str) -> str:
-    return (
-        f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER,CLOCK -i {label[3:]}   # heat, a power cap, or somebody else's"
-        " work on it"
-    )
-
-
-# ---- the links ----
+    command = f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER,CLOCK -i {label[3:]}"
+    return f"{command}   # heat, a power cap, or somebody else's work on it"
 
 
 def _links(replicas: list[Replica], links: list[Link], stopped: bool) -> Iterator[Finding]:
@@ -290,10 +270,8 @@ def _links(replicas: list[Replica], links: list[Link], stopped: bool) -> Iterato
         for link in group:
             others = [other.bus_gbs or 0.0 for other in group if other is not link]
             if len(others) >= 2 and (link.bus_gbs or 0.0) < LOW_LINK * median(others):
-                text = (
-                    f"the link {between(link, of)} is slow: {link.bus_gbs:.1f} GB/s, the other pairs make"
-                    f" {median(others):.1f}"
-                )
+                text = f"the link {between(link, of)} is slow: {link.bus_gbs:.1f} GB/s"
+                text += f", the other pairs make {median(others):.1f}"
                 yield Finding("burnin.link", "warn", text, _why_link(link))
 
 
@@ -308,10 +286,8 @@ def _label(of: Mapping[int, Replica], rank: int) -> str:
 def _why_link(link: Link) -> str:
     if link.backend != "nccl":
         return "gloo goes through the network interface: ip link, and the machine's memory"
-    return (
-        "nvidia-smi topo -m; nvidia-smi nvlink -e; PCIe errors: dmesg | grep -i aer. NCCL_P2P_DISABLE=1 for one run"
-        " tells the link from the card"
-    )
+    trial = "NCCL_P2P_DISABLE=1 for one run tells the link from the card"
+    return f"nvidia-smi topo -m; nvidia-smi nvlink -e; PCIe errors: dmesg | grep -i aer. {trial}"
 
 
 def _name(replica: Replica) -> str:

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 from stoker.contract.discovery import modules_in
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Finding
-from stoker.control.machine.facts import Examination
+from stoker.control.machine.facts import Examination, Health
+from stoker.control.machine.model import Gpu
 
-
-@shape
-class Asked:
-    """What the run that is being prepared wants; zero where nothing is asked for."""
-
-    ranks: int = 0
-    runs_dir: str = "runs"
-
-
-Part = TypeVar("Part")
-Body = Callable[[Examination, Asked], Iterator[Finding]]
+Body = Callable[..., Iterator[Finding]]
+Cards = list[tuple[Gpu, Health]]
 
 
 @shape
@@ -37,19 +28,21 @@ class Check:
 CHECKS: dict[str, Check] = {}
 
 
-def check(id: str, *needs: str, fast: bool = False) -> Callable[[Body], Body]:
+def check(id: str, fast: bool = False) -> Callable[[Body], Body]:
+    """A generator's parameters: parts of the examination, `cards` (each with its health), or the `ranks` planned."""
+
     def register(body: Body) -> Body:
         assert id not in CHECKS, id
+        parts = ("health" if name == "cards" else name for name in _parameters(body))
+        needs = tuple(part for part in parts if part not in ("machine", "missing", "ranks"))
         CHECKS[id] = Check(id, needs, fast, body, (body.__doc__ or "").strip())
         return body
 
     return register
 
 
-def known(part: Part | None) -> Part:
-    """A part of the examination that the check needs: without it the check is not made."""
-    assert part is not None
-    return part
+def _parameters(body: Body) -> tuple[str, ...]:
+    return body.__code__.co_varnames[: body.__code__.co_argcount]
 
 
 def warn(text: str, fix: str = "", gpu: int | None = None) -> Finding:
@@ -79,20 +72,24 @@ def choose(only: list[str], skip: list[str]) -> list[Check]:
     return [one for one in chosen if not (skip and one.id.startswith(tuple(skip)))]
 
 
-def run(checks: list[Check], found: Examination, asked: Asked) -> list[Finding]:
+def run(checks: list[Check], found: Examination, ranks: int = 0) -> list[Finding]:
     """What is wrong, and what could not be checked. A healthy machine gives nothing."""
     findings: list[Finding] = []
     missing = found.missing or {}
+    known = {**found.__dict__, "missing": missing, "ranks": ranks}
+    health = found.health or {}
+    known["cards"] = [(gpu, health[gpu.uuid]) for gpu in found.machine.gpus if gpu.uuid in health]
     for one in checks:
         lacking = [
             f"{part}: {missing.get(part) or missing.get('machine') or 'not asked'}"
             for part in one.needs
-            if getattr(found, part) is None
+            if known[part] is None
         ]
         if lacking:
             findings.append(Finding(one.id, "unknown", f"could not be checked ({'; '.join(lacking)})"))
         else:
-            findings += [replace(finding, id=one.id) for finding in one.body(found, asked)]
+            given = {name: known[name] for name in _parameters(one.body)}
+            findings += [replace(finding, id=one.id) for finding in one.body(**given)]
     return findings
 
 

@@ -32,9 +32,6 @@ _POLL_S = 0.02
 Thing = TypeVar("Thing")
 
 
-# ---- stopping ----
-
-
 @shape
 class Stopped:
     seconds: float
@@ -43,10 +40,7 @@ class Stopped:
 
 
 def stop_ladder(targets: list[Process], grace: float, more: Callable[[], list[Process]] = list) -> Stopped:
-    """SIGCONT, SIGTERM, grace, SIGKILL. Parents first: a worker that goes before its rank makes a save fail.
-
-    `more` is asked when all are gone: what they started in the meantime gets SIGKILL.
-    """
+    """SIGCONT, SIGTERM, grace, SIGKILL, parents first: they save. `more`: asked when all are gone, what they started since."""
     spared = untouchable(processes.all_processes())
     targets = [one for one in targets if one.pid not in spared]
     began = time.monotonic()
@@ -109,20 +103,14 @@ def wait_for_memory(
             gpu = now.get(uuid)
             freed = (old.memory_used or 0) - (gpu.memory_used or 0) if gpu else 0
             # Nine tenths: others on the card may have taken some meanwhile.
-            whole = (
-                gpu is not None
-                and not any(holder.pid in pids for holder in gpu.holders or ())
-                and freed >= 0.9 * owed[uuid]
-            )
+            held = gpu is None or any(holder.pid in pids for holder in gpu.holders or ())
+            whole = not held and freed >= 0.9 * owed[uuid]
             if whole or late:
                 found.append(Back(old.label, max(0, freed), seconds, whole))
                 del waiting[uuid]
         if waiting:
             time.sleep(_POLL_S)
     return found
-
-
-# ---- removing ----
 
 
 def remove_debris(found: list[Debris]) -> list[tuple[Debris, str]]:

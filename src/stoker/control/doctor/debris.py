@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from stoker.contract import layout
+from stoker.contract.process import of_kernel
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
 from stoker.control.machine import lockfiles
@@ -42,9 +43,6 @@ class Debris:
     path: str
     size: int
     age: float
-
-
-# ---- locks ----
 
 
 def find_locks() -> tuple[list[Lock], list[str]]:
@@ -78,16 +76,10 @@ def _lock(folder: lockfiles.Folder, name: str) -> list[Lock]:
         return []
     try:
         held = not lockfiles.taken(handle, fcntl.LOCK_SH)
-        return [
-            Lock(
-                printable(name, 200), held, lockfiles.describe_holder(handle) if held else lockfiles.last_holder(handle)
-            )
-        ]
+        who = lockfiles.describe_holder if held else lockfiles.last_holder
+        return [Lock(printable(name, 200), held, who(handle))]
     finally:
         os.close(handle)
-
-
-# ---- files ----
 
 
 def find_debris(tmp: str = "/tmp", shm: str = "/dev/shm") -> list[Debris]:
@@ -156,7 +148,6 @@ def folder_in_use(path: str, used: set[str]) -> bool:
 def paths_in_use(prefixes: tuple[str, ...]) -> set[str]:
     """Paths that begin so and that some process has open, mapped, or stands in; of the processes we may look into."""
     found: set[str] = set()
-    marks = [prefix.encode() for prefix in prefixes]
     for pid in pids_here():
         links = open_files(pid)
         for what in ("cwd", "exe"):
@@ -164,17 +155,10 @@ def paths_in_use(prefixes: tuple[str, ...]) -> set[str]:
                 links.append(os.readlink(f"/proc/{pid}/{what}"))
             except OSError:
                 continue
-        try:
-            with open(f"/proc/{pid}/maps", "rb") as file:
-                mapped = file.read()
-        except OSError:
-            mapped = b""
-        if any(mark in mapped for mark in marks):
-            links += [
-                os.fsdecode(line.split(None, 5)[5])
-                for line in mapped.splitlines()
-                if any(mark in line for mark in marks)
-            ]
+        mapped = of_kernel(f"/proc/{pid}/maps")
+        if any(prefix in mapped for prefix in prefixes):
+            lines = [line for line in mapped.split("\n") if any(prefix in line for prefix in prefixes)]
+            links += [line.split(None, 5)[5] for line in lines]
         found |= {link for link in links if link.startswith(prefixes)}
     return found
 

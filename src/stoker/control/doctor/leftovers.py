@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import select
-import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
 from stoker.contract import names
-from stoker.contract.process import send_to_child
 from stoker.contract.shape import shape
 from stoker.control.machine import origin, processes
-from stoker.control.machine.model import Holder, Machine, machine_from_json
-from stoker.control.machine.observe import Observer, read_recorded
+from stoker.control.machine.examine import look_aside
+from stoker.control.machine.model import Holder, Machine
+from stoker.control.machine.observe import read_recorded
 from stoker.control.machine.processes import Process, process
 from stoker.control.record import reader
 
 NVML_S = 5.0  # a driver that says nothing for so long is sick
 AGENTS = ("stoker-agent", "stoker-guard")
 _SYSTEM = ("Xorg", "Xwayland", "gnome-shell", "nvidia-persiste", "nv-hostengine", "dcgm", "dcgm-exporter")
-
-
-# ---- what is there ----
 
 
 @shape
@@ -57,30 +51,7 @@ class OnGpu:
 
 def look_at_gpus(recorded: str | None, limit: float = NVML_S) -> Machine | str:
     """The machine, or why not. NVML is asked in a child: a call into a sick driver may never return."""
-    if recorded:
-        return read_recorded(recorded)
-    answer, back = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            said = json.dumps(Observer().look().to_json())
-        except Exception as problem:
-            said = json.dumps({"error": f"{type(problem).__name__}: {problem}"})
-        with os.fdopen(back, "w", encoding="utf-8") as pipe:
-            pipe.write(said)
-        os._exit(0)
-    os.close(back)
-    data, deadline = b"", time.monotonic() + limit
-    with os.fdopen(answer, "rb", buffering=0) as file:
-        while select.select([file], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            more = file.read(1 << 16)
-            if not more:
-                os.waitpid(child, 0)
-                told = json.loads(data) if data else {"error": "the process that asks NVML died"}
-                return str(told["error"]) if "error" in told else machine_from_json(told)
-            data += more
-    send_to_child(child, signal.SIGKILL)
-    return f"NVML has not answered within {limit:.0f} s"
+    return read_recorded(recorded) if recorded else look_aside(limit)
 
 
 def gpu_memory(machine: Machine) -> dict[int, int]:
@@ -137,9 +108,6 @@ def untouchable(table: Iterable[Process]) -> set[int]:
 def _agent_above(pid: int, here: Mapping[int, Process]) -> int:
     """An agent or guardian that lives and looks after this process; 0 for none. One that is stopped looks after nobody."""
     return next((one.pid for one in origin.above(pid, here) if one.name in AGENTS and one.state not in "TtZ"), 0)
-
-
-# ---- leftovers of our runs ----
 
 
 @shape
@@ -238,10 +206,8 @@ def _speaks_against(
 def _same_container(pid: int) -> bool:
     """Its pids and its files are ours: only then does a missing run directory or launcher mean anything."""
     try:
-        return all(
-            os.readlink(f"/proc/{pid}/ns/{kind}") == os.readlink(f"/proc/self/ns/{kind}")
-            for kind in ("pid", "mnt", "cgroup")
-        )
+        spaces = [(f"/proc/{pid}/ns/{kind}", f"/proc/self/ns/{kind}") for kind in ("pid", "mnt", "cgroup")]
+        return all(os.readlink(its) == os.readlink(own) for its, own in spaces)
     except OSError:
         return False
 
@@ -262,29 +228,21 @@ def find_named(pids: list[int], held: Mapping[int, int]) -> list[Found]:
         uid = processes.owner(pid)
         if uid != os.getuid():
             who = processes.user_name(uid) if uid is not None else "another user"
-            raise names.Refusal(
-                f"--pid {pid}: it belongs to {who}, and only your own processes are stopped; ask {who} to end it",
-                names.EX_NOPERM,
-            )
+            line = f"--pid {pid}: it belongs to {who}, and only your own processes are stopped; ask {who} to end it"
+            raise names.Refusal(line, names.EX_NOPERM)
         if not lives(one):
-            raise names.Refusal(
-                f"--pid {pid}: it is dead already, a zombie that its parent (pid {one.parent}) has to collect",
-                names.EX_UNAVAILABLE,
-            )
+            line = f"--pid {pid}: it is dead already, a zombie that its parent (pid {one.parent}) has to collect"
+            raise names.Refusal(line, names.EX_UNAVAILABLE)
         if pid == 2 or one.parent == 2:
             raise names.Refusal(f"--pid {pid}: {one.name} is a thread of the kernel", names.EX_USAGE)
         run = _living_run(pid, table)
         if run:
-            raise names.Refusal(
-                f"--pid {pid}: run {run} is under way in it; `stoker stop {run}` ends that", names.EX_UNAVAILABLE
-            )
+            line = f"--pid {pid}: run {run} is under way in it; `stoker stop {run}` ends that"
+            raise names.Refusal(line, names.EX_UNAVAILABLE)
         agent = _agent_above(pid, here)
         if agent:
-            raise names.Refusal(
-                f"--pid {pid}: its agent (pid {agent}) is alive and looks after it; stop its run where that was"
-                " started",
-                names.EX_UNAVAILABLE,
-            )
+            line = f"--pid {pid}: its agent (pid {agent}) is alive and looks after it"
+            raise names.Refusal(f"{line}; stop its run where that was started", names.EX_UNAVAILABLE)
         children = [child for child in sorted(processes.descendants(pid, table)) if child not in pids]
         tag = processes.run_tag(pid)
         note = ""

@@ -13,7 +13,7 @@ from stoker.contract.names import EX_OSERR, EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
-from stoker.control.launch.members import Member, Members, Unusable
+from stoker.control.cluster.members import Member, Members, Unusable
 from stoker.control.launch.request import taken, wanted_port
 from stoker.control.launch.runplace import RunPlace
 from stoker.control.launch.signals import Interrupted
@@ -41,7 +41,7 @@ class Agents:
         self.hosts = hosts
         self.by_name: dict[str, Host] = {host.name: host for host in hosts.hosts} if hosts else {}
         links = [link] if link is not None else [self.reach(host) for host in self.by_name.values()]
-        self.members = Members([Member(one) for one in links], self._hear, self._complain)
+        self.members = Members(links, self._hear, self._complain)
 
     def reach(self, host: Host, again: bool = False) -> transport.Link:
         """`again`: by a connection of its own, soon given up: a shared one may be as dead as the lost agent."""
@@ -63,8 +63,6 @@ class Agents:
     @property
     def run_id(self) -> str:
         return self._place.id if self._place else ""
-
-    # ---- meeting ----
 
     def open_order(self, host: str, former: list[Any] | None = None) -> protocol.Message:
         """`former`: who ran there for this run before, and must be gone first."""
@@ -118,8 +116,8 @@ class Agents:
     def _until(self, done: Callable[[], bool], seconds: float) -> None:
         """Or until the time is over."""
         deadline = time.monotonic() + seconds
-        while not done() and time.monotonic() < deadline:
-            self.listen(0.5)
+        while not done() and (left := deadline - time.monotonic()) > 0:
+            self.listen(min(left, 0.5))
 
     def _unusable(self, waiting: list[Member], seconds: float) -> Refusal:
         refused = [member for member in waiting if "refused" in member.answers]
@@ -152,9 +150,7 @@ class Agents:
         self.await_all("host")
 
     def pause(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            self.listen(left)
+        self._until(lambda: False, seconds)
 
     def listen(self, seconds: float) -> None:
         """Until the next word of anybody, for at most so long. Signals are heeded."""

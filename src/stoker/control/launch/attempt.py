@@ -63,9 +63,8 @@ class Attempt:
         from stoker.control.watch.watcher import Watcher
 
         hosts = frozenset(place.host for place in self.plan.places)
-        self.watch = Watcher(
-            self.plan.world_size, hang_timeout, hosts, time.monotonic(), self.number * ASKS, self.plan.ranks
-        )
+        world, ranks = self.plan.world_size, self.plan.ranks
+        self.watch = Watcher(world, hang_timeout, hosts, time.monotonic(), self.number * ASKS, ranks)
         self.losses = Losses()
 
     def label(self, rank: int | None) -> str:
@@ -89,12 +88,7 @@ class Attempt:
         return all(rank in self.ends for rank in self.up)  # a rank that was never started will not start now
 
     def must_stop(self, now: float, settle_s: float, quiet: bool = False) -> bool:
-        """A failure stops the others: at once if it is a cause, after a moment if it may be the echo of one still to be
-        reported.
-
-        `quiet`: a host has not spoken for a while. An echo waits until that host does, or is lost: then it is what the
-        ranks lost.
-        """
+        """A cause stops the others at once, a possible echo after a moment, or when a `quiet` host is lost."""
         bad = [end for end in self.ends.values() if failed(end)]
         if not bad and not self.trouble:
             return False
@@ -176,6 +170,6 @@ def read_around(data: Any) -> Around:
 
 
 def _known(kind: type[T], data: Any) -> T:
-    return read_shape(
-        kind, {key: value for key, value in data.items() if key in fields_of(kind)} if isinstance(data, dict) else data
-    )
+    if isinstance(data, dict):
+        data = {key: value for key, value in data.items() if key in fields_of(kind)}
+    return read_shape(kind, data)

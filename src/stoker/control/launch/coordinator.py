@@ -1,5 +1,4 @@
-"""The coordinator: a run from its request to its verdict. Refuses what can't start, opens the record, has the attempts
-made, closes it.
+"""A run from its request to its verdict: refuses what can't start, opens the record, has the attempts made, closes it.
 
 One select loop; threads only write: the console's and the pings'.
 """
@@ -18,10 +17,10 @@ from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
+from stoker.control.cluster.members import Unusable
 from stoker.control.launch import description, detach
 from stoker.control.launch.console import Console
 from stoker.control.launch.live import LiveRun
-from stoker.control.launch.members import Unusable
 from stoker.control.launch.output import Output
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.request import Request, check_numbers, program
@@ -51,8 +50,6 @@ class Coordinator:
         self._record: RunRecord | None = None
         self._link = link
         self._hosts = hosts
-
-    # ---- the whole run ----
 
     def run(self) -> int:
         try:
@@ -196,16 +193,13 @@ class Coordinator:
         if self.options.json:
             text = json.dumps({"schema": 1, "run": place.id, **plan.to_json()}, indent=1)
         else:
-            rows = [
-                f"  rank {p.rank}  {p.label}" + (f"  {p.gpu.name} {p.gpu.uuid}" if p.gpu else "") for p in plan.places
-            ]
+            cards = [f"  {p.gpu.name} {p.gpu.uuid}" if p.gpu else "" for p in plan.places]
+            rows = [f"  rank {p.rank}  {p.label}{card}" for p, card in zip(plan.places, cards, strict=True)]
             command = " ".join(redact.arguments(plan.roles[0].argv))
             start = f"would start {counted(plan.world_size, 'rank')} of: {command}"
             record = f"record: {os.path.relpath(place.dir, self._cwd)}"
             text = "\n".join(map(printable, (*plan.lines, start, *rows, record)))
         self._console.say(1, text)
-
-    # ---- the record ----
 
     def _open_record(self, plan: RunPlan, place: RunPlace) -> str:
         record = RunRecord(place.dir, os.uname().nodename, place.reopened)

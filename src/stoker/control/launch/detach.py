@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from stoker.contract.names import Refusal
+from stoker.contract.names import Refusal
 
 _STARTED = b"\0started "
 _ENDED = b"\0ended "

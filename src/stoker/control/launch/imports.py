@@ -71,16 +71,8 @@ class Imported:
     problem: str = ""  # why an optional one is not there
 
 
-# ---- reading ----
-
-
 def imports_of(source: bytes | str) -> tuple[Import, ...]:
-    """What the script imports whenever it starts, in its order, the standard library left out. Reads the text, executes
-    nothing.
-
-    What stands in a try or with may fail; what stands in another `if`, or in a function, is decided when the script
-    runs.
-    """
+    """What it imports whenever it starts, without the standard library. What a try holds may fail; an `if` is not read."""
     found: dict[str, Import] = {}
     for name, line, statement, optional in _imports(ast.parse(source).body, ""):
         known = found.get(name, Import(name, line, (), optional))
@@ -130,9 +122,6 @@ def find_imports(request: Request, say: Callable[[str], None]) -> tuple[tuple[Im
     except (OSError, SyntaxError, ValueError) as problem:
         say(f"imports: not looked at, {path or script} can't be read as Python here: {problem}")
         return (), path, folder
-
-
-# ---- trying ----
 
 
 def try_imports(

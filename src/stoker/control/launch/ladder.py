@@ -1,7 +1,6 @@
 """The ladder: a script's imports one by one, then the script on one rank, on half and on all of them, a few steps each.
 
-Each rung of ranks is an ordinary `stoker run` in a process of its own, with a record of its own; the first that fails
-ends the climb.
+Each rung of ranks is a `stoker run` in a process of its own, with its own record; the first that fails ends the climb.
 """
 
 from __future__ import annotations
@@ -94,9 +93,6 @@ class Plan:
     hidden: bool  # CPU ranks on a machine with GPUs
 
 
-# ---- planning ----
-
-
 def rungs(world: int) -> tuple[int, ...]:
     """1, half, all."""
     return tuple(sorted({1, max(1, world // 2), world}))
@@ -166,9 +162,6 @@ def memory_line(found: Scaling, world: int) -> str:
     return f"memory {found.memory}: {counted(world, 'rank')} {need}{room}"
 
 
-# ---- the record of a rung ----
-
-
 def measure(ranks: int, exit_code: int, run: reader.Run | None) -> Climbed:
     if run is None:
         return Climbed(ranks, exit_code)
@@ -207,9 +200,6 @@ def measure(ranks: int, exit_code: int, run: reader.Run | None) -> Climbed:
         host_used=host_used,
         host_total=host_total,
     )
-
-
-# ---- climbing ----
 
 
 class Ladder:
@@ -274,8 +264,6 @@ class Ladder:
             signal.raise_signal(signal.SIGSTOP)
             if child is not None:
                 child.send_signal(signal.SIGCONT)
-
-    # ---- rungs of ranks ----
 
     def _look(self) -> Verdict | None:
         """The plan `stoker run` would make."""

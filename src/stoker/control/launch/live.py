@@ -18,13 +18,13 @@ from stoker.contract.shape import pick, replace
 from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
-from stoker.control.launch import description, orders
+from stoker.control.cluster.members import Member, Unusable
+from stoker.control.launch import description
 from stoker.control.launch.agents import Agents
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.gpus import NotFree, marked
-from stoker.control.launch.members import Member, Unusable
 from stoker.control.launch.output import Output, wants_split
-from stoker.control.launch.plan import Role, RunPlan, common_environment, make_plan
+from stoker.control.launch.plan import Role, RunPlan, Towards, common_environment, make_plan, start_order
 from stoker.control.launch.reports import Reports
 from stoker.control.launch.request import Request, by_hand
 from stoker.control.launch.runplace import RunPlace
@@ -43,9 +43,7 @@ _MOST_RACES = 20  # lost for a GPU's lock
 
 
 class LiveRun:
-    """`hosts`: those of a run with several; None: this machine, through `link`. `membership` and `network`: None on one
-    machine. `output` and `record`: from when the plan is made and the record is open.
-    """
+    """`hosts`: None on this machine, reached through `link`; then `membership` and `network` are None, too."""
 
     output: Output
     record: RunRecord
@@ -84,8 +82,6 @@ class LiveRun:
         if self._reports is not None:
             self._reports.hear(host, message, payload)
 
-    # ---- before each attempt ----
-
     def reserve(self, plan: RunPlan) -> RunPlan:
         """The next attempt's store address and port. With machines started by hand the plan gets its numbers here."""
         if by_hand(self.options):
@@ -106,8 +102,6 @@ class LiveRun:
             return common_environment(plan, role, self.options, os.environ, place, cores, host)
 
         self._common = {host: {role.name: environment(role, host) for role in plan.roles} for host in plan.hosts}
-
-    # ---- all of them ----
 
     def run(self, plan: RunPlan, place: RunPlace) -> Verdict:
         from stoker.control.launch.restarts import Restarts
@@ -133,9 +127,8 @@ class LiveRun:
                 again, env = decided, decided.env
             number += 1
             variables = [name for name, _ in env]
-            self.record.event(
-                "restart", attempt=number, **pick(verdict, "cause", "rank"), wait_s=again.wait_s, env=variables
-            )
+            why = pick(verdict, "cause", "rank")
+            self.record.event("restart", attempt=number, **why, wait_s=again.wait_s, env=variables)
             self.say(f"stoker: {again.line}")
             description.notify(self.options.notify, verdict, "restarting", self.say, wait=False)
             try:
@@ -222,8 +215,6 @@ class LiveRun:
             return plan, replace(verdict, retryable=False, evidence=(*verdict.evidence, *lines))
         return self._adopt(fresh, place), None
 
-    # ---- one attempt ----
-
     def _one_attempt(self, attempt: Attempt, place: RunPlace, env: tuple[tuple[str, str], ...]) -> Verdict:
         plan, number = attempt.plan, attempt.number
         self.record.attempt(number)
@@ -260,10 +251,10 @@ class LiveRun:
     ) -> None:
         own = {**more, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
         own["TORCHELASTIC_RESTART_COUNT"] = str(number - place.first_attempt)
-        here = orders.Towards(workdir=self._cwd, interface=self._interface)
+        here = Towards(workdir=self._cwd, interface=self._interface)
         for member in self.agents.members.all:
             to = self.network.towards(member.host) if self.network else here
-            member.say(orders.start(plan, self.options, number, to, os.environ, self._common[member.host], own))
+            member.say(start_order(plan, self.options, number, to, os.environ, self._common[member.host], own))
 
 
 # ---- the plan, of what the agents found: look, choose, lock, and look again where another was quicker ----

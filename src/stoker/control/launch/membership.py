@@ -11,8 +11,8 @@ from typing import Any
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
+from stoker.control.cluster.members import Member, Unusable, short
 from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.members import Member, Unusable, short
 from stoker.control.launch.restarts import Again
 from stoker.control.launch.runplace import RunPlace
 
@@ -20,7 +20,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.control.cluster.copying import Late
     from stoker.control.launch.live import LiveRun
-    from stoker.control.launch.network import Copies, Network
+    from stoker.control.launch.network import Network
 
 AGAIN_S = 3.0
 LONGEST_S = 60.0
@@ -67,8 +67,6 @@ class Membership:
         self.joined: list[str] = []  # by the newest `settle`
         self._times: dict[str, int] = {}  # how often a host was lost: one that comes and goes is asked ever less often
 
-    # ---- before the first attempt ----
-
     def meet(self, place: RunPlace) -> None:
         """All must answer; with --min-hosts so many, and the others may come later."""
         try:
@@ -91,8 +89,6 @@ class Membership:
         for member in self._members.all:
             if member.host in gone.hosts:
                 member.lose(short(gone.hosts[member.host]))
-
-    # ---- between attempts ----
 
     @property
     def enough(self) -> bool:
@@ -164,8 +160,6 @@ class Membership:
             return replace(verdict, host=None, summary=summary)
         return replace(verdict, summary=f"{verdict.summary}; {left}")
 
-    # ---- during an attempt ----
-
     def tend(self) -> None:
         """Called often. Starts what is due and returns at once."""
         if not self._rejoins:
@@ -195,8 +189,7 @@ class Membership:
 
     def _examine(self, name: str, one: Lost, member: Member) -> None:
         """It answers: has it what the others have? Back without its disk, it must not end a run that works."""
-        copies = self._network.copies
-        if copies is not None and not self._carried(name, one, copies):
+        if self._network.copies and not self._carried(name, one):
             return
         wrong = one.bringing.failure if one.bringing is not None else ""
         wanted = {} if wrong else self._network.fitness(name)
@@ -219,10 +212,10 @@ class Membership:
         self._members.drop(member)
         one.part(time.monotonic() + LONGEST_S / 4)
 
-    def _carried(self, name: str, one: Lost, copies: Copies) -> bool:
+    def _carried(self, name: str, one: Lost) -> bool:
         """Is the copy to it over, well or not?"""
         if one.bringing is None:
-            one.bringing, one.mention_at = copies.to_late(name), time.monotonic() + SAY_S
+            one.bringing, one.mention_at = self._network.copy_late(name), time.monotonic() + SAY_S
         if not one.bringing.over:
             if one.mention_at and time.monotonic() > one.mention_at:
                 one.mention_at = 0.0

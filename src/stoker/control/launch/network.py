@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import replace
 from stoker.control.cluster import copying, ssh, transport
 from stoker.control.cluster.hosts import Host, is_address
+from stoker.control.cluster.members import Unusable
 from stoker.control.launch.agents import Agents
-from stoker.control.launch.members import Unusable
-from stoker.control.launch.options import RunOptions
-from stoker.control.launch.orders import Towards
-from stoker.control.launch.plan import RunPlan
+from stoker.control.launch.plan import RunPlan, Towards
 from stoker.control.launch.preflight import check_legal
 from stoker.control.launch.runplace import RunPlace
 from stoker.control.launch.signals import STOPS, Interrupted, handled
@@ -33,8 +31,8 @@ class Network:
         self._run = run
         self._agents = run.agents
         self._options = run.options
-        copies = bool(run.options.sync or run.options.stage)
-        self.copies = Copies(run.agents, run.options, run.say) if copies else None
+        self.copies = bool(run.options.sync or run.options.stage)
+        self._loads: list[copying.Load] = []
         self._addresses: dict[str, str] = {}
         self._interfaces: dict[str, str] = {}
         self._ready: dict[str, Any] = {}  # what the hosts were asked, but for what is each one's own
@@ -43,8 +41,8 @@ class Network:
 
     def prepare(self, plan: RunPlan, place: RunPlace) -> list[str]:
         """Before any rank starts: lines to say. What can't work is refused, all hosts together."""
-        if self.copies is not None:
-            self.copies.to_all()
+        if self.copies:
+            self._copy_to_all()
         self.find_ways()
         lines = [*self._unshared(), *self.check_ready(plan, place)]
         if self._options.no_preflight:
@@ -52,6 +50,28 @@ class Network:
         check_legal(self._options, plan)
         self.check_program(plan)
         return lines + self.check_each_other()
+
+    def _copy_to_all(self) -> None:
+        """--sync and --stage. Hosts that can't take it are Unusable: with --min-hosts the run may begin without them."""
+        agents, options, say = self._agents, self._options, self._run.say
+        assert agents.hosts is not None
+        there = {member.host for member in agents.members.all if not member.gone}
+        hosts = replace(agents.hosts, hosts=tuple(host for host in agents.hosts.hosts if host.name in there))
+        try:
+            with handled(STOPS, _interrupt):  # a signal ends it at once
+                if not self._loads:  # for all hosts of the file, those that are not there included
+                    working = [copying.sync_load(agents.hosts, os.getcwd(), say)] if options.sync else []
+                    self._loads = working + [copying.stage_load(agents.hosts, told, say) for told in options.stage]
+                for load in self._loads:
+                    copying.copy(hosts, load, say)
+        except copying.NotCopied as failed:
+            if not options.min_hosts:
+                raise
+            raise Unusable(failed.hosts, len(agents.by_name)) from failed
+
+    def copy_late(self, host: str) -> copying.Late:
+        """To one that is back."""
+        return copying.Late(self._agents.by_name[host], self._agents.afresh, self._loads)
 
     def _unshared(self) -> list[str]:
         hosts = self._agents.hosts
@@ -261,43 +281,6 @@ def interfaces(
     if cut:
         raise _refusal(f"hosts can't reach each other: {'; '.join(cut)}")
     return found
-
-
-# ---- copies to the hosts (--sync, --stage) ----
-
-
-class Copies:
-    def __init__(self, agents: Agents, options: RunOptions, say: Callable[[str], None]) -> None:
-        self._agents = agents
-        self._options = options
-        self._say = say
-        self._loads: list[copying.Load] = []
-
-    def to_all(self) -> None:
-        """Hosts that can't take it are Unusable: with --min-hosts the run may begin without them."""
-        agents = self._agents
-        assert agents.hosts is not None
-        there = {member.host for member in agents.members.all if not member.gone}
-        hosts = replace(agents.hosts, hosts=tuple(host for host in agents.hosts.hosts if host.name in there))
-        try:
-            with handled(STOPS, _interrupt):  # a signal ends it at once
-                self._loads = self._loads or self._read()
-                for load in self._loads:
-                    copying.copy(hosts, load, self._say)
-        except copying.NotCopied as failed:
-            if not self._options.min_hosts:
-                raise
-            raise Unusable(failed.hosts, len(agents.by_name)) from failed
-
-    def _read(self) -> list[copying.Load]:
-        """For all hosts of the file, those that are not there included."""
-        hosts, options = self._agents.hosts, self._options
-        assert hosts is not None
-        working = [copying.sync_load(hosts, os.getcwd(), self._say)] if options.sync else []
-        return working + [copying.stage_load(hosts, told, self._say) for told in options.stage]
-
-    def to_late(self, host: str) -> copying.Late:
-        return copying.Late(self._agents.by_name[host], self._agents.afresh, self._loads)
 
 
 def _interrupt(signum: int, _frame: object) -> None:

@@ -1,5 +1,4 @@
-"""Where a run runs: on the hosts it names, on a scheduler's nodes, on machines where `stoker run` is started by hand with
-torchrun's flags, or here.
+"""Where a run runs: on the hosts it names, a scheduler's nodes, machines started by hand with torchrun's flags, or here.
 
 Of machines started by hand, each is the coordinator of its own ranks and keeps its own record.
 """
@@ -163,9 +162,6 @@ def _interface(agents: Agents, address: str) -> str:
     way = answer.get("routes", {}).get(address, {})
     owner = next((name for name, mine in answer.get("addresses", {}).items() if way.get("address") in mine), None)
     return owner or way.get("interface") or ""
-
-
-# ---- the hosts of a run ----
 
 
 def hosts_of(request: Request, environment: Mapping[str, str]) -> tuple[Request, Hosts | None]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from stoker.contract.quantities import duration, size
 from stoker.contract.settings import from_environment
 from stoker.contract.shape import option, section, shape
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
+
+def _time(help: str, default: float | None) -> Any:
+    return option(help, "TIME", default=default, parse=duration)
 
 
 @shape
@@ -26,11 +28,8 @@ class RunOptions:
     init_slots: str | None = option(
         "ranks that may import and load at the same time: a number or auto", "K", default=None
     )
-    init_timeout: float = option(
-        "a rank gives its start-up slot back after this long at the latest (default: 2m)",
-        "TIME",
-        default=120.0,
-        parse=duration,
+    init_timeout: float = _time(
+        "a rank gives its start-up slot back after this long at the latest (default: 2m)", 120.0
     )
     ram_limit: int = option(
         "stop the job when a rank's resident memory passes this, e.g. 20GB", "SIZE", default=0, parse=size
@@ -51,7 +50,7 @@ class RunOptions:
     min_free_memory: int = option(
         "a GPU with less free memory than this is not used, e.g. 20GB", "SIZE", default=0, parse=size
     )
-    wait: float = option("wait this long for enough free GPUs, e.g. 10m", "TIME", default=0.0, parse=duration)
+    wait: float = _time("wait this long for enough free GPUs, e.g. 10m", 0.0)
     isolate: bool = option("each rank sees its own GPU only, as device 0", default=False)
     exclude_bad: bool = option(
         "prove each GPU first (a context and a product in a child) and leave the bad ones out", default=False
@@ -97,18 +96,11 @@ class RunOptions:
     max_restarts: int = option(
         "start again after a failure that another attempt can survive, at most this often (default: 0)", "N", default=0
     )
-    grace: float | None = option(
-        "time a rank has to end after a stop signal (default: 30s, 5s after a failure)",
-        "TIME",
-        default=None,
-        parse=duration,
-    )
-    hang_timeout: float = option(
+    grace: float | None = _time("time a rank has to end after a stop signal (default: 30s, 5s after a failure)", None)
+    hang_timeout: float = _time(
         "stop a job that has made no progress for this long (default: 5m; 0: never); a stall is explained within"
         " seconds all the same",
-        "TIME",
-        default=300.0,
-        parse=duration,
+        300.0,
     )
     on_nan: str = option(
         "a loss that stays NaN, infinite or exploded: stop the job (the default), or warn",

@@ -83,9 +83,8 @@ class Output:
         self._locals = {place.rank: place.local_rank for place in plan.places}
         # torchrun's own flags count local ranks, ours the whole job's.
         maps = [std_map(told, set(self._locals.values())) for told in (options.redirects, options.tee)]
-        self._redirects, self._tee = (
-            {rank: streams.get(local, 0) for rank, local in self._locals.items()} for streams in maps
-        )
+        found = [{rank: streams.get(local, 0) for rank, local in self._locals.items()} for streams in maps]
+        self._redirects, self._tee = found
         show = options.show
         self._only_errors = show == "errors"
         shown = set(plan.ranks) if show in ("all", "errors") else set()

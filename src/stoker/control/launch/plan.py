@@ -106,9 +106,7 @@ def make_plan(
     split: bool,
     hosts: Mapping[str, Host] | None = None,
 ) -> RunPlan:
-    """`machines` and `held` are per host, in rank order; "" is this machine. `hosts`: what the hosts file says of each,
-    all of the run's, lost ones too.
-    """
+    """`machines` and `held` are per host, in rank order ("": this machine); `hosts`: the hosts file's, lost ones too."""
     options = request.options
     lines = notices(request)
     isolate = options.isolate or options.virtual_local_rank
@@ -116,9 +114,8 @@ def make_plan(
     choices = {host: _choose(options, environment, machines[host], held[host], about[host]) for host in machines}
     if any(gpu.mig is not None for choice in choices.values() for gpu in choice.gpus) and not isolate:
         isolate = True
-        lines.append(
-            "MIG slices: CUDA shows a process one slice only, so each rank sees its own as device 0 (--isolate)"
-        )
+        why = "CUDA shows a process one slice only"
+        lines.append(f"MIG slices: {why}, so each rank sees its own as device 0 (--isolate)")
     if any(len(choice.gpus) > len(set(choice.gpus)) for choice in choices.values()) and not isolate:
         isolate = True
         nccl = "NCCL refuses two ranks on one GPU, gloo works"
@@ -280,6 +277,75 @@ def rank_argv(place: Place, plan: RunPlan) -> list[str]:
     """torchrun's one macro, and the host's own Python."""
     words = [word.replace("${local_rank}", str(place.local_rank)) for word in plan.role_of(place.rank).argv]
     return [plan.pythons.get(place.host, words[0]), *words[1:]]
+
+
+_TRAVEL = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "HF_", "OMP_")
+_STAY = ("CUDA_VISIBLE_DEVICES",)  # says which of this machine's GPUs are meant
+
+
+@shape
+class Towards:
+    """What one host is given because of where it stands."""
+
+    name: str = ""
+    local: bool = True  # its agent has our environment already
+    workdir: str = ""
+    interface: str = ""  # towards its peers
+    env: Mapping[str, str] = {}  # what the hosts file gives all ranks
+
+
+def travelling(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_TRAVEL) and name not in _STAY}
+
+
+def start_order(
+    plan: RunPlan,
+    options: RunOptions,
+    attempt: int,
+    to: Towards,
+    environment: Mapping[str, str],
+    common: Mapping[str, Mapping[str, str]],
+    more: Mapping[str, str],
+) -> dict[str, Any]:
+    """`common`: per role, of that host; `more`: of this attempt. What the user set wins over what was found."""
+    only = plan.roles[0] if len(plan.roles) == 1 else None
+    found = {name: to.interface for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if to.interface}
+    ours = {**found, **to.env}
+    told = travelling(environment)
+    env = {
+        **{name: value for name, value in ours.items() if name not in told},
+        **({} if to.local else told),
+        **(common[only.name] if only else {}),
+        **more,
+    }
+    return {
+        "do": "start",
+        "common": {
+            "attempt": attempt,
+            "env": env,
+            "unset": [] if to.local else ["PYTHONHOME"],
+            "shim": plan.roles[0].shim,
+            "split": plan.split,
+            "cwd": to.workdir,
+            "numa": options.numa_binding,
+        },
+        "ranks": [
+            {
+                "rank": one.rank,
+                "role": one.role,
+                "role_rank": one.role_rank,
+                "argv": rank_argv(one, plan),
+                "env": {**({} if only else common[one.role]), **rank_environment(one, plan)},
+                "shim": plan.role_of(one.rank).shim,
+                "gpu": one.gpu.uuid if one.gpu else None,
+                "pci": one.gpu.pci if one.gpu else None,
+            }
+            for one in plan.places
+            if one.host == to.name
+        ],
+        "gate": {"slots": plan.init_slots[to.name], "slot_s": options.init_timeout, "total_s": GATE_TOTAL_S},
+        "ram_limit": options.ram_limit,
+    }
 
 
 def default_name(request: Request) -> str:

@@ -31,7 +31,7 @@ def preflight(options: RunOptions, plan: RunPlan, machine: Machine) -> list[str]
     found = Examination(used, host=quick_host(runs_dir), environment=environment)
     fast = [one for one in check.load().values() if one.fast and one.id not in _PLANNED]
     lines = []
-    for finding in check.run(fast, found, check.Asked(plan.world_size, runs_dir)):
+    for finding in check.run(fast, found, plan.world_size):
         line = f"{finding.id}: {finding.text}" + (f"; {finding.fix}" if finding.fix else "")
         if finding.level == "fail":
             code = EX_CANTCREAT if finding.id == "host.disk" else EX_UNAVAILABLE

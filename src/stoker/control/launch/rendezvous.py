@@ -4,7 +4,7 @@ and tells everybody. One line of JSON from each, one back; the listening ends wi
     guest → {"job", "count", "ranks"}                 → {"rank", "first", "world", "port", "nodes"}, or {"refused": why}
 
 Anybody who reaches the port may speak, so nothing that is said there is believed before it is checked, and nobody is waited for: every
-guest has its own few seconds to introduce itself. With a secret (rdzv_secret.py) both sides prove that they know it, for this meeting only:
+guest has its own few seconds to introduce itself. With a secret both sides prove that they know it, for this meeting only:
 
     guest → {"job", "count", "ranks", "nonce"}   → {"challenge"}   → {"proof"}   → {"rank", ..., "proof"}
 """
@@ -12,23 +12,23 @@ guest has its own few seconds to introduce itself. With a secret (rdzv_secret.py
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import json
 import os
+import secrets
 import selectors
 import socket
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from stoker.contract import typed
-from stoker.contract.names import EX_TEMPFAIL, EX_UNAVAILABLE, RDZV_SECRET, RDZV_SECRET_FILE, Refusal
+from stoker.contract.names import EX_CONFIG, EX_TEMPFAIL, EX_UNAVAILABLE, RDZV_SECRET, RDZV_SECRET_FILE, Refusal
 from stoker.contract.quantities import span
-from stoker.contract.untrusted import parse_json, printable
+from stoker.contract.untrusted import open_regular, parse_json, printable
 from stoker.control.launch.nodes import Meeting, Nodes
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from stoker.control.launch.rdzv_secret import Secret
 
 PATIENCE_S = 600.0  # torchrun's
 AGAIN_S = 0.5
@@ -49,7 +49,7 @@ def meet(
 ) -> Nodes:
     """`store_port`: reserves rank 0's store port, on the machine that becomes 0. `rest`: called while waiting."""
     deadline = time.monotonic() + PATIENCE_S
-    secret = _secret()
+    secret = find_secret(os.environ)
     family, kind, _, _, where = _resolve(told)
     with socket.socket(family, kind) as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -62,14 +62,6 @@ def meet(
         with _Receiving(told, ranks, own, secret, say) as receiving:
             receiving.wait(deadline, rest)
             return receiving.number(store_port())
-
-
-def _secret() -> Secret | None:
-    if not os.environ.get(RDZV_SECRET) and not os.environ.get(RDZV_SECRET_FILE):
-        return None
-    from stoker.control.launch.rdzv_secret import find
-
-    return find(os.environ)
 
 
 def _resolve(told: Meeting) -> Any:
@@ -319,9 +311,8 @@ class Asking:
         if not word:
             return None
         if self._secret is None and "challenge" in word:
-            raise _refusal(
-                self._told, "the machine at the endpoint has a secret (STOKER_RDZV_SECRET), and this one has none"
-            )
+            line = "the machine at the endpoint has a secret (STOKER_RDZV_SECRET), and this one has none"
+            raise _refusal(self._told, line)
         answer = self._checked(word)
         if self._secret is not None and not self._secret.fits(word.get("proof"), HOST, {**hello, **answer}, challenge):
             unknown = "the machine at the endpoint does not know the secret (STOKER_RDZV_SECRET)"
@@ -389,3 +380,64 @@ def read_line(line: bytes) -> dict[str, Any]:
 
 def _send(way: socket.socket, word: dict[str, Any]) -> None:
     way.sendall(json.dumps(word).encode() + b"\n")
+
+
+# ---- the secret that machines may share: who does not know it gets no number, and hands out none ----
+#
+# Each side sends a fresh random number and proves that it knows the secret by an HMAC over both numbers and all that was
+# said. A proof that is overheard is worth nothing at any other meeting. The secret itself never travels; only a weak one
+# could be guessed from what does.
+
+_SHORTEST_SECRET = 16
+_LONGEST_SECRET = 4096
+
+
+class Secret:
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def nonce(self) -> str:
+        return secrets.token_hex(16)
+
+    def proof(self, side: str, said: Mapping[str, Any], challenge: str) -> str:
+        """`side`: whose proof, so that none can be sent back as one's own. `said`: all that both must agree on."""
+        text = json.dumps(["stoker-rdzv-1", side, challenge, dict(said)], sort_keys=True, separators=(",", ":"))
+        return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
+
+    def fits(self, proof: Any, side: str, said: Mapping[str, Any], challenge: str) -> bool:
+        right = self.proof(side, said, challenge)
+        return isinstance(proof, str) and proof.isascii() and hmac.compare_digest(proof, right)
+
+
+def find_secret(environment: Mapping[str, str]) -> Secret | None:
+    """From the variable, or the file that the other variable names. Never from the command line: others can read that."""
+    given, path = environment.get(RDZV_SECRET, ""), environment.get(RDZV_SECRET_FILE, "")
+    if given and path:
+        raise _bad_secret(f"{RDZV_SECRET} and {RDZV_SECRET_FILE} are both set: give one of them")
+    where = RDZV_SECRET_FILE if path else RDZV_SECRET
+    key = (_read_secret(path) if path else given).strip()
+    if not key:
+        return None
+    if len(key) < _SHORTEST_SECRET:
+        better = f"give {_SHORTEST_SECRET} or more, as from `openssl rand -hex 32`"
+        raise _bad_secret(f"{where}: {len(key)} characters can be guessed; {better}")
+    return Secret(key.encode("utf-8", "surrogateescape"))
+
+
+def _bad_secret(line: str) -> Refusal:
+    return Refusal(line, EX_CONFIG, cause="launch.nodes")
+
+
+def _read_secret(path: str) -> str:
+    path = os.path.expanduser(path)
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            about = os.fstat(file.fileno())
+            data = file.read(_LONGEST_SECRET)
+    except OSError as problem:
+        raise _bad_secret(f"{RDZV_SECRET_FILE}={path} can't be read: {problem.strerror}") from problem
+    if about.st_uid not in (0, os.getuid()) or about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise _bad_secret(f"{RDZV_SECRET_FILE}={path}: others can read it, or it is not yours; `chmod 600 {path}`")
+    if not data.strip():
+        raise _bad_secret(f"{RDZV_SECRET_FILE}={path} is empty")
+    return data.decode("utf-8", "surrogateescape")

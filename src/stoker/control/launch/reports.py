@@ -57,7 +57,7 @@ class Reports:
             if stream not in (0, 1, 2):
                 raise protocol.ProtocolError(f"it sends output of stream {stream}")
             self._output.take(self._record, rank, stream, payload)
-            self._feed(lambda: self._read_output(rank, payload))
+            self._feed(self._read_output, rank, payload)
             return
         if message["is"] == "inspection":
             self._hear_inspection(host, message["ask"], payload)
@@ -73,15 +73,13 @@ class Reports:
         own = self._ranks_of.get(host, frozenset())
         if "rank" in message:
             if message["rank"] not in own:
-                raise protocol.ProtocolError(
-                    f"its message {message['is']!r} is about rank {message['rank']}, which is not its own"
-                )
+                about = f"its message {message['is']!r} is about rank {message['rank']}"
+                raise protocol.ProtocolError(f"{about}, which is not its own")
         elif "ranks" in message:
             strange = message["ranks"].keys() - {str(rank) for rank in own}
             if strange:
-                raise protocol.ProtocolError(
-                    f"its message {message['is']!r} is about rank {ascii(min(strange))[:40]}, which is not its own"
-                )
+                about = f"its message {message['is']!r} is about rank {ascii(min(strange))[:40]}"
+                raise protocol.ProtocolError(f"{about}, which is not its own")
 
     def _hear_inspection(self, host: str, ask: int, payload: bytes) -> None:
         from stoker.contract.untrusted import parse_json
@@ -93,14 +91,14 @@ class Reports:
         if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
             raise protocol.ProtocolError("its inspection is none")
         self._check_ranks(host, {"is": "inspection", "ranks": found})
-        self._feed(lambda: self._attempt.watch.answered(host, ask, payload, time.monotonic()))
+        self._feed(self._attempt.watch.answered, host, ask, payload, time.monotonic())
 
-    def _feed(self, tell: Callable[[], None]) -> None:
+    def _feed(self, tell: Callable[..., None], *said: Any) -> None:
         """To the watch room. What it can't read must not end the job it watches."""
         if self._attempt.unwatched:
             return
         try:
-            tell()
+            tell(*said)
         except Exception as problem:
             from stoker.control.launch.supervision import give_up
 
@@ -137,7 +135,7 @@ class Reports:
         if error is not None:
             self._attempt.errors[message["rank"]] = error
             self._record.event("exception", rank=message["rank"], type=error.type, at=f"{error.file}:{error.line}")
-            self._feed(lambda: self._attempt.watch.failed(message["rank"], error.collectives, place_in(error)))
+            self._feed(self._attempt.watch.failed, message["rank"], error.collectives, place_in(error))
 
     def _on_exit(self, host: str, message: protocol.Message) -> None:
         attempt, record, output = self._attempt, self._record, self._output
@@ -160,11 +158,11 @@ class Reports:
             around=read_around(message["around"]),
             **{name: message[name] for name in ("code", "time", "ours", "steps", "oom_killed", "core")},
         )
-        self._feed(lambda: attempt.watch.ended(rank, code))
+        self._feed(attempt.watch.ended, rank, code)
         if error is not None or stack:
             collectives = error.collectives if error is not None else ()
             frames = place_in(error) if error is not None else main_thread(stack)
-            self._feed(lambda: attempt.watch.failed(rank, collectives, frames))
+            self._feed(attempt.watch.failed, rank, collectives, frames)
         record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
         if error is not None or message["elastic"]:
             reported = message["error"] if isinstance(message["error"], dict) else {}
@@ -237,7 +235,7 @@ class Reports:
 
     def _on_beats(self, _host: str, message: protocol.Message) -> None:
         self._attempt.steps.update({int(rank): beats[0] for rank, beats in message["ranks"].items()})
-        self._feed(lambda: self._take_beats(message))
+        self._feed(self._take_beats, message)
 
     def _take_beats(self, message: protocol.Message) -> None:
         attempt, now = self._attempt, time.monotonic()
@@ -250,18 +248,14 @@ class Reports:
             self._bad_number(bad)
 
     def _on_vitals(self, _host: str, message: protocol.Message) -> None:
-        self._feed(lambda: self._take_vitals(message))
-
-    def _take_vitals(self, message: protocol.Message) -> None:
-        now = time.monotonic()
         for rank, (state, cpu, moved) in message["ranks"].items():
-            self._attempt.watch.vitals(int(rank), state, cpu, moved, now)
+            self._feed(self._attempt.watch.vitals, int(rank), state, cpu, moved, time.monotonic())
 
     def _on_beatless(self, _host: str, message: protocol.Message) -> None:
-        self._feed(lambda: self._attempt.watch.beatless(message["rank"], time.monotonic()))
+        self._feed(self._attempt.watch.beatless, message["rank"], time.monotonic())
 
     def _on_groups(self, _host: str, message: protocol.Message) -> None:
-        self._feed(lambda: self._attempt.watch.groups(message["groups"]))
+        self._feed(self._attempt.watch.groups, message["groups"])
 
     def _bad_number(self, bad: BadNumber) -> None:
         from stoker.control.verdict.rules import numbers
@@ -283,7 +277,7 @@ class Reports:
 
     def _on_mark(self, _host: str, message: protocol.Message) -> None:
         self._record.event("mark", rank=message["rank"], name=message["name"])
-        self._feed(lambda: self._attempt.watch.said(message["rank"], time.monotonic()))
+        self._feed(self._attempt.watch.said, message["rank"], time.monotonic())
         if len(self._attempt.can) < _MOST_MARKS and len(message["name"]) <= _LONGEST_MARK:
             self._attempt.can.add(message["name"])
         if message["name"] == CHECKPOINT and message["rank"] == 0:
@@ -292,7 +286,7 @@ class Reports:
 
     def _on_phase(self, _host: str, message: protocol.Message) -> None:
         self._record.event("phase", rank=message["rank"], name=message["name"])
-        self._feed(lambda: self._attempt.watch.said(message["rank"], time.monotonic(), message["name"]))
+        self._feed(self._attempt.watch.said, message["rank"], time.monotonic(), message["name"])
 
     def _on_note(self, _host: str, message: protocol.Message) -> None:
         self._aside(message["rank"], f"[Rank {message['rank']}] {message['text']}")

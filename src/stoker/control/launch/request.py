@@ -98,10 +98,7 @@ def _text(path: str) -> str | None:
 
 
 def python_flags(typed: list[str]) -> tuple[list[str], str]:
-    """The interpreter options Stoker itself was started with (python -X dev -m stoker run ...), for the ranks too.
-
-    `typed` is sys.orig_argv. Also returns those that can't be passed on: -E, -I and -S would switch the shim off.
-    """
+    """Stoker's own interpreter options (`typed`: sys.orig_argv), for the ranks; and those that would switch the shim off."""
     flags: list[str] = []
     dropped = ""
     words = iter(typed[1:])
@@ -174,9 +171,8 @@ def _check_script(path: str, own_python: bool) -> None:
         import traceback
 
         shown = "".join(traceback.format_exception_only(problem)).rstrip().splitlines()
-        raise Refusal(
-            f"{path} does not parse; nothing was started", EX_DATAERR, cause="launch.syntax-error", more=shown
-        ) from problem
+        line = f"{path} does not parse; nothing was started"
+        raise Refusal(line, EX_DATAERR, cause="launch.syntax-error", more=shown) from problem
 
 
 def _near(path: str) -> str:

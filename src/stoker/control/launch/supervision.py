@@ -1,5 +1,6 @@
-"""Follows one attempt until every rank has ended and all is swept: passes signals on, stops the rest when one fails or
-a host is lost, and carries out what the watch decides. Loaded when the ranks are on their way: no launch waits for it.
+"""Follows one attempt until every rank has ended and all is swept: passes signals on, stops the rest, heeds the watch.
+
+Loaded when the ranks are on their way: no launch waits for it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from stoker.contract import checkpoints, layout
 from stoker.contract.quantities import span
 from stoker.contract.shape import pick
 from stoker.contract.shapes import RankEnd, Stall
+from stoker.control.cluster.members import Member
 from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.members import Member
 from stoker.control.record.writer import RunRecord
 from stoker.control.verdict import hang, launch
 from stoker.control.watch.watcher import Inspect, Relieve, Suspect
@@ -47,10 +48,12 @@ class Supervision:
         self._say = run.say
         self._seen = attempt.checkpoints
         self._killed_by = 0.0  # after that, who still lives can't be killed
+        self._early: set[int] = set()  # ranks that left, and were reported
+        self._looked = 0.0
 
     def follow(self) -> None:
         """Until every rank has ended."""
-        attempt, alarms = self._attempt, Alarms(self._run, self._attempt)
+        attempt = self._attempt
         while not attempt.all_ended:
             self._members.pump(0.25)
             self._output.settle(self._record)
@@ -58,7 +61,7 @@ class Supervision:
             self._pass_signals()
             quiet = self._membership is not None and any(member.quiet or member.gone for member in self._members.all)
             if not quiet:  # ranks wait for a host that may be lost: nothing to accuse them of
-                alarms.look()
+                self._watch()
             for member in self._members.all:
                 if member.gone:
                     self._lost(member)
@@ -138,9 +141,8 @@ class Supervision:
         mine = [place for place in attempt.plan.places if place.host == member.host]
         if not attempt.stopping and not any(entry.get("host") == member.host for entry in attempt.trouble):
             several = self._membership is not None and len(self._run.agents.by_name) > 1
-            attempt.trouble.append(
-                (launch.host_lost if several else launch.agent_lost)(member.host, member.gone, member.complaint)
-            )
+            lost = launch.host_lost if several else launch.agent_lost
+            attempt.trouble.append(lost(member.host, member.gone, member.complaint))
         attempt.told.add(member.host)
         self._end_by_us([one.rank for one in mine if one.rank not in attempt.ends])
 
@@ -149,9 +151,8 @@ class Supervision:
         attempt = self._attempt
         for rank in ranks:
             one, pid = attempt.plan.place(rank), attempt.up.setdefault(rank, 0)
-            attempt.ends[rank] = RankEnd(
-                rank, one.host, one.label, pid, None, time.time(), ours=True, error=attempt.errors.get(rank)
-            )
+            error = attempt.errors.get(rank)
+            attempt.ends[rank] = RankEnd(rank, one.host, one.label, pid, None, time.time(), ours=True, error=error)
 
     def _pass_signals(self) -> None:
         attempt = self._attempt
@@ -178,19 +179,7 @@ class Supervision:
                 self._say(f"stoker: {name}: asking the ranks to save and end; a second signal kills them")
                 self._stop(signum, GRACE_STOP_S)
 
-
-# ---- what the watch decides ----
-
-
-class Alarms:
-    """Of one attempt."""
-
-    def __init__(self, run: LiveRun, attempt: Attempt) -> None:
-        self._run, self._attempt, self._record, self._say = run, attempt, run.record, run.say
-        self._early: set[int] = set()
-        self._looked = 0.0
-
-    def look(self) -> None:
+    def _watch(self) -> None:
         now = time.monotonic()
         if self._attempt.stopping or self._attempt.unwatched or now - self._looked < PAUSE_S:
             return

@@ -1,6 +1,4 @@
-"""Files in torch's own form: error files, for who reads TORCHELASTIC_ERROR_FILE (schedulers, torch itself), and torchrun's
-log folder, all of it there from the start for `tail -f`.
-"""
+"""Files in torch's own form: error files for who reads TORCHELASTIC_ERROR_FILE, and torchrun's log folder."""
 
 from __future__ import annotations
 

@@ -132,6 +132,14 @@ def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str
     )
 
 
+def look_aside(limit: float) -> Machine | str:
+    """One look, in a child; or why there is none."""
+    found, why = _run([_gatherer("machine", limit=limit)])["machine"]
+    if found is None:
+        return f"NVML has not answered within {limit:.0f} s" if why.startswith("no answer") else why
+    return machine_from_json(found)
+
+
 def probe_cards(cards: list[Gpu]) -> dict[str, Probe]:
     """The context probe alone, side by side on these cards."""
     found = _run(_probers(cards))

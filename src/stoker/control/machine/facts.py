@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stoker.contract.shape import as_json, replace, shape
-from stoker.contract.typed import read_shape
+from stoker.contract.typed import read_recorded, read_shape
 from stoker.control.machine.model import Machine, machine_from_json
 
 SCHEMA = 1
@@ -113,10 +113,5 @@ def read(kind: type[Any], data: Any) -> Any:
 
 
 def examination_from_json(data: Any) -> Examination:
-    if not isinstance(data, dict) or "machine" not in data or data.get("schema") != SCHEMA:
-        raise ValueError(f"not a recorded machine of schema {SCHEMA}")
-    machine = machine_from_json(data["machine"])
-    try:
-        return replace(read_shape(Examination, data), machine=machine)
-    except ValueError as problem:
-        raise ValueError(f"not a recorded machine: {problem}") from None
+    machine = machine_from_json(data.get("machine") if isinstance(data, dict) else None)
+    return replace(read_recorded(Examination, data, SCHEMA), machine=machine)

@@ -13,6 +13,7 @@ import sys
 import time
 from typing import Any
 
+from stoker.contract.process import of_kernel
 from stoker.contract.shape import as_json, replace
 from stoker.control.machine import facts, kernellog, ports, processes
 from stoker.control.machine.host import quick_host
@@ -72,9 +73,8 @@ def _host(disk: str) -> Any:
         for pid, one in first.items()
         if (now := processes.process(pid)) and now.state == "D" and now.start == one.start
     )
-    return as_json(
-        replace(quick_host(disk), stuck=stuck, zombies=sum(1 for one in processes.all_processes() if one.state == "Z"))
-    )
+    zombies = sum(1 for one in processes.all_processes() if one.state == "Z")
+    return as_json(replace(quick_host(disk), stuck=stuck, zombies=zombies))
 
 
 def _net(port: str) -> Any:
@@ -86,17 +86,12 @@ def _net(port: str) -> Any:
         addresses, error = (), str(problem)
     interfaces = tuple(sorted(entry for entry in os.listdir("/sys/class/net") if entry != "lo" and _up(entry)))
     number = int(port)
-    return as_json(
-        facts.Net(name, addresses, interfaces, number or None, ports.listener(number) if number else None, error)
-    )
+    holder = ports.listener(number) if number else None
+    return as_json(facts.Net(name, addresses, interfaces, number or None, holder, error))
 
 
 def _up(interface: str) -> bool:
-    try:
-        with open(f"/sys/class/net/{interface}/operstate", encoding="ascii") as file:
-            return file.read().strip() in ("up", "unknown")
-    except OSError:
-        return False
+    return of_kernel(f"/sys/class/net/{interface}/operstate").strip() in ("up", "unknown")
 
 
 # ---- the context probe: talks to libcuda itself, in a child that sees one GPU ----
@@ -153,21 +148,13 @@ def probe() -> dict[str, Any]:
     try:
         cuda = _Cuda()
     except OSError as problem:
-        return {"outcome": "absent", "detail": f"libcuda.so.1 does not load: {problem}", "seconds": None}
+        return {"outcome": "absent", "detail": f"libcuda.so.1 does not load: {problem}"}
     try:
         wrong = _product(cuda)
+        outcome, detail = ("wrong", f"{wrong} of {N * N} results are wrong") if wrong else ("ok", "")
     except CudaError as problem:
-        return {
-            "outcome": _OUTCOMES.get(problem.code, "dead"),
-            "detail": str(problem),
-            "seconds": round(time.monotonic() - began, 3),
-        }
-    outcome = "wrong" if wrong else "ok"
-    return {
-        "outcome": outcome,
-        "detail": f"{wrong} of {N * N} results are wrong" if wrong else "",
-        "seconds": round(time.monotonic() - began, 3),
-    }
+        outcome, detail = _OUTCOMES.get(problem.code, "dead"), str(problem)
+    return {"outcome": outcome, "detail": detail, "seconds": round(time.monotonic() - began, 3)}
 
 
 def _product(cuda: _Cuda) -> int:
@@ -189,9 +176,8 @@ def _product(cuda: _Cuda) -> int:
     cuda("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(_PTX))
     cuda("cuModuleGetFunction", ctypes.byref(kernel), module, b"product")
     count = ctypes.c_uint32(N)
-    arguments = (ctypes.c_void_p * 4)(
-        *(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in (*blocks, count))
-    )
+    pointers = (ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in (*blocks, count))
+    arguments = (ctypes.c_void_p * 4)(*pointers)
     grid, threads = (N, 1, 1), (N, 1, 1)
     cuda("cuLaunchKernel", kernel, *grid, *threads, 0, None, arguments, None)
     cuda("cuCtxSynchronize")

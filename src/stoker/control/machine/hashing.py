@@ -8,6 +8,7 @@ import json
 import os
 import time
 
+from stoker.contract.layout import cache_home
 from stoker.contract.typed import read
 from stoker.contract.untrusted import open_regular, read_json
 from stoker.contract.wholefile import write_whole
@@ -26,20 +27,11 @@ def sha256_of(path: str) -> str:
     return digest.hexdigest()
 
 
-def cache_folder() -> str:
-    """Absolute. For a user without HOME and password entry, a folder that can't exist: nothing is kept."""
-    home = os.path.expanduser("~")
-    return os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.join(home if os.path.isabs(home) else "/nonexistent", ".cache"),
-        "stoker",
-    )
-
-
 class Hashes:
     """By path; a remembered hash counts only while size, time and inode are the same."""
 
     def __init__(self, memory: str | None = None) -> None:
-        self._memory = memory or os.path.join(cache_folder(), "hashes.json")
+        self._memory = memory or os.path.join(cache_home(os.environ), "hashes.json")
         self._known: dict[str, tuple[int, int, int, str]] = {}
         self._changed = False
         # None yet, half a one, or something else: everything is read again.
@@ -67,8 +59,5 @@ class Hashes:
             return
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(self._memory), mode=0o700, exist_ok=True)
-            write_whole(
-                self._memory,
-                json.dumps({path: one for path, one in self._known.items() if os.path.exists(path)}),
-                durable=False,
-            )
+            known = {path: one for path, one in self._known.items() if os.path.exists(path)}
+            write_whole(self._memory, json.dumps(known), durable=False)

@@ -6,19 +6,20 @@ import os
 import resource
 import time
 
+from stoker.contract.process import kernel_lines, of_kernel
 from stoker.control.machine import facts
 
 
-def _meminfo(*keys: bytes) -> list[int | None]:
+def _meminfo(*keys: str) -> list[int | None]:
     """These lines of /proc/meminfo, in bytes."""
-    with open("/proc/meminfo", "rb") as file:
-        found = {key: int(rest.split()[0]) * 1024 for key, _, rest in (line.partition(b":") for line in file)}
+    lines = (line.partition(":") for line in kernel_lines("/proc/meminfo"))
+    found = {key: int(rest.split()[0]) * 1024 for key, _, rest in lines}
     return [found.get(key) for key in keys]
 
 
 def meminfo() -> tuple[int, int]:
     """(total, available) bytes of the host."""
-    total, available = _meminfo(b"MemTotal", b"MemAvailable")
+    total, available = _meminfo("MemTotal", "MemAvailable")
     assert total is not None
     return total, total if available is None else available
 
@@ -26,14 +27,8 @@ def meminfo() -> tuple[int, int]:
 def _cgroup_dirs(
     controller: str, root: str = "/sys/fs/cgroup", told: str = "/proc/self/cgroup"
 ) -> tuple[list[str], bool]:
-    """(folders, is version 2) of the cgroup this process is in, and of those around it: each of them may hold a limit
-    (a scheduler's is on the job, not on its task). In a container the root is the container's own.
-    """
-    try:
-        with open(told, encoding="utf-8") as file:
-            lines = [line.strip().split(":", 2) for line in file]
-    except OSError:
-        return [], True
+    """(folders, is version 2) of this process's cgroup and those around it: a scheduler's limit is on the job."""
+    lines = [line.split(":", 2) for line in kernel_lines(told)]
     # A controller of version 1 counts where it is mounted.
     for _, controllers, path in sorted(lines, key=lambda line: not line[1]):
         v2 = not controllers
@@ -50,16 +45,8 @@ def _cgroup_dirs(
     return [], True
 
 
-def _text(path: str) -> str:
-    try:
-        with open(path, encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
 def _number(path: str) -> int | None:
-    text = _text(path)
+    text = of_kernel(path).strip()
     return int(text) if text.isdigit() else None
 
 
@@ -77,12 +64,9 @@ def cgroup_memory() -> tuple[int | None, int | None]:
         return None, None
     used = _number(f"{folder}/memory.current" if v2 else f"{folder}/memory.usage_in_bytes")
     if used is not None:
-        try:
-            with open(f"{folder}/memory.stat", encoding="ascii") as file:
-                stats = dict(line.split() for line in file)
-            used -= int(stats.get("inactive_file" if v2 else "total_inactive_file", 0))
-        except (OSError, ValueError):
-            pass  # an over-estimate of "used" is the safe side
+        stats = dict(line.split() for line in kernel_lines(f"{folder}/memory.stat"))
+        # Where it says nothing, an over-estimate of "used" is the safe side.
+        used -= int(stats.get("inactive_file" if v2 else "total_inactive_file", 0))
     return limit, used
 
 
@@ -100,7 +84,7 @@ def oom_kills() -> int | None:
     folders, v2 = _cgroup_dirs("memory")
     if not folders:
         return None
-    lines = _text(f"{folders[0]}/{'memory.events' if v2 else 'memory.oom_control'}").splitlines()
+    lines = kernel_lines(f"{folders[0]}/{'memory.events' if v2 else 'memory.oom_control'}")
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
@@ -114,7 +98,7 @@ def shared_memory() -> tuple[int | None, int | None]:
 
 
 def swap_used() -> int | None:
-    total, free = _meminfo(b"SwapTotal", b"SwapFree")
+    total, free = _meminfo("SwapTotal", "SwapFree")
     return None if total is None or free is None else total - free
 
 
@@ -127,9 +111,9 @@ def _quotas(folders: list[str], v2: bool) -> list[int]:
     found = []
     for folder in folders:
         if v2:
-            quota, _, period = _text(f"{folder}/cpu.max").partition(" ")
+            quota, _, period = of_kernel(f"{folder}/cpu.max").strip().partition(" ")
         else:
-            quota, period = _text(f"{folder}/cpu.cfs_quota_us"), _text(f"{folder}/cpu.cfs_period_us")
+            quota, period = (of_kernel(f"{folder}/cpu.cfs_{one}_us").strip() for one in ("quota", "period"))
         if quota.isdigit() and period.isdigit() and int(period):
             found.append(max(1, -(-int(quota) // int(period))))
     return found
@@ -157,7 +141,7 @@ def max_files() -> int | None:
 def cpus_near(pci: str) -> list[int]:
     """The CPUs near a PCI device; empty if unknown. NVML's bus id has eight digits of domain, sysfs four."""
     domain, _, rest = pci.lower().partition(":")
-    words = _text(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/local_cpulist").split(",")
+    words = of_kernel(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/local_cpulist").strip().split(",")
     ranges = (word.partition("-") for word in words if word)
     return [cpu for low, dash, high in ranges for cpu in range(int(low), int(high or low) + 1)]
 

@@ -53,9 +53,6 @@ def lock_name(uuid: str) -> str:
     return name
 
 
-# ---- folders ----
-
-
 def open_shared(make: bool) -> Folder | None:
     """None: it is not there. With `make` it is created for all users, sticky: nobody can remove another's lock files."""
     path = shared_path()
@@ -115,10 +112,8 @@ def _shared_notice(path: str, handle: int) -> str:
     mode = f"mode {stat.S_IMODE(about.st_mode):o}"
     open_to_all = about.st_mode & 0o1777 == 0o1777
     if not open_to_all and about.st_uid not in (0, os.getuid()):
-        raise Unusable(
-            f"{path} belongs to user {user_name(about.st_uid)} and is not open to all (it needs mode 1777, and has"
-            f" {mode})"
-        )
+        whose = f"{path} belongs to user {user_name(about.st_uid)}"
+        raise Unusable(f"{whose} and is not open to all (it needs mode 1777, and has {mode})")
     if about.st_mode & 0o022 and not about.st_mode & stat.S_ISVTX:
         raise Unusable(f"{path} is not sticky ({mode}): others can remove its files; `chmod 1777 {path}` repairs it")
     if not os.access(".", os.W_OK | os.X_OK, dir_fd=handle, effective_ids=True):
@@ -137,9 +132,6 @@ def _what_is(path: str) -> str:
         return ""
     kind = "a plain file" if stat.S_ISREG(about.st_mode) else kind_of(about.st_mode)
     return f"is {kind} of user {user_name(about.st_uid)}, not a folder"
-
-
-# ---- files ----
 
 
 def open_lock(folder: Folder, name: str) -> int:
@@ -204,9 +196,6 @@ def taken(handle: int, how: int) -> bool:
     return True
 
 
-# ---- holders ----
-
-
 def describe_holder(handle: int) -> str:
     """Who has this file locked. The file's own words count where the kernel names the same process, or can't see any."""
     run, pid = _written(handle)
@@ -215,10 +204,8 @@ def describe_holder(handle: int) -> str:
     if not actual:
         if run:
             return f"run {run} (agent pid {pid}, not visible from here)"
-        return (
-            f"a process that is not visible from here (lock file of user {user_name(about.st_uid)}); --share-gpus"
-            " starts without GPU locks"
-        )
+        hidden = f"a process that is not visible from here (lock file of user {user_name(about.st_uid)})"
+        return f"{hidden}; --share-gpus starts without GPU locks"
     holder = process(actual)
     uid = owner(actual)
     whose = f", user {user_name(uid)}" if uid is not None and uid != os.getuid() else ""
@@ -254,11 +241,8 @@ def _locked_by(about: os.stat_result) -> int:
         return 0
     there = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}".encode()
     same_inode = b":%d" % about.st_ino
-    found = [
-        words
-        for line in lines
-        if len(words := line.split()) >= 6 and words[1] == b"FLOCK" and words[5].endswith(same_inode)
-    ]
+    rows = (line.split() for line in lines)
+    found = [row for row in rows if len(row) >= 6 and row[1] == b"FLOCK" and row[5].endswith(same_inode)]
     # An overlay's stat has another device than its locks.
     exact = [words for words in found if words[5] == there] or found
     return int(exact[0][4]) if exact and exact[0][4].isdigit() else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stoker.contract.shape import as_json, shape
-from stoker.contract.typed import read_shape
+from stoker.contract.typed import read_recorded
 
 SCHEMA = 1
 
@@ -69,10 +69,4 @@ class Machine:
 
 
 def machine_from_json(data: Any) -> Machine:
-    """Strict: a recorded machine with a field we don't know, or of another type, is refused, not half understood."""
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise ValueError(f"not a recorded machine of schema {SCHEMA}")
-    try:
-        return read_shape(Machine, data)
-    except ValueError as problem:
-        raise ValueError(f"not a recorded machine: {problem}") from None
+    return read_recorded(Machine, data, SCHEMA)

@@ -70,10 +70,8 @@ class Nvml:
         self._nvml = _library()
         self._handles: dict[str, Any] = {}
         # nvidia-ml-py's own complaint when the driver is older than it, which is no NVMLError.
-        self._unanswered: tuple[type[Exception], ...] = (
-            self._nvml.NVMLError,
-            getattr(self._nvml, "NVMLLibraryMismatchError", self._nvml.NVMLError),
-        )
+        mismatch = getattr(self._nvml, "NVMLLibraryMismatchError", self._nvml.NVMLError)
+        self._unanswered: tuple[type[Exception], ...] = (self._nvml.NVMLError, mismatch)
 
     def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
         """None for what this card or driver does not support."""
@@ -153,7 +151,7 @@ class Nvml:
         return self._holders(handle) if handle is not None else None
 
     def work(self, uuid: str) -> dict[str, Any]:
-        """What one card is doing now: utilisation in percent, why its clock is held down, temperature."""
+        """What one card is doing now: utilisation in percent, why its clock is held down, its PCIe lanes."""
         handle = self._handles.get(uuid)
         if handle is None:
             return {}
@@ -162,7 +160,6 @@ class Nvml:
         return {
             "use": int(use.gpu) if use else None,
             "throttle": [word for bit, word in _THROTTLE.items() if reasons & bit] if reasons is not None else None,
-            "temperature": self._ask(self._nvml.nvmlDeviceGetTemperature, handle, 0),
             "lanes": [
                 self._ask(self._nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
                 self._ask(self._nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
@@ -189,9 +186,8 @@ class Nvml:
         if listener is None:
             return found
         for gpu in cards:
-            self._ask(
-                nvml.nvmlDeviceRegisterEvents, self._handles[gpu.uuid], nvml.nvmlEventTypeXidCriticalError, listener
-            )
+            handle, kind = self._handles[gpu.uuid], nvml.nvmlEventTypeXidCriticalError
+            self._ask(nvml.nvmlDeviceRegisterEvents, handle, kind, listener)
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             event = self._ask(nvml.nvmlEventSetWait_v2, listener, int(left * 1000) + 1)

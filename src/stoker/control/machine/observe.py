@@ -58,9 +58,8 @@ class Observer:
 
 def read_recorded(path: str) -> Machine:
     try:
-        with open(
-            path, encoding="utf-8"
-        ) as file:  # of any kind: a pipe stands in for a machine that is slow to look at
+        # Of any kind: a pipe stands in for a machine that is slow to look at.
+        with open(path, encoding="utf-8") as file:
             data = parse_json(file.read())
         # A look, or a whole examination.
         return machine_from_json(data["machine"] if isinstance(data, dict) and "machine" in data else data)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 
 from stoker.contract import names, schedulers
+from stoker.contract.process import kernel_lines
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import is_count
 from stoker.control.machine.processes import Process, environment, process
@@ -33,13 +34,8 @@ class Origin:
 def of_this_process(environ: Mapping[str, str]) -> Origin:
     """The agent's own."""
     me = process(os.getpid())
-    return Origin(
-        os.getpid(),
-        me.start if me else 0,
-        schedulers.job(environ),
-        tuple(one.pid for one in above(os.getpid())),
-        cgroup(os.getpid()),
-    )
+    parents = tuple(one.pid for one in above(os.getpid()))
+    return Origin(os.getpid(), me.start if me else 0, schedulers.job(environ), parents, cgroup(os.getpid()))
 
 
 def read(text: str | None) -> Origin | None:
@@ -64,18 +60,12 @@ def above(pid: int, table: Mapping[int, Process] | None = None) -> list[Process]
 
 def cgroup(pid: int) -> str:
     """The unified hierarchy, or version 1's named one: version 1's controllers may move a process at any time."""
-    try:
-        with open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="surrogateescape") as file:
-            lines = [line.rstrip("\n").partition(":")[2] for line in file]
-    except OSError:
-        return ""
+    lines = [line.partition(":")[2] for line in kernel_lines(f"/proc/{pid}/cgroup")]
     return ";".join(sorted(line for line in lines if line.startswith((":", "name=systemd:"))))
 
 
 def run_we_are_in(environ: Mapping[str, str]) -> str:
-    """The run in whose rank this process was started; empty for none. A job that a rank handed to a scheduler or to at only has
-    the environment of one.
-    """
+    """The run in whose rank this process was started; empty for none. A scheduler's job has only its environment."""
     run, origin = environ.get(names.RUN_ID, ""), read(environ.get(names.RUN_ORIGIN))
     if not run or origin is None:
         return ""
@@ -108,11 +98,8 @@ def why_another_started_it(one: Process, table: Mapping[int, Process]) -> str:
         return f"it runs outside its run's {schedulers.spoken(origin.job)}"
     if cgroup(one.pid) != origin.cgroup:
         return f"another service started it: its control group is {cgroup(one.pid).rpartition(':')[2] or 'unknown'}"
-    of_the_run = [
-        parent
-        for parent in above(one.pid, table)
-        if environment(parent.pid).get(names.RUN_ID) == environ.get(names.RUN_ID)
-    ]
+    run, parents = environ.get(names.RUN_ID), above(one.pid, table)
+    of_the_run = [parent for parent in parents if environment(parent.pid).get(names.RUN_ID) == run]
     top = of_the_run[-1] if of_the_run else one
     starter = table.get(top.parent)
     if starter is None or starter.pid in (1, origin.agent, *origin.above) or starter.name in _KEEPERS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stoker.contract.process import kernel_lines
 from stoker.control.machine import processes
 
 _LISTEN = "0A"
@@ -12,11 +13,7 @@ def _sockets(port: int, state: str) -> set[str]:
     """Inodes of the sockets on this local port in this state."""
     found: set[str] = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            with open(table, encoding="ascii") as file:
-                rows = [line.split() for line in file][1:]
-        except OSError:
-            continue
+        rows = [line.split() for line in kernel_lines(table)][1:]
         found |= {row[9] for row in rows if row[3] == state and int(row[1].rsplit(":", 1)[1], 16) == port}
     return found
 

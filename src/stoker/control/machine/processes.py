@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from stoker.contract import names, redact
-from stoker.contract.process import Process, owner, process, status
+from stoker.contract.process import Process, kernel_lines, of_kernel, owner, process, status
 
 __all__ = ["Process", "owner", "process"]  # and what is defined here
 
@@ -49,7 +49,7 @@ def descendants(root: int, table: list[Process]) -> set[int]:
 
 def catches(pid: int, signum: int) -> bool:
     """Whether the process has a handler for this signal; without one most signals kill it."""
-    return bool(int(status(pid, b"SigCgt:") or b"0", 16) >> (signum - 1) & 1)
+    return bool(int(status(pid, "SigCgt:") or "0", 16) >> (signum - 1) & 1)
 
 
 def command(pid: int) -> str | None:
@@ -95,35 +95,26 @@ def run_tag(pid: int) -> tuple[str, str] | None:
 
 
 def resident(pid: int) -> int | None:
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * _PAGE
-    except (OSError, IndexError):
-        return None
+    pages = of_kernel(f"/proc/{pid}/statm").split()[1:2]
+    return int(pages[0]) * _PAGE if pages else None
 
 
 def peak_resident(pid: int) -> int | None:
-    kilobytes = status(pid, b"VmHWM:")
+    kilobytes = status(pid, "VmHWM:")
     return None if kilobytes is None else int(kilobytes) * 1024
 
 
 def cpu_seconds(pid: int, thread: int | None = None) -> float | None:
     """User and system time of a process, or of one thread of it."""
-    try:
-        with open(f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
-    except (OSError, IndexError):
-        return None
+    path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
+    ticks = of_kernel(path).rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) / _TICKS if ticks else None
 
 
 def bytes_moved(pid: int) -> int | None:
     """Read and written by system calls, pipes and sockets included."""
-    try:
-        with open(f"/proc/{pid}/io", "rb") as file:
-            return sum(int(line.split()[1]) for line in file if line.startswith((b"rchar", b"wchar")))
-    except OSError:
-        return None
+    lines = kernel_lines(f"/proc/{pid}/io")
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar"))) if lines else None
 
 
 def user_name(uid: int) -> str:
@@ -137,6 +128,5 @@ def user_name(uid: int) -> str:
 
 def started_at(start_ticks: int) -> float:
     """Wall-clock time of a start in ticks since boot."""
-    with open("/proc/stat", "rb") as file:
-        boot = next((int(line.split()[1]) for line in file if line.startswith(b"btime")), 0)
-    return boot + start_ticks / _TICKS
+    lines = kernel_lines("/proc/stat")
+    return next((int(line.split()[1]) for line in lines if line.startswith("btime")), 0) + start_ticks / _TICKS

@@ -12,12 +12,9 @@ import os
 import pickle
 import sys
 import types
+from typing import Any
 
 from stoker.contract.wholefile import write_whole
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 CALL, MAIN = "call.pickle", "main.json"
 importing_main = False  # the caller's script is being imported again: a stoker.launch in it must not start another run
@@ -58,7 +55,7 @@ def _prepare(caller: dict[str, Any]) -> None:
         importing_main = False
 
 
-# What byvalue.py makes of functions and classes that no process can import.
+# What calling.py makes of functions and classes that no process can import.
 
 
 def make_function(code: bytes, module: str, cells: int) -> types.FunctionType:

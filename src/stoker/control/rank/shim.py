@@ -119,22 +119,10 @@ def tell(kind: str, text: str = "") -> None:
         connection.close()
 
 
-def script_beat(step: int | None, loss: float | None, tokens: int | None) -> None:
+def script_beat(step: int | None, loss: float | None) -> None:
     global _script_steps
-    from stoker.contract import beats
-
     _script_steps = _script_steps + 1 if step is None else int(step)
-    flags = beats.FROM_SCRIPT
-    if loss is not None:
-        flags |= beats.HAS_LOSS
-    if tokens is not None:
-        flags |= beats.HAS_TOKENS
-    _writer.beat(time.time_ns(), _script_steps, 0, flags, float(loss or 0.0), int(tokens or 0))
-
-
-def script_phase(name: str) -> None:
-    _writer.phase(name)
-    tell("phase", name[:32])
+    _writer.beat(time.time_ns(), _script_steps, 0, None if loss is None else float(loss))
 
 
 def _on_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -257,11 +245,10 @@ def _collectives(value: BaseException) -> list[Any]:
         from stoker.contract import collectives
 
         c10d = sys.modules["torch._C._distributed_c10d"]
-        return collectives.digest(
-            collectives.joined([json.loads(getattr(c10d, name)()) for name in collectives.DUMPS if hasattr(c10d, name)])
-        )
+        dumps = [json.loads(getattr(c10d, name)()) for name in collectives.DUMPS if hasattr(c10d, name)]
+        return collectives.digest(collectives.joined(dumps))
     except Exception as problem:  # another torch, or one that is broken by now: less evidence
-        return [{"group": "", "about": f"no flight recorder: {type(problem).__name__}: {problem}", "ops": []}]
+        return [{"name": "", "about": f"no flight recorder: {type(problem).__name__}: {problem}", "ops": []}]
 
 
 class _AfterImport:
@@ -330,10 +317,8 @@ def _distributed_loaded(module: Any) -> None:
     if isinstance(getattr(module, "_pg_group_ranks", None), dict) and hasattr(_world, "pg_names"):
         module._pg_group_ranks = _Groups(module._pg_group_ranks)
     else:
-        tell(
-            "note",
-            "this torch does not show the ranks of its process groups: a hang within one is explained from stacks",
-        )
+        lacks = "this torch does not show the ranks of its process groups"
+        tell("note", f"{lacks}: a hang within one is explained from stacks")
     server = getattr(sys.modules.get("torch._C._distributed_c10d"), "_WorkerServer", None)
     if server is None:
         tell("note", "this torch has no worker server: a hang is explained from stacks alone")

@@ -11,7 +11,7 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.untrusted import lines_of, parse_json
+from stoker.contract.untrusted import json_lines, lines_of, parse_json
 from stoker.contract.wholefile import APPEND, write_whole
 
 LONGEST = 1 << 20  # bytes of a line
@@ -31,14 +31,7 @@ class Metrics:
         self._handle = os.open(self._path, APPEND, 0o644)
 
     def _forget(self, step: int) -> None:
-        kept = []
-        with open(self._path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    if line.endswith("\n") and parse_json(line)["step"] < step:
-                        kept.append(line)
-                except (ValueError, KeyError, TypeError):
-                    continue  # a line that a crash cut
+        kept = [line for line, told in json_lines(self._path) if line.endswith("\n") and _step(told) < step]
         write_whole(self._path, "".join(kept), durable=False)
 
     def write(self, **values: Any) -> None:
@@ -71,3 +64,8 @@ def metrics_in(run_dir: str) -> Iterator[dict[str, Any]]:
     except (OSError, ValueError) as problem:  # a named pipe, or a line without end
         why = getattr(problem, "strerror", None) or problem
         raise Refusal(f"{path}: {why}; no run writes such a file: remove it", EX_DATAERR) from problem
+
+
+def _step(told: dict[str, Any]) -> float:
+    step = told.get("step")
+    return step if isinstance(step, (int, float)) else math.inf

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
+from stoker.contract.layout import cache_home
 from stoker.contract.names import EX_NOPERM, Refusal
 from stoker.contract.owners import is_mine, user_name, why_a_folder_above_is_not_safe, why_not_ours_alone
+from stoker.contract.process import kernel_lines
 
 __all__ = ["cache_home", "is_mine", "own_folder", "private_cache", "user_name", "writes_to"]
 
@@ -26,12 +28,6 @@ def own_folder(root: str, name: str) -> str:
         if stat.S_ISDIR(about.st_mode) and is_mine(about.st_uid, root) and not why_not_ours_alone(candidate):
             return candidate
     raise Refusal(f"{path} and its like belong to other users: choose another place", EX_NOPERM)
-
-
-def cache_home(environment: Mapping[str, str]) -> str:
-    """This user's own folder for what may be made again."""
-    base = environment.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(base, "stoker")
 
 
 def private_cache(name: str, say: Callable[[str], None]) -> str:
@@ -75,8 +71,7 @@ def _writes_to(link: str, info: str, folder: str, name: str) -> bool:
         target = os.readlink(link).removesuffix(" (deleted)")
         if os.path.basename(target) != name:
             return False
-        with open(info, encoding="ascii", errors="replace") as file:
-            flags = next((int(line.split()[1], 8) for line in file if line.startswith("flags:")), 0)
+        flags = next((int(line.split()[1], 8) for line in kernel_lines(info) if line.startswith("flags:")), 0)
         if flags & os.O_ACCMODE == os.O_RDONLY:
             return False
         # By name, so that one who removes the file of a living run does not make it a dead one; else by inode: a mount

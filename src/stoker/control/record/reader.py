@@ -87,9 +87,6 @@ class Listing:
         return f"skipped {len(self.damaged)} damaged run record{'s' if len(self.damaged) > 1 else ''}: {told}{more}"
 
 
-# ---- one run ----
-
-
 def read_json(path: str) -> Any:
     """None when it isn't there or isn't whole."""
     try:
@@ -254,9 +251,6 @@ def _event(line: bytes) -> dict[str, Any] | None:
     return event if isinstance(when, (int, float)) and not isinstance(when, bool) and 0 <= when <= 1e11 else None
 
 
-# ---- the runs of a folder ----
-
-
 class _Allowance:
     """How much of one other user's runs a listing reads, whatever they put there."""
 
@@ -282,9 +276,7 @@ def _size(path: str) -> int:
 
 
 def look(root: str, everybody: bool = False) -> Listing:
-    """One's own runs; other users' folders are opened with `everybody` only, and of each user only the last by name, and
-    small records.
-    """
+    """One's own runs; with `everybody` other users' too, of each the last by name, and small records only."""
     runs: list[Run] = []
     damaged: list[tuple[str, str]] = []
     others = 0
@@ -402,9 +394,6 @@ def _no_run(which: str, root: str, listing: Listing) -> names.Refusal:
     if not hint and listing.runs:
         hint = f"; `stoker runs` lists the {len(listing.runs)} there"
     return names.Refusal(f"no run {shown!r} in {printable(root)}{printable(hint)}", names.EX_NOINPUT)
-
-
-# ---- how it stands ----
 
 
 def alive(run: Run) -> bool | None:

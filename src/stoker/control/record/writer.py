@@ -1,5 +1,4 @@
-"""Writes a run directory. Every file survives a crash at any byte: JSON is replaced atomically, JSON lines are appended
-whole.
+"""Writes a run directory. Every file survives a crash at any byte: JSON is replaced, JSON lines are appended whole.
 
 No secret passes here (contract/redact.py), except in what the ranks print: their logs are kept as they came.
 """

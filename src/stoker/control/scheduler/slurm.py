@@ -40,17 +40,12 @@ def allocation(environ: Mapping[str, str]) -> Hosts | None:
     if not _whole_job(environ):
         return None
     if environ.get("SLURM_HET_SIZE"):
-        raise _unusable(
-            f"Slurm job {job} is heterogeneous ({environ['SLURM_HET_SIZE']} parts), which Stoker can't use as one; name"
-            " the nodes with --hosts",
-            EX_USAGE,
-        )
+        line = f"Slurm job {job} is heterogeneous ({environ['SLURM_HET_SIZE']} parts), which Stoker can't use as one"
+        raise _unusable(f"{line}; name the nodes with --hosts", EX_USAGE)
     told = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if not told:
-        raise _unusable(
-            f"Slurm job {job} has no node list here (SLURM_JOB_NODELIST): start stoker run in the job script or in"
-            " salloc's shell"
-        )
+        line = f"Slurm job {job} has no node list here (SLURM_JOB_NODELIST)"
+        raise _unusable(f"{line}: start stoker run in the job script or in salloc's shell")
     nodes = hostnames(told)
     tasks = dict(zip(nodes, per_node(environ.get("SLURM_TASKS_PER_NODE", "1")), strict=False))
     gpus = _gpus(_running(job))
@@ -84,11 +79,9 @@ def _whole_job(environ: Mapping[str, str]) -> bool:
         return True
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if is_count(tasks) and int(tasks) > 1:
-        raise _unusable(
-            f"srun has started this once per task ({tasks} times): start `stoker run` once, without srun, in the job"
-            " script or in salloc's shell; it starts the ranks on all nodes itself",
-            EX_USAGE,
-        )
+        fix = "start `stoker run` once, without srun, in the job script or in salloc's shell"
+        line = f"srun has started this once per task ({tasks} times): {fix}; it starts the ranks on all nodes itself"
+        raise _unusable(line, EX_USAGE)
     return False
 
 
@@ -120,10 +113,8 @@ def ask(*argv: str) -> str:
     try:
         done = ask_slurm(argv)
     except FileNotFoundError as problem:
-        raise _unusable(
-            f"this is a Slurm job, and there is no {argv[0]} on the PATH: load Slurm's module, or name the nodes with"
-            " --hosts"
-        ) from problem
+        line = f"this is a Slurm job, and there is no {argv[0]} on the PATH"
+        raise _unusable(f"{line}: load Slurm's module, or name the nodes with --hosts") from problem
     except subprocess.TimeoutExpired as problem:
         line = f"Slurm does not answer {argv[0]} within {ASK_S:.0f} s"
         raise Refusal(line, EX_UNAVAILABLE, cause="slurm.unreachable") from problem
@@ -194,9 +185,8 @@ def _addresses(nodes: list[str]) -> dict[str, str]:
     import socket
 
     found: dict[str, str] = {}
-    for name, address in re.findall(
-        r"NodeName=(\S+).*?\bNodeAddr=(\S+)", ask("scontrol", "--oneliner", "show", "node", ",".join(nodes))
-    ):
+    told = ask("scontrol", "--oneliner", "show", "node", ",".join(nodes))
+    for name, address in re.findall(r"NodeName=(\S+).*?\bNodeAddr=(\S+)", told):
         try:
             found[name] = str(ipaddress.ip_address(address))
             continue

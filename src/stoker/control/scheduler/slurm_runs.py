@@ -62,10 +62,8 @@ class Submitted:
                 elif not self._known and now - heard > ASK_S:
                     return self._sum_up()  # never heard of, or forgotten: what was kept of it
             if now - heard > FORGOTTEN_S:
-                self._say(
-                    f"stoker: Slurm has not answered for {FORGOTTEN_S:.0f} s; `stoker submit --follow {self.number}`"
-                    " looks again"
-                )
+                again = f"`stoker submit --follow {self.number}` looks again"
+                self._say(f"stoker: Slurm has not answered for {FORGOTTEN_S:.0f} s; {again}")
                 break
             self._print()
             time.sleep(LOOK_S)
@@ -149,9 +147,8 @@ def job_of(run: reader.Run) -> str:
     """The Slurm job a run was started in; empty where there is none."""
     told = run.data.get("environment") or {}
     task = f"{told.get('SLURM_ARRAY_JOB_ID')}_{told.get('SLURM_ARRAY_TASK_ID')}"
-    return next(
-        (job for job in (task, str(told.get("SLURM_JOB_ID"))) if re.fullmatch(r"\d+(_\d+)?", job, re.ASCII)), ""
-    )
+    named = (task, str(told.get("SLURM_JOB_ID")))
+    return next((job for job in named if re.fullmatch(r"\d+(_\d+)?", job, re.ASCII)), "")
 
 
 def run_of(root: str, task: str) -> reader.Run | None:

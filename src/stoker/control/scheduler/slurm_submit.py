@@ -14,73 +14,65 @@ from stoker.contract import redact
 from stoker.contract import slurmjob as job
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, OF_A_RANK, Refusal
 from stoker.contract.quantities import duration
-from stoker.contract.shape import option, shape
+from stoker.contract.shape import option, section, shape
 from stoker.contract.untrusted import is_count
 from stoker.contract.wholefile import write_json
 from stoker.control.record.ownership import own_folder
 from stoker.control.record.writer import cannot_write
 
-_JOB, _LIFE, _MORE = "what the job gets", "life of the job", "this command"
 _SBATCH_S = 60.0
 SECRET = "STOKER_SUBMIT_SECRET_"
+_GPUS = r"([A-Za-z][\w.-]*:)?[1-9]\d*"
+_SEEDS = r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?"
 
 
 @shape
 class SubmitOptions:
-    nodes: int = option("nodes (default: 1)", default=1, flags=("-N",), metavar="N", group=_JOB)
+    _job = section("what the job gets")
+    nodes: int = option("nodes (default: 1)", "N", default=1, flags=("-N",))
     gpus_per_node: str | None = option(
-        "GPUs on each node: 4, or with their kind a100:4; one rank each", default=None, metavar="[KIND:]N", group=_JOB
+        "GPUs on each node: 4, or with their kind a100:4; one rank each", "[KIND:]N", default=None
     )
     cpus_per_task: int | None = option(
-        "CPUs on each node (one task a node: Stoker starts the ranks)",
-        default=None,
-        flags=("-c",),
-        metavar="N",
-        group=_JOB,
+        "CPUs on each node (one task a node: Stoker starts the ranks)", "N", default=None, flags=("-c",)
     )
-    mem: str | None = option("host memory on each node: 64G; 0 for all of it", default=None, metavar="SIZE", group=_JOB)
+    mem: str | None = option("host memory on each node: 64G; 0 for all of it", "SIZE", default=None)
     time: str | None = option(
-        "time limit: 30m, 12h, 2d, or as Slurm writes it (a bare number is minutes)",
-        default=None,
-        flags=("-t",),
-        group=_JOB,
+        "time limit: 30m, 12h, 2d, or as Slurm writes it (a bare number is minutes)", default=None, flags=("-t",)
     )
-    partition: str | None = option("partition", default=None, flags=("-p",), metavar="NAME", group=_JOB)
-    account: str | None = option("account", default=None, flags=("-A",), metavar="NAME", group=_JOB)
+    partition: str | None = option("partition", "NAME", default=None, flags=("-p",))
+    account: str | None = option("account", "NAME", default=None, flags=("-A",))
     sbatch_option: tuple[str, ...] = option(
-        "another option of sbatch: --sbatch-option=--exclude=node7", default=(), metavar="OPT", many=True, group=_JOB
+        "another option of sbatch: --sbatch-option=--exclude=node7", "OPT", default=(), many=True
     )
+
+    _life = section("life of the job")
     array_seeds: str | None = option(
         "one run per seed, as an array of jobs: 0-4, 1,2,7 or 0-9%%2 (two at a time); each gets SEED in its"
         " environment",
+        "SEEDS",
         default=None,
-        metavar="SEEDS",
-        group=_LIFE,
     )
     requeue: bool = option(
-        "before its time is up: save, go back to the queue, and go on with the same run", default=False, group=_LIFE
+        "before its time is up: save, go back to the queue, and go on with the same run", default=False
     )
     signal_before: float = option(
         "the ranks get SIGTERM this long before the time limit or a preemption, and --grace to save (default: 60s)",
+        "TIME",
         default=60.0,
         parse=duration,
-        metavar="TIME",
-        group=_LIFE,
     )
     name: str | None = option(
-        "name of the run and of the job; given again it resumes that run if it is unfinished",
-        default=None,
-        group=_LIFE,
+        "name of the run and of the job; given again it resumes that run if it is unfinished", default=None
     )
+
+    _more = section("this command")
     runs_dir: str | None = option(
-        "folder of the run directories, which all nodes see (default: $STOKER_RUNS, else ./runs)",
-        default=None,
-        metavar="DIR",
-        group=_MORE,
+        "folder of the run directories, which all nodes see (default: $STOKER_RUNS, else ./runs)", "DIR", default=None
     )
-    no_follow: bool = option("submit and return", default=False, group=_MORE)
-    follow: str | None = option("follow a job that was submitted before", default=None, metavar="JOB", group=_MORE)
-    dry_run: bool = option("print the job script and submit nothing", default=False, group=_MORE)
+    no_follow: bool = option("submit and return", default=False)
+    follow: str | None = option("follow a job that was submitted before", "JOB", default=None)
+    dry_run: bool = option("print the job script and submit nothing", default=False)
 
 
 @shape
@@ -99,41 +91,30 @@ def make_script(
     cwd: str,
     shrinks: bool = False,
 ) -> JobScript:
-    """`command`: what starts Stoker, its `run` or `train` included. `words`: the run's own options, its script, its
-    arguments. `base`: the job's name.
-
-    `shrinks`: the run goes on without a node that is lost.
-    """
+    """`command`: what starts Stoker's `run` or `train`; `words`: its own; `shrinks`: it goes on without a lost node."""
     check(options)
     folder = own_folder(root, job.FOLDER)
     log = os.path.join(folder, "%A_%a.out" if options.array_seeds else "%j.out")
-    lines = [
-        f"--job-name={base}",
-        f"--nodes={options.nodes}",
-        "--ntasks-per-node=1",
-        f"--chdir={cwd}",
-        f"--output={log}",
-        "--open-mode=append",
-        "--export=ALL",
-    ]
-    for flag, value in (
-        ("gpus-per-node", options.gpus_per_node),
-        ("cpus-per-task", options.cpus_per_task),
-        ("mem", options.mem),
-        ("time", slurm_time(options.time)),
-        ("partition", options.partition),
-        ("account", options.account),
-        ("array", options.array_seeds),
-    ):
-        if value is not None:
-            lines.append(f"--{flag}={value}")
-    lines += [
-        "--requeue" if options.requeue else "--no-requeue",
-        f"--signal=B:USR1@{math.ceil(options.signal_before)}",
-        *options.sbatch_option,
-    ]
-    if shrinks:
-        lines.append("--no-kill")  # else Slurm ends the whole job when one of its nodes fails
+    asked = {
+        "job-name": base,
+        "nodes": options.nodes,
+        "ntasks-per-node": 1,
+        "chdir": cwd,
+        "output": log,
+        "open-mode": "append",
+        "export": "ALL",
+        "gpus-per-node": options.gpus_per_node,
+        "cpus-per-task": options.cpus_per_task,
+        "mem": options.mem,
+        "time": slurm_time(options.time),
+        "partition": options.partition,
+        "account": options.account,
+        "array": options.array_seeds,
+    }
+    lines = [f"--{flag}={value}" for flag, value in asked.items() if value is not None]
+    lines += ["--requeue" if options.requeue else "--no-requeue"]
+    lines += [f"--signal=B:USR1@{math.ceil(options.signal_before)}", *options.sbatch_option]
+    lines += ["--no-kill"] if shrinks else []  # else Slurm ends the whole job when one of its nodes fails
     for line in lines:
         if re.search(r"[\n\r]", line):
             raise Refusal(f"{line.splitlines()[0]}: a line break can't be in an option of sbatch", EX_USAGE)
@@ -262,18 +243,16 @@ def check(options: SubmitOptions) -> None:
 
 
 def _wrong_in(options: SubmitOptions) -> Iterator[str]:
-    if options.nodes < 1:
-        yield (f"--nodes {options.nodes}: give a number from 1 up")
-    if options.cpus_per_task is not None and options.cpus_per_task < 1:
-        yield (f"--cpus-per-task {options.cpus_per_task}: give a number from 1 up")
-    if options.gpus_per_node is not None and not re.fullmatch(r"([A-Za-z][\w.-]*:)?[1-9]\d*", options.gpus_per_node):
-        yield (f"--gpus-per-node {options.gpus_per_node}: give a number from 1 up, or a kind and a number: a100:4")
-    if options.mem is not None and not re.fullmatch(r"\d+[KMGT]?", options.mem, re.IGNORECASE):
-        yield (f"--mem {options.mem}: write it like 64G, or 0 for all of the node's")
-    if options.array_seeds is not None and not re.fullmatch(
-        r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?", options.array_seeds
+    for flag, count in (("nodes", options.nodes), ("cpus-per-task", options.cpus_per_task)):
+        if count is not None and count < 1:
+            yield f"--{flag} {count}: give a number from 1 up"
+    for flag, text, pattern, advice in (
+        ("gpus-per-node", options.gpus_per_node, _GPUS, "give a number from 1 up, or a kind and a number: a100:4"),
+        ("mem", options.mem, r"\d+[KMGTkmgt]?", "write it like 64G, or 0 for all of the node's"),
+        ("array-seeds", options.array_seeds, _SEEDS, "write it like 0-4, 1,2,7 or 0-9%2"),
     ):
-        yield (f"--array-seeds {options.array_seeds}: write it like 0-4, 1,2,7 or 0-9%2")
+        if text is not None and not re.fullmatch(pattern, text):
+            yield f"--{flag} {text}: {advice}"
     if not 1 <= options.signal_before <= 65535:
         yield (f"--signal-before {options.signal_before:g} s: Slurm takes 1 s to 65535 s")
     for flag, value in (("--partition", options.partition), ("--account", options.account)):
@@ -285,16 +264,12 @@ def _wrong_in(options: SubmitOptions) -> Iterator[str]:
     if options.name is not None and not re.fullmatch(r"[\w.+@=-]{1,80}", options.name):
         yield (f"--name {options.name!r} can't be the name of a run and of a job: letters, digits, and . _ - + @ =")
     if options.array_seeds is not None and not _all_count_up(options.array_seeds):
-        yield (
-            f"--array-seeds {options.array_seeds}: a range goes from the lower seed to the higher, 1-3, by a step from"
-            " 1 up"
-        )
+        right = "a range goes from the lower seed to the higher, 1-3, by a step from 1 up"
+        yield f"--array-seeds {options.array_seeds}: {right}"
     limit = limit_s(slurm_time(options.time) or "UNLIMITED")
     if limit and limit <= options.signal_before:  # 0 is Slurm's other word for no limit
-        yield (
-            f"--signal-before {options.signal_before:g}s is not before the end of --time {options.time}: Slurm would"
-            " give notice at once"
-        )
+        before = f"--signal-before {options.signal_before:g}s is not before the end of --time {options.time}"
+        yield f"{before}: Slurm would give notice at once"
 
 
 def write(script: JobScript, root: str, base: str) -> str:
@@ -322,11 +297,8 @@ def write(script: JobScript, root: str, base: str) -> str:
 def submit(path: str, script: JobScript, environ: Mapping[str, str]) -> str:
     """The job's number. What sbatch refuses is refused in its own words."""
     # Inside a job its own request must not become the new job's, nor a rank's place the new run's.
-    env = {
-        name: value
-        for name, value in environ.items()
-        if not name.startswith(("SLURM_", "SLURMD_")) or name in ("SLURM_CONF", "SLURM_CLUSTERS")
-    }
+    inside = {name for name in environ if name.startswith(("SLURM_", "SLURMD_"))} - {"SLURM_CONF", "SLURM_CLUSTERS"}
+    env = {name: value for name, value in environ.items() if name not in inside}
     env = {name: value for name, value in env.items() if name not in OF_A_RANK}
     try:
         done = subprocess.run(
@@ -339,29 +311,15 @@ def submit(path: str, script: JobScript, environ: Mapping[str, str]) -> str:
             check=False,
             env={**env, **script.secrets},
         )
-    except FileNotFoundError as problem:
-        raise Refusal(
-            "stoker submit needs Slurm's sbatch, and there is none on the PATH: submit from a login node of the"
-            " cluster",
-            EX_UNAVAILABLE,
-            cause="slurm.unreachable",
-        ) from problem
     except subprocess.TimeoutExpired as problem:
-        raise Refusal(
-            f"sbatch does not answer within {_SBATCH_S:.0f} s; the job script is {path}",
-            EX_UNAVAILABLE,
-            cause="slurm.unreachable",
-        ) from problem
+        line = f"sbatch does not answer within {_SBATCH_S:.0f} s; the job script is {path}"
+        raise Refusal(line, EX_UNAVAILABLE, cause="slurm.unreachable") from problem
     if done.returncode:
-        said = [
-            line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines() if line.strip()
-        ]
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        said = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in lines)
         os.unlink(path)
-        raise Refusal(
-            f"sbatch refuses the job: {'; '.join(said) or f'exit code {done.returncode}'}",
-            EX_UNAVAILABLE,
-            cause="slurm.refused",
-        )
+        line = f"sbatch refuses the job: {said or f'exit code {done.returncode}'}"
+        raise Refusal(line, EX_UNAVAILABLE, cause="slurm.refused")
     return done.stdout.strip().splitlines()[-1].partition(";")[0]
 
 

@@ -1,8 +1,8 @@
 """The catalogue: every cause a verdict can name, one entry each. docs/verdicts.md is generated from it.
 
-An entry is a function from a case (one rank's end, and the evidence around it) to what was found, or None. Adding a
-cause is adding one decorated function to a file of rules/, new or old, and its case to the tests. Causes Stoker finds
-by other means than a rank's end (a stall, a number, its own trouble) are entries without a function.
+A cause is a text, and a function from a case (one rank's end, and the evidence around it) to what was found, or None;
+one that a pattern and a sentence can find needs no function. Adding one is adding it to a file of rules/, new or old, and
+its case to the tests. What Stoker finds by other means than a rank's end (a stall, a number, its own trouble) has none.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 from stoker.contract.discovery import modules_in
 from stoker.contract.names import EX_SOFTWARE
-from stoker.contract.shape import replace, shape
+from stoker.contract.shape import shape
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
-from stoker.control.verdict.lastwords import LINE, exit_code, find, place
+from stoker.control.verdict.lastwords import LINE, at, exit_code, find, first_line, line_of, path_in, place
 
 
 @shape
@@ -54,72 +54,112 @@ class Cause:
     contradicts: str  # what would make it another cause
     fix: tuple[str, ...]
     retryable: bool
-    explain: Callable[[Case], Found | None] | None = None
-    family: str = ""  # the module of its function
+    summary: str  # a verdict's, where the text has one
+    explain: Callable[..., Found | None] | None
+    module: str
 
 
 Match = re.Match[str]
 Explanation = Callable[..., Found | None]  # of a case, and of the match where the cause says a pattern
+Evidences = Callable[[Case, str], tuple[str, ...]]  # of a case, and of the line with the match
 CATALOGUE: dict[str, Cause] = {}
 
 
-def steps(text: str) -> tuple[str, ...]:
-    """What to do, one step a line. A line that ends in a backslash goes on in the next."""
-    return tuple(re.sub(r" {4,}", " ", line.strip()) for line in text.splitlines() if line.strip())
+class Family:
+    """The causes of one module. Each is a text: its id (`, again` where another attempt may help) and what happened, what
+    is `seen`, what makes it another cause (`unless`), each `fix`; other lines go on with the line before. `words`: what
+    {NAME} stands for in it, perhaps several steps. `always`: the last step of each.
+    """
+
+    def __init__(
+        self, module: str, evidence: Evidences | None = None, always: str = "", **words: str | tuple[str, ...]
+    ) -> None:
+        self._module = module
+        self._evidence = evidence
+        self._always = (always,) if always else ()
+        self._words = {
+            f"{{{name}}}": word if isinstance(word, str) else "\nfix: ".join(word) for name, word in words.items()
+        }
+
+    def entries(self, text: str) -> None:
+        """Without a function. Of a rank's end: a pattern in its last words (`said`), a `summary`, the family's evidence."""
+        for part in re.split(r"^(?=\S)", text.strip(), flags=re.M)[1:]:
+            self._add(part)
+
+    def cause(self, text: str) -> Callable[[Explanation], Explanation]:
+        """Read off a rank's end by a function. With `said` it gets the match, or is not asked; with `perhaps` None, too."""
+
+        def keep(function: Explanation) -> Explanation:
+            self._add(text.strip(), function)
+            return function
+
+        return keep
+
+    def _add(self, text: str, explain: Explanation | None = None) -> None:
+        for name, word in self._words.items():
+            text = text.replace(name, word)
+        head, *rest = re.split(r"^ *(seen|unless|fix|said|perhaps|summary): ", text, flags=re.M)
+        name, _, says = head.partition(": ")
+        id, _, again = name.partition(", ")
+        parts = [(key, _one_line(part)) for key, part in zip(rest[::2], rest[1::2], strict=True)]
+        told = {"unless": "", "summary": "", **dict(parts)}
+        if "said" in told:
+            explain = _matching(told["said"], explain or self._explain_by(told["summary"]))
+        if "perhaps" in told and explain:
+            explain = _matching(told["perhaps"], explain, always=True)
+        assert id not in CATALOGUE, id
+        fix = (*(part for key, part in parts if key == "fix"), *self._always)
+        about = (id, _one_line(says), told["seen"], told["unless"], fix, bool(again))
+        CATALOGUE[id] = Cause(*about, told["summary"], explain, self._module)
+
+    def _explain_by(self, summary: str) -> Explanation:
+        assert self._evidence is not None
+        evidence = self._evidence
+
+        def explain(case: Case, found: Match) -> Found:
+            line, path = line_of(found), path_in(line_of(found))
+            words = {"who": case.who, "said": first_line(found[0]), "line": first_line(line), "at": at(case)}
+            of_file = {"for_path": f" for {path}" if path else "", "at_path": f" at {path}" if path else ""}
+            return Found(summary.format(*found.groups(), **words, **of_file), evidence(case, line))
+
+        return explain
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return re.sub(r"\s*\n\s*", " ", text.strip())
 
 
-def entry(
-    id: str, says: str, *, seen: str, contradicts: str = "", fix: tuple[str, ...] = (), retryable: bool = False
-) -> Cause:
-    """A cause that is not read off a rank's end."""
-    assert id not in CATALOGUE, id
-    CATALOGUE[id] = made = Cause(id, _one_line(says), _one_line(seen), _one_line(contradicts), fix, retryable)
-    return made
+def _matching(pattern: str, function: Explanation, always: bool = False) -> Explanation:
+    def explain(case: Case) -> Found | None:
+        match = find(case, pattern.replace("| ", "|"))  # it was broken after a |
+        return function(case, match) if match or always else None
+
+    return explain
 
 
-def cause(
-    id: str, *, seen: str, said: str = "", contradicts: str = "", fix: tuple[str, ...] = (), retryable: bool = False
-) -> Callable[[Explanation], Explanation]:
-    """A cause read off a rank's end. The function's docstring is the sentence that says what happened.
-
-    `said`: a pattern in the rank's last words. The function gets the match, and is not asked where there is none.
-    """
-
-    def keep(function: Explanation) -> Explanation:
-        def explain_match(case: Case) -> Found | None:
-            match = find(case, said)
-            return function(case, match) if match else None
-
-        made = entry(id, function.__doc__ or "", seen=seen, contradicts=contradicts, fix=fix, retryable=retryable)
-        CATALOGUE[id] = replace(made, explain=explain_match if said else function, family=function.__module__)
-        return function
-
-    return keep
-
-
-def report(cause_: Cause, summary: str, evidence: list[str], **more: Any) -> dict[str, Any]:
+def report(id: str, summary: str, evidence: list[str], **more: Any) -> dict[str, Any]:
     """Why Stoker stops the job itself: what launch.trouble makes a verdict of. `more` adds to it, or stands instead."""
+    known = named(id)
     return {
-        "cause": cause_.id,
+        "cause": id,
         "exit_code": EX_SOFTWARE,
         "summary": summary,
-        "retryable": cause_.retryable,
+        "retryable": known.retryable,
         "evidence": evidence,
-        "fix": list(cause_.fix),
+        "fix": list(known.fix),
         **more,
     }
 
 
 def rules() -> list[Cause]:
-    """The causes that are read off a rank's end, in the order in which they are tried: by their file's ORDER, then as
-    they stand in it. What names a reason comes before what only names an exception or a signal.
-    """
+    """Those read off a rank's end, by their file's ORDER, then as they stand: a reason before an exception or a signal."""
     families = sorted(modules_in("stoker.control.verdict.rules"), key=lambda module: getattr(module, "ORDER", 70))
-    return [cause_ for family in families for cause_ in CATALOGUE.values() if cause_.family == family.__name__]
+    return [
+        cause_
+        for family in families
+        for cause_ in CATALOGUE.values()
+        if cause_.explain and cause_.module == family.__name__
+    ]
 
 
 def named(id: str) -> Cause:

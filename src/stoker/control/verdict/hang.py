@@ -6,163 +6,96 @@ from typing import Any
 
 from stoker.contract.quantities import ranks_text
 from stoker.contract.shapes import Stall
-from stoker.control.verdict.catalogue import CATALOGUE, entry, named, report, steps
+from stoker.control.verdict.catalogue import Family, named, report
 
-_SEEN = "no step for longer than max(3 s, 5 × the p99 of its steps); "
+_SILENT = "no step for longer than max(3 s, 5 × the p99 of its steps); "
 _STACKS = "the stacks of all ranks and their workers are in the record: stacks.txt of the attempt"
-
-
-def _hang(id: str, says: str, *, seen: str, contradicts: str, fix: tuple[str, ...], retryable: bool = True) -> None:
-    entry(id, says, seen=seen, contradicts=contradicts, fix=(*fix, _STACKS), retryable=retryable)
-
-
-_hang(
-    "hang.stopped",
-    "A rank's process is stopped.",
-    seen="/proc says state T. The job is stopped for it only when --hang-timeout is over",
-    contradicts="it was continued in the meantime, or the whole run is suspended (Ctrl-Z)",
-    fix=("who stopped it? kill -STOP, a debugger, or a shell that put it in the background: kill -CONT continues it",),
-)
-_hang(
-    "hang.debugged",
-    "A debugger or tracer holds a rank's process.",
-    seen="/proc says state t",
-    contradicts="state T: hang.stopped",
-    fix=("the run waits for as long as the debugger holds it: continue it there, or detach",),
-    retryable=False,
-)
-_hang(
-    "hang.sleep",
-    "A rank sleeps while the others wait for it.",
-    seen=_SEEN + "its main thread is in nanosleep and has not entered the collective the others wait in",
-    contradicts="it beats, prints or says a phase: then it goes on",
-    fix=("look at {where}",),
-)
-_hang(
-    "hang.lock",
-    "A rank waits for a lock or another of its threads.",
-    seen=_SEEN + "its main thread is in futex, outside of any collective",
-    contradicts="it is in a collective like the others",
-    fix=("look at {where}: who holds the lock? a fork while a thread held it is the classic case",),
-)
-_hang(
-    "hang.io",
-    "A rank waits for a file, a pipe or a socket.",
-    seen=_SEEN + "its main thread is in read, poll, recv, connect or the like",
-    contradicts="bytes move: then it is slow, not stuck",
-    fix=("look at {where}: what does it read from, and who should write?",),
-)
-_hang(
-    "hang.child",
-    "A rank waits for a process it started.",
-    seen=_SEEN + "its main thread is in wait4, and a child of it lives",
-    contradicts="the child works (CPU) and prints: then it is long, not stuck",
-    fix=("look at {where}: give the call a timeout",),
-)
-_hang(
-    "hang.gil",
-    "Native code holds the GIL and does not come back.",
-    seen=_SEEN + "its main thread holds the GIL in every sample and is not running",
-    contradicts="another thread holds the GIL in one of the samples",
-    fix=("look at {where}: the native call there must release the GIL, or return",),
-)
-_hang(
-    "hang.spin",
-    "A rank computes without end.",
-    seen=_SEEN + "its main thread uses a core, on the same line in every sample, and enters no collective",
-    contradicts="it beats or prints: then it is a long computation",
-    fix=('look at {where}: a loop whose end never comes? if it is an evaluation, say stoker.phase("eval") before it',),
-)
-_hang(
-    "hang.worker",
-    "A rank waits for a data-loader worker that is stuck.",
-    seen=_SEEN + "its main thread waits in the DataLoader, and a worker is stopped or inside the data set's own code",
-    contradicts="the workers wait for work themselves: then the rank does not ask",
-    fix=("look at {where}, in the data set; DataLoader(timeout=60) turns it into an exception",),
-)
-_hang(
-    "hang.disk",
-    "A rank is in uninterruptible sleep.",
-    seen=_SEEN + "/proc says state D, in both looks",
-    contradicts="the state changes: then the disk is slow, not gone",
-    fix=steps("""
-    a network file system, a disk or a driver does not answer: dmesg; such a process can't be killed, and its GPU is \
-    not free until it is gone
-    """),
-    retryable=False,
-)
-_hang(
-    "hang.gpu-kernel",
-    "A GPU kernel does not end.",
-    seen=_SEEN + "its main thread waits for the GPU, which is at 100 %, and it is in no collective",
-    contradicts="the other ranks have not entered its collective: then they are late, and the kernel is NCCL's",
-    fix=steps("""
-    look at {where}, and at the kernels launched before it (launches are asynchronous): --debug-retry makes them \
-    blocking
-    """),
-)
-_hang(
-    "hang.place",
-    "A rank stands still, for a reason that can't be seen from outside.",
-    seen=_SEEN + "none of the known ways of waiting",
-    contradicts="any of them",
-    fix=("look at {where}",),
-)
-_hang(
-    "hang.op-mismatch",
-    "Ranks have entered different operations.",
-    seen="""the flight recorder: the same number of the same group is another operation on this rank. Blamed is who
-    did what most did not; of as many on each side, who left the order in which the operations came before; without
-    such an order both are named and nobody is blamed""",
-    contradicts="the operation is done on some rank: then they do match",
-    fix=("look at {where}: every rank of a group must make the same calls in the same order",),
-    retryable=False,
-)
-_hang(
-    "hang.shape-mismatch",
-    "Ranks have entered the same operation with different shapes.",
-    seen="""the flight recorder: all_reduce or broadcast of other sizes under the same number, at the same line;
-    gloo may have ended a rank for it (SIGABRT)""",
-    contradicts="operations whose sizes may differ (gather, all_to_all); another line: gloo.diverged",
-    fix=("look at {where}: the tensors must have one shape on all ranks; is a last batch shorter here?",),
-    retryable=False,
-)
-_hang(
-    "hang.together",
-    "All ranks have entered the same operation and it does not end.",
-    seen="the flight recorder: same number, same operation, same shape everywhere",
-    contradicts="one of them has not entered it",
-    fix=steps("""
-    the way between the ranks: `stoker doctor`, NCCL_DEBUG=INFO in one run; several hosts: firewall, interface names, \
-    MTU
-    """),
-)
+family = Family(__name__, always=_STACKS, SILENT=_SILENT)
+family.entries("""
+hang.stopped, again: A rank's process is stopped.
+  seen: /proc says state T. The job is stopped for it only when --hang-timeout is over
+  unless: it was continued in the meantime, or the whole run is suspended (Ctrl-Z)
+  fix: who stopped it? kill -STOP, a debugger, or a shell that put it in the background: kill -CONT continues it
+hang.debugged: A debugger or tracer holds a rank's process.
+  seen: /proc says state t
+  unless: state T: hang.stopped
+  fix: the run waits for as long as the debugger holds it: continue it there, or detach
+hang.sleep, again: A rank sleeps while the others wait for it.
+  seen: {SILENT}its main thread is in nanosleep and has not entered the collective the others wait in
+  unless: it beats, prints or says a phase: then it goes on
+  fix: look at {where}
+hang.lock, again: A rank waits for a lock or another of its threads.
+  seen: {SILENT}its main thread is in futex, outside of any collective
+  unless: it is in a collective like the others
+  fix: look at {where}: who holds the lock? a fork while a thread held it is the classic case
+hang.io, again: A rank waits for a file, a pipe or a socket.
+  seen: {SILENT}its main thread is in read, poll, recv, connect or the like
+  unless: bytes move: then it is slow, not stuck
+  fix: look at {where}: what does it read from, and who should write?
+hang.child, again: A rank waits for a process it started.
+  seen: {SILENT}its main thread is in wait4, and a child of it lives
+  unless: the child works (CPU) and prints: then it is long, not stuck
+  fix: look at {where}: give the call a timeout
+hang.gil, again: Native code holds the GIL and does not come back.
+  seen: {SILENT}its main thread holds the GIL in every sample and is not running
+  unless: another thread holds the GIL in one of the samples
+  fix: look at {where}: the native call there must release the GIL, or return
+hang.spin, again: A rank computes without end.
+  seen: {SILENT}its main thread uses a core, on the same line in every sample, and enters no collective
+  unless: it beats or prints: then it is a long computation
+  fix: look at {where}: a loop whose end never comes? if it is an evaluation, say stoker.phase("eval") before it
+hang.worker, again: A rank waits for a data-loader worker that is stuck.
+  seen: {SILENT}its main thread waits in the DataLoader, and a worker is stopped or inside the data set's own code
+  unless: the workers wait for work themselves: then the rank does not ask
+  fix: look at {where}, in the data set; DataLoader(timeout=60) turns it into an exception
+hang.disk: A rank is in uninterruptible sleep.
+  seen: {SILENT}/proc says state D, in both looks
+  unless: the state changes: then the disk is slow, not gone
+  fix: a network file system, a disk or a driver does not answer: dmesg; such a process can't be killed, and its GPU is
+      not free until it is gone
+hang.gpu-kernel, again: A GPU kernel does not end.
+  seen: {SILENT}its main thread waits for the GPU, which is at 100 %, and it is in no collective
+  unless: the other ranks have not entered its collective: then they are late, and the kernel is NCCL's
+  fix: look at {where}, and at the kernels launched before it (launches are asynchronous): --debug-retry makes them
+      blocking
+hang.place, again: A rank stands still, for a reason that can't be seen from outside.
+  seen: {SILENT}none of the known ways of waiting
+  unless: any of them
+  fix: look at {where}
+hang.op-mismatch: Ranks have entered different operations.
+  seen: the flight recorder: the same number of the same group is another operation on this rank. Blamed is who did what
+      most did not; of as many on each side, who left the order in which the operations came before; without such an
+      order both are named and nobody is blamed
+  unless: the operation is done on some rank: then they do match
+  fix: look at {where}: every rank of a group must make the same calls in the same order
+hang.shape-mismatch: Ranks have entered the same operation with different shapes.
+  seen: the flight recorder: all_reduce or broadcast of other sizes under the same number, at the same line; gloo may
+      have ended a rank for it (SIGABRT)
+  unless: operations whose sizes may differ (gather, all_to_all); another line: gloo.diverged
+  fix: look at {where}: the tensors must have one shape on all ranks; is a last batch shorter here?
+hang.together, again: All ranks have entered the same operation and it does not end.
+  seen: the flight recorder: same number, same operation, same shape everywhere
+  unless: one of them has not entered it
+  fix: the way between the ranks: `stoker doctor`, NCCL_DEBUG=INFO in one run; several hosts: firewall, interface names,
+      MTU
+""")
+_PARTED = """
+{backend}.unequal-batches: A rank had fewer batches than the others and left the loop.
+  seen: the flight recorder: another operation under the same number; the others are in a backward pass, this rank is
+      not
+  unless: all are in a backward pass: then the model's paths differ
+  fix: give every rank the same number of batches: DistributedSampler(drop_last=True), or DDP's join()
+  fix: look at {where}
+{backend}.diverged: Ranks are on different paths: each waits in a call the others have not made.
+  seen: the flight recorder: ranks that wait for each other in different groups, or in calls of different sizes at
+      different lines, or in sends and receives that don't pair. Blamed is who left the path of most ranks; of as many on
+      each side, who left the order of the steps before
+  unless: one of them waits for nobody: then that one is late
+  fix: look at {where}: a branch that depends on the rank, or on data that differs, must not hold a collective
+  fix: seeds and data order must be equal where control flow depends on them
+"""
 for _backend in ("gloo", "nccl"):
-    _hang(
-        f"{_backend}.unequal-batches",
-        "A rank had fewer batches than the others and left the loop.",
-        seen="""the flight recorder: another operation under the same number; the others are in a backward pass,
-        this rank is not""",
-        contradicts="all are in a backward pass: then the model's paths differ",
-        fix=(
-            "give every rank the same number of batches: DistributedSampler(drop_last=True), or DDP's join()",
-            "look at {where}",
-        ),
-        retryable=False,
-    )
-    _hang(
-        f"{_backend}.diverged",
-        "Ranks are on different paths: each waits in a call the others have not made.",
-        seen="""the flight recorder: ranks that wait for each other in different groups, or in calls of different
-        sizes at different lines, or in sends and receives that don't pair. Blamed is who left the path of most
-        ranks; of as many on each side, who left the order of the steps before""",
-        contradicts="one of them waits for nobody: then that one is late",
-        fix=(
-            "look at {where}: a branch that depends on the rank, or on data that differs, must not hold a collective",
-            "seeds and data order must be equal where control flow depends on them",
-        ),
-        retryable=False,
-    )
+    family.entries(_PARTED.replace("{backend}", _backend))
 _IDS = {"kernel": "hang.gpu-kernel", "left": "rank.early-exit"}
 
 
@@ -178,16 +111,14 @@ def summary(stall: Stall, label: str) -> str:
     if stall.parties:
         return _parted(stall, label, step)
     if stall.rank is None:
-        return f"no rank makes progress since {stall.silent_s:.0f} s: {stall.detail}" + (
-            f" ({stall.where})" if stall.where else ""
-        )
+        where = f" ({stall.where})" if stall.where else ""
+        return f"no rank makes progress since {stall.silent_s:.0f} s: {stall.detail}{where}"
     at = f" at {stall.where}" if stall.where and stall.where not in stall.detail else ""
     who, others = _who(stall, label), ""
     if stall.waiting:
         names = f"rank {stall.waiting[0]}" if len(stall.waiting) == 1 else f"{len(stall.waiting)} ranks"
-        others = f"; {names} wait{'s' if len(stall.waiting) == 1 else ''} for it" + (
-            f" in {stall.operation}" if stall.operation else ""
-        )
+        inside = f" in {stall.operation}" if stall.operation else ""
+        others = f"; {names} wait{'s' if len(stall.waiting) == 1 else ''} for it{inside}"
     if stall.kind == "left":
         return f"{who} ended with exit code 0{step}{others}"
     return f"{who} stand{'s' if len(stall.ranks) < 2 else ''} still{step}: {stall.detail}{at}{others}"
@@ -202,10 +133,8 @@ def _parted(stall: Stall, label: str, step: str) -> str:
     more = f"; and {len(stall.parties) - 4} more ways" if len(stall.parties) > 4 else ""
     if stall.rank is None:
         everybody = ranks_text(rank for ranks, _, _ in stall.parties for rank in ranks)
-        return (
-            f"{everybody} took different paths{step}: {'; '.join(each)}{more}; which of them is wrong can't be seen"
-            " from outside"
-        )
+        paths = f"{everybody} took different paths{step}: {'; '.join(each)}{more}"
+        return f"{paths}; which of them is wrong can't be seen from outside"
     others = ranks_text(stall.waiting)
     what = {
         "unequal": f"left the training loop{step}, with fewer batches than {others}",
@@ -224,14 +153,13 @@ def _they(stall: Stall, ranks: tuple[int, ...]) -> str:
 
 def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, Any]:
     """Stoker stops the job for it. `printed`: the guilty rank's last lines: its workers' end may be in them."""
-    known = CATALOGUE[cause_of(stall)]
     more = {"rank": stall.rank, "at_once": True, "where": stall.where, "step": stall.step}
     stopped = f"no progress for {stall.silent_s:.1f} s; stopped: {why}"
     full = [line for line in printed.splitlines() if "unable to allocate shared memory(shm)" in line]
     if full and stall.kind == "worker":
         told = f"rank {stall.rank} ({label}) waits for data its workers could not put into /dev/shm: it is full"
-        return report(named("data.shm"), told, [full[0].strip()[:300], stopped, *stall.evidence], **more)
+        return report("data.shm", told, [full[0].strip()[:300], stopped, *stall.evidence], **more)
     place = stall.where or "the stacks"
-    fix = [line.replace("{where}", place).replace("{rank}", str(stall.rank)) for line in known.fix]
+    fix = [line.replace("{where}", place).replace("{rank}", str(stall.rank)) for line in named(cause_of(stall)).fix]
     evidence = [stopped if stall.silent_s else why, *stall.evidence]
-    return report(known, summary(stall, label), evidence, fix=fix, **more)
+    return report(cause_of(stall), summary(stall, label), evidence, fix=fix, **more)

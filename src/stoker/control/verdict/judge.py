@@ -103,16 +103,11 @@ def _guilty(evidence: Evidence) -> RankEnd | None:
     # Every failure is a lost peer's: a rank that left with 0 before them is what they lost. But a connection that is
     # none of torch's may be a web server's: it is a peer's where the system's own error comes at once after that rank.
     first = bad[0]
-    left = sorted(
-        (end for end in evidence.ends if end.code == 0 and not end.ours and end.time <= when(first) + AT_ONCE_S),
-        key=lambda end: end.time,
-    )
-    at_once = (
-        first.error is not None
-        and first.error.module == "builtins"
-        and bool(left)
-        and when(first) - left[0].time <= AT_ONCE_S
-    )
+    latest = when(first) + AT_ONCE_S
+    gone = (end for end in evidence.ends if end.code == 0 and not end.ours and end.time <= latest)
+    left = sorted(gone, key=lambda end: end.time)
+    plain = first.error is not None and first.error.module == "builtins"
+    at_once = plain and bool(left) and when(first) - left[0].time <= AT_ONCE_S
     return left[0] if left and (is_collectives(first) or at_once) else first
 
 

@@ -21,10 +21,7 @@ _LAST = 40  # printed lines that count as last words: older ones may be of an er
 
 
 def said(case: Case) -> str:
-    """The exception and those it was raised from; the last lines printed where the rank ended itself without one.
-
-    A rank that was killed said nothing about that: what it printed before is not why.
-    """
+    """The exception and those it was raised from; else the last lines printed, unless it was killed: those are not why."""
     end = case.end
     if end.error is not None:
         lines = "\n".join((_unquoted(end.error.message), *_causes(end.error.traceback))).splitlines()
@@ -122,6 +119,10 @@ def traced(end: RankEnd, lines: int = 6) -> tuple[str, ...]:
     if error is None:
         return ()
     return (f"{error.type} at {place(end)}", *error.traceback.strip().splitlines()[-lines:])
+
+
+def traced_line(case: Case, line: str) -> tuple[str, ...]:
+    return (line, *traced(case.end, 4))
 
 
 def last_lines(end: RankEnd, count: int = 3) -> tuple[str, ...]:

@@ -9,162 +9,92 @@ from stoker.contract.checkpoints import SavedCheckpoint
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
-from stoker.control.verdict.catalogue import entry, report
-from stoker.control.verdict.rules.memory import RAM_LIMIT
+from stoker.control.verdict.catalogue import CATALOGUE, Family, report
 
 AT_ONCE_S = 2.5
-
-entry(
-    "completed",
-    "The job is done.",
-    seen="every rank ended with 0, or made the steps that were asked for",
-    contradicts="a rank that left early: rank.early-exit",
-)
-entry(
-    "launch.stopped",
-    "Somebody stopped the run.",
-    seen="the launcher received a signal (Ctrl-C, stoker stop, the scheduler) before any rank failed",
-    contradicts="a rank failed before the signal came: then that is the cause",
-)
-entry(
-    "launch.refused",
-    "What was asked for can't be done.",
-    seen="a flag, a value or a combination that makes no sense; exit code 64 to 78 says of which kind",
-    fix=("the line says what was wrong and what there is",),
-)
-entry(
-    "launch.script-missing",
-    "The script, module or program is not there.",
-    seen="before the start: no such file, module or program",
-    fix=("check the spelling and the folder",),
-)
-entry(
-    "launch.syntax-error",
-    "The script is not valid Python.",
-    seen="before the start: it does not parse",
-    fix=("fix the line that is named",),
-)
-entry(
-    "launch.nodes",
-    "The machines that were asked for are not named, or did not meet.",
-    seen="--nnodes, --node-rank, --master-addr or --rdzv-* that don't fit",
-    fix=(
-        "stoker run --hosts a,b,c on one of them starts all",
-        "by hand, the same on all but for the number: --nnodes 2 --node-rank 0 --master-addr A",
-    ),
-)
-entry(
-    "launch.hosts",
-    "Hosts of the hosts file can't be used.",
-    seen="before the start: no connection, no Python, no working directory, no way to each other",
-    contradicts="it was there and vanished later: host.lost",
-    fix=(
-        "ssh HOST true   # no password, no question, in seconds?",
-        "stoker cluster check looks at all of them side by side",
-    ),
-)
-_REGROUP = entry(
-    "launch.regroup",
-    "The attempt was ended after a checkpoint so that a host that is back can join.",
-    retryable=True,
-    seen='--rejoin checkpoint, a host that answers again, and rank 0\'s stoker.mark("CHECKPOINT")',
-    contradicts="a rank failed by itself before that",
-)
-entry(
-    "launch.port",
-    "A port for the store could not be had.",
-    seen="--master-port outside 1024 to 65535, or an agent that could not reserve one",
-    fix=("leave --master-port out",),
-)
-entry(
-    "launch.port-in-use",
-    "The port that was asked for is taken.",
-    seen="before the start: somebody listens on --master-port",
-    contradicts="a port of the script's own choice: net.port-in-use",
-    fix=("leave --master-port out: a free one is taken",),
-)
-entry(
-    "launch.runs-dir",
-    "The run directory can't be written, or is not safe from other users.",
-    seen="""creating or writing below --runs-dir fails; or another user can exchange what lies there, or has moved
-    the run directory while the run was going on""",
-    contradicts="a rank's own files: data.no-space, data.permission",
-    fix=("another folder, of your own: --runs-dir DIR, or $STOKER_RUNS",),
-)
-entry(
-    "launch.no-space",
-    "The disk or the quota of the run directory is full.",
-    seen="before the start: ENOSPC or EDQUOT when the run's record is made",
-    contradicts="""the disk fills later: the run continues, the verdict is written into reserved space, and a rank
-    that fails of it is data.no-space""",
-    fix=(
-        "df -h and df -i on that folder; stoker clean --cache shows what caches take",
-        "another folder: --runs-dir DIR, or $STOKER_RUNS",
-    ),
-)
-entry(
-    "launch.system",
-    "The operating system refused Stoker something after the start.",
-    seen="an OSError in the launcher itself",
-    fix=("descriptors, processes and disk: ulimit -n, ulimit -u, df -h",),
-)
-_NOT_STARTED = entry(
-    "launch.not-started",
-    "A rank's process could not be started.",
-    seen="the agent's spawn failed: no such program, not executable, no processes or descriptors left",
-    contradicts="it started and ended at once: then its end is the cause",
-    fix=("does the program exist, may it be executed, and are there descriptors and processes left (ulimit -n, -u)?",),
-)
-_KILLED = entry(
-    "launch.killed",
-    "The launcher is gone and left no verdict.",
-    seen="no verdict.json, and the launcher's process is gone: SIGKILL, or the machine went down",
-    contradicts="its process lives on another host",
-    fix=("the agent stopped the ranks when the launcher vanished; start the same command again",),
-    retryable=True,
-)
-entry(
-    "gpu.too-few",
-    "Fewer GPUs are there, or free, than were asked for.",
-    seen="before the start: the plan needs more than the machine has",
-    contradicts="enough are there and somebody holds them: gpu.busy",
-    fix=("fewer ranks (--nproc-per-node), or --share-gpus; is CUDA_VISIBLE_DEVICES hiding some?",),
-)
-entry(
-    "gpu.legal",
-    "The job can't run with that number of ranks.",
-    seen="before the start: --legal-ranks does not hold the number of GPUs that are usable",
-    fix=("--nproc-per-node with one of them",),
-)
-_AGENT_LOST = entry(
-    "host.agent-lost",
-    "A host's agent vanished while its ranks ran.",
-    seen="end-of-file on its connection, or no sign of life for 8 s",
-    contradicts="a rank ended first: then that is the cause",
-    fix=(
-        "was it killed? dmesg on that host may know",
-        "a host that went down or a cable that was cut looks the same: ping it",
-    ),
-)
-_HOST_LOST = entry(
-    "host.lost",
-    "A host of a run with several was lost while its ranks ran.",
-    seen="""no sign of life of its agent for 8 s (power, cable, a frozen machine), or the end of its connection
-    (agent or sshd killed)""",
-    contradicts="""a rank failed by itself before that: then that is the cause. Ranks that lost their connection to
-    it are the echo""",
-    fix=(
-        "is it up, and is its cable in? ping it; dmesg there may know of a killed agent",
-        "--min-hosts K goes on without lost hosts, from the last checkpoint, and takes them back when they return",
-    ),
-)
-_UNKNOWN = entry(
-    "unknown",
-    "The job ended without a cause that can be seen.",
-    seen="no rank failed by itself, and not all ended with 0",
-    contradicts="any evidence for another cause",
-    fix=("stoker logs --rank N, for each rank", "dmesg, for what the kernel did"),
-)
+family = Family(__name__)
+family.entries("""
+completed: The job is done.
+  seen: every rank ended with 0, or made the steps that were asked for
+  unless: a rank that left early: rank.early-exit
+launch.stopped: Somebody stopped the run.
+  seen: the launcher received a signal (Ctrl-C, stoker stop, the scheduler) before any rank failed
+  unless: a rank failed before the signal came: then that is the cause
+launch.refused: What was asked for can't be done.
+  seen: a flag, a value or a combination that makes no sense; exit code 64 to 78 says of which kind
+  fix: the line says what was wrong and what there is
+launch.script-missing: The script, module or program is not there.
+  seen: before the start: no such file, module or program
+  fix: check the spelling and the folder
+launch.syntax-error: The script is not valid Python.
+  seen: before the start: it does not parse
+  fix: fix the line that is named
+launch.nodes: The machines that were asked for are not named, or did not meet.
+  seen: --nnodes, --node-rank, --master-addr or --rdzv-* that don't fit
+  fix: stoker run --hosts a,b,c on one of them starts all
+  fix: by hand, the same on all but for the number: --nnodes 2 --node-rank 0 --master-addr A
+launch.hosts: Hosts of the hosts file can't be used.
+  seen: before the start: no connection, no Python, no working directory, no way to each other
+  unless: it was there and vanished later: host.lost
+  fix: ssh HOST true   # no password, no question, in seconds?
+  fix: stoker cluster check looks at all of them side by side
+launch.regroup, again: The attempt was ended after a checkpoint so that a host that is back can join.
+  seen: --rejoin checkpoint, a host that answers again, and rank 0's stoker.mark("CHECKPOINT")
+  unless: a rank failed by itself before that
+launch.port: A port for the store could not be had.
+  seen: --master-port outside 1024 to 65535, or an agent that could not reserve one
+  fix: leave --master-port out
+launch.port-in-use: The port that was asked for is taken.
+  seen: before the start: somebody listens on --master-port
+  unless: a port of the script's own choice: net.port-in-use
+  fix: leave --master-port out: a free one is taken
+launch.runs-dir: The run directory can't be written, or is not safe from other users.
+  seen: creating or writing below --runs-dir fails; or another user can exchange what lies there, or has moved the run
+      directory while the run was going on
+  unless: a rank's own files: data.no-space, data.permission
+  fix: another folder, of your own: --runs-dir DIR, or $STOKER_RUNS
+launch.no-space: The disk or the quota of the run directory is full.
+  seen: before the start: ENOSPC or EDQUOT when the run's record is made
+  unless: the disk fills later: the run continues, the verdict is written into reserved space, and a rank that fails of
+      it is data.no-space
+  fix: df -h and df -i on that folder; stoker clean --cache shows what caches take
+  fix: another folder: --runs-dir DIR, or $STOKER_RUNS
+launch.system: The operating system refused Stoker something after the start.
+  seen: an OSError in the launcher itself
+  fix: descriptors, processes and disk: ulimit -n, ulimit -u, df -h
+launch.not-started: A rank's process could not be started.
+  seen: the agent's spawn failed: no such program, not executable, no processes or descriptors left
+  unless: it started and ended at once: then its end is the cause
+  fix: does the program exist, may it be executed, and are there descriptors and processes left (ulimit -n, -u)?
+launch.killed, again: The launcher is gone and left no verdict.
+  seen: no verdict.json, and the launcher's process is gone: SIGKILL, or the machine went down
+  unless: its process lives on another host
+  fix: the agent stopped the ranks when the launcher vanished; start the same command again
+gpu.too-few: Fewer GPUs are there, or free, than were asked for.
+  seen: before the start: the plan needs more than the machine has
+  unless: enough are there and somebody holds them: gpu.busy
+  fix: fewer ranks (--nproc-per-node), or --share-gpus; is CUDA_VISIBLE_DEVICES hiding some?
+gpu.legal: The job can't run with that number of ranks.
+  seen: before the start: --legal-ranks does not hold the number of GPUs that are usable
+  fix: --nproc-per-node with one of them
+host.agent-lost: A host's agent vanished while its ranks ran.
+  seen: end-of-file on its connection, or no sign of life for 8 s
+  unless: a rank ended first: then that is the cause
+  fix: was it killed? dmesg on that host may know
+  fix: a host that went down or a cable that was cut looks the same: ping it
+host.lost: A host of a run with several was lost while its ranks ran.
+  seen: no sign of life of its agent for 8 s (power, cable, a frozen machine), or the end of its connection (agent or
+      sshd killed)
+  unless: a rank failed by itself before that: then that is the cause. Ranks that lost their connection to it are the
+      echo
+  fix: is it up, and is its cable in? ping it; dmesg there may know of a killed agent
+  fix: --min-hosts K goes on without lost hosts, from the last checkpoint, and takes them back when they return
+unknown: The job ended without a cause that can be seen.
+  seen: no rank failed by itself, and not all ended with 0
+  unless: any evidence for another cause
+  fix: stoker logs --rank N, for each rank
+  fix: dmesg, for what the kernel did
+""")
 
 
 def stopped(evidence: Evidence, known: str = "", seen: tuple[str, ...] = (), fix: tuple[str, ...] = ()) -> Verdict:
@@ -202,10 +132,8 @@ def _kept(evidence: Evidence) -> str:
     if evidence.saved:
         return f"saved: {_short(newest.path)}" if newest else "a checkpoint was saved"
     if newest is not None:
-        return (
-            f"nothing was saved at the stop, the newest checkpoint is {_short(newest.path)},"
-            f" {span(max(evidence.stopped_at - newest.time, 0.0))} older"
-        )
+        older = f"{span(max(evidence.stopped_at - newest.time, 0.0))} older"
+        return f"nothing was saved at the stop, the newest checkpoint is {_short(newest.path)}, {older}"
     return "no checkpoint was seen in the run's checkpoints/"
 
 
@@ -244,7 +172,7 @@ def unknown(evidence: Evidence) -> Verdict:
     missing = evidence.world_size - len([end for end in evidence.ends if end.code is not None])
     untold = f"{missing} of {evidence.world_size} ranks have no end on record"
     line = f"the job ended without a cause that can be seen; {untold}"
-    return Verdict("failed", _UNKNOWN.id, line, EX_SOFTWARE, evidence=tuple(ends), fix=_UNKNOWN.fix)
+    return Verdict("failed", "unknown", line, EX_SOFTWARE, evidence=tuple(ends), fix=CATALOGUE["unknown"].fix)
 
 
 def lost(run: str, newest: SavedCheckpoint | None = None) -> Verdict:
@@ -259,34 +187,34 @@ def lost(run: str, newest: SavedCheckpoint | None = None) -> Verdict:
         137,
         run=run,
         evidence=("no verdict.json, and the launcher's process is gone", kept),
-        retryable=_KILLED.retryable,
-        fix=_KILLED.fix,
+        retryable=True,
+        fix=CATALOGUE["launch.killed"].fix,
     )
 
 
 def over_ram_limit(rank: int, label: str, taken: int, limit: int) -> dict[str, Any]:
     summary = f"rank {rank} ({label}) took {gb(taken)} of memory, past --ram-limit {gb(limit)}"
-    return report(RAM_LIMIT, summary, [f"resident memory {taken} bytes, limit {limit}"], rank=rank, at_once=True)
+    return report("oom.ram-limit", summary, [f"resident memory {taken} bytes, limit {limit}"], rank=rank, at_once=True)
 
 
 def agent_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
     where = f"host {host}" if host else "this machine"
     summary = f"the agent on {where} was lost: {why}; its ranks are stopped"
-    return report(_AGENT_LOST, summary, [complaint] if complaint else [], host=host)
+    return report("host.agent-lost", summary, [complaint] if complaint else [], host=host)
 
 
 def host_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
     summary = f"host {host} is lost: {why.removeprefix('it ended: ')}"
-    return report(_HOST_LOST, summary, [complaint] if complaint and complaint not in why else [], host=host)
+    return report("host.lost", summary, [complaint] if complaint and complaint not in why else [], host=host)
 
 
 def regrouped(host: str) -> Verdict:
     line = f"ended after a checkpoint so that host {host} can join"
-    return Verdict("failed", _REGROUP.id, line, EX_SOFTWARE, retryable=_REGROUP.retryable)
+    return Verdict("failed", "launch.regroup", line, EX_SOFTWARE, retryable=True)
 
 
 def not_started(rank: int, why: str) -> dict[str, Any]:
-    return report(_NOT_STARTED, f"rank {rank} could not be started: {why}", [], rank=rank, exit_code=EX_OSERR)
+    return report("launch.not-started", f"rank {rank} could not be started: {why}", [], rank=rank, exit_code=EX_OSERR)
 
 
 def refused(refusal: Refusal) -> Verdict:

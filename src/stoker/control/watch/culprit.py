@@ -34,9 +34,8 @@ def explain(
     lines = [*found.evidence, *stacks.told(one for one in snapshots.values() if one.state != "Z")]
     missing = sorted({one.no_groups for one in snapshots.values() if one.no_groups})
     lines += [f"no flight recorder: {why}" for why in missing[:1] if world > 1]
-    lines += sorted(
-        {f"stacks by {one.stacks_by}" for one in snapshots.values() if one.stacks_by.startswith("faulthandler")}
-    )
+    how = {one.stacks_by for one in snapshots.values() if one.stacks_by.startswith("faulthandler")}
+    lines += [f"stacks by {one}" for one in sorted(how)]
     quiet = max(silent.values(), default=0.0)
     if rank is None:
         parted = [steps.get(one, 0) for ranks, _, _ in found.parties for one in ranks]
@@ -48,9 +47,8 @@ def _culprit(
     snapshots: Snapshots, world: int, members: Members, ended: Mapping[int, int], silent: Mapping[int, float]
 ) -> Stall | None:
     graph = waits(snapshots, members, world)
-    stopped = [rank for rank, one in snapshots.items() if one.state == "T"] or [
-        rank for rank, one in snapshots.items() if one.state == "t"
-    ]
+    states = {rank: one.state for rank, one in snapshots.items()}
+    stopped = [rank for rank in states if states[rank] == "T"] or [rank for rank in states if states[rank] == "t"]
     if stopped:
         return _alone(stopped, snapshots, graph)  # no proof: whoever stopped it may continue it
     odds = mismatched(snapshots, graph, members, world)
@@ -98,15 +96,11 @@ def _alone(guilty: list[int], snapshots: Snapshots, graph: Waits) -> Stall:
     edge = next((edge for edge in graph.edges if edge.target == rank), None)
     lines = []
     if waiting and edge is not None:
-        lines.append(
-            f"{ranks_text(waiting)} wait{'s' if len(waiting) == 1 else ''} in {operation}, which rank {rank} has not"
-            " entered"
-        )
+        wait = f"{ranks_text(waiting)} wait{'s' if len(waiting) == 1 else ''}"
+        lines.append(f"{wait} in {operation}, which rank {rank} has not entered")
     if edge is not None and edge.other is not None:
-        lines.append(
-            f"rank {rank}'s last operation there: number {edge.other.seq}, {edge.other}; the others are at number"
-            f" {edge.op.seq}"
-        )
+        last = f"rank {rank}'s last operation there: number {edge.other.seq}, {edge.other}"
+        lines.append(f"{last}; the others are at number {edge.op.seq}")
     return Stall(
         kind, rank, tuple(guilty), waiting, str(frame or ""), detail, operation, backend, proof, evidence=tuple(lines)
     )
@@ -181,11 +175,8 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
     if one.state == "t":
         return "debugged", frame, "a debugger or tracer holds its process"
     if one.state == "D":
-        detail = (
-            f"its process is in uninterruptible sleep ({one.wchan or 'D state'}): a disk, network file system or"
-            " driver does not answer"
-        )
-        return "disk", frame, detail
+        detail = f"its process is in uninterruptible sleep ({one.wchan or 'D state'})"
+        return "disk", frame, f"{detail}: a disk, network file system or driver does not answer"
     worker = _stuck_worker(one)
     if worker is not None:
         inner = stacks.users_frame(worker.frames)
@@ -203,12 +194,8 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
     if one.gpu_use is not None and one.gpu_use >= 90 and not waits:
         return "kernel", frame, f"it waits for a GPU kernel that does not end (its GPU is at {one.gpu_use} %)"
     if computes:
-        held = ", holding the GIL" if gil else ""
-        detail = (
-            f"it computes ({one.cpu:.1f} cores{held}{', always on this line' if same_line else ''}) and enters no"
-            " collective"
-        )
-        return "spin", frame, detail
+        how = (", holding the GIL" if gil else "") + (", always on this line" if same_line else "")
+        return "spin", frame, f"it computes ({one.cpu:.1f} cores{how}) and enters no collective"
     if gil and not active:
         detail = f"native code called there holds the GIL and waits{f' in {one.syscall}' if one.syscall else ''}"
         return "gil", frame, detail
@@ -242,9 +229,7 @@ def _stuck_worker(one: Snapshot) -> Worker | None:
     if not stacks.in_loader(one.main):
         return None
     own = [worker for worker in one.workers if worker.frames or worker.state in "TtD"]
-    stuck = [worker for worker in own if worker.state in "TtD"] or [
-        worker for worker in own if not _idle_worker(worker)
-    ]
+    stuck = [worker for worker in own if worker.state in "TtD"] + [one for one in own if not _idle_worker(one)]
     return stuck[0] if stuck else None
 
 

@@ -1,5 +1,4 @@
-"""Ranks that wait for each other: another operation, another size, another group. Says what each did, where, and who
-left the common path. Pure.
+"""Ranks that wait for each other: what each entered, where, and who left the common path. Pure.
 
 The operations of all ranks are laid side by side, up to the first that differs. What decides, in this order: what most
 ranks entered there, and then each rank's own past (training repeats itself, so the next operation is known before it is
@@ -86,9 +85,6 @@ def members_of(group: Group, rank: int, members: Members, world: int) -> tuple[i
     return tuple(range(world)) if group.about == "default_pg" or group.name == "0" else (rank,)
 
 
-# ---- side by side ----
-
-
 def _first_difference(snapshots: Snapshots, members: Members, world: int) -> list[Party]:
     if len(snapshots) < 2:
         return []
@@ -154,12 +150,8 @@ def _count(paths: Mapping[int, list[Step]], which: object) -> int:
 
 
 def _from(path: list[Step], anchor: object, seq: int) -> list[Step]:
-    return path[
-        next((number for number, step in enumerate(path) if step.key[0] == anchor and step.op.seq >= seq), len(path)) :
-    ]
-
-
-# ---- who is wrong ----
+    numbers = (number for number, step in enumerate(path) if step.key[0] == anchor and step.op.seq >= seq)
+    return path[next(numbers, len(path)) :]
 
 
 def place_of(snapshot: Snapshot) -> Place | None:
@@ -170,12 +162,9 @@ def place_of(snapshot: Snapshot) -> Place | None:
 def _with_mute(parties: list[Party], known: Snapshots, mute: Snapshots) -> list[Party]:
     """A rank without a recorder belongs to those at whose line it was."""
     joined = [list(party.ranks) for party in parties]
+    places = [{place_of(known[peer]) for peer in party.ranks} for party in parties]
     for rank, one in mute.items():
-        there = [
-            number
-            for number, party in enumerate(parties)
-            if place_of(one) in {place_of(known[peer]) for peer in party.ranks}
-        ]
+        there = [number for number, inside in enumerate(places) if place_of(one) in inside]
         if len(there) == 1:
             joined[there[0]].append(rank)
     return [Party(tuple(sorted(ranks)), party.group, party.op) for party, ranks in zip(parties, joined, strict=True)]
@@ -185,11 +174,8 @@ def decided(parties: list[Party]) -> Parting:
     parties = sorted(parties, key=lambda party: (len(party.ranks), party.ranks))
     most = parties[-1]
     if 2 * len(most.ranks) > sum(len(party.ranks) for party in parties):
-        return Parting(
-            tuple(parties),
-            _ranks(parties[:-1]),
-            f"{ranks_text(most.ranks)} did the same, {ranks_text(_ranks(parties[:-1]))} did not",
-        )
+        fewer = _ranks(parties[:-1])
+        return Parting(tuple(parties), fewer, f"{ranks_text(most.ranks)} did the same, {ranks_text(fewer)} did not")
     usual = [party for party in parties if party.op is not None and party.op.usual]
     unusual = [party for party in parties if party.op is not None and party.op.usual is False]
     unknown = [party for party in parties if party.op is None]
@@ -198,15 +184,11 @@ def decided(parties: list[Party]) -> Parting:
         left = unusual
     if left and len(left) < len(parties):
         stayed = [party for party in parties if party not in left]
-        how = (
-            f"the operations before repeat themselves, and what {ranks_text(_ranks(left))} entered never came next in"
-            " them"
-        )
-        return Parting((*left, *stayed), _ranks(left), how)
+        never = f"what {ranks_text(_ranks(left))} entered never came next in them"
+        return Parting((*left, *stayed), _ranks(left), f"the operations before repeat themselves, and {never}")
     parties.sort(key=lambda party: party.ranks)
-    return Parting(
-        tuple(parties), (), "as many ranks did one as the other, and nothing before shows which is the usual one"
-    )
+    how = "as many ranks did one as the other, and nothing before shows which is the usual one"
+    return Parting(tuple(parties), (), how)
 
 
 def _ranks(parties: Iterable[Party]) -> tuple[int, ...]:
@@ -248,10 +230,8 @@ def _parties(edges: list[Wait]) -> list[Party]:
         for rank, op in ((edge.rank, edge.op), (edge.target, edge.other)):
             if op is not None:
                 entered.setdefault(likeness(op.name, op.sizes), {})[rank] = Party((rank,), edge.group, op)
-    return [
-        Party(tuple(sorted(ranks)), next(iter(ranks.values())).group, next(iter(ranks.values())).op)
-        for ranks in entered.values()
-    ]
+    firsts = ((ranks, next(iter(ranks.values()))) for ranks in entered.values())
+    return [Party(tuple(sorted(ranks)), first.group, first.op) for ranks, first in firsts]
 
 
 def _stall(apart: Parting, snapshots: Snapshots, proof: bool, kind: str = "") -> Stall:

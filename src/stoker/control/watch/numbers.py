@@ -63,11 +63,8 @@ class Losses:
 
     def heard_all(self, told: list[tuple[int, int, float]]) -> list[BadNumber]:
         """(step, rank, loss) of several ranks, by step: averaging spreads a NaN, and who had it first is the one."""
-        return [
-            bad
-            for bad in (self.heard(rank, step, loss) for step, rank, loss in sorted(told, key=lambda one: one[:2]))
-            if bad is not None
-        ]
+        found = (self.heard(rank, step, loss) for step, rank, loss in sorted(told, key=lambda one: one[:2]))
+        return [bad for bad in found if bad is not None]
 
     def read(self, rank: int, data: bytes) -> list[BadNumber]:
         """A chunk of what a rank printed. Only whole lines count; most chunks hold no loss and cost one search."""
@@ -98,11 +95,8 @@ class Losses:
         self._counters[rank] = counter
         self._printing.add(rank)
         found = _STEP.search(line)
-        step, value, text = (
-            int(found[1]) if found else 0,
-            _number(match["value"]),
-            redact.whole(line.decode("utf-8", "replace").strip())[:_QUOTED],
-        )
+        step, value = int(found[1]) if found else 0, _number(match["value"])
+        text = redact.whole(line.decode("utf-8", "replace").strip())[:_QUOTED]
         if which not in _TRAINING:
             if math.isfinite(value):
                 return None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stoker.contract.shape import shape
+from stoker.contract.typed import readable
 
 
 @shape
@@ -14,6 +15,8 @@ class Frame:
     file: str
     line: int
     loops: tuple[int, ...] = ()  # first lines of the loops around it, where the source could be read
+
+    as_list = True  # it travels as [name, file, line, loops]
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}, in {self.name}"
@@ -27,9 +30,11 @@ class Frame:
 @shape
 class Thread:
     main: bool
-    active: bool
-    gil: bool
     frames: tuple[Frame, ...]  # innermost first
+    active: bool = False
+    gil: bool = False
+    name: str = ""
+    current: bool = False  # it crashed
 
 
 @shape
@@ -39,7 +44,7 @@ class Op:
     name: str  # gloo:all_reduce
     sizes: tuple[Any, ...]
     done: bool
-    order: int
+    order: int = 0
     usual: bool | None = None  # it is what came next before too (contract/collectives.py)
 
     def __str__(self) -> str:
@@ -49,10 +54,10 @@ class Op:
 @shape
 class Group:
     name: str
-    backend: str
-    about: str
-    ranks: tuple[int, ...]  # empty where torch does not say
     ops: tuple[Op, ...]
+    backend: str = ""
+    about: str = ""
+    ranks: tuple[int, ...] = ()  # empty where torch does not say
 
     @property
     def pending(self) -> Op | None:
@@ -65,12 +70,18 @@ class Group:
 @shape
 class Worker:
     pid: int
-    name: str
-    state: str
-    cpu: float
-    syscall: str
-    command: str
-    frames: tuple[Frame, ...]
+    name: str = "?"
+    state: str = "?"
+    cpu: float = 0.0
+    wchan: str = ""
+    syscall: str = ""
+    command: str = ""
+    threads: tuple[Thread, ...] = ()
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        main = main_thread(self.threads)
+        return main.frames if main else ()
 
 
 @shape
@@ -120,77 +131,6 @@ def main_thread(threads: tuple[Thread, ...]) -> Thread | None:
 
 
 def read(rank: int, data: dict[str, Any]) -> Snapshot:
-    gpu = data["gpu"] if isinstance(data.get("gpu"), dict) else {}
-    return Snapshot(
-        rank=rank,
-        state=str(data.get("state", "?")),
-        cpu=_number(data, "cpu"),
-        main_cpu=_number(data, "main_cpu"),
-        waiting_for_core=_number(data, "waiting_for_core"),
-        faults=_number(data, "faults"),
-        swap=int(_number(data, "swap")),
-        cpus=int(_number(data, "cpus")),
-        wchan=str(data.get("wchan", "")),
-        syscall=str(data.get("syscall", "")),
-        samples=tuple(tuple(_thread(one) for one in threads) for threads in data.get("samples") or ()),
-        stacks_by=str(data.get("stacks_by", "")),
-        groups=groups(data.get("groups")),
-        no_groups=str(data.get("no_groups", "")),
-        workers=tuple(_worker(one) for one in data.get("workers") or ()),
-        message=str(data.get("message") or ""),
-        peer=_whole(data.get("peer")),
-        gpu_use=_whole(gpu.get("use")),
-        throttle=tuple(str(one) for one in gpu.get("throttle") or ()),
-        lanes=tuple(_whole(one) for one in gpu.get("lanes") or ()),
-    )
-
-
-def _operation(op: Any) -> Op:
-    sizes, usual = tuple(op["sizes"]), op.get("usual")
-    return Op(int(op["seq"]), int(op["p2p"]), str(op["op"]), sizes, bool(op["done"]), int(op["order"]), usual)
-
-
-def groups(told: Any) -> tuple[Group, ...]:
-    return tuple(
-        Group(
-            str(one.get("group", "?")),
-            str(one.get("backend", "")),
-            str(one.get("about", "")),
-            tuple(int(rank) for rank in one.get("ranks") or ()),
-            tuple(_operation(op) for op in one.get("ops") or ()),
-        )
-        for one in told or ()
-    )
-
-
-def _number(data: dict[str, Any], key: str) -> float:
-    value = data.get(key)
-    return float(value) if isinstance(value, (int, float)) else 0.0
-
-
-def _whole(value: Any) -> int | None:
-    return value if type(value) is int else None
-
-
-def _frames(told: Any) -> tuple[Frame, ...]:
-    return tuple(
-        Frame(str(one[0]), str(one[1]), int(one[2]), tuple(one[3]) if len(one) > 3 else ()) for one in told or ()
-    )
-
-
-def _thread(one: dict[str, Any]) -> Thread:
-    return Thread(bool(one.get("main")), bool(one.get("active")), bool(one.get("gil")), _frames(one.get("frames")))
-
-
-def _worker(one: dict[str, Any]) -> Worker:
-    threads = tuple(_thread(thread) for thread in one.get("threads") or ())
-    main = main_thread(threads)
-    return Worker(
-        int(one.get("pid", 0)),
-        str(one.get("name", "?")),
-        str(one.get("state", "?")),
-        _number(one, "cpu"),
-        str(one.get("syscall", "")),
-        str(one.get("command", "")),
-        main.frames if main else (),
-    )
+    card = data["gpu"] if isinstance(data.get("gpu"), dict) else {}
+    of_card = {"gpu_use": card.get("use"), "throttle": card.get("throttle"), "lanes": card.get("lanes")}
+    return Snapshot(**{**readable(Snapshot, {**data, **of_card}), "rank": rank})

@@ -39,10 +39,8 @@ def in_collective(frames: Iterable[Frame]) -> bool:
 
 
 def in_rendezvous(frames: Iterable[Frame]) -> bool:
-    return any(
-        frame.function in ("init_process_group", "rendezvous", "_store_based_barrier", "_create_c10d_store")
-        for frame in frames
-    )
+    joining = ("init_process_group", "rendezvous", "_store_based_barrier", "_create_c10d_store")
+    return any(frame.function in joining for frame in frames)
 
 
 def in_loader(frames: Iterable[Frame]) -> bool:
@@ -89,18 +87,14 @@ def _short(path: str) -> str:
 
 def full(snapshot: Snapshot) -> str:
     """A rank's stacks and its workers', for the record."""
-    lines = [
-        f"rank {snapshot.rank}: state {snapshot.state}, {snapshot.cpu:.2f} cores, in"
-        f" {snapshot.syscall or snapshot.wchan or '?'}; by {snapshot.stacks_by}"
-    ]
+    doing = f"state {snapshot.state}, {snapshot.cpu:.2f} cores, in {snapshot.syscall or snapshot.wchan or '?'}"
+    lines = [f"rank {snapshot.rank}: {doing}; by {snapshot.stacks_by}"]
     for thread in snapshot.samples[-1] if snapshot.samples else ():
         lines.append(f"{'main thread' if thread.main else 'thread'}{', holds the GIL' if thread.gil else ''}:")
         lines += [f'  File "{frame.file}", line {frame.line} in {frame.name}' for frame in thread.frames]
     for worker in snapshot.workers:
-        lines.append(
-            f"child {worker.pid} ({worker.name}): state {worker.state}, {worker.cpu:.2f} cores, in"
-            f" {worker.syscall or '?'}"
-        )
+        doing = f"state {worker.state}, {worker.cpu:.2f} cores, in {worker.syscall or '?'}"
+        lines.append(f"child {worker.pid} ({worker.name}): {doing}")
         lines += [f'  File "{frame.file}", line {frame.line} in {frame.name}' for frame in worker.frames]
     for group in snapshot.groups:
         for op in group.ops[-8:]:

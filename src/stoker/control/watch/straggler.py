@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -114,11 +114,8 @@ class Stragglers:
             late = self._suspect
             self._mode = "why"
             peer = next(one for one in sorted(steps) if one != late.rank)
-            return {
-                "ranks": [late.rank, peer],
-                "samples": SAMPLES,
-                "gap": min(max(late.step_s * 1.5 / SAMPLES, 0.03), 0.3),
-            }
+            gap = min(max(late.step_s * 1.5 / SAMPLES, 0.03), 0.3)
+            return {"ranks": [late.rank, peer], "samples": SAMPLES, "gap": gap}
         slowest = min(steps.values())
         if any(slowest - since >= 2 for since in self._slow_since.values()):
             self._slow_since = {}
@@ -143,11 +140,8 @@ class Stragglers:
             before = self._first
             since, fewest = (before.when, AGAIN) if before else (0.0, FEWEST)
             found = (who_is_late(ranks, since, fewest) for ranks in self._timings.values())
-            late = max(
-                (one for one in found if one is not None and one.rank not in self._named),
-                key=lambda one: one.wait_s,
-                default=None,
-            )
+            fresh = (one for one in found if one is not None and one.rank not in self._named)
+            late = max(fresh, key=lambda one: one.wait_s, default=None)
             if late is None:
                 return  # no news, or too few: the next look will tell
             self._first = None
@@ -180,9 +174,8 @@ def who_is_late(timings: Mapping[int, list[list[Any]]], after: float = 0.0, fewe
     common = set.intersection(*(set(table) for table in tables.values()))
     events: list[tuple[float, int, float]] = []  # when, who came last, how long after the one before
     for key in common:
-        (_, before), (rank, last) = sorted(
-            ((rank, table[key]) for rank, table in tables.items()), key=lambda item: item[1]
-        )[-2:]
+        entries = ((rank, table[key]) for rank, table in tables.items())
+        (_, before), (rank, last) = sorted(entries, key=lambda item: item[1])[-2:]
         if last - before > WORTH_S and last > after:
             events.append((last, rank, last - before))
     recent = sorted(events)[-NEWEST:]
@@ -223,7 +216,7 @@ def _narrow(one: Snapshot) -> bool:
 
 def why(one: Snapshot, peer: Snapshot | None) -> tuple[str, str, str]:
     """(cause, reason in words, the line it spends its time on)."""
-    own: dict[str, int] = {}
+    own: Counter[str] = Counter()
     loader = busy = 0
     for threads in one.samples:
         main = main_thread(threads)
@@ -231,20 +224,16 @@ def why(one: Snapshot, peer: Snapshot | None) -> tuple[str, str, str]:
             continue
         busy += 1
         loader += stacks.in_loader(main.frames)
-        frame = stacks.users_frame(main.frames)
-        own[str(frame)] = own.get(str(frame), 0) + 1
-    where = max(own, key=lambda line: own[line]) if own else ""
+        own[str(stacks.users_frame(main.frames))] += 1
+    where = max(own, key=lambda line: own[line], default="")
     only_here = [word for word in one.throttle if peer is None or word not in peer.throttle]
     if only_here:
         return "slow.throttle", f"its GPU's clock is held down: {', '.join(only_here)}", where
     if _narrow(one) and not (peer is not None and _narrow(peer)):
         return "slow.link", f"its GPU's PCIe link has {one.lanes[0]} of {one.lanes[1]} lanes", where
     if one.swap and one.faults > 20:
-        return (
-            "slow.swap",
-            f"it swaps: {one.faults:.0f} page faults a second from the disk, {one.swap / 1e9:.1f} GB swapped out",
-            where,
-        )
+        faults, out = f"{one.faults:.0f} page faults a second from the disk", f"{one.swap / 1e9:.1f} GB swapped out"
+        return "slow.swap", f"it swaps: {faults}, {out}", where
     if one.waiting_for_core > 0.25 and (peer is None or one.waiting_for_core > 1.5 * peer.waiting_for_core):
         may = f"; it may run on {one.cpus} CPU{'s' if one.cpus != 1 else ''}" if one.cpus else ""
         return "slow.cpu", f"it waits for a CPU {one.waiting_for_core:.0%} of the time{may}", where

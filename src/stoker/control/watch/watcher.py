@@ -92,8 +92,6 @@ class Watcher:
         self.looked = False  # at those that outlived a failure, and they were seen
         self._failed: dict[int, Snapshot] = {}  # ranks that are gone, as they were
 
-    # ---- hearing ----
-
     def beats(self, rank: int, steps: int, count: int, longest: float, now: float) -> None:
         self._ranks[rank].beat(steps, longest, now)
         self.stragglers.stepped(rank, steps, count, longest, now)
@@ -131,9 +129,7 @@ class Watcher:
         self._forget()
 
     def failed(self, rank: int, collectives: Sequence[Any], frames: Sequence[Any]) -> None:
-        """Its last operations, told with its exception, and its stack. torch calls an operation done that failed: the
-        newest one did, and where several
-        were under way, those from the first that was not the usual one."""
+        """Its last operations and its stack. torch calls one that failed done: the newest, or all from the first unusual."""
         orders = {op.get("order", 0): op.get("usual") for group in collectives for op in group.get("ops") or ()}
         usual = max((order for order, was in orders.items() if was), default=0)
         failed = min(
@@ -141,10 +137,9 @@ class Watcher:
         )
         for group in collectives:
             for op in group.get("ops") or ():
-                op["done"] = op.get("done") and op.get("order", 0) < failed
-        self._failed[rank] = snapshot.read(
-            rank, {"state": "Z", "groups": collectives, "samples": [[{"main": True, "frames": frames}]]}
-        )
+                op["done"] = bool(op.get("done")) and op.get("order", 0) < failed
+        samples = [[{"main": True, "frames": frames}]]
+        self._failed[rank] = snapshot.read(rank, {"state": "Z", "groups": collectives, "samples": samples})
 
     def failing(self) -> None:
         """A rank has failed, perhaps as the echo of one that stands still: look at those that live, at once."""
@@ -164,8 +159,6 @@ class Watcher:
                 self._answers[int(rank)] = snapshot.read(int(rank), data)
         self._waiting_hosts.discard(host)
 
-    # ---- deciding ----
-
     def look(self, now: float) -> list[Action]:
         if self._asked_at:
             if self._waiting_hosts and now - self._asked_at < ANSWER_S:
@@ -174,9 +167,8 @@ class Watcher:
         overdue = self._overdue(now)
         if not overdue and not self._failing:
             actions = self._relieved(now)
-            order = self.stragglers.question(
-                now, {rank: one.steps for rank, one in self._ranks.items() if rank not in self._ended}
-            )
+            steps = {rank: one.steps for rank, one in self._ranks.items() if rank not in self._ended}
+            order = self.stragglers.question(now, steps)
             return [*actions, self._ask(order, now)] if order else actions
         if now < self._next_look and self._for_failure == self._failing:
             return []
@@ -195,11 +187,8 @@ class Watcher:
     def _overdue(self, now: float) -> dict[int, float]:
         """Rank -> seconds of silence, of those that have been silent for longer than is usual for them."""
         alive = {rank: one for rank, one in self._ranks.items() if rank not in self._ended}
-        found = {
-            rank: now - one.heard
-            for rank, one in alive.items()
-            if one.stopped_since and now - one.stopped_since >= STOPPED_S
-        }
+        still = [rank for rank, one in alive.items() if one.stopped_since and now - one.stopped_since >= STOPPED_S]
+        found = {rank: now - alive[rank].heard for rank in still}
         quiet = {rank: one for rank, one in alive.items() if one.steps and now - one.heard > progress.FLOOR_S}
         found |= {rank: now - one.heard for rank, one in quiet.items() if now - one.heard > one.patience}
         starting = {rank: one for rank, one in alive.items() if not one.steps}
@@ -281,11 +270,7 @@ class Watcher:
         """Before the first step only who keeps others waiting, or can't go on, counts; never a starting interpreter."""
         if not stall.where and not stall.waiting and not stall.proof and stall.kind not in ("disk", "stopped"):
             return False
-        if (
-            stall.rank is not None
-            and not self._ranks[stall.rank].steps
-            and not any(one.steps for one in self._ranks.values())
-        ):
+        if stall.rank is not None and not any(one.steps for one in self._ranks.values()):
             return bool(stall.waiting) or stall.proof
         return True
 
@@ -334,22 +319,15 @@ class Watcher:
         return ""
 
     def last_word(self, sizes_differ: bool) -> Stall | None:
-        """What is known of a stall at the end. Ranks that failed in a collective have told where they were.
-
-        `sizes_differ`: gloo ended a rank for that. Then only what the ranks entered says who is the odd one.
-        """
+        """What is known of a stall at the end. `sizes_differ`: gloo ended a rank; what they entered shows the odd one."""
         if len(self._failed) > 1:
             seen = {**self.snapshots, **self._failed}
             stall = after_the_end(seen, self._members, self._world, sizes_differ)
             if stall is not None:
-                made = [
-                    self._ranks[rank].steps
-                    for rank in ((stall.rank,) if stall.rank is not None else self._failed)
-                    if rank in self._ranks
-                ]
-                return replace(
-                    stall, step=min(made, default=0), evidence=(*stall.evidence, *stacks.told(seen.values()))
-                )
+                ranks = (stall.rank,) if stall.rank is not None else self._failed
+                made = [self._ranks[rank].steps for rank in ranks if rank in self._ranks]
+                evidence = (*stall.evidence, *stacks.told(seen.values()))
+                return replace(stall, step=min(made, default=0), evidence=evidence)
         return None if sizes_differ else self.stall
 
     def text_of_stacks(self) -> dict[int, str]:

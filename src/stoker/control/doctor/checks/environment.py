@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stoker.contract.shapes import Finding
-from stoker.control.doctor.check import Asked, check, warn
-from stoker.control.machine.facts import Examination
+from stoker.control.doctor.check import check, warn
 
 _SLOW = {
     "CUDA_LAUNCH_BLOCKING": "waits for every kernel: for debugging only",
@@ -32,55 +31,53 @@ _NOTHING = {
 _OFF = ("", "0", "false", "no", "off")
 
 
-@check("env.slow", "environment", fast=True)
-def slow(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("env.slow", fast=True)
+def slow(environment: dict[str, str]) -> Iterator[Finding]:
     """Variables that make training slower."""
     for name, why in _SLOW.items():
-        value = (found.environment or {}).get(name)
+        value = environment.get(name)
         if value is not None and value.lower() not in _OFF:
             yield warn(f"{name}={value} {why}", f"unset {name}")
 
 
-@check("env.nothing", "environment", fast=True)
-def nothing(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("env.nothing", fast=True)
+def nothing(environment: dict[str, str]) -> Iterator[Finding]:
     """Variables that do not do what their name says."""
     for name, why in _NOTHING.items():
-        if name in (found.environment or {}):
+        if name in environment:
             yield warn(f"{name} {why}", f"unset {name}")
 
 
-@check("env.noisy", "environment", fast=True)
-def noisy(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("env.noisy", fast=True)
+def noisy(environment: dict[str, str]) -> Iterator[Finding]:
     """NCCL_DEBUG=INFO or TRACE left on: thousands of lines per start."""
-    value = (found.environment or {}).get("NCCL_DEBUG", "")
+    value = environment.get("NCCL_DEBUG", "")
     if value.upper() in ("INFO", "TRACE"):
         yield warn(f"NCCL_DEBUG={value} prints thousands of lines", "unset NCCL_DEBUG, or NCCL_DEBUG=WARN")
 
 
-@check("env.stale-rank", "environment", fast=True)
-def stale_rank(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("env.stale-rank", fast=True)
+def stale_rank(environment: dict[str, str]) -> Iterator[Finding]:
     """RANK, WORLD_SIZE and their like left over from another launcher: a script started by hand waits for peers that
     never come.
     """
-    left = [
-        name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if name in (found.environment or {})
-    ]
-    if left and "STOKER_RUN_ID" not in (found.environment or {}):
+    left = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if name in environment]
+    if left and "STOKER_RUN_ID" not in environment:
         yield warn(f"{', '.join(left)} set outside a run", f"unset {' '.join(left)}")
 
 
-@check("env.agent-store", "environment", fast=True)
-def agent_store(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("env.agent-store", fast=True)
+def agent_store(environment: dict[str, str]) -> Iterator[Finding]:
     """TORCHELASTIC_USE_AGENT_STORE=True from a torchrun shell: ranks wait for a store nobody serves."""
-    if (found.environment or {}).get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
         text = "TORCHELASTIC_USE_AGENT_STORE=True is inherited: ranks started by hand would wait for torchrun's store"
         yield warn(text, "unset TORCHELASTIC_USE_AGENT_STORE")
 
 
-@check("env.python", "environment", fast=True)
-def python(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("env.python", fast=True)
+def python(environment: dict[str, str]) -> Iterator[Finding]:
     """PYTHONHOME breaks virtual environments; LD_PRELOAD changes every process."""
     for name, why in (("PYTHONHOME", "breaks virtual environments"), ("LD_PRELOAD", "is loaded into every rank")):
-        value = (found.environment or {}).get(name)
+        value = environment.get(name)
         if value:
             yield warn(f"{name}={value} {why}", f"unset {name}")

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from stoker.contract.quantities import counted, gb, span
 from stoker.contract.shapes import Finding
-from stoker.control.doctor.check import Asked, check, fail, unknown, warn
-from stoker.control.machine.facts import Examination, Health
-from stoker.control.machine.model import Gpu, Holder
+from stoker.control.doctor.check import Cards, check, fail, unknown, warn
+from stoker.control.machine.facts import Probe
+from stoker.control.machine.model import Holder, Machine
 
 DEAD = (
     "leave it out (stoker run --exclude-bad, or --gpus with the others); restart the pod and not only the container; "
@@ -28,50 +28,43 @@ XIDS = {
 XID_WARN = {94: ("contained ECC error", "the job that had it must be restarted; watch for more")}
 
 
-def _cards(found: Examination) -> Iterator[tuple[Gpu, Health]]:
-    for gpu in found.machine.gpus:
-        health = (found.health or {}).get(gpu.uuid)
-        if health is not None:
-            yield gpu, health
-
-
 @check("gpu.driver", fast=True)
-def driver(found: Examination, _asked: Asked) -> Iterator[Finding]:
+def driver(machine: Machine, missing: dict[str, str]) -> Iterator[Finding]:
     """The driver answers, and about every card."""
-    if "machine" in (found.missing or {}):
-        yield unknown(f"the NVIDIA driver could not be asked: {(found.missing or {})['machine']}")
-    elif found.machine.gpu_error:
-        text = f"the NVIDIA driver does not answer: {found.machine.gpu_error}"
+    if "machine" in missing:
+        yield unknown(f"the NVIDIA driver could not be asked: {missing['machine']}")
+    elif machine.gpu_error:
+        text = f"the NVIDIA driver does not answer: {machine.gpu_error}"
         yield fail(text, "nvidia-smi says the same? reboot, or reinstall the driver")
-    for gpu in found.machine.gpus:
+    for gpu in machine.gpus:
         if gpu.error:
             yield fail(f"GPU {gpu.index} does not answer: {gpu.error}", DEAD, gpu=gpu.index)
 
 
-@check("gpu.count", "environment", fast=True)
-def count(found: Examination, asked: Asked) -> Iterator[Finding]:
+@check("gpu.count", fast=True)
+def count(environment: dict[str, str], machine: Machine, ranks: int) -> Iterator[Finding]:
     """CUDA_VISIBLE_DEVICES names cards that exist, and there are as many as are asked for."""
-    if not found.machine.gpus:  # no card, or a driver that does not answer: said elsewhere
+    if not machine.gpus:  # no card, or a driver that does not answer: said elsewhere
         return
-    there = {str(gpu.index) for gpu in found.machine.gpus} | {gpu.uuid for gpu in found.machine.gpus}
-    visible = (found.environment or {}).get("CUDA_VISIBLE_DEVICES")
+    there = {str(gpu.index) for gpu in machine.gpus} | {gpu.uuid for gpu in machine.gpus}
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
     words = [word.strip() for word in visible.split(",")] if visible and visible.strip() != "-1" else []
     for word in words:
         if word not in there and not any(
-            gpu.uuid.startswith(word) for gpu in found.machine.gpus if word.startswith(("GPU-", "MIG-"))
+            gpu.uuid.startswith(word) for gpu in machine.gpus if word.startswith(("GPU-", "MIG-"))
         ):
             text = f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {word}; CUDA ignores it and all after it"
             yield fail(text, "unset CUDA_VISIBLE_DEVICES")
-    usable = len(words) if words else len(found.machine.gpus)
-    if asked.ranks and found.machine.gpus and asked.ranks > usable:
-        text = f"{asked.ranks} ranks are asked for, {counted(usable, 'GPU')} found (invalid device ordinal)"
+    usable = len(words) if words else len(machine.gpus)
+    if ranks and machine.gpus and ranks > usable:
+        text = f"{ranks} ranks are asked for, {counted(usable, 'GPU')} found (invalid device ordinal)"
         yield fail(text, f"stoker run --nproc-per-node {usable} ...")
 
 
 @check("gpu.compute-mode", fast=True)
-def compute_mode(found: Examination, _asked: Asked) -> Iterator[Finding]:
+def compute_mode(machine: Machine) -> Iterator[Finding]:
     """Exclusive or prohibited compute mode makes a second process fail with CUDA error 46, "busy or unavailable"."""
-    for gpu in found.machine.gpus:
+    for gpu in machine.gpus:
         if gpu.compute_mode == "prohibited":
             yield fail(
                 f"GPU {gpu.index} is in prohibited mode: no process can use it",
@@ -95,9 +88,9 @@ def _who(one: Holder) -> str:
 
 
 @check("gpu.held", fast=True)
-def held(found: Examination, _asked: Asked) -> Iterator[Finding]:
+def held(machine: Machine) -> Iterator[Finding]:
     """Somebody's memory is on the card: who, how much, or that it is held from outside this container."""
-    for gpu in found.machine.gpus:
+    for gpu in machine.gpus:
         if gpu.memory_used is None or gpu.memory_total is None:
             continue
         share = gpu.memory_used / gpu.memory_total
@@ -112,11 +105,11 @@ def held(found: Examination, _asked: Asked) -> Iterator[Finding]:
             yield level(text, fix, gpu=gpu.index)
 
 
-@check("gpu.context", "probes")
-def context(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("gpu.context")
+def context(probes: dict[str, Probe], machine: Machine) -> Iterator[Finding]:
     """A context can be made, memory taken, and a product comes out right: proven in a short-lived child."""
-    for gpu in found.machine.gpus:
-        probe = (found.probes or {}).get(gpu.uuid)
+    for gpu in machine.gpus:
+        probe = probes.get(gpu.uuid)
         if probe is None or probe.outcome == "ok":
             if probe is not None and (probe.left or 0) > 2 * 10**8:
                 text = f"GPU {gpu.index}: {gb(probe.left or 0)} more in use after the probe was gone"
@@ -142,10 +135,10 @@ def context(found: Examination, _asked: Asked) -> Iterator[Finding]:
             yield fail(f"GPU {gpu.index} is dead: {probe.detail}", DEAD, gpu=gpu.index)
 
 
-@check("gpu.ecc", "health")
-def ecc(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("gpu.ecc")
+def ecc(cards: Cards) -> Iterator[Finding]:
     """Uncorrected memory errors, rows or pages waiting to be taken out of use."""
-    for gpu, health in _cards(found):
+    for gpu, health in cards:
         if health.rows_failed:
             yield fail(f"GPU {gpu.index}: a faulty memory row could not be remapped", "replace the card", gpu=gpu.index)
         if health.ecc_uncorrected:
@@ -156,21 +149,21 @@ def ecc(found: Examination, _asked: Asked) -> Iterator[Finding]:
             yield warn(text, "reset the GPU or reboot when nobody uses it", gpu=gpu.index)
 
 
-@check("gpu.recovery", "health")
-def recovery(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("gpu.recovery")
+def recovery(cards: Cards) -> Iterator[Finding]:
     """The driver itself asks for a reset or a reboot."""
-    for gpu, health in _cards(found):
+    for gpu, health in cards:
         if health.recovery not in (None, "none"):
             text = f"GPU {gpu.index}: the driver asks for: {health.recovery}"
             yield fail(text, "reset it (nvidia-smi --gpu-reset, needs root) or restart the pod", gpu=gpu.index)
 
 
-@check("gpu.xid", "health")
-def xid(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("gpu.xid")
+def xid(cards: Cards) -> Iterator[Finding]:
     """Xid errors of the driver in the kernel's log, with NVIDIA's action. Those an application causes (13, 31, 43 ...)
     are not reported.
     """
-    for gpu, health in _cards(found):
+    for gpu, health in cards:
         for number in sorted(set(health.xids)):
             times = f", {health.xids.count(number)} times" if health.xids.count(number) > 1 else ""
             if number in XIDS:
@@ -180,10 +173,10 @@ def xid(found: Examination, _asked: Asked) -> Iterator[Finding]:
                 yield warn(text, XID_WARN[number][1], gpu=gpu.index)
 
 
-@check("gpu.throttle", "health")
-def throttle(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("gpu.throttle")
+def throttle(cards: Cards) -> Iterator[Finding]:
     """The clock is held down by heat or power."""
-    for gpu, health in _cards(found):
+    for gpu, health in cards:
         slow = [word for word in health.throttle or () if word != "power cap"]
         if slow:
             heat = f" at {health.temperature} °C" if health.temperature is not None else ""
@@ -198,32 +191,25 @@ def throttle(found: Examination, _asked: Asked) -> Iterator[Finding]:
             yield warn(text, "check its fans and airflow", gpu=gpu.index)
 
 
-@check("gpu.pcie", "health")
-def pcie(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("gpu.pcie")
+def pcie(cards: Cards) -> Iterator[Finding]:
     """Fewer PCIe lanes than the card and slot can do. A lower generation alone is power saving, unless the card is at
     work.
     """
-    for gpu, health in _cards(found):
+    for gpu, health in cards:
         if health.pcie_width and health.pcie_width_max and health.pcie_width < health.pcie_width_max:
             text = f"GPU {gpu.index}: PCIe x{health.pcie_width}, it can do x{health.pcie_width_max}"
             yield warn(text, "reseat the card; check the riser and the slot's lanes", gpu=gpu.index)
-        low = (
-            health.pcie_generation
-            and health.pcie_generation_max
-            and health.pcie_generation < health.pcie_generation_max
-        )
-        if low and (gpu.utilization or 0) > 50:
-            text = (
-                f"GPU {gpu.index}: PCIe generation {health.pcie_generation} under load, it can do"
-                f" {health.pcie_generation_max}"
-            )
+        generation, best = health.pcie_generation, health.pcie_generation_max
+        if generation and best and generation < best and (gpu.utilization or 0) > 50:
+            text = f"GPU {gpu.index}: PCIe generation {generation} under load, it can do {best}"
             yield warn(text, "check the BIOS's PCIe setting", gpu=gpu.index)
 
 
-@check("gpu.nvlink", "health")
-def nvlink(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("gpu.nvlink")
+def nvlink(cards: Cards) -> Iterator[Finding]:
     """An NVLink is down while others of the card are up."""
-    for gpu, health in _cards(found):
+    for gpu, health in cards:
         links = health.nvlinks or ()
         if any(links) and not all(links):
             down = [str(n) for n, up in enumerate(links) if not up]
@@ -231,13 +217,13 @@ def nvlink(found: Examination, _asked: Asked) -> Iterator[Finding]:
             yield warn(text, "nvidia-smi nvlink -s; reset the fabric or the bridge", gpu=gpu.index)
 
 
-@check("gpu.p2p", "health")
-def p2p(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("gpu.p2p")
+def p2p(cards: Cards, machine: Machine) -> Iterator[Finding]:
     """Cards that can't read each other's memory: traffic between ranks goes through the host."""
     blocked = {
         frozenset((gpu.index, other.index)): why
-        for gpu, health in _cards(found)
-        for other in found.machine.gpus
+        for gpu, health in cards
+        for other in machine.gpus
         if (why := (health.peers or {}).get(other.uuid)) not in (None, "ok", "unknown")
     }
     if blocked:
@@ -250,18 +236,18 @@ def p2p(found: Examination, _asked: Asked) -> Iterator[Finding]:
 
 
 @check("gpu.mig", fast=True)
-def mig(found: Examination, _asked: Asked) -> Iterator[Finding]:
+def mig(machine: Machine) -> Iterator[Finding]:
     """MIG slices: NCCL can't join slices of one card, and a process sees one slice only."""
-    sliced = sorted({gpu.index for gpu in found.machine.gpus if gpu.mig is not None})
+    sliced = sorted({gpu.index for gpu in machine.gpus if gpu.mig is not None})
     if sliced:
         text = f"GPU {', '.join(map(str, sliced))} is cut into MIG slices: NCCL does not join slices of one card"
         yield warn(text, "one rank per slice, or nvidia-smi -mig 0")
 
 
-@check("gpu.display", "health")
-def display(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("gpu.display")
+def display(cards: Cards) -> Iterator[Finding]:
     """A screen hangs on the card: long kernels stutter the desktop, and its memory is not all yours."""
-    for gpu, health in _cards(found):
+    for gpu, health in cards:
         if health.display:
             text = f"GPU {gpu.index} drives a display"
             yield warn(text, "leave it out for long runs, or expect a slow desktop", gpu=gpu.index)

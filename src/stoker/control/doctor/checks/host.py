@@ -6,44 +6,44 @@ from collections.abc import Iterator
 
 from stoker.contract.quantities import amount, gb
 from stoker.contract.shapes import Finding
-from stoker.control.doctor.check import Asked, check, fail, known, warn
-from stoker.control.machine.facts import Examination
+from stoker.control.doctor.check import check, fail, warn
+from stoker.control.machine.facts import Host
+from stoker.control.machine.model import Machine
 
 RANK_RAM = 2 * 10**9  # torch with a CUDA context, before any model
 SHM_PER_RANK = 256 << 20  # data-loader workers hand batches over there; Docker's default of 64 MB is the classic trap
 DISK = 5 * 10**9
 
 
-def _ranks(found: Examination, asked: Asked) -> int:
-    return asked.ranks or max(1, len(found.machine.gpus))
+def _ranks(machine: Machine, ranks: int) -> int:
+    return ranks or max(1, len(machine.gpus))
 
 
 @check("host.memory", fast=True)
-def memory(found: Examination, asked: Asked) -> Iterator[Finding]:
+def memory(machine: Machine, ranks: int) -> Iterator[Finding]:
     """Memory for all ranks to start at once (std::bad_alloc, the OOM killer)."""
-    ranks, available = _ranks(found, asked), found.machine.memory_available
-    need = ranks * (RANK_RAM if found.machine.gpus else RANK_RAM // 4)
+    ranks, available = _ranks(machine, ranks), machine.memory_available
+    need = ranks * (RANK_RAM if machine.gpus else RANK_RAM // 4)
     if available < need:
         text = f"{gb(available)} of memory is free; {ranks} ranks starting at once take about {gb(need)}"
         yield warn(text, "--init-slots 1 starts them one after the other")
 
 
 @check("host.cgroup", fast=True)
-def cgroup(found: Examination, _asked: Asked) -> Iterator[Finding]:
+def cgroup(machine: Machine) -> Iterator[Finding]:
     """The container may use much less memory than the machine shows."""
-    limit = found.machine.cgroup_limit
+    limit = machine.cgroup_limit
     if limit is not None and limit < 4 * 10**9:
         text = f"this container may use {gb(limit)} of memory"
         yield warn(text, "ask for a larger container; --ram-limit gives a verdict before the kernel kills")
 
 
-@check("host.shm", "host", fast=True)
-def shm(found: Examination, asked: Asked) -> Iterator[Finding]:
+@check("host.shm", fast=True)
+def shm(host: Host, machine: Machine, ranks: int) -> Iterator[Finding]:
     """/dev/shm is where data-loader workers and NCCL pass data; a bus error or "unable to open shared memory" is its
     being full.
     """
-    host = known(found.host)
-    need = _ranks(found, asked) * SHM_PER_RANK
+    need = _ranks(machine, ranks) * SHM_PER_RANK
     if host.shm_free is None:
         yield warn("there is no /dev/shm", "data loaders with workers will fail: mount one, or num_workers=0")
     elif host.shm_free < need:
@@ -51,76 +51,69 @@ def shm(found: Examination, asked: Asked) -> Iterator[Finding]:
         yield warn(text, "docker run --shm-size 16g (or --ipc=host); else num_workers=0")
 
 
-@check("host.disk", "host", fast=True)
-def disk(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("host.disk", fast=True)
+def disk(host: Host) -> Iterator[Finding]:
     """Room for logs and checkpoints where the runs go."""
-    host = known(found.host)
     if host.disk_free is not None and host.disk_free < DISK:
         level = fail if host.disk_free < 10**8 else warn
         text = f"{amount(host.disk_free)} free on the disk of {host.disk_path}"
         yield level(text, "--runs-dir on another disk; stoker clean --cache")
 
 
-@check("host.files", "host", fast=True)
-def files(found: Examination, asked: Asked) -> Iterator[Finding]:
+@check("host.files", fast=True)
+def files(host: Host) -> Iterator[Finding]:
     """The open-file limit: "too many open files" comes from data loaders with many workers."""
-    host = known(found.host)
     if host.files_soft is not None and host.files_soft < 1024:
         yield warn(f"a process may open {host.files_soft} files", f"ulimit -n {min(65536, host.files_hard or 65536)}")
 
 
 @check("host.cores", fast=True)
-def cores(found: Examination, asked: Asked) -> Iterator[Finding]:
+def cores(machine: Machine, ranks: int) -> Iterator[Finding]:
     """At least one core per rank, or they wait for each other."""
-    ranks = _ranks(found, asked)
-    if found.machine.cores < ranks:
-        text = f"{ranks} ranks on {found.machine.cores} cores"
-        yield warn(text, f"stoker run --nproc-per-node {found.machine.cores} ...")
+    ranks = _ranks(machine, ranks)
+    if machine.cores < ranks:
+        text = f"{ranks} ranks on {machine.cores} cores"
+        yield warn(text, f"stoker run --nproc-per-node {machine.cores} ...")
 
 
-@check("host.stuck", "host")
-def stuck(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("host.stuck")
+def stuck(host: Host) -> Iterator[Finding]:
     """Processes in D state can't be killed; what they hold stays held."""
-    host = known(found.host)
     if host.stuck:
         text = f"stuck in the kernel (state D): {', '.join(host.stuck[:5])}"
         yield warn(text, "wait for the disk or driver they wait for; only a reboot ends them otherwise")
 
 
-@check("host.zombies", "host")
-def zombies(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("host.zombies")
+def zombies(host: Host) -> Iterator[Finding]:
     """Many zombies: something that should collect its children does not (a container without an init)."""
-    host = known(found.host)
     if host.zombies > 100:
         yield warn(f"{host.zombies} zombie processes", "docker run --init, or restart the container")
 
 
-@check("host.address-space", "host", fast=True)
-def address_space(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("host.address-space", fast=True)
+def address_space(host: Host, machine: Machine) -> Iterator[Finding]:
     """RLIMIT_AS limits address space, not memory: a bare CUDA context reserves tens of gigabytes of it and gets
     std::bad_alloc.
 
     A batch system's generous one harms nobody: it fails below 128 GB, and is warned of below 256 GB.
     """
-    host = known(found.host)
     if host.address_space is not None and host.address_space < 256 * 10**9:
-        level = fail if found.machine.gpus and host.address_space < 128 * 10**9 else warn
+        level = fail if machine.gpus and host.address_space < 128 * 10**9 else warn
         text = f"RLIMIT_AS is {gb(host.address_space)}: it causes std::bad_alloc, it saves no memory"
         yield level(text, "ulimit -v unlimited; use --ram-limit instead")
 
 
-@check("host.swap", "host")
-def swap(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("host.swap")
+def swap(host: Host, machine: Machine) -> Iterator[Finding]:
     """A machine that swaps trains at the speed of its disk."""
-    host = known(found.host)
-    if host.swap_used is not None and host.swap_used > 4 * 10**9 and found.machine.memory_available < 4 * 10**9:
-        text = f"{gb(host.swap_used)} are swapped out and {gb(found.machine.memory_available)} of memory is free"
+    if host.swap_used is not None and host.swap_used > 4 * 10**9 and machine.memory_available < 4 * 10**9:
+        text = f"{gb(host.swap_used)} are swapped out and {gb(machine.memory_available)} of memory is free"
         yield warn(text, "free memory before starting")
 
 
-@check("host.clock", "host")
-def clock(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("host.clock")
+def clock(host: Host) -> Iterator[Finding]:
     """A clock before this software was made: certificates and checkpoints by time go wrong."""
-    host = known(found.host)
     if host.clock is not None and host.clock < 1_760_000_000:
         yield warn("the clock is set to a time in the past", "timedatectl set-ntp true")

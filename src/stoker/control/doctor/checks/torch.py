@@ -7,57 +7,50 @@ from collections.abc import Iterator
 from stoker.contract.quantities import counted
 from stoker.contract.shapes import Finding
 from stoker.contract.untrusted import is_count
-from stoker.control.doctor.check import Asked, check, fail, known, warn
-from stoker.control.machine.facts import Examination
+from stoker.control.doctor.check import Cards, check, fail, warn
+from stoker.control.machine.facts import Torch
+from stoker.control.machine.model import Machine
 
 # The first driver branch that runs a build of that CUDA major version (minor versions are compatible among themselves).
 _DRIVER_FOR_CUDA = {11: 450, 12: 525, 13: 580}
 SLOW_IMPORT_S = 20.0
 
 
-@check("torch.installed", "torch")
-def installed(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("torch.installed")
+def installed(torch: Torch) -> Iterator[Finding]:
     """torch imports in the Python that will run the ranks."""
-    torch = known(found.torch)
     if torch.error:
         text = f"import torch fails: {torch.error}"
         yield fail(text, "is this the right environment? pip install 'torch>=2.9' adds it")
 
 
-@check("torch.cuda-build", "torch")
-def cuda_build(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("torch.cuda-build")
+def cuda_build(torch: Torch, machine: Machine) -> Iterator[Finding]:
     """The build has CUDA, and the driver is new enough for it."""
-    torch = known(found.torch)
-    if torch.error or not found.machine.gpus:
+    if torch.error or not machine.gpus:
         return
     if torch.cuda is None:
-        cards = counted(len(found.machine.gpus), "GPU")
+        cards = counted(len(machine.gpus), "GPU")
         text = f"torch {torch.version} is built without CUDA and the machine has {cards}"
         yield fail(text, "install a CUDA build of torch")
         return
     need = _DRIVER_FOR_CUDA.get(int(torch.cuda.split(".")[0]))
-    have = found.machine.driver
+    have = machine.driver
     if need and have and is_count(have.split(".")[0]) and int(have.split(".")[0]) < need:
         text = f"torch is built for CUDA {torch.cuda}, which needs driver {need} or newer; this one is {have}"
         yield fail(text, "a newer driver, or a torch built for an older CUDA")
 
 
-@check("torch.arch", "torch", "health")
-def arch(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("torch.arch")
+def arch(torch: Torch, cards: Cards) -> Iterator[Finding]:
     """The build holds code for every card: sm_120 (50-series) needs a build of CUDA 12.8 or newer."""
-    torch = known(found.torch)
-    if not torch.archs:
-        return
-    for gpu in found.machine.gpus:
-        health = (found.health or {}).get(gpu.uuid)
-        if health is None or health.capability is None:
+    for gpu, health in cards if torch.archs else ():
+        if health.capability is None:
             continue
         major, _, minor = health.capability.partition(".")
         if not _covered(int(major), int(minor), torch.archs):
-            text = (
-                f"GPU {gpu.index} ({gpu.name}) is sm_{major}{minor}; torch {torch.version} has code for"
-                f" {', '.join(torch.archs)}"
-            )
+            has = f"torch {torch.version} has code for {', '.join(torch.archs)}"
+            text = f"GPU {gpu.index} ({gpu.name}) is sm_{major}{minor}; {has}"
             yield fail(text, "install a torch built for this card", gpu.index)
 
 
@@ -76,18 +69,16 @@ def _covered(major: int, minor: int, archs: tuple[str, ...]) -> bool:
     return False
 
 
-@check("torch.import-time", "torch")
-def import_time(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("torch.import-time")
+def import_time(torch: Torch) -> Iterator[Finding]:
     """`import torch` in a child, timed: a cold or remote disk makes every rank and every restart wait."""
-    torch = known(found.torch)
     if torch.seconds is not None and torch.seconds > SLOW_IMPORT_S:
         yield warn(f"import torch takes {torch.seconds:.0f} s", "move the environment to a local disk")
 
 
-@check("torch.nccl", "torch")
-def nccl(found: Examination, _asked: Asked) -> Iterator[Finding]:
+@check("torch.nccl")
+def nccl(torch: Torch, machine: Machine) -> Iterator[Finding]:
     """Several GPUs need NCCL in the build."""
-    torch = known(found.torch)
-    if not torch.error and torch.cuda and len(found.machine.gpus) > 1 and torch.nccl is None:
-        text = f"torch {torch.version} has no NCCL and the machine has {counted(len(found.machine.gpus), 'GPU')}"
+    if not torch.error and torch.cuda and len(machine.gpus) > 1 and torch.nccl is None:
+        text = f"torch {torch.version} has no NCCL and the machine has {counted(len(machine.gpus), 'GPU')}"
         yield fail(text, "install the official build")

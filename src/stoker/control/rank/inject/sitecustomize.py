@@ -36,9 +36,7 @@ def _enter() -> None:
 
 
 class _Stoker:
-    """Finds the package `stoker` in its folder, and nothing else there: that may be a site-packages, whose modules must
-    not stand in for those of the standard library.
-    """
+    """Finds `stoker` in its folder and nothing else there: a site-packages must not stand in for the library."""
 
     def __init__(self, root: str) -> None:
         self._root = root

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import signal
 
-from stoker.control.verdict.catalogue import Case, Found, Match, cause, steps
+from stoker.control.verdict.catalogue import Case, Family, Found, Match
 from stoker.control.verdict.consequence import lost_worker
-from stoker.control.verdict.lastwords import at, find, first_line, line_of, path_in, said, shm_left, traced
+from stoker.control.verdict.lastwords import at, find, first_line, line_of, path_in, said, shm_left, traced_line
 from stoker.control.verdict.rules.memory import memory_trend
 
 ORDER = 50
@@ -16,48 +16,37 @@ _SMALL_SHM = 2**30
 _ALONE = "num_workers=0 runs the dataset in the rank itself: its own error is then seen, with its line"
 
 
-def _evidence(case: Case, line: str) -> tuple[str, ...]:
-    return (line, *traced(case.end, 4)) if case.end.error else (line,)
+family = Family(__name__, traced_line, ALONE=_ALONE)
 
 
-@cause(
-    "data.too-many-files",
-    said=r"\[Errno 24\]|Too many open files|received 0 items of ancdata|os error 24",
-    seen='errno 24 (EMFILE), "Too many open files", or "received 0 items of ancdata" from a data loader',
-    fix=(
-        "ulimit -n 65536   # in the shell that starts stoker; docker run --ulimit nofile=65536:65536",
-        "torch.multiprocessing.set_sharing_strategy('file_system'): tensors of workers then need no descriptor each",
-        "open files once per worker and close them; a memory-mapped file per shard adds up",
-    ),
-)
-def too_many_files(case: Case, found: Match) -> Found:
-    """The rank has as many open files as its limit allows."""
-    return Found(f"{case.who}: too many open files (ulimit -n)", _evidence(case, line_of(found)))
+family.entries(r"""
+data.too-many-files: The rank has as many open files as its limit allows.
+  said: \[Errno 24\]|Too many open files|received 0 items of ancdata|os error 24
+  summary: {who}: too many open files (ulimit -n)
+  seen: errno 24 (EMFILE), "Too many open files", or "received 0 items of ancdata" from a data loader
+  fix: ulimit -n 65536   # in the shell that starts stoker; docker run --ulimit nofile=65536:65536
+  fix: torch.multiprocessing.set_sharing_strategy('file_system'): tensors of workers then need no descriptor each
+  fix: open files once per worker and close them; a memory-mapped file per shard adds up
+""")
 
 
-@cause(
-    "data.shm",
-    seen="""torch's shared memory between loader and workers could not be made ("insufficient shared memory (shm)",
-    "unable to allocate shared memory"), or a bus error of the rank or a worker, with a /dev/shm that is below 1 GiB
-    or nearly full""",
-    contradicts="""a bus error with a large, empty /dev/shm: a mapped file that was cut off (data.worker-died,
-    rank.crash). NCCL's segments: nccl.shm""",
-    fix=steps("""
-    docker run --shm-size=16g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory on /dev/shm (docker's \
-    default is 64 MB)
-    stoker clean   # shows segments that dead runs left there
-    less in flight: fewer workers, prefetch_factor=1, smaller batches; or num_workers=0
-    torch.multiprocessing.set_sharing_strategy('file_system') where descriptors, not bytes, are short
-    """),
-)
-def shm(case: Case) -> Found | None:
-    """Shared memory is too small for what the data loader's workers hand over."""
+@family.cause(r"""
+data.shm: Shared memory is too small for what the data loader's workers hand over.
+  perhaps: insufficient shared memory|unable to (?:(?:allocate|open) shared memory|(?:write to|
+      resize) file </torch_)[^\n]*
+  seen: torch's shared memory between loader and workers could not be made ("insufficient shared memory (shm)",
+      "unable to allocate shared memory"), or a bus error of the rank or a worker, with a /dev/shm that is below 1 GiB
+      or nearly full
+  unless: a bus error with a large, empty /dev/shm: a mapped file that was cut off (data.worker-died, rank.crash).
+      NCCL's segments: nccl.shm
+  fix: docker run --shm-size=16g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory on /dev/shm (docker's
+      default is 64 MB)
+  fix: stoker clean   # shows segments that dead runs left there
+  fix: less in flight: fewer workers, prefetch_factor=1, smaller batches; or num_workers=0
+  fix: torch.multiprocessing.set_sharing_strategy('file_system') where descriptors, not bytes, are short
+""")
+def shm(case: Case, found: Match | None) -> Found | None:
     around = case.end.around
-    found = find(
-        case,
-        r"insufficient shared memory|unable to (?:(?:allocate|open) shared memory|(?:write to|resize) file"
-        r" </torch_)[^\n]*",
-    )
     bus = find(case, r"DataLoader worker \(pid \d+\) is killed by signal: Bus error[^\n]*")
     # The workers are gone when the agent looks, and their memory with them: the size tells more than what is free.
     short = around.shm_total is not None and (
@@ -67,97 +56,75 @@ def shm(case: Case) -> Found | None:
     told = f" ({room[0]})" if room else ""
     if found:
         summary = f"{case.who}: no shared memory left for the data loader{told}"
-        return Found(summary, (*_evidence(case, line_of(found)), *room))
+        return Found(summary, (*traced_line(case, line_of(found)), *room))
     if bus and (short or around.shm_total is None):
         summary = f"a data-loader worker of {case.who} died of a bus error: out of shared memory{told}"
-        return Found(summary, (*_evidence(case, line_of(bus)), *room))
+        return Found(summary, (*traced_line(case, line_of(bus)), *room))
     if case.end.code == -signal.SIGBUS and short:
         summary = f"{case.who} died of a bus error: out of shared memory{told}"
         return Found(summary, ("wait status: killed by SIGBUS", *room))
     return None
 
 
-@cause(
-    "data.worker-died",
-    seen="""
-    "DataLoader worker (pid …) exited unexpectedly" or "is killed by signal"; or its pipe broke while it handed a
-    batch over (EOFError and the like)""",
-    contradicts="""the kernel killed it for memory: oom.host. A bus error with a small /dev/shm: data.shm. An
-    exception in the worker comes with its own type""",
-    fix=steps(f"""
-    {_ALONE}
-    killed: the host's memory, though nobody could prove it here (dmesg on the host); fewer workers need less
-    aborted or a segmentation fault: a library that does not survive fork (multiprocessing_context='spawn'), or a \
-    broken file
-    """),
-    retryable=True,
-)
-def worker_died(case: Case) -> Found | None:
-    """A data loader's worker process died under the rank."""
+@family.cause(r"""
+data.worker-died, again: A data loader's worker process died under the rank.
+  perhaps: DataLoader worker \(pid (\d+)\) is killed by signal: ([^.\n]+)
+  seen: "DataLoader worker (pid …) exited unexpectedly" or "is killed by signal"; or its pipe broke while it handed a
+      batch over (EOFError and the like)
+  unless: the kernel killed it for memory: oom.host. A bus error with a small /dev/shm: data.shm. An exception in the
+      worker comes with its own type
+  fix: {ALONE}
+  fix: killed: the host's memory, though nobody could prove it here (dmesg on the host); fewer workers need less
+  fix: aborted or a segmentation fault: a library that does not survive fork (multiprocessing_context='spawn'), or a
+      broken file
+""")
+def worker_died(case: Case, found: Match | None) -> Found | None:
     # The signal is in the exception that this one was raised from.
-    found = find(case, r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.\n]+)")
     found = found or find(case, r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly")
     error = case.end.error
     if not found and error is not None and lost_worker(error):
         broke = f"{error.type}{': ' + first_line(error.message) if error.message.strip() else ''}"
-        seen = (*_evidence(case, broke), *memory_trend(case.end.around))
+        seen = (*traced_line(case, broke), *memory_trend(case.end.around))
         return Found(f"a data-loader worker of {case.who} died while it handed a batch over ({broke})", seen)
     if not found:
         return None
     how = f"was killed by a signal: {found[2]}" if found.lastindex == 2 else "exited unexpectedly"
     summary = f"a data-loader worker (pid {found[1]}) of {case.who} {how}"
-    return Found(summary, (*_evidence(case, line_of(found)), *memory_trend(case.end.around)))
+    return Found(summary, (*traced_line(case, line_of(found)), *memory_trend(case.end.around)))
 
 
-@cause(
-    "data.no-space",
-    said=(
-        r"\[Errno 28\]|\[Errno 122\]|[Nn]o space left(?: on device|: )|Disk quota exceeded|os error (?:28|122)\b|"
-        r"inline_container\.cc:\d+\] \. unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing|\d+ requested and"
-        r" \d+ written"
-    ),
-    seen=(
-        'errno 28 (ENOSPC) or 122 (EDQUOT), "No space left on device"; torch.save says "unexpected pos" or'
-        ' "PytorchStreamWriter failed writing file", numpy "requested and … written"'
-    ),
-    contradicts="the device is /dev/shm: data.shm or nccl.shm",
-    fix=(
-        "df -h and df -i on that folder (bytes and files), and the quota: quota -s",
-        "keep fewer checkpoints; stoker clean --cache shows data and compile caches and what they take",
-        "the checkpoint that was being written is not whole: go on from the one before",
-    ),
-)
-def no_space(case: Case, found: Match) -> Found:
-    """The disk, or a quota, is full."""
-    path = path_in(line_of(found))
-    summary = f"{case.who}: no space left{' for ' + path if path else ''}{at(case)}"
-    return Found(summary, _evidence(case, line_of(found)))
+family.entries(r"""
+data.no-space: The disk, or a quota, is full.
+  said: \[Errno 28\]|\[Errno 122\]|[Nn]o space left(?: on device|: )|Disk quota exceeded|os error (?:28|122)\b|
+      inline_container\.cc:\d+\] \. unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing|
+      \d+ requested and \d+ written
+  summary: {who}: no space left{for_path}{at}
+  seen: errno 28 (ENOSPC) or 122 (EDQUOT), "No space left on device"; torch.save says "unexpected pos" or
+      "PytorchStreamWriter failed writing file", numpy "requested and … written"
+  unless: the device is /dev/shm: data.shm or nccl.shm
+  fix: df -h and df -i on that folder (bytes and files), and the quota: quota -s
+  fix: keep fewer checkpoints; stoker clean --cache shows data and compile caches and what they take
+  fix: the checkpoint that was being written is not whole: go on from the one before
+""")
 
 
-@cause(
-    "data.corrupt",
-    seen="""a reader says the file is not whole or not what it should be: safetensors' header, torch's zip archive,
-    a pickle, a zip, a JSON or Parquet file""",
-    contradicts="""a pickle with classes that torch won't load (weights_only): the file is whole. An EOFError or
-    JSON error of a stream: rank.exception""",
-    fix=steps("""
-    ls -l the file, and compare size and sha256sum with the source: 0 bytes or too few is a write or download that was \
-    cut off
-    a text that begins with `version https://git-lfs` is a pointer: git lfs pull. An HTML page is a failed download
-    a checkpoint: go on from the one before; write to another name, then rename, so that a half one is never found
-    """),
-)
-def corrupt(case: Case) -> Found | None:
-    """A checkpoint or a data file is damaged, or not the kind of file it is taken for."""
-    found = find(
-        case,
-        r"Error while deserializing header[^\n]*|MetadataIncompleteBuffer|InvalidHeader|PytorchStreamReader failed"
-        r" [^\n.]*|invalid load key, '[^\n]*|"
-        r"pickle data was truncated|WeightsUnpickler error:\s+Unsupported operand \d+|File is not a zip file|Bad magic"
-        r" number for|is not a valid JSON file|"
-        r"Failed to read all data for array[^\n]*|Parquet magic bytes not found[^\n]*|Compressed file ended before the"
-        r" end-of-stream[^\n]*",
-    )
+@family.cause(r"""
+data.corrupt: A checkpoint or a data file is damaged, or not the kind of file it is taken for.
+  perhaps: Error while deserializing header[^\n]*|MetadataIncompleteBuffer|InvalidHeader|
+      PytorchStreamReader failed [^\n.]*|invalid load key, '[^\n]*|pickle data was truncated|
+      WeightsUnpickler error:\s+Unsupported operand \d+|File is not a zip file|Bad magic number for|
+      is not a valid JSON file|Failed to read all data for array[^\n]*|Parquet magic bytes not found[^\n]*|
+      Compressed file ended before the end-of-stream[^\n]*
+  seen: a reader says the file is not whole or not what it should be: safetensors' header, torch's zip archive, a
+      pickle, a zip, a JSON or Parquet file
+  unless: a pickle with classes that torch won't load (weights_only): the file is whole. An EOFError or JSON error of
+      a stream: rank.exception
+  fix: ls -l the file, and compare size and sha256sum with the source: 0 bytes or too few is a write or download that
+      was cut off
+  fix: a text that begins with `version https://git-lfs` is a pointer: git lfs pull. An HTML page is a failed download
+  fix: a checkpoint: go on from the one before; write to another name, then rename, so that a half one is never found
+""")
+def corrupt(case: Case, found: Match | None) -> Found | None:
     if not found and not _cut_off(case):
         return None
     error = case.end.error
@@ -166,7 +133,7 @@ def corrupt(case: Case) -> Found | None:
         what = first_line(re.sub(r"\s+", " ", found[0]))
     lfs = " (a git-lfs pointer?)" if "invalid load key, 'v'" in what or "Unsupported operand 118" in what else ""
     summary = f"{case.who}: a file is damaged: {what}{lfs}{at(case)}"
-    return Found(summary, _evidence(case, line_of(found) if found else what))
+    return Found(summary, traced_line(case, line_of(found) if found else what))
 
 
 def _cut_off(case: Case) -> bool:
@@ -183,69 +150,52 @@ def _cut_off(case: Case) -> bool:
     )
 
 
-@cause(
-    "data.network-fs",
-    said=(
-        r"\[Errno (?:116|5|121)\][^\n]*|Stale file handle|Transport endpoint is not connected: '[^\n]*|os error"
-        r" (?:116|5|121)\b"
-    ),
-    seen="""errno 116 (ESTALE, stale file handle), 5 (EIO), 121 (EREMOTEIO), or 107 (transport endpoint is not
-    connected) on a file""",
-    contradicts="a socket's error: rank.exception",
-    fix=steps("""
-    the file system's server, a mount or a disk failed: dmesg, df on that folder; a stale handle goes with remounting \
-    it
-    a FUSE mount (s3fs, gcsfuse, rclone) whose process died must be mounted again
-    data on a local disk survives a server's restart
-    """),
-    retryable=True,
-)
-def network_fs(case: Case, found: Match) -> Found:
-    """The file system failed under the script: a network mount, or a disk."""
-    path = path_in(line_of(found))
-    summary = f"{case.who}: the file system failed{' at ' + path if path else ''}: {first_line(line_of(found))}"
-    return Found(summary, _evidence(case, line_of(found)))
+family.entries(r"""
+data.network-fs, again: The file system failed under the script: a network mount, or a disk.
+  said: \[Errno (?:116|5|121)\][^\n]*|Stale file handle|Transport endpoint is not connected: '[^\n]*|os error (?:116|
+      5|121)\b
+  summary: {who}: the file system failed{at_path}: {line}
+  seen: errno 116 (ESTALE, stale file handle), 5 (EIO), 121 (EREMOTEIO), or 107 (transport endpoint is not connected)
+      on a file
+  unless: a socket's error: rank.exception
+  fix: the file system's server, a mount or a disk failed: dmesg, df on that folder; a stale handle goes with
+      remounting it
+  fix: a FUSE mount (s3fs, gcsfuse, rclone) whose process died must be mounted again
+  fix: data on a local disk survives a server's restart
+""")
 
 
-@cause(
-    "data.permission",
-    said=r"\[Errno (?:13|30)\] [^\n]*: '[^\n]*",
-    seen="errno 13 (EACCES) or 30 (EROFS, read-only file system) with a path",
-    contradicts="a permission that is not about a file: rank.exception",
-    fix=steps("""
-    ls -ld the file and its folders, and id: who are you there, and on which host?
-    a cache of somebody else's: HF_HOME and TORCH_HOME to a folder of your own; a container's user is not the host's
-    """),
-)
+@family.cause(r"""
+data.permission: The script may not read or write a file.
+  said: \[Errno (?:13|30)\] [^\n]*: '[^\n]*
+  seen: errno 13 (EACCES) or 30 (EROFS, read-only file system) with a path
+  unless: a permission that is not about a file: rank.exception
+  fix: ls -ld the file and its folders, and id: who are you there, and on which host?
+  fix: a cache of somebody else's: HF_HOME and TORCH_HOME to a folder of your own; a container's user is not the
+      host's
+""")
 def permission(case: Case, found: Match) -> Found:
-    """The script may not read or write a file."""
     why = "read-only file system" if "Errno 30" in found[0] else "permission denied"
-    return Found(f"{case.who}: may not open {path_in(found[0])}: {why}", _evidence(case, found[0]))
+    return Found(f"{case.who}: may not open {path_in(found[0])}: {why}", traced_line(case, found[0]))
 
 
-@cause(
-    "data.file-missing",
-    seen="a FileNotFoundError with a path, or a model that the Hugging Face hub and the disk don't have",
-    contradicts="the file is a program that subprocess could not start: rank.exception. A library: env.version",
-    fix=steps("""
-    is the path right from where the ranks start (the folder stoker was started in), and the same on every host?
-    is the disk mounted, and the download or preparation step done? rank 0 preparing what the others already open is a \
-    race: a barrier between
-    a model by its hub name: logged in (HF_TOKEN), online (HF_HUB_OFFLINE unset), spelled right?
-    """),
-)
-def file_missing(case: Case) -> Found | None:
-    """A file the script wants is not there."""
+@family.cause(r"""
+data.file-missing: A file the script wants is not there.
+  perhaps: \[Errno 2\] No such file or directory: '|is not a local folder and is not a valid model identifier|
+      does not appear to have a file named
+  seen: a FileNotFoundError with a path, or a model that the Hugging Face hub and the disk don't have
+  unless: the file is a program that subprocess could not start: rank.exception. A library: env.version
+  fix: is the path right from where the ranks start (the folder stoker was started in), and the same on every host?
+  fix: is the disk mounted, and the download or preparation step done? rank 0 preparing what the others already open
+      is a race: a barrier between
+  fix: a model by its hub name: logged in (HF_TOKEN), online (HF_HUB_OFFLINE unset), spelled right?
+""")
+def file_missing(case: Case, found: Match | None) -> Found | None:
     error = case.end.error
-    found = find(
-        case,
-        r"\[Errno 2\] No such file or directory: '|is not a local folder and is not a valid model identifier|does not"
-        r" appear to have a file named",
-    )
     if not found and not (error is not None and error.type == "FileNotFoundError" and error.message.strip()):
         return None
     if error is not None and re.search(r"subprocess\.py\", line \d+, in _execute_child", error.traceback):
         return None
     line = line_of(found) if found else first_line(said(case))
     path = path_in(line)
-    return Found(f"{case.who}: {path + ' is not there' if path else first_line(line)}", _evidence(case, line))
+    return Found(f"{case.who}: {path + ' is not there' if path else first_line(line)}", traced_line(case, line))

@@ -2,67 +2,57 @@
 
 from __future__ import annotations
 
-from stoker.control.verdict.catalogue import Case, Found, Match, cause, steps
-from stoker.control.verdict.lastwords import at, first_line, line_of, place, traced
+from stoker.control.verdict.catalogue import Case, Family, Found, Match
+from stoker.control.verdict.lastwords import at, first_line, line_of, place, traced, traced_line
 
 ORDER = 55
 
 _RIGHT_PYTHON = "is it the right Python environment? the ranks use the one that runs Stoker"
+family = Family(__name__, traced_line, RIGHT_PYTHON=_RIGHT_PYTHON)
 
 
-@cause(
-    "env.cuda-build",
-    said=r"Torch not compiled with CUDA enabled|Distributed package doesn't have NCCL built in",
-    seen='"Torch not compiled with CUDA enabled", or "Distributed package doesn\'t have NCCL built in"',
-    contradicts="torch has CUDA and finds no GPU or no driver: gpu.driver",
-    fix=steps("""
-    python -c 'import torch; print(torch.__version__, torch.version.cuda)'   # +cpu or None: a build without CUDA
-    pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128   # or another that the \
-    driver allows (nvidia-smi)
-    no GPU here, and that is meant: backend gloo (or none named), and .to('cpu')
-    """),
-)
-def cuda_build(case: Case, found: Match) -> Found:
-    """This torch was built without CUDA."""
-    return Found(f"{case.who}: {found[0]}: torch is a build without CUDA", (line_of(found), *traced(case.end, 4)))
+family.entries("""
+env.cuda-build: This torch was built without CUDA.
+  said: Torch not compiled with CUDA enabled|Distributed package doesn't have NCCL built in
+  summary: {who}: {said}: torch is a build without CUDA
+  seen: "Torch not compiled with CUDA enabled", or "Distributed package doesn't have NCCL built in"
+  unless: torch has CUDA and finds no GPU or no driver: gpu.driver
+  fix: python -c 'import torch; print(torch.__version__, torch.version.cuda)'   # +cpu or None: a build without CUDA
+  fix: pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128   # or another that the
+      driver allows (nvidia-smi)
+  fix: no GPU here, and that is meant: backend gloo (or none named), and .to('cpu')
+""")
 
 
-@cause(
-    "env.version",
-    said=(
-        r"undefined symbol: \w+|version `(?:GLIBC|GLIBCXX|CXXABI)_[\d.]+' not found|[\w./+-]+\.so[\d.]*: cannot open"
-        r" shared object file|"
-        r"compiled using NumPy 1\.x|numpy\.core\.multiarray failed to import|Numpy is not available|numpy\.dtype size"
-        r" changed|"
-        r"compiled with different CUDA|operator torchvision::\w+ does not exist|is required for a normal functioning of"
-        r" this module|"
-        r"\b(?:requires?|needs) [^\n]{0,60}?(?:version v?\d|[<>=]=? ?v?\d+\.\d)"
-    ),
-    seen="""an "undefined symbol", a library or GLIBC version that is not found, a module built for another NumPy or
-    CUDA, or a package that names the version it needs""",
-    contradicts="a module that is not there at all: env.import. A symbol of NCCL: nccl.version",
-    fix=steps("""
-    pip check   # names packages that don't fit each other
-    reinstall the package the message names, for this torch: extensions (flash-attn, xformers, torchvision) are built \
-    for one torch version each
-    GLIBC: the wheel wants a newer system; take an older wheel or a newer image
-    LD_LIBRARY_PATH can bring in the wrong library: unset it and try
-    """),
-)
+@family.cause(r"""
+env.version: Two pieces of software have versions that don't fit each other.
+  said: undefined symbol: \w+|version `(?:GLIBC|GLIBCXX|CXXABI)_[\d.]+' not found|
+      [\w./+-]+\.so[\d.]*: cannot open shared object file|compiled using NumPy 1\.x|
+      numpy\.core\.multiarray failed to import|Numpy is not available|numpy\.dtype size changed|
+      compiled with different CUDA|operator torchvision::\w+ does not exist|
+      is required for a normal functioning of this module|\b(?:requires?|needs) [^\n]{0,60}?(?:version v?\d|
+      [<>=]=? ?v?\d+\.\d)
+  seen: an "undefined symbol", a library or GLIBC version that is not found, a module built for another NumPy or CUDA,
+      or a package that names the version it needs
+  unless: a module that is not there at all: env.import. A symbol of NCCL: nccl.version
+  fix: pip check   # names packages that don't fit each other
+  fix: reinstall the package the message names, for this torch: extensions (flash-attn, xformers, torchvision) are
+      built for one torch version each
+  fix: GLIBC: the wheel wants a newer system; take an older wheel or a newer image
+  fix: LD_LIBRARY_PATH can bring in the wrong library: unset it and try
+""")
 def version(case: Case, found: Match) -> Found:
-    """Two pieces of software have versions that don't fit each other."""
     summary = f"{case.who}: versions don't fit: {first_line(line_of(found))}{at(case)}"
     return Found(summary, traced(case.end) or (line_of(found),))
 
 
-@cause(
-    "env.import",
-    seen="an ImportError or ModuleNotFoundError ended the rank",
-    contradicts="the module was found and something else in it failed: then that is the exception",
-    fix=(_RIGHT_PYTHON,),
-)
+@family.cause("""
+env.import: A module that the script imports is not there, or lacks the name asked for.
+  seen: an ImportError or ModuleNotFoundError ended the rank
+  unless: the module was found and something else in it failed: then that is the exception
+  fix: {RIGHT_PYTHON}
+""")
 def missing_module(case: Case) -> Found | None:
-    """A module that the script imports is not there, or lacks the name asked for."""
     error = case.end.error
     if error is None or error.type not in ("ImportError", "ModuleNotFoundError"):
         return None
@@ -72,13 +62,12 @@ def missing_module(case: Case) -> Found | None:
     return Found(summary, traced(case.end), (*install, _RIGHT_PYTHON))
 
 
-@cause(
-    "env.syntax",
-    seen="a SyntaxError, IndentationError or TabError ended the rank",
-    fix=("fix {place}",),
-)
+@family.cause("""
+env.syntax: The script, or a file it imports, is not valid for this Python.
+  seen: a SyntaxError, IndentationError or TabError ended the rank
+  fix: fix {place}
+""")
 def syntax(case: Case) -> Found | None:
-    """The script, or a file it imports, is not valid for this Python."""
     error = case.end.error
     if error is None or error.type not in ("SyntaxError", "IndentationError", "TabError"):
         return None

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from stoker.contract.shape import shape
-from stoker.control.verdict.catalogue import Case, Found, cause, steps
+from stoker.control.verdict.catalogue import Case, Family, Found
 from stoker.control.verdict.lastwords import amount, find, line_of, place, said
 
 ORDER = 25
@@ -46,14 +46,10 @@ def read(text: str) -> Refused | None:
     if head is None:
         return None
     text = text[head.start() :]
-    others = tuple(
-        (int(pid), _bytes(count, unit))
-        for pid, count, unit in re.findall(rf"Process (\d+) has {_SIZE} memory in use", text)
-    )
-    allocated, unused = (
-        _one(text, rf"Of the allocated memory {_SIZE}"),
-        _one(text, rf"{_SIZE} is reserved by PyTorch but unallocated"),
-    )
+    told = re.findall(rf"Process (\d+) has {_SIZE} memory in use", text)
+    others = tuple((int(pid), _bytes(count, unit)) for pid, count, unit in told)
+    allocated = _one(text, rf"Of the allocated memory {_SIZE}")
+    unused = _one(text, rf"{_SIZE} is reserved by PyTorch but unallocated")
     own = _one(text, rf"this process has {_SIZE} memory in use")
     if own is None and allocated is not None:
         # In a container the driver knows us by the host's pid, and torch takes its own process for another one.
@@ -91,20 +87,21 @@ _NO_NUMBERS = (
 )
 _SLACK = 2**30  # contexts and what the driver keeps for itself: not a holder worth naming
 _PIECES = 2**29  # less than this in torch's cache is no fragmentation, but a card that is full to the brim
-_SMALLER = steps("""
-    a chunked or fused loss, so that the logits of all tokens never exist at once (liger-kernel's fused linear \
-    cross-entropy)
-    activation checkpointing (gradient_checkpointing_enable(), torch.utils.checkpoint)
-    half the micro-batch with twice the accumulation steps: the global batch and the result stay the same
-    an 8-bit optimizer (bitsandbytes AdamW8bit): 2 bytes of state per parameter instead of 8
-    shard parameters, gradients and optimizer over the ranks (FSDP: torch.distributed.fsdp.fully_shard)
-    last, a shorter sequence: it changes what is learned
-    """)
+_SMALLER = (
+    "a chunked or fused loss, so that the logits of all tokens never exist at once (liger-kernel's fused linear"
+    " cross-entropy)",
+    "activation checkpointing (gradient_checkpointing_enable(), torch.utils.checkpoint)",
+    "half the micro-batch with twice the accumulation steps: the global batch and the result stay the same",
+    "an 8-bit optimizer (bitsandbytes AdamW8bit): 2 bytes of state per parameter instead of 8",
+    "shard parameters, gradients and optimizer over the ranks (FSDP: torch.distributed.fsdp.fully_shard)",
+    "last, a shorter sequence: it changes what is learned",
+)
 _MAKE_ROOM = (
     "stoker clean   # shows what your own dead runs still hold; --yes frees it, nobody else's work is touched",
     "stoker run --gpus any:N --min-free-memory SIZE --wait 10m   # cards with room, or wait for them",
     "held from outside this container: ask who shares the machine, or the provider",
 )
+family = Family(__name__, EXPANDABLE=_EXPANDABLE, SMALLER=_SMALLER, MAKE_ROOM=_MAKE_ROOM)
 
 
 class _Card:
@@ -159,15 +156,12 @@ class _Card:
                 lines.append(f"pid {one.get('pid')} holds {memory}, held from outside this container")
                 continue
             run = f", run {one['run']}" if one.get("run") else ""
-            lines.append(
-                f"pid {one.get('pid')} ({one['command']}{', user ' + one['user'] if one.get('user') else ''}{run})"
-                f" holds {memory}"
-            )
+            user = f", user {one['user']}" if one.get("user") else ""
+            lines.append(f"pid {one.get('pid')} ({one['command']}{user}{run}) holds {memory}")
         lines += [f"pid {pid} holds {amount(size)}" for pid, size in self.strangers]
         if not lines and self.foreign:
-            lines.append(
-                f"{amount(self.foreign)} are held by processes that can't be seen from here, outside this container"
-            )
+            unseen = "processes that can't be seen from here, outside this container"
+            lines.append(f"{amount(self.foreign)} are held by {unseen}")
         return lines
 
     def sentence(self) -> str:
@@ -194,18 +188,15 @@ def _look(case: Case) -> tuple[_Card, tuple[str, ...]] | None:
     return card, (said_so.partition(" If reserved but unallocated")[0], *at, *own, *card.who_holds())
 
 
-@cause(
-    "oom.gpu-foreign",
-    seen="""torch.OutOfMemoryError (or CUDA error 2, CUBLAS_STATUS_ALLOC_FAILED), and processes that are not this
-    run's hold so much of the card that what was needed would have fitted without them""",
-    contradicts=(
-        "others hold less than 1 GiB and 5 % of the card, or it would not have fitted on an empty card either: oom.gpu"
-    ),
-    fix=_MAKE_ROOM,
-    retryable=True,
-)
+@family.cause("""
+oom.gpu-foreign, again: The GPU's memory is taken by somebody else's process.
+  seen: torch.OutOfMemoryError (or CUDA error 2, CUBLAS_STATUS_ALLOC_FAILED), and processes that are not this run's
+      hold so much of the card that what was needed would have fitted without them
+  unless: others hold less than 1 GiB and 5 % of the card, or it would not have fitted on an empty card either:
+      oom.gpu
+  fix: {MAKE_ROOM}
+""")
 def foreign(case: Case) -> Found | None:
-    """The GPU's memory is taken by somebody else's process."""
     looked = _look(case)
     if looked is None or not looked[0].foreign_decides:
         return None
@@ -219,22 +210,16 @@ def foreign(case: Case) -> Found | None:
     return Found(who, evidence, (*mine, *_MAKE_ROOM))
 
 
-@cause(
-    "oom.gpu-fragmentation",
-    seen="""torch.OutOfMemoryError, and torch's allocator has reserved at least as much as was needed without
-    handing it out""",
-    contradicts="less is reserved and unused than was needed, or less than 512 MiB: oom.gpu",
-    fix=(
-        f"{_EXPANDABLE}   # stoker run --env NAME=VALUE sets it",
-        "shapes that vary from step to step fragment: pad or bucket the sequences, or pack them to one length",
-        (
-            "evaluation and saving between training steps: the same batch shape, or torch.cuda.empty_cache() once after"
-            " them"
-        ),
-    ),
-)
+@family.cause("""
+oom.gpu-fragmentation: The GPU had the memory, but in pieces too small: torch's cache is fragmented.
+  seen: torch.OutOfMemoryError, and torch's allocator has reserved at least as much as was needed without handing it
+      out
+  unless: less is reserved and unused than was needed, or less than 512 MiB: oom.gpu
+  fix: {EXPANDABLE}   # stoker run --env NAME=VALUE sets it
+  fix: shapes that vary from step to step fragment: pad or bucket the sequences, or pack them to one length
+  fix: evaluation and saving between training steps: the same batch shape, or torch.cuda.empty_cache() once after them
+""")
 def fragmentation(case: Case) -> Found | None:
-    """The GPU had the memory, but in pieces too small: torch's cache is fragmented."""
     looked = _look(case)
     refused = looked[0].refused if looked else None
     if looked is None or refused is None or refused.unused is None or refused.unused < max(refused.needed, _PIECES):
@@ -242,17 +227,14 @@ def fragmentation(case: Case) -> Found | None:
     return Found(f"{case.who}: GPU memory is fragmented: {looked[0].sentence()}", looked[1])
 
 
-@cause(
-    "oom.gpu",
-    seen="""torch.OutOfMemoryError, CUDA error 2 (out of memory), CUBLAS_STATUS_ALLOC_FAILED, and neither others nor
-    fragments account for it""",
-    contradicts=(
-        "others hold the card: oom.gpu-foreign; as much as needed is reserved and unused: oom.gpu-fragmentation"
-    ),
-    fix=_SMALLER,
-)
+@family.cause("""
+oom.gpu: The model, the batch or the optimizer is too big for the GPU.
+  seen: torch.OutOfMemoryError, CUDA error 2 (out of memory), CUBLAS_STATUS_ALLOC_FAILED, and neither others nor
+      fragments account for it
+  unless: others hold the card: oom.gpu-foreign; as much as needed is reserved and unused: oom.gpu-fragmentation
+  fix: {SMALLER}
+""")
 def too_big(case: Case) -> Found | None:
-    """The model, the batch or the optimizer is too big for the GPU."""
     looked = _look(case)
     if looked is None:
         return None
@@ -265,10 +247,8 @@ def too_big(case: Case) -> Found | None:
         summary = f"{case.who}: out of GPU memory: {card.sentence()}; {limit}"
         return Found(summary, evidence, (f"raise that limit: {limit}", *_SMALLER))
     if refused.free is not None and refused.free > refused.needed + _SLACK:
-        odd = (
-            "the driver refused although there is room: a limit on address space (ulimit -v must say unlimited), or a"
-            " slice or quota of the card"
-        )
+        limit = "a limit on address space (ulimit -v must say unlimited), or a slice or quota of the card"
+        odd = f"the driver refused although there is room: {limit}"
         return Found(f"{case.who}: out of GPU memory: {card.sentence()}", (*evidence, odd), (odd, *_SMALLER))
     unused = refused.unused or 0
     enough = unused >= _PIECES and (refused.free or 0) + unused >= refused.needed

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from stoker.contract.names import EX_SOFTWARE
-from stoker.control.verdict.catalogue import Case, Found, cause, steps
+from stoker.control.verdict.catalogue import Case, Family, Found
 from stoker.control.verdict.lastwords import find, last_lines
 
 ORDER = 15
+family = Family(__name__)
 
 _SAID = r"GRPO stopped itself: (.+)"
 
 
-@cause(
-    "grpo.broken",
-    seen="""stoker's own GRPO saw for several steps a constant reward, a divergence, entropy or length out of
-    bounds, or no numbers at all, and ended itself""",
-    contradicts="an exception, or another exit code than 70: the run did not end itself",
-    fix=steps("""
-    the line says what to change; metrics.jsonl has each step's reward, kl, entropy and length
-    a lower optim.learning_rate and a higher grpo.kl; where the line names a checkpoint, checkpoint.resume goes on \
-    from it
-    look at what is asked and what is answered: `stoker chat` with the model it began with
-    """),
-)
+@family.cause("""
+grpo.broken: GRPO's circuit breaker stopped the run: it learned nothing any more, or was breaking its model.
+  seen: stoker's own GRPO saw for several steps a constant reward, a divergence, entropy or length out of bounds, or
+      no numbers at all, and ended itself
+  unless: an exception, or another exit code than 70: the run did not end itself
+  fix: the line says what to change; metrics.jsonl has each step's reward, kl, entropy and length
+  fix: a lower optim.learning_rate and a higher grpo.kl; where the line names a checkpoint, checkpoint.resume goes on
+      from it
+  fix: look at what is asked and what is answered: `stoker chat` with the model it began with
+""")
 def broken(case: Case) -> Found | None:
-    """GRPO's circuit breaker stopped the run: it learned nothing any more, or was breaking its model."""
     found = find(case, _SAID) if case.end.error is None and case.end.code == EX_SOFTWARE else None
     return Found(found[1].strip(), last_lines(case.end)) if found else None

@@ -7,46 +7,39 @@ import signal
 
 from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import Around
-from stoker.control.verdict.catalogue import Case, Found, cause, entry, steps
+from stoker.control.verdict.catalogue import Case, Family, Found, Match
 from stoker.control.verdict.lastwords import amount, find, first_line, line_of, place, said
 
 ORDER = 20
 
-RAM_LIMIT = entry(
-    "oom.ram-limit",
-    "A rank's resident memory passed --ram-limit.",
-    seen="the rank and its workers together hold more (PSS) than --ram-limit",
-    contradicts="the sum of resident sizes is over but the proportional one is not: shared pages counted twice",
-    fix=("fewer data-loader workers, a smaller batch, or a higher --ram-limit",),
-)
+family = Family(__name__)
+family.entries("""
+oom.ram-limit: A rank's resident memory passed --ram-limit.
+  seen: the rank and its workers together hold more (PSS) than --ram-limit
+  unless: the sum of resident sizes is over but the proportional one is not: shared pages counted twice
+  fix: fewer data-loader workers, a smaller batch, or a higher --ram-limit
+""")
 
 
-@cause(
-    "oom.host",
-    seen="""SIGKILL that Stoker did not send to the rank, or a data-loader worker of it that vanished; and the
-    cgroup's oom_kill counter rose, or the kernel's log says it killed that pid""",
-    contradicts="""neither of these: rank.killed, somebody sent it. An allocation that was refused and not punished:
-    oom.host-allocation""",
-    fix=steps("""
-    fewer data-loader workers (each holds its own copy of what the dataset keeps in Python objects), or fewer ranks
-    --init-slots 1 loads models one after the other; safetensors with mmap reads weights without a second copy
-    --ram-limit SIZE stops the job before the kernel does; a container's own limit is in /sys/fs/cgroup/memory.max
-    """),
-)
+@family.cause("""
+oom.host: The kernel killed a rank, or a worker of it, because the host or the container was out of memory.
+  seen: SIGKILL that Stoker did not send to the rank, or a data-loader worker of it that vanished; and the cgroup's
+      oom_kill counter rose, or the kernel's log says it killed that pid
+  unless: neither of these: rank.killed, somebody sent it. An allocation that was refused and not punished:
+      oom.host-allocation
+  fix: fewer data-loader workers (each holds its own copy of what the dataset keeps in Python objects), or fewer ranks
+  fix: --init-slots 1 loads models one after the other; safetensors with mmap reads weights without a second copy
+  fix: --ram-limit SIZE stops the job before the kernel does; a container's own limit is in /sys/fs/cgroup/memory.max
+""")
 def host(case: Case) -> Found | None:
-    """The kernel killed a rank, or a worker of it, because the host or the container was out of memory."""
     end = case.end
-    worker = find(
-        case, r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(?: exited unexpectedly| is killed by signal: Killed)"
-    )
+    ended = r"(?: exited unexpectedly| is killed by signal: Killed)"
+    worker = find(case, r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)" + ended)
     if end.code != -signal.SIGKILL and worker is None:
         return None
     pids = [pid.strip() for pid in worker[1].split(",")] if worker else [str(end.pid)]
-    kernel = [
-        line
-        for line in end.around.kernel
-        if "ut of memory" in line and re.search(rf"Killed process (?:{'|'.join(pids)})\b", line)
-    ]
+    killed = rf"Killed process (?:{'|'.join(pids)})\b"
+    kernel = [line for line in end.around.kernel if "ut of memory" in line and re.search(killed, line)]
     if not kernel and not end.oom_killed:
         return None
     who = f"a data-loader worker (pid {', '.join(pids)}) of {case.who}" if worker else case.who
@@ -73,31 +66,20 @@ def memory_trend(around: Around) -> tuple[str, ...]:
     return tuple(lines)
 
 
-_ADDRESS_SPACE = (
-    "ulimit -v must say unlimited: RLIMIT_AS limits address space and not memory, and a CUDA context alone reserves 18"
-    " GB of it (take resource.setrlimit(RLIMIT_AS) out; --ram-limit watches real memory)"
-)
-
-
-@cause(
-    "oom.host-allocation",
-    seen="MemoryError, std::bad_alloc, errno 12, or torch's \"DefaultCPUAllocator: can't allocate memory\"",
-    contradicts="the process was killed and not refused: oom.host. The memory is the GPU's: oom.gpu",
-    fix=(
-        _ADDRESS_SPACE,
-        "free -h, and cat /sys/fs/cgroup/memory.max: is there room for what was asked?",
-        "--init-slots 1: one rank at a time imports and loads its model",
-        "memory-map the weights and the data instead of reading them whole",
-    ),
-)
-def allocation(case: Case) -> Found | None:
-    """The host would not give the rank memory it asked for: too little RAM, or a limit on its address space."""
+@family.cause(r"""
+oom.host-allocation: The host would not give the rank memory it asked for: too little RAM, or a limit on its address space.
+  perhaps: std::bad_alloc|DefaultCPUAllocator: (?:can't|not enough)[^\n]*|\[Errno 12\][^\n]*|
+      unable to mmap[^\n]*Cannot allocate memory[^\n]*
+  seen: MemoryError, std::bad_alloc, errno 12, or torch's "DefaultCPUAllocator: can't allocate memory"
+  unless: the process was killed and not refused: oom.host. The memory is the GPU's: oom.gpu
+  fix: ulimit -v must say unlimited: RLIMIT_AS limits address space and not memory, and a CUDA context alone reserves
+      18 GB of it (take resource.setrlimit(RLIMIT_AS) out; --ram-limit watches real memory)
+  fix: free -h, and cat /sys/fs/cgroup/memory.max: is there room for what was asked?
+  fix: --init-slots 1: one rank at a time imports and loads its model
+  fix: memory-map the weights and the data instead of reading them whole
+""")
+def allocation(case: Case, found: Match | None) -> Found | None:
     error = case.end.error
-    found = find(
-        case,
-        r"std::bad_alloc|DefaultCPUAllocator: (?:can't|not enough)[^\n]*|\[Errno 12\][^\n]*|unable to mmap[^\n]*Cannot"
-        r" allocate memory[^\n]*",
-    )
     if found is None and not (error is not None and error.type in ("MemoryError", "_ArrayMemoryError")):
         return None
     text = said(case)
@@ -109,12 +91,8 @@ def allocation(case: Case) -> Found | None:
     around = case.end.around
     fix: tuple[str, ...] = ()
     if asked and around.host_total and int(asked[1]) > around.host_total:
-        fix = (
-            (
-                f"{amount(int(asked[1]))} in one piece is more than the host has ({amount(around.host_total)}): look at"
-                f" the shape at {place(case.end)}"
-            ),
-        )
+        piece = f"{amount(int(asked[1]))} in one piece is more than the host has ({amount(around.host_total)})"
+        fix = (f"{piece}: look at the shape at {place(case.end)}",)
     said_so = (f"{error.type}: {first_line(error.message)}",) if error else ()
     if found:
         said_so = (line_of(found),)

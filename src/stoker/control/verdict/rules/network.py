@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from stoker.control.verdict.catalogue import Case, Found, Match, cause, steps
+from stoker.control.verdict.catalogue import Case, Family, Found, Match
 from stoker.control.verdict.lastwords import at, find, first_line, line_of, place, said, shm_left
 
 ORDER = 40
@@ -14,94 +14,77 @@ STORE = (
     r"The client socket has (?:timed out after [^\n]*trying to connect to|failed to connect to[^\n]*) ?\(([^)]*)\)|"
     r"Timed out after (\d+) seconds waiting for clients\. (\d+/\d+) clients joined"
 )
-REACH = steps("""
-    every host must reach every other on the ephemeral ports (/proc/sys/net/ipv4/ip_local_port_range), in both \
+_REACH = """every host must reach every other on the ephemeral ports (/proc/sys/net/ipv4/ip_local_port_range), in both
     directions: MASTER_PORT is only where they meet, the data has ports of its own
-    MASTER_ADDR must be an address the other hosts can reach, not 127.0.0.1 and not a name that only one of them knows \
-    (getent hosts NAME, on each)
-    """)
+    fix: MASTER_ADDR must be an address the other hosts can reach, not 127.0.0.1 and not a name that only one of them
+        knows (getent hosts NAME, on each)"""
+_WARN = "stoker run --env NCCL_DEBUG=WARN …   # NCCL then says more before it gives up"
 
 
-def _where(case: Case) -> tuple[str, ...]:
-    return (at(case).strip(),) if at(case) else ()
+def _at_line(case: Case, line: str) -> tuple[str, ...]:
+    return (line, at(case).strip()) if at(case) else (line,)
 
 
-@cause(
-    "net.port-in-use",
-    seen="EADDRINUSE in the exception: the script listens on a port of its own choice that somebody else has",
-    contradicts="the port is Stoker's own (MASTER_PORT): that one is reserved before the ranks start",
-    fix=("use env:// (MASTER_ADDR and MASTER_PORT, which Stoker sets to a free port) instead of a port of your own",),
-    retryable=True,
-)
+gloo = Family(__name__, _at_line, REACH=_REACH)
+
+
+@gloo.cause("""
+net.port-in-use, again: The script asked for a port that is taken.
+  seen: EADDRINUSE in the exception: the script listens on a port of its own choice that somebody else has
+  unless: the port is Stoker's own (MASTER_PORT): that one is reserved before the ranks start
+  fix: use env:// (MASTER_ADDR and MASTER_PORT, which Stoker sets to a free port) instead of a port of your own
+""")
 def port_in_use(case: Case) -> Found | None:
-    """The script asked for a port that is taken."""
     error = case.end.error
     if error is None or not ("EADDRINUSE" in error.message or "address already in use" in error.message.lower()):
         return None
     port = re.search(r"port:? (\d+)", error.message)
     which = f"port {port[1]}" if port else "a port"
     summary = f"{case.who}: {which} is already in use"
-    return Found(summary, (f"{error.type}: {first_line(error.message)}", *_where(case)))
+    return Found(summary, _at_line(case, f"{error.type}: {first_line(error.message)}"))
 
 
-@cause(
-    "gloo.interface",
-    seen=(
-        'gloo\'s "Unable to find address for: eth0" or "Unable to find interface for", or a host name it can\'t resolve'
-    ),
-    contradicts="the interface is there and the peer does not answer: gloo.connection",
-    fix=steps("""
-    unset GLOO_SOCKET_IFNAME, or name an interface that exists on this host (ip -brief address); hosts may need \
-    different ones
-    without it gloo takes the address of the host's own name: getent hosts $(hostname) must answer
-    """),
-)
-def gloo_interface(case: Case) -> Found | None:
-    """gloo was told to use a network interface that this host does not have."""
-    found = find(case, r"Unable to (?:find address|find interface|resolve hostname)[^\n:]*:? ?(\S*)")
+@gloo.cause(r"""
+gloo.interface: gloo was told to use a network interface that this host does not have.
+  perhaps: Unable to (?:find address|find interface|resolve hostname)[^\n:]*:? ?(\S*)
+  seen: gloo's "Unable to find address for: eth0" or "Unable to find interface for", or a host name it can't resolve
+  unless: the interface is there and the peer does not answer: gloo.connection
+  fix: unset GLOO_SOCKET_IFNAME, or name an interface that exists on this host (ip -brief address); hosts may need
+      different ones
+  fix: without it gloo takes the address of the host's own name: getent hosts $(hostname) must answer
+""")
+def gloo_interface(case: Case, found: Match | None) -> Found | None:
     if not found or not find(case, r"gloo|GLOO|Gloo"):
         return None
-    return Found(f"{case.who}: gloo finds no address for {found[1] or 'this host'}", (line_of(found), *_where(case)))
+    return Found(f"{case.who}: gloo finds no address for {found[1] or 'this host'}", _at_line(case, line_of(found)))
 
 
-@cause(
-    "gloo.shape",
-    said=r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)",
-    seen='gloo\'s "op.preamble.length <= op.nbytes": a rank received more bytes than it expected',
-    contradicts="the connection broke before: then the peer's end is the cause",
-    fix=steps("""
-    ranks called a collective with tensors of different sizes or types, or in another order: print shape and dtype \
-    before it on each rank
-    lists of unequal length: all_gather_object, or pad to the longest; a last batch that is smaller: drop_last=True
-    a model that differs between ranks (a layer only rank 0 has, another vocabulary size)
-    """),
-)
-def gloo_shape(case: Case, found: Match) -> Found:
-    """Ranks sent each other tensors of different sizes in one collective."""
-    return Found(
-        f"{case.who} received {found[1]} bytes where it expected {found[2]}: the ranks' collectives differ in size",
-        (line_of(found), *_where(case)),
-    )
+gloo.entries(r"""
+gloo.shape: Ranks sent each other tensors of different sizes in one collective.
+  said: op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)
+  summary: {who} received {0} bytes where it expected {1}: the ranks' collectives differ in size
+  seen: gloo's "op.preamble.length <= op.nbytes": a rank received more bytes than it expected
+  unless: the connection broke before: then the peer's end is the cause
+  fix: ranks called a collective with tensors of different sizes or types, or in another order: print shape and dtype
+      before it on each rank
+  fix: lists of unequal length: all_gather_object, or pad to the longest; a last batch that is smaller: drop_last=True
+  fix: a model that differs between ranks (a layer only rank 0 has, another vocabulary size)
+""")
 
 
-@cause(
-    "gloo.connection",
-    seen="""at start-up, ranks on CPU: the store can't be reached or not all ranks came, or gloo's full mesh of
-    connections could not be made""",
-    contradicts="""the connection was there and broke (reset, closed by peer): the echo of another rank's end. A
-    refused connection to something else than a peer: rank.exception""",
-    fix=REACH,
-    retryable=True,
-)
-def gloo_connection(case: Case) -> Found | None:
-    """A rank could not connect to its peers at the start."""
-    mesh = find(
-        case,
-        r"connectFullMesh failed|gloo/transport/[^\n]*(?:Connection refused|No route to host|[Cc]onnect timeout|timed"
-        r" out connecting)",
-    )
+@gloo.cause(r"""
+gloo.connection, again: A rank could not connect to its peers at the start.
+  perhaps: connectFullMesh failed|gloo/transport/[^\n]*(?:Connection refused|No route to host|[Cc]onnect timeout|
+      timed out connecting)
+  seen: at start-up, ranks on CPU: the store can't be reached or not all ranks came, or gloo's full mesh of
+      connections could not be made
+  unless: the connection was there and broke (reset, closed by peer): the echo of another rank's end. A refused
+      connection to something else than a peer: rank.exception
+  fix: {REACH}
+""")
+def gloo_connection(case: Case, mesh: Match | None) -> Found | None:
     if mesh:
-        return Found(f"{case.who} can't connect to a peer (gloo)", (line_of(mesh), *_where(case)))
+        return Found(f"{case.who} can't connect to a peer (gloo)", _at_line(case, line_of(mesh)))
     return None if "GPU" in case.end.label else store(case)
 
 
@@ -114,30 +97,24 @@ def store(case: Case) -> Found | None:
         text = f"{case.who} waited {found[2]} s for the others: {here} of {all_of} ranks came to the store"
     else:
         text = f"{case.who} can't reach the store at {found[1].replace(', ', ':')}"
-    return Found(text, (line_of(found), *_where(case)))
+    return Found(text, _at_line(case, line_of(found)))
 
 
-@cause(
-    "gloo.timeout",
-    said=r"gloo/transport/[^\n]*Timed out waiting (\d+)ms for (\w+) operation",
-    seen='gloo\'s "Timed out waiting 1800000ms for recv operation to complete", and no rank failed or left',
-    contradicts="a rank that failed, left early or is seen to hang: that is the cause",
-    fix=steps("""
-    a rank that did not take part: unequal numbers of batches, an `if rank == 0` around a collective, a slow save or \
-    evaluation on one rank
-    long work on one rank between collectives: init_process_group(timeout=timedelta(hours=2))
-    """),
-    retryable=True,
-)
+@gloo.cause(r"""
+gloo.timeout, again: A collective of gloo was not finished in time, and nothing shows why.
+  said: gloo/transport/[^\n]*Timed out waiting (\d+)ms for (\w+) operation
+  seen: gloo's "Timed out waiting 1800000ms for recv operation to complete", and no rank failed or left
+  unless: a rank that failed, left early or is seen to hang: that is the cause
+  fix: a rank that did not take part: unequal numbers of batches, an `if rank == 0` around a collective, a slow save
+      or evaluation on one rank
+  fix: long work on one rank between collectives: init_process_group(timeout=timedelta(hours=2))
+""")
 def gloo_timeout(case: Case, found: Match) -> Found:
-    """A collective of gloo was not finished in time, and nothing shows why."""
     summary = f"{case.who} waited {int(found[1]) / 1000:.0f} s for a peer in a {found[2]}"
-    return Found(summary, (line_of(found), *_where(case)))
+    return Found(summary, _at_line(case, line_of(found)))
 
 
 # ---- NCCL ----
-
-_WARN = "stoker run --env NCCL_DEBUG=WARN …   # NCCL then says more before it gives up"
 
 
 def _last_error(case: Case) -> str:
@@ -151,86 +128,59 @@ def _evidence(case: Case, line: str) -> tuple[str, ...]:
     return (line, *((f"NCCL's last error: {last}",) if last and last not in line else ()), *at)
 
 
-@cause(
-    "nccl.version",
-    said=r"Mismatched NCCL version detected[^\n]*|NCCL version mismatch[^\n]*|undefined symbol: nccl\w+",
-    seen='"Mismatched NCCL version detected", or a symbol of NCCL that the library found at run time does not have',
-    contradicts="other invalid usage (two ranks on one GPU: gpu.duplicate; no interface: nccl.interface)",
-    fix=steps("""
-    python -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())' on each host: the same torch build \
-    everywhere
-    LD_LIBRARY_PATH or LD_PRELOAD that brings in a system's libnccl: unset it; torch's wheels bring their own (pip \
-    list | grep nccl)
-    """),
-)
-def version(case: Case, found: Match) -> Found:
-    """The ranks, or torch and the library it found, have different versions of NCCL."""
-    return Found(f"{case.who}: {first_line(found[0])}", _evidence(case, line_of(found)))
+nccl = Family(__name__, _evidence, REACH=_REACH, WARN=_WARN)
+nccl.entries(r"""
+nccl.version: The ranks, or torch and the library it found, have different versions of NCCL.
+  said: Mismatched NCCL version detected[^\n]*|NCCL version mismatch[^\n]*|undefined symbol: nccl\w+
+  summary: {who}: {said}
+  seen: "Mismatched NCCL version detected", or a symbol of NCCL that the library found at run time does not have
+  unless: other invalid usage (two ranks on one GPU: gpu.duplicate; no interface: nccl.interface)
+  fix: python -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())' on each host: the same torch build
+      everywhere
+  fix: LD_LIBRARY_PATH or LD_PRELOAD that brings in a system's libnccl: unset it; torch's wheels bring their own (pip
+      list | grep nccl)
+nccl.interface: NCCL found no network interface to use.
+  said: no socket interface found|is neither AF_INET
+  summary: {who}: NCCL finds no network interface (NCCL_SOCKET_IFNAME?)
+  seen: NCCL's "Bootstrap : no socket interface found", or an address without a family
+  unless: the interface is there and the peer does not answer: nccl.connection
+  fix: unset NCCL_SOCKET_IFNAME, or name an interface that exists on this host (ip -brief address): hosts may have
+      different ones, and the value is a prefix (=eth0 is exact, ^docker excludes)
+  fix: is it still set in ~/.bashrc, /etc/nccl.conf or ~/.nccl.conf?
+""")
 
 
-@cause(
-    "nccl.interface",
-    said=r"no socket interface found|is neither AF_INET",
-    seen='NCCL\'s "Bootstrap : no socket interface found", or an address without a family',
-    contradicts="the interface is there and the peer does not answer: nccl.connection",
-    fix=steps("""
-    unset NCCL_SOCKET_IFNAME, or name an interface that exists on this host (ip -brief address): hosts may have \
-    different ones, and the value is a prefix (=eth0 is exact, ^docker excludes)
-    is it still set in ~/.bashrc, /etc/nccl.conf or ~/.nccl.conf?
-    """),
-)
-def interface(case: Case, found: Match) -> Found:
-    """NCCL found no network interface to use."""
-    return Found(f"{case.who}: NCCL finds no network interface (NCCL_SOCKET_IFNAME?)", _evidence(case, line_of(found)))
-
-
-@cause(
-    "nccl.shm",
-    said=(
-        r"[Ee]rror while (?:creating|attaching to) shared memory segment|failed to extend"
-        r" /dev/shm/nccl-|posix_fallocate failed"
-    ),
-    seen="""NCCL's "Error while creating shared memory segment /dev/shm/nccl-…", or its /dev/shm file that could not
-    be extended""",
-    contradicts="torch's own shared memory between a loader and its workers: data.shm",
-    fix=steps("""
-    a larger /dev/shm: docker run --shm-size=16g or --ipc=host; in Kubernetes an emptyDir with medium: Memory on \
-    /dev/shm
-    stoker clean   # shows segments that dead runs left there
-    NCCL_SHM_DISABLE=1 goes on without, slower
-    """),
-)
+@nccl.cause("""
+nccl.shm: NCCL could not get shared memory: /dev/shm is too small, or full.
+  said: [Ee]rror while (?:creating|attaching to) shared memory segment|failed to extend /dev/shm/nccl-|
+      posix_fallocate failed
+  seen: NCCL's "Error while creating shared memory segment /dev/shm/nccl-…", or its /dev/shm file that could not be
+      extended
+  unless: torch's own shared memory between a loader and its workers: data.shm
+  fix: a larger /dev/shm: docker run --shm-size=16g or --ipc=host; in Kubernetes an emptyDir with medium: Memory on
+      /dev/shm
+  fix: stoker clean   # shows segments that dead runs left there
+  fix: NCCL_SHM_DISABLE=1 goes on without, slower
+""")
 def shm(case: Case, found: Match) -> Found:
-    """NCCL could not get shared memory: /dev/shm is too small, or full."""
     room = shm_left(case.end.around)
     summary = f"{case.who}: NCCL got no shared memory{' (' + room[0] + ')' if room else ''}"
     return Found(summary, (*_evidence(case, line_of(found)), *room))
 
 
-@cause(
-    "nccl.connection",
-    seen="""at start-up, ranks on GPUs: NCCL's connection to a peer was refused, had no route or timed out; or the
-    store can't be reached or not all ranks came""",
-    contradicts=(
-        "the connection was there and broke (reset by peer, remote process exited): the echo of another rank's end"
-    ),
-    fix=(
-        *REACH,
-        *steps(f"""
-    a host with several networks: NCCL_SOCKET_IFNAME must name the one between the hosts (ip route get ADDRESS), not \
-    docker0 or a VPN
-    {_WARN}
-    """),
-    ),
-    retryable=True,
-)
-def connection(case: Case) -> Found | None:
-    """A rank could not connect to its peers at the start."""
-    found = find(
-        case,
-        r"socket(?:StartConnect|PollConnect|Connect)[^\n]*(?:[Cc]onnect(?:ing)? to |poll\(\))[^\n]*|"
-        r"(?:NCCL|nccl)[^\n]*[Cc]all to connect[^\n]*(?:refused|No route|timed out|unreachable)[^\n]*",
-    )
+@nccl.cause(r"""
+nccl.connection, again: A rank could not connect to its peers at the start.
+  perhaps: socket(?:StartConnect|PollConnect|Connect)[^\n]*(?:[Cc]onnect(?:ing)? to |poll\(\))[^\n]*|(?:NCCL|
+      nccl)[^\n]*[Cc]all to connect[^\n]*(?:refused|No route|timed out|unreachable)[^\n]*
+  seen: at start-up, ranks on GPUs: NCCL's connection to a peer was refused, had no route or timed out; or the store
+      can't be reached or not all ranks came
+  unless: the connection was there and broke (reset by peer, remote process exited): the echo of another rank's end
+  fix: {REACH}
+  fix: a host with several networks: NCCL_SOCKET_IFNAME must name the one between the hosts (ip route get ADDRESS),
+      not docker0 or a VPN
+  fix: {WARN}
+""")
+def connection(case: Case, found: Match | None) -> Found | None:
     if found and "reset by peer" not in found[0]:
         peer = re.search(r"to ([\d.:a-f\[\]%\w]+<\d+>)", found[0])
         summary = f"{case.who} can't connect to {peer[1] if peer else 'a peer'} (NCCL)"
@@ -238,44 +188,36 @@ def connection(case: Case) -> Found | None:
     return store(case) if "GPU" in case.end.label else None
 
 
-@cause(
-    "nccl.cuda",
-    said=r"unhandled cuda error|ncclUnhandledCudaError",
-    seen='"unhandled cuda error" (ncclUnhandledCudaError), and its last error names no better cause',
-    contradicts="the last error is out of memory, an illegal access, an ECC error …: then that is the cause",
-    fix=steps(f"""
-    the torch build and its NCCL must be the same on all hosts (python -c 'import torch; print(torch.__version__, \
-    torch.cuda.nccl.version())'); an installed CUDA toolkit does not matter, torch brings its own
-    the driver must be new enough for torch's CUDA build, and the card in its list: stoker doctor, on each host
-    not the firewall: a port that is closed says so (connection refused, timed out), and 29500 is only the store
-    NCCL_P2P_DISABLE=1, for one run: if it helps, the cards can't reach each other's memory (IOMMU or ACS in the BIOS, \
-    a virtual machine)
-    {_WARN}
-    """),
-    retryable=True,
-)
+@nccl.cause("""
+nccl.cuda, again: A CUDA call inside NCCL failed.
+  said: unhandled cuda error|ncclUnhandledCudaError
+  seen: "unhandled cuda error" (ncclUnhandledCudaError), and its last error names no better cause
+  unless: the last error is out of memory, an illegal access, an ECC error …: then that is the cause
+  fix: the torch build and its NCCL must be the same on all hosts (python -c 'import torch; print(torch.__version__,
+      torch.cuda.nccl.version())'); an installed CUDA toolkit does not matter, torch brings its own
+  fix: the driver must be new enough for torch's CUDA build, and the card in its list: stoker doctor, on each host
+  fix: not the firewall: a port that is closed says so (connection refused, timed out), and 29500 is only the store
+  fix: NCCL_P2P_DISABLE=1, for one run: if it helps, the cards can't reach each other's memory (IOMMU or ACS in the
+      BIOS, a virtual machine)
+  fix: {WARN}
+""")
 def cuda(case: Case, found: Match) -> Found:
-    """A CUDA call inside NCCL failed."""
     last = _last_error(case)
     summary = f"{case.who}: NCCL: unhandled cuda error{': ' + first_line(last) if last else ''}"
     return Found(summary, _evidence(case, line_of(found)))
 
 
-@cause(
-    "nccl.system",
-    seen='"unhandled system error" (ncclSystemError), and its last error names no better cause',
-    contradicts="""shared memory: nccl.shm; a peer that can't be reached: nccl.connection; too many open files:
-    data.too-many-files""",
-    fix=steps(f"""
-    {_WARN}
-    limits: ulimit -l (locked memory, unlimited for InfiniBand), ulimit -n, docker's --ulimit memlock=-1
-    """)
-    + REACH,
-    retryable=True,
-)
-def system(case: Case) -> Found | None:
-    """A system call inside NCCL failed."""
-    found = find(case, r"unhandled system error|ncclSystemError")
+@nccl.cause("""
+nccl.system, again: A system call inside NCCL failed.
+  perhaps: unhandled system error|ncclSystemError
+  seen: "unhandled system error" (ncclSystemError), and its last error names no better cause
+  unless: shared memory: nccl.shm; a peer that can't be reached: nccl.connection; too many open files:
+      data.too-many-files
+  fix: {WARN}
+  fix: limits: ulimit -l (locked memory, unlimited for InfiniBand), ulimit -n, docker's --ulimit memlock=-1
+  fix: {REACH}
+""")
+def system(case: Case, found: Match | None) -> Found | None:
     if not found or find(case, r"(?i)reset by peer|remote process exited|Too many open files"):
         return None
     last = _last_error(case)
@@ -283,23 +225,19 @@ def system(case: Case) -> Found | None:
     return Found(summary, _evidence(case, line_of(found)))
 
 
-@cause(
-    "nccl.timeout",
-    said=r"Watchdog caught collective operation timeout[^\n]*|collective operation timeout: [^\n]*",
-    seen="""NCCL's watchdog ended the process after the process group's timeout, and no rank failed, left or is seen
-    to hang""",
-    contradicts="a rank that failed by itself, left early or stopped: that is the cause, and the timeout its echo",
-    fix=steps("""
-    a rank that did not take part: unequal numbers of batches, an `if rank == 0` around a collective (saving a sharded \
-    model is one), other code paths
-    where was each rank? `stoker logs --rank N`, and the stacks in the record of the attempt
-    long work on one rank between collectives: init_process_group(timeout=timedelta(hours=1)); NCCL_IB_TIMEOUT is \
-    something else
-    """),
-    retryable=True,
-)
+@nccl.cause(r"""
+nccl.timeout, again: A collective was not finished in time, and nothing shows why.
+  said: Watchdog caught collective operation timeout[^\n]*|collective operation timeout: [^\n]*
+  seen: NCCL's watchdog ended the process after the process group's timeout, and no rank failed, left or is seen to
+      hang
+  unless: a rank that failed by itself, left early or stopped: that is the cause, and the timeout its echo
+  fix: a rank that did not take part: unequal numbers of batches, an `if rank == 0` around a collective (saving a
+      sharded model is one), other code paths
+  fix: where was each rank? `stoker logs --rank N`, and the stacks in the record of the attempt
+  fix: long work on one rank between collectives: init_process_group(timeout=timedelta(hours=1)); NCCL_IB_TIMEOUT is
+      something else
+""")
 def timeout(case: Case, found: Match) -> Found:
-    """A collective was not finished in time, and nothing shows why."""
     line = line_of(found)
     work, ran = re.search(r"SeqNum=(\d+), OpType=(\w+)", line), re.search(r"ran for (\d+) milliseconds", line)
     what = f"{work[2]} number {work[1]}" if work else "a collective"

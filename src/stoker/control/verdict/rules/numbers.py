@@ -7,57 +7,55 @@ from collections.abc import Sequence
 from typing import Any
 
 from stoker.contract.shapes import BadNumber, RankEnd
-from stoker.control.verdict.catalogue import CATALOGUE, Case, Found, cause, entry, report, steps
+from stoker.control.verdict.catalogue import Case, Family, Found, named, report
 from stoker.control.verdict.lastwords import first_line
 
 ORDER = 10
 
 # In the order that finds it: isnan() on token ids is always False, and clipping before looking spreads a NaN.
-_FIX = (
-    "look at the step before it: the last good checkpoint still has good weights",
-    "check gradients for NaN and Inf before clip_grad_norm_, not after: clipping spreads one bad value to all layers",
+_STEP_BEFORE = "look at the step before it: the last good checkpoint still has good weights"
+_GRADIENTS = (
+    "check gradients for NaN and Inf before clip_grad_norm_, not after: clipping spreads one bad value to all layers"
+)
+_THEN = (
+    _GRADIENTS,
     "a lower learning rate or a longer warm-up; max_grad_norm 1.0; bf16 rather than fp16",
     "labels out of range, an empty batch (0/0 in a mean), log or sqrt of 0 in the loss",
 )
-
-entry(
-    "nan.loss",
-    "The loss is NaN or infinite, and stays so.",
-    seen="""three losses in a row, from stoker.beat or from the step lines a rank prints. A loss of 0 next to a
-    gradient norm that is NaN counts: transformers' Trainer prints 0 for a NaN loss""",
-    contradicts="the next loss is a number: one bad batch; validation losses are not read",
-    fix=_FIX,
-)
-entry(
-    "nan.grad-norm",
-    "The gradient norm is NaN or infinite, and stays so.",
-    seen="ten step lines in a row with such a grad_norm, and a loss that is a number",
-    contradicts="the next one is a number: a gradient scaler (fp16) overflows now and then, and skips that step",
-    fix=("fp16: the loss scale never settles; bf16 needs no scaler", *_FIX[1:]),
-)
-entry(
-    "nan.exploding",
-    "The loss has exploded.",
-    seen="five losses in a row over 100 × the largest of the first ten, and that is 0.1 or more",
-    contradicts="it comes back: a spike",
-    fix=("a lower learning rate or a longer warm-up; max_grad_norm 1.0; `stable` settings", *_FIX[:2]),
-)
+family = Family(__name__, STEP_BEFORE=_STEP_BEFORE, GRADIENTS=_GRADIENTS, THEN=_THEN)
+family.entries("""
+nan.loss: The loss is NaN or infinite, and stays so.
+  seen: three losses in a row, from stoker.beat or from the step lines a rank prints. A loss of 0 next to a gradient
+      norm that is NaN counts: transformers' Trainer prints 0 for a NaN loss
+  unless: the next loss is a number: one bad batch; validation losses are not read
+  fix: {STEP_BEFORE}
+  fix: {THEN}
+nan.grad-norm: The gradient norm is NaN or infinite, and stays so.
+  seen: ten step lines in a row with such a grad_norm, and a loss that is a number
+  unless: the next one is a number: a gradient scaler (fp16) overflows now and then, and skips that step
+  fix: fp16: the loss scale never settles; bf16 needs no scaler
+  fix: {THEN}
+nan.exploding: The loss has exploded.
+  seen: five losses in a row over 100 × the largest of the first ten, and that is 0.1 or more
+  unless: it comes back: a spike
+  fix: a lower learning rate or a longer warm-up; max_grad_norm 1.0; `stable` settings
+  fix: {STEP_BEFORE}
+  fix: {GRADIENTS}
+""")
 
 
-@cause(
-    "nan.traced",
-    seen="""stoker's own training found a loss or a gradient that is no number, replayed the step and named the
-    first bad operation (NonFinite)""",
-    contradicts="a script that tells or prints its losses and goes on: nan.loss",
-    fix=steps("""
-    stoker nan   # the first bad operation, its tensors, the samples; nan_step_N/ in the run directory has the files
-    a lower optim.learning_rate or a longer warm-up (optim.warmup_steps)
-    --preset stable: all cautious numbers at once
-    not reproduced in the replay? `stoker burnin` compares the cards bit for bit
-    """),
-)
+@family.cause("""
+nan.traced: A step's loss or gradient is NaN or infinite, and its replay says where that began.
+  seen: stoker's own training found a loss or a gradient that is no number, replayed the step and named the first bad
+      operation (NonFinite)
+  unless: a script that tells or prints its losses and goes on: nan.loss
+  fix: stoker nan   # the first bad operation, its tensors, the samples; nan_step_N/ in the run directory has the
+      files
+  fix: a lower optim.learning_rate or a longer warm-up (optim.warmup_steps)
+  fix: --preset stable: all cautious numbers at once
+  fix: not reproduced in the replay? `stoker burnin` compares the cards bit for bit
+""")
 def traced(case: Case) -> Found | None:
-    """A step's loss or gradient is NaN or infinite, and its replay says where that began."""
     if not _is_traced(case.end):
         return None
     said = first_line(case.message, 500)
@@ -65,11 +63,8 @@ def traced(case: Case) -> Found | None:
 
 
 def _is_traced(end: RankEnd) -> bool:
-    return (
-        end.error is not None
-        and end.error.type == "NonFinite"
-        and end.error.module == "stoker.training.forensics.culprit"
-    )
+    own = ("NonFinite", "stoker.training.forensics.culprit")
+    return end.error is not None and (end.error.type, end.error.module) == own
 
 
 def named_by(ends: Sequence[RankEnd]) -> RankEnd | None:
@@ -94,8 +89,9 @@ def summary(bad: BadNumber, label: str, world: int) -> str:
 
 
 def trouble(bad: BadNumber, label: str, world: int) -> dict[str, Any]:
-    known = CATALOGUE[f"nan.{bad.kind}"]
+    cause = f"nan.{bad.kind}"
     printed = f"printed by rank {bad.rank}: {bad.line}"
     seen = f"reported by stoker.beat: loss {bad.value}" if bad.source == "beat" else printed
     rank = None if bad.shared and world > 1 else bad.rank
-    return report(known, f"{summary(bad, label, world)}, and stays so", [seen, known.seen], rank=rank, step=bad.step)
+    said = f"{summary(bad, label, world)}, and stays so"
+    return report(cause, said, [seen, named(cause).seen], rank=rank, step=bad.step)

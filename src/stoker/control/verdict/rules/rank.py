@@ -7,7 +7,7 @@ from typing import Any
 
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_USAGE
 from stoker.contract.stacktext import is_library, threads_of
-from stoker.control.verdict.catalogue import Case, Found, cause
+from stoker.control.verdict.catalogue import Case, Family, Found
 from stoker.control.verdict.lastwords import first_line, last_lines, place
 from stoker.control.verdict.rules.memory import memory_trend
 
@@ -19,18 +19,16 @@ _DETERMINISTIC = ("NameError", "UnboundLocalError", "AttributeError", "TypeError
                   "RecursionError")  # fmt: skip
 _LOGS = "stoker logs --rank {rank}"
 _REFUSED = (EX_USAGE, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_CONFIG)  # the same when it is tried again
+family = Family(__name__, LOGS=_LOGS)
 
 
-@cause(
-    "rank.breakpoint",
-    seen="BdbQuit left the script: a debugger found the end of its input",
-    fix=(
-        "remove it from {place}, or debug with one rank: stoker run --nproc-per-node 1",
-        "only rank 0 has the terminal: `if rank == 0: breakpoint()`",
-    ),
-)
+@family.cause("""
+rank.breakpoint: A rank came to a breakpoint() and has no terminal to ask.
+  seen: BdbQuit left the script: a debugger found the end of its input
+  fix: remove it from {place}, or debug with one rank: stoker run --nproc-per-node 1
+  fix: only rank 0 has the terminal: `if rank == 0: breakpoint()`
+""")
 def breakpoint_(case: Case) -> Found | None:
-    """A rank came to a breakpoint() and has no terminal to ask."""
     error = case.end.error
     if error is None or error.type != "BdbQuit":
         return None
@@ -38,17 +36,14 @@ def breakpoint_(case: Case) -> Found | None:
     return Found(summary, (f"BdbQuit at {place(case.end)}",))
 
 
-@cause(
-    "rank.exception",
-    seen="an exception left the script; the shim reported its type, place and time",
-    contradicts=(
-        "the exception is the echo of a peer's end (connection reset, collective timeout): then the peer is the cause"
-    ),
-    fix=("look at {place}", _LOGS),
-    retryable=True,
-)
+@family.cause("""
+rank.exception, again: The script raised an exception that nobody caught.
+  seen: an exception left the script; the shim reported its type, place and time
+  unless: the exception is the echo of a peer's end (connection reset, collective timeout): then the peer is the cause
+  fix: look at {place}
+  fix: {LOGS}
+""")
 def exception(case: Case) -> Found | None:
-    """The script raised an exception that nobody caught."""
     error = case.end.error
     if error is None:
         return None
@@ -60,15 +55,14 @@ def exception(case: Case) -> Found | None:
     )
 
 
-@cause(
-    "rank.early-exit",
-    seen="a rank ended with 0 while the others were still working, and they lost it or still wait for it",
-    contradicts="every rank ends with 0 at about its own time: then nobody was left waiting",
-    fix=("look for sys.exit(), os._exit(0) or a loop that is shorter on this rank (unequal number of batches)", _LOGS),
-    retryable=True,
-)
+@family.cause("""
+rank.early-exit, again: A rank left, with exit code 0, before the others were done.
+  seen: a rank ended with 0 while the others were still working, and they lost it or still wait for it
+  unless: every rank ends with 0 at about its own time: then nobody was left waiting
+  fix: look for sys.exit(), os._exit(0) or a loop that is shorter on this rank (unequal number of batches)
+  fix: {LOGS}
+""")
 def left_early(case: Case) -> Found | None:
-    """A rank left, with exit code 0, before the others were done."""
     end = case.end
     if end.code != 0:
         return None
@@ -92,17 +86,13 @@ def _ended_by(case: Case) -> tuple[int, str, tuple[str, ...]]:
     return number, name, seen
 
 
-@cause(
-    "rank.killed",
-    seen="SIGKILL that Stoker did not send, no out-of-memory kill counted in the cgroup or written in the kernel's log",
-    contradicts="the cgroup's oom_kill counter rose, or the kernel's log names the pid: oom.host",
-    fix=(
-        "who sent it? an admin, a script, or the OOM killer of a host whose log can't be read from here (dmesg there)",
-    ),
-    retryable=True,
-)
+@family.cause("""
+rank.killed, again: A rank was killed with SIGKILL from outside.
+  seen: SIGKILL that Stoker did not send, no out-of-memory kill counted in the cgroup or written in the kernel's log
+  unless: the cgroup's oom_kill counter rose, or the kernel's log names the pid: oom.host
+  fix: who sent it? an admin, a script, or the OOM killer of a host whose log can't be read from here (dmesg there)
+""")
 def killed(case: Case) -> Found | None:
-    """A rank was killed with SIGKILL from outside."""
     number, _, seen = _ended_by(case)
     if number != signal.SIGKILL:
         return None
@@ -113,15 +103,14 @@ def killed(case: Case) -> Found | None:
     return Found(summary, (*seen, "no out-of-memory kill of this rank could be seen", *memory_trend(around), *hints))
 
 
-@cause(
-    "rank.crash",
-    seen="SIGSEGV, SIGBUS, SIGABRT, SIGFPE or SIGILL that nobody sent; faulthandler's stack is in rank-N.stack.txt",
-    contradicts="the abort is NCCL's watchdog answering a lost peer; a bus error with a full /dev/shm: data.shm",
-    fix=("the Python stack is in the record: rank-{rank}.stack.txt", _LOGS),
-    retryable=True,
-)
+@family.cause("""
+rank.crash, again: Native code crashed the rank.
+  seen: SIGSEGV, SIGBUS, SIGABRT, SIGFPE or SIGILL that nobody sent; faulthandler's stack is in rank-N.stack.txt
+  unless: the abort is NCCL's watchdog answering a lost peer; a bus error with a full /dev/shm: data.shm
+  fix: the Python stack is in the record: rank-{rank}.stack.txt
+  fix: {LOGS}
+""")
 def crash(case: Case) -> Found | None:
-    """Native code crashed the rank."""
     number, name, seen = _ended_by(case)
     if number not in CRASHES:
         return None
@@ -154,28 +143,24 @@ def _own_and_innermost(frames: list[list[Any]]) -> str:
     return f"at {own[1]}:{own[2]}, in {own[0]}{inside}"
 
 
-@cause(
-    "rank.signal",
-    seen="a signal that Stoker did not send ended the rank",
-    contradicts="the launcher passed it on: launch.stopped",
-    fix=(_LOGS,),
-    retryable=True,
-)
+@family.cause("""
+rank.signal, again: A signal from outside ended one rank.
+  seen: a signal that Stoker did not send ended the rank
+  unless: the launcher passed it on: launch.stopped
+  fix: {LOGS}
+""")
 def signalled(case: Case) -> Found | None:
-    """A signal from outside ended one rank."""
     number, name, seen = _ended_by(case)
     return Found(f"{case.who} died of {name}", seen) if number else None
 
 
-@cause(
-    "rank.exit",
-    seen="an exit code other than 0 and no exception",
-    contradicts="an exception was reported: rank.exception",
-    fix=(_LOGS,),
-    retryable=True,
-)
+@family.cause("""
+rank.exit, again: The script ended itself with an exit code.
+  seen: an exit code other than 0 and no exception
+  unless: an exception was reported: rank.exception
+  fix: {LOGS}
+""")
 def ended(case: Case) -> Found | None:
-    """The script ended itself with an exit code."""
     seen = (f"exit code {case.end.code}, no exception", *last_lines(case.end))
     last = next((line for line in reversed(case.end.tail.splitlines()) if line.strip()), "")
     # A recipe of ours: one line, and a code that says of which kind.

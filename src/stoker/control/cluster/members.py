@@ -15,11 +15,7 @@ from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.process import send_to_child
 from stoker.contract.untrusted import printable
 from stoker.control.cluster.transport import Link
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from stoker.control.machine.model import Machine
-
+from stoker.control.machine.model import Machine
 
 _CHUNK = 1 << 16  # what a pipe holds: asked for more, Python maps and unmaps a megabyte for every word
 GREETING_S = 20.0  # a login may take its time; what has greeted once speaks every second
@@ -99,22 +95,22 @@ class Member:
         os.close(self.link.errors)
 
 
-Hear = Callable[[Member, protocol.Message, bytes], None]
+Hear = Callable[[Member, protocol.Message, bytes], object]
 Complain = Callable[[Member, str], None]
 
 
 class Members:
     """All agents of a run, in rank order; and those of hosts that are back and wait for the next attempt."""
 
-    def __init__(self, members: list[Member], hear: Hear, complain: Complain) -> None:
+    def __init__(self, links: list[Link], hear: Hear, complain: Complain) -> None:
         self.all: list[Member] = []
         self.waiting: list[Member] = []
         self._hear = hear
         self._complain = complain
         self._selector = selectors.DefaultSelector()
         self._next_look = 0.0
-        for member in members:
-            self.add(member, self.all)
+        for link in links:
+            self.add(Member(link), self.all)
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -292,9 +288,6 @@ def _exit_code(member: Member) -> int | None:
             return None
         time.sleep(0.005)  # its stdout is closed: it is on its way out
     return ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
-
-
-# ---- hosts that can't be used ----
 
 
 class Unusable(Refusal):
