@@ -21,6 +21,9 @@ from reruns import may_run_again, pytest_runtest_logreport, pytest_sessionfinish
 from stoker.control.machine import processes
 
 without_pythonpath()
+os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+)  # thousands of processes start here: each would compile Stoker's files anew
 
 # A test run started with nohup or in the background ignores these, and so would every launcher under test.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -81,8 +84,12 @@ class Stoker:
         self.cwd, self.env = cwd, env
 
     def environment(self, env: dict[str, str] | None = None) -> dict[str, str]:
-        """With no GPU in the recorded machine, torch must see none either: a recipe in a rank asks torch."""
+        """With no GPU in the recorded machine, torch must see none either: a recipe in a rank asks torch. A real one's lock is the
+        machine's: a test in another process may use it.
+        """
         merged = {**self.env, **(env or {})}
+        if "STOKER_MACHINE" not in merged and merged.get("STOKER_GPU_LOCKS") == own_locks(self.cwd):
+            del merged["STOKER_GPU_LOCKS"]
         if GPU_HERE and merged.get("STOKER_MACHINE") == str(self.cwd / "machine.json"):
             merged.setdefault("CUDA_VISIBLE_DEVICES", "")
         return merged
@@ -152,13 +159,18 @@ _CLEAR = (
 )
 
 
+def own_locks(cwd: Path) -> str:
+    """Recorded GPUs have the same names in all tests. Beside the folder, not in it: some tests look at all that is there."""
+    return str(cwd.parent / f"{cwd.name}-gpu-locks")
+
+
 @pytest.fixture
 def stoker(tmp_path: Path) -> Iterator[Stoker]:
     """Runs in tmp_path as on a machine without GPUs, whatever this one has; afterwards nothing of its runs may be left."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(_CLEAR)}
     bare = tmp_path / "machine.json"
     bare.write_text(json.dumps(machine_json(0)))
-    yield Stoker(tmp_path, {**env, "STOKER_MACHINE": str(bare)})
+    yield Stoker(tmp_path, {**env, "STOKER_MACHINE": str(bare), "STOKER_GPU_LOCKS": own_locks(tmp_path)})
     left = wait_for(lambda: [] if not tagged(tmp_path) else None, 3.0)
     assert left == [], f"left running: {tagged(tmp_path)}"
 
