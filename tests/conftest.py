@@ -52,6 +52,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     may_run_again(config, items)
 
 
+def pytest_runtest_setup() -> None:
+    """One thread for torch in this process: other processes need the cores, and threads that wait for each other spin."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
 class Done:
     """A finished `stoker` command."""
 
