@@ -21,9 +21,9 @@ from reruns import may_run_again, pytest_runtest_logreport, pytest_sessionfinish
 from stoker.control.machine import processes
 
 without_pythonpath()
-os.environ.pop(
-    "PYTHONDONTWRITEBYTECODE", None
-)  # thousands of processes start here: each would compile Stoker's files anew
+# Thousands of processes start here: each would compile Stoker's files anew, and each worker of pytest-xdist the tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A test run started with nohup or in the background ignores these, and so would every launcher under test.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -125,7 +125,7 @@ class Stoker:
         return Done(done.returncode, done.stdout, done.stderr, self.cwd)
 
     def torch(self, *args: str, env: dict[str, str] | None = None, **more: Any) -> Done:
-        """Ranks that use gloo, one thread each: on a busy machine threads that wait for each other take minutes."""
+        """Ranks that use gloo: one thread each, whatever the test took out of `env`."""
         return self(*args, env={"OMP_NUM_THREADS": "1", **(env or {})}, **more)
 
     def start(self, *args: str, env: dict[str, str] | None = None, **more: Any) -> subprocess.Popen[bytes]:
@@ -172,11 +172,15 @@ def own_locks(cwd: Path) -> str:
 
 @pytest.fixture
 def stoker(tmp_path: Path) -> Iterator[Stoker]:
-    """Runs in tmp_path as on a machine without GPUs, whatever this one has; afterwards nothing of its runs may be left."""
+    """Runs in tmp_path as on a machine without GPUs, whatever this one has; afterwards nothing of its runs may be left.
+
+    Ranks have one thread each: the recorded machine has more cores than this one, and threads that wait for each other spin.
+    """
     env = {key: value for key, value in os.environ.items() if not key.startswith(_CLEAR)}
     bare = tmp_path / "machine.json"
     bare.write_text(json.dumps(machine_json(0)))
-    yield Stoker(tmp_path, {**env, "STOKER_MACHINE": str(bare), "STOKER_GPU_LOCKS": own_locks(tmp_path)})
+    env |= {"STOKER_MACHINE": str(bare), "STOKER_GPU_LOCKS": own_locks(tmp_path), "OMP_NUM_THREADS": "1"}
+    yield Stoker(tmp_path, env)
     left = wait_for(lambda: [] if not tagged(tmp_path) else None, 3.0)
     assert left == [], f"left running: {tagged(tmp_path)}"
 
