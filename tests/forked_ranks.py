@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -105,6 +106,13 @@ def server(text: str) -> Iterator[Server]:
 
 
 def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
+    """Below those that the kernel gives to connections (from 32768): one of these could take it before it is used."""
+    draw = random.SystemRandom()  # tests seed the shared one: two workers would draw the same
+    while True:
+        port = draw.randrange(10_000, 29_000)
+        with socket.socket() as held:
+            try:
+                held.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port

@@ -19,6 +19,7 @@ from typing import Any, cast
 import pytest
 
 from conftest import Stoker, machine_json, wait_for
+from forked_ranks import free_port
 from netcluster import NetCluster
 from stoker.contract import protocol
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
@@ -325,12 +326,6 @@ def knock(port: int) -> socket.socket:
     made = wait_for(once, 10)
     assert made is not None
     return cast(socket.socket, made)
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
 
 
 def test_strangers_and_machines_that_left_do_not_count_where_machines_meet() -> None:
