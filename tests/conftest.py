@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,17 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     data = val if isinstance(val, bytes) else val.encode("utf-8", "surrogatepass")
     start = data[:16].decode("ascii", "ignore")
     return f"{argname}-{start if start.isprintable() else ''}-{hashlib.sha256(data).hexdigest()[:8]}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports torch and all test files, in each worker: none of that is garbage, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

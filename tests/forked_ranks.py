@@ -18,6 +18,8 @@ from typing import Any
 PATIENCE_S = 200.0  # less than a test's
 
 _SERVER = """
+gc.freeze()  # what was imported is no garbage: ranks that looked through it would copy all of its pages
+gc.enable()
 for line in sys.stdin:
     job = json.loads(line)
     pids = []
@@ -47,7 +49,7 @@ for line in sys.stdin:
 
 def program(before: str) -> str:
     """For `server`. `before` imports what ranks share and defines work(job, rank), which returns a rank's exit code."""
-    return "import json, os, sys, traceback\n" + before + _SERVER
+    return "import gc, json, os, sys, traceback\ngc.disable()\n" + before + _SERVER
 
 
 class Server:
