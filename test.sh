@@ -22,5 +22,5 @@ step ruff python -m ruff check
 step format python -m ruff format --check
 step mypy python -m mypy
 step imports python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
-# Four workers, a file each, the slowest first: half of the suite waits for processes and timeouts.
-step pytest python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder "$@"
+# Six workers on two cores, a file each, the slowest first: half of the suite waits for processes and timeouts.
+step pytest python -m pytest -q -n 6 --dist loadfile --no-loadscope-reorder "$@"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from reruns import may_run_again, pytest_runtest_logreport, pytest_sessionfinish
 from stoker.control.machine import processes
 
 without_pythonpath()
+# Thousands of processes start here: each would compile Stoker's files anew, and each worker of pytest-xdist the tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A test run started with nohup or in the background ignores these, and so would every launcher under test.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -44,9 +48,26 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     return f"{argname}-{start if start.isprintable() else ''}-{hashlib.sha256(data).hexdigest()[:8]}"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports torch and all test files, in each worker: none of that is garbage, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slowest_first(items)
     may_run_again(config, items)
+
+
+def pytest_runtest_setup() -> None:
+    """One thread for torch in this process: other processes need the cores, and threads that wait for each other spin."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 class Done:
@@ -81,8 +102,12 @@ class Stoker:
         self.cwd, self.env = cwd, env
 
     def environment(self, env: dict[str, str] | None = None) -> dict[str, str]:
-        """With no GPU in the recorded machine, torch must see none either: a recipe in a rank asks torch."""
+        """With no GPU in the recorded machine, torch must see none either: a recipe in a rank asks torch. A real one's lock is the
+        machine's: a test in another process may use it.
+        """
         merged = {**self.env, **(env or {})}
+        if "STOKER_MACHINE" not in merged and merged.get("STOKER_GPU_LOCKS") == own_locks(self.cwd):
+            del merged["STOKER_GPU_LOCKS"]
         if GPU_HERE and merged.get("STOKER_MACHINE") == str(self.cwd / "machine.json"):
             merged.setdefault("CUDA_VISIBLE_DEVICES", "")
         return merged
@@ -112,7 +137,7 @@ class Stoker:
         return Done(done.returncode, done.stdout, done.stderr, self.cwd)
 
     def torch(self, *args: str, env: dict[str, str] | None = None, **more: Any) -> Done:
-        """Ranks that use gloo, one thread each: on a busy machine threads that wait for each other take minutes."""
+        """Ranks that use gloo: one thread each, whatever the test took out of `env`."""
         return self(*args, env={"OMP_NUM_THREADS": "1", **(env or {})}, **more)
 
     def start(self, *args: str, env: dict[str, str] | None = None, **more: Any) -> subprocess.Popen[bytes]:
@@ -152,13 +177,22 @@ _CLEAR = (
 )
 
 
+def own_locks(cwd: Path) -> str:
+    """Recorded GPUs have the same names in all tests. Beside the folder, not in it: some tests look at all that is there."""
+    return str(cwd.parent / f"{cwd.name}-gpu-locks")
+
+
 @pytest.fixture
 def stoker(tmp_path: Path) -> Iterator[Stoker]:
-    """Runs in tmp_path as on a machine without GPUs, whatever this one has; afterwards nothing of its runs may be left."""
+    """Runs in tmp_path as on a machine without GPUs, whatever this one has; afterwards nothing of its runs may be left.
+
+    Ranks have one thread each: the recorded machine has more cores than this one, and threads that wait for each other spin.
+    """
     env = {key: value for key, value in os.environ.items() if not key.startswith(_CLEAR)}
     bare = tmp_path / "machine.json"
     bare.write_text(json.dumps(machine_json(0)))
-    yield Stoker(tmp_path, {**env, "STOKER_MACHINE": str(bare)})
+    env |= {"STOKER_MACHINE": str(bare), "STOKER_GPU_LOCKS": own_locks(tmp_path), "OMP_NUM_THREADS": "1"}
+    yield Stoker(tmp_path, env)
     left = wait_for(lambda: [] if not tagged(tmp_path) else None, 3.0)
     assert left == [], f"left running: {tagged(tmp_path)}"
 

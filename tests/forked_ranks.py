@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -17,6 +18,8 @@ from typing import Any
 PATIENCE_S = 200.0  # less than a test's
 
 _SERVER = """
+gc.freeze()  # what was imported is no garbage: ranks that looked through it would copy all of its pages
+gc.enable()
 for line in sys.stdin:
     job = json.loads(line)
     pids = []
@@ -46,7 +49,7 @@ for line in sys.stdin:
 
 def program(before: str) -> str:
     """For `server`. `before` imports what ranks share and defines work(job, rank), which returns a rank's exit code."""
-    return "import json, os, sys, traceback\n" + before + _SERVER
+    return "import gc, json, os, sys, traceback\ngc.disable()\n" + before + _SERVER
 
 
 class Server:
@@ -105,6 +108,13 @@ def server(text: str) -> Iterator[Server]:
 
 
 def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
+    """Below those that the kernel gives to connections (from 32768): one of these could take it before it is used."""
+    draw = random.SystemRandom()  # tests seed the shared one: two workers would draw the same
+    while True:
+        port = draw.randrange(10_000, 29_000)
+        with socket.socket() as held:
+            try:
+                held.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port

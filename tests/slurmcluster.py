@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from conftest import wait_for
+from forked_ranks import free_port
 
 _PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 PROGRAMS = {
@@ -45,7 +45,7 @@ class SlurmCluster:
         home = self.home
         (home / "munge.key").write_bytes(os.urandom(128))
         (home / "munge.key").chmod(0o400)
-        self._configure(_free_ports(3))
+        self._configure([free_port() for _ in range(3)])
         self._spawn(
             "munged",
             "--foreground",
@@ -159,17 +159,6 @@ PartitionName=main Nodes={",".join(self.nodes)} Default=YES MaxTime=INFINITE Sta
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 @pytest.fixture(scope="module")

@@ -593,6 +593,7 @@ from stoker.training.balance.comm import Meeting
 from stoker.training.parallel.config import ParallelConfig
 from stoker.training.parallel.group import Group
 
+time.sleep(0.3)      # torch 2.13: a process group destroyed too soon after its last work can deadlock or abort
 dist.destroy_process_group()
 os.environ["MASTER_PORT"] = sys.argv[1]      # Group makes its own
 group = Group(ParallelConfig(device="cpu"))

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from conftest import EVERYTHING, Stoker, wait_for
+from forked_ranks import free_port
 from stoker.cli.run import parser, split
 from stoker.control.launch.options import TORCHRUN_VARIABLES
 
@@ -194,12 +194,6 @@ def agree(theirs: dict[str, Any], ours: dict[str, Any]) -> set[str]:
     found = differing(theirs, ours)
     assert found <= ACCEPTED, f"{found - ACCEPTED}\n{theirs['err']}\n{ours['err']}"
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # ---- flags ----

@@ -131,6 +131,7 @@ def test_our_recipes_run_on_the_hosts_with_the_coordinators_own_stoker(stoker: S
 def test_every_rank_is_given_its_hosts_own_and_a_failure_names_host_and_rank(
     stoker: Stoker, netcluster: NetCluster
 ) -> None:
+    del stoker.env["OMP_NUM_THREADS"]
     for host in netcluster.hosts:
         (host.workdir / "tell.py").write_text(TELL)
     file = netcluster.file(per_host=[{}, {"interface": "lo"}, {}])

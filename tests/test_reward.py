@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from conftest import Stoker
+from forked_ranks import program, server
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.training.config.resolve import recipe_settings
@@ -187,6 +188,16 @@ def test_rows_that_are_no_pairs_are_named_and_left_out_only_when_they_are_few(ro
         read_pairs(numbered([*rows(40), row, row]), bytes_tokenizer(), 256, "p.jsonl", said.append)
 
 
+# One and three ranks as torchrun would start them, forked from a process that has torch already; two under the launcher.
+FORKS = program("""
+import torch, torch._dynamo, torch.distributed.fsdp  # DDP imports the second when it is made
+from stoker.training.recipes import reward, stage
+
+def work(job, rank):
+    return stage.run(reward.main, job["words"])
+""")
+
+
 def test_one_two_and_three_ranks_learn_the_same_and_order_held_out_pairs(stoker: Stoker, tmp_path: Path) -> None:
     words = bytes_tokenizer()
     words.save(str(tmp_path / "tokenizer"))
@@ -197,52 +208,27 @@ def test_one_two_and_three_ranks_learn_the_same_and_order_held_out_pairs(stoker:
     hf.save(model, str(tmp_path / "begin"), say=lambda line: None, tokenizer_folder=str(tmp_path / "tokenizer"))
     for name, some in (("pairs", rows(240)), ("other", rows(60, seed=9))):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in some))
+    given = [
+        "--preset", "small", "--model.load", str(tmp_path / "begin"), "--reward.pairs", str(tmp_path / "pairs.jsonl"),
+        "--reward.held_out", str(tmp_path / "other.jsonl"), "--context_length", "128", "--batch.tokens", "1152", "--batch.micro", "2",
+        "--max-steps", "25", "--learning-rate", "3e-3", "--log_every", "1", "--parallel.device", "cpu", "--eval_every", "0",
+    ]  # fmt: skip
+    runs = {}
+    with server(FORKS) as forked:
+        for ranks in (1, 3):
+            forked.begin(ranks, tmp_path / f"forked-{ranks}", words=given)
+            assert forked.codes() == [0] * ranks, (tmp_path / f"forked-{ranks}" / "rank-0.log").read_text()
+            (runs[ranks],) = (tmp_path / f"forked-{ranks}" / "runs").glob("torchrun-*")
+    done = stoker(
+        "train", "reward", "--nproc-per-node", "2", "--name", "r2", "--runs-dir", str(tmp_path / "runs"), *given
+    )
+    assert done.code == 0, done.out + done.err
+    (runs[2],) = (tmp_path / "runs").glob("*-r2")
     curves, results = [], []
     for ranks in (1, 2, 3):
-        done = stoker.torch(
-            "train",
-            "reward",
-            "--nproc-per-node",
-            str(ranks),
-            "--name",
-            f"r{ranks}",
-            "--runs-dir",
-            str(tmp_path / "runs"),
-            "--preset",
-            "small",
-            "--model.load",
-            str(tmp_path / "begin"),
-            "--reward.pairs",
-            str(tmp_path / "pairs.jsonl"),
-            "--reward.held_out",
-            str(tmp_path / "other.jsonl"),
-            "--context_length",
-            "128",
-            "--batch.tokens",
-            "1152",
-            "--batch.micro",
-            "2",
-            "--max-steps",
-            "25",
-            "--learning-rate",
-            "3e-3",
-            "--log_every",
-            "1",
-            "--parallel.device",
-            "cpu",
-            "--eval_every",
-            "0",
-        )
-        assert done.code == 0, done.out + done.err
-        (run,) = (tmp_path / "runs").glob(f"*-r{ranks}")
-        curves.append(
-            [
-                json.loads(line)["loss"]
-                for line in (run / "metrics.jsonl").read_text().splitlines()
-                if "val_loss" not in line
-            ]
-        )
-        results.append(json.loads((run / "result.json").read_text()))
+        lines = [json.loads(line) for line in (runs[ranks] / "metrics.jsonl").read_text().splitlines()]
+        curves.append([line["loss"] for line in lines if "val_loss" not in line])
+        results.append(json.loads((runs[ranks] / "result.json").read_text()))
     assert len(curves[0]) == 25
     assert curves[1] == pytest.approx(curves[0], rel=1e-4) and curves[2] == pytest.approx(curves[0], rel=1e-4)
     told = results[0]["metrics"]

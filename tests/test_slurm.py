@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 import stoker as package
 from conftest import Done, Stoker, forget_verdict, tagged, wait_for
+from forked_ranks import free_port
 from slurmcluster import SlurmCluster
 from stoker.contract.names import Refusal
 from stoker.contract.process import process
@@ -345,9 +345,7 @@ def test_with_torchruns_flags_each_task_is_a_machine_of_a_run_by_hand(stoker: St
     script = stoker.script(
         "where.py", "import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['SLURMD_NODENAME'])\n"
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     line = f"exec {sys.executable} -m stoker run --runs-dir runs-$SLURM_PROCID --nnodes 2 --node-rank $SLURM_PROCID --master-addr 127.0.0.1 --master-port {port} {script}"
     done = subprocess.run(
         ["srun", "--quiet", "-N2", "-n2", "sh", "-c", line],

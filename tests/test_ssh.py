@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Stoker, tagged, wait_for
+from forked_ranks import free_port
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin")
 
@@ -29,9 +30,7 @@ def host(tmp_path: Path) -> Iterator[list[str]]:
     for key in ("host_key", "id"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(home / key)], check=True)
     shutil.copy(home / "id.pub", home / "authorized_keys")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     (home / "known_hosts").write_text(f"[127.0.0.1]:{port} " + (home / "host_key.pub").read_text())
     (home / "greet.sh").write_text('#!/bin/sh\necho "Welcome to this host, {}"\nexec sh -c "$SSH_ORIGINAL_COMMAND"\n')
     (home / "greet.sh").chmod(0o755)

@@ -19,6 +19,7 @@ from typing import Any, cast
 import pytest
 
 from conftest import Stoker, machine_json, wait_for
+from forked_ranks import free_port
 from netcluster import NetCluster
 from stoker.contract import protocol
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
@@ -85,6 +86,19 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
     agent = Alone(tmp_path)
     yield agent
     agent.members.close()
+
+
+def test_more_than_a_pipe_holds_goes_out_as_fast_as_it_is_read() -> None:
+    """64 pipes full: written at each ping only, they would take half a minute."""
+    link = transport.start(["sh", "-c", "echo STOKER-AGENT 1; head -c 4194304 | wc -c >&2; cat >/dev/null"], "gpu1")
+    link.first_bytes = bytes(4 << 20)
+    counted: list[str] = []
+    members = Members([Member(link)], lambda *_: None, lambda _, line: counted.append(line.strip()))
+    deadline = time.monotonic() + 15
+    while not counted and time.monotonic() < deadline:
+        members.pump(60)
+    assert counted == [str(4 << 20)]
+    members.close()
 
 
 def test_what_a_login_printed_is_not_why_its_agent_was_lost_later() -> None:
@@ -313,12 +327,6 @@ def knock(port: int) -> socket.socket:
     made = wait_for(once, 10)
     assert made is not None
     return cast(socket.socket, made)
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
 
 
 def test_strangers_and_machines_that_left_do_not_count_where_machines_meet() -> None:

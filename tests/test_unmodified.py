@@ -207,7 +207,7 @@ class Pair:
 
 
 # Not compared, because the shim needs them: sys.excepthook and faulthandler (the error report and a crash's stack), the first entry of
-# sys.meta_path until torch is imported (the optimizer hook), line buffering of stdout, and the modules all that has imported.
+# sys.meta_path until torch and its compiler are imported (the optimizer hook), line buffering of stdout, and the modules all that has imported.
 
 
 @pytest.fixture

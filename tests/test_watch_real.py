@@ -20,13 +20,7 @@ import torch, torch.distributed as dist
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-def step(n):
-    time.sleep(0.03)
-    model(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+{model}
 def stuck():
     {stuck}
 for n in range(1, {steps}):
@@ -39,10 +33,34 @@ dist.destroy_process_group()
 """
 
 
+DDP = """
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def step(n):
+    time.sleep(0.03)
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+# The first DDP or optimizer of a process imports torch's compiler: as many seconds as torch itself.
+ALL_REDUCE = """
+import stoker
+def step(n):
+    time.sleep(0.03)
+    dist.all_reduce(torch.ones(8))
+    stoker.beat(step=n)
+"""
+
+
 def script(
-    stoker: Stoker, stuck: str = "time.sleep(1000)", before: str = "", each: str = "pass", steps: int = 2000
+    stoker: Stoker,
+    stuck: str = "time.sleep(1000)",
+    before: str = "",
+    each: str = "pass",
+    steps: int = 2000,
+    model: str = ALL_REDUCE,
 ) -> str:
-    return stoker.script("train.py", TRAIN.format(stuck=stuck, before=before, each=each, steps=steps))
+    return stoker.script("train.py", TRAIN.format(stuck=stuck, before=before, each=each, steps=steps, model=model))
 
 
 def hang(stoker: Stoker, name: str, **more: Any) -> Any:
@@ -51,11 +69,11 @@ def hang(stoker: Stoker, name: str, **more: Any) -> Any:
 
 
 def test_a_sleeping_rank_is_named_with_its_line(stoker: Stoker) -> None:
-    done, seen = hang(stoker, script(stoker))
+    done, seen = hang(stoker, script(stoker, model=DDP))
     assert (done.verdict["cause"], done.verdict["rank"], done.code) == ("hang.sleep", 1, 70)
     assert (seen["cause"], seen["rank"], seen["waiting"]) == ("hang.sleep", 1, [0])
     assert seen["silent_s"] < 10
-    assert "train.py:16, in stuck" in done.verdict["summary"] and "gloo:all_reduce" in done.verdict["summary"]
+    assert "train.py:18, in stuck" in done.verdict["summary"] and "gloo:all_reduce" in done.verdict["summary"]
     assert "--hang-timeout of 5 s is over" in " ".join(done.verdict["evidence"])
     stacks = (done.run_dir / "attempt-0" / "stacks.txt").read_text()
     assert "in stuck" in stacks and "_engine_run_backward" in stacks and "not done" in stacks
@@ -105,7 +123,7 @@ sys.stdout = sys.stderr = io.StringIO()
 def test_overwritten_beats(stoker: Stoker) -> None:
     """The page is the script's memory too. Without it a rank is not accused of standing still, and nothing crashes."""
     each = 'if n == 5: memory = sys.modules["stoker.control.rank.shim"]._writer._memory; memory[:] = os.urandom(len(memory))'
-    done = stoker.torch("run", "--nproc-per-node", "2", script(stoker, stuck="pass", each=each, steps=60))
+    done = stoker.torch("run", "--nproc-per-node", "2", script(stoker, stuck="pass", each=each, steps=60, model=DDP))
     assert (done.verdict["status"], done.code) == ("completed", 0)
     assert "its beats are unreadable" in done.out + done.err
 
@@ -154,7 +172,7 @@ def test_a_stopped_rank_is_named_and_goes_on_when_continued(stoker: Stoker) -> N
 
 
 def test_a_run_that_its_user_stops_keeps_what_was_suspected(stoker: Stoker) -> None:
-    launcher = stoker.start("run", "--nproc-per-node", "2", script(stoker))
+    launcher = stoker.start("run", "--nproc-per-node", "2", script(stoker, model=DDP))
     assert wait_for(
         lambda: (
             (
@@ -172,7 +190,7 @@ def test_a_run_that_its_user_stops_keeps_what_was_suspected(stoker: Stoker) -> N
     assert (
         "stopped by SIGINT" in told and "Known by then: rank 1 (CPU1) stands still after step 20: it sleeps at" in told
     ), told
-    assert "train.py:16, in stuck" in told and "--grace" not in told
+    assert "train.py:18, in stuck" in told and "--grace" not in told
 
 
 def test_suspending_the_whole_run_is_no_stall(stoker: Stoker) -> None:
@@ -204,7 +222,9 @@ def test_a_torch_timeout_blames_the_one_who_was_waited_for(stoker: Stoker) -> No
         TRAIN.replace(
             'init_process_group("gloo")',
             'init_process_group("gloo", timeout=__import__("datetime").timedelta(seconds=2))',
-        ).format(stuck="print('stuck', flush=True); time.sleep(1000)", before="", each="pass", steps=2000),
+        ).format(
+            stuck="print('stuck', flush=True); time.sleep(1000)", before="", each="pass", steps=2000, model=ALL_REDUCE
+        ),
     )
     done = stoker.torch("run", "--nproc-per-node", "2", name)
     if b"stuck" not in done.log(1):

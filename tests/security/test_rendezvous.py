@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, wait_for
+from forked_ranks import free_port
 from stoker.contract.names import Refusal
 from stoker.control.launch import rendezvous
 from stoker.control.launch.nodes import Meeting, Nodes
@@ -25,12 +26,6 @@ from stoker.control.launch.rendezvous import Secret, find_secret
 
 SECRET, OTHER = "0123456789abcdef" * 4, "another secret, as long as it must be"
 SOON = 5.0
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
 
 
 class Machine:

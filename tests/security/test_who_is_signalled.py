@@ -417,6 +417,24 @@ def test_another_control_group_is_another_service(tmp_path: Path, start: Start, 
         group.rmdir()
 
 
+def test_a_process_within_execve_shows_its_environment() -> None:
+    """Between closing its files and copying the environment the kernel shows an empty one: once in four starts here."""
+    for _ in range(100):
+        child = subprocess.Popen(["sleep", "600"], env={"MINE": "1", "PATH": os.environ["PATH"]})
+        try:
+            assert processes.environment(child.pid) == {"MINE": "1", "PATH": os.environ["PATH"]}
+        finally:
+            child.kill()
+            child.wait()
+    bare = subprocess.Popen(["/bin/sleep", "600"], env={})
+    try:
+        assert processes.environment(bare.pid) == {}
+    finally:
+        bare.kill()
+        bare.wait()
+    assert processes.environment(bare.pid) == {}
+
+
 # ---- being in a rank ----
 
 

@@ -5,8 +5,6 @@ import multiprocessing
 import os
 import sys
 
-import torch.multiprocessing
-
 
 def double(number: int, answers) -> None:
     launched = sorted(name for name in os.environ if name.startswith("STOKER_SHIM"))
@@ -27,7 +25,9 @@ def of_torch(index: int, answers) -> None:
 
 
 def main() -> None:
-    # All at the same time: each child imports torch again.
+    import torch.multiprocessing  # here: a child imports this file again, and only one of them needs torch
+
+    # All at the same time.
     spawn, server = multiprocessing.get_context("spawn"), multiprocessing.get_context("forkserver")
     answers = spawn.Queue()
     children = [

@@ -126,7 +126,7 @@ class Members:
         to.append(member)
 
     def drop(self, member: Member) -> None:
-        for handle in (member.link.answers, member.link.errors):
+        for handle in (member.link.answers, member.link.errors, member.link.orders):
             if handle in self._selector.get_map():
                 self._selector.unregister(handle)
         for group in (self.all, self.waiting):
@@ -153,25 +153,35 @@ class Members:
     def pump(self, seconds: float) -> None:
         """Waits for the next word, from agents or a signal, for at most so long, and delivers it."""
         for member in [*self.all, *self.waiting]:
-            if member.outbox:
-                member.flush()
+            self._write(member)
         if len(self.all) > _CROWD:
             time.sleep(max(0.0, min(self._next_look - time.monotonic(), _GATHER_S)))
         ready = self._selector.select(min(seconds, protocol.PING_S))
         self._next_look = time.monotonic() + _GATHER_S
         now = time.monotonic()  # before the words are handled: time spent on those is not the agents' silence
-        for key, _ in ready:
+        for key, events in ready:
             if key.data is None:
                 os.read(self._wake_read, 4096)
-            else:
-                read, member = key.data
-                read(member)
+                continue
+            act, member = key.data
+            act(member)
+            if events & selectors.EVENT_READ:
                 member.heard = now
         for member in [*self.all, *self.waiting]:
             patience = protocol.SILENCE_S if member.decoder.greeted else GREETING_S
             if not member.gone and now - member.heard > patience:
                 met = member.decoder.greeted or member.link.local
                 self._lose(member, f"silent for {patience:.0f} s" if met else _why_unmet(member))
+
+    def _write(self, member: Member) -> None:
+        """What did not fit into its pipe goes on as soon as there is room: a remote agent's files are several pipes full."""
+        if member.outbox:
+            member.flush()
+        waits = member.link.orders in self._selector.get_map()
+        if member.outbox and not waits:
+            self._selector.register(member.link.orders, selectors.EVENT_WRITE, (self._write, member))
+        elif waits and not member.outbox:
+            self._selector.unregister(member.link.orders)
 
     def _read(self, member: Member) -> None:
         try:

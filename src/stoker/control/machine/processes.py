@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 from stoker.contract import names, redact
 from stoker.contract.process import Process, kernel_lines, of_kernel, owner, process, status
@@ -13,6 +14,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _COMMAND = 4096  # bytes of a command line that are worth showing
 _ENVIRONMENT = 8 << 20  # bytes: Linux starts no program with more than 6 MB of arguments and environment
 _TICKS = os.sysconf("SC_CLK_TCK")
+_EXEC_S = 0.2  # how long a look waits for a process within execve; that usually takes microseconds
 
 
 def pids_here() -> list[int]:
@@ -80,12 +82,27 @@ def _beginning(path: str, most: int) -> bytes:
 
 def environment(pid: int) -> dict[str, str]:
     """What the process was started with; empty when it is not ours to read or has overwritten it (setproctitle)."""
+    deadline = time.monotonic() + _EXEC_S
     try:
-        raw = _beginning(f"/proc/{pid}/environ", _ENVIRONMENT)
+        settled = False
+        while not (raw := _beginning(f"/proc/{pid}/environ", _ENVIRONMENT)) and not settled:
+            # Looked at again when settled: it may have got its environment since the first look.
+            settled = not _within_exec(pid) or time.monotonic() > deadline
+            time.sleep(0 if settled else 0.0005)
     except OSError:
         return {}
     pairs = (item.partition(b"=") for item in raw.split(b"\0") if b"=" in item)
     return {key.decode("utf-8", "replace"): value.decode("utf-8", "replace") for key, _, value in pairs}
+
+
+def _within_exec(pid: int) -> bool:
+    """It has a new program's memory already, but not yet its environment: until then the kernel shows an empty one. Its
+    parent may see this: execve closes the pipe that subprocess.Popen waits on before it copies the environment.
+    """
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    memory, end_of_environment = int(fields[20]), int(fields[48])  # no memory: a zombie or a thread of the kernel
+    return memory > 0 and end_of_environment == 0
 
 
 def run_tag(pid: int) -> tuple[str, str] | None:

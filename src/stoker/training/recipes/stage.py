@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -171,3 +172,5 @@ def run(main: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
     except Refusal as refusal:
         print(redact.whole(f"stoker: {refusal.line}"), file=sys.stderr, flush=True)
         return refusal.code
+    finally:
+        gc.freeze()  # Python looks for garbage when it ends: among all that torch is made of, a second of CPU time
