@@ -93,7 +93,7 @@ def test_more_than_a_pipe_holds_goes_out_as_fast_as_it_is_read() -> None:
     link = transport.start(["sh", "-c", "echo STOKER-AGENT 1; head -c 4194304 | wc -c >&2; cat >/dev/null"], "gpu1")
     link.first_bytes = bytes(4 << 20)
     counted: list[str] = []
-    members = Members([Member(link)], lambda *_: None, lambda _, line: counted.append(line.strip()))
+    members = Members([link], lambda *_: None, lambda _, line: counted.append(line.strip()))
     deadline = time.monotonic() + 15
     while not counted and time.monotonic() < deadline:
         members.pump(60)

@@ -204,17 +204,19 @@ def lines_of(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Itera
 
 
 def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Lines that hold an object, each with it; not one that is being written, or that a crash tore."""
+    """Lines that hold an object, each with it; not one that is being written, or that a crash tore. Nothing where there is
+    no file. OSError: a named pipe or a device; ValueError: a line without end.
+    """
     if not os.path.exists(path):
         return
-    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
-        for line in file:
-            try:
-                found = parse_json(line)
-            except ValueError:
-                continue
-            if isinstance(found, dict):
-                yield line, found
+    for raw in lines_of(path):
+        line = raw.decode("utf-8", "replace")
+        try:
+            found = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            yield line, found
 
 
 def text_lines(path: str | os.PathLike[str], longest: int = 1 << 20) -> Iterator[str]:

@@ -11,10 +11,8 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.untrusted import json_lines, lines_of, parse_json
+from stoker.contract.untrusted import json_lines
 from stoker.contract.wholefile import APPEND, write_whole
-
-LONGEST = 1 << 20  # bytes of a line
 
 
 def _number(value: Any) -> Any:
@@ -52,15 +50,7 @@ def metrics_in(run_dir: str) -> Iterator[dict[str, Any]]:
     """The same, one at a time: a run that comes from elsewhere may have any number of them."""
     path = os.path.join(run_dir, layout.METRICS)
     try:
-        for line in lines_of(path, LONGEST):
-            try:
-                found = parse_json(line.decode("utf-8", "replace"))
-            except ValueError:
-                continue  # a line that is being written, or that a crash cut
-            if isinstance(found, dict):
-                yield found
-    except FileNotFoundError:
-        return
+        yield from (told for _, told in json_lines(path))
     except (OSError, ValueError) as problem:  # a named pipe, or a line without end
         why = getattr(problem, "strerror", None) or problem
         raise Refusal(f"{path}: {why}; no run writes such a file: remove it", EX_DATAERR) from problem
