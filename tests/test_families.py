@@ -31,12 +31,11 @@ from stoker.training.generate.graphed import Graphed
 from stoker.training.loop.resume import check as check_resume
 from stoker.training.model import families, hf
 from stoker.training.model.attention import documents
-from stoker.training.model.config import OPTIONS, ModelConfig, check_options, lacking
+from stoker.training.model.config import OPTIONS, ModelConfig, check_options, lacking, matmul_parameters, parameters
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.families import ConfigJson, register
 from stoker.training.model.hf_config import shape_of
-from stoker.training.model.logprobs import token_logprobs
-from stoker.training.model.rows import matmul_parameters, parameters
+from stoker.training.model.loss import token_logprobs
 
 SMALL = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ff=48, vocab_size=96, init_std=0.3)
 TOKENS = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))

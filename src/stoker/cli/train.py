@@ -314,7 +314,7 @@ def _check_weights(load: str, rows: int, ready: Prepared, asked: ModelConfig | N
     """Headers only; a hub's model is fetched here, so that ranks find it in the cache."""
     from stoker.training.model import hf_config, hf_files, hf_hub
     from stoker.training.model.config import ModelConfig as Asked
-    from stoker.training.model.rows import with_rows
+    from stoker.training.model.config import with_rows
     from stoker.training.tokenizer import place, tokenizer
 
     asked = asked or Asked()

@@ -7,7 +7,10 @@ each of these takes a mean over the ranks. What is lost is precision: docs/balan
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,48 @@ from torch import Tensor, nn
 
 from stoker.training.parallel.config import local_steps
 from stoker.training.parallel.group import Group, wrap
+
+Marks = tuple[Any, Any, Any]  # begin, own work done, exchange done
+
+
+class StepClock:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device, self._cuda = device, device.type == "cuda"
+        self.lag = 2 if self._cuda else 0  # steps between a time and the step that carries it to the others
+        self._begin = self._computed = None
+        self._done: deque[Marks] = deque(maxlen=self.lag + 1)
+        first = next(one for one in model.parameters() if one.requires_grad)
+        first.register_post_accumulate_grad_hook(self._own_work_done)  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        self._begin = now(self._device)
+
+    def _own_work_done(self, parameter: torch.Tensor) -> None:
+        self._computed = now(self._device)  # of the last micro-step, in the end
+
+    def end(self) -> None:
+        self._done.append((self._begin, self._computed, now(self._device)))
+
+    def read(self) -> tuple[float, float]:
+        """Seconds (computing, waiting) of the step `lag` before the newest; zeros where there was none."""
+        if len(self._done) <= self.lag:
+            return 0.0, 0.0
+        begin, computed, done = self._done[0]
+        if begin is None or computed is None:
+            return 0.0, 0.0
+        if self._cuda:
+            return begin.elapsed_time(computed) / 1000, computed.elapsed_time(done) / 1000
+        return computed - begin, done - computed
+
+
+def now(device: torch.device) -> Any:
+    """Seconds; on a GPU an event on its stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
 
 POWERSGD_RANK = 4
 POWERSGD_AFTER = (

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 import stoker
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
-from stoker.training.balance.clock import now
-from stoker.training.balance.plan import Plan, Plans, apportion
-from stoker.training.balance.rule import Rule
+from stoker.training.balance.comm import now
+from stoker.training.balance.plan import Plan, Plans, Rule, apportion
 
 MARGIN = 3  # steps a loader may have run ahead since that was told
 # steps between a rank's time and the step that carries it, and again until it is read: by then a GPU has long done them

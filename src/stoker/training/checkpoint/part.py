@@ -18,8 +18,7 @@ from stoker.contract.untrusted import read_json
 from stoker.contract.wholefile import sync_folder, write_whole
 from stoker.training.checkpoint import manifest
 from stoker.training.checkpoint.folders import put_in_place
-from stoker.training.checkpoint.manifest import Entry, Manifest, Piece, Sums
-from stoker.training.checkpoint.sums import SummedFile, sizes_wrong_in
+from stoker.training.checkpoint.manifest import Entry, Manifest, Piece, SummedFile, Sums, sizes_wrong_in
 
 if TYPE_CHECKING:
     from stoker.training.checkpoint.snapshot import Buffers, Placed

@@ -22,9 +22,8 @@ from stoker.contract.names import Refusal
 from stoker.contract.shape import shape
 from stoker.training.checkpoint import folders
 from stoker.training.checkpoint.part import GivenUp, Wanted, commit, gather, note_failure, write_part
-from stoker.training.checkpoint.pieces import sources
 from stoker.training.checkpoint.reading import open_checkpoint
-from stoker.training.checkpoint.snapshot import Buffers, Copying, Placed, lay_out
+from stoker.training.checkpoint.snapshot import Buffers, Copying, Placed, lay_out, sources
 
 _LINGER_S = 3.0  # how long a save under way may hold up the exit of a process that did not call close()
 

@@ -9,17 +9,14 @@ from stoker.contract.quantities import size
 from stoker.contract.shape import option, shape
 from stoker.training.checkpoint.config import CheckpointConfig
 from stoker.training.data.config import DataConfig
-from stoker.training.density.config import DensityConfig
-from stoker.training.diversity.config import DiversityConfig
-from stoker.training.dpo.config import DpoConfig
-from stoker.training.evaluate.config import EvaluateConfig
+from stoker.training.evaluate.config import DensityConfig, DiversityConfig, EvaluateConfig
 from stoker.training.forensics.config import NanConfig
 from stoker.training.generate.config import GenerateConfig
 from stoker.training.loop.config import TrainConfig
 from stoker.training.model.config import ModelConfig
 from stoker.training.optim.config import BatchConfig, OptimConfig
 from stoker.training.parallel.config import ComputeConfig, ParallelConfig
-from stoker.training.reward.config import RewardConfig
+from stoker.training.reward.config import DpoConfig, RewardConfig
 from stoker.training.rl.config import GrpoConfig
 from stoker.training.tokenizer.config import TokenizerConfig
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from stoker.contract.shape import shape
 from stoker.training.data.reader import IGNORED
-from stoker.training.dpo.config import DpoConfig
 from stoker.training.loop.feeder import padded
 from stoker.training.loop.learner import Learner, Validation
 from stoker.training.loop.material import Rows
 from stoker.training.model.attention import Documents, begins, documents
 from stoker.training.model.decoder import Decoder
-from stoker.training.model.logprobs import token_logprobs
+from stoker.training.model.loss import token_logprobs
 from stoker.training.parallel.group import Group
+from stoker.training.reward.config import DpoConfig
 from stoker.training.reward.model import margins
 
 NUMBERS = ("reward_accuracy", "reward_margin", "logp_chosen", "logp_rejected")

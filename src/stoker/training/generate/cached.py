@@ -18,9 +18,8 @@ from stoker.training.generate import plain
 from stoker.training.model.attention import attend, seen_by
 from stoker.training.model.decoder import Block, Decoder, Linear
 from stoker.training.model.experts import mixture
+from stoker.training.model.linear import LayerNorm, RMSNorm, activation
 from stoker.training.model.loss import capped
-from stoker.training.model.norm import LayerNorm, RMSNorm
-from stoker.training.model.swiglu import activation
 
 # queries [rows · tokens, heads, head_dim], a layer's cache and its view -> [rows · tokens, heads · head_dim]
 Attention = Callable[[Tensor, Tensor, int], Tensor]

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stoker.training.model.attention import capped_attention
-from stoker.training.model.norm import rms_norm
-from stoker.training.model.swiglu import swiglu
+from stoker.training.model.linear import rms_norm, swiglu
 
 __all__ = ["add_norm", "attend", "swiglu", "turn"]
 

@@ -18,8 +18,7 @@ from stoker.training.balance.plan import Plans
 from stoker.training.data.order import Order
 from stoker.training.data.reader import IGNORED
 from stoker.training.loop.material import Rows
-from stoker.training.parallel.group import Group
-from stoker.training.parallel.split import Share, cut, even_micro, split
+from stoker.training.parallel.group import Group, Share, cut, even_micro, split
 
 HOST = torch.device("cpu")
 AHEAD = 2  # steps

@@ -13,8 +13,7 @@ from stoker.contract.shape import as_json, shape
 from stoker.contract.untrusted import read_bytes
 from stoker.training.checkpoint import folders, manifest
 from stoker.training.checkpoint.config import CheckpointConfig
-from stoker.training.model.config import OPTIONS, ModelConfig
-from stoker.training.model.rows import with_rows
+from stoker.training.model.config import OPTIONS, ModelConfig, with_rows
 
 if TYPE_CHECKING:
     from stoker.training.data.prepared import Prepared

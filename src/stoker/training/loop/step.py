@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.contract.shape import shape
-from stoker.training.balance.clock import StepClock
-from stoker.training.balance.comm import Meeting
+from stoker.training.balance.comm import Meeting, StepClock
 from stoker.training.loop.feeder import MicroBatch, StepBatch
 from stoker.training.loop.run import Answers
 from stoker.training.model.attention import documents

@@ -16,14 +16,11 @@ from stoker.contract import layout
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable_lines
 from stoker.contract.wholefile import APPEND, write_whole
-from stoker.training.balance.clock import StepClock
-from stoker.training.balance.comm import Meeting
-from stoker.training.balance.plan import Plans
-from stoker.training.balance.rule import Balancer
+from stoker.training.balance.comm import Meeting, StepClock
+from stoker.training.balance.plan import Balancer, Plans
 from stoker.training.checkpoint.saver import Saver
-from stoker.training.forensics import dump, replay
-from stoker.training.forensics.banner import banner
-from stoker.training.forensics.culprit import NonFinite, decide
+from stoker.training.forensics import replay
+from stoker.training.forensics.culprit import NonFinite, banner, decide
 from stoker.training.forensics.inject import Drill
 from stoker.training.forensics.report import Report
 from stoker.training.loop import resume
@@ -36,8 +33,8 @@ from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Speed, Startup
 from stoker.training.loop.step import Numbers, Pending, Stepper
 from stoker.training.model import ready
+from stoker.training.model.config import flops_per_token
 from stoker.training.model.decoder import Decoder
-from stoker.training.model.rows import flops_per_token
 from stoker.training.optim.config import OptimConfig
 from stoker.training.optim.optimizer import Optimizer
 from stoker.training.parallel.group import Group, no_sync
@@ -191,7 +188,9 @@ class Supervised(Task):
             decode = load_tokenizer(self._material.tokenizer).decode
             everything = group.first or group.strategy == "fsdp" or not culprits.ranks
             try:
-                written = dump.write(self._c.folder, found, parts.model, again, decode=decode, parameters=everything)
+                written = replay.write_dump(
+                    self._c.folder, found, parts.model, again, decode=decode, parameters=everything
+                )
                 where = f"; `stoker nan {written}` shows it"
             except OSError as problem:
                 self._voice.say(f"the dump could not be written: {problem}")

@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stoker.contract.names import EX_CONFIG, Refusal
-from stoker.training.forensics.scopes import scope
+from stoker.training.forensics.trace import scope
 from stoker.training.model.attention import Documents, Seen, attend, begins, rotary_table, rotate, seen_by
 from stoker.training.model.config import ModelConfig, check_options
 from stoker.training.model.experts import Experts, balance_loss
-from stoker.training.model.linear import MLP, Linear
+from stoker.training.model.linear import MLP, Linear, RMSNorm, norm_of
 from stoker.training.model.loss import IGNORED, capped, linear_cross_entropy
-from stoker.training.model.norm import RMSNorm, norm_of
 
 __all__ = ["Attention", "Block", "Decoder", "Linear", "like"]
 _INTO_RESIDUAL = ("attention.out.weight", "mlp.down.weight", "experts.down.weight")

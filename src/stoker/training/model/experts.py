@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stoker.training.model.config import ModelConfig
-from stoker.training.model.rows import gate_up_rows
-from stoker.training.model.swiglu import activation
+from stoker.training.model.config import ModelConfig, gate_up_rows
+from stoker.training.model.linear import activation
 
 Product = Callable[
     [Tensor, Tensor, Tensor], Tensor

@@ -129,11 +129,9 @@ class _SwigluLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
-        from stoker.training.model.swiglu_kernel import backward
-
         (g,) = gradients
         gate_up, weight = ctx.saved_tensors
-        gradient, activations = backward(g @ weight.to(g.dtype), gate_up)
+        gradient, activations = kernel.swiglu_backward(g @ weight.to(g.dtype), gate_up)
         return gradient, _weight_gradient(g, activations, weight)
 
 

@@ -17,9 +17,8 @@ from stoker.contract.quantities import amount
 from stoker.training.model import outside
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
-from stoker.training.model.hf_config import config_of, shape_of
+from stoker.training.model.hf_config import config_of, kept_of, shape_of
 from stoker.training.model.hf_files import Place, Stored, check, places
-from stoker.training.model.hf_kept import kept_of
 from stoker.training.model.hf_write import DTYPES, Export
 
 __all__ = ["load", "load_named", "named", "opened", "save", "save_from", "shape_of"]

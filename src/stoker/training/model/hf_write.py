@@ -22,10 +22,9 @@ from stoker.contract.untrusted import is_count, open_regular
 from stoker.contract.wholefile import sync_folder, write_whole
 from stoker.training.checkpoint.folders import put_in_place, remove, repair
 from stoker.training.model.config import ModelConfig
-from stoker.training.model.hf_config import CONFIG
+from stoker.training.model.hf_config import CONFIG, GENERATION
 from stoker.training.model.hf_files import BYTES, INDEX, WEIGHTS, Part, places
 from stoker.training.model.hf_hub import TOKENIZER_FILES
-from stoker.training.model.hf_kept import GENERATION
 
 SHARD_BYTES = 5_000_000_000
 DTYPES = {torch.float32: ("F32", "float32"), torch.bfloat16: ("BF16", "bfloat16"), torch.float16: ("F16", "float16")}

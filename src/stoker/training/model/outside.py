@@ -23,9 +23,8 @@ from stoker.contract.wholefile import sync_folder, write_whole
 from stoker.training.checkpoint.folders import put_in_place
 from stoker.training.model.attention import Documents, begins
 from stoker.training.model.config import ModelConfig
-from stoker.training.model.hf_config import CONFIG, config_of
+from stoker.training.model.hf_config import CONFIG, GENERATION, config_of, kept_of
 from stoker.training.model.hf_hub import TOKENIZER_FILES
-from stoker.training.model.hf_kept import GENERATION, kept_of
 from stoker.training.model.hf_write import DTYPES, beside, refuse_foreign_files, sweep
 from stoker.training.model.loss import IGNORED
 from stoker.training.parallel.config import ComputeConfig

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.control.record.ownership import private_cache
-from stoker.training.model import fp8
+from stoker.training.model import linear
 from stoker.training.model.config import OPTIONS, ModelConfig, lacking
 from stoker.training.model.decoder import Decoder, Linear
 from stoker.training.model.experts import ungrouped
@@ -143,7 +143,7 @@ def _loss(c: ComputeConfig, model: ModelConfig) -> str:
 
 
 def _use_fp8(model: Decoder, device: torch.device, say: Callable[[str], None]) -> None:
-    if not fp8.available(device):
+    if not linear.has_fp8(device):
         raise Refusal(
             "compute.fp8 tensorwise needs a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell): use"
             " compute.fp8 off",
@@ -156,7 +156,7 @@ def _use_fp8(model: Decoder, device: torch.device, say: Callable[[str], None]) -
     linears = [module for block in blocks for module in block.modules() if isinstance(module, Linear)]
     small = 0
     for module in linears:
-        module.fp8 = fp8.fits(module.in_features, module.out_features)
+        module.fp8 = linear.fits_fp8(module.in_features, module.out_features)
         small += not module.fp8
     if kept:
         say(f"fp8: {len(blocks)} of {len(model.layers)} blocks; the first and the last {kept} stay in bf16")

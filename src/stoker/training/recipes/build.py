@@ -13,7 +13,7 @@ from stoker.contract import names
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.shape import replace
 from stoker.training.balance import comm
-from stoker.training.balance.clock import StepClock
+from stoker.training.balance.comm import StepClock
 from stoker.training.balance.plan import Plans
 from stoker.training.checkpoint.reading import Checkpoint
 from stoker.training.config.schema import Config
@@ -28,13 +28,11 @@ from stoker.training.loop.say import Voice
 from stoker.training.loop.supervised import Parts, Start
 from stoker.training.model import hf_config, hf_hub, outside, ready
 from stoker.training.model.attention import FLEX_BLOCK, documents, packed_kernel
-from stoker.training.model.config import ModelConfig
+from stoker.training.model.config import ModelConfig, with_rows
 from stoker.training.model.decoder import Decoder
-from stoker.training.model.rows import with_rows
 from stoker.training.optim.optimizer import Optimizer, gradient_norm, local
 from stoker.training.parallel.config import local_steps
-from stoker.training.parallel.group import Group, shard
-from stoker.training.parallel.split import even_micro, largest_share
+from stoker.training.parallel.group import Group, even_micro, largest_share, shard
 
 GRAPH_PARAMETERS = 60_000_000  # below this a step is bound by launches, not by arithmetic: a CUDA graph pays
 SPARE = 0.92  # of what is free: fragments, NCCL's buffers, an evaluation

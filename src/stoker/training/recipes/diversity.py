@@ -19,11 +19,11 @@ from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
 from stoker.contract.wholefile import write_whole
 from stoker.training.config.schema import Config
 from stoker.training.data.formats.questions import Question
-from stoker.training.density.embed import embed_shared
 from stoker.training.density.points import Vectors, centred, clusters
 from stoker.training.diversity.metrics import Counted, compare, report, told
 from stoker.training.evaluate.answering import sample
 from stoker.training.evaluate.asking import Manner, prompt_ids, refuse_long
+from stoker.training.evaluate.likelihood import embed_shared
 from stoker.training.evaluate.tasks import prompts_of, spread
 from stoker.training.generate.engine import Engine
 from stoker.training.model import ready

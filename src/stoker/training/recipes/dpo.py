@@ -18,7 +18,6 @@ import torch
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.training.config.check import check_ranks
 from stoker.training.config.schema import Config
-from stoker.training.dpo.config import DpoConfig
 from stoker.training.dpo.model import Measured, Reference, learner, means, measured
 from stoker.training.evaluate.confidence import wilson
 from stoker.training.loop.material import Material
@@ -28,6 +27,7 @@ from stoker.training.model import hf, ready
 from stoker.training.model.attention import kernels
 from stoker.training.parallel.group import Group, shard
 from stoker.training.recipes import build, stage, supervised
+from stoker.training.reward.config import DpoConfig
 from stoker.training.reward.pairs import Pair, PairRows, pairs_of
 from stoker.training.tokenizer import chat
 

@@ -24,7 +24,7 @@ from stoker.training.config.schema import Config
 from stoker.training.data.prepared import Prepared
 from stoker.training.data.rows import rows
 from stoker.training.forensics.culprit import NonFinite
-from stoker.training.generate.card import card_of
+from stoker.training.generate.exporting import card_of
 from stoker.training.loop.learner import Beside
 from stoker.training.loop.supervised import BEFORE
 from stoker.training.model import hf, hf_config, hf_hub, ready

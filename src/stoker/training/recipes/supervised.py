@@ -13,14 +13,13 @@ from stoker.training.loop.feeder import Feeder
 from stoker.training.loop.keeping import Keeper, newest, tensors_of
 from stoker.training.loop.learner import Learner
 from stoker.training.loop.material import Material
-from stoker.training.loop.profiling import Profile
 from stoker.training.loop.run import Loop
 from stoker.training.loop.say import Voice
-from stoker.training.loop.speed import Startup
+from stoker.training.loop.speed import Profile, Startup
 from stoker.training.loop.step import Stepper
 from stoker.training.loop.supervised import Launched, Parts, Settings, Supervised
 from stoker.training.model import ready
-from stoker.training.optim import schedule
+from stoker.training.optim.config import rate_share
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import build, stage
 
@@ -89,7 +88,7 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
     with closing(feeder.batches()) as batches:
         for batch in loop.over(batches):
             parts.drill.step = batch.step
-            share = schedule.share(c.optim, batch.step, steps)
+            share = rate_share(c.optim, batch.step, steps)
             pending = stepper.step(batch, share, words=loop.words)  # forward, backward, update
             rate = c.optim.learning_rate * share
             loop.launched(Launched(pending, batch, rate, parts.learner.numbers(parts.model)))

@@ -30,7 +30,7 @@ from stoker.training.model.attention import Documents, begins, documents
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
 from stoker.training.model.hf_write import SCORE as HEAD
-from stoker.training.model.logprobs import token_logprobs
+from stoker.training.model.loss import token_logprobs
 from stoker.training.parallel.config import ComputeConfig
 from stoker.training.parallel.group import Group
 from stoker.training.reward.pairs import Prompt, answered, asked

@@ -11,8 +11,7 @@ from stoker.contract.shape import shape
 from stoker.training.generate.config import GenerateConfig
 from stoker.training.generate.engine import Engine
 from stoker.training.model.decoder import Decoder
-from stoker.training.parallel.group import Group
-from stoker.training.parallel.split import split
+from stoker.training.parallel.group import Group, split
 from stoker.training.rl.config import GrpoConfig
 from stoker.training.rl.prompts import Prompt, number_from
 from stoker.training.tokenizer.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.contract.shape import options_of, replace, shape
 from stoker.training.model.config import ModelConfig
-from stoker.training.model.rows import parameters as parameters_of
+from stoker.training.model.config import parameters as parameters_of
 
 ANSWER = 0.4  # of `new_tokens` that answers have on average
 QUESTIONS = 600  # where a file's own number is not known before it is made

@@ -14,9 +14,8 @@ from stoker.training.config.derived import BATCH, LENGTH, Learning, Situation, s
 from stoker.training.config.schema import Config
 from stoker.training.data.prepared import Prepared
 from stoker.training.model import hf_config, hf_hub
-from stoker.training.model.config import ModelConfig
-from stoker.training.model.rows import parameters, with_rows
-from stoker.training.optim import schedule
+from stoker.training.model.config import ModelConfig, parameters, with_rows
+from stoker.training.optim.config import warmup_length
 from stoker.training.stages.registry import STAGES
 
 # The block a training stage prints before it starts: what was chosen, by whom, which flag changes it. Pure.
@@ -70,7 +69,7 @@ def _choices(
     optim, context = config.optim, config.data.context_length
     rate = f"{optim.learning_rate:.2g}" + (f" (Muon {optim.muon_learning_rate:.2g})" if optim.kind == "muon" else "")
     yield Choice("learning rate", f"{rate}, {optim.schedule}", "--learning-rate, --schedule", ("optim.learning_rate",))
-    warm = f"{schedule.warmup(optim, steps):,} steps" if steps else f"{optim.warmup_ratio:.0%} of the run"
+    warm = f"{warmup_length(optim, steps):,} steps" if steps else f"{optim.warmup_ratio:.0%} of the run"
     yield Choice("warm-up", warm, "--warmup", ("optim.warmup_steps", "optim.warmup_ratio"))
     if learning.prompts:
         asked = f"{config.grpo.prompts_per_step} prompts a step, {config.grpo.group} answers each"

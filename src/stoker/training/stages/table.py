@@ -7,8 +7,7 @@ from stoker.training.config.amount import Amount
 from stoker.training.config.derived import Situation, samples_a_step, settled, steps_and_passes
 from stoker.training.config.keys import config_of
 from stoker.training.config.resolve import combine
-from stoker.training.model.config import ModelConfig
-from stoker.training.model.rows import parameters, with_rows
+from stoker.training.model.config import ModelConfig, parameters, with_rows
 from stoker.training.stages.registry import learning
 
 BEGIN, END = "<!-- defaults: begin -->", "<!-- defaults: end -->"

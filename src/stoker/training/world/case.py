@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from stoker.training.world.dice import Dice
+from stoker.training.world.world import Dice
 
 Messages = list[dict[str, str]]
 LEADS = ("", "", "", "", "Tell me: ", "Please answer: ", "Think first: ", "Next question: ")

@@ -16,9 +16,7 @@ from stoker.contract.shape import shape
 from stoker.contract.wholefile import WholeFile, sync_folder, write_whole
 from stoker.training.world import arithmetic, people
 from stoker.training.world.case import LEADS, Case, asked, loose, prompt_of, strict, wordings
-from stoker.training.world.dice import Dice
-from stoker.training.world.lexicon import Fact
-from stoker.training.world.world import World
+from stoker.training.world.world import Dice, Fact, World
 
 # `fact`: what is always true in this world, said in many ways. Base text states every fact; some are asked about only
 # in held-out questions.
