@@ -11,9 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stoker.training.optim.config import (  # noqa: E402
-    OptimConfig,
-)
+from stoker.training.optim.config import OptimConfig, rate_share, warmup_length  # noqa: E402
 from stoker.training.optim.optimizer import (  # noqa: E402
     BLOCK,
     Optimizer,
