@@ -9,14 +9,13 @@ y⁺ is the better answer. Only the answers' tokens count; with `dpo.length_norm
 
 from __future__ import annotations
 
-import numpy as np
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stoker.contract.shape import shape
 from stoker.training.data.reader import IGNORED
-from stoker.training.loop.feeder import padded
 from stoker.training.loop.learner import Learner, Validation
 from stoker.training.loop.material import Rows
 from stoker.training.model.attention import Documents, begins, documents
@@ -24,7 +23,7 @@ from stoker.training.model.decoder import Decoder
 from stoker.training.model.loss import token_logprobs
 from stoker.training.parallel.group import Group
 from stoker.training.reward.config import DpoConfig
-from stoker.training.reward.model import margins
+from stoker.training.reward.model import held_out, margins
 
 NUMBERS = ("reward_accuracy", "reward_margin", "logp_chosen", "logp_rejected")
 
@@ -130,8 +129,7 @@ def pair_losses(ratio: Tensor, rule: DpoConfig) -> Tensor:
     return F.softplus(-rule.beta * ratio)
 
 
-@shape
-class Measured:
+class Measured(NamedTuple):
     """Of each held-out pair, in the order of the rows."""
 
     chosen: Tensor  # log p(y⁺ | x)
@@ -139,25 +137,12 @@ class Measured:
     ratio: Tensor  # as in pair_losses
 
 
-@torch.no_grad()
 def measured(model: nn.Module, samples: Rows, group: Group, micro: int) -> Measured:
-    """On every rank the same. The wrapped module is called, as FSDP2 needs."""
-    count = len(samples)
-    most = -(-count // group.world)
-    training = model.training
-    model.eval()
-    mine: list[tuple[int, list[list[float]]]] = []
-    for begin in range(0, most, micro):
-        ids = np.arange(group.rank, count, group.world, dtype=np.int64)[begin : begin + micro]
-        inputs, targets, segments = padded(samples, ids, micro, group.device)
-        policy, reference = model(inputs, None, None, documents(segments, group.device))
-        ratio, counted = margins(policy - reference, targets), targets != IGNORED
-        table = torch.stack([policy, policy.gather(1, targets.clamp(min=0)), ratio])
-        for row, number in enumerate(ids.tolist()):
-            mine.append((number, table[:, row, counted[row]].tolist()))
-    model.train(training)
-    rows = sorted(pair for part in group.all(mine) for pair in part)
-    return Measured(*(torch.tensor([value for _, row in rows for value in row[kind]]).double() for kind in range(3)))
+    def values(both: Tensor, targets: Tensor) -> Tensor:
+        policy, reference = both
+        return torch.stack([policy, policy.gather(1, targets.clamp(min=0)), margins(policy - reference, targets)])
+
+    return Measured(*held_out(model, samples, group, micro, values))
 
 
 def learner(reference: Decoder, rule: DpoConfig) -> Learner:

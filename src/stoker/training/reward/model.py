@@ -10,7 +10,7 @@ loss is −log of that, summed over pairs.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -103,7 +103,6 @@ def margins(scores: Tensor, targets: Tensor) -> Tensor:
     return scores - scores.gather(1, targets.clamp(min=0))
 
 
-@torch.no_grad()
 def measure(model: nn.Module, samples: Rows, group: Group, *, tokens: int, micro: int) -> Validation:
     """Loss per pair and the share of pairs in the right order."""
     found = held_out_margins(model, samples, group, micro)
@@ -111,26 +110,30 @@ def measure(model: nn.Module, samples: Rows, group: Group, *, tokens: int, micro
     return Validation(loss, None, len(found), (found > 0).double().mean().item())
 
 
-@torch.no_grad()
 def held_out_margins(model: nn.Module, samples: Rows, group: Group, micro: int) -> Tensor:
-    """Of all pairs, on every rank, in the order of the rows. The wrapped module is called, as FSDP2 needs."""
-    count = len(samples)
-    most = -(-count // group.world)
-    training = model.training
+    return held_out(model, samples, group, micro, lambda scores, targets: margins(scores, targets)[None])[0]
+
+
+@torch.no_grad()
+def held_out(
+    model: nn.Module, samples: Rows, group: Group, micro: int, values: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """[kinds, pairs] on every rank, in the order of the rows. `values`: [kinds, B, T] from what the model gives and the
+    targets; what stands where a better answer ends counts. The wrapped module is called, as FSDP2 needs.
+    """
+    count, training = len(samples), model.training
     model.eval()
-    mine: list[tuple[int, list[float]]] = []
-    for begin in range(0, most, micro):
+    mine: list[tuple[int, list[list[float]]]] = []
+    for begin in range(0, -(-count // group.world), micro):
         ids = np.arange(group.rank, count, group.world, dtype=np.int64)[begin : begin + micro]
         inputs, targets, segments = padded(samples, ids, micro, group.device)
-        found, marks = (
-            margins(model(inputs, None, None, documents(segments, group.device)), targets),
-            targets != IGNORED,
-        )
+        found = values(model(inputs, None, None, documents(segments, group.device)), targets)
         for row, number in enumerate(ids.tolist()):
-            mine.append((number, found[row][marks[row]].tolist()))
+            mine.append((number, found[:, row, targets[row] != IGNORED].tolist()))
     model.train(training)
-    rows = sorted(pair for part in group.all(mine) for pair in part)
-    return torch.tensor([margin for _, row in rows for margin in row], dtype=torch.float64)
+    rows = [row for _, row in sorted(pair for part in group.all(mine) for pair in part)]
+    kinds = zip(*rows, strict=True)
+    return torch.tensor([[value for row in kind for value in row] for kind in kinds], dtype=torch.float64)
 
 
 def load(model: Decoder, folder: str, say: Say) -> None:
