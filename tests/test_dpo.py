@@ -21,13 +21,13 @@ from torch import Tensor
 
 from conftest import Stoker, wait_for
 from stoker.training.data.formats.preferences import preference
-from stoker.training.dpo.model import DpoModel, Reference, learner, measured, with_prompts
 from stoker.training.model import hf
 from stoker.training.model.attention import documents
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.config import ParallelConfig
 from stoker.training.parallel.group import Group
+from stoker.training.recipes.dpo import DpoModel, Reference, learner, measured, with_prompts
 from stoker.training.reward.config import DpoConfig
 from stoker.training.reward.pairs import Pair, PairRows, encode
 from stoker.training.stages.registry import STAGES

@@ -5,7 +5,6 @@ questions.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 from stoker.contract.shape import shape
 from stoker.training.data.formats.questions import Question
@@ -22,28 +21,13 @@ from stoker.training.evaluate.likelihood import log_likelihoods
 from stoker.training.evaluate.marking import Alternatives, alternatives, in_form, phrases, right, right_in_form, words
 from stoker.training.evaluate.tasks import Task
 from stoker.training.generate.config import GenerateConfig
+from stoker.training.generate.engine import Engine
 from stoker.training.model.decoder import Decoder
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 # questions whose answers are sampled in one call: part of what an answer depends on, unlike the number of ranks and of
 # rows
 BLOCK = 64
-
-
-class Writer(Protocol):
-    """generate.Engine."""
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        new_tokens: int,
-        stop: Collection[int],
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-    ) -> list[list[int]]: ...
 
 
 @shape
@@ -140,7 +124,7 @@ def choose(asked: Asked, places: Sequence[int], model: Decoder, tokenizer: Token
 
 
 def write(
-    asked: Asked, places: Sequence[int], writer: Writer, tokenizer: Tokenizer, manner: Manner, how: GenerateConfig
+    asked: Asked, places: Sequence[int], writer: Engine, tokenizer: Tokenizer, manner: Manner, how: GenerateConfig
 ) -> list[Outcome]:
     """The greedy answers."""
     stop, marker = stop_ids(tokenizer, manner), Marker(asked.task)
@@ -163,7 +147,7 @@ def write(
 def sample(
     prompts: Sequence[Sequence[int]],
     count: int,
-    writer: Writer,
+    writer: Engine,
     tokenizer: Tokenizer,
     manner: Manner,
     how: GenerateConfig,
