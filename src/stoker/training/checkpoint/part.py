@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stoker.contract.quantities import amount, span
 from stoker.contract.shape import as_json, replace, shape
+from stoker.contract.tensorheader import pack_header
 from stoker.contract.untrusted import read_json
 from stoker.contract.wholefile import sync_folder, write_whole
 from stoker.training.checkpoint import manifest
@@ -104,27 +104,17 @@ def _entry(one: Placed, file: str) -> Entry:
 def _write_tensors(
     path: str, step: int, placed: Sequence[Placed], buffers: Buffers, size: int, stopped: Callable[[], bool]
 ) -> Sums:
-    """The safetensors format: eight bytes of header length, a JSON header padded to eight, then the data without gaps."""
-
     def between(fd: int) -> None:
         if stopped():
             raise GivenUp("the run ended while it was being written")
         if os.fstat(fd).st_nlink == 0:
             raise GivenUp("rank 0 gave it up", own=False)
 
-    header: dict[str, object] = {"__metadata__": {"format": "pt", "step": str(step)}}
-    for one in placed:
-        if one.source.block:
-            header[one.source.name] = {
-                "dtype": one.source.dtype,
-                "shape": list(one.source.block.data.shape),
-                "data_offsets": [one.start, one.stop],
-            }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    blocks = [(one.source, one.source.block) for one in placed]
+    sizes = {source.name: (source.dtype, tuple(block.data.shape)) for source, block in blocks if block}
     out = SummedFile(path, between)
     try:
-        out.write(struct.pack("<Q", len(text)) + text)
+        out.write(pack_header(sizes, {"format": "pt", "step": str(step)}))
         for view in buffers.read(size):
             out.write(view)
         return out.finish()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.contract.shape import replace, shape
+from stoker.contract.tensorheader import pack_header
 from stoker.contract.wholefile import write_whole
 from stoker.training.checkpoint.folders import put_in_place
 from stoker.training.data.reader import IGNORED
@@ -260,19 +261,11 @@ def write_tensors(path: str, tensors: Mapping[str, Tensor], about: Mapping[str, 
     """A safetensors file, one tensor after the other: the host needs room for the largest, not for all of them. Of a
     sharded tensor this rank's part; complex ones and other dtypes the format has no name for as fp32.
     """
-    header: dict[str, object] = {"__metadata__": dict(about)} if about else {}
-    end = 0
-    for name, tensor in tensors.items():
-        mine = local(tensor)
-        size = 4 if mine.dtype not in _NAMES else mine.element_size()
-        begin, end = end, end + mine.numel() * size
-        header[name] = {"dtype": _NAMES.get(mine.dtype, "F32"), "shape": list(mine.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    parts = {name: local(tensor) for name, tensor in tensors.items()}
+    sizes = {name: (_NAMES.get(mine.dtype, "F32"), tuple(mine.shape)) for name, mine in parts.items()}
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            mine = local(tensor)
+        file.write(pack_header(sizes, about))
+        for mine in parts.values():
             flat = (mine if mine.dtype in _NAMES else mine.to(torch.float32)).to("cpu").contiguous().reshape(-1)
             if flat.numel():
                 file.write(flat.view(torch.uint8).numpy().data)

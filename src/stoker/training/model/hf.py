@@ -6,6 +6,7 @@ Our shape and a folder's are matched in hf_config, hf_files and families/, which
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
 from stoker.training.model.hf_config import config_of, kept_of, shape_of
 from stoker.training.model.hf_files import Place, Stored, check, places
-from stoker.training.model.hf_write import DTYPES, Export
+from stoker.training.model.hf_hub import TOKENIZER_FILES
+from stoker.training.model.hf_write import DTYPES, Export, add_files, fresh_folder, size_of
 
 __all__ = ["load", "load_named", "named", "opened", "save", "save_from", "shape_of"]
 
@@ -138,11 +140,16 @@ def save_from(
         if write:
             config = config_of(c, kept.context(context_length), DTYPES[dtype][1], ())
             config, generation = kept.changed(config, end_ids, tokenizer_folder)
-            with Export(folder, c, dtype) as export:
+            size = sum(size_of(part, dtype) for place in places(c) for part in place.parts)
+            with fresh_folder(folder, size) as fresh:
+                export = Export(fresh, os.path.abspath(folder), c, dtype)
                 for name, whole in gathered:
                     export.put(name, whole)
-                export.finish(config, generation, tokenizer_folder, more)
-            say(f"wrote {folder}: {amount(export.bytes)} of {DTYPES[dtype][1]} as {config['architectures'][0]}")
+                export.finish()
+                add_files(fresh, config, generation, ((tokenizer_folder, name) for name in TOKENIZER_FILES))
+                if more is not None:
+                    more(fresh)
+            say(f"wrote {folder}: {amount(size)} of {DTYPES[dtype][1]} as {config['architectures'][0]}")
     except OSError as problem:
         raise Refusal(f"{folder}: the model can't be written: {problem.strerror or problem}", EX_CANTCREAT) from problem
     finally:
