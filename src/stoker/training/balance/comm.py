@@ -126,9 +126,7 @@ class Meeting:
 
     @torch.no_grad()
     def meet(self, tensors: Sequence[Tensor], more: Sequence[Tensor] = (), bad: Tensor | None = None) -> None:
-        """All ranks call it at the same step. `more`: what is averaged besides, though it did not need to meet before.
-        `bad`: above 0 nothing is changed.
-        """
+        """All ranks call it at the same step. `more`: averaged besides. `bad`: above 0 nothing is changed."""
         fresh = self._steps > 0
         if not fresh and not more:
             return

@@ -86,9 +86,7 @@ class Sampler:
         return self._steps
 
     def set_epoch(self, epoch: int) -> None:
-        """Epochs count themselves; this is for a loop that begins elsewhere. The epoch a checkpoint stands in goes on
-        where that left it.
-        """
+        """For a loop that begins elsewhere: epochs count themselves, and a checkpoint's goes on where it stood."""
         if epoch != self.epoch:
             self._first = 0
         self.epoch, self._begun = epoch, False
@@ -113,9 +111,7 @@ class Sampler:
         self.epoch, self._begun = self.epoch + 1, False
 
     def count(self, learned: int | Tensor) -> None:
-        """Before backward, where the loss is a mean over something else than samples: how many this rank's batch has
-        (label tokens, say).
-        """
+        """Before backward, where the loss is no mean over samples: how many (label tokens, say) the batch has."""
         self._count = learned
 
     def coming(self) -> Given | None:

@@ -61,9 +61,7 @@ def self_bleu(answers: Sequence[Words], seed: int = 0) -> float:
 
 
 def _bleu(answer: Words, counts: Grams, references: Sequence[Words], theirs: Sequence[Grams]) -> float:
-    """Up to 4-grams, fewer where the answer has fewer words; above single words one is added to both counts (Lin and
-    Och 2004).
-    """
+    """Up to 4-grams, or as many words as there are; above single words one is added to counts (Lin and Och 2004)."""
     if not answer:
         return 1.0 if any(not reference for reference in references) else 0.0
     logs = []
@@ -97,9 +95,7 @@ def spread(vectors: Vectors) -> float:
 
 
 def vendi(vectors: Vectors) -> float:
-    """How many different ones they amount to: exp of the entropy of the eigenvalues of the similarities ÷ n (Friedman
-    and Dieng 2023).
-    """
+    """How many different ones they amount to: exp of the entropy of their similarities (Friedman and Dieng 2023)."""
     points = vectors.astype(np.float64)
     values = np.linalg.eigvalsh(points @ points.T / len(points))
     values = values[values > 1e-12]

@@ -55,9 +55,7 @@ class Written:
 
 @shape
 class Marked:
-    """An answer and its marks. `correct`: by content; `in_form`: in the expected form, right or wrong; `strict`: right
-    in that form, as GRPO rewards it.
-    """
+    """`correct`: by content; `in_form`: in the expected form; `strict`: right in that form, as GRPO rewards it."""
 
     completion: str
     correct: bool

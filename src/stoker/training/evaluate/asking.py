@@ -28,9 +28,7 @@ class Manner:
 
 
 def lettered(question: Question, manner: Manner) -> bool:
-    """A chat is shown the choices and names one; a base model completes the question by each choice's text, unless it
-    is MMLU, whose way is letters.
-    """
+    """A chat names one of the choices it is shown; a base model completes by each choice's text, MMLU by letters."""
     return bool(question.labels) and (manner.chat or question.lettered)
 
 

@@ -30,9 +30,7 @@ def wilson(right: float, total: float, z: float = Z95) -> Interval:
 
 
 def wilson_of_draws(right: Sequence[int], draws: int, z: float = Z95) -> Interval:
-    """Of `draws` answers to each question. They are not independent: as many count as would vary as much as the
-    questions' own shares do.
-    """
+    """Answers to one question are not independent: as many count as would vary as much as the questions' shares."""
     count = len(right)
     if not count or not draws:
         return Interval(0.0, 1.0)

@@ -80,9 +80,7 @@ def log_likelihoods(model: Decoder, rows: Sequence[Continuation]) -> list[float]
 def windows(
     tokenizer: Tokenizer, documents: Iterable[bytes], context: int, tokens: int
 ) -> tuple[list[Continuation], list[int]]:
-    """Every token of every text once, after what comes before it in its window, and the bytes of each window; ends when
-    `tokens` (0: all) are there.
-    """
+    """(each window's first token and the rest of it, its bytes): every token once, up to `tokens` (0: all)."""
     found: list[Continuation] = []
     sizes: list[int] = []
     count = 0
@@ -126,9 +124,7 @@ def measure(
     group: Group,
     say: Callable[[str], None],
 ) -> float:
-    """Bits per byte over `tokens` tokens: comparable between models with unlike tokenizers, as nats per token are not.
-    Ranks share the windows.
-    """
+    """Bits per byte compare models with unlike tokenizers, as nats per token do not. Ranks share the windows."""
     rows, sizes = windows(tokenizer, documents(path, data, say), data.context_length, tokens)
     if not rows:
         raise Refusal(f"evaluate.texts {path} holds no text", EX_DATAERR)
@@ -142,9 +138,7 @@ def measure(
 
 @torch.no_grad()
 def embed(model: Decoder, rows: Sequence[Sequence[int]]) -> Vectors:
-    """[rows, width]. A row longer than the context counts by its beginning; equal rows are computed once and are
-    exactly equal.
-    """
+    """[rows, width]. A row that is too long counts by its beginning; equal rows are computed once."""
     room = model.context_length
     different = list(dict.fromkeys(tuple(row[:room]) for row in rows))
     device = model.embed.weight.device

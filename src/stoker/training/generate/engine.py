@@ -149,9 +149,7 @@ class Engine:
         vocab: int = 0,
         say: Callable[[str], None] = _to_stderr,
     ) -> None:
-        """`rows`: answers at once; `length`: of a prompt and its answer; `vocab`: ids from here on are never written
-        (0: the embedding's rows).
-        """
+        """`rows`: answers at once; `length`: prompt and answer; `vocab`: ids from here on are never written."""
         if rows < 1 or length < 2:
             raise Refusal(f"generation with {rows} rows of {length} tokens can't be: at least 1 row of 2", EX_USAGE)
         if length > model.context_length:

@@ -162,9 +162,7 @@ def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, s
 
 
 def _module(opened: Checkpoint, shape: ModelConfig, context: int, say: Say) -> outside.Outside:
-    """What no family of ours knows: transformers' module with the checkpoint's parameters; buffers come from the folder it
-    was loaded from.
-    """
+    """transformers' module with the checkpoint's parameters; buffers come from the folder it was loaded from."""
     if not os.path.isdir(shape.load):
         raise Refusal(f"{opened.path}: {shape.load}, which its model was loaded from, is gone", EX_NOINPUT)
     model = outside.Outside(shape, context)
@@ -190,9 +188,7 @@ def _tensors(opened: Checkpoint, shape: ModelConfig) -> Iterator[tuple[str, Tens
 
 
 def _tokenizer_of(opened: Checkpoint) -> str:
-    """The one with the checkpoint's digest: beside it, where the checkpoint says it is, or in the cache of prepared
-    data.
-    """
+    """The one with the checkpoint's digest: beside it, where it says, or in the cache of prepared data."""
     digest = opened.meta.get("tokenizer_digest")
     run = os.path.dirname(os.path.dirname(os.path.abspath(opened.path)))
     told = opened.meta.get("tokenizer")

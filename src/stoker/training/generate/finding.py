@@ -81,9 +81,7 @@ def _of_run(run: str, checkpoints: bool) -> Found:
 
 
 def _of_speedrun(folder: str, stage: str | None, say: Any, checkpoints: bool) -> Found:
-    """chain.json says which run is a stage's; where that has no model, the newest run of the stage's name, which is
-    said.
-    """
+    """By chain.json, or, where that run has no model, the newest run of the stage's name, which is said."""
     told = _json(os.path.join(folder, CHAIN)).get("stages")
     rows = (
         {str(row["name"]): str(row.get("run") or "") for row in told if isinstance(row, dict) and row.get("name")}
@@ -116,9 +114,7 @@ def _of_speedrun(folder: str, stage: str | None, say: Any, checkpoints: bool) ->
 
 
 def _newest(root: str, stage: str | None, say: Any) -> Found:
-    """Of runs and speedruns, whichever made a model last. In a speedrun, the last stage of its chain: which file is
-    newest says nothing about that.
-    """
+    """Whichever made a model last; of a speedrun the last stage of its chain, whichever file is newest."""
 
     def asked_for(path: str) -> bool:
         run = os.path.dirname(path)

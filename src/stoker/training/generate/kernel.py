@@ -125,9 +125,7 @@ def attend(
     alive: Tensor,
     scale: float | None = None,
 ) -> Tensor:
-    """plain.attend where the slots to see are told on the device: no mask, no more slots than there are, none for rows
-    that have ended.
-    """
+    """plain.attend without a mask: the device is told which slots to see, none for rows that have ended."""
     rows, heads, head_dim = q.shape
     kv_heads = kv.shape[2]
     group = heads // kv_heads
@@ -178,9 +176,7 @@ def _pick(  # type: ignore[no-untyped-def]
 
 
 def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
-    """sample.sample_token where nothing is left out: the chunk of the vocabulary that `uniform` falls in, then the word
-    within it.
-    """
+    """sample.sample_token where nothing is left out: the chunk that `uniform` falls in, then the word within it."""
     rows, width = logits.shape
     count = triton.cdiv(width, CHUNK)
     peaks = torch.empty(2, rows, count, dtype=torch.float32, device=logits.device)

@@ -60,9 +60,7 @@ def turn(
 
 
 def attend(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float | None = None, cap: float = 0.0) -> Tensor:
-    """One query per row and head over the slots of `kv`. Heads that share keys are queries of one head: nothing is
-    repeated.
-    """
+    """One query per row and head over the slots of `kv`. Heads that share keys are queries of one head."""
     rows, heads, head_dim = q.shape
     kv_heads = kv.shape[2]
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)

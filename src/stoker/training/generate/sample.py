@@ -78,9 +78,7 @@ def sample_token(logits: Tensor, uniform: Tensor, how: Sampling) -> Tensor:
 
 
 def _place(chances: Tensor, uniform: Tensor) -> Tensor:
-    """The first whose running sum passes `uniform` of the whole: never one of chance 0, and `uniform` below 1 never
-    reaches the end.
-    """
+    """The first whose running sum passes `uniform`, below 1, of the whole: never one of chance 0."""
     running = chances.cumsum(-1)
     found = torch.searchsorted(running, uniform[:, None] * running[:, -1:], right=True)[:, 0]
     return found.clamp(

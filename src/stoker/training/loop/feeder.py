@@ -118,9 +118,7 @@ class Feeder:
 def padded(
     samples: Rows, ids: NDArray[np.int64], rows: int, device: torch.device = HOST, *, pinned: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(inputs, targets, segments), `rows` of each: behind those of `ids` is padding, of which nothing is learned.
-    Segments stay on the host: see `documents`.
-    """
+    """(inputs, targets, segments), `rows` of each, padded behind those of `ids`. Segments stay on the host."""
 
     def table(array: NDArray[Any], filling: int) -> Tensor:
         found = torch.full((rows, array.shape[1]), filling, dtype=torch.from_numpy(array).dtype, pin_memory=pinned)

@@ -65,9 +65,7 @@ class Pending:
 
 
 class MicroStep:
-    """Forward and backward of a micro-batch; for small models as one CUDA graph: thousands of kernels of a few µs each
-    are bound by their launches.
-    """
+    """Forward and backward; of small models as one CUDA graph: kernels of a few µs are bound by their launches."""
 
     def __init__(self, wrapped: nn.Module, scale: Tensor, graph_with: Optimizer | None) -> None:
         self._wrapped, self._scale, self._optimizer = wrapped, scale, graph_with

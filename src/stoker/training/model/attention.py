@@ -187,9 +187,7 @@ def _whole_rows(rows: int, length: int, device: torch.device) -> Documents:
 def packed_kernel(
     device: torch.device, dtype: torch.dtype, head_dim: int, *, window: int = 0, dropout: float = 0.0, cap: float = 0.0
 ) -> str:
-    """Which one attends within documents: varlen (flash, by offsets), flex (caps, and windows where varlen has none), or
-    a bias: T x T numbers per row.
-    """
+    """Within documents: varlen (flash, by offsets), flex (caps, and windows it lacks), or a bias of T x T per row."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or dropout or not _without_bias:
         return "bias"
     if torch.cuda.get_device_capability(device)[0] < 8:

@@ -264,9 +264,7 @@ def parameters(c: ModelConfig) -> int:
 
 
 def matmul_parameters(c: ModelConfig) -> int:
-    """Weights that take part in a product for every token: the head once, the embedding (a lookup) not, and of experts
-    those that a token is given to.
-    """
+    """Weights in a product for every token: the head, not the embedding, and of experts those that are chosen."""
     if c.stored:
         return c.stored
     routed = sum(c.routed(layer) for layer in range(c.layers)) if c.experts else 0

@@ -143,9 +143,7 @@ class Decoder(nn.Module):
         return (cos, sin) if theta is not None else (torch.ones_like(cos), torch.zeros_like(sin))
 
     def place(self, device: torch.device) -> None:
-        """Onto its device; a model that was built on the meta device gets its memory here, and its numbers from `start`
-        or a checkpoint.
-        """
+        """Onto its device; one of the meta device gets memory here, and numbers from `start` or a checkpoint."""
         if self.embed.weight.is_meta:
             self.to_empty(device=device)
         self.tables = [(cos.to(device), sin.to(device)) for cos, sin in self.tables]

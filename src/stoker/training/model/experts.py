@@ -39,9 +39,7 @@ class Experts(nn.Module):
         self.down = Stack(c.expert_ff, *(c.dim,) * c.experts)
 
     def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(their answers, [2, experts]: how many tokens each was given, and the sum of its probabilities). `counted`: 1
-        for each token that is counted there.
-        """
+        """(answers, [2, experts]: tokens each was given, and its probabilities' sum), of `counted` tokens alone."""
         flat = x.flatten(0, -2)
         weights = (part.weight.to(x.dtype) for part in (self.router, self.gate_up, self.down))
         y, load = mixture(self.c, flat, *weights, counted=counted)

@@ -105,9 +105,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 
 def rotate_in_place(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, head_dim: int, sign: float) -> None:
-    """The first `heads` heads (queries and keys) of each row of qkv; sign -1 turns back. cos, sin: [T, half] or one row
-    each per row of qkv.
-    """
+    """The first `heads` heads of each row; sign -1 turns back. cos, sin: [T, half], or one row per row of qkv."""
     rows, row_width = qkv.shape
     half = head_dim // 2
     per_row = cos.dim() == 3

@@ -102,9 +102,7 @@ def opened(folder: str, context_length: int, dtype: torch.dtype, device: torch.d
 
 
 def save(model: Decoder | outside.Outside, folder: str, *, say: Say, without: Sequence[str] = (), **how: Any) -> None:
-    """Of a sharded model every rank calls this, and one of them with `write`. `without`: what is no decoder's; `how`:
-    as of `save_from`.
-    """
+    """Of a sharded model all ranks call this, one with `write`. `without`: no decoder's; `how`: of `save_from`."""
     if isinstance(model, outside.Outside):
         return outside.save(model, folder, say=say, **how)
     module: Any

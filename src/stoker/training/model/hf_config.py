@@ -167,9 +167,7 @@ class Kept:
     def changed(
         self, config: Mapping[str, Any], end_ids: Sequence[int], tokenizer_folder: str | None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """config.json and generation_config.json of the export. `end_ids`: what training taught; without them and the
-        loaded model's, the tokenizer's.
-        """
+        """config.json and generation_config.json of the export. `end_ids`: what training taught."""
         if not end_ids and self.config.get("eos_token_id") is None:
             end_ids = end_ids_of(tokenizer_folder)
         known = {key: self.config[key] for key in (*_AS_LOADED, "eos_token_id") if self.config.get(key) is not None}

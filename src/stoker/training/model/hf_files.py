@@ -40,9 +40,7 @@ class Place:
 
 
 def places(c: ModelConfig) -> Iterator[Place]:
-    """Every tensor of the model once, by our name and its family's: a tied head is the embedding. What the family stores
-    as one is one part.
-    """
+    """Every tensor once, by our name and its family's: a tied head is the embedding, what they join is one part."""
     family = family_of(c)
     for name, sizes in tensors(c):
         theirs, turned = family.tensor(name, c), family.turned(name)
@@ -52,9 +50,7 @@ def places(c: ModelConfig) -> Iterator[Place]:
 
 
 def check(folder: str, c: ModelConfig) -> dict[str, Stored]:
-    """Name -> where it lies, of all the tensors this model needs. Whatever is missing, left over or of another shape is
-    refused by name.
-    """
+    """Name -> where it lies, of all tensors of this model; missing, left over or misshapen ones are refused."""
     family = family_of(c)
     wanted = {part.name: (part, place.name in _GROW) for place in places(c) for part in place.parts}
     found = _with_prefix(stored_in(folder), family.prefix, wanted)

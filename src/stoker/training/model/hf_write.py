@@ -54,9 +54,7 @@ def size_of(part: Part, dtype: torch.dtype) -> int:
 
 @contextmanager
 def fresh_folder(folder: str, size: int = 0) -> Iterator[str]:
-    """A folder beside the final one, which it becomes at the end; left by an exception it leaves nothing. `size`: bytes
-    that there must be room for.
-    """
+    """Beside the final one, which it becomes at the end; an exception leaves nothing. `size`: bytes it needs."""
     folder = os.path.abspath(folder)
     parent, name = os.path.split(folder)
     os.makedirs(parent, exist_ok=True)
@@ -144,9 +142,7 @@ def add_files(
 
 
 def beside(folder: str, path: str) -> bytes:
-    """A file of a model's folder. A link may lead within it or to the hub cache's blobs; what lies elsewhere was not
-    meant to be exported.
-    """
+    """A file of a model's folder; a link may lead within it or to the hub cache's blobs, and nowhere else."""
     real = os.path.realpath(path)
     home = os.path.realpath(folder)
     blobs = os.path.join(os.path.dirname(os.path.dirname(home)), "blobs")

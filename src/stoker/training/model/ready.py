@@ -59,9 +59,7 @@ def attention(c: ComputeConfig, device: torch.device) -> str:
 
 
 def warm_compiler() -> threading.Thread:
-    """Imports the compiler and starts its processes (3 s and more) while data and model are made ready. Joined before
-    anything is compiled.
-    """
+    """Starts the compiler (3 s and more) while data and model are made ready; joined before it compiles."""
 
     def load() -> None:
         importlib.import_module("torch._inductor.compile_fx")
@@ -165,9 +163,7 @@ def _use_fp8(model: Decoder, device: torch.device, say: Callable[[str], None]) -
 
 
 def _keep_products_only(yes: bool) -> None:
-    """The compiler may recompute, in the backward pass, what is cheap although it is written to memory there: norms,
-    rotations.
-    """
+    """The compiler may recompute in the backward pass what is cheap though written to memory: norms, rotations."""
     import torch._functorch.config as functorch
 
     if hasattr(functorch, "ban_recompute_materialized_backward"):
@@ -204,9 +200,7 @@ def checkpoint_block(block: Any, selective: bool, random: bool) -> None:
 
 
 def unfuse(model: Decoder) -> None:
-    """Plain blocks for a look at their operations. They keep twice what fused ones do, and these may have filled the
-    card: so they keep nothing.
-    """
+    """For a look at operations. Plain blocks keep twice what fused ones do, on a full card: so these keep nothing."""
     if model.fused:
         for block in model.layers:
             if not isinstance(block.forward, functools.partial):

@@ -37,9 +37,7 @@ _SHARE = ("correct", "total", "accuracy", "low", "high")
 
 
 def score(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Right by content; `strict`: right in the expected form; `form`: in that form, right or wrong; `cut`: at the token
-    limit, of written answers.
-    """
+    """Right by content; `strict`: right in form; `form`: in form; `cut`: at the token limit, of written answers."""
     greedy = [outcome.greedy for outcome in outcomes]
     sampled = [outcome.sampled for outcome in outcomes if outcome.sampled]
     return {

@@ -100,9 +100,7 @@ def read_pairs(
     where: str,
     say: Callable[[str], None],
 ) -> list[Pair]:
-    """Rows that are no pair are counted and named; one in a hundred or more is refused. Pairs that are too long are left
-    out as long as half of them fit.
-    """
+    """Rows that are no pair are refused from 1 % on; pairs that are too long where more than half of them are."""
     chat.check(tokenizer)
     pairs: list[Pair] = []
     wrong = Reasons()

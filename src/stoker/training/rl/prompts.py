@@ -108,9 +108,7 @@ def draw_of(rows: Sequence[Mapping[str, Any]] | None, prompts: Sequence[Prompt],
 
 
 def in_epochs(prompts: int, step: int, seed: int, count: int) -> list[int]:
-    """Every prompt once before any comes again, in an order of its own each time. A function of (seed, step), the same
-    for any number of ranks.
-    """
+    """Every prompt once before any comes again. A function of (seed, step), the same for any number of ranks."""
     return [int(place) for place in Order(prompts, seed).ids(step * count, (step + 1) * count)]
 
 

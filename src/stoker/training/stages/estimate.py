@@ -136,9 +136,7 @@ def _writes(values: Mapping[str, Any], size: int, rows: int, pace: Pace) -> floa
 
 
 def _memory(values: Mapping[str, Any], size: int, vocabulary: int) -> float:
-    """Weights, gradients and two moments in fp32; a block's activations are some 17 widths per token in 2 bytes; a
-    piece of the logits.
-    """
+    """Weights, gradients, two moments in fp32; activations: 17 widths per token in 2 bytes; some logits."""
     tokens = int(values["batch.micro"] or 8) * int(values["data.context_length"])
     kept = tokens * int(values["model.layers"]) * int(values["model.dim"]) * 34
     return 16 * size + kept + min(tokens, 8192) * vocabulary * 8

@@ -28,9 +28,7 @@ class Measured:
 
 @shape
 class Change:
-    """From `before` to `after`. Without an interval on both sides low and high are None: there is a difference, but no
-    test of it.
-    """
+    """From `before` to `after`; low and high are None where a side has no interval to test by."""
 
     difference: float | None
     low: float | None = None
@@ -71,9 +69,7 @@ def change(before: Measured, after: Measured) -> Change:
 
 
 def judged(found: Change, higher_is_better: bool = True) -> str:
-    """better, worse or no significant difference; up or down, which is no judgement, where there is no interval to test
-    by.
-    """
+    """better, worse or no significant difference; up or down where there is no interval to test by."""
     if found.difference is None:
         return ABSENT
     if found.tested and not found.beyond_noise:

@@ -44,9 +44,7 @@ class From:
 
 @shape
 class Rows:
-    """The chain's data for a role: `base`, `midtrain`, `sft`, `pairs`, `prompts`, `questions`, or one of these with
-    `-held-out`. Left out where there is none.
-    """
+    """The chain's data for a role (base, midtrain, sft, pairs, prompts, questions, or one with -held-out), if any."""
 
     role: str
     many: bool = False  # all files of the role; else the first

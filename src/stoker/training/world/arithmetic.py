@@ -114,9 +114,7 @@ def equation(step: Step) -> str:
 
 @cache
 def worked(step: Step) -> str:
-    """Counted on the fingers, as far as there are some: `5 + 3: 1 6, 2 7, 3 8.` The last number is the result, right or
-    wrong.
-    """
+    """Counted on the fingers where they suffice: `5 + 3: 1 6, 2 7, 3 8.` Ends with the result, right or wrong."""
     a, sign, b, result = step
     if not 0 < b <= FINGERS:
         return equation(step)
@@ -168,9 +166,7 @@ def _counting(w: World, dice: Dice) -> str:
 
 
 def chain(w: World, dice: Dice, held: bool) -> list[Step]:
-    """Sums that follow from each other; held out, either one of them is written in no training file, or they are
-    nowhere together.
-    """
+    """Sums that follow from each other; held out, one of them or their order is in no training file."""
     low, high = w.lexicon.steps
     count = low + dice.below(high - low + 1)
     new_sum = held and dice.random() < NEW_SUMS

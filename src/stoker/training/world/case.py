@@ -47,9 +47,7 @@ def said_so(kind: str, prompt: str, answer: str, wrong: str, sentence: str, **mo
 
 
 def strict(case: Case, dice: Dice, right: bool = True) -> str:
-    """A sentence or the steps, then the answer where a marker finds it; half of the many-step answers come without
-    their steps.
-    """
+    """A sentence, or the steps of half the many-step answers, then the answer where a marker finds it."""
     if case.kind == "steps":
         steps = case.work if right else case.wrong_work
         first = steps if dice.random() < WORKED else ""

@@ -98,9 +98,7 @@ def case(w: World, dice: Dice, held: bool) -> Case:
 
 
 def text(w: World, dice: Dice, held: bool) -> str:
-    """Every fact is stated in training files: it must be known before it is asked. So these texts are split by their
-    whole wording.
-    """
+    """Every fact must be known before it is asked: texts with facts are split by their whole wording."""
     while True:
         found = _mixture(w, dice)
         if (crc32(found.encode()) % HELD_EVERY == 0) == held:

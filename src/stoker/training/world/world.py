@@ -107,9 +107,7 @@ class Lexicon:
 
 
 def lexicon(level: int) -> Lexicon:
-    """Level 0 is for a model of half a million parameters; each level has more of everything, as far as there are
-    words.
-    """
+    """Level 0 is for half a million parameters; each level has more of everything, as far as there are words."""
 
     def first(words: list[str], *counts: int) -> list[str]:
         return words[: counts[level] if level < len(counts) else len(words)]
@@ -227,9 +225,7 @@ def fact_held(thing: str, quality: str) -> bool:
 
 @cache
 def sum_held(a: int, sign: str, b: int) -> bool:
-    """A sum whose result is written nowhere. 3 + 4 and 4 + 3 are one; what has a 0 or a 1 in it is how numbers are
-    counted, and stays.
-    """
+    """A sum whose result is written nowhere. 3 + 4 and 4 + 3 are one; those with a 0 or a 1 stay, for counting."""
     result = a + b if sign == "+" else a - b
     if min(a, b, result) < 2:
         return False

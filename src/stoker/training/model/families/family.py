@@ -12,9 +12,7 @@ __all__ = ["CONFIG", "ConfigJson", "Family", "kinds_of", "upper_windows", "windo
 
 
 class Family:
-    """Derive from it, put an object of it into FAMILY. A method here is what most families share: replace what yours
-    does otherwise.
-    """
+    """Derive from it and put an object into FAMILY. Replace what your family does otherwise than most."""
 
     name = ""  # model_type in config.json
     architecture = ""  # the class in `architectures`
