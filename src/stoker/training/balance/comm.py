@@ -62,9 +62,8 @@ def now(device: torch.device) -> Any:
 
 
 POWERSGD_RANK = 4
-POWERSGD_AFTER = (
-    20  # steps with whole gradients: the first ones have no low rank, and DDP rebuilds its buckets after one
-)
+# Steps with whole gradients: the first ones have no low rank, and DDP rebuilds its buckets after one.
+POWERSGD_AFTER = 20
 # PowerSGD exchanges from its callbacks, which gloo runs in threads: those of several buckets mix their collectives up,
 # and ranks abort (torch 2.13). It waits for the GPU after each bucket anyway: one bucket loses nothing.
 ONE_BUCKET = 2**20  # MB
@@ -74,9 +73,8 @@ BUCKET = 8 * 2**20  # numbers that are averaged at once: memory for one bucket, 
 def wrapped(model: nn.Module, group: Group, told: str) -> nn.Module:
     """The module to call. With local:N each rank's gradients are its own, and nothing is around the model."""
     if local_steps(told):
-        for parameter in (
-            model.parameters() if group.world > 1 else ()
-        ):  # as DDP does: unlike cards draw unlike numbers from one seed
+        # As DDP does: unlike cards draw unlike numbers from one seed.
+        for parameter in model.parameters() if group.world > 1 else ():
             dist.broadcast(parameter.data, 0)
         return model
     module = wrap(model, group, ONE_BUCKET if told == "powersgd" else None)

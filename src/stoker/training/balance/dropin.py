@@ -71,9 +71,8 @@ class Sampler:
         self._given: deque[Given] = deque()
         self._count: int | Tensor | None = None
         left = self._samples % batch
-        self._steps = self._samples // batch + (
-            left >= self.world and not drop_last
-        )  # the rest has one for each rank, or is left out
+        # The rest has one for each rank, or is left out.
+        self._steps = self._samples // batch + (left >= self.world and not drop_last)
 
     def _mosts(self, most: int | None) -> list[int] | None:
         found: list[int | None] = [most]
@@ -184,12 +183,9 @@ class _Exchange:
         self._weight: Tensor | float = 1.0
         self._total: Any = None  # the small all-reduce of this step, under way
         self._times: deque[tuple[Given, Any, Any]] = deque(maxlen=LAG)  # this rank's, of the steps before
-        self._carried: tuple[Given | None, Tensor] | None = (
-            None  # whose seconds the step before carried, and what came of it
-        )
-        self._copy: tuple[Given | None, Tensor, Any] | None = (
-            None  # and of the step before that, on its way to the host
-        )
+        # Whose seconds the step before carried, and what came of it; and of the step before that, on its way to the host.
+        self._carried: tuple[Given | None, Tensor] | None = None
+        self._copy: tuple[Given | None, Tensor, Any] | None = None
 
     def begin(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.is_grad_enabled() or not model.training:

@@ -23,14 +23,8 @@ from stoker.training.model.hf_hub import folder_of
 
 HF, RESULT, CHAIN, STAGES = "hf", "result.json", "chain.json", "stages"
 NO_ANSWERS = ("reward",)  # stages whose model gives scores
-ORDER = (
-    "base",
-    "midtrain",
-    "sft",
-    "reward",
-    "grpo-uniform",
-    "grpo-density",
-)  # of a speedrun's stages, where chain.json does not say it
+# Of a speedrun's stages, where chain.json does not say it.
+ORDER = ("base", "midtrain", "sft", "reward", "grpo-uniform", "grpo-density")
 
 
 @shape

@@ -169,9 +169,8 @@ def _pick(  # type: ignore[no-untyped-def]
     )
     chance = tl.exp(value - top)
     found = tl.sum((tl.cumsum(chance, 0) <= rest).to(tl.int32))
-    last = tl.max(
-        tl.where(chance > 0, tl.arange(0, chunk), 0)
-    )  # the chunk's sum was rounded another way: `rest` may lie just behind its end
+    # The chunk's sum was rounded another way: `rest` may lie just behind its end.
+    last = tl.max(tl.where(chance > 0, tl.arange(0, chunk), 0))
     tl.store(out + row, (which * chunk + tl.minimum(found, last)).to(tl.int64))
 
 

@@ -81,6 +81,5 @@ def _place(chances: Tensor, uniform: Tensor) -> Tensor:
     """The first whose running sum passes `uniform`, below 1, of the whole: never one of chance 0."""
     running = chances.cumsum(-1)
     found = torch.searchsorted(running, uniform[:, None] * running[:, -1:], right=True)[:, 0]
-    return found.clamp(
-        max=chances.shape[-1] - 1
-    )  # of numbers that are NaN: an id all the same, so that whoever looks at them can say so
+    # Of numbers that are NaN an id all the same, so that whoever looks at them can say so.
+    return found.clamp(max=chances.shape[-1] - 1)

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from stoker.training.model.config import ModelConfig, gate_up_rows
 from stoker.training.model.linear import activation
 
-Product = Callable[
-    [Tensor, Tensor, Tensor], Tensor
-]  # rows sorted by expert, [experts, out, in], where each expert's end
+# rows sorted by expert, [experts, out, in], where each expert's end
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Stack(nn.Module):

@@ -15,13 +15,8 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-_WANTED = [
-    "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    *TOKENIZER_FILES,
-]  # no pickles
+_MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
+_WANTED = [*_MODEL_FILES, *TOKENIZER_FILES]  # no pickles
 
 
 def tokenizer_of(load: str, say: Callable[[str], None]) -> str:

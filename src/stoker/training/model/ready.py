@@ -28,6 +28,10 @@ FUSED = (
     "qkv_bias", "out_bias", "mlp_bias", "norms", "norm_offset", "activation", "gated", "attention_scale", "final_cap", "embedding_scale", "windows",
     "positions", "rope_kind", "unrotated", "window_theta", "experts",
 )  # fmt: skip
+# What selective recomputation keeps.
+PRODUCTS = (
+    "aten.mm", "aten.addmm", "aten._grouped_mm", "aten._scaled_mm", "aten._scaled_dot_product", "varlen_attn",
+)  # fmt: skip
 FP8_KEPT = 8  # one in so many blocks stays in bf16 at each end
 # each is a process that imports torch: sixteen take 5 s longer to a first step than four (H200 box, 16 cores)
 COMPILE_THREADS = 4
@@ -170,27 +174,13 @@ def _keep_products_only(yes: bool) -> None:
         functorch.ban_recompute_materialized_backward = not yes
     import torch._dynamo.config as dynamo
 
-    for limit in (
-        "recompile_limit",
-        "cache_size_limit",
-    ):  # by version: each size that micro_batch auto tries is a graph
+    for limit in ("recompile_limit", "cache_size_limit"):  # by version: each micro-batch that is tried is a graph
         if hasattr(dynamo, limit):
             setattr(dynamo, limit, 64)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = str(operation)
-    kept = any(
-        word in name
-        for word in (
-            "aten.mm",
-            "aten.addmm",
-            "aten._grouped_mm",
-            "aten._scaled_mm",
-            "aten._scaled_dot_product",
-            "varlen_attn",
-        )
-    )
+    kept = any(word in str(operation) for word in PRODUCTS)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -241,9 +241,8 @@ def order_case(w: World, dice: Dice, held: bool) -> Case:
     draw = dice.random()
     if draw < 0.3:
         return _sorted(w, dice, held)
-    people = (
-        draw >= 0.65 and w.level > 0
-    )  # from a number back to whose it is: more than a model of half a million parameters learns in minutes
+    # From a number back to whose it is: more than half a million parameters learn in minutes.
+    people = draw >= 0.65 and w.level > 0
     a, b = numbers(w, dice, 2, held, least=2 if people else 0)
     more = dice.random() < 0.5
     word, best, other = ("more", max(a, b), min(a, b)) if more else ("less", min(a, b), max(a, b))

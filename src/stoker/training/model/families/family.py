@@ -30,9 +30,8 @@ class Family:
     layers = "model.layers"
     prefix = "model."  # that names lack in folders of the model without its head
     transposed: Collection[str] = ()  # of `inside`: matrices that they store the other way round
-    buffers: Collection[str] = (
-        ".rotary_emb.inv_freq",
-    )  # ends of names that older folders have, and that hold no weight
+    # Ends of names that older folders have, and that hold no weight.
+    buffers: Collection[str] = (".rotary_emb.inv_freq",)
     # Names with {} are of each expert.
     inside: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "attention_norm": ("input_layernorm",),
