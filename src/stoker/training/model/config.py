@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterator
 
 from stoker.contract import limits
+from stoker.contract.limits import one_of, text
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.shape import fields_of, option, replace, shape
 
@@ -18,62 +19,42 @@ MOST_EXPERTS = 1 << 17  # of all layers together: beyond every model there is, a
 
 @shape
 class ModelConfig:
-    load: str = option(
-        "a folder (or hub id) with weights as transformers writes them: shape and weights come from there",
-        default="",
-        metavar="DIR",
+    load: str = text("DIR")(
+        "a folder (or hub id) with weights as transformers writes them: shape and weights come from there"
     )
-    engine: str = option(
+    engine: str = one_of("auto", "native", "transformers")(
         "who computes: native (ours), transformers (its own module: slower, trains any causal model it has), auto (ours"
-        " where the architecture is known)",
-        default="auto",
-        choices=("auto", "native", "transformers"),
+        " where the architecture is known)"
     )
     trust_remote_code: bool = option(
         "run Python code that comes with the model's folder (engine transformers); only for folders you trust",
         default=False,
     )
-    depth: int = option(
-        "the dial: layers, and 64 × as much width, heads of 64 or 128, ff 8/3 of the width (0: the keys below)",
-        default=0,
-        limit=limits.COUNT,
+    depth: int = limits.COUNT(
+        "the dial: layers, and 64 × as much width, heads of 64 or 128, ff 8/3 of the width (0: the keys below)", 0
     )
-    layers: int = option("decoder blocks", default=12, limit=limits.FROM_ONE)
-    dim: int = option("width of the residual stream", default=768, limit=limits.FROM_ONE)
-    heads: int = option("query heads", default=12, limit=limits.FROM_ONE)
-    kv_heads: int = option("key and value heads (0: as many as query heads)", default=0, limit=limits.FROM_ONE)
-    head_dim: int = option("width of a head (0: dim / heads)", default=0, limit=limits.COUNT)
-    ff: int = option(
-        "width of the feed-forward layer (0: 8/3 of dim, rounded up to 64)", default=0, limit=limits.FROM_ONE
+    layers: int = limits.FROM_ONE("decoder blocks", 12)
+    dim: int = limits.FROM_ONE("width of the residual stream", 768)
+    heads: int = limits.FROM_ONE("query heads", 12)
+    kv_heads: int = limits.FROM_ONE("key and value heads (0: as many as query heads)", 0)
+    head_dim: int = limits.COUNT("width of a head (0: dim / heads)", 0)
+    ff: int = limits.FROM_ONE("width of the feed-forward layer (0: 8/3 of dim, rounded up to 64)", 0)
+    vocab_size: int = limits.COUNT("rows of the embedding (0: the tokenizer's, rounded up to 64)", 0)
+    rope_theta: float = limits.POSITIVE("base of the rotary embedding", 10000.0)
+    rope_factor: float = limits.POSITIVE("how far low frequencies of the rotary embedding are stretched (1: not)", 1.0)
+    rope_low: float = limits.POSITIVE(
+        "frequencies with fewer turns than this in `rope_original` tokens are divided by the factor", 1.0
     )
-    vocab_size: int = option(
-        "rows of the embedding (0: the tokenizer's, rounded up to 64)", default=0, limit=limits.COUNT
-    )
-    rope_theta: float = option("base of the rotary embedding", default=10000.0, limit=limits.POSITIVE)
-    rope_factor: float = option(
-        "how far low frequencies of the rotary embedding are stretched (1: not)", default=1.0, limit=limits.POSITIVE
-    )
-    rope_low: float = option(
-        "frequencies with fewer turns than this in `rope_original` tokens are divided by the factor",
-        default=1.0,
-        limit=limits.POSITIVE,
-    )
-    rope_high: float = option(
-        "frequencies with more turns than this stay as they are", default=4.0, limit=limits.POSITIVE
-    )
-    rope_original: int = option("context length before the stretching", default=8192, limit=limits.FROM_ONE)
-    norm_eps: float = option("epsilon of RMSNorm", default=1e-6, limit=limits.POSITIVE)
+    rope_high: float = limits.POSITIVE("frequencies with more turns than this stay as they are", 4.0)
+    rope_original: int = limits.FROM_ONE("context length before the stretching", 8192)
+    norm_eps: float = limits.POSITIVE("epsilon of RMSNorm", 1e-6)
     qk_norm: bool = option("normalise queries and keys, head by head", default=False)
     tied: bool = option("one matrix for embedding and head", default=True)
-    init_std: float = option(
-        "standard deviation of fresh weights; projections into the residual stream get 1/√(2 × layers) of it",
-        default=0.02,
-        limit=limits.POSITIVE,
+    init_std: float = limits.POSITIVE(
+        "standard deviation of fresh weights; projections into the residual stream get 1/√(2 × layers) of it", 0.02
     )
-    dropout: float = option(
-        "share dropped in training: after the embedding, of the attention's weights, after each sub-layer",
-        default=0.0,
-        limit=limits.LESS_THAN_ALL,
+    dropout: float = limits.LESS_THAN_ALL(
+        "share dropped in training: after the embedding, of the attention's weights, after each sub-layer", 0.0
     )
 
     family: str = ""  # of the folder it was loaded from: an export is written as that again
