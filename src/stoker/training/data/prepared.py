@@ -47,28 +47,21 @@ def open_prepared(folder: str) -> Prepared:
 
 
 def from_manifest(folder: str, told: dict[str, Any], fresh: bool = False) -> Prepared:
-    train, held = told["splits"]["train"], told["splits"]["validation"]
+    splits = {name: told["splits"][name] for name in ("train", "validation")}
+    counted = {
+        f"{name}_{key}": about.get(key)
+        for name, about in splits.items()
+        for key in ("tokens", "bytes", "documents", "samples")
+    }
+    train = splits["train"]
     return Prepared(
-        folder,
-        told["key"],
-        told["kind"],
-        told["context"],
-        os.path.join(folder, TOKENIZER),
-        told["tokenizer_digest"],
-        told["vocab_size"],
-        told["end_id"],
-        train["tokens"],
-        train["bytes"],
-        train["documents"],
-        held["tokens"],
-        held["bytes"],
-        held["documents"],
-        train.get("samples"),
-        held.get("samples"),
-        train.get("fill"),
-        train.get("cut", 0),
-        train.get("dropped", 0),
-        len(train["shards"]) + len(held["shards"]),
-        told["seconds"],
-        fresh,
+        folder=folder,
+        tokenizer=os.path.join(folder, TOKENIZER),
+        fresh=fresh,
+        fill=train.get("fill"),
+        cut=train.get("cut", 0),
+        dropped=train.get("dropped", 0),
+        shards=sum(len(about["shards"]) for about in splits.values()),
+        **counted,
+        **{key: told[key] for key in ("key", "kind", "context", "tokenizer_digest", "vocab_size", "end_id", "seconds")},
     )
