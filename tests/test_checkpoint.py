@@ -398,14 +398,17 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
             "not a plain file name",
         ),
         (lambda body: body["tensors"]["w"]["pieces"][0].update(file="../outside.safetensors"), "not among the files"),
-        (lambda body: body["tensors"]["w"]["pieces"][0].update(offset=[-1]), "w: offset is '-1'"),
+        (
+            lambda body: body["tensors"]["w"]["pieces"][0].update(offset=[-1]),
+            "offset: a whole number from 0 up is expected, found -1",
+        ),
         (lambda body: body["tensors"]["w"]["pieces"][0].update(shape=[3]), "do not make the whole tensor"),
         (
             lambda body: body["tensors"]["w"].update(shape=[8], pieces=body["tensors"]["w"]["pieces"] * 2),
             "do not make the whole tensor",
         ),
         (lambda body: body.update(schema=99), "its schema is 99"),
-        (lambda body: body.update(files=[]), "files is"),
+        (lambda body: body.update(files=[]), "files: an object is expected"),
     ],
 )
 def test_a_manifest_is_not_trusted(

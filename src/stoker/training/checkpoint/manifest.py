@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from stoker.contract.shape import as_json, shape
+from stoker.contract.typed import Count, read_shape
 from stoker.contract.untrusted import kind_of, parse_json
 
 SCHEMA = 1
@@ -33,15 +34,15 @@ class Piece:
 
     file: str
     key: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: tuple[Count, ...]
+    shape: tuple[Count, ...]
 
 
 @shape
 class Entry:
     """A whole tensor."""
 
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str  # as safetensors spells it
     pieces: tuple[Piece, ...]
 
@@ -50,15 +51,15 @@ class Entry:
 class Sums:
     """A file's size, and the CRC-32 of each `chunk` bytes of it."""
 
-    size: int
-    chunk: int
-    crc32: tuple[int, ...]
+    size: Count
+    chunk: Count
+    crc32: tuple[Count, ...]
 
 
 @shape
 class Manifest:
-    step: int
-    world: int
+    step: Count
+    world: Count
     token: str
     files: dict[str, Sums]
     tensors: dict[str, Entry]
@@ -82,60 +83,22 @@ def decode(data: bytes) -> Manifest:
         raise ValueError(f"its schema is {body.get('schema')!r}, this Stoker reads {SCHEMA}")
     if body.pop("sha256", None) != _digest(body):
         raise ValueError("its own checksum is wrong")
-    score = body.get("score")
-    if score is not None and not isinstance(score, (int, float)):
-        raise ValueError(f"score is {score!r}")
-    manifest = Manifest(
-        step=_count(body.get("step"), "step"),
-        world=_count(body.get("world"), "world"),
-        token=str(body.get("token")),
-        files=decode_files(body.get("files")),
-        tensors=decode_tensors(body.get("tensors")),
-        meta=_mapping(body.get("meta"), "meta"),
-        score=score,
-    )
+    del body["schema"]
+    manifest = read_shape(Manifest, body)
+    check_files(manifest.files)
     problem = disagreement(manifest.files, manifest.tensors)
     if problem:
         raise ValueError(problem)
     return manifest
 
 
-def decode_files(found: object) -> dict[str, Sums]:
-    files: dict[str, Sums] = {}
-    for name, sums in _mapping(found, "files").items():
+def check_files(files: Mapping[str, Sums]) -> None:
+    for name, sums in files.items():
         if not _PLAIN.fullmatch(name):
             raise ValueError(f"{name!r} is not a plain file name inside the checkpoint's folder")
-        sums = _mapping(sums, name)
-        size, chunk = _count(sums.get("size"), f"{name}: size"), _count(sums.get("chunk"), f"{name}: chunk")
-        crc32 = _counts(sums.get("crc32"), f"{name}: crc32")
-        if chunk < 1 or len(crc32) != -(-size // chunk) or (chunk < _SMALL_CHUNK and len(crc32) > _FEW_SUMS):
-            raise ValueError(f"{name}: {len(crc32)} checksums for {size} bytes in chunks of {chunk}")
-        files[name] = Sums(size, chunk, crc32)
-    return files
-
-
-def decode_tensors(found: object) -> dict[str, Entry]:
-    tensors: dict[str, Entry] = {}
-    for name, entry in _mapping(found, "tensors").items():
-        entry = _mapping(entry, name)
-        pieces = entry.get("pieces")
-        if not isinstance(pieces, list):
-            raise ValueError(f"{name}: pieces is {pieces!r}")
-        tensors[name] = Entry(
-            _counts(entry.get("shape"), f"{name}: shape"),
-            str(entry.get("dtype")),
-            tuple(_piece(_mapping(piece, name), name) for piece in pieces),
-        )
-    return tensors
-
-
-def _piece(found: Mapping[str, Any], name: str) -> Piece:
-    return Piece(
-        str(found.get("file")),
-        str(found.get("key")),
-        _counts(found.get("offset"), f"{name}: offset"),
-        _counts(found.get("shape"), f"{name}: shape"),
-    )
+        size, chunk, count = sums.size, sums.chunk, len(sums.crc32)
+        if chunk < 1 or count != -(-size // chunk) or (chunk < _SMALL_CHUNK and count > _FEW_SUMS):
+            raise ValueError(f"{name}: {count} checksums for {size} bytes in chunks of {chunk}")
 
 
 def disagreement(files: Mapping[str, Sums], tensors: Mapping[str, Entry]) -> str | None:
@@ -194,24 +157,6 @@ def overlap(
 
 def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _mapping(found: object, what: str) -> dict[str, Any]:
-    if not isinstance(found, dict):
-        raise ValueError(f"{what} is {str(found)[:80]!r}")
-    return found
-
-
-def _count(found: object, what: str) -> int:
-    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
-        raise ValueError(f"{what} is {str(found)[:80]!r}")
-    return found
-
-
-def _counts(found: object, what: str) -> tuple[int, ...]:
-    if not isinstance(found, list):
-        raise ValueError(f"{what} is {str(found)[:80]!r}")
-    return tuple(_count(one, what) for one in found)
 
 
 CHUNK = 16 << 20

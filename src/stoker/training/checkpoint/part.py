@@ -9,11 +9,12 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stoker.contract.quantities import amount, span
 from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.tensorheader import pack_header
+from stoker.contract.typed import read_shape
 from stoker.contract.untrusted import read_json
 from stoker.contract.wholefile import sync_folder, write_whole
 from stoker.training.checkpoint import manifest
@@ -69,8 +70,9 @@ def write_part(
 
 
 def read_part(folder: str, rank: int) -> Part:
-    found = read_json(os.path.join(folder, name_of(rank, NOTE)))
-    return Part(rank, manifest.decode_files(found["files"]), manifest.decode_tensors(found["tensors"]))
+    part = read_shape(Part, read_json(os.path.join(folder, name_of(rank, NOTE))))
+    manifest.check_files(part.files)
+    return part
 
 
 def note_failure(folder: str, rank: int, why: str) -> None:
@@ -122,17 +124,6 @@ def _write_tensors(
         out.close()
 
 
-@shape
-class Wanted:
-    """What the manifest says beside the parts."""
-
-    step: int
-    world: int
-    token: str
-    meta: dict[str, Any]
-    score: float | None
-
-
 def gather(folder: str, world: int, patience: float, pause: Callable[[float], bool]) -> list[Part]:
     """The parts of all ranks, once they are there. `pause(seconds)` waits and says whether to stop."""
     deadline = time.monotonic() + patience
@@ -175,16 +166,15 @@ def merge(parts: Sequence[Part]) -> tuple[dict[str, Sums], dict[str, Entry]]:
     return files, tensors
 
 
-def commit(unfinished: str, final: str, parts: Sequence[Part], wanted: Wanted) -> None:
+def commit(unfinished: str, final: str, parts: Sequence[Part], wanted: Manifest) -> None:
+    """`wanted`: the manifest, but for what the parts say."""
     files, tensors = merge(parts)
     wrong = sizes_wrong_in(unfinished, files)
     problem = wrong[0] if wrong else manifest.disagreement(files, tensors)
     if problem:
         raise GivenUp(problem)
-    write_whole(
-        os.path.join(unfinished, manifest.NAME),
-        manifest.encode(Manifest(wanted.step, wanted.world, wanted.token, files, tensors, wanted.meta, wanted.score)),
-    )
+    whole = manifest.encode(replace(wanted, files=files, tensors=tensors))
+    write_whole(os.path.join(unfinished, manifest.NAME), whole)
     for rank in range(wanted.world):
         os.unlink(os.path.join(unfinished, name_of(rank, NOTE)))  # the manifest has what they said
     sync_folder(unfinished)

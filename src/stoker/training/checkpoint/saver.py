@@ -21,7 +21,8 @@ import stoker
 from stoker.contract.names import Refusal
 from stoker.contract.shape import shape
 from stoker.training.checkpoint import folders
-from stoker.training.checkpoint.part import GivenUp, Wanted, commit, gather, note_failure, write_part
+from stoker.training.checkpoint.manifest import Manifest
+from stoker.training.checkpoint.part import GivenUp, commit, gather, note_failure, write_part
 from stoker.training.checkpoint.reading import open_checkpoint
 from stoker.training.checkpoint.snapshot import Buffers, Copying, Placed, lay_out, sources
 
@@ -31,7 +32,7 @@ _LINGER_S = 3.0  # how long a save under way may hold up the exit of a process t
 @shape
 class _Job:
     serial: int
-    wanted: Wanted
+    wanted: Manifest
     placed: list[Placed]
     copying: Copying
 
@@ -59,7 +60,7 @@ class _Store:
     def write(
         self,
         serial: int,
-        wanted: Wanted,
+        wanted: Manifest,
         placed: Sequence[Placed],
         buffers: Buffers,
         patience: float,
@@ -267,7 +268,7 @@ class Saver:
         copying.start(placed, self._buffers, self._streams)
         self._copying = copying
         best = float(score) if score is not None and math.isfinite(score) else None
-        wanted = Wanted(step, self._world, self._token, json.loads(json.dumps(meta)), best)
+        wanted = Manifest(step, self._world, self._token, {}, {}, json.loads(json.dumps(meta)), best)
         self._hand_over(_Job(self._serial, wanted, placed, copying))
         if not wait:
             return True
