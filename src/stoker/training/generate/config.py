@@ -17,3 +17,7 @@ class GenerateConfig:
     )
     rows: int = limits.FROM_ONE("answers that are written at once", 64)
     system: str = text("TEXT")("a system message before each chat that has none: what form of answer is wanted, say")
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}

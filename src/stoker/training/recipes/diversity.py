@@ -21,7 +21,7 @@ from stoker.training.config.schema import Config
 from stoker.training.data.formats.questions import Question
 from stoker.training.density.points import Vectors, centred, clusters
 from stoker.training.diversity.metrics import Counted, compare, report, told
-from stoker.training.evaluate.answering import sample
+from stoker.training.evaluate.answering import Answerer
 from stoker.training.evaluate.asking import Manner, prompt_ids, refuse_long
 from stoker.training.evaluate.likelihood import embed_shared
 from stoker.training.evaluate.tasks import prompts_of, spread
@@ -96,19 +96,10 @@ def _answers(c: Config, folder: str, questions: Sequence[Question], group: Group
     tokenizer, manner = load_tokenizer(folder), Manner(c.evaluate.chat, system=c.generate.system)
     prompts = [prompt_ids(tokenizer, question, manner) for question in questions]
     model = stage.open_model(c, folder, group.device).eval()
-    engine = Engine(
-        model, rows=c.generate.rows, length=max(map(len, prompts)) + c.generate.new_tokens, vocab=tokenizer.vocab_size
-    )
-    mine = sample(
-        prompts,
-        c.diversity.answers,
-        engine,
-        tokenizer,
-        manner,
-        c.generate,
-        c.train.seed,
-        lambda block: block % group.world == group.rank,
-    )
+    length = max(map(len, prompts)) + c.generate.new_tokens
+    engine = Engine(model, rows=c.generate.rows, length=length, vocab=tokenizer.vocab_size)
+    answerer = Answerer(engine, tokenizer, manner, c.generate)
+    mine = answerer.sample(prompts, c.diversity.answers, c.train.seed, lambda block: block % group.world == group.rank)
     together = {place: answers for part in group.all(mine) for place, answers in part.items()}
     cut = sum(answer.cut for answers in together.values() for answer in answers)
     about_cut = f", {cut} cut at {c.generate.new_tokens} tokens" if cut else ""

@@ -18,7 +18,7 @@ import stoker
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import as_json, pick, replace
 from stoker.training.config.schema import Config
-from stoker.training.evaluate.answering import Asked, Marker, Outcome, choose, put, sample, write
+from stoker.training.evaluate.answering import Answerer, Asked, Marker, Outcome, choose, put
 from stoker.training.evaluate.asking import Manner
 from stoker.training.evaluate.confidence import Interval, wilson, wilson_of_draws
 from stoker.training.evaluate.likelihood import measure
@@ -146,8 +146,11 @@ def main(argv: list[str]) -> int:
     with kernels(ready.attention(c.compute, group.device)), torch.no_grad():
         stoker.phase("eval")
         model = stage.open_model(c, folder, group.device).eval()
-        engine = _engine(c, tasks, model, tokenizer)
-        mine = [one for asked in tasks for one in _answers(c, asked, model, engine, tokenizer, manner, group)]
+        answerer = _answerer(c, tasks, model, tokenizer, manner)
+        mine: list[Outcome] = []
+        for asked in tasks:
+            mine += choose(asked, asked.closed[group.rank :: group.world], model, tokenizer, manner)
+            mine += _answers(c, asked, answerer, group) if answerer is not None and asked.open else []
         texts, tokens = c.evaluate.texts, c.train.eval_tokens
         per_byte = measure(texts, c.data, tokens, model, tokenizer, group, stage.from_rank_0) if texts else None
 
@@ -169,40 +172,29 @@ def _announce(asked: Asked) -> None:
     )
 
 
-def _engine(c: Config, tasks: Sequence[Asked], model: Decoder, tokenizer: Tokenizer) -> Engine | None:
+def _answerer(
+    c: Config, tasks: Sequence[Asked], model: Decoder, tokenizer: Tokenizer, manner: Manner
+) -> Answerer | None:
     """One for all tasks: on a GPU its shapes are captured once."""
     lengths = [len(asked.prompts[place]) for asked in tasks for place in asked.open]
     if not lengths:
         return None
     length = max(lengths) + c.generate.new_tokens
-    return Engine(model, rows=c.generate.rows, length=length, vocab=tokenizer.vocab_size)
+    engine = Engine(model, rows=c.generate.rows, length=length, vocab=tokenizer.vocab_size)
+    return Answerer(engine, tokenizer, manner, c.generate)
 
 
-def _answers(
-    c: Config, asked: Asked, model: Decoder, engine: Engine | None, tokenizer: Tokenizer, manner: Manner, group: Group
-) -> list[Outcome]:
+def _answers(c: Config, asked: Asked, answerer: Answerer, group: Group) -> list[Outcome]:
     """This rank's: greedy ones by question, sampled ones by block, as they depend on their place in a call."""
-    chosen = choose(asked, asked.closed[group.rank :: group.world], model, tokenizer, manner)
-    if engine is None or not asked.open:
-        return chosen
     if not c.evaluate.draws:
-        return chosen + write(asked, asked.open[group.rank :: group.world], engine, tokenizer, manner, c.generate)
+        return answerer.write(asked, asked.open[group.rank :: group.world])
     prompts = [asked.prompts[place] for place in asked.open]
-    sampled = sample(
-        prompts,
-        c.evaluate.draws,
-        engine,
-        tokenizer,
-        manner,
-        c.generate,
-        c.train.seed,
-        lambda block: block % group.world == group.rank,
-    )
+    sampled = answerer.sample(prompts, c.evaluate.draws, c.train.seed, lambda block: block % group.world == group.rank)
     answers = {asked.open[number]: written for number, written in sampled.items()}
     marker = Marker(asked.task)
-    greedy = write(asked, list(answers), engine, tokenizer, manner, c.generate)
-    return chosen + [
-        replace(one, sampled=tuple(marker(written, one.index) for written in answers[one.index])) for one in greedy
+    return [
+        replace(one, sampled=tuple(marker(written, one.index) for written in answers[one.index]))
+        for one in answerer.write(asked, list(answers))
     ]
 
 

@@ -45,9 +45,7 @@ class Rollout:
             [prompt.ids for prompt in asked],
             new_tokens=self._c.new_tokens,
             stop=self._stop,
-            temperature=self._c.temperature,
-            top_k=self._c.top_k,
-            top_p=self._c.top_p,
+            **self._c.sampling,
             seed=number_from("answers", *seeds),
             indexes=places,
         )
