@@ -18,7 +18,6 @@ def headline(metrics: Metrics) -> str:
 STAGE = Stage(
     name="density",
     about="weights of prompts by how crowded their neighbourhood is",
-    recipe="stoker.training.recipes.density",
     sections=RUNS | {"density"},
     inputs=("model.load", "density.prompts"),
     outputs=("weights.jsonl",),

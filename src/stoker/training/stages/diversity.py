@@ -93,7 +93,6 @@ def _by_name(verdict: object) -> str:
 STAGE = Stage(
     name="diversity",
     about="two models' answers compared",
-    recipe="stoker.training.recipes.diversity",
     sections=RUNS | {"generate", "diversity"},
     inputs=("model.load", "diversity.prompts", "diversity.baseline", "diversity.compared"),
     outputs=("diversity_report.md",),

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from functools import partial
 
 from stoker.contract.quantities import number_at
 from stoker.contract.shape import replace
 from stoker.training.config.derived import Learning
-from stoker.training.config.schema import Config
 from stoker.training.stages import estimate
 from stoker.training.stages.blocks import Block, Cell, Heading, Table, Text
 from stoker.training.stages.estimate import Estimate, Job
-from stoker.training.stages.reward import check
-from stoker.training.stages.significance import between, marks, number, percent, share_with_interval
+from stoker.training.stages.reward import by_kind, check, lengths
+from stoker.training.stages.significance import marks, number, share_with_interval
 from stoker.training.stages.stage import LEARN_KEYS, LEARNS, RUN_KEYS, Metrics, Stage, joined
-
-if TYPE_CHECKING:
-    from stoker.training.tokenizer.tokenizer import Tokenizer
-
-
-def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
-    """Both answers of a pair lie in one row."""
-    from stoker.training.reward.pairs import lengths_of
-
-    files = [path for path in (c.dpo.pairs, c.dpo.held_out) if path]
-    return [(f"pairs of {path} with both answers", lengths_of(path, words)) for path in files]
 
 
 def cost(job: Job) -> Estimate:
@@ -59,20 +47,12 @@ def report(metrics: Metrics) -> Iterator[Block]:
         )
     ]
     yield Table(("Mean over held-out pairs", "Value"), tuple(rows))
-    kinds = metrics.get("by_kind")
-    if isinstance(kinds, dict) and len(kinds) > 1:
-        shares = [(kind, marks(value).greedy, number_at(value, "total")) for kind, value in kinds.items()]
-        cells = [
-            (Cell(str(kind)), Cell(percent(share.value), between(share)), Cell(number(total)))
-            for kind, share, total in shares
-        ]
-        yield Table(("Pairs", "Better answer preferred", "Count"), tuple(cells))
+    yield from by_kind(metrics, "Better answer preferred", least=2)
 
 
 STAGE = Stage(
     name="dpo",
     about="learning from preference pairs, without a reward model",
-    recipe="stoker.training.recipes.dpo",
     sections=LEARNS | {"dpo"},
     inputs=("model.load", "dpo.pairs"),
     outputs=("hf",),
@@ -92,5 +72,5 @@ STAGE = Stage(
     estimate=cost,
     headline=headline,
     report=report,
-    lengths=lengths,
+    lengths=partial(lengths, "dpo"),
 )

@@ -59,7 +59,6 @@ def _link(model: str) -> Link:
 STAGE = Stage(
     name="evaluate",
     about="questions with answers",
-    recipe="stoker.training.recipes.evaluate",
     sections=RUNS | {"generate", "evaluate"},
     inputs=("model.load",),
     outputs=("completions.jsonl",),

@@ -124,7 +124,6 @@ _WEIGHTED = {**_GIVEN, "grpo.weights": From("density", "weights.jsonl")}
 STAGE = Stage(
     name="grpo",
     about="learning from rewards",
-    recipe="stoker.training.recipes.grpo",
     sections=LEARNS | {"generate", "grpo"},
     inputs=("model.load", "grpo.prompts"),
     outputs=("hf",),

@@ -23,7 +23,6 @@ def effects(link: Reported) -> Iterator[Row]:
 STAGE = Stage(
     name="pretrain",
     about="text becomes a base model",
-    recipe="stoker.training.recipes.pretrain",
     sections=LEARNS | {"model"},
     inputs=("data.path",),
     outputs=("hf",),

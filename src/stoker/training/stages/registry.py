@@ -44,7 +44,8 @@ def load(paths: str) -> dict[str, Stage]:
     found: dict[str, Stage] = {}
     for name in _BUILT_IN:
         module = importlib.import_module(f"stoker.training.stages.{name}")
-        register(found, module.STAGE, module.__file__ or name)
+        made = replace(module.STAGE, recipe=f"stoker.training.recipes.{name}")
+        register(found, made, module.__file__ or name)
     for path in (os.path.abspath(path) for path in paths.split(os.pathsep) if path):
         register(found, _from_file(path), path)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from stoker.contract.names import EX_CONFIG, Refusal
@@ -48,12 +49,25 @@ def check(c: Config) -> None:
         )
 
 
-def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
+def lengths(section: str, c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
     """Both answers of a pair lie in one row."""
     from stoker.training.reward.pairs import lengths_of
 
-    files = [path for path in (c.reward.pairs, c.reward.held_out) if path]
+    given = getattr(c, section)
+    files = [path for path in (given.pairs, given.held_out) if path]
     return [(f"pairs of {path} with both answers", lengths_of(path, words)) for path in files]
+
+
+def by_kind(metrics: Metrics, right: str, least: int = 1) -> Iterator[Table]:
+    """Where pairs of so many kinds were told apart."""
+    kinds = metrics.get("by_kind")
+    if isinstance(kinds, dict) and len(kinds) >= least:
+        shares = [(kind, marks(value).greedy, number_at(value, "total")) for kind, value in kinds.items()]
+        cells = [
+            (Cell(str(kind)), Cell(percent(share.value), between(share)), Cell(number(total)))
+            for kind, share, total in shares
+        ]
+        yield Table(("Pairs", right, "Count"), tuple(cells))
 
 
 def effects(link: Reported) -> Iterator[Row]:
@@ -76,15 +90,9 @@ def report(metrics: Metrics) -> Iterator[Block]:
         f"It ranks the better answer first in {share_with_interval(right)}{of} held-out pairs; a coin toss would in"
         " 50 %."
     )
-    kinds = metrics.get("by_kind")
-    if isinstance(kinds, dict) and kinds:
-        rows = []
-        for kind, value in kinds.items():
-            share = marks(value).greedy
-            shown = Cell(percent(share.value), between(share))
-            rows.append((Cell(str(kind)), shown, Cell(number(number_at(value, "total")))))
-        yield Table(("Pairs", "Right order", "Count"), tuple(rows))
-        if set(kinds) <= {"form", "right"}:
+    for table in by_kind(metrics, "Right order"):
+        yield table
+        if set(metrics["by_kind"]) <= {"form", "right"}:
             yield Text(
                 "right: a right answer against a wrong one in the same form. form: good form against poor form of the"
                 " same answer."
@@ -99,7 +107,6 @@ def report(metrics: Metrics) -> Iterator[Block]:
 STAGE = Stage(
     name="reward",
     about="a model that scores answers, from pairs",
-    recipe="stoker.training.recipes.reward",
     sections=LEARNS | {"reward"},
     inputs=("model.load", "reward.pairs"),
     outputs=("hf",),
@@ -122,5 +129,5 @@ STAGE = Stage(
     report=report,
     effects=effects,
     worth_knowing=worth_knowing,
-    lengths=lengths,
+    lengths=partial(lengths, "reward"),
 )

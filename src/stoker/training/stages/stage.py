@@ -91,7 +91,7 @@ class Curves:
 class Stage:
     name: str = ""
     about: str = ""  # one line for `stoker train --help`
-    recipe: str = ""  # the module that trains, or the path of a script
+    recipe: str = ""  # the module that trains, or the path of a script; of a built-in stage the registry knows it
     sections: frozenset[str] = frozenset()
     inputs: tuple[str, ...] = ()  # keys that must name something
     outputs: tuple[str, ...] = ()  # what later stages take from its run directory

@@ -52,7 +52,6 @@ def chat_stage(name: str, about: str, title: str, model: str, learning: Learning
     return Stage(
         name=name,
         about=about,
-        recipe=f"stoker.training.recipes.{name}",
         sections=LEARNS,
         inputs=("model.load", "data.path"),
         outputs=("hf",),

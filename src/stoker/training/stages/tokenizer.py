@@ -35,7 +35,6 @@ def effects(link: Reported) -> Iterator[Row]:
 STAGE = Stage(
     name="tokenizer",
     about="text becomes a tokenizer",
-    recipe="stoker.training.recipes.tokenizer",
     sections=frozenset(("tokenizer",)),
     inputs=("data.path",),
     outputs=("tokenizer",),
