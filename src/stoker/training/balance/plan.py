@@ -193,13 +193,9 @@ class Tell(Protocol):
 
 
 class Balancer:
-    """Hears every step's seconds, the same on all ranks at the same step, and acts: another plan, a word about the
-    network.
-
-    `plans`: None where shares stay equal: then it only says what balance would gain. `ahead`: steps that may have
-    been cut already.
-
-    `lag`: how many steps old the seconds are that a step carries. `tell`: writes down that a step decided on a plan.
+    """Hears every step's seconds, the same on all ranks, and acts: another plan, a word about the network. `plans`: None
+    where shares stay equal. `ahead`: steps that may be cut already. `lag`: how many steps old the seconds are. `tell`:
+    writes down that a step decided on a plan.
     """
 
     def __init__(

@@ -1,6 +1,4 @@
-"""Questions to answers: the engine writes open ones, choices are compared by their likelihood. Ranks share the
-questions.
-"""
+"""Questions to answers: the engine writes open ones, choices are compared by likelihood. Ranks share the questions."""
 
 from __future__ import annotations
 

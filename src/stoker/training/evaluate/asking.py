@@ -1,6 +1,4 @@
-"""How a question is put to a model: the ids it sees, and at which ids its answer ends. A chat, or plain text for a base
-model.
-"""
+"""How a question is put to a model, as a chat or, to a base model, as plain text; and where its answer ends."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Is a tensor finite, and what is in it: read on its device, in one pass, without a copy of its size. And what is kept
-of the moment a value went bad: statistics, and the tensors themselves for the dump.
-"""
+"""Is a tensor finite, and what is in it, read on its device in one pass; and what is kept of where it went bad."""
 
 from __future__ import annotations
 

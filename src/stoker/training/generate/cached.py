@@ -1,6 +1,4 @@
-"""The decoder over a cache of keys and values, for generation: all tokens of the prompts at once, then one per row. The
-same sums as Decoder.hidden and the same options, without its graph of gradients.
-"""
+"""The decoder over a cache of keys and values: the sums and options of Decoder.hidden, without gradients."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A model as a folder that `transformers` opens and chats with: weights, tokenizer, chat template, the tokens that end
-an answer.
-"""
+"""A model as a folder that `transformers` opens and chats with: weights, tokenizer, template, tokens that end it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Which folder with weights a word means: such a folder, a run, a stage of a speedrun, a hub id, or nothing: the newest
-run or speedrun. No torch.
-"""
+"""Which weights a word means: a folder, a run, a speedrun's stage, a hub id; nothing: the newest run. No torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""plain.py's operations as Triton kernels, and the sampling of a token: nine kernels a layer, products included, where
-torch would take forty.
-"""
+"""plain.py's operations as Triton kernels, and sampling: nine kernels a layer where torch would take forty."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What learns: a decoder, unless a stage says otherwise; how its weights come and go, and how it is measured on what
-was held out: nats per token and bits per byte, over the same samples whatever the number of ranks.
-"""
+"""What learns, a decoder unless a stage says otherwise: how its weights come and go, and how it is measured."""
 
 from __future__ import annotations
 

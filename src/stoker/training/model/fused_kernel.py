@@ -1,6 +1,4 @@
-"""The memory-bound half of a block in six kernels: residual and norm, their backward, rotation, qk-norm, SwiGLU. Each
-reads and writes memory once.
-"""
+"""Triton kernels for what is bound by memory: norms, rotation, SwiGLU, loss. Each reads and writes memory once."""
 
 from __future__ import annotations
 

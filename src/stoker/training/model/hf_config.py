@@ -1,6 +1,4 @@
-"""A folder's config.json and the shape it stands for, both ways, by its family. What the block would compute differently
-is refused. No torch.
-"""
+"""A folder's config.json and the shape it stands for, both ways, by its family; what differs is refused. No torch."""
 
 from __future__ import annotations
 

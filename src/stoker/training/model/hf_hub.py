@@ -1,6 +1,4 @@
-"""`model.load` as a folder: the one that is named, or a hub's, fetched once. For the launcher, so that ranks find it
-there.
-"""
+"""`model.load` as a folder: the one that is named, or a hub's, fetched once by the launcher, so that ranks find it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A folder that `transformers` opens, written tensor by tensor in any order: the host needs room for one of them, not
-for the model.
-"""
+"""A folder that `transformers` opens, written tensor by tensor: the host needs room for one, not for the model."""
 
 from __future__ import annotations
 

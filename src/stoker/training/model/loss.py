@@ -1,5 +1,4 @@
-"""Head and cross-entropy together, or log-probabilities, in chunks of tokens: the logits of a whole batch (8 GB for 16 K tokens × 128 K
-words) never exist.
+"""Head and cross-entropy, or log-probabilities, in chunks: a batch's logits (8 GB for 16 K × 128 K words) never exist.
 
 The gradient is made in the forward pass, chunk by chunk, while the logits are there; backward hands it out. `scale` is
 part of it, so backward takes the incoming gradient to be 1: call .backward() on this result, or on a sum that holds it.

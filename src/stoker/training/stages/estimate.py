@@ -1,6 +1,4 @@
-"""About how long, how much memory and how much disk a stage takes, from its shape and its tokens. Pure; always said
-with "about".
-"""
+"""About how long, how much memory and disk a stage takes, from its shape and tokens. Pure; said with "about"."""
 
 from __future__ import annotations
 

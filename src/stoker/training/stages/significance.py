@@ -1,6 +1,4 @@
-"""Is a difference more than noise? Shares with their 95 % intervals, the test of two of them, and how both are written.
-Pure.
-"""
+"""Is a difference more than noise? Shares with 95 % intervals, the test of two, and how both are written. Pure."""
 
 from __future__ import annotations
 

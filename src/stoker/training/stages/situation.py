@@ -1,6 +1,4 @@
-"""What the derived defaults look at, read from the model's folder and the data's files; then the settings with them,
-and the block that says so. No torch.
-"""
+"""What derived defaults look at, from the model's folder and the data's files; and the block that prints them."""
 
 from __future__ import annotations
 
