@@ -24,34 +24,16 @@ from stoker.training.world.world import Dice, Fact, World
 
 HELD_EVERY = 20
 STATED = {
-    "colour": (
-        "The {t} is {v}.",
-        "The colour of the {t} is {v}.",
-        "Every {t} is {v}.",
-        "The {t} has the colour {v}.",
-        "You see a {t}. It is {v}.",
-    ),
-    "home": (
-        "The {t} lives in the {v}.",
-        "The home of the {t} is the {v}.",
-        "Every {t} lives in the {v}.",
-        "The {t} has a home in the {v}.",
-    ),
-    "food": ("The {t} eats {v}.", "The food of the {t} is {v}.", "Every {t} eats {v}.", "The {t} has {v} as food."),
-    "sound": ("The {t} says {v}.", "The sound of the {t} is {v}.", "Every {t} says {v}.", "The {t} has the sound {v}."),
-    "material": (
-        "The {t} is made of {v}.",
-        "The material of the {t} is {v}.",
-        "Every {t} is made of {v}.",
-        "The {t} has {v} as material.",
-    ),
+    "colour": "The {t} is {v}.|The colour of the {t} is {v}.|Every {t} is {v}.|The {t} has the colour {v}."
+    "|You see a {t}. It is {v}.",
+    "home": "The {t} lives in the {v}.|The home of the {t} is the {v}.|Every {t} lives in the {v}."
+    "|The {t} has a home in the {v}.",
+    "food": "The {t} eats {v}.|The food of the {t} is {v}.|Every {t} eats {v}.|The {t} has {v} as food.",
+    "sound": "The {t} says {v}.|The sound of the {t} is {v}.|Every {t} says {v}.|The {t} has the sound {v}.",
+    "material": "The {t} is made of {v}.|The material of the {t} is {v}.|Every {t} is made of {v}."
+    "|The {t} has {v} as material.",
 }
-THING_HOME = (
-    "The {t} belongs in the {v}.",
-    "The home of the {t} is the {v}.",
-    "Every {t} belongs in the {v}.",
-    "The {t} has a home in the {v}.",
-)
+THING_HOME = STATED["home"].replace("lives in", "belongs in")
 ANY = wordings(
     "What is the {k} of the {t}? Say the {k} of the {t}. Tell me the {k} of the {t}. Which {k} has the {t}?"
     " What {k} does the {t} have? Can you say the {k} of the {t}? The {k} of the {t} is what?"
@@ -74,7 +56,7 @@ THING_OWN = wordings("Where does the {t} belong? Say where the {t} belongs.", "D
 @cache
 def _statements(fact: Fact, thing: bool) -> tuple[str, ...]:
     forms = THING_HOME if thing and fact.quality == "home" else STATED[fact.quality]
-    return tuple(one.format(t=fact.thing, v=fact.value) for one in forms)
+    return tuple(one.format(t=fact.thing, v=fact.value) for one in forms.split("|"))
 
 
 @cache

@@ -92,6 +92,17 @@ class ConfigJson:
             self.refuse(f"{key} is {str(value)[:80]!r}; the block has {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[value]
 
+    def biases(self) -> dict[str, bool]:
+        """Of the attention: all, or none."""
+        bias = self.yes("attention_bias")
+        return {"qkv_bias": bias, "out_bias": bias}
+
+    def same_windows(self, default: int | None = None) -> tuple[int, ...]:
+        """Of families with one window for all layers, or none."""
+        if self.get("sliding_window", default) is None:
+            return ()
+        return (self.count("sliding_window", default),) * self.count("num_hidden_layers")
+
     def windows(self, slides: Callable[[int], bool]) -> tuple[int, ...]:
         """Of each layer: by layer_types, or, where the folder has none, of those layers that `slides` says."""
         layers, kinds = self.count("num_hidden_layers"), self.get("layer_types")
