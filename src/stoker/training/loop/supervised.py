@@ -9,35 +9,31 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 import stoker
 from stoker.contract import layout
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable_lines
 from stoker.contract.wholefile import APPEND, write_whole
-from stoker.training.balance.comm import Meeting, StepClock
-from stoker.training.balance.plan import Balancer, Plans
+from stoker.training.balance.plan import Balancer
 from stoker.training.checkpoint.saver import Saver
 from stoker.training.forensics import replay
 from stoker.training.forensics.culprit import NonFinite, banner, decide
-from stoker.training.forensics.inject import Drill
 from stoker.training.forensics.report import Report
 from stoker.training.loop import resume
 from stoker.training.loop.config import TrainConfig
 from stoker.training.loop.feeder import CUT_AHEAD, Course, MicroBatch, StepBatch
-from stoker.training.loop.learner import Learner, Validation
-from stoker.training.loop.material import Material, Rows
+from stoker.training.loop.learner import Validation
+from stoker.training.loop.material import Rows
 from stoker.training.loop.run import Answers, Task
 from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Speed, Startup
-from stoker.training.loop.step import Numbers, Pending, Stepper
+from stoker.training.loop.step import Numbers, Parts, Pending, Stepper
 from stoker.training.model import ready
 from stoker.training.model.config import flops_per_token
-from stoker.training.model.decoder import Decoder
 from stoker.training.optim.config import OptimConfig
-from stoker.training.optim.optimizer import Optimizer
-from stoker.training.parallel.group import Group, no_sync
+from stoker.training.parallel.group import no_sync
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
 BEFORE = "before.json"
@@ -49,26 +45,6 @@ class Launched:
     batch: StepBatch
     rate: float
     numbers: Mapping[str, Tensor] = {}  # what the learner says besides
-
-
-@shape
-class Parts:
-    """A run's finished parts, as recipes/build.py makes them."""
-
-    group: Group
-    material: Material
-    learner: Learner
-    model: Decoder
-    wrapped: nn.Module  # the module to call: the model, or DDP around it
-    optimizer: Optimizer
-    own_micro: int  # samples that fit this rank at once
-    micro: int  # that fit every rank
-    batch: int  # samples of a step, all ranks together
-    plans: Plans | None  # who computes how many of them; None: all alike
-    meeting: Meeting | None  # ranks that learn alone for some steps
-    clock: StepClock | None
-    drill: Drill
-    graph: bool  # small models: a step is one CUDA graph
 
 
 @shape

@@ -25,7 +25,8 @@ from stoker.training.loop.feeder import Course
 from stoker.training.loop.learner import Learner
 from stoker.training.loop.material import Material
 from stoker.training.loop.say import Voice
-from stoker.training.loop.supervised import Parts, Start
+from stoker.training.loop.step import Parts
+from stoker.training.loop.supervised import Start
 from stoker.training.model import hf_config, hf_hub, outside, ready
 from stoker.training.model.attention import FLEX_BLOCK, documents, packed_kernel
 from stoker.training.model.config import ModelConfig, with_rows

@@ -28,7 +28,7 @@ from stoker.training.data.reader import IGNORED
 from stoker.training.loop.learner import Learner, Validation
 from stoker.training.loop.material import Rows
 from stoker.training.loop.say import Voice
-from stoker.training.loop.supervised import Parts
+from stoker.training.loop.step import Parts
 from stoker.training.model import hf, ready
 from stoker.training.model.attention import Documents, begins, documents
 from stoker.training.model.decoder import Decoder

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stoker.training.config.schema import Config
-from stoker.training.loop.supervised import Parts
+from stoker.training.loop.step import Parts
 from stoker.training.recipes import stage
 from stoker.training.recipes.supervised import PairStage, learn_pairs
 from stoker.training.reward.model import held_out_margins, learner

@@ -19,8 +19,8 @@ from stoker.training.loop.material import Material
 from stoker.training.loop.run import Loop
 from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Profile, Startup
-from stoker.training.loop.step import Stepper
-from stoker.training.loop.supervised import Launched, Parts, Settings, Supervised
+from stoker.training.loop.step import Parts, Stepper
+from stoker.training.loop.supervised import Launched, Settings, Supervised
 from stoker.training.model import ready
 from stoker.training.model.attention import kernels
 from stoker.training.optim.config import rate_share
@@ -66,21 +66,8 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
 
     # The steps.
     keeper = Keeper(c.checkpoint, folder, group, voice, tensors, keep_best=c.checkpoint.keep_best)
-    stepper = Stepper(
-        parts.wrapped,
-        parts.optimizer,
-        group,
-        seed=c.train.seed,
-        dropout=parts.model.config.dropout > 0,
-        chat=material.train.chat,
-        check=c.nan.check,
-        before_update=keeper.saver.before_update,
-        after_backward=parts.drill.spoil_gradients,
-        graph=parts.graph,
-        look=build.debug_line(parts.model, voice) if c.train.debug else None,
-        clock=parts.clock,
-        meeting=parts.meeting,
-    )
+    look = build.debug_line(parts.model, voice) if c.train.debug else None
+    stepper = Stepper(parts, c.train.seed, check=c.nan.check, before_update=keeper.saver.before_update, look=look)
     build.settle(c, parts)
     keep_best = c.checkpoint.keep_best and keeper.wanted
     told = Settings(folder, c.train, c.optim, c.parallel.comm, c.nan.dump, keep_best)
