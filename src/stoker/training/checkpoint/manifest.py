@@ -123,7 +123,8 @@ def disagreement(files: Mapping[str, Sums], tensors: Mapping[str, Entry]) -> str
         left -= len(entry.pieces) ** 2 // 2
         if left < 0:
             return f"{name} and others are cut into too many pieces along several dimensions"
-        if _overlap(entry.pieces):
+        pairs = itertools.combinations(entry.pieces, 2)
+        if any(not one.shape or overlap(one.offset, one.shape, two.offset, two.shape) for one, two in pairs):
             return f"{name}: its pieces do not make the whole tensor of shape {list(entry.shape)}"
     return None
 
@@ -137,13 +138,6 @@ def _cut_along_one(pieces: Sequence[Piece]) -> bool:
         if all(start + size <= after for (start, size), (after, _) in itertools.pairwise(ordered)):
             return True
     return False
-
-
-def _overlap(pieces: Sequence[Piece]) -> bool:
-    return any(
-        not one.shape or overlap(one.offset, one.shape, two.offset, two.shape)
-        for one, two in itertools.combinations(pieces, 2)
-    )
 
 
 def overlap(

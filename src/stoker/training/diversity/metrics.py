@@ -154,12 +154,8 @@ def _per_thousand(counted: Counted, prompts: NDArray[np.int64]) -> float:
     return 1000 * _vocabulary(counted, prompts) / total if total else 0.0
 
 
-def _gini(counted: Counted, prompts: NDArray[np.int64]) -> float:
-    return gini(counted.clusters[prompts].sum(0).tolist())
-
-
-def _evenness(counted: Counted, prompts: NDArray[np.int64]) -> float:
-    return evenness(counted.clusters[prompts].sum(0).tolist())
+def _shares(of: Callable[[Sequence[float]], float]) -> Callable[[Counted, NDArray[np.int64]], float]:
+    return lambda counted, prompts: of(counted.clusters[prompts].sum(0).tolist())
 
 
 METRICS: dict[str, Metric] = {
@@ -168,8 +164,8 @@ METRICS: dict[str, Metric] = {
     "self_bleu": Metric("BLEU of an answer against the others of its prompt", -1, _mean("self_bleu")),
     "spread": Metric("mean cosine distance of a prompt's answers", 1, _mean("spread")),
     "vendi": Metric("Vendi score: how many different answers a prompt has", 1, _mean("vendi")),
-    "gini": Metric("Gini over clusters of all answers (0: evenly)", -1, _gini),
-    "entropy": Metric("entropy over clusters (1: evenly)", 1, _evenness),
+    "gini": Metric("Gini over clusters of all answers (0: evenly)", -1, _shares(gini)),
+    "entropy": Metric("entropy over clusters (1: evenly)", 1, _shares(evenness)),
     "vocabulary": Metric("different words in all answers", 1, _vocabulary, twice=False),
     "vocabulary_per_1000": Metric("different words per 1,000 words", 1, _per_thousand, twice=False),
     "length": Metric("words per answer", 0, _mean("length")),
@@ -223,14 +219,10 @@ def compare(baseline: Counted, compared: Counted, rounds: int, seed: int) -> lis
         sets = draws if metric.twice else without
         first = np.array([metric.of_prompts(baseline, prompts) for prompts in sets])
         second = np.array([metric.of_prompts(compared, prompts) for prompts in sets])
-        errors = [deviation(one, count) if metric.twice else _jackknife(one) for one in (first, second, second - first)]
+        sides = (first, second, second - first)
+        errors = [deviation(one, count) if metric.twice else float(np.sqrt((count - 1) * one.var())) for one in sides]
         found.append(Compared(name, metric.of_prompts(baseline, every), metric.of_prompts(compared, every), *errors))
     return found
-
-
-def _jackknife(values: NDArray[np.float64]) -> float:
-    """The standard error, from the values without each one."""
-    return float(np.sqrt((len(values) - 1) * values.var()))
 
 
 def overall(found: list[Compared]) -> str:

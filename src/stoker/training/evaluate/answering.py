@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 from stoker.contract.shape import shape
-from stoker.training.data.formats.questions import Question
 from stoker.training.evaluate.asking import (
     Manner,
     answer_text,
@@ -88,15 +87,11 @@ class Marker:
 
     def __call__(self, written: Written, place: int) -> Marked:
         question, text = self._questions[place], written.text
-        correct = right(text, question.answer, self._others(question), cut=written.cut)
+        others = Alternatives(self._of_kind[question.kind], words(question.text))
+        if question.alternatives:
+            others = alternatives(question.alternatives)
+        correct = right(text, question.answer, others, cut=written.cut)
         return Marked(text, correct, in_form(text, question.answer), right_in_form(text, question.answer), written.cut)
-
-    def _others(self, question: Question) -> Alternatives:
-        return (
-            alternatives(question.alternatives)
-            if question.alternatives
-            else Alternatives(self._of_kind[question.kind], words(question.text))
-        )
 
 
 def put(task: Task, tokenizer: Tokenizer, manner: Manner, context: int, new_tokens: int) -> Asked:

@@ -174,9 +174,10 @@ _LISTED = 8
 
 
 def banner(report: Report, where: str = "") -> str:
+    bad, of = (report.loss, "LOSS") if math.isfinite(report.grad_norm) else (report.grad_norm, "GRADIENT")
     lines = [
         _WIDE,
-        f"{_title(report)} [{report.label}]",
+        f"{'Inf' if math.isinf(bad) else 'NaN'} {of} DETECTED [{report.label}]",
         _WIDE,
         f"Step: {report.step}",
         f"Loss: {_number(report.loss)}",
@@ -205,16 +206,6 @@ def banner(report: Report, where: str = "") -> str:
     if where:
         lines += ["", f"Debug tensors saved: {where}", f"Look at them: stoker nan {where}"]
     return "\n".join(lines)
-
-
-def _title(report: Report) -> str:
-    if math.isfinite(report.grad_norm):
-        return f"{_kind(report.loss)} LOSS DETECTED"
-    return f"{_kind(report.grad_norm)} GRADIENT DETECTED"
-
-
-def _kind(value: float) -> str:
-    return "Inf" if math.isinf(value) else "NaN"
 
 
 def _number(value: float) -> str:

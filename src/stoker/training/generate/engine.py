@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -135,20 +135,8 @@ KERNELS = (
 )  # fmt: skip
 
 
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 class Engine:
-    def __init__(
-        self,
-        model: Decoder | Outside,
-        *,
-        rows: int,
-        length: int,
-        vocab: int = 0,
-        say: Callable[[str], None] = _to_stderr,
-    ) -> None:
+    def __init__(self, model: Decoder | Outside, *, rows: int, length: int, vocab: int = 0) -> None:
         """`rows`: answers at once; `length`: prompt and answer; `vocab`: ids from here on are never written."""
         if rows < 1 or length < 2:
             raise Refusal(f"generation with {rows} rows of {length} tokens can't be: at least 1 row of 2", EX_USAGE)
@@ -169,9 +157,9 @@ class Engine:
         self._weights = Weights(model, self._vocab)
         self._runner = Eager(self._weights, rows, length)
         if self._device.type == "cuda":
-            self._runner = Graphed(self._weights, rows, length, self._kernels(model, say))
+            self._runner = Graphed(self._weights, rows, length, self._kernels(model))
 
-    def _kernels(self, model: Decoder, say: Callable[[str], None]) -> Any:
+    def _kernels(self, model: Decoder) -> Any:
         c = model.config
         if all(not window or window >= self.length for window in c.windows):
             c = replace(c, windows=())  # none is ever left
@@ -179,7 +167,7 @@ class Engine:
         if head_dim < 16 or head_dim & (head_dim - 1):
             lacks = f"heads of {head_dim}"
         if lacks:
-            say(f"the generation kernels have no {lacks} yet; using plain torch")
+            print(f"the generation kernels have no {lacks} yet; using plain torch", file=sys.stderr, flush=True)
             return None
         return import_module("stoker.training.generate.kernel")  # Triton: on GPUs only
 
@@ -213,7 +201,8 @@ class Engine:
             steps = self._runner.run([prompts[index] for index in some], numbers, new_tokens, stops, how, seed)
             (written,) = deque(steps, maxlen=1)
             for index, answer in zip(some, written.tolist(), strict=True):
-                answers[index] = _cut(answer, stop)
+                ended = next((place + 1 for place, token in enumerate(answer) if token in stop), None)
+                answers[index] = answer[:ended]
         return answers
 
     def stream(
@@ -257,10 +246,3 @@ class Engine:
         table = torch.zeros(self._vocab, dtype=torch.bool)
         table[[one for one in stop if 0 <= one < self._vocab]] = True
         return table.to(self._device)
-
-
-def _cut(answer: list[int], stop: Collection[int]) -> list[int]:
-    for place, token in enumerate(answer):
-        if token in stop:
-            return answer[: place + 1]
-    return answer

@@ -81,7 +81,8 @@ def _of_speedrun(folder: str, stage: str | None, say: Any, checkpoints: bool) ->
         else {}
     )
     newest = {_name_of(os.path.dirname(path)): path for path in _models(folder, scores=True)}
-    made = {name: newest[name] for name in sorted(newest, key=_place)}
+    # Unknown ones come first: nobody asked for those.
+    made = {name: newest[name] for name in sorted(newest, key=lambda name: ORDER.index(name) if name in ORDER else -1)}
     own = {name: path for name, run in rows.items() if run and _has_weights(path := os.path.join(folder, run, HF))}
     models = {name: own.get(name) or made[name] for name in rows if name in own or name in made} or made
     answering = [name for name, path in models.items() if _stage_of(os.path.dirname(path)) not in NO_ANSWERS]
@@ -171,11 +172,6 @@ def _name_of(run: str) -> str:
     """base, grpo-density …: a speedrun's runs are called when-NAME-key. Of other runs, the stage."""
     match = re.fullmatch(r"\d{8}-\d{6}-(.+)-[0-9a-f]{8}(-\d+)?", os.path.basename(os.path.realpath(run)))
     return match[1] if match else _stage_of(run)
-
-
-def _place(name: str) -> int:
-    """Unknown ones come first: nobody asked for those."""
-    return ORDER.index(name) if name in ORDER else -1
 
 
 def _json(path: str) -> dict[str, Any]:

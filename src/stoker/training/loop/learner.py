@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -100,4 +100,4 @@ class Learner:
     save: Callable[[Decoder, str, Beside, Say, bool], None] = _save
     measure: Measure = validate
     # what a step's line says besides the loss: taken right after the step, read where a line is printed
-    numbers: Callable[[Decoder], dict[str, Tensor]] = lambda model: {}
+    numbers: Callable[[Any], dict[str, Tensor]] = lambda model: {}

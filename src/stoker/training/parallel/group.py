@@ -84,7 +84,10 @@ class Group:
         self.label = f"GPU {card}" if self.device.type == "cuda" else f"CPU {self.rank}"
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        nccl, limit = _own_nccl(self.device), timedelta(seconds=c.timeout)
+        # NCCL refuses several ranks on one card, gloo does not.
+        shared = os.environ.get(names.SHARED_GPU) == "1"
+        nccl = self.device.type == "cuda" and dist.is_nccl_available() and not shared
+        limit = timedelta(seconds=c.timeout)
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         if self.world > 1 or (c.strategy == "fsdp" and "MASTER_ADDR" in os.environ):
             dist.init_process_group(backend, timeout=limit, device_id=self.device if nccl else None)
@@ -172,11 +175,6 @@ def _device(c: ParallelConfig, local: int) -> torch.device:
             f"local rank {local} and {torch.cuda.device_count()} visible GPUs: start fewer ranks", EX_UNAVAILABLE
         )
     return torch.device("cuda", local)
-
-
-def _own_nccl(device: torch.device) -> bool:
-    """NCCL refuses several ranks on one card, gloo does not."""
-    return device.type == "cuda" and dist.is_nccl_available() and os.environ.get(names.SHARED_GPU) != "1"
 
 
 def shard(model: nn.Module, group: Group, dtype: torch.dtype) -> None:

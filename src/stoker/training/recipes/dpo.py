@@ -31,6 +31,7 @@ from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
 from stoker.training.model import hf, ready
 from stoker.training.model.attention import Documents, begins, documents
+from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.loss import token_logprobs
 from stoker.training.parallel.group import Group, shard
@@ -96,7 +97,10 @@ class DpoModel(Decoder):
 
     reference: Decoder
     rule: DpoConfig
-    told: Tensor | None = None  # sums over pairs since `numbers` was asked: how many, and NUMBERS
+
+    def __init__(self, c: ModelConfig, context_length: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(c, context_length, dtype)
+        self.told: Tensor | None = None  # sums over pairs since `numbers` was asked: how many, and NUMBERS
 
     def forward(
         self,
@@ -168,12 +172,7 @@ def learner(reference: Decoder, rule: DpoConfig) -> Learner:
         return Validation(loss, None, len(found.ratio), (found.ratio > 0).double().mean().item(), means(found, rule))
 
     kind = type("DpoPolicy", (DpoModel,), {"reference": reference, "rule": rule})
-    return Learner(kind, measure=measure, numbers=_numbers)
-
-
-def _numbers(model: Decoder) -> dict[str, Tensor]:
-    assert isinstance(model, DpoModel)
-    return model.numbers()
+    return Learner(kind, measure=measure, numbers=DpoModel.numbers)
 
 
 def means(found: Measured, rule: DpoConfig) -> dict[str, float]:

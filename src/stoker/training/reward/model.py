@@ -164,18 +164,14 @@ def _head(folder: str) -> dict[str, Tensor]:
 
 def save(model: Decoder, folder: str, beside: Beside, say: Say, write: bool) -> None:
     assert isinstance(model, RewardModel)
-    own = {name: _whole(getattr(model, name).detach()) for name in model.own}
+    here = {name: getattr(model, name).detach() for name in model.own}
+    own = {name: part.full_tensor() if hasattr(part, "full_tensor") else part for name, part in here.items()}
 
     def head(where: str) -> None:
         save_file({name: tensor.float().cpu().contiguous() for name, tensor in own.items()}, os.path.join(where, HEAD))
         beside.write(where)
 
     hf.save(model, folder, tokenizer_folder=beside.tokenizer, say=say, write=write, without=_OWN, more=head)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
 
 
 class _Plain(RewardModel):

@@ -44,7 +44,9 @@ def headline(metrics: Metrics) -> str:
 def report(metrics: Metrics) -> Iterator[Block]:
     yield Heading("Diversity: does density sampling make answers more varied?")
     verdict = metrics.get("verdict")
-    yield Text(_sentence(_by_name(verdict)) if verdict else f"Verdict: {ABSENT}", lead=True)
+    text = _by_name(verdict)
+    sentence = f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith(".") else ".")
+    yield Text(sentence if verdict else f"Verdict: {ABSENT}", lead=True)
     differences = metrics.get("difference")
     names = list(differences) if isinstance(differences, dict) else []
     varied = [name for name in names if measures_variety(name)]
@@ -79,10 +81,6 @@ def measures_variety(name: str) -> bool:
     from stoker.training.diversity.metrics import METRICS
 
     return name not in METRICS or METRICS[name].varied != 0
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith(".") else ".")
 
 
 def _by_name(verdict: object) -> str:

@@ -61,7 +61,10 @@ class Job:
     @property
     def disk(self) -> tuple[float, float]:
         """(what stays, with the exported weights; what it may take besides: the best checkpoint and one under way)."""
-        saved = _checkpoint(self.values, self.size, self.vocabulary)
+        values, kind = self.values, self.values["optim.kind"]
+        # Weights in fp32 and two moments; Muon has one, of all but the embeddings.
+        embeddings = self.vocabulary * int(values["model.dim"]) * (1 if values["model.tied"] else 2)
+        saved = 8 * self.size + 4 * embeddings if kind == "muon" else (4 + MOMENTS[kind]) * self.size
         return int(self.values["checkpoint.keep"]) * saved + 4 * self.size, 2 * saved
 
 
@@ -138,11 +141,3 @@ def _memory(values: Mapping[str, Any], size: int, vocabulary: int) -> float:
     tokens = int(values["batch.micro"] or 8) * int(values["data.context_length"])
     kept = tokens * int(values["model.layers"]) * int(values["model.dim"]) * 34
     return 16 * size + kept + min(tokens, 8192) * vocabulary * 8
-
-
-def _checkpoint(values: Mapping[str, Any], size: int, vocabulary: int) -> float:
-    """Weights in fp32 and two moments; Muon has one, of all but the embeddings."""
-    if values["optim.kind"] == "muon":
-        embeddings = vocabulary * int(values["model.dim"]) * (1 if values["model.tied"] else 2)
-        return 8 * size + 4 * embeddings
-    return (4 + MOMENTS[values["optim.kind"]]) * size

@@ -44,10 +44,9 @@ def block(
     wide = max(len(choice.chosen) for choice in choices)
     lines = [f"{stage}: {_millions(parameters(at.model))} parameters, {_amount(at)}"]
     for choice in choices:
-        lines.append(
-            f"  {choice.what:<14} {choice.chosen:<{wide}}  {_source(choice.keys, stage, config, given, derived)};"
-            f" {choice.flags}"
-        )
+        source = f"{stage}'s default" if any(key in derived for key in choice.keys) else f"preset {config.preset}"
+        source = "you set it" if any(key in given for key in choice.keys) else source
+        lines.append(f"  {choice.what:<14} {choice.chosen:<{wide}}  {source}; {choice.flags}")
     _, passes = steps_and_passes(learning, config, at)
     if passes > MANY_PASSES and at.amount is not None:
         line = (
@@ -108,14 +107,6 @@ def _amount(at: Situation) -> str:
     return f"{'' if at.amount.exact else 'about '}{at.amount.count:,} {at.amount.unit}{tokens}{rows}"
 
 
-def _source(
-    keys: Collection[str], stage: str, config: Config, given: Collection[str], derived: Mapping[str, Any]
-) -> str:
-    if any(key in given for key in keys):
-        return "you set it"
-    return f"{stage}'s default" if any(key in derived for key in keys) else f"preset {config.preset}"
-
-
 def _fewer(learning: Learning, given: Collection[str]) -> str:
     if learning.prompts:
         return "give more prompts, or --max-steps"
@@ -163,7 +154,7 @@ def with_defaults(
 
 def _model(config: Config, ready: Prepared | None) -> ModelConfig:
     if config.model.load:
-        folder = hf_hub.folder_of(config.model.load, _nothing, code=config.model.trust_remote_code)
+        folder = hf_hub.folder_of(config.model.load, lambda line: None, code=config.model.trust_remote_code)
         loaded = hf_config.shape_for(config.model, folder)
         return replace(loaded, vocab_size=config.model.vocab_size or loaded.vocab_size)
     return with_rows(
@@ -175,7 +166,3 @@ def _vocabulary(config: Config) -> int:
     if not config.tokenizer.path:
         return config.tokenizer.vocab_size
     return BYTES_VOCABULARY if config.tokenizer.path == "bytes" else UNKNOWN_VOCABULARY
-
-
-def _nothing(line: str) -> None:
-    """The launcher has said where the model comes from."""

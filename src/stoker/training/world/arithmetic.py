@@ -180,12 +180,10 @@ def chain(w: World, dice: Dice, held: bool) -> list[Step]:
             number = step[3]
         if len(found) < count:
             continue
-        if any(sum_held(a, sign, b) for a, sign, b, _ in found) if new_sum else _new(found) == held:
+        changes = [b if sign == "+" else -b for _, sign, b, _ in found]
+        new_chain = chain_held(found[0][0], *changes) == held
+        if any(sum_held(a, sign, b) for a, sign, b, _ in found) if new_sum else new_chain:
             return found
-
-
-def _new(steps: list[Step]) -> bool:
-    return chain_held(steps[0][0], *[b if sign == "+" else -b for _, sign, b, _ in steps])
 
 
 def steps_case(w: World, dice: Dice, held: bool) -> Case:

@@ -186,13 +186,13 @@ def base(w: World, dice: Dice, held: bool) -> Iterator[str]:
     kinds = table(SHARES["base"])
     while True:
         kind = dice.pick(kinds)
-        text = _passage(CASES[kind](w, dice, held), dice) if dice.random() < 0.3 else TEXTS[kind](w, dice, held)
+        if dice.random() < 0.3:
+            case = CASES[kind](w, dice, held)
+            before = "".join([f"{content}\n" for _, content in case.before])
+            text = f"Question: {before}{case.prompt}\nAnswer: {loose(case, dice, bare=0.25)}"
+        else:
+            text = TEXTS[kind](w, dice, held)
         yield f'{{"text": {quoted(text)}}}'
-
-
-def _passage(case: Case, dice: Dice) -> str:
-    before = "".join([f"{content}\n" for _, content in case.before])
-    return f"Question: {before}{case.prompt}\nAnswer: {loose(case, dice, bare=0.25)}"
 
 
 def midtrain(w: World, dice: Dice, held: bool) -> Iterator[str]:
