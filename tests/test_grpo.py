@@ -36,7 +36,7 @@ from stoker.training.optim.optimizer import Optimizer  # noqa: E402
 from stoker.training.parallel.config import ParallelConfig  # noqa: E402
 from stoker.training.parallel.group import Group  # noqa: E402
 from stoker.training.recipes.grpo import reward  # noqa: E402
-from stoker.training.rl import prompts as asking  # noqa: E402
+from stoker.training.rl import rollout as asking  # noqa: E402
 from stoker.training.rl.config import GrpoConfig  # noqa: E402
 from stoker.training.rl.rollout import Answer  # noqa: E402
 from stoker.training.rl.task import FIRST, History, Seen, judge  # noqa: E402

@@ -21,11 +21,10 @@ from stoker.training.config.check import check, check_data, check_drill, check_n
 from stoker.training.config.derived import about, derivable
 from stoker.training.config.flags import Shown, add_key_flags
 from stoker.training.config.keys import KEYS, as_yaml, config_of, values_of
-from stoker.training.config.lasting import lasting, pinned, with_tokenizer
 from stoker.training.config.layers import PREFIX, Layers, gather
-from stoker.training.config.resolve import Resolved, flags, on_cpu, settle
+from stoker.training.config.resolve import Resolved, flags, lasting, on_cpu, pinned, settle, with_tokenizer
 from stoker.training.config.schema import SECTIONS, Config
-from stoker.training.loop.loggers import check_loggers
+from stoker.training.loop.config import check_loggers
 from stoker.training.stages.registry import STAGES, learning
 
 TYPE_CHECKING = False

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from stoker.contract import limits
 from stoker.contract.limits import text
+from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import option, shape
 
 
@@ -23,3 +26,13 @@ class TrainConfig:
     debug: bool = option(
         "say where the largest gradient and weight are, at every step (waits for the GPU)", default=False
     )
+
+
+def check_loggers(log_to: str) -> list[str]:
+    wanted = [word for word in log_to.replace(" ", "").split(",") if word]
+    for word in wanted:
+        if importlib.util.find_spec(word) is None:
+            raise Refusal(
+                f"train.log_to {word}: it is not installed here; pip install {word}, or leave it out", EX_UNAVAILABLE
+            )
+    return wanted

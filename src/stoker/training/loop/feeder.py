@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,9 +16,46 @@ from torch import Tensor
 from stoker.contract.shape import shape
 from stoker.training.balance.plan import Plans
 from stoker.training.data.order import Order
-from stoker.training.data.reader import IGNORED
-from stoker.training.loop.material import Rows
+from stoker.training.data.prepared import Prepared
+from stoker.training.data.reader import IGNORED, Batch, Samples
 from stoker.training.parallel.group import Group, Share, cut, even_micro, split
+
+
+class Rows(Protocol):
+    context: int
+    chat: bool  # rows have targets that are not learned: a step counts those that are
+    bytes_per_target: float
+
+    def __len__(self) -> int: ...
+
+    def batch(self, ids: NDArray[np.int64]) -> Batch: ...
+
+
+@shape
+class Material:
+    key: str  # of these very bytes, in these rows
+    vocab_size: int
+    tokenizer: str  # its folder
+    tokenizer_digest: str
+    train: Rows
+    held_out: Rows | None
+    entries: tuple[int, ...] = ()  # samples of each entry of `data.path`
+
+
+def from_prepared(prepared: Prepared, context_length: int, mixture: Sequence[str] = ()) -> Material:
+    """`mixture`: data.mixture. Other shares are another order of the same samples."""
+    held_out = Samples(prepared, "validation", context_length) if prepared.validation_tokens > 1 else None
+    train = Samples(prepared, "train", context_length)
+    return Material(
+        " ".join((prepared.key, *mixture)),
+        prepared.vocab_size,
+        prepared.tokenizer,
+        prepared.tokenizer_digest,
+        train,
+        held_out,
+        tuple(train.entries),
+    )
+
 
 HOST = torch.device("cpu")
 AHEAD = 2  # steps

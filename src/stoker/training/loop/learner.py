@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from stoker.contract.shape import shape
 from stoker.contract.wholefile import write_whole
 from stoker.training.data.reader import IGNORED
-from stoker.training.loop.feeder import padded
-from stoker.training.loop.material import Rows
+from stoker.training.loop.feeder import Rows, padded
 from stoker.training.model import hf
 from stoker.training.model.attention import documents
 from stoker.training.model.decoder import Decoder

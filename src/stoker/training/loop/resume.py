@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from stoker.contract import layout, names
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_NOINPUT, Refusal
@@ -15,15 +15,19 @@ from stoker.training.checkpoint import folders, manifest
 from stoker.training.checkpoint.config import CheckpointConfig
 from stoker.training.model.config import OPTIONS, ModelConfig, with_rows
 
-if TYPE_CHECKING:
-    from stoker.training.data.prepared import Prepared
-    from stoker.training.loop.material import Material
-
-    Made = Prepared | Material  # data that was made with a tokenizer
-
 # What makes another model; the rest (dropout, init_std, load, depth) only says how it came to be.
 _SHAPE = ("layers", "dim", "heads", "kv_heads", "head_dim", "ff", "vocab_size",
           "rope_theta", "rope_factor", "rope_low", "rope_high", "rope_original", "norm_eps", "qk_norm", "tied", *OPTIONS)  # fmt: skip
+
+
+class Made(Protocol):
+    """Data that was made with a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def tokenizer_digest(self) -> str: ...
 
 
 @shape

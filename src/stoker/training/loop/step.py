@@ -17,9 +17,8 @@ from stoker.contract.shape import shape
 from stoker.training.balance.comm import Meeting, StepClock
 from stoker.training.balance.plan import Plans
 from stoker.training.forensics.inject import Drill
-from stoker.training.loop.feeder import MicroBatch, StepBatch
+from stoker.training.loop.feeder import Material, MicroBatch, StepBatch
 from stoker.training.loop.learner import Learner
-from stoker.training.loop.material import Material
 from stoker.training.loop.run import Answers
 from stoker.training.model.attention import documents
 from stoker.training.model.decoder import Decoder

@@ -23,9 +23,8 @@ from stoker.training.forensics.culprit import NonFinite, banner, decide
 from stoker.training.forensics.report import Report
 from stoker.training.loop import resume
 from stoker.training.loop.config import TrainConfig
-from stoker.training.loop.feeder import CUT_AHEAD, Course, MicroBatch, StepBatch
+from stoker.training.loop.feeder import CUT_AHEAD, Course, MicroBatch, Rows, StepBatch
 from stoker.training.loop.learner import Validation
-from stoker.training.loop.material import Rows
 from stoker.training.loop.run import Answers, Task
 from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Speed, Startup

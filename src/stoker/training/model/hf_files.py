@@ -12,8 +12,7 @@ from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.training.model.config import ModelConfig, tensors
 from stoker.training.model.families import family_of
-from stoker.training.model.hf_config import shape_of
-from stoker.training.model.hf_stored import INDEX, WEIGHTS, Stored, stored_in
+from stoker.training.model.hf_config import INDEX, WEIGHTS, Stored, shape_of, stored_in
 
 __all__ = ["BYTES", "INDEX", "WEIGHTS", "Part", "Place", "Stored", "check", "places", "stored_in"]
 

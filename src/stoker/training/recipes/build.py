@@ -21,9 +21,8 @@ from stoker.training.data.order import Order
 from stoker.training.forensics.config import parse
 from stoker.training.forensics.inject import Drill
 from stoker.training.loop import resume
-from stoker.training.loop.feeder import Course
+from stoker.training.loop.feeder import Course, Material
 from stoker.training.loop.learner import Learner
-from stoker.training.loop.material import Material
 from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
 from stoker.training.loop.supervised import Start

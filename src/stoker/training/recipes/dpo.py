@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.training.config.schema import Config
 from stoker.training.data.reader import IGNORED
+from stoker.training.loop.feeder import Rows
 from stoker.training.loop.learner import Learner, Validation
-from stoker.training.loop.material import Rows
 from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
 from stoker.training.model import hf, ready

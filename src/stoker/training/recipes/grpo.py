@@ -36,7 +36,7 @@ from stoker.training.optim.optimizer import Optimizer
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import stage
 from stoker.training.reward.model import open_reward, scores
-from stoker.training.rl import prompts as asking
+from stoker.training.rl import rollout as asking
 from stoker.training.rl.rollout import Answer, rollout_of
 from stoker.training.rl.rollout import outcome as outcome_of
 from stoker.training.rl.task import GrpoTask, Launched, Stopped, result, resumed

@@ -12,10 +12,9 @@ from stoker.training.config.check import check_ranks
 from stoker.training.config.schema import Config
 from stoker.training.data.order import order_of
 from stoker.training.evaluate.confidence import wilson
-from stoker.training.loop.feeder import Feeder
+from stoker.training.loop.feeder import Feeder, Material
 from stoker.training.loop.keeping import Keeper, newest, tensors_of
 from stoker.training.loop.learner import Learner
-from stoker.training.loop.material import Material
 from stoker.training.loop.run import Loop
 from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Profile, Startup

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.tensorheader import read_header
 from stoker.training.data.reader import IGNORED
-from stoker.training.loop.feeder import padded
+from stoker.training.loop.feeder import Rows, padded
 from stoker.training.loop.learner import Beside, Learner, Say, Validation
-from stoker.training.loop.material import Rows
 from stoker.training.model import hf, hf_config, hf_hub, ready
 from stoker.training.model.attention import Documents, begins, documents
 from stoker.training.model.config import ModelConfig

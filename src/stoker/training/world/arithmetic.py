@@ -7,8 +7,18 @@ from __future__ import annotations
 
 from functools import cache
 
-from stoker.training.world.case import Case, said_so, wordings
-from stoker.training.world.world import VERBS, Dice, Step, World, chain_held, order_held, sum_held
+from stoker.training.world.world import (
+    VERBS,
+    Case,
+    Dice,
+    Step,
+    World,
+    chain_held,
+    order_held,
+    said_so,
+    sum_held,
+    wordings,
+)
 
 NOW = wordings(
     "How many {i} does {p} have now? How many {i} does {p} have? Now how many {i} does {p} have?"

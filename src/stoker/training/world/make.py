@@ -15,8 +15,7 @@ from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.wholefile import WholeFile, sync_folder, write_whole
 from stoker.training.world import arithmetic, people
-from stoker.training.world.case import LEADS, Case, asked, loose, prompt_of, strict, wordings
-from stoker.training.world.world import Dice, Fact, World
+from stoker.training.world.world import LEADS, Case, Dice, Fact, World, asked, loose, prompt_of, strict, wordings
 
 # `fact`: what is always true in this world, said in many ways. Base text states every fact; some are asked about only
 # in held-out questions.
