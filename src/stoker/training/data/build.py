@@ -45,9 +45,7 @@ class Packing:
 
 
 def best_fit(lengths: NDArray[np.int64], capacity: int) -> Packing:
-    """A Python integer is the set of free sizes that some row has: finding the best fit is one shift. A million take
-    two seconds.
-    """
+    """A Python integer is the set of free sizes: finding the best fit is one shift. A million take two seconds."""
     assert len(lengths) > 0 and int(lengths.min()) > 0 and int(lengths.max()) <= capacity
     row = np.empty(len(lengths), dtype=np.int64)
     start = np.empty(len(lengths), dtype=np.int64)

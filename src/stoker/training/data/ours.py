@@ -25,9 +25,7 @@ def tag(cache: str) -> None:
 
 
 def own_cache(cache: str, say: Callable[[str], None]) -> str:
-    """The cache itself where only we can write to it, else a folder of our own in it: prepared data and tokenizers that
-    another user left there are not used.
-    """
+    """The cache where only we can write to it, else a folder of our own in it: nothing of others is used."""
     try:
         problem = why_not_ours_alone(cache)
     except FileNotFoundError:
@@ -68,9 +66,7 @@ def _made(cache: str, say: Callable[[str], None]) -> str:
 
 
 def files_below(folder: str, say: Callable[[str], None]) -> Iterator[str]:
-    """Sorted folder by folder; hidden ones and Stoker's own, runs and caches, left out. `folder` itself may be one: it
-    was named.
-    """
+    """Sorted by folder; without hidden ones and Stoker's own, runs and caches, unless `folder` itself is one."""
     ours = []
     for place, folders, names in os.walk(folder):
         if place != folder and any(mark in names for mark in _MARKS):

@@ -188,9 +188,7 @@ def _make(
 
 
 def _plan(words: Tokenizer, spans: Sequence[Span], data: DataConfig, say: Say) -> tuple[int, ...] | None:
-    """For tiktoken, if it gives the ids of tokenizers here: proved for the merges, probed on texts from all over the
-    data.
-    """
+    """For tiktoken, if it gives the ids of tokenizers here: proved for merges, probed on texts from all the data."""
     if words.is_bytes or (data.kind == "chat" and words.template is not None):  # a template's text needs places
         return None
     if not words.told.is_exact:

@@ -24,9 +24,7 @@ class Batch:
 
 
 class Samples:
-    """Stream: sample i is tokens[i*T : i*T + T + 1]; of validation the last one may be shorter, its rest is not
-    learned. Chat: sample i is row i.
-    """
+    """Stream: sample i is tokens[i*T : i*T + T + 1], the last of validation may be shorter. Chat: it is row i."""
 
     def __init__(self, prepared: Prepared | str, split: str, context_length: int) -> None:
         folder = prepared if isinstance(prepared, str) else prepared.folder

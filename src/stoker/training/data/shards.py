@@ -98,9 +98,7 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
 
 
 def _plain(manifest: dict[str, Any]) -> bool:
-    """Its shards are files of its own folder, with sizes and sums. One that came with somebody's cache may name
-    anything.
-    """
+    """Its shards are files of its own folder, with sizes and sums. One of somebody's cache may name anything."""
     try:
         splits: dict[str, Any] = typed.read_fields(_MANIFEST, manifest)["splits"]
     except ValueError:
@@ -127,9 +125,7 @@ def shard_files(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def damage(folder: str, manifest: dict[str, Any], verify: bool) -> str | None:
-    """What is wrong with the first damaged shard; None if all is well. Checksums are taken if asked for, for small
-    data, or for changed files.
-    """
+    """What is wrong with the first damaged shard, or None. Sums are taken if asked for, if small, or if changed."""
     files = list(shard_files(manifest))
     stats: dict[str, list[int]] = {}
     for about in files:

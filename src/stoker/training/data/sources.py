@@ -34,9 +34,7 @@ def is_hub_id(path: str) -> bool:
 
 
 def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
-    """owner/name, owner/name:config, owner/name:config:split, each also with @revision; the split is train where none
-    is given.
-    """
+    """owner/name, owner/name:config, owner/name:config:split (else train), each also with @revision."""
     path = os.path.join(cache, "hub", re.sub(r"[^\w.-]", "--", name) + ".jsonl")
     if os.path.exists(path):
         say(f"{name}: using the copy in {path}; remove it to fetch it again")

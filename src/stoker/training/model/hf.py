@@ -136,7 +136,7 @@ def save_from(
     gathered = (_gathered(name, tensor, dtype) for name, tensor in tensors)
     try:
         if write:
-            config = config_of(c, kept.context(context_length), DTYPES[dtype][1], ())
+            config = config_of(c, kept.context(context_length), DTYPES[dtype][1])
             config, generation = kept.changed(config, end_ids, tokenizer_folder)
             size = sum(size_of(part, dtype) for place in places(c) for part in place.parts)
             with fresh_folder(folder, size) as fresh:

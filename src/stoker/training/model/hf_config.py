@@ -203,21 +203,15 @@ def _read(folder: str) -> ConfigJson:
         raise Refusal(f"{path} is not JSON: {problem}", EX_DATAERR) from problem
 
 
-def config_of(c: ModelConfig, context_length: int, dtype: str, end_ids: Sequence[int]) -> dict[str, Any]:
-    """What `transformers` 4 and 5 open: of a model that was loaded, its own config.json with what changed. `end_ids`: tokens
-    that end a text; left out, some families would take 2 for it.
-    """
-    ends = list(end_ids) if len(end_ids) > 1 else next(iter(end_ids), None)
+def config_of(c: ModelConfig, context_length: int, dtype: str) -> dict[str, Any]:
+    """What `transformers` 4 and 5 open: of a model that was loaded, its own config.json with what changed."""
     if c.kept:
         own = json.loads(c.kept)
         changed: dict[str, Any] = {"vocab_size": c.vocab_size, "dtype" if "dtype" in own else "torch_dtype": dtype}
-        stops = own.get("eos_token_id")
-        if any(end not in (stops if isinstance(stops, list) else [stops]) for end in end_ids):
-            changed["eos_token_id"] = ends
         # longrope's scale follows from it
         if context_length > c.longest and "max_position_embeddings" in own and c.rope_kind != "longrope":
             changed["max_position_embeddings"] = context_length
-        return {**own, "eos_token_id": stops, **changed}
+        return {**own, "eos_token_id": own.get("eos_token_id"), **changed}
     family = family_of(c)
     return {
         "architectures": [family.architecture],
@@ -225,7 +219,7 @@ def config_of(c: ModelConfig, context_length: int, dtype: str, end_ids: Sequence
         **family.common(c, context_length),
         "torch_dtype": dtype,
         "bos_token_id": None,
-        "eos_token_id": ends,
+        "eos_token_id": None,  # left out, some families would take 2 for it
         "pad_token_id": None,
         "use_cache": True,
         **family.keys(c),

@@ -181,7 +181,7 @@ def save(
     c, folder = model.config, os.path.abspath(folder)
     kept = kept_of(c, say)
     dtype = dtype or (torch.bfloat16 if kept.is_half else torch.float32)
-    config = config_of(c, kept.context(model.context_length), DTYPES[dtype][1], ())
+    config = config_of(c, kept.context(model.context_length), DTYPES[dtype][1])
     config, generation = kept.changed(config, tuple(end_ids), tokenizer_folder)
     # config.json as the model came with it, the code it needs, the tokenizer.
     code = [name for name in os.listdir(c.load) if name.endswith(".py")] if config.get("auto_map") else []

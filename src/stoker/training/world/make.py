@@ -132,20 +132,15 @@ def rude(answer: str, dice: Dice) -> str:
     return f"{dice.pick(RUDE)} {answer[len(before) :].strip()}"
 
 
-def shouted(answer: str, dice: Dice) -> str:
-    return answer.upper()
-
-
 def unfinished(answer: str, dice: Dice) -> str:
     words = answer.split()
     return " ".join(words[: -1 - dice.below(2)])
 
 
-def off_topic(answer: str, dice: Dice) -> str:
-    return dice.pick(OFF)
-
-
-POOR: tuple[Callable[[str, Dice], str], ...] = (silent, repeated, rude, shouted, unfinished, off_topic)
+# The fourth shouts, the last is off the topic.
+POOR: tuple[Callable[[str, Dice], str], ...] = (
+    silent, repeated, rude, lambda answer, dice: answer.upper(), unfinished, lambda answer, dice: dice.pick(OFF),
+)  # fmt: skip
 
 
 def _before(answer: str) -> str:
