@@ -36,7 +36,7 @@ from stoker.training.config.amount import lines_in
 from stoker.training.config.layers import gather
 from stoker.training.config.resolve import settle
 from stoker.training.data import ours, reader, shards, units
-from stoker.training.data.digests import digest_files
+from stoker.training.data.ours import digest_files
 from stoker.training.data.read import _did_you_mean, key_names
 from stoker.training.data.sources import Source
 from stoker.training.evaluate import tasks

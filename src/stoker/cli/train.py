@@ -29,7 +29,7 @@ from stoker.training.stages.registry import STAGES, learning
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from stoker.training.data.prepared import Prepared
+    from stoker.training.data.shards import Prepared
     from stoker.training.model.config import ModelConfig
 
 _NOT_HERE = ("config", "module", "no_python")  # the program is the recipe, and the config file is read here

@@ -16,8 +16,7 @@ from stoker.contract.shape import shape
 from stoker.contract.untrusted import lines_of, open_regular, parse_json, text_lines
 from stoker.speedrun.rows import FAULTS, PARQUET, check_once, check_questions, check_text, copy_usable, judge
 from stoker.speedrun.stages import FILES, OUR_WORLD, Data, File, Place
-from stoker.training.data.digests import digest_files
-from stoker.training.data.ours import files_below
+from stoker.training.data.ours import digest_files, files_below
 
 TEXT, ROWS, CSV = (".txt", ".text", ".md"), (".jsonl", ".ndjson", ".json"), ".csv"
 # A name that says a role must hold what the role needs; `test`, `train`, `val` only say which half of something it is.

@@ -8,8 +8,8 @@ import os
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.training.config.schema import Config
-from stoker.training.data.prepared import Prepared
 from stoker.training.data.rows import LONGEST_LINE, kind_of, rows
+from stoker.training.data.shards import Prepared
 from stoker.training.data.sources import local_files, share_of
 from stoker.training.data.unpack import open_unpacked, packing_of
 from stoker.training.reward.config import DpoConfig, RewardConfig

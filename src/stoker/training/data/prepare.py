@@ -15,13 +15,12 @@ from stoker.training.data import shards
 from stoker.training.data.build import alone, build, whole
 from stoker.training.data.config import DataConfig
 from stoker.training.data.crew import ALONE, cores
-from stoker.training.data.digests import digest_files
 from stoker.training.data.learn import trained
 from stoker.training.data.order import Mixture, mixture_of
-from stoker.training.data.ours import own_cache, tag
-from stoker.training.data.prepared import TOKENIZER, Prepared, from_manifest
+from stoker.training.data.ours import digest_files, own_cache, tag
 from stoker.training.data.read import MESSAGES, conversations, texts
 from stoker.training.data.recognise import with_formats
+from stoker.training.data.shards import TOKENIZER, Prepared, from_manifest
 from stoker.training.data.sources import Source, find_sources, share_of
 from stoker.training.data.units import PACKING, Span, check_unchanged, jobs_of, split, split_each
 from stoker.training.data.work import Work

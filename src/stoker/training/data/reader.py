@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
 from stoker.contract.shape import shape
-from stoker.training.data.prepared import Prepared
-from stoker.training.data.shards import dtype_for, read_manifest
+from stoker.training.data.shards import Prepared, dtype_for, read_manifest
 from stoker.training.data.work import BEGIN, LEARN
 
 IGNORED = -100  # a target that is not learned

@@ -14,9 +14,8 @@ from stoker.contract.quantities import amount, gb
 from stoker.contract.shape import shape
 from stoker.contract.spelling import suggest_file
 from stoker.contract.wholefile import WholeFile
-from stoker.training.data.digests import digest_files
 from stoker.training.data.looks import check_head
-from stoker.training.data.ours import files_below
+from stoker.training.data.ours import digest_files, files_below
 from stoker.training.data.rows import IN_PLACE, KINDS, as_line, counted_in, is_known, kind_of, rows
 from stoker.training.data.unpack import open_unpacked, packing_of
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from stoker.contract.shape import shape
 from stoker.training.balance.plan import Plans
 from stoker.training.data.order import Order
-from stoker.training.data.prepared import Prepared
 from stoker.training.data.reader import IGNORED, Batch, Samples
+from stoker.training.data.shards import Prepared
 from stoker.training.parallel.group import Group, Share, cut, even_micro, split
 
 

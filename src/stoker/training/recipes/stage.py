@@ -21,8 +21,8 @@ from stoker.training.config.derived import derivable
 from stoker.training.config.keys import as_yaml
 from stoker.training.config.resolve import flags, on_cpu, recipe_settings
 from stoker.training.config.schema import Config
-from stoker.training.data.prepared import Prepared
 from stoker.training.data.rows import rows
+from stoker.training.data.shards import Prepared
 from stoker.training.forensics.culprit import NonFinite
 from stoker.training.generate.exporting import card_of
 from stoker.training.loop.learner import Beside

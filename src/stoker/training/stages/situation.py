@@ -10,7 +10,7 @@ from stoker.contract.shape import replace, shape
 from stoker.training.config import amount
 from stoker.training.config.derived import BATCH, LENGTH, Learning, Situation, samples_a_step, settled, steps_and_passes
 from stoker.training.config.schema import Config
-from stoker.training.data.prepared import Prepared
+from stoker.training.data.shards import Prepared
 from stoker.training.model import hf_config, hf_hub
 from stoker.training.model.config import ModelConfig, parameters, with_rows
 from stoker.training.optim.config import warmup_length
