@@ -52,6 +52,17 @@ class StepClock:
         return computed - begin, done - computed
 
 
+def to_host(values: Tensor) -> tuple[Tensor, Any]:
+    """(where they will be on the host, the event to wait for; None: they are there)."""
+    if not values.is_cuda:
+        return values, None
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return host, event
+
+
 def now(device: torch.device) -> Any:
     """Seconds; on a GPU an event on its stream."""
     if device.type != "cuda":

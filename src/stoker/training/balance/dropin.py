@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import stoker
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
-from stoker.training.balance.comm import now
+from stoker.training.balance.comm import now, to_host
 from stoker.training.balance.plan import Plan, Plans, Rule, apportion
 
 MARGIN = 3  # steps a loader may have run ahead since that was told
@@ -237,7 +237,7 @@ class _Exchange:
         small[0] = self._weight
         self._hear()
         if self._carried is not None:
-            self._copy = (self._carried[0], *self._to_host(self._carried[1]))
+            self._copy = (self._carried[0], *to_host(self._carried[1]))
         self._total = (dist.all_reduce(small, async_op=True).get_future(), small)
         self._carried = (measured, small)
 
@@ -267,15 +267,6 @@ class _Exchange:
                 f" ({speeds} samples/s)"
             )
             stoker.mark(f"BALANCE {plan.step}: {','.join(map(str, plan.shares))}")
-
-    def _to_host(self, numbers: Tensor) -> tuple[Tensor, Any]:
-        if not numbers.is_cuda:
-            return numbers, None
-        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        host.copy_(numbers, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return host, event
 
     def _between(self, begin: Any, end: Any) -> float:
         if self._device.type != "cuda":

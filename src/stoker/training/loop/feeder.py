@@ -111,7 +111,7 @@ class Feeder:
         *,
         steps: range,
         micro: int,
-        plans: Plans | None = None,
+        plans: Plans | None,
     ) -> None:
         self._samples, self._order, self._course, self._group = samples, order, course, group
         self._steps, self._micro, self._plans = steps, micro, plans

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.contract.shape import shape
-from stoker.training.balance.comm import Meeting, StepClock
+from stoker.training.balance.comm import Meeting, StepClock, to_host
 from stoker.training.balance.plan import Plans
 from stoker.training.forensics.inject import Drill
 from stoker.training.loop.feeder import Material, MicroBatch, StepBatch
@@ -47,16 +47,8 @@ class Pending:
 
     def __init__(self, step: int, values: Tensor) -> None:
         self.step = step
-        self.when: float | None = None  # done; on GPUs that is when it is read
-        self._event = None
-        if values.is_cuda:
-            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._host.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-        else:
-            self._host = values.clone()
-            self.when = time.perf_counter()
+        self._host, self._event = to_host(values if values.is_cuda else values.clone())
+        self.when = None if values.is_cuda else time.perf_counter()  # done; on GPUs that is when it is read
 
     def read(self) -> Numbers:
         """Waits for the step, while the GPU already works on the next."""

@@ -92,10 +92,13 @@ def _read(one: Stored) -> Tensor:
     return torch.frombuffer(data, dtype=_STORED[one.dtype]).view(one.shape)
 
 
-def opened(folder: str, context_length: int, dtype: torch.dtype, device: torch.device, say: Say) -> Decoder:
+def opened(
+    folder: str, context: int, dtype: torch.dtype, device: torch.device, say: Say, kind: type[Decoder] = Decoder,
+    load: Callable[[Decoder, str, Say], None] = load,
+) -> Decoder:  # fmt: skip
     """The folder's model. Built without numbers: drawing some first would take longer than reading the folder's."""
     with torch.device("meta"):
-        model = Decoder(shape_of(folder), context_length, dtype)
+        model = kind(shape_of(folder), context, dtype)
     model.place(device)
     load(model, folder, say)
     return model

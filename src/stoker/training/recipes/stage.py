@@ -27,7 +27,7 @@ from stoker.training.forensics.culprit import NonFinite
 from stoker.training.generate.exporting import card_of
 from stoker.training.loop.learner import Beside
 from stoker.training.loop.supervised import BEFORE
-from stoker.training.model import hf, hf_config, hf_hub, ready
+from stoker.training.model import hf, hf_hub, ready
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group
 from stoker.training.stages.registry import STAGES
@@ -82,7 +82,7 @@ def tokenizer_of(c: Config) -> Tokenizer:
     return load_tokenizer(c.tokenizer.path or weights_of(c.model.load))
 
 
-def open_model(c: Config, folder: str, device: torch.device, context_length: int = 0) -> Decoder:
+def open_model(c: Config, folder: str, device: torch.device) -> Decoder:
     """The decoder of a folder as transformers writes it, on its device, ready to run there."""
     if c.model.engine == "transformers":
         raise Refusal(
@@ -90,14 +90,9 @@ def open_model(c: Config, folder: str, device: torch.device, context_length: int
             " native",
             EX_USAGE,
         )
-    shape = hf_config.shape_of(folder)
     dtype = ready.dtype_of(c.compute, device)
     ready.arithmetic(c.compute, dtype)
-    with torch.device(device):
-        model = Decoder(shape, context_length or c.data.context_length, dtype)
-    model.place(device)
-    hf.load(model, folder, from_rank_0)
-    return model
+    return hf.opened(folder, c.data.context_length, dtype, device, from_rank_0)
 
 
 def rows_of(path: str, key: str) -> list[dict[str, Any]]:

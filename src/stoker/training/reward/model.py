@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.tensorheader import read_header
 from stoker.training.data.reader import IGNORED
+from stoker.training.evaluate.likelihood import padded as padded_right
 from stoker.training.loop.feeder import Rows, padded
 from stoker.training.loop.learner import Beside, Learner, Say, Validation
-from stoker.training.model import hf, hf_config, hf_hub, ready
+from stoker.training.model import hf, hf_hub, ready
 from stoker.training.model.attention import Documents, begins, documents
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
@@ -191,12 +192,10 @@ def open_reward(folder: str, context_length: int, compute: ComputeConfig, device
     if not os.path.exists(os.path.join(folder, HEAD)):
         raise Refusal(f"{folder} is no reward model: it has no {HEAD}; `stoker train reward` makes one", EX_NOINPUT)
     kind = RewardModel if "trust" in _head(folder) else _Plain
-    with torch.device(device):
-        model = kind(hf_config.shape_of(folder), context_length, ready.dtype_of(compute, device))
-    model.place(device)
-    load(model, folder, lambda line: None)
-    model.eval()
-    return model
+    dtype = ready.dtype_of(compute, device)
+    model = hf.opened(folder, context_length, dtype, device, lambda line: None, kind, load)
+    assert isinstance(model, RewardModel)
+    return model.eval()
 
 
 def scores(
@@ -220,12 +219,10 @@ def score_ids(
     found = [0.0] * len(rows)
     for begin in range(0, len(order), micro):
         some = order[begin : begin + micro]
-        inputs = torch.zeros(len(some), max(len(rows[one][0]) for one in some), dtype=torch.int64)
-        for row, one in enumerate(some):
-            inputs[row, : len(rows[one][0])] = torch.tensor(rows[one][0], dtype=torch.int64)
+        inputs = padded_right([rows[one][0] for one in some], device)
         ends = torch.tensor([[len(rows[one][0]) - 1] for one in some], device=device)
         starts = torch.tensor([[rows[one][1] - 1] for one in some], device=device)
-        read, told = model.parts(inputs.to(device), None)
+        read, told = model.parts(inputs, None)
         values = read.gather(1, ends)
         if told is not None:
             values = values + model.trust * (told.gather(1, ends) - told.gather(1, starts))
