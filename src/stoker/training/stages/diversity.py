@@ -11,7 +11,7 @@ from stoker.training.stages import estimate
 from stoker.training.stages.blocks import Block, Cell, Figure, Heading, Table, Text
 from stoker.training.stages.evaluate import lengths_of_prompts
 from stoker.training.stages.significance import ABSENT, measured, number_and_interval
-from stoker.training.stages.stage import RUN_KEYS, RUNS, From, Link, Metrics, Rows, Stage, keys_of
+from stoker.training.stages.stage import From, Link, Metrics, Rows, Stage, keys_of
 
 if TYPE_CHECKING:
     from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -91,15 +91,13 @@ def _by_name(verdict: object) -> str:
 STAGE = Stage(
     name="diversity",
     about="two models' answers compared",
-    sections=RUNS | {"generate", "diversity"},
+    sections=frozenset(("generate", "diversity")),
     inputs=("model.load", "diversity.prompts", "diversity.baseline", "diversity.compared"),
     outputs=("diversity_report.md",),
     common=(
-        "model.load",
-        *keys_of("diversity", "prompts baseline compared most answers clusters rounds"),
+        *keys_of("diversity", "most answers clusters rounds"),
         *keys_of("generate", "new_tokens temperature rows"),
         "evaluate.chat",
-        *RUN_KEYS,
     ),
     links=(
         Link(

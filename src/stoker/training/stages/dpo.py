@@ -13,7 +13,7 @@ from stoker.training.stages.blocks import Block, Cell, Heading, Table, Text
 from stoker.training.stages.estimate import Estimate, Job
 from stoker.training.stages.reward import by_kind, check, lengths
 from stoker.training.stages.significance import marks, number, share_with_interval
-from stoker.training.stages.stage import LEARN_KEYS, LEARNS, RUN_KEYS, Metrics, Stage, joined
+from stoker.training.stages.stage import Metrics, Stage, joined, keys_of
 
 
 def cost(job: Job) -> Estimate:
@@ -53,19 +53,10 @@ def report(metrics: Metrics) -> Iterator[Block]:
 STAGE = Stage(
     name="dpo",
     about="learning from preference pairs, without a reward model",
-    sections=LEARNS | {"dpo"},
+    sections=frozenset(("dpo",)),
     inputs=("model.load", "dpo.pairs"),
     outputs=("hf",),
-    common=(
-        "model.load",
-        "dpo.pairs",
-        "dpo.held_out",
-        "dpo.beta",
-        "dpo.loss",
-        "dpo.length_normalised",
-        *LEARN_KEYS,
-        *RUN_KEYS,
-    ),
+    common=keys_of("dpo", "held_out beta loss length_normalised"),
     # 1e-6 for a billion parameters. Zephyr's 5e-7 at 7 billion is this rate and the fourth root of the size
     learning=Learning(rate=0.05, passes=1, samples=32, steps_a_pass=32),
     check=check,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from stoker.contract.quantities import number_at
 from stoker.training.config.schema import Config
 from stoker.training.stages import estimate
-from stoker.training.stages.stage import RUN_KEYS, RUNS, From, Link, Metrics, Rows, Stage, joined, keys_of
+from stoker.training.stages.stage import From, Link, Metrics, Rows, Stage, joined, keys_of
 
 if TYPE_CHECKING:
     from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -59,16 +59,14 @@ def _link(model: str) -> Link:
 STAGE = Stage(
     name="evaluate",
     about="questions with answers",
-    sections=RUNS | {"generate", "evaluate"},
+    sections=frozenset(("generate", "evaluate")),
     inputs=("model.load",),
     outputs=("completions.jsonl",),
     measures=True,
     common=(
-        "model.load",
         *keys_of("evaluate", "tasks texts chat shots draws most"),
         *keys_of("generate", "new_tokens temperature system rows"),
         "data.context_length",
-        *RUN_KEYS,
     ),
     links=tuple(_link(model) for model in ("base", "midtrain", "sft", "grpo-uniform", "grpo-density")),
     estimate=estimate.evaluate,

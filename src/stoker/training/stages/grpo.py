@@ -13,20 +13,7 @@ from stoker.training.stages import estimate
 from stoker.training.stages.blocks import Block, Text
 from stoker.training.stages.evaluate import lengths_of_prompts
 from stoker.training.stages.significance import Row, number, untested_row
-from stoker.training.stages.stage import (
-    LEARN_KEYS,
-    LEARNS,
-    RUN_KEYS,
-    Curves,
-    From,
-    Link,
-    Metrics,
-    Reported,
-    Rows,
-    Stage,
-    joined,
-    keys_of,
-)
+from stoker.training.stages.stage import Curves, From, Link, Metrics, Reported, Rows, Stage, joined, keys_of
 
 if TYPE_CHECKING:
     from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -124,15 +111,12 @@ _WEIGHTED = {**_GIVEN, "grpo.weights": From("density", "weights.jsonl")}
 STAGE = Stage(
     name="grpo",
     about="learning from rewards",
-    sections=LEARNS | {"generate", "grpo"},
+    sections=frozenset(("generate", "grpo")),
     inputs=("model.load", "grpo.prompts"),
     outputs=("hf",),
     common=(
-        "model.load",
-        *keys_of("grpo", "prompts weights reward_model prompts_per_step group kl"),
+        *keys_of("grpo", "weights reward_model prompts_per_step group kl"),
         *keys_of("generate", "new_tokens temperature system"),
-        *(key for key in LEARN_KEYS if key != "batch.tokens"),
-        *RUN_KEYS,
     ),
     learning=Learning(rate=0.05, passes=1, prompts=True),  # 1e-6 for a billion parameters
     links=(

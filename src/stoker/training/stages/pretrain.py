@@ -8,7 +8,7 @@ from stoker.contract.quantities import number_at
 from stoker.training.config.derived import Learning
 from stoker.training.stages import estimate
 from stoker.training.stages.significance import Row, random_guess, untested_row
-from stoker.training.stages.stage import LEARN_KEYS, LEARNS, RUN_KEYS, From, Link, Reported, Stage
+from stoker.training.stages.stage import From, Link, Reported, Stage
 from stoker.training.stages.supervised import LOSSES, headline
 from stoker.training.stages.tokenizer import TEXT
 
@@ -23,10 +23,10 @@ def effects(link: Reported) -> Iterator[Row]:
 STAGE = Stage(
     name="pretrain",
     about="text becomes a base model",
-    sections=LEARNS | {"model"},
+    sections=frozenset(("model",)),
     inputs=("data.path",),
     outputs=("hf",),
-    common=("data.path", "data.validation", "tokenizer.path", "model.depth", "model.load", *LEARN_KEYS, *RUN_KEYS),
+    common=("data.validation", "tokenizer.path", "model.depth", "model.load"),
     prepares=True,
     # Text may be read four times before that is worth much less than new text (Muennighoff and others, 2023, arXiv
     # 2305.16264).

@@ -23,18 +23,7 @@ from stoker.training.stages.significance import (
     share_with_interval,
     shares_row,
 )
-from stoker.training.stages.stage import (
-    LEARN_KEYS,
-    LEARNS,
-    RUN_KEYS,
-    From,
-    Link,
-    Metrics,
-    Reported,
-    Rows,
-    Stage,
-    joined,
-)
+from stoker.training.stages.stage import From, Link, Metrics, Reported, Rows, Stage, joined
 
 if TYPE_CHECKING:
     from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -107,10 +96,10 @@ def report(metrics: Metrics) -> Iterator[Block]:
 STAGE = Stage(
     name="reward",
     about="a model that scores answers, from pairs",
-    sections=LEARNS | {"reward"},
+    sections=frozenset(("reward",)),
     inputs=("model.load", "reward.pairs"),
     outputs=("hf",),
-    common=("model.load", "reward.pairs", "reward.held_out", "reward.likelihood", *LEARN_KEYS, *RUN_KEYS),
+    common=("reward.held_out", "reward.likelihood"),
     learning=Learning(rate=0.5, passes=1, samples=32, steps_a_pass=32),
     links=(
         Link(

@@ -17,21 +17,12 @@ if TYPE_CHECKING:
 
 Metrics = Mapping[str, Any]  # of a stage's result.json
 
-# The sections of the configuration that a stage reads.
-RUNS = frozenset(("data", "batch", "parallel", "compute", "train"))
-LEARNS = RUNS | {"optim", "checkpoint", "nan"}
+
+RUNS = frozenset(("data", "batch", "parallel", "compute", "train"))  # the sections that a stage with ranks reads
 
 
 def keys_of(section: str, names: str) -> tuple[str, ...]:
     return tuple(f"{section}.{name}" for name in names.split())
-
-
-# The keys people set most, first in --help.
-RUN_KEYS = ("compute.dtype", "train.seed")
-LEARN_KEYS = (
-    "train.max_steps", "train.epochs", "optim.learning_rate", "optim.schedule", "batch.tokens", "batch.micro",
-    "data.context_length", "train.eval_every", "checkpoint.every", "checkpoint.resume", "parallel.strategy",
-)  # fmt: skip
 
 
 @shape

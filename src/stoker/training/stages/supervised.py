@@ -8,19 +8,7 @@ from stoker.contract.quantities import number_at
 from stoker.training.config.derived import Learning
 from stoker.training.stages import estimate
 from stoker.training.stages.significance import Row, untested_row
-from stoker.training.stages.stage import (
-    LEARN_KEYS,
-    LEARNS,
-    RUN_KEYS,
-    Curves,
-    From,
-    Link,
-    Metrics,
-    Reported,
-    Rows,
-    Stage,
-    joined,
-)
+from stoker.training.stages.stage import Curves, From, Link, Metrics, Reported, Rows, Stage, joined
 from stoker.training.stages.tokenizer import SHARE_HELD_OUT
 
 LOSSES = Curves("losses", "Training", "Loss of base, midtraining and SFT")
@@ -52,10 +40,9 @@ def chat_stage(name: str, about: str, title: str, model: str, learning: Learning
     return Stage(
         name=name,
         about=about,
-        sections=LEARNS,
         inputs=("model.load", "data.path"),
         outputs=("hf",),
-        common=("model.load", "data.path", "data.validation", *LEARN_KEYS, *RUN_KEYS),
+        common=("data.validation",),
         prepares=True,
         defaults={"data.kind": "chat"},
         learning=learning,
