@@ -255,6 +255,12 @@ def told(found: list[Compared]) -> dict[str, Any]:
     }
 
 
+_METHOD = """## Method
+
+1. Both models answer the same prompts with the same seeds. ↑: higher is more varied, ↓: lower is more varied.
+2. Self-BLEU: up to 4-grams against at most 8 other answers of the prompt, one added to counts above single words. Embeddings: mean hidden states of one third model, centred over both sets; clusters: k-means on both sets together.
+3. Intervals: ± 1.96 standard errors of a bootstrap over prompts, paired, {rounds} rounds. Each row's verdict is its own interval's; the verdict on top is corrected for the number of measures of variety (Holm).
+"""
 EXAMPLES = 3  # prompts
 ANSWERS = 3  # of each model
 
@@ -267,48 +273,27 @@ def report(
     names: tuple[str, str],
     rounds: int,
 ) -> str:
-    lines = ["# Diversity", "", f"**{found['verdict'][0].upper()}{found['verdict'][1:]}.**", ""]
-    lines += [
-        (
-            f"Baseline: {_inline(names[0])}. Compared: {_inline(names[1])}. {len(prompts)} prompts, {len(baseline[0])}"
-            " answers to each from both."
-        ),
-        "",
-    ]
-    if len(prompts) < 20:
-        lines += [f"Only {len(prompts)} prompts: take the intervals as rough.", ""]
     varied = [name for name in found["difference"] if METRICS[name].varied]
-    lines += [
-        f"{len(varied)} measures of variety:",
-        "",
-        *_table(found, varied),
-        "",
-        "Not a measure of variety, for comparison:",
-        "",
-    ]
-    lines += _table(found, [name for name in found["difference"] if name not in varied])
-    lines += [
-        "",
-        "## Method",
-        "",
-        (
-            "1. Both models answer the same prompts with the same seeds. ↑: higher is more varied, ↓: lower is more"
-            " varied."
-        ),
-        (
-            "2. Self-BLEU: up to 4-grams against at most 8 other answers of the prompt, one added to counts above"
-            " single words. Embeddings: mean hidden states of one third model, centred over both sets; clusters:"
-            " k-means on both sets together."
-        ),
-        (
-            f"3. Intervals: ± 1.96 standard errors of a bootstrap over prompts, paired, {rounds} rounds. Each row's"
-            " verdict is its own interval's; the verdict on top is corrected for the number of measures of variety"
-            " (Holm)."
-        ),
-        "",
-        "## Examples",
-        "",
-    ]
+    others = [name for name in found["difference"] if name not in varied]
+    few = f"Only {len(prompts)} prompts: take the intervals as rough.\n\n" if len(prompts) < 20 else ""
+    page = f"""# Diversity
+
+**{found["verdict"][0].upper()}{found["verdict"][1:]}.**
+
+Baseline: {_inline(names[0])}. Compared: {_inline(names[1])}. {len(prompts)} prompts, {len(baseline[0])} answers to each from both.
+
+{few}{len(varied)} measures of variety:
+
+{_table(found, varied)}
+
+Not a measure of variety, for comparison:
+
+{_table(found, others)}
+
+{_METHOD.format(rounds=rounds)}
+## Examples
+"""
+    lines = page.split("\n")
     for prompt, ours, theirs in list(zip(prompts, baseline, compared, strict=True))[:EXAMPLES]:
         lines += [f"**{_inline(prompt)}**", ""]
         lines += [
@@ -319,7 +304,7 @@ def report(
     return "\n".join(lines)
 
 
-def _table(found: dict[str, Any], names: Sequence[str]) -> list[str]:
+def _table(found: dict[str, Any], names: Sequence[str]) -> str:
     lines = ["| measure | baseline | compared | difference (95 %) | verdict |", "|---|---:|---:|---:|---|"]
     for name in names:
         moved = found["difference"][name]
@@ -327,7 +312,7 @@ def _table(found: dict[str, Any], names: Sequence[str]) -> list[str]:
         change = f"{_number(moved['value'], True)} ({_number(moved['low'], True)} to {_number(moved['high'], True)})"
         values = f"{_number(found['baseline'][name]['value'])} | {_number(found['compared'][name]['value'])}"
         lines.append(f"| {name}{arrow} {METRICS[name].about} | {values} | {change} | {moved['verdict']} |")
-    return lines
+    return "\n".join(lines)
 
 
 def _number(value: float, sign: bool = False) -> str:

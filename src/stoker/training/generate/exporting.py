@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,21 +143,12 @@ def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, s
     more: Say = lambda fresh: _beside(fresh, words, run, say)  # noqa: E731
     kind = DTYPES[dtype] if dtype else None
     ends = words.stop_ids[:1] if words.template else words.stop_ids
+    how: dict[str, Any] = {"say": say, "dtype": kind, "tokenizer_folder": where, "end_ids": ends, "more": more}
     if shape.engine == "transformers":
         model = _module(opened, shape, context, say)
-        return outside.save(model, out, say=say, dtype=kind, tokenizer_folder=where, end_ids=ends, more=more)
+        return outside.save(model, out, **how)
     tensors = _tensors(opened, shape)
-    hf.save_from(
-        tensors,
-        shape,
-        out,
-        context_length=context,
-        say=say,
-        dtype=kind,
-        tokenizer_folder=where,
-        end_ids=ends,
-        more=more,
-    )
+    hf.save_from(tensors, shape, out, context_length=context, **how)
 
 
 def _module(opened: Checkpoint, shape: ModelConfig, context: int, say: Say) -> outside.Outside:

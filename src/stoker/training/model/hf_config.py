@@ -143,24 +143,19 @@ def shape_for(asked: ModelConfig, folder: str) -> ModelConfig:
             raise Refusal(refusal.line + hint, refusal.code) from refusal
     _refuse_unrunnable(told, asked.trust_remote_code)
     kept = told.keys()
-
-    def number(ours: str) -> int:
-        return next((kept[key] for key in _COUNTS[ours] if type(kept.get(key)) is int and kept[key] > 0), 1)
-
+    counts: dict[str, Any] = {
+        ours: next((kept[key] for key in keys if type(kept.get(key)) is int and kept[key] > 0), 1)
+        for ours, keys in _COUNTS.items()
+    }
     return ModelConfig(
         load=folder,
         engine="transformers",
         trust_remote_code=asked.trust_remote_code,
         kept=json.dumps(kept),
-        longest=number("longest"),
         stored=sum(math.prod(one.shape) for one in stored_in(folder).values()),
-        dim=number("dim"),
-        layers=number("layers"),
-        heads=number("heads"),
-        kv_heads=number("heads"),
-        head_dim=max(number("dim") // number("heads"), 1),
-        ff=number("ff"),
-        vocab_size=number("vocab_size"),
+        kv_heads=counts["heads"],
+        head_dim=max(counts["dim"] // counts["heads"], 1),
+        **counts,
     )
 
 

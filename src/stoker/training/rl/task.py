@@ -236,18 +236,17 @@ class GrpoTask(Task):
         tokens = int(outcome.lengths.sum())
         self.position = Position(step + 1, launched.updates, self.position.tokens + tokens)
         kl = learned.kl if self._c.kl > 0 and learned.finite else None
-        seen = Seen(
-            step,
-            outcome.reward,
-            outcome.spread,
-            correct=float(outcome.correct.mean()),
-            kl=kl,
-            entropy=learned.entropy if learned.finite else None,
-            length=float(outcome.lengths.mean()),
-            cut=float(1 - outcome.whole.mean()),
-            finite=learned.finite,
-            unlike=outcome.unlike(self._c.group),
-        )
+        numbers: dict[str, Any] = {
+            "reward": outcome.reward,
+            "correct": float(outcome.correct.mean()),
+            "kl": kl,
+            "entropy": learned.entropy,
+            "length": float(outcome.lengths.mean()),
+            "cut": float(1 - outcome.whole.mean()),
+        }
+        judged = numbers | {"entropy": learned.entropy if learned.finite else None}
+        unlike = outcome.unlike(self._c.group)
+        seen = Seen(step, spread=outcome.spread, finite=learned.finite, unlike=unlike, **judged)
         self.history.add(seen)
         self._speed.step(tokens, None)
         # A non-finite loss was skipped: reported, it would look like a run that trains on with it.
@@ -266,13 +265,8 @@ class GrpoTask(Task):
                 f" Cut: {seen.cut:.0%} | LR: {rate:.2e} | Grad Norm: {learned.norm:.4f} | ETA: {left}"
             ),
             every_rank=False,
-            reward=seen.reward,
-            correct=seen.correct,
+            **numbers,
             reward_std=seen.spread,
-            kl=kl,
-            entropy=learned.entropy,
-            length=seen.length,
-            cut=seen.cut,
             tokens=self.position.tokens,
             grad_norm=learned.norm,
             lr=rate,
@@ -283,17 +277,15 @@ def result(history: History, position: Position, stopped: str | None, solved: Fi
     """The stage's metrics. Solved: it ended early because there was nothing left to learn, which is no failure."""
     last = history.recent[-FIRST:]
 
-    def mean(values: Sequence[float]) -> float | None:
-        return sum(values) / len(values) if values else None
+    def mean(of: Sequence[Seen], name: str) -> float | None:
+        return sum(getattr(seen, name) for seen in of) / len(of) if of else None
 
     newest = last[-1] if last else None
     return {
         "steps": position.step,
         "tokens": position.tokens,
-        "reward_first": mean([seen.reward for seen in history.first]),
-        "reward_last": mean([seen.reward for seen in last]),
-        "cut_first": mean([seen.cut for seen in history.first]),
-        "cut_last": mean([seen.cut for seen in last]),
+        **{f"{name}_first": mean(history.first, name) for name in ("reward", "cut")},
+        **{f"{name}_last": mean(last, name) for name in ("reward", "cut")},
         "kl_last": newest.kl if newest else None,
         "entropy_last": newest.entropy if newest else None,
         "length_last": newest.length if newest else None,

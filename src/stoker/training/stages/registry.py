@@ -15,7 +15,7 @@ from stoker.training.stages.stage import RUNS, Link, Stage
 
 VARIABLE = "STOKER_STAGES"  # paths, separated as in PATH
 RESERVED = ("all", "report", "world")  # the chain's own
-_BUILT_IN = ("tokenizer", "pretrain", "midtrain", "sft", "reward", "dpo", "density", "grpo", "evaluate", "diversity")
+_BUILT_IN = ("tokenizer", "supervised", "reward", "dpo", "density", "grpo", "evaluate", "diversity")
 # Sections that stages read which train, and the keys people set most, first in --help.
 _LEARNS = frozenset(("optim", "checkpoint", "nan"))
 _RUN_KEYS = ("compute.dtype", "train.seed")
@@ -51,7 +51,8 @@ def load(paths: str) -> dict[str, Stage]:
     found: dict[str, Stage] = {}
     for name in _BUILT_IN:
         module = importlib.import_module(f"stoker.training.stages.{name}")
-        register(found, _completed(module.STAGE), module.__file__ or name)
+        for stage in vars(module).get("STAGES") or (module.STAGE,):
+            register(found, _completed(stage), module.__file__ or name)
     for path in (os.path.abspath(path) for path in paths.split(os.pathsep) if path):
         register(found, _from_file(path), path)
     return found

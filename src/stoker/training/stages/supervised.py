@@ -1,15 +1,15 @@
-"""What the stages have in common that learn from rows: pretrain, midtrain, sft."""
+"""The stages that learn from rows: text becomes a base model, which learns what a conversation is, then to answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from stoker.contract.quantities import number_at
-from stoker.training.config.derived import Learning
+from stoker.training.config.derived import CONTINUED, Learning
 from stoker.training.stages import estimate
-from stoker.training.stages.significance import Row, untested_row
+from stoker.training.stages.significance import Row, random_guess, untested_row
 from stoker.training.stages.stage import Curves, From, Link, Metrics, Reported, Rows, Stage, joined
-from stoker.training.stages.tokenizer import SHARE_HELD_OUT
+from stoker.training.stages.tokenizer import SHARE_HELD_OUT, TEXT
 
 LOSSES = Curves("losses", "Training", "Loss of base, midtraining and SFT")
 
@@ -52,3 +52,46 @@ def chat_stage(name: str, about: str, title: str, model: str, learning: Learning
         effects=_effects,
         curves=LOSSES,
     )
+
+
+def _pretrain_effects(link: Reported) -> Iterator[Row]:
+    if link.metrics is not None:
+        measure = "bits per byte of held-out text, lower is better; before: a random guess"
+        guess, after = random_guess(link.given.get("tokenizer.path")), number_at(link.metrics, "val_bits_per_byte")
+        yield untested_row(link.title, measure, guess, after, higher_is_better=False)
+
+
+PRETRAIN = Stage(
+    name="pretrain",
+    about="text becomes a base model",
+    sections=frozenset(("model",)),
+    inputs=("data.path",),
+    outputs=("hf",),
+    common=("data.validation", "tokenizer.path", "model.depth", "model.load"),
+    prepares=True,
+    # Text may be read four times before that is worth much less than new text (Muennighoff and others, 2023, arXiv
+    # 2305.16264).
+    learning=Learning(rate=0, passes=4, steps_a_pass=50, most_steps=True),
+    links=(Link("base", {**TEXT, "tokenizer.path": From("tokenizer", "tokenizer")}, "tokenizer", "Base"),),
+    estimate=estimate.training,
+    headline=headline,
+    effects=_pretrain_effects,
+    curves=LOSSES,
+)
+MIDTRAIN = chat_stage(
+    "midtrain",
+    "a base model learns what a conversation is",
+    "Midtrain",
+    "base",
+    Learning(rate=CONTINUED, passes=1, samples=128, steps_a_pass=50),
+    short="Mid",
+)
+SFT = chat_stage(
+    "sft",
+    "it learns to answer: loss on the answers alone",
+    "SFT",
+    "midtrain",
+    # 0.5 and 0.4 made a small model forget the rest (docs/pipeline.md)
+    Learning(rate=1, passes=3, samples=32, steps_a_pass=32, power=0.25),
+)
+STAGES = (PRETRAIN, MIDTRAIN, SFT)
