@@ -80,15 +80,8 @@ class Beside:
 
 
 def _save(model: Decoder, folder: str, beside: Beside, say: Say, write: bool) -> None:
-    hf.save(
-        model,
-        folder,
-        tokenizer_folder=beside.tokenizer,
-        end_ids=beside.end_ids(),
-        more=beside.write,
-        say=say,
-        write=write,
-    )
+    how: dict[str, Any] = {"tokenizer_folder": beside.tokenizer, "end_ids": beside.end_ids(), "more": beside.write}
+    hf.save(model, folder, say=say, write=write, **how)
 
 
 @shape

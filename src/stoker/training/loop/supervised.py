@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 from torch import Tensor
 
@@ -81,9 +81,19 @@ class Supervised(Task):
         self.best = start.position.best
         per_token = flops_per_token(parts.model.config, parts.model.context_length)
         self._speed = Speed(per_token, self._group.world, self._group.device)
-        self._balancer = self._make_balancer()
-        logged = c.train.log_samples
-        self._samples = SampleLog(c.folder, self._group.rank, start.position.step) if logged else None
+        self._balancer: Balancer | None = None
+        if parts.clock is not None:
+            self._balancer = Balancer(
+                parts.batch,
+                self._group.world,
+                parts.plans,
+                ahead=CUT_AHEAD,
+                lag=parts.clock.lag,
+                comm=c.comm,
+                say=voice.say_once,
+                tell=voice.plan,
+            )
+        self._samples = sample_log(c.folder, self._group.rank) if c.train.log_samples else None
 
     def begin(self) -> None:
         """train.eval_first is kept in a file: the run may resume in another attempt, which can't measure it."""
@@ -98,21 +108,6 @@ class Supervised(Task):
         stoker.mark("POST-MODEL")
         stoker.phase("train")
         self._speed.begin()
-
-    def _make_balancer(self) -> Balancer | None:
-        parts = self._parts
-        if parts.clock is None:
-            return None
-        return Balancer(
-            parts.batch,
-            self._group.world,
-            parts.plans,
-            ahead=CUT_AHEAD,
-            lag=parts.clock.lag,
-            comm=self._c.comm,
-            say=self._voice.say_once,
-            tell=self._voice.plan,
-        )
 
     def hear(self, launched: Launched) -> Answers:
         pending, batch = launched.pending, launched.batch
@@ -129,7 +124,9 @@ class Supervised(Task):
         self._speed.step(batch.tokens, pending.when)
         stoker.beat(step=numbers.step + 1, loss=numbers.loss, tokens=self.tokens)
         if self._samples is not None:
-            self._samples.write(batch.step, batch.ids)
+            # `from`: the step this attempt began at; of a step made twice, the line with the larger one counts.
+            told = {"step": batch.step, "from": self._start.position.step, "ids": batch.ids}
+            self._samples.write(json.dumps(told) + "\n")
         if self._balancer is not None:
             self._balancer.hear(numbers.step, batch.samples, numbers.compute, numbers.waiting)
         self._report(numbers, launched)
@@ -248,18 +245,8 @@ class Supervised(Task):
             self._samples.close()
 
 
-class SampleLog:
+def sample_log(folder: str, rank: int) -> TextIO:
     """train.log_samples: which samples a rank learned at which step, to prove that none is missed and none comes twice."""
-
-    def __init__(self, folder: str, rank: int, resumed_at: int) -> None:
-        os.makedirs(folder, exist_ok=True)
-        handle = os.open(os.path.join(folder, f"samples-rank-{rank}.jsonl"), APPEND, 0o644)
-        self._file = os.fdopen(handle, "a", encoding="utf-8", buffering=1)
-        self._from = resumed_at
-
-    def write(self, step: int, ids: list[int]) -> None:
-        """`from`: the step this attempt began at; of a step made twice, the line with the larger one counts."""
-        self._file.write(json.dumps({"step": step, "from": self._from, "ids": ids}) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
+    os.makedirs(folder, exist_ok=True)
+    handle = os.open(os.path.join(folder, f"samples-rank-{rank}.jsonl"), APPEND, 0o644)
+    return os.fdopen(handle, "a", encoding="utf-8", buffering=1)

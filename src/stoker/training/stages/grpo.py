@@ -102,11 +102,7 @@ REWARDS = Curves(
     optional=("cut", "cut at the\nlimit (share)", ", share cut at the token limit"),
     about=about_weights,
 )
-_GIVEN = {
-    "model.load": From("sft", "hf"),
-    "grpo.prompts": Rows("prompts"),
-    "grpo.reward_model": From("reward", "hf"),
-}
+_GIVEN = {"model.load": From("sft", "hf"), "grpo.prompts": Rows("prompts"), "grpo.reward_model": From("reward", "hf")}
 _WEIGHTED = {**_GIVEN, "grpo.weights": From("density", "weights.jsonl")}
 STAGE = Stage(
     name="grpo",
