@@ -39,19 +39,10 @@ class Pair:
     learned_worse: NDArray[np.bool_]
 
 
-def messages_of(prompt: Any) -> list[tuple[str, bytes]]:
-    """A text is the user's; a list is a conversation. Raises ValueError, in words."""
-    if isinstance(prompt, str):
-        return [("user", prompt.encode())]
-    if not isinstance(prompt, (list, tuple)) or not prompt:
-        raise ValueError("prompt is neither a text nor a list of messages")
-    found = []
-    for message in prompt:
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if role not in chat.ROLES or not isinstance(content, str):
-            raise ValueError(f"a message with role {role!r}; there are {', '.join(chat.ROLES)}")
-        found.append((str(role), content.encode()))
-    return found
+def messages_of(prompt: Prompt) -> list[tuple[str, bytes]]:
+    """A text is the user's; a list is a conversation."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [(str(message["role"]), message["content"].encode()) for message in messages]
 
 
 def asked(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:

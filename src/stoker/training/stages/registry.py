@@ -15,7 +15,7 @@ from stoker.training.stages.stage import RUNS, Link, Stage
 
 VARIABLE = "STOKER_STAGES"  # paths, separated as in PATH
 RESERVED = ("all", "report", "world")  # the chain's own
-_BUILT_IN = ("tokenizer", "supervised", "reward", "dpo", "density", "grpo", "evaluate", "diversity")
+_BUILT_IN = ("supervised", "reward", "density", "grpo", "evaluate", "diversity")
 # Sections that stages read which train, and the keys people set most, first in --help.
 _LEARNS = frozenset(("optim", "checkpoint", "nan"))
 _RUN_KEYS = ("compute.dtype", "train.seed")

@@ -1,4 +1,4 @@
-"""A model that scores answers, learned from pairs."""
+"""Learning from pairs of answers: a model that scores them, and Direct Preference Optimisation without one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.quantities import number_at
+from stoker.contract.shape import replace
 from stoker.training.config.derived import Learning
 from stoker.training.config.schema import Config
 from stoker.training.data.formats.table import AUTO
 from stoker.training.stages import estimate
 from stoker.training.stages.blocks import Block, Cell, Figure, Heading, Table, Text
+from stoker.training.stages.estimate import Estimate, Job
 from stoker.training.stages.significance import (
     Measured,
     Row,
@@ -23,7 +25,7 @@ from stoker.training.stages.significance import (
     share_with_interval,
     shares_row,
 )
-from stoker.training.stages.stage import From, Link, Metrics, Reported, Rows, Stage, joined
+from stoker.training.stages.stage import From, Link, Metrics, Reported, Rows, Stage, joined, keys_of
 
 if TYPE_CHECKING:
     from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -93,7 +95,7 @@ def report(metrics: Metrics) -> Iterator[Block]:
     )
 
 
-STAGE = Stage(
+REWARD = Stage(
     name="reward",
     about="a model that scores answers, from pairs",
     sections=frozenset(("reward",)),
@@ -120,3 +122,55 @@ STAGE = Stage(
     worth_knowing=worth_knowing,
     lengths=partial(lengths, "reward"),
 )
+
+
+def _dpo_cost(job: Job) -> Estimate:
+    """Training, and the reference: a forward pass, which is a third of a step, and its weights."""
+    found = estimate.training(job)
+    seconds = job.pace.start + (found.seconds - job.pace.start) * 4 / 3
+    return replace(found, seconds=seconds, memory=found.memory + job.pace.width * job.size)
+
+
+def _dpo_headline(metrics: Metrics) -> str:
+    return joined(
+        ("better answer preferred in {:.1%} of held-out pairs", number_at(metrics, "accuracy")),
+        ("margin {:.3f}", number_at(metrics, "reward_margin")),
+    )
+
+
+def _dpo_report(metrics: Metrics) -> Iterator[Block]:
+    yield Heading("DPO")
+    right = marks(metrics).greedy
+    of = f" of {right.total:,}" if right.total else ""
+    yield Text(
+        f"Training raised the better answer more than the worse one in {share_with_interval(right)}{of} held-out pairs;"
+        " without training it would in 50 %."
+    )
+    rows = [
+        (Cell(name), Cell(number(number_at(metrics, key))))
+        for name, key in (
+            ("Margin of the implicit reward", "reward_margin"),
+            ("Log-probability of the better answer", "logp_chosen"),
+            ("Log-probability of the worse answer", "logp_rejected"),
+        )
+    ]
+    yield Table(("Mean over held-out pairs", "Value"), tuple(rows))
+    yield from by_kind(metrics, "Better answer preferred", least=2)
+
+
+DPO = Stage(
+    name="dpo",
+    about="learning from preference pairs, without a reward model",
+    sections=frozenset(("dpo",)),
+    inputs=("model.load", "dpo.pairs"),
+    outputs=("hf",),
+    common=keys_of("dpo", "held_out beta loss length_normalised"),
+    # 1e-6 for a billion parameters. Zephyr's 5e-7 at 7 billion is this rate and the fourth root of the size
+    learning=Learning(rate=0.05, passes=1, samples=32, steps_a_pass=32),
+    check=check,
+    estimate=_dpo_cost,
+    headline=_dpo_headline,
+    report=_dpo_report,
+    lengths=partial(lengths, "dpo"),
+)
+STAGES = (REWARD, DPO)

@@ -1,4 +1,4 @@
-"""The stages that learn from rows: text becomes a base model, which learns what a conversation is, then to answer."""
+"""The tokenizer, and the stages that learn from rows: a base model, what a conversation is, and to answer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,46 @@ from collections.abc import Iterator
 from stoker.contract.quantities import number_at
 from stoker.training.config.derived import CONTINUED, Learning
 from stoker.training.stages import estimate
-from stoker.training.stages.significance import Row, random_guess, untested_row
+from stoker.training.stages.blocks import Cell
+from stoker.training.stages.significance import ABSENT, Row, number, percent, random_guess, untested_row
 from stoker.training.stages.stage import Curves, From, Link, Metrics, Reported, Rows, Stage, joined
-from stoker.training.stages.tokenizer import SHARE_HELD_OUT, TEXT
+
+SHARE_HELD_OUT = "0.01"
+TEXT = {"data.path": Rows("base", many=True), "data.validation": Rows("base-held-out", otherwise=SHARE_HELD_OUT)}
+
+
+def _tokenizer_headline(metrics: Metrics) -> str:
+    return joined(
+        ("{:.2f} bytes per token", number_at(metrics, "bytes_per_token")),
+        ("a token per word would have {:.2f}", number_at(metrics, "words_bytes_per_token")),
+    )
+
+
+def _tokenizer_effects(link: Reported) -> Iterator[Row]:
+    if link.metrics is None:
+        return
+    ours, reference = (number_at(link.metrics, f"{which}bytes_per_token") for which in ("", "words_"))
+    yield (
+        Cell("Tokenizer", "bytes per token; reference: one token per word"),
+        Cell(f"reference {number(reference)}, this one {number(ours)}"),
+        Cell(f"{percent(ours / reference)} of the reference" if ours is not None and reference else ABSENT),
+    )
+
+
+TOKENIZER = Stage(
+    name="tokenizer",
+    about="text becomes a tokenizer",
+    sections=frozenset(("tokenizer",)),
+    inputs=("data.path",),
+    outputs=("tokenizer",),
+    common=("data.validation", "tokenizer.vocab_size", "tokenizer.train_megabytes", "data.cache"),
+    one_process=True,
+    links=(Link("tokenizer", TEXT),),
+    estimate=estimate.tokenizer,
+    headline=_tokenizer_headline,
+    effects=_tokenizer_effects,
+)
+
 
 LOSSES = Curves("losses", "Training", "Loss of base, midtraining and SFT")
 
@@ -94,4 +131,4 @@ SFT = chat_stage(
     # 0.5 and 0.4 made a small model forget the rest (docs/pipeline.md)
     Learning(rate=1, passes=3, samples=32, steps_a_pass=32, power=0.25),
 )
-STAGES = (PRETRAIN, MIDTRAIN, SFT)
+STAGES = (TOKENIZER, PRETRAIN, MIDTRAIN, SFT)
