@@ -1,8 +1,7 @@
-"""How gradients travel: whole, in bf16, as PowerSGD's low-rank parts (torch's own hooks), or not at all for N steps
-(local SGD).
+"""How gradients travel: whole, in bf16, as PowerSGD's low-rank parts, or not at all for N steps (local SGD).
 
-The weight of each token stays exact in all of them: every rank's loss is already scaled by ranks ÷ tokens of all, and
-each of these takes a mean over the ranks. What is lost is precision: docs/balance.md has what it did to a loss.
+Each token's weight stays exact: every rank's loss is scaled by ranks ÷ tokens of all, and each of these takes a mean over
+the ranks. What is lost is precision: docs/balance.md has what it did to a loss.
 """
 
 from __future__ import annotations
@@ -113,12 +112,9 @@ def compress(ddp: nn.parallel.DistributedDataParallel, told: str) -> None:
 
 
 class Meeting:
-    """Local SGD: every `every` steps the ranks take the mean of their parameters, weighted by the tokens each has
-    learned since the last one.
-
-    The step decides, not a count since the start: a resumed run meets at the same steps. Moments stay each rank's own,
-    but in a checkpoint, which all ranks make together, they are averaged too: whoever goes on with it, with however
-    many ranks, begins where all of them stood.
+    """Local SGD: every `every` steps the ranks take the mean of their parameters, weighted by the tokens each has learned
+    since. The step decides, so a resumed run meets at the same ones. Moments stay each rank's own; in a checkpoint they
+    are averaged too: whoever resumes, with however many ranks, begins where all of them stood.
     """
 
     def __init__(self, group: Group, every: int) -> None:

@@ -1,11 +1,8 @@
-"""The drop-in for anybody's DDP loop: a hook in DDP's exchange weighs this rank's gradients by its part of the batch,
-and times its work.
+"""The drop-in for anybody's DDP loop: a hook in DDP's exchange weighs a rank's gradients by its part of the batch.
 
 Exact: a rank's loss is a mean over its own samples, so its gradient times its count, summed over ranks, divided by the
 count of all, is the gradient of one process. One small all-reduce a step carries the counts, everybody's seconds and
 how far everybody's loader is ahead; it is launched before the first bucket and nobody waits for it.
-
-Each step's samples are the same for every number of ranks and every plan; a plan cuts them.
 """
 
 from __future__ import annotations
@@ -38,10 +35,8 @@ class Given:
 
 
 class Sampler:
-    """A DataLoader's batch_sampler, in place of batch_size and DistributedSampler. `batch`: samples a step, of all
-    ranks together.
-
-    `most`: the largest batch that fits into this rank's memory. Each epoch has its own order, drawn from (seed, epoch).
+    """A DataLoader's batch_sampler, in place of batch_size and DistributedSampler. `batch`: samples a step, of all ranks.
+    `most`: the largest batch that fits here. Each epoch has its own order, drawn from (seed, epoch).
     """
 
     def __init__(

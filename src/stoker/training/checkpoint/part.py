@@ -1,6 +1,5 @@
-"""One rank's part of a checkpoint: its safetensors file, streamed and checksummed in one pass, and the note that it is
-there. Rank 0 makes the parts of all ranks one checkpoint: waits for the files, writes the manifest, renames. No
-collective anywhere.
+"""One rank's part of a checkpoint: its safetensors file, checksummed as it is written, and the note that it is there.
+Rank 0 waits for all parts, writes the manifest and renames. No collective anywhere.
 """
 
 from __future__ import annotations

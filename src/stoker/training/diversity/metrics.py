@@ -1,9 +1,6 @@
 """What is measured of a model's answers, how two models compare, and diversity_report.md, which says so. Pure.
 
-A measure is a value per prompt where a prompt has one, and of the whole set where only that has one.
-
-A set is measured again for every round of the bootstrap, so what can be counted once per prompt is, and a round only
-adds it up.
+A set is measured again for every round of the bootstrap: what can be counted once per prompt is, a round adds it up.
 """
 
 from __future__ import annotations
@@ -204,13 +201,11 @@ class Compared:
 
 
 def compare(baseline: Counted, compared: Counted, rounds: int, seed: int) -> list[Compared]:
-    """The same prompts are sampled for both in each round of the bootstrap. Intervals are ± 1.96 standard errors around
-    what was measured.
-
-    A round has some two thirds of the prompts, some of them twice. Words that are counted once however often they come
-    vary less between such rounds than between sets of prompts (two equal models differed in vocabulary in a quarter of
-    all comparisons), so for those each prompt in turn is left
-    out instead: the jackknife, whose error is never too small on average (Efron and Stein 1981)."""
+    """The same prompts are sampled for both in each round of the bootstrap. A round has some two thirds of the prompts, some
+    twice. Words that are counted once however often they come vary less between such rounds than between sets of prompts
+    (two equal models differed in vocabulary in a quarter of all comparisons): for those each prompt in turn is left out
+    instead, the jackknife, whose error is never too small on average (Efron and Stein 1981).
+    """
     count = len(baseline.clusters)
     every = np.arange(count)
     draws, without = resamples(count, rounds, seed), [np.delete(every, place) for place in every]

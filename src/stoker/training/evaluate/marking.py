@@ -1,9 +1,7 @@
-"""Is an answer right? No torch.
+"""Is an answer right? No torch. The strict rule, right in the expected form, is GRPO's reward.
 
-In the expected form, and right in that form: this strict rule is GRPO's reward.
-
-By what it says, whatever its form, is how evaluation counts: "The cow says moo." is right where "moo" is expected. This
-rule, which docs/pipeline.md explains, rather calls a right answer wrong than a wrong one right:
+Evaluation counts what it says, whatever its form: "The cow says moo." is right where "moo" is expected. That rule
+(docs/pipeline.md) rather calls a right answer wrong than a wrong one right:
 - What is right in the expected form is right.
 - A number: the last number of the answer counts, and no other.
 - A list of numbers: the last list counts.

@@ -135,11 +135,8 @@ class Weights:
 
 
 class Cache:
-    """In one block of memory whose shape never changes.
-
-    A row is its prompt from slot 0, a hole up to the longest prompt's end, then the answer, which begins at the same
-    slot in all rows: a decoding step is one shape and writes one slot. The prompt's own pass needs no mask (causal
-    attention never looks at what pads the end), as padding in front would.
+    """One block of memory. A row is its prompt from slot 0, a hole up to the longest prompt's end, then the answer, which
+    begins at the same slot in all rows: a step is one shape and writes one slot, and the prompt's pass needs no mask.
     """
 
     def __init__(self, w: Weights, rows: int, length: int) -> None:

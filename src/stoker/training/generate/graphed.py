@@ -1,8 +1,6 @@
-"""A batch on a GPU. A decoding step, from the embedding to the written token, is one CUDA graph: launched by hand its
-300 kernels take ten times as long.
+"""A batch on a GPU. A decoding step is one CUDA graph: launched by hand its 300 kernels take ten times as long.
 
-Everything a step reads or writes has a fixed place, the slot it works on among them; the host launches and looks only
-every LOOK tokens, one look late, whether any row is still alive.
+Everything a step reads or writes has a fixed place. Every LOOK tokens the host looks, one look late, for rows alive.
 """
 
 from __future__ import annotations

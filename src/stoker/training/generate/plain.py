@@ -27,11 +27,9 @@ def turn(
     qkv: Tensor, cos: Tensor, sin: Tensor, qk_norm: Tensor | None, heads: int, eps: float, kv: Tensor,
     begin: int | Tensor, tokens: int, whole: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Queries and keys normalised and turned; keys and values go to `kv` [2, rows, kv_heads, slots, head_dim] from slot
-    `begin` on. Gives the queries.
-
-    qkv: [rows · tokens, …]; cos and sin: [rows · tokens or tokens, what is turned of a head], sin with the sign of what
-    is added to the first half. `whole`: the norm is over all heads of queries, and of keys.
+    """Gives the queries, normalised and turned; keys, too, and values go to `kv` [2, rows, kv_heads, slots, head_dim] from
+    slot `begin` on. qkv: [rows · tokens, …]; cos and sin: [rows · tokens or tokens, what is turned of a head], sin with
+    the sign of what is added to the first half. `whole`: the norm is over all heads of queries, and of keys.
     """
     kv_heads, head_dim = kv.shape[2], kv.shape[4]
     parts = qkv.view(-1, heads + 2 * kv_heads, head_dim)

@@ -1,9 +1,7 @@
-"""Sampling the next token. One number per token decides: where it falls in the probabilities laid end to end, in the
-order of the ids.
+"""Sampling the next token. One number decides: where it falls in the probabilities laid end to end by their ids.
 
-That number is a hash of (seed, index of the prompt, place in the answer), so an answer does not depend on who else is
-in the batch, and a whole batch's are made at once before the first token. Noise per word of the vocabulary (Gumbel's)
-would be as good and cost 150,000 hashes a token.
+It is a hash of (seed, index of the prompt, place in the answer): an answer does not depend on who else is in the batch.
+Noise per word of the vocabulary (Gumbel's) would be as good and cost 150,000 hashes a token.
 """
 
 from __future__ import annotations

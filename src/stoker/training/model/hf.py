@@ -1,7 +1,5 @@
-"""Weights from and to folders as `transformers` writes them: the same logits on both sides. One tensor at a time,
-safetensors only.
-
-Our shape and a folder's are matched in hf_config, hf_files and families/, which need no torch; the hub is in hf_hub.
+"""Weights from and to folders as `transformers` writes them, one tensor at a time: the same logits on both sides. Shapes
+are matched in hf_config, hf_files and families/, which need no torch; the hub is in hf_hub.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The weights of a folder, seen from their headers alone: which tensors lie where, and whether a model of some shape
-can be filled with them.
-
-No torch here: the launcher can say what does not fit before any rank starts.
+"""The weights of a folder, by their headers: which tensors lie where, and whether a model of some shape can be filled
+with them. No torch: the launcher can say what does not fit before any rank starts.
 """
 
 from __future__ import annotations

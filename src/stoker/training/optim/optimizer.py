@@ -123,8 +123,7 @@ def _update(
 
 
 class EightBit:
-    """AdamW whose two moments take a byte each instead of four: 2 bytes a parameter instead of 8. One compiled kernel
-    per parameter's shape on GPUs; the same lines run eagerly elsewhere.
+    """AdamW whose two moments take a byte each instead of four; on GPUs one compiled kernel per parameter's shape.
 
     Each block of 256 numbers has its own scale. The codes are not linear: the first moment is stored as a signed square
     root, the second as a fourth root and never as 0, so that small second moments keep their order of magnitude (a

@@ -184,12 +184,10 @@ def largest_micro(
     chat: bool,
     halvings: int,
 ) -> int:
-    """micro_batch: auto. The most samples whose worst case fits: full context, gradients kept, an optimizer step. Two
-    small trials give the bytes per sample, a third proves the guess, which shrinks until it fits.
-
-    All ranks try the same numbers and agree on each outcome: unlike cards take what the smallest can; balanced, each
-    takes what it can itself. Sharded, a trial exchanges weights: a rank that ran out of memory alone can't take the
-    others back, so it fails, and the launcher starts again with `halvings` of the guess.
+    """micro_batch: auto. The most samples whose worst case fits: full context, gradients kept, an optimizer step. Two small
+    trials give the bytes per sample, a third proves the guess, which shrinks until it fits. All ranks try the same
+    numbers and take what the smallest can; balanced, each what it can itself. Sharded, a rank that ran out of memory
+    alone can't take the others back: it fails, and the launcher starts again with `halvings` of the guess.
     """
     device = group.device
     sharded = group.strategy == "fsdp" and group.world > 1

@@ -49,11 +49,8 @@ def share(correct: float, total: float) -> Measured:
 
 
 def change(before: Measured, after: Measured) -> Change:
-    """The two-proportion test as an interval of the difference (Newcombe's: from Wilson's intervals of both sides,
-    which it squares and adds).
-
-    Beyond the noise where the interval leaves out 0. It also takes other intervals than Wilson's: sampled answers to
-    one question are not independent, so theirs are wider than their count says. Where both sides answer the same
+    """The two-proportion test as an interval of the difference (Newcombe's), beyond the noise where it leaves out 0. It also
+    takes other intervals than Wilson's: of sampled answers, which are not independent. Where both sides answer the same
     questions it is cautious.
     """
     if before.value is None or after.value is None:
