@@ -14,9 +14,9 @@ from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import shape
 from stoker.training.generate import plain
 from stoker.training.model.attention import attend, seen_by
-from stoker.training.model.decoder import Block, Decoder, Linear
+from stoker.training.model.decoder import Block, Decoder
 from stoker.training.model.experts import mixture
-from stoker.training.model.linear import LayerNorm, RMSNorm, activation
+from stoker.training.model.linear import LayerNorm, Linear, RMSNorm, activation
 from stoker.training.model.loss import capped
 
 # queries [rows · tokens, heads, head_dim], a layer's cache and its view -> [rows · tokens, heads · head_dim]

@@ -16,7 +16,7 @@ from stoker.contract.untrusted import read_json
 from stoker.control.record import ownership, reader
 from stoker.training.checkpoint.folders import steps_in
 from stoker.training.checkpoint.manifest import NAME as MANIFEST
-from stoker.training.model.hf_config import CONFIG
+from stoker.training.model.families.family import CONFIG
 from stoker.training.model.hf_hub import folder_of
 
 HF, RESULT, CHAIN, STAGES = "hf", "result.json", "chain.json", "stages"

@@ -22,7 +22,6 @@ from stoker.training.model.experts import Experts, balance_loss
 from stoker.training.model.linear import MLP, Linear, RMSNorm, norm_of
 from stoker.training.model.loss import IGNORED, capped, linear_cross_entropy
 
-__all__ = ["Attention", "Block", "Decoder", "Linear", "like"]
 _INTO_RESIDUAL = ("attention.out.weight", "mlp.down.weight", "experts.down.weight")
 
 

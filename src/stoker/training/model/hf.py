@@ -16,12 +16,10 @@ from stoker.contract.quantities import amount
 from stoker.training.model import outside
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
-from stoker.training.model.hf_config import config_of, kept_of, shape_of
-from stoker.training.model.hf_files import Place, Stored, check, places
+from stoker.training.model.hf_config import Stored, config_of, kept_of, shape_of
+from stoker.training.model.hf_files import Place, check, places
 from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_write import DTYPES, Export, add_files, fresh_folder, size_of
-
-__all__ = ["load", "load_named", "named", "opened", "save", "save_from", "shape_of"]
 
 Say = Callable[[str], None]
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -106,7 +106,6 @@ def _header(path: str) -> dict[str, Stored]:
     return {name: Stored(path, one.dtype, one.shape, one.begin, one.end - one.begin) for name, one in found.items()}
 
 
-__all__ = ["CONFIG", "config_of", "shape_for", "shape_of"]
 _LONGEST = 1 << 20  # bytes of it: a checkpoint keeps it
 _QUANTIZED = ("quant_config.json", "quantize_config.json")  # beside it, in folders of AWQ and GPTQ
 _CAUSAL = ("ForCausalLM", "LMHeadModel")

@@ -10,9 +10,7 @@ from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.training.model.config import ModelConfig, tensors
 from stoker.training.model.families import family_of
-from stoker.training.model.hf_config import INDEX, WEIGHTS, Stored, shape_of, stored_in
-
-__all__ = ["BYTES", "INDEX", "WEIGHTS", "Part", "Place", "Stored", "check", "places", "stored_in"]
+from stoker.training.model.hf_config import Stored, shape_of, stored_in
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _COMPARED_AT_ONCE = 1 << 24

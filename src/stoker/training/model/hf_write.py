@@ -21,8 +21,9 @@ from stoker.contract.untrusted import is_count, open_regular
 from stoker.contract.wholefile import sync_folder, write_whole
 from stoker.training.checkpoint.folders import put_in_place, remove, repair
 from stoker.training.model.config import ModelConfig
-from stoker.training.model.hf_config import CONFIG, GENERATION
-from stoker.training.model.hf_files import INDEX, WEIGHTS, Part, places
+from stoker.training.model.families.family import CONFIG
+from stoker.training.model.hf_config import GENERATION, INDEX, WEIGHTS
+from stoker.training.model.hf_files import Part, places
 from stoker.training.model.hf_hub import TOKENIZER_FILES
 
 SHARD_BYTES = 5_000_000_000

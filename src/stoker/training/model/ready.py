@@ -18,7 +18,7 @@ from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.control.record.ownership import private_cache
 from stoker.training.model import linear
 from stoker.training.model.config import OPTIONS, ModelConfig, lacking
-from stoker.training.model.decoder import Decoder, Linear
+from stoker.training.model.decoder import Decoder
 from stoker.training.model.experts import ungrouped
 from stoker.training.model.outside import Outside
 from stoker.training.parallel.config import ComputeConfig
@@ -155,7 +155,7 @@ def _use_fp8(model: Decoder, device: torch.device, say: Callable[[str], None]) -
     # two 0.02, at 97 % of the speed.
     kept = len(model.layers) // FP8_KEPT
     blocks = list(model.layers)[kept : len(model.layers) - kept]
-    linears = [module for block in blocks for module in block.modules() if isinstance(module, Linear)]
+    linears = [module for block in blocks for module in block.modules() if isinstance(module, linear.Linear)]
     small = 0
     for module in linears:
         module.fp8 = linear.fits_fp8(module.in_features, module.out_features)
