@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -169,10 +168,6 @@ def whole(folder: str) -> Iterator[str]:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _part_name(folder: str, split: str, number: int) -> str:
-    return os.path.join(folder, f"{split}-{number:07d}")
-
-
 def build(
     folder: str, splits: dict[str, Sequence[Span]], work: Work, workers: int, pad: int, about: dict[str, Any], say: Say
 ) -> None:
@@ -186,7 +181,8 @@ def build(
     with Crew(work, workers) as crew:
         for name, spans in splits.items():
             jobs = jobs_of(spans)
-            parts = crew.run(jobs, partial(_part_name, parts_folder, name), progress.tick)
+            path = os.path.join(parts_folder, f"{name}-%07d")
+            parts = crew.run(jobs, path.__mod__, progress.tick)
             made[name] = (
                 _chat(folder, name, list(parts), work, pad)
                 if work.kind == "chat"

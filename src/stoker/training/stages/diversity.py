@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.training.config.schema import Config
@@ -11,10 +10,7 @@ from stoker.training.stages import estimate
 from stoker.training.stages.blocks import Block, Cell, Figure, Heading, Table, Text
 from stoker.training.stages.evaluate import lengths_of_prompts
 from stoker.training.stages.significance import ABSENT, measured, number_and_interval
-from stoker.training.stages.stage import From, Link, Metrics, Rows, Stage, keys_of
-
-if TYPE_CHECKING:
-    from stoker.training.tokenizer.tokenizer import Tokenizer
+from stoker.training.stages.stage import From, Link, Metrics, Rows, Stage, Words, keys_of
 
 LEAST_ROUNDS = 50  # a standard error from fewer is off by more than a tenth
 
@@ -33,7 +29,7 @@ def check(c: Config) -> None:
         )
 
 
-def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
+def lengths(c: Config, words: Words) -> list[tuple[str, list[int]]]:
     return lengths_of_prompts(c, words, c.diversity.prompts, "diversity.prompts", chat=c.evaluate.chat)
 
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from stoker.contract.quantities import number_at
 from stoker.training.config.schema import Config
 from stoker.training.stages import estimate
-from stoker.training.stages.stage import From, Link, Metrics, Rows, Stage, joined, keys_of
-
-if TYPE_CHECKING:
-    from stoker.training.tokenizer.tokenizer import Tokenizer
+from stoker.training.stages.stage import From, Link, Metrics, Rows, Stage, Words, joined, keys_of
 
 QUESTIONS, PROMPTS = "questions", "prompts-held-out"
 TASKS = {QUESTIONS: "questions of all kinds", PROMPTS: "prompts like GRPO's"}  # as the report calls them
 
 
-def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
+def lengths(c: Config, words: Words) -> list[tuple[str, list[int]]]:
     from stoker.training.evaluate.asking import Manner, as_asked
     from stoker.training.evaluate.tasks import read_tasks
 
@@ -30,7 +25,7 @@ def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
     ]
 
 
-def lengths_of_prompts(c: Config, words: Tokenizer, path: str, key: str, *, chat: bool) -> list[tuple[str, list[int]]]:
+def lengths_of_prompts(c: Config, words: Words, path: str, key: str, *, chat: bool) -> list[tuple[str, list[int]]]:
     from stoker.training.evaluate.asking import Manner, as_asked
     from stoker.training.evaluate.tasks import prompts_of
 

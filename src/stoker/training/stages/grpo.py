@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import number_at
@@ -13,10 +12,7 @@ from stoker.training.stages import estimate
 from stoker.training.stages.blocks import Block, Text
 from stoker.training.stages.evaluate import lengths_of_prompts
 from stoker.training.stages.significance import Row, number, untested_row
-from stoker.training.stages.stage import Curves, From, Link, Metrics, Reported, Rows, Stage, joined, keys_of
-
-if TYPE_CHECKING:
-    from stoker.training.tokenizer.tokenizer import Tokenizer
+from stoker.training.stages.stage import Curves, From, Link, Metrics, Reported, Rows, Stage, Words, joined, keys_of
 
 
 def check(c: Config) -> None:
@@ -58,7 +54,7 @@ def check(c: Config) -> None:
         )
 
 
-def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
+def lengths(c: Config, words: Words) -> list[tuple[str, list[int]]]:
     return lengths_of_prompts(c, words, c.grpo.prompts, "grpo.prompts", chat=True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.quantities import number_at
@@ -25,10 +24,7 @@ from stoker.training.stages.significance import (
     share_with_interval,
     shares_row,
 )
-from stoker.training.stages.stage import From, Link, Metrics, Reported, Rows, Stage, joined, keys_of
-
-if TYPE_CHECKING:
-    from stoker.training.tokenizer.tokenizer import Tokenizer
+from stoker.training.stages.stage import From, Link, Metrics, Reported, Rows, Stage, Words, joined, keys_of
 
 
 def check(c: Config) -> None:
@@ -40,7 +36,7 @@ def check(c: Config) -> None:
         )
 
 
-def lengths(section: str, c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
+def lengths(section: str, c: Config, words: Words) -> list[tuple[str, list[int]]]:
     """Both answers of a pair lie in one row."""
     from stoker.training.reward.pairs import lengths_of
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stoker.contract.shape import shape
 from stoker.training.config.derived import Learning
@@ -12,8 +12,12 @@ from stoker.training.stages.blocks import Block
 from stoker.training.stages.estimate import Estimate, Job
 from stoker.training.stages.significance import Row
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a stage is known without one
     from stoker.training.tokenizer.tokenizer import Tokenizer
+
+    Words: TypeAlias = Tokenizer
+else:
+    Words = Any
 
 Metrics = Mapping[str, Any]  # of a stage's result.json
 
@@ -102,7 +106,7 @@ class Stage:
     curves: Curves | None = None
     judged_by_prompts: bool = False  # its models answer held-out prompts like those they learned from
     # (what, tokens of each row with its answer): rows that are longer than data.context_length would be refused
-    lengths: Callable[[Config, Tokenizer], Sequence[tuple[str, list[int]]]] | None = None
+    lengths: Callable[[Config, Words], Sequence[tuple[str, list[int]]]] | None = None
     source: str = ""  # the file that defines it; the registry fills it in
 
     def files(self, values: Mapping[str, Any]) -> list[tuple[str, str]]:
