@@ -220,9 +220,7 @@ class Saver:
         self._preparing: threading.Thread | None = None
 
     def prepare_buffers(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes the host memory a snapshot of these needs (pinned, for GPUs), so that no save has to. In a thread:
-        pinning takes half a second a GB, and the first step need not wait for it.
-        """
+        """Takes the host memory of a snapshot, in a thread: pinning takes half a second a GB, and no save has to."""
         self._preparing = threading.Thread(target=self._placed, args=(tensors,), name="checkpoint buffers", daemon=True)
         self._preparing.start()
 

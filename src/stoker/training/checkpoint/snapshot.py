@@ -99,9 +99,7 @@ def sources(tensors: Mapping[str, torch.Tensor], rank: int, world: int) -> list[
 
 
 def share(tensors: Sequence[tuple[Sequence[int], int]], rank: int, world: int) -> list[tuple[int, int]]:
-    """Rows (first, last) of each tensor, given as (shape, bytes per element), that this rank writes: all are one stream
-    of bytes, cut into equal parts, and a cut moves to the nearest row.
-    """
+    """Rows (first, last) of each (shape, bytes per element): one stream of bytes in equal parts, cut at rows."""
     total = sum(math.prod(size) * width for size, width in tensors)
     begin, end = total * rank // world, total * (rank + 1) // world
     found, start = list[tuple[int, int]](), 0

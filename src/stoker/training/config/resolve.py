@@ -107,9 +107,7 @@ def combine(preset: str, layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def model_shape(model: ModelConfig, given: Collection[str]) -> ModelConfig:
-    """The depth dial: the model's shape from one number, and from what was `given` (dotted keys), which wins. head_dim
-    stays 0 where no width fits: `check` says so.
-    """
+    """The depth dial: a shape from one number and what was `given`, which wins. head_dim 0: no width fits."""
     may_be_zero = ("kv_heads", "head_dim", "ff")
     own = {name for name in SHAPE if f"model.{name}" in given and (getattr(model, name) or name not in may_be_zero)}
     dial = model.depth > 0

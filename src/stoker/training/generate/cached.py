@@ -27,9 +27,7 @@ Angles = list[tuple[Tensor, Tensor]]  # cos and sin of each view
 
 @shape
 class Layer:
-    """A norm is None where the block has none there; a bias and a router likewise. With a router gate_up and down are its
-    experts'. A LayerNorm is [2, width]: weight and bias.
-    """
+    """None where the block has no such norm, bias or router. With a router: its experts'. A LayerNorm: [2, width]."""
 
     attention_norm: Tensor | None
     qkv: tuple[Tensor, Tensor | None]

@@ -100,9 +100,7 @@ def located(told: str) -> str:
 
 
 def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: str, made: Made) -> int | None:
-    """Refuses a checkpoint that this run is told to resume from and that does not fit; one inside the run directory is
-    left to the ranks. Gives the step it resumes at, None where that is not known here.
-    """
+    """Refuses a checkpoint to resume from that does not fit. Gives its step, None where that is not known here."""
     if told.folder:
         try:
             os.makedirs(told.folder, exist_ok=True)

@@ -142,9 +142,7 @@ def _load(probability: Tensor, chosen: Tensor, counted: Tensor | None) -> Tensor
 
 
 def balance_loss(load: Tensor, tokens: Tensor, c: ModelConfig) -> Tensor:
-    """As transformers computes it: experts · Σ (share of tokens · mean probability), over all layers together. `load`: the
-    layers' sum; `tokens`: that were counted in each.
-    """
+    """As transformers: experts · Σ (share of tokens · mean probability), over all layers. `tokens`: counted in each."""
     given, probability = load / (tokens * sum(c.routed(layer) for layer in range(c.layers)))
     loss: Tensor = c.experts * (given.detach() * probability).sum()
     return loss

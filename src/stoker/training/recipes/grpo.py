@@ -63,9 +63,7 @@ def scorer_of(c: Config, tokenizer: Tokenizer, device: torch.device, micro: int)
 
 
 def reward(answers: Sequence[Answer], scorer: Scorer | None, weight: float) -> tuple[list[float], list[bool]]:
-    """(rewards, which are right). Only differences between answers to one prompt mean anything in the reward model's
-    scores: each counts by how far it is above the mean of its prompt's.
-    """
+    """(rewards, which are right). A score counts by how far it is above the mean of its prompt's."""
     correct = [right_in_form(answer.text, answer.prompt.answer) for answer in answers]
     rewards = [float(one) for one in correct]
     if scorer is not None and answers:
