@@ -582,9 +582,9 @@ def test_a_checkpoint_of_other_options_is_refused_and_an_old_one_is_not() -> Non
         tokenizer_digest, vocab_size = "x", 96
 
     old = {"tokenizer_digest": "x", "model": {"layers": 2, "dim": 32, "qk_norm": False}}  # before there were options
-    check_resume(old, "there", SMALL, Words(), "adamw")
+    check_resume(old, "there", SMALL, Words.tokenizer_digest, "adamw")
     with pytest.raises(Refusal, match=r"model\.windows is \[4, 0\] there and \[\] here"):
-        check_resume({**old, "model": {"windows": [4, 0]}}, "there", SMALL, Words(), "adamw")
+        check_resume({**old, "model": {"windows": [4, 0]}}, "there", SMALL, Words.tokenizer_digest, "adamw")
 
 
 def test_families_need_no_torch() -> None:

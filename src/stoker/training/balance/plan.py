@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from stoker.contract.shape import as_json, shape
 
@@ -188,10 +188,6 @@ class NetworkRule:
         return Network(exchange / step, exchange, step)
 
 
-class Tell(Protocol):
-    def __call__(self, step: int, plan: Plan, imbalance: float) -> None: ...
-
-
 class Balancer:
     """Hears every step's seconds, the same on all ranks, and acts: another plan, a word about the network. `plans`: None
     where shares stay equal. `ahead`: steps that may be cut already. `lag`: how many steps old the seconds are. `tell`:
@@ -208,7 +204,7 @@ class Balancer:
         lag: int,
         comm: str,
         say: Callable[[str], None],
-        tell: Tell,
+        tell: Callable[[int, Plan, float], None],
     ) -> None:
         self._plans, self._equal = plans, Plans(batch, ranks)
         self._rule, self._network = Rule(batch), NetworkRule()

@@ -21,7 +21,7 @@ from stoker.training.checkpoint.folders import put_in_place
 from stoker.training.checkpoint.manifest import Entry, Manifest, Piece, SummedFile, Sums, sizes_wrong_in
 
 if TYPE_CHECKING:
-    from stoker.training.checkpoint.snapshot import Buffers, Placed
+    from stoker.training.checkpoint.snapshot import Buffers, Source
 
 
 class GivenUp(Exception):
@@ -47,12 +47,12 @@ def name_of(rank: int, kind: str) -> str:
 
 
 def write_part(
-    folder: str, rank: int, step: int, placed: Sequence[Placed], buffers: Buffers, stopped: Callable[[], bool]
+    folder: str, rank: int, step: int, placed: Sequence[Source], buffers: Buffers, stopped: Callable[[], bool]
 ) -> Part:
     """Leaves nothing of its own behind when it fails."""
     name, size = name_of(rank, DATA), max((one.stop for one in placed), default=0)
     _room_for(folder, name, size)
-    entries = {one.source.name: _entry(one, name) for one in placed}
+    entries = {one.name: _entry(one, name) for one in placed}
     files: dict[str, Sums] = {}
     try:
         if size:
@@ -96,14 +96,13 @@ def _room_for(folder: str, name: str, size: int) -> None:
         )
 
 
-def _entry(one: Placed, file: str) -> Entry:
-    source = one.source
+def _entry(source: Source, file: str) -> Entry:
     pieces = (Piece(file, source.name, source.block.offset, tuple(source.block.data.shape)),) if source.block else ()
     return Entry(source.whole, source.dtype, pieces)
 
 
 def _write_tensors(
-    path: str, step: int, placed: Sequence[Placed], buffers: Buffers, size: int, stopped: Callable[[], bool]
+    path: str, step: int, placed: Sequence[Source], buffers: Buffers, size: int, stopped: Callable[[], bool]
 ) -> Sums:
     def between(fd: int) -> None:
         if stopped():
@@ -111,8 +110,7 @@ def _write_tensors(
         if os.fstat(fd).st_nlink == 0:
             raise GivenUp("rank 0 gave it up", own=False)
 
-    blocks = [(one.source, one.source.block) for one in placed]
-    sizes = {source.name: (source.dtype, tuple(block.data.shape)) for source, block in blocks if block}
+    sizes = {one.name: (one.dtype, tuple(one.block.data.shape)) for one in placed if one.block}
     out = SummedFile(path, between)
     try:
         out.write(pack_header(sizes, {"format": "pt", "step": str(step)}))

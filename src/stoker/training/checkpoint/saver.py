@@ -24,7 +24,7 @@ from stoker.training.checkpoint import folders
 from stoker.training.checkpoint.manifest import Manifest
 from stoker.training.checkpoint.part import GivenUp, commit, gather, note_failure, write_part
 from stoker.training.checkpoint.reading import open_checkpoint
-from stoker.training.checkpoint.snapshot import Buffers, Copying, Placed, lay_out, sources
+from stoker.training.checkpoint.snapshot import Buffers, Copying, Source, lay_out, sources
 
 _LINGER_S = 3.0  # how long a save under way may hold up the exit of a process that did not call close()
 
@@ -33,7 +33,7 @@ _LINGER_S = 3.0  # how long a save under way may hold up the exit of a process t
 class _Job:
     serial: int
     wanted: Manifest
-    placed: list[Placed]
+    placed: list[Source]
     copying: Copying
 
 
@@ -61,7 +61,7 @@ class _Store:
         self,
         serial: int,
         wanted: Manifest,
-        placed: Sequence[Placed],
+        placed: Sequence[Source],
         buffers: Buffers,
         patience: float,
         stop: threading.Event,
@@ -298,10 +298,10 @@ class Saver:
                 " to a faster disk"
             )
 
-    def _placed(self, tensors: Mapping[str, torch.Tensor]) -> list[Placed]:
+    def _placed(self, tensors: Mapping[str, torch.Tensor]) -> list[Source]:
         """Where each goes, with the memory for it reserved."""
         placed = lay_out(sources(tensors, self._rank, self._world))
-        on_gpu = any(one.source.block is not None and one.source.block.data.is_cuda for one in placed)
+        on_gpu = any(one.block is not None and one.block.data.is_cuda for one in placed)
         self._buffers.reserve(max((one.stop for one in placed), default=0), pinned=on_gpu)
         return placed
 

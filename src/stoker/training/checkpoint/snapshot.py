@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from stoker.contract.quantities import gb
-from stoker.contract.shape import shape
+from stoker.contract.shape import replace, shape
 
 _SPELLING = {
     "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
@@ -36,6 +36,8 @@ class Source:
     whole: tuple[int, ...]
     dtype: str
     block: Block | None
+    start: int = 0  # where its bytes lie in the buffers, which is also where they lie in the file's data
+    stop: int = 0
 
 
 def dtype_of(name: str, tensor: torch.Tensor) -> str:
@@ -125,21 +127,12 @@ _SMALL, _TOGETHER = 64 << 10, 512
 _cuda: Any = torch.cuda  # whose classes carry no types in some of the torch versions we run with
 
 
-@shape
-class Placed:
-    """A source and where its bytes lie in the buffers, which is also where they lie in the file's data."""
-
-    source: Source
-    start: int
-    stop: int
-
-
-def lay_out(found: Sequence[Source]) -> list[Placed]:
+def lay_out(found: Sequence[Source]) -> list[Source]:
     """Wide elements first: so each piece is aligned, and safetensors allows no gaps."""
-    placed, at = list[Placed](), 0
+    placed, at = list[Source](), 0
     for source in sorted(found, key=lambda one: -one.block.data.element_size() if one.block else 0):
         size = source.block.data.numel() * source.block.data.element_size() if source.block else 0
-        placed.append(Placed(source, at, at + size))
+        placed.append(replace(source, start=at, stop=at + size))
         at += size
     return placed
 
@@ -209,30 +202,28 @@ class Copying:
             event.synchronize()
         self._alive = []
 
-    def start(self, placed: Sequence[Placed], buffers: Buffers, streams: dict[torch.device, Any]) -> None:
-        here = [one for one in placed if one.source.block is not None]
-        devices = {one.source.block.data.device for one in here if one.source.block and one.source.block.data.is_cuda}
+    def start(self, placed: Sequence[Source], buffers: Buffers, streams: dict[torch.device, Any]) -> None:
+        here = [(one, one.block.data) for one in placed if one.block is not None]
+        devices = {data.device for _, data in here if data.is_cuda}
         for device in devices:
             if device not in streams:
                 streams[device] = _cuda.Stream(device)
             streams[device].wait_stream(_cuda.current_stream(device))
         small: list[torch.Tensor] = []  # neighbours, on their way together
-        for n, one in enumerate(here):
-            assert one.source.block is not None
-            data = one.source.block.data
+        for n, (one, data) in enumerate(here):
             if not data.is_cuda:
                 buffers.put(one.start, data.reshape(-1).view(torch.uint8))
                 continue
             with _cuda.stream(streams[data.device]):
                 row = data.reshape(-1).view(torch.uint8)
                 self._alive += [data, row]
-                following = here[n + 1].source.block if n + 1 < len(here) else None
+                following = here[n + 1][1] if n + 1 < len(here) else None
                 if row.numel() <= _SMALL:
                     small.append(row)
                     if (
                         following is not None
-                        and following.data.device == data.device
-                        and following.data.nbytes <= _SMALL
+                        and following.device == data.device
+                        and following.nbytes <= _SMALL
                         and len(small) < _TOGETHER
                     ):
                         continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,10 +33,6 @@ class Validation:
     tokens: int
     right: float | None = None  # share of pairs whose better answer scores higher
     more: Mapping[str, float] | None = None  # other means, by name
-
-
-class Measure(Protocol):
-    def __call__(self, model: nn.Module, samples: Rows, group: Group, *, tokens: int, micro: int) -> Validation: ...
 
 
 @torch.no_grad()
@@ -90,6 +86,6 @@ class Learner:
     load: Callable[[Decoder, str, Say], None] = hf.load
     # Model, folder, what lies beside the weights, say, whether this rank writes.
     save: Callable[[Decoder, str, Beside, Say, bool], None] = _save
-    measure: Measure = validate
+    measure: Callable[..., Validation] = validate  # called as `validate` is
     # what a step's line says besides the loss: taken right after the step, read where a line is printed
     numbers: Callable[[Any], dict[str, Tensor]] = lambda model: {}

@@ -231,7 +231,8 @@ class Supervised(Task):
         start, material = self._start, self._material
         samples = start.course.of_step(done - start.position.step - 1)[1]
         position = resume.Position(done, samples, self.tokens, self.best)
-        found = resume.meta(position, start.data, self._parts.model.config, material, self._c.optim.kind)
+        shape, words = self._parts.model.config, material.tokenizer_digest
+        found = resume.meta(position, start.data, shape, words, self._c.optim.kind)
         found["batch"] = [self._parts.batch, self._group.world]
         if self._parts.plans is not None:
             found["balance"] = self._parts.plans.told(done)

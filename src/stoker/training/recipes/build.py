@@ -284,7 +284,7 @@ def start_of(
     data = resume.Data(parts.material.key, c.data.seed, c.data.context_length, order.count)
     position = resume.Position(0, 0, 0, None)
     if found is not None:
-        resume.check(found.meta, found.path, parts.model.config, parts.material, c.optim.kind)
+        resume.check(found.meta, found.path, parts.model.config, parts.material.tokenizer_digest, c.optim.kind)
         position, line = resume.position(found.meta, data)
         voice.say_once(f"resumes at step {position.step} from {found.path}")
         if line:
