@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stoker.contract.shape import shape
 from stoker.training.density.points import Vectors, evenness, gini
-from stoker.training.evaluate.confidence import around, deviation, holm, p_value, resamples
+from stoker.training.evaluate.confidence import around, holm, p_value
 
 # How varied answers are by their words. Pure.
 _WORDS = re.compile(r"\w+|[^\w\s]")
@@ -208,16 +208,23 @@ def compare(baseline: Counted, compared: Counted, rounds: int, seed: int) -> lis
     """
     count = len(baseline.clusters)
     every = np.arange(count)
-    draws, without = resamples(count, rounds, seed), [np.delete(every, place) for place in every]
+    # With replacement.
+    draws = np.random.default_rng(seed).integers(0, count, size=(rounds, count), dtype=np.int64)
+    without = [np.delete(every, place) for place in every]
     found = []
     for name, metric in METRICS.items():
         sets = draws if metric.twice else without
         first = np.array([metric.of_prompts(baseline, prompts) for prompts in sets])
         second = np.array([metric.of_prompts(compared, prompts) for prompts in sets])
         sides = (first, second, second - first)
-        errors = [deviation(one, count) if metric.twice else float(np.sqrt((count - 1) * one.var())) for one in sides]
+        errors = [_deviation(one, count) if metric.twice else float(np.sqrt((count - 1) * one.var())) for one in sides]
         found.append(Compared(name, metric.of_prompts(baseline, every), metric.of_prompts(compared, every), *errors))
     return found
+
+
+def _deviation(values: Floats, count: int) -> float:
+    """The standard error that a bootstrap's rounds show; theirs is too small by √((n-1)/n), which matters for few."""
+    return float(np.std(values, ddof=1)) * math.sqrt(count / (count - 1)) if count > 1 and len(values) > 1 else math.inf
 
 
 def overall(found: list[Compared]) -> str:

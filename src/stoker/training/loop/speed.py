@@ -27,16 +27,12 @@ def peak_of(name: str) -> float | None:
     words = _words(name)
     if _OTHER_CARD & set(words):
         return None
-    fits = [known for known in PEAKS if _within(_words(known), words)]
+    fits = [known for known in PEAKS if f" {' '.join(_words(known))} " in f" {' '.join(words)} "]
     return PEAKS[max(fits, key=len)] * 1e12 if fits else None
 
 
 def _words(name: str) -> list[str]:
     return re.findall(r"[a-z0-9]+", name.lower())
-
-
-def _within(few: list[str], many: list[str]) -> bool:
-    return any(many[place : place + len(few)] == few for place in range(len(many)))
 
 
 class Speed:
