@@ -27,8 +27,14 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from stoker.training.forensics import reading, statistics  # noqa: E402
-from stoker.training.forensics.inject import Drill  # noqa: E402
-from stoker.training.forensics.replay import Investigation, MicroBatch, Replay, investigate, write_dump  # noqa: E402
+from stoker.training.forensics.replay import (  # noqa: E402
+    Drill,
+    Investigation,
+    MicroBatch,
+    Replay,
+    investigate,
+    write_dump,
+)
 from stoker.training.forensics.trace import scope  # noqa: E402
 
 torch.set_num_threads(1)  # the tensors are tiny

@@ -15,17 +15,65 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stoker.contract.names import EX_CONFIG, Refusal
+from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
 from stoker.contract.tensorheader import pack_header
 from stoker.contract.wholefile import write_whole
 from stoker.training.checkpoint.folders import put_in_place
 from stoker.training.data.reader import IGNORED
 from stoker.training.forensics import report as phases
+from stoker.training.forensics.config import Injection
 from stoker.training.forensics.culprit import banner, worded
 from stoker.training.forensics.reading import ACTIVATIONS, BATCH, GRADIENTS, PARAMETERS, REPORT, rank_folder
 from stoker.training.forensics.report import Report, TensorStats
 from stoker.training.forensics.statistics import Origin, describe, is_bad, local
 from stoker.training.forensics.trace import OUTSIDE, Tracer, clean
+
+
+class Drill:
+    """Set `step` before each step, and before its replay: what is injected depends on nothing else."""
+
+    def __init__(self, injection: Injection | None, model: nn.Module, rank: int) -> None:
+        self.step = -1
+        self._injection = injection if injection is not None and injection.rank in (None, rank) else None
+        self._parameter: nn.Parameter | None = None
+        if self._injection is None:
+            return
+        if self._injection.gradient:
+            self._parameter = _of_name(dict(model.named_parameters()), self._injection.where, "parameter")
+            if not self._parameter.requires_grad:
+                raise Refusal(f"nan.inject: parameter {self._injection.where} is frozen and has no gradient", EX_CONFIG)
+        else:
+            modules = {name: module for name, module in model.named_modules() if name}
+            _of_name(modules, self._injection.where, "module").register_forward_hook(self._spoil)
+
+    def _due(self) -> bool:
+        return self._injection is not None and self.step == self._injection.step
+
+    def _spoil(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        if not self._due() or self._injection is None:
+            return None
+        first, *rest = output if isinstance(output, (tuple, list)) else (output,)
+        spot = torch.zeros_like(first, dtype=torch.bool)
+        spot[(0,) * spot.dim()] = True
+        spoiled = first.masked_fill(spot, self._injection.value)
+        return type(output)((spoiled, *rest)) if isinstance(output, (tuple, list)) else spoiled
+
+    def spoil_gradients(self) -> None:
+        """After the backward, before the norm."""
+        if self._parameter is None or not self._due() or self._injection is None or self._parameter.grad is None:
+            return
+        mine = local(self._parameter.grad)
+        if mine.numel():  # an uneven shard may be empty
+            mine[(0,) * mine.dim()] += self._injection.value
+
+
+def _of_name(known: dict[str, Any], name: str, kind: str) -> Any:
+    if name not in known:
+        raise Refusal(f"nan.inject: the model has no {kind} {name}{suggest(name, known)}", EX_CONFIG)
+    return known[name]
+
 
 LOSS = "loss"  # the scope that the decoder's loss is in
 _SQUARES_OVERFLOW = math.sqrt(torch.finfo(torch.float32).max)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stoker.contract.shape import shape
 from stoker.training.balance.comm import Meeting, StepClock, to_host
 from stoker.training.balance.plan import Plans
-from stoker.training.forensics.inject import Drill
+from stoker.training.forensics.replay import Drill
 from stoker.training.loop.feeder import Material, MicroBatch, StepBatch
 from stoker.training.loop.learner import Learner
 from stoker.training.loop.run import Answers

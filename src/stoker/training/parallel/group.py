@@ -105,11 +105,7 @@ class Group:
         return tensor
 
     def smallest(self, value: int) -> int:
-        if self.world == 1:
-            return value
-        tensor = torch.tensor(value, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
-        return int(tensor)
+        return int(min(self.all(value)))
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""

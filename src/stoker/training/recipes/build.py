@@ -19,7 +19,7 @@ from stoker.training.checkpoint.reading import Checkpoint
 from stoker.training.config.schema import Config
 from stoker.training.data.order import Order
 from stoker.training.forensics.config import parse
-from stoker.training.forensics.inject import Drill
+from stoker.training.forensics.replay import Drill
 from stoker.training.loop import resume
 from stoker.training.loop.feeder import Course, Material
 from stoker.training.loop.learner import Learner
