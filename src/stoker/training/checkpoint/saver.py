@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -57,19 +57,12 @@ class _Store:
             os.close(self._lock)
             self._lock = None
 
-    def write(
-        self,
-        serial: int,
-        wanted: Manifest,
-        placed: Sequence[Source],
-        buffers: Buffers,
-        patience: float,
-        stop: threading.Event,
-    ) -> None:
+    def write(self, job: _Job, buffers: Buffers, patience: float, stop: threading.Event) -> None:
         """This rank's part; on rank 0 then all ranks' parts become a checkpoint."""
+        wanted, serial = job.wanted, job.serial
         unfinished = self._unfinished(wanted.step, serial)
         self._make(unfinished)
-        write_part(unfinished, self._rank, wanted.step, placed, buffers, stop.is_set)
+        write_part(unfinished, self._rank, wanted.step, job.placed, buffers, stop.is_set)
         if self._rank == 0:
             parts = gather(unfinished, self._world, patience, stop.wait)
             commit(unfinished, os.path.join(self.folder, folders.name_of(wanted.step)), parts, wanted)
@@ -360,7 +353,7 @@ class Saver:
         step = job.wanted.step
         try:
             job.copying.finish()
-            self._store.write(job.serial, job.wanted, job.placed, self._buffers, self._patience, self._stop)
+            self._store.write(job, self._buffers, self._patience, self._stop)
             self._written = (job.serial, step)
         except Exception as problem:  # whatever it is: training goes on, and it is said
             self._store.failed(job.serial, step, problem)

@@ -22,6 +22,7 @@ from stoker.training.parallel.group import Group
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 TOKENS_AT_ONCE = 16_384
+Say = Callable[[str], None]
 Continuation = tuple[Sequence[int], Sequence[int]]  # what is given, and what is asked about
 
 
@@ -103,7 +104,7 @@ def bits_per_byte(log_likelihood: float, size: float) -> float:
     return -log_likelihood / math.log(2) / size
 
 
-def documents(path: str, data: DataConfig, say: Callable[[str], None]) -> Iterator[bytes]:
+def documents(path: str, data: DataConfig, say: Say) -> Iterator[bytes]:
     """Whole texts of jsonl, parquet or text files."""
     sources = find_sources((path,), own_cache(data.cache, say), say, "evaluate.texts")
     begun = b""
@@ -116,13 +117,7 @@ def documents(path: str, data: DataConfig, say: Callable[[str], None]) -> Iterat
 
 
 def measure(
-    path: str,
-    data: DataConfig,
-    tokens: int,
-    model: Decoder,
-    tokenizer: Tokenizer,
-    group: Group,
-    say: Callable[[str], None],
+    path: str, data: DataConfig, tokens: int, model: Decoder, tokenizer: Tokenizer, group: Group, say: Say
 ) -> float:
     """Bits per byte compare models with unlike tokenizers, as nats per token do not. Ranks share the windows."""
     rows, sizes = windows(tokenizer, documents(path, data, say), data.context_length, tokens)

@@ -236,7 +236,6 @@ def write_dump(
     found: Investigation,
     model: nn.Module,
     replay: Replay,
-    *,
     decode: Decode | None = None,
     parameters: bool = True,
 ) -> str:

@@ -17,6 +17,8 @@ _DESCRIBED = 256  # origins with statistics, and
 _KEPT = 16  # with their tensors: a model that masks in every layer has an origin in each
 
 Extremes = tuple[float, float]
+Named = tuple[str, Tensor]
+Value = tuple[str, Tensor, Extremes]
 
 
 def plain(tensor: Tensor) -> list[Tensor]:
@@ -128,13 +130,7 @@ class Origin:
     cuts: dict[str, str] = field(default_factory=dict)  # name -> what was left out
 
 
-def keep(
-    origin: Origin,
-    read: list[tuple[str, Tensor, Extremes]],
-    bad: tuple[str, Tensor, Extremes],
-    batch: tuple[int, int],
-    already: int,
-) -> None:
+def keep(origin: Origin, read: list[Value], bad: Value, batch: tuple[int, int], already: int) -> None:
     if already >= _DESCRIBED:
         return
     name, tensor, _ = bad

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stoker.contract.shape import shape
 from stoker.training.forensics.report import BACKWARD, FORWARD, GRADIENT, REDUCED
-from stoker.training.forensics.statistics import Extremes, Origin, counted, extremes, finite, keep, plain, word
+from stoker.training.forensics.statistics import Named, Origin, Value, counted, extremes, finite, keep, plain, word
 
 OUTSIDE = "(outside of any module)"
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -46,8 +46,6 @@ def scope(name: str) -> AbstractContextManager[None]:
 
 _SENT = "another rank"
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-
-Value = tuple[str, Tensor, Extremes]
 
 
 # What a dispatched operation reads and writes, from its schema.
@@ -220,7 +218,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     @staticmethod
-    def _outputs(how: Operation, made: Any, inputs: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    def _outputs(how: Operation, made: Any, inputs: list[Named]) -> list[Named]:
         returned = [part for tensor in tensors_in(made) for part in plain(tensor) if counted(part)]
         if how.first_output_only:
             returned = returned[:1]
@@ -245,13 +243,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._received.discard(storage(tensor))
 
     def _look(
-        self,
-        how: Operation,
-        constant: bool,
-        inputs: list[tuple[str, Tensor]],
-        before: list[Value],
-        outputs: list[Value],
-        node: Any,
+        self, how: Operation, constant: bool, inputs: list[Named], before: list[Value], outputs: list[Value], node: Any
     ) -> None:
         bad = [one for one in outputs if not finite(one[2])]
         for _, tensor, ends in outputs:
@@ -347,6 +339,6 @@ def _node() -> Any:
     return torch._C._current_autograd_node()
 
 
-def _looked_at(tensors: list[tuple[str, Tensor]]) -> list[Value]:
+def _looked_at(tensors: list[Named]) -> list[Value]:
     ends = extremes([tensor for _, tensor in tensors]) if tensors else []
     return [(name, tensor, both) for (name, tensor), both in zip(tensors, ends, strict=True)]

@@ -69,13 +69,7 @@ class Manner:
 
 class Conversation:
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        manner: Manner,
-        system: str = "",
-        seed: int = 0,
-        say: Say = print,
+        self, engine: Engine, tokenizer: Tokenizer, manner: Manner, system: str = "", seed: int = 0, say: Say = print
     ) -> None:
         if not manner.raw:
             try:

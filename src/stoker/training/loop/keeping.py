@@ -58,14 +58,7 @@ class Keeper:
     """Saves a run's tensors into its folder."""
 
     def __init__(
-        self,
-        c: CheckpointConfig,
-        run: str,
-        group: Group,
-        voice: Voice,
-        tensors: Mapping[str, Tensor],
-        *,
-        keep_best: bool,
+        self, c: CheckpointConfig, run: str, group: Group, voice: Voice, tensors: Mapping[str, Tensor], keep_best: bool
     ) -> None:
         self._c, self._run, self._group, self._voice, self.tensors = c, run, group, voice, tensors
         self.folder = folder_of(c, run)

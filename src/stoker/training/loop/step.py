@@ -158,7 +158,7 @@ class Stepper:
         *,
         check: bool,
         before_update: Callable[[], None],
-        look: Callable[[int], None] | None = None,
+        look: Callable[[int], None] | None,
     ) -> None:
         """`look`: sees each step's gradients."""
         self._wrapped, self._optimizer, self._group = parts.wrapped, parts.optimizer, parts.group

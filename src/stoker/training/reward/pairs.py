@@ -25,6 +25,7 @@ from stoker.training.tokenizer.tokenizer import Tokenizer
 
 TOLERATED = 0.01  # a smaller share of rows may be unusable
 MOST_LONG = 0.5  # of the pairs may be too long
+Say = Callable[[str], None]
 Prompt = str | Sequence[dict[str, Any]]
 
 
@@ -68,7 +69,7 @@ def lengths_of(path: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def pairs_of(
-    path: str, held_out: str, tokenizer: Tokenizer, context: int, section: str, say: Callable[[str], None]
+    path: str, held_out: str, tokenizer: Tokenizer, context: int, section: str, say: Say
 ) -> tuple[list[Pair], list[Pair]]:
     """(those to learn from, those to measure by): two files, or the last tenth of one is held out."""
     if not path:
@@ -85,11 +86,7 @@ def pairs_of(
 
 
 def read_pairs(
-    numbered: Iterable[tuple[int, Mapping[str, Any]]],
-    tokenizer: Tokenizer,
-    context: int,
-    where: str,
-    say: Callable[[str], None],
+    numbered: Iterable[tuple[int, Mapping[str, Any]]], tokenizer: Tokenizer, context: int, where: str, say: Say
 ) -> list[Pair]:
     """Rows that are no pair are refused from 1 % on; pairs that are too long where more than half of them are."""
     chat.check(tokenizer)

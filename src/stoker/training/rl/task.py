@@ -194,14 +194,7 @@ class GrpoTask(Task):
     at_once = True  # the breaker judges each step before the next one
 
     def __init__(
-        self,
-        c: GrpoConfig,
-        group: Group,
-        voice: Voice,
-        position: Position,
-        history: History,
-        *,
-        about: Mapping[str, Any],
+        self, c: GrpoConfig, group: Group, voice: Voice, position: Position, history: History, about: Mapping[str, Any]
     ) -> None:
         """`about`: what `stoker export` and a resumed run need to know of a checkpoint."""
         super().__init__()
