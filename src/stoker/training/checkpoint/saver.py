@@ -26,6 +26,7 @@ from stoker.training.checkpoint.part import GivenUp, commit, gather, note_failur
 from stoker.training.checkpoint.reading import open_checkpoint
 from stoker.training.checkpoint.snapshot import Buffers, Copying, Source, lay_out, sources
 
+Tensors = Mapping[str, torch.Tensor]
 _LINGER_S = 3.0  # how long a save under way may hold up the exit of a process that did not call close()
 
 
@@ -212,7 +213,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
 
-    def prepare_buffers(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def prepare_buffers(self, tensors: Tensors) -> None:
         """Takes the host memory of a snapshot, in a thread: pinning takes half a second a GB, and no save has to."""
         self._preparing = threading.Thread(target=self._placed, args=(tensors,), name="checkpoint buffers", daemon=True)
         self._preparing.start()
@@ -232,13 +233,7 @@ class Saver:
             self._copying = None
 
     def save(
-        self,
-        step: int,
-        tensors: Mapping[str, torch.Tensor],
-        meta: Mapping[str, Any],
-        score: float | None = None,
-        *,
-        wait: bool = False,
+        self, step: int, tensors: Tensors, meta: Mapping[str, Any], score: float | None = None, *, wait: bool = False
     ) -> bool:
         """Every rank calls this, in the same order; rank 0's `meta` and `score` count. `tensors`: replicated or DTensors.
 
@@ -291,7 +286,7 @@ class Saver:
                 " to a faster disk"
             )
 
-    def _placed(self, tensors: Mapping[str, torch.Tensor]) -> list[Source]:
+    def _placed(self, tensors: Tensors) -> list[Source]:
         """Where each goes, with the memory for it reserved."""
         placed = lay_out(sources(tensors, self._rank, self._world))
         on_gpu = any(one.block is not None and one.block.data.is_cuda for one in placed)

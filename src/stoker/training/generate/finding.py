@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract import layout
@@ -114,7 +113,9 @@ def _newest(root: str, stage: str | None, say: Any) -> Found:
         return stage is None or stage in (_stage_of(run), _name_of(run))
 
     models = {path: "" for path in _models(root, "") if asked_for(path)}
-    models |= {path: speedrun for speedrun in _speedruns(root) for path in _models(speedrun) if asked_for(path)}
+    folders = [entry.path for entry in os.scandir(root) if _is_own(entry, root)] if os.path.isdir(root) else []
+    speedruns = [path for path in folders if os.path.isdir(os.path.join(path, STAGES))]
+    models |= {path: speedrun for speedrun in speedruns for path in _models(speedrun) if asked_for(path)}
     if not models:
         which = f"no run of stage {stage}" if stage else "no run"
         raise Refusal(
@@ -127,15 +128,6 @@ def _newest(root: str, stage: str | None, say: Any) -> Found:
         return Found(newest)
     named = _name_of(os.path.dirname(newest)) if stage is not None else None
     return _of_speedrun(models[newest], named, say, checkpoints=False)
-
-
-def _speedruns(root: str) -> Iterator[str]:
-    if os.path.isdir(root):
-        yield from (
-            entry.path
-            for entry in os.scandir(root)
-            if _is_own(entry, root) and os.path.isdir(os.path.join(entry.path, STAGES))
-        )
 
 
 def _models(folder: str, inside: str = STAGES, scores: bool = False) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from stoker.contract.shape import replace, shape
@@ -28,33 +28,6 @@ class Choice:
     chosen: str
     flags: str
     keys: tuple[str, ...]
-
-
-def block(
-    stage: str,
-    learning: Learning,
-    config: Config,
-    given: Collection[str],
-    derived: Mapping[str, Any],
-    at: Situation,
-    on_cpu: bool,
-) -> list[str]:
-    """A line each; the last may be a warning."""
-    choices = list(_choices(learning, config, given, at, on_cpu))
-    wide = max(len(choice.chosen) for choice in choices)
-    lines = [f"{stage}: {_millions(parameters(at.model))} parameters, {_amount(at)}"]
-    for choice in choices:
-        source = f"{stage}'s default" if any(key in derived for key in choice.keys) else f"preset {config.preset}"
-        source = "you set it" if any(key in given for key in choice.keys) else source
-        lines.append(f"  {choice.what:<14} {choice.chosen:<{wide}}  {source}; {choice.flags}")
-    _, passes = steps_and_passes(learning, config, at)
-    if passes > MANY_PASSES and at.amount is not None:
-        line = (
-            f"warning: {passes:,.0f} passes over your {at.amount.count:,} {at.amount.unit}: above {MANY_PASSES} a model"
-            " learns them by heart"
-        )
-        lines.append(f"{line}; {_fewer(learning, given)}")
-    return lines
 
 
 def _choices(
@@ -145,11 +118,25 @@ def situation(stage: str, config: Config, ranks: int | None, ready: Prepared | N
 def with_defaults(
     stage: str, config: Config, given: Collection[str], at: Situation, on_cpu: bool
 ) -> tuple[Config, dict[str, Any], list[str]]:
-    """The settings, the keys that were derived, and the block to print."""
+    """The settings, the keys that were derived, and the block to print, whose last line may be a warning."""
     learning = STAGES[stage].learning
     assert isinstance(learning, Learning), f"stage {stage} does not train"
     config, derived = settled(learning, config, given, at)
-    return config, derived, block(stage, learning, config, given, derived, at, on_cpu)
+    choices = list(_choices(learning, config, given, at, on_cpu))
+    wide = max(len(choice.chosen) for choice in choices)
+    lines = [f"{stage}: {_millions(parameters(at.model))} parameters, {_amount(at)}"]
+    for choice in choices:
+        source = f"{stage}'s default" if any(key in derived for key in choice.keys) else f"preset {config.preset}"
+        source = "you set it" if any(key in given for key in choice.keys) else source
+        lines.append(f"  {choice.what:<14} {choice.chosen:<{wide}}  {source}; {choice.flags}")
+    _, passes = steps_and_passes(learning, config, at)
+    if passes > MANY_PASSES and at.amount is not None:
+        line = (
+            f"warning: {passes:,.0f} passes over your {at.amount.count:,} {at.amount.unit}: above {MANY_PASSES} a model"
+            " learns them by heart"
+        )
+        lines.append(f"{line}; {_fewer(learning, given)}")
+    return config, derived, lines
 
 
 def _model(config: Config, ready: Prepared | None) -> ModelConfig:
