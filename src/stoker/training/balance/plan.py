@@ -171,14 +171,9 @@ class NetworkRule:
         """Once a run: when, over 20 steps, the exchange takes a fifth of a step and more than unlike ranks cost."""
         if self._said or min(compute) <= 0:
             return None
-        exchange = min(waiting)
-        self._seen.append(
-            (
-                exchange,
-                max(compute) - sum(compute) / len(compute),
-                max(one + two for one, two in zip(compute, waiting, strict=True)),
-            )
-        )
+        unlike = max(compute) - sum(compute) / len(compute)
+        step = max(one + two for one, two in zip(compute, waiting, strict=True))
+        self._seen.append((min(waiting), unlike, step))
         if len(self._seen) < STEPS:
             return None
         exchange, unlike, step = (median(one[n] for one in self._seen) for n in range(3))

@@ -245,9 +245,8 @@ def _chat(folder: str, name: str, parts: list[Part], work: Work, pad: int) -> di
             out[row, start : start + length] = tokens(begin, length)
             bits[row, start : start + length] = masks(begin, length)
             if start + length < capacity:
-                bits[row, start + length] = (
-                    BEGIN  # of what follows: the next conversation says so itself, the padding can't
-                )
+                # Of what follows: the next conversation says so itself, the padding can't.
+                bits[row, start + length] = BEGIN
         writers[0].put(out.tobytes())
         writers[1].put(bits.tobytes())
     return {

@@ -73,9 +73,8 @@ def train(texts: Iterable[str], vocab_size: int, folder: str) -> Tokenizer:
             " needs no training",
             EX_DATAERR,
         )
-    made.add_special_tokens(
-        [tokenizers.AddedToken(name, special=True, normalized=False) for name in SPECIAL]
-    )  # the highest ids
+    # The highest ids.
+    made.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in SPECIAL])
     found = Tokenizer(made.to_str().encode(), {"eos_token": SPECIAL[0], "pad_token": SPECIAL[-1]}, folder)
     found.save(folder)
     return found

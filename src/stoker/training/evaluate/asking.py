@@ -111,7 +111,6 @@ def _plain(question: Question, manner: Manner) -> str:
 def _solution(question: Question, manner: Manner) -> str:
     """On one line, for a line is where a plain answer ends."""
     if question.labels:
-        return (
-            question.answer if lettered(question, manner) else question.choices[question.labels.index(question.answer)]
-        )
+        chosen = question.choices[question.labels.index(question.answer)]
+        return question.answer if lettered(question, manner) else chosen
     return " ".join(_CALCULATOR.sub("", question.answer).split())

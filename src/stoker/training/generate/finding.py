@@ -136,14 +136,9 @@ def _models(folder: str, inside: str = STAGES, scores: bool = False) -> list[str
     if not os.path.isdir(place):
         return []
     paths = [os.path.join(entry.path, HF) for entry in os.scandir(place) if _is_own(entry, place)]
-    return sorted(
-        (
-            path
-            for path in paths
-            if _has_weights(path) and (scores or _stage_of(os.path.dirname(path)) not in NO_ANSWERS)
-        ),
-        key=_made,
-    )
+    made = [path for path in paths if _has_weights(path)]
+    answering = [path for path in made if scores or _stage_of(os.path.dirname(path)) not in NO_ANSWERS]
+    return sorted(answering, key=_made)
 
 
 def _is_own(entry: os.DirEntry[str], folder: str) -> bool:

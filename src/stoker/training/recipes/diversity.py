@@ -40,7 +40,10 @@ Answers = list[list[str]]
 
 def main(argv: list[str]) -> int:
     c = stage.settings(argv, "diversity")
-    folders = [_folder(getattr(c.diversity, name), f"diversity.{name}") for name in ("baseline", "compared")]
+    given = {f"diversity.{name}": getattr(c.diversity, name) for name in ("baseline", "compared")}
+    for key in (key for key, folder in given.items() if not folder):
+        raise Refusal(f"{key} is empty: name a model's folder", EX_CONFIG)
+    folders = [stage.weights_of(folder) for folder in given.values()]
     embedder = stage.weights_of(c.model.load)
     questions = _questions(c, folders)
 
@@ -55,12 +58,6 @@ def main(argv: list[str]) -> int:
         _compare(c, [question.text for question in questions], baseline, compared, vectors)
     group.close()
     return 0
-
-
-def _folder(given: str, key: str) -> str:
-    if not given:
-        raise Refusal(f"{key} is empty: name a model's folder", EX_CONFIG)
-    return stage.weights_of(given)
 
 
 def _questions(c: Config, folders: Sequence[str]) -> list[Question]:

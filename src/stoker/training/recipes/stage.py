@@ -126,9 +126,8 @@ def write_rows(c: Config, name: str, rows: Iterable[Mapping[str, Any]]) -> str:
     """A jsonl file in the run directory, which is given back."""
     folder = where_runs_go(c)
     os.makedirs(folder, 0o700, exist_ok=True)
-    write_whole(
-        os.path.join(folder, name), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-    )
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_whole(os.path.join(folder, name), text.encode())
     return folder
 
 
