@@ -125,8 +125,7 @@ def stoker(folder: Path, size: Size, told: argparse.Namespace) -> Iterator[dict[
     from stoker.training.parallel.config import ComputeConfig, ParallelConfig
     from stoker.training.parallel.group import Group
     from stoker.training.rl.config import GrpoConfig
-    from stoker.training.rl.prompts import Prompt
-    from stoker.training.rl.rollout import Rollout, outcome
+    from stoker.training.rl.rollout import Prompt, Rollout, outcome
     from stoker.training.rl.update import Updater, advantages
     from stoker.training.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 

@@ -114,7 +114,7 @@ def loader(cell: Cell) -> Any:
 
 def stoker(cell: Cell, fp8: bool = False) -> None:
     """The recipe itself; its data is there already, and its stepper also marks."""
-    from stoker.training.data.prepared import open_prepared
+    from stoker.training.data.shards import open_prepared
     from stoker.training.loop.step import Pending, Stepper
     from stoker.training.recipes import pretrain as recipe
     from stoker.training.recipes import supervised

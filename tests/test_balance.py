@@ -19,11 +19,10 @@ torch = pytest.importorskip("torch")
 
 from stoker import balance  # noqa: E402
 from stoker.contract.names import Refusal  # noqa: E402
-from stoker.training.balance.plan import Plan, Plans, apportion, equal  # noqa: E402
-from stoker.training.balance.rule import STEPS, NetworkRule, Rule  # noqa: E402
+from stoker.training.balance.plan import STEPS, NetworkRule, Plan, Plans, Rule, apportion, equal  # noqa: E402  # noqa: E402
 from stoker.training.config.resolve import recipe_settings  # noqa: E402
 from stoker.training.parallel.config import local_steps, read_comm  # noqa: E402
-from stoker.training.parallel.split import cut, even_micro  # noqa: E402
+from stoker.training.parallel.group import cut, even_micro  # noqa: E402
 
 # ---- plans: pure ----
 

@@ -23,7 +23,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 from conftest import EVERYTHING, wait_for  # noqa: E402
 from stoker.contract.names import Refusal  # noqa: E402
 from stoker.control.rank import words  # noqa: E402
-from stoker.training.checkpoint import part, pieces, snapshot  # noqa: E402
+from stoker.training.checkpoint import part, snapshot  # noqa: E402
 from stoker.training.checkpoint.reading import find, open_checkpoint, verify  # noqa: E402
 from stoker.training.checkpoint.saver import Saver  # noqa: E402
 
@@ -67,7 +67,7 @@ def of_all_types() -> dict[str, Any]:
     """Every dtype safetensors has, with random bits (NaNs among them), odd sizes, no dimension, nothing in it, and a transposed one."""
     generator = torch.Generator().manual_seed(7)
     found: dict[str, Any] = {}
-    for dtype, name in pieces.DTYPES.items():
+    for dtype, name in snapshot.DTYPES.items():
         raw = torch.randint(0, 2 if dtype == torch.bool else 256, (13 * 5 * 8,), dtype=torch.uint8, generator=generator)
         found[f"of.{name}"] = raw.view(dtype)[: 13 * 5].reshape(13, 5)
     found["scalar"] = torch.tensor(3.5)
@@ -333,7 +333,7 @@ def test_a_damaged_one_is_refused_by_name_and_the_one_before_is_taken(
 def test_a_bad_region_of_a_large_file_is_named_and_all_are_looked_at(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.training.checkpoint.sums.CHUNK", 1000)
+    monkeypatch.setattr("stoker.training.checkpoint.manifest.CHUNK", 1000)
     monkeypatch.setattr(snapshot, "_SLAB", 4096)  # several buffers, too
     one, state = job(2), of_all_types()
     one.save(1, state)
@@ -398,14 +398,17 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
             "not a plain file name",
         ),
         (lambda body: body["tensors"]["w"]["pieces"][0].update(file="../outside.safetensors"), "not among the files"),
-        (lambda body: body["tensors"]["w"]["pieces"][0].update(offset=[-1]), "w: offset is '-1'"),
+        (
+            lambda body: body["tensors"]["w"]["pieces"][0].update(offset=[-1]),
+            "offset: a whole number from 0 up is expected, found -1",
+        ),
         (lambda body: body["tensors"]["w"]["pieces"][0].update(shape=[3]), "do not make the whole tensor"),
         (
             lambda body: body["tensors"]["w"].update(shape=[8], pieces=body["tensors"]["w"]["pieces"] * 2),
             "do not make the whole tensor",
         ),
         (lambda body: body.update(schema=99), "its schema is 99"),
-        (lambda body: body.update(files=[]), "files is"),
+        (lambda body: body.update(files=[]), "files: an object is expected"),
     ],
 )
 def test_a_manifest_is_not_trusted(

@@ -28,8 +28,8 @@ from stoker.training.data.build import best_fit
 from stoker.training.data.config import DataConfig
 from stoker.training.data.order import Order
 from stoker.training.data.prepare import prepare
-from stoker.training.data.prepared import Prepared, open_prepared
 from stoker.training.data.reader import Samples
+from stoker.training.data.shards import Prepared, open_prepared
 from stoker.training.data.sources import FORMS, find_sources
 from stoker.training.tokenizer.config import TokenizerConfig
 from stoker.training.tokenizer.tokenizer import load

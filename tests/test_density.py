@@ -15,7 +15,6 @@ import numpy as np  # noqa: E402
 
 from conftest import Stoker  # noqa: E402
 from stoker.contract.names import Refusal  # noqa: E402
-from stoker.training.density.embed import embed  # noqa: E402
 from stoker.training.density.points import (  # noqa: E402  # noqa: E402
     Vectors,
     centred,
@@ -24,6 +23,7 @@ from stoker.training.density.points import (  # noqa: E402  # noqa: E402
     gini,
     unit,
 )
+from stoker.training.evaluate.likelihood import embed  # noqa: E402
 from stoker.training.model import hf  # noqa: E402
 from stoker.training.model.config import ModelConfig  # noqa: E402
 from stoker.training.model.decoder import Decoder  # noqa: E402

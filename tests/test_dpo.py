@@ -22,8 +22,6 @@ from torch import Tensor
 
 from conftest import Stoker, wait_for
 from stoker.training.data.formats.preferences import preference
-from stoker.training.dpo.config import DpoConfig
-from stoker.training.dpo.model import DpoModel, OutsideReference, Reference, learner, measured, with_prompts
 from stoker.training.model import hf
 from stoker.training.model.attention import documents
 from stoker.training.model.config import ModelConfig
@@ -32,6 +30,8 @@ from stoker.training.model.hf_config import shape_for
 from stoker.training.model.outside import Outside, load
 from stoker.training.parallel.config import ParallelConfig
 from stoker.training.parallel.group import Group
+from stoker.training.recipes.dpo import DpoModel, OutsideReference, Reference, learner, measured, with_prompts
+from stoker.training.reward.config import DpoConfig
 from stoker.training.reward.pairs import Pair, PairRows, encode
 from stoker.training.stages.registry import STAGES
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 from conftest import Stoker  # noqa: E402
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal  # noqa: E402
-from stoker.training.evaluate.answering import Marker, Written, put, sample, write  # noqa: E402
+from stoker.training.evaluate.answering import Answerer, Marker, Written, put  # noqa: E402
 from stoker.training.evaluate.asking import Manner, answer_text, prompt_ids, stop_ids  # noqa: E402
 from stoker.training.evaluate.confidence import holm, p_value, wilson, wilson_of_draws  # noqa: E402
 from stoker.training.evaluate.likelihood import bits_per_byte, log_likelihoods, windows  # noqa: E402
@@ -413,19 +413,11 @@ def test_sampled_answers_do_not_depend_on_the_number_of_ranks(tmp_path: Path) ->
     words = bytes_tokenizer()
     (task,) = read_tasks([rows(tmp_path / "q.jsonl", *(question(f"{n}?", "1") for n in range(150)))], 0)
     asked = put(task, words, Manner(True), 120, 8)
+    answerer = Answerer(Echo(), words, Manner(True), GenerateConfig())
 
     def sampled(world: int) -> dict[int, list[Written]]:
         parts = [
-            sample(
-                asked.prompts,
-                3,
-                Echo(),
-                words,
-                Manner(True),
-                GenerateConfig(),
-                5,
-                lambda block, rank=rank: block % world == rank,
-            )
+            answerer.sample(asked.prompts, 3, 5, lambda block, rank=rank: block % world == rank)
             for rank in range(world)
         ]
         assert sum(map(len, parts)) == 150, "each question once"
@@ -437,7 +429,7 @@ def test_sampled_answers_do_not_depend_on_the_number_of_ranks(tmp_path: Path) ->
         and len({written.text for answers in alone.values() for written in answers}) == 450
     )
     assert not any(written.cut for answers in alone.values() for written in answers)
-    said = write(asked, [0, 149], Echo(), words, Manner(True), GenerateConfig())
+    said = answerer.write(asked, [0, 149])
     assert [one.greedy.completion for one in said] == [str(len(asked.prompts[0])), str(len(asked.prompts[149]))]
 
 

@@ -26,7 +26,7 @@ from stoker.training.data.prepare import prepare
 from stoker.training.evaluate.asking import Manner, prompt_ids, stop_ids
 from stoker.training.evaluate.likelihood import windows
 from stoker.training.reward.pairs import answered
-from stoker.training.rl.prompts import read as read_prompts
+from stoker.training.rl.rollout import read as read_prompts
 from stoker.training.tokenizer.config import TokenizerConfig
 from stoker.training.tokenizer.tokenizer import load
 

@@ -16,9 +16,8 @@ from conftest import Stoker
 from stoker.contract.names import Refusal
 from stoker.contract.shapes import Evidence, RankEnd, RankError
 from stoker.control.verdict.judge import judge
-from stoker.training.forensics.banner import banner
 from stoker.training.forensics.config import parse
-from stoker.training.forensics.culprit import NonFinite, decide
+from stoker.training.forensics.culprit import NonFinite, banner, decide
 from stoker.training.forensics.report import Report, TensorStats
 
 torch = pytest.importorskip("torch")
@@ -27,10 +26,16 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from stoker.training.forensics import dump, reading, statistics  # noqa: E402
-from stoker.training.forensics.inject import Drill  # noqa: E402
-from stoker.training.forensics.replay import Investigation, MicroBatch, Replay, investigate  # noqa: E402
-from stoker.training.forensics.scopes import scope  # noqa: E402
+from stoker.training.forensics import reading, statistics  # noqa: E402
+from stoker.training.forensics.replay import (  # noqa: E402
+    Drill,
+    Investigation,
+    MicroBatch,
+    Replay,
+    investigate,
+    write_dump,
+)
+from stoker.training.forensics.trace import scope  # noqa: E402
 
 torch.set_num_threads(1)  # the tensors are tiny
 
@@ -548,7 +553,7 @@ def dumped(folder: Path, dtype: Any = torch.bfloat16, **more: Any) -> str:
     model.layers[1].mlp.trick = one_nan
     replay = batches(model)
     found = look(model, replay, label="GPU 6", **more)
-    return dump.write(
+    return write_dump(
         str(folder), found, model, replay, decode=lambda tokens: "".join(chr(97 + token % 26) for token in tokens)
     )
 
@@ -588,7 +593,7 @@ def test_a_second_dump_of_the_same_step_replaces_the_first_and_a_failed_one_leav
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(dump, "write_tensors", full)
+    monkeypatch.setattr("stoker.training.forensics.replay.write_tensors", full)
     with pytest.raises(OSError, match="No space"):
         dumped(tmp_path)
     assert [one.name for one in where.parent.iterdir()] == ["rank-0"] and (where / "parameters.safetensors").exists()
@@ -597,8 +602,8 @@ def test_a_second_dump_of_the_same_step_replaces_the_first_and_a_failed_one_leav
 def test_parameters_are_left_out_and_that_is_said_where_the_disk_has_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dump, "SPARE", 1 << 62)
-    monkeypatch.setattr(dump, "bytes_of", lambda tensors: 1 << 60)
+    monkeypatch.setattr("stoker.training.forensics.replay.SPARE", 1 << 62)
+    monkeypatch.setattr("stoker.training.forensics.replay.bytes_of", lambda tensors: 1 << 60)
     where = dumped(tmp_path)
     (found,) = reading.ranks(where)
     assert (
@@ -700,7 +705,7 @@ sys.path.insert(0, sys.argv[1])
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from test_forensics import NonFinite, Steep, batches, decide, dump, look, made, reading
+from test_forensics import NonFinite, Steep, batches, decide, look, made, reading, write_dump
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -710,7 +715,7 @@ for part in (*model.layers, model):
 if rank == 1:
     model.layers[1].mlp.trick = Steep.apply
 replay = batches(model)
-dump.write(os.environ["STOKER_RUN_DIR"], look(model, replay, rank=rank, world=2), model, replay)
+write_dump(os.environ["STOKER_RUN_DIR"], look(model, replay, rank=rank, world=2), model, replay)
 dist.barrier()
 summary = decide([one.report for one in reading.ranks(reading.step_folder(os.environ["STOKER_RUN_DIR"], 12))]).summary
 dist.destroy_process_group()

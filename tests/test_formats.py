@@ -30,9 +30,9 @@ from stoker.training.data.formats.preferences import preference
 from stoker.training.data.formats.table import FORMATS, recognise
 from stoker.training.data.order import Mixed, mixture_of, order_of
 from stoker.training.data.prepare import prepare
-from stoker.training.data.prepared import Prepared
 from stoker.training.data.reader import Samples
 from stoker.training.data.rows import KINDS, rows
+from stoker.training.data.shards import Prepared
 from stoker.training.tokenizer.config import TokenizerConfig
 from stoker.training.tokenizer.tokenizer import load
 

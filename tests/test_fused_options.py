@@ -20,8 +20,8 @@ from stoker.training.model import experts
 from stoker.training.model.attention import rotary_table, rotate
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
+from stoker.training.model.linear import _backward, swiglu
 from stoker.training.model.ready import _unfusable
-from stoker.training.model.swiglu import _backward, swiglu
 
 SMALL = ModelConfig(layers=3, dim=32, heads=4, kv_heads=2, head_dim=8, ff=48, vocab_size=96, init_std=0.3)
 TOKENS = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -88,16 +88,14 @@ def stand_in() -> types.ModuleType:
         swiglu,
     )
     module.norm_rotate, module.norm_rotate_backward = norm_rotate, norm_rotate_backward
+    module.swiglu_backward = _backward
     return module
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    other: Any = types.ModuleType("stoker.training.model.swiglu_kernel")
-    other.backward = _backward
     package, kernel = "stoker.training.model", stand_in()
     monkeypatch.setitem(sys.modules, f"{package}.fused_kernel", kernel)
-    monkeypatch.setitem(sys.modules, f"{package}.swiglu_kernel", other)
     # `fused` is imported anew, with the stand-ins. Set before it is deleted: only so is that module forgotten afterwards.
     monkeypatch.setitem(sys.modules, f"{package}.fused", types.ModuleType("nothing"))
     monkeypatch.setattr(sys.modules[package], "fused", None, raising=False)

@@ -132,9 +132,7 @@ def test_answers_on_a_gpu_follow_the_models_own_logits(folder: str) -> None:
     model = opened(folder, "off", []).eval()
     prompts = [row[:length].tolist() for row, length in zip(tokens(), (3, 60, 17, 30), strict=True)]
     for rows in (1, 4):
-        answers = Engine(model, rows=rows, length=128, say=lambda line: None).generate(
-            prompts, new_tokens=30, stop=(), temperature=0
-        )
+        answers = Engine(model, rows=rows, length=128).generate(prompts, new_tokens=30, stop=(), temperature=0)
         for prompt, answer in zip(prompts, answers, strict=True):
             assert len(answer) == 30
             with torch.no_grad():

@@ -28,7 +28,7 @@ from stoker.training.generate import exporting  # noqa: E402
 from stoker.training.generate.finding import Found  # noqa: E402
 from stoker.training.loop.learner import Beside  # noqa: E402
 from stoker.training.model import hf  # noqa: E402
-from stoker.training.model import logprobs as chunked  # noqa: E402
+from stoker.training.model import loss as chunked  # noqa: E402
 from stoker.training.model.config import ModelConfig  # noqa: E402
 from stoker.training.model.decoder import Decoder  # noqa: E402
 from stoker.training.optim.config import OptimConfig  # noqa: E402
@@ -36,10 +36,10 @@ from stoker.training.optim.optimizer import Optimizer  # noqa: E402
 from stoker.training.parallel.config import ParallelConfig  # noqa: E402
 from stoker.training.parallel.group import Group  # noqa: E402
 from stoker.training.recipes.grpo import reward  # noqa: E402
-from stoker.training.rl import prompts as asking  # noqa: E402
-from stoker.training.rl.breaker import FIRST, History, Seen, judge  # noqa: E402
+from stoker.training.rl import rollout as asking  # noqa: E402
 from stoker.training.rl.config import GrpoConfig  # noqa: E402
 from stoker.training.rl.rollout import Answer  # noqa: E402
+from stoker.training.rl.task import FIRST, History, Seen, judge  # noqa: E402
 from stoker.training.rl.update import Policy, Row, Updater, advantages, arrange  # noqa: E402
 from stoker.training.tokenizer import chat  # noqa: E402
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402

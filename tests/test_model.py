@@ -16,13 +16,12 @@ from torch import Tensor
 
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
-from stoker.training.model import loss, ready, swiglu
+from stoker.training.model import linear, loss, ready
 from stoker.training.model.attention import Seen, attend, documents, kernels, rotary_table, rotate, seen_by
-from stoker.training.model.config import ModelConfig
+from stoker.training.model.config import ModelConfig, flops_per_token, matmul_parameters
 from stoker.training.model.decoder import Decoder
+from stoker.training.model.linear import swiglu_linear
 from stoker.training.model.loss import IGNORED, chunk_rows, linear_cross_entropy
-from stoker.training.model.rows import flops_per_token, matmul_parameters
-from stoker.training.model.swiglu import swiglu_linear
 from stoker.training.parallel.config import ComputeConfig
 
 SMALL = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ff=48, vocab_size=96, init_std=0.2)
@@ -350,13 +349,11 @@ def test_recomputed_blocks_have_the_same_gradients(
 ) -> None:
     """Plain blocks, and fused ones with stand-ins for the kernels that no CPU can run."""
     kernels_ = types.SimpleNamespace(
-        add_norm=_added_norm, norm_backward=_norm_gradient, rotate_in_place=_turned, swiglu=swiglu.swiglu
-    )
+        add_norm=_added_norm, norm_backward=_norm_gradient, rotate_in_place=_turned, swiglu=linear.swiglu,
+        swiglu_backward=linear._backward,
+    )  # fmt: skip
     package = "stoker.training.model"
     monkeypatch.setitem(sys.modules, f"{package}.fused_kernel", cast(Any, kernels_))
-    monkeypatch.setitem(
-        sys.modules, f"{package}.swiglu_kernel", cast(Any, types.SimpleNamespace(backward=swiglu._backward))
-    )
     # `fused` is imported anew, with the stand-ins. Set before it is deleted: only so is that module forgotten afterwards.
     monkeypatch.setitem(sys.modules, f"{package}.fused", cast(Any, None))
     monkeypatch.setattr(sys.modules[package], "fused", None, raising=False)
@@ -379,7 +376,7 @@ def test_recomputed_blocks_have_the_same_gradients(
 
 def test_no_stand_in_is_left_behind() -> None:
     """The tests on a GPU need the real ones."""
-    for name in ("fused", "fused_kernel", "swiglu_kernel"):
+    for name in ("fused", "fused_kernel"):
         module = sys.modules.get(f"stoker.training.model.{name}")
         assert module is None or isinstance(module, types.ModuleType)
         assert getattr(sys.modules["stoker.training.model"], name, module) is module

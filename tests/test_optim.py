@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stoker.training.optim.config import OptimConfig  # noqa: E402
+from stoker.training.optim.config import OptimConfig, rate_share, warmup_length  # noqa: E402
 from stoker.training.optim.optimizer import (  # noqa: E402
     BLOCK,
     Optimizer,
@@ -22,7 +22,6 @@ from stoker.training.optim.optimizer import (  # noqa: E402
     unpack_first,
     unpack_second,
 )
-from stoker.training.optim.schedule import share, warmup  # noqa: E402
 
 KINDS = ("adamw", "adamw8bit", "muon")
 
@@ -41,7 +40,7 @@ def one_thread() -> Iterator[None]:
 
 def curve(steps: int, **told: Any) -> list[float]:
     c = OptimConfig(**{"warmup_ratio": 0.0, **told})
-    return [share(c, step, steps) for step in range(steps)]
+    return [rate_share(c, step, steps) for step in range(steps)]
 
 
 def test_warm_up_rises_in_a_line_from_above_nothing_to_the_peak() -> None:
@@ -49,8 +48,8 @@ def test_warm_up_rises_in_a_line_from_above_nothing_to_the_peak() -> None:
         found = curve(100, schedule=kind, warmup_steps=4)
         assert found[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0]), kind
     assert (
-        warmup(OptimConfig(warmup_steps=0, warmup_ratio=0.1), 50) == 5
-        and warmup(OptimConfig(warmup_steps=3, warmup_ratio=0.1), 50) == 3
+        warmup_length(OptimConfig(warmup_steps=0, warmup_ratio=0.1), 50) == 5
+        and warmup_length(OptimConfig(warmup_steps=3, warmup_ratio=0.1), 50) == 3
     )
     assert all(0 < one <= 1 for one in curve(3, warmup_steps=10)), "a warm-up longer than the run"
 
@@ -61,7 +60,7 @@ def test_cosine_and_linear_fall_from_the_peak_towards_their_share_of_it(kind: st
     assert found[0] == 1.0 and found[500] == pytest.approx(0.55) and found[-1] == pytest.approx(0.1, abs=1e-3)
     assert all(later < earlier for earlier, later in itertools.pairwise(found))
     assert found[250] == pytest.approx(0.1 + 0.9 * (0.5 + 0.5 * math.cos(math.pi / 4)) if kind == "cosine" else 0.775)
-    assert share(OptimConfig(schedule=kind, min_ratio=0.1), 5000, 1000) == pytest.approx(0.1), (
+    assert rate_share(OptimConfig(schedule=kind, min_ratio=0.1), 5000, 1000) == pytest.approx(0.1), (
         "behind its end it stays there"
     )
 
@@ -196,7 +195,9 @@ def test_eight_bits_learn_a_regression_nearly_as_well_as_thirty_two() -> None:
             loss = (model(x) - y).square().mean()
             loss.backward()
             optimizer.step(
-                share(OptimConfig(warmup_ratio=0.0), step, 300), gradient_norm(optimizer.parameters), torch.zeros(())
+                rate_share(OptimConfig(warmup_ratio=0.0), step, 300),
+                gradient_norm(optimizer.parameters),
+                torch.zeros(()),
             )
             optimizer.zero()
         return float((model(x) - y).square().mean().detach())

@@ -17,8 +17,8 @@ from conftest import Stoker
 from stoker.contract.shape import replace
 from stoker.training.data.config import DataConfig
 from stoker.training.data.prepare import prepare
-from stoker.training.data.prepared import Prepared
-from stoker.training.loop.material import from_prepared
+from stoker.training.data.shards import Prepared
+from stoker.training.loop.feeder import from_prepared
 from stoker.training.model import hf, outside
 from stoker.training.model.attention import Documents, attend, begins, documents, kernels, packed_kernel, seen_by
 from stoker.training.model.config import ModelConfig

@@ -13,7 +13,7 @@ import numpy as np  # noqa: E402
 from stoker.contract.names import EX_USAGE, Refusal  # noqa: E402
 from stoker.training.data.order import Order  # noqa: E402
 from stoker.training.loop.feeder import Course  # noqa: E402
-from stoker.training.parallel.split import even_micro, largest_share, split  # noqa: E402
+from stoker.training.parallel.group import even_micro, largest_share, split  # noqa: E402
 
 WORLDS = (1, 2, 3, 5, 7, 8, 16)
 

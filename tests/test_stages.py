@@ -213,7 +213,7 @@ def test_a_killed_chains_gpus_stay_locked_until_its_stage_has_ended(
 
 def test_every_built_in_stage_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, stage in STAGES.items():
-        assert stage.name == name and stage.common and stage.source.endswith(f"{name}.py")
+        assert stage.name == name and stage.common and Path(stage.source).is_file()
         assert stage.links or name == "dpo", "in the chain, but for one that is run on its own"
     with pytest.raises(Refusal, match="is reserved"):
         registry.register(load(""), replace(STAGES["sft"], name="report"), "here.py")

@@ -921,7 +921,7 @@ def test_help_lists_options_and_keys_with_defaults(stoker: Stoker) -> None:
 def test_a_run_that_goes_on_is_the_same_with_other_ranks_and_other_words_but_not_with_another_rate() -> None:
     from stoker.control.launch.request import Request
     from stoker.control.launch.runplace import config_hash
-    from stoker.training.config.lasting import lasting
+    from stoker.training.config.resolve import lasting
 
     def of(ranks: str, *argv: str) -> str:
         found = config("--preset", "small", *argv)
@@ -945,7 +945,7 @@ def test_the_latest_run_is_the_one_that_was_latest_when_it_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The new run is the latest one before its ranks look."""
-    from stoker.training.config.lasting import pinned
+    from stoker.training.config.resolve import pinned
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "1-base" / "hf").mkdir(parents=True)

@@ -14,9 +14,8 @@ import pytest
 
 from stoker.contract.names import Refusal
 from stoker.training.evaluate.marking import right_in_form
-from stoker.training.world.lexicon import lexicon
 from stoker.training.world.make import make
-from stoker.training.world.world import chain_held, fact_held, order_held, pair_held, sum_held
+from stoker.training.world.world import chain_held, fact_held, lexicon, order_held, pair_held, sum_held
 from world_leaks import leaks
 
 SIZE = 0.04

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stoker.training.world.lexicon import VERBS, Lexicon, lexicon
-from stoker.training.world.world import chain_held, fact_held, order_held, pair_held, sum_held
+from stoker.training.world.world import VERBS, Lexicon, chain_held, fact_held, lexicon, order_held, pair_held, sum_held
 
 Content = tuple[
     str | int, ...

@@ -364,7 +364,7 @@ def write_weights(path: Path, header: bytes, data: int, length: int | None = Non
 
 def write_model(where: Path) -> None:
     where.mkdir(parents=True, exist_ok=True)
-    (where / "config.json").write_text(json.dumps(config_of(SHAPE, 64, "float32", ())))
+    (where / "config.json").write_text(json.dumps(config_of(SHAPE, 64, "float32")))
     header, data = header_of_model()
     write_weights(where / "model.safetensors", json.dumps(header).encode(), data)
     bytes_tokenizer().save(str(where))
@@ -386,7 +386,7 @@ def _in_model(content: Callable[[Path], None], without: tuple[str, ...] = ()) ->
 
 
 def _config(**changes: Any) -> Callable[[Path], None]:
-    return _in_model(text(json.dumps({**config_of(SHAPE, 64, "float32", ()), **changes})))
+    return _in_model(text(json.dumps({**config_of(SHAPE, 64, "float32"), **changes})))
 
 
 def _weights(change: Callable[[dict[str, Any]], Any], data: int | None = None) -> Callable[[Path], None]:

@@ -19,12 +19,10 @@ from stoker.contract.names import Refusal
 from stoker.contract.shapes import Verdict
 from stoker.contract.wholefile import WholeFile, write_json, write_whole
 from stoker.control.launch.description import notify
-from stoker.training.checkpoint.manifest import Sums
-from stoker.training.checkpoint.sums import sizes_wrong_in, wrong_in
+from stoker.training.checkpoint.manifest import Sums, sizes_wrong_in, wrong_in
 from stoker.training.forensics import reading
-from stoker.training.forensics.banner import banner, headline
-from stoker.training.forensics.culprit import decide
-from stoker.training.forensics.dump import write_tensors
+from stoker.training.forensics.culprit import banner, decide, headline
+from stoker.training.forensics.replay import write_tensors
 from stoker.training.forensics.report import Report, TensorStats
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 

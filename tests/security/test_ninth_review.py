@@ -34,7 +34,7 @@ from stoker.training.data.prepare import prepare
 from stoker.training.data.read import Place, Remarks, conversations, texts
 from stoker.training.data.rows import rows
 from stoker.training.data.units import Span
-from stoker.training.generate.card import card_of
+from stoker.training.generate.exporting import card_of
 from stoker.training.model import hf_write
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import kept_text, shape_for

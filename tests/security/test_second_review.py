@@ -28,7 +28,7 @@ from stoker.control.launch.nodes import Meeting
 from stoker.control.machine import processes
 from stoker.control.scheduler import slurm_submit as submit
 from stoker.training.config import files
-from stoker.training.data import digests
+from stoker.training.data import ours as digests
 
 OTHER = 65534
 

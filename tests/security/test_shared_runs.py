@@ -568,7 +568,7 @@ def test_each_user_submits_from_a_shared_folder(users: tuple[User, User]) -> Non
 def test_a_path_through_latest_is_ones_own_run(users: tuple[User, User]) -> None:
     ann, bob = users
     assert ann("run", "--name", "a", "ok.py").code == 0 and bob("run", "--name", "b", "ok.py").code == 0
-    code = "from stoker.training.config.lasting import _pinned; print(_pinned('runs/latest/hf'))"
+    code = "from stoker.training.config.resolve import _pinned; print(_pinned('runs/latest/hf'))"
     for user, name in ((ann, "a"), (bob, "b")):
         assert user.python(code).strip().endswith(f"-{name}/hf"), user.uid
 

@@ -36,12 +36,12 @@ from stoker.training.config.amount import lines_in
 from stoker.training.config.layers import gather
 from stoker.training.config.resolve import settle
 from stoker.training.data import ours, reader, shards, units
-from stoker.training.data.digests import digest_files
+from stoker.training.data.ours import digest_files
 from stoker.training.data.read import _did_you_mean, key_names
 from stoker.training.data.sources import Source
 from stoker.training.evaluate import tasks
 from stoker.training.generate import finding
-from stoker.training.loop.supervised import SampleLog
+from stoker.training.loop.supervised import sample_log
 from stoker.training.model import hf_config, hf_files
 from stoker.training.recipes.stage import where_runs_go
 
@@ -290,7 +290,7 @@ def test_logs_of_a_run_follow_no_link(tmp_path: Path) -> None:
     for name in ("samples-rank-0.jsonl", "metrics.jsonl"):
         (tmp_path / name).symlink_to(victim)
     with pytest.raises(OSError):
-        SampleLog(str(tmp_path), 0, 0).write(1, [2])
+        sample_log(str(tmp_path), 0).write("1")
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "made")
     with pytest.raises(OSError):

@@ -13,8 +13,7 @@ from stoker.contract.shape import as_json, pick
 from stoker.contract.untrusted import json_text
 from stoker.control.record import reader
 from stoker.training.forensics import reading
-from stoker.training.forensics.banner import banner, headline, table
-from stoker.training.forensics.culprit import decide
+from stoker.training.forensics.culprit import banner, decide, headline, table
 
 _ABOUT = "Where a NaN or Inf came from: the first bad operation, its tensors, the gradients it spoiled, the samples."
 _TENSOR = "show one tensor of the dump: output, input.self, a parameter's name, gradients/NAME, parameters/NAME"

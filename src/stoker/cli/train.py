@@ -21,17 +21,16 @@ from stoker.training.config.check import check, check_data, check_drill, check_n
 from stoker.training.config.derived import about, derivable
 from stoker.training.config.flags import Shown, add_key_flags
 from stoker.training.config.keys import KEYS, as_yaml, config_of, values_of
-from stoker.training.config.lasting import lasting, pinned, with_tokenizer
 from stoker.training.config.layers import PREFIX, Layers, gather
-from stoker.training.config.resolve import Resolved, flags, on_cpu, settle
+from stoker.training.config.resolve import Resolved, flags, lasting, on_cpu, pinned, settle, with_tokenizer
 from stoker.training.config.schema import SECTIONS, Config
 from stoker.training.data.sources import check_there, fetch, is_hub_id, share_of
-from stoker.training.loop.loggers import check_loggers
+from stoker.training.loop.config import check_loggers
 from stoker.training.stages.registry import STAGES, learning
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from stoker.training.data.prepared import Prepared
+    from stoker.training.data.shards import Prepared
     from stoker.training.model.config import ModelConfig
 
 _NOT_HERE = ("config", "module", "no_python")  # the program is the recipe, and the config file is read here
@@ -319,7 +318,7 @@ def _check_model(asked: ModelConfig) -> None:
 def _check_weights(model: ModelConfig, ready: Prepared) -> None:
     """Whether they go with the data's tokenizer."""
     from stoker.training.model import hf_config, hf_files, hf_hub
-    from stoker.training.model.rows import with_rows
+    from stoker.training.model.config import with_rows
     from stoker.training.tokenizer import place, tokenizer
 
     folder = hf_hub.folder_of(model.load, lambda line: None, code=model.trust_remote_code)

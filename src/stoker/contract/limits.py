@@ -1,10 +1,17 @@
-"""What numbers a setting may be: declared beside it, `option(..., limit=limits.COUNT)`, and checked wherever it is read."""
+"""What a setting may be: `limits.COUNT("help", 0)`, `one_of("a", "b")("help")`, `text("PATH")("help")`; checked wherever
+it is read.
+"""
 
 from __future__ import annotations
 
 import math
 
-from stoker.contract.shape import shape
+from stoker.contract.shape import option, shape
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 
 @shape
@@ -13,6 +20,10 @@ class Range:
     high: float = math.inf
     above: bool = False  # low itself is out
     below: bool = False  # high itself is out
+
+    def __call__(self, help: str, default: float, **more: Any) -> Any:
+        """A setting that is such a number."""
+        return option(help, default=default, limit=self, **more)
 
     def __contains__(self, value: object) -> bool:
         assert isinstance(value, (int, float)), f"a limit of {value!r}, which is no number"
@@ -33,3 +44,12 @@ COUNT, FROM_ONE, FROM_TWO = Range(0, MANY), Range(1, MANY), Range(2, MANY)
 LARGE, SEED = Range(0, MANY * 10**6), Range(0, 2**63 - 1)
 NOT_NEGATIVE, POSITIVE = Range(0), Range(0, above=True)
 SHARE, LESS_THAN_ALL = Range(0, 1), Range(0, 1, below=True)
+
+
+def one_of(*choices: str) -> Callable[[str], Any]:
+    """The first is the default."""
+    return lambda help: option(help, default=choices[0], choices=choices)
+
+
+def text(metavar: str) -> Callable[[str], Any]:
+    return lambda help: option(help, metavar, default="")

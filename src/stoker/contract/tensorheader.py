@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from typing import Any
 
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import open_regular, parse_json
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 MOST_DIMENSIONS = 64
 LONGEST = 100_000_000  # bytes of a header that the safetensors library accepts
@@ -50,6 +55,18 @@ def read_header(path: str) -> Header:
     tensors = {name: _tensor(name, entry, 8 + length, whole) for name, entry in found.items()}
     _refuse_overlap(tensors)
     return Header(tensors, about)
+
+
+def pack_header(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
+    """What a file begins with that holds these (dtype, shape), one behind the other: its length, and JSON padded to 8."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, (dtype, sizes) in tensors.items():
+        begin, end = end, end + math.prod(sizes) * BITS[dtype] // 8
+        header[name] = {"dtype": dtype, "shape": list(sizes), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _tensor(name: str, entry: Any, start: int, whole: int) -> Tensor:

@@ -17,6 +17,7 @@ Reader = Callable[[Any], Any]
 
 _BIG = 1 << 63
 _LARGEST = sys.float_info.max
+Count = int  # from 0 up
 Real = float  # any finite number: a tensor's values; "float" must fit 64 bits
 _readers: dict[tuple[str, str], Reader] = {}
 
@@ -181,6 +182,7 @@ def _plain(wanted: str, fits: Callable[[Any], bool]) -> Reader:
 _real = _plain("a finite number", lambda value: type(value) in (int, float) and -_LARGEST <= value <= _LARGEST)
 _PLAIN: dict[str, Reader] = {
     "int": _plain("a whole number", lambda value: type(value) is int and -_BIG <= value < _BIG),
+    "Count": _plain("a whole number from 0 up", lambda value: type(value) is int and 0 <= value < _BIG),
     "float": _plain("a number", lambda value: type(value) in (int, float) and -_BIG <= value < _BIG),
     "Real": lambda value: float(_real(value)),
     "str": _plain("a text", lambda value: isinstance(value, str)),

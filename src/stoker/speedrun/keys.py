@@ -12,7 +12,7 @@ from typing import Any
 
 import stoker
 from stoker.speedrun.stages import REPORT, WORLD, File, Stage
-from stoker.training.config.lasting import PASSING
+from stoker.training.config.resolve import PASSING
 from stoker.training.stages.registry import STAGES
 from stoker.training.stages.stage import From
 

@@ -17,10 +17,9 @@ from stoker.contract.shape import shape
 from stoker.contract.untrusted import text_lines
 from stoker.speedrun.rows import CHECKS, TEXT_KEY, check_once, check_questions, check_text, copy_usable, judge
 from stoker.speedrun.stages import FILES, OUR_WORLD, Data, File, Place
-from stoker.training.data.digests import digest_files
 from stoker.training.data.formats.questions import LETTERS
 from stoker.training.data.formats.table import recognise, recognise_any
-from stoker.training.data.ours import files_below
+from stoker.training.data.ours import digest_files, files_below
 from stoker.training.data.rows import is_known, kind_of, rows
 from stoker.training.data.unpack import packing_of, unpacked_name
 

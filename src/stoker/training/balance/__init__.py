@@ -1,3 +1,1 @@
-"""Unlike ranks pull their weight: who computes how many samples of a step, and how gradients travel where the network
-is the limit.
-"""
+"""Unlike ranks pull their weight: who computes how many samples of a step, and how gradients travel."""

@@ -1,11 +1,8 @@
-"""The drop-in for anybody's DDP loop: a hook in DDP's exchange weighs this rank's gradients by its part of the batch,
-and times its work.
+"""The drop-in for anybody's DDP loop: a hook in DDP's exchange weighs a rank's gradients by its part of the batch.
 
 Exact: a rank's loss is a mean over its own samples, so its gradient times its count, summed over ranks, divided by the
 count of all, is the gradient of one process. One small all-reduce a step carries the counts, everybody's seconds and
 how far everybody's loader is ahead; it is launched before the first bucket and nobody waits for it.
-
-Each step's samples are the same for every number of ranks and every plan; a plan cuts them.
 """
 
 from __future__ import annotations
@@ -21,9 +18,8 @@ from torch import Tensor, nn
 import stoker
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
-from stoker.training.balance.clock import now
-from stoker.training.balance.plan import Plan, Plans, apportion
-from stoker.training.balance.rule import Rule
+from stoker.training.balance.comm import now, to_host
+from stoker.training.balance.plan import Plan, Plans, Rule, apportion
 
 MARGIN = 3  # steps a loader may have run ahead since that was told
 # steps between a rank's time and the step that carries it, and again until it is read: by then a GPU has long done them
@@ -39,10 +35,8 @@ class Given:
 
 
 class Sampler:
-    """A DataLoader's batch_sampler, in place of batch_size and DistributedSampler. `batch`: samples a step, of all
-    ranks together.
-
-    `most`: the largest batch that fits into this rank's memory. Each epoch has its own order, drawn from (seed, epoch).
+    """A DataLoader's batch_sampler, in place of batch_size and DistributedSampler. `batch`: samples a step, of all ranks.
+    `most`: the largest batch that fits here. Each epoch has its own order, drawn from (seed, epoch).
     """
 
     def __init__(
@@ -72,9 +66,8 @@ class Sampler:
         self._given: deque[Given] = deque()
         self._count: int | Tensor | None = None
         left = self._samples % batch
-        self._steps = self._samples // batch + (
-            left >= self.world and not drop_last
-        )  # the rest has one for each rank, or is left out
+        # The rest has one for each rank, or is left out.
+        self._steps = self._samples // batch + (left >= self.world and not drop_last)
 
     def _mosts(self, most: int | None) -> list[int] | None:
         found: list[int | None] = [most]
@@ -87,9 +80,7 @@ class Sampler:
         return self._steps
 
     def set_epoch(self, epoch: int) -> None:
-        """Epochs count themselves; this is for a loop that begins elsewhere. The epoch a checkpoint stands in goes on
-        where that left it.
-        """
+        """For a loop that begins elsewhere: epochs count themselves, and a checkpoint's goes on where it stood."""
         if epoch != self.epoch:
             self._first = 0
         self.epoch, self._begun = epoch, False
@@ -114,9 +105,7 @@ class Sampler:
         self.epoch, self._begun = self.epoch + 1, False
 
     def count(self, learned: int | Tensor) -> None:
-        """Before backward, where the loss is a mean over something else than samples: how many this rank's batch has
-        (label tokens, say).
-        """
+        """Before backward, where the loss is no mean over samples: how many (label tokens, say) the batch has."""
         self._count = learned
 
     def coming(self) -> Given | None:
@@ -189,12 +178,9 @@ class _Exchange:
         self._weight: Tensor | float = 1.0
         self._total: Any = None  # the small all-reduce of this step, under way
         self._times: deque[tuple[Given, Any, Any]] = deque(maxlen=LAG)  # this rank's, of the steps before
-        self._carried: tuple[Given | None, Tensor] | None = (
-            None  # whose seconds the step before carried, and what came of it
-        )
-        self._copy: tuple[Given | None, Tensor, Any] | None = (
-            None  # and of the step before that, on its way to the host
-        )
+        # Whose seconds the step before carried, and what came of it; and of the step before that, on its way to the host.
+        self._carried: tuple[Given | None, Tensor] | None = None
+        self._copy: tuple[Given | None, Tensor, Any] | None = None
 
     def begin(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.is_grad_enabled() or not model.training:
@@ -246,7 +232,7 @@ class _Exchange:
         small[0] = self._weight
         self._hear()
         if self._carried is not None:
-            self._copy = (self._carried[0], *self._to_host(self._carried[1]))
+            self._copy = (self._carried[0], *to_host(self._carried[1]))
         self._total = (dist.all_reduce(small, async_op=True).get_future(), small)
         self._carried = (measured, small)
 
@@ -276,15 +262,6 @@ class _Exchange:
                 f" ({speeds} samples/s)"
             )
             stoker.mark(f"BALANCE {plan.step}: {','.join(map(str, plan.shares))}")
-
-    def _to_host(self, numbers: Tensor) -> tuple[Tensor, Any]:
-        if not numbers.is_cuda:
-            return numbers, None
-        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        host.copy_(numbers, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return host, event
 
     def _between(self, begin: Any, end: Any) -> float:
         if self._device.type != "cuda":

@@ -6,12 +6,17 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+import stat
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from stoker.contract.shape import as_json, shape
-from stoker.contract.untrusted import parse_json
+from stoker.contract.typed import Count, read_shape
+from stoker.contract.untrusted import kind_of, parse_json
 
 SCHEMA = 1
 NAME = "manifest.json"
@@ -29,15 +34,15 @@ class Piece:
 
     file: str
     key: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: tuple[Count, ...]
+    shape: tuple[Count, ...]
 
 
 @shape
 class Entry:
     """A whole tensor."""
 
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str  # as safetensors spells it
     pieces: tuple[Piece, ...]
 
@@ -46,15 +51,15 @@ class Entry:
 class Sums:
     """A file's size, and the CRC-32 of each `chunk` bytes of it."""
 
-    size: int
-    chunk: int
-    crc32: tuple[int, ...]
+    size: Count
+    chunk: Count
+    crc32: tuple[Count, ...]
 
 
 @shape
 class Manifest:
-    step: int
-    world: int
+    step: Count
+    world: Count
     token: str
     files: dict[str, Sums]
     tensors: dict[str, Entry]
@@ -78,60 +83,22 @@ def decode(data: bytes) -> Manifest:
         raise ValueError(f"its schema is {body.get('schema')!r}, this Stoker reads {SCHEMA}")
     if body.pop("sha256", None) != _digest(body):
         raise ValueError("its own checksum is wrong")
-    score = body.get("score")
-    if score is not None and not isinstance(score, (int, float)):
-        raise ValueError(f"score is {score!r}")
-    manifest = Manifest(
-        step=_count(body.get("step"), "step"),
-        world=_count(body.get("world"), "world"),
-        token=str(body.get("token")),
-        files=decode_files(body.get("files")),
-        tensors=decode_tensors(body.get("tensors")),
-        meta=_mapping(body.get("meta"), "meta"),
-        score=score,
-    )
+    del body["schema"]
+    manifest = read_shape(Manifest, body)
+    check_files(manifest.files)
     problem = disagreement(manifest.files, manifest.tensors)
     if problem:
         raise ValueError(problem)
     return manifest
 
 
-def decode_files(found: object) -> dict[str, Sums]:
-    files: dict[str, Sums] = {}
-    for name, sums in _mapping(found, "files").items():
+def check_files(files: Mapping[str, Sums]) -> None:
+    for name, sums in files.items():
         if not _PLAIN.fullmatch(name):
             raise ValueError(f"{name!r} is not a plain file name inside the checkpoint's folder")
-        sums = _mapping(sums, name)
-        size, chunk = _count(sums.get("size"), f"{name}: size"), _count(sums.get("chunk"), f"{name}: chunk")
-        crc32 = _counts(sums.get("crc32"), f"{name}: crc32")
-        if chunk < 1 or len(crc32) != -(-size // chunk) or (chunk < _SMALL_CHUNK and len(crc32) > _FEW_SUMS):
-            raise ValueError(f"{name}: {len(crc32)} checksums for {size} bytes in chunks of {chunk}")
-        files[name] = Sums(size, chunk, crc32)
-    return files
-
-
-def decode_tensors(found: object) -> dict[str, Entry]:
-    tensors: dict[str, Entry] = {}
-    for name, entry in _mapping(found, "tensors").items():
-        entry = _mapping(entry, name)
-        pieces = entry.get("pieces")
-        if not isinstance(pieces, list):
-            raise ValueError(f"{name}: pieces is {pieces!r}")
-        tensors[name] = Entry(
-            _counts(entry.get("shape"), f"{name}: shape"),
-            str(entry.get("dtype")),
-            tuple(_piece(_mapping(piece, name), name) for piece in pieces),
-        )
-    return tensors
-
-
-def _piece(found: Mapping[str, Any], name: str) -> Piece:
-    return Piece(
-        str(found.get("file")),
-        str(found.get("key")),
-        _counts(found.get("offset"), f"{name}: offset"),
-        _counts(found.get("shape"), f"{name}: shape"),
-    )
+        size, chunk, count = sums.size, sums.chunk, len(sums.crc32)
+        if chunk < 1 or count != -(-size // chunk) or (chunk < _SMALL_CHUNK and count > _FEW_SUMS):
+            raise ValueError(f"{name}: {count} checksums for {size} bytes in chunks of {chunk}")
 
 
 def disagreement(files: Mapping[str, Sums], tensors: Mapping[str, Entry]) -> str | None:
@@ -156,7 +123,8 @@ def disagreement(files: Mapping[str, Sums], tensors: Mapping[str, Entry]) -> str
         left -= len(entry.pieces) ** 2 // 2
         if left < 0:
             return f"{name} and others are cut into too many pieces along several dimensions"
-        if _overlap(entry.pieces):
+        pairs = itertools.combinations(entry.pieces, 2)
+        if any(not one.shape or overlap(one.offset, one.shape, two.offset, two.shape) for one, two in pairs):
             return f"{name}: its pieces do not make the whole tensor of shape {list(entry.shape)}"
     return None
 
@@ -172,13 +140,6 @@ def _cut_along_one(pieces: Sequence[Piece]) -> bool:
     return False
 
 
-def _overlap(pieces: Sequence[Piece]) -> bool:
-    return any(
-        not one.shape or overlap(one.offset, one.shape, two.offset, two.shape)
-        for one, two in itertools.combinations(pieces, 2)
-    )
-
-
 def overlap(
     offset: Sequence[int], shape: Sequence[int], other_offset: Sequence[int], other_shape: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -192,19 +153,93 @@ def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _mapping(found: object, what: str) -> dict[str, Any]:
-    if not isinstance(found, dict):
-        raise ValueError(f"{what} is {str(found)[:80]!r}")
-    return found
+CHUNK = 16 << 20
 
 
-def _count(found: object, what: str) -> int:
-    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
-        raise ValueError(f"{what} is {str(found)[:80]!r}")
-    return found
+class SummedFile:
+    """A new file, checksummed as it is written. `between` runs before each chunk and may raise."""
+
+    def __init__(self, path: str, between: Callable[[int], None]) -> None:
+        self.path = path
+        self._between = between
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._size, self._crc, self._sums = 0, 0, list[int]()
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        while len(view):
+            self._between(self._fd)
+            part = view[: CHUNK - self._size % CHUNK]
+            self._crc = zlib.crc32(part, self._crc)
+            self._write(part)
+            self._size += len(part)
+            view = view[len(part) :]
+            if self._size % CHUNK == 0:
+                self._sums.append(self._crc)
+                self._crc = 0
+
+    def _write(self, left: memoryview) -> None:
+        try:
+            while len(left):
+                left = left[os.write(self._fd, left) :]
+        except OSError as problem:
+            raise OSError(problem.errno, problem.strerror, self.path) from problem  # a write knows no file's name
+
+    def finish(self) -> Sums:
+        try:
+            os.fsync(self._fd)
+        except OSError as problem:
+            raise OSError(problem.errno, problem.strerror, self.path) from problem
+        if self._size % CHUNK:
+            self._sums.append(self._crc)
+        return Sums(self._size, CHUNK, tuple(self._sums))
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
-def _counts(found: object, what: str) -> tuple[int, ...]:
-    if not isinstance(found, list):
-        raise ValueError(f"{what} is {str(found)[:80]!r}")
-    return tuple(_count(one, what) for one in found)
+def wrong_in(folder: str, files: dict[str, Sums]) -> list[str]:
+    """What is wrong with these files, one line each, in the order of the files; every byte is read."""
+    problems = {name: _wrong_size(folder, name, sums) for name, sums in files.items()}
+    chunks = [(name, n) for name, sums in files.items() if problems[name] is None for n in range(len(sums.crc32))]
+    with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1), thread_name_prefix="checksum") as pool:
+        checked = pool.map(lambda chunk: _wrong_chunk(folder, chunk[0], files[chunk[0]], chunk[1]), chunks)
+        for (name, _), problem in zip(chunks, checked, strict=True):
+            problems[name] = problems[name] or problem
+    return [f"{name} {problem}" for name, problem in problems.items() if problem]
+
+
+def sizes_wrong_in(folder: str, files: dict[str, Sums]) -> list[str]:
+    problems = ((name, _wrong_size(folder, name, sums)) for name, sums in files.items())
+    return [f"{name} {problem}" for name, problem in problems if problem]
+
+
+def _wrong_size(folder: str, name: str, sums: Sums) -> str | None:
+    try:
+        about = os.stat(os.path.join(folder, name))
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as problem:
+        return f"can't be read: {problem.strerror}"
+    if not stat.S_ISREG(about.st_mode):
+        return f"is {kind_of(about.st_mode)}, not a file"
+    return None if about.st_size == sums.size else f"has {about.st_size} bytes instead of {sums.size}"
+
+
+def _wrong_chunk(folder: str, name: str, sums: Sums, n: int) -> str | None:
+    start, stop = n * sums.chunk, min((n + 1) * sums.chunk, sums.size)
+    crc, at = 0, start
+    try:
+        fd = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while at < stop:
+                data = os.pread(fd, min(stop - at, 4 << 20), at)
+                if not data:
+                    return f"ends at byte {at} instead of {sums.size}"
+                crc = zlib.crc32(data, crc)
+                at += len(data)
+        finally:
+            os.close(fd)
+    except OSError as problem:
+        return f"can't be read at byte {at}: {problem.strerror}"
+    return None if crc == sums.crc32[n] else f"is damaged between bytes {start} and {stop} (checksum)"

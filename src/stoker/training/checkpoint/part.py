@@ -1,28 +1,27 @@
-"""One rank's part of a checkpoint: its safetensors file, streamed and checksummed in one pass, and the note that it is
-there. Rank 0 makes the parts of all ranks one checkpoint: waits for the files, writes the manifest, renames. No
-collective anywhere.
+"""One rank's part of a checkpoint: its safetensors file, checksummed as it is written, and the note that it is there.
+Rank 0 waits for all parts, writes the manifest and renames. No collective anywhere.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stoker.contract.quantities import amount, span
 from stoker.contract.shape import as_json, replace, shape
+from stoker.contract.tensorheader import pack_header
+from stoker.contract.typed import read_shape
 from stoker.contract.untrusted import read_json
 from stoker.contract.wholefile import sync_folder, write_whole
 from stoker.training.checkpoint import manifest
 from stoker.training.checkpoint.folders import put_in_place
-from stoker.training.checkpoint.manifest import Entry, Manifest, Piece, Sums
-from stoker.training.checkpoint.sums import SummedFile, sizes_wrong_in
+from stoker.training.checkpoint.manifest import Entry, Manifest, Piece, SummedFile, Sums, sizes_wrong_in
 
 if TYPE_CHECKING:
-    from stoker.training.checkpoint.snapshot import Buffers, Placed
+    from stoker.training.checkpoint.snapshot import Buffers, Source
 
 
 class GivenUp(Exception):
@@ -48,12 +47,12 @@ def name_of(rank: int, kind: str) -> str:
 
 
 def write_part(
-    folder: str, rank: int, step: int, placed: Sequence[Placed], buffers: Buffers, stopped: Callable[[], bool]
+    folder: str, rank: int, step: int, placed: Sequence[Source], buffers: Buffers, stopped: Callable[[], bool]
 ) -> Part:
     """Leaves nothing of its own behind when it fails."""
     name, size = name_of(rank, DATA), max((one.stop for one in placed), default=0)
     _room_for(folder, name, size)
-    entries = {one.source.name: _entry(one, name) for one in placed}
+    entries = {one.name: _entry(one, name) for one in placed}
     files: dict[str, Sums] = {}
     try:
         if size:
@@ -70,8 +69,9 @@ def write_part(
 
 
 def read_part(folder: str, rank: int) -> Part:
-    found = read_json(os.path.join(folder, name_of(rank, NOTE)))
-    return Part(rank, manifest.decode_files(found["files"]), manifest.decode_tensors(found["tensors"]))
+    part = read_shape(Part, read_json(os.path.join(folder, name_of(rank, NOTE))))
+    manifest.check_files(part.files)
+    return part
 
 
 def note_failure(folder: str, rank: int, why: str) -> None:
@@ -96,52 +96,29 @@ def _room_for(folder: str, name: str, size: int) -> None:
         )
 
 
-def _entry(one: Placed, file: str) -> Entry:
-    source = one.source
+def _entry(source: Source, file: str) -> Entry:
     pieces = (Piece(file, source.name, source.block.offset, tuple(source.block.data.shape)),) if source.block else ()
     return Entry(source.whole, source.dtype, pieces)
 
 
 def _write_tensors(
-    path: str, step: int, placed: Sequence[Placed], buffers: Buffers, size: int, stopped: Callable[[], bool]
+    path: str, step: int, placed: Sequence[Source], buffers: Buffers, size: int, stopped: Callable[[], bool]
 ) -> Sums:
-    """The safetensors format: eight bytes of header length, a JSON header padded to eight, then the data without gaps."""
-
     def between(fd: int) -> None:
         if stopped():
             raise GivenUp("the run ended while it was being written")
         if os.fstat(fd).st_nlink == 0:
             raise GivenUp("rank 0 gave it up", own=False)
 
-    header: dict[str, object] = {"__metadata__": {"format": "pt", "step": str(step)}}
-    for one in placed:
-        if one.source.block:
-            header[one.source.name] = {
-                "dtype": one.source.dtype,
-                "shape": list(one.source.block.data.shape),
-                "data_offsets": [one.start, one.stop],
-            }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    sizes = {one.name: (one.dtype, tuple(one.block.data.shape)) for one in placed if one.block}
     out = SummedFile(path, between)
     try:
-        out.write(struct.pack("<Q", len(text)) + text)
+        out.write(pack_header(sizes, {"format": "pt", "step": str(step)}))
         for view in buffers.read(size):
             out.write(view)
         return out.finish()
     finally:
         out.close()
-
-
-@shape
-class Wanted:
-    """What the manifest says beside the parts."""
-
-    step: int
-    world: int
-    token: str
-    meta: dict[str, Any]
-    score: float | None
 
 
 def gather(folder: str, world: int, patience: float, pause: Callable[[float], bool]) -> list[Part]:
@@ -186,16 +163,15 @@ def merge(parts: Sequence[Part]) -> tuple[dict[str, Sums], dict[str, Entry]]:
     return files, tensors
 
 
-def commit(unfinished: str, final: str, parts: Sequence[Part], wanted: Wanted) -> None:
+def commit(unfinished: str, final: str, parts: Sequence[Part], wanted: Manifest) -> None:
+    """`wanted`: the manifest, but for what the parts say."""
     files, tensors = merge(parts)
     wrong = sizes_wrong_in(unfinished, files)
     problem = wrong[0] if wrong else manifest.disagreement(files, tensors)
     if problem:
         raise GivenUp(problem)
-    write_whole(
-        os.path.join(unfinished, manifest.NAME),
-        manifest.encode(Manifest(wanted.step, wanted.world, wanted.token, files, tensors, wanted.meta, wanted.score)),
-    )
+    whole = manifest.encode(replace(wanted, files=files, tensors=tensors))
+    write_whole(os.path.join(unfinished, manifest.NAME), whole)
     for rank in range(wanted.world):
         os.unlink(os.path.join(unfinished, name_of(rank, NOTE)))  # the manifest has what they said
     sync_folder(unfinished)

@@ -13,9 +13,18 @@ from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.owners import is_trusted, user_name
 from stoker.contract.untrusted import read_bytes
 from stoker.training.checkpoint.folders import repair, steps_in
-from stoker.training.checkpoint.manifest import LARGEST, NAME, Entry, Manifest, Piece, decode, overlap
-from stoker.training.checkpoint.pieces import DTYPES, Block, dtype_of, local_block
-from stoker.training.checkpoint.sums import sizes_wrong_in, wrong_in
+from stoker.training.checkpoint.manifest import (
+    LARGEST,
+    NAME,
+    Entry,
+    Manifest,
+    Piece,
+    decode,
+    overlap,
+    sizes_wrong_in,
+    wrong_in,
+)
+from stoker.training.checkpoint.snapshot import DTYPES, Block, dtype_of, local_block
 
 _ROWS_AT_ONCE = 64 << 20
 _TORCH = {theirs: ours for ours, theirs in DTYPES.items()}

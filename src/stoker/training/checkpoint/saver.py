@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,19 +21,20 @@ import stoker
 from stoker.contract.names import Refusal
 from stoker.contract.shape import shape
 from stoker.training.checkpoint import folders
-from stoker.training.checkpoint.part import GivenUp, Wanted, commit, gather, note_failure, write_part
-from stoker.training.checkpoint.pieces import sources
+from stoker.training.checkpoint.manifest import Manifest
+from stoker.training.checkpoint.part import GivenUp, commit, gather, note_failure, write_part
 from stoker.training.checkpoint.reading import open_checkpoint
-from stoker.training.checkpoint.snapshot import Buffers, Copying, Placed, lay_out
+from stoker.training.checkpoint.snapshot import Buffers, Copying, Source, lay_out, sources
 
+Tensors = Mapping[str, torch.Tensor]
 _LINGER_S = 3.0  # how long a save under way may hold up the exit of a process that did not call close()
 
 
 @shape
 class _Job:
     serial: int
-    wanted: Wanted
-    placed: list[Placed]
+    wanted: Manifest
+    placed: list[Source]
     copying: Copying
 
 
@@ -57,19 +58,12 @@ class _Store:
             os.close(self._lock)
             self._lock = None
 
-    def write(
-        self,
-        serial: int,
-        wanted: Wanted,
-        placed: Sequence[Placed],
-        buffers: Buffers,
-        patience: float,
-        stop: threading.Event,
-    ) -> None:
+    def write(self, job: _Job, buffers: Buffers, patience: float, stop: threading.Event) -> None:
         """This rank's part; on rank 0 then all ranks' parts become a checkpoint."""
+        wanted, serial = job.wanted, job.serial
         unfinished = self._unfinished(wanted.step, serial)
         self._make(unfinished)
-        write_part(unfinished, self._rank, wanted.step, placed, buffers, stop.is_set)
+        write_part(unfinished, self._rank, wanted.step, job.placed, buffers, stop.is_set)
         if self._rank == 0:
             parts = gather(unfinished, self._world, patience, stop.wait)
             commit(unfinished, os.path.join(self.folder, folders.name_of(wanted.step)), parts, wanted)
@@ -219,10 +213,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
 
-    def prepare_buffers(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes the host memory a snapshot of these needs (pinned, for GPUs), so that no save has to. In a thread:
-        pinning takes half a second a GB, and the first step need not wait for it.
-        """
+    def prepare_buffers(self, tensors: Tensors) -> None:
+        """Takes the host memory of a snapshot, in a thread: pinning takes half a second a GB, and no save has to."""
         self._preparing = threading.Thread(target=self._placed, args=(tensors,), name="checkpoint buffers", daemon=True)
         self._preparing.start()
 
@@ -241,13 +233,7 @@ class Saver:
             self._copying = None
 
     def save(
-        self,
-        step: int,
-        tensors: Mapping[str, torch.Tensor],
-        meta: Mapping[str, Any],
-        score: float | None = None,
-        *,
-        wait: bool = False,
+        self, step: int, tensors: Tensors, meta: Mapping[str, Any], score: float | None = None, *, wait: bool = False
     ) -> bool:
         """Every rank calls this, in the same order; rank 0's `meta` and `score` count. `tensors`: replicated or DTensors.
 
@@ -268,7 +254,7 @@ class Saver:
         copying.start(placed, self._buffers, self._streams)
         self._copying = copying
         best = float(score) if score is not None and math.isfinite(score) else None
-        wanted = Wanted(step, self._world, self._token, json.loads(json.dumps(meta)), best)
+        wanted = Manifest(step, self._world, self._token, {}, {}, json.loads(json.dumps(meta)), best)
         self._hand_over(_Job(self._serial, wanted, placed, copying))
         if not wait:
             return True
@@ -300,10 +286,10 @@ class Saver:
                 " to a faster disk"
             )
 
-    def _placed(self, tensors: Mapping[str, torch.Tensor]) -> list[Placed]:
+    def _placed(self, tensors: Tensors) -> list[Source]:
         """Where each goes, with the memory for it reserved."""
         placed = lay_out(sources(tensors, self._rank, self._world))
-        on_gpu = any(one.source.block is not None and one.source.block.data.is_cuda for one in placed)
+        on_gpu = any(one.block is not None and one.block.data.is_cuda for one in placed)
         self._buffers.reserve(max((one.stop for one in placed), default=0), pinned=on_gpu)
         return placed
 
@@ -362,7 +348,7 @@ class Saver:
         step = job.wanted.step
         try:
             job.copying.finish()
-            self._store.write(job.serial, job.wanted, job.placed, self._buffers, self._patience, self._stop)
+            self._store.write(job, self._buffers, self._patience, self._stop)
             self._written = (job.serial, step)
         except Exception as problem:  # whatever it is: training goes on, and it is said
             self._store.failed(job.serial, step, problem)

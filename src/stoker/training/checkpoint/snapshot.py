@@ -1,16 +1,122 @@
-"""A copy of the tensors as they are now, in host memory that is allocated once and used again."""
+"""This rank's pieces of the tensors, and a copy of them as they are now, in host memory that is used again."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from stoker.contract.quantities import gb
-from stoker.contract.shape import shape
-from stoker.training.checkpoint.pieces import Source
+from stoker.contract.shape import replace, shape
+
+_SPELLING = {
+    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL", "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0",
+}  # fmt: skip
+DTYPES = {getattr(torch, ours): theirs for ours, theirs in _SPELLING.items() if hasattr(torch, ours)}
+
+
+@shape
+class Block:
+    """The part of a tensor that is here: where it begins in the whole, and its data."""
+
+    offset: tuple[int, ...]
+    data: torch.Tensor
+
+
+@shape
+class Source:
+    """One piece this rank writes; without `block` it only knows that the tensor exists."""
+
+    name: str
+    whole: tuple[int, ...]
+    dtype: str
+    block: Block | None
+    start: int = 0  # where its bytes lie in the buffers, which is also where they lie in the file's data
+    stop: int = 0
+
+
+def dtype_of(name: str, tensor: torch.Tensor) -> str:
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{name}: {tensor.dtype} has no place in a safetensors file")
+    return DTYPES[tensor.dtype]
+
+
+def local_block(name: str, tensor: torch.Tensor) -> tuple[Block, bool]:
+    """What of it lies on this rank, and whether no other rank before this one has the same block."""
+    if not isinstance(tensor, DTensor):
+        return Block((0,) * tensor.dim(), tensor.detach()), True
+    offset, size, first = [0] * tensor.dim(), list(tensor.shape), True
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return Block((0,) * tensor.dim(), _here(tensor)), False
+    for dim, (placement, at) in enumerate(zip(tensor.placements, coordinate, strict=True)):
+        if type(placement) is Shard:  # a strided shard is another class: its block is not one block of the whole
+            # As torch.chunk: the last ones are smaller, or empty.
+            full = -(-size[placement.dim] // tensor.device_mesh.size(dim))
+            start = min(at * full, size[placement.dim])
+            size[placement.dim] = min(full, size[placement.dim] - start)
+            offset[placement.dim] += start
+        elif type(placement) is Replicate:
+            first = first and at == 0
+        else:
+            raise ValueError(f"{name}: a tensor placed as {placement} can't be saved; Shard and Replicate can")
+    local = _here(tensor)
+    if tuple(local.shape) != tuple(size):
+        raise ValueError(
+            f"{name}: this rank holds {list(local.shape)} of {list(tensor.shape)} where {tensor.placements} gives"
+            f" {size}"
+        )
+    return Block(tuple(offset), local), first
+
+
+def _here(tensor: DTensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.to_local().detach()
+
+
+def sources(tensors: Mapping[str, torch.Tensor], rank: int, world: int) -> list[Source]:
+    """What this rank writes. Every rank must come with the same `tensors`."""
+    if "__metadata__" in tensors:
+        raise ValueError("tensor name '__metadata__' can't be used here")
+    found, shared = list[Source](), list[tuple[str, torch.Tensor]]()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if not isinstance(tensor, DTensor):
+            shared.append((name, tensor.detach()))
+            continue
+        block, first = local_block(name, tensor)
+        found.append(
+            Source(name, tuple(tensor.shape), dtype_of(name, tensor), block if first and block.data.numel() else None)
+        )
+    rows = share([(tensor.shape, tensor.element_size()) for _, tensor in shared], rank, world)
+    for (name, tensor), (start, stop) in zip(shared, rows, strict=True):
+        mine = Block((start, *(0,) * (tensor.dim() - 1)), tensor[start:stop]) if tensor.dim() else Block((), tensor)
+        found.append(Source(name, tuple(tensor.shape), dtype_of(name, tensor), mine if stop > start else None))
+    return found
+
+
+def share(tensors: Sequence[tuple[Sequence[int], int]], rank: int, world: int) -> list[tuple[int, int]]:
+    """Rows (first, last) of each (shape, bytes per element): one stream of bytes in equal parts, cut at rows."""
+    total = sum(math.prod(size) * width for size, width in tensors)
+    begin, end = total * rank // world, total * (rank + 1) // world
+    found, start = list[tuple[int, int]](), 0
+    for size, width in tensors:
+        count = math.prod(size) * width
+        rows = size[0] if len(size) else 1
+        if count == 0:
+            found.append((0, 0))
+            continue
+        row = count // rows
+        first, last = (min(max((cut - start + row // 2) // row, 0), rows) for cut in (begin, end))
+        found.append((first, last))
+        start += count
+    return found
+
 
 # torch's pinned allocator rounds up to a power of two: slabs of one waste nothing, where a single 9 GB buffer would
 # take 16.
@@ -21,21 +127,12 @@ _SMALL, _TOGETHER = 64 << 10, 512
 _cuda: Any = torch.cuda  # whose classes carry no types in some of the torch versions we run with
 
 
-@shape
-class Placed:
-    """A source and where its bytes lie in the buffers, which is also where they lie in the file's data."""
-
-    source: Source
-    start: int
-    stop: int
-
-
-def lay_out(found: Sequence[Source]) -> list[Placed]:
+def lay_out(found: Sequence[Source]) -> list[Source]:
     """Wide elements first: so each piece is aligned, and safetensors allows no gaps."""
-    placed, at = list[Placed](), 0
+    placed, at = list[Source](), 0
     for source in sorted(found, key=lambda one: -one.block.data.element_size() if one.block else 0):
         size = source.block.data.numel() * source.block.data.element_size() if source.block else 0
-        placed.append(Placed(source, at, at + size))
+        placed.append(replace(source, start=at, stop=at + size))
         at += size
     return placed
 
@@ -105,30 +202,28 @@ class Copying:
             event.synchronize()
         self._alive = []
 
-    def start(self, placed: Sequence[Placed], buffers: Buffers, streams: dict[torch.device, Any]) -> None:
-        here = [one for one in placed if one.source.block is not None]
-        devices = {one.source.block.data.device for one in here if one.source.block and one.source.block.data.is_cuda}
+    def start(self, placed: Sequence[Source], buffers: Buffers, streams: dict[torch.device, Any]) -> None:
+        here = [(one, one.block.data) for one in placed if one.block is not None]
+        devices = {data.device for _, data in here if data.is_cuda}
         for device in devices:
             if device not in streams:
                 streams[device] = _cuda.Stream(device)
             streams[device].wait_stream(_cuda.current_stream(device))
         small: list[torch.Tensor] = []  # neighbours, on their way together
-        for n, one in enumerate(here):
-            assert one.source.block is not None
-            data = one.source.block.data
+        for n, (one, data) in enumerate(here):
             if not data.is_cuda:
                 buffers.put(one.start, data.reshape(-1).view(torch.uint8))
                 continue
             with _cuda.stream(streams[data.device]):
                 row = data.reshape(-1).view(torch.uint8)
                 self._alive += [data, row]
-                following = here[n + 1].source.block if n + 1 < len(here) else None
+                following = here[n + 1][1] if n + 1 < len(here) else None
                 if row.numel() <= _SMALL:
                     small.append(row)
                     if (
                         following is not None
-                        and following.data.device == data.device
-                        and following.data.nbytes <= _SMALL
+                        and following.device == data.device
+                        and following.nbytes <= _SMALL
                         and len(small) < _TOGETHER
                     ):
                         continue

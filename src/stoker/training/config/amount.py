@@ -8,12 +8,11 @@ import os
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.training.config.schema import Config
-from stoker.training.data.prepared import Prepared
 from stoker.training.data.rows import LONGEST_LINE, kind_of, rows
+from stoker.training.data.shards import Prepared
 from stoker.training.data.sources import local_files, share_of
 from stoker.training.data.unpack import open_unpacked, packing_of
-from stoker.training.dpo.config import DpoConfig
-from stoker.training.reward.config import RewardConfig
+from stoker.training.reward.config import DpoConfig, RewardConfig
 
 COUNTED = 1 << 28  # bytes of a file whose lines are counted; a longer one is taken to go on as it began
 COUNTED_ROWS = 1_000_000

@@ -14,8 +14,7 @@ from stoker.contract.shape import shape
 from stoker.training.config.amount import Amount
 from stoker.training.config.keys import config_of, values_of
 from stoker.training.config.schema import Config
-from stoker.training.model.config import ModelConfig
-from stoker.training.model.rows import parameters
+from stoker.training.model.config import ModelConfig, parameters
 
 RATE, CEILING = 2e-5, 1e-3  # full fine-tuning of a billion parameters; above that no stage goes at any size
 BILLION, LARGER = 1e9, 0.25  # above a billion parameters the rate falls with the fourth root of the size

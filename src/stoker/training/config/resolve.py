@@ -6,9 +6,11 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from stoker.contract import layout
 from stoker.contract.names import Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import options_of, replace, shape
+from stoker.control.record import ownership, reader
 from stoker.training.config import aliases
 from stoker.training.config.check import check
 from stoker.training.config.flags import parse
@@ -16,6 +18,7 @@ from stoker.training.config.keys import DEFAULTS, KEYS, config_of, values_of
 from stoker.training.config.layers import Layers, Origin, gather
 from stoker.training.config.presets import PRESETS
 from stoker.training.config.schema import Config
+from stoker.training.model import hf_hub
 from stoker.training.model.config import ModelConfig
 
 SHAPE = ("depth", "layers", "dim", "heads", "kv_heads", "head_dim", "ff")
@@ -104,9 +107,7 @@ def combine(preset: str, layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def model_shape(model: ModelConfig, given: Collection[str]) -> ModelConfig:
-    """The depth dial: the model's shape from one number, and from what was `given` (dotted keys), which wins. head_dim
-    stays 0 where no width fits: `check` says so.
-    """
+    """The depth dial: a shape from one number and what was `given`, which wins. head_dim 0: no width fits."""
     may_be_zero = ("kv_heads", "head_dim", "ff")
     own = {name for name in SHAPE if f"model.{name}" in given and (getattr(model, name) or name not in may_be_zero)}
     dial = model.depth > 0
@@ -176,3 +177,43 @@ def recipe_settings(
         for line in found.lines:
             say(line)
     return found
+
+
+# A run started again with another of these goes on: they change what is said and kept, or how the work is cut, not what
+# is learned.
+PASSING = ("train.log_every", "train.log_to", "train.profile", "train.profile_steps", "train.eval_every", "train.eval_first", "train.eval_tokens",
+           "checkpoint.every_steps", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_best", "checkpoint.resume", "data.num_workers", "data.cache",
+           "parallel.timeout", "parallel.strategy", "parallel.balance", "batch.micro", "compute.compile", "compute.recompute", "compute.cuda_graphs",
+           "needs.gpus", "needs.vram")  # fmt: skip
+
+
+def lasting(c: Config) -> Config:
+    values = values_of(c)
+    return config_of(c.preset, {**values, **{name: DEFAULTS[name] for name in PASSING}})
+
+
+def pinned(c: Config) -> Config:
+    """A path through `runs/latest` as the run that is latest now: the new run will be it before its ranks look."""
+    return config_of(c.preset, {name: _pinned(value) for name, value in values_of(c).items()})
+
+
+def _pinned(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_pinned(one) for one in value)
+    if not isinstance(value, str) or layout.LATEST not in value.split("/"):
+        return value
+    parts = value.split("/")
+    link = "/".join(parts[: parts.index(layout.LATEST) + 1])
+    if not os.path.islink(link):
+        return value
+    root = os.path.dirname(link)
+    rest = parts[parts.index(layout.LATEST) + 1 :]
+    # Of another user, in a folder that several share.
+    if os.path.exists(link) and not ownership.is_mine(os.stat(link).st_uid, root):
+        return os.path.join(reader.find(None, root or ".").dir, *rest)
+    return os.path.join(root, os.readlink(link), *rest)
+
+
+def with_tokenizer(c: Config, say: Callable[[str], None]) -> Config:
+    """Loaded weights bring their own tokenizer."""
+    return replace(c, tokenizer=replace(c.tokenizer, path=hf_hub.tokenizer_of(c.model.load, say)))

@@ -6,33 +6,26 @@ from typing import Any, get_type_hints
 
 from stoker.contract import limits
 from stoker.contract.quantities import size
-from stoker.contract.shape import option, shape
+from stoker.contract.shape import shape
 from stoker.training.checkpoint.config import CheckpointConfig
 from stoker.training.data.config import DataConfig
-from stoker.training.density.config import DensityConfig
-from stoker.training.diversity.config import DiversityConfig
-from stoker.training.dpo.config import DpoConfig
-from stoker.training.evaluate.config import EvaluateConfig
+from stoker.training.evaluate.config import DensityConfig, DiversityConfig, EvaluateConfig
 from stoker.training.forensics.config import NanConfig
 from stoker.training.generate.config import GenerateConfig
 from stoker.training.loop.config import TrainConfig
 from stoker.training.model.config import ModelConfig
 from stoker.training.optim.config import BatchConfig, OptimConfig
 from stoker.training.parallel.config import ComputeConfig, ParallelConfig
-from stoker.training.reward.config import RewardConfig
+from stoker.training.reward.config import DpoConfig, RewardConfig
 from stoker.training.rl.config import GrpoConfig
 from stoker.training.tokenizer.config import TokenizerConfig
 
 
 @shape
 class NeedsConfig:
-    gpus: int = option("refuse to start on a machine with fewer GPUs", default=0, limit=limits.COUNT)
-    vram: int = option(
-        "refuse to start where GPUs with this much memory are missing, e.g. 40GB",
-        default=0,
-        parse=size,
-        metavar="SIZE",
-        limit=limits.NOT_NEGATIVE,
+    gpus: int = limits.COUNT("refuse to start on a machine with fewer GPUs", 0)
+    vram: int = limits.NOT_NEGATIVE(
+        "refuse to start where GPUs with this much memory are missing, e.g. 40GB", 0, parse=size, metavar="SIZE"
     )
 
 

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,9 +45,7 @@ class Packing:
 
 
 def best_fit(lengths: NDArray[np.int64], capacity: int) -> Packing:
-    """A Python integer is the set of free sizes that some row has: finding the best fit is one shift. A million take
-    two seconds.
-    """
+    """A Python integer is the set of free sizes: finding the best fit is one shift. A million take two seconds."""
     assert len(lengths) > 0 and int(lengths.min()) > 0 and int(lengths.max()) <= capacity
     row = np.empty(len(lengths), dtype=np.int64)
     start = np.empty(len(lengths), dtype=np.int64)
@@ -172,10 +169,6 @@ def whole(folder: str) -> Iterator[str]:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _part_name(folder: str, split: str, number: int) -> str:
-    return os.path.join(folder, f"{split}-{number:07d}")
-
-
 def build(
     folder: str, splits: dict[str, Sequence[Span]], work: Work, workers: int, pad: int, about: dict[str, Any], say: Say
 ) -> None:
@@ -189,7 +182,8 @@ def build(
     with Crew(work, workers) as crew:
         for name, spans in splits.items():
             jobs = jobs_of(spans)
-            parts = _within(crew.run(jobs, partial(_part_name, parts_folder, name), progress.tick), spans)
+            path = os.path.join(parts_folder, f"{name}-%07d")
+            parts = _within(crew.run(jobs, path.__mod__, progress.tick), spans)
             made[name] = (
                 _chat(folder, name, list(parts), work, pad)
                 if work.kind == "chat"
@@ -263,9 +257,8 @@ def _chat(folder: str, name: str, parts: list[Part], work: Work, pad: int) -> di
             out[row, start : start + length] = tokens(begin, length)
             bits[row, start : start + length] = masks(begin, length)
             if start + length < capacity:
-                bits[row, start + length] = (
-                    BEGIN  # of what follows: the next conversation says so itself, the padding can't
-                )
+                # Of what follows: the next conversation says so itself, the padding can't.
+                bits[row, start + length] = BEGIN
         writers[0].put(out.tobytes())
         writers[1].put(bits.tobytes())
     return {

@@ -33,17 +33,15 @@ class DataConfig:
     )
     context_length: int = option("tokens a sample has", default=1024, limit=limits.FROM_TWO)
     text_key: str = option("the field of a row that holds its text, where `data.kind` is stream", default="text")
-    kind: str = option(
-        "stream: one text after the other; chat: whole conversations, best-fit packed, the assistant's words learned",
-        default="stream",
-        choices=("stream", "chat"),
+    kind: str = limits.one_of("stream", "chat")(
+        "stream: one text after the other; chat: whole conversations, best-fit packed, the assistant's words learned"
     )
     documents: bool = option(
         "of a stream: a token sees only its own document, not the ones before it in the same sample (chats are always"
         " learned so)",
         default=False,
     )
-    max_samples: int = option("train on the first so many samples only (0: all)", default=0, limit=limits.LARGE)
+    max_samples: int = limits.LARGE("train on the first so many samples only (0: all)", 0)
     cache: str = option("where prepared data and trained tokenizers are kept", default="cache", metavar="DIR")
     num_workers: int = option("processes that prepare data (0: one per core)", default=0, limit=limits.COUNT)
     seed: int = option("order of the samples", default=0, limit=limits.SEED)

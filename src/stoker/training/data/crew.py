@@ -9,8 +9,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -67,70 +68,35 @@ class Crew:
     def run(
         self, jobs: Sequence[list[Span]], path_of: Callable[[int], str], tick: Callable[[int], None]
     ) -> Iterator[Part]:
-        """`tick` is told the bytes of each job when it is done, in whatever order."""
+        """In the order of the jobs. `tick` is told the bytes of each that is done."""
         if not self._processes:
             tokenizer = prepared_tokenizer(self.work)
             for number, spans in enumerate(jobs):
                 yield do(tokenizer, self.work, spans, path_of(number))
                 tick(sum(span.size for span in spans))
             return
-        yield from _Round(self._processes, jobs, path_of, tick).results()
+        free: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+        for process in self._processes:
+            free.put(process)
 
-
-class _Round:
-    """A thread per process hands out jobs and takes answers; the caller's thread gives them on in order."""
-
-    def __init__(
-        self,
-        processes: list[subprocess.Popen[bytes]],
-        jobs: Sequence[list[Span]],
-        path_of: Callable[[int], str],
-        tick: Callable[[int], None],
-    ) -> None:
-        self.jobs, self.path_of, self.tick = jobs, path_of, tick
-        self.next = 0
-        self.done: dict[int, Part] = {}
-        self.problem: BaseException | None = None
-        self.changed = threading.Condition()
-        self.threads = [threading.Thread(target=self._serve, args=(process,), daemon=True) for process in processes]
-
-    def results(self) -> Iterator[Part]:
-        for thread in self.threads:
-            thread.start()
-        for number in range(len(self.jobs)):
-            with self.changed:
-                while number not in self.done and self.problem is None:
-                    self.changed.wait()
-                if self.problem is not None:
-                    raise self.problem
-                part = self.done.pop(number)
-            yield part
-
-    def _take(self) -> int | None:
-        with self.changed:
-            if self.next >= len(self.jobs) or self.problem is not None:
-                return None
-            self.next += 1
-            return self.next - 1
-
-    def _serve(self, process: subprocess.Popen[bytes]) -> None:
-        try:
-            self._talk(process)
-        except BaseException as problem:  # given to the caller's thread, which raises it
-            with self.changed:
-                self.problem = self.problem or problem
-                self.changed.notify_all()
-
-    def _talk(self, process: subprocess.Popen[bytes]) -> None:
-        while (number := self._take()) is not None:
-            _send(process, {"spans": as_json(self.jobs[number]), "path": self.path_of(number)})
-            told: dict[str, Any] = json.loads(_whole_line(process, self.jobs[number]))
+        def one(number: int) -> Part:
+            process = free.get()
+            try:
+                _send(process, {"spans": as_json(jobs[number]), "path": path_of(number)})
+                told: dict[str, Any] = json.loads(_whole_line(process, jobs[number]))
+            finally:
+                free.put(process)
             if "refusal" in told:
                 raise Refusal(told["refusal"], told["code"])
-            with self.changed:
-                self.done[number] = Part(**told)
-                self.tick(sum(span.size for span in self.jobs[number]))
-                self.changed.notify_all()
+            return Part(**told)
+
+        pool = ThreadPoolExecutor(len(self._processes))
+        try:
+            for spans, part in zip(jobs, pool.map(one, range(len(jobs))), strict=True):
+                tick(sum(span.size for span in spans))
+                yield part
+        finally:  # who leaves early waits for no job: the processes are killed next
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _send(process: subprocess.Popen[bytes], told: Any) -> None:

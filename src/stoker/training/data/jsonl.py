@@ -65,9 +65,7 @@ def parse_row(line: bytes) -> Row:
 
 
 def lines(path: str) -> Iterator[tuple[int, str]]:
-    """(number, line) of those that are not blank. A line ends with a newline and nothing else. ValueError: not UTF-8,
-    or an endless line.
-    """
+    """(number, line) of those not blank, which end with newlines alone. ValueError: not UTF-8, or an endless line."""
     for number, line in enumerate(lines_of(path), 1):
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
@@ -76,9 +74,7 @@ def lines(path: str) -> Iterator[tuple[int, str]]:
 
 
 def row(line: str) -> Any:
-    """Half a surrogate pair is legal JSON and no character: it becomes U+FFFD here, before something that writes UTF-8
-    meets it. ValueError: not JSON.
-    """
+    """Half a surrogate pair, which is legal JSON and no character, becomes U+FFFD. ValueError: not JSON."""
     try:
         found = parse_json(line, unique=True)
         return sound(found) if "\\ud" in line.lower() else found

@@ -48,9 +48,8 @@ def check_size(vocab_size: int) -> None:
 def train(texts: Iterable[str], vocab_size: int, folder: str) -> Tokenizer:
     """A small text may give fewer tokens than asked for: `vocab_size` of the result says how many."""
     check_size(vocab_size)
-    os.environ["TOKENIZERS_PARALLELISM"] = (
-        "true"  # asked for: without it, a process that once forked trains on one core
-    )
+    # Asked for: without it, a process that once forked trains on one core.
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
     tokenizers = import_module("tokenizers")
     pre, decoders = tokenizers.pre_tokenizers, tokenizers.decoders
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -74,9 +73,8 @@ def train(texts: Iterable[str], vocab_size: int, folder: str) -> Tokenizer:
             " needs no training",
             EX_DATAERR,
         )
-    made.add_special_tokens(
-        [tokenizers.AddedToken(name, special=True, normalized=False) for name in SPECIAL]
-    )  # the highest ids
+    # The highest ids.
+    made.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in SPECIAL])
     found = Tokenizer(made.to_str().encode(), {"eos_token": SPECIAL[0], "pad_token": SPECIAL[-1]}, folder)
     found.save(folder)
     return found
@@ -116,13 +114,9 @@ def _announced(pieces: Iterable[str], say: Say) -> Iterator[str]:
 
 
 def _has_long_word(text: str) -> bool:
-    if _longest(text.split()) > LONGEST_WORD and _longest(_WORDS.findall(text)) > LONGEST_WORD:
-        return True
-    return _BLANKS.search(text) is not None
-
-
-def _longest(words: list[str]) -> int:
-    return max(map(len, words), default=0)
+    parts = (str.split, _WORDS.findall)  # in turn: the second is slow
+    long = all(max(map(len, cut(text)), default=0) > LONGEST_WORD for cut in parts)
+    return long or _BLANKS.search(text) is not None
 
 
 def _sound(folder: str, say: Say) -> bool:

@@ -46,9 +46,7 @@ def _is_text(head: bytes) -> bool:
 
 
 def check_head(path: str, text: bool, name: str = "") -> None:
-    """Cheap, before any work: the file is there, is readable, holds something, and is no picture. `name`: what people
-    call it, where `path` is an unpacked copy.
-    """
+    """Cheap, before any work: it is readable, holds something, is no picture. `name`: what people call `path`."""
     shown = name or path
     try:
         with os.fdopen(open_regular(path), "rb") as file:

@@ -1,15 +1,20 @@
-"""Folders that Stoker made: what stands in them is nobody's data, though `--data .` finds it."""
+"""Stoker's own folders, which are nobody's data, and digests of sources, remembered by what `stat` says."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from stoker.contract import layout
+from stoker.contract import layout, typed
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.owners import why_not_ours_alone
-from stoker.contract.wholefile import write_whole
+from stoker.contract.untrusted import open_lock_file, open_regular, read_json
+from stoker.contract.wholefile import write_json, write_whole
 from stoker.control.record import ownership
 
 TAG = layout.CACHE_TAG
@@ -25,9 +30,7 @@ def tag(cache: str) -> None:
 
 
 def own_cache(cache: str, say: Callable[[str], None]) -> str:
-    """The cache itself where only we can write to it, else a folder of our own in it: prepared data and tokenizers that
-    another user left there are not used.
-    """
+    """The cache where only we can write to it, else a folder of our own in it: nothing of others is used."""
     try:
         problem = why_not_ours_alone(cache)
     except FileNotFoundError:
@@ -68,9 +71,7 @@ def _made(cache: str, say: Callable[[str], None]) -> str:
 
 
 def files_below(folder: str, say: Callable[[str], None]) -> Iterator[str]:
-    """Sorted folder by folder; hidden ones and Stoker's own, runs and caches, left out. `folder` itself may be one: it
-    was named.
-    """
+    """Sorted by folder; without hidden ones and Stoker's own, runs and caches, unless `folder` itself is one."""
     ours = []
     for place, folders, names in os.walk(folder):
         if place != folder and any(mark in names for mark in _MARKS):
@@ -84,3 +85,83 @@ def files_below(folder: str, say: Callable[[str], None]) -> Iterator[str]:
             "left out, being Stoker's own:"
             f" {', '.join(ours[:3])}{f' and {len(ours) - 3} more' if len(ours) > 3 else ''}"
         )
+
+
+BLOCK = 32 << 20
+SCHEMA = 1
+LOCK_S = 10.0
+_FILES = "dict[str, tuple[list[int], str]]"
+# A file changed just now may change again within the clock's grain: its digest is not remembered.
+SETTLED_NS = 2_000_000_000
+
+
+def _stat(path: str) -> list[int]:
+    found = os.stat(path)
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def digest_files(paths: Sequence[str], cache: str, workers: int, say: Callable[[str], None]) -> list[str]:
+    """Each is the SHA-256 of the SHA-256s of 32 MB blocks, so that one big file is hashed by all cores."""
+    index = os.path.join(cache, "digests.json")
+    known = _read(index)
+    stats = {path: _stat(path) for path in paths}
+    fresh = [path for path in stats if known.get(os.path.abspath(path), [None])[0] != stats[path]]
+    found = {path: str(known[os.path.abspath(path)][1]) for path in stats if path not in fresh}
+    total = sum(stats[path][0] for path in fresh)
+    if total > 1 << 30:
+        say(f"reading {total / 1e9:.1f} GB to know them by their bytes")
+    now = time.time_ns()
+    blocks = [(path, begin) for path in fresh for begin in range(0, max(stats[path][0], 1), BLOCK)]
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        sums = list(pool.map(_block, blocks))
+    wholes = {path: hashlib.sha256() for path in fresh}
+    for one, (path, _) in zip(sums, blocks, strict=True):
+        wholes[path].update(one)
+    found.update({path: whole.hexdigest() for path, whole in wholes.items()})
+    settled: dict[str, list[object]] = {
+        os.path.abspath(path): [stats[path], found[path]] for path in fresh if stats[path][1] < now - SETTLED_NS
+    }
+    if settled:
+        _remember(index, settled)
+    return [found[path] for path in paths]
+
+
+def _block(block: tuple[str, int]) -> bytes:
+    path, begin = block
+    whole = hashlib.sha256()
+    with os.fdopen(open_regular(path), "rb") as file:
+        file.seek(begin)
+        left = BLOCK
+        while left and (data := file.read(min(left, 1 << 20))):
+            whole.update(data)
+            left -= len(data)
+    return whole.digest()
+
+
+def _read(index: str) -> dict[str, list[object]]:
+    try:
+        told = read_json(index, 1 << 30)  # a line for each of a million files
+        files: dict[str, list[object]] = typed.read_fields({"schema": "int", "files": _FILES}, told)["files"]
+    except (OSError, ValueError):
+        return {}  # it only saves reading: what it held is found again
+    return files if told["schema"] == SCHEMA else {}
+
+
+def _remember(index: str, settled: dict[str, list[object]]) -> None:
+    os.makedirs(os.path.dirname(index) or ".", exist_ok=True)
+    try:
+        handle = open_lock_file(index + ".lock")  # a link there would lead to a file elsewhere
+    except OSError as problem:
+        line = f"the lock file {index}.lock can't be used: {problem.strerror}; remove it"
+        raise Refusal(line, EX_CANTCREAT) from problem
+    with os.fdopen(handle, "rb") as lock:
+        deadline = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return  # the index only saves reading: these files are hashed again next time
+                time.sleep(0.05)
+        write_json(index, {"schema": SCHEMA, "files": {**_read(index), **settled}})

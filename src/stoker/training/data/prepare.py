@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -11,24 +12,73 @@ from typing import Any
 
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, Refusal
 from stoker.contract.shape import replace, shape
+from stoker.contract.untrusted import printable
 from stoker.training.data import shards
 from stoker.training.data.build import alone, build, whole
 from stoker.training.data.config import DataConfig
 from stoker.training.data.crew import ALONE, cores
-from stoker.training.data.digests import digest_files
+from stoker.training.data.formats.format import Format
+from stoker.training.data.formats.table import AUTO, FORMATS, TEXT, known, recognise
 from stoker.training.data.learn import trained
 from stoker.training.data.order import Mixture, mixture_of
-from stoker.training.data.ours import own_cache, tag
-from stoker.training.data.prepared import TOKENIZER, Prepared, from_manifest
-from stoker.training.data.read import MESSAGES, Remarks, conversations, texts
+from stoker.training.data.ours import digest_files, own_cache, tag
+from stoker.training.data.read import MESSAGES, Remarks, at, conversations, key_names, rows, texts
 from stoker.training.data.reasons import TOLERATED
-from stoker.training.data.recognise import with_formats
+from stoker.training.data.shards import TOKENIZER, Prepared, from_manifest
 from stoker.training.data.sources import Source, find_sources, share_of
 from stoker.training.data.units import PACKING, Span, check_unchanged, jobs_of, split, split_each
 from stoker.training.data.work import Work
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.config import TokenizerConfig
 from stoker.training.tokenizer.tokenizer import Tokenizer, load
+
+LOOK = 100  # rows: the first that any format recognises decides
+_COLUMNS = tuple(dict.fromkeys(column for made in FORMATS.values() for column in made.columns))
+
+
+def with_formats(sources: Sequence[Source], data: DataConfig, say: Callable[[str], None]) -> tuple[Source, ...]:
+    """Of sources of conversations; a stream's rows have a text and no format."""
+    if data.kind != "chat":
+        if data.format not in (AUTO, TEXT):
+            line = f"data.format {data.format} is for conversations: set data.kind chat, or leave data.format out"
+            raise Refusal(line, EX_CONFIG)
+        if any(source.form != "text" for source in sources):
+            say(f"data format: text (the column {data.text_key})")
+        return tuple(sources)
+    if data.format == TEXT:
+        raise Refusal(f"data.format text has no turns to learn from; a chat is one of {known()}", EX_CONFIG)
+    if data.format != AUTO:
+        return tuple(replace(source, format=data.format, mixed=True) for source in sources)
+    found = [replace(source, format=_format(source).name) for source in sources]
+    say(f"data format: {'; '.join(_named(found))}")
+    return tuple(found)
+
+
+def _format(source: Source) -> Format:
+    if source.form == "text":
+        shown = source.name or source.path
+        raise Refusal(f"{shown} is plain text, and a chat is one of {known()}", EX_DATAERR)
+    begin = next(iter(split([source], 0.0)[0]), None)
+    first = None
+    for row, place in itertools.islice(rows(begin, _COLUMNS), LOOK) if begin is not None else ():
+        made = recognise(row)
+        if made is not None:
+            return made
+        first = first or f"{at(place)}: no known format of conversations; its keys: {key_names(row)}; known: {known()}"
+    if first is None:
+        raise Refusal(f"{source.name or source.path} has no rows", EX_DATAERR)
+    raise Refusal(printable(first, 1000), EX_DATAERR)
+
+
+def _named(sources: Sequence[Source]) -> list[str]:
+    by_format: dict[str, list[str]] = {}
+    for source in sources:
+        by_format.setdefault(source.format, []).append(source.name or source.path)
+    return [
+        f"{name} ({FORMATS[name].about}) in {files[0] if len(files) == 1 else f'{len(files):,} files'}"
+        for name, files in by_format.items()
+    ]
+
 
 Say = Callable[[str], None]
 PROBES, PROBE_BYTES = 16, 1 << 14
@@ -188,9 +238,7 @@ def _make(
 
 
 def _plan(words: Tokenizer, spans: Sequence[Span], data: DataConfig, say: Say) -> tuple[int, ...] | None:
-    """For tiktoken, if it gives the ids of tokenizers here: proved for the merges, probed on texts from all over the
-    data.
-    """
+    """For tiktoken, if it gives the ids of tokenizers here: proved for merges, probed on texts from all the data."""
     if words.is_bytes or (data.kind == "chat" and words.template is not None):  # a template's text needs places
         return None
     if not words.told.is_exact:

@@ -77,9 +77,7 @@ def texts(span: Span, text_key: str) -> Iterator[tuple[bytes, bool]]:
 
 
 def conversations(span: Span, wrong: Remarks) -> Iterator[tuple[list[Message], Place]]:
-    """`wrong`: gets a remark for each row that is no conversation with an answer in it; how many there may be is for the
-    caller to say.
-    """
+    """`wrong`: gets a remark for each row that is no conversation with an answer; the caller judges how many."""
     if span.form == "text":
         raise Refusal(f"{span.shown} is plain text; data.kind=chat takes rows of {known()}", EX_DATAERR)
     chosen = FORMATS[span.format or MESSAGES]

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
 from stoker.contract.shape import shape
-from stoker.training.data.prepared import Prepared
-from stoker.training.data.shards import dtype_for, read_manifest
+from stoker.training.data.shards import Prepared, dtype_for, read_manifest
 from stoker.training.data.work import BEGIN, LEARN
 
 IGNORED = -100  # a target that is not learned
@@ -24,8 +23,8 @@ class Batch:
 
 
 class Samples:
-    """Stream: sample i is tokens[i*T : i*T + T + 1]; of validation the last one may be shorter, its rest is not
-    learned. Chat: sample i is row i. `documents`: data.documents.
+    """Stream: sample i is tokens[i*T : i*T + T + 1], the last of validation may be shorter. Chat: it is row i.
+    `documents`: data.documents.
     """
 
     def __init__(self, prepared: Prepared | str, split: str, context_length: int, documents: bool = False) -> None:

@@ -14,9 +14,8 @@ from stoker.contract.quantities import amount, gb
 from stoker.contract.shape import shape
 from stoker.contract.spelling import suggest_file
 from stoker.contract.wholefile import WholeFile
-from stoker.training.data.digests import digest_files
 from stoker.training.data.looks import check_head
-from stoker.training.data.ours import files_below
+from stoker.training.data.ours import digest_files, files_below
 from stoker.training.data.rows import IN_PLACE, KINDS, as_line, counted_in, is_known, kind_of, rows
 from stoker.training.data.unpack import most_unfolded, open_unpacked, packing_of, unfolds
 
@@ -34,9 +33,7 @@ def is_hub_id(path: str) -> bool:
 
 
 def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
-    """owner/name, owner/name:config, owner/name:config:split, each also with @revision; the split is train where none
-    is given.
-    """
+    """owner/name, owner/name:config, owner/name:config:split (else train), each also with @revision."""
     path = os.path.join(cache, "hub", re.sub(r"[^\w.-]", "--", name) + ".jsonl")
     if os.path.exists(path):
         say(f"{name}: using the copy in {path}; remove it to fetch it again")

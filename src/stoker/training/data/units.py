@@ -27,9 +27,7 @@ _LINE = re.compile(rb"\n(?=\S)")
 
 @shape
 class Span:
-    """A stretch of a file. text: from `begin` to `end`; jsonl: the lines that begin there; parquet: rows of one row
-    group.
-    """
+    """A stretch of a file. text: `begin` to `end`; jsonl: lines that begin there; parquet: rows of a row group."""
 
     path: str
     form: str

@@ -19,9 +19,7 @@ def unit(vectors: Vectors) -> Vectors:
 
 
 def centred(vectors: Vectors) -> Vectors:
-    """Without what all have in common, again of length 1: hidden states lie in a narrow cone (cosines above 0.9), where
-    neighbours are hard to tell.
-    """
+    """Without what all share, of length 1 again: hidden states lie in a narrow cone (cosines above 0.9)."""
     moved = vectors - vectors.mean(0, keepdims=True, dtype=np.float64).astype(np.float32)
     alike = np.linalg.norm(moved, axis=1) < ALIKE
     moved[alike] = 0.0
@@ -50,9 +48,7 @@ def clusters(vectors: Vectors, k: int, seed: int) -> NDArray[np.int64]:
 
 
 def _spread_out(points: NDArray[np.float64], k: int, draw: np.random.Generator) -> NDArray[np.float64]:
-    """k-means++: each next middle is a point, drawn by its squared distance to those that are there (Arthur and
-    Vassilvitskii 2007).
-    """
+    """k-means++ (Arthur and Vassilvitskii 2007): each next middle is drawn by its squared distance to the others."""
     chosen = [int(draw.integers(len(points)))]
     nearest = _squares(points, points[chosen]).min(1)
     while len(chosen) < k and nearest.sum() > 0:

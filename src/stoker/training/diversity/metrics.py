@@ -1,9 +1,6 @@
 """What is measured of a model's answers, how two models compare, and diversity_report.md, which says so. Pure.
 
-A measure is a value per prompt where a prompt has one, and of the whole set where only that has one.
-
-A set is measured again for every round of the bootstrap, so what can be counted once per prompt is, and a round only
-adds it up.
+A set is measured again for every round of the bootstrap: what can be counted once per prompt is, a round adds it up.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from numpy.typing import NDArray
 
 from stoker.contract.shape import shape
 from stoker.training.density.points import Vectors, evenness, gini
-from stoker.training.evaluate.confidence import around, deviation, holm, p_value, resamples
+from stoker.training.evaluate.confidence import around, holm, p_value
 
 # How varied answers are by their words. Pure.
 _WORDS = re.compile(r"\w+|[^\w\s]")
@@ -61,9 +58,7 @@ def self_bleu(answers: Sequence[Words], seed: int = 0) -> float:
 
 
 def _bleu(answer: Words, counts: Grams, references: Sequence[Words], theirs: Sequence[Grams]) -> float:
-    """Up to 4-grams, fewer where the answer has fewer words; above single words one is added to both counts (Lin and
-    Och 2004).
-    """
+    """Up to 4-grams, or as many words as there are; above single words one is added to counts (Lin and Och 2004)."""
     if not answer:
         return 1.0 if any(not reference for reference in references) else 0.0
     logs = []
@@ -97,9 +92,7 @@ def spread(vectors: Vectors) -> float:
 
 
 def vendi(vectors: Vectors) -> float:
-    """How many different ones they amount to: exp of the entropy of the eigenvalues of the similarities ÷ n (Friedman
-    and Dieng 2023).
-    """
+    """How many different ones they amount to: exp of the entropy of their similarities (Friedman and Dieng 2023)."""
     points = vectors.astype(np.float64)
     values = np.linalg.eigvalsh(points @ points.T / len(points))
     values = values[values > 1e-12]
@@ -158,12 +151,8 @@ def _per_thousand(counted: Counted, prompts: NDArray[np.int64]) -> float:
     return 1000 * _vocabulary(counted, prompts) / total if total else 0.0
 
 
-def _gini(counted: Counted, prompts: NDArray[np.int64]) -> float:
-    return gini(counted.clusters[prompts].sum(0).tolist())
-
-
-def _evenness(counted: Counted, prompts: NDArray[np.int64]) -> float:
-    return evenness(counted.clusters[prompts].sum(0).tolist())
+def _shares(of: Callable[[Sequence[float]], float]) -> Callable[[Counted, NDArray[np.int64]], float]:
+    return lambda counted, prompts: of(counted.clusters[prompts].sum(0).tolist())
 
 
 METRICS: dict[str, Metric] = {
@@ -172,8 +161,8 @@ METRICS: dict[str, Metric] = {
     "self_bleu": Metric("BLEU of an answer against the others of its prompt", -1, _mean("self_bleu")),
     "spread": Metric("mean cosine distance of a prompt's answers", 1, _mean("spread")),
     "vendi": Metric("Vendi score: how many different answers a prompt has", 1, _mean("vendi")),
-    "gini": Metric("Gini over clusters of all answers (0: evenly)", -1, _gini),
-    "entropy": Metric("entropy over clusters (1: evenly)", 1, _evenness),
+    "gini": Metric("Gini over clusters of all answers (0: evenly)", -1, _shares(gini)),
+    "entropy": Metric("entropy over clusters (1: evenly)", 1, _shares(evenness)),
     "vocabulary": Metric("different words in all answers", 1, _vocabulary, twice=False),
     "vocabulary_per_1000": Metric("different words per 1,000 words", 1, _per_thousand, twice=False),
     "length": Metric("words per answer", 0, _mean("length")),
@@ -212,29 +201,30 @@ class Compared:
 
 
 def compare(baseline: Counted, compared: Counted, rounds: int, seed: int) -> list[Compared]:
-    """The same prompts are sampled for both in each round of the bootstrap. Intervals are ± 1.96 standard errors around
-    what was measured.
-
-    A round has some two thirds of the prompts, some of them twice. Words that are counted once however often they come
-    vary less between such rounds than between sets of prompts (two equal models differed in vocabulary in a quarter of
-    all comparisons), so for those each prompt in turn is left
-    out instead: the jackknife, whose error is never too small on average (Efron and Stein 1981)."""
+    """The same prompts are sampled for both in each round of the bootstrap. A round has some two thirds of the prompts, some
+    twice. Words that are counted once however often they come vary less between such rounds than between sets of prompts
+    (two equal models differed in vocabulary in a quarter of all comparisons): for those each prompt in turn is left out
+    instead, the jackknife, whose error is never too small on average (Efron and Stein 1981).
+    """
     count = len(baseline.clusters)
     every = np.arange(count)
-    draws, without = resamples(count, rounds, seed), [np.delete(every, place) for place in every]
+    # With replacement.
+    draws = np.random.default_rng(seed).integers(0, count, size=(rounds, count), dtype=np.int64)
+    without = [np.delete(every, place) for place in every]
     found = []
     for name, metric in METRICS.items():
         sets = draws if metric.twice else without
         first = np.array([metric.of_prompts(baseline, prompts) for prompts in sets])
         second = np.array([metric.of_prompts(compared, prompts) for prompts in sets])
-        errors = [deviation(one, count) if metric.twice else _jackknife(one) for one in (first, second, second - first)]
+        sides = (first, second, second - first)
+        errors = [_deviation(one, count) if metric.twice else float(np.sqrt((count - 1) * one.var())) for one in sides]
         found.append(Compared(name, metric.of_prompts(baseline, every), metric.of_prompts(compared, every), *errors))
     return found
 
 
-def _jackknife(values: NDArray[np.float64]) -> float:
-    """The standard error, from the values without each one."""
-    return float(np.sqrt((len(values) - 1) * values.var()))
+def _deviation(values: Floats, count: int) -> float:
+    """The standard error that a bootstrap's rounds show; theirs is too small by √((n-1)/n), which matters for few."""
+    return float(np.std(values, ddof=1)) * math.sqrt(count / (count - 1)) if count > 1 and len(values) > 1 else math.inf
 
 
 def overall(found: list[Compared]) -> str:
@@ -267,6 +257,12 @@ def told(found: list[Compared]) -> dict[str, Any]:
     }
 
 
+_METHOD = """## Method
+
+1. Both models answer the same prompts with the same seeds. ↑: higher is more varied, ↓: lower is more varied.
+2. Self-BLEU: up to 4-grams against at most 8 other answers of the prompt, one added to counts above single words. Embeddings: mean hidden states of one third model, centred over both sets; clusters: k-means on both sets together.
+3. Intervals: ± 1.96 standard errors of a bootstrap over prompts, paired, {rounds} rounds. Each row's verdict is its own interval's; the verdict on top is corrected for the number of measures of variety (Holm).
+"""
 EXAMPLES = 3  # prompts
 ANSWERS = 3  # of each model
 
@@ -279,48 +275,27 @@ def report(
     names: tuple[str, str],
     rounds: int,
 ) -> str:
-    lines = ["# Diversity", "", f"**{found['verdict'][0].upper()}{found['verdict'][1:]}.**", ""]
-    lines += [
-        (
-            f"Baseline: {_inline(names[0])}. Compared: {_inline(names[1])}. {len(prompts)} prompts, {len(baseline[0])}"
-            " answers to each from both."
-        ),
-        "",
-    ]
-    if len(prompts) < 20:
-        lines += [f"Only {len(prompts)} prompts: take the intervals as rough.", ""]
     varied = [name for name in found["difference"] if METRICS[name].varied]
-    lines += [
-        f"{len(varied)} measures of variety:",
-        "",
-        *_table(found, varied),
-        "",
-        "Not a measure of variety, for comparison:",
-        "",
-    ]
-    lines += _table(found, [name for name in found["difference"] if name not in varied])
-    lines += [
-        "",
-        "## Method",
-        "",
-        (
-            "1. Both models answer the same prompts with the same seeds. ↑: higher is more varied, ↓: lower is more"
-            " varied."
-        ),
-        (
-            "2. Self-BLEU: up to 4-grams against at most 8 other answers of the prompt, one added to counts above"
-            " single words. Embeddings: mean hidden states of one third model, centred over both sets; clusters:"
-            " k-means on both sets together."
-        ),
-        (
-            f"3. Intervals: ± 1.96 standard errors of a bootstrap over prompts, paired, {rounds} rounds. Each row's"
-            " verdict is its own interval's; the verdict on top is corrected for the number of measures of variety"
-            " (Holm)."
-        ),
-        "",
-        "## Examples",
-        "",
-    ]
+    others = [name for name in found["difference"] if name not in varied]
+    few = f"Only {len(prompts)} prompts: take the intervals as rough.\n\n" if len(prompts) < 20 else ""
+    page = f"""# Diversity
+
+**{found["verdict"][0].upper()}{found["verdict"][1:]}.**
+
+Baseline: {_inline(names[0])}. Compared: {_inline(names[1])}. {len(prompts)} prompts, {len(baseline[0])} answers to each from both.
+
+{few}{len(varied)} measures of variety:
+
+{_table(found, varied)}
+
+Not a measure of variety, for comparison:
+
+{_table(found, others)}
+
+{_METHOD.format(rounds=rounds)}
+## Examples
+"""
+    lines = page.split("\n")
     for prompt, ours, theirs in list(zip(prompts, baseline, compared, strict=True))[:EXAMPLES]:
         lines += [f"**{_inline(prompt)}**", ""]
         lines += [
@@ -331,7 +306,7 @@ def report(
     return "\n".join(lines)
 
 
-def _table(found: dict[str, Any], names: Sequence[str]) -> list[str]:
+def _table(found: dict[str, Any], names: Sequence[str]) -> str:
     lines = ["| measure | baseline | compared | difference (95 %) | verdict |", "|---|---:|---:|---:|---|"]
     for name in names:
         moved = found["difference"][name]
@@ -339,7 +314,7 @@ def _table(found: dict[str, Any], names: Sequence[str]) -> list[str]:
         change = f"{_number(moved['value'], True)} ({_number(moved['low'], True)} to {_number(moved['high'], True)})"
         values = f"{_number(found['baseline'][name]['value'])} | {_number(found['compared'][name]['value'])}"
         lines.append(f"| {name}{arrow} {METRICS[name].about} | {values} | {change} | {moved['verdict']} |")
-    return lines
+    return "\n".join(lines)
 
 
 def _number(value: float, sign: bool = False) -> str:

@@ -1,14 +1,12 @@
-"""Questions to answers: the engine writes open ones, choices are compared by their likelihood. Ranks share the
-questions.
-"""
+"""Questions to answers: the engine writes open ones, choices are compared by likelihood. Ranks share the questions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
 
 from stoker.contract.shape import shape
-from stoker.training.data.formats.questions import Question
 from stoker.training.evaluate.asking import (
     Manner,
     answer_text,
@@ -22,28 +20,13 @@ from stoker.training.evaluate.likelihood import log_likelihoods
 from stoker.training.evaluate.marking import Alternatives, alternatives, in_form, phrases, right, right_in_form, words
 from stoker.training.evaluate.tasks import Task
 from stoker.training.generate.config import GenerateConfig
+from stoker.training.generate.engine import Engine
 from stoker.training.model.decoder import Decoder
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 # questions whose answers are sampled in one call: part of what an answer depends on, unlike the number of ranks and of
 # rows
 BLOCK = 64
-
-
-class Writer(Protocol):
-    """generate.Engine."""
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        new_tokens: int,
-        stop: Collection[int],
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-    ) -> list[list[int]]: ...
 
 
 @shape
@@ -71,9 +54,7 @@ class Written:
 
 @shape
 class Marked:
-    """An answer and its marks. `correct`: by content; `in_form`: in the expected form, right or wrong; `strict`: right
-    in that form, as GRPO rewards it.
-    """
+    """`correct`: by content; `in_form`: in the expected form; `strict`: right in that form, as GRPO rewards it."""
 
     completion: str
     correct: bool
@@ -106,15 +87,11 @@ class Marker:
 
     def __call__(self, written: Written, place: int) -> Marked:
         question, text = self._questions[place], written.text
-        correct = right(text, question.answer, self._others(question), cut=written.cut)
+        others = Alternatives(self._of_kind[question.kind], words(question.text))
+        if question.alternatives:
+            others = alternatives(question.alternatives)
+        correct = right(text, question.answer, others, cut=written.cut)
         return Marked(text, correct, in_form(text, question.answer), right_in_form(text, question.answer), written.cut)
-
-    def _others(self, question: Question) -> Alternatives:
-        return (
-            alternatives(question.alternatives)
-            if question.alternatives
-            else Alternatives(self._of_kind[question.kind], words(question.text))
-        )
 
 
 def put(task: Task, tokenizer: Tokenizer, manner: Manner, context: int, new_tokens: int) -> Asked:
@@ -139,60 +116,47 @@ def choose(asked: Asked, places: Sequence[int], model: Decoder, tokenizer: Token
     return [_chosen(asked, place, scores[place]) for place in places]
 
 
-def write(
-    asked: Asked, places: Sequence[int], writer: Writer, tokenizer: Tokenizer, manner: Manner, how: GenerateConfig
-) -> list[Outcome]:
-    """The greedy answers."""
-    stop, marker = stop_ids(tokenizer, manner), Marker(asked.task)
-    answers = (
-        writer.generate(
-            [asked.prompts[place] for place in places], new_tokens=how.new_tokens, stop=stop, temperature=0.0
-        )
-        if places
-        else []
-    )
-    outcomes = []
-    for place, ids in zip(places, answers, strict=True):
-        question = asked.task.questions[place]
-        greedy = marker(written(tokenizer, ids, manner, stop), place)
-        shown = (question.kind, question.text, question.answer)
-        outcomes.append(Outcome(asked.task.name, place, *shown, greedy, open=True))
-    return outcomes
+@shape
+class Answerer:
+    """Who writes answers, and how."""
 
+    engine: Engine
+    tokenizer: Tokenizer
+    manner: Manner
+    how: GenerateConfig
 
-def sample(
-    prompts: Sequence[Sequence[int]],
-    count: int,
-    writer: Writer,
-    tokenizer: Tokenizer,
-    manner: Manner,
-    how: GenerateConfig,
-    seed: int,
-    mine: Callable[[int], bool],
-) -> dict[int, list[Written]]:
-    """`count` sampled answers to each prompt of the blocks that are `mine`, by the prompt's place."""
-    stop = stop_ids(tokenizer, manner)
-    answers: dict[int, list[Written]] = {}
-    for block, begin in enumerate(range(0, len(prompts), BLOCK)):
-        if not mine(block):
-            continue
-        places = range(begin, min(begin + BLOCK, len(prompts)))
-        ids = writer.generate(
-            [prompts[place] for place in places for _ in range(count)],
-            new_tokens=how.new_tokens,
-            stop=stop,
-            temperature=how.temperature,
-            top_k=how.top_k,
-            top_p=how.top_p,
-            seed=seed * 1_000_003 + block,
-        )
-        texts = [written(tokenizer, answer, manner, stop) for answer in ids]
-        answers |= {place: texts[number * count : (number + 1) * count] for number, place in enumerate(places)}
-    return answers
+    def write(self, asked: Asked, places: Sequence[int]) -> list[Outcome]:
+        """The greedy answers."""
+        marker, prompts = Marker(asked.task), [asked.prompts[place] for place in places]
+        answers = self._written(prompts, temperature=0.0) if places else []
+        outcomes = []
+        for place, answer in zip(places, answers, strict=True):
+            question = asked.task.questions[place]
+            shown = (question.kind, question.text, question.answer)
+            outcomes.append(Outcome(asked.task.name, place, *shown, marker(answer, place), open=True))
+        return outcomes
 
+    def sample(
+        self, prompts: Sequence[Sequence[int]], count: int, seed: int, mine: Callable[[int], bool]
+    ) -> dict[int, list[Written]]:
+        """`count` sampled answers to each prompt of the blocks that are `mine`, by the prompt's place."""
+        answers: dict[int, list[Written]] = {}
+        for block, begin in enumerate(range(0, len(prompts), BLOCK)):
+            if mine(block):
+                places = range(begin, min(begin + BLOCK, len(prompts)))
+                asked = [prompts[place] for place in places for _ in range(count)]
+                texts = self._written(asked, seed=seed * 1_000_003 + block, **self.how.sampling)
+                answers |= {place: texts[number * count : (number + 1) * count] for number, place in enumerate(places)}
+        return answers
 
-def written(tokenizer: Tokenizer, ids: Sequence[int], manner: Manner, stop: Collection[int]) -> Written:
-    return Written(answer_text(tokenizer, ids, manner), cut=not ids or ids[-1] not in stop)
+    def _written(self, prompts: Sequence[Sequence[int]], **how: Any) -> list[Written]:
+        found = self.engine.generate(prompts, new_tokens=self.how.new_tokens, stop=self._stop, **how)
+        texts = [answer_text(self.tokenizer, ids, self.manner) for ids in found]
+        return [Written(text, cut=not ids or ids[-1] not in self._stop) for text, ids in zip(texts, found, strict=True)]
+
+    @cached_property
+    def _stop(self) -> set[int]:
+        return stop_ids(self.tokenizer, self.manner)
 
 
 def _chosen(asked: Asked, place: int, scores: Sequence[float]) -> Outcome:

@@ -1,6 +1,4 @@
-"""How a question is put to a model: the ids it sees, and at which ids its answer ends. A chat, or plain text for a base
-model.
-"""
+"""How a question is put to a model, as a chat or, to a base model, as plain text; and where its answer ends."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ class Manner:
 
 
 def lettered(question: Question, manner: Manner) -> bool:
-    """A chat is shown the choices and names one; a base model completes the question by each choice's text, unless it
-    is MMLU, whose way is letters.
-    """
+    """A chat names one of the choices it is shown; a base model completes by each choice's text, MMLU by letters."""
     return bool(question.labels) and (manner.chat or question.lettered)
 
 
@@ -115,7 +111,6 @@ def _plain(question: Question, manner: Manner) -> str:
 def _solution(question: Question, manner: Manner) -> str:
     """On one line, for a line is where a plain answer ends."""
     if question.labels:
-        return (
-            question.answer if lettered(question, manner) else question.choices[question.labels.index(question.answer)]
-        )
+        chosen = question.choices[question.labels.index(question.answer)]
+        return question.answer if lettered(question, manner) else chosen
     return " ".join(_CALCULATOR.sub("", question.answer).split())

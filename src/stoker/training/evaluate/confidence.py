@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:  # imported where it is needed: `stoker train` reads this before it starts anything
-    import numpy as np
-    from numpy.typing import NDArray
+from typing import NamedTuple
 
 Z95 = 1.959963984540054  # a normal variable lies within ± this 95 times in 100
 
@@ -30,9 +26,7 @@ def wilson(right: float, total: float, z: float = Z95) -> Interval:
 
 
 def wilson_of_draws(right: Sequence[int], draws: int, z: float = Z95) -> Interval:
-    """Of `draws` answers to each question. They are not independent: as many count as would vary as much as the
-    questions' own shares do.
-    """
+    """Answers to one question are not independent: as many count as would vary as much as the questions' shares."""
     count = len(right)
     if not count or not draws:
         return Interval(0.0, 1.0)
@@ -43,20 +37,6 @@ def wilson_of_draws(right: Sequence[int], draws: int, z: float = Z95) -> Interva
         variance = sum((share - p) ** 2 for share in shares) / (count - 1) / count
         effective = min(max(p * (1 - p) / variance, count), count * draws) if variance else float(count * draws)
     return wilson(p * effective, effective, z)
-
-
-def resamples(count: int, rounds: int, seed: int) -> NDArray[np.int64]:
-    """[rounds, count]: what each round of a bootstrap draws, with replacement."""
-    import numpy as np
-
-    return np.random.default_rng(seed).integers(0, count, size=(rounds, count), dtype=np.int64)
-
-
-def deviation(values: NDArray[np.float64], count: int) -> float:
-    """The standard error that a bootstrap's rounds show; theirs is too small by √((n-1)/n), which matters for few."""
-    import numpy as np
-
-    return float(np.std(values, ddof=1)) * math.sqrt(count / (count - 1)) if count > 1 and len(values) > 1 else math.inf
 
 
 def around(value: float, error: float, z: float = Z95) -> Interval:

@@ -1,8 +1,9 @@
-"""What a model is asked."""
+"""What a model is asked: stages evaluate, density and diversity."""
 
 from __future__ import annotations
 
 from stoker.contract import limits
+from stoker.contract.limits import text
 from stoker.contract.shape import option, shape
 
 
@@ -15,12 +16,30 @@ class EvaluateConfig:
         metavar="PATH",
         many=True,
     )
-    most: int = option("questions of each file at most, spread evenly over it (0: all)", default=0, limit=limits.COUNT)
-    draws: int = option(
-        "answers sampled per question at generate.temperature, beside the greedy one (0: only that)",
-        default=0,
-        limit=limits.COUNT,
+    most: int = limits.COUNT("questions of each file at most, spread evenly over it (0: all)", 0)
+    draws: int = limits.COUNT(
+        "answers sampled per question at generate.temperature, beside the greedy one (0: only that)", 0
     )
-    texts: str = option("text whose bits per byte are measured (empty: none)", default="", metavar="PATH")
+    texts: str = text("PATH")("text whose bits per byte are measured (empty: none)")
     chat: bool = option("ask as a chat; off: the question as plain text, for base models", default=True)
-    shots: int = option("examples before a plain question", default=0, limit=limits.COUNT)
+    shots: int = limits.COUNT("examples before a plain question", 0)
+
+
+@shape
+class DensityConfig:
+    prompts: str = text("PATH")("jsonl rows with prompt")
+    neighbours: int = limits.FROM_ONE("the k of the nearest neighbours", 16)
+    power: float = limits.NOT_NEGATIVE("a weight is (1 / density) to this power: 0 makes all alike", 1.0)
+    most: float = limits.FROM_ONE("no weight above this multiple of the mean", 5.0)
+    clusters: int = limits.FROM_ONE("clusters the report counts over", 16)
+
+
+@shape
+class DiversityConfig:
+    prompts: str = text("PATH")("jsonl rows with prompt")
+    baseline: str = text("DIR")("folder of the model that is compared with")
+    compared: str = text("DIR")("folder of the model trained with density weights")
+    most: int = limits.FROM_ONE("prompts that are answered", 64)
+    answers: int = limits.FROM_TWO("answers per prompt and model", 8)
+    clusters: int = limits.FROM_ONE("clusters of answers that Gini and entropy are counted over", 16)
+    rounds: int = limits.FROM_ONE("bootstrap rounds", 500)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -14,12 +15,14 @@ from stoker.training.data.ours import own_cache
 from stoker.training.data.read import texts
 from stoker.training.data.sources import find_sources
 from stoker.training.data.units import split
+from stoker.training.density.points import Vectors, unit
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.loss import capped, chunk_rows
 from stoker.training.parallel.group import Group
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 TOKENS_AT_ONCE = 16_384
+Say = Callable[[str], None]
 Continuation = tuple[Sequence[int], Sequence[int]]  # what is given, and what is asked about
 
 
@@ -78,9 +81,7 @@ def log_likelihoods(model: Decoder, rows: Sequence[Continuation]) -> list[float]
 def windows(
     tokenizer: Tokenizer, documents: Iterable[bytes], context: int, tokens: int
 ) -> tuple[list[Continuation], list[int]]:
-    """Every token of every text once, after what comes before it in its window, and the bytes of each window; ends when
-    `tokens` (0: all) are there.
-    """
+    """(each window's first token and the rest of it, its bytes): every token once, up to `tokens` (0: all)."""
     found: list[Continuation] = []
     sizes: list[int] = []
     count = 0
@@ -103,7 +104,7 @@ def bits_per_byte(log_likelihood: float, size: float) -> float:
     return -log_likelihood / math.log(2) / size
 
 
-def documents(path: str, data: DataConfig, say: Callable[[str], None]) -> Iterator[bytes]:
+def documents(path: str, data: DataConfig, say: Say) -> Iterator[bytes]:
     """Whole texts of jsonl, parquet or text files."""
     sources = find_sources((path,), own_cache(data.cache, say), say, "evaluate.texts")
     begun = b""
@@ -116,17 +117,9 @@ def documents(path: str, data: DataConfig, say: Callable[[str], None]) -> Iterat
 
 
 def measure(
-    path: str,
-    data: DataConfig,
-    tokens: int,
-    model: Decoder,
-    tokenizer: Tokenizer,
-    group: Group,
-    say: Callable[[str], None],
+    path: str, data: DataConfig, tokens: int, model: Decoder, tokenizer: Tokenizer, group: Group, say: Say
 ) -> float:
-    """Bits per byte over `tokens` tokens: comparable between models with unlike tokenizers, as nats per token are not.
-    Ranks share the windows.
-    """
+    """Bits per byte compare models with unlike tokenizers, as nats per token do not. Ranks share the windows."""
     rows, sizes = windows(tokenizer, documents(path, data, say), data.context_length, tokens)
     if not rows:
         raise Refusal(f"evaluate.texts {path} holds no text", EX_DATAERR)
@@ -136,3 +129,31 @@ def measure(
         torch.tensor([found, float(sum(sizes[place] for place in mine))], dtype=torch.float64, device=group.device)
     ).tolist()
     return bits_per_byte(*totals)
+
+
+@torch.no_grad()
+def embed(model: Decoder, rows: Sequence[Sequence[int]]) -> Vectors:
+    """[rows, width]. A row that is too long counts by its beginning; equal rows are computed once."""
+    room = model.context_length
+    different = list(dict.fromkeys(tuple(row[:room]) for row in rows))
+    device = model.embed.weight.device
+    found = torch.zeros(len(different), model.config.dim)
+    for batch in batches([len(row) for row in different]):
+        picked = [different[place] for place in batch]
+        hidden = model.hidden(padded(picked, device)).float()
+        lengths = torch.tensor([len(row) for row in picked], device=device)
+        within = torch.arange(hidden.shape[1], device=device) < lengths[:, None]
+        found[batch] = ((hidden * within[:, :, None]).sum(1) / lengths[:, None]).cpu()
+    place = {row: number for number, row in enumerate(different)}
+    return unit(found.numpy()[[place[tuple(row[:room])] for row in rows]])
+
+
+def embed_shared(model: Decoder, rows: Sequence[Sequence[int]], group: Group) -> Vectors:
+    """Ranks share the rows; all get all."""
+    mine = range(group.rank, len(rows), group.world)
+    parts = group.all(embed(model, [rows[place] for place in mine]) if mine else None)
+    whole = np.zeros((len(rows), model.config.dim), dtype=np.float32)
+    for rank, part in enumerate(parts):
+        if part is not None:
+            whole[rank :: group.world] = part
+    return whole

@@ -1,9 +1,7 @@
-"""Is an answer right? No torch.
+"""Is an answer right? No torch. The strict rule, right in the expected form, is GRPO's reward.
 
-In the expected form, and right in that form: this strict rule is GRPO's reward.
-
-By what it says, whatever its form, is how evaluation counts: "The cow says moo." is right where "moo" is expected. This
-rule, which docs/pipeline.md explains, rather calls a right answer wrong than a wrong one right:
+Evaluation counts what it says, whatever its form: "The cow says moo." is right where "moo" is expected. That rule
+(docs/pipeline.md) rather calls a right answer wrong than a wrong one right:
 - What is right in the expected form is right.
 - A number: the last number of the answer counts, and no other.
 - A list of numbers: the last list counts.
@@ -60,18 +58,14 @@ def marked_part(text: str) -> str | None:
 
 
 def stated(text: str) -> str:
-    """What a text gives as its answer: the part after its last mark, else the whole; the first line of that, bare and
-    in lowercase.
-    """
+    """The answer a text gives: the first line after its last mark, or of the whole, bare and in lowercase."""
     part = marked_part(text)
     line = first_line(text if part is None else part)
     return _bare(without_thousands(_bare(line).lower().replace("$", "")))
 
 
 def right_in_form(completion: str, answer: str) -> bool:
-    """The stated answer is the same text or the same number. An answer that states nothing is wrong, whatever was
-    asked.
-    """
+    """The stated answer is the same text or number. An answer that states nothing is wrong, whatever was asked."""
     said, wanted = stated(completion), stated(answer)
     if not said:
         return False
@@ -82,9 +76,7 @@ def right_in_form(completion: str, answer: str) -> bool:
 
 
 def in_form(completion: str, answer: str) -> bool:
-    """Right or wrong, the answer stands alone where the strict rule looks for it: a number, or no more words than the
-    expected answer has.
-    """
+    """Right or wrong, it stands alone where the strict rule looks: a number, or no more words than expected."""
     said = stated(completion)
     return bool(said) and (_number(said) is not None or len(words(said)) <= max(len(words(stated(answer))), 1))
 
@@ -117,9 +109,7 @@ def _bare(text: str) -> str:
 
 @shape
 class Alternatives:
-    """Other answers the question might have had, as words. `asked`: those that stand in the question are no
-    contradiction, but part of saying it.
-    """
+    """Other answers the question might have had, as words. `asked`: those in the question contradict nothing."""
 
     phrases: frozenset[tuple[str, ...]] = frozenset()
     asked: tuple[str, ...] = ()

@@ -1,6 +1,4 @@
-"""Files of questions: ours, GSM8K's, ARC's and MMLU's as they are published. What can't be asked is counted and named.
-No torch.
-"""
+"""Files of questions, as published: ours, GSM8K's, ARC's and MMLU's. What can't be asked is named. No torch."""
 
 from __future__ import annotations
 

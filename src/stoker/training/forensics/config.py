@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+from stoker.contract.limits import text
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import option, shape
@@ -20,11 +21,9 @@ _BARE = ("score", "trust")  # parameters that are in no module: the reward model
 class NanConfig:
     check: bool = option("look at loss and gradient norm of every step, on the device, one step late", default=True)
     dump: bool = option("write nan_step_N/: parameters, gradients, bad activations, batch, verdict", default=True)
-    inject: str = option(
+    inject: str = text("WHERE@STEP")(
         "a drill: WHERE@STEP[@RANK], e.g. layers.1.attention@5@0 (a NaN in its output), grad:layers.0.mlp.down.weight@5"
-        " (an Inf in a gradient)",
-        default="",
-        metavar="WHERE@STEP",
+        " (an Inf in a gradient)"
     )
 
 

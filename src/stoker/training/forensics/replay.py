@@ -2,23 +2,78 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import shutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stoker.contract.names import EX_CONFIG, Refusal
+from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
+from stoker.contract.tensorheader import pack_header
+from stoker.contract.wholefile import write_whole
+from stoker.training.checkpoint.folders import put_in_place
 from stoker.training.data.reader import IGNORED
 from stoker.training.forensics import report as phases
-from stoker.training.forensics.culprit import worded
+from stoker.training.forensics.config import Injection
+from stoker.training.forensics.culprit import banner, worded
+from stoker.training.forensics.reading import ACTIVATIONS, BATCH, GRADIENTS, PARAMETERS, REPORT, rank_folder
 from stoker.training.forensics.report import Report, TensorStats
-from stoker.training.forensics.scopes import OUTSIDE
 from stoker.training.forensics.statistics import Origin, describe, is_bad, local
-from stoker.training.forensics.trace import Tracer, clean
+from stoker.training.forensics.trace import OUTSIDE, Tracer, clean
+
+
+class Drill:
+    """Set `step` before each step, and before its replay: what is injected depends on nothing else."""
+
+    def __init__(self, injection: Injection | None, model: nn.Module, rank: int) -> None:
+        self.step = -1
+        self._injection = injection if injection is not None and injection.rank in (None, rank) else None
+        self._parameter: nn.Parameter | None = None
+        if self._injection is None:
+            return
+        if self._injection.gradient:
+            self._parameter = _of_name(dict(model.named_parameters()), self._injection.where, "parameter")
+            if not self._parameter.requires_grad:
+                raise Refusal(f"nan.inject: parameter {self._injection.where} is frozen and has no gradient", EX_CONFIG)
+        else:
+            modules = {name: module for name, module in model.named_modules() if name}
+            _of_name(modules, self._injection.where, "module").register_forward_hook(self._spoil)
+
+    def _due(self) -> bool:
+        return self._injection is not None and self.step == self._injection.step
+
+    def _spoil(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        if not self._due() or self._injection is None:
+            return None
+        first, *rest = output if isinstance(output, (tuple, list)) else (output,)
+        spot = torch.zeros_like(first, dtype=torch.bool)
+        spot[(0,) * spot.dim()] = True
+        spoiled = first.masked_fill(spot, self._injection.value)
+        return type(output)((spoiled, *rest)) if isinstance(output, (tuple, list)) else spoiled
+
+    def spoil_gradients(self) -> None:
+        """After the backward, before the norm."""
+        if self._parameter is None or not self._due() or self._injection is None or self._parameter.grad is None:
+            return
+        mine = local(self._parameter.grad)
+        if mine.numel():  # an uneven shard may be empty
+            mine[(0,) * mine.dim()] += self._injection.value
+
+
+def _of_name(known: dict[str, Any], name: str, kind: str) -> Any:
+    if name not in known:
+        raise Refusal(f"nan.inject: the model has no {kind} {name}{suggest(name, known)}", EX_CONFIG)
+    return known[name]
+
 
 LOSS = "loss"  # the scope that the decoder's loss is in
 _SQUARES_OVERFLOW = math.sqrt(torch.finfo(torch.float32).max)
@@ -165,3 +220,101 @@ def _overflow(found: Report, gradients: list[tuple[str, Tensor]]) -> dict[str, o
     name, gradient = gradients[norms.index(max(norms))]
     largest = describe(name, gradient)
     return {"phase": phases.NORM, "what": "Inf", "parameter": name, "output": largest, "gradients": (largest,)}
+
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+SPARE = 1 << 30  # bytes the disk keeps for the checkpoint that may follow
+
+Decode = Callable[[list[int]], str]
+
+
+def write_dump(
+    folder: str,
+    found: Investigation,
+    model: nn.Module,
+    replay: Replay,
+    decode: Decode | None = None,
+    parameters: bool = True,
+) -> str:
+    """Gives the rank's folder. `parameters`: False where another rank writes the same ones."""
+    report = found.report
+    final = rank_folder(folder, report.step, report.rank)
+    building = os.path.join(os.path.dirname(final), f".rank-{report.rank}.{os.getpid()}.tmp")
+    os.makedirs(building)
+    try:
+        left_out: dict[str, str] = {} if parameters else {PARAMETERS: "the same on every rank: written by another one"}
+        about = {"step": str(report.step), "rank": str(report.rank)}
+        weights = {clean(name): one.detach() for name, one in model.named_parameters()} if parameters else {}
+        gradients = {clean(name): one.grad for name, one in model.named_parameters() if one.grad is not None}
+        write_tensors(
+            os.path.join(building, ACTIVATIONS),
+            found.tensors,
+            {**about, **{f"cut {name}": cut for name, cut in found.cuts.items()}},
+        )
+        for name, tensors in ((GRADIENTS, gradients), (PARAMETERS, weights)):
+            _write_if_room(os.path.join(building, name), tensors, about, left_out)
+        write_whole(os.path.join(building, BATCH), json.dumps(_batch(replay, decode), indent=1))
+        files = {"cut": dict(found.cuts), "left_out": left_out}
+        write_whole(os.path.join(building, REPORT), json.dumps({"report": report.to_json(), "files": files}, indent=1))
+        write_whole(os.path.join(building, "banner.txt"), banner(report, final) + "\n")
+        put_in_place(building, final)  # a restarted attempt that fails at the same step replaces the one before
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    return final
+
+
+def _write_if_room(path: str, tensors: dict[str, Tensor], about: dict[str, str], left_out: dict[str, str]) -> None:
+    name = os.path.basename(path)
+    if name in left_out:
+        return
+    need, have = bytes_of(tensors), shutil.disk_usage(os.path.dirname(path)).free
+    if need + SPARE > have and need > SPARE // 16:  # small files are always worth a try
+        left_out[name] = f"{need / 1e9:.1f} GB needed, {have / 1e9:.1f} GB free"
+        return
+    write_tensors(path, tensors, about)
+
+
+def _batch(replay: Replay, decode: Decode | None) -> dict[str, Any]:
+    samples: list[dict[str, Any]] = []
+    for number, one in enumerate(replay.micro_batches):
+        for position, sample in enumerate(one.sample_ids):
+            tokens = _row(one.inputs, position, len(one.sample_ids)) or []
+            wanted = _row(one.targets, position, len(one.sample_ids))
+            samples.append(
+                {
+                    "micro_batch": number,
+                    "id": int(sample),
+                    "tokens": tokens,
+                    "text": decode(tokens) if decode is not None and tokens else None,
+                    "targets": None if wanted is None else sum(target != IGNORED for target in wanted),
+                }
+            )
+    return {"schema": 1, "samples": samples}
+
+
+def _row(table: Tensor | None, position: int, count: int) -> list[int] | None:
+    return None if table is None else [int(token) for token in table.reshape(count, -1)[position].tolist()]
+
+
+def bytes_of(tensors: Mapping[str, Tensor]) -> int:
+    return sum(local(one).numel() * one.element_size() for one in tensors.values())
+
+
+def write_tensors(path: str, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
+    """A safetensors file, one tensor after the other: the host needs room for the largest, not for all of them. Of a
+    sharded tensor this rank's part; complex ones and other dtypes the format has no name for as fp32.
+    """
+    parts = {name: local(tensor) for name, tensor in tensors.items()}
+    sizes = {name: (_NAMES.get(mine.dtype, "F32"), tuple(mine.shape)) for name, mine in parts.items()}
+    with open(path, "wb") as file:
+        file.write(pack_header(sizes, about))
+        for mine in parts.values():
+            flat = (mine if mine.dtype in _NAMES else mine.to(torch.float32)).to("cpu").contiguous().reshape(-1)
+            if flat.numel():
+                file.write(flat.view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,6 +1,4 @@
-"""Is a tensor finite, and what is in it: read on its device, in one pass, without a copy of its size. And what is kept
-of the moment a value went bad: statistics, and the tensors themselves for the dump.
-"""
+"""Is a tensor finite, and what is in it, read on its device in one pass; and what is kept of where it went bad."""
 
 from __future__ import annotations
 
@@ -19,6 +17,8 @@ _DESCRIBED = 256  # origins with statistics, and
 _KEPT = 16  # with their tensors: a model that masks in every layer has an origin in each
 
 Extremes = tuple[float, float]
+Named = tuple[str, Tensor]
+Value = tuple[str, Tensor, Extremes]
 
 
 def plain(tensor: Tensor) -> list[Tensor]:
@@ -130,13 +130,7 @@ class Origin:
     cuts: dict[str, str] = field(default_factory=dict)  # name -> what was left out
 
 
-def keep(
-    origin: Origin,
-    read: list[tuple[str, Tensor, Extremes]],
-    bad: tuple[str, Tensor, Extremes],
-    batch: tuple[int, int],
-    already: int,
-) -> None:
+def keep(origin: Origin, read: list[Value], bad: Value, batch: tuple[int, int], already: int) -> None:
     if already >= _DESCRIBED:
         return
     name, tensor, _ = bad

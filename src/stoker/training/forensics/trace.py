@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -20,14 +21,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from stoker.contract.shape import shape
-from stoker.training.forensics import scopes
 from stoker.training.forensics.report import BACKWARD, FORWARD, GRADIENT, REDUCED
-from stoker.training.forensics.statistics import Extremes, Origin, counted, extremes, finite, keep, plain, word
+from stoker.training.forensics.statistics import Named, Origin, Value, counted, extremes, finite, keep, plain, word
+
+OUTSIDE = "(outside of any module)"
+_NOTHING: AbstractContextManager[None] = nullcontext()
+Stack = list[tuple[str, bool]]  # modules and scopes that are entered, and whether in a backward
+_followed: list[Stack] = []  # of the investigation that is under way
+
+
+@contextmanager
+def _entered(stack: Stack, name: str) -> Iterator[None]:
+    stack.append((name, False))
+    try:
+        yield
+    finally:
+        stack.pop()
+
+
+def scope(name: str) -> AbstractContextManager[None]:
+    """with scope("loss"): ...   Does nothing unless an investigation is under way."""
+    return _entered(_followed[0], name) if _followed else _NOTHING
+
 
 _SENT = "another rank"
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-
-Value = tuple[str, Tensor, Extremes]
 
 
 # What a dispatched operation reads and writes, from its schema.
@@ -125,7 +143,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.origins: list[Origin] = []
         self._model = model
-        self._stack = scopes.Stack()
+        self._stack: Stack = []
         self._of_storage: dict[int, Origin] = {}
         self._received: set[int] = set()  # storages that hold what other ranks sent
         self._made_in: dict[int, str] = {}  # autograd's sequence number of a forward operation -> the module it ran in
@@ -140,13 +158,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # always_call: activation checkpointing leaves a recomputed forward by an exception once it has what it
             # needs.
             self._handles.append(module.register_forward_hook(self._left, always_call=True))
-        scopes.follow(self._stack)
+        _followed.append(self._stack)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *problem: Any) -> None:
         super().__exit__(*problem)  # type: ignore[no-untyped-call]
-        scopes.follow(None)
+        _followed.clear()
         for handle in self._handles:
             handle.remove()
 
@@ -160,10 +178,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return next((one for one in found if one is not None), None)
 
     def _entered(self, path: str, module: nn.Module, inputs: Any) -> None:
-        self._stack.push(path, _node() is not None)
+        self._stack.append((path, _node() is not None))
 
     def _left(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._stack.pop()
+
+    def _path(self, in_backward: bool) -> str | None:
+        """The innermost; None where nothing was entered since the backward began, which is part of none of them."""
+        inside = self._stack and (self._stack[-1][1] or not in_backward)
+        return self._stack[-1][0] if inside else None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -171,9 +194,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = kwargs or {}
         how, node = operation(func), _node()
         if node is None:  # the operation's own autograd node was made just before it was dispatched
-            self._made_in.setdefault(
-                torch._C._autograd._get_sequence_nr() - 1, self._stack.path(False) or scopes.OUTSIDE
-            )
+            self._made_in.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._path(False) or OUTSIDE)
         if how.kind == VIEW:
             return func(*args, **given)
         with torch.no_grad():
@@ -197,7 +218,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     @staticmethod
-    def _outputs(how: Operation, made: Any, inputs: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    def _outputs(how: Operation, made: Any, inputs: list[Named]) -> list[Named]:
         returned = [part for tensor in tensors_in(made) for part in plain(tensor) if counted(part)]
         if how.first_output_only:
             returned = returned[:1]
@@ -222,13 +243,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._received.discard(storage(tensor))
 
     def _look(
-        self,
-        how: Operation,
-        constant: bool,
-        inputs: list[tuple[str, Tensor]],
-        before: list[Value],
-        outputs: list[Value],
-        node: Any,
+        self, how: Operation, constant: bool, inputs: list[Named], before: list[Value], outputs: list[Value], node: Any
     ) -> None:
         bad = [one for one in outputs if not finite(one[2])]
         for _, tensor, ends in outputs:
@@ -273,7 +288,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _new(self, how: Operation, read: list[Value], bad: Value, node: Any, mask: bool, source: str = "") -> Origin:
         leaf: Tensor | None = getattr(node, "variable", None)  # whose gradient this node sums up
-        path = self._stack.path(node is not None)
+        path = self._path(node is not None)
         phase, parameter = FORWARD, ""
         if leaf is not None or self._micro_batch is None:
             phase, parameter = GRADIENT, self._parameter(leaf, bad[1])
@@ -281,7 +296,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             phase = REDUCED
         elif node is not None and path is None:
             phase, path = BACKWARD, self._module_of(node)
-        number, module, what = len(self.origins), path or scopes.OUTSIDE, word(bad[2])
+        number, module, what = len(self.origins), path or OUTSIDE, word(bad[2])
         origin = Origin(number, how.name, phase, module, parameter, source, self._micro_batch, what, mask)
         keep(origin, read, bad, self._batch if phase == FORWARD else (0, 0), number)
         self.origins.append(origin)
@@ -293,7 +308,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._made_in[number]
         known = sorted(self._made_in)  # a node without a dispatch of its own: it was made between two that have one
         place = bisect_right(known, number)
-        return self._made_in[known[place - 1]] if place else scopes.OUTSIDE
+        return self._made_in[known[place - 1]] if place else OUTSIDE
 
     def _parameter(self, leaf: Tensor | None, gradient: Tensor) -> str:
         for name, parameter in self._model.named_parameters():
@@ -324,6 +339,6 @@ def _node() -> Any:
     return torch._C._current_autograd_node()
 
 
-def _looked_at(tensors: list[tuple[str, Tensor]]) -> list[Value]:
+def _looked_at(tensors: list[Named]) -> list[Value]:
     ends = extremes([tensor for _, tensor in tensors]) if tensors else []
     return [(name, tensor, both) for (name, tensor), both in zip(tensors, ends, strict=True)]

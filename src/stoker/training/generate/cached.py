@@ -1,6 +1,4 @@
-"""The decoder over a cache of keys and values, for generation: all tokens of the prompts at once, then one per row. The
-same sums as Decoder.hidden and the same options, without its graph of gradients.
-"""
+"""The decoder over a cache of keys and values: the sums and options of Decoder.hidden, without gradients."""
 
 from __future__ import annotations
 
@@ -16,11 +14,10 @@ from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import shape
 from stoker.training.generate import plain
 from stoker.training.model.attention import attend, seen_by
-from stoker.training.model.decoder import Block, Decoder, Linear
+from stoker.training.model.decoder import Block, Decoder
 from stoker.training.model.experts import mixture
+from stoker.training.model.linear import LayerNorm, Linear, RMSNorm, activation
 from stoker.training.model.loss import capped
-from stoker.training.model.norm import LayerNorm, RMSNorm
-from stoker.training.model.swiglu import activation
 
 # queries [rows · tokens, heads, head_dim], a layer's cache and its view -> [rows · tokens, heads · head_dim]
 Attention = Callable[[Tensor, Tensor, int], Tensor]
@@ -30,9 +27,7 @@ Angles = list[tuple[Tensor, Tensor]]  # cos and sin of each view
 
 @shape
 class Layer:
-    """A norm is None where the block has none there; a bias and a router likewise. With a router gate_up and down are its
-    experts'. A LayerNorm is [2, width]: weight and bias.
-    """
+    """None where the block has no such norm, bias or router. With a router: its experts'. A LayerNorm: [2, width]."""
 
     attention_norm: Tensor | None
     qkv: tuple[Tensor, Tensor | None]
@@ -138,11 +133,8 @@ class Weights:
 
 
 class Cache:
-    """In one block of memory whose shape never changes.
-
-    A row is its prompt from slot 0, a hole up to the longest prompt's end, then the answer, which begins at the same
-    slot in all rows: a decoding step is one shape and writes one slot. The prompt's own pass needs no mask (causal
-    attention never looks at what pads the end), as padding in front would.
+    """One block of memory. A row is its prompt from slot 0, a hole up to the longest prompt's end, then the answer, which
+    begins at the same slot in all rows: a step is one shape and writes one slot, and the prompt's pass needs no mask.
     """
 
     def __init__(self, w: Weights, rows: int, length: int) -> None:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from stoker.contract import limits
-from stoker.contract.shape import option, shape
+from stoker.contract.limits import text
+from stoker.contract.shape import shape
 
 
 @shape
 class GenerateConfig:
-    new_tokens: int = option(
-        "an answer is cut after so many tokens; the report counts the cut ones", default=128, limit=limits.FROM_ONE
+    new_tokens: int = limits.FROM_ONE("an answer is cut after so many tokens; the report counts the cut ones", 128)
+    temperature: float = limits.NOT_NEGATIVE("0: greedy, always the most likely token", 1.0)
+    top_k: int = limits.COUNT("sample only from the k most likely tokens (0: all)", 0)
+    top_p: float = limits.SHARE(
+        "sample only from the most likely tokens that together have this probability (1: all)", 1.0
     )
-    temperature: float = option("0: greedy, always the most likely token", default=1.0, limit=limits.NOT_NEGATIVE)
-    top_k: int = option("sample only from the k most likely tokens (0: all)", default=0, limit=limits.COUNT)
-    top_p: float = option(
-        "sample only from the most likely tokens that together have this probability (1: all)",
-        default=1.0,
-        limit=limits.SHARE,
-    )
-    rows: int = option("answers that are written at once", default=64, limit=limits.FROM_ONE)
-    system: str = option(
-        "a system message before each chat that has none: what form of answer is wanted, say",
-        default="",
-        metavar="TEXT",
-    )
+    rows: int = limits.FROM_ONE("answers that are written at once", 64)
+    system: str = text("TEXT")("a system message before each chat that has none: what form of answer is wanted, say")
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}

@@ -1,6 +1,4 @@
-"""A conversation with a model: the model opened, the turns, what of them still fits into the context, and the answer's
-text as it comes.
-"""
+"""A conversation with a model: its turns, what of them fits into the context, and the answer's text as it comes."""
 
 from __future__ import annotations
 
@@ -71,13 +69,7 @@ class Manner:
 
 class Conversation:
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        manner: Manner,
-        system: str = "",
-        seed: int = 0,
-        say: Say = print,
+        self, engine: Engine, tokenizer: Tokenizer, manner: Manner, system: str = "", seed: int = 0, say: Say = print
     ) -> None:
         if not manner.raw:
             try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -21,14 +21,112 @@ from torch import Tensor
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import replace
-from stoker.training.generate.borrowed import Borrowed
-from stoker.training.generate.cached import Weights
-from stoker.training.generate.eager import Eager
+from stoker.training.generate import plain
+from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, padded, seen
 from stoker.training.generate.graphed import Graphed
-from stoker.training.generate.sample import checked
+from stoker.training.generate.sample import Sampling, checked, sample_token, uniforms
 from stoker.training.model.config import lacking
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.outside import Outside
+
+
+class Borrowed:
+    """Prompts of one length go together: padding in front is not the same to every module."""
+
+    def __init__(self, model: Outside, vocab: int) -> None:
+        self._model, self._vocab = model, vocab
+
+    def forget(self) -> None:
+        """Nothing here keeps an address of the weights."""
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], indexes: Sequence[int], new_tokens: int, stop: Tensor, how: Sampling,
+        seed: int,
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """After each token of a single prompt, else at the end: what is written, [rows, so many]."""
+        noise = torch.from_numpy(uniforms(seed, indexes, new_tokens)).to(stop.device)
+        written = torch.zeros(len(prompts), new_tokens, dtype=torch.int64, device=stop.device)
+        for length in sorted({len(prompt) for prompt in prompts}):
+            rows = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
+            ids = torch.tensor([list(prompts[row]) for row in rows], device=stop.device)
+            for place, token in enumerate(self._tokens(ids, noise[:, rows], stop, how)):
+                written[rows, place] = token
+                if len(prompts) == 1:
+                    yield written[:, : place + 1]
+        if len(prompts) > 1:
+            yield written
+
+    def _tokens(self, ids: Tensor, noise: Tensor, stop: Tensor, how: Sampling) -> Iterator[Tensor]:
+        """The next of each row, until all have ended."""
+        cache: Any = None
+        given, alive = ids, torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        for uniform in noise:
+            logits, cache = self._model.next_logits(given, cache)
+            token = sample_token(logits[:, : self._vocab], uniform, how)
+            yield token
+            alive &= ~stop[token]
+            if not alive.any():
+                return
+            ids = torch.cat([ids, token[:, None]], 1)
+            given = ids if cache is None else token[:, None]
+
+
+PREFILL_TOKENS = 1 << 13  # at once: the feed-forward layer's activations stay below 1 GB for widths up to 32 K
+
+
+class Eager:
+    def __init__(self, w: Weights, rows: int, length: int) -> None:
+        self._weights, self._blocks = w, Blocks(w, plain)
+        self._angles = self._blocks.angles(lambda table: table[:length])
+        self._cache = Cache(w, rows, length)
+
+    def forget(self) -> None:
+        """Nothing here keeps an address of the weights."""
+
+    def run(
+        self, prompts: Prompts, indexes: Sequence[int], new_tokens: int, stop: Tensor, how: Sampling, seed: int
+    ) -> Iterator[Tensor]:
+        """After each token: what is written so far, [rows, so many]."""
+        c, blocks, dtype = self._weights.config, self._blocks, self._weights.embed.dtype
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        longest = int(lengths.max())
+        noise = torch.from_numpy(uniforms(seed, indexes, 1 if how.greedy else new_tokens)).expand(new_tokens, -1)
+        slots = torch.arange(self._cache.length)
+        holes = int(lengths.min()) < longest
+        ahead = as_mask(seen(slots, lengths, longest, self._cache.length), dtype) if holes else None
+        logits = blocks.prefill(padded(prompts, longest), lengths, self._angles, self._cache.kv, PREFILL_TOKENS)
+        written = torch.zeros(len(prompts), new_tokens, dtype=torch.int64)
+        rows = torch.arange(len(prompts))
+        alive = torch.ones(len(prompts), dtype=torch.bool)
+        for place in range(new_tokens):
+            token = sample_token(logits, noise[place, rows], how)
+            written[rows, place] = token
+            yield written[:, : place + 1]
+            alive &= ~stop[token]
+            left = int(alive.sum())
+            if left == 0 or place + 1 == new_tokens:
+                return
+            if 2 * left <= len(alive):
+                kept = alive.nonzero()[:, 0]
+                self._cache.keep(kept, longest + place)
+                rows, token, lengths, alive = rows[kept], token[kept], lengths[kept], alive[kept]
+                ahead = ahead if ahead is None else ahead[kept]
+            slot = longest + place
+            whole = None if ahead is None else ahead[..., : slot + 1]
+            masks = [
+                as_mask(seen(slots[: slot + 1], lengths, longest, slot, window), dtype) if window else whole
+                for window in self._weights.windows
+            ]
+
+            def attention(
+                q: Tensor, kv: Tensor, view: int, end: int = slot + 1, masks: list[Tensor | None] = masks
+            ) -> Tensor:
+                return plain.attend(q, kv[:, :, :, :end], masks[view], c.attention_scale or None, c.attention_cap)
+
+            cached = self._cache.kv[:, :, : len(rows)]
+            x, delta = blocks.run(token, lengths + place, self._angles, cached, slot, 1, attention)
+            logits = blocks.logits(x, delta)
+
 
 # Options of the block that the Triton kernels compute, or that lie beside them.
 KERNELS = (
@@ -37,23 +135,9 @@ KERNELS = (
 )  # fmt: skip
 
 
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 class Engine:
-    def __init__(
-        self,
-        model: Decoder | Outside,
-        *,
-        rows: int,
-        length: int,
-        vocab: int = 0,
-        say: Callable[[str], None] = _to_stderr,
-    ) -> None:
-        """`rows`: answers at once; `length`: of a prompt and its answer; `vocab`: ids from here on are never written
-        (0: the embedding's rows).
-        """
+    def __init__(self, model: Decoder | Outside, *, rows: int, length: int, vocab: int = 0) -> None:
+        """`rows`: answers at once; `length`: prompt and answer; `vocab`: ids from here on are never written."""
         if rows < 1 or length < 2:
             raise Refusal(f"generation with {rows} rows of {length} tokens can't be: at least 1 row of 2", EX_USAGE)
         if length > model.context_length:
@@ -73,9 +157,9 @@ class Engine:
         self._weights = Weights(model, self._vocab)
         self._runner = Eager(self._weights, rows, length)
         if self._device.type == "cuda":
-            self._runner = Graphed(self._weights, rows, length, self._kernels(model, say))
+            self._runner = Graphed(self._weights, rows, length, self._kernels(model))
 
-    def _kernels(self, model: Decoder, say: Callable[[str], None]) -> Any:
+    def _kernels(self, model: Decoder) -> Any:
         c = model.config
         if all(not window or window >= self.length for window in c.windows):
             c = replace(c, windows=())  # none is ever left
@@ -83,7 +167,7 @@ class Engine:
         if head_dim < 16 or head_dim & (head_dim - 1):
             lacks = f"heads of {head_dim}"
         if lacks:
-            say(f"the generation kernels have no {lacks} yet; using plain torch")
+            print(f"the generation kernels have no {lacks} yet; using plain torch", file=sys.stderr, flush=True)
             return None
         return import_module("stoker.training.generate.kernel")  # Triton: on GPUs only
 
@@ -117,7 +201,8 @@ class Engine:
             steps = self._runner.run([prompts[index] for index in some], numbers, new_tokens, stops, how, seed)
             (written,) = deque(steps, maxlen=1)
             for index, answer in zip(some, written.tolist(), strict=True):
-                answers[index] = _cut(answer, stop)
+                ended = next((place + 1 for place, token in enumerate(answer) if token in stop), None)
+                answers[index] = answer[:ended]
         return answers
 
     def stream(
@@ -161,10 +246,3 @@ class Engine:
         table = torch.zeros(self._vocab, dtype=torch.bool)
         table[[one for one in stop if 0 <= one < self._vocab]] = True
         return table.to(self._device)
-
-
-def _cut(answer: list[int], stop: Collection[int]) -> list[int]:
-    for place, token in enumerate(answer):
-        if token in stop:
-            return answer[: place + 1]
-    return answer

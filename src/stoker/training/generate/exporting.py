@@ -1,33 +1,74 @@
-"""A model as a folder that `transformers` opens and chats with: weights, tokenizer, chat template, the tokens that end
-an answer.
-"""
+"""A model as a folder that `transformers` opens and chats with: weights, tokenizer, template, tokens that end it."""
 
 from __future__ import annotations
 
 import glob
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from stoker import __version__
+from stoker.contract import redact
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.shape import replace
 from stoker.contract.typed import read_fields
-from stoker.contract.untrusted import parse_json
+from stoker.contract.untrusted import parse_json, printable, read_text
 from stoker.contract.wholefile import write_whole
+from stoker.contract.yamltext import NotYaml, parse_yaml
 from stoker.control.record import reader
+from stoker.control.record.metrics import metrics_in
 from stoker.training.checkpoint.reading import Checkpoint, open_checkpoint
-from stoker.training.generate.card import card_of
 from stoker.training.generate.finding import HF, RESULT, Found, told_by
 from stoker.training.model import hf, outside
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import kept_text, shape_for
 from stoker.training.model.hf_files import places
-from stoker.training.model.hf_write import CARD, SCORE, beside
+from stoker.training.model.hf_write import CARD, CARD_MARK, SCORE, beside
 from stoker.training.tokenizer.chat import write_template
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
+
+SETTINGS = "config.yaml"
+_NUMBERS = ("step", "loss", "val_loss", "val_bits_per_byte", "val_right", "reward", "tokens")
+_TOLD = ("model.load", "data.path", "data.validation", "grpo.prompts", "reward.pairs", "dpo.pairs", "tokenizer.path")
+
+
+def card_of(run: str, stage: str = "") -> str:
+    """Empty where the run has no settings: it was no `stoker train`."""
+    path = os.path.join(run, SETTINGS)
+    if not os.path.isfile(path):
+        return ""
+    try:
+        text = read_text(path)
+        told = parse_yaml(text)
+    except (OSError, NotYaml, ValueError) as problem:
+        raise Refusal(f"{path} can't be read: {getattr(problem, 'strerror', None) or problem}", EX_DATAERR) from problem
+    rows = [f"| {key} | {shown} |" for key in _TOLD if (shown := _shown(told, key))]
+    numbers: dict[str, object] = {}
+    for line in metrics_in(run):
+        numbers |= {key: line[key] for key in _NUMBERS if isinstance(line.get(key), (int, float))}
+    results = [f"| {key} | {value} |" for key, value in numbers.items()]
+    parts = [
+        "---\nlibrary_name: transformers\ntags:\n- stoker\n---",
+        CARD_MARK,
+        f"# {printable(os.path.basename(os.path.abspath(run)))}",
+        f"Trained with Stoker {__version__}{f', stage {stage}' if stage else ''}.",
+        "## Data\n\n| | |\n|---|---|\n" + "\n".join(rows) if rows else "",
+        "## Result\n\n| | at the last step that measured it |\n|---|---|\n" + "\n".join(results) if results else "",
+        "## Settings\n\n```yaml\n" + text.replace("```", "` ` `").strip() + "\n```",
+    ]
+    return redact.whole("\n\n".join(filter(None, parts))) + "\n"
+
+
+def _shown(told: object, key: str) -> str:
+    for name in key.split("."):
+        told = told.get(name) if isinstance(told, dict) else None
+    values = told if isinstance(told, list) else [told]
+    return ", ".join(printable(str(value), 200).replace("|", "\\|") for value in values if value not in (None, ""))
+
 
 LONGEST_CONTEXT = 1 << 24  # tokens, and the most of anything else that a shape counts
 Say = Callable[[str], None]
@@ -113,26 +154,17 @@ def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, s
     more: Say = lambda fresh: _beside(fresh, words, run, say)  # noqa: E731
     kind = DTYPES[dtype] if dtype else None
     ends = words.stop_ids[:1] if words.template else words.stop_ids
+    how: dict[str, Any] = {"say": say, "dtype": kind, "tokenizer_folder": where, "end_ids": ends, "more": more}
     if shape.engine == "transformers":
         model = _module(opened, shape, context, say, trust)
-        return outside.save(model, out, say=say, dtype=kind, tokenizer_folder=where, end_ids=ends, more=more)
+        return outside.save(model, out, **how)
     tensors = _tensors(opened, shape)
-    hf.save_from(
-        tensors,
-        shape,
-        out,
-        context_length=context,
-        say=say,
-        dtype=kind,
-        tokenizer_folder=where,
-        end_ids=ends,
-        more=more,
-    )
+    hf.save_from(tensors, shape, out, context_length=context, **how)
 
 
 def _module(opened: Checkpoint, shape: ModelConfig, context: int, say: Say, trust: bool) -> outside.Outside:
-    """What no family of ours knows: transformers' module with the checkpoint's parameters; buffers come from the folder it
-    was loaded from. A checkpoint may come from anybody: it names that folder, which is checked as any other, and no more.
+    """transformers' module with the checkpoint's parameters; buffers come from the folder it was loaded from. A checkpoint
+    may come from anybody: it names that folder, which is checked as any other, and no more.
     """
     if not os.path.isdir(shape.load):
         raise Refusal(f"{opened.path}: {shape.load}, which its model was loaded from, is gone", EX_NOINPUT)
@@ -161,9 +193,7 @@ def _tensors(opened: Checkpoint, shape: ModelConfig) -> Iterator[tuple[str, Tens
 
 
 def _tokenizer_of(opened: Checkpoint) -> str:
-    """The one with the checkpoint's digest: beside it, where the checkpoint says it is, or in the cache of prepared
-    data.
-    """
+    """The one with the checkpoint's digest: beside it, where it says, or in the cache of prepared data."""
     digest = opened.meta.get("tokenizer_digest")
     run = os.path.dirname(os.path.dirname(os.path.abspath(opened.path)))
     told = opened.meta.get("tokenizer")

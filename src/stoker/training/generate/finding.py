@@ -1,13 +1,10 @@
-"""Which folder with weights a word means: such a folder, a run, a stage of a speedrun, a hub id, or nothing: the newest
-run or speedrun. No torch.
-"""
+"""Which weights a word means: a folder, a run, a speedrun's stage, a hub id; nothing: the newest run. No torch."""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
-from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract import layout
@@ -18,19 +15,13 @@ from stoker.contract.untrusted import read_json
 from stoker.control.record import ownership, reader
 from stoker.training.checkpoint.folders import steps_in
 from stoker.training.checkpoint.manifest import NAME as MANIFEST
-from stoker.training.model.hf_config import CONFIG
+from stoker.training.model.families.family import CONFIG
 from stoker.training.model.hf_hub import folder_of
 
 HF, RESULT, CHAIN, STAGES = "hf", "result.json", "chain.json", "stages"
 NO_ANSWERS = ("reward",)  # stages whose model gives scores
-ORDER = (
-    "base",
-    "midtrain",
-    "sft",
-    "reward",
-    "grpo-uniform",
-    "grpo-density",
-)  # of a speedrun's stages, where chain.json does not say it
+# Of a speedrun's stages, where chain.json does not say it.
+ORDER = ("base", "midtrain", "sft", "reward", "grpo-uniform", "grpo-density")
 
 
 @shape
@@ -81,9 +72,7 @@ def _of_run(run: str, checkpoints: bool) -> Found:
 
 
 def _of_speedrun(folder: str, stage: str | None, say: Any, checkpoints: bool) -> Found:
-    """chain.json says which run is a stage's; where that has no model, the newest run of the stage's name, which is
-    said.
-    """
+    """By chain.json, or, where that run has no model, the newest run of the stage's name, which is said."""
     told = _json(os.path.join(folder, CHAIN)).get("stages")
     rows = (
         {str(row["name"]): str(row.get("run") or "") for row in told if isinstance(row, dict) and row.get("name")}
@@ -91,7 +80,8 @@ def _of_speedrun(folder: str, stage: str | None, say: Any, checkpoints: bool) ->
         else {}
     )
     newest = {_name_of(os.path.dirname(path)): path for path in _models(folder, scores=True)}
-    made = {name: newest[name] for name in sorted(newest, key=_place)}
+    # Unknown ones come first: nobody asked for those.
+    made = {name: newest[name] for name in sorted(newest, key=lambda name: ORDER.index(name) if name in ORDER else -1)}
     own = {name: path for name, run in rows.items() if run and _has_weights(path := os.path.join(folder, run, HF))}
     models = {name: own.get(name) or made[name] for name in rows if name in own or name in made} or made
     answering = [name for name, path in models.items() if _stage_of(os.path.dirname(path)) not in NO_ANSWERS]
@@ -116,16 +106,16 @@ def _of_speedrun(folder: str, stage: str | None, say: Any, checkpoints: bool) ->
 
 
 def _newest(root: str, stage: str | None, say: Any) -> Found:
-    """Of runs and speedruns, whichever made a model last. In a speedrun, the last stage of its chain: which file is
-    newest says nothing about that.
-    """
+    """Whichever made a model last; of a speedrun the last stage of its chain, whichever file is newest."""
 
     def asked_for(path: str) -> bool:
         run = os.path.dirname(path)
         return stage is None or stage in (_stage_of(run), _name_of(run))
 
     models = {path: "" for path in _models(root, "") if asked_for(path)}
-    models |= {path: speedrun for speedrun in _speedruns(root) for path in _models(speedrun) if asked_for(path)}
+    folders = [entry.path for entry in os.scandir(root) if _is_own(entry, root)] if os.path.isdir(root) else []
+    speedruns = [path for path in folders if os.path.isdir(os.path.join(path, STAGES))]
+    models |= {path: speedrun for speedrun in speedruns for path in _models(speedrun) if asked_for(path)}
     if not models:
         which = f"no run of stage {stage}" if stage else "no run"
         raise Refusal(
@@ -140,29 +130,15 @@ def _newest(root: str, stage: str | None, say: Any) -> Found:
     return _of_speedrun(models[newest], named, say, checkpoints=False)
 
 
-def _speedruns(root: str) -> Iterator[str]:
-    if os.path.isdir(root):
-        yield from (
-            entry.path
-            for entry in os.scandir(root)
-            if _is_own(entry, root) and os.path.isdir(os.path.join(entry.path, STAGES))
-        )
-
-
 def _models(folder: str, inside: str = STAGES, scores: bool = False) -> list[str]:
     """hf folders of the runs there that answer, oldest first; `scores`: of reward models, too."""
     place = os.path.join(folder, inside) if inside else folder
     if not os.path.isdir(place):
         return []
     paths = [os.path.join(entry.path, HF) for entry in os.scandir(place) if _is_own(entry, place)]
-    return sorted(
-        (
-            path
-            for path in paths
-            if _has_weights(path) and (scores or _stage_of(os.path.dirname(path)) not in NO_ANSWERS)
-        ),
-        key=_made,
-    )
+    made = [path for path in paths if _has_weights(path)]
+    answering = [path for path in made if scores or _stage_of(os.path.dirname(path)) not in NO_ANSWERS]
+    return sorted(answering, key=_made)
 
 
 def _is_own(entry: os.DirEntry[str], folder: str) -> bool:
@@ -183,11 +159,6 @@ def _name_of(run: str) -> str:
     """base, grpo-density …: a speedrun's runs are called when-NAME-key. Of other runs, the stage."""
     match = re.fullmatch(r"\d{8}-\d{6}-(.+)-[0-9a-f]{8}(-\d+)?", os.path.basename(os.path.realpath(run)))
     return match[1] if match else _stage_of(run)
-
-
-def _place(name: str) -> int:
-    """Unknown ones come first: nobody asked for those."""
-    return ORDER.index(name) if name in ORDER else -1
 
 
 def _json(path: str) -> dict[str, Any]:

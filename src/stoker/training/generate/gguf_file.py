@@ -24,8 +24,8 @@ from stoker.contract.wholefile import sync_folder, temporary_name
 from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig, lacking
 from stoker.training.model.families import family_of
-from stoker.training.model.hf_config import shape_of
-from stoker.training.model.hf_files import Stored, check, places
+from stoker.training.model.hf_config import Stored, shape_of
+from stoker.training.model.hf_files import check, places
 from stoker.training.tokenizer.definition import GGUF_BYTE_LEVEL, GGUF_SPLITTERS, GGUF_SPLITTERS_WHOLE_WORDS
 from stoker.training.tokenizer.template import DEFAULT, templates_of
 from stoker.training.tokenizer.tokenizer import Tokenizer

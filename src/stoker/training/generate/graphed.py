@@ -1,8 +1,6 @@
-"""A batch on a GPU. A decoding step, from the embedding to the written token, is one CUDA graph: launched by hand its
-300 kernels take ten times as long.
+"""A batch on a GPU. A decoding step is one CUDA graph: launched by hand its 300 kernels take ten times as long.
 
-Everything a step reads or writes has a fixed place, the slot it works on among them; the host launches and looks only
-every LOOK tokens, one look late, whether any row is still alive.
+Everything a step reads or writes has a fixed place. Every LOOK tokens the host looks, one look late, for rows alive.
 """
 
 from __future__ import annotations
@@ -24,9 +22,7 @@ PREFILL_TOKENS = 1 << 15  # at once: 400 MB of activations in a feed-forward lay
 
 
 class Graphed:
-    """`kernels`: our Triton kernels, or None for plain torch. On a CPU the steps run as they are: so the tests see
-    them.
-    """
+    """`kernels`: our Triton kernels, or None for plain torch. On a CPU the steps run as they are, for tests."""
 
     def __init__(self, w: Weights, rows: int, length: int, kernels: Any = None) -> None:
         self._weights, self._kernels, self._blocks = w, kernels, Blocks(w, kernels or plain)
@@ -147,9 +143,7 @@ class Graphed:
 
 
 class _Looking:
-    """Whether any row was alive at the look before this one. The host waits for that look, 16 tokens behind: the GPU
-    never waits for the host.
-    """
+    """Whether any row was alive one look, 16 tokens, before: so the GPU never waits for the host."""
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"

@@ -1,6 +1,4 @@
-"""plain.py's operations as Triton kernels, and the sampling of a token: nine kernels a layer, products included, where
-torch would take forty.
-"""
+"""plain.py's operations as Triton kernels, and sampling: nine kernels a layer where torch would take forty."""
 
 from __future__ import annotations
 
@@ -125,9 +123,7 @@ def attend(
     alive: Tensor,
     scale: float | None = None,
 ) -> Tensor:
-    """plain.attend where the slots to see are told on the device: no mask, no more slots than there are, none for rows
-    that have ended.
-    """
+    """plain.attend without a mask: the device is told which slots to see, none for rows that have ended."""
     rows, heads, head_dim = q.shape
     kv_heads = kv.shape[2]
     group = heads // kv_heads
@@ -171,16 +167,13 @@ def _pick(  # type: ignore[no-untyped-def]
     )
     chance = tl.exp(value - top)
     found = tl.sum((tl.cumsum(chance, 0) <= rest).to(tl.int32))
-    last = tl.max(
-        tl.where(chance > 0, tl.arange(0, chunk), 0)
-    )  # the chunk's sum was rounded another way: `rest` may lie just behind its end
+    # The chunk's sum was rounded another way: `rest` may lie just behind its end.
+    last = tl.max(tl.where(chance > 0, tl.arange(0, chunk), 0))
     tl.store(out + row, (which * chunk + tl.minimum(found, last)).to(tl.int64))
 
 
 def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
-    """sample.sample_token where nothing is left out: the chunk of the vocabulary that `uniform` falls in, then the word
-    within it.
-    """
+    """sample.sample_token where nothing is left out: the chunk that `uniform` falls in, then the word within it."""
     rows, width = logits.shape
     count = triton.cdiv(width, CHUNK)
     peaks = torch.empty(2, rows, count, dtype=torch.float32, device=logits.device)

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stoker.training.model.attention import capped_attention
-from stoker.training.model.norm import rms_norm
-from stoker.training.model.swiglu import swiglu
+from stoker.training.model.linear import rms_norm, swiglu
 
 __all__ = ["add_norm", "attend", "swiglu", "turn"]
 
@@ -28,11 +27,9 @@ def turn(
     qkv: Tensor, cos: Tensor, sin: Tensor, qk_norm: Tensor | None, heads: int, eps: float, kv: Tensor,
     begin: int | Tensor, tokens: int, whole: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Queries and keys normalised and turned; keys and values go to `kv` [2, rows, kv_heads, slots, head_dim] from slot
-    `begin` on. Gives the queries.
-
-    qkv: [rows · tokens, …]; cos and sin: [rows · tokens or tokens, what is turned of a head], sin with the sign of what
-    is added to the first half. `whole`: the norm is over all heads of queries, and of keys.
+    """Gives the queries, normalised and turned; keys, too, and values go to `kv` [2, rows, kv_heads, slots, head_dim] from
+    slot `begin` on. qkv: [rows · tokens, …]; cos and sin: [rows · tokens or tokens, what is turned of a head], sin with
+    the sign of what is added to the first half. `whole`: the norm is over all heads of queries, and of keys.
     """
     kv_heads, head_dim = kv.shape[2], kv.shape[4]
     parts = qkv.view(-1, heads + 2 * kv_heads, head_dim)
@@ -61,9 +58,7 @@ def turn(
 
 
 def attend(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float | None = None, cap: float = 0.0) -> Tensor:
-    """One query per row and head over the slots of `kv`. Heads that share keys are queries of one head: nothing is
-    repeated.
-    """
+    """One query per row and head over the slots of `kv`. Heads that share keys are queries of one head."""
     rows, heads, head_dim = q.shape
     kv_heads = kv.shape[2]
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)

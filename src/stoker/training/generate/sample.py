@@ -1,9 +1,7 @@
-"""Sampling the next token. One number per token decides: where it falls in the probabilities laid end to end, in the
-order of the ids.
+"""Sampling the next token. One number decides: where it falls in the probabilities laid end to end by their ids.
 
-That number is a hash of (seed, index of the prompt, place in the answer), so an answer does not depend on who else is
-in the batch, and a whole batch's are made at once before the first token. Noise per word of the vocabulary (Gumbel's)
-would be as good and cost 150,000 hashes a token.
+It is a hash of (seed, index of the prompt, place in the answer): an answer does not depend on who else is in the batch.
+Noise per word of the vocabulary (Gumbel's) would be as good and cost 150,000 hashes a token.
 """
 
 from __future__ import annotations
@@ -78,11 +76,8 @@ def sample_token(logits: Tensor, uniform: Tensor, how: Sampling) -> Tensor:
 
 
 def _place(chances: Tensor, uniform: Tensor) -> Tensor:
-    """The first whose running sum passes `uniform` of the whole: never one of chance 0, and `uniform` below 1 never
-    reaches the end.
-    """
+    """The first whose running sum passes `uniform`, below 1, of the whole: never one of chance 0."""
     running = chances.cumsum(-1)
     found = torch.searchsorted(running, uniform[:, None] * running[:, -1:], right=True)[:, 0]
-    return found.clamp(
-        max=chances.shape[-1] - 1
-    )  # of numbers that are NaN: an id all the same, so that whoever looks at them can say so
+    # Of numbers that are NaN an id all the same, so that whoever looks at them can say so.
+    return found.clamp(max=chances.shape[-1] - 1)

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from stoker.contract import limits
+from stoker.contract.limits import text
+from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import option, shape
 
 
 @shape
 class TrainConfig:
-    max_steps: int = option("optimizer steps (0: `epochs` counts)", default=0, limit=limits.COUNT)
-    epochs: float = option("passes over the data, where max_steps is 0", default=1.0, limit=limits.COUNT)
-    seed: int = option("weights and dropout", default=0, limit=limits.SEED)
-    log_every: int = option("a step line and a metrics line every so many steps", default=10, limit=limits.FROM_ONE)
-    eval_every: int = option("validation every so many steps (0: at the end only)", default=0, limit=limits.COUNT)
+    max_steps: int = limits.COUNT("optimizer steps (0: `epochs` counts)", 0)
+    epochs: float = limits.COUNT("passes over the data, where max_steps is 0", 1.0)
+    seed: int = limits.SEED("weights and dropout", 0)
+    log_every: int = limits.FROM_ONE("a step line and a metrics line every so many steps", 10)
+    eval_every: int = limits.COUNT("validation every so many steps (0: at the end only)", 0)
     eval_first: bool = option("validation before the first step, too: what a stage began with", default=False)
-    eval_tokens: int = option(
-        "tokens a validation reads (0: all that are held out)", default=1_000_000, limit=limits.LARGE
-    )
-    log_to: str = option("also to: tensorboard, wandb, trackio, mlflow, comma-separated", default="", metavar="NAMES")
+    eval_tokens: int = limits.LARGE("tokens a validation reads (0: all that are held out)", 1_000_000)
+    log_to: str = text("NAMES")("also to: tensorboard, wandb, trackio, mlflow, comma-separated")
     profile: bool = option("write a trace of a few steps and print the ten costliest items", default=False)
-    profile_steps: int = option("steps that --profile traces, after three of warm-up", default=3, limit=limits.FROM_ONE)
+    profile_steps: int = limits.FROM_ONE("steps that --profile traces, after three of warm-up", 3)
     log_samples: bool = option("write the ids of every step's samples to samples-rank-N.jsonl", default=False)
     debug: bool = option(
         "say where the largest gradient and weight are, at every step (waits for the GPU)", default=False
     )
+
+
+def check_loggers(log_to: str) -> list[str]:
+    wanted = [word for word in log_to.replace(" ", "").split(",") if word]
+    for word in wanted:
+        if importlib.util.find_spec(word) is None:
+            raise Refusal(
+                f"train.log_to {word}: it is not installed here; pip install {word}, or leave it out", EX_UNAVAILABLE
+            )
+    return wanted

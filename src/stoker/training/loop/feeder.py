@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,11 +15,53 @@ from torch import Tensor
 
 from stoker.contract.shape import shape
 from stoker.training.balance.plan import Plans
+from stoker.training.data.config import DataConfig
 from stoker.training.data.order import Order
-from stoker.training.data.reader import IGNORED
-from stoker.training.loop.material import Rows
-from stoker.training.parallel.group import Group
-from stoker.training.parallel.split import Share, cut, even_micro, split
+from stoker.training.data.reader import IGNORED, Batch, Samples
+from stoker.training.data.shards import Prepared
+from stoker.training.parallel.group import Group, Share, cut, even_micro, split
+
+
+class Rows(Protocol):
+    context: int
+    chat: bool  # rows have targets that are not learned: a step counts those that are
+    packed: bool  # rows hold several documents, and tokens see only their own
+    bytes_per_target: float
+
+    def __len__(self) -> int: ...
+
+    def batch(self, ids: NDArray[np.int64]) -> Batch: ...
+
+
+@shape
+class Material:
+    key: str  # of these very bytes, in these rows
+    vocab_size: int
+    tokenizer: str  # its folder
+    tokenizer_digest: str
+    train: Rows
+    held_out: Rows | None
+    entries: tuple[int, ...] = ()  # samples of each entry of `data.path`
+
+
+def from_prepared(prepared: Prepared, data: DataConfig) -> Material:
+    """Other shares of a mixture are another order of the same samples."""
+
+    def samples(split: str) -> Samples:
+        return Samples(prepared, split, data.context_length, data.documents)
+
+    held_out = samples("validation") if prepared.validation_tokens > 1 else None
+    train = samples("train")
+    return Material(
+        " ".join((prepared.key, *data.mixture)),
+        prepared.vocab_size,
+        prepared.tokenizer,
+        prepared.tokenizer_digest,
+        train,
+        held_out,
+        tuple(train.entries),
+    )
+
 
 HOST = torch.device("cpu")
 AHEAD = 2  # steps
@@ -75,7 +117,7 @@ class Feeder:
         *,
         steps: range,
         micro: int,
-        plans: Plans | None = None,
+        plans: Plans | None,
     ) -> None:
         self._samples, self._order, self._course, self._group = samples, order, course, group
         self._steps, self._micro, self._plans = steps, micro, plans
@@ -119,9 +161,7 @@ class Feeder:
 def padded(
     samples: Rows, ids: NDArray[np.int64], rows: int, device: torch.device = HOST, *, pinned: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(inputs, targets, segments), `rows` of each: behind those of `ids` is padding, of which nothing is learned.
-    Segments stay on the host: see `documents`.
-    """
+    """(inputs, targets, segments), `rows` of each, padded behind those of `ids`. Segments stay on the host."""
 
     def table(array: NDArray[Any], filling: int) -> Tensor:
         found = torch.full((rows, array.shape[1]), filling, dtype=torch.from_numpy(array).dtype, pin_memory=pinned)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,14 +58,7 @@ class Keeper:
     """Saves a run's tensors into its folder."""
 
     def __init__(
-        self,
-        c: CheckpointConfig,
-        run: str,
-        group: Group,
-        voice: Voice,
-        tensors: Mapping[str, Tensor],
-        *,
-        keep_best: bool,
+        self, c: CheckpointConfig, run: str, group: Group, voice: Voice, tensors: Mapping[str, Tensor], keep_best: bool
     ) -> None:
         self._c, self._run, self._group, self._voice, self.tensors = c, run, group, voice, tensors
         self.folder = folder_of(c, run)
@@ -112,26 +106,11 @@ class Keeper:
     def _saver(self, keep: int, keep_best: bool) -> Saver:
         """Rank 0 takes the folder first: if it can't, all refuse with its line, and nobody waits for anybody."""
         group = self._group
-        token = group.from_first(os.urandom(4).hex())
+        about = {"rank": group.rank, "world": group.world, "token": group.from_first(os.urandom(4).hex())}
+        make = partial(Saver, self.folder, say=self._voice.say, keep=keep, keep_best=keep_best, **about)
         made: list[Saver] = []
-
-        def make() -> None:
-            made.append(
-                Saver(
-                    self.folder,
-                    rank=group.rank,
-                    world=group.world,
-                    token=token,
-                    say=self._voice.say,
-                    keep=keep,
-                    keep_best=keep_best,
-                )
-            )
-
-        group.agreed(make)
-        if not group.first:
-            make()
-        return made[0]
+        group.agreed(lambda: made.append(make()))
+        return made[0] if made else make()
 
 
 def tensors_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -1,13 +1,11 @@
-"""What learns: a decoder, unless a stage says otherwise; how its weights come and go, and how it is measured on what
-was held out: nats per token and bits per byte, over the same samples whatever the number of ranks.
-"""
+"""What learns, a decoder unless a stage says otherwise: how its weights come and go, and how it is measured."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +14,7 @@ from torch import Tensor, nn
 from stoker.contract.shape import shape
 from stoker.contract.wholefile import write_whole
 from stoker.training.data.reader import IGNORED
-from stoker.training.loop.feeder import padded
-from stoker.training.loop.material import Rows
+from stoker.training.loop.feeder import Rows, padded
 from stoker.training.model import hf
 from stoker.training.model.attention import documents
 from stoker.training.model.decoder import Decoder
@@ -37,10 +34,6 @@ class Validation:
     tokens: int
     right: float | None = None  # share of pairs whose better answer scores higher
     more: Mapping[str, float] | None = None  # other means, by name
-
-
-class Measure(Protocol):
-    def __call__(self, model: nn.Module, samples: Rows, group: Group, *, tokens: int, micro: int) -> Validation: ...
 
 
 @torch.no_grad()
@@ -84,15 +77,8 @@ class Beside:
 
 
 def _save(model: Decoder, folder: str, beside: Beside, say: Say, write: bool) -> None:
-    hf.save(
-        model,
-        folder,
-        tokenizer_folder=beside.tokenizer,
-        end_ids=beside.end_ids(),
-        more=beside.write,
-        say=say,
-        write=write,
-    )
+    how: dict[str, Any] = {"tokenizer_folder": beside.tokenizer, "end_ids": beside.end_ids(), "more": beside.write}
+    hf.save(model, folder, say=say, write=write, **how)
 
 
 @shape
@@ -102,6 +88,6 @@ class Learner:
     load: Callable[[Decoder, str, Say], None] = hf.load
     # Model, folder, what lies beside the weights, say, whether this rank writes.
     save: Callable[[Decoder, str, Beside, Say, bool], None] = _save
-    measure: Measure = validate
+    measure: Callable[..., Validation] = validate  # called as `validate` is
     # what a step's line says besides the loss: taken right after the step, read where a line is printed
-    numbers: Callable[[Decoder], dict[str, Tensor]] = lambda model: {}
+    numbers: Callable[[Any], dict[str, Tensor]] = lambda model: {}

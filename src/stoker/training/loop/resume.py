@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stoker.contract import layout, names
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_NOINPUT, Refusal
@@ -13,14 +13,8 @@ from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.untrusted import read_bytes
 from stoker.training.checkpoint import folders, manifest
 from stoker.training.checkpoint.config import CheckpointConfig
-from stoker.training.model.config import OPTIONS, ModelConfig
-from stoker.training.model.rows import with_rows
-
-if TYPE_CHECKING:
-    from stoker.training.data.prepared import Prepared
-    from stoker.training.loop.material import Material
-
-    Made = Prepared | Material  # data that was made with a tokenizer
+from stoker.training.data.shards import Prepared
+from stoker.training.model.config import OPTIONS, ModelConfig, with_rows
 
 # What makes another model; the rest (dropout, init_std, load, depth) only says how it came to be.
 _SHAPE = ("layers", "dim", "heads", "kv_heads", "head_dim", "ff", "vocab_size",
@@ -45,12 +39,13 @@ class Position:
     best: float | None  # lowest validation loss so far
 
 
-def meta(position: Position, data: Data, model: ModelConfig, made: Made, optimizer: str) -> dict[str, Any]:
+def meta(position: Position, data: Data, model: ModelConfig, tokenizer: str, optimizer: str) -> dict[str, Any]:
+    """`tokenizer`: its digest."""
     return {
         **as_json(position),
         "data": as_json(data),
         "model": as_json(replace(model, trust_remote_code=False)),  # for one run, not for whoever reads the checkpoint
-        "tokenizer_digest": made.tokenizer_digest,
+        "tokenizer_digest": tokenizer,
         "optimizer": optimizer,
     }
 
@@ -60,9 +55,9 @@ def run_of(folder: str) -> str:
     return os.environ.get(names.RUN_ID) or os.path.basename(os.path.abspath(folder))
 
 
-def check(found: Mapping[str, Any], where: str, model: ModelConfig, made: Made, optimizer: str) -> None:
+def check(found: Mapping[str, Any], where: str, model: ModelConfig, tokenizer: str, optimizer: str) -> None:
     """One line per mismatch would be a list; the first is enough to know."""
-    if found.get("tokenizer_digest") not in (None, made.tokenizer_digest):  # before the shape: it decides on vocab_size
+    if found.get("tokenizer_digest") not in (None, tokenizer):  # before the shape: it decides on vocab_size
         hint = "name that one with tokenizer.path, or start anew (checkpoint.resume never)"
         raise Refusal(f"checkpoint {where} was trained with another tokenizer: {hint}", EX_CONFIG)
     theirs, mine = found.get("model", {}), as_json(model)
@@ -96,10 +91,8 @@ def located(told: str) -> str:
     )
 
 
-def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: str, made: Made) -> int | None:
-    """Refuses a checkpoint that this run is told to resume from and that does not fit; one inside the run directory is
-    left to the ranks. Gives the step it resumes at, None where that is not known here.
-    """
+def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: str, made: Prepared) -> int | None:
+    """Refuses a checkpoint to resume from that does not fit. Gives its step, None where that is not known here."""
     if told.folder:
         try:
             os.makedirs(told.folder, exist_ok=True)
@@ -127,7 +120,7 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
             return None  # damaged: the ranks say so and take the one before
         raise Refusal(f"checkpoint.resume {where} is no checkpoint: {problem}", EX_NOINPUT) from problem
     if not model.load:  # else its shape is in a file that the ranks read
-        check(found.meta, where, with_rows(model, made.vocab_size), made, optimizer)
+        check(found.meta, where, with_rows(model, made.vocab_size), made.tokenizer_digest, optimizer)
     step = found.meta.get("step")
     return step if isinstance(step, int) else None
 

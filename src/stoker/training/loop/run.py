@@ -21,8 +21,8 @@ from stoker.contract.names import EX_CANTCREAT
 from stoker.contract.shape import shape
 from stoker.training.checkpoint.folders import name_of
 from stoker.training.loop.keeping import BROKEN, BUSY, Keeper
-from stoker.training.loop.profiling import Profile
 from stoker.training.loop.say import Voice
+from stoker.training.loop.speed import Profile
 from stoker.training.parallel.group import Group
 
 # Steps as long as this gain nothing from launching the next one early, and a stop would have to wait for that one too.

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from stoker.contract.shape import shape
-from stoker.training.balance.clock import StepClock
-from stoker.training.balance.comm import Meeting
-from stoker.training.loop.feeder import MicroBatch, StepBatch
+from stoker.training.balance.comm import Meeting, StepClock, to_host
+from stoker.training.balance.plan import Plans
+from stoker.training.forensics.replay import Drill
+from stoker.training.loop.feeder import Material, MicroBatch, StepBatch
+from stoker.training.loop.learner import Learner
 from stoker.training.loop.run import Answers
 from stoker.training.model.attention import documents
+from stoker.training.model.decoder import Decoder
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
 from stoker.training.parallel.group import Group, no_sync
 
@@ -44,16 +47,8 @@ class Pending:
 
     def __init__(self, step: int, values: Tensor) -> None:
         self.step = step
-        self.when: float | None = None  # done; on GPUs that is when it is read
-        self._event = None
-        if values.is_cuda:
-            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._host.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-        else:
-            self._host = values.clone()
-            self.when = time.perf_counter()
+        self._host, self._event = to_host(values if values.is_cuda else values.clone())
+        self.when = None if values.is_cuda else time.perf_counter()  # done; on GPUs that is when it is read
 
     def read(self) -> Numbers:
         """Waits for the step, while the GPU already works on the next."""
@@ -66,9 +61,7 @@ class Pending:
 
 
 class MicroStep:
-    """Forward and backward of a micro-batch; for small models as one CUDA graph: thousands of kernels of a few µs each
-    are bound by their launches.
-    """
+    """Forward and backward; of small models as one CUDA graph: kernels of a few µs are bound by their launches."""
 
     def __init__(self, wrapped: nn.Module, scale: Tensor, graph_with: Optimizer | None) -> None:
         self._wrapped, self._scale, self._optimizer = wrapped, scale, graph_with
@@ -135,33 +128,48 @@ class MicroStep:
         torch.cuda.set_rng_state(dice)
 
 
+@shape
+class Parts:
+    """A run's finished parts, as recipes/build.py makes them."""
+
+    group: Group
+    material: Material
+    learner: Learner
+    model: Decoder
+    wrapped: nn.Module  # the module to call: the model, or DDP around it
+    optimizer: Optimizer
+    own_micro: int  # samples that fit this rank at once
+    micro: int  # that fit every rank
+    batch: int  # samples of a step, all ranks together
+    plans: Plans | None  # who computes how many of them; None: all alike
+    meeting: (
+        Meeting | None
+    )  # ranks that learn alone for some steps: their gradients stay their own, and weights meet when it says so
+    clock: StepClock | None
+    drill: Drill
+    graph: bool  # small models: a step is one CUDA graph
+
+
 class Stepper:
     def __init__(
         self,
-        wrapped: nn.Module,
-        optimizer: Optimizer,
-        group: Group,
-        *,
+        parts: Parts,
         seed: int,
-        dropout: bool,
-        chat: bool,
+        *,
         check: bool,
         before_update: Callable[[], None],
-        after_backward: Callable[[], None],
-        graph: bool = False,
-        look: Callable[[int], None] | None = None,
-        clock: StepClock | None = None,
-        meeting: Meeting | None = None,
+        look: Callable[[int], None] | None,
     ) -> None:
-        """`meeting`: local SGD; gradients are this rank's own, and weights meet when it says so."""
-        self._wrapped, self._optimizer, self._group = wrapped, optimizer, group
-        self._seed, self._dropout, self._chat, self._check = seed, dropout, chat, check
-        self._before_update, self._after_backward, self._look = before_update, after_backward, look
-        self.bad = torch.zeros((), device=group.device)
-        self._clock, self._meeting = clock, meeting
-        self._scale = torch.ones((), device=group.device)
-        self._alone = torch.ones((), device=group.device)  # this rank's share of the tokens, where ranks learn alone
-        self._micro = MicroStep(wrapped, self._scale, optimizer if graph else None)
+        """`look`: sees each step's gradients."""
+        self._wrapped, self._optimizer, self._group = parts.wrapped, parts.optimizer, parts.group
+        self._dropout, self._chat = parts.model.config.dropout > 0, parts.material.train.chat
+        self._clock, self._meeting, self._after_backward = parts.clock, parts.meeting, parts.drill.spoil_gradients
+        self._seed, self._check, self._before_update, self._look = seed, check, before_update, look
+        device = parts.group.device
+        self.bad = torch.zeros((), device=device)
+        self._scale = torch.ones((), device=device)
+        self._alone = torch.ones((), device=device)  # this rank's share of the tokens, where ranks learn alone
+        self._micro = MicroStep(parts.wrapped, self._scale, parts.optimizer if parts.graph else None)
 
     def set_seed(self, step: int, number: int) -> None:
         """Dropout is a function of (seed, step, rank, micro-batch): nothing to save, and a replay repeats it."""

@@ -7,40 +7,32 @@ import math
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
-from torch import Tensor, nn
+from torch import Tensor
 
 import stoker
 from stoker.contract import layout
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable_lines
 from stoker.contract.wholefile import APPEND, write_whole
-from stoker.training.balance.clock import StepClock
-from stoker.training.balance.comm import Meeting
-from stoker.training.balance.plan import Plans
-from stoker.training.balance.rule import Balancer
+from stoker.training.balance.plan import Balancer
 from stoker.training.checkpoint.saver import Saver
-from stoker.training.forensics import dump, replay
-from stoker.training.forensics.banner import banner
-from stoker.training.forensics.culprit import NonFinite, decide
-from stoker.training.forensics.inject import Drill
+from stoker.training.forensics import replay
+from stoker.training.forensics.culprit import NonFinite, banner, decide
 from stoker.training.forensics.report import Report
 from stoker.training.loop import resume
 from stoker.training.loop.config import TrainConfig
-from stoker.training.loop.feeder import CUT_AHEAD, Course, MicroBatch, StepBatch
-from stoker.training.loop.learner import Learner, Validation
-from stoker.training.loop.material import Material, Rows
+from stoker.training.loop.feeder import CUT_AHEAD, Course, MicroBatch, Rows, StepBatch
+from stoker.training.loop.learner import Validation
 from stoker.training.loop.run import Answers, Task
 from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Speed, Startup
-from stoker.training.loop.step import Numbers, Pending, Stepper
+from stoker.training.loop.step import Numbers, Parts, Pending, Stepper
 from stoker.training.model import ready
-from stoker.training.model.decoder import Decoder
-from stoker.training.model.rows import flops_per_token
+from stoker.training.model.config import flops_per_token
 from stoker.training.optim.config import OptimConfig
-from stoker.training.optim.optimizer import Optimizer
-from stoker.training.parallel.group import Group, no_sync
+from stoker.training.parallel.group import no_sync
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
 BEFORE = "before.json"
@@ -52,26 +44,6 @@ class Launched:
     batch: StepBatch
     rate: float
     numbers: Mapping[str, Tensor] = {}  # what the learner says besides
-
-
-@shape
-class Parts:
-    """A run's finished parts, as recipes/build.py makes them."""
-
-    group: Group
-    material: Material
-    learner: Learner
-    model: Decoder
-    wrapped: nn.Module  # the module to call: the model, or DDP around it
-    optimizer: Optimizer
-    own_micro: int  # samples that fit this rank at once
-    micro: int  # that fit every rank
-    batch: int  # samples of a step, all ranks together
-    plans: Plans | None  # who computes how many of them; None: all alike
-    meeting: Meeting | None  # ranks that learn alone for some steps
-    clock: StepClock | None
-    drill: Drill
-    graph: bool  # small models: a step is one CUDA graph
 
 
 @shape
@@ -109,9 +81,19 @@ class Supervised(Task):
         self.best = start.position.best
         per_token = flops_per_token(parts.model.config, parts.model.context_length)
         self._speed = Speed(per_token, self._group.world, self._group.device)
-        self._balancer = self._make_balancer()
-        logged = c.train.log_samples
-        self._samples = SampleLog(c.folder, self._group.rank, start.position.step) if logged else None
+        self._balancer: Balancer | None = None
+        if parts.clock is not None:
+            self._balancer = Balancer(
+                parts.batch,
+                self._group.world,
+                parts.plans,
+                ahead=CUT_AHEAD,
+                lag=parts.clock.lag,
+                comm=c.comm,
+                say=voice.say_once,
+                tell=voice.plan,
+            )
+        self._samples = sample_log(c.folder, self._group.rank) if c.train.log_samples else None
 
     def begin(self) -> None:
         """train.eval_first is kept in a file: the run may resume in another attempt, which can't measure it."""
@@ -126,21 +108,6 @@ class Supervised(Task):
         stoker.mark("POST-MODEL")
         stoker.phase("train")
         self._speed.begin()
-
-    def _make_balancer(self) -> Balancer | None:
-        parts = self._parts
-        if parts.clock is None:
-            return None
-        return Balancer(
-            parts.batch,
-            self._group.world,
-            parts.plans,
-            ahead=CUT_AHEAD,
-            lag=parts.clock.lag,
-            comm=self._c.comm,
-            say=self._voice.say_once,
-            tell=self._voice.plan,
-        )
 
     def hear(self, launched: Launched) -> Answers:
         pending, batch = launched.pending, launched.batch
@@ -157,7 +124,9 @@ class Supervised(Task):
         self._speed.step(batch.tokens, pending.when)
         stoker.beat(step=numbers.step + 1, loss=numbers.loss, tokens=self.tokens)
         if self._samples is not None:
-            self._samples.write(batch.step, batch.ids)
+            # `from`: the step this attempt began at; of a step made twice, the line with the larger one counts.
+            told = {"step": batch.step, "from": self._start.position.step, "ids": batch.ids}
+            self._samples.write(json.dumps(told) + "\n")
         if self._balancer is not None:
             self._balancer.hear(numbers.step, batch.samples, numbers.compute, numbers.waiting)
         self._report(numbers, launched)
@@ -191,7 +160,9 @@ class Supervised(Task):
             decode = load_tokenizer(self._material.tokenizer).decode
             everything = group.first or group.strategy == "fsdp" or not culprits.ranks
             try:
-                written = dump.write(self._c.folder, found, parts.model, again, decode=decode, parameters=everything)
+                written = replay.write_dump(
+                    self._c.folder, found, parts.model, again, decode=decode, parameters=everything
+                )
                 where = f"; `stoker nan {written}` shows it"
             except OSError as problem:
                 self._voice.say(f"the dump could not be written: {problem}")
@@ -260,7 +231,8 @@ class Supervised(Task):
         start, material = self._start, self._material
         samples = start.course.of_step(done - start.position.step - 1)[1]
         position = resume.Position(done, samples, self.tokens, self.best)
-        found = resume.meta(position, start.data, self._parts.model.config, material, self._c.optim.kind)
+        shape, words = self._parts.model.config, material.tokenizer_digest
+        found = resume.meta(position, start.data, shape, words, self._c.optim.kind)
         found["batch"] = [self._parts.batch, self._group.world]
         if self._parts.plans is not None:
             found["balance"] = self._parts.plans.told(done)
@@ -274,18 +246,8 @@ class Supervised(Task):
             self._samples.close()
 
 
-class SampleLog:
+def sample_log(folder: str, rank: int) -> TextIO:
     """train.log_samples: which samples a rank learned at which step, to prove that none is missed and none comes twice."""
-
-    def __init__(self, folder: str, rank: int, resumed_at: int) -> None:
-        os.makedirs(folder, exist_ok=True)
-        handle = os.open(os.path.join(folder, f"samples-rank-{rank}.jsonl"), APPEND, 0o644)
-        self._file = os.fdopen(handle, "a", encoding="utf-8", buffering=1)
-        self._from = resumed_at
-
-    def write(self, step: int, ids: list[int]) -> None:
-        """`from`: the step this attempt began at; of a step made twice, the line with the larger one counts."""
-        self._file.write(json.dumps({"step": step, "from": self._from, "ids": ids}) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
+    os.makedirs(folder, exist_ok=True)
+    handle = os.open(os.path.join(folder, f"samples-rank-{rank}.jsonl"), APPEND, 0o644)
+    return os.fdopen(handle, "a", encoding="utf-8", buffering=1)

@@ -139,9 +139,7 @@ def begins(segments: Tensor) -> Tensor:
 
 
 class Seen(NamedTuple):
-    """What tokens see: all before them (every field empty); or those in the window; or those of their document, by
-    offsets, by a block mask or by a bias that all layers share.
-    """
+    """All tokens before (all empty); or a window; or the document, by offsets, by a block mask or by a bias."""
 
     window: int = 0
     documents: Documents | None = None
@@ -159,9 +157,7 @@ def seen_by(
     cap: float = 0.0,
     compiled: bool = True,
 ) -> Seen:
-    """A token sees what comes before it in its own document, at most `window` tokens with itself (0: all). `compiled`:
-    kernels that are compiled for these lengths may be used.
-    """
+    """What comes before in the document, at most `window` tokens (0: all). `compiled`: kernels for it may be."""
     rows, length, device = x_BTD.shape[0], x_BTD.shape[1], x_BTD.device
     window = window if 0 < window < length else 0
     if packed is None and not window and not cap:
@@ -187,9 +183,7 @@ def _whole_rows(rows: int, length: int, device: torch.device) -> Documents:
 def packed_kernel(
     device: torch.device, dtype: torch.dtype, head_dim: int, *, window: int = 0, dropout: float = 0.0, cap: float = 0.0
 ) -> str:
-    """Which one attends within documents: varlen (flash, by offsets), flex (caps, and windows where varlen has none), or
-    a bias: T x T numbers per row.
-    """
+    """Within documents: varlen (flash, by offsets), flex (caps, and windows it lacks), or a bias of T x T per row."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or dropout or not _without_bias:
         return "bias"
     if torch.cuda.get_device_capability(device)[0] < 8:

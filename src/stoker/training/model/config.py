@@ -6,73 +6,55 @@ read this one description. A field without `option` is no setting: a family sets
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterator
 
 from stoker.contract import limits
+from stoker.contract.limits import one_of, text
 from stoker.contract.names import EX_CONFIG, Refusal
-from stoker.contract.shape import fields_of, option, shape
+from stoker.contract.shape import fields_of, option, replace, shape
 
 MOST_EXPERTS = 1 << 17  # of all layers together: beyond every model there is, and still quick to plan
 
 
 @shape
 class ModelConfig:
-    load: str = option(
-        "a folder (or hub id) with weights as transformers writes them: shape and weights come from there",
-        default="",
-        metavar="DIR",
+    load: str = text("DIR")(
+        "a folder (or hub id) with weights as transformers writes them: shape and weights come from there"
     )
-    engine: str = option(
+    engine: str = one_of("auto", "native", "transformers")(
         "who computes: native (ours), transformers (its own module: slower, trains any causal model it has), auto (ours"
-        " where the architecture is known)",
-        default="auto",
-        choices=("auto", "native", "transformers"),
+        " where the architecture is known)"
     )
     trust_remote_code: bool = option(
         "run Python code that comes with the model's folder (engine transformers); only for folders you trust",
         default=False,
     )
-    depth: int = option(
-        "the dial: layers, and 64 × as much width, heads of 64 or 128, ff 8/3 of the width (0: the keys below)",
-        default=0,
-        limit=limits.COUNT,
+    depth: int = limits.COUNT(
+        "the dial: layers, and 64 × as much width, heads of 64 or 128, ff 8/3 of the width (0: the keys below)", 0
     )
-    layers: int = option("decoder blocks", default=12, limit=limits.FROM_ONE)
-    dim: int = option("width of the residual stream", default=768, limit=limits.FROM_ONE)
-    heads: int = option("query heads", default=12, limit=limits.FROM_ONE)
-    kv_heads: int = option("key and value heads (0: as many as query heads)", default=0, limit=limits.FROM_ONE)
-    head_dim: int = option("width of a head (0: dim / heads)", default=0, limit=limits.COUNT)
-    ff: int = option(
-        "width of the feed-forward layer (0: 8/3 of dim, rounded up to 64)", default=0, limit=limits.FROM_ONE
+    layers: int = limits.FROM_ONE("decoder blocks", 12)
+    dim: int = limits.FROM_ONE("width of the residual stream", 768)
+    heads: int = limits.FROM_ONE("query heads", 12)
+    kv_heads: int = limits.FROM_ONE("key and value heads (0: as many as query heads)", 0)
+    head_dim: int = limits.COUNT("width of a head (0: dim / heads)", 0)
+    ff: int = limits.FROM_ONE("width of the feed-forward layer (0: 8/3 of dim, rounded up to 64)", 0)
+    vocab_size: int = limits.COUNT("rows of the embedding (0: the tokenizer's, rounded up to 64)", 0)
+    rope_theta: float = limits.POSITIVE("base of the rotary embedding", 10000.0)
+    rope_factor: float = limits.POSITIVE("how far low frequencies of the rotary embedding are stretched (1: not)", 1.0)
+    rope_low: float = limits.POSITIVE(
+        "frequencies with fewer turns than this in `rope_original` tokens are divided by the factor", 1.0
     )
-    vocab_size: int = option(
-        "rows of the embedding (0: the tokenizer's, rounded up to 64)", default=0, limit=limits.COUNT
-    )
-    rope_theta: float = option("base of the rotary embedding", default=10000.0, limit=limits.POSITIVE)
-    rope_factor: float = option(
-        "how far low frequencies of the rotary embedding are stretched (1: not)", default=1.0, limit=limits.POSITIVE
-    )
-    rope_low: float = option(
-        "frequencies with fewer turns than this in `rope_original` tokens are divided by the factor",
-        default=1.0,
-        limit=limits.POSITIVE,
-    )
-    rope_high: float = option(
-        "frequencies with more turns than this stay as they are", default=4.0, limit=limits.POSITIVE
-    )
-    rope_original: int = option("context length before the stretching", default=8192, limit=limits.FROM_ONE)
-    norm_eps: float = option("epsilon of RMSNorm", default=1e-6, limit=limits.POSITIVE)
+    rope_high: float = limits.POSITIVE("frequencies with more turns than this stay as they are", 4.0)
+    rope_original: int = limits.FROM_ONE("context length before the stretching", 8192)
+    norm_eps: float = limits.POSITIVE("epsilon of RMSNorm", 1e-6)
     qk_norm: bool = option("normalise queries and keys, head by head", default=False)
     tied: bool = option("one matrix for embedding and head", default=True)
-    init_std: float = option(
-        "standard deviation of fresh weights; projections into the residual stream get 1/√(2 × layers) of it",
-        default=0.02,
-        limit=limits.POSITIVE,
+    init_std: float = limits.POSITIVE(
+        "standard deviation of fresh weights; projections into the residual stream get 1/√(2 × layers) of it", 0.02
     )
-    dropout: float = option(
-        "share dropped in training: after the embedding, of the attention's weights, after each sub-layer",
-        default=0.0,
-        limit=limits.LESS_THAN_ALL,
+    dropout: float = limits.LESS_THAN_ALL(
+        "share dropped in training: after the embedding, of the attention's weights, after each sub-layer", 0.0
     )
 
     family: str = ""  # of the folder it was loaded from: an export is written as that again
@@ -185,3 +167,97 @@ def check_options(c: ModelConfig, where: str) -> None:
         if {len(c.rope_short), len(c.rope_long)} != {turned}:
             counts = f"{len(c.rope_short)} and {len(c.rope_long)}"
             raise Refusal(f"{where}: longrope has {counts} factors for {turned} frequencies", EX_CONFIG)
+
+
+ROUND = 64  # rows of the embedding: products with odd sizes are slow
+Size = tuple[int, ...]
+
+
+def with_rows(told: ModelConfig, vocab_size: int) -> ModelConfig:
+    rows = told.vocab_size or -(-vocab_size // ROUND) * ROUND
+    if rows < vocab_size:
+        raise Refusal(
+            f"the model has {rows} rows of embedding and the tokenizer {vocab_size} tokens: they don't belong together",
+            EX_CONFIG,
+        )
+    return replace(told, vocab_size=rows)
+
+
+def tensors(c: ModelConfig) -> Iterator[tuple[str, tuple[Size, ...]]]:
+    """Name and size of every parameter; several sizes: the maps that are joined in it, one below the other."""
+    yield "embed.weight", ((c.vocab_size, c.dim),)
+    if c.positions == "learned":
+        yield "positions.weight", ((c.position_rows, c.dim),)
+    blocks = {routed: tuple(_of_block(c, routed)) for routed in (False, True) if c.experts or not routed}
+    for layer in range(c.layers):
+        for name, sizes in blocks[c.routed(layer)]:
+            yield f"layers.{layer}.{name}", sizes
+    yield from _norm(c, "norm", c.dim)
+    if not c.tied:
+        yield "head.weight", ((c.vocab_size, c.dim),)
+
+
+def _norm(c: ModelConfig, name: str, width: int) -> Iterator[tuple[str, tuple[Size, ...]]]:
+    yield f"{name}.weight", ((width,),)
+    if c.norm_kind == "layer":
+        yield f"{name}.bias", ((width,),)
+
+
+def _linear(name: str, inputs: int, outputs: tuple[int, ...], bias: bool) -> Iterator[tuple[str, tuple[Size, ...]]]:
+    yield f"{name}.weight", tuple((rows, inputs) for rows in outputs)
+    if bias:
+        yield f"{name}.bias", tuple((rows,) for rows in outputs)
+
+
+def _of_block(c: ModelConfig, routed: bool) -> Iterator[tuple[str, tuple[Size, ...]]]:
+    queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    if c.norms != "post":
+        yield from _norm(c, "attention_norm", c.dim)
+    yield from _linear("attention.qkv", c.dim, (queries, keys, keys), c.qkv_bias)
+    yield from _linear("attention.out", queries, (c.dim,), c.out_bias)
+    if c.qk_norm:
+        yield "attention.q_norm.weight", ((queries if c.qk_norm_whole else c.head_dim,),)
+        yield "attention.k_norm.weight", ((keys if c.qk_norm_whole else c.head_dim,),)
+    if c.norms != "pre":
+        yield from _norm(c, "attention_post_norm", c.dim)
+    if c.norms != "post":
+        yield from _norm(c, "mlp_norm", c.dim)
+    if routed:
+        yield "experts.router.weight", ((c.experts, c.dim),)
+        yield from _linear("experts.gate_up", c.dim, gate_up_rows(c, c.expert_ff) * c.experts, False)
+        yield from _linear("experts.down", c.expert_ff, (c.dim,) * c.experts, False)
+    else:
+        yield from _linear("mlp.gate_up", c.dim, gate_up_rows(c, c.ff), c.mlp_bias)
+        yield from _linear("mlp.down", c.ff, (c.dim,), c.mlp_bias)
+    if c.norms != "pre":
+        yield from _norm(c, "mlp_post_norm", c.dim)
+
+
+def gate_up_rows(c: ModelConfig, ff: int) -> tuple[int, ...]:
+    return (ff, ff) if c.gated else (ff,)
+
+
+def parameters(c: ModelConfig) -> int:
+    """Of a decoder with this shape, `vocab_size` included."""
+    if c.stored:
+        return c.stored
+    return sum(math.prod(size) for _, sizes in tensors(c) for size in sizes)
+
+
+def matmul_parameters(c: ModelConfig) -> int:
+    """Weights in a product for every token: the head, not the embedding, and of experts those that are chosen."""
+    if c.stored:
+        return c.stored
+    routed = sum(c.routed(layer) for layer in range(c.layers)) if c.experts else 0
+    total = c.dim * c.vocab_size
+    for layers, kind in ((c.layers - routed, False), (routed, True)):
+        for name, sizes in _of_block(c, kind) if layers else ():
+            matrices = sum(math.prod(size) for size in sizes if len(size) == 2)
+            chosen = name.startswith("experts.") and name != "experts.router.weight"
+            total += layers * (matrices * c.experts_per_token // c.experts if chosen else matrices)
+    return total
+
+
+def flops_per_token(c: ModelConfig, context_length: int) -> int:
+    """Forward and backward, attention counted in full as everybody does: 6·N + 12·L·heads·head_dim·T."""
+    return 6 * matmul_parameters(c) + 12 * c.layers * c.heads * c.head_dim * context_length

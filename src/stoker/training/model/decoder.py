@@ -15,15 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stoker.contract.names import EX_CONFIG, Refusal
-from stoker.training.forensics.scopes import scope
+from stoker.training.forensics.trace import scope
 from stoker.training.model.attention import Documents, Seen, attend, begins, rotary_table, rotate, seen_by
 from stoker.training.model.config import ModelConfig, check_options
 from stoker.training.model.experts import Experts, balance_loss
-from stoker.training.model.linear import MLP, Linear
+from stoker.training.model.linear import MLP, Linear, RMSNorm, norm_of
 from stoker.training.model.loss import IGNORED, capped, linear_cross_entropy
-from stoker.training.model.norm import RMSNorm, norm_of
 
-__all__ = ["Attention", "Block", "Decoder", "Linear", "like"]
 _INTO_RESIDUAL = ("attention.out.weight", "mlp.down.weight", "experts.down.weight")
 
 
@@ -144,9 +142,7 @@ class Decoder(nn.Module):
         return (cos, sin) if theta is not None else (torch.ones_like(cos), torch.zeros_like(sin))
 
     def place(self, device: torch.device) -> None:
-        """Onto its device; a model that was built on the meta device gets its memory here, and its numbers from `start`
-        or a checkpoint.
-        """
+        """Onto its device; one of the meta device gets memory here, and numbers from `start` or a checkpoint."""
         if self.embed.weight.is_meta:
             self.to_empty(device=device)
         self.tables = [(cos.to(device), sin.to(device)) for cos, sin in self.tables]

@@ -13,13 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stoker.training.model.config import ModelConfig
-from stoker.training.model.rows import gate_up_rows
-from stoker.training.model.swiglu import activation
+from stoker.training.model.config import ModelConfig, gate_up_rows
+from stoker.training.model.linear import activation
 
-Product = Callable[
-    [Tensor, Tensor, Tensor], Tensor
-]  # rows sorted by expert, [experts, out, in], where each expert's end
+# rows sorted by expert, [experts, out, in], where each expert's end
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Stack(nn.Module):
@@ -40,9 +38,7 @@ class Experts(nn.Module):
         self.down = Stack(c.expert_ff, *(c.dim,) * c.experts)
 
     def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(their answers, [2, experts]: how many tokens each was given, and the sum of its probabilities). `counted`: 1
-        for each token that is counted there.
-        """
+        """(answers, [2, experts]: tokens each was given, and its probabilities' sum), of `counted` tokens alone."""
         flat = x.flatten(0, -2)
         weights = (part.weight.to(x.dtype) for part in (self.router, self.gate_up, self.down))
         y, load = mixture(self.c, flat, *weights, counted=counted)
@@ -146,9 +142,7 @@ def _load(probability: Tensor, chosen: Tensor, counted: Tensor | None) -> Tensor
 
 
 def balance_loss(load: Tensor, tokens: Tensor, c: ModelConfig) -> Tensor:
-    """As transformers computes it: experts · Σ (share of tokens · mean probability), over all layers together. `load`: the
-    layers' sum; `tokens`: that were counted in each.
-    """
+    """As transformers: experts · Σ (share of tokens · mean probability), over all layers. `tokens`: counted in each."""
     given, probability = load / (tokens * sum(c.routed(layer) for layer in range(c.layers)))
     loss: Tensor = c.experts * (given.detach() * probability).sum()
     return loss

@@ -1,9 +1,7 @@
-"""A block without a compiler: products by cuBLAS, attention by cuDNN, the rest by six kernels of our own. Experts and
-activations other than SwiGLU are plain torch between them.
+"""A block without a compiler: products by cuBLAS, attention by cuDNN, the rest by six kernels of our own or plain torch.
 
-Kept for the backward pass: the residual stream before each norm, queries, keys and values, what attention and the wide
-product made. Norms and SwiGLU's activations are made again by the kernels that need them anyway. The first step comes
-after seconds: nothing is traced.
+Kept for the backward pass: the residual stream before each norm, queries, keys, values, what attention and the wide
+product made. Norms and SwiGLU's activations are made again. The first step comes after seconds: nothing is traced.
 """
 
 from __future__ import annotations
@@ -129,11 +127,9 @@ class _SwigluLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
-        from stoker.training.model.swiglu_kernel import backward
-
         (g,) = gradients
         gate_up, weight = ctx.saved_tensors
-        gradient, activations = backward(g @ weight.to(g.dtype), gate_up)
+        gradient, activations = kernel.swiglu_backward(g @ weight.to(g.dtype), gate_up)
         return gradient, _weight_gradient(g, activations, weight)
 
 

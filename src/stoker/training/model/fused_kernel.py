@@ -1,6 +1,4 @@
-"""The memory-bound half of a block in six kernels: residual and norm, their backward, rotation, qk-norm, SwiGLU. Each
-reads and writes memory once.
-"""
+"""Triton kernels for what is bound by memory: norms, rotation, SwiGLU, loss. Each reads and writes memory once."""
 
 from __future__ import annotations
 
@@ -105,9 +103,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 
 def rotate_in_place(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, head_dim: int, sign: float) -> None:
-    """The first `heads` heads (queries and keys) of each row of qkv; sign -1 turns back. cos, sin: [T, half] or one row
-    each per row of qkv.
-    """
+    """The first `heads` heads of each row; sign -1 turns back. cos, sin: [T, half], or one row per row of qkv."""
     rows, row_width = qkv.shape
     half = head_dim // 2
     per_row = cos.dim() == 3
@@ -236,3 +232,74 @@ def norm_rotate_backward(
         )  # fmt: skip
         found.append(dweight.sum(0))
     return found[0], found[1]
+
+
+LOSS_BLOCK = 8192
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _loss_row(logits, targets, scale, losses, stride, vocabulary, ignored: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    here = logits + row * stride
+    target = tl.load(targets + row)
+    columns = tl.arange(0, block)
+    if target == ignored:
+        for begin in range(0, vocabulary, block):
+            tl.store(here + begin + columns, 0.0, mask=begin + columns < vocabulary)
+        tl.store(losses + row, 0.0)
+        return
+    highest = -float("inf")
+    total = 0.0
+    for begin in range(0, vocabulary, block):
+        x = tl.load(here + begin + columns, mask=begin + columns < vocabulary, other=-float("inf")).to(tl.float32)
+        top = tl.maximum(highest, tl.max(x))
+        total = total * tl.exp(highest - top) + tl.sum(tl.exp(x - top))
+        highest = top
+    wanted = tl.load(here + target).to(tl.float32)
+    tl.store(losses + row, highest + tl.log(total) - wanted)
+    factor = tl.load(scale)
+    tl.debug_barrier()  # every thread has read `wanted` before one overwrites it
+    for begin in range(0, vocabulary, block):
+        inside = begin + columns < vocabulary
+        x = tl.load(here + begin + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        gradient = tl.exp(x - highest) / total
+        gradient = tl.where(begin + columns == target, gradient - 1.0, gradient) * factor
+        tl.store(here + begin + columns, gradient, mask=inside)
+
+
+def gradient_in_place(logits: Tensor, targets: Tensor, scale: Tensor, losses: Tensor) -> None:
+    rows, vocabulary = logits.shape
+    block = min(LOSS_BLOCK, triton.next_power_of_2(vocabulary))
+    _loss_row[(rows,)](
+        logits, targets, scale, losses, logits.stride(0), vocabulary, ignored=-100, block=block, num_warps=16
+    )
+
+
+SWIGLU_BLOCK = 1024
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _swiglu_backward(g, gate_up, gradient, activations, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    one = row * width + column
+    two = row * 2 * width + column
+    dy = tl.load(g + one, mask=inside).to(tl.float32)
+    gate = tl.load(gate_up + two, mask=inside).to(tl.float32)
+    up = tl.load(gate_up + two + width, mask=inside).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    tl.store(gradient + two, dy * up * (sigmoid + silu * (1 - sigmoid)), mask=inside)
+    tl.store(gradient + two + width, dy * silu, mask=inside)
+    tl.store(activations + one, silu * up, mask=inside)
+
+
+def swiglu_backward(g: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    rows, width = g.shape
+    gradient = torch.empty_like(gate_up)
+    activations = torch.empty_like(g)
+    _swiglu_backward[(rows, triton.cdiv(width, SWIGLU_BLOCK))](
+        g, gate_up, gradient, activations, width, block=SWIGLU_BLOCK, num_warps=4
+    )
+    return gradient, activations

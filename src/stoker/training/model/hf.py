@@ -1,11 +1,10 @@
-"""Weights from and to folders as `transformers` writes them: the same logits on both sides. One tensor at a time,
-safetensors only.
-
-Our shape and a folder's are matched in hf_config, hf_files and families/, which need no torch; the hub is in hf_hub.
+"""Weights from and to folders as `transformers` writes them, one tensor at a time: the same logits on both sides. Shapes
+are matched in hf_config, hf_files and families/, which need no torch; the hub is in hf_hub.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,10 +16,10 @@ from stoker.contract.quantities import amount
 from stoker.training.model import outside
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
-from stoker.training.model.hf_config import config_of, shape_of
-from stoker.training.model.hf_files import Place, Stored, check, places
-from stoker.training.model.hf_kept import kept_of
-from stoker.training.model.hf_write import DTYPES, Export
+from stoker.training.model.hf_config import Stored, config_of, kept_of, shape_of
+from stoker.training.model.hf_files import Place, check, places
+from stoker.training.model.hf_hub import TOKENIZER_FILES
+from stoker.training.model.hf_write import DTYPES, Export, add_files, fresh_folder, size_of
 
 __all__ = ["load", "load_named", "named", "opened", "read_stored", "save", "save_from", "shape_of"]
 
@@ -91,19 +90,20 @@ def read_stored(one: Stored) -> Tensor:
     return torch.frombuffer(data, dtype=_STORED[one.dtype]).view(one.shape)
 
 
-def opened(folder: str, context_length: int, dtype: torch.dtype, device: torch.device, say: Say) -> Decoder:
+def opened(
+    folder: str, context: int, dtype: torch.dtype, device: torch.device, say: Say, kind: type[Decoder] = Decoder,
+    load: Callable[[Decoder, str, Say], None] = load,
+) -> Decoder:  # fmt: skip
     """The folder's model. Built without numbers: drawing some first would take longer than reading the folder's."""
     with torch.device("meta"):
-        model = Decoder(shape_of(folder), context_length, dtype)
+        model = kind(shape_of(folder), context, dtype)
     model.place(device)
     load(model, folder, say)
     return model
 
 
 def save(model: Decoder | outside.Outside, folder: str, *, say: Say, without: Sequence[str] = (), **how: Any) -> None:
-    """Of a sharded model every rank calls this, and one of them with `write`. `without`: what is no decoder's; `how`:
-    as of `save_from`.
-    """
+    """Of a sharded model all ranks call this, one with `write`. `without`: no decoder's; `how`: of `save_from`."""
     if isinstance(model, outside.Outside):
         return outside.save(model, folder, say=say, **how)
     module: Any
@@ -137,13 +137,18 @@ def save_from(
     gathered = (_gathered(name, tensor, dtype) for name, tensor in tensors)
     try:
         if write:
-            config = config_of(c, kept.context(context_length), DTYPES[dtype][1], ())
+            config = config_of(c, kept.context(context_length), DTYPES[dtype][1])
             config, generation = kept.changed(config, end_ids, tokenizer_folder)
-            with Export(folder, c, dtype) as export:
+            size = sum(size_of(part, dtype) for place in places(c) for part in place.parts)
+            with fresh_folder(folder, size) as fresh:
+                export = Export(fresh, os.path.abspath(folder), c, dtype)
                 for name, whole in gathered:
                     export.put(name, whole)
-                export.finish(config, generation, tokenizer_folder, more)
-            say(f"wrote {folder}: {amount(export.bytes)} of {DTYPES[dtype][1]} as {config['architectures'][0]}")
+                export.finish()
+                add_files(fresh, config, generation, ((tokenizer_folder, name) for name in TOKENIZER_FILES))
+                if more is not None:
+                    more(fresh)
+            say(f"wrote {folder}: {amount(size)} of {DTYPES[dtype][1]} as {config['architectures'][0]}")
     except OSError as problem:
         raise Refusal(f"{folder}: the model can't be written: {problem.strerror or problem}", EX_CANTCREAT) from problem
     finally:

@@ -1,6 +1,4 @@
-"""A folder's config.json and the shape it stands for, both ways, by its family. What the block would compute differently
-is refused. No torch.
-"""
+"""A folder's config.json and the shape it stands for, both ways, by its family; what differs is refused. No torch."""
 
 from __future__ import annotations
 
@@ -8,18 +6,106 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
-from stoker.contract.shape import replace
+from stoker.contract.shape import replace, shape
+from stoker.contract.tensorheader import read_header
 from stoker.contract.untrusted import read_json
 from stoker.training.model.config import ModelConfig, check_options
 from stoker.training.model.families import family_in, family_of, known_family
 from stoker.training.model.families.family import CONFIG, ConfigJson
-from stoker.training.model.hf_stored import stored_in
 
-__all__ = ["CONFIG", "config_of", "shape_for", "shape_of"]
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@shape
+class Stored:
+    """A tensor in a file: `begin` counts from the file's start."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    size: int
+
+
+def stored_in(folder: str) -> dict[str, Stored]:
+    """All tensors of model.safetensors, of the files its index names, or of the only safetensors file there is."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as problem:
+        raise Refusal(f"model {folder}: {problem.strerror}", EX_NOINPUT) from problem
+    files = [name for name in names if name.endswith(".safetensors")]
+    if WEIGHTS in files:
+        files = [WEIGHTS]
+    elif INDEX in names:
+        return _indexed(folder)
+    if not files:
+        pickled = next((name for name in names if name.endswith(PICKLES)), None)
+        if pickled:
+            convert = (
+                'python -c "import sys; from transformers import AutoModelForCausalLM as M;'
+                f' M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])" {folder}'
+            )
+            raise Refusal(
+                f"model {folder}: {pickled} is a pickle, which can run any code; if you trust it, convert it to"
+                f" safetensors: {convert}",
+                EX_NOINPUT,
+            )
+        raise Refusal(
+            f"model {folder}: it has no weights: no {WEIGHTS} and no {INDEX}; download the folder again, or convert its .bin"
+            " files to safetensors if it has no others",
+            EX_NOINPUT,
+        )
+    if len(files) > 1:
+        raise Refusal(
+            f"model {folder}: {len(files)} safetensors files ({files[0]}, {files[1]} …) and no {INDEX} that says what"
+            " is where",
+            EX_DATAERR,
+        )
+    return _header(os.path.join(folder, files[0]))
+
+
+def _indexed(folder: str) -> dict[str, Stored]:
+    path = os.path.join(folder, INDEX)
+    try:
+        index = read_json(path)
+    except OSError as problem:
+        raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+    except ValueError as problem:
+        raise Refusal(f"{path} is not JSON: {problem}", EX_DATAERR) from problem
+    where = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(where, dict) or not where or not all(isinstance(name, str) for name in where.values()):
+        raise Refusal(f"{path} has no weight_map that says which tensor is in which file", EX_DATAERR)
+    files = sorted(set(where.values()))
+    outside = next(
+        (name for name in files if os.path.basename(name) != name or not name.endswith(".safetensors") or "\0" in name),
+        None,
+    )
+    if outside is not None:
+        raise Refusal(f"{path} names {outside}, which is no safetensors file of that folder", EX_DATAERR)
+    headers = {name: _header(os.path.join(folder, name)) for name in files}
+    for name, shard in where.items():
+        if name not in headers[shard]:
+            raise Refusal(f"{path} says that {name} is in {shard}, and it is not", EX_DATAERR)
+    return {name: headers[shard][name] for name, shard in where.items()}
+
+
+def _header(path: str) -> dict[str, Stored]:
+    try:
+        found = read_header(path).tensors
+    except FileNotFoundError as problem:
+        raise Refusal(f"{path} is missing: the folder is not complete; download it again", EX_NOINPUT) from problem
+    except OSError as problem:
+        raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+    except ValueError as problem:
+        raise Refusal(f"{path} is damaged: {problem}; download it again", EX_DATAERR) from problem
+    return {name: Stored(path, one.dtype, one.shape, one.begin, one.end - one.begin) for name, one in found.items()}
+
+
 _LONGEST = 1 << 20  # bytes of it: a checkpoint keeps it
 _QUANTIZED = ("quant_config.json", "quantize_config.json")  # beside it, in folders of AWQ and GPTQ
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -60,24 +146,19 @@ def shape_for(asked: ModelConfig, folder: str) -> ModelConfig:
             raise Refusal(refusal.line + hint, refusal.code) from refusal
     _refuse_unrunnable(told, asked.trust_remote_code)
     kept = _without_code(told.keys())
-
-    def number(ours: str) -> int:
-        return next((kept[key] for key in _COUNTS[ours] if type(kept.get(key)) is int and kept[key] > 0), 1)
-
+    counts: dict[str, Any] = {
+        ours: next((kept[key] for key in keys if type(kept.get(key)) is int and kept[key] > 0), 1)
+        for ours, keys in _COUNTS.items()
+    }
     return ModelConfig(
         load=folder,
         engine="transformers",
         trust_remote_code=asked.trust_remote_code,
         kept=json.dumps(kept),
-        longest=number("longest"),
         stored=sum(math.prod(one.shape) for one in stored_in(folder).values()),
-        dim=number("dim"),
-        layers=number("layers"),
-        heads=number("heads"),
-        kv_heads=number("heads"),
-        head_dim=max(number("dim") // number("heads"), 1),
-        ff=number("ff"),
-        vocab_size=number("vocab_size"),
+        kv_heads=counts["heads"],
+        head_dim=max(counts["dim"] // counts["heads"], 1),
+        **counts,
     )
 
 
@@ -155,21 +236,15 @@ def _read(folder: str) -> ConfigJson:
         raise Refusal(f"{path} is not JSON: {problem}", EX_DATAERR) from problem
 
 
-def config_of(c: ModelConfig, context_length: int, dtype: str, end_ids: Sequence[int]) -> dict[str, Any]:
-    """What `transformers` 4 and 5 open: of a model that was loaded, its own config.json with what changed. `end_ids`: tokens
-    that end a text; left out, some families would take 2 for it.
-    """
-    ends = list(end_ids) if len(end_ids) > 1 else next(iter(end_ids), None)
+def config_of(c: ModelConfig, context_length: int, dtype: str) -> dict[str, Any]:
+    """What `transformers` 4 and 5 open: of a model that was loaded, its own config.json with what changed."""
     if c.kept:
         own = json.loads(c.kept)
         changed: dict[str, Any] = {"vocab_size": c.vocab_size, "dtype" if "dtype" in own else "torch_dtype": dtype}
-        stops = own.get("eos_token_id")
-        if any(end not in (stops if isinstance(stops, list) else [stops]) for end in end_ids):
-            changed["eos_token_id"] = ends
         # longrope's scale follows from it
         if context_length > c.longest and "max_position_embeddings" in own and c.rope_kind != "longrope":
             changed["max_position_embeddings"] = context_length
-        return {**own, "eos_token_id": stops, **changed}
+        return {**own, "eos_token_id": own.get("eos_token_id"), **changed}
     family = family_of(c)
     return {
         "architectures": [family.architecture],
@@ -177,8 +252,93 @@ def config_of(c: ModelConfig, context_length: int, dtype: str, end_ids: Sequence
         **family.common(c, context_length),
         "torch_dtype": dtype,
         "bos_token_id": None,
-        "eos_token_id": ends,
+        "eos_token_id": None,  # left out, some families would take 2 for it
         "pad_token_id": None,
         "use_cache": True,
         **family.keys(c),
     }
+
+
+GENERATION = "generation_config.json"
+_AS_LOADED = ("bos_token_id", "pad_token_id")
+
+
+@shape
+class Kept:
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+
+    @property
+    def is_half(self) -> bool:
+        """Its numbers have 16 bits."""
+        return (self.config.get("dtype") or self.config.get("torch_dtype")) in ("bfloat16", "float16")
+
+    def context(self, trained: int) -> int:
+        """Fine-tuning on shorter texts does not shorten what the model can read."""
+        longest = self.config.get("max_position_embeddings")
+        return max(trained, longest) if type(longest) is int and longest < 1 << 24 else trained
+
+    def changed(
+        self, config: Mapping[str, Any], end_ids: Sequence[int], tokenizer_folder: str | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """config.json and generation_config.json of the export. `end_ids`: what training taught."""
+        if not end_ids and self.config.get("eos_token_id") is None:
+            end_ids = end_ids_of(tokenizer_folder)
+        known = {key: self.config[key] for key in (*_AS_LOADED, "eos_token_id") if self.config.get(key) is not None}
+        whole = {**config, **known, "eos_token_id": _with(self.config.get("eos_token_id"), end_ids)}
+        ends = _with(self.generation.get("eos_token_id", self.config.get("eos_token_id")), end_ids)
+        return whole, ({**self.generation, "eos_token_id": ends} if ends is not None else dict(self.generation))
+
+
+def _with(loaded: Any, more: Sequence[int]) -> Any:
+    """As it was loaded where nothing is new."""
+    listed = loaded if isinstance(loaded, list) else [loaded]
+    before = [number for number in listed if type(number) is int]
+    if before and set(more) <= set(before):
+        return loaded
+    ids = list(dict.fromkeys((*more, *before)))
+    return ids if len(ids) > 1 else next(iter(ids), None)
+
+
+def kept_of(c: ModelConfig, say: Callable[[str], None]) -> Kept:
+    """Nothing, where the model was not loaded."""
+    if not c.load:
+        return Kept({}, {})
+    config = json.loads(c.kept) if c.kept else None
+    if not os.path.isfile(os.path.join(c.load, CONFIG)):
+        lost = GENERATION if config else f"{CONFIG} and {GENERATION}"
+        say(f"{c.load}, which the model was loaded from, is gone: nothing of its {lost} is kept in the export")
+        return Kept(config or {}, {})
+    return Kept(
+        config or _optional_json(os.path.join(c.load, CONFIG)), _optional_json(os.path.join(c.load, GENERATION))
+    )
+
+
+def _optional_json(path: str) -> Mapping[str, Any]:
+    try:
+        told = read_json(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as problem:
+        raise Refusal(f"{path} can't be read: {getattr(problem, 'strerror', None) or problem}", EX_DATAERR) from problem
+    return told if isinstance(told, dict) else {}
+
+
+def end_ids_of(tokenizer_folder: str | None) -> tuple[int, ...]:
+    """The id of the eos_token that tokenizer_config.json names; none where nothing does."""
+    if tokenizer_folder is None:
+        return ()
+    paths = [os.path.join(tokenizer_folder, name) for name in ("tokenizer_config.json", "tokenizer.json")]
+    if not all(os.path.isfile(path) for path in paths):
+        return ()
+    try:
+        config, tokenizer = (read_json(path) for path in paths)
+        eos = config.get("eos_token")
+        text = eos["content"] if isinstance(eos, dict) else eos
+        added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+        return (int(added[text]),) if text in added else ()
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as problem:
+        raise Refusal(
+            f"tokenizer {tokenizer_folder}: its eos_token can't be read: {type(problem).__name__}: {problem}",
+            EX_DATAERR,
+        ) from problem

@@ -1,7 +1,5 @@
-"""The weights of a folder, seen from their headers alone: which tensors lie where, and whether a model of some shape
-can be filled with them.
-
-No torch here: the launcher can say what does not fit before any rank starts.
+"""The weights of a folder, by their headers: which tensors lie where, and whether a model of some shape can be filled
+with them. No torch: the launcher can say what does not fit before any rank starts.
 """
 
 from __future__ import annotations
@@ -10,13 +8,9 @@ from collections.abc import Collection, Iterator
 
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
 from stoker.contract.shape import shape
-from stoker.training.model.config import ModelConfig
+from stoker.training.model.config import ModelConfig, tensors
 from stoker.training.model.families import family_of
-from stoker.training.model.hf_config import shape_of
-from stoker.training.model.hf_stored import INDEX, WEIGHTS, Stored, stored_in
-from stoker.training.model.rows import tensors
-
-__all__ = ["BYTES", "INDEX", "WEIGHTS", "Part", "Place", "Stored", "check", "places", "stored_in"]
+from stoker.training.model.hf_config import Stored, shape_of, stored_in
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _COMPARED_AT_ONCE = 1 << 24
@@ -41,9 +35,7 @@ class Place:
 
 
 def places(c: ModelConfig) -> Iterator[Place]:
-    """Every tensor of the model once, by our name and its family's: a tied head is the embedding. What the family stores
-    as one is one part.
-    """
+    """Every tensor once, by our name and its family's: a tied head is the embedding, what they join is one part."""
     family = family_of(c)
     for name, sizes in tensors(c):
         theirs, turned = family.tensor(name, c), family.turned(name)
@@ -53,9 +45,7 @@ def places(c: ModelConfig) -> Iterator[Place]:
 
 
 def check(folder: str, c: ModelConfig) -> dict[str, Stored]:
-    """Name -> where it lies, of all the tensors this model needs. Whatever is missing, left over or of another shape is
-    refused by name.
-    """
+    """Name -> where it lies, of all tensors of this model; missing, left over or misshapen ones are refused."""
     family = family_of(c)
     wanted = {part.name: (part, place.name in _GROW) for place in places(c) for part in place.parts}
     found = _with_prefix(stored_in(folder), family.prefix, wanted)

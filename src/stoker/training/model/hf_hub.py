@@ -1,6 +1,4 @@
-"""`model.load` as a folder: the one that is named, or a hub's, fetched once. For the launcher, so that ranks find it
-there.
-"""
+"""`model.load` as a folder: the one that is named, or a hub's, fetched once by the launcher, so that ranks find it."""
 
 from __future__ import annotations
 
@@ -15,13 +13,8 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-_WANTED = [
-    "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    *TOKENIZER_FILES,
-]  # no pickles
+_MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
+_WANTED = [*_MODEL_FILES, *TOKENIZER_FILES]  # no pickles
 
 
 def tokenizer_of(load: str, say: Callable[[str], None]) -> str:

@@ -1,16 +1,15 @@
-"""A folder that `transformers` opens, written tensor by tensor in any order: the host needs room for one of them, not
-for the model.
-"""
+"""A folder that `transformers` opens, written tensor by tensor: the host needs room for one, not for the model."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import IO, Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +17,15 @@ from torch import Tensor
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.owners import is_mine
 from stoker.contract.quantities import amount
-from stoker.contract.shape import shape
+from stoker.contract.tensorheader import pack_header
 from stoker.contract.untrusted import is_count, open_regular
 from stoker.contract.wholefile import sync_folder, write_whole
 from stoker.training.checkpoint.folders import put_in_place, remove, repair
 from stoker.training.model.config import ModelConfig
-from stoker.training.model.hf_config import CONFIG
-from stoker.training.model.hf_files import BYTES, INDEX, WEIGHTS, Part, places
+from stoker.training.model.families.family import CONFIG
+from stoker.training.model.hf_config import GENERATION, INDEX, WEIGHTS
+from stoker.training.model.hf_files import Part, places
 from stoker.training.model.hf_hub import TOKENIZER_FILES
-from stoker.training.model.hf_kept import GENERATION
 
 SHARD_BYTES = 5_000_000_000
 DTYPES = {torch.float32: ("F32", "float32"), torch.bfloat16: ("BF16", "bfloat16"), torch.float16: ("F16", "float16")}
@@ -35,18 +34,12 @@ CARD, CARD_MARK = "README.md", "<!-- written by stoker -->"
 SCORE = "score.safetensors"  # a reward model's head, beside the decoder's weights
 
 
-@shape
-class Spot:
-    file: str
-    begin: int
-
-
-def shards(parts: Sequence[Part], itemsize: int) -> list[list[Part]]:
+def shards(c: ModelConfig, dtype: torch.dtype) -> list[list[Part]]:
     """In their order, each file up to SHARD_BYTES; a larger tensor has one of its own."""
     found: list[list[Part]] = [[]]
     room = SHARD_BYTES
-    for part in parts:
-        size = _size(part, itemsize)
+    for part in (part for place in places(c) for part in place.parts):
+        size = size_of(part, dtype)
         if found[-1] and size > room:
             found.append([])
             room = SHARD_BYTES
@@ -55,136 +48,101 @@ def shards(parts: Sequence[Part], itemsize: int) -> list[list[Part]]:
     return found
 
 
-def _size(part: Part, itemsize: int) -> int:
-    return torch.Size(part.shape).numel() * itemsize
+def size_of(part: Part, dtype: torch.dtype) -> int:
+    return math.prod(part.shape) * dtype.itemsize
+
+
+@contextmanager
+def fresh_folder(folder: str, size: int = 0) -> Iterator[str]:
+    """Beside the final one, which it becomes at the end; an exception leaves nothing. `size`: bytes it needs."""
+    folder = os.path.abspath(folder)
+    parent, name = os.path.split(folder)
+    os.makedirs(parent, exist_ok=True)
+    refuse_foreign_files(folder)
+    sweep(parent, name)
+    disk = os.statvfs(parent)
+    free = disk.f_bavail * disk.f_frsize
+    if disk.f_blocks and free < size:
+        raise Refusal(f"no space left: {folder} needs {amount(size)}, {amount(free)} are free there", EX_CANTCREAT)
+    fresh = os.path.join(parent, f".{name}.{socket.gethostname()}-{os.getpid()}.tmp")
+    os.mkdir(fresh)
+    try:
+        yield fresh
+        sync_folder(fresh)
+        put_in_place(fresh, folder)
+    finally:
+        if os.path.isdir(fresh):
+            shutil.rmtree(fresh)
 
 
 class Export:
-    """Everything goes to a folder beside the final one; `finish` renames it. Left without that, it leaves nothing."""
+    """The weights' files in a fresh folder. Shapes are known, so each file has its header at once, each tensor its place."""
 
-    def __init__(self, folder: str, c: ModelConfig, dtype: torch.dtype) -> None:
-        self.folder, self.dtype = os.path.abspath(folder), dtype
+    def __init__(self, fresh: str, folder: str, c: ModelConfig, dtype: torch.dtype) -> None:
+        self._fresh, self._folder, self._dtype = fresh, folder, dtype
         self._places = {place.name: place for place in places(c)}
         self._waiting = set(self._places)
-        self._spots: dict[str, Spot] = {}
-        self._files: dict[str, IO[bytes]] = {}
-        parts = [part for place in self._places.values() for part in place.parts]
-        self.bytes = sum(_size(part, dtype.itemsize) for part in parts)
-        parent, name = os.path.split(self.folder)
-        os.makedirs(parent, exist_ok=True)
-        refuse_foreign_files(self.folder)
-        sweep(parent, name)
-        self._room(parent)
-        self._fresh = os.path.join(parent, f".{name}.{socket.gethostname()}-{os.getpid()}.tmp")
-        os.mkdir(self._fresh)
-        try:
-            self._begin(shards(parts, dtype.itemsize))
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-
-    def __enter__(self) -> Export:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self._files.values():
-            file.close()
-        if os.path.isdir(self._fresh):
-            shutil.rmtree(self._fresh)
-
-    def _room(self, parent: str) -> None:
-        disk = os.statvfs(parent)
-        free = disk.f_bavail * disk.f_frsize
-        if disk.f_blocks and free < self.bytes:
-            raise Refusal(
-                f"no space left: {self.folder} needs {amount(self.bytes)}, {amount(free)} are free there", EX_CANTCREAT
-            )
-
-    def _begin(self, plan: list[list[Part]]) -> None:
-        """The shapes are known, so each file gets its header at once and each tensor has its place in it."""
-        names = (
-            [WEIGHTS]
-            if len(plan) == 1
-            else [f"model-{number:05d}-of-{len(plan):05d}.safetensors" for number in range(1, len(plan) + 1)]
-        )
-        kind = DTYPES[self.dtype][0]
-        for name, parts in zip(names, plan, strict=True):
-            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-            end = 0
+        self._spots: dict[str, tuple[str, int]] = {}  # of each part: its file, and where it begins there
+        plan, kind, total = shards(c, dtype), DTYPES[dtype][0], 0
+        for number, parts in enumerate(plan, 1):
+            name = WEIGHTS if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
+            header = pack_header({part.name: (kind, part.stored) for part in parts}, {"format": "pt"})
+            write_whole(os.path.join(fresh, name), header)
+            begin = len(header)
             for part in parts:
-                begin, end = end, end + _size(part, BYTES[kind])
-                header[part.name] = {"dtype": kind, "shape": list(part.stored), "data_offsets": [begin, end]}
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
-            self._files[name] = file = open(os.path.join(self._fresh, name), "wb")  # noqa: SIM115  __exit__ closes them
-            file.write(len(text).to_bytes(8, "little") + text)
-            self._spots |= {
-                part.name: Spot(name, 8 + len(text) + header[part.name]["data_offsets"][0]) for part in parts
-            }
-        if len(names) > 1:
-            index = {
-                "metadata": {"total_size": self.bytes},
-                "weight_map": {name: spot.file for name, spot in sorted(self._spots.items())},
-            }
-            self._json(INDEX, index)
+                self._spots[part.name] = (name, begin)
+                begin += size_of(part, dtype)
+            total += begin - len(header)
+        if len(plan) > 1:
+            where = {name: file for name, (file, _) in sorted(self._spots.items())}
+            write_json(fresh, INDEX, {"metadata": {"total_size": total}, "weight_map": where})
 
     def put(self, name: str, whole: Tensor) -> None:
         """`name`: ours."""
         if name not in self._waiting:
-            raise Refusal(f"{self.folder}: this model has no tensor {name}, or it was given twice")
+            raise Refusal(f"{self._folder}: this model has no tensor {name}, or it was given twice")
         place = self._places[name]
         want = (sum(part.shape[0] for part in place.parts), *place.parts[0].shape[1:])
         if tuple(whole.shape) != want:
-            raise Refusal(f"{self.folder}: {name} is {list(whole.shape)}, the configuration says {list(want)}")
-        here = whole.detach().to(device="cpu", dtype=self.dtype).contiguous()
-        row = 0
-        for part in place.parts:
-            spot = self._spots[part.name]
-            self._files[spot.file].seek(spot.begin)
-            piece = here[row : row + part.shape[0]]
+            raise Refusal(f"{self._folder}: {name} is {list(whole.shape)}, the configuration says {list(want)}")
+        here = whole.detach().to(device="cpu", dtype=self._dtype).contiguous()
+        for part, piece in zip(place.parts, torch.split(here, [part.shape[0] for part in place.parts]), strict=True):
+            file_name, begin = self._spots[part.name]
             piece = piece.t().contiguous() if part.transposed else piece
-            self._files[spot.file].write(piece.reshape(-1).view(torch.uint8).numpy().data)
-            row += part.shape[0]
+            with open(os.path.join(self._fresh, file_name), "r+b") as file:
+                file.seek(begin)
+                file.write(piece.reshape(-1).view(torch.uint8).numpy().data)
         self._waiting.remove(name)
 
-    def finish(
-        self,
-        config: Mapping[str, Any],
-        generation: Mapping[str, Any],
-        tokenizer_folder: str | None,
-        more: Callable[[str], None] | None = None,
-    ) -> None:
-        """`more` may put files of its own beside the weights."""
+    def finish(self) -> None:
         if self._waiting:
             raise Refusal(
-                f"{self.folder}: {len(self._waiting)} tensors of this model were not given, {min(self._waiting)} among"
+                f"{self._folder}: {len(self._waiting)} tensors of this model were not given, {min(self._waiting)} among"
                 " them"
             )
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-        self._json(CONFIG, config)
-        if generation:
-            self._json(GENERATION, generation)
-        for name in TOKENIZER_FILES if tokenizer_folder else ():
-            path = os.path.join(str(tokenizer_folder), name)
-            if os.path.isfile(path):
-                write_whole(os.path.join(self._fresh, name), beside(str(tokenizer_folder), path))
-        if more is not None:
-            more(self._fresh)
-        sync_folder(self._fresh)
-        put_in_place(self._fresh, self.folder)
+        for name in {name for name, _ in self._spots.values()}:
+            with open(os.path.join(self._fresh, name), "rb") as file:
+                os.fsync(file.fileno())
 
-    def _json(self, name: str, value: Mapping[str, Any]) -> None:
-        write_whole(os.path.join(self._fresh, name), (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+def write_json(folder: str, name: str, value: Mapping[str, Any]) -> None:
+    write_whole(os.path.join(folder, name), (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def add_files(
+    fresh: str, config: Mapping[str, Any], generation: Mapping[str, Any], copied: Iterable[tuple[str | None, str]]
+) -> None:
+    """What lies beside the weights. `copied`: (folder, name) of files, where there are such."""
+    write_json(fresh, CONFIG, config)
+    if generation:
+        write_json(fresh, GENERATION, generation)
+    for folder, name in copied:
+        if folder and os.path.isfile(path := os.path.join(folder, name)):
+            write_whole(os.path.join(fresh, name), beside(folder, path))
 
 
 def beside(folder: str, path: str) -> bytes:
-    """A file of a model's folder. A link may lead within it or to the hub cache's blobs; what lies elsewhere was not
-    meant to be exported.
-    """
+    """A file of a model's folder; a link may lead within it or to the hub cache's blobs, and nowhere else."""
     real = os.path.realpath(path)
     home = os.path.realpath(folder)
     blobs = os.path.join(os.path.dirname(os.path.dirname(home)), "blobs")

@@ -1,5 +1,4 @@
-"""Head and cross-entropy together, in chunks of tokens: the logits of a whole batch (8 GB for 16 K tokens × 128 K
-words) never exist.
+"""Head and cross-entropy, or log-probabilities, in chunks: a batch's logits (8 GB for 16 K × 128 K words) never exist.
 
 The gradient is made in the forward pass, chunk by chunk, while the logits are there; backward hands it out. `scale` is
 part of it, so backward takes the incoming gradient to be 1: call .backward() on this result, or on a sum that holds it.
@@ -97,7 +96,7 @@ def accumulate(dw: Tensor, dlogits: Tensor, x: Tensor) -> None:
 def _gradient_in_place(logits: Tensor, targets: Tensor, scale: Tensor, losses: Tensor) -> None:
     """logits become dloss/dlogits × scale; losses get the loss of each token."""
     if logits.is_cuda:
-        from stoker.training.model.loss_kernel import gradient_in_place  # Triton: on GPUs only
+        from stoker.training.model.fused_kernel import gradient_in_place  # Triton: on GPUs only
 
         gradient_in_place(logits, targets, scale, losses)
         return
@@ -116,3 +115,58 @@ def _liger(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None) -> 
 
     loss: Tensor = Fused.apply(x, weight.to(x.dtype), targets, None, None, IGNORED, 0.0, 0.0, "sum")[0]
     return loss if scale is None else loss * scale
+
+
+def token_logprobs(
+    x: Tensor, weight: Tensor, targets: Tensor, temperature: float, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(log-probability of targets [N], entropy [N]) of softmax(x weightᵀ / temperature), fp32. x [N, D], weight [V, D].
+    The entropy has no gradient. `cap`: of the logits, which the backward pass makes again, chunk by chunk.
+    """
+    result: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(x, weight, targets, temperature, cap)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _logits(x: Tensor, w: Tensor, temperature: float, cap: float) -> Tensor:
+    wide = capped((x @ w.t()).float(), cap)
+    return wide if temperature == 1.0 else wide.div_(temperature)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, temperature: float, cap: float
+    ) -> tuple[Tensor, Tensor]:
+        w = weight.to(x.dtype)
+        chosen, entropy, log_sums = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(3))
+        rows = max(chunk_rows(len(x), len(w), 4), 1)
+        for begin in range(0, len(x), rows):
+            part = slice(begin, begin + rows)
+            logits = _logits(x[part], w, temperature, cap)
+            log_sum = logits.logsumexp(-1)
+            log_sums[part] = log_sum
+            chosen[part] = logits.gather(-1, targets[part, None])[:, 0] - log_sum
+            entropy[part] = log_sum - (logits - log_sum[:, None]).exp_().mul_(logits).sum(-1)
+        ctx.save_for_backward(x, weight, targets, log_sums)
+        ctx.temperature, ctx.cap = temperature, cap
+        ctx.mark_non_differentiable(entropy)
+        return chosen, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        x, weight, targets, log_sums = ctx.saved_tensors
+        scaled = gradients[0] / ctx.temperature
+        w = weight.to(x.dtype)
+        dx = torch.empty_like(x)
+        dw = torch.zeros(weight.shape, dtype=torch.float32, device=x.device)
+        rows = max(chunk_rows(len(x), len(w), 4), 1)
+        for begin in range(0, len(x), rows):
+            part = slice(begin, begin + rows)
+            logits = _logits(x[part], w, ctx.temperature, ctx.cap)
+            slope = 1 - (logits * (ctx.temperature / ctx.cap)).square() if ctx.cap else None
+            probability = logits.sub_(log_sums[part, None]).exp_()
+            wide = probability.mul_(-scaled[part, None]).scatter_add_(-1, targets[part, None], scaled[part, None])
+            dlogits = (wide if slope is None else wide.mul_(slope)).to(x.dtype)
+            torch.mm(dlogits, w, out=dx[part])
+            accumulate(dw, dlogits, x[part])
+        return dx, dw.to(weight.dtype), None, None, None

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
@@ -21,14 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
-from stoker.contract.wholefile import sync_folder, write_whole
-from stoker.training.checkpoint.folders import put_in_place
 from stoker.training.model.attention import Documents, begins
 from stoker.training.model.config import ModelConfig
-from stoker.training.model.hf_config import CONFIG, config_of
+from stoker.training.model.hf_config import config_of, kept_of
 from stoker.training.model.hf_hub import TOKENIZER_FILES
-from stoker.training.model.hf_kept import GENERATION, kept_of
-from stoker.training.model.hf_write import DTYPES, beside, refuse_foreign_files, sweep
+from stoker.training.model.hf_write import DTYPES, add_files, fresh_folder
 from stoker.training.model.loss import IGNORED
 from stoker.training.model.outside_folder import bounded, first_line, only_weights
 from stoker.training.parallel.config import ComputeConfig
@@ -210,42 +205,21 @@ def save(
     """As save_pretrained lays it out; there when it is complete."""
     if not write:
         return
-    folder = os.path.abspath(folder)
-    parent, name = os.path.split(folder)
-    fresh = os.path.join(parent, f".{name}.{socket.gethostname()}-{os.getpid()}.tmp")
-    kept = kept_of(model.config, say)
+    c, folder = model.config, os.path.abspath(folder)
+    kept = kept_of(c, say)
     dtype = dtype or (torch.bfloat16 if kept.is_half else torch.float32)
-    config = config_of(model.config, kept.context(model.context_length), DTYPES[dtype][1], ())
+    config = config_of(c, kept.context(model.context_length), DTYPES[dtype][1])
     config, generation = kept.changed(config, tuple(end_ids), tokenizer_folder)
+    # config.json as the model came with it, the code it needs, the tokenizer.
+    code = [name for name in os.listdir(c.load) if name.endswith(".py")] if config.get("auto_map") else []
+    copied = [*((c.load, name) for name in code), *((tokenizer_folder, name) for name in TOKENIZER_FILES)]
     try:
-        os.makedirs(parent, exist_ok=True)
-        refuse_foreign_files(folder)
-        sweep(parent, name)
-        os.mkdir(fresh)  # not one that somebody else made there
-        weights = {name: tensor.to(dtype) for name, tensor in model.module.state_dict().items()}
-        model.module.save_pretrained(fresh, state_dict=weights)
-        _add_files(fresh, config, generation, model.config.load, tokenizer_folder)
-        if more is not None:
-            more(fresh)
-        sync_folder(fresh)
-        put_in_place(fresh, folder)
+        with fresh_folder(folder) as fresh:
+            weights = {name: tensor.to(dtype) for name, tensor in model.module.state_dict().items()}
+            model.module.save_pretrained(fresh, state_dict=weights)
+            add_files(fresh, config, generation, copied)
+            if more is not None:
+                more(fresh)
     except OSError as problem:
         raise Refusal(f"{folder}: the model can't be written: {problem.strerror or problem}", EX_CANTCREAT) from problem
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
     say(f"wrote {folder}: {DTYPES[dtype][1]} as {config['architectures'][0]}")
-
-
-def _add_files(
-    fresh: str, config: Mapping[str, Any], generation: Mapping[str, Any], source: str, tokenizer_folder: str | None
-) -> None:
-    """config.json as the model came with it, the code it needs, the tokenizer."""
-    for name, value in ((CONFIG, config), *(((GENERATION, generation),) if generation else ())):
-        write_whole(os.path.join(fresh, name), (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
-    code = [name for name in os.listdir(source) if name.endswith(".py")] if config.get("auto_map") else []
-    named = [(source, name) for name in code]
-    named += [(tokenizer_folder, name) for name in TOKENIZER_FILES] if tokenizer_folder else []
-    for place, name in named:
-        path = os.path.join(place, name)
-        if os.path.isfile(path):
-            write_whole(os.path.join(fresh, name), beside(place, path))

@@ -16,8 +16,7 @@ from stoker.contract.memory import Bounded
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.untrusted import printable
 from stoker.contract.wholefile import write_whole
-from stoker.training.model.hf_kept import GENERATION
-from stoker.training.model.hf_stored import INDEX, WEIGHTS, stored_in
+from stoker.training.model.hf_config import GENERATION, INDEX, WEIGHTS, stored_in
 
 # A module is compared with what its folder stores while it grows: whichever number of config.json makes it grow.
 _PARTS, _PARTS_EACH = 20_000, 64  # modules and tensors that any model may have, and for each tensor that is stored

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.control.record.ownership import private_cache
-from stoker.training.model import fp8
+from stoker.training.model import linear
 from stoker.training.model.config import OPTIONS, ModelConfig, lacking
-from stoker.training.model.decoder import Decoder, Linear
+from stoker.training.model.decoder import Decoder
 from stoker.training.model.experts import ungrouped
 from stoker.training.model.outside import Outside
 from stoker.training.parallel.config import ComputeConfig
@@ -27,6 +27,10 @@ from stoker.training.parallel.config import ComputeConfig
 FUSED = (
     "qkv_bias", "out_bias", "mlp_bias", "norms", "norm_offset", "activation", "gated", "attention_scale", "final_cap", "embedding_scale", "windows",
     "positions", "rope_kind", "unrotated", "window_theta", "experts",
+)  # fmt: skip
+# What selective recomputation keeps.
+PRODUCTS = (
+    "aten.mm", "aten.addmm", "aten._grouped_mm", "aten._scaled_mm", "aten._scaled_dot_product", "varlen_attn",
 )  # fmt: skip
 FP8_KEPT = 8  # one in so many blocks stays in bf16 at each end
 # each is a process that imports torch: sixteen take 5 s longer to a first step than four (H200 box, 16 cores)
@@ -59,9 +63,7 @@ def attention(c: ComputeConfig, device: torch.device) -> str:
 
 
 def warm_compiler() -> threading.Thread:
-    """Imports the compiler and starts its processes (3 s and more) while data and model are made ready. Joined before
-    anything is compiled.
-    """
+    """Starts the compiler (3 s and more) while data and model are made ready; joined before it compiles."""
 
     def load() -> None:
         importlib.import_module("torch._inductor.compile_fx")
@@ -143,7 +145,7 @@ def _loss(c: ComputeConfig, model: ModelConfig) -> str:
 
 
 def _use_fp8(model: Decoder, device: torch.device, say: Callable[[str], None]) -> None:
-    if not fp8.available(device):
+    if not linear.has_fp8(device):
         raise Refusal(
             "compute.fp8 tensorwise needs a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell): use"
             " compute.fp8 off",
@@ -153,10 +155,10 @@ def _use_fp8(model: Decoder, device: torch.device, say: Callable[[str], None]) -
     # two 0.02, at 97 % of the speed.
     kept = len(model.layers) // FP8_KEPT
     blocks = list(model.layers)[kept : len(model.layers) - kept]
-    linears = [module for block in blocks for module in block.modules() if isinstance(module, Linear)]
+    linears = [module for block in blocks for module in block.modules() if isinstance(module, linear.Linear)]
     small = 0
     for module in linears:
-        module.fp8 = fp8.fits(module.in_features, module.out_features)
+        module.fp8 = linear.fits_fp8(module.in_features, module.out_features)
         small += not module.fp8
     if kept:
         say(f"fp8: {len(blocks)} of {len(model.layers)} blocks; the first and the last {kept} stay in bf16")
@@ -165,36 +167,20 @@ def _use_fp8(model: Decoder, device: torch.device, say: Callable[[str], None]) -
 
 
 def _keep_products_only(yes: bool) -> None:
-    """The compiler may recompute, in the backward pass, what is cheap although it is written to memory there: norms,
-    rotations.
-    """
+    """The compiler may recompute in the backward pass what is cheap though written to memory: norms, rotations."""
     import torch._functorch.config as functorch
 
     if hasattr(functorch, "ban_recompute_materialized_backward"):
         functorch.ban_recompute_materialized_backward = not yes
     import torch._dynamo.config as dynamo
 
-    for limit in (
-        "recompile_limit",
-        "cache_size_limit",
-    ):  # by version: each size that micro_batch auto tries is a graph
+    for limit in ("recompile_limit", "cache_size_limit"):  # by version: each micro-batch that is tried is a graph
         if hasattr(dynamo, limit):
             setattr(dynamo, limit, 64)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = str(operation)
-    kept = any(
-        word in name
-        for word in (
-            "aten.mm",
-            "aten.addmm",
-            "aten._grouped_mm",
-            "aten._scaled_mm",
-            "aten._scaled_dot_product",
-            "varlen_attn",
-        )
-    )
+    kept = any(word in str(operation) for word in PRODUCTS)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -204,9 +190,7 @@ def checkpoint_block(block: Any, selective: bool, random: bool) -> None:
 
 
 def unfuse(model: Decoder) -> None:
-    """Plain blocks for a look at their operations. They keep twice what fused ones do, and these may have filled the
-    card: so they keep nothing.
-    """
+    """For a look at operations. Plain blocks keep twice what fused ones do, on a full card: so these keep nothing."""
     if model.fused:
         for block in model.layers:
             if not isinstance(block.forward, functools.partial):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from stoker.contract import limits
-from stoker.contract.shape import option, shape
+from stoker.contract.limits import one_of
+from stoker.contract.shape import shape
 
 
 def micro(text: str) -> int:
@@ -18,46 +21,52 @@ def micro(text: str) -> int:
 
 @shape
 class OptimConfig:
-    kind: str = option(
-        "adamw, adamw8bit (its two moments in 8 bits), or muon (matrices by Muon, the rest by AdamW)",
-        default="adamw",
-        choices=("adamw", "adamw8bit", "muon"),
+    kind: str = one_of("adamw", "adamw8bit", "muon")(
+        "adamw, adamw8bit (its two moments in 8 bits), or muon (matrices by Muon, the rest by AdamW)"
     )
-    learning_rate: float = option("peak learning rate of AdamW", default=3e-4, limit=limits.POSITIVE)
-    muon_learning_rate: float = option("peak learning rate of Muon's matrices", default=0.02, limit=limits.POSITIVE)
-    min_ratio: float = option("the schedule ends at this share of the peak", default=0.1, limit=limits.SHARE)
-    schedule: str = option(
-        "cosine, linear, constant, or wsd (constant, then linear over the last `cooldown` of the run)",
-        default="cosine",
-        choices=("cosine", "linear", "constant", "wsd"),
+    learning_rate: float = limits.POSITIVE("peak learning rate of AdamW", 3e-4)
+    muon_learning_rate: float = limits.POSITIVE("peak learning rate of Muon's matrices", 0.02)
+    min_ratio: float = limits.SHARE("the schedule ends at this share of the peak", 0.1)
+    schedule: str = one_of("cosine", "linear", "constant", "wsd")(
+        "cosine, linear, constant, or wsd (constant, then linear over the last `cooldown` of the run)"
     )
-    warmup_steps: int = option("steps of linear warm-up (0: `warmup_ratio` counts)", default=0, limit=limits.COUNT)
-    warmup_ratio: float = option("share of the run that is warm-up", default=0.01, limit=limits.LESS_THAN_ALL)
-    cooldown: float = option("share of the run that wsd cools down", default=0.2, limit=limits.SHARE)
-    weight_decay: float = option(
-        "decoupled weight decay of matrices; norms have none", default=0.1, limit=limits.NOT_NEGATIVE
-    )
-    beta1: float = option("AdamW's first moment", default=0.9, limit=limits.LESS_THAN_ALL)
-    beta2: float = option("AdamW's second moment", default=0.95, limit=limits.LESS_THAN_ALL)
-    eps: float = option("AdamW's epsilon", default=1e-8, limit=limits.POSITIVE)
-    max_grad_norm: float = option(
-        "gradients are scaled down to this norm (0: never)", default=1.0, limit=limits.NOT_NEGATIVE
-    )
+    warmup_steps: int = limits.COUNT("steps of linear warm-up (0: `warmup_ratio` counts)", 0)
+    warmup_ratio: float = limits.LESS_THAN_ALL("share of the run that is warm-up", 0.01)
+    cooldown: float = limits.SHARE("share of the run that wsd cools down", 0.2)
+    weight_decay: float = limits.NOT_NEGATIVE("decoupled weight decay of matrices; norms have none", 0.1)
+    beta1: float = limits.LESS_THAN_ALL("AdamW's first moment", 0.9)
+    beta2: float = limits.LESS_THAN_ALL("AdamW's second moment", 0.95)
+    eps: float = limits.POSITIVE("AdamW's epsilon", 1e-8)
+    max_grad_norm: float = limits.NOT_NEGATIVE("gradients are scaled down to this norm (0: never)", 1.0)
 
 
 @shape
 class BatchConfig:
-    tokens: int = option(
+    tokens: int = limits.LARGE(
         "tokens per optimizer step, all ranks together; any number of ranks may share them (0: micro × accumulation ×"
         " ranks × context)",
-        default=0,
-        limit=limits.LARGE,
+        0,
     )
-    micro: int = option(
-        "samples a rank computes at once: a number, or auto for the largest that fits",
-        default=8,
-        parse=micro,
-        metavar="N|auto",
-        limit=limits.COUNT,
+    micro: int = limits.COUNT(
+        "samples a rank computes at once: a number, or auto for the largest that fits", 8, parse=micro, metavar="N|auto"
     )
-    accumulation: int = option("micro-batches per step and rank, where `tokens` is 0", default=1, limit=limits.FROM_ONE)
+    accumulation: int = limits.FROM_ONE("micro-batches per step and rank, where `tokens` is 0", 1)
+
+
+def warmup_length(c: OptimConfig, steps: int) -> int:
+    return c.warmup_steps or round(c.warmup_ratio * steps)
+
+
+def rate_share(c: OptimConfig, step: int, steps: int) -> float:
+    """Of step 0, 1, …, steps - 1. The first step of a warm-up is not 0: it would be a step for nothing."""
+    rising = min(warmup_length(c, steps), steps)
+    if step < rising:
+        return (step + 1) / (rising + 1)
+    left = max(steps - rising, 1)
+    done = min((step - rising) / left, 1.0)
+    if c.schedule == "constant":
+        return 1.0
+    if c.schedule == "wsd":
+        done = max(0.0, (done - (1 - c.cooldown)) / c.cooldown) if c.cooldown else 0.0
+    fall = (1 + math.cos(math.pi * done)) / 2 if c.schedule == "cosine" else 1 - done
+    return c.min_ratio + (1 - c.min_ratio) * fall

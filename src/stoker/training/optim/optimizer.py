@@ -16,6 +16,7 @@ from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.training.optim.config import OptimConfig
 
 BLOCK = 256
+State = tuple[Tensor, Tensor, Tensor, Tensor]  # both moments' codes and scales
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS = 5
 MOMENTUM = 0.95
@@ -99,12 +100,7 @@ def unpack_second(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _update(
-    weight: Tensor,
-    gradient: Tensor,
-    state: tuple[Tensor, Tensor, Tensor, Tensor],
-    now: tuple[Tensor, ...],
-    betas: tuple[float, float],
-    eps: float,
+    weight: Tensor, gradient: Tensor, state: State, now: tuple[Tensor, ...], betas: tuple[float, float], eps: float
 ) -> None:
     """`now`: what changes from step to step, on the device."""
     rate, decay, grad_scale, found_inf, count, correction1, correction2 = now
@@ -123,8 +119,7 @@ def _update(
 
 
 class EightBit:
-    """AdamW whose two moments take a byte each instead of four: 2 bytes a parameter instead of 8. One compiled kernel
-    per parameter's shape on GPUs; the same lines run eagerly elsewhere.
+    """AdamW whose two moments take a byte each instead of four; on GPUs one compiled kernel per parameter's shape.
 
     Each block of 256 numbers has its own scale. The codes are not linear: the first moment is stored as a signed square
     root, the second as a fourth root and never as 0, so that small second moments keep their order of magnitude (a
@@ -135,7 +130,7 @@ class EightBit:
 
     def __init__(self, named: Mapping[str, Tensor], c: OptimConfig, weight_decay: float) -> None:
         self._c, self._decay, self.named = c, weight_decay, named
-        self._state: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self._state: dict[str, State] = {}
         self._steps = torch.zeros((), device=next(iter(named.values())).device)
         for name, p in named.items():
             blocks = -(-p.numel() // BLOCK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stoker.contract import limits
+from stoker.contract.limits import one_of
 from stoker.contract.quantities import duration
 from stoker.contract.shape import option, shape
 from stoker.contract.untrusted import is_count
@@ -28,14 +29,10 @@ def local_steps(told: str) -> int:
 
 @shape
 class ParallelConfig:
-    strategy: str = option(
-        "ddp: every rank holds the model; fsdp: sharded (FSDP2)", default="ddp", choices=("ddp", "fsdp")
-    )
-    device: str = option("auto: GPUs where there are some; cuda; cpu", default="auto", choices=("auto", "cuda", "cpu"))
-    balance: str = option(
-        "auto: a faster rank takes more of a step's samples, planned anew when imbalance stays; off: equal shares",
-        default="off",
-        choices=("off", "auto"),
+    strategy: str = one_of("ddp", "fsdp")("ddp: every rank holds the model; fsdp: sharded (FSDP2)")
+    device: str = one_of("auto", "cuda", "cpu")("auto: GPUs where there are some; cuda; cpu")
+    balance: str = one_of("off", "auto")(
+        "auto: a faster rank takes more of a step's samples, planned anew when imbalance stays; off: equal shares"
     )
     comm: str = option(
         "how gradients travel: full, bf16 (half the bytes), powersgd (low-rank parts), or local:N (N steps alone, then"
@@ -44,52 +41,32 @@ class ParallelConfig:
         parse=read_comm,
         metavar="HOW",
     )
-    timeout: float = option(
-        "a collective that takes longer has failed",
-        default=600.0,
-        parse=duration,
-        metavar="TIME",
-        limit=limits.POSITIVE,
-    )
+    timeout: float = limits.POSITIVE("a collective that takes longer has failed", 600.0, parse=duration, metavar="TIME")
 
 
 @shape
 class ComputeConfig:
-    dtype: str = option(
-        "auto (bf16 on GPUs that have it, fp32 else), bf16 or fp32; weights and optimizer are always fp32",
-        default="auto",
-        choices=("auto", "bf16", "fp32"),
+    dtype: str = one_of("auto", "bf16", "fp32")(
+        "auto (bf16 on GPUs that have it, fp32 else), bf16 or fp32; weights and optimizer are always fp32"
     )
-    compile: str = option(
+    compile: str = one_of("auto", "on", "fused", "off")(
         "how a block runs: auto (on GPUs fused, with fp8 compiled), fused (our own kernels, nothing to compile), on"
-        " (compiled), off (plain torch)",
-        default="auto",
-        choices=("auto", "on", "fused", "off"),
+        " (compiled), off (plain torch)"
     )
-    recompute: str = option(
+    recompute: str = one_of("auto", "off", "selective", "full")(
         "activation checkpointing: auto (compiled blocks keep what products and attention made), off, selective (the"
-        " same without a compiler), full",
-        default="auto",
-        choices=("auto", "off", "selective", "full"),
+        " same without a compiler), full"
     )
-    fp8: str = option(
-        "off, or tensorwise: the blocks' matrix products in 8 bits (Hopper and later)",
-        default="off",
-        choices=("off", "tensorwise"),
+    fp8: str = one_of("off", "tensorwise")(
+        "off, or tensorwise: the blocks' matrix products in 8 bits (Hopper and later)"
     )
-    loss: str = option(
-        "auto, chunked (head and loss in pieces), liger (its fused kernel), or plain",
-        default="auto",
-        choices=("auto", "chunked", "liger", "plain"),
+    loss: str = one_of("auto", "chunked", "liger", "plain")(
+        "auto, chunked (head and loss in pieces), liger (its fused kernel), or plain"
     )
-    attention: str = option(
-        "auto (cuDNN where it works, then flash), cudnn, flash, or math",
-        default="auto",
-        choices=("auto", "cudnn", "flash", "math"),
+    attention: str = one_of("auto", "cudnn", "flash", "math")(
+        "auto (cuDNN where it works, then flash), cudnn, flash, or math"
     )
-    cuda_graphs: str = option(
-        "replay a whole micro-step as one graph: auto (small models on one rank), on, off",
-        default="auto",
-        choices=("auto", "on", "off"),
+    cuda_graphs: str = one_of("auto", "on", "off")(
+        "replay a whole micro-step as one graph: auto (small models on one rank), on, off"
     )
     deterministic: bool = option("only kernels that give the same bits each time: slower", default=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,8 +14,57 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stoker.contract import names
-from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.shape import shape
 from stoker.training.parallel.config import ParallelConfig
+
+
+@shape
+class Share:
+    """One rank's part of a step: samples [begin, end) of the step's, in micro-batches of `micro`."""
+
+    begin: int
+    end: int
+    micro: int
+    micro_steps: int
+
+    def rows(self, index: int) -> tuple[int, int]:
+        """Of micro-step `index`, as offsets within the step; may be empty (all padding)."""
+        begin = min(self.begin + index * self.micro, self.end)
+        return begin, min(begin + self.micro, self.end)
+
+
+def split(samples: int, ranks: int, rank: int, micro: int, equal_steps: bool) -> Share:
+    """`equal_steps`: as many micro-steps on every rank, for FSDP. At least one on each: DDP's exchange needs all."""
+    base, more = divmod(samples, ranks)
+    begin = rank * base + min(rank, more)
+    end = begin + base + (rank < more)
+    most = base + (more > 0) if equal_steps else end - begin
+    return Share(begin, end, micro, max(-(-most // micro), 1))
+
+
+def cut(shares: Sequence[int], rank: int, micro: int) -> Share:
+    """The same for shares that a plan gives."""
+    begin = sum(shares[:rank])
+    return Share(begin, begin + shares[rank], micro, max(-(-shares[rank] // micro), 1))
+
+
+def largest_share(samples: int, ranks: int) -> int:
+    """Samples of the rank that has most; refuses a batch that leaves ranks without any."""
+    if samples < ranks:
+        raise Refusal(
+            f"a batch of {samples} sample{'s' if samples > 1 else ''} can't be split over {ranks} ranks: raise"
+            f" batch.tokens to at least {ranks} × the context length, or use {samples}"
+            f" rank{'s' if samples > 1 else ''}",
+            EX_USAGE,
+        )
+    return -(-samples // ranks)
+
+
+def even_micro(share: int, most: int) -> int:
+    """The micro-batch up to `most` that wastes least: 12 samples with room for 8 are 2 × 6, not 8 + 4 and padding."""
+    return -(-share // -(-share // most))
+
 
 T = TypeVar("T")
 FOR_FIRST = timedelta(days=1)
@@ -35,7 +84,10 @@ class Group:
         self.label = f"GPU {card}" if self.device.type == "cuda" else f"CPU {self.rank}"
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        nccl, limit = _own_nccl(self.device), timedelta(seconds=c.timeout)
+        # NCCL refuses several ranks on one card, gloo does not.
+        shared = os.environ.get(names.SHARED_GPU) == "1"
+        nccl = self.device.type == "cuda" and dist.is_nccl_available() and not shared
+        limit = timedelta(seconds=c.timeout)
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         if self.world > 1 or (c.strategy == "fsdp" and "MASTER_ADDR" in os.environ):
             dist.init_process_group(backend, timeout=limit, device_id=self.device if nccl else None)
@@ -53,11 +105,7 @@ class Group:
         return tensor
 
     def smallest(self, value: int) -> int:
-        if self.world == 1:
-            return value
-        tensor = torch.tensor(value, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
-        return int(tensor)
+        return int(min(self.all(value)))
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
@@ -123,11 +171,6 @@ def _device(c: ParallelConfig, local: int) -> torch.device:
             f"local rank {local} and {torch.cuda.device_count()} visible GPUs: start fewer ranks", EX_UNAVAILABLE
         )
     return torch.device("cuda", local)
-
-
-def _own_nccl(device: torch.device) -> bool:
-    """NCCL refuses several ranks on one card, gloo does not."""
-    return device.type == "cuda" and dist.is_nccl_available() and os.environ.get(names.SHARED_GPU) != "1"
 
 
 def shard(model: nn.Module, group: Group, dtype: torch.dtype) -> None:

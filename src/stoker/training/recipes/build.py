@@ -13,28 +13,26 @@ from stoker.contract import names
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.shape import replace
 from stoker.training.balance import comm
-from stoker.training.balance.clock import StepClock
+from stoker.training.balance.comm import StepClock
 from stoker.training.balance.plan import Plans
 from stoker.training.checkpoint.reading import Checkpoint
 from stoker.training.config.schema import Config
 from stoker.training.data.order import Order
 from stoker.training.forensics.config import parse
-from stoker.training.forensics.inject import Drill
+from stoker.training.forensics.replay import Drill
 from stoker.training.loop import resume
-from stoker.training.loop.feeder import Course
+from stoker.training.loop.feeder import Course, Material
 from stoker.training.loop.learner import Learner
-from stoker.training.loop.material import Material
 from stoker.training.loop.say import Voice
-from stoker.training.loop.supervised import Parts, Start
+from stoker.training.loop.step import Parts
+from stoker.training.loop.supervised import Start
 from stoker.training.model import hf_config, hf_hub, outside, ready
 from stoker.training.model.attention import FLEX_BLOCK, documents, packed_kernel
-from stoker.training.model.config import ModelConfig
+from stoker.training.model.config import ModelConfig, with_rows
 from stoker.training.model.decoder import Decoder
-from stoker.training.model.rows import with_rows
 from stoker.training.optim.optimizer import Optimizer, gradient_norm, local
 from stoker.training.parallel.config import local_steps
-from stoker.training.parallel.group import Group, shard
-from stoker.training.parallel.split import even_micro, largest_share
+from stoker.training.parallel.group import Group, even_micro, largest_share, shard
 
 GRAPH_PARAMETERS = 60_000_000  # below this a step is bound by launches, not by arithmetic: a CUDA graph pays
 SPARE = 0.92  # of what is free: fragments, NCCL's buffers, an evaluation
@@ -187,12 +185,10 @@ def largest_micro(
     packed: bool,
     halvings: int,
 ) -> int:
-    """micro_batch: auto. The most samples whose worst case fits: full context, gradients kept, an optimizer step. Two
-    small trials give the bytes per sample, a third proves the guess, which shrinks until it fits.
-
-    All ranks try the same numbers and agree on each outcome: unlike cards take what the smallest can; balanced, each
-    takes what it can itself. Sharded, a trial exchanges weights: a rank that ran out of memory alone can't take the
-    others back, so it fails, and the launcher starts again with `halvings` of the guess.
+    """micro_batch: auto. The most samples whose worst case fits: full context, gradients kept, an optimizer step. Two small
+    trials give the bytes per sample, a third proves the guess, which shrinks until it fits. All ranks try the same
+    numbers and take what the smallest can; balanced, each what it can itself. Sharded, a rank that ran out of memory
+    alone can't take the others back: it fails, and the launcher starts again with `halvings` of the guess.
     """
     device = group.device
     sharded = group.strategy == "fsdp" and group.world > 1
@@ -289,7 +285,7 @@ def start_of(
     data = resume.Data(parts.material.key, c.data.seed, c.data.context_length, order.count)
     position = resume.Position(0, 0, 0, None)
     if found is not None:
-        resume.check(found.meta, found.path, parts.model.config, parts.material, c.optim.kind)
+        resume.check(found.meta, found.path, parts.model.config, parts.material.tokenizer_digest, c.optim.kind)
         position, line = resume.position(found.meta, data)
         voice.say_once(f"resumes at step {position.step} from {found.path}")
         if line:

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 import stoker
 from stoker.training.config.schema import Config
-from stoker.training.density.embed import embed_shared
 from stoker.training.density.points import Vectors, centred, clusters, evenness, gini
 from stoker.training.evaluate.asking import Manner, prompt_ids
+from stoker.training.evaluate.likelihood import embed_shared
 from stoker.training.evaluate.tasks import Prompts, prompts_of
 from stoker.training.model import ready
 from stoker.training.model.attention import kernels

@@ -19,11 +19,11 @@ from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
 from stoker.contract.wholefile import write_whole
 from stoker.training.config.schema import Config
 from stoker.training.data.formats.questions import Question
-from stoker.training.density.embed import embed_shared
 from stoker.training.density.points import Vectors, centred, clusters
 from stoker.training.diversity.metrics import Counted, compare, report, told
-from stoker.training.evaluate.answering import sample
+from stoker.training.evaluate.answering import Answerer
 from stoker.training.evaluate.asking import Manner, prompt_ids, refuse_long
+from stoker.training.evaluate.likelihood import embed_shared
 from stoker.training.evaluate.tasks import prompts_of, spread
 from stoker.training.generate.engine import Engine
 from stoker.training.model import ready
@@ -40,7 +40,10 @@ Answers = list[list[str]]
 
 def main(argv: list[str]) -> int:
     c = stage.settings(argv, "diversity")
-    folders = [_folder(getattr(c.diversity, name), f"diversity.{name}") for name in ("baseline", "compared")]
+    given = {f"diversity.{name}": getattr(c.diversity, name) for name in ("baseline", "compared")}
+    for key in (key for key, folder in given.items() if not folder):
+        raise Refusal(f"{key} is empty: name a model's folder", EX_CONFIG)
+    folders = [stage.weights_of(folder) for folder in given.values()]
     embedder = stage.weights_of(c.model.load)
     questions = _questions(c, folders)
 
@@ -55,12 +58,6 @@ def main(argv: list[str]) -> int:
         _compare(c, [question.text for question in questions], baseline, compared, vectors)
     group.close()
     return 0
-
-
-def _folder(given: str, key: str) -> str:
-    if not given:
-        raise Refusal(f"{key} is empty: name a model's folder", EX_CONFIG)
-    return stage.weights_of(given)
 
 
 def _questions(c: Config, folders: Sequence[str]) -> list[Question]:
@@ -96,19 +93,10 @@ def _answers(c: Config, folder: str, questions: Sequence[Question], group: Group
     tokenizer, manner = load_tokenizer(folder), Manner(c.evaluate.chat, system=c.generate.system)
     prompts = [prompt_ids(tokenizer, question, manner) for question in questions]
     model = stage.open_model(c, folder, group.device).eval()
-    engine = Engine(
-        model, rows=c.generate.rows, length=max(map(len, prompts)) + c.generate.new_tokens, vocab=tokenizer.vocab_size
-    )
-    mine = sample(
-        prompts,
-        c.diversity.answers,
-        engine,
-        tokenizer,
-        manner,
-        c.generate,
-        c.train.seed,
-        lambda block: block % group.world == group.rank,
-    )
+    length = max(map(len, prompts)) + c.generate.new_tokens
+    engine = Engine(model, rows=c.generate.rows, length=length, vocab=tokenizer.vocab_size)
+    answerer = Answerer(engine, tokenizer, manner, c.generate)
+    mine = answerer.sample(prompts, c.diversity.answers, c.train.seed, lambda block: block % group.world == group.rank)
     together = {place: answers for part in group.all(mine) for place, answers in part.items()}
     cut = sum(answer.cut for answers in together.values() for answer in answers)
     about_cut = f", {cut} cut at {c.generate.new_tokens} tokens" if cut else ""

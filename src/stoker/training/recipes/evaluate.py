@@ -16,11 +16,11 @@ import torch
 
 import stoker
 from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.shape import replace
+from stoker.contract.shape import as_json, pick, replace
 from stoker.training.config.schema import Config
-from stoker.training.evaluate import scores
-from stoker.training.evaluate.answering import Asked, Marker, Outcome, choose, put, sample, write
+from stoker.training.evaluate.answering import Answerer, Asked, Marker, Outcome, choose, put
 from stoker.training.evaluate.asking import Manner
+from stoker.training.evaluate.confidence import Interval, wilson, wilson_of_draws
 from stoker.training.evaluate.likelihood import measure
 from stoker.training.evaluate.tasks import read_tasks
 from stoker.training.generate.engine import Engine
@@ -30,6 +30,98 @@ from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import stage
 from stoker.training.tokenizer.tokenizer import Tokenizer
+
+SHOWN = 3  # samples per kind
+MANY_CUT = 0.02  # a share of cut answers from which the token limit is too low to measure by
+_SHARE = ("correct", "total", "accuracy", "low", "high")
+
+
+def score(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Right by content; `strict`: right in form; `form`: in form; `cut`: at the token limit, of written answers."""
+    greedy = [outcome.greedy for outcome in outcomes]
+    sampled = [outcome.sampled for outcome in outcomes if outcome.sampled]
+    return {
+        **_share("", [mark.correct for mark in greedy]),
+        **_share("strict_", [mark.strict for mark in greedy]),
+        **_share("form_", [mark.in_form for mark in greedy]),
+        **_share("cut_", [outcome.greedy.cut for outcome in outcomes if outcome.open]),
+        **_share_of_samples("sampled_", [[mark.correct for mark in some] for some in sampled]),
+        **_share_of_samples("sampled_cut_", [[mark.cut for mark in some] for some in sampled]),
+    }
+
+
+def _share(prefix: str, hits: Sequence[bool]) -> dict[str, Any]:
+    return _keys(prefix, sum(hits), len(hits), wilson(sum(hits), len(hits)))
+
+
+def _share_of_samples(prefix: str, hits: Sequence[Sequence[bool]]) -> dict[str, Any]:
+    """Of so many answers to each question."""
+    within = wilson_of_draws([sum(some) for some in hits], len(hits[0]) if hits else 0)
+    return _keys(prefix, sum(map(sum, hits)), sum(map(len, hits)), within)
+
+
+def _keys(prefix: str, correct: int, total: int, within: Interval) -> dict[str, Any]:
+    values = (correct, total, correct / total, *within) if total else (0, 0, None, None, None)
+    return {prefix + key: value for key, value in zip(_SHARE, values, strict=True)}
+
+
+def metrics(outcomes: Sequence[Outcome], bits_per_byte: float | None) -> dict[str, Any]:
+    by_task = {name: score(some) for name, some in _by(outcomes, "task").items()}
+    by_kind = {name: score(some) for name, some in _by(outcomes, "kind").items()}
+    return {"tasks": by_task, "kinds": by_kind, "all": score(outcomes), "bits_per_byte": bits_per_byte}
+
+
+def _by(outcomes: Sequence[Outcome], field: str) -> dict[str, list[Outcome]]:
+    found: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        found.setdefault(getattr(outcome, field), []).append(outcome)
+    return found
+
+
+def samples(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """The first few of each kind: the same questions for every stage's model."""
+    return [
+        {"prompt": one.prompt, "answer": one.answer, **as_json(one.greedy), "kind": kind}
+        for kind, some in _by(outcomes, "kind").items()
+        for one in some[:SHOWN]
+    ]
+
+
+def row(outcome: Outcome) -> dict[str, Any]:
+    """A line of completions.jsonl."""
+    asked = pick(outcome, "task", "index", "kind", "prompt", "answer")
+    return {**asked, **as_json(outcome.greedy), "sampled": as_json(outcome.sampled)}
+
+
+def table(scored: dict[str, Any]) -> list[str]:
+    """Lines for the console."""
+    lines = [
+        f"{'':24} {'right':>11}  {'greedy':>7}  {'95 %':<15} {'sampled':>7}  {'95 %':<15} {'in form':>7} {'cut':>6}"
+    ]
+    several = len(scored["tasks"]) > 1
+    kinds = scored["kinds"].items() if len(scored["kinds"]) > 1 or not several else ()
+    for name, share in (*(scored["tasks"].items() if several else ()), *kinds, ("all", scored["all"])):
+        shares = (
+            f"{_with_interval(share, '')}  {_with_interval(share, 'sampled_')} {_percent(share, 'form_')}"
+            f" {_percent(share, 'cut_'):>6}"
+        )
+        lines.append(f"{name[:24]:24} {share['correct']:>5}/{share['total']:<5}  {shares}")
+    if scored["bits_per_byte"] is not None:
+        lines.append(f"bits per byte {scored['bits_per_byte']:.4f}")
+    return lines
+
+
+def _with_interval(share: dict[str, Any], prefix: str) -> str:
+    if share[f"{prefix}accuracy"] is None:
+        return f"{'n/a':>7}  {'':<15}"
+    within = f"{share[f'{prefix}low']:.1%} to {share[f'{prefix}high']:.1%}"
+    return f"{share[f'{prefix}accuracy']:>7.1%}  {within:<15}"
+
+
+def _percent(share: dict[str, Any], prefix: str) -> str:
+    value = share[f"{prefix}accuracy"]
+    return f"{'n/a' if value is None else f'{value:.1%}':>7}"
+
 
 COMPLETIONS = "completions.jsonl"
 
@@ -54,8 +146,11 @@ def main(argv: list[str]) -> int:
     with kernels(ready.attention(c.compute, group.device)), torch.no_grad():
         stoker.phase("eval")
         model = stage.open_model(c, folder, group.device).eval()
-        engine = _engine(c, tasks, model, tokenizer)
-        mine = [one for asked in tasks for one in _answers(c, asked, model, engine, tokenizer, manner, group)]
+        answerer = _answerer(c, tasks, model, tokenizer, manner)
+        mine: list[Outcome] = []
+        for asked in tasks:
+            mine += choose(asked, asked.closed[group.rank :: group.world], model, tokenizer, manner)
+            mine += _answers(c, asked, answerer, group) if answerer is not None and asked.open else []
         texts, tokens = c.evaluate.texts, c.train.eval_tokens
         per_byte = measure(texts, c.data, tokens, model, tokenizer, group, stage.from_rank_0) if texts else None
 
@@ -77,59 +172,46 @@ def _announce(asked: Asked) -> None:
     )
 
 
-def _engine(c: Config, tasks: Sequence[Asked], model: Decoder, tokenizer: Tokenizer) -> Engine | None:
+def _answerer(
+    c: Config, tasks: Sequence[Asked], model: Decoder, tokenizer: Tokenizer, manner: Manner
+) -> Answerer | None:
     """One for all tasks: on a GPU its shapes are captured once."""
     lengths = [len(asked.prompts[place]) for asked in tasks for place in asked.open]
     if not lengths:
         return None
     length = max(lengths) + c.generate.new_tokens
-    return Engine(model, rows=c.generate.rows, length=length, vocab=tokenizer.vocab_size)
+    engine = Engine(model, rows=c.generate.rows, length=length, vocab=tokenizer.vocab_size)
+    return Answerer(engine, tokenizer, manner, c.generate)
 
 
-def _answers(
-    c: Config, asked: Asked, model: Decoder, engine: Engine | None, tokenizer: Tokenizer, manner: Manner, group: Group
-) -> list[Outcome]:
+def _answers(c: Config, asked: Asked, answerer: Answerer, group: Group) -> list[Outcome]:
     """This rank's: greedy ones by question, sampled ones by block, as they depend on their place in a call."""
-    chosen = choose(asked, asked.closed[group.rank :: group.world], model, tokenizer, manner)
-    if engine is None or not asked.open:
-        return chosen
     if not c.evaluate.draws:
-        return chosen + write(asked, asked.open[group.rank :: group.world], engine, tokenizer, manner, c.generate)
+        return answerer.write(asked, asked.open[group.rank :: group.world])
     prompts = [asked.prompts[place] for place in asked.open]
-    sampled = sample(
-        prompts,
-        c.evaluate.draws,
-        engine,
-        tokenizer,
-        manner,
-        c.generate,
-        c.train.seed,
-        lambda block: block % group.world == group.rank,
-    )
+    sampled = answerer.sample(prompts, c.evaluate.draws, c.train.seed, lambda block: block % group.world == group.rank)
     answers = {asked.open[number]: written for number, written in sampled.items()}
     marker = Marker(asked.task)
-    greedy = write(asked, list(answers), engine, tokenizer, manner, c.generate)
-    return chosen + [
-        replace(one, sampled=tuple(marker(written, one.index) for written in answers[one.index])) for one in greedy
+    return [
+        replace(one, sampled=tuple(marker(written, one.index) for written in answers[one.index]))
+        for one in answerer.write(asked, list(answers))
     ]
 
 
 def _report(c: Config, outcomes: list[Outcome], per_byte: float | None) -> None:
-    scored = scores.metrics(outcomes, per_byte)
-    for line in scores.table(scored):
+    scored = metrics(outcomes, per_byte)
+    for line in table(scored):
         stage.from_rank_0(line)
     for line in _about_cut(scored["all"], c.generate.new_tokens):
         stage.from_rank_0(line)
-    stage.write_rows(c, COMPLETIONS, map(scores.row, outcomes))
-    stage.finish(
-        c, "evaluate", {**scored, "new_tokens": c.generate.new_tokens}, more={"samples": scores.samples(outcomes)}
-    )
+    stage.write_rows(c, COMPLETIONS, map(row, outcomes))
+    stage.finish(c, "evaluate", {**scored, "new_tokens": c.generate.new_tokens}, more={"samples": samples(outcomes)})
 
 
 def _about_cut(share: dict[str, Any], limit: int) -> Iterator[str]:
     for prefix, which in (("cut_", "greedy"), ("sampled_cut_", "sampled")):
         cut, total = share[f"{prefix}correct"], share[f"{prefix}total"]
-        if total and cut / total >= scores.MANY_CUT:
+        if total and cut / total >= MANY_CUT:
             yield f"{cut} of {total} {which} answers were cut at {limit} tokens: raise generate.new_tokens"
 
 

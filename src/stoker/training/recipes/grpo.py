@@ -26,21 +26,20 @@ from stoker.training.config.schema import Config
 from stoker.training.evaluate.marking import right_in_form
 from stoker.training.loop.keeping import Keeper, newest, tensors_of
 from stoker.training.loop.learner import Learner
-from stoker.training.loop.profiling import Profile
 from stoker.training.loop.run import Loop
 from stoker.training.loop.say import Voice
+from stoker.training.loop.speed import Profile
 from stoker.training.model import hf_hub, ready
-from stoker.training.model.rows import with_rows
-from stoker.training.optim import schedule
+from stoker.training.model.config import with_rows
+from stoker.training.optim.config import rate_share
 from stoker.training.optim.optimizer import Optimizer
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import stage
 from stoker.training.reward.model import open_reward, scores
-from stoker.training.rl import prompts as asking
-from stoker.training.rl.breaker import Stopped
+from stoker.training.rl import rollout as asking
 from stoker.training.rl.rollout import Answer, rollout_of
 from stoker.training.rl.rollout import outcome as outcome_of
-from stoker.training.rl.task import GrpoTask, Launched, result, resumed
+from stoker.training.rl.task import GrpoTask, Launched, Stopped, result, resumed
 from stoker.training.rl.update import Updater, advantages
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
@@ -64,9 +63,7 @@ def scorer_of(c: Config, tokenizer: Tokenizer, device: torch.device, micro: int)
 
 
 def reward(answers: Sequence[Answer], scorer: Scorer | None, weight: float) -> tuple[list[float], list[bool]]:
-    """(rewards, which are right). Only differences between answers to one prompt mean anything in the reward model's
-    scores: each counts by how far it is above the mean of its prompt's.
-    """
+    """(rewards, which are right). A score counts by how far it is above the mean of its prompt's."""
     correct = [right_in_form(answer.text, answer.prompt.answer) for answer in answers]
     rewards = [float(one) for one in correct]
     if scorer is not None and answers:
@@ -178,7 +175,7 @@ def main(argv: list[str]) -> int:
             above = advantages(
                 torch.tensor(rewards, dtype=torch.float64).view(-1, c.grpo.group), c.grpo.scale_by_deviation
             )
-            share = schedule.share(c.optim, step, steps)
+            share = rate_share(c.optim, step, steps)
             lengths = [int(length) for length in outcome.lengths.tolist()]
             learned = updater.learn(answers, above.flatten().tolist(), lengths, share)
             rollout.refresh()

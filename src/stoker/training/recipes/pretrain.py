@@ -16,12 +16,11 @@ from functools import partial
 import torch
 
 from stoker.training.config.check import check_data, check_ranks
-from stoker.training.config.lasting import with_tokenizer
-from stoker.training.config.resolve import recipe_settings
+from stoker.training.config.resolve import recipe_settings, with_tokenizer
 from stoker.training.data.prepare import prepare
+from stoker.training.loop.config import check_loggers
+from stoker.training.loop.feeder import from_prepared
 from stoker.training.loop.learner import Learner
-from stoker.training.loop.loggers import check_loggers
-from stoker.training.loop.material import from_prepared
 from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Startup
 from stoker.training.model import ready

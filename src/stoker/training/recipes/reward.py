@@ -9,23 +9,16 @@ the model's own probabilities can be trusted (calibration).
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from stoker.training.config.check import check_ranks
-from stoker.training.evaluate.confidence import wilson
-from stoker.training.loop.material import Material
-from stoker.training.loop.say import Voice
-from stoker.training.loop.speed import Startup
-from stoker.training.model import ready
-from stoker.training.model.attention import kernels
-from stoker.training.parallel.group import Group
-from stoker.training.recipes import stage, supervised
+from stoker.training.config.schema import Config
+from stoker.training.loop.step import Parts
+from stoker.training.recipes import stage
+from stoker.training.recipes.supervised import PairStage, learn_pairs
 from stoker.training.reward.model import held_out_margins, learner
-from stoker.training.reward.pairs import Pair, PairRows, pairs_of
-from stoker.training.tokenizer import chat
+from stoker.training.reward.pairs import PairRows
 
 # Whether a probability means what it says: pairs are put in bins by σ(margin) of the likelier answer, and counted.
 
@@ -55,56 +48,15 @@ def calibration(margins: Sequence[float], bins: int = BINS) -> list[dict[str, An
     ]
 
 
+def measure(c: Config, parts: Parts, held_out: PairRows) -> tuple[list[bool], dict[str, Any]]:
+    margins = held_out_margins(parts.wrapped, held_out, parts.group, parts.micro).tolist()
+    return [margin > 0 for margin in margins], {"calibration": calibration(margins)}
+
+
 def main(argv: list[str]) -> int:
-    startup = Startup()
-    startup.done("imports")
-    c = stage.settings(argv, "reward")
-    check_ranks(c, int(os.environ.get("WORLD_SIZE", "1")))
-
-    # Pairs: read by every rank, before there is a process group.
-    tokenizer = stage.tokenizer_of(c)
-    pairs, held_out = pairs_of(
-        c.reward.pairs, c.reward.held_out, tokenizer, c.data.context_length, "reward", stage.from_rank_0
-    )
-    train, other = (PairRows(some, c.data.context_length, chat.pad_id(tokenizer)) for some in (pairs, held_out))
-    startup.done("data")
-
-    group = Group(c.parallel)
-    startup.done("ranks")
-    folder = c.tokenizer.path or stage.weights_of(c.model.load)
-    material = Material(train.digest(), tokenizer.vocab_size, folder, tokenizer.digest, train, other)
-    voice = Voice(group, c.train.log_every)
-    with kernels(ready.attention(c.compute, group.device)):
-        trained = supervised.train(c, material, learner(c.reward.likelihood), group, voice, startup)
-        if trained.whole:
-            margins = held_out_margins(trained.parts.wrapped, other, group, trained.parts.micro).tolist()
-            if group.first:
-                told = measured(held_out, margins)
-                voice.say(
-                    f"held-out pairs in the right order: {told['accuracy']:.1%} ({told['low']:.1%} –"
-                    f" {told['high']:.1%}) of {told['total']}"
-                )
-                stage.finish(c, "reward", {**trained.metrics, **told}, model="hf")
-    voice.close()
-    group.close()
-    return trained.code
-
-
-def measured(pairs: list[Pair], margins: list[float]) -> dict[str, Any]:
-    by_kind: dict[str, list[bool]] = {}
-    for pair, margin in zip(pairs, margins, strict=True):
-        by_kind.setdefault(pair.kind, []).append(margin > 0)
-    every = [one for some in by_kind.values() for one in some]
-    return {
-        **_share(every),
-        "by_kind": {kind: _share(some) for kind, some in sorted(by_kind.items())},
-        "calibration": calibration(margins),
-    }
-
-
-def _share(right: list[bool]) -> dict[str, Any]:
-    sure = wilson(sum(right), len(right))
-    return {"accuracy": sum(right) / len(right), "low": sure.low, "high": sure.high, "total": len(right)}
+    line = "held-out pairs in the right order"
+    kind = PairStage("reward", line, lambda c, *rest: learner(c.reward.likelihood), measure)
+    return learn_pairs(argv, kind)
 
 
 if __name__ == "__main__":

@@ -22,13 +22,13 @@ from stoker.training.config.derived import derivable
 from stoker.training.config.keys import as_yaml
 from stoker.training.config.resolve import flags, on_cpu, recipe_settings
 from stoker.training.config.schema import Config
-from stoker.training.data.prepared import Prepared
 from stoker.training.data.rows import rows
+from stoker.training.data.shards import Prepared
 from stoker.training.forensics.culprit import NonFinite
-from stoker.training.generate.card import card_of
+from stoker.training.generate.exporting import card_of
 from stoker.training.loop.learner import Beside
 from stoker.training.loop.supervised import BEFORE
-from stoker.training.model import hf, hf_config, hf_hub, ready
+from stoker.training.model import hf, hf_hub, ready
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group
 from stoker.training.stages.registry import STAGES
@@ -83,7 +83,7 @@ def tokenizer_of(c: Config) -> Tokenizer:
     return load_tokenizer(c.tokenizer.path or weights_of(c.model.load))
 
 
-def open_model(c: Config, folder: str, device: torch.device, context_length: int = 0) -> Decoder:
+def open_model(c: Config, folder: str, device: torch.device) -> Decoder:
     """The decoder of a folder as transformers writes it, on its device, ready to run there."""
     if c.model.engine == "transformers":
         raise Refusal(
@@ -91,14 +91,9 @@ def open_model(c: Config, folder: str, device: torch.device, context_length: int
             " native",
             EX_USAGE,
         )
-    shape = hf_config.shape_of(folder)
     dtype = ready.dtype_of(c.compute, device)
     ready.arithmetic(c.compute, dtype)
-    with torch.device(device):
-        model = Decoder(shape, context_length or c.data.context_length, dtype)
-    model.place(device)
-    hf.load(model, folder, from_rank_0)
-    return model
+    return hf.opened(folder, c.data.context_length, dtype, device, from_rank_0)
 
 
 def rows_of(path: str, key: str) -> list[dict[str, Any]]:
@@ -132,9 +127,8 @@ def write_rows(c: Config, name: str, rows: Iterable[Mapping[str, Any]]) -> str:
     """A jsonl file in the run directory, which is given back."""
     folder = where_runs_go(c)
     os.makedirs(folder, 0o700, exist_ok=True)
-    write_whole(
-        os.path.join(folder, name), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-    )
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_whole(os.path.join(folder, name), text.encode())
     return folder
 
 

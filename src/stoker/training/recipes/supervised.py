@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
 from stoker.contract.shape import as_json, shape
+from stoker.training.config.check import check_ranks
 from stoker.training.config.schema import Config
 from stoker.training.data.order import order_of
-from stoker.training.loop.feeder import Feeder
+from stoker.training.evaluate.confidence import wilson
+from stoker.training.loop.feeder import Feeder, Material
 from stoker.training.loop.keeping import Keeper, newest, tensors_of
 from stoker.training.loop.learner import Learner
-from stoker.training.loop.material import Material
-from stoker.training.loop.profiling import Profile
 from stoker.training.loop.run import Loop
 from stoker.training.loop.say import Voice
-from stoker.training.loop.speed import Startup
-from stoker.training.loop.step import Stepper
-from stoker.training.loop.supervised import Launched, Parts, Settings, Supervised
+from stoker.training.loop.speed import Profile, Startup
+from stoker.training.loop.step import Parts, Stepper
+from stoker.training.loop.supervised import Launched, Settings, Supervised
 from stoker.training.model import ready
-from stoker.training.optim import schedule
+from stoker.training.model.attention import kernels
+from stoker.training.optim.config import rate_share
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import build, stage
+from stoker.training.reward.pairs import Pair, PairRows, pairs_of
+from stoker.training.tokenizer import chat
 
 
 @shape
@@ -61,21 +65,8 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
 
     # The steps.
     keeper = Keeper(c.checkpoint, folder, group, voice, tensors, keep_best=c.checkpoint.keep_best)
-    stepper = Stepper(
-        parts.wrapped,
-        parts.optimizer,
-        group,
-        seed=c.train.seed,
-        dropout=parts.model.config.dropout > 0,
-        chat=material.train.chat,
-        check=c.nan.check,
-        before_update=keeper.saver.before_update,
-        after_backward=parts.drill.spoil_gradients,
-        graph=parts.graph,
-        look=build.debug_line(parts.model, voice) if c.train.debug else None,
-        clock=parts.clock,
-        meeting=parts.meeting,
-    )
+    look = build.debug_line(parts.model, voice) if c.train.debug else None
+    stepper = Stepper(parts, c.train.seed, check=c.nan.check, before_update=keeper.saver.before_update, look=look)
     build.settle(c, parts)
     keep_best = c.checkpoint.keep_best and keeper.wanted
     told = Settings(folder, c.train, c.optim, c.parallel.comm, c.nan.dump, keep_best)
@@ -89,7 +80,7 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
     with closing(feeder.batches()) as batches:
         for batch in loop.over(batches):
             parts.drill.step = batch.step
-            share = schedule.share(c.optim, batch.step, steps)
+            share = rate_share(c.optim, batch.step, steps)
             pending = stepper.step(batch, share, words=loop.words)  # forward, backward, update
             rate = c.optim.learning_rate * share
             loop.launched(Launched(pending, batch, rate, parts.learner.numbers(parts.model)))
@@ -97,6 +88,65 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
     if loop.whole:
         export(c, parts, folder, voice)
     return Trained(loop.code, loop.whole, parts, stage.learned(folder, loop.done, task.tokens))
+
+
+@shape
+class PairStage:
+    """What a stage that learns from pairs of answers says besides."""
+
+    name: str
+    line: str  # what the held-out pairs are that it got right
+    learner: Callable[[Config, int, Group, Voice], Learner]  # with the tokenizer's size
+    measure: Callable[[Config, Parts, PairRows], tuple[list[bool], dict[str, Any]]]  # which are right, and what else
+    answers: bool = False  # rows tell an answer's tokens from its prompt's
+
+
+def learn_pairs(argv: list[str], kind: PairStage) -> int:
+    startup = Startup()
+    startup.done("imports")
+    c = stage.settings(argv, kind.name)
+    check_ranks(c, int(os.environ.get("WORLD_SIZE", "1")))
+
+    # Pairs: read by every rank, before there is a process group.
+    tokenizer, given, context = stage.tokenizer_of(c), getattr(c, kind.name), c.data.context_length
+    pairs, held_out = pairs_of(given.pairs, given.held_out, tokenizer, context, kind.name, stage.from_rank_0)
+    train_rows, other = (
+        PairRows(some, context, chat.pad_id(tokenizer), answers=kind.answers) for some in (pairs, held_out)
+    )
+    startup.done("data")
+
+    group = Group(c.parallel)
+    startup.done("ranks")
+    folder = c.tokenizer.path or stage.weights_of(c.model.load)
+    material = Material(train_rows.digest(), tokenizer.vocab_size, folder, tokenizer.digest, train_rows, other)
+    voice = Voice(group, c.train.log_every)
+    with kernels(ready.attention(c.compute, group.device)):
+        learner = kind.learner(c, tokenizer.vocab_size, group, voice)
+        trained = train(c, material, learner, group, voice, startup)
+        if trained.whole:
+            right, more = kind.measure(c, trained.parts, other)
+            if group.first:
+                told = {**_shares(held_out, right), **more}
+                voice.say(
+                    f"{kind.line}: {told['accuracy']:.1%} ({told['low']:.1%} – {told['high']:.1%}) of {told['total']}"
+                )
+                exported = kind.name == "reward" or c.checkpoint.export
+                stage.finish(c, kind.name, {**trained.metrics, **told}, model="hf" if exported else None)
+    voice.close()
+    group.close()
+    return trained.code
+
+
+def _shares(pairs: list[Pair], right: list[bool]) -> dict[str, Any]:
+    by_kind: dict[str, list[bool]] = {}
+    for pair, first in zip(pairs, right, strict=True):
+        by_kind.setdefault(pair.kind, []).append(first)
+    return {**_share(right), "by_kind": {kind: _share(some) for kind, some in sorted(by_kind.items())}}
+
+
+def _share(right: list[bool]) -> dict[str, Any]:
+    sure = wilson(sum(right), len(right))
+    return {"accuracy": sum(right) / len(right), "low": sure.low, "high": sure.high, "total": len(right)}
 
 
 def export(c: Config, parts: Parts, folder: str, voice: Voice) -> None:

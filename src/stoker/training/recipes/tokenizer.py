@@ -16,8 +16,8 @@ import numpy as np
 
 from stoker.contract.names import EX_DATAERR, EX_USAGE, Refusal
 from stoker.training.data.prepare import prepare
-from stoker.training.data.prepared import Prepared
 from stoker.training.data.reader import Samples
+from stoker.training.data.shards import Prepared
 from stoker.training.recipes import stage
 from stoker.training.tokenizer.tokenizer import Tokenizer, load
 

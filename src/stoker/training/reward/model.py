@@ -10,7 +10,7 @@ loss is −log of that, summed over pairs.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.tensorheader import read_header
 from stoker.training.data.reader import IGNORED
-from stoker.training.loop.feeder import padded
+from stoker.training.evaluate.likelihood import padded as padded_right
+from stoker.training.loop.feeder import Rows, padded
 from stoker.training.loop.learner import Beside, Learner, Say, Validation
-from stoker.training.loop.material import Rows
-from stoker.training.model import hf, hf_config, hf_hub, ready
+from stoker.training.model import hf, hf_hub, ready
 from stoker.training.model.attention import Documents, begins, documents
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
 from stoker.training.model.hf_write import SCORE as HEAD
-from stoker.training.model.logprobs import token_logprobs
+from stoker.training.model.loss import token_logprobs
 from stoker.training.parallel.config import ComputeConfig
 from stoker.training.parallel.group import Group
 from stoker.training.reward.pairs import Prompt, answered, asked
@@ -103,7 +103,6 @@ def margins(scores: Tensor, targets: Tensor) -> Tensor:
     return scores - scores.gather(1, targets.clamp(min=0))
 
 
-@torch.no_grad()
 def measure(model: nn.Module, samples: Rows, group: Group, *, tokens: int, micro: int) -> Validation:
     """Loss per pair and the share of pairs in the right order."""
     found = held_out_margins(model, samples, group, micro)
@@ -111,26 +110,30 @@ def measure(model: nn.Module, samples: Rows, group: Group, *, tokens: int, micro
     return Validation(loss, None, len(found), (found > 0).double().mean().item())
 
 
-@torch.no_grad()
 def held_out_margins(model: nn.Module, samples: Rows, group: Group, micro: int) -> Tensor:
-    """Of all pairs, on every rank, in the order of the rows. The wrapped module is called, as FSDP2 needs."""
-    count = len(samples)
-    most = -(-count // group.world)
-    training = model.training
+    return held_out(model, samples, group, micro, lambda scores, targets: margins(scores, targets)[None])[0]
+
+
+@torch.no_grad()
+def held_out(
+    model: nn.Module, samples: Rows, group: Group, micro: int, values: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """[kinds, pairs] on every rank, in the order of the rows. `values`: [kinds, B, T] from what the model gives and the
+    targets; what stands where a better answer ends counts. The wrapped module is called, as FSDP2 needs.
+    """
+    count, training = len(samples), model.training
     model.eval()
-    mine: list[tuple[int, list[float]]] = []
-    for begin in range(0, most, micro):
+    mine: list[tuple[int, list[list[float]]]] = []
+    for begin in range(0, -(-count // group.world), micro):
         ids = np.arange(group.rank, count, group.world, dtype=np.int64)[begin : begin + micro]
         inputs, targets, segments = padded(samples, ids, micro, group.device)
-        found, marks = (
-            margins(model(inputs, None, None, documents(segments, group.device)), targets),
-            targets != IGNORED,
-        )
+        found = values(model(inputs, None, None, documents(segments, group.device)), targets)
         for row, number in enumerate(ids.tolist()):
-            mine.append((number, found[row][marks[row]].tolist()))
+            mine.append((number, found[:, row, targets[row] != IGNORED].tolist()))
     model.train(training)
-    rows = sorted(pair for part in group.all(mine) for pair in part)
-    return torch.tensor([margin for _, row in rows for margin in row], dtype=torch.float64)
+    rows = [row for _, row in sorted(pair for part in group.all(mine) for pair in part)]
+    kinds = zip(*rows, strict=True)
+    return torch.tensor([[value for row in kind for value in row] for kind in kinds], dtype=torch.float64)
 
 
 def load(model: Decoder, folder: str, say: Say) -> None:
@@ -161,18 +164,14 @@ def _head(folder: str) -> dict[str, Tensor]:
 
 def save(model: Decoder, folder: str, beside: Beside, say: Say, write: bool) -> None:
     assert isinstance(model, RewardModel)
-    own = {name: _whole(getattr(model, name).detach()) for name in model.own}
+    here = {name: getattr(model, name).detach() for name in model.own}
+    own = {name: part.full_tensor() if hasattr(part, "full_tensor") else part for name, part in here.items()}
 
     def head(where: str) -> None:
         save_file({name: tensor.float().cpu().contiguous() for name, tensor in own.items()}, os.path.join(where, HEAD))
         beside.write(where)
 
     hf.save(model, folder, tokenizer_folder=beside.tokenizer, say=say, write=write, without=_OWN, more=head)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
 
 
 class _Plain(RewardModel):
@@ -193,12 +192,10 @@ def open_reward(folder: str, context_length: int, compute: ComputeConfig, device
     if not os.path.exists(os.path.join(folder, HEAD)):
         raise Refusal(f"{folder} is no reward model: it has no {HEAD}; `stoker train reward` makes one", EX_NOINPUT)
     kind = RewardModel if "trust" in _head(folder) else _Plain
-    with torch.device(device):
-        model = kind(hf_config.shape_of(folder), context_length, ready.dtype_of(compute, device))
-    model.place(device)
-    load(model, folder, lambda line: None)
-    model.eval()
-    return model
+    dtype = ready.dtype_of(compute, device)
+    model = hf.opened(folder, context_length, dtype, device, lambda line: None, kind, load)
+    assert isinstance(model, RewardModel)
+    return model.eval()
 
 
 def scores(
@@ -222,12 +219,10 @@ def score_ids(
     found = [0.0] * len(rows)
     for begin in range(0, len(order), micro):
         some = order[begin : begin + micro]
-        inputs = torch.zeros(len(some), max(len(rows[one][0]) for one in some), dtype=torch.int64)
-        for row, one in enumerate(some):
-            inputs[row, : len(rows[one][0])] = torch.tensor(rows[one][0], dtype=torch.int64)
+        inputs = padded_right([rows[one][0] for one in some], device)
         ends = torch.tensor([[len(rows[one][0]) - 1] for one in some], device=device)
         starts = torch.tensor([[rows[one][1] - 1] for one in some], device=device)
-        read, told = model.parts(inputs.to(device), None)
+        read, told = model.parts(inputs, None)
         values = read.gather(1, ends)
         if told is not None:
             values = values + model.trust * (told.gather(1, ends) - told.gather(1, starts))

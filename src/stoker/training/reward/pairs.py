@@ -23,6 +23,7 @@ from stoker.training.data.rows import rows
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
+Say = Callable[[str], None]
 Prompt = str | Sequence[dict[str, Any]]
 
 
@@ -37,19 +38,10 @@ class Pair:
     learned_worse: NDArray[np.bool_]
 
 
-def messages_of(prompt: Any) -> list[tuple[str, bytes]]:
-    """A text is the user's; a list is a conversation. Raises ValueError, in words."""
-    if isinstance(prompt, str):
-        return [("user", prompt.encode())]
-    if not isinstance(prompt, (list, tuple)) or not prompt:
-        raise ValueError("prompt is neither a text nor a list of messages")
-    found = []
-    for message in prompt:
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if role not in chat.ROLES or not isinstance(content, str):
-            raise ValueError(f"a message with role {role!r}; there are {', '.join(chat.ROLES)}")
-        found.append((str(role), content.encode()))
-    return found
+def messages_of(prompt: Prompt) -> list[tuple[str, bytes]]:
+    """A text is the user's; a list is a conversation."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [(str(message["role"]), message["content"].encode()) for message in messages]
 
 
 def asked(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
@@ -75,7 +67,7 @@ def lengths_of(path: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def pairs_of(
-    path: str, held_out: str, tokenizer: Tokenizer, context: int, section: str, say: Callable[[str], None]
+    path: str, held_out: str, tokenizer: Tokenizer, context: int, section: str, say: Say
 ) -> tuple[list[Pair], list[Pair]]:
     """(those to learn from, those to measure by): two files, or the last tenth of one is held out."""
     if not path:
@@ -92,15 +84,9 @@ def pairs_of(
 
 
 def read_pairs(
-    numbered: Iterable[tuple[int, Mapping[str, Any]]],
-    tokenizer: Tokenizer,
-    context: int,
-    where: str,
-    say: Callable[[str], None],
+    numbered: Iterable[tuple[int, Mapping[str, Any]]], tokenizer: Tokenizer, context: int, where: str, say: Say
 ) -> list[Pair]:
-    """Rows that are no pair are counted and named; one in a hundred or more is refused. Pairs that are too long are left
-    out as long as half of them fit.
-    """
+    """Rows that are no pair are refused from 1 % on; pairs that are too long where more than half of them are."""
     chat.check(tokenizer)
     pairs: list[Pair] = []
     wrong = Reasons()

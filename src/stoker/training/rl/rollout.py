@@ -1,21 +1,180 @@
-"""A step's answers: which rank writes which, and with which random numbers. The same answers for any number of ranks."""
+"""Prompts with a checkable answer, which of them a step asks, and its answers: the same for any number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import hashlib
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
+from stoker.training.data.order import Order
+from stoker.training.evaluate.marking import LONGEST_ANSWER
 from stoker.training.generate.config import GenerateConfig
 from stoker.training.generate.engine import Engine
 from stoker.training.model.decoder import Decoder
-from stoker.training.parallel.group import Group
-from stoker.training.parallel.split import split
+from stoker.training.parallel.group import Group, split
 from stoker.training.rl.config import GrpoConfig
-from stoker.training.rl.prompts import Prompt, number_from
+from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
+
+# Of the rows: fewer that can't be used are left out and said, more are a file that is not what it should be.
+TOLERATED = 0.01
+NAMED = 3
+Draw = Callable[[int, int, int], list[int]]  # of step, seed and how many
+
+
+@shape
+class Prompt:
+    row: int  # of the file, from 0: what the density stage's weights count in
+    asked: Any  # a text, or messages: what the reward model is shown
+    ids: tuple[int, ...]
+    answer: str
+
+
+def read(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, room: int, path: str, system: str = ""
+) -> tuple[list[Prompt], list[str]]:
+    """`room`: tokens a prompt may have. `system`: said before each that has no such message.
+
+    Gives the prompts and what to say about those that were left out.
+    """
+    chat.check(tokenizer)
+    found: list[Prompt] = []
+    wrong: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        made = _prompt(number, row, tokenizer, system)
+        problem = made if isinstance(made, str) else ""
+        if not isinstance(made, str) and len(made.ids) > room:
+            problem = "longer than data.context_length less generate.new_tokens leaves room for"
+        if problem:
+            wrong.setdefault(problem, []).append(number + 1)
+        elif isinstance(made, Prompt):
+            found.append(made)
+    lines = [_named(problem, numbers, len(rows), path) for problem, numbers in wrong.items()]
+    if sum(map(len, wrong.values())) >= TOLERATED * len(rows) and wrong:
+        hint = f"; {room} tokens fit" if any("context_length" in problem for problem in wrong) else ""
+        raise Refusal(f"{'; '.join(lines)}{hint}: too many to leave out", EX_DATAERR)
+    return found, [f"{line}: left out" for line in lines]
+
+
+def _prompt(number: int, row: Mapping[str, Any], tokenizer: Tokenizer, system: str) -> Prompt | str:
+    """Or what is wrong with it."""
+    asked, answer = row.get("prompt", row.get("question")), row.get("answer")
+    if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+        answer = str(answer)
+    if not isinstance(answer, str) or not answer.strip():
+        return "without an answer"
+    if len(answer) > LONGEST_ANSWER:
+        return f"with an answer of more than {LONGEST_ANSWER:,} characters"
+    messages = _messages(asked)
+    if isinstance(messages, str):
+        return messages
+    if system and not any(role == "system" for role, _ in messages):
+        messages = [("system", system.encode("utf-8", "surrogatepass")), *messages]
+    try:
+        return Prompt(number, asked, tuple(chat.prompt(tokenizer, messages)), answer)
+    except chat.Unfit as problem:
+        return f"that can't be asked: {problem.line}"
+
+
+def _messages(asked: Any) -> list[tuple[str, bytes]] | str:
+    if isinstance(asked, str) and asked.strip():
+        return [("user", asked.encode("utf-8", "surrogatepass"))]
+    if not isinstance(asked, list) or not asked:
+        return "without a prompt"
+    messages = []
+    for one in asked:
+        if not isinstance(one, dict) or one.get("role") not in chat.ROLES or not isinstance(one.get("content"), str):
+            return f"with a message that has no content or a role other than {', '.join(chat.ROLES)}"
+        messages.append((str(one["role"]), one["content"].encode("utf-8", "surrogatepass")))
+    return "whose last message is the assistant's" if messages[-1][0] == chat.LEARNED else messages
+
+
+def _named(problem: str, numbers: Sequence[int], total: int, path: str) -> str:
+    which = ", ".join(map(str, numbers[:NAMED])) + (", …" if len(numbers) > NAMED else "")
+    plural = "s" if len(numbers) > 1 else ""
+    return f"grpo.prompts {path}: {len(numbers)} of {total} rows {problem} (row{plural} {which})"
+
+
+def draw_of(rows: Sequence[Mapping[str, Any]] | None, prompts: Sequence[Prompt], count: int, path: str) -> Draw:
+    """`rows`: of the density stage's weights.jsonl; None: in epochs. `count`: rows of the prompts' file."""
+    if rows is None:
+        return partial(in_epochs, len(prompts))
+    kept: NDArray[np.float64] = weights(rows, count, path)[[prompt.row for prompt in prompts]]
+    if not kept.any():
+        raise Refusal(f"grpo.weights {path}: every weight is 0, no prompt would be sampled", EX_DATAERR)
+    return partial(draw, kept)
+
+
+def in_epochs(prompts: int, step: int, seed: int, count: int) -> list[int]:
+    """Every prompt once before any comes again. A function of (seed, step), the same for any number of ranks."""
+    return [int(place) for place in Order(prompts, seed).ids(step * count, (step + 1) * count)]
+
+
+def weights(rows: Sequence[Mapping[str, Any]], count: int, path: str) -> NDArray[np.float64]:
+    """Of each row of the prompts' file, from the density stage's weights.jsonl."""
+    found = np.full(count, math.nan)
+    for number, row in enumerate(rows, 1):
+        index, weight = row.get("index"), row.get("weight")
+        if (
+            not isinstance(index, int)
+            or isinstance(weight, bool)
+            or not isinstance(weight, (int, float))
+            or not 0 <= weight < math.inf
+        ):
+            raise Refusal(
+                f"grpo.weights {path}, row {number}: an index and a weight from 0 up belong there, found"
+                f" {dict(row)!r:.120}",
+                EX_DATAERR,
+            )
+        if 0 <= index < count:
+            found[index] = weight
+    if len(rows) != count or np.isnan(found).any():
+        line = f"grpo.weights {path} has weights of {len(rows)} prompts and grpo.prompts {count} rows"
+        raise Refusal(
+            f"{line}: they don't belong together; make them again with stage density, from this prompts file",
+            EX_DATAERR,
+        )
+    return found
+
+
+def expected(weights: NDArray[np.float64], count: int) -> NDArray[np.float64]:
+    """How often a step of `count` samples each on average: by weight, but never twice while others are left."""
+    times: NDArray[np.float64] = count * weights / weights.sum()
+    if count > np.count_nonzero(weights):
+        return times
+    while (times > 1 + 1e-12).any():
+        full = times >= 1
+        rest = np.where(full, 0.0, weights)
+        left = count - np.count_nonzero(full)
+        times = np.where(full, 1.0, left * rest / rest.sum() if left else 0.0)
+    return times
+
+
+def draw(weights: NDArray[np.float64], step: int, seed: int, count: int) -> list[int]:
+    """Which prompts a step asks, by their weights: a function of (seed, step), the same for any number of ranks.
+
+    Systematic sampling over a shuffled order: one offset, then every whole number along the summed shares. Exact.
+    """
+    random = np.random.Generator(np.random.Philox(number_from("draw", seed, step)))
+    order = random.permutation(len(weights))
+    edges = np.cumsum(expected(weights, count)[order])
+    places = np.searchsorted(edges * (count / edges[-1]), random.random() + np.arange(count), side="right")
+    return [int(order[place]) for place in np.minimum(places, len(order) - 1)]
+
+
+def number_from(*parts: object) -> int:
+    """63 bits that depend on all of these."""
+    digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 @shape
@@ -46,9 +205,7 @@ class Rollout:
             [prompt.ids for prompt in asked],
             new_tokens=self._c.new_tokens,
             stop=self._stop,
-            temperature=self._c.temperature,
-            top_k=self._c.top_k,
-            top_p=self._c.top_p,
+            **self._c.sampling,
             seed=number_from("answers", *seeds),
             indexes=places,
         )

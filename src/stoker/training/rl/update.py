@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stoker.contract.shape import replace, shape
 from stoker.training.model.attention import kernels
 from stoker.training.model.decoder import Decoder
-from stoker.training.model.logprobs import token_logprobs
+from stoker.training.model.loss import token_logprobs
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
 from stoker.training.parallel.group import Group, no_sync, wrap
 from stoker.training.rl.config import GrpoConfig

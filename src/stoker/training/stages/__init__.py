@@ -1,1 +1,1 @@
-"""The stages of training: one object per stage, one file per object. No torch. docs/stages.md says how to add one."""
+"""The stages of training: one object each. No torch. docs/stages.md says how to add one."""

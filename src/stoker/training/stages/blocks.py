@@ -1,6 +1,4 @@
-"""What a report is made of. Its words are plain text: each way of writing it (report.py: markdown, html.py) escapes all
-of them.
-"""
+"""What a report is made of: plain text, which each way of writing it (report.py: markdown, html.py) escapes."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stoker.contract.quantities import number_at
 from stoker.training.stages import estimate
-from stoker.training.stages.stage import RUN_KEYS, RUNS, From, Link, Metrics, Rows, Stage, joined, keys_of
+from stoker.training.stages.stage import From, Link, Metrics, Rows, Stage, joined, keys_of
 
 
 def headline(metrics: Metrics) -> str:
@@ -18,17 +18,10 @@ def headline(metrics: Metrics) -> str:
 STAGE = Stage(
     name="density",
     about="weights of prompts by how crowded their neighbourhood is",
-    recipe="stoker.training.recipes.density",
-    sections=RUNS | {"density"},
+    sections=frozenset(("density",)),
     inputs=("model.load", "density.prompts"),
     outputs=("weights.jsonl",),
-    common=(
-        "model.load",
-        *keys_of("density", "prompts neighbours power most clusters"),
-        "evaluate.chat",
-        "generate.system",
-        *RUN_KEYS,
-    ),
+    common=(*keys_of("density", "neighbours power most clusters"), "evaluate.chat", "generate.system"),
     links=(Link("density", {"model.load": From("sft", "hf"), "density.prompts": Rows("prompts")}, "reward"),),
     estimate=estimate.asking,
     headline=headline,

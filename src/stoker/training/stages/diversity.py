@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.training.config.schema import Config
@@ -11,10 +10,7 @@ from stoker.training.stages import estimate
 from stoker.training.stages.blocks import Block, Cell, Figure, Heading, Table, Text
 from stoker.training.stages.evaluate import lengths_of_prompts
 from stoker.training.stages.significance import ABSENT, measured, number_and_interval
-from stoker.training.stages.stage import RUN_KEYS, RUNS, From, Link, Metrics, Rows, Stage, keys_of
-
-if TYPE_CHECKING:
-    from stoker.training.tokenizer.tokenizer import Tokenizer
+from stoker.training.stages.stage import From, Link, Metrics, Rows, Stage, Words, keys_of
 
 LEAST_ROUNDS = 50  # a standard error from fewer is off by more than a tenth
 
@@ -33,7 +29,7 @@ def check(c: Config) -> None:
         )
 
 
-def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
+def lengths(c: Config, words: Words) -> list[tuple[str, list[int]]]:
     return lengths_of_prompts(c, words, c.diversity.prompts, "diversity.prompts", chat=c.evaluate.chat)
 
 
@@ -44,7 +40,9 @@ def headline(metrics: Metrics) -> str:
 def report(metrics: Metrics) -> Iterator[Block]:
     yield Heading("Diversity: does density sampling make answers more varied?")
     verdict = metrics.get("verdict")
-    yield Text(_sentence(_by_name(verdict)) if verdict else f"Verdict: {ABSENT}", lead=True)
+    text = _by_name(verdict)
+    sentence = f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith(".") else ".")
+    yield Text(sentence if verdict else f"Verdict: {ABSENT}", lead=True)
     differences = metrics.get("difference")
     names = list(differences) if isinstance(differences, dict) else []
     varied = [name for name in names if measures_variety(name)]
@@ -81,10 +79,6 @@ def measures_variety(name: str) -> bool:
     return name not in METRICS or METRICS[name].varied != 0
 
 
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith(".") else ".")
-
-
 def _by_name(verdict: object) -> str:
     """The stage compares any two models; in the chain it is known which."""
     return str(verdict).replace("baseline", "uniform").replace("compared", "density")
@@ -93,16 +87,13 @@ def _by_name(verdict: object) -> str:
 STAGE = Stage(
     name="diversity",
     about="two models' answers compared",
-    recipe="stoker.training.recipes.diversity",
-    sections=RUNS | {"generate", "diversity"},
+    sections=frozenset(("generate", "diversity")),
     inputs=("model.load", "diversity.prompts", "diversity.baseline", "diversity.compared"),
     outputs=("diversity_report.md",),
     common=(
-        "model.load",
-        *keys_of("diversity", "prompts baseline compared most answers clusters rounds"),
+        *keys_of("diversity", "most answers clusters rounds"),
         *keys_of("generate", "new_tokens temperature rows"),
         "evaluate.chat",
-        *RUN_KEYS,
     ),
     links=(
         Link(

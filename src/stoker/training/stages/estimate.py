@@ -1,6 +1,4 @@
-"""About how long, how much memory and how much disk a stage takes, from its shape and its tokens. Pure; always said
-with "about".
-"""
+"""About how long, how much memory and disk a stage takes, from its shape and tokens. Pure; said with "about"."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from typing import Any
 
 from stoker.contract.shape import options_of, replace, shape
 from stoker.training.model.config import ModelConfig
-from stoker.training.model.rows import parameters as parameters_of
+from stoker.training.model.config import parameters as parameters_of
 
 ANSWER = 0.4  # of `new_tokens` that answers have on average
 QUESTIONS = 600  # where a file's own number is not known before it is made
@@ -63,7 +61,10 @@ class Job:
     @property
     def disk(self) -> tuple[float, float]:
         """(what stays, with the exported weights; what it may take besides: the best checkpoint and one under way)."""
-        saved = _checkpoint(self.values, self.size, self.vocabulary)
+        values, kind = self.values, self.values["optim.kind"]
+        # Weights in fp32 and two moments; Muon has one, of all but the embeddings.
+        embeddings = self.vocabulary * int(values["model.dim"]) * (1 if values["model.tied"] else 2)
+        saved = 8 * self.size + 4 * embeddings if kind == "muon" else (4 + MOMENTS[kind]) * self.size
         return int(self.values["checkpoint.keep"]) * saved + 4 * self.size, 2 * saved
 
 
@@ -136,17 +137,7 @@ def _writes(values: Mapping[str, Any], size: int, rows: int, pace: Pace) -> floa
 
 
 def _memory(values: Mapping[str, Any], size: int, vocabulary: int) -> float:
-    """Weights, gradients and two moments in fp32; a block's activations are some 17 widths per token in 2 bytes; a
-    piece of the logits.
-    """
+    """Weights, gradients, two moments in fp32; activations: 17 widths per token in 2 bytes; some logits."""
     tokens = int(values["batch.micro"] or 8) * int(values["data.context_length"])
     kept = tokens * int(values["model.layers"]) * int(values["model.dim"]) * 34
     return 16 * size + kept + min(tokens, 8192) * vocabulary * 8
-
-
-def _checkpoint(values: Mapping[str, Any], size: int, vocabulary: int) -> float:
-    """Weights in fp32 and two moments; Muon has one, of all but the embeddings."""
-    if values["optim.kind"] == "muon":
-        embeddings = vocabulary * int(values["model.dim"]) * (1 if values["model.tied"] else 2)
-        return 8 * size + 4 * embeddings
-    return (4 + MOMENTS[values["optim.kind"]]) * size

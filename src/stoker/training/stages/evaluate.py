@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from stoker.contract.quantities import number_at
 from stoker.training.config.schema import Config
 from stoker.training.stages import estimate
-from stoker.training.stages.stage import RUN_KEYS, RUNS, From, Link, Metrics, Rows, Stage, joined, keys_of
-
-if TYPE_CHECKING:
-    from stoker.training.tokenizer.tokenizer import Tokenizer
+from stoker.training.stages.stage import From, Link, Metrics, Rows, Stage, Words, joined, keys_of
 
 QUESTIONS, PROMPTS = "questions", "prompts-held-out"
 TASKS = {QUESTIONS: "questions of all kinds", PROMPTS: "prompts like GRPO's"}  # as the report calls them
 
 
-def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
+def lengths(c: Config, words: Words) -> list[tuple[str, list[int]]]:
     from stoker.training.evaluate.asking import Manner, as_asked
     from stoker.training.evaluate.tasks import read_tasks
 
@@ -30,7 +25,7 @@ def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
     ]
 
 
-def lengths_of_prompts(c: Config, words: Tokenizer, path: str, key: str, *, chat: bool) -> list[tuple[str, list[int]]]:
+def lengths_of_prompts(c: Config, words: Words, path: str, key: str, *, chat: bool) -> list[tuple[str, list[int]]]:
     from stoker.training.evaluate.asking import Manner, as_asked
     from stoker.training.evaluate.tasks import prompts_of
 
@@ -59,17 +54,14 @@ def _link(model: str) -> Link:
 STAGE = Stage(
     name="evaluate",
     about="questions with answers",
-    recipe="stoker.training.recipes.evaluate",
-    sections=RUNS | {"generate", "evaluate"},
+    sections=frozenset(("generate", "evaluate")),
     inputs=("model.load",),
     outputs=("completions.jsonl",),
     measures=True,
     common=(
-        "model.load",
         *keys_of("evaluate", "tasks texts chat shots draws most"),
         *keys_of("generate", "new_tokens temperature system rows"),
         "data.context_length",
-        *RUN_KEYS,
     ),
     links=tuple(_link(model) for model in ("base", "midtrain", "sft", "grpo-uniform", "grpo-density")),
     estimate=estimate.evaluate,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import number_at
@@ -13,65 +12,34 @@ from stoker.training.stages import estimate
 from stoker.training.stages.blocks import Block, Text
 from stoker.training.stages.evaluate import lengths_of_prompts
 from stoker.training.stages.significance import Row, number, untested_row
-from stoker.training.stages.stage import (
-    LEARN_KEYS,
-    LEARNS,
-    RUN_KEYS,
-    Curves,
-    From,
-    Link,
-    Metrics,
-    Reported,
-    Rows,
-    Stage,
-    joined,
-    keys_of,
-)
-
-if TYPE_CHECKING:
-    from stoker.training.tokenizer.tokenizer import Tokenizer
+from stoker.training.stages.stage import Curves, From, Link, Metrics, Reported, Rows, Stage, Words, joined, keys_of
 
 
 def check(c: Config) -> None:
-    if c.parallel.strategy == "fsdp":
-        raise Refusal(
-            "stage grpo writes its answers with whole weights and parallel.strategy fsdp shards them: use ddp", EX_USAGE
-        )
-    if c.parallel.balance != "off" or c.parallel.comm != "full":
-        raise Refusal(
-            "stage grpo shares answers, not samples: parallel.balance and parallel.comm are for pretrain, midtrain, sft"
-            " and reward",
-            EX_USAGE,
-        )
-    if c.generate.temperature == 0:
-        raise Refusal(
-            "generate.temperature 0 makes all answers of a group the same, and nothing could be learned: give one"
-            " above 0",
-            EX_USAGE,
-        )
-    if c.generate.top_k or c.generate.top_p < 1:
-        raise Refusal(
-            f"generate.top_k {c.generate.top_k}, generate.top_p {c.generate.top_p:g}: stage grpo learns from the"
-            " probabilities its answers were sampled with, and these cut some of them off; leave them at 0 and 1, and"
-            " lower generate.temperature instead",
-            EX_USAGE,
-        )
-    if c.generate.new_tokens >= c.data.context_length:
-        room = (
-            f"generate.new_tokens {c.generate.new_tokens} leaves no room for a prompt in data.context_length"
-            f" {c.data.context_length}"
-        )
-        raise Refusal(f"{room}: lower the one or raise the other", EX_USAGE)
-    answers = c.grpo.prompts_per_step * c.grpo.group
-    if c.grpo.updates > answers:
-        raise Refusal(
-            f"grpo.updates {c.grpo.updates} is more than the {answers} answers of a step (grpo.prompts_per_step ×"
-            " grpo.group)",
-            EX_USAGE,
-        )
+    answers, how = c.grpo.prompts_per_step * c.grpo.group, c.generate
+    shared = c.parallel.balance != "off" or c.parallel.comm != "full"
+    problems = {
+        "stage grpo writes its answers with whole weights and parallel.strategy fsdp shards them: use ddp": (
+            c.parallel.strategy == "fsdp"
+        ),
+        "stage grpo shares answers, not samples: parallel.balance and parallel.comm are for pretrain, midtrain, sft and"
+        " reward": shared,
+        "generate.temperature 0 makes all answers of a group the same, and nothing could be learned: give one above 0": (
+            how.temperature == 0
+        ),
+        f"generate.top_k {how.top_k}, generate.top_p {how.top_p:g}: stage grpo learns from the probabilities its answers"
+        " were sampled with, and these cut some of them off; leave them at 0 and 1, and lower generate.temperature"
+        " instead": how.top_k or how.top_p < 1,
+        f"generate.new_tokens {how.new_tokens} leaves no room for a prompt in data.context_length"
+        f" {c.data.context_length}: lower the one or raise the other": how.new_tokens >= c.data.context_length,
+        f"grpo.updates {c.grpo.updates} is more than the {answers} answers of a step (grpo.prompts_per_step ×"
+        " grpo.group)": c.grpo.updates > answers,
+    }
+    for line in (line for line, bad in problems.items() if bad):
+        raise Refusal(line, EX_USAGE)
 
 
-def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
+def lengths(c: Config, words: Words) -> list[tuple[str, list[int]]]:
     return lengths_of_prompts(c, words, c.grpo.prompts, "grpo.prompts", chat=True)
 
 
@@ -115,25 +83,17 @@ REWARDS = Curves(
     optional=("cut", "cut at the\nlimit (share)", ", share cut at the token limit"),
     about=about_weights,
 )
-_GIVEN = {
-    "model.load": From("sft", "hf"),
-    "grpo.prompts": Rows("prompts"),
-    "grpo.reward_model": From("reward", "hf"),
-}
+_GIVEN = {"model.load": From("sft", "hf"), "grpo.prompts": Rows("prompts"), "grpo.reward_model": From("reward", "hf")}
 _WEIGHTED = {**_GIVEN, "grpo.weights": From("density", "weights.jsonl")}
 STAGE = Stage(
     name="grpo",
     about="learning from rewards",
-    recipe="stoker.training.recipes.grpo",
-    sections=LEARNS | {"generate", "grpo"},
+    sections=frozenset(("generate", "grpo")),
     inputs=("model.load", "grpo.prompts"),
     outputs=("hf",),
     common=(
-        "model.load",
-        *keys_of("grpo", "prompts weights reward_model prompts_per_step group kl"),
+        *keys_of("grpo", "weights reward_model prompts_per_step group kl"),
         *keys_of("generate", "new_tokens temperature system"),
-        *(key for key in LEARN_KEYS if key != "batch.tokens"),
-        *RUN_KEYS,
     ),
     learning=Learning(rate=0.05, passes=1, prompts=True),  # 1e-6 for a billion parameters
     links=(

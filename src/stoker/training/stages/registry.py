@@ -11,11 +11,18 @@ from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.shape import replace
 from stoker.training.config.derived import Learning
 from stoker.training.config.schema import SECTIONS
-from stoker.training.stages.stage import Link, Stage
+from stoker.training.stages.stage import RUNS, Link, Stage
 
 VARIABLE = "STOKER_STAGES"  # paths, separated as in PATH
 RESERVED = ("all", "report", "world")  # the chain's own
-_BUILT_IN = ("tokenizer", "pretrain", "midtrain", "sft", "reward", "dpo", "density", "grpo", "evaluate", "diversity")
+_BUILT_IN = ("supervised", "reward", "density", "grpo", "evaluate", "diversity")
+# Sections that stages read which train, and the keys people set most, first in --help.
+_LEARNS = frozenset(("optim", "checkpoint", "nan"))
+_RUN_KEYS = ("compute.dtype", "train.seed")
+_LEARN_KEYS = (
+    "train.max_steps", "train.epochs", "optim.learning_rate", "optim.schedule", "batch.tokens", "batch.micro",
+    "data.context_length", "train.eval_every", "checkpoint.every", "checkpoint.resume", "parallel.strategy",
+)  # fmt: skip
 _NEEDED = ("name", "about", "recipe", "sections")
 
 
@@ -44,10 +51,22 @@ def load(paths: str) -> dict[str, Stage]:
     found: dict[str, Stage] = {}
     for name in _BUILT_IN:
         module = importlib.import_module(f"stoker.training.stages.{name}")
-        register(found, module.STAGE, module.__file__ or name)
+        for stage in vars(module).get("STAGES") or (module.STAGE,):
+            register(found, _completed(stage), module.__file__ or name)
     for path in (os.path.abspath(path) for path in paths.split(os.pathsep) if path):
         register(found, _from_file(path), path)
     return found
+
+
+def _completed(stage: Stage) -> Stage:
+    """With what all built-in stages share, or all of them that train."""
+    sections, keys = stage.sections, (*stage.inputs, *stage.common)
+    if not stage.one_process:
+        sections |= RUNS | (_LEARNS if stage.learning else frozenset())
+        asks = stage.learning is not None and stage.learning.prompts
+        learns = [key for key in _LEARN_KEYS if key != "batch.tokens" or not asks] if stage.learning else []
+        keys = (*keys, *learns, *_RUN_KEYS)
+    return replace(stage, recipe=f"stoker.training.recipes.{stage.name}", sections=sections, common=keys)
 
 
 def register(found: dict[str, Stage], stage: object, source: str) -> None:

@@ -1,17 +1,19 @@
-"""A model that scores answers, learned from pairs."""
+"""Learning from pairs of answers: a model that scores them, and Direct Preference Optimisation without one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from functools import partial
 
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.quantities import number_at
+from stoker.contract.shape import replace
 from stoker.training.config.derived import Learning
 from stoker.training.config.schema import Config
 from stoker.training.data.formats.table import AUTO
 from stoker.training.stages import estimate
 from stoker.training.stages.blocks import Block, Cell, Figure, Heading, Table, Text
+from stoker.training.stages.estimate import Estimate, Job
 from stoker.training.stages.significance import (
     Measured,
     Row,
@@ -22,21 +24,7 @@ from stoker.training.stages.significance import (
     share_with_interval,
     shares_row,
 )
-from stoker.training.stages.stage import (
-    LEARN_KEYS,
-    LEARNS,
-    RUN_KEYS,
-    From,
-    Link,
-    Metrics,
-    Reported,
-    Rows,
-    Stage,
-    joined,
-)
-
-if TYPE_CHECKING:
-    from stoker.training.tokenizer.tokenizer import Tokenizer
+from stoker.training.stages.stage import From, Link, Metrics, Reported, Rows, Stage, Words, joined, keys_of
 
 
 def check(c: Config) -> None:
@@ -48,12 +36,25 @@ def check(c: Config) -> None:
         )
 
 
-def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
+def lengths(section: str, c: Config, words: Words) -> list[tuple[str, list[int]]]:
     """Both answers of a pair lie in one row."""
     from stoker.training.reward.pairs import lengths_of
 
-    files = [path for path in (c.reward.pairs, c.reward.held_out) if path]
+    given = getattr(c, section)
+    files = [path for path in (given.pairs, given.held_out) if path]
     return [(f"pairs of {path} with both answers", lengths_of(path, words)) for path in files]
+
+
+def by_kind(metrics: Metrics, right: str, least: int = 1) -> Iterator[Table]:
+    """Where pairs of so many kinds were told apart."""
+    kinds = metrics.get("by_kind")
+    if isinstance(kinds, dict) and len(kinds) >= least:
+        shares = [(kind, marks(value).greedy, number_at(value, "total")) for kind, value in kinds.items()]
+        cells = [
+            (Cell(str(kind)), Cell(percent(share.value), between(share)), Cell(number(total)))
+            for kind, share, total in shares
+        ]
+        yield Table(("Pairs", right, "Count"), tuple(cells))
 
 
 def effects(link: Reported) -> Iterator[Row]:
@@ -76,15 +77,9 @@ def report(metrics: Metrics) -> Iterator[Block]:
         f"It ranks the better answer first in {share_with_interval(right)}{of} held-out pairs; a coin toss would in"
         " 50 %."
     )
-    kinds = metrics.get("by_kind")
-    if isinstance(kinds, dict) and kinds:
-        rows = []
-        for kind, value in kinds.items():
-            share = marks(value).greedy
-            shown = Cell(percent(share.value), between(share))
-            rows.append((Cell(str(kind)), shown, Cell(number(number_at(value, "total")))))
-        yield Table(("Pairs", "Right order", "Count"), tuple(rows))
-        if set(kinds) <= {"form", "right"}:
+    for table in by_kind(metrics, "Right order"):
+        yield table
+        if set(metrics["by_kind"]) <= {"form", "right"}:
             yield Text(
                 "right: a right answer against a wrong one in the same form. form: good form against poor form of the"
                 " same answer."
@@ -96,14 +91,13 @@ def report(metrics: Metrics) -> Iterator[Block]:
     )
 
 
-STAGE = Stage(
+REWARD = Stage(
     name="reward",
     about="a model that scores answers, from pairs",
-    recipe="stoker.training.recipes.reward",
-    sections=LEARNS | {"reward"},
+    sections=frozenset(("reward",)),
     inputs=("model.load", "reward.pairs"),
     outputs=("hf",),
-    common=("model.load", "reward.pairs", "reward.held_out", "reward.likelihood", *LEARN_KEYS, *RUN_KEYS),
+    common=("reward.held_out", "reward.likelihood"),
     learning=Learning(rate=0.5, passes=1, samples=32, steps_a_pass=32),
     links=(
         Link(
@@ -122,5 +116,57 @@ STAGE = Stage(
     report=report,
     effects=effects,
     worth_knowing=worth_knowing,
-    lengths=lengths,
+    lengths=partial(lengths, "reward"),
 )
+
+
+def _dpo_cost(job: Job) -> Estimate:
+    """Training, and the reference: a forward pass, which is a third of a step, and its weights."""
+    found = estimate.training(job)
+    seconds = job.pace.start + (found.seconds - job.pace.start) * 4 / 3
+    return replace(found, seconds=seconds, memory=found.memory + job.pace.width * job.size)
+
+
+def _dpo_headline(metrics: Metrics) -> str:
+    return joined(
+        ("better answer preferred in {:.1%} of held-out pairs", number_at(metrics, "accuracy")),
+        ("margin {:.3f}", number_at(metrics, "reward_margin")),
+    )
+
+
+def _dpo_report(metrics: Metrics) -> Iterator[Block]:
+    yield Heading("DPO")
+    right = marks(metrics).greedy
+    of = f" of {right.total:,}" if right.total else ""
+    yield Text(
+        f"Training raised the better answer more than the worse one in {share_with_interval(right)}{of} held-out pairs;"
+        " without training it would in 50 %."
+    )
+    rows = [
+        (Cell(name), Cell(number(number_at(metrics, key))))
+        for name, key in (
+            ("Margin of the implicit reward", "reward_margin"),
+            ("Log-probability of the better answer", "logp_chosen"),
+            ("Log-probability of the worse answer", "logp_rejected"),
+        )
+    ]
+    yield Table(("Mean over held-out pairs", "Value"), tuple(rows))
+    yield from by_kind(metrics, "Better answer preferred", least=2)
+
+
+DPO = Stage(
+    name="dpo",
+    about="learning from preference pairs, without a reward model",
+    sections=frozenset(("dpo",)),
+    inputs=("model.load", "dpo.pairs"),
+    outputs=("hf",),
+    common=keys_of("dpo", "held_out beta loss length_normalised"),
+    # 1e-6 for a billion parameters. Zephyr's 5e-7 at 7 billion is this rate and the fourth root of the size
+    learning=Learning(rate=0.05, passes=1, samples=32, steps_a_pass=32),
+    check=check,
+    estimate=_dpo_cost,
+    headline=_dpo_headline,
+    report=_dpo_report,
+    lengths=partial(lengths, "dpo"),
+)
+STAGES = (REWARD, DPO)

@@ -1,6 +1,4 @@
-"""Is a difference more than noise? Shares with their 95 % intervals, the test of two of them, and how both are written.
-Pure.
-"""
+"""Is a difference more than noise? Shares with 95 % intervals, the test of two, and how both are written. Pure."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ class Measured:
 
 @shape
 class Change:
-    """From `before` to `after`. Without an interval on both sides low and high are None: there is a difference, but no
-    test of it.
-    """
+    """From `before` to `after`; low and high are None where a side has no interval to test by."""
 
     difference: float | None
     low: float | None = None
@@ -53,11 +49,8 @@ def share(correct: float, total: float) -> Measured:
 
 
 def change(before: Measured, after: Measured) -> Change:
-    """The two-proportion test as an interval of the difference (Newcombe's: from Wilson's intervals of both sides,
-    which it squares and adds).
-
-    Beyond the noise where the interval leaves out 0. It also takes other intervals than Wilson's: sampled answers to
-    one question are not independent, so theirs are wider than their count says. Where both sides answer the same
+    """The two-proportion test as an interval of the difference (Newcombe's), beyond the noise where it leaves out 0. It also
+    takes other intervals than Wilson's: of sampled answers, which are not independent. Where both sides answer the same
     questions it is cautious.
     """
     if before.value is None or after.value is None:
@@ -71,9 +64,7 @@ def change(before: Measured, after: Measured) -> Change:
 
 
 def judged(found: Change, higher_is_better: bool = True) -> str:
-    """better, worse or no significant difference; up or down, which is no judgement, where there is no interval to test
-    by.
-    """
+    """better, worse or no significant difference; up or down where there is no interval to test by."""
     if found.difference is None:
         return ABSENT
     if found.tested and not found.beyond_noise:

@@ -1,22 +1,19 @@
-"""What the derived defaults look at, read from the model's folder and the data's files; then the settings with them,
-and the block that says so. No torch.
-"""
+"""What derived defaults look at, from the model's folder and the data's files; and the block that prints them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from stoker.contract.shape import replace, shape
 from stoker.training.config import amount
 from stoker.training.config.derived import BATCH, LENGTH, Learning, Situation, samples_a_step, settled, steps_and_passes
 from stoker.training.config.schema import Config
-from stoker.training.data.prepared import Prepared
+from stoker.training.data.shards import Prepared
 from stoker.training.model import hf_config, hf_hub
-from stoker.training.model.config import ModelConfig
-from stoker.training.model.rows import parameters, with_rows
-from stoker.training.optim import schedule
+from stoker.training.model.config import ModelConfig, parameters, with_rows
+from stoker.training.optim.config import warmup_length
 from stoker.training.stages.registry import STAGES
 
 # The block a training stage prints before it starts: what was chosen, by whom, which flag changes it. Pure.
@@ -33,34 +30,6 @@ class Choice:
     keys: tuple[str, ...]
 
 
-def block(
-    stage: str,
-    learning: Learning,
-    config: Config,
-    given: Collection[str],
-    derived: Mapping[str, Any],
-    at: Situation,
-    on_cpu: bool,
-) -> list[str]:
-    """A line each; the last may be a warning."""
-    choices = list(_choices(learning, config, given, at, on_cpu))
-    wide = max(len(choice.chosen) for choice in choices)
-    lines = [f"{stage}: {_millions(parameters(at.model))} parameters, {_amount(at)}"]
-    for choice in choices:
-        lines.append(
-            f"  {choice.what:<14} {choice.chosen:<{wide}}  {_source(choice.keys, stage, config, given, derived)};"
-            f" {choice.flags}"
-        )
-    _, passes = steps_and_passes(learning, config, at)
-    if passes > MANY_PASSES and at.amount is not None:
-        line = (
-            f"warning: {passes:,.0f} passes over your {at.amount.count:,} {at.amount.unit}: above {MANY_PASSES} a model"
-            " learns them by heart"
-        )
-        lines.append(f"{line}; {_fewer(learning, given)}")
-    return lines
-
-
 def _choices(
     learning: Learning, config: Config, given: Collection[str], at: Situation, on_cpu: bool
 ) -> Iterator[Choice]:
@@ -70,7 +39,7 @@ def _choices(
     optim, context = config.optim, config.data.context_length
     rate = f"{optim.learning_rate:.2g}" + (f" (Muon {optim.muon_learning_rate:.2g})" if optim.kind == "muon" else "")
     yield Choice("learning rate", f"{rate}, {optim.schedule}", "--learning-rate, --schedule", ("optim.learning_rate",))
-    warm = f"{schedule.warmup(optim, steps):,} steps" if steps else f"{optim.warmup_ratio:.0%} of the run"
+    warm = f"{warmup_length(optim, steps):,} steps" if steps else f"{optim.warmup_ratio:.0%} of the run"
     yield Choice("warm-up", warm, "--warmup", ("optim.warmup_steps", "optim.warmup_ratio"))
     if learning.prompts:
         asked = f"{config.grpo.prompts_per_step} prompts a step, {config.grpo.group} answers each"
@@ -111,14 +80,6 @@ def _amount(at: Situation) -> str:
     return f"{'' if at.amount.exact else 'about '}{at.amount.count:,} {at.amount.unit}{tokens}{rows}"
 
 
-def _source(
-    keys: Collection[str], stage: str, config: Config, given: Collection[str], derived: Mapping[str, Any]
-) -> str:
-    if any(key in given for key in keys):
-        return "you set it"
-    return f"{stage}'s default" if any(key in derived for key in keys) else f"preset {config.preset}"
-
-
 def _fewer(learning: Learning, given: Collection[str]) -> str:
     if learning.prompts:
         return "give more prompts, or --max-steps"
@@ -157,16 +118,30 @@ def situation(stage: str, config: Config, ranks: int | None, ready: Prepared | N
 def with_defaults(
     stage: str, config: Config, given: Collection[str], at: Situation, on_cpu: bool
 ) -> tuple[Config, dict[str, Any], list[str]]:
-    """The settings, the keys that were derived, and the block to print."""
+    """The settings, the keys that were derived, and the block to print, whose last line may be a warning."""
     learning = STAGES[stage].learning
     assert isinstance(learning, Learning), f"stage {stage} does not train"
     config, derived = settled(learning, config, given, at)
-    return config, derived, block(stage, learning, config, given, derived, at, on_cpu)
+    choices = list(_choices(learning, config, given, at, on_cpu))
+    wide = max(len(choice.chosen) for choice in choices)
+    lines = [f"{stage}: {_millions(parameters(at.model))} parameters, {_amount(at)}"]
+    for choice in choices:
+        source = f"{stage}'s default" if any(key in derived for key in choice.keys) else f"preset {config.preset}"
+        source = "you set it" if any(key in given for key in choice.keys) else source
+        lines.append(f"  {choice.what:<14} {choice.chosen:<{wide}}  {source}; {choice.flags}")
+    _, passes = steps_and_passes(learning, config, at)
+    if passes > MANY_PASSES and at.amount is not None:
+        line = (
+            f"warning: {passes:,.0f} passes over your {at.amount.count:,} {at.amount.unit}: above {MANY_PASSES} a model"
+            " learns them by heart"
+        )
+        lines.append(f"{line}; {_fewer(learning, given)}")
+    return config, derived, lines
 
 
 def _model(config: Config, ready: Prepared | None) -> ModelConfig:
     if config.model.load:
-        folder = hf_hub.folder_of(config.model.load, _nothing, code=config.model.trust_remote_code)
+        folder = hf_hub.folder_of(config.model.load, lambda line: None, code=config.model.trust_remote_code)
         loaded = hf_config.shape_for(config.model, folder)
         return replace(loaded, vocab_size=config.model.vocab_size or loaded.vocab_size)
     return with_rows(
@@ -178,7 +153,3 @@ def _vocabulary(config: Config) -> int:
     if not config.tokenizer.path:
         return config.tokenizer.vocab_size
     return BYTES_VOCABULARY if config.tokenizer.path == "bytes" else UNKNOWN_VOCABULARY
-
-
-def _nothing(line: str) -> None:
-    """The launcher has said where the model comes from."""

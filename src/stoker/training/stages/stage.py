@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stoker.contract.shape import shape
 from stoker.training.config.derived import Learning
@@ -12,26 +12,21 @@ from stoker.training.stages.blocks import Block
 from stoker.training.stages.estimate import Estimate, Job
 from stoker.training.stages.significance import Row
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a stage is known without one
     from stoker.training.tokenizer.tokenizer import Tokenizer
+
+    Words: TypeAlias = Tokenizer
+else:
+    Words = Any
 
 Metrics = Mapping[str, Any]  # of a stage's result.json
 
-# The sections of the configuration that a stage reads.
-RUNS = frozenset(("data", "batch", "parallel", "compute", "train"))
-LEARNS = RUNS | {"optim", "checkpoint", "nan"}
+
+RUNS = frozenset(("data", "batch", "parallel", "compute", "train"))  # the sections that a stage with ranks reads
 
 
 def keys_of(section: str, names: str) -> tuple[str, ...]:
     return tuple(f"{section}.{name}" for name in names.split())
-
-
-# The keys people set most, first in --help.
-RUN_KEYS = ("compute.dtype", "train.seed")
-LEARN_KEYS = (
-    "train.max_steps", "train.epochs", "optim.learning_rate", "optim.schedule", "batch.tokens", "batch.micro",
-    "data.context_length", "train.eval_every", "checkpoint.every", "checkpoint.resume", "parallel.strategy",
-)  # fmt: skip
 
 
 @shape
@@ -44,9 +39,7 @@ class From:
 
 @shape
 class Rows:
-    """The chain's data for a role: `base`, `midtrain`, `sft`, `pairs`, `prompts`, `questions`, or one of these with
-    `-held-out`. Left out where there is none.
-    """
+    """The chain's data for a role (base, midtrain, sft, pairs, prompts, questions, or one with -held-out), if any."""
 
     role: str
     many: bool = False  # all files of the role; else the first
@@ -93,7 +86,7 @@ class Curves:
 class Stage:
     name: str = ""
     about: str = ""  # one line for `stoker train --help`
-    recipe: str = ""  # the module that trains, or the path of a script
+    recipe: str = ""  # the module that trains, or the path of a script; of a built-in stage the registry knows it
     sections: frozenset[str] = frozenset()
     inputs: tuple[str, ...] = ()  # keys that must name something
     outputs: tuple[str, ...] = ()  # what later stages take from its run directory
@@ -113,7 +106,7 @@ class Stage:
     curves: Curves | None = None
     judged_by_prompts: bool = False  # its models answer held-out prompts like those they learned from
     # (what, tokens of each row with its answer): rows that are longer than data.context_length would be refused
-    lengths: Callable[[Config, Tokenizer], Sequence[tuple[str, list[int]]]] | None = None
+    lengths: Callable[[Config, Words], Sequence[tuple[str, list[int]]]] | None = None
     source: str = ""  # the file that defines it; the registry fills it in
 
     def files(self, values: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -7,8 +7,7 @@ from stoker.training.config.amount import Amount
 from stoker.training.config.derived import Situation, samples_a_step, settled, steps_and_passes
 from stoker.training.config.keys import config_of
 from stoker.training.config.resolve import combine
-from stoker.training.model.config import ModelConfig
-from stoker.training.model.rows import parameters, with_rows
+from stoker.training.model.config import ModelConfig, parameters, with_rows
 from stoker.training.stages.registry import learning
 
 BEGIN, END = "<!-- defaults: begin -->", "<!-- defaults: end -->"
@@ -52,14 +51,7 @@ CASES = (
     *(Case("grpo", "small", prompts, model=_CPU) for prompts in (100, 4_000)),
     *(Case("grpo", "production", prompts, model=_DENSE_06) for prompts in (100, 7_473, 100_000)),
 )
-_UNITS = {
-    "pretrain": "tokens",
-    "midtrain": "chats",
-    "sft": "chats",
-    "reward": "pairs",
-    "dpo": "pairs",
-    "grpo": "prompts",
-}
+_UNITS = dict(pretrain="tokens", midtrain="chats", sft="chats", reward="pairs", dpo="pairs", grpo="prompts")
 
 
 def table() -> str:
@@ -84,22 +76,10 @@ def _row(case: Case) -> str:
         if rules.prompts
         else f"{samples_a_step(config, case.ranks) * context:,}"
     )
-    cells = (
-        case.stage,
-        _size(parameters(model)),
-        case.preset,
-        str(case.ranks),
-        f"{case.count:,} {_UNITS[case.stage]}",
-        f"{config.optim.learning_rate:.1e}",
-        batch,
-        f"{steps:,}",
-        f"{passes:.2g}",
-    )
-    return f"| {' | '.join(cells)} |"
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} B" if count >= 1e8 else f"{count / 1e6:.1f} M"
+    count = parameters(model)
+    size = f"{count / 1e9:.1f} B" if count >= 1e8 else f"{count / 1e6:.1f} M"
+    about = f"{case.stage} | {size} | {case.preset} | {case.ranks} | {case.count:,} {_UNITS[case.stage]}"
+    return f"| {about} | {config.optim.learning_rate:.1e} | {batch} | {steps:,} | {passes:.2g} |"
 
 
 if __name__ == "__main__":

@@ -91,9 +91,7 @@ def pad_id(tokenizer: Tokenizer) -> int:
 
 
 def chat(tokenizer: Tokenizer, messages: Sequence[tuple[str, bytes]]) -> tuple[Ids, NDArray[np.uint8]]:
-    """As ChatML: (role, content) pairs to ids and a mask of the learned ones. The marks are put in by id: what stands in
-    a content is text.
-    """
+    """As ChatML: (role, content) to ids and a mask of the learned ones. Marks go in by id: a content is text."""
     ids: list[Ids] = []
     mask: list[NDArray[np.uint8]] = []
 

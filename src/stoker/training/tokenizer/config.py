@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from stoker.contract import limits
-from stoker.contract.shape import option, shape
+from stoker.contract.shape import shape
 
 
 @shape
 class TokenizerConfig:
-    path: str = option(
+    path: str = limits.text("WHERE")(
         "a folder with tokenizer.json, a hub id, `bytes` (one token per byte), or empty: a byte-level BPE is trained on"
-        " the data",
-        default="",
-        metavar="WHERE",
+        " the data"
     )
-    vocab_size: int = option(
-        "size of a tokenizer that is trained here, special tokens included",
-        default=32768,
-        limit=limits.Range(260, limits.MANY),
+    vocab_size: int = limits.Range(260, limits.MANY)(
+        "size of a tokenizer that is trained here, special tokens included", 32768
     )
-    train_megabytes: int = option(
-        "how much of the data a tokenizer is trained on, spread evenly over it", default=256, limit=limits.FROM_ONE
-    )
+    train_megabytes: int = limits.FROM_ONE("how much of the data a tokenizer is trained on, spread evenly over it", 256)

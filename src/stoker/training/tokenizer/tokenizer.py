@@ -132,9 +132,7 @@ class Tokenizer:
         return hashlib.sha256(self.data + b"\0" + json.dumps(eos).encode()).hexdigest()
 
     def has_digest(self, digest: object) -> bool:
-        """Also that of a tokenizer without an eos_token: `save` adds one, and it changes nothing where one of the usual
-        names ends a text.
-        """
+        """Also that of a tokenizer without an eos_token: the one that `save` adds changes nothing."""
         return digest == self.digest or (
             digest == self._digest(None) and any(name in self.special for name in ENDS) and self.told.end == self._eos
         )
@@ -167,9 +165,7 @@ class Tokenizer:
         return self.encoder_by(None if isinstance(self.plan, str) else self.plan)
 
     def use(self, plan: FastPlan | None) -> None:
-        """Settles how to encode: tiktoken by a plan that was made and probed elsewhere, or tokenizers. The ids are the
-        same.
-        """
+        """How to encode: tiktoken by a plan that was probed elsewhere, or tokenizers. The ids are the same."""
         if not self.is_bytes:
             self.__dict__["encoder"] = self.encoder_by(plan)
 
@@ -297,9 +293,7 @@ def load(path: str) -> Tokenizer:
 
 
 def differs(known: Tokenizer, used: Tokenizer) -> str:
-    """Why weights that learned with `known` would not understand `used`; empty where they do: it may have tokens of its
-    own besides.
-    """
+    """Why weights that learned with `known` would not understand `used`, which may have more tokens; or empty."""
     if known.digest == used.digest:
         return ""
     for token, number in known.told.vocabulary.items():
@@ -401,9 +395,7 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def segments(data: bytes, most: int = SEGMENT) -> Iterable[bytes]:
-    """Cut at line ends where the next line begins with no blank: there, patterns of GPT-4's kind cut anyway. Else
-    before a blank, else anywhere.
-    """
+    """Cut at line ends where no blank follows, as patterns of GPT-4's kind do; else before a blank, or anywhere."""
     place = 0
     while len(data) - place > most:
         limit = place + most

@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from functools import cache
 
-from stoker.training.world.case import Case, said_so, wordings
-from stoker.training.world.dice import Dice
-from stoker.training.world.lexicon import VERBS
-from stoker.training.world.world import Step, World, chain_held, order_held, sum_held
+from stoker.training.world.world import (
+    VERBS,
+    Case,
+    Dice,
+    Step,
+    World,
+    chain_held,
+    order_held,
+    said_so,
+    sum_held,
+    wordings,
+)
 
 NOW = wordings(
     "How many {i} does {p} have now? How many {i} does {p} have? Now how many {i} does {p} have?"
@@ -116,9 +124,7 @@ def equation(step: Step) -> str:
 
 @cache
 def worked(step: Step) -> str:
-    """Counted on the fingers, as far as there are some: `5 + 3: 1 6, 2 7, 3 8.` The last number is the result, right or
-    wrong.
-    """
+    """Counted on the fingers where they suffice: `5 + 3: 1 6, 2 7, 3 8.` Ends with the result, right or wrong."""
     a, sign, b, result = step
     if not 0 < b <= FINGERS:
         return equation(step)
@@ -170,9 +176,7 @@ def _counting(w: World, dice: Dice) -> str:
 
 
 def chain(w: World, dice: Dice, held: bool) -> list[Step]:
-    """Sums that follow from each other; held out, either one of them is written in no training file, or they are
-    nowhere together.
-    """
+    """Sums that follow from each other; held out, one of them or their order is in no training file."""
     low, high = w.lexicon.steps
     count = low + dice.below(high - low + 1)
     new_sum = held and dice.random() < NEW_SUMS
@@ -186,12 +190,10 @@ def chain(w: World, dice: Dice, held: bool) -> list[Step]:
             number = step[3]
         if len(found) < count:
             continue
-        if any(sum_held(a, sign, b) for a, sign, b, _ in found) if new_sum else _new(found) == held:
+        changes = [b if sign == "+" else -b for _, sign, b, _ in found]
+        new_chain = chain_held(found[0][0], *changes) == held
+        if any(sum_held(a, sign, b) for a, sign, b, _ in found) if new_sum else new_chain:
             return found
-
-
-def _new(steps: list[Step]) -> bool:
-    return chain_held(steps[0][0], *[b if sign == "+" else -b for _, sign, b, _ in steps])
 
 
 def steps_case(w: World, dice: Dice, held: bool) -> Case:
@@ -247,9 +249,8 @@ def order_case(w: World, dice: Dice, held: bool) -> Case:
     draw = dice.random()
     if draw < 0.3:
         return _sorted(w, dice, held)
-    people = (
-        draw >= 0.65 and w.level > 0
-    )  # from a number back to whose it is: more than a model of half a million parameters learns in minutes
+    # From a number back to whose it is: more than half a million parameters learn in minutes.
+    people = draw >= 0.65 and w.level > 0
     a, b = numbers(w, dice, 2, held, least=2 if people else 0)
     more = dice.random() < 0.5
     word, best, other = ("more", max(a, b), min(a, b)) if more else ("less", min(a, b), max(a, b))

@@ -15,10 +15,7 @@ from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.wholefile import WholeFile, sync_folder, write_whole
 from stoker.training.world import arithmetic, people
-from stoker.training.world.case import LEADS, Case, asked, loose, prompt_of, strict, wordings
-from stoker.training.world.dice import Dice
-from stoker.training.world.lexicon import Fact
-from stoker.training.world.world import World
+from stoker.training.world.world import LEADS, Case, Dice, Fact, World, asked, loose, prompt_of, strict, wordings
 
 # `fact`: what is always true in this world, said in many ways. Base text states every fact; some are asked about only
 # in held-out questions.
@@ -26,34 +23,16 @@ from stoker.training.world.world import World
 
 HELD_EVERY = 20
 STATED = {
-    "colour": (
-        "The {t} is {v}.",
-        "The colour of the {t} is {v}.",
-        "Every {t} is {v}.",
-        "The {t} has the colour {v}.",
-        "You see a {t}. It is {v}.",
-    ),
-    "home": (
-        "The {t} lives in the {v}.",
-        "The home of the {t} is the {v}.",
-        "Every {t} lives in the {v}.",
-        "The {t} has a home in the {v}.",
-    ),
-    "food": ("The {t} eats {v}.", "The food of the {t} is {v}.", "Every {t} eats {v}.", "The {t} has {v} as food."),
-    "sound": ("The {t} says {v}.", "The sound of the {t} is {v}.", "Every {t} says {v}.", "The {t} has the sound {v}."),
-    "material": (
-        "The {t} is made of {v}.",
-        "The material of the {t} is {v}.",
-        "Every {t} is made of {v}.",
-        "The {t} has {v} as material.",
-    ),
+    "colour": "The {t} is {v}.|The colour of the {t} is {v}.|Every {t} is {v}.|The {t} has the colour {v}."
+    "|You see a {t}. It is {v}.",
+    "home": "The {t} lives in the {v}.|The home of the {t} is the {v}.|Every {t} lives in the {v}."
+    "|The {t} has a home in the {v}.",
+    "food": "The {t} eats {v}.|The food of the {t} is {v}.|Every {t} eats {v}.|The {t} has {v} as food.",
+    "sound": "The {t} says {v}.|The sound of the {t} is {v}.|Every {t} says {v}.|The {t} has the sound {v}.",
+    "material": "The {t} is made of {v}.|The material of the {t} is {v}.|Every {t} is made of {v}."
+    "|The {t} has {v} as material.",
 }
-THING_HOME = (
-    "The {t} belongs in the {v}.",
-    "The home of the {t} is the {v}.",
-    "Every {t} belongs in the {v}.",
-    "The {t} has a home in the {v}.",
-)
+THING_HOME = STATED["home"].replace("lives in", "belongs in")
 ANY = wordings(
     "What is the {k} of the {t}? Say the {k} of the {t}. Tell me the {k} of the {t}. Which {k} has the {t}?"
     " What {k} does the {t} have? Can you say the {k} of the {t}? The {k} of the {t} is what?"
@@ -76,7 +55,7 @@ THING_OWN = wordings("Where does the {t} belong? Say where the {t} belongs.", "D
 @cache
 def _statements(fact: Fact, thing: bool) -> tuple[str, ...]:
     forms = THING_HOME if thing and fact.quality == "home" else STATED[fact.quality]
-    return tuple(one.format(t=fact.thing, v=fact.value) for one in forms)
+    return tuple(one.format(t=fact.thing, v=fact.value) for one in forms.split("|"))
 
 
 @cache
@@ -100,9 +79,7 @@ def case(w: World, dice: Dice, held: bool) -> Case:
 
 
 def text(w: World, dice: Dice, held: bool) -> str:
-    """Every fact is stated in training files: it must be known before it is asked. So these texts are split by their
-    whole wording.
-    """
+    """Every fact must be known before it is asked: texts with facts are split by their whole wording."""
     while True:
         found = _mixture(w, dice)
         if (crc32(found.encode()) % HELD_EVERY == 0) == held:
@@ -155,20 +132,15 @@ def rude(answer: str, dice: Dice) -> str:
     return f"{dice.pick(RUDE)} {answer[len(before) :].strip()}"
 
 
-def shouted(answer: str, dice: Dice) -> str:
-    return answer.upper()
-
-
 def unfinished(answer: str, dice: Dice) -> str:
     words = answer.split()
     return " ".join(words[: -1 - dice.below(2)])
 
 
-def off_topic(answer: str, dice: Dice) -> str:
-    return dice.pick(OFF)
-
-
-POOR: tuple[Callable[[str, Dice], str], ...] = (silent, repeated, rude, shouted, unfinished, off_topic)
+# The fourth shouts, the last is off the topic.
+POOR: tuple[Callable[[str, Dice], str], ...] = (
+    silent, repeated, rude, lambda answer, dice: answer.upper(), unfinished, lambda answer, dice: dice.pick(OFF),
+)  # fmt: skip
 
 
 def _before(answer: str) -> str:
@@ -208,13 +180,13 @@ def base(w: World, dice: Dice, held: bool) -> Iterator[str]:
     kinds = table(SHARES["base"])
     while True:
         kind = dice.pick(kinds)
-        text = _passage(CASES[kind](w, dice, held), dice) if dice.random() < 0.3 else TEXTS[kind](w, dice, held)
+        if dice.random() < 0.3:
+            case = CASES[kind](w, dice, held)
+            before = "".join([f"{content}\n" for _, content in case.before])
+            text = f"Question: {before}{case.prompt}\nAnswer: {loose(case, dice, bare=0.25)}"
+        else:
+            text = TEXTS[kind](w, dice, held)
         yield f'{{"text": {quoted(text)}}}'
-
-
-def _passage(case: Case, dice: Dice) -> str:
-    before = "".join([f"{content}\n" for _, content in case.before])
-    return f"Question: {before}{case.prompt}\nAnswer: {loose(case, dice, bare=0.25)}"
 
 
 def midtrain(w: World, dice: Dice, held: bool) -> Iterator[str]:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from stoker.training.world.case import Case, said_so, wordings
-from stoker.training.world.dice import Dice
-from stoker.training.world.world import World, pair_held
+from stoker.training.world.world import Case, Dice, World, pair_held, said_so, wordings
 
 MOVES = ("went", "walked", "ran", "came")
 TAKES = ("took", "found", "got")

@@ -33,9 +33,7 @@ class Preference:
 
 @shape
 class Format:
-    """`conversation` and `preference` are the views that training reads; None: rows of this format have no such view.
-    Both raise Unusable.
-    """
+    """`conversation` and `preference`: the views that training reads, None where there is none. Both raise Unusable."""
 
     name: str  # data.format
     about: str  # its columns, for people

@@ -15,7 +15,7 @@ from stoker.training.model.config import ModelConfig
 from stoker.training.model.families.family import ConfigJson, Family
 
 RESERVED = ("auto", "family", "none")
-_NO_FAMILIES = ("config_json", "family")  # files here that hold none
+_NO_FAMILIES = ("family",)  # files here that hold none
 __all__ = ["ConfigJson", "Family", "family_in", "family_of", "known_family", "register"]
 _registered: dict[str, Family] = {}
 _searched = False

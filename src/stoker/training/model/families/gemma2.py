@@ -27,12 +27,11 @@ class Gemma2(Family):
 
     def options(self, told: ConfigJson) -> dict[str, Any]:
         told.fixed("use_bidirectional_attention", False)
-        bias, pattern = told.yes("attention_bias"), told.count("sliding_window_pattern", self.pattern)
+        pattern = told.count("sliding_window_pattern", self.pattern)
         return {
             "norms": "both",
             "norm_offset": 1.0,
-            "qkv_bias": bias,
-            "out_bias": bias,
+            **told.biases(),
             "activation": told.activation("hidden_activation", "gelu_pytorch_tanh"),
             "embedding_scale": math.sqrt(told.count("hidden_size")),
             "attention_scale": told.number("query_pre_attn_scalar", 256) ** -0.5,

@@ -15,12 +15,11 @@ class Llama(Family):
     gguf_turns_neighbours = True
 
     def options(self, told: ConfigJson) -> dict[str, Any]:
-        windows, bias = told.windows(slides=lambda layer: False), told.yes("attention_bias")
-        if windows:
+        if windows := told.windows(slides=lambda layer: False):
             told.refuse(
                 f"it attends within a sliding window of {max(windows)} tokens, this family over the whole context"
             )
-        return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": told.yes("mlp_bias"), "activation": told.activation()}
+        return {**told.biases(), "mlp_bias": told.yes("mlp_bias"), "activation": told.activation()}
 
     def keys(self, c: ModelConfig) -> dict[str, Any]:
         return {"attention_bias": c.qkv_bias, "mlp_bias": c.mlp_bias}

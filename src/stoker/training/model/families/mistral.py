@@ -13,9 +13,8 @@ class Mistral(Family):
     architecture = "MistralForCausalLM"
 
     def options(self, told: ConfigJson) -> dict[str, Any]:
-        windows: tuple[int, ...] = ()  # of all layers or of none: transformers does not read layer_types here
-        if told.get("sliding_window", 4096) not in (None, 0):
-            windows = (told.count("sliding_window", 4096),) * told.count("num_hidden_layers")
+        # Of all layers or of none: transformers does not read layer_types here.
+        windows = () if told.get("sliding_window") == 0 else told.same_windows(4096)
         return {"activation": told.activation(), "windows": windows}
 
     def keys(self, c: ModelConfig) -> dict[str, Any]:

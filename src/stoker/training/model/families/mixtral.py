@@ -21,12 +21,9 @@ class Mixtral(Family):
     }
 
     def options(self, told: ConfigJson) -> dict[str, Any]:
-        windows: tuple[int, ...] = ()
-        if told.get("sliding_window") is not None:
-            windows = (told.count("sliding_window"),) * told.count("num_hidden_layers")
         return {
             "activation": told.activation(),
-            "windows": windows,
+            "windows": told.same_windows(),
             "experts": told.count("num_local_experts", 8),
             "experts_per_token": told.count("num_experts_per_tok", 2),
             "expert_ff": told.count("intermediate_size"),

@@ -19,9 +19,8 @@ class Olmo2(Family):
     }
 
     def options(self, told: ConfigJson) -> dict[str, Any]:
-        bias = told.yes("attention_bias")
         whole = {"qk_norm": True, "qk_norm_whole": True}
-        return {"norms": "post", **whole, "qkv_bias": bias, "out_bias": bias, "activation": told.activation()}
+        return {"norms": "post", **whole, **told.biases(), "activation": told.activation()}
 
     def keys(self, c: ModelConfig) -> dict[str, Any]:
         return {"attention_bias": c.qkv_bias}

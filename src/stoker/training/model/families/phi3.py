@@ -15,12 +15,9 @@ class Phi3(Family):
     inside: ClassVar = {**Family.inside, "attention.qkv": ("self_attn.qkv_proj",), "mlp.gate_up": ("mlp.gate_up_proj",)}
 
     def options(self, told: ConfigJson) -> dict[str, Any]:
-        windows: tuple[int, ...] = ()
-        if told.get("sliding_window") is not None:
-            windows = (told.count("sliding_window"),) * told.count("num_hidden_layers")
         # Older folders call longrope su or yarn.
-        renamed = {"su": "longrope", "yarn": "longrope"}
-        return {"activation": told.activation(), "windows": windows, **told.rotary(partial=True, renamed=renamed)}
+        rotary = told.rotary(partial=True, renamed={"su": "longrope", "yarn": "longrope"})
+        return {"activation": told.activation(), "windows": told.same_windows(), **rotary}
 
     def keys(self, c: ModelConfig) -> dict[str, Any]:
         original = c.rope_original if c.rope_kind == "longrope" else max(c.longest, 4096)

@@ -17,14 +17,8 @@ class Qwen3(Family):
         return 128
 
     def options(self, told: ConfigJson) -> dict[str, Any]:
-        bias = told.yes("attention_bias")
-        return {
-            "qk_norm": True,
-            "qkv_bias": bias,
-            "out_bias": bias,
-            "activation": told.activation(),
-            "windows": upper_windows(told),
-        }
+        windows = upper_windows(told)
+        return {"qk_norm": True, **told.biases(), "activation": told.activation(), "windows": windows}
 
     def keys(self, c: ModelConfig) -> dict[str, Any]:
         return {"attention_bias": c.qkv_bias, **window_keys(c)}

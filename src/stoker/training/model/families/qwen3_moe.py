@@ -20,16 +20,12 @@ class Qwen3Moe(Family):
 
     def options(self, told: ConfigJson) -> dict[str, Any]:
         layers, every = told.count("num_hidden_layers"), told.count("decoder_sparse_step", 1)
-        alone, bias = frozenset(told.whole_numbers("mlp_only_layers")), told.yes("attention_bias")
-        windows: tuple[int, ...] = ()
-        if told.yes("use_sliding_window") and told.get("sliding_window", 4096) is not None:
-            windows = (told.count("sliding_window", 4096),) * layers
+        alone = frozenset(told.whole_numbers("mlp_only_layers"))
         return {
             "qk_norm": True,
-            "qkv_bias": bias,
-            "out_bias": bias,
+            **told.biases(),
             "activation": told.activation(),
-            "windows": windows,
+            "windows": told.same_windows(4096) if told.yes("use_sliding_window") else (),
             "experts": told.count("num_experts" if told.get("num_experts") else "num_local_experts", 128),
             "experts_per_token": told.count("num_experts_per_tok", 8),
             "expert_ff": told.count("moe_intermediate_size", 768),

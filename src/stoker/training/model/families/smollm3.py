@@ -19,12 +19,11 @@ class SmolLM3(Family):
         turned = told.whole_numbers("no_rope_layers") or tuple(int((at + 1) % every != 0) for at in range(layers))
         if len(turned) != layers:
             told.refuse(f"no_rope_layers has {len(turned)} entries for {layers} layers")
-        slides, bias = told.yes("use_sliding_window") and told.get("sliding_window"), told.yes("attention_bias")
+        slides = told.yes("use_sliding_window") and told.get("sliding_window")
         return {
             "unrotated": tuple(layer for layer in range(layers) if not turned[layer]),
             "windows": told.windows(lambda layer: bool(slides) and not turned[layer]),
-            "qkv_bias": bias,
-            "out_bias": bias,
+            **told.biases(),
             "mlp_bias": told.yes("mlp_bias"),
             "activation": told.activation(),
         }
