@@ -174,8 +174,8 @@ KINDS: dict[str, Callable[[NetCluster, int], bool]] = {
 }
 
 
-def mend(cluster: NetCluster, host: int) -> None:
-    cluster.mend(host)
+def repair(cluster: NetCluster, host: int) -> None:
+    cluster.repair(host)
     send([pid for pid in named(cluster, host, "stoker-agent") if _state(pid) == "T"], signal.SIGCONT)
 
 
@@ -318,7 +318,7 @@ def strike(cluster: NetCluster, run: Run, number: int, draw: Draw, steady: bool,
     else:
         time.sleep(seconds)
     for _, host in hit:
-        mend(cluster, host)
+        repair(cluster, host)
     mended = time.time()
     again: float | None = None
     if steady:
@@ -442,7 +442,7 @@ def one_run(
     finally:
         run.kill()
         for n in range(3):
-            mend(cluster, n)
+            repair(cluster, n)
     verdict = run.verdict()
     made = run.lines("made.jsonl")
     status = "completed" if run.code == 0 else verdict.get("cause", "refused")

@@ -120,6 +120,11 @@ def entry() -> None:
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        if "torch" in sys.modules:  # chat, export: the last look for garbage among all of torch takes a second
+            import gc
+
+            gc.freeze()
 
 
 if __name__ == "__main__":

@@ -285,6 +285,7 @@ class _Encoding:
             if self.spans is None:
                 self.spans = self.library.span_encoder()
             ids, offsets = self.spans(payload.decode(), number)
+            self._check(ids, payload)
             return np.column_stack((ids, offsets)).astype(np.uint32).tobytes()
         if what == _PLAN:
             plan = self.library.plan()
@@ -294,9 +295,12 @@ class _Encoding:
             self.encoders.append(self.library.encoder(None if unreachable is None else FastPlan(tuple(unreachable))))
             return str(len(self.encoders) - 1).encode()
         ids = self.encoders[number](payload.decode())
+        self._check(ids, payload)
+        return ids.tobytes()
+
+    def _check(self, ids: Ids, payload: bytes) -> None:
         if len(ids) > (len(payload) if self.library.told.is_exact else 8 * len(payload) + 8):
             raise ValueError("it gives more tokens than a text has bytes")
-        return ids.tobytes()
 
 
 if __name__ == "__main__":
