@@ -20,9 +20,9 @@ import pytest
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
+import stoker  # noqa: E402
 from conftest import EVERYTHING, wait_for  # noqa: E402
 from stoker.contract.names import Refusal  # noqa: E402
-from stoker.control.rank import words  # noqa: E402
 from stoker.training.checkpoint import part, snapshot  # noqa: E402
 from stoker.training.checkpoint.reading import find, open_checkpoint, verify  # noqa: E402
 from stoker.training.checkpoint.saver import Saver  # noqa: E402
@@ -185,7 +185,7 @@ def test_the_script_word_resume_takes_what_was_saved_and_no_unfinished_one(
     one.save(3, {"w": torch.ones(4)})
     shutil.copytree(one.folder / "step-00000003", one.folder / "step-00000009.a0-4.tmp")
     monkeypatch.setenv("STOKER_RUN_DIR", str(tmp_path))
-    assert words.resume() == str(one.folder / "step-00000003")
+    assert stoker.resume() == str(one.folder / "step-00000003")
     again = job(1, token="a2")
     assert names(one.folder) == ["step-00000003"], "what a dead attempt left is removed at the start"
     assert again.lines == []

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import open_regular, parse_json
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 MOST_DIMENSIONS = 64
 LONGEST = 100_000_000  # bytes of a header that the safetensors library accepts

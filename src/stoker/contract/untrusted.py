@@ -203,13 +203,13 @@ def lines_of(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Itera
             yield line
 
 
-def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_lines(path: str, longest: int = LONGEST_LINE) -> Iterator[tuple[str, dict[str, Any]]]:
     """Lines that hold an object, each with it; not one that is being written, or that a crash tore. Nothing where there is
     no file. OSError: a named pipe or a device; ValueError: a line without end.
     """
     if not os.path.exists(path):
         return
-    for raw in lines_of(path):
+    for raw in lines_of(path, longest):
         line = raw.decode("utf-8", "replace")
         try:
             found = parse_json(line)

@@ -14,6 +14,8 @@ from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.untrusted import json_lines
 from stoker.contract.wholefile import APPEND, write_whole
 
+LONGEST = 1 << 20  # bytes of a line
+
 
 def _number(value: Any) -> Any:
     """NaN and Infinity are not JSON: they are written as words."""
@@ -50,7 +52,7 @@ def metrics_in(run_dir: str) -> Iterator[dict[str, Any]]:
     """The same, one at a time: a run that comes from elsewhere may have any number of them."""
     path = os.path.join(run_dir, layout.METRICS)
     try:
-        yield from (told for _, told in json_lines(path))
+        yield from (told for _, told in json_lines(path, LONGEST))
     except (OSError, ValueError) as problem:  # a named pipe, or a line without end
         why = getattr(problem, "strerror", None) or problem
         raise Refusal(f"{path}: {why}; no run writes such a file: remove it", EX_DATAERR) from problem

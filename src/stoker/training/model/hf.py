@@ -21,8 +21,6 @@ from stoker.training.model.hf_files import Place, check, places
 from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_write import DTYPES, Export, add_files, fresh_folder, size_of
 
-__all__ = ["load", "load_named", "named", "opened", "read_stored", "save", "save_from", "shape_of"]
-
 Say = Callable[[str], None]
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what compile and activation checkpointing put into names

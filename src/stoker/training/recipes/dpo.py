@@ -30,6 +30,7 @@ from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
 from stoker.training.model import hf, ready
 from stoker.training.model.attention import Documents, begins, documents
+from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.loss import token_logprobs
 from stoker.training.model.outside import Outside
@@ -109,7 +110,10 @@ class DpoModel(nn.Module):
 
     reference: Decoder | Outside
     rule: DpoConfig
-    told: Tensor | None = None  # sums over pairs since `numbers` was asked: how many, and NUMBERS
+
+    def __init__(self, c: ModelConfig, context_length: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(c, context_length, dtype)
+        self.told: Tensor | None = None  # sums over pairs since `numbers` was asked: how many, and NUMBERS
 
     def forward(
         self,
