@@ -381,7 +381,7 @@ def test_pairs_of_the_hub_are_fetched_once_before_ranks_start(tmp_path: Path, mo
         asked.append(name)
         return f"{cache}/hub/rows.jsonl"
 
-    monkeypatch.setattr(sources, "fetch", fetch)
+    monkeypatch.setattr(train, "fetch", fetch)
     config = recipe_settings(["--dpo.pairs", "owner/name:default:train_prefs", "--preset", "small"], False, {}).config
     made = train._fetched("dpo", config)
     assert (

@@ -440,7 +440,7 @@ def test_strangers_use_up_no_threads_of_a_network_check_and_it_outlives_a_lack_o
 
 def test_a_flood_does_not_push_out_who_is_about_to_prove_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOKER_RDZV_SECRET", "a secret that both sides know")
-    secret = rendezvous._secret()
+    secret = rendezvous.find_secret(os.environ)
     assert secret is not None
     with socket.socket() as own:
         own.bind(("127.0.0.1", 0))
