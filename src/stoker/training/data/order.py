@@ -82,7 +82,7 @@ def mixture_of(data: DataConfig) -> Mixture | None:
         shares = [float(word) for word in words]
     except ValueError:
         shares = []
-    if not shares or not all(0 < share < math.inf for share in shares):
+    if not shares or not all(0 < share < math.inf for share in shares) or math.isinf(sum(shares)):
         raise Refusal(f"data.mixture {' '.join(words)}: give a number above 0 for each path, e.g. 3 1", EX_CONFIG)
     if len(shares) != len(data.path):
         line = f"data.mixture has {len(shares)} shares and data.path {len(data.path)} entries"

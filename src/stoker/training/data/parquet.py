@@ -15,7 +15,7 @@ from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.training.data.unpack import most_unfolded, unfolds
 
 ROWS, BATCH = 1024, 64 << 20  # rows that are read at once, and their bytes as far as the file's metadata tells
-MOST_ROWS, MOST_ROWS_EACH = 1_000_000, 1000  # that any file may have, and for each of its bytes: null takes none
+MOST_ROWS, MOST_ROWS_EACH = 100_000, 2  # that any file may have, and for each of its bytes: nothing takes none
 AT_ONCE = 64  # rows that become Python's at once
 
 

@@ -61,6 +61,11 @@ class Remarks:
             self.first.append(remark(place, text))
 
 
+def is_hopeless(lost: int, found: int) -> bool:
+    """Whether a file with so many unusable and usable rows so far is of another kind: the rest need not be read."""
+    return (lost >= HOPELESS and not found) or (lost >= HOPELESS_AFTER_ALL and lost > 99 * found)
+
+
 def named(found: Remark) -> str:
     """With the row's number, which is counted here: only for those that are printed."""
     place, text = found
@@ -88,7 +93,7 @@ def conversations(span: Span, wrong: Remarks) -> Iterator[tuple[list[Message], P
         except Unusable as problem:
             wrong.add(place, f": {problem}")
             lost += 1
-            if (lost >= HOPELESS and not found) or (lost >= HOPELESS_AFTER_ALL and lost > 99 * found):
+            if is_hopeless(lost, found):
                 raise Refusal(named(wrong.first[0]), EX_DATAERR) from problem
             continue
         found += 1

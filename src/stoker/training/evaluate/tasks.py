@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, BinaryIO
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
@@ -25,6 +26,7 @@ _ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv")
 
 
 _LONGEST_CSV = 1 << 20  # bytes of a line
+_MOST_ROWS, _LOOK = 500_000, 10_000  # of a file; of which the first that can be asked says how all are
 _MOST_CHARACTERS = 256 << 20  # of all questions of a file together
 
 
@@ -144,11 +146,11 @@ def _rows(path: str, where: str) -> Sequence[tuple[str, Any]]:
         return _some(_parquet_rows(path), where)
     if kind_of(path) in ("jsonl", "text") and not packing_of(path):
         return _json_rows(path, "evaluate.tasks")  # a line that is no JSON is one row that can't be asked
-    return _some([(f"{counted_in(path)} {number}", row) for number, row in file_rows(path)], where)
+    return _some(_bounded(((f"{counted_in(path)} {number}", row) for number, row in file_rows(path)), where), where)
 
 
 def _form(rows: Sequence[tuple[str, Any]], kind: str, where: str) -> Form:
-    for _, row in rows:
+    for _, row in rows[:_LOOK]:
         for form in FORMS.values() if isinstance(row, dict) else ():
             try:
                 if form(row, kind) is not None:
@@ -196,10 +198,20 @@ def _json_rows(path: str, key: str) -> list[tuple[str, Any]]:
     if not path:
         raise Refusal(f"{key} is empty: name a jsonl file", EX_USAGE)
     try:
-        rows = [(f"line {number}", _json(line)) for number, line in jsonl.lines(path)]
+        rows = _bounded(((f"line {number}", _json(line)) for number, line in jsonl.lines(path)), f"{key} {path}")
     except (OSError, ValueError) as problem:
         raise Refusal(f"{key} {path} can't be read: {problem}", EX_NOINPUT) from problem
     return _some(rows, f"{key} {path}")
+
+
+def _bounded(rows: Iterable[tuple[str, Any]], where: str) -> list[tuple[str, Any]]:
+    """All are held in memory: no more of them than anybody asks."""
+    found = list(islice(rows, _MOST_ROWS + 1))
+    if len(found) > _MOST_ROWS:
+        raise Refusal(
+            f"{where} has more than {_MOST_ROWS:,} rows: no evaluation asks so many; cut the file", EX_DATAERR
+        )
+    return found
 
 
 def _some(rows: list[tuple[str, Any]], where: str) -> list[tuple[str, Any]]:
@@ -247,7 +259,8 @@ def _csv_rows(path: str) -> list[tuple[str, Any]]:
     try:
         with open_unpacked(path) as stream:
             reader = csv.reader(_text_lines(stream))
-            rows = [(f"row {number}", cells) for number, cells in enumerate(reader, 1) if cells]
+            some = ((f"row {number}", cells) for number, cells in enumerate(reader, 1) if cells)
+            rows = _bounded(some, f"evaluate.tasks {path}")
     except (OSError, ValueError, csv.Error) as problem:
         raise Refusal(f"evaluate.tasks {path} can't be read: {problem}", EX_NOINPUT) from problem
     has_header = rows and rows[0][1][-1].strip().lower() == "answer"  # as some copies have

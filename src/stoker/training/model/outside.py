@@ -25,7 +25,7 @@ from stoker.training.model.hf_config import config_of, kept_of
 from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_write import DTYPES, add_files, fresh_folder
 from stoker.training.model.loss import IGNORED
-from stoker.training.model.outside_folder import bounded, first_line, only_weights
+from stoker.training.model.outside_folder import bounded, first_line, only_weights, refuse_counts
 from stoker.training.parallel.config import ComputeConfig
 
 Say = Callable[[str], None]
@@ -151,6 +151,7 @@ def _built(c: ModelConfig) -> Any:
             auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(
                 described, None
             )  # imports the module, with the device that is chosen here
+            refuse_counts(keys, c.load)
             with bounded(c.load):
                 config = described.from_dict(keys)
                 make(config)

@@ -22,7 +22,24 @@ from stoker.training.model.hf_config import GENERATION, INDEX, WEIGHTS, stored_i
 _PARTS, _PARTS_EACH = 20_000, 64  # modules and tensors that any model may have, and for each tensor that is stored
 _TIMES = 4  # numbers, for each that is stored: a head that is tied to the embedding is made twice
 _NUMBERS, _BUFFERS = 1 << 24, 1 << 28  # that any model may have besides: parameters, tables of angles and masks
+_MOST_LAYERS, _MOST_COUNT = 10_000, 1 << 40
+_LAYERED = ("layer", "depth", "period")
 _ROOM = 1 << 30  # bytes of the host while modules without numbers are made
+
+
+def refuse_counts(keys: Any, folder: str, name: str = "") -> None:
+    """Whole numbers that no model has: transformers goes through as many layers before any module is there."""
+    if isinstance(keys, dict):
+        for key, value in keys.items():
+            refuse_counts(value, folder, str(key))
+    elif isinstance(keys, list):
+        for value in keys:
+            refuse_counts(value, folder, name)
+    elif type(keys) is int:
+        most = _MOST_LAYERS if any(word in name.lower() for word in _LAYERED) else _MOST_COUNT
+        if abs(keys) > most:
+            line = f"model {folder}: {printable(name, 80)} in its config.json is {keys}: at most {most:,} is believed"
+            raise Refusal(line, EX_DATAERR)
 
 
 @contextmanager

@@ -8,12 +8,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
 
 from stoker.contract import names, redact
-from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.untrusted import printable_lines, read_json
 from stoker.contract.wholefile import write_whole
 from stoker.control.record import ownership
@@ -36,6 +37,7 @@ from stoker.training.stages.situation import situation, with_defaults
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
+MOST_ROWS = 2_000_000  # that a stage holds in memory
 RESULT, TOKENIZER = "result.json", "tokenizer.json"
 SCHEMA = 1
 
@@ -100,7 +102,9 @@ def rows_of(path: str, key: str) -> list[dict[str, Any]]:
     """A file's rows, whatever its kind."""
     if not path:
         raise Refusal(f"{key} is empty: name a file of rows", EX_USAGE)
-    found = [row for _, row in rows(path)]
+    found = [row for _, row in islice(rows(path), MOST_ROWS + 1)]
+    if len(found) > MOST_ROWS:
+        raise Refusal(f"{key} {path} has more than {MOST_ROWS:,} rows: no stage asks so many; cut the file", EX_DATAERR)
     if not found:
         raise Refusal(f"{key} {path} has no rows", EX_NOINPUT)
     return found

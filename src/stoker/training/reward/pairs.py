@@ -17,6 +17,7 @@ from stoker.contract.shape import shape
 from stoker.training.data.encode import pair_ids
 from stoker.training.data.formats.format import Preference, Unusable
 from stoker.training.data.formats.preferences import preference
+from stoker.training.data.read import is_hopeless
 from stoker.training.data.reader import IGNORED, Batch
 from stoker.training.data.reasons import MOST_LONG, TOLERATED, Reasons
 from stoker.training.data.rows import rows
@@ -96,6 +97,9 @@ def read_pairs(
             pair = encode(preference(row), tokenizer)
         except Unusable as problem:
             wrong.add(str(problem), number)
+            if is_hopeless(wrong.count, len(pairs)):
+                line = f"{where}: {wrong.count:,} of its first {wrong.count + len(pairs):,} rows are no usable pairs: {wrong}"
+                raise Refusal(line, EX_DATAERR) from problem
             continue
         if (size := len(pair.better) + len(pair.worse)) > context:
             long.add(too_long(context), number, size)
