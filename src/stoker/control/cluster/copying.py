@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from stoker.contract import protocol, typed
 from stoker.contract.names import EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
@@ -62,6 +63,11 @@ def sync_load(hosts: Hosts, source: str, say: Say) -> Load:
     load = _load("the working directory", listing.working_directory(source), "inside", hosts, places, say)
     for path in load.listing.skipped[:3]:
         say(f"{path} is not copied: it is neither a file nor a link")
+    behind = load.listing.behind_links
+    for path, link in behind[:3]:
+        say(f"{printable(path)} is not copied: git names it, but {printable(link)} is a symbolic link")
+    if len(behind) > 3:
+        say(f"{len(behind) - 3} more files behind symbolic links are not copied")
     return load
 
 
@@ -101,7 +107,8 @@ def _load(what: str, found: listing.Listing, manifest: str, hosts: Hosts, places
     rows = []
     for entry in found.entries:
         try:
-            value = entry.target if entry.kind == "link" else hashes.of(os.path.join(found.root, entry.path))
+            place, opened = os.path.join(found.root, entry.path), partial(found.opened, entry.path)
+            value = entry.target if entry.kind == "link" else hashes.of(place, opened)
         except OSError as problem:
             line = f"{os.path.join(found.root, entry.path)} can't be read: {problem.strerror}"
             raise Refusal(line, EX_NOINPUT) from problem
@@ -290,15 +297,14 @@ class _Copy:
         self._send(protocol.encode({"do": "begin", "path": entry.path, "mode": entry.mode}))
         place = os.path.join(self.load.listing.root, entry.path)
         try:
-            with open(place, "rb", buffering=0) as file:
-                while data := file.read(_CHUNK):
-                    digest.update(data)
-                    self._send(protocol.encode({"do": "data"}, data))
-                    self.sent += len(data)
+            handle = self.load.listing.opened(entry.path)
         except OSError as problem:
-            if problem.filename is None:  # the pipe's, not the file's
-                raise
             raise _Refused(f"{place} can't be read any more: {problem.strerror}") from problem
+        with os.fdopen(handle, "rb", buffering=0) as file:
+            while data := file.read(_CHUNK):
+                digest.update(data)
+                self._send(protocol.encode({"do": "data"}, data))
+                self.sent += len(data)
         if offered not in (None, digest.hexdigest()):
             raise _Refused(f"{place} has changed here since the run began")
         self._send(protocol.encode({"do": "end", "sha256": digest.hexdigest()}))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import printable
+from stoker.contract.untrusted import open_below, open_regular, printable
 
 # Not copied, unless git tracks it.
 GIT_S = 120.0  # a large checkout on a slow network disk
@@ -37,6 +37,14 @@ class Listing:
     entries: tuple[Entry, ...]
     skipped: tuple[str, ...] = ()  # sockets, pipes, devices: not for copying
     by_git: bool = False
+    behind_links: tuple[tuple[str, str], ...] = ()  # (path, the folder on its way that is a link): not copied
+    follow: bool = False  # links were followed
+
+    def opened(self, path: str) -> int:
+        """A descriptor of one of its files. Where no link was followed none is now: it may have come meanwhile."""
+        if self.follow:
+            return open_regular(os.path.join(self.root, path))
+        return open_below(self.root, path)
 
 
 def working_directory(root: str) -> Listing:
@@ -80,14 +88,22 @@ def _followed(root: str) -> Iterator[str]:
 
 def _looked_at(root: str, paths: Iterator[str], follow: bool, by_git: bool = False) -> Listing:
     entries: dict[str, Entry] = {}
-    skipped = []
+    skipped, behind_links = [], []
+    links: dict[str, bool] = {}
     for path in paths:
         if path == layout.SYNCED or os.path.basename(path).startswith(".stoker-part-"):
             continue
         place = os.path.join(root, path)
+        link = "" if follow else _link_above(root, path, links)
+        if link:
+            behind_links.append((path, link))
+            continue
         try:
             seen = os.stat(place) if follow else os.lstat(place)
-        except FileNotFoundError:  # git knows it still, or it went meanwhile, or it is a link to nowhere
+        except (
+            FileNotFoundError,
+            NotADirectoryError,
+        ):  # git knows it still, or it went meanwhile, or it is a link to nowhere
             continue
         except OSError as problem:
             if problem.errno != errno.ELOOP:
@@ -100,7 +116,21 @@ def _looked_at(root: str, paths: Iterator[str], follow: bool, by_git: bool = Fal
             entries[path] = Entry(path, "file", mode, seen.st_size)
         else:
             skipped.append(path)
-    return Listing(root, tuple(entries[path] for path in sorted(entries)), tuple(skipped), by_git)
+    found = tuple(entries[path] for path in sorted(entries))
+    return Listing(root, found, tuple(skipped), by_git, tuple(behind_links), follow)
+
+
+def _link_above(root: str, path: str, known: dict[str, bool]) -> str:
+    """The first folder of the path that is a link: an index may name files behind it. `known`: folders looked at."""
+    end = path.find("/")
+    while end >= 0:
+        folder = os.path.join(root, path[:end])
+        if folder not in known:
+            known[folder] = os.path.islink(folder)
+        if known[folder]:
+            return path[:end]
+        end = path.find("/", end + 1)
+    return ""
 
 
 def _git(root: str) -> Iterator[str] | None:
@@ -179,8 +209,9 @@ def _is_pipe(place: str) -> bool:
 
 def _git_files(root: str) -> Iterator[str]:
     """A folder in git's list is a submodule, or somebody's checkout, whose git is not asked."""
+    links: dict[str, bool] = {}
     for path in _git_list(root, "--cached"):
-        if _is_folder(root, path):
+        if _is_folder(root, path) and not _link_above(root, path, links):
             place = os.path.join(root, path)
             for inner in _git(place) or _walk(place):
                 yield os.path.join(path, inner)
