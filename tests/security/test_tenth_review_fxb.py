@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from stoker.contract.names import Refusal
 from stoker.control.cluster import copying, listing
 from stoker.control.cluster.hosts import Hosts, from_mapping
 
@@ -71,3 +72,77 @@ def test_a_link_that_comes_after_the_listing_is_not_followed(tmp_path: Path, key
     (root / exchanged).symlink_to(keys if exchanged == "sub" else keys / "id_rsa")
     with pytest.raises(OSError):
         found.opened("sub/id_rsa")
+
+
+# ---- --stage: links out of the folder ----
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "deep", "relative", "root"])
+def test_a_link_out_of_a_staged_folder_is_refused_by_name(tmp_path: Path, keys: Path, kind: str) -> None:
+    model = tmp_path / "model"
+    (model / "inner").mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    link, target = {
+        "folder": ("extra", str(keys)),
+        "file": ("weights", str(keys / "id_rsa")),
+        "deep": ("inner/extra", str(keys)),
+        "relative": ("extra", "../home/.ssh"),
+        "root": ("extra", "/"),
+    }[kind]
+    (model / link).symlink_to(target)
+    with pytest.raises(Refusal) as refused:
+        listing.tree(str(model))
+    leads_to = os.path.realpath(model / link)
+    assert f"the link {model / link} leads out of it, to {leads_to}; stage that by itself" in refused.value.line
+    assert "\n" not in refused.value.line
+
+
+def _hub_entry(tmp_path: Path) -> Path:
+    entry = tmp_path / "hub" / "models--a--b"
+    (entry / "blobs").mkdir(parents=True)
+    (entry / "blobs" / "0c1d").write_text("weights")
+    (entry / "snapshots" / "rev" / "onnx").mkdir(parents=True)
+    (entry / "snapshots" / "rev" / "model.safetensors").symlink_to("../../blobs/0c1d")
+    (entry / "snapshots" / "rev" / "onnx" / "model.onnx").symlink_to("../../../blobs/0c1d")
+    return entry
+
+
+@pytest.mark.parametrize("path", ["", "snapshots", "snapshots/rev", "snapshots/rev/onnx"])
+def test_the_hubs_own_links_are_followed(tmp_path: Path, path: str) -> None:
+    found = listing.tree(str(_hub_entry(tmp_path) / path))
+    assert any(entry.path.endswith("model.onnx") for entry in found.entries)
+    for entry in found.entries:
+        handle = found.opened(entry.path)
+        assert entry.kind == "file" and os.read(handle, 100) == b"weights"
+        os.close(handle)
+
+
+def test_a_path_that_is_a_link_itself_is_staged(tmp_path: Path) -> None:
+    snapshot = _hub_entry(tmp_path) / "snapshots" / "rev"
+    (tmp_path / "mine").symlink_to(snapshot)
+    for named, path in (
+        (tmp_path / "mine", "model.safetensors"),
+        (snapshot / "model.safetensors", "model.safetensors"),
+    ):
+        found = listing.tree(str(named))
+        os.close(found.opened(path))
+        assert path in [entry.path for entry in found.entries]
+
+
+@pytest.mark.parametrize("forged", ["blobs", "blobs/0c1d"])
+def test_a_forged_hub_entry_leads_nowhere(tmp_path: Path, keys: Path, forged: str) -> None:
+    entry = _hub_entry(tmp_path)
+    (keys / "0c1d").write_text("secret-51c2")
+    os.rename(entry / forged, tmp_path / "away")
+    (entry / forged).symlink_to(keys if forged == "blobs" else keys / "id_rsa")
+    with pytest.raises(Refusal, match="leads out of it"):
+        listing.tree(str(entry / "snapshots" / "rev"))
+
+
+def test_a_staged_link_that_leads_out_later_is_not_followed(tmp_path: Path, keys: Path) -> None:
+    entry = _hub_entry(tmp_path)
+    found = listing.tree(str(entry / "snapshots" / "rev"))
+    (entry / "blobs" / "0c1d").unlink()
+    (entry / "blobs" / "0c1d").symlink_to(keys / "id_rsa")
+    with pytest.raises(OSError, match="leads out of"):
+        found.opened("model.safetensors")

@@ -72,7 +72,7 @@ def sync_load(hosts: Hosts, source: str, say: Say) -> Load:
 
 
 def stage_load(hosts: Hosts, told: str, say: Say) -> Load:
-    """PATH to the same path on every host, or PATH=REMOTE; links are followed."""
+    """PATH to the same path on every host, or PATH=REMOTE; links that stay in it are followed."""
     path, remote = split(told)
     one_file = os.path.isfile(path)
     places = {}
