@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from stoker.contract import protocol
 from stoker.contract.names import Refusal
-from stoker.control.cluster import copying, listing
+from stoker.control.cluster import agentzip, copying, farend, listing, ssh
 from stoker.control.cluster.hosts import Hosts, from_mapping
 
 
@@ -146,3 +149,65 @@ def test_a_staged_link_that_leads_out_later_is_not_followed(tmp_path: Path, keys
     (entry / "blobs" / "0c1d").symlink_to(keys / "id_rsa")
     with pytest.raises(OSError, match="leads out of"):
         found.opened("model.safetensors")
+
+
+# ---- a host that stays silent ----
+
+
+def _copied(source: Path, there: Path, monkeypatch: pytest.MonkeyPatch, far_end: list[str]) -> str:
+    """Why it failed. `far_end`: the command that answers instead of the receiver."""
+    source.mkdir()
+    (source / "a.bin").write_bytes(b"a" * (4 << 20))
+    hosts = _hosts()
+    load = copying.sync_load(hosts, str(source), lambda line: None)
+    monkeypatch.setattr(ssh, "ssh_command", lambda *_: far_end)
+    one_copy = copying._Copy(hosts.hosts[0], hosts, load, str(there))
+    thread = threading.Thread(target=one_copy.run, daemon=True)
+    thread.start()
+    thread.join(30.0)
+    waits_still = thread.is_alive()
+    one_copy.stop()
+    thread.join(10.0)
+    return "it waits still" if waits_still else one_copy.failure
+
+
+GREETED = f"printf '{protocol.SENTINEL.decode().strip()}\\n'"
+NEED = """printf '{"is":"need","size":9}\\n["a.bin"]'"""
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        f"{GREETED}; cat > /dev/null; sleep 600",
+        f"{GREETED}; exec sleep 600",
+        f"{GREETED}; {NEED}; exec sleep 600",
+        "exec sleep 600",
+    ],
+    ids=["listens", "reads nothing", "stops in the middle", "never greets"],
+)
+def test_a_host_that_stays_silent_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str) -> None:
+    monkeypatch.setattr(copying, "SILENCE_S", 1.0)
+    monkeypatch.setattr(farend, "GREETING_S", 2.0)
+    failure = _copied(tmp_path / "source", tmp_path / "there", monkeypatch, ["sh", "-c", says])
+    assert "nothing was heard from it for" in failure and failure.isprintable(), failure
+
+
+SLOW = """
+import os, sys, time
+from stoker.control.agent import receiving
+
+left = int(sys.argv[1])  # the agent's zip, which this one does not need
+while left:
+    left -= len(os.read(0, left))
+offer = receiving.Receiver.offer
+receiving.Receiver.offer = lambda *given: time.sleep(4.0) or offer(*given)
+sys.exit(receiving.serve(0, 1))
+"""
+
+
+def test_a_host_that_takes_its_time_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hashes for longer than it may stay silent."""
+    monkeypatch.setattr(copying, "SILENCE_S", 3.0)
+    far_end = [sys.executable, "-c", SLOW, str(len(agentzip.pack()))]
+    assert _copied(tmp_path / "source", tmp_path / "there", monkeypatch, far_end) == ""
+    assert (tmp_path / "there" / "a.bin").stat().st_size == 4 << 20
