@@ -294,11 +294,11 @@ def test_a_host_cut_off_in_the_middle_is_named_and_the_rest_have_it(
 
 
 def test_stage_brings_data_once_and_follows_links(netcluster: NetCluster, tmp_path: Path) -> None:
-    store, model = tmp_path / "store", tmp_path / "model=7b"
-    (store).mkdir()
+    store, model = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "model=7b"
+    store.mkdir(parents=True)
     (model / "snapshot").mkdir(parents=True)
     (store / "blob").write_bytes(os.urandom(5 << 20))
-    (model / "snapshot" / "weights").symlink_to("../../store/blob")
+    (model / "snapshot" / "weights").symlink_to("../../../blobs/blob")
     (model / "config.json").write_text("{}")
     read, said = _read(netcluster), Said()
     remote = f"{model}=~/its models/7b"

@@ -154,6 +154,20 @@ def open_regular(path: str | os.PathLike[str], dir_fd: int | None = None, follow
     return handle
 
 
+def open_below(root: str, path: str) -> int:
+    """As open_regular, of `path` below `root`: no link is followed, neither the file nor a folder on the way to it."""
+    folder = os.open(root, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+    try:
+        *folders, name = path.split("/")
+        for step in folders:
+            inner = os.open(step, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        return open_regular(name, dir_fd=folder, follow=False)
+    finally:
+        os.close(folder)
+
+
 def open_lock_file(path: str) -> int:
     """A lock file, open for writing, made where there is none: regular, with one name. A link would lead elsewhere."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)

@@ -4,6 +4,7 @@ Orders come as the protocol's messages on stdin:
   {"do": "offer", "root", "manifest", "origin", "silence"} + a JSON list of [path, kind, mode, size, sha256 or link's target] → {"is": "need"} + a JSON list
   {"do": "begin", "path", "mode"}, {"do": "data"} + bytes …, {"do": "end", "sha256"}                        (per file)
   {"do": "finish"}                                                                                          → {"is": "finished", "written", "removed", "others"}
+Besides it says {"is": "ping"} every second, whatever it is at: hashing what is there may take minutes.
 Nothing is ever half there: a file is written beside its place, compared by hash, and then takes it.
 """
 
@@ -17,6 +18,7 @@ import select
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -290,6 +292,8 @@ def serve(source: int, sink: int) -> int:
     receiver = Receiver()
     decoder = protocol.Decoder(payload_limit=_OFFER)
     _say(sink, protocol.SENTINEL)
+    over = threading.Event()
+    threading.Thread(target=_ping, args=(sink, over), name="ping", daemon=True).start()
     try:
         while True:
             # A cut cable closes nothing: silence means gone, as it does for an agent.
@@ -305,6 +309,7 @@ def serve(source: int, sink: int) -> int:
         where = problem.filename if problem.filename is not None else receiver.at  # a write names no file
         _say(sink, protocol.encode({"is": "refused", "line": f"{os.fsdecode(where)}: {problem.strerror or problem}"}))
     finally:
+        over.set()
         receiver.drop_part()
     return 1
 
@@ -341,9 +346,19 @@ def _entries_in(payload: bytes) -> Any:
         raise Refused(f"the offer can't be read: {problem}") from None
 
 
+def _ping(sink: int, over: threading.Event) -> None:
+    with contextlib.suppress(OSError):  # nobody hears us: who reads the orders notices
+        while not over.wait(protocol.PING_S):
+            _say(sink, protocol.encode({"is": "ping"}))
+
+
+_saying = threading.Lock()  # a ping between the parts of a long answer would break it
+
+
 def _say(sink: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(sink, data) :]
+    with _saying:
+        while data:
+            data = data[os.write(sink, data) :]
 
 
 def boot(argv: list[str]) -> None:

@@ -5,7 +5,6 @@ All hosts side by side, each over the connection that its agent will use; the fa
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -13,7 +12,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from stoker.contract import protocol, typed
 from stoker.contract.names import EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
@@ -21,13 +21,14 @@ from stoker.contract.quantities import span
 from stoker.contract.shape import pick, shape
 from stoker.contract.untrusted import parse_json, printable, printable_lines
 from stoker.control.cluster import agentzip, listing, transport
+from stoker.control.cluster.farend import FarEnd, Refused, Silent
 from stoker.control.cluster.hosts import Host, Hosts
 from stoker.control.cluster.ssh import explain
 from stoker.control.machine.hashing import Hashes
 
 _CHUNK = 1 << 18
 _SAY_S = 2.0
-SILENCE_S = 20.0  # nothing sent for so long: the other side takes us for gone. A sick disk here may be slow to read
+SILENCE_S = 20.0  # nothing heard for so long: each side takes the other for gone. A sick disk here may be slow to read
 _LONG = 2 * 10**9  # bytes that take seconds to hash
 _RECEIVER = "stoker.control.agent.receiving"
 _COUNTS = {"written": "int", "removed": "int", "others": "dict[str, int]", "ignored?": "str"}
@@ -62,11 +63,16 @@ def sync_load(hosts: Hosts, source: str, say: Say) -> Load:
     load = _load("the working directory", listing.working_directory(source), "inside", hosts, places, say)
     for path in load.listing.skipped[:3]:
         say(f"{path} is not copied: it is neither a file nor a link")
+    behind = load.listing.behind_links
+    for path, link in behind[:3]:
+        say(f"{printable(path)} is not copied: git names it, but {printable(link)} is a symbolic link")
+    if len(behind) > 3:
+        say(f"{len(behind) - 3} more files behind symbolic links are not copied")
     return load
 
 
 def stage_load(hosts: Hosts, told: str, say: Say) -> Load:
-    """PATH to the same path on every host, or PATH=REMOTE; links are followed."""
+    """PATH to the same path on every host, or PATH=REMOTE; links that stay in it are followed."""
     path, remote = split(told)
     one_file = os.path.isfile(path)
     places = {}
@@ -101,7 +107,8 @@ def _load(what: str, found: listing.Listing, manifest: str, hosts: Hosts, places
     rows = []
     for entry in found.entries:
         try:
-            value = entry.target if entry.kind == "link" else hashes.of(os.path.join(found.root, entry.path))
+            place, opened = os.path.join(found.root, entry.path), partial(found.opened, entry.path)
+            value = entry.target if entry.kind == "link" else hashes.of(place, opened)
         except OSError as problem:
             line = f"{os.path.join(found.root, entry.path)} can't be read: {problem.strerror}"
             raise Refusal(line, EX_NOINPUT) from problem
@@ -213,7 +220,7 @@ class _Copy:
         self.others: dict[str, int] = {}  # folders that were copied to the same place -> files of theirs that are there
         self.ignored = ""  # why its list of earlier copies did not count
         self.failure = ""
-        self._greeted = False
+        self._far: FarEnd | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
@@ -229,14 +236,22 @@ class _Copy:
         try:
             self._talk(complaints)
             return ""
-        except _Refused as refusal:
+        except Refused as refusal:
             return str(refusal)
+        except Silent as silence:
+            if not self._greeted:
+                return f"no answer to the copy: {silence}"
+            return f"the connection was lost in the middle of the copy, after {self.sent / 1e6:.1f} MB: {silence}"
         except protocol.ProtocolError as problem:
             return f"it is broken: {problem}" if self._greeted else self._why(complaints, problem)
         except (OSError, EOFError) as problem:
             return self._why(complaints, problem)
         finally:
             self.stop()
+
+    @property
+    def _greeted(self) -> bool:
+        return self._far is not None and self._far.greeted
 
     def stop(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -264,18 +279,19 @@ class _Copy:
         argv = transport.way_to(self.host, self._hosts).python(self.host, self._hosts, words)
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=complaints, start_new_session=True)
-        answers = self._answers = self._read()
-        self._send(packed)
+        # It may need all that it was offered.
+        far = self._far = FarEnd(self._process, len(self.load.entries) + protocol.GREETING_LIMIT, SILENCE_S)
+        far.send(packed)
         order = {"do": "offer", "root": self.where, "silence": SILENCE_S, **pick(self.load, "manifest", "origin")}
-        self._send(protocol.encode(order, self.load.entries))
-        need = _needed(next(answers)[1])
+        far.send(protocol.encode(order, self.load.entries))
+        need = _needed(far.answer()[1])
         wanted = [entry for entry in self.load.listing.entries if entry.path in need]
         offered = {row[0]: row[4] for row in json.loads(self.load.entries)} if self._as_offered else {}
         self.needed = sum(entry.size for entry in wanted)
         for entry in wanted:
-            self._send_file(entry, offered.get(entry.path))
-        self._send(protocol.encode({"do": "finish"}))
-        finished, _ = next(answers)
+            self._send_file(far, entry, offered.get(entry.path))
+        far.send(protocol.encode({"do": "finish"}))
+        finished, _ = far.answer()
         try:
             counts = typed.read_fields(_COUNTS, finished)
         except ValueError as problem:
@@ -284,48 +300,23 @@ class _Copy:
         self.ignored = printable(counts.get("ignored", ""), 400)
         self.others = {printable(origin, 300): count for origin, count in counts["others"].items()}
 
-    def _send_file(self, entry: listing.Entry, offered: str | None) -> None:
+    def _send_file(self, far: FarEnd, entry: listing.Entry, offered: str | None) -> None:
         """Hashes what it sends: a file may have changed since it was offered. `offered`: it must not have."""
         digest = hashlib.sha256()
-        self._send(protocol.encode({"do": "begin", "path": entry.path, "mode": entry.mode}))
+        far.send(protocol.encode({"do": "begin", "path": entry.path, "mode": entry.mode}))
         place = os.path.join(self.load.listing.root, entry.path)
         try:
-            with open(place, "rb", buffering=0) as file:
-                while data := file.read(_CHUNK):
-                    digest.update(data)
-                    self._send(protocol.encode({"do": "data"}, data))
-                    self.sent += len(data)
+            handle = self.load.listing.opened(entry.path)
         except OSError as problem:
-            if problem.filename is None:  # the pipe's, not the file's
-                raise
-            raise _Refused(f"{place} can't be read any more: {problem.strerror}") from problem
+            raise Refused(f"{place} can't be read any more: {problem.strerror}") from problem
+        with os.fdopen(handle, "rb", buffering=0) as file:
+            while data := file.read(_CHUNK):
+                digest.update(data)
+                far.send(protocol.encode({"do": "data"}, data))
+                self.sent += len(data)
         if offered not in (None, digest.hexdigest()):
-            raise _Refused(f"{place} has changed here since the run began")
-        self._send(protocol.encode({"do": "end", "sha256": digest.hexdigest()}))
-
-    def _send(self, data: bytes) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        try:
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            with contextlib.suppress(StopIteration):
-                next(self._answers)  # it may have said why before it ended
-            raise
-
-    def _read(self) -> Iterator[tuple[protocol.Message, bytes]]:
-        assert self._process is not None and self._process.stdout is not None
-        # It may need all that it was offered.
-        decoder = protocol.Decoder(expect_sentinel=True, payload_limit=len(self.load.entries) + protocol.GREETING_LIMIT)
-        while True:
-            data = os.read(self._process.stdout.fileno(), 1 << 18)
-            if not data:
-                raise EOFError("the other side ended")
-            for message, payload in decoder.feed(data):
-                self._greeted = True
-                if message.get("is") == "refused":
-                    raise _Refused(printable(str(message.get("line", "no reason")), 1000))
-                yield message, payload
+            raise Refused(f"{place} has changed here since the run began")
+        far.send(protocol.encode({"do": "end", "sha256": digest.hexdigest()}))
 
 
 def _needed(payload: bytes) -> set[str]:
@@ -334,7 +325,3 @@ def _needed(payload: bytes) -> set[str]:
         return set(typed.read("list[str]", parse_json(payload or b"[]")))
     except ValueError as problem:
         raise protocol.ProtocolError(f"what it needs can't be read: {problem}") from None
-
-
-class _Refused(Exception):
-    """The far end's own line."""

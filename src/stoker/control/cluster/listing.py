@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 import subprocess
@@ -12,12 +13,14 @@ from collections.abc import Iterator
 from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import printable
+from stoker.contract.untrusted import open_below, printable
 
 # Not copied, unless git tracks it.
 GIT_S = 120.0  # a large checkout on a slow network disk
 SLOW_S = 10.0  # after it, a look at what git may be waiting for
 LEFT_OUT = ("runs", "cache", ".venv", "__pycache__", ".git")
+# Entries of the hub's cache. In each: snapshots/REVISION/FILE -> ../../blobs/DIGEST
+_HUB_ENTRIES = ("models--", "datasets--", "spaces--")
 # The user's own settings, such as safe.directory in a container. Options on the command line win over them.
 _GIT_KEPT = ("GIT_CONFIG", "GIT_CEILING_DIRECTORIES", "GIT_DISCOVERY_ACROSS_FILESYSTEM")
 
@@ -37,6 +40,19 @@ class Listing:
     entries: tuple[Entry, ...]
     skipped: tuple[str, ...] = ()  # sockets, pipes, devices: not for copying
     by_git: bool = False
+    behind_links: tuple[tuple[str, str], ...] = ()  # (path, the folder on its way that is a link): not copied
+    within: tuple[str, ...] = ()  # real folders that links may lead into; none: no link is followed
+
+    def opened(self, path: str) -> int:
+        """A descriptor of one of its files. What links allow is checked again: one may have come meanwhile."""
+        if not self.within:
+            return open_below(self.root, path)
+        place = os.path.join(self.root, path)
+        real = os.path.realpath(place)
+        folder = _holder(real, self.within)
+        if not folder:
+            raise OSError(errno.ELOOP, f"it leads out of {self.root} now, to {real}", place)
+        return open_below(folder, os.path.relpath(real, folder))
 
 
 def working_directory(root: str) -> Listing:
@@ -45,20 +61,45 @@ def working_directory(root: str) -> Listing:
         raise Refusal(f"no folder {root} to copy", EX_NOINPUT)
     known = _git(root)
     paths = _walk(root) if known is None else known
-    return _looked_at(root, paths, follow=False, by_git=known is not None)
+    return _looked_at(root, paths, by_git=known is not None)
 
 
 def tree(path: str) -> Listing:
-    """Prepared data or weights: a file or a whole folder. Links are followed: a cache of models is full of them."""
+    """Prepared data or weights: a file or a whole folder. It may be a link itself. Links in it are followed where they
+    stay in it, or lead to the blobs of its entry in the hub's cache: who packed the folder may have made them.
+    """
     path = os.path.abspath(path)
+    real = os.path.realpath(path)
     if os.path.isfile(path):
-        return _looked_at(os.path.dirname(path), iter([os.path.basename(path)]), follow=True)
+        return _looked_at(os.path.dirname(path), iter([os.path.basename(path)]), (os.path.dirname(real),))
     if not os.path.isdir(path):
         raise Refusal(f"nothing to stage at {path}", EX_NOINPUT)
-    return _looked_at(path, _followed(path), follow=True)
+    within = (real, *_hub_blobs(real))
+    return _looked_at(path, _followed(path, within), within)
 
 
-def _followed(root: str) -> Iterator[str]:
+def _hub_blobs(real: str) -> Iterator[str]:
+    """Of the entry whose snapshots it is in. A `blobs` that is a link itself leads elsewhere, and does not count."""
+    parts = real.split(os.sep)
+    for n, (name, inner) in enumerate(itertools.pairwise(parts)):
+        if name.startswith(_HUB_ENTRIES) and inner == "snapshots":
+            yield os.sep.join([*parts[: n + 1], "blobs"])
+
+
+def _holder(real: str, folders: tuple[str, ...]) -> str:
+    """Which of the folders it is in, or is."""
+    return next((folder for folder in folders if os.path.commonpath([real, folder]) == folder), "")
+
+
+def _refuse_if_it_leads_out(root: str, place: str, within: tuple[str, ...]) -> None:
+    if os.path.islink(place):
+        real = os.path.realpath(place)
+        if not _holder(real, within):
+            line = f"--stage {root}: the link {printable(place)} leads out of it, to {printable(real)}"
+            raise Refusal(f"{line}; stage that by itself, or remove the link", EX_NOINPUT)
+
+
+def _followed(root: str, within: tuple[str, ...]) -> Iterator[str]:
     """A link back to a folder that it is in would have no end."""
     above = {root: frozenset([os.path.realpath(root)])}  # folder -> where it and those it is in really are
 
@@ -73,26 +114,38 @@ def _followed(root: str) -> Iterator[str]:
             if real in mine:
                 line = f"--stage {root}: the link {place} leads back to {real}, which it is in"
                 raise Refusal(f"{line}; remove it, or stage what is beside it", EX_NOINPUT)
+            _refuse_if_it_leads_out(root, place, within)
             above[place] = mine | {real}
         for name in names:
             yield os.path.relpath(os.path.join(folder, name), root)
 
 
-def _looked_at(root: str, paths: Iterator[str], follow: bool, by_git: bool = False) -> Listing:
+def _looked_at(root: str, paths: Iterator[str], within: tuple[str, ...] = (), by_git: bool = False) -> Listing:
+    """`within`: where links that are followed may lead; none: they are not followed."""
     entries: dict[str, Entry] = {}
-    skipped = []
+    skipped, behind_links = [], []
+    links: dict[str, bool] = {}
     for path in paths:
         if path == layout.SYNCED or os.path.basename(path).startswith(".stoker-part-"):
             continue
         place = os.path.join(root, path)
+        link = "" if within else _link_above(root, path, links)
+        if link:
+            behind_links.append((path, link))
+            continue
         try:
-            seen = os.stat(place) if follow else os.lstat(place)
-        except FileNotFoundError:  # git knows it still, or it went meanwhile, or it is a link to nowhere
+            seen = os.stat(place) if within else os.lstat(place)
+        except (
+            FileNotFoundError,
+            NotADirectoryError,
+        ):  # git knows it still, or it went meanwhile, or it is a link to nowhere
             continue
         except OSError as problem:
             if problem.errno != errno.ELOOP:
                 raise
             raise Refusal(f"--stage {root}: the link {place} leads to itself; remove it", EX_NOINPUT) from problem
+        if within:
+            _refuse_if_it_leads_out(root, place, within)
         mode = stat.S_IMODE(seen.st_mode) & 0o777
         if stat.S_ISLNK(seen.st_mode):
             entries[path] = Entry(path, "link", mode, 0, os.readlink(place))
@@ -100,7 +153,21 @@ def _looked_at(root: str, paths: Iterator[str], follow: bool, by_git: bool = Fal
             entries[path] = Entry(path, "file", mode, seen.st_size)
         else:
             skipped.append(path)
-    return Listing(root, tuple(entries[path] for path in sorted(entries)), tuple(skipped), by_git)
+    found = tuple(entries[path] for path in sorted(entries))
+    return Listing(root, found, tuple(skipped), by_git, tuple(behind_links), within)
+
+
+def _link_above(root: str, path: str, known: dict[str, bool]) -> str:
+    """The first folder of the path that is a link: an index may name files behind it. `known`: folders looked at."""
+    end = path.find("/")
+    while end >= 0:
+        folder = os.path.join(root, path[:end])
+        if folder not in known:
+            known[folder] = os.path.islink(folder)
+        if known[folder]:
+            return path[:end]
+        end = path.find("/", end + 1)
+    return ""
 
 
 def _git(root: str) -> Iterator[str] | None:
@@ -179,8 +246,9 @@ def _is_pipe(place: str) -> bool:
 
 def _git_files(root: str) -> Iterator[str]:
     """A folder in git's list is a submodule, or somebody's checkout, whose git is not asked."""
+    links: dict[str, bool] = {}
     for path in _git_list(root, "--cached"):
-        if _is_folder(root, path):
+        if _is_folder(root, path) and not _link_above(root, path, links):
             place = os.path.join(root, path)
             for inner in _git(place) or _walk(place):
                 yield os.path.join(path, inner)

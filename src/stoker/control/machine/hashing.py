@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 
 from stoker.contract.layout import cache_home
 from stoker.contract.typed import read
@@ -20,10 +21,17 @@ _RACY_NS = 2_000_000_000  # changed so recently that the next change may have th
 
 def sha256_of(path: str) -> str:
     """Of a regular file: a named pipe would be waited for."""
+    handle = open_regular(path)
+    try:
+        return _sha256(handle)
+    finally:
+        os.close(handle)
+
+
+def _sha256(handle: int) -> str:
     digest = hashlib.sha256()
-    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
-        while data := file.read(_CHUNK):
-            digest.update(data)
+    while data := os.read(handle, _CHUNK):
+        digest.update(data)
     return digest.hexdigest()
 
 
@@ -38,16 +46,24 @@ class Hashes:
         with contextlib.suppress(OSError, ValueError):
             self._known = read("dict[str, tuple[int, int, int, str]]", read_json(self._memory))
 
-    def of(self, path: str) -> str:
-        seen = os.stat(path)
+    def of(self, path: str, opened: Callable[[], int] | None = None) -> str:
+        """`opened` opens it, where links are not to be followed. What was opened is what is looked at and read."""
+        handle = opened() if opened else open_regular(path)
+        try:
+            return self._of(handle, path)
+        finally:
+            os.close(handle)
+
+    def _of(self, handle: int, path: str) -> str:
+        seen = os.fstat(handle)
         if seen.st_size < _BIG:
-            return sha256_of(path)
+            return _sha256(handle)
         key, now = os.path.realpath(path), (seen.st_size, seen.st_mtime_ns, seen.st_ino)
         known = self._known.get(key)
         if known is not None and known[:3] == now:
             return known[3]
-        found = sha256_of(path)
-        again = os.stat(path)
+        found = _sha256(handle)
+        again = os.fstat(handle)
         if (again.st_size, again.st_mtime_ns, again.st_ino) == now and time.time_ns() - seen.st_mtime_ns > _RACY_NS:
             self._known[key] = (*now, found)
             self._changed = True

@@ -1,0 +1,91 @@
+"""The conversation with the far end of a copy. It speaks every second: one that stays silent is lost, and so is one that
+reads nothing any more."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import time
+from collections import deque
+
+from stoker.contract import protocol
+from stoker.contract.untrusted import printable
+
+_CHUNK = 1 << 18
+_MOST_WAITING = 2  # answers that were not asked for yet
+GREETING_S = 60.0  # a login, and the start of Python from a slow disk
+
+
+class Silent(Exception):
+    """It has said nothing for too long."""
+
+
+class Refused(Exception):
+    """The far end's own line."""
+
+
+class FarEnd:
+    """Listens while it sends, too: else what the far end says could fill the pipe, and both would wait."""
+
+    def __init__(self, process: subprocess.Popen[bytes], payload_limit: int, silence_s: float) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self._to, self._from = process.stdin.fileno(), process.stdout.fileno()
+        os.set_blocking(self._to, False)
+        self._decoder = protocol.Decoder(expect_sentinel=True, payload_limit=payload_limit)
+        self._answers: deque[tuple[protocol.Message, bytes]] = deque()
+        self._silence_s = silence_s
+        self._heard = time.monotonic()
+
+    @property
+    def greeted(self) -> bool:
+        return self._decoder.greeted
+
+    def send(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            if not self._wait(sending=True):
+                continue
+            try:
+                left = left[os.write(self._to, left[:_CHUNK]) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                until = time.monotonic() + self._silence_s
+                while time.monotonic() < until:
+                    self._wait(sending=False)  # it may have said why before it ended
+                raise
+
+    def answer(self) -> tuple[protocol.Message, bytes]:
+        while not self._answers:
+            self._wait(sending=False)
+        return self._answers.popleft()
+
+    def _wait(self, sending: bool) -> bool:
+        """Until it says something, which is taken in, or (`sending`) may be written to: then True."""
+        limit = self._silence_s if self.greeted else GREETING_S
+        ready = select.poll()  # select() knows no descriptor above 1023
+        ready.register(self._from, select.POLLIN)
+        if sending:
+            ready.register(self._to, select.POLLOUT)
+        left = self._heard + limit - time.monotonic()
+        events = dict(ready.poll(max(0.0, left) * 1000.0))
+        if self._from in events:
+            self._take_in()
+        elif time.monotonic() - self._heard >= limit:
+            raise Silent(f"nothing was heard from it for {limit:.0f} s")
+        return self._to in events
+
+    def _take_in(self) -> None:
+        data = os.read(self._from, _CHUNK)
+        if not data:
+            raise EOFError("the other side ended")
+        self._heard = time.monotonic()
+        for message, payload in self._decoder.feed(data):
+            if message.get("is") == "refused":
+                raise Refused(printable(str(message.get("line", "no reason")), 1000))
+            if message.get("is") == "ping":
+                continue
+            self._answers.append((message, payload))
+            if len(self._answers) > _MOST_WAITING:
+                raise protocol.ProtocolError("it says more than it was asked")
