@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -281,27 +282,35 @@ def look(root: str, everybody: bool = False) -> Listing:
     damaged: list[tuple[str, str]] = []
     others = 0
     try:
-        with os.scandir(root) as entries:
-            folders = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        entries = sorted(os.listdir(root), reverse=True)
     except FileNotFoundError:
-        folders = []
+        entries = []
     except OSError as problem:
         line = f"the runs folder {printable(root)} can't be read: {problem.strerror}; name another with --runs-dir"
         raise names.Refusal(line, names.EX_NOINPUT) from problem
     allowances: dict[int, _Allowance] = {}  # by uid
-    for name in reversed(folders):
+    for name in entries:
         run_dir = os.path.join(root, name)
         try:
-            uid = os.lstat(run_dir).st_uid
+            about = os.lstat(run_dir)
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        except OSError:
+            others += 1  # a user's FUSE mount is closed to everybody else, even to root
+            continue
+        if not stat.S_ISDIR(about.st_mode):
+            continue
+        try:
+            uid = about.st_uid
             mine = ownership.is_mine(uid, root)
             if not mine and not (everybody and allowances.setdefault(uid, _Allowance()).covers(run_dir)):
                 others += 1
                 continue
             run = read(run_dir, most_of_others=_MOST_LISTED)
-        except FileNotFoundError:
-            continue  # removed meanwhile
         except Damaged as problem:
             damaged.append((name, str(problem)))
+        except OSError as problem:
+            damaged.append((name, f"can't be read: {problem.strerror}"))
         else:
             if run is not None:
                 runs.append(run if mine else _brief(run))
