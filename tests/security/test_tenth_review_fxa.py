@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conftest import Stoker
+from stoker.cli import why
+from stoker.control.record import follow, reader
 
 ANOTHER = 12345
 
@@ -91,3 +97,62 @@ def test_anothers_mount_in_a_runs_folder_ends_no_command(stoker: Stoker) -> None
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Permission denied" not in done.stdout + done.stderr
+
+
+# ---- another user's events ----
+
+
+@pytest.fixture
+def strangers_run(tmp_path: Path) -> Path:
+    """60 MB of events. Its newest is a rank that started."""
+    if os.getuid():
+        pytest.skip("a folder of another user's takes root")
+    run = tmp_path / "runs" / "theirs"
+    (run / "attempt-0").mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    verdict = {"status": "failed", "cause": "rank.exit", "summary": "s", "exit_code": 1}
+    (run / "verdict.json").write_text(json.dumps(verdict))
+    (run / "attempt-0" / "rank-0.log").write_text("hello\n")
+    newest = {"event": "rank-up", "attempt": 0, "rank": 0, "label": "gpu3"}
+    (run / "events.jsonl").write_bytes(b'{"event":"restart"}\n' * 3_000_000 + json.dumps(newest).encode() + b"\n")
+    for path in (*run.rglob("*"), run):
+        os.chown(path, ANOTHER, ANOTHER)
+    return run
+
+
+def test_of_anothers_events_only_the_last_are_read(strangers_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = 0
+
+    def count(line: bytes, of: Callable[[bytes], dict[str, Any] | None] = reader._event) -> dict[str, Any] | None:
+        nonlocal parsed
+        parsed += 1
+        assert parsed < 100_000, "more than 1 MB is read"
+        return of(line)
+
+    monkeypatch.setattr(reader, "_event", count)
+    run = reader.read(str(strangers_run))
+    assert run is not None and not run.mine
+    assert follow.labels(run) == {(0, 0): "gpu3"}
+    parsed = 0
+    assert why._suspicions(run) == []
+
+
+def test_restarts_of_another_users_run_are_counted(strangers_run: Path, stoker: Stoker) -> None:
+    done = stoker("why", str(strangers_run), timeout=60)
+    assert done.code == 0, done.err
+    line = next(line for line in done.out.splitlines() if line.startswith("restarts:"))
+    assert re.fullmatch(r"restarts: 52\d\d\d in the last 1 MB of its events \(causes: .*, and 52\d\d\d more\)", line), (
+        line
+    )
+    assert len(line) < 500
+    done = stoker("attach", str(strangers_run), timeout=60)
+    assert done.code == 1 and "gpu3:hello" in done.out.replace(" ", ""), done.out + done.err
+
+
+def test_all_restarts_of_ones_own_run_are_counted(tmp_path: Path, stoker: Stoker) -> None:
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    (run / "verdict.json").write_text('{"status": "failed", "cause": "rank.exit", "summary": "s", "exit_code": 1}')
+    (run / "events.jsonl").write_text('{"event": "restart", "cause": "rank.exit"}\n' * 3 + '{"event": "x"}\n' * 100_000)
+    assert "restarts: 3 (causes: rank.exit, rank.exit, rank.exit)" in stoker("why", str(run)).out

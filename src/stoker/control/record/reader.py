@@ -22,6 +22,7 @@ _MOST = 16 << 20  # bytes of run.json: a run on 500 hosts has 2 MB
 _MOST_OF_OTHERS = 2 << 20  # the same of another user's
 _MOST_EVENTS = 256 << 20
 _MOST_LISTED = 64 << 10  # the same where it is one of many: a run on one host has 6 KB
+_EVENTS_OF_OTHERS = 1 << 20  # the last bytes of events.jsonl that are read of another user's run
 _MOST_ENTRIES = 10_000  # of a run directory
 _LONGEST_EVENT = 1 << 20
 
@@ -60,6 +61,14 @@ class Run:
     @property
     def user(self) -> str:
         return ownership.user_name(self.uid)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Of another user's run the last only: `shows_last_events_only` says so."""
+        return events(self.dir, tail=0 if self.mine else _EVENTS_OF_OTHERS)
+
+    @property
+    def shows_last_events_only(self) -> bool:
+        return not self.mine and _size(os.path.join(self.dir, layout.EVENTS)) > _EVENTS_OF_OTHERS
 
     @property
     def attempts(self) -> list[int]:
@@ -221,7 +230,7 @@ def events(run_dir: str, tail: int = 0) -> Iterator[dict[str, Any]]:
         if tail and os.fstat(handle).st_size > tail:
             file.seek(-tail, os.SEEK_END)
             file.readline(_LONGEST_EVENT)
-        most = file.tell() + _MOST_EVENTS
+        most = file.tell() + (tail or _MOST_EVENTS)  # it may grow faster than we read
         while file.tell() < most and (line := file.readline(_LONGEST_EVENT)):
             event = _event(line)
             if event is not None:
