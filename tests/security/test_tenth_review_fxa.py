@@ -15,7 +15,9 @@ import pytest
 
 from conftest import Stoker
 from stoker.cli import why
+from stoker.contract.untrusted import parse_json
 from stoker.control.record import follow, reader
+from stoker.training.generate.exporting import card_of
 
 ANOTHER = 12345
 
@@ -156,3 +158,34 @@ def test_all_restarts_of_ones_own_run_are_counted(tmp_path: Path, stoker: Stoker
     (run / "verdict.json").write_text('{"status": "failed", "cause": "rank.exit", "summary": "s", "exit_code": 1}')
     (run / "events.jsonl").write_text('{"event": "restart", "cause": "rank.exit"}\n' * 3 + '{"event": "x"}\n' * 100_000)
     assert "restarts: 3 (causes: rank.exit, rank.exit, rank.exit)" in stoker("why", str(run)).out
+
+
+# ---- a stranger's metrics ----
+
+
+@pytest.mark.parametrize("row", ["{}\n", '{"step": 5, "note": "%s"}\n' % ("x" * 500)])
+def test_an_export_reads_the_end_of_long_metrics(tmp_path: Path, row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = 0
+
+    def count(text: str) -> Any:
+        nonlocal parsed
+        parsed += len(text)
+        assert parsed <= 16 << 20, "more than 16 MB are parsed"
+        return parse_json(text)
+
+    (tmp_path / "config.yaml").write_text("model: {}\n")
+    first, last = '{"loss": 9.5, "reward": 1}\n', '{"step": 7, "loss": 2.5}\nhalf a li'
+    (tmp_path / "metrics.jsonl").write_text(first + row * ((40 << 20) // len(row)) + last)
+    monkeypatch.setattr("stoker.control.record.metrics.parse_json", count)
+    card = card_of(str(tmp_path))
+    assert "| loss | 2.5 |" in card and "| step | 7 |" in card and "reward" not in card
+    assert "Only the end of metrics.jsonl was read" in card
+    assert parsed > 200_000
+
+
+def test_short_metrics_are_read_whole(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {}\n")
+    assert "Result" not in card_of(str(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text('{"reward": 1}\n' + "{}\n" * 99_999)
+    card = card_of(str(tmp_path))
+    assert "| reward | 1 |" in card and "Only the end" not in card
