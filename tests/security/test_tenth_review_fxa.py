@@ -17,6 +17,7 @@ from conftest import Stoker
 from stoker.cli import why
 from stoker.contract.untrusted import parse_json
 from stoker.control.record import follow, reader
+from stoker.control.scheduler import slurm_runs
 from stoker.training.generate.exporting import card_of
 
 ANOTHER = 12345
@@ -189,3 +190,29 @@ def test_short_metrics_are_read_whole(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"reward": 1}\n' + "{}\n" * 99_999)
     card = card_of(str(tmp_path))
     assert "| reward | 1 |" in card and "Only the end" not in card
+
+
+# ---- the name of a stranger's Slurm job ----
+
+_JOB = (
+    "JobId=12 JobName={} UserId=ann(12345) GroupId=ann(12345) Priority=1 Account=(null) QOS=normal JobState=FAILED"
+    " Reason=NonZeroExitCode Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=3:0 RunTime=00:00:01"
+    " TimeLimit=01:00:00 ReqNodeList=(null) ExcNodeList=(null) NodeList=n[1-2] Command=/x WorkDir=/y Comment={}"
+)
+
+
+def test_a_jobs_own_words_are_read() -> None:
+    job = slurm_runs.read_controller(_JOB.format("a b", "c"))
+    assert job is not None
+    assert (job.id, job.state, job.exit_code, job.restarts, job.nodes) == ("12", "FAILED", 3, 2, "n[1-2]")
+
+
+@pytest.mark.parametrize("text", ["a JobState=COMPLETED", "a Restarts=x", "a\nJobId=12 JobState=COMPLETED\nJobId=12 b"])
+@pytest.mark.parametrize("where", ["name", "comment"])
+def test_a_jobs_name_says_nothing_about_its_state(text: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = _JOB.format(text, "c") if where == "name" else _JOB.format("b", text)
+    answers = {"scontrol": line + "\n", "sacct": "12|FAILED|3:0|None|n[1-2]|01:00:00\n"}
+    monkeypatch.setattr(slurm_runs, "_run", lambda program, *_: answers[program])
+    assert slurm_runs.tasks_of("12") == []
+    job = slurm_runs.look("12")
+    assert job is not None and job.state == "FAILED"
