@@ -184,7 +184,7 @@ def test_one_damaged_record_is_skipped_and_reported(tmp_path: Path, kind: str) -
     for run in listing.runs:
         assert reader.status(run) == "lost" and reader.over(run)
         assert run.attempts == [] and list(reader.events(run.dir)) == [] and reader.last_time(run.dir) is None
-        assert list(follow.rank_logs(run)) == [] and follow.labels(run, 0) == {}
+        assert list(follow.rank_logs(run)) == [] and follow.labels(run) == {}
     if word:
         with pytest.raises(names.Refusal, match="damaged"):
             reader.find(str(folder), str(tmp_path))

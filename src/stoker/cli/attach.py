@@ -35,10 +35,10 @@ def main(argv: list[str]) -> int:
         while True:
             over = reader.over(run)
             new = [one for one in follow.rank_logs(run) if one[2] not in open_]
-            labels = {attempt: follow.labels(run, attempt) for attempt in {attempt for attempt, _, _ in new}}
+            labels = follow.labels(run) if new else {}
             for attempt, rank, path in new:
                 skip = _start_of_last(path, told.lines) if first else 0
-                label = labels[attempt].get(rank, f"rank {rank}")
+                label = labels.get((attempt, rank), f"rank {rank}")
                 open_[path] = (follow.Tail(path, skip), LineCutter(f"{label}:".encode()))
             first = False
             for tail, cutter in open_.values():

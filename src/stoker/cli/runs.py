@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     left_out = counted(listing.others, "folder")
     more = f"{left_out} of other users: `stoker runs --all`" if listing.others else ""
     if listing.others and told.all:
-        more = f"{left_out} of other users left out: very many runs, or very large records"
+        more = f"{left_out} of other users left out: very many runs, very large records, or not readable"
     if not rows:
         print(f"no runs in {printable(root)}" + (f"; {more}" if more else ""))
         return 0

@@ -18,6 +18,8 @@ from stoker.control.verdict.launch import lost
 
 _JOBS = " or ".join(f"{scheduler.name}:JOB" for scheduler in schedulers.KNOWN)
 
+_MOST_CAUSES = 20  # of restarts, shown
+
 _MAYBE_DETERMINISTIC = ("rank.exception", "rank.exit", "rank.early-exit", "rank.crash")
 
 
@@ -37,7 +39,7 @@ def main(argv: list[str]) -> int:
         jobs = runs(scheduler)
         found = jobs.run_of(root, job)
         if found is None:
-            return _show(jobs.verdict_of(root, job), told.run, "", told.json)
+            return _show(jobs.verdict_of(root, job), told.run, None, told.json)
         run = found
     else:
         run = reader.find(told.run, root)
@@ -49,14 +51,14 @@ def main(argv: list[str]) -> int:
     if scheduler is not None and status not in ("running", "completed"):
         verdict = runs(scheduler).explained(os.path.dirname(run.dir), run, verdict)
     if verdict is not None:
-        return _show(verdict, f"run {run.id}{_whose(run)}", run.dir, told.json)
+        return _show(verdict, f"run {run.id}{_whose(run)}", run, told.json)
     if told.json:
         known = {"schema": 1, "run": run.id, "status": status, "cause": None, "rank": None}
-        _dump({**known, "suspicions": _suspicions(run.dir)})
+        _dump({**known, "suspicions": _suspicions(run)})
         return 0
     where = f" (on host {run.launcher[2]})" if status == "unknown" else ""
     _print(f"run {run.id}{_whose(run)}: {status}, no verdict yet{where}")
-    for event in _suspicions(run.dir):
+    for event in _suspicions(run):
         _print(f"  {span(max(0.0, time.time() - event['time']))} ago: {event['summary']}")
         evidence = event.get("evidence")
         for line in evidence if isinstance(evidence, list) else ():
@@ -76,8 +78,8 @@ def _dump(data: dict[str, Any]) -> None:
     print(json_text(redact.data(data, OURS)))
 
 
-def _show(found: Verdict, title: str, run_dir: str, as_json: bool) -> int:
-    """`run_dir`: empty for a job in which no run began."""
+def _show(found: Verdict, title: str, run: reader.Run | None, as_json: bool) -> int:
+    """`run`: None for a job in which no run began."""
     verdict = Verdict.from_json(redact.data(found.to_json(), OURS))  # of a record that an older Stoker wrote
     if as_json:
         _dump(verdict.to_json())
@@ -91,14 +93,27 @@ def _show(found: Verdict, title: str, run_dir: str, as_json: bool) -> int:
             _print(f"{heading}:")
             for line in lines:
                 _print_lines(line)
-    restarts = [event for event in reader.events(run_dir) if event["event"] == "restart"] if run_dir else []
-    if restarts:
-        _print(f"restarts: {len(restarts)} (causes: {', '.join(str(event.get('cause')) for event in restarts)})")
+    if run is not None:
+        _print_restarts(run)
     if verdict.detected_s is not None:
         _print(f"seen {span(verdict.detected_s)} after it happened{_another_attempt(verdict)}")
-    if run_dir:
-        _print(f"record: {run_dir}")
+    if run is not None:
+        _print(f"record: {run.dir}")
     return 0
+
+
+def _print_restarts(run: reader.Run) -> None:
+    count, causes = 0, []
+    for event in run.events():
+        if event["event"] == "restart":
+            count += 1
+            if count <= _MOST_CAUSES:
+                causes.append(printable(str(event.get("cause")), 80))
+    if count > _MOST_CAUSES:
+        causes.append(f"and {count - _MOST_CAUSES} more")
+    part = " in the last 1 MB of its events" if run.shows_last_events_only else ""
+    if count or part:
+        _print(f"restarts: {count}{part}" + (f" (causes: {', '.join(causes)})" if causes else ""))
 
 
 def _print_lines(text: str) -> None:
@@ -113,10 +128,10 @@ def _another_attempt(verdict: Verdict) -> str:
     return "" if verdict.cause in _MAYBE_DETERMINISTIC else "; another attempt could help"
 
 
-def _suspicions(run_dir: str) -> list[dict[str, Any]]:
+def _suspicions(run: reader.Run) -> list[dict[str, Any]]:
     """What is suspected of a run that goes on: the newest of each kind, less a stall that is over."""
     found: dict[str, dict[str, Any]] = {}
-    for event in reader.events(run_dir):
+    for event in run.events():
         kind = event["event"]
         if kind in ("attempt", "relief"):
             found.pop("suspicion", None)

@@ -44,8 +44,8 @@ def _trusted(path: str, folder: str, say: Callable[[str], None] | None) -> bool:
     """Not another user's, neither by itself nor where it leads as a link. A script may unpickle it."""
     try:
         uids = (os.lstat(path).st_uid, os.stat(path).st_uid)
-    except FileNotFoundError:
-        return False  # gone meanwhile, or a link to nowhere
+    except OSError:
+        return False  # gone meanwhile, a link to nowhere, or another user's mount
     theirs = [uid for uid in uids if not owners.is_trusted(uid, folder)]
     if theirs and say is not None:
         say(f"{printable(path)} belongs to {owners.user_name(theirs[0])}: it is not taken for a checkpoint of this run")

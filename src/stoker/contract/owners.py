@@ -15,6 +15,16 @@ def is_mine(uid: int, folder: str) -> bool:
     return uid == os.geteuid() or uid == _uid_given_in(folder)
 
 
+def is_own(path: str) -> bool:
+    """Is the entry itself ours, not what it leads to as a link? One that can't be looked at is somebody else's: a user's
+    FUSE mount is closed even to root.
+    """
+    try:
+        return is_mine(os.lstat(path).st_uid, os.path.dirname(path))
+    except OSError:
+        return False
+
+
 def is_trusted(uid: int, folder: str) -> bool:
     """Ours or root's. For root also the owner's of the working folder: a container's root in its host's folder."""
     return uid == 0 or is_mine(uid, folder) or (os.geteuid() == 0 and uid == _owner_of_working_folder())

@@ -217,6 +217,16 @@ def lines_of(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Itera
             yield line
 
 
+def last_lines(path: str | os.PathLike[str], size: int, most: int) -> tuple[list[bytes], bool]:
+    """Of a regular file's last `size` bytes the last `most` lines, without their ends; and whether that is all of it."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        skipped = max(0, os.fstat(file.fileno()).st_size - size)
+        file.seek(skipped)
+        lines = file.read(size).rsplit(b"\n", most + 1)  # the last is what follows the last end
+    whole = not skipped and len(lines) <= most + 1
+    return lines if whole else lines[1:], whole
+
+
 def json_lines(path: str, longest: int = LONGEST_LINE) -> Iterator[tuple[str, dict[str, Any]]]:
     """Lines that hold an object, each with it; not one that is being written, or that a crash tore. Nothing where there is
     no file. OSError: a named pipe or a device; ValueError: a line without end.

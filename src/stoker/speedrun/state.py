@@ -12,14 +12,14 @@ import stat
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.contract import layout, redact
+from stoker.contract import layout, owners, redact
 from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
 from stoker.contract.quantities import number_at
 from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.typed import read_shape
 from stoker.contract.untrusted import parse_json
 from stoker.contract.wholefile import write_json
-from stoker.control.record import ownership, reader
+from stoker.control.record import reader
 from stoker.speedrun.keys import run_name
 from stoker.speedrun.stages import REPORT, WORLD, Stage
 
@@ -180,10 +180,12 @@ def write_chain(folder: str, about: Mapping[str, Any], found: Mapping[str, Entry
 def check_own(folder: str) -> None:
     """Before anything in it is read: in a runs folder that several share, anybody can make one of this name."""
     try:
-        about = os.lstat(folder)
+        own = stat.S_ISDIR(os.lstat(folder).st_mode) and owners.is_own(folder)
     except FileNotFoundError:
         return
-    if not stat.S_ISDIR(about.st_mode) or not ownership.is_mine(about.st_uid, os.path.dirname(folder)):
+    except OSError:  # another user's mount
+        own = False
+    if not own:
         raise Refusal(
             f"the speedrun folder {folder} is not a folder of yours: give yours a --name of its own", EX_CANTCREAT
         )

@@ -98,8 +98,8 @@ def _own_entries(folder: str, pattern: re.Pattern[str]) -> Iterator[tuple[os.Dir
         if pattern.fullmatch(entry.name):
             try:
                 found = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
-                continue
+            except OSError:
+                continue  # gone meanwhile, or another user's mount, which is closed even to root
             if found.st_uid == os.getuid() and time.time() - max(found.st_mtime, found.st_ctime) > FRESH_S:
                 yield entry, found
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.untrusted import open_regular, printable
-from stoker.control.record.reader import Run, events
+from stoker.control.record.reader import Run
 
 
 class Tail:
@@ -44,8 +44,11 @@ def rank_logs(run: Run) -> Iterator[tuple[int, int, str]]:
             yield attempt, rank, layout.rank_log(run.dir, attempt, rank)
 
 
-def labels(run: Run, attempt: int) -> dict[int, str]:
-    """Of the ranks that have started: a lost host or card gives them to others in the next attempt."""
-    started = [event for event in events(run.dir) if event["event"] == "rank-up" and event.get("attempt") == attempt]
-    named = [event for event in started if isinstance(event.get("rank"), int)]
-    return {event["rank"]: printable(str(event.get("label")), 80) for event in named}
+def labels(run: Run) -> dict[tuple[int, int], str]:
+    """By attempt and rank, of those that have started: a lost host or card gives a rank to others in the next attempt."""
+    by_rank: dict[tuple[int, int], str] = {}
+    for event in run.events():
+        attempt, rank = event.get("attempt"), event.get("rank")
+        if event["event"] == "rank-up" and isinstance(attempt, int) and isinstance(rank, int):
+            by_rank[attempt, rank] = printable(str(event.get("label")), 80)
+    return by_rank

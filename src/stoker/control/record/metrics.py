@@ -11,10 +11,11 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.untrusted import json_lines
+from stoker.contract.untrusted import json_lines, last_lines, parse_json
 from stoker.contract.wholefile import APPEND, write_whole
 
 LONGEST = 1 << 20  # bytes of a line
+LAST_BYTES, LAST_LINES = 16 << 20, 100_000  # that last_metrics reads: about two seconds at worst
 
 
 def _number(value: Any) -> Any:
@@ -56,6 +57,29 @@ def metrics_in(run_dir: str) -> Iterator[dict[str, Any]]:
     except (OSError, ValueError) as problem:  # a named pipe, or a line without end
         why = getattr(problem, "strerror", None) or problem
         raise Refusal(f"{path}: {why}; no run writes such a file: remove it", EX_DATAERR) from problem
+
+
+def last_metrics(run_dir: str) -> tuple[Iterator[dict[str, Any]], bool]:
+    """Of a run that may be a stranger's: the last of them, in bounded time, and whether those are all."""
+    path = os.path.join(run_dir, layout.METRICS)
+    try:
+        lines, whole = last_lines(path, LAST_BYTES, LAST_LINES)
+    except FileNotFoundError:
+        return iter(()), True
+    except OSError as problem:  # a named pipe
+        raise Refusal(f"{path}: {problem.strerror}; no run writes such a file: remove it", EX_DATAERR) from problem
+    if any(len(line) > LONGEST for line in lines):
+        why = f"a line is longer than {LONGEST >> 20} MB"
+        raise Refusal(f"{path}: {why}; no run writes such a file: remove it", EX_DATAERR)
+    return (metrics for line in lines if (metrics := _object(line)) is not None), whole
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        data = parse_json(line.decode("utf-8", "replace"))
+    except ValueError:
+        return None  # half written
+    return data if isinstance(data, dict) else None
 
 
 def _step(told: dict[str, Any]) -> float:

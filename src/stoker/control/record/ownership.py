@@ -25,6 +25,8 @@ def own_folder(root: str, name: str) -> str:
             about = os.lstat(candidate)
         except FileNotFoundError:
             return candidate
+        except OSError:
+            continue  # another user's mount
         if stat.S_ISDIR(about.st_mode) and is_mine(about.st_uid, root) and not why_not_ours_alone(candidate):
             return candidate
     raise Refusal(f"{path} and its like belong to other users: choose another place", EX_NOPERM)

@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ _MOST = 16 << 20  # bytes of run.json: a run on 500 hosts has 2 MB
 _MOST_OF_OTHERS = 2 << 20  # the same of another user's
 _MOST_EVENTS = 256 << 20
 _MOST_LISTED = 64 << 10  # the same where it is one of many: a run on one host has 6 KB
+_EVENTS_OF_OTHERS = 1 << 20  # the last bytes of events.jsonl that are read of another user's run
 _MOST_ENTRIES = 10_000  # of a run directory
 _LONGEST_EVENT = 1 << 20
 
@@ -59,6 +61,14 @@ class Run:
     @property
     def user(self) -> str:
         return ownership.user_name(self.uid)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Of another user's run the last only: `shows_last_events_only` says so."""
+        return events(self.dir, tail=0 if self.mine else _EVENTS_OF_OTHERS)
+
+    @property
+    def shows_last_events_only(self) -> bool:
+        return not self.mine and _size(os.path.join(self.dir, layout.EVENTS)) > _EVENTS_OF_OTHERS
 
     @property
     def attempts(self) -> list[int]:
@@ -220,7 +230,7 @@ def events(run_dir: str, tail: int = 0) -> Iterator[dict[str, Any]]:
         if tail and os.fstat(handle).st_size > tail:
             file.seek(-tail, os.SEEK_END)
             file.readline(_LONGEST_EVENT)
-        most = file.tell() + _MOST_EVENTS
+        most = file.tell() + (tail or _MOST_EVENTS)  # it may grow faster than we read
         while file.tell() < most and (line := file.readline(_LONGEST_EVENT)):
             event = _event(line)
             if event is not None:
@@ -281,27 +291,35 @@ def look(root: str, everybody: bool = False) -> Listing:
     damaged: list[tuple[str, str]] = []
     others = 0
     try:
-        with os.scandir(root) as entries:
-            folders = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        entries = sorted(os.listdir(root), reverse=True)
     except FileNotFoundError:
-        folders = []
+        entries = []
     except OSError as problem:
         line = f"the runs folder {printable(root)} can't be read: {problem.strerror}; name another with --runs-dir"
         raise names.Refusal(line, names.EX_NOINPUT) from problem
     allowances: dict[int, _Allowance] = {}  # by uid
-    for name in reversed(folders):
+    for name in entries:
         run_dir = os.path.join(root, name)
         try:
-            uid = os.lstat(run_dir).st_uid
+            about = os.lstat(run_dir)
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        except OSError:
+            others += 1  # a user's FUSE mount is closed to everybody else, even to root
+            continue
+        if not stat.S_ISDIR(about.st_mode):
+            continue
+        try:
+            uid = about.st_uid
             mine = ownership.is_mine(uid, root)
             if not mine and not (everybody and allowances.setdefault(uid, _Allowance()).covers(run_dir)):
                 others += 1
                 continue
             run = read(run_dir, most_of_others=_MOST_LISTED)
-        except FileNotFoundError:
-            continue  # removed meanwhile
         except Damaged as problem:
             damaged.append((name, str(problem)))
+        except OSError as problem:
+            damaged.append((name, f"can't be read: {problem.strerror}"))
         else:
             if run is not None:
                 runs.append(run if mine else _brief(run))

@@ -16,6 +16,7 @@ from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.shape import as_json, fields_of, replace
 from stoker.contract.shapes import Verdict
 from stoker.contract.slurmjob import Job, ask_slurm
+from stoker.contract.untrusted import is_count
 from stoker.contract.wholefile import write_json
 from stoker.control.launch.console import LineCutter
 from stoker.control.record import reader
@@ -216,25 +217,30 @@ def look(job: str) -> Job | None:
 
 
 def tasks_of(job: str) -> list[Job]:
-    """A job by itself, or every task of an array; empty where the controller has forgotten it."""
-    lines = _run("scontrol", "--oneliner", "show", "job", job).splitlines()
-    return [one for one in map(read_controller, lines) if one is not None]
+    """A job by itself, or every task of an array; empty where the controller has forgotten it, or is not clear."""
+    lines = _run("scontrol", "--oneliner", "show", "job", job).split("\n")
+    jobs = [read_controller(line) for line in lines if line.strip()]
+    clear = [one for one in jobs if one is not None]
+    return clear if len(clear) == len(jobs) else []
+
+
+_WORDS = ("ArrayJobId", "ArrayTaskId", "JobState", "Reason", "ExitCode", "Restarts", "NodeList", "TimeLimit")
 
 
 def read_controller(line: str) -> Job | None:
-    """One line of `scontrol --oneliner show job`."""
-    if not line.startswith("JobId="):
+    """One line of `scontrol --oneliner show job`. None where it is not clear: Slurm quotes nothing, and a job's name or
+    comment may hold ` JobState=COMPLETED`. `sacct` prints neither.
+    """
+    number = re.match(r"JobId=(\S+)", line)
+    values = {name: re.findall(rf"\s{name}=(\S*)", line) for name in _WORDS}
+    if number is None or len(values["JobState"]) != 1 or any(len(value) > 1 for value in values.values()):
         return None
-
-    def word(name: str) -> str:
-        match = re.search(rf"(?:^| ){name}=(\S*)", line)
-        return "" if match is None or match[1] in _UNTOLD else match[1]
-
-    array, task = word("ArrayJobId"), word("ArrayTaskId")
-    name = f"{array}_{task}" if array and task else word("JobId")
-    code, signal = _codes(word("ExitCode"))
-    restarts = int(word("Restarts") or 0)
-    return Job(name, word("JobState"), word("Reason"), code, signal, restarts, word("NodeList"), word("TimeLimit"))
+    word = {name: value[0] if value and value[0] not in _UNTOLD else "" for name, value in values.items()}
+    array, task = word["ArrayJobId"], word["ArrayTaskId"]
+    name = f"{array}_{task}" if array and task else number[1]
+    code, signal = _codes(word["ExitCode"])
+    restarts = int(word["Restarts"]) if is_count(word["Restarts"]) else 0
+    return Job(name, word["JobState"], word["Reason"], code, signal, restarts, word["NodeList"], word["TimeLimit"])
 
 
 def _accounting(job: str) -> Job | None:
@@ -255,7 +261,7 @@ def read_accounting(line: str) -> Job | None:
 
 def _codes(text: str) -> tuple[int, int]:
     """The exit code and the signal of 1:15."""
-    found = re.fullmatch(r"(\d+):(\d+)", text)
+    found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
@@ -46,7 +45,7 @@ def is_trusted(path: str) -> bool:
     """Ours or root's: another user's checkpoint is not resumed from, not counted and not removed."""
     try:
         return owners.is_trusted(os.lstat(path).st_uid, os.path.dirname(path))
-    except FileNotFoundError:  # removed meanwhile
+    except OSError:  # removed meanwhile, or not for us to look at
         return False
 
 
@@ -92,9 +91,8 @@ def repair(folder: str, only: str = "") -> None:
 def _own_names(folder: str) -> Iterator[str]:
     """What we made: in a folder that several users share, the others look after theirs."""
     for name in os.listdir(folder):
-        with contextlib.suppress(FileNotFoundError):
-            if owners.is_mine(os.lstat(os.path.join(folder, name)).st_uid, folder):
-                yield name
+        if owners.is_own(os.path.join(folder, name)):
+            yield name
 
 
 def sweep(folder: str, dead: Callable[[str, int], bool]) -> None:

@@ -142,7 +142,11 @@ def find(folder: str, say: Callable[[str], None], of_run: str = "") -> Checkpoin
     except OSError as problem:  # a folder that may only be read
         say(f"{problem.filename}: a checkpoint that was being replaced can't be put back: {problem.strerror}")
     for path in steps_in(folder).values():
-        uid = os.lstat(path).st_uid
+        try:
+            uid = os.lstat(path).st_uid
+        except OSError as problem:  # another user's mount, or removed meanwhile
+            say(f"{path} can't be read: {problem.strerror}; looking at the one before")
+            continue
         if not is_trusted(uid, folder):
             say(f"{path} belongs to {user_name(uid)} and is not resumed from; looking at the one before")
             continue

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from typing import Any
 
-from stoker.contract import layout
+from stoker.contract import layout, owners
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import read_json
-from stoker.control.record import ownership, reader
+from stoker.control.record import reader
 from stoker.training.checkpoint.folders import steps_in
 from stoker.training.checkpoint.manifest import NAME as MANIFEST
 from stoker.training.model.families.family import CONFIG
@@ -113,7 +112,7 @@ def _newest(root: str, stage: str | None, say: Any) -> Found:
         return stage is None or stage in (_stage_of(run), _name_of(run))
 
     models = {path: "" for path in _models(root, "") if asked_for(path)}
-    folders = [entry.path for entry in os.scandir(root) if _is_own(entry, root)] if os.path.isdir(root) else []
+    folders = [entry.path for entry in os.scandir(root) if _is_own(entry)] if os.path.isdir(root) else []
     speedruns = [path for path in folders if os.path.isdir(os.path.join(path, STAGES))]
     models |= {path: speedrun for speedrun in speedruns for path in _models(speedrun) if asked_for(path)}
     if not models:
@@ -135,16 +134,15 @@ def _models(folder: str, inside: str = STAGES, scores: bool = False) -> list[str
     place = os.path.join(folder, inside) if inside else folder
     if not os.path.isdir(place):
         return []
-    paths = [os.path.join(entry.path, HF) for entry in os.scandir(place) if _is_own(entry, place)]
+    paths = [os.path.join(entry.path, HF) for entry in os.scandir(place) if _is_own(entry)]
     made = [path for path in paths if _has_weights(path)]
     answering = [path for path in made if scores or _stage_of(os.path.dirname(path)) not in NO_ANSWERS]
     return sorted(answering, key=_made)
 
 
-def _is_own(entry: os.DirEntry[str], folder: str) -> bool:
+def _is_own(entry: os.DirEntry[str]) -> bool:
     """Nobody gets a stranger's model without having named it."""
-    about = entry.stat(follow_symlinks=False)
-    return stat.S_ISDIR(about.st_mode) and ownership.is_mine(about.st_uid, folder)
+    return owners.is_own(entry.path) and entry.is_dir(follow_symlinks=False)
 
 
 def _made(folder: str) -> float:

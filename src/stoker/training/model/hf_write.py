@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stoker.contract.names import EX_CANTCREAT, Refusal
-from stoker.contract.owners import is_mine
+from stoker.contract.owners import is_own
 from stoker.contract.quantities import amount
 from stoker.contract.tensorheader import pack_header
 from stoker.contract.untrusted import is_count, open_regular
@@ -182,22 +182,17 @@ def _is_ours(card: str) -> bool:
 
 
 def sweep(parent: str, name: str) -> None:
-    """What exports that were killed left behind: the one that was being replaced comes back, unfinished ones go."""
+    """What exports that were killed left behind: the one that was being replaced comes back, unfinished ones go.
+
+    In a folder that others may write to, what they left stays theirs.
+    """
     repair(parent, only=name)
     host = socket.gethostname()
     for entry in os.listdir(parent):
         pid = entry.removeprefix(f".{name}.{host}-").removesuffix(".tmp")
-        ours = entry == f".{name}.{host}-{pid}.tmp" and _is_mine(os.path.join(parent, entry))
+        ours = entry == f".{name}.{host}-{pid}.tmp" and is_own(os.path.join(parent, entry))
         if ours and is_count(pid) and (int(pid) == os.getpid() or not _alive(int(pid))):
             remove(os.path.join(parent, entry))
-
-
-def _is_mine(path: str) -> bool:
-    """In a folder that others may write to, what they left stays theirs."""
-    try:
-        return is_mine(os.lstat(path).st_uid, os.path.dirname(path))
-    except FileNotFoundError:
-        return False
 
 
 def _alive(pid: int) -> bool:
