@@ -26,7 +26,7 @@ _EXAMPLES = """examples:
   stoker run --gpus any:2 --min-free-memory 20GB --wait 10m train.py
   stoker run --detach --name exp1 --max-restarts 3 --notify 'mail -s done me' train.py
   stoker run --no-python ./a.out                    any program
-  stoker run --hosts cluster.yaml --min-hosts 2 train.py   several machines; goes on without one that is lost
+  stoker run --hosts cluster.yaml --min-hosts 2 train.py   several machines; continues without a lost one
   stoker run --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 train.py   by hand on each, as torchrun would
 
 exit codes: the guilty rank's own; 128+n for a signal; 70 where that would be 0 or was our doing; 0 only if every rank ended with 0.

@@ -88,7 +88,7 @@ host.lost: A host of a run with several was lost while its ranks ran.
   unless: a rank failed by itself before that: then that is the cause. Ranks that lost their connection to it are the
       echo
   fix: is it up, and is its cable in? ping it; dmesg there may know of a killed agent
-  fix: --min-hosts K goes on without lost hosts, from the last checkpoint, and takes them back when they return
+  fix: --min-hosts K continues without lost hosts, from the last checkpoint, and takes them back when they return
 unknown: The job ended without a cause that can be seen.
   seen: no rank failed by itself, and not all ended with 0
   unless: any evidence for another cause

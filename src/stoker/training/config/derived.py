@@ -19,7 +19,7 @@ from stoker.training.model.config import ModelConfig, parameters
 RATE, CEILING = 2e-5, 1e-3  # full fine-tuning of a billion parameters; above that no stage goes at any size
 BILLION, LARGER = 1e9, 0.25  # above a billion parameters the rate falls with the fourth root of the size
 CAUTIOUS = {"stable": 1 / 3}  # of the rate, as that preset's own to production's
-CONTINUED = 4.0  # times that: pretraining that goes on with loaded weights, as midtraining does
+CONTINUED = 4.0  # times that: pretraining that continues from loaded weights, as midtraining does
 KEEPS_ITS_LENGTH = ("debug",)
 MOST_STEPS_A_PASS = 1000  # more data: a larger batch, up to the preset's
 RANKS_UNKNOWN = 16  # samples a step has at least where only the launch will show how many ranks share them

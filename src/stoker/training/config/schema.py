@@ -55,7 +55,7 @@ class Config:
 SECTIONS: dict[str, type[Any]] = {name: part for name, part in get_type_hints(Config).items() if name != "preset"}
 ABOUT = {
     "model": "the decoder's shape", "tokenizer": "text to tokens", "data": "where the tokens come from", "batch": "how many tokens a step has",
-    "optim": "optimizer and schedule", "parallel": "how ranks share the work", "compute": "precision, kernels, memory", "train": "how long, and what is said",
+    "optim": "optimizer and schedule", "parallel": "how ranks share the work", "compute": "precision, kernels, memory", "train": "how long, and what is reported",
     "checkpoint": "what is kept, and where a run goes on", "nan": "numbers that are no numbers",
     "reward": "stage reward: which of two answers is the better", "dpo": "stage dpo: learning from preference pairs",
     "generate": "how answers are written",

@@ -68,7 +68,7 @@ class Crew:
     def run(
         self, jobs: Sequence[list[Span]], path_of: Callable[[int], str], tick: Callable[[int], None]
     ) -> Iterator[Part]:
-        """In the order of the jobs. `tick` is told the bytes of each that is done."""
+        """In the order of the jobs. `tick` gets the bytes of each that is done."""
         if not self._processes:
             tokenizer = prepared_tokenizer(self.work)
             for number, spans in enumerate(jobs):

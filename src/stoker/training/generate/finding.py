@@ -71,7 +71,7 @@ def _of_run(run: str, checkpoints: bool) -> Found:
 
 
 def _of_speedrun(folder: str, stage: str | None, say: Any, checkpoints: bool) -> Found:
-    """By chain.json, or, where that run has no model, the newest run of the stage's name, which is said."""
+    """By chain.json, or, where that run has no model, the newest run of the stage's name, which is reported."""
     told = _json(os.path.join(folder, CHAIN)).get("stages")
     rows = (
         {str(row["name"]): str(row.get("run") or "") for row in told if isinstance(row, dict) and row.get("name")}

@@ -123,7 +123,7 @@ def attend(
     alive: Tensor,
     scale: float | None = None,
 ) -> Tensor:
-    """plain.attend without a mask: the device is told which slots to see, none for rows that have ended."""
+    """plain.attend without a mask: the device is given the slots to see, none for rows that have ended."""
     rows, heads, head_dim = q.shape
     kv_heads = kv.shape[2]
     group = heads // kv_heads

@@ -1,4 +1,4 @@
-"""How long, how often, and what is said."""
+"""How long, how often, and what is reported."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Decoding:
     every_byte: bool = False  # each byte has a token
     space: str = ""  # stands for a blank
     byte_fallback: bool = False  # <0x0A> is one byte
-    continues: str = ""  # WordPiece: what begins so goes on with a word, others begin with a blank
+    continues: str = ""  # WordPiece: what begins so continues a word, others begin with a blank
     word_end: str = ""  # a token that ends so has a blank behind it
     strips: bool = False  # a blank before the whole text is the tokenizer's own
 

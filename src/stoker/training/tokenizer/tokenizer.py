@@ -82,7 +82,7 @@ class Tokenizer:
 
     @property
     def start(self) -> list[int]:
-        """Where a text begins that a model goes on with: as in training, where another ended if nothing else says it."""
+        """Where a text begins that a model continues: as in training, where another ended if nothing else says it."""
         return list(self.begin) or [self.end_id]
 
     @cached_property

@@ -160,7 +160,7 @@ nccl.shm: NCCL could not get shared memory: /dev/shm is too small, or full.
   fix: a larger /dev/shm: docker run --shm-size=16g or --ipc=host; in Kubernetes an emptyDir with medium: Memory on
       /dev/shm
   fix: stoker clean   # shows segments that dead runs left there
-  fix: NCCL_SHM_DISABLE=1 goes on without, slower
+  fix: NCCL_SHM_DISABLE=1 continues without it, slower
 """)
 def shm(case: Case, found: Match) -> Found:
     room = shm_left(case.end.around)
