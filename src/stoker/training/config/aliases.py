@@ -35,6 +35,7 @@ SECTION_VALUES = {
     "model": "model.load",
     "optimizer": "optim.kind",
     "optim": "optim.kind",
+    "adapter": "adapter.method",
 }
 
 
@@ -55,6 +56,8 @@ def _device_id(value: Any) -> dict[str, Any]:
 TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "use_amp": lambda value: {"compute.dtype": "auto" if truth(value) else "fp32"},
     "gradient_checkpointing": lambda value: {"compute.recompute": "full" if truth(value) else "off"},
+    "lora": lambda value: {"adapter.method": "lora" if truth(value) else "off"},
+    "qlora": lambda value: {"adapter.method": "qlora" if truth(value) else "off"},
     "debug": lambda value: {PRESET: "debug"} if truth(value) else {},
     "warmup": _warmup,
     "device_id": _device_id,

@@ -14,12 +14,13 @@ from stoker.contract.shape import shape
 from stoker.training.config.amount import Amount
 from stoker.training.config.keys import config_of, values_of
 from stoker.training.config.schema import Config
-from stoker.training.model.config import ModelConfig, parameters
+from stoker.training.model.config import OFF, ModelConfig, parameters
 
 RATE, CEILING = 2e-5, 1e-3  # full fine-tuning of a billion parameters; above that no stage goes at any size
 BILLION, LARGER = 1e9, 0.25  # above a billion parameters the rate falls with the fourth root of the size
 CAUTIOUS = {"stable": 1 / 3}  # of the rate, as that preset's own to production's
 CONTINUED = 4.0  # times that: pretraining that continues from loaded weights, as midtraining does
+ADAPTED = 10.0  # times that where adapters learn: what suits them at any rank (Schulman and others, 2025, LoRA Without Regret)
 KEEPS_ITS_LENGTH = ("debug",)
 MOST_STEPS_A_PASS = 1000  # more data: a larger batch, up to the preset's
 RANKS_UNKNOWN = 16  # samples a step has at least where only the launch will show how many ranks share them
@@ -109,6 +110,8 @@ def _rates(learning: Learning, config: Config, model: ModelConfig) -> dict[str, 
     share = learning.rate or (CONTINUED if config.model.load else 0.0)
     if not share:
         return {}
+    if config.adapter.method != OFF:
+        share *= ADAPTED
     rate = min(share * rate_at(parameters(model), learning.power), CEILING) * CAUTIOUS.get(config.preset, 1.0)
     found = {"optim.learning_rate": _two_digits(rate)}
     if config.optim.kind == "muon":  # an orthogonal matrix has entries of about 1/√width: the same change per weight

@@ -15,7 +15,7 @@ from stoker.training.config.keys import BARE, KEYS, LEAVES
 from stoker.training.config.schema import ABOUT, SECTIONS
 
 DERIVED = (*RATES, *LENGTH, *BATCH)  # a stage that trains derives these
-STANDS_ALONE = ("use_amp", "gradient_checkpointing", "debug")  # aliases that may come without a value
+STANDS_ALONE = ("use_amp", "gradient_checkpointing", "debug", "lora", "qlora")  # aliases that may come without a value
 
 
 @shape

@@ -13,7 +13,7 @@ from stoker.training.evaluate.config import DensityConfig, DiversityConfig, Eval
 from stoker.training.forensics.config import NanConfig
 from stoker.training.generate.config import GenerateConfig
 from stoker.training.loop.config import TrainConfig
-from stoker.training.model.config import ModelConfig
+from stoker.training.model.config import AdapterConfig, ModelConfig
 from stoker.training.optim.config import BatchConfig, OptimConfig
 from stoker.training.parallel.config import ComputeConfig, ParallelConfig
 from stoker.training.reward.config import DpoConfig, RewardConfig
@@ -33,6 +33,7 @@ class NeedsConfig:
 class Config:
     preset: str
     model: ModelConfig
+    adapter: AdapterConfig
     tokenizer: TokenizerConfig
     data: DataConfig
     batch: BatchConfig
@@ -54,7 +55,7 @@ class Config:
 
 SECTIONS: dict[str, type[Any]] = {name: part for name, part in get_type_hints(Config).items() if name != "preset"}
 ABOUT = {
-    "model": "the decoder's shape", "tokenizer": "text to tokens", "data": "where the tokens come from", "batch": "how many tokens a step has",
+    "model": "the decoder's shape", "adapter": "small matrices that learn beside frozen weights", "tokenizer": "text to tokens", "data": "where the tokens come from", "batch": "how many tokens a step has",
     "optim": "optimizer and schedule", "parallel": "how ranks share the work", "compute": "precision, kernels, memory", "train": "how long, and what is reported",
     "checkpoint": "what is kept, and where a run goes on", "nan": "numbers that are no numbers",
     "reward": "stage reward: which of two answers is the better", "dpo": "stage dpo: learning from preference pairs",

@@ -114,8 +114,13 @@ class Keeper:
 
 
 def tensors_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """What a checkpoint holds: parameters and optimizer state under names that do not depend on ranks or strategy."""
-    found: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    """What a checkpoint holds: parameters and optimizer state under names that do not depend on ranks or strategy. Beside
+    adapters the frozen weights stay in the folder they come from.
+    """
+    named = dict(model.named_parameters())
+    if any(".adapter." in name for name in named):
+        named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    found: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
     for name, tensor, like in optimizer.state():
         found[f"optim.{name}"] = _sharded_like(tensor, like)
     return found

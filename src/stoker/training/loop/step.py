@@ -20,6 +20,7 @@ from stoker.training.forensics.replay import Drill
 from stoker.training.loop.feeder import Material, MicroBatch, StepBatch
 from stoker.training.loop.learner import Learner
 from stoker.training.loop.run import Answers
+from stoker.training.model.adapters import Beside
 from stoker.training.model.attention import documents
 from stoker.training.model.decoder import Decoder
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
@@ -148,6 +149,7 @@ class Parts:
     clock: StepClock | None
     drill: Drill
     graph: bool  # small models: a step is one CUDA graph
+    adapters: Beside | None = None  # None: all weights learn
 
 
 class Stepper:

@@ -236,6 +236,8 @@ class Supervised(Task):
         found["batch"] = [self._parts.batch, self._group.world]
         if self._parts.plans is not None:
             found["balance"] = self._parts.plans.told(done)
+        if self._parts.adapters is not None:
+            found["adapter"] = self._parts.adapters.about
         return found
 
     def summary(self) -> str:

@@ -103,6 +103,33 @@ class ModelConfig:
         return self.experts > 0 and layer not in self.dense
 
 
+OFF, LORA, QLORA = "off", "lora", "qlora"
+EVERY = "all-linear"
+
+
+@shape
+class AdapterConfig:
+    method: str = one_of(OFF, LORA, QLORA)(
+        "off: all weights learn; lora: small matrices beside frozen weights; qlora: the same, and the frozen weights"
+        " take 4 bits (NF4)"
+    )
+    lora_rank: int = limits.Range(1, 4096)("width of an adapter", 16)
+    lora_alpha: float = limits.POSITIVE("an adapter's product counts alpha / rank times", 32.0)
+    lora_targets: str = option(
+        "which linear layers get one: all-linear, or names as in the model's folder: q_proj,v_proj", default=EVERY
+    )
+    lora_dropout: float = limits.LESS_THAN_ALL("share of an adapter's inputs that is dropped in training", 0.0)
+    rslora: bool = option("count alpha / √rank times instead (rank-stabilised LoRA)", default=False)
+    also_train: str = text("NAMES")(
+        "what else learns, as a whole: names as in the model's folder: embed_tokens,lm_head,norm"
+    )
+    continue_from: str = text("DIR")("an adapter's folder (peft) to begin with; its rank, alpha and targets count")
+
+    @property
+    def scale(self) -> float:
+        return self.lora_alpha / (math.sqrt(self.lora_rank) if self.rslora else self.lora_rank)
+
+
 # What notices and refusals call the block's options.
 OPTIONS = {
     "qkv_bias": "bias on queries, keys and values",

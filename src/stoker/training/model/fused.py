@@ -13,43 +13,29 @@ from torch import Tensor
 
 from stoker.training.model import fused_kernel as kernel
 from stoker.training.model.attention import Seen, attend
-
-
-def _weight_gradient(g: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    if weight.dtype == torch.float32 and g.is_cuda and g.dtype != torch.float32:
-        return torch.mm(g.t(), x, out_dtype=torch.float32)
-    return (g.t() @ x).to(weight.dtype)
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    w = weight.to(x.dtype).t()
-    return x @ w if bias is None else torch.addmm(bias.to(x.dtype), x, w)
-
-
-def _bias_gradient(g: Tensor, bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else g.sum(0, dtype=torch.float32).to(bias.dtype)
+from stoker.training.model.maps import Map, Mapped
 
 
 class _NormLinear(torch.autograd.Function):
-    """(x + delta, norm(x + delta) weightᵀ + bias)."""
+    """(x + delta, norm(x + delta) through a linear layer's map)."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+        ctx: Any, kind: Map, x: Tensor, delta: Tensor | None, scale: Tensor, eps: float, *learned: Tensor
     ) -> tuple[Tensor, Tensor]:
         out, normed, rstd = kernel.add_norm(x, delta, scale, eps)
-        ctx.save_for_backward(out, rstd, scale, weight, bias)
-        ctx.added = delta is not None
-        return (out if delta is not None else x.view_as(x)), _product(normed, weight, bias)
+        ctx.save_for_backward(out, rstd, scale, *learned)
+        ctx.kind, ctx.added = kind, delta is not None
+        return (out if delta is not None else x.view_as(x)), kind.product(normed, *learned)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         onward, g = gradients
-        x, rstd, scale, weight, bias = ctx.saved_tensors
-        inner = g @ weight.to(g.dtype)
+        x, rstd, scale, *learned = ctx.saved_tensors
+        inner, kept = ctx.kind.back(g, *learned)
         dx, normed, dscale = kernel.norm_backward(inner, x, rstd, scale, onward)
-        dweight = _weight_gradient(g, normed, weight)
-        return dx, dx if ctx.added else None, dscale.to(scale.dtype), dweight, _bias_gradient(g, bias), None
+        own = ctx.kind.gradients(g, normed, kept, *learned)
+        return None, dx, dx if ctx.added else None, dscale.to(scale.dtype), None, *own
 
 
 class _NormQkv(torch.autograd.Function):
@@ -57,28 +43,31 @@ class _NormQkv(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
-        cos: Tensor, sin: Tensor, heads: int, kv_heads: int, head_dim: int, kept: bool,
+        ctx: Any, kind: Map, x: Tensor, delta: Tensor | None, scale: Tensor, eps: float, cos: Tensor, sin: Tensor,
+        heads: tuple[int, int, int], fresh: bool, *learned: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
+        queries, keys, head_dim = heads
         out, normed, rstd = kernel.add_norm(x, delta, scale, eps)
-        qkv = _product(normed, weight, bias)
-        if kept:
+        qkv = kind.product(normed, *learned)
+        if fresh:
             qkv = qkv.clone()
-        kernel.rotate_in_place(qkv, cos, sin, heads + kv_heads, head_dim, 1.0)
-        ctx.save_for_backward(out, rstd, scale, weight, bias, cos, sin)
-        ctx.added, ctx.heads, ctx.kv_heads, ctx.head_dim = delta is not None, heads, kv_heads, head_dim
-        q, k, v = torch.split(qkv, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
+        kernel.rotate_in_place(qkv, cos, sin, queries + keys, head_dim, 1.0)
+        ctx.save_for_backward(out, rstd, scale, cos, sin, *learned)
+        ctx.kind, ctx.added, ctx.heads = kind, delta is not None, heads
+        q, k, v = torch.split(qkv, [queries * head_dim, keys * head_dim, keys * head_dim], dim=1)
         return (out if delta is not None else x.view_as(x)), q, k, v
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         onward, dq, dk, dv = gradients
-        x, rstd, scale, weight, bias, cos, sin = ctx.saved_tensors
+        x, rstd, scale, cos, sin, *learned = ctx.saved_tensors
+        queries, keys, head_dim = ctx.heads
         g = torch.cat([dq, dk, dv], dim=1)
-        kernel.rotate_in_place(g, cos, sin, ctx.heads + ctx.kv_heads, ctx.head_dim, -1.0)
-        dx, normed, dscale = kernel.norm_backward(g @ weight.to(g.dtype), x, rstd, scale, onward)
-        own = dscale.to(scale.dtype), _weight_gradient(g, normed, weight), _bias_gradient(g, bias)
-        return dx, dx if ctx.added else None, *own, None, None, None, None, None, None, None
+        kernel.rotate_in_place(g, cos, sin, queries + keys, head_dim, -1.0)
+        inner, kept = ctx.kind.back(g, *learned)
+        dx, normed, dscale = kernel.norm_backward(inner, x, rstd, scale, onward)
+        own = ctx.kind.gradients(g, normed, kept, *learned)
+        return None, dx, dx if ctx.added else None, dscale.to(scale.dtype), *(None,) * 5, *own
 
 
 class _NormRotate(torch.autograd.Function):
@@ -106,31 +95,20 @@ class _NormRotate(torch.autograd.Function):
         return dqkv, None, None, dq.to(q_weight.dtype), dk.to(k_weight.dtype), None, None, None
 
 
-class _Linear(torch.autograd.Function):
+class _SwigluLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        return _product(x, weight, bias)
+    def forward(ctx: Any, kind: Map, gate_up: Tensor, *learned: Tensor) -> Tensor:
+        ctx.kind = kind
+        ctx.save_for_backward(gate_up, *learned)
+        return kind.product(kernel.swiglu(gate_up), *learned)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (g,) = gradients
-        x, weight, bias = ctx.saved_tensors
-        return g @ weight.to(g.dtype), _weight_gradient(g, x, weight), _bias_gradient(g, bias)
-
-
-class _SwigluLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up, weight)
-        return kernel.swiglu(gate_up) @ weight.to(gate_up.dtype).t()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
-        (g,) = gradients
-        gate_up, weight = ctx.saved_tensors
-        gradient, activations = kernel.swiglu_backward(g @ weight.to(g.dtype), gate_up)
-        return gradient, _weight_gradient(g, activations, weight)
+        gate_up, *learned = ctx.saved_tensors
+        inner, kept = ctx.kind.back(g, *learned)
+        gradient, activations = kernel.swiglu_backward(inner, gate_up)
+        return None, gradient, *ctx.kind.gradients(g, activations, kept, *learned)
 
 
 class _Norm(torch.autograd.Function):
@@ -173,22 +151,22 @@ def block(
     B, T = x.shape[0], x.shape[1]
     rows = x.view(B * T, -1)
     first = module.attention_norm
-    weight, bias = attention.qkv.weight, attention.qkv.bias
+    qkv_map, qkv_learned = attention.qkv.map, attention.qkv.map.learned(attention.qkv)
     if attention.q_norm is None:
         # products_kept: the product is used again in the backward pass, so another buffer is turned: nothing would
         # notice a kernel's writing into it.
         rows, q, k, v = _NormQkv.apply(  # type: ignore[no-untyped-call]
-            rows, delta, _scale(first), weight, bias, first.eps, cos, sin, heads, kv_heads, head_dim,
-            module.products_kept,
+            qkv_map, rows, delta, _scale(first), first.eps, cos, sin, (heads, kv_heads, head_dim), module.products_kept,
+            *qkv_learned,
         )  # fmt: skip
     else:
-        rows, qkv = _NormLinear.apply(rows, delta, _scale(first), weight, bias, first.eps)  # type: ignore[no-untyped-call]
+        rows, qkv = _NormLinear.apply(qkv_map, rows, delta, _scale(first), first.eps, *qkv_learned)  # type: ignore[no-untyped-call]
         norms = _scale(attention.q_norm), _scale(attention.k_norm)
         qk, v = _NormRotate.apply(qkv, cos, sin, *norms, heads, kv_heads, attention.q_norm.eps)  # type: ignore[no-untyped-call]
         q, k = torch.split(qk, [heads * head_dim, kv_heads * head_dim], dim=1)
     q, k, v = (part.view(B, T, -1, head_dim) for part in (q, k, v))
     y = attend(q, k, v, seen, attention.dropout if module.training else 0.0, attention.scale)
-    out = _Linear.apply(y.reshape(B * T, -1), attention.out.weight, attention.out.bias)  # type: ignore[no-untyped-call]
+    out = _through(attention.out, y.reshape(B * T, -1))
     rows, out, *load = _mlp(module, rows, module._drop(_after(out, module.attention_post_norm)), (B, T), counted)
     return rows.view(B, T, -1), module._drop(_after(out, module.mlp_post_norm)), *load
 
@@ -208,8 +186,13 @@ def _mlp(module: Any, rows: Tensor, delta: Tensor, size: tuple[int, int], counte
         rows, normed = _Norm.apply(rows, delta, _scale(norm), norm.eps)  # type: ignore[no-untyped-call]
         y, load = module.experts(normed.view(*size, -1), counted)
         return rows, y.flatten(0, 1), load
-    wide_weights = mlp.gate_up.weight, mlp.gate_up.bias
-    rows, wide = _NormLinear.apply(rows, delta, _scale(norm), *wide_weights, norm.eps)  # type: ignore[no-untyped-call]
+    wide_map = mlp.gate_up.map
+    rows, wide = _NormLinear.apply(wide_map, rows, delta, _scale(norm), norm.eps, *wide_map.learned(mlp.gate_up))  # type: ignore[no-untyped-call]
     if mlp.activation is None:
-        return rows, _SwigluLinear.apply(wide, mlp.down.weight)  # type: ignore[no-untyped-call]
-    return rows, _Linear.apply(mlp.activation(wide), mlp.down.weight, mlp.down.bias)  # type: ignore[no-untyped-call]
+        return rows, _SwigluLinear.apply(mlp.down.map, wide, *mlp.down.map.learned(mlp.down))  # type: ignore[no-untyped-call]
+    return rows, _through(mlp.down, mlp.activation(wide))
+
+
+def _through(layer: Any, x: Tensor) -> Tensor:
+    found: Tensor = Mapped.apply(layer.map, x, *layer.map.learned(layer))  # type: ignore[no-untyped-call]
+    return found

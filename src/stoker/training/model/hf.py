@@ -13,13 +13,14 @@ from torch import Tensor
 
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, Refusal
 from stoker.contract.quantities import amount
-from stoker.training.model import outside
+from stoker.training.model import adapters, outside
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
 from stoker.training.model.hf_config import Stored, config_of, kept_of, shape_of
-from stoker.training.model.hf_files import Place, check, places
+from stoker.training.model.hf_files import Part, Place, check, places
 from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_write import DTYPES, Export, add_files, fresh_folder, size_of
+from stoker.training.model.linear import Linear
 
 Say = Callable[[str], None]
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -39,6 +40,9 @@ def load(model: Decoder | outside.Outside, folder: str, say: Say) -> None:
     if isinstance(model, outside.Outside):
         return outside.load(model, folder, say)
     load_named(model, named(model), folder, say)
+    if adapters.is_adapter(folder):
+        adapters.check_base(folder)
+        adapters.fold(model, folder, read_stored, say)
 
 
 @torch.no_grad()
@@ -50,11 +54,14 @@ def load_named(model: Decoder, some: Iterable[tuple[str, Tensor]], folder: str, 
     assert not any(parameter.is_meta for parameter in parameters.values()), (
         "the model is on the meta device: to_empty() first"
     )
-    assert len(parameters) == sum(1 for _ in places(c)), (
-        "the head is no longer the embedding: to_empty() unties them, tie them again"
-    )
     for place in places(c):
-        parameter = parameters[place.name]
+        parameter = parameters.get(place.name)
+        if parameter is None:  # 4 bits: one tensor of the folder at a time has more
+            layer = model.get_submodule(place.name.removesuffix(".weight"))
+            assert isinstance(layer, Linear), f"{place.name} is no parameter"
+            device = model.tables[0][0].device
+            adapters.quantize(layer, [_rows(part, stored).to(device, model.dtype) for part in place.parts])
+            continue
         parameter.copy_(like(_assemble(place, stored, parameter.dtype).to(parameter.device), parameter))
     rows = stored[next(iter(places(c))).parts[0].name].shape[0]  # the embedding comes first
     padded = (
@@ -69,14 +76,17 @@ def _assemble(place: Place, stored: dict[str, Stored], dtype: torch.dtype) -> Te
     whole = torch.empty(sum(part.shape[0] for part in place.parts), *place.parts[0].shape[1:], dtype=dtype)
     begin = 0
     for part in place.parts:
-        rows = read_stored(stored[part.name])
-        if part.transposed:
-            rows = rows.t() if rows.dim() == 2 else rows
+        rows = _rows(part, stored)
         whole[begin : begin + len(rows)] = rows
         if len(rows) < part.shape[0]:  # padding, or added tokens: equal on all ranks, and no louder than the others
             whole[begin + len(rows) : begin + part.shape[0]] = rows.mean(0, dtype=torch.float32)
         begin += part.shape[0]
     return whole
+
+
+def _rows(part: Part, stored: dict[str, Stored]) -> Tensor:
+    rows = read_stored(stored[part.name])
+    return rows.t() if part.transposed and rows.dim() == 2 else rows
 
 
 def read_stored(one: Stored) -> Tensor:

@@ -13,6 +13,7 @@ from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusa
 from stoker.contract.shape import replace, shape
 from stoker.contract.tensorheader import read_header
 from stoker.contract.untrusted import read_json
+from stoker.training.model import hf_hub
 from stoker.training.model.config import ModelConfig, check_options
 from stoker.training.model.families import family_in, family_of, known_family
 from stoker.training.model.families.family import CONFIG, ConfigJson
@@ -33,7 +34,10 @@ class Stored:
 
 
 def stored_in(folder: str) -> dict[str, Stored]:
-    """All tensors of model.safetensors, of the files its index names, or of the only safetensors file there is."""
+    """All tensors of model.safetensors, of the files its index names, or of the only safetensors file there is. Of an
+    adapter's folder: those of the model it is for.
+    """
+    folder = base_of(folder)
     try:
         names = sorted(os.listdir(folder))
     except OSError as problem:
@@ -66,7 +70,7 @@ def stored_in(folder: str) -> dict[str, Stored]:
             " is where",
             EX_DATAERR,
         )
-    return _header(os.path.join(folder, files[0]))
+    return header(os.path.join(folder, files[0]))
 
 
 def _indexed(folder: str) -> dict[str, Stored]:
@@ -87,14 +91,14 @@ def _indexed(folder: str) -> dict[str, Stored]:
     )
     if outside is not None:
         raise Refusal(f"{path} names {outside}, which is no safetensors file of that folder", EX_DATAERR)
-    headers = {name: _header(os.path.join(folder, name)) for name in files}
+    headers = {name: header(os.path.join(folder, name)) for name in files}
     for name, shard in where.items():
         if name not in headers[shard]:
             raise Refusal(f"{path} says that {name} is in {shard}, and it is not", EX_DATAERR)
     return {name: headers[shard][name] for name, shard in where.items()}
 
 
-def _header(path: str) -> dict[str, Stored]:
+def header(path: str) -> dict[str, Stored]:
     try:
         found = read_header(path).tensors
     except FileNotFoundError as problem:
@@ -106,6 +110,7 @@ def _header(path: str) -> dict[str, Stored]:
     return {name: Stored(path, one.dtype, one.shape, one.begin, one.end - one.begin) for name, one in found.items()}
 
 
+ADAPTER = "adapter_config.json"  # peft's
 _LONGEST = 1 << 20  # bytes of it: a checkpoint keeps it
 _QUANTIZED = ("quant_config.json", "quantize_config.json")  # beside it, in folders of AWQ and GPTQ
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -223,7 +228,27 @@ def _refuse_quantized(told: ConfigJson) -> None:
         told.refuse(f"its weights are quantized ({told.words(kind)}): load the folder they were made from")
 
 
+def base_of(folder: str) -> str:
+    """The model that an adapter's folder is for; another folder is its own."""
+    path = os.path.join(folder, ADAPTER)
+    if not os.path.isfile(path):
+        return folder
+    try:
+        told = read_json(path, _LONGEST)
+    except (OSError, ValueError) as problem:
+        raise Refusal(f"adapter {path} can't be read: {problem}", EX_DATAERR) from problem
+    base = told.get("base_model_name_or_path") if isinstance(told, dict) else None
+    if not isinstance(base, str) or not base:
+        raise Refusal(f"adapter {path} does not say which model it is for (base_model_name_or_path)", EX_DATAERR)
+    found = hf_hub.folder_of(base, lambda line: None)
+    if os.path.isfile(os.path.join(found, ADAPTER)):
+        raise Refusal(f"adapter {folder} is for {base}, which is an adapter itself: merge that one first", EX_DATAERR)
+    return found
+
+
 def _read(folder: str) -> ConfigJson:
+    if not os.path.isfile(os.path.join(folder, CONFIG)):
+        folder = base_of(folder)
     path = os.path.join(folder, CONFIG)
     try:
         return ConfigJson(folder, read_json(path, _LONGEST))

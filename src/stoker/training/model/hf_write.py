@@ -34,6 +34,9 @@ CARD, CARD_MARK = "README.md", "<!-- written by stoker -->"
 SCORE = "score.safetensors"  # a reward model's head, beside the decoder's weights
 
 
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
 def shards(c: ModelConfig, dtype: torch.dtype) -> list[list[Part]]:
     """In their order, each file up to SHARD_BYTES; a larger tensor has one of its own."""
     found: list[list[Part]] = [[]]
@@ -165,7 +168,7 @@ def refuse_foreign_files(folder: str) -> None:
         return
     if not os.path.isdir(folder):
         raise Refusal(f"{folder} is a file: give a folder for the model", EX_CANTCREAT)
-    ours = (CONFIG, GENERATION, INDEX, SCORE, *TOKENIZER_FILES)
+    ours = (CONFIG, GENERATION, INDEX, SCORE, *ADAPTER_FILES, *TOKENIZER_FILES)
     for name in sorted(os.listdir(folder)):
         if name == CARD and _is_ours(os.path.join(folder, name)):
             continue

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stoker.training.model import nf4
 from stoker.training.model.config import ModelConfig, gate_up_rows
+from stoker.training.model.maps import Adapted, Adapter, Frozen, Map, Mapped, Whole, dequantized
 
 
 def rms_norm(wide: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -97,10 +99,10 @@ class _Fp8(torch.autograd.Function):
         return output_product(x, weight, True)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor | None]:
         (g,) = gradients
         x, weight = ctx.saved_tensors
-        return input_product(g, weight, True), (g.t() @ x).to(weight.dtype)
+        return input_product(g, weight, True), (g.t() @ x).to(weight.dtype) if weight.requires_grad else None
 
 
 def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -169,7 +171,7 @@ class _SwigluLinear(torch.autograd.Function):
         gate_up, weight = ctx.saved_tensors
         inner = input_product(g, weight, ctx.fp8)
         gradient, activations = _backward(inner, gate_up)
-        return gradient, (g.t() @ activations).to(weight.dtype), None
+        return gradient, (g.t() @ activations).to(weight.dtype) if weight.requires_grad else None, None
 
 
 def swiglu_linear(gate_up: Tensor, weight: Tensor, fp8: bool) -> Tensor:
@@ -185,13 +187,46 @@ class Linear(nn.Linear):
         super().__init__(inputs, sum(parts), bias=bias)
         self.parts = parts
         self.fp8 = False
+        self.adapter: Adapter | None = None
+        self.quantized: tuple[nf4.Quantized, ...] = ()  # instead of the weight
+        self.map: Map = Whole()
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """The weight in this dtype; a quantized one in a buffer that the next call overwrites."""
+        return dequantized(self.quantized, dtype) if self.quantized else self.weight.to(dtype)
+
+    def settle(self) -> None:
+        """After an adapter was put beside the weight, or codes in its place."""
+        if self.adapter is not None:
+            self.map = Adapted(self)
+        else:
+            self.map = Frozen(self) if self.quantized else Whole()
 
     def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(self.map, Whole):
+            if self.adapter is not None and self.adapter.dropout and self.training:
+                return self._with_dropout(x)
+            flat: Tensor = Mapped.apply(self.map, x.flatten(0, -2), *self.map.learned(self))  # type: ignore[no-untyped-call]
+            return flat.view(*x.shape[:-1], -1)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.fp8:
             product = fp8_linear(x, self.weight)
             return product if bias is None else product + bias
         return F.linear(x, self.weight.to(x.dtype), bias)
+
+    def _with_dropout(self, x: Tensor) -> Tensor:
+        """What the adapter reads has places dropped; the frozen weight reads all."""
+        adapter = self.adapter
+        assert adapter is not None
+        y: Tensor = Mapped.apply(Frozen(self), x.flatten(0, -2))  # type: ignore[no-untyped-call]
+        dropped = F.dropout(x.flatten(0, -2), adapter.dropout)
+        narrow = F.linear(dropped, adapter.a.to(x.dtype)) * adapter.scale
+        added = torch.zeros_like(y)
+        for (begin, end), piece, b in zip(
+            adapter.parts, torch.split(narrow, adapter.rank, dim=1), adapter.b, strict=True
+        ):
+            added[:, begin:end] = F.linear(piece, b.to(x.dtype))
+        return (y + added).view(*x.shape[:-1], -1)
 
 
 class MLP(nn.Module):
@@ -202,7 +237,8 @@ class MLP(nn.Module):
         self.activation = None if (c.activation, c.gated, c.mlp_bias) == ("silu", True, False) else activation(c)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.activation is None:
+        if self.activation is None and isinstance(self.down.map, Whole):
             return swiglu_linear(self.gate_up(x), self.down.weight, self.down.fp8)
-        out: Tensor = self.down(self.activation(self.gate_up(x)))
+        activate = self.activation or swiglu
+        out: Tensor = self.down(activate(self.gate_up(x)))
         return out

@@ -62,8 +62,7 @@ class _Chunked(torch.autograd.Function):
         if scale is None:
             scale = torch.ones((), device=x.device)
         rows = chunk_rows(len(x), len(w), x.element_size())
-        dx = torch.empty_like(x)
-        dw = torch.zeros(weight.shape, dtype=torch.float32, device=x.device)
+        dx, dw = torch.empty_like(x), _gradient_of(weight)
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
         for begin in range(0, len(x), rows):
             part = slice(begin, begin + rows)
@@ -73,14 +72,22 @@ class _Chunked(torch.autograd.Function):
             if slope is not None:
                 logits *= slope
             torch.mm(logits, w, out=dx[part])
-            accumulate(dw, logits, x[part])
-        ctx.save_for_backward(dx, dw if dw.dtype == weight.dtype else dw.to(weight.dtype))
+            if dw is not None:
+                accumulate(dw, logits, x[part])
+        ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
         return losses.sum() * scale
 
     @staticmethod
     def backward(ctx: Any, *gradient: Any) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
         return dx, dw, None, None, None
+
+
+def _gradient_of(weight: Tensor) -> Tensor | None:
+    """Where it is summed; None: the weight is frozen."""
+    if not weight.requires_grad:
+        return None
+    return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
 
 
 def accumulate(dw: Tensor, dlogits: Tensor, x: Tensor) -> None:
@@ -157,8 +164,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         x, weight, targets, log_sums = ctx.saved_tensors
         scaled = gradients[0] / ctx.temperature
         w = weight.to(x.dtype)
-        dx = torch.empty_like(x)
-        dw = torch.zeros(weight.shape, dtype=torch.float32, device=x.device)
+        dx, dw = torch.empty_like(x), _gradient_of(weight)
         rows = max(chunk_rows(len(x), len(w), 4), 1)
         for begin in range(0, len(x), rows):
             part = slice(begin, begin + rows)
@@ -168,5 +174,6 @@ class _ChunkedLogprobs(torch.autograd.Function):
             wide = probability.mul_(-scaled[part, None]).scatter_add_(-1, targets[part, None], scaled[part, None])
             dlogits = (wide if slope is None else wide.mul_(slope)).to(x.dtype)
             torch.mm(dlogits, w, out=dx[part])
-            accumulate(dw, dlogits, x[part])
-        return dx, dw.to(weight.dtype), None, None, None
+            if dw is not None:
+                accumulate(dw, dlogits, x[part])
+        return dx, None if dw is None else dw.to(weight.dtype), None, None, None

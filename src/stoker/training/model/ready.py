@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -208,4 +209,6 @@ def _checkpointed(forward: Callable[..., Any], selective: bool, random: bool, *a
 
 
 def parameters(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
+    """Those in 4 bits, too."""
+    codes = (part for module in model.modules() for part in getattr(module, "quantized", ()))
+    return sum(p.numel() for p in model.parameters()) + sum(int(math.prod(part.size)) for part in codes)

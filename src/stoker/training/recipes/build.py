@@ -11,6 +11,7 @@ import torch
 import stoker
 from stoker.contract import names
 from stoker.contract.names import EX_CONFIG, Refusal
+from stoker.contract.quantities import amount
 from stoker.contract.shape import replace
 from stoker.training.balance import comm
 from stoker.training.balance.comm import StepClock
@@ -26,9 +27,9 @@ from stoker.training.loop.learner import Learner
 from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
 from stoker.training.loop.supervised import Start
-from stoker.training.model import hf_config, hf_hub, outside, ready
+from stoker.training.model import adapters, hf, hf_config, hf_hub, outside, ready
 from stoker.training.model.attention import FLEX_BLOCK, documents, packed_kernel
-from stoker.training.model.config import ModelConfig, with_rows
+from stoker.training.model.config import OFF, ModelConfig, with_rows
 from stoker.training.model.decoder import Decoder
 from stoker.training.optim.optimizer import Optimizer, gradient_norm, local
 from stoker.training.parallel.config import local_steps
@@ -51,7 +52,10 @@ def parts_of(
         if c.compute.compile != "off" and group.device.type == "cuda":
             voice.say_once("nan.inject: blocks run as plain torch, so that the drill can reach into them")
         c = replace(c, compute=replace(c.compute, compile="off", cuda_graphs="off"))
-    model = model_of(c, material.vocab_size, learner, dtype, group, voice, fresh=found is None)
+    own = (
+        None if c.adapter.method == OFF else adapters.beside(c.adapter, hf_hub.folder_of(c.model.load, voice.say_once))
+    )
+    model = model_of(c, material.vocab_size, learner, dtype, group, voice, own, fresh=found is None)
     optimizer = Optimizer(model, c.optim)
     own_micro = micro_batch(c, model, optimizer, group, voice, packed=material.train.packed)
     fits = group.all(own_micro)
@@ -75,17 +79,21 @@ def parts_of(
         clock=StepClock(model, group.device) if group.world > 1 and group.strategy == "ddp" else None,
         drill=Drill(spoils, model, group.rank),
         graph=graphed(c, model, group, voice, packed=material.train.packed),
+        adapters=own,
     )
 
 
 def model_of(
-    c: Config, vocab_size: int, learner: Learner, dtype: torch.dtype, group: Group, voice: Voice, *, fresh: bool
-) -> Decoder:
+    c: Config, vocab_size: int, learner: Learner, dtype: torch.dtype, group: Group, voice: Voice,
+    own: adapters.Beside | None, *, fresh: bool,
+) -> Decoder:  # fmt: skip
     """On its device, ready to run there. `fresh`: with the weights it begins with; a checkpoint has others."""
     weights, shape = model_shape(c.model, vocab_size, voice)
     sharded = group.strategy == "fsdp"
     if shape.engine == "transformers":
         return _outside(c, shape, learner, dtype, group, voice)
+    if own is not None:
+        return _adapted(c, own, shape, learner, dtype, group, voice)
     with torch.device("meta" if sharded else group.device):  # sharded: no rank ever holds the whole model
         model = learner.kind(shape, c.data.context_length, dtype)
     ready.make_ready(model, c.compute, group.device, voice.say_once)
@@ -96,6 +104,44 @@ def model_of(
         model.start(c.train.seed)
         if weights:
             learner.load(model, weights, voice.say_once)
+    return model
+
+
+def _adapted(
+    c: Config,
+    own: adapters.Beside,
+    shape: ModelConfig,
+    learner: Learner,
+    dtype: torch.dtype,
+    group: Group,
+    voice: Voice,
+) -> Decoder:
+    """Frozen weights in 16 or 4 bits, with adapters that learn. A checkpoint has the adapters only."""
+    asked = {
+        "parallel.strategy fsdp": group.strategy == "fsdp",
+        "optim.kind muon": c.optim.kind == "muon",
+        "compute.fp8 tensorwise": c.compute.fp8 != "off",
+        "the stages reward and dpo": learner.kind is not Decoder,
+        "a new model.vocab_size": c.model.vocab_size not in (0, hf_config.shape_of(own.base).vocab_size),
+    }
+    for what in (what for what, yes in asked.items() if yes):
+        raise Refusal(f"adapter.method {c.adapter.method} can't do {what} yet: leave it out", EX_CONFIG)
+    told = own.settings
+    with torch.device("meta"):
+        model = learner.kind(shape, c.data.context_length, dtype)
+    adapters.freeze(model, told)
+    ready.make_ready(model, c.compute, group.device, voice.say_once)
+    model.place(group.device)
+    hf.load_named(model, hf.named(model), own.base, voice.say_once)
+    adapters.attach(model, told, c.train.seed)
+    if told.continue_from:
+        adapters.check_base(told.continue_from)
+        adapters.load(model, told, told.continue_from, hf.read_stored, voice.say_once)
+    bytes_of = adapters.held(model)
+    voice.say_once(
+        f"adapter: {told.method}, rank {told.lora_rank}, {sum(p.numel() for p in adapters.learned(model).values()):,} numbers"
+        f" learn; frozen weights take {amount(bytes_of['frozen'] + bytes_of['codes'])}"
+    )
     return model
 
 
@@ -286,6 +332,7 @@ def start_of(
     position = resume.Position(0, 0, 0, None)
     if found is not None:
         resume.check(found.meta, found.path, parts.model.config, parts.material.tokenizer_digest, c.optim.kind)
+        adapters.check_same(found.meta.get("adapter"), parts.adapters, found.path)
         position, line = resume.position(found.meta, data)
         voice.say_once(f"resumes at step {position.step} from {found.path}")
         if line:

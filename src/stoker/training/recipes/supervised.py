@@ -20,7 +20,7 @@ from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Profile, Startup
 from stoker.training.loop.step import Parts, Stepper
 from stoker.training.loop.supervised import Launched, Settings, Supervised
-from stoker.training.model import ready
+from stoker.training.model import adapters, ready
 from stoker.training.model.attention import kernels
 from stoker.training.optim.config import rate_share
 from stoker.training.parallel.group import Group
@@ -154,4 +154,8 @@ def export(c: Config, parts: Parts, folder: str, voice: Voice) -> None:
         where = os.path.join(folder, "hf")
         words = parts.material.tokenizer
         beside = stage.beside(c, words, parts.material.tokenizer_digest, folder, parts.material.train.chat)
+        if parts.adapters is not None:
+            if parts.group.first:
+                adapters.save(parts.model, parts.adapters.settings, parts.adapters.base, where, beside, voice.say_once)
+            return
         parts.learner.save(parts.model, where, beside, voice.say_once, parts.group.first)

@@ -77,9 +77,10 @@ def chat_stage(name: str, about: str, title: str, model: str, learning: Learning
     return Stage(
         name=name,
         about=about,
+        sections=frozenset(("adapter",)),
         inputs=("model.load", "data.path"),
         outputs=("hf",),
-        common=("data.validation",),
+        common=("data.validation", "adapter.method", "adapter.lora_rank"),
         prepares=True,
         defaults={"data.kind": "chat"},
         learning=learning,
@@ -101,7 +102,7 @@ def _pretrain_effects(link: Reported) -> Iterator[Row]:
 PRETRAIN = Stage(
     name="pretrain",
     about="text becomes a base model",
-    sections=frozenset(("model",)),
+    sections=frozenset(("model", "adapter")),
     inputs=("data.path",),
     outputs=("hf",),
     common=("data.validation", "tokenizer.path", "model.depth", "model.load"),

@@ -1,0 +1,350 @@
+"""Adapters in a decoder: put beside its frozen weights, read from and written to folders as peft has them, merged."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.shape import as_json, shape
+from stoker.contract.tensorheader import read_header
+from stoker.contract.untrusted import read_json
+from stoker.training.model import nf4
+from stoker.training.model.config import LORA, QLORA, AdapterConfig, ModelConfig, tensors
+from stoker.training.model.decoder import Decoder
+from stoker.training.model.families import family_of
+from stoker.training.model.families.family import CONFIG
+from stoker.training.model.hf_config import ADAPTER, Stored, base_of, header, stored_in
+from stoker.training.model.hf_files import Part
+from stoker.training.model.hf_hub import TOKENIZER_FILES
+from stoker.training.model.hf_write import add_files, fresh_folder, write_json
+from stoker.training.model.linear import Linear
+from stoker.training.model.maps import Adapter
+from stoker.training.model.targets import Target, extra, targets
+
+SETTINGS, WEIGHTS = ADAPTER, "adapter_model.safetensors"
+DIGEST = "base_digest"  # in the metadata of WEIGHTS
+_PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_SAMPLE = 4096  # bytes of a tensor's beginning and of its end that make up a base's digest
+_MOST_BYTES = 1 << 34
+Read = Callable[[Stored], Tensor]
+Say = Callable[[str], None]
+# Kinds of adapters that this does not compute, by peft's keys and what they have to be.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",), "use_dora": (False, None), "bias": ("none", None), "layers_to_transform": (None,),
+    "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "trainable_token_indices": (None,),
+    "target_parameters": (None, []), "layer_replication": (None,), "use_qalora": (False, None), "lora_bias": (False, None),
+}  # fmt: skip
+
+
+def freeze(model: Decoder, told: AdapterConfig) -> None:
+    """Of a model on the meta device: nothing learns but adapters and what `told.also_train` names; matrices that don't learn
+    have 16 bits, or with qlora no place at all until `hf.load` quantizes them one by one.
+    """
+    learn = extra(model.config, told)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            dtype = model.dtype if parameter.dim() == 2 else parameter.dtype
+            empty = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+            module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+    for name in learn:
+        path, _, leaf = name.rpartition(".")
+        place = model.get_submodule(path)
+        fresh = torch.empty(getattr(place, leaf).shape, device=getattr(place, leaf).device)
+        place.register_parameter(leaf, nn.Parameter(fresh))
+    if told.method == QLORA:
+        for name, layer in _layers(model):
+            if f"{name}.weight" not in learn and all(nf4.storable((rows, layer.in_features)) for rows in layer.parts):
+                layer.register_parameter("weight", None)
+
+
+def _layers(model: Decoder) -> list[tuple[str, Linear]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Linear) and name != "head"]
+
+
+def attach(model: Decoder, told: AdapterConfig, seed: int) -> None:
+    """On the model's device. B is zero: the model begins as it was."""
+    generator = torch.Generator().manual_seed(seed)
+    for target in targets(model.config, told):
+        layer = _layer(model, target)
+        adapter = Adapter(target.inputs, target.parts(), told.lora_rank, told.scale)
+        adapter.dropout = told.lora_dropout
+        adapter.start(generator)
+        layer.adapter = adapter.to(model.tables[0][0].device)
+        layer.settle()
+
+
+def _layer(model: Decoder, target: Target) -> Linear:
+    layer = model.get_submodule(target.name)
+    assert isinstance(layer, Linear)
+    return layer
+
+
+def quantize(layer: Linear, parts: list[Tensor]) -> None:
+    """`parts`: what the folder stores apart, on their device, in the dtype that the model computes in."""
+    layer.quantized = tuple(nf4.quantize(part) for part in parts)
+    layer.settle()
+
+
+def learned(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@torch.no_grad()
+def merge(model: Decoder) -> None:
+    """Adapters become part of their weights, which then have 16 bits or more."""
+    for _, layer in _layers(model):
+        adapter = layer.adapter
+        if adapter is None:
+            continue
+        whole = layer.matrix(model.dtype).float()
+        for (begin, end), a, b in zip(adapter.parts, torch.split(adapter.a, adapter.rank), adapter.b, strict=True):
+            whole[begin:end] += adapter.scale * (b.float() @ a.float())
+        layer.register_parameter("weight", nn.Parameter(whole.to(model.dtype), requires_grad=False))
+        layer.adapter, layer.quantized = None, ()
+        layer.settle()
+
+
+@torch.no_grad()
+def fold(model: Decoder, folder: str, read: Read, say: Say) -> None:
+    """Adds an adapter's folder to the weights of a model without adapters."""
+    told, _ = settings_of(folder, LORA)
+    stored, used = _stored(folder), set[str]()
+    for target in targets(model.config, told):
+        weight = model.get_parameter(f"{target.name}.weight")
+        for name, (begin, end) in zip(target.names, target.parts(), strict=True):
+            a = _taken(stored, f"{_PREFIX}{name}{_A}", (told.lora_rank, target.inputs), folder)
+            b = _taken(stored, f"{_PREFIX}{name}{_B}", (end - begin, told.lora_rank), folder)
+            used |= {f"{_PREFIX}{name}{_A}", f"{_PREFIX}{name}{_B}"}
+            added = told.scale * (read(b).float().to(weight.device) @ read(a).float().to(weight.device))
+            weight[begin:end] = (weight[begin:end].float() + added).to(weight.dtype)
+    _fill_extra(model, told, stored, used, folder, read)
+    _refuse_left(stored, used, folder)
+    say(f"adapter from {folder}: rank {told.lora_rank}, {len(used)} tensors, added to the weights")
+
+
+@shape
+class Beside:
+    """The adapters of a run, and the weights they stand beside."""
+
+    settings: AdapterConfig
+    base: str  # folder
+    about: dict[str, Any]  # what a checkpoint says of them; another adapter or another base can't resume from it
+
+
+def beside(told: AdapterConfig, folder: str) -> Beside:
+    """`folder`: of model.load; an adapter's is trained on, with its own rank, scale and targets."""
+    begins = told.continue_from or (folder if is_adapter(folder) else "")
+    settings = settings_of(begins, told.method, told.lora_dropout)[0] if begins else told
+    base = os.path.abspath(base_of(folder))
+    about = {**as_json(settings), "continue_from": "", "base": base_digest(base)}
+    return Beside(settings, base, about)
+
+
+def check_same(found: Any, run: Beside | None, where: str) -> None:
+    """`found`: what the checkpoint `where` says of its adapters."""
+    own = None if run is None else run.about
+    if found == own:
+        return
+    if not isinstance(found, dict) or own is None:
+        theirs, mine = ("all weights" if one is None else "an adapter" for one in (found, own))
+        raise Refusal(f"checkpoint {where} holds {theirs}, and this run trains {mine}", EX_CONFIG)
+    if found.get("base") != own["base"]:
+        raise Refusal(f"checkpoint {where} is of an adapter beside other weights than those of model.load", EX_CONFIG)
+    key = next(key for key in (*own, *found) if found.get(key) != own.get(key))
+    raise Refusal(f"checkpoint {where}: adapter.{key} is {found.get(key)!r} there and {own.get(key)!r} here", EX_CONFIG)
+
+
+def base_digest(folder: str) -> str:
+    """Of a model's folder: names, shapes and some bytes of every tensor. Another fine-tune of the same shape differs."""
+    digest = hashlib.sha256()
+    for name, stored in sorted(stored_in(folder).items()):
+        digest.update(f"{name} {stored.dtype} {stored.shape}\n".encode())
+        with open(stored.path, "rb") as file:
+            for place in (stored.begin, stored.begin + max(stored.size - _SAMPLE, 0)):
+                file.seek(place)
+                digest.update(file.read(min(_SAMPLE, stored.size)))
+    return digest.hexdigest()[:32]
+
+
+class Files(Protocol):
+    """What lies beside the weights."""
+
+    @property
+    def tokenizer(self) -> str: ...
+
+    def write(self, folder: str) -> None: ...
+
+
+def save(model: Decoder, told: AdapterConfig, base: str, folder: str, files: Files | None, say: Say) -> None:
+    """A folder for peft, there when it is complete. `base`: the folder of the model under it."""
+    c = model.config
+    found: dict[str, Tensor] = {}
+    for target in targets(c, told):
+        adapter = _layer(model, target).adapter
+        assert adapter is not None
+        for name, a, b in zip(target.names, torch.split(adapter.a, adapter.rank), adapter.b, strict=True):
+            found[f"{_PREFIX}{name}{_A}"], found[f"{_PREFIX}{name}{_B}"] = _plain(a), _plain(b)
+    family, saved = family_of(c), list[str]()
+    for name in extra(c, told):
+        theirs = family.tensor(name, c)
+        pieces = torch.split(model.get_parameter(name).detach(), [size[0] for size in _sizes(name, c)])
+        for one, piece in zip(theirs, pieces, strict=True):
+            found[f"{_PREFIX}{one}"] = _plain(piece.t() if family.turned(name) else piece)
+            saved.append(one.rpartition(".")[0].rsplit(".", 1)[-1])
+    settings = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": told.lora_rank, "lora_alpha": int(told.lora_alpha) if told.lora_alpha == int(told.lora_alpha) else told.lora_alpha,
+        "lora_dropout": told.lora_dropout, "use_rslora": told.rslora, "bias": "none", "fan_in_fan_out": bool(family.transposed),
+        "target_modules": sorted({name.rsplit(".", 1)[-1] for target in targets(c, told) for name in target.names}),
+        "modules_to_save": sorted(set(saved)) or None,
+    }  # fmt: skip
+    with fresh_folder(folder, sum(tensor.nbytes for tensor in found.values())) as fresh:
+        save_file(found, os.path.join(fresh, WEIGHTS), {"format": "pt", DIGEST: base_digest(base)})
+        write_json(fresh, SETTINGS, settings)
+        if files is not None:
+            config = read_json(os.path.join(base, CONFIG))
+            add_files(fresh, config, {}, ((files.tokenizer, name) for name in TOKENIZER_FILES))
+            files.write(fresh)
+    say(f"wrote {folder}: an adapter of {sum(tensor.numel() for tensor in found.values()):,} numbers for {base}")
+
+
+def _sizes(name: str, c: ModelConfig) -> tuple[tuple[int, ...], ...]:
+    return next(sizes for own, sizes in tensors(c) if own == name)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().float().cpu().contiguous()
+
+
+def is_adapter(folder: str) -> bool:
+    return os.path.isfile(os.path.join(folder, SETTINGS))
+
+
+def check_base(folder: str) -> None:
+    """Refuses an adapter whose base has changed since. Peft's own folders don't say which weights it was."""
+    wanted = read_header(os.path.join(folder, WEIGHTS)).metadata.get(DIGEST)
+    base = base_of(folder)
+    if wanted and wanted != base_digest(base):
+        raise Refusal(
+            f"adapter {folder} was trained beside other weights than those in {base}: its answers would be wrong; give it"
+            " the model it was trained with",
+            EX_CONFIG,
+        )
+
+
+def settings_of(folder: str, method: str, dropout: float = 0.0) -> tuple[AdapterConfig, str]:
+    """(what peft's file says, the base it is for)."""
+    path = os.path.join(folder, SETTINGS)
+    try:
+        told = read_json(path)
+    except OSError as problem:
+        raise Refusal(f"adapter {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+    except ValueError as problem:
+        raise Refusal(f"adapter {path} is not JSON: {problem}", EX_DATAERR) from problem
+    if not isinstance(told, dict):
+        raise Refusal(f"adapter {path} is no table of settings", EX_DATAERR)
+    for key, allowed in _PLAIN.items():
+        if told.get(key, allowed[0]) not in allowed:
+            raise Refusal(f"adapter {folder}: {key} is {str(told[key])[:60]!r}, which is not computed here", EX_CONFIG)
+    rank, alpha = told.get("r"), told.get("lora_alpha")
+    if type(rank) is not int or not isinstance(alpha, (int, float)) or not (1 <= rank <= 4096 and 0 < alpha < 1e6):
+        raise Refusal(f"adapter {path}: r is {str(rank)[:20]}, lora_alpha {str(alpha)[:20]}", EX_DATAERR)
+    names = {key: _names(told.get(key), f"adapter {path}: {key}") for key in ("target_modules", "modules_to_save")}
+    config = AdapterConfig(
+        method=method, lora_rank=rank, lora_alpha=float(alpha), lora_targets=",".join(names["target_modules"]),
+        lora_dropout=dropout, rslora=told.get("use_rslora") is True, also_train=",".join(names["modules_to_save"]),
+        continue_from=folder,
+    )  # fmt: skip
+    base = told.get("base_model_name_or_path")
+    return config, base if isinstance(base, str) else ""
+
+
+def _names(value: Any, where: str) -> list[str]:
+    if value is None:
+        return []
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(one, str) and len(one) < 200 for one in found):
+        raise Refusal(f"{where} is no list of names", EX_DATAERR)
+    return sorted(found)
+
+
+@torch.no_grad()
+def load(model: Decoder, told: AdapterConfig, folder: str, read: Read, say: Say) -> None:
+    """Fills the adapters that `attach` made from a folder of peft's."""
+    stored, used = _stored(folder), set[str]()
+    for target in targets(model.config, told):
+        adapter = _layer(model, target).adapter
+        assert adapter is not None
+        for name, a, b in zip(target.names, torch.split(adapter.a, adapter.rank), adapter.b, strict=True):
+            for end, tensor in ((_A, a), (_B, b)):
+                tensor.copy_(read(_taken(stored, f"{_PREFIX}{name}{end}", tuple(tensor.shape), folder)))
+                used.add(f"{_PREFIX}{name}{end}")
+    _fill_extra(model, told, stored, used, folder, read)
+    _refuse_left(stored, used, folder)
+    say(f"adapter from {folder}: rank {told.lora_rank}, {len(used)} tensors")
+
+
+def _stored(folder: str) -> dict[str, Stored]:
+    path = os.path.join(folder, WEIGHTS)
+    if not os.path.exists(path):
+        pickled = os.path.exists(os.path.join(folder, "adapter_model.bin"))
+        why = (
+            "; adapter_model.bin is a pickle, which can run any code: save it with peft as safetensors"
+            if pickled
+            else ""
+        )
+        raise Refusal(f"adapter {folder}: it has no {WEIGHTS}{why}", EX_NOINPUT)
+    return header(path)
+
+
+def _taken(stored: Mapping[str, Stored], name: str, shape: tuple[int, ...], folder: str) -> Stored:
+    one = stored.get(name)
+    if one is None:
+        raise Refusal(f"adapter {folder}: {name} is missing from its weights", EX_DATAERR)
+    if one.shape != shape:
+        raise Refusal(
+            f"adapter {folder}: {name} is {list(one.shape)}, and this model needs {list(shape)}: an adapter for another"
+            " model",
+            EX_CONFIG,
+        )
+    return one
+
+
+def _fill_extra(
+    model: Decoder, told: AdapterConfig, stored: Mapping[str, Stored], used: set[str], folder: str, read: Read
+) -> None:
+    c, family = model.config, family_of(model.config)
+    for name in extra(c, told):
+        parameter, begin = model.get_parameter(name), 0
+        for one, size in zip(family.tensor(name, c), _sizes(name, c), strict=True):
+            part = Part(one, size, family.turned(name))
+            whole = read(_taken(stored, f"{_PREFIX}{one}", part.stored, folder))
+            parameter[begin : begin + size[0]] = whole.t() if part.transposed else whole
+            begin += size[0]
+            used.add(f"{_PREFIX}{one}")
+
+
+def _refuse_left(stored: Mapping[str, Stored], used: set[str], folder: str) -> None:
+    left = sorted(set(stored) - used)
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise Refusal(f"adapter {folder}: this model has no place for {left[0]}{more}", EX_CONFIG)
+
+
+def held(model: nn.Module) -> Mapping[str, int]:
+    """Bytes of what learns, of frozen parameters, and of codes."""
+    found = {"learned": 0, "frozen": 0, "codes": 0}
+    for parameter in model.parameters():
+        found["learned" if parameter.requires_grad else "frozen"] += parameter.nbytes
+    for module in model.modules():
+        for part in getattr(module, "quantized", ()):
+            found["codes"] += part.codes.nbytes + part.scales.nbytes + part.second.nbytes + part.offset.nbytes
+    return found

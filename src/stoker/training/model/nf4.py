@@ -1,0 +1,170 @@
+"""Weights in NF4: 4 bits an element, in blocks of 64, with scales in 8 bits (double quantization). As bitsandbytes
+computes and stores them, so that its folders and its adapters mean the same here.
+
+A weight's elements lie in a row. Each block of 64 has a scale, its largest absolute value; an element's code is the
+nearest of 16 levels (those of a normal distribution) times that scale. The scales, less their mean, are stored the same
+way once more: blocks of 256, one of 256 levels, and a scale in fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.shape import shape
+from stoker.contract.untrusted import parse_json
+
+BLOCK, SECOND_BLOCK = 64, 256
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+# Above each of these, the next level is taken.
+EDGES = (
+    -0.8480964004993439, -0.6106329262256622, -0.4599952697753906, -0.33967943489551544, -0.23460740596055984,
+    -0.13791173323988914, -0.045525018125772476, 0.03979014977812767, 0.1202552504837513, 0.2035212516784668,
+    0.2920137718319893, 0.3893125355243683, 0.5016634166240692, 0.6427869200706482, 0.8614784181118011,
+)  # fmt: skip
+BITS = 4 + 8 / BLOCK + 32 / BLOCK / SECOND_BLOCK  # an element takes
+# Names that bitsandbytes gives what belongs to a weight.
+STATE = "quant_state.bitsandbytes__nf4"
+PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@shape
+class Quantized:
+    codes: Tensor  # uint8: two elements each, the first in the upper half
+    scales: Tensor  # uint8: of each block of 64
+    second: Tensor  # fp32: of each 256 scales
+    offset: Tensor  # fp32: the scales' mean
+    size: tuple[int, ...]
+    dtype: torch.dtype  # what it was, and is dequantized to
+
+
+def storable(size: Sequence[int]) -> bool:
+    """Whether blocks end where the tensor does."""
+    return len(size) == 2 and torch.Size(size).numel() % BLOCK == 0
+
+
+def stored_bytes(elements: int) -> int:
+    blocks = -(-elements // BLOCK)
+    return elements // 2 + blocks + 4 * -(-blocks // SECOND_BLOCK) + 4
+
+
+@functools.cache
+def second_levels() -> tuple[float, ...]:
+    """Seven decades, each with twice as many levels as the one below it."""
+    found = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        middles = (10.0 ** (decade - 6)) * ((edges[:-1] + edges[1:]) / 2.0)
+        found += [*middles.tolist(), *(-middles).tolist()]
+    return tuple(sorted(found))
+
+
+def quantize(weight: Tensor) -> Quantized:
+    elements = weight.numel()
+    if elements % BLOCK:
+        raise ValueError(f"{elements} elements are no multiple of {BLOCK}")
+    blocks = weight.detach().reshape(-1, BLOCK).float()
+    largest = blocks.abs().amax(dim=1)
+    # 1 / scale first, as on GPUs: a quotient is rounded otherwise.
+    scaled = blocks * (1.0 / largest.clamp(min=1e-38))[:, None]
+    levels = torch.bucketize(scaled.flatten(), _on(EDGES, weight.device), out_int32=True).to(torch.uint8)
+    codes = (levels[::2] << 4) | levels[1::2]
+    offset = largest.mean()
+    scales, second = _scales(largest - offset)
+    return Quantized(codes, scales, second, offset, tuple(weight.shape), weight.dtype)
+
+
+def _scales(values: Tensor) -> tuple[Tensor, Tensor]:
+    count = len(values)
+    blocks = torch.nn.functional.pad(values, (0, -count % SECOND_BLOCK)).view(-1, SECOND_BLOCK)
+    largest = blocks.abs().amax(dim=1)
+    scaled = blocks * (1.0 / largest.clamp(min=1e-38))[:, None]
+    levels = _on(second_levels(), values.device)
+    middles = (levels[:-1] + levels[1:]) * 0.5
+    return torch.bucketize(scaled.flatten(), middles, out_int32=True)[:count].to(torch.uint8), largest
+
+
+def block_scales(q: Quantized) -> Tensor:
+    """fp32: of each block of 64."""
+    levels = _on(second_levels(), q.codes.device)[q.scales.int()]
+    return levels * q.second.repeat_interleave(SECOND_BLOCK)[: len(levels)] + q.offset
+
+
+def dequantize(q: Quantized, out: Tensor | None = None) -> Tensor:
+    """Into `out`, where it is given: a buffer of that size."""
+    levels = _on(LEVELS, q.codes.device)
+    pairs = torch.stack([levels[(q.codes >> 4).int()], levels[(q.codes & 15).int()]], dim=1)
+    values = (pairs.view(-1, BLOCK) * block_scales(q)[:, None]).to(q.dtype).view(q.size)
+    return values if out is None else out.copy_(values)
+
+
+def _on(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def to_tensors(q: Quantized, name: str) -> dict[str, Tensor]:
+    """As bitsandbytes stores the weight of that name."""
+    about = {
+        "quant_type": "nf4", "blocksize": BLOCK, "dtype": str(q.dtype)[6:], "shape": list(q.size),
+        "nested_blocksize": SECOND_BLOCK, "nested_dtype": "float32", "nested_offset": float(q.offset),
+    }  # fmt: skip
+    state = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
+    levels, second = _on(LEVELS, torch.device("cpu")), _on(second_levels(), torch.device("cpu"))
+    parts = dict(zip(PARTS, (q.scales, levels, q.second, second, state), strict=True))
+    return {name: q.codes[:, None], **{f"{name}.{part}": tensor for part, tensor in parts.items()}}
+
+
+def from_tensors(tensors: Mapping[str, Tensor], name: str, where: str) -> Quantized:
+    """`tensors`: what belongs to that weight in a folder of bitsandbytes."""
+
+    def refuse(why: str) -> Refusal:
+        return Refusal(f"model {where}: {name} is not stored as NF4 weights are: {why}", EX_DATAERR)
+
+    missing = [part for part in PARTS if f"{name}.{part}" not in tensors]
+    if missing:
+        raise refuse(f"{name}.{missing[0]} is missing (only NF4 with double quantization is read)")
+    absmax, levels, nested, second_map, state = (tensors[f"{name}.{part}"] for part in PARTS)
+    about = _about(bytes(state.flatten().to(torch.uint8).tolist()), refuse)
+    codes = tensors[name].flatten().view(torch.uint8)
+    size, blocks = about["shape"], -(-torch.Size(about["shape"]).numel() // BLOCK)
+    wanted = {"codes": blocks * BLOCK // 2, "absmax": blocks, "nested_absmax": -(-blocks // SECOND_BLOCK)}
+    for what, tensor in (("codes", codes), ("absmax", absmax), ("nested_absmax", nested)):
+        if tensor.numel() != wanted[what]:
+            raise refuse(f"{what} has {tensor.numel()} numbers, and {wanted[what]} are needed for {size}")
+    if absmax.dtype != torch.uint8 or nested.dtype != torch.float32:
+        raise refuse(f"absmax is {absmax.dtype}, nested_absmax {nested.dtype}")
+    for own, theirs in ((LEVELS, levels), (second_levels(), second_map)):
+        if not torch.allclose(theirs.flatten().float(), _on(own, theirs.device), rtol=0, atol=1e-6):
+            raise refuse("its levels are others than those of NF4")
+    offset = torch.tensor(about["nested_offset"], dtype=torch.float32, device=codes.device)
+    return Quantized(codes, absmax.flatten(), nested.flatten(), offset, tuple(size), _DTYPES[about["dtype"]])
+
+
+def _about(data: bytes, refuse: Any) -> dict[str, Any]:
+    try:
+        about = parse_json(data)
+    except ValueError as problem:
+        raise refuse(f"its description can't be read: {problem}") from problem
+    fixed = {"quant_type": "nf4", "blocksize": BLOCK, "nested_blocksize": SECOND_BLOCK}
+    if not isinstance(about, dict):
+        raise refuse("its description is no table")
+    for key, value in fixed.items():
+        if about.get(key) != value:
+            raise refuse(f"{key} is {str(about.get(key))[:40]!r}, and {value!r} is what is read")
+    size, offset = about.get("shape"), about.get("nested_offset")
+    if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and 0 < n < 1 << 24 for n in size):
+        raise refuse(f"shape is {str(size)[:40]!r}")
+    if type(offset) not in (int, float) or about.get("dtype") not in _DTYPES:
+        raise refuse(f"nested_offset is {str(offset)[:40]!r}, dtype {str(about.get('dtype'))[:40]!r}")
+    return about

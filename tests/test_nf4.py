@@ -1,0 +1,125 @@
+"""NF4 against bitsandbytes: the same codes, the same numbers, each reads what the other stores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stoker.contract.names import Refusal
+from stoker.training.model import nf4
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def weight(seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Rows of very different size, one of them zero; its blocks' count is no multiple of 256."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.rand(192, 1, generator=generator)
+    rows[5] = 0
+    return (torch.randn(192, 1088, generator=generator) * 0.02 * rows).to(dtype)
+
+
+def theirs() -> Any:
+    return pytest.importorskip("bitsandbytes.functional", reason="no bitsandbytes here to compare with")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_codes_and_numbers_are_those_of_bitsandbytes(dtype: torch.dtype, device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    functional = theirs()
+    for seed in range(4):
+        w = weight(seed, dtype).to(device)
+        ours = nf4.quantize(w)
+        codes, state = functional.quantize_4bit(w, quant_type="nf4", compress_statistics=True)
+        assert torch.equal(ours.codes, codes.flatten()) and torch.equal(ours.second, state.state2.absmax)
+        assert torch.equal(ours.offset, state.offset)
+        if device == "cuda":
+            assert torch.equal(ours.scales, state.absmax)
+        else:  # its CPU code takes the level beside the nearest where a scale is almost in the middle of two
+            apart = (ours.scales.int() - state.absmax.int()).abs()
+            assert int(apart.max()) <= 1 and float((apart > 0).float().mean()) < 0.005
+        stored = nf4.from_tensors(tensors_of(codes, state), "w", "a folder")
+        assert torch.equal(nf4.dequantize(stored), functional.dequantize_4bit(codes, state))
+
+
+def tensors_of(codes: Tensor, state: Any) -> dict[str, Tensor]:
+    return {"w": codes, **{f"w.{part}": tensor for part, tensor in state.as_dict(packed=True).items()}}
+
+
+def test_bitsandbytes_reads_what_is_written() -> None:
+    functional = theirs()
+    ours = nf4.quantize(weight(1))
+    tensors = nf4.to_tensors(ours, "w")
+    parts = {name: tensor for name, tensor in tensors.items() if name != "w"}
+    state = functional.QuantState.from_dict(parts, device=torch.device("cpu"))
+    assert torch.equal(functional.dequantize_4bit(tensors["w"], state), nf4.dequantize(ours))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_levels_are_kept_and_others_go_to_the_nearest(dtype: torch.dtype) -> None:
+    """Of a block with the scale 1: nothing is lost but the offset's rounding."""
+    levels = torch.tensor(nf4.LEVELS)
+    block = levels.repeat(4)
+    q = nf4.quantize(block.repeat(1, 512).to(dtype))
+    torch.testing.assert_close(nf4.dequantize(q).float()[0, :16], levels, rtol=1e-2, atol=1e-3)
+    w = weight(2, torch.float32)
+    scales = w.reshape(-1, nf4.BLOCK).abs().amax(1)
+    error = (nf4.dequantize(nf4.quantize(w)) - w).view(-1, nf4.BLOCK).abs().amax(1)
+    # half of the widest gap between levels, and what the scale itself lost
+    assert bool((error <= scales * (0.5 * 0.3039) + 0.02 * scales.max()).all())
+
+
+def test_it_takes_the_bytes_that_are_said_and_fills_a_buffer() -> None:
+    w = weight(0)
+    q = nf4.quantize(w)
+    held = sum(tensor.numel() * tensor.element_size() for tensor in (q.codes, q.scales, q.second, q.offset))
+    assert held == nf4.stored_bytes(w.numel())
+    assert abs(held * 8 / w.numel() - nf4.BITS) < 0.01
+    buffer = torch.empty_like(w)
+    assert nf4.dequantize(q, buffer) is buffer and torch.equal(buffer, nf4.dequantize(q))
+
+
+def test_a_weight_that_blocks_do_not_fill_is_told_from_one_that_they_do() -> None:
+    assert nf4.storable((4, 32)) and not nf4.storable((3, 7)) and not nf4.storable((64,))
+    with pytest.raises(ValueError, match="21 elements"):
+        nf4.quantize(torch.zeros(3, 7))
+
+
+def changed(**keys: Any) -> dict[str, Tensor]:
+    tensors = nf4.to_tensors(nf4.quantize(weight(3)), "w")
+    about = json.loads(bytes(tensors[f"w.{nf4.STATE}"].tolist()))
+    state = torch.tensor(list(json.dumps({**about, **keys}).encode()), dtype=torch.uint8)
+    return {**tensors, f"w.{nf4.STATE}": state}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"w": torch.zeros(4, dtype=torch.uint8)}, "w.absmax is missing"),
+        (changed(quant_type="fp4"), "quant_type is 'fp4'"),
+        (changed(blocksize=128), "blocksize is '128'"),
+        (changed(shape=[192, 64]), "codes has 104448 numbers, and 6144 are needed"),
+        (changed(shape=[1 << 40, 1 << 40]), "shape is"),
+        (changed(shape=[-64, -64]), "shape is"),
+        (changed(shape=[True, 64]), "shape is"),
+        (changed(nested_offset="x"), "nested_offset is 'x'"),
+        (changed(dtype="object"), "dtype 'object'"),
+        ({**changed(), "w.absmax": torch.zeros(7, dtype=torch.uint8)}, "absmax has 7 numbers"),
+        ({**changed(), "w.absmax": torch.zeros(3264)}, "absmax is torch.float32"),
+        ({**changed(), "w.quant_map": torch.zeros(16)}, "its levels are others"),
+        ({**changed(), f"w.{nf4.STATE}": torch.full((9,), 91, dtype=torch.uint8)}, "its description"),
+    ],
+)  # fmt: skip
+def test_what_is_stored_otherwise_is_refused_in_one_line(
+    tensors: dict[str, Tensor], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(Refusal) as caught:
+        nf4.from_tensors(tensors, "w", str(tmp_path))
+    assert words in caught.value.line and str(tmp_path) in caught.value.line and "\n" not in caught.value.line
