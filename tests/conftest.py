@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
 import hashlib
 import json
@@ -9,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -84,7 +87,9 @@ class Done:
 
     @property
     def verdict(self) -> dict[str, Any]:
-        return json.loads((self.run_dir / "verdict.json").read_text())
+        path = self.run_dir / "verdict.json"
+        assert path.exists(), f"no verdict, exit code {self.code}:\n{self.err[-2000:]}"
+        return json.loads(path.read_text())
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -95,6 +100,14 @@ class Done:
 
 
 GPU_HERE = os.path.exists("/dev/nvidiactl")
+
+
+@contextlib.contextmanager
+def alone_on_the_card() -> Iterator[None]:
+    """One test at a time, of all workers: a run locks the card, and refuses one that another run has."""
+    with open(os.path.join(tempfile.gettempdir(), f"stoker-tests-card-{os.getuid()}"), "w") as card:
+        fcntl.flock(card, fcntl.LOCK_EX)
+        yield
 
 
 class Stoker:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import EVERYTHING, Done, Stoker
+from conftest import EVERYTHING, Done, Stoker, alone_on_the_card
 from faults.around import cannot
 from faults.cases import CASES, Case
 from stoker.control.verdict import docs
@@ -42,15 +43,16 @@ def launch(stoker: Stoker, case: Case) -> Done:
         str(FAULTS / case.script),
         *case.script_args,
     ]
-    done = subprocess.run(
-        [*around, *command],
-        cwd=stoker.cwd,
-        env=stoker.environment(),
-        capture_output=True,
-        timeout=90,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+    with alone_on_the_card() if case.needs == "gpu" else contextlib.nullcontext():
+        done = subprocess.run(
+            [*around, *command],
+            cwd=stoker.cwd,
+            env=stoker.environment(),
+            capture_output=True,
+            timeout=90,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
     return Done(done.returncode, done.stdout, done.stderr, stoker.cwd)
 
 

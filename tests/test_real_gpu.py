@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from conftest import Stoker, wait_for
+from conftest import Stoker, alone_on_the_card, wait_for
 from stoker.control.machine.nvml import DriverError, NoDriver, Nvml
 
 try:
@@ -38,10 +35,8 @@ time.sleep(float(sys.argv[2]))
 
 @pytest.fixture
 def real(stoker: Stoker) -> Iterator[Stoker]:
-    """One test at a time, of all workers: a run locks the card, and refuses one that another run has."""
     stoker.env.pop("STOKER_MACHINE")
-    with open(os.path.join(tempfile.gettempdir(), f"stoker-tests-card-{os.getuid()}"), "w") as card:
-        fcntl.flock(card, fcntl.LOCK_EX)
+    with alone_on_the_card():
         yield stoker
         assert wait_for(lambda: True if not _pids() & _mine(stoker) else None, 5)
 
