@@ -82,8 +82,18 @@ def test_it_takes_the_bytes_that_are_said_and_fills_a_buffer() -> None:
     held = sum(tensor.numel() * tensor.element_size() for tensor in (q.codes, q.scales, q.second, q.offset))
     assert held == nf4.stored_bytes(w.numel())
     assert abs(held * 8 / w.numel() - nf4.BITS) < 0.01
+    joined, parts = nf4.join([q, q])
+    assert [group.size for group in joined] == [(192, 1088)] * 2, "its scales don't fill blocks of 256"
     buffer = torch.empty_like(w)
-    assert nf4.dequantize(q, buffer) is buffer and torch.equal(buffer, nf4.dequantize(q))
+    assert nf4.expand(joined[0], buffer) is buffer and torch.equal(buffer, nf4.dequantize(parts[1]))
+
+
+def test_parts_whose_blocks_are_full_are_read_as_one() -> None:
+    weights = [torch.randn(rows, 256) * 0.02 for rows in (128, 64)]
+    (whole,), parts = nf4.join([nf4.quantize(w) for w in weights])
+    assert whole.size == (192, 256) and parts[1].codes.data_ptr() > whole.codes.data_ptr()
+    found = nf4.expand(whole, torch.empty(whole.size))
+    assert torch.equal(found, torch.cat([nf4.dequantize(nf4.quantize(w)) for w in weights]))
 
 
 def test_a_weight_that_blocks_do_not_fill_is_told_from_one_that_they_do() -> None:

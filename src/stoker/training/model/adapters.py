@@ -74,7 +74,7 @@ def attach(model: Decoder, told: AdapterConfig, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for target in targets(model.config, told):
         layer = _layer(model, target)
-        adapter = Adapter(target.inputs, target.parts(), told.lora_rank, told.scale)
+        adapter = Adapter(target.inputs, layer.out_features, target.parts(), told.lora_rank, told.scale)
         adapter.dropout = told.lora_dropout
         adapter.start(generator)
         layer.adapter = adapter.to(model.tables[0][0].device)

@@ -24,17 +24,18 @@ class _NormLinear(torch.autograd.Function):
         ctx: Any, kind: Map, x: Tensor, delta: Tensor | None, scale: Tensor, eps: float, *learned: Tensor
     ) -> tuple[Tensor, Tensor]:
         out, normed, rstd = kernel.add_norm(x, delta, scale, eps)
-        ctx.save_for_backward(out, rstd, scale, *learned)
+        y, kept = kind.product(normed, *learned)
+        ctx.save_for_backward(out, rstd, scale, kept, *learned)
         ctx.kind, ctx.added = kind, delta is not None
-        return (out if delta is not None else x.view_as(x)), kind.product(normed, *learned)
+        return (out if delta is not None else x.view_as(x)), y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         onward, g = gradients
-        x, rstd, scale, *learned = ctx.saved_tensors
-        inner, kept = ctx.kind.back(g, *learned)
+        x, rstd, scale, kept, *learned = ctx.saved_tensors
+        inner, more = ctx.kind.back(g, *learned)
         dx, normed, dscale = kernel.norm_backward(inner, x, rstd, scale, onward)
-        own = ctx.kind.gradients(g, normed, kept, *learned)
+        own = ctx.kind.gradients(g, normed, (kept, more), *learned)
         return None, dx, dx if ctx.added else None, dscale.to(scale.dtype), None, *own
 
 
@@ -48,11 +49,11 @@ class _NormQkv(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         queries, keys, head_dim = heads
         out, normed, rstd = kernel.add_norm(x, delta, scale, eps)
-        qkv = kind.product(normed, *learned)
+        qkv, kept = kind.product(normed, *learned)
         if fresh:
             qkv = qkv.clone()
         kernel.rotate_in_place(qkv, cos, sin, queries + keys, head_dim, 1.0)
-        ctx.save_for_backward(out, rstd, scale, cos, sin, *learned)
+        ctx.save_for_backward(out, rstd, scale, cos, sin, kept, *learned)
         ctx.kind, ctx.added, ctx.heads = kind, delta is not None, heads
         q, k, v = torch.split(qkv, [queries * head_dim, keys * head_dim, keys * head_dim], dim=1)
         return (out if delta is not None else x.view_as(x)), q, k, v
@@ -60,13 +61,13 @@ class _NormQkv(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         onward, dq, dk, dv = gradients
-        x, rstd, scale, cos, sin, *learned = ctx.saved_tensors
+        x, rstd, scale, cos, sin, kept, *learned = ctx.saved_tensors
         queries, keys, head_dim = ctx.heads
         g = torch.cat([dq, dk, dv], dim=1)
         kernel.rotate_in_place(g, cos, sin, queries + keys, head_dim, -1.0)
-        inner, kept = ctx.kind.back(g, *learned)
+        inner, more = ctx.kind.back(g, *learned)
         dx, normed, dscale = kernel.norm_backward(inner, x, rstd, scale, onward)
-        own = ctx.kind.gradients(g, normed, kept, *learned)
+        own = ctx.kind.gradients(g, normed, (kept, more), *learned)
         return None, dx, dx if ctx.added else None, dscale.to(scale.dtype), *(None,) * 5, *own
 
 
@@ -99,16 +100,17 @@ class _SwigluLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: Map, gate_up: Tensor, *learned: Tensor) -> Tensor:
         ctx.kind = kind
-        ctx.save_for_backward(gate_up, *learned)
-        return kind.product(kernel.swiglu(gate_up), *learned)
+        y, kept = kind.product(kernel.swiglu(gate_up), *learned)
+        ctx.save_for_backward(gate_up, kept, *learned)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (g,) = gradients
-        gate_up, *learned = ctx.saved_tensors
-        inner, kept = ctx.kind.back(g, *learned)
+        gate_up, kept, *learned = ctx.saved_tensors
+        inner, more = ctx.kind.back(g, *learned)
         gradient, activations = kernel.swiglu_backward(inner, gate_up)
-        return None, gradient, *ctx.kind.gradients(g, activations, kept, *learned)
+        return None, gradient, *ctx.kind.gradients(g, activations, (kept, more), *learned)
 
 
 class _Norm(torch.autograd.Function):

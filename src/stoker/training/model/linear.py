@@ -189,16 +189,18 @@ class Linear(nn.Linear):
         self.fp8 = False
         self.adapter: Adapter | None = None
         self.quantized: tuple[nf4.Quantized, ...] = ()  # instead of the weight
+        self._joined: tuple[nf4.Joined, ...] = ()  # the same
         self.map: Map = Whole()
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The weight in this dtype; a quantized one in a buffer that the next call overwrites."""
-        return dequantized(self.quantized, dtype) if self.quantized else self.weight.to(dtype)
+        return dequantized(self._joined, dtype) if self._joined else self.weight.to(dtype)
 
     def settle(self) -> None:
         """After an adapter was put beside the weight, or codes in its place."""
+        self._joined, self.quantized = nf4.join(self.quantized) if self.quantized else ((), ())
         if self.adapter is not None:
-            self.map = Adapted(self)
+            self.map = Adapted(self, self.adapter)
         else:
             self.map = Frozen(self) if self.quantized else Whole()
 

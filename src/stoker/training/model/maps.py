@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from stoker.training.model import nf4
 
 Learned = tuple[Tensor | None, ...]
+Kept = tuple[Tensor | None, Tensor | None]
 
 
 class Whole:
@@ -24,15 +25,17 @@ class Whole:
     def learned(self, layer: Any) -> Learned:
         return layer.weight, layer.bias
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(the layer's output, what `gradients` needs of this pass besides)."""
         w = weight.to(x.dtype).t()
-        return x @ w if bias is None else torch.addmm(bias.to(x.dtype), x, w)
+        return x @ w if bias is None else torch.addmm(bias.to(x.dtype), x, w), None
 
     def back(self, g: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(gradient of x, what `gradients` needs besides)."""
+        """(gradient of x, what `gradients` needs of this pass besides)."""
         return g @ weight.to(g.dtype), None
 
-    def gradients(self, g: Tensor, x: Tensor, kept: Tensor | None, weight: Tensor, bias: Tensor | None) -> Learned:
+    def gradients(self, g: Tensor, x: Tensor, kept: Kept, weight: Tensor, bias: Tensor | None) -> Learned:
+        """`kept`: what `product` and `back` gave for this."""
         dbias = None
         if bias is not None and bias.requires_grad:
             dbias = g.sum(0, dtype=torch.float32).to(bias.dtype)
@@ -46,64 +49,85 @@ def weight_gradient(g: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Adapter(nn.Module):
-    """Low-rank maps beside a layer's parts: part p adds scale · x Aₚᵀ Bₚᵀ to its rows. The A lie one below the other."""
+    """Low-rank maps beside a layer's parts: part p adds scale · x Aₚᵀ Bₚᵀ to its rows. The A lie one below the other, and so
+    do the B.
+    """
 
-    def __init__(self, inputs: int, parts: Sequence[tuple[int, int]], rank: int, scale: float) -> None:
-        """`parts`: (first row, row behind the last) of each part that has one."""
+    def __init__(self, inputs: int, outputs: int, parts: Sequence[tuple[int, int]], rank: int, scale: float) -> None:
+        """`parts`: (first row, row behind the last) of each part that has one, of the layer's `outputs` rows."""
         super().__init__()
         self.parts, self.rank, self.scale, self.dropout = tuple(parts), rank, scale, 0.0
+        self.outputs = outputs
         self.a = nn.Parameter(torch.empty(rank * len(parts), inputs))
-        self.b = nn.ParameterList(torch.empty(end - begin, rank) for begin, end in parts)
+        self.up = nn.Parameter(torch.empty(sum(end - begin for begin, end in parts), rank))
+        self._made: tuple[Any, tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def b(self) -> tuple[Tensor, ...]:
+        """B of each part: rows of `up`."""
+        return torch.split(self.up, [end - begin for begin, end in self.parts])
 
     @torch.no_grad()
     def start(self, generator: torch.Generator) -> None:
         """As peft does: A uniform, B zero, so that the model begins as it was."""
         bound = 1 / self.a.shape[1] ** 0.5
         self.a.uniform_(-bound, bound, generator=generator)
-        for b in self.b:
-            b.zero_()
+        self.up.zero_()
+
+    def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(A [R, inputs], B [outputs, R] with zeros where a part meets another's A), made once after each update: one
+        product for all parts, and no cast in every pass.
+        """
+        state = (self.a._version, self.up._version, dtype, self.a.device)
+        if self._made is None or self._made[0] != state or _capturing(self.a):
+            wide = torch.zeros(self.outputs, len(self.a), dtype=dtype, device=self.a.device)
+            for place, ((begin, end), b) in enumerate(zip(self.parts, self.b, strict=True)):
+                wide[begin:end, place * self.rank : (place + 1) * self.rank] = b.detach()
+            self._made = state, (self.a.detach().to(dtype), wide)
+        return self._made[1]
+
+
+def _capturing(tensor: Tensor) -> bool:
+    """A replayed graph has to make its copies anew: the weights have moved since."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class Adapted:
     """An adapter learns; the weight and the bias stay, in 16 or 4 bits."""
 
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-        self._adapter: Adapter = layer.adapter
+    def __init__(self, layer: Any, adapter: Adapter) -> None:
+        self._layer, self._adapter = layer, adapter
 
     def learned(self, layer: Any) -> Learned:
-        return self._adapter.a, *self._adapter.b
+        return self._adapter.a, self._adapter.up
 
-    def product(self, x: Tensor, a: Tensor, *b: Tensor) -> Tensor:
-        y = _based(self._layer, x)
-        self._add(y, self._narrow(x, a), b)
-        return y
+    def product(self, x: Tensor, a: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
+        small, wide = self._adapter.matrices(x.dtype)
+        narrow = x @ small.t()  # [N, R]
+        return _based(self._layer, x).addmm_(narrow, wide.t(), alpha=self._adapter.scale), narrow
 
-    def _narrow(self, x: Tensor, a: Tensor) -> Tensor:
-        """[N, R]"""
-        return (x @ a.to(x.dtype).t()) * self._adapter.scale
-
-    def _add(self, y: Tensor, narrow: Tensor, b: Sequence[Tensor]) -> None:
-        rank = self._adapter.rank
-        for place, ((begin, end), matrix) in enumerate(zip(self._adapter.parts, b, strict=True)):
-            y[:, begin:end].addmm_(narrow[:, place * rank : (place + 1) * rank], matrix.to(y.dtype).t())
-
-    def back(self, g: Tensor, a: Tensor, *b: Tensor) -> tuple[Tensor, Tensor | None]:
-        pieces = [
-            g[:, begin:end] @ matrix.to(g.dtype) for (begin, end), matrix in zip(self._adapter.parts, b, strict=True)
-        ]
-        narrow = torch.cat(pieces, dim=1) * self._adapter.scale
+    def back(self, g: Tensor, a: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
+        small, wide = self._adapter.matrices(g.dtype)
+        inner = torch.addmm(g.new_empty(()), g, wide, beta=0, alpha=self._adapter.scale)
         dx = g @ self._layer.matrix(g.dtype)
-        return dx.addmm_(narrow, a.to(g.dtype)), narrow
+        return dx.addmm_(inner, small), inner
 
-    def gradients(self, g: Tensor, x: Tensor, kept: Tensor | None, a: Tensor, *b: Tensor) -> Learned:
-        assert kept is not None
-        narrow, rank = self._narrow(x, a), self._adapter.rank
-        found = [
-            weight_gradient(g[:, begin:end], narrow[:, place * rank : (place + 1) * rank], matrix)
-            for place, ((begin, end), matrix) in enumerate(zip(self._adapter.parts, b, strict=True))
-        ]
-        return weight_gradient(kept, x, a), *found
+    def gradients(self, g: Tensor, x: Tensor, kept: Kept, a: Tensor, up: Tensor) -> Learned:
+        narrow, inner = kept
+        assert narrow is not None and inner is not None
+        dup, begun = torch.empty_like(up), 0
+        for place, (begin, end) in enumerate(self._adapter.parts):
+            columns = narrow[:, place * self._adapter.rank : (place + 1) * self._adapter.rank]
+            _scaled_gradient(g[:, begin:end], columns, self._adapter.scale, dup[begun : begun + end - begin])
+            begun += end - begin
+        return weight_gradient(inner, x, a), dup
+
+
+def _scaled_gradient(g: Tensor, x: Tensor, scale: float, out: Tensor) -> None:
+    if g.is_cuda and g.dtype != torch.float32:
+        torch.addmm(out, g.t(), x, out_dtype=torch.float32, beta=0, alpha=scale, out=out)
+    else:
+        torch.mul(g.t() @ x, scale, out=out)
 
 
 class Frozen:
@@ -115,13 +139,13 @@ class Frozen:
     def learned(self, layer: Any) -> Learned:
         return ()
 
-    def product(self, x: Tensor) -> Tensor:
-        return _based(self._layer, x)
+    def product(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return _based(self._layer, x), None
 
     def back(self, g: Tensor) -> tuple[Tensor, Tensor | None]:
         return g @ self._layer.matrix(g.dtype), None
 
-    def gradients(self, g: Tensor, x: Tensor, kept: Tensor | None) -> Learned:
+    def gradients(self, g: Tensor, x: Tensor, kept: Kept) -> Learned:
         return ()
 
 
@@ -139,16 +163,17 @@ class Mapped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: Map, x: Tensor, *learned: Tensor) -> Tensor:
         ctx.kind = kind
-        ctx.save_for_backward(x, *learned)
-        return kind.product(x, *learned)
+        y, kept = kind.product(x, *learned)
+        ctx.save_for_backward(x, kept, *learned)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (g,) = gradients
-        x, *learned = ctx.saved_tensors
+        x, kept, *learned = ctx.saved_tensors
         g = g.contiguous()
-        dx, kept = ctx.kind.back(g, *learned)
-        return None, dx, *ctx.kind.gradients(g, x, kept, *learned)
+        dx, inner = ctx.kind.back(g, *learned)
+        return None, dx, *ctx.kind.gradients(g, x, (kept, inner), *learned)
 
 
 class Buffers:
@@ -170,12 +195,12 @@ class Buffers:
 BUFFERS = Buffers()
 
 
-def dequantized(parts: Sequence[nf4.Quantized], dtype: torch.dtype) -> Tensor:
+def dequantized(groups: Sequence[nf4.Joined], dtype: torch.dtype) -> Tensor:
     """The parts one below the other, in a buffer that the next call overwrites."""
-    rows, columns = sum(part.size[0] for part in parts), parts[0].size[1]
-    whole = BUFFERS.take(rows, columns, parts[0].codes.device, dtype)
+    rows, columns = sum(group.size[0] for group in groups), groups[0].size[1]
+    whole = BUFFERS.take(rows, columns, groups[0].codes.device, dtype)
     begin = 0
-    for part in parts:
-        nf4.dequantize(part, whole[begin : begin + part.size[0]])
-        begin += part.size[0]
+    for group in groups:
+        nf4.expand(group, whole[begin : begin + group.size[0]])
+        begin += group.size[0]
     return whole

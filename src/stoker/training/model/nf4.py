@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.shape import shape
+from stoker.contract.shape import replace, shape
 from stoker.contract.untrusted import parse_json
 
 BLOCK, SECOND_BLOCK = 64, 256
@@ -95,21 +95,61 @@ def _scales(values: Tensor) -> tuple[Tensor, Tensor]:
     return torch.bucketize(scaled.flatten(), middles, out_int32=True)[:count].to(torch.uint8), largest
 
 
-def block_scales(q: Quantized) -> Tensor:
-    """fp32: of each block of 64."""
-    levels = _on(second_levels(), q.codes.device)[q.scales.int()]
-    return levels * q.second.repeat_interleave(SECOND_BLOCK)[: len(levels)] + q.offset
+def dequantize(q: Quantized) -> Tensor:
+    return expand(_join([q]), torch.empty(q.size, dtype=q.dtype, device=q.codes.device))
 
 
-def dequantize(q: Quantized, out: Tensor | None = None) -> Tensor:
-    """Into `out`, where it is given: a buffer of that size."""
-    levels = _on(LEVELS, q.codes.device)
+@shape
+class Joined:
+    """Parts of one layer, one below the other, as one kernel reads them."""
+
+    codes: Tensor
+    scales: Tensor
+    second: Tensor
+    offsets: Tensor  # fp32: of each 256 scales
+    size: tuple[int, int]
+    dtype: torch.dtype
+
+
+def join(parts: Sequence[Quantized]) -> tuple[tuple[Joined, ...], tuple[Quantized, ...]]:
+    """(the parts in as few pieces as their blocks allow, the parts again as views of those)."""
+    whole = all(len(part.scales) % SECOND_BLOCK == 0 and part.dtype == parts[0].dtype for part in parts)
+    groups = [_join(parts)] if whole else [_join([part]) for part in parts]
+    views = list[Quantized]()
+    for group, some in zip(groups, [parts] if whole else [[part] for part in parts], strict=True):
+        cuts = {key: [len(getattr(part, key)) for part in some] for key in ("codes", "scales", "second")}
+        pieces = zip(*(torch.split(getattr(group, key), sizes) for key, sizes in cuts.items()), strict=True)
+        views += [replace(part, codes=c, scales=s, second=t) for part, (c, s, t) in zip(some, pieces, strict=True)]
+    return tuple(groups), tuple(views)
+
+
+def _join(parts: Sequence[Quantized]) -> Joined:
+    one = parts[0]
+    offsets = torch.cat([part.offset.expand(len(part.second)) for part in parts])
+    rows = sum(part.size[0] for part in parts)
+    codes, scales, second = (torch.cat([getattr(part, key) for part in parts]) for key in ("codes", "scales", "second"))
+    return Joined(codes, scales, second, offsets, (rows, one.size[1]), one.dtype)
+
+
+def expand(q: Joined, out: Tensor) -> Tensor:
+    """Into `out`, of that size; its numbers are those of q's dtype."""
+    if out.dtype != q.dtype or not out.is_contiguous():
+        return out.copy_(expand(q, torch.empty(q.size, dtype=q.dtype, device=out.device)))
+    levels, second = _on(LEVELS, out.device), _on(second_levels(), out.device)
+    if out.is_cuda:
+        from stoker.training.model import nf4_kernel  # Triton: on GPUs only
+
+        nf4_kernel.dequantize(q.codes, q.scales, q.second, q.offsets, levels, second, out)
+        return out
+    of_256 = (q.second.repeat_interleave(SECOND_BLOCK), q.offsets.repeat_interleave(SECOND_BLOCK))
+    factor, offset = (values[: len(q.scales)] for values in of_256)
+    scales = second[q.scales.int()] * factor + offset
     pairs = torch.stack([levels[(q.codes >> 4).int()], levels[(q.codes & 15).int()]], dim=1)
-    values = (pairs.view(-1, BLOCK) * block_scales(q)[:, None]).to(q.dtype).view(q.size)
-    return values if out is None else out.copy_(values)
+    return out.copy_((pairs.view(-1, BLOCK) * scales[:, None]).view(q.size))
 
 
-def _on(values: Sequence[float], device: torch.device) -> Tensor:
+@functools.cache
+def _on(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
@@ -121,7 +161,7 @@ def to_tensors(q: Quantized, name: str) -> dict[str, Tensor]:
     }  # fmt: skip
     state = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
     levels, second = _on(LEVELS, torch.device("cpu")), _on(second_levels(), torch.device("cpu"))
-    parts = dict(zip(PARTS, (q.scales, levels, q.second, second, state), strict=True))
+    parts = dict(zip(PARTS, (q.scales, levels.clone(), q.second, second.clone(), state), strict=True))
     return {name: q.codes[:, None], **{f"{name}.{part}": tensor for part, tensor in parts.items()}}
 
 

@@ -119,10 +119,10 @@ class Outside(nn.Module):
                 raise Refusal(
                     f"compute.{key} {value} can't be with model.engine transformers: use {free[0]}", EX_CONFIG
                 )
-        if c.recompute in ("selective", "full"):
+        if c.recompute not in ("auto", "off", "0"):
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            if c.recompute == "selective":
-                say("compute.recompute selective: transformers recomputes whole blocks")
+            if c.recompute != "full":
+                say(f"compute.recompute {c.recompute}: transformers recomputes all blocks in full")
 
 
 def _library() -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
@@ -22,7 +22,7 @@ from stoker.training.model.config import OPTIONS, ModelConfig, lacking
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.experts import ungrouped
 from stoker.training.model.outside import Outside
-from stoker.training.parallel.config import ComputeConfig
+from stoker.training.parallel.config import ComputeConfig, recomputed_blocks
 
 # Options of the block that fused.py computes, or that reach it as angles, mask or scale, or lie outside it.
 FUSED = (
@@ -122,9 +122,9 @@ def make_ready(model: Decoder | Outside, c: ComputeConfig, device: torch.device,
         say(f"{why}; experts are computed one by one" + (", and blocks are not compiled" if compile_it else ""))
         compile_it = False  # how many tokens an expert gets is not known while a graph is traced
     model.fuse(fused(c, model.config, device, say))
-    if c.recompute in ("selective", "full"):
-        for block in model.layers:
-            checkpoint_block(block, c.recompute == "selective", model.config.dropout > 0)
+    selective, layers = c.recompute == "selective", model.config.layers
+    for block in list(model.layers)[: layers if selective else recomputed_blocks(c.recompute, layers)]:
+        checkpoint_block(block, selective, model.config.dropout > 0)
     if not compile_it:
         return
     _keep_products_only(c.recompute != "off")
@@ -199,7 +199,14 @@ def unfuse(model: Decoder) -> None:
     model.fuse(False)
 
 
-def _checkpointed(forward: Callable[..., Any], selective: bool, random: bool, *args: Any) -> Any:
+def _checkpointed(
+    forward: Callable[..., Any], selective: bool, random: bool, x: Tensor, cos: Tensor, sin: Tensor, seen: Any,
+    delta: Tensor | None = None, *counted: Tensor | None,
+) -> Any:  # fmt: skip
+    """A fused block is given what is still to be added to x: added before, one tensor is kept instead of two."""
+    if delta is not None and not selective:
+        x, delta = x + delta.view_as(x), None
+    args = (x, cos, sin, seen, delta, *counted)
     if not torch.is_grad_enabled():
         return forward(*args)
     more: dict[str, Any] = (

@@ -27,6 +27,23 @@ def local_steps(told: str) -> int:
     return int(number) if kind == "local" else 0
 
 
+RECOMPUTE = ("auto", "off", "selective", "full")
+
+
+def read_recompute(text: str) -> str:
+    """One of RECOMPUTE, or a number of blocks."""
+    if text in RECOMPUTE or is_count(text):
+        return text
+    raise ValueError(f"{text!r} is not one of {', '.join(RECOMPUTE)}, or a number of blocks")
+
+
+def recomputed_blocks(told: str, layers: int) -> int:
+    """Blocks that are computed again in full: the first ones. The last are the first to be freed in the backward pass."""
+    if is_count(told):
+        return min(int(told), layers)
+    return layers if told == "full" else 0
+
+
 @shape
 class ParallelConfig:
     strategy: str = one_of("ddp", "fsdp")("ddp: every rank holds the model; fsdp: sharded (FSDP2)")
@@ -53,9 +70,12 @@ class ComputeConfig:
         "how a block runs: auto (on GPUs fused, with fp8 compiled), fused (our own kernels, nothing to compile), on"
         " (compiled), off (plain torch)"
     )
-    recompute: str = one_of("auto", "off", "selective", "full")(
+    recompute: str = option(
         "activation checkpointing: auto (compiled blocks keep what products and attention made), off, selective (the"
-        " same without a compiler), full"
+        " same without a compiler), full, or in how many of the blocks in full",
+        default="auto",
+        parse=read_recompute,
+        metavar="HOW|N",
     )
     fp8: str = one_of("off", "tensorwise")(
         "off, or tensorwise: the blocks' matrix products in 8 bits (Hopper and later)"

@@ -311,7 +311,7 @@ def graphed(c: Config, model: Decoder, group: Group, voice: Voice, *, packed: bo
     possible = group.device.type == "cuda" and group.world == 1 and group.strategy == "ddp" and not packed
     # Before torch 2.10 or so the random state that dropout needs again in a recomputation can't be asked for in a
     # capture.
-    possible = possible and not (model.config.dropout and c.compute.recompute in ("selective", "full"))
+    possible = possible and not (model.config.dropout and c.compute.recompute not in ("auto", "off"))
     possible = possible and model.config.engine != "transformers"
     possible = possible and not model.config.experts  # a grouped product may look at its counts on the host
     possible = possible and model.loss != "liger"  # counts its labels on the host, which no capture can hold

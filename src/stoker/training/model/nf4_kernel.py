@@ -1,0 +1,39 @@
+"""Dequantizing on GPUs: a Triton kernel that reads codes once and writes a matrix once. The arithmetic is nf4.py's."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCKS = 32  # of 64 elements, a program
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _dequantize(  # type: ignore[no-untyped-def]
+    codes, scales, second, offsets, levels, second_levels, out, count, second_block: tl.constexpr, blocks: tl.constexpr
+):
+    first = tl.program_id(0).to(tl.int64) * blocks
+    block = first + tl.arange(0, blocks)
+    inside = block < count
+    level = tl.load(second_levels + tl.load(scales + block, mask=inside, other=0).to(tl.int32))
+    place = block // second_block
+    scale = level * tl.load(second + place, mask=inside, other=0.0) + tl.load(offsets + place, mask=inside, other=0.0)
+    here = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    pair = tl.load(codes + here, mask=inside[:, None], other=0).to(tl.int32)
+    upper = tl.load(levels + (pair >> 4)) * scale[:, None]
+    lower = tl.load(levels + (pair & 15)) * scale[:, None]
+    both = tl.interleave(upper, lower)
+    there = block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    tl.store(out + there, both.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+def dequantize(
+    codes: Tensor, scales: Tensor, second: Tensor, offsets: Tensor, levels: Tensor, second_levels: Tensor, out: Tensor
+) -> None:
+    """Into `out`, which is contiguous. No fused multiply-add: bitsandbytes rounds the product before it adds the mean."""
+    count = scales.numel()
+    _dequantize[(triton.cdiv(count, BLOCKS),)](
+        codes, scales, second, offsets, levels, second_levels, out, count, 256, BLOCKS, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
