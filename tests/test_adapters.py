@@ -17,11 +17,12 @@ import transformers
 from torch import Tensor
 
 from stoker.contract.names import Refusal
-from stoker.training.model import adapters, hf, nf4
+from stoker.training.model import adapters, hf, nf4, ready
 from stoker.training.model.config import AdapterConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_config import shape_of
 from stoker.training.model.targets import adapter_parameters, targets
+from stoker.training.parallel.config import ComputeConfig
 from test_fused_options import stand_in
 
 SIZE: dict[str, Any] = {
@@ -50,10 +51,11 @@ def saved(kind: str, folder: Path) -> Any:
     return model
 
 
-def opened(folder: Path, told: AdapterConfig = LORA) -> Decoder:
+def opened(folder: Path, told: AdapterConfig = LORA, compute: ComputeConfig | None = None) -> Decoder:
     with torch.device("meta"):
         model = Decoder(shape_of(str(folder)), 64)
     adapters.freeze(model, told)
+    ready.make_ready(model, compute or ComputeConfig(), torch.device("cpu"), lambda line: None)
     model.place(torch.device("cpu"))
     hf.load(model, str(folder), lambda line: None)
     adapters.attach(model, told, 0)
@@ -189,6 +191,45 @@ def test_fused_blocks_compute_what_plain_ones_do(
     assert plain_gradients.keys() == fast_gradients.keys() and len(plain_gradients) == len(adapters.learned(model))
     for name, gradient in plain_gradients.items():
         torch.testing.assert_close(fast_gradients[name], gradient, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_some_blocks_computed_again_learn_the_same(
+    fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "stoker.training.model.fused_kernel", stand_in())
+    monkeypatch.delitem(sys.modules, "stoker.training.model.fused", raising=False)
+    saved("llama", tmp_path)
+    kept = list[Tensor]()
+    found = list[dict[str, Tensor]]()
+    for recompute in ("off", "1", "full"):
+        model = opened(tmp_path, AdapterConfig(method="qlora", lora_rank=4), ComputeConfig(recompute=recompute))
+        stir(model)
+        model.fuse(fused)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+            loss = model(TOKENS, TOKENS)
+        loss.backward()
+        found.append(
+            {"loss": loss.detach(), **{n: p.grad for n, p in adapters.learned(model).items() if p.grad is not None}}
+        )
+        found[-1]["bytes"] = torch.tensor(sum(t.nbytes for t in {t.data_ptr(): t for t in kept}.values()))
+        kept.clear()
+    monkeypatch.delitem(sys.modules, "stoker.training.model.fused", raising=False)
+    some, one, every = (float(each.pop("bytes")) for each in found)
+    assert some > one > every, "each block that is computed again keeps less"
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        for name, tensor in found[0].items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_an_embedding_on_the_host_gives_the_same_rows(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    told = AdapterConfig(method="qlora", lora_rank=4)
+    model, other = opened(tmp_path, told), opened(tmp_path, told)
+    other.embed_on_host = True
+    for tokens in (TOKENS, TOKENS[:1], TOKENS.flip(0)):
+        assert torch.equal(model(tokens), other(tokens))
 
 
 def test_dropout_reaches_the_adapter_alone(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
 def log_likelihoods(model: Decoder, rows: Sequence[Continuation]) -> list[float]:
     """Σ log p of each row's second part, given its first (at least one token)."""
     found = [0.0] * len(rows)
-    device = model.embed.weight.device
+    device = model.device
     weight = model.head_weight.to(model.dtype)
     for batch in batches([len(given) + len(asked) for given, asked in rows]):
         whole = [[*rows[place][0], *rows[place][1]] for place in batch]
@@ -136,7 +136,7 @@ def embed(model: Decoder, rows: Sequence[Sequence[int]]) -> Vectors:
     """[rows, width]. A row that is too long counts by its beginning; equal rows are computed once."""
     room = model.context_length
     different = list(dict.fromkeys(tuple(row[:room]) for row in rows))
-    device = model.embed.weight.device
+    device = model.device
     found = torch.zeros(len(different), model.config.dim)
     for batch in batches([len(row) for row in different]):
         picked = [different[place] for place in batch]

@@ -104,6 +104,7 @@ class Decoder(nn.Module):
         check_options(c, "model")
         self.config, self.context_length, self.dtype = c, context_length, dtype
         self.loss = "auto"  # compute.loss
+        self.embed_on_host = False  # compute.embedding
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.positions = self._position_rows() if c.positions == "learned" else None
         # rounded as the activations are, which is how models with such a scale were trained
@@ -118,6 +119,7 @@ class Decoder(nn.Module):
         self.windows = [window for window, _ in kinds]
         # Not buffers: DDP would send them around before every forward.
         self.tables = [self._table(theta) for _, theta in kinds]
+        self._rows: Tensor | None = None  # of the embedding, on their way to the GPU
         if self.embed.weight.device.type != "meta":
             self.place(self.embed.weight.device)
 
@@ -144,8 +146,17 @@ class Decoder(nn.Module):
     def place(self, device: torch.device) -> None:
         """Onto its device; one of the meta device gets memory here, and numbers from `start` or a checkpoint."""
         if self.embed.weight.is_meta:
-            self.to_empty(device=device)
+            if self.embed_on_host:
+                self.embed.to_empty(device="cpu")
+                self._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)  # type: ignore[no-untyped-call]
+            else:
+                self.to_empty(device=device)
         self.tables = [(cos.to(device), sin.to(device)) for cos, sin in self.tables]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.tables[0][0].device
 
     @property
     def head_weight(self) -> Tensor:
@@ -154,7 +165,7 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def start(self, seed: int) -> None:
         """Fresh weights, drawn matrix by matrix on the device: the same for every number of ranks and both strategies."""
-        device = self.tables[0][0].device
+        device = self.device
         generator = torch.Generator(device).manual_seed(seed)
         residual = self.config.init_std / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
@@ -170,7 +181,7 @@ class Decoder(nn.Module):
 
     def _run(self, inputs: Tensor, packed: Documents | None, counted: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(what the head reads, the experts' load summed over layers)."""
-        x = self.embed(inputs).to(self.dtype)
+        x = self._embedded(inputs).to(self.dtype)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
         views, places = self._views(x, packed)  # once, not in each block
@@ -195,6 +206,17 @@ class Decoder(nn.Module):
 
         assert delta is not None
         return add_norm(x, delta, self.norm), load
+
+    def _embedded(self, inputs: Tensor) -> Tensor:
+        if not self.embed_on_host:
+            rows: Tensor = self.embed(inputs)
+            return rows
+        places = inputs.flatten().cpu()  # waits for the GPU, which has read the rows of the call before then
+        if self._rows is None or len(self._rows) < len(places):
+            size = (len(places), self.config.dim)
+            self._rows = torch.empty(size, dtype=self.embed.weight.dtype, pin_memory=inputs.is_cuda)
+        taken = torch.index_select(self.embed.weight, 0, places, out=self._rows[: len(places)])
+        return taken.to(inputs.device, non_blocking=True, copy=True).view(*inputs.shape, -1)
 
     @property
     def fused(self) -> bool:

@@ -76,8 +76,7 @@ def quantize(weight: Tensor) -> Quantized:
         raise ValueError(f"{elements} elements are no multiple of {BLOCK}")
     blocks = weight.detach().reshape(-1, BLOCK).float()
     largest = blocks.abs().amax(dim=1)
-    # 1 / scale first, as on GPUs: a quotient is rounded otherwise.
-    scaled = blocks * (1.0 / largest.clamp(min=1e-38))[:, None]
+    scaled = _scaled(blocks, largest)
     levels = torch.bucketize(scaled.flatten(), _on(EDGES, weight.device), out_int32=True).to(torch.uint8)
     codes = (levels[::2] << 4) | levels[1::2]
     offset = largest.mean()
@@ -85,11 +84,21 @@ def quantize(weight: Tensor) -> Quantized:
     return Quantized(codes, scales, second, offset, tuple(weight.shape), weight.dtype)
 
 
+def _scaled(blocks: Tensor, largest: Tensor) -> Tensor:
+    """Each block by its largest number: times 1 / that, as on GPUs, where that is a reciprocal of 23 bits. All zeros: zeros."""
+    inverse = 1.0 / largest.clamp(min=1e-38)
+    if blocks.is_cuda:
+        from stoker.training.model import nf4_kernel  # Triton: on GPUs only
+
+        nf4_kernel.reciprocal(largest.clamp(min=1e-38), inverse)
+    return blocks * inverse[:, None]
+
+
 def _scales(values: Tensor) -> tuple[Tensor, Tensor]:
     count = len(values)
     blocks = torch.nn.functional.pad(values, (0, -count % SECOND_BLOCK)).view(-1, SECOND_BLOCK)
     largest = blocks.abs().amax(dim=1)
-    scaled = blocks * (1.0 / largest.clamp(min=1e-38))[:, None]
+    scaled = _scaled(blocks, largest)
     levels = _on(second_levels(), values.device)
     middles = (levels[:-1] + levels[1:]) * 0.5
     return torch.bucketize(scaled.flatten(), middles, out_int32=True)[:count].to(torch.uint8), largest

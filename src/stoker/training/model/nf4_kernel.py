@@ -1,4 +1,6 @@
-"""Dequantizing on GPUs: a Triton kernel that reads codes once and writes a matrix once. The arithmetic is nf4.py's."""
+"""NF4 on GPUs, in Triton: a kernel that reads codes once and writes a matrix once, and a reciprocal. The arithmetic is
+nf4.py's.
+"""
 
 from __future__ import annotations
 
@@ -37,3 +39,18 @@ def dequantize(
         codes, scales, second, offsets, levels, second_levels, out, count, 256, BLOCKS, num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _reciprocal(x, out, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0) * block + tl.arange(0, block)
+    value = tl.load(x + place, mask=place < count, other=1.0)
+    fast = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [value], dtype=tl.float32, is_pure=True, pack=1
+    )
+    tl.store(out + place, fast, mask=place < count)
+
+
+def reciprocal(x: Tensor, out: Tensor) -> None:
+    """1 / x to 23 bits, as bitsandbytes' kernels compute it."""
+    _reciprocal[(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), 1024, num_warps=4)

@@ -83,6 +83,9 @@ class ComputeConfig:
     loss: str = one_of("auto", "chunked", "liger", "plain")(
         "auto, chunked (head and loss in pieces), liger (its fused kernel), or plain"
     )
+    embedding: str = one_of("device", "host")(
+        "where an embedding that does not learn lies: device, or host (adapters only: the GPU gets the rows it needs)"
+    )
     attention: str = one_of("auto", "cudnn", "flash", "math")(
         "auto (cuDNN where it works, then flash), cudnn, flash, or math"
     )

@@ -55,6 +55,12 @@ def parts_of(
     own = (
         None if c.adapter.method == OFF else adapters.beside(c.adapter, hf_hub.folder_of(c.model.load, voice.say_once))
     )
+    if own is None and c.compute.embedding == "host":
+        raise Refusal(
+            "compute.embedding host is for adapters (--lora, --qlora): here the embedding learns; use compute.embedding"
+            " device",
+            EX_CONFIG,
+        )
     model = model_of(c, material.vocab_size, learner, dtype, group, voice, own, fresh=found is None)
     optimizer = Optimizer(model, c.optim)
     own_micro = micro_batch(c, model, optimizer, group, voice, packed=material.train.packed)
@@ -131,6 +137,11 @@ def _adapted(
         model = learner.kind(shape, c.data.context_length, dtype)
     adapters.freeze(model, told)
     ready.make_ready(model, c.compute, group.device, voice.say_once)
+    if c.compute.embedding == "host":
+        _embed_on_host(model)
+    if told.lora_dropout and model.fused:
+        voice.say_once("adapter.lora_dropout: blocks run as plain torch; without it they are fused, and faster")
+        model.fuse(False)
     model.place(group.device)
     hf.load_named(model, hf.named(model), own.base, voice.say_once)
     adapters.attach(model, told, c.train.seed)
@@ -143,6 +154,17 @@ def _adapted(
         f" learn; frozen weights take {amount(bytes_of['frozen'] + bytes_of['codes'])}"
     )
     return model
+
+
+def _embed_on_host(model: Decoder) -> None:
+    why = ""
+    if model.head is None:
+        why = "this model's head is its embedding, and every step needs all of it"
+    elif model.embed.weight.requires_grad:
+        why = "adapter.also_train names the embedding, which learns then"
+    if why:
+        raise Refusal(f"compute.embedding host: {why}; use compute.embedding device", EX_CONFIG)
+    model.embed_on_host = True
 
 
 def _outside(

@@ -47,7 +47,7 @@ class RewardModel(Decoder):
 
     def __init__(self, c: ModelConfig, context_length: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(c, context_length, dtype)
-        device = self.embed.weight.device
+        device = self.device
         self.score = nn.Parameter(torch.zeros(c.dim, device=device))
         if self.likelihood:
             self.trust = nn.Parameter(torch.full((1,), TRUST, device=device))
