@@ -412,8 +412,8 @@ def test_a_row_that_takes_much_memory_is_one_line_that_names_the_file(tmp_path: 
     done = in_a_process(GREEDY, str(path))
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    assert lines[0].startswith(f"{path}, after line 0: the next row takes more than"), lines
-    assert lines[1].startswith(f"{path}: the next row takes more than"), lines
+    assert lines[0].startswith(f"{path}, after line 0: the next row takes too much memory"), lines
+    assert lines[1].startswith(f"{path}: the next row takes too much memory"), lines
 
 
 def test_what_was_read_before_a_failure_is_given_first() -> None:

@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 from stoker.contract import layout
@@ -21,6 +22,7 @@ SLOW_S = 10.0  # after it, a look at what git may be waiting for
 LEFT_OUT = ("runs", "cache", ".venv", "__pycache__", ".git")
 # Entries of the hub's cache. In each: snapshots/REVISION/FILE -> ../../blobs/DIGEST
 _HUB_ENTRIES = ("models--", "datasets--", "spaces--")
+_MOST_WAYS = 64  # links that lead to one folder: links to folders with links multiply
 # The user's own settings, such as safe.directory in a container. Options on the command line win over them.
 _GIT_KEPT = ("GIT_CONFIG", "GIT_CEILING_DIRECTORIES", "GIT_DISCOVERY_ACROSS_FILESYSTEM")
 
@@ -102,6 +104,7 @@ def _refuse_if_it_leads_out(root: str, place: str, within: tuple[str, ...]) -> N
 def _followed(root: str, within: tuple[str, ...]) -> Iterator[str]:
     """A link back to a folder that it is in would have no end."""
     above = {root: frozenset([os.path.realpath(root)])}  # folder -> where it and those it is in really are
+    ways: Counter[str] = Counter()  # to a real folder
 
     def unreadable(problem: OSError) -> None:
         raise Refusal(f"--stage {root}: {problem.filename} can't be read: {problem.strerror}", EX_NOINPUT) from problem
@@ -115,6 +118,10 @@ def _followed(root: str, within: tuple[str, ...]) -> Iterator[str]:
                 line = f"--stage {root}: the link {place} leads back to {real}, which it is in"
                 raise Refusal(f"{line}; remove it, or stage what is beside it", EX_NOINPUT)
             _refuse_if_it_leads_out(root, place, within)
+            ways[real] += 1
+            if ways[real] > _MOST_WAYS:
+                line = f"--stage {root}: links lead to {printable(real)} in more than {_MOST_WAYS} ways"
+                raise Refusal(f"{line}, and each is a copy; remove some", EX_NOINPUT)
             above[place] = mine | {real}
         for name in names:
             yield os.path.relpath(os.path.join(folder, name), root)

@@ -161,7 +161,6 @@ def _identity(handle: int) -> object:
 
 LONGEST = 32 << 20  # a line longer than this is shown in pieces: memory is finite
 _RECORD = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
-_OVERWRITTEN = re.compile(rb"[^\n]*\r(?!\n)")  # what stands before a line's last carriage return
 # Colours, cursor moves, titles.
 _CODES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 
@@ -263,6 +262,14 @@ class LogLines:
         continued, self._written = self._written, False
         if b"\r" not in text and b"\x1b" not in text:
             return text
-        first = text[: text.find(b"\n") + 1 or len(text)]
-        fresh = b"\n" if continued and _OVERWRITTEN.match(first) else b""  # what is in the file can't be overwritten
-        return fresh + _CODES.sub(b"", _OVERWRITTEN.sub(b"", text))
+        *whole, last = text.split(b"\n")
+        shown = [*map(_last_state, whole), last[last.rfind(b"\r") + 1 :]]
+        overwritten = len(shown[0]) < text.find(b"\n") if whole else len(shown[0]) < len(last)
+        fresh = b"\n" if continued and overwritten else b""  # what is in the file can't be overwritten
+        return fresh + _CODES.sub(b"", b"\n".join(shown))
+
+
+def _last_state(line: bytes) -> bytes:
+    """What stands behind a line's last carriage return; one at its end belongs to the newline."""
+    ends = line.endswith(b"\r")
+    return line[line.rfind(b"\r", 0, len(line) - ends) + 1 :]

@@ -15,6 +15,7 @@ from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.training.data.unpack import most_unfolded, unfolds
 
 ROWS, BATCH = 1024, 64 << 20  # rows that are read at once, and their bytes as far as the file's metadata tells
+_NOTHING = 64  # characters that an empty text, list or place counts as: it takes time and memory too
 MOST_ROWS, MOST_ROWS_EACH = 100_000, 2  # that any file may have, and for each of its bytes: nothing takes none
 AT_ONCE = 64  # rows that become Python's at once
 
@@ -64,9 +65,9 @@ class Unfolding:
 
 
 def _characters(value: Any) -> int:
-    if isinstance(value, (dict, list)):
-        return sum(map(_characters, value.values() if isinstance(value, dict) else value))
-    return len(value) if isinstance(value, (str, bytes)) else 8
+    if not isinstance(value, (dict, list)):
+        return (len(value) if isinstance(value, (str, bytes)) else 8 * (value is not None)) or _NOTHING
+    return _NOTHING + sum(map(_characters, value.values() if isinstance(value, dict) else value))
 
 
 def read_rows(

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from stoker.contract.memory import Bounded, bounded_steps
 from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.untrusted import MOST_VALUES
+from stoker.contract.untrusted import MOST_VALUES, open_regular
 from stoker.training.data.jsonl import DECODER, HALF, parse_row, sound, utf8
 from stoker.training.data.looks import as_text
 from stoker.training.data.parquet import Unfolding, first_line, open_parquet, read_rows, refuse_empty_rows
@@ -66,7 +66,7 @@ def rows(path: str) -> Iterator[tuple[int, Row]]:
 
 
 def too_much_memory(where: str) -> Refusal:
-    return Refusal(f"{where}: the next row takes more than {ROW_ROOM >> 30} GB of memory to read", EX_DATAERR)
+    return Refusal(f"{where}: the next row takes too much memory to read", EX_DATAERR)
 
 
 def _rows(path: str) -> Iterator[tuple[int, Row]]:
@@ -243,7 +243,7 @@ def _arrow(path: str, place: str) -> Iterator[Row]:
         raise Refusal(f"{path} needs pyarrow: `pip install pyarrow`", EX_DATAERR) from problem
     number = 0
     try:
-        with open(place, "rb") as begin:
+        with os.fdopen(open_regular(place), "rb") as begin:
             is_file = begin.read(6) == b"ARROW1"
         with arrow.OSFile(place) as source:
             reader = ipc.open_file(source) if is_file else ipc.open_stream(source)

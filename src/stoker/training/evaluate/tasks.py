@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, BinaryIO
 
+from stoker.contract.effort import looking_at_file
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.shape import replace, shape
 from stoker.training.data import jsonl
@@ -146,7 +147,8 @@ def _rows(path: str, where: str) -> Sequence[tuple[str, Any]]:
         return _some(_parquet_rows(path), where)
     if kind_of(path) in ("jsonl", "text") and not packing_of(path):
         return _json_rows(path, "evaluate.tasks")  # a line that is no JSON is one row that can't be asked
-    return _some(_bounded(((f"{counted_in(path)} {number}", row) for number, row in file_rows(path)), where), where)
+    found = ((f"{counted_in(path)} {number}", row) for number, row in file_rows(path))
+    return _some(_bounded(found, path, where), where)
 
 
 def _form(rows: Sequence[tuple[str, Any]], kind: str, where: str) -> Form:
@@ -198,15 +200,17 @@ def _json_rows(path: str, key: str) -> list[tuple[str, Any]]:
     if not path:
         raise Refusal(f"{key} is empty: name a jsonl file", EX_USAGE)
     try:
-        rows = _bounded(((f"line {number}", _json(line)) for number, line in jsonl.lines(path)), f"{key} {path}")
+        some = ((f"line {number}", _json(line)) for number, line in jsonl.lines(path))
+        rows = _bounded(some, path, f"{key} {path}")
     except (OSError, ValueError) as problem:
         raise Refusal(f"{key} {path} can't be read: {problem}", EX_NOINPUT) from problem
     return _some(rows, f"{key} {path}")
 
 
-def _bounded(rows: Iterable[tuple[str, Any]], where: str) -> list[tuple[str, Any]]:
+def _bounded(rows: Iterable[tuple[str, Any]], path: str, where: str) -> list[tuple[str, Any]]:
     """All are held in memory: no more of them than anybody asks."""
-    found = list(islice(rows, _MOST_ROWS + 1))
+    with looking_at_file(where, path):
+        found = list(islice(rows, _MOST_ROWS + 1))
     if len(found) > _MOST_ROWS:
         raise Refusal(
             f"{where} has more than {_MOST_ROWS:,} rows: no evaluation asks so many; cut the file", EX_DATAERR
@@ -260,7 +264,7 @@ def _csv_rows(path: str) -> list[tuple[str, Any]]:
         with open_unpacked(path) as stream:
             reader = csv.reader(_text_lines(stream))
             some = ((f"row {number}", cells) for number, cells in enumerate(reader, 1) if cells)
-            rows = _bounded(some, f"evaluate.tasks {path}")
+            rows = _bounded(some, path, f"evaluate.tasks {path}")
     except (OSError, ValueError, csv.Error) as problem:
         raise Refusal(f"evaluate.tasks {path} can't be read: {problem}", EX_NOINPUT) from problem
     has_header = rows and rows[0][1][-1].strip().lower() == "answer"  # as some copies have

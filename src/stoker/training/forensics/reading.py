@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from stoker.contract import typed
+from stoker.contract.effort import SECONDS, LookingAt
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
@@ -26,6 +27,7 @@ _SAMPLE = {
     "tokens?": "list[int] | None",
     "text?": "str | None",
 }
+_REPORTS_A_SECOND = 100
 _MOST_DIMENSIONS = 32  # of numpy
 _PLAIN = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U8": "<u1",
@@ -75,12 +77,14 @@ def ranks(folder: str) -> list[RankDump]:
     """Every rank's, in order. `folder` is a step's or one rank's."""
     if os.path.exists(os.path.join(folder, REPORT)):
         return [_dump(folder)]
-    numbers = sorted(int(name[5:]) for name in os.listdir(folder) if re.fullmatch(r"rank-\d+", name))
+    entries = (entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    numbers = sorted(int(entry.name[5:]) for entry in entries if re.fullmatch(r"rank-[0-9]{1,9}", entry.name))
     if not numbers:
         raise Refusal(
             f"{folder} holds no rank's report; a NaN dump is a folder nan_step_N with rank-0, rank-1 …", EX_NOINPUT
         )
-    return [_dump(os.path.join(folder, f"rank-{number}")) for number in numbers]
+    with LookingAt(f"{folder}, with reports of {len(numbers)} ranks,", SECONDS + len(numbers) / _REPORTS_A_SECOND):
+        return [_dump(os.path.join(folder, f"rank-{number}")) for number in numbers]
 
 
 def _dump(folder: str) -> RankDump:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from stoker.control.record.metrics import LAST_BYTES, LAST_LINES, last_metrics
 from stoker.training.checkpoint.reading import Checkpoint, open_checkpoint
 from stoker.training.generate.finding import HF, RESULT, Found, told_by
 from stoker.training.model import hf, outside
-from stoker.training.model.config import ModelConfig
+from stoker.training.model.config import ModelConfig, check_options
 from stoker.training.model.hf_config import kept_text, shape_for
 from stoker.training.model.hf_files import places
 from stoker.training.model.hf_write import CARD, CARD_MARK, SCORE, beside
@@ -139,11 +139,12 @@ def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, s
     except ValueError as problem:
         line = f"{path} does not say which model it is of ({problem}): it was written by something else than `stoker train`"
         raise Refusal(line, EX_DATAERR) from problem
-    counts = (shape.dim, shape.heads, shape.kv_heads, shape.head_dim, shape.ff, shape.vocab_size, context)
-    if not all(0 <= count <= LONGEST_CONTEXT for count in counts) or not 0 <= shape.layers <= 10_000:
+    counts = [getattr(shape, key) for key, kind in get_type_hints(ModelConfig).items() if kind is int]
+    if not all(0 <= count <= LONGEST_CONTEXT for count in (*counts, context)) or not 0 <= shape.layers <= 10_000:
         raise Refusal(
             f"{path} is of a model of impossible size: it was written by something else than `stoker train`", EX_DATAERR
         )
+    check_options(shape, path)
     where = tokenizer or _tokenizer_of(opened)
     words = load_tokenizer(where)
     if not words.has_digest(opened.meta.get("tokenizer_digest")):

@@ -178,6 +178,15 @@ def _without_code(value: Any) -> Any:
     return [_without_code(inner) for inner in value] if isinstance(value, list) else value
 
 
+def _under(value: Any, name: str) -> Iterator[Any]:
+    """What stands under that key, however deep: a model's part may have a config of its own."""
+    if isinstance(value, dict) and name in value:
+        yield value[name]
+    if isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _under(inner, name)
+
+
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
@@ -207,7 +216,7 @@ def _refuse_unrunnable(told: ConfigJson, trusted: bool) -> None:
             f"its {CONFIG} takes code from {told.words(other)}, not from this folder: copy that code into the folder, read"
             " it, and name it without the repository"
         )
-    if told.get("auto_map") and not trusted:
+    if not trusted and any(_under(told.keys(), "auto_map")):
         told.refuse(
             f"{name} runs Python code that comes with the folder: read that code, and give --trust-remote-code if you"
             " trust it"

@@ -25,7 +25,7 @@ from stoker.training.model.hf_config import config_of, kept_of
 from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_write import DTYPES, add_files, fresh_folder
 from stoker.training.model.loss import IGNORED
-from stoker.training.model.outside_folder import bounded, first_line, only_weights, refuse_counts
+from stoker.training.model.outside_folder import bounded, filled, first_line, only_weights, refuse_counts
 from stoker.training.parallel.config import ComputeConfig
 
 Say = Callable[[str], None]
@@ -129,6 +129,9 @@ def _library() -> Any:
     try:
         library = import_module("transformers")
         import_module("transformers.utils.logging").disable_progress_bar()
+        # 0: it never asks on the terminal whether to run a folder's code. --trust-remote-code says it before.
+        code: Any = import_module("transformers.dynamic_module_utils")
+        code.TIME_OUT_REMOTE_CODE = 0
         return library
     except ImportError as problem:
         raise Refusal(f"model.engine transformers: it can't be imported here: {problem}", EX_UNAVAILABLE) from problem
@@ -158,7 +161,8 @@ def _built(c: ModelConfig) -> Any:
         for name, value in vars(config).items():
             if name.endswith(("dropout", "pdrop")) and isinstance(value, (int, float)):
                 setattr(config, name, c.dropout)
-        return make(config)
+        with nullcontext() if own_code else filled(c.load):
+            return make(config)
     except Refusal:
         raise
     except Exception as problem:  # whatever a library raises for a config.json that makes no sense
@@ -187,7 +191,8 @@ def load(model: Outside, folder: str, say: Say) -> None:
     library = _library()
     try:
         with torch.device("cpu"), nullcontext(folder) if own_code else only_weights(folder) as place:
-            stored, about = library.AutoModelForCausalLM.from_pretrained(place, **how)
+            with nullcontext() if own_code else filled(folder):
+                stored, about = library.AutoModelForCausalLM.from_pretrained(place, **how)
     except Refusal:
         raise
     except Exception as problem:  # the library's own, those of safetensors, and of code that comes with the folder

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as modules
 
-from stoker.contract.memory import Bounded
+from stoker.contract.effort import SECONDS, LookingAt
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.untrusted import printable
 from stoker.contract.wholefile import write_whole
@@ -25,6 +25,7 @@ _NUMBERS, _BUFFERS = 1 << 24, 1 << 28  # that any model may have besides: parame
 _MOST_LAYERS, _MOST_COUNT = 10_000, 1 << 40
 _LAYERED = ("layer", "depth", "period")
 _ROOM = 1 << 30  # bytes of the host while modules without numbers are made
+_TENSORS_A_SECOND, _NUMBERS_A_SECOND = 500, 20_000_000
 
 
 def refuse_counts(keys: Any, folder: str, name: str = "") -> None:
@@ -74,14 +75,20 @@ def bounded(folder: str) -> Iterator[None]:
         modules.register_module_buffer_registration_hook(count("buffers")),
     )
     try:
-        with Bounded(_ROOM), torch.device("meta"):
-            yield
-    except MemoryError as problem:
-        line = f"model {folder}: its config.json asks for more than {_ROOM >> 30} GB before any weight is read"
-        raise Refusal(line, EX_DATAERR) from problem
+        with LookingAt(f"model {folder}: its config.json", SECONDS + len(stored) / _TENSORS_A_SECOND, _ROOM):
+            with torch.device("meta"):
+                yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def filled(folder: str) -> LookingAt:
+    """Within it modules are made with numbers: some are computed in Python, entry by entry, from what config.json says."""
+    stored = stored_in(folder)
+    numbers = sum(math.prod(one.shape) for one in stored.values())
+    seconds = SECONDS + len(stored) / _TENSORS_A_SECOND + numbers / _NUMBERS_A_SECOND
+    return LookingAt(f"model {folder}", seconds, 2 * _ROOM + 16 * (_TIMES * numbers + _NUMBERS))
 
 
 @contextmanager

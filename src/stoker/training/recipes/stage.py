@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from stoker.contract import names, redact
+from stoker.contract.effort import looking_at_file
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.untrusted import printable_lines, read_json
 from stoker.contract.wholefile import write_whole
@@ -102,7 +103,8 @@ def rows_of(path: str, key: str) -> list[dict[str, Any]]:
     """A file's rows, whatever its kind."""
     if not path:
         raise Refusal(f"{key} is empty: name a file of rows", EX_USAGE)
-    found = [row for _, row in islice(rows(path), MOST_ROWS + 1)]
+    with looking_at_file(f"{key} {path}", path):
+        found = [row for _, row in islice(rows(path), MOST_ROWS + 1)]
     if len(found) > MOST_ROWS:
         raise Refusal(f"{key} {path} has more than {MOST_ROWS:,} rows: no stage asks so many; cut the file", EX_DATAERR)
     if not found:

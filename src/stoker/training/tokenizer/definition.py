@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from stoker.contract.names import EX_DATAERR, Refusal
@@ -58,6 +59,7 @@ KNOWN_PATTERNS = frozenset(
 GGUF_BYTE_LEVEL = "gpt2"  # any byte-level BPE
 GGUF_SPLITTERS_WHOLE_WORDS = {OURS: "llama-bpe", _GPT4: "llama-bpe"}
 GGUF_SPLITTERS = {GPT2: "gpt-2", OURS: "dbrx", _GPT4: "dbrx", _DIGIT_BY_DIGIT: "qwen2"}
+MOST_BEFORE = 64  # ids before a text: published ones have one or two
 MOST_PARTS = 4  # of a known way to split: DeepSeek's has four
 LONGEST_TOKEN = 1 << 16  # characters: a text is cut into parts of so many bytes before it is encoded
 
@@ -184,7 +186,9 @@ def _before(told: Any) -> tuple[int, ...] | None:
             for piece in part["single"]:
                 if "SpecialToken" not in piece:
                     break
-                found += part["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+                found += islice(part["special_tokens"][piece["SpecialToken"]["id"]]["ids"], MOST_BEFORE + 1)
+                if len(found) > MOST_BEFORE:
+                    raise ValueError(f"its post-processor puts more than {MOST_BEFORE} ids before texts")
             return tuple(found)
     return None
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from stoker.contract.effort import BYTES_A_SECOND, ROOM, SECONDS, TIMES, LookingAt
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
 from stoker.contract.untrusted import parse_json, read_bytes, read_json
 from stoker.contract.wholefile import write_whole
@@ -49,7 +50,9 @@ class Tokenizer:
 
     @cached_property
     def told(self) -> Definition:
-        return define(self.data, self.where, self._eos)
+        size = len(self.data)
+        with LookingAt(f"tokenizer {self.where}", SECONDS + size / BYTES_A_SECOND, ROOM + TIMES * size):
+            return define(self.data, self.where, self._eos)
 
     @property
     def _eos(self) -> str | None:

@@ -1,0 +1,225 @@
+"""Files that cost far more than their bytes: one line, whichever reader they come to, and a limit behind all readers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numpy", reason="numpy is not installed")
+
+from conftest import Stoker
+from stoker.contract import effort
+from stoker.contract.effort import LookingAt, looking_at_file
+from stoker.contract.memory import used_memory
+from stoker.contract.names import Refusal
+from stoker.control.cluster import listing
+from stoker.control.launch.console import LogLines
+from stoker.training.data.rows import rows
+from stoker.training.evaluate.tasks import read_tasks
+from stoker.training.forensics import reading
+from stoker.training.tokenizer.definition import define
+
+
+def spin(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        try:
+            sum(range(1000))
+        except Exception:  # what interrupts it is none
+            pytest.fail("the limit was taken for a problem of the code's own")
+
+
+def test_time_and_memory_are_limited_in_every_thread() -> None:
+    def look() -> None:
+        with pytest.raises(Refusal, match="a file takes more than 0 s of CPU time"), LookingAt("a file", 0.2):
+            spin(60)
+        with pytest.raises(Refusal, match="a file takes too much memory"), LookingAt("a file", room=64 << 20):
+            bytearray(256 << 20)
+        done.append(True)
+
+    done: list[bool] = []
+    look()
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert len(done) == 2
+    assert len(bytearray(256 << 20)) == 256 << 20, "the limit is gone"
+
+
+def test_a_limit_within_a_limit_leaves_the_outer_one() -> None:
+    with pytest.raises(Refusal, match="outer takes more"), LookingAt("outer", 0.5):
+        with LookingAt("inner", 5):
+            spin(0.1)
+        spin(60)
+    with LookingAt("outer", 5), pytest.raises(Refusal, match="inner takes more"), LookingAt("inner", 0.2):
+        spin(60)
+
+
+def test_other_problems_pass_and_sleeping_costs_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), LookingAt("a file", 0.1):
+        time.sleep(0.3)
+        raise KeyError
+    with pytest.raises(FileNotFoundError), looking_at_file("a file", str(tmp_path / "none")):
+        (tmp_path / "none").read_bytes()
+
+
+def test_ids_before_a_text_are_few() -> None:
+    token = {"id": "<s>", "ids": [0] * 3000, "tokens": ["<s>"] * 3000}
+    told = {
+        "added_tokens": [], "model": {"type": "BPE", "vocab": {"<s>": 0}, "merges": []},
+        "post_processor": {
+            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}] * 2000,
+            "special_tokens": {"<s>": token},
+        },
+    }  # fmt: skip
+    before = used_memory()
+    with pytest.raises(Refusal, match="puts more than 64 ids before texts"):
+        define(json.dumps(told).encode(), "here")
+    assert used_memory() - before < 64 << 20
+
+
+def test_a_pipe_is_no_arrow_file(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    os.mkfifo(tmp_path / "f.arrow")
+    with pytest.raises(Refusal, match="is a named pipe"):
+        next(iter(rows(str(tmp_path / "f.arrow"))))
+
+
+@pytest.mark.parametrize("empty", ["", None, []])
+def test_places_without_content_count(tmp_path: Path, empty: object) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    kind = arrow.list_(arrow.list_(arrow.string()) if empty == [] else arrow.string())
+    path = tmp_path / "f.parquet"
+    parquet.write_table(arrow.table({"text": arrow.array([[empty] * 20_000] * 300, kind)}), path)
+    with pytest.raises(Refusal, match="it may be an attack"):
+        list(rows(str(path)))
+
+
+@pytest.mark.parametrize("name", ["q.jsonl.gz", "q.csv.gz", "q.json.gz"])
+def test_questions_that_hold_more_than_they_ask_end_the_reading(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(effort, "ROOM", 48 << 20)
+    many = [{"question": "a", "answer": "b", "x": [{}] * 160} for _ in range(20_000)]
+    path = tmp_path / name
+    text = {
+        "q.jsonl.gz": "\n".join(map(json.dumps, many)),
+        "q.json.gz": json.dumps(many),
+        "q.csv.gz": ("a," * 400_000 + '"\n",') * 25,  # one row: a quote is open at the end of each line
+    }
+    path.write_bytes(gzip.compress(text[name].encode()))
+    with pytest.raises(Refusal, match="too much memory"):
+        read_tasks((str(path),), 0)
+
+
+def test_links_that_multiply_are_not_followed(tmp_path: Path) -> None:
+    for n in range(30):
+        (tmp_path / f"d{n}").mkdir()
+        for name in "ab" if n < 29 else "":
+            (tmp_path / f"d{n}" / name).symlink_to(f"../d{n + 1}")
+    with pytest.raises(Refusal, match="in more than 64 ways"):
+        listing.tree(str(tmp_path))
+
+
+def test_links_among_the_ranks_of_a_dump_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = {"step": 5, "rank": 0, "world": 1, "label": "CPU 0", "loss": "nan", "grad_norm": "nan", "phase": "forward"}
+    (tmp_path / "rank-0").mkdir()
+    (tmp_path / "rank-0" / "report.json").write_text(json.dumps({"report": report}))
+    for n in range(1, 50):
+        (tmp_path / f"rank-{n}").symlink_to("rank-0")
+    assert len(reading.ranks(str(tmp_path))) == 1
+
+
+def test_a_checkpoint_of_impossible_experts_is_refused(stoker: Stoker) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from stoker.training.checkpoint.manifest import Manifest, encode
+
+    size = {"dim": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "ff": 8, "vocab_size": 300, "experts_per_token": 1}
+    for experts, layers, words in ((400_000_000, 1, "impossible size"), (100_000, 10_000, "experts in")):
+        folder = stoker.cwd / str(experts) / "checkpoints" / "step-00000001"
+        folder.mkdir(parents=True)
+        model = {**size, "family": "mixtral", "experts": experts, "layers": layers}
+        meta = {"model": model, "data": {"context": 64}, "stage": "pretrain"}
+        (folder / "manifest.json").write_bytes(encode(Manifest(1, 1, "t", {}, {}, meta)))
+        done = stoker("export", str(folder), f"out{experts}")
+        assert done.code != 0 and "Traceback" not in done.err, done.err
+        assert words in done.err, done.err
+
+
+def test_a_table_that_transformers_computes_entry_by_entry_ends(stoker: Stoker) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from safetensors.torch import save_file
+
+    from stoker.training.tokenizer.tokenizer import bytes_tokenizer
+
+    folder = stoker.cwd / "model"
+    folder.mkdir()
+    config = {
+        "architectures": ["MarianForCausalLM"], "model_type": "marian", "vocab_size": 300, "d_model": 4, "decoder_layers": 1,
+        "encoder_layers": 1, "decoder_attention_heads": 1, "encoder_attention_heads": 1, "decoder_ffn_dim": 4,
+        "encoder_ffn_dim": 4, "max_position_embeddings": 4_000_000, "pad_token_id": 0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
+    bytes_tokenizer().save(str(folder))
+    done = stoker("chat", "model", timeout=110)
+    assert done.code != 0 and "Traceback" not in done.err
+    assert "s of CPU time to look at" in done.err, done.err[-600:]
+
+
+@pytest.mark.parametrize("place", ["text_config", "decoder"])
+def test_code_that_a_part_of_the_model_names_is_not_run(stoker: Stoker, place: str) -> None:
+    """Fuyu makes its decoder from `text_config`; transformers would ask on standard input whether to run its code."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from safetensors.torch import save_file
+
+    from stoker.training.tokenizer.tokenizer import bytes_tokenizer
+
+    folder = stoker.cwd / "model"
+    folder.mkdir()
+    inner = {
+        "model_type": "altclip_text_model", "vocab_size": 300, "auto_map": {"AutoModel": "modeling_evil.Evil"},
+        "name_or_path": str(folder),
+    }  # fmt: skip
+    config = {
+        "architectures": ["FuyuForCausalLM"], "model_type": "fuyu", "vocab_size": 300, "hidden_size": 8, "intermediate_size": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 64, place: inner,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "modeling_evil.py").write_text(f"open({str(stoker.cwd / 'ran')!r}, 'w')\n")
+    save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
+    bytes_tokenizer().save(str(folder))
+    answers = stoker.cwd / "answers"
+    answers.write_text("y\n" * 20)
+    with answers.open() as stdin:
+        done = stoker("chat", "model", timeout=110, stdin=stdin)
+    assert not (stoker.cwd / "ran").exists() and done.code != 0
+    assert "give --trust-remote-code if you trust it" in done.err, done.err[-600:]
+
+
+def test_transformers_never_asks_whether_to_run_code() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("torch", reason="torch is not installed")
+    from transformers import dynamic_module_utils
+
+    from stoker.training.model.outside import _library
+
+    _library()
+    assert dynamic_module_utils.TIME_OUT_REMOTE_CODE == 0
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        dynamic_module_utils.resolve_trust_remote_code(None, "a/model", False, True)
+
+
+def test_a_long_line_with_a_control_code_takes_its_time_once() -> None:
+    for text in (b"x" * (8 << 20) + b"\x1b[0m\n", b"x" * (4 << 20) + b"\r\n" * 3, b"\r" * (1 << 20) + b"\x1b[0mend\n"):
+        begun = time.thread_time()
+        LogLines().feed(text)
+        assert time.thread_time() - begun < 5, "38 s for a line of 256 KB, once"
