@@ -8,7 +8,8 @@ from functools import cache
 from itertools import groupby
 
 from stoker.contract.shape import replace, shape
-from stoker.training.fit.block import HALF, PROGRAMS, WIDE, Block, Rows, Walk
+from stoker.training.fit.backward import Walk
+from stoker.training.fit.block import HALF, PROGRAMS, WIDE, Block, Rows
 from stoker.training.fit.described import KIND_MUON, Described
 from stoker.training.fit.memory import (
     ACTIVATIONS,
