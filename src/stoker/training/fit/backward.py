@@ -14,9 +14,9 @@ class Walk(Forward):
         super().__init__(memory, block, rows)
         self._steals = steals
 
-    def again(self, *, first: bool) -> Saved:
+    def again(self) -> Saved:
         """The forward pass once more, in the backward pass."""
-        saved, result = self.forward(first=first, saves=True)
+        saved, result = self.forward(whole=True, saves=True)
         self.memory.give(result)
         return saved
 
@@ -34,7 +34,7 @@ class Walk(Forward):
         attended = m.take(WORK, self._queries)
         made = self._back(b.out)
         self._learned(b.out)
-        m.give(*made)
+        m.give(*made, saved.pop("out_narrow"))
         if branch is not gradient:
             m.give(branch)
         pieces = self._attention_backward(saved, attended)
@@ -54,12 +54,12 @@ class Walk(Forward):
         made = self._back(b.down)
         if b.plain:
             self._learned(b.down)
-            m.give(*made, saved.pop("inner"))
+            m.give(*made, saved.pop("inner"), saved.pop("down_narrow"))
             wide = self._plain_backward(saved, inner)
         else:
             wide, again = m.take(WORK, self._wide), m.take(WORK, self._inner)
             self._learned(b.down)
-            m.give(inner, again, *made, saved.pop("wide"))
+            m.give(inner, again, *made, saved.pop("wide"), saved.pop("down_narrow"))
         if g is not onward:
             m.give(g)
         return [wide]
@@ -136,32 +136,20 @@ class Walk(Forward):
         self._norm_gradient()
         if layer is not None:
             self._learned(layer)
-        rstd = "rstd" if name == "stream" else f"{name}_rstd"
-        m.give(inner, found[1], *made, *g, onward, saved.pop(rstd), saved.pop(name, None))
+        rstd, narrow = ("rstd", "qkv_narrow") if name == "stream" else (f"{name}_rstd", "wide_narrow")
+        m.give(inner, found[1], *made, *g, onward, saved.pop(rstd), saved.pop(narrow, None), saved.pop(name, None))
         return found[0]
 
     def _back(self, layer: Layer) -> list[Held]:
         """What the product of the gradient needs besides; what of it stays until the layer's own gradients are made."""
-        m, n = self.memory, self.rows.tokens
-        if not layer.adapted:
-            m.give(m.take(WORK, layer.copied))
-            return []
-        pieces = [m.take(WORK, HALF * n * layer.rank) for _ in layer.adapted]
-        joined = m.take(WORK, HALF * n * layer.ranks)
-        narrow = m.take(WORK, HALF * n * layer.ranks)
-        m.give(joined)
-        m.give(m.take(WORK, HALF * layer.ranks * layer.inputs))
-        m.give(*pieces)
-        return [narrow]
+        m = self.memory
+        m.give(m.take(WORK, layer.copied))
+        return [m.take(WORK, self._narrow(layer))] if layer.adapted else []
 
     def _learned(self, layer: Layer) -> None:
-        m, n = self.memory, self.rows.tokens
-        narrow = [m.take(WORK, HALF * n * layer.ranks) for _ in range(2)] if layer.adapted else []
-        m.give(*narrow[1:])
-        grown = [m.take(GRADIENTS, size) for size in layer.gradients]
-        m.give(*narrow[:1])
+        grown = [self.memory.take(GRADIENTS, size) for size in layer.gradients]
         if not self._steals:
-            m.give(*grown)
+            self.memory.give(*grown)
 
     def _attention_backward(self, saved: Saved, attended: Held) -> list[Held]:
         """Gradients of queries, keys and values."""

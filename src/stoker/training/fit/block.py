@@ -41,8 +41,13 @@ class Layer:
         """Bytes of each gradient that it makes."""
         own = (WIDE * self.rows * self.inputs,) if self.learns else ()
         bias = (WIDE * self.rows,) if self.bias_learns else ()
-        a = (WIDE * self.ranks * self.inputs,) if self.adapted else ()
-        return (*own, *bias, *a, *(WIDE * rows * self.rank for rows in self.adapted))
+        adapter = (WIDE * self.ranks * self.inputs, WIDE * sum(self.adapted) * self.rank) if self.adapted else ()
+        return (*own, *bias, *adapter)
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """Bytes of the 16-bit copies that an adapter keeps: A, and B with zeros where a part meets another's A."""
+        return (HALF * self.ranks * self.inputs, HALF * self.rows * self.ranks) if self.adapted else ()
 
 
 @shape
@@ -92,9 +97,9 @@ class Forward:
         self._wide = HALF * n * block.ff * (2 if block.gated else 1)
         self._inner = HALF * n * block.ff
 
-    def forward(self, *, first: bool, saves: bool) -> tuple[Saved, Held]:
+    def forward(self, *, whole: bool, saves: bool) -> tuple[Saved, Held]:
         """(what stays for the backward pass, the result that is still to be added to the stream). Without `saves` nothing
-        stays but the stream: local variables hold tensors until the block is done. `first`: nothing is to be added."""
+        stays but the stream: local variables hold tensors until the block is done. `whole`: nothing is to be added to it."""
         m, b = self.memory, self.block
         saved: Saved = {}
         frame: list[Held] = []
@@ -108,10 +113,11 @@ class Forward:
             else:
                 m.give(held)
 
-        if not first:
+        if not whole:
             hold("stream", self._stream)
         normed = m.take(WORK, self._stream)
         hold("rstd", self._rstd, False)
+        hold("qkv_narrow", self._narrow(b.qkv), False)
         hold("qkv", self._qkv)
         self._product(b.qkv)
         m.give(normed)
@@ -120,6 +126,7 @@ class Forward:
             hold("turned_rstd", WIDE * self.rows.tokens * (b.heads + b.kv_heads), False)
         hold("attended", self._queries)
         hold("sums", WIDE * self.rows.tokens * b.heads, False)
+        hold("out_narrow", self._narrow(b.out), False)
         branch = m.take(WORK, self._stream)
         self._product(b.out)
         if b.post_norms:
@@ -147,15 +154,13 @@ class Forward:
         hold(f"{name}_branch", self._stream)
         return normed
 
+    def _narrow(self, layer: Layer) -> int:
+        """Bytes between the two matrices of a layer's adapters."""
+        return HALF * self.rows.tokens * layer.ranks
+
     def _product(self, layer: Layer) -> None:
         """What a product needs beside its input and output."""
-        m, n = self.memory, self.rows.tokens
-        copied = m.take(WORK, layer.copied)
-        if layer.adapted:
-            narrow = [m.take(WORK, HALF * layer.ranks * layer.inputs)]  # A in 16 bits
-            narrow += [m.take(WORK, HALF * n * layer.ranks) for _ in range(2)]
-            m.give(*narrow)
-        m.give(copied)
+        self.memory.give(self.memory.take(WORK, layer.copied))
 
     def _mlp(self, hold: Callable[..., None], saves: bool) -> Held:
         """Its result."""
@@ -164,11 +169,13 @@ class Forward:
         hold("middle_rstd", self._rstd, False)
         if b.gate_up is None or b.down is None:
             return self._mixture(normed, hold)
+        hold("wide_narrow", self._narrow(b.gate_up), False)
         if not b.plain:
             hold("wide", self._wide)
             self._product(b.gate_up)
             m.give(normed)
             inner = m.take(WORK, self._inner)
+            hold("down_narrow", self._narrow(b.down), False)
             result = m.take(WORK, self._stream)
             self._product(b.down)
             m.give(inner)
@@ -177,6 +184,7 @@ class Forward:
         self._product(b.gate_up)
         m.give(normed)
         kept_inner = self._plain(hold, saves)
+        hold("down_narrow", self._narrow(b.down), False)
         result = m.take(WORK, self._stream)
         self._product(b.down)
         m.give(kept_inner, wide)

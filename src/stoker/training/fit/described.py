@@ -9,7 +9,7 @@ from stoker.contract.shape import shape
 from stoker.training.fit.block import HALF, WIDE, Block, Layer
 from stoker.training.fit.memory import ADAPTERS, WEIGHTS, rounded
 from stoker.training.model.config import OFF, QLORA, AdapterConfig, ModelConfig, gate_up_rows, tensors
-from stoker.training.model.nf4_size import storable, tensor_bytes
+from stoker.training.model.nf4_size import SECOND_BLOCK, storable, tensor_bytes
 from stoker.training.model.targets import Target, extra, targets
 
 _QUANTIZED = ("attention.qkv.weight", "attention.out.weight", "mlp.gate_up.weight", "mlp.down.weight")
@@ -78,7 +78,7 @@ def describe(c: ModelConfig, adapter: AdapterConfig) -> Described:
         width = HALF if matrix and not learns else WIDE
         if codes:
             width = 0
-            held[WEIGHTS] += sum(rounded(size) for part in sizes for size in tensor_bytes(math.prod(part)))
+            held[WEIGHTS] += _codes([math.prod(part) for part in sizes])
         else:
             held[WEIGHTS] += rounded(width * elements)
         if learns:
@@ -91,6 +91,8 @@ def describe(c: ModelConfig, adapter: AdapterConfig) -> Described:
         for elements, size in _adapters(target, adapter.lora_rank):
             held[ADAPTERS] += rounded(WIDE * elements)
             learned.append(Learned(elements, True, True, (size,)))
+    for layer in layers.values():
+        held[ADAPTERS] += sum(map(rounded, layer.copies))
     embedding, embedding_learns = stored["embed.weight"]
     head, head_learns = stored.get("head.weight", (embedding, embedding_learns))
     largest = max((HALF * one.rows * one.inputs for one in layers.values() if not one.stored), default=0)
@@ -101,6 +103,15 @@ def describe(c: ModelConfig, adapter: AdapterConfig) -> Described:
         c, adapter, held, tuple(learned), blocks, tuple(places[block] for block in each), embedding, embedding_learns, head,
         head_learns, largest,
     )  # fmt: skip
+
+
+def _codes(parts: Sequence[int]) -> int:
+    """Bytes of a layer in NF4: its parts are joined where their blocks of scales end with them (model/nf4.py)."""
+    each = [tensor_bytes(elements) for elements in parts]
+    whole = all(scales % SECOND_BLOCK == 0 for _, scales, _, _ in each)
+    joined = [tuple(map(sum, zip(*each, strict=True)))] if whole else each
+    # The last of each four is the mean of a part's scales: it is kept by part, and once for each of their own scales.
+    return sum(rounded(a) + rounded(b) + 2 * rounded(c) for a, b, c, _ in joined) + len(each) * rounded(4)
 
 
 def _layer(
@@ -116,8 +127,8 @@ def _adapters(target: Target, rank: int) -> Iterator[tuple[int, tuple[int, int]]
     """Elements and shape of each tensor of a layer's adapter."""
     parts = target.parts()
     yield rank * len(parts) * target.inputs, (rank * len(parts), target.inputs)
-    for begin, end in parts:
-        yield (end - begin) * rank, (end - begin, rank)
+    rows = sum(end - begin for begin, end in parts)
+    yield rows * rank, (rows, rank)
 
 
 def _blocks(c: ModelConfig, layers: dict[str, Layer], whole: bool) -> Iterator[Block]:

@@ -76,20 +76,19 @@ def _passes(block: Block, rows: Rows, first: bool, again: bool, steals: bool) ->
     stream = HALF * rows.tokens * block.width
     m = Memory()
     walk = Walk(m, block, rows, steals=steals)
-    saved, result = walk.forward(first=first, saves=not again)
+    whole = first or again  # a recomputed block is given the sum, which is all that it keeps
+    if whole:
+        m.take(ACTIVATIONS, stream)
+    saved, result = walk.forward(whole=whole, saves=not again)
     forward = m.at_peak
     m.give(result)
     if again:
         m.give(*saved.values())
-        for _ in range(1 if first else 2):  # its inputs: the stream, and what is to be added to it
-            m.take(ACTIVATIONS, stream)
-    if first and not again:
-        m.take(ACTIVATIONS, stream)  # the stream itself: the first norm saves it
     stays = dict(m.now)
     gradient = m.take(WORK, stream)
     m.peak, m.at_peak = m.total, dict(m.now)
     if again:
-        saved = walk.again(first=first)
+        saved = walk.again()
     m.give(walk.backward(saved, gradient))
     return _Passes(forward, stays, m.at_peak, {GRADIENTS: m.now.get(GRADIENTS, 0)})
 
@@ -147,13 +146,14 @@ class _Step:
     def _forward(self, now: dict[str, int]) -> dict[str, int]:
         wide = rounded(WIDE * self._job.tokens * self._d.config.dim) if self._d.embedding == WIDE else 0
         self._reach(FORWARD, added(now, {WORK: wide + self._stream}))
-        at, again = 0, self._job.recomputed
-        for one, count, recomputed in self._runs:
-            # What comes in: the stream and what is to be added to it, where they don't stay anyway.
-            inputs = one.stays if recomputed else {WORK: self._stream * (2 if 0 < at == again and count == 1 else 1)}
-            self._reach(FORWARD, added(added(now, inputs), added(one.forward, one.stays, count - 1)))
-            now = added(now, one.stays, count)
-            at += count
+        before, streams = False, 0  # whether the block before is computed again; what comes into the first block stays
+        for one, count, again in self._runs:
+            # The stream and what is to be added to it come in; a block that saves has saved the stream already.
+            if streams:
+                streams = 2 if again or (before and count == 1) else 1
+            inside = added(now, one.stays, count - 1)
+            self._reach(FORWARD, added(added(inside, one.forward), {WORK: self._stream * streams}))
+            now, before, streams = added(now, one.stays, count), again, 1
         return now
 
     def _loss(self, now: dict[str, int]) -> dict[str, int]:
