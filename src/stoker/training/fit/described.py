@@ -46,6 +46,11 @@ class Described:
         return sum(rounded(WIDE * one.elements) for one in self.learned)
 
     @property
+    def can_be_on_host(self) -> bool:
+        """The embedding: it does not learn, and is not the head, which every step needs whole."""
+        return not self.embedding_learns and not self.config.tied
+
+    @property
     def trained(self) -> int:
         return sum(one.elements for one in self.learned)
 

@@ -17,6 +17,7 @@ from stoker.training.fit.memory import (
     GRADIENTS,
     LOSS,
     OPTIMIZER,
+    WEIGHTS,
     WORK,
     Memory,
     added,
@@ -41,6 +42,7 @@ class Job:
     world: int = 1
     accumulates: bool = True  # gradients of a micro-batch before are there already
     capability: int = 9  # compute capability, its first number
+    on_host: bool = False  # an embedding that does not learn lies in host memory
 
     @property
     def tokens(self) -> int:
@@ -206,8 +208,11 @@ def _base(d: Described, job: Job) -> dict[str, int]:
     tables = 2 * kinds * rounded(WIDE * job.context * int(c.head_dim * c.rope_share) // 2)
     workspace = HANDLES * CUBLAS.get(job.capability, CUBLAS_ELSE)
     there = job.accumulates or job.world > 1  # DDP's buckets are the gradients, and stay
+    held = dict(d.held)
+    if job.on_host and d.can_be_on_host:
+        held[WEIGHTS] -= rounded(HALF * c.vocab_size * c.dim)
     return {
-        **d.held,
+        **held,
         GRADIENTS: d.gradients if there else 0,
         OPTIMIZER: d.optimizer(job.optimizer),
         BUFFERS: rounded(d.dequantized) + tables + workspace,
