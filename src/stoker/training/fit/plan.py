@@ -20,6 +20,7 @@ METHODS = (FULL, LORA, QLORA)
 # Not done by anything here yet: a plan never proposes them.
 UNAVAILABLE = ("activations in host memory",)
 SHORTEST = 128  # tokens of context that a plan proposes
+CONTEXT_FLAG = "context-length"
 STEP = 64  # a proposed context is a multiple of it
 MOST = 1024  # samples that are looked at as one micro-batch
 # Tokens of a micro-batch at which kernels reach half of their speed: 8B QLoRA at 2,048 and 8,192 tokens (an H200).
@@ -68,13 +69,31 @@ class Share:
 
 
 @shape
+class Change:
+    """After which it fits. Without settings only `words` say what would help."""
+
+    settings: dict[str, str]
+    words: str
+
+    def flags(self, train: bool) -> str:
+        """As `stoker fit` takes them, or `stoker train`."""
+        found = []
+        for name, value in self.settings.items():
+            if train and name == "method":
+                found.append("--adapter off" if value == FULL else f"--{value}")
+            else:
+                found.append(f"--{name} {value}")
+        return " ".join(found)
+
+
+@shape
 class Plan:
     wish: Wish
     fits: bool
     settings: Settings
     shares: tuple[Share, ...]
     reasons: tuple[str, ...]
-    change: str = ""  # where it does not fit: the smallest change after which it does
+    change: Change | None = None  # where it does not fit: the smallest one after which it does
     about: str = ""  # why the numbers are an estimate
 
 
@@ -158,7 +177,7 @@ class Search:
             found.append((cost, replace(s, micro=micro, recompute=again)))
         return min(found, key=lambda pair: pair[0])[1]
 
-    def _made(self, s: Settings, fits: bool, change: str = "") -> Plan:
+    def _made(self, s: Settings, fits: bool, change: Change | None = None) -> Plan:
         shares = []
         for card in self._cards:
             planned = self._footprint(s.method).planned(self._job(s, card))
@@ -200,46 +219,44 @@ class Search:
     def _frugal(self, method: str) -> Settings:
         return Settings(method, "adamw8bit", self._wish.layers, False, 1)
 
-    def _change(self, s: Settings) -> str:
+    def _change(self, s: Settings) -> Change:
         """One change that is enough, the smallest first; then a card that is."""
-        wish, card = self._wish, self._tightest
-        for words, fewer in self._smaller(s):
-            if self._fits(fewer, card):
-                return words
-        context = self._longest(s)
-        if context:
-            return f"--context {context} (from {wish.context})"
-        for method in METHODS[METHODS.index(s.method) + 1 :]:
-            other = self._frugal(method)
-            if self._fits(other, card):
-                return f"--method {method}"
+        for change, fewer in self._smaller(s):
+            if self._fits(fewer, self._tightest):
+                return Change(change, "")
+        for method in METHODS[METHODS.index(s.method) :]:
+            other, method_too = (s, {}) if method == s.method else (self._frugal(method), {"method": method})
+            if method_too and self._fits(other, self._tightest):
+                return Change(method_too, "")
             context = self._longest(other)
             if context:
-                return f"--method {method} --context {context} (from {wish.context})"
-        needs = self._needs(self._last(s), card)
+                return Change({**method_too, CONTEXT_FLAG: str(context)}, "")
+        return Change({}, self._larger_card())
+
+    def _larger_card(self) -> str:
+        card = self._tightest
+        frugal = self._frugal(QLORA if self._wish.method == AUTO else self._wish.method)
+        needs = self._needs(replace(frugal, on_host=self._footprint(frugal.method).can_be_on_host()), card)
         missing = needs - card.room(self._world)
         if card.held_bytes >= missing:
             who = f" ({card.held[0]})" if card.held else ""
             return f"free {gib(missing)} on {card.label}, where others hold {gib(card.held_bytes)}{who}"
         total = needs + card.free - card.room(self._world)
-        return f"a GPU with {gib(total)} free ({card.label} has {gib(card.free)})"
+        return f"use a GPU with {gib(total)} free ({card.label} has {gib(card.free)})"
 
-    def _last(self, s: Settings) -> Settings:
-        """The most frugal there is, where nothing else helps."""
-        return self._frugal(s.method if self._wish.method != AUTO else QLORA)
-
-    def _smaller(self, s: Settings) -> Iterator[tuple[str, Settings]]:
+    def _smaller(self, s: Settings) -> Iterator[tuple[dict[str, str], Settings]]:
         layers = self._wish.layers
+        one, again = {"micro": "1"}, {"recompute": "full"}
         if s.micro > 1:
-            yield "--micro 1", replace(s, micro=1)
+            yield one, replace(s, micro=1)
         if s.recompute < layers:
-            yield "--recompute full", replace(s, recompute=layers)
-        if s.optimizer != "adamw8bit":
-            yield "--optimizer adamw8bit", replace(s, optimizer="adamw8bit")
-        if not s.on_host and self._footprint(s.method).can_be_on_host():
-            yield "the embedding in host memory (--embedding host)", replace(s, on_host=True)
+            yield again, replace(s, recompute=layers)
         if s.micro > 1 and s.recompute < layers:
-            yield "--micro 1 --recompute full", replace(s, micro=1, recompute=layers)
+            yield one | again, replace(s, micro=1, recompute=layers)
+        if s.optimizer != "adamw8bit":
+            yield {"optimizer": "adamw8bit"}, replace(s, optimizer="adamw8bit")
+        if not s.on_host and self._footprint(s.method).can_be_on_host():
+            yield {"embedding": "host"}, replace(s, on_host=True)
 
     def _longest(self, s: Settings) -> int:
         """The longest context that fits; 0: none that is worth it."""

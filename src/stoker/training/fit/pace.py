@@ -1,0 +1,72 @@
+"""How long a pass over the data takes: by a run that was measured, else by the card's table. Pure, but for `measured`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from stoker.contract import layout
+from stoker.contract.quantities import number_at
+from stoker.contract.shape import shape
+from stoker.contract.untrusted import read_json
+from stoker.training.fit.plan import AGAIN, FULL, HALF_SPEED, Plan
+from stoker.training.model.config import ModelConfig, matmul_parameters
+
+SHARE = 0.4  # of a card's peak that training reaches, where nothing was measured
+MOST_RUNS = 200  # newest runs that are looked at
+LONGEST = 1 << 16  # bytes of a run's memory.json
+
+
+@shape
+class Pace:
+    tokens_per_s: float
+    source: str  # where it comes from, in words
+
+
+def flops_per_token(c: ModelConfig, context: int, method: str, recompute: int) -> float:
+    """Frozen weights have no gradient of their own: two products of three."""
+    products = 2 * matmul_parameters(c)
+    attention = 4 * c.layers * c.heads * c.head_dim * context / 2  # causal: half of all pairs
+    passes = 3 if method == FULL else 2
+    again = AGAIN[method] * passes * recompute / c.layers
+    return (passes + again) * products + (3 + recompute / c.layers) * attention
+
+
+def from_table(plan: Plan) -> Pace | None:
+    """None: a card that the table does not have."""
+    wish, s = plan.wish, plan.settings
+    peaks = [share.card.peak for share in plan.shares]
+    known = [peak for peak in peaks if peak]
+    if len(known) < len(peaks):
+        return None
+    tokens = s.micro * wish.context
+    full = SHARE / (1 + HALF_SPEED / tokens)
+    rate = sum(known) * full / flops_per_token(wish.model, wish.context, s.method, s.recompute)
+    return Pace(rate, f"estimated from the card's table, {full:.0%} of its bf16 peak assumed")
+
+
+def measured(runs: str, plan: Plan, model: str) -> Pace | None:
+    """Of the newest run with this model, method, cards and context. `model`: its folder."""
+    try:
+        names = sorted(os.listdir(runs), reverse=True)[:MOST_RUNS]
+    except OSError:
+        return None
+    for name in names:
+        try:
+            told = read_json(os.path.join(runs, name, layout.MEMORY), LONGEST)
+        except (OSError, ValueError):
+            continue  # another kind of run, or one that has not got so far
+        rate = number_at(told, "tokens_per_s")
+        if rate and rate > 0 and _same(told, plan, model):
+            return Pace(rate, f"measured by run {name}")
+    return None
+
+
+def _same(told: Any, plan: Plan, model: str) -> bool:
+    wish, cards = plan.wish, [share.card for share in plan.shares]
+    return (
+        told.get("model") == os.path.realpath(model)
+        and told.get("method") == plan.settings.method
+        and told.get("context") == wish.context
+        and told.get("cards") == [card.name for card in cards]
+    )
