@@ -5,21 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 
+from stoker.cli.cards import Asked, cards_of
 from stoker.contract import layout
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.quantities import amount
+from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
 from stoker.contract.settings import Parser
 from stoker.contract.shape import replace
 from stoker.contract.terminal import say
 from stoker.contract.untrusted import is_count, json_text
 from stoker.training.fit import pace, plan, text
-from stoker.training.fit.cards import CONTEXT, Card, written
+from stoker.training.fit.runs import contexts
 from stoker.training.model import hf_config, hf_hub
 from stoker.training.model.config import AdapterConfig, ModelConfig
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from stoker.control.machine.model import Gpu, Machine
     from stoker.training.config.amount import Amount
 
 _ABOUT = (
@@ -68,12 +67,15 @@ def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     _check(told)
     folder, model = _model(told)
-    cards = _cards(told)
+    runs = layout.runs_root(told.runs_dir, os.environ)
+    cards = cards_of(Asked(told.gpus, told.hosts, told.machine), contexts(runs), say)
     wish = _wish(told, model)
-    found = plan.make(cards, wish)
     rows = _amount(told, model, wish.context)
+    if rows is not None and rows.unit == "conversations":
+        wish = replace(wish, documents=max(-(-rows.count // rows.samples), 1))
+    found = plan.make(cards, wish)
     tokens, exact = (rows.tokens, rows.exact) if rows is not None else (0, True)
-    rate = _pace(told, found, folder)
+    rate = (pace.measured(runs, found, folder) or pace.from_table(found)) if found.fits else None
     data = told.data[0] if told.data else ""
     if told.probe and found.fits:
         from stoker.cli.fit_probe import probe
@@ -132,109 +134,19 @@ def _wish(told: argparse.Namespace, model: ModelConfig) -> plan.Wish:
         told.micro,
         {"auto": None, "device": False, "host": True}[told.embedding],
         packed=not told.unpacked,
+        documents=max(context // plan.DOCUMENT, 1),
         samples=told.samples,
     )
-
-
-def _cards(told: argparse.Namespace) -> list[Card]:
-    if told.gpus:
-        cards = written(told.gpus)
-        if cards is not None:
-            if told.hosts or told.machine:
-                raise Refusal(f"--gpus {told.gpus} describes GPUs, and so does {'--hosts' if told.hosts else '--machine'}", EX_USAGE)  # fmt: skip
-            return cards
-    if told.hosts:
-        return _of_hosts(told.hosts)
-    machine = _machine(told.machine)
-    if machine.gpu_error:
-        raise Refusal(f"the NVIDIA driver does not answer: {machine.gpu_error}; --gpus 24GB plans without it", EX_UNAVAILABLE)  # fmt: skip
-    gpus = [gpu for gpu in machine.gpus if not gpu.error]
-    if told.gpus:
-        gpus = _chosen(told.gpus, list(machine.gpus))
-    if not gpus:
-        raise Refusal("no GPU here: name those to plan for, e.g. --gpus 24GB or --gpus 2xH100", EX_UNAVAILABLE)
-    return [_card(gpu, "") for gpu in gpus]
-
-
-def _chosen(text: str, gpus: list[Gpu]) -> list[Gpu]:
-    by_label = {gpu.label.removeprefix("GPU"): gpu for gpu in gpus}
-    found = []
-    for word in (part.strip() for part in text.split(",")):
-        if word not in by_label:
-            raise Refusal(f"--gpus {text}: no GPU {word!r} here; there are {', '.join(by_label) or 'none'}", EX_UNAVAILABLE)  # fmt: skip
-        found.append(by_label[word])
-    return found
-
-
-def _machine(path: str) -> Machine:
-    if not path:
-        from stoker.cli.sight import look
-
-        return look()
-    from stoker.contract.untrusted import read_json
-    from stoker.control.machine.model import machine_from_json
-
-    try:
-        data = read_json(path)
-        return machine_from_json(data["machine"] if isinstance(data, dict) and "machine" in data else data)
-    except FileNotFoundError as problem:
-        raise Refusal(f"--machine {path}: no such file", EX_NOINPUT) from problem
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
-        raise Refusal(f"--machine {path} is no recorded machine: {problem}", EX_DATAERR) from problem
-
-
-def _of_hosts(told: str) -> list[Card]:
-    from stoker.control.cluster.asking import meeting
-    from stoker.control.cluster.hosts import read
-    from stoker.control.cluster.init import MEET_S
-    from stoker.control.machine.facts import examination_from_json
-
-    hosts, cards = read(told), list[Card]()
-    with meeting(hosts) as asking:
-        question = asking.ask("examine", {name: {"parts": []} for name in hosts.names}, MEET_S)
-        answers = asking.answers(question, MEET_S)
-    for name, answer in answers.items():
-        if "error" in answer:
-            raise Refusal(f"host {name}: {answer['error']}", EX_UNAVAILABLE, cause="host.agent")
-        cards += [_card(gpu, name) for gpu in examination_from_json(answer).machine.gpus if not gpu.error]
-    if not cards:
-        raise Refusal(f"--hosts {told}: no GPU on these hosts", EX_UNAVAILABLE)
-    return cards
-
-
-def _card(gpu: Gpu, host: str) -> Card:
-    total = gpu.memory_total
-    if total is None:
-        raise Refusal(f"{gpu.label} does not say how much memory it has: --gpus 24GB plans for such a card", EX_UNAVAILABLE)  # fmt: skip
-    free = gpu.memory_free if gpu.memory_free is not None else total
-    held, known = [], 0
-    for holder in sorted(gpu.holders or (), key=lambda one: -(one.memory or 0)):
-        known += holder.memory or 0
-        who = f"pid {holder.pid}" + (f" ({holder.user}: {holder.command[:40]})" if holder.command else " outside this container")  # fmt: skip
-        held.append(f"{amount(holder.memory or 0)} by {who}" + (f", run {holder.run}" if holder.run else ""))
-    rest = total - free - known
-    if rest > 2 * CONTEXT:
-        held.append(f"{amount(rest)} by the driver, or outside this container")
-    return Card(gpu.name or "unknown GPU", total, free, f"GPU {gpu.label[3:]}", host, tuple(held), max(total - free, 0))
 
 
 def _amount(told: argparse.Namespace, model: ModelConfig, context: int) -> Amount | None:
     if not told.data:
         return None
-    from stoker.training.config import amount as amounts
-    from stoker.training.config.schema import Config
+    from stoker.training.config.amount import estimated
+    from stoker.training.config.keys import DEFAULTS, config_of
     from stoker.training.data.sources import check_there
 
     check_there(told.data)
-    config = Config()
-    data = replace(
-        config.data, path=tuple(told.data), kind="stream" if told.unpacked else "chat", context_length=context
-    )
-    return amounts.estimated(replace(config, data=data), model.vocab_size)
-
-
-def _pace(told: argparse.Namespace, found: plan.Plan, folder: str) -> pace.Pace | None:
-    if not found.fits:
-        return None
-    runs = layout.runs_root(told.runs_dir, os.environ)
-    return pace.measured(runs, found, folder) or pace.from_table(found)
+    kind = "stream" if told.unpacked else "chat"
+    values = {**DEFAULTS, "data.path": tuple(told.data), "data.kind": kind, "data.context_length": context}
+    return estimated(config_of("", values), model.vocab_size)

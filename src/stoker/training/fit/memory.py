@@ -7,8 +7,8 @@ from collections.abc import Mapping
 # What memory is for, in the order in which it is shown.
 WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER = "weights", "adapters", "gradients", "optimizer"
 ACTIVATIONS, WORK, LOSS, BUFFERS = "activations", "work", "loss", "buffers"
-COMMUNICATION, CONTEXT = "communication", "context"
-TERMS = (WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORK, LOSS, BUFFERS, COMMUNICATION, CONTEXT)
+COMMUNICATION, CONTEXT, MARGIN = "communication", "context", "margin"
+TERMS = (WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORK, LOSS, BUFFERS, COMMUNICATION, CONTEXT, MARGIN)
 GRAIN = 512  # bytes: CUDA's allocator rounds each tensor up to it
 
 Held = tuple[str, int]  # what for, bytes

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from stoker.contract import layout
 from stoker.contract.quantities import number_at
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import read_json
 from stoker.training.fit.plan import AGAIN, FULL, HALF_SPEED, Plan
+from stoker.training.fit.runs import recorded
 from stoker.training.model.config import ModelConfig, matmul_parameters
 
 SHARE = 0.4  # of a card's peak that training reaches, where nothing was measured
-MOST_RUNS = 200  # newest runs that are looked at
-LONGEST = 1 << 16  # bytes of a run's memory.json
 
 
 @shape
@@ -47,26 +44,14 @@ def from_table(plan: Plan) -> Pace | None:
 
 def measured(runs: str, plan: Plan, model: str) -> Pace | None:
     """Of the newest run with this model, method, cards and context. `model`: its folder."""
-    try:
-        names = sorted(os.listdir(runs), reverse=True)[:MOST_RUNS]
-    except OSError:
-        return None
-    for name in names:
-        try:
-            told = read_json(os.path.join(runs, name, layout.MEMORY), LONGEST)
-        except (OSError, ValueError):
-            continue  # another kind of run, or one that has not got so far
+    for name, told in recorded(runs):
         rate = number_at(told, "tokens_per_s")
         if rate and rate > 0 and _same(told, plan, model):
             return Pace(rate, f"measured by run {name}")
     return None
 
 
-def _same(told: Any, plan: Plan, model: str) -> bool:
-    wish, cards = plan.wish, [share.card for share in plan.shares]
-    return (
-        told.get("model") == os.path.realpath(model)
-        and told.get("method") == plan.settings.method
-        and told.get("context") == wish.context
-        and told.get("cards") == [card.name for card in cards]
-    )
+def _same(told: dict[str, Any], plan: Plan, model: str) -> bool:
+    cards = [share.card.name for share in plan.shares]
+    wanted = {"model": os.path.realpath(model), "method": plan.settings.method, "context": plan.wish.context}
+    return all(told.get(key) == value for key, value in {**wanted, "cards": cards}.items())

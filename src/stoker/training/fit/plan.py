@@ -19,6 +19,7 @@ AUTO, FULL = "auto", "full"
 METHODS = (FULL, LORA, QLORA)
 # Not done by anything here yet: a plan never proposes them.
 UNAVAILABLE = ("activations in host memory",)
+DOCUMENT = 512  # tokens of a text in packed rows, where nobody counted
 SHORTEST = 128  # tokens of context that a plan proposes
 CONTEXT_FLAG = "context-length"
 STEP = 64  # a proposed context is a multiple of it
@@ -41,7 +42,7 @@ class Wish:
     micro: int = 0
     on_host: bool | None = None
     packed: bool = True
-    documents: int = 1
+    documents: int = 1  # in a packed row
     samples: int = 16  # of a step, all cards together
 
     @property
@@ -119,7 +120,7 @@ class Search:
         """What can be had, each at its most frugal."""
         recompute = wish.layers if wish.recompute is None else min(wish.recompute, wish.layers)
         for method in METHODS if wish.method == AUTO else (wish.method,):
-            kinds = ("adamw", "adamw8bit") if wish.optimizer == AUTO else (wish.optimizer,)
+            kinds: tuple[str, ...] = ("adamw", "adamw8bit") if wish.optimizer == AUTO else (wish.optimizer,)
             if method != FULL:
                 kinds = tuple(kind for kind in kinds if kind != "muon") or ("adamw",)
             for kind in kinds:
@@ -224,6 +225,9 @@ class Search:
         for change, fewer in self._smaller(s):
             if self._fits(fewer, self._tightest):
                 return Change(change, "")
+        enough = [card for card in self._cards if self._fits(s, card)]
+        if enough and not any(card.host for card in enough):
+            return Change({"gpus": ",".join(card.label.removeprefix("GPU ") for card in enough)}, "")
         for method in METHODS[METHODS.index(s.method) :]:
             other, method_too = (s, {}) if method == s.method else (self._frugal(method), {"method": method})
             if method_too and self._fits(other, self._tightest):

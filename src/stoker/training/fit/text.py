@@ -9,7 +9,7 @@ from typing import Any
 from stoker.contract.quantities import span
 from stoker.contract.shape import as_json
 from stoker.training.fit.cards import NCCL, Card
-from stoker.training.fit.memory import COMMUNICATION, CONTEXT, TERMS
+from stoker.training.fit.memory import COMMUNICATION, CONTEXT, MARGIN, TERMS
 from stoker.training.fit.pace import Pace
 from stoker.training.fit.plan import FULL, UNAVAILABLE, Plan, Share, gib
 from stoker.training.model.config import LORA, QLORA, AdapterConfig
@@ -23,14 +23,16 @@ _ABOUT = {
     "buffers": "one dequantized matrix, cuBLAS",
     "context": "CUDA and its kernels",
     "communication": "NCCL",
+    "margin": "pages and gaps of the allocator",
 }
 
 
 def terms_of(share: Share, ranks: int) -> dict[str, int]:
-    """With what is not torch's: the context, and communication."""
-    found = {**share.planned.terms, CONTEXT: share.card.context}
+    """With what is not torch's: the context, communication, and a margin for the allocator."""
+    found = {**share.planned.terms, CONTEXT: share.card.context, MARGIN: share.needs - share.planned.total}
     if ranks > 1:
         found[COMMUNICATION] = NCCL
+    found[MARGIN] -= found[CONTEXT] + found.get(COMMUNICATION, 0)
     return {term: found[term] for term in TERMS if found.get(term)}
 
 
