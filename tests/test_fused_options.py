@@ -18,10 +18,9 @@ from stoker.contract.shape import replace
 from stoker.training.generate import plain
 from stoker.training.model import experts
 from stoker.training.model.attention import rotary_table, rotate
-from stoker.training.model.config import ModelConfig
+from stoker.training.model.config import ModelConfig, unfusable
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.linear import _backward, swiglu
-from stoker.training.model.ready import _unfusable
 
 SMALL = ModelConfig(layers=3, dim=32, heads=4, kv_heads=2, head_dim=8, ff=48, vocab_size=96, init_std=0.3)
 TOKENS = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -117,7 +116,7 @@ def made(c: ModelConfig) -> Decoder:
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_fused_blocks_compute_what_plain_ones_do(kind: str, kernels: None) -> None:
     c = replace(SMALL, **OPTIONS[kind])
-    assert _unfusable(c) == ""
+    assert unfusable(c) == ""
     model, found = made(c), []
     for fused in (False, True):
         model.fuse(fused)
@@ -143,7 +142,7 @@ def test_what_fused_blocks_lack_is_named() -> None:
         ({"rope_share": 0.5}, "partly turned heads"),
         ({"qk_norm": True, "qk_norm_whole": True}, "norm over all heads"),
     ):
-        assert words in _unfusable(replace(SMALL, **fields)), fields
+        assert words in unfusable(replace(SMALL, **fields)), fields
 
 
 def test_grouped_products_and_those_by_all_experts_compute_what_one_by_one_does(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
-from stoker.training.model import linear, loss, ready
+from stoker.training.model import config, linear, loss, ready
 from stoker.training.model.attention import Seen, attend, documents, kernels, rotary_table, rotate, seen_by
 from stoker.training.model.config import ModelConfig, flops_per_token, matmul_parameters
 from stoker.training.model.decoder import Decoder
@@ -321,7 +321,7 @@ def _norm_gradient(
     return dx if onward is None else dx + onward, unit * weight, (g * unit).sum(0)
 
 
-# Options that the fused blocks have as well (ready.FUSED), for three layers.
+# Options that the fused blocks have as well (config.FUSED), for three layers.
 FUSED: dict[str, Any] = {
     "attention_scale": 0.2, "embedding_scale": 3.0, "final_cap": 4.0, "windows": (0, 9, 5), "unrotated": (0,), "window_theta": 50.0, "rope_kind": "linear",
     "rope_factor": 2.0,
@@ -339,7 +339,7 @@ FUSED_OPTIONS = pytest.mark.parametrize(
 
 def test_the_options_that_fused_blocks_are_tested_with_are_those_they_claim() -> None:
     besides = {"rope_factor", "position_rows", "experts_per_token", "expert_ff", "router_aux", "dense"}
-    assert set(ready.FUSED) == {*FUSED, *WIDER, *ROUTED} - besides
+    assert set(config.FUSED) == {*FUSED, *WIDER, *ROUTED} - besides
 
 
 @FUSED_OPTIONS

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stoker.contract.names import Refusal
-from stoker.training.model import nf4
+from stoker.training.model import nf4, nf4_size
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -80,7 +80,7 @@ def test_it_takes_the_bytes_that_are_said_and_fills_a_buffer() -> None:
     w = weight(0)
     q = nf4.quantize(w)
     held = sum(tensor.numel() * tensor.element_size() for tensor in (q.codes, q.scales, q.second, q.offset))
-    assert held == nf4.stored_bytes(w.numel())
+    assert held == nf4_size.stored_bytes(w.numel())
     assert abs(held * 8 / w.numel() - nf4.BITS) < 0.01
     joined, parts = nf4.join([q, q])
     assert [group.size for group in joined] == [(192, 1088)] * 2, "its scales don't fill blocks of 256"
@@ -97,7 +97,7 @@ def test_parts_whose_blocks_are_full_are_read_as_one() -> None:
 
 
 def test_a_weight_that_blocks_do_not_fill_is_told_from_one_that_they_do() -> None:
-    assert nf4.storable((4, 32)) and not nf4.storable((3, 7)) and not nf4.storable((64,))
+    assert nf4_size.storable((4, 32)) and not nf4_size.storable((3, 7)) and not nf4_size.storable((64,))
     with pytest.raises(ValueError, match="21 elements"):
         nf4.quantize(torch.zeros(3, 7))
 

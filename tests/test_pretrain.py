@@ -660,7 +660,7 @@ def test_plain_torchrun_a_profile_and_tensorboard(stoker: Stoker, text: Path) ->
     ],
 )
 def test_a_cards_peak_is_its_own_or_unknown(name: str, teraflops: float | None) -> None:
-    from stoker.training.loop.speed import peak_of
+    from stoker.training.fit.cards import peak_of
 
     assert peak_of(name) == (None if teraflops is None else teraflops * 1e12)
 

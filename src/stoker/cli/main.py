@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "run": "start a script on this machine's GPUs (or CPUs): torchrun's place, torchrun's flags",
     "train": "train a language model: checks, data, then a run of the stage's recipe",
+    "fit": "how much GPU memory training a model takes, and the settings that fit; no GPU needed",
     "speedrun": "the whole chain, tokenizer to GRPO to report, in one command; goes on where it was",
     "prepare": "make data ready for training: tokenizer and token shards, once",
     "data": "show: what training would make of a file, and which rows it would leave out",

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from stoker.cli.sight import gpus_to_use, look
+from stoker.cli.train_fit import with_memory_plan
 from stoker.contract import names, redact, schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build, from_mapping, suggest
@@ -160,6 +161,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     if STAGES[stage].learning is not None:
         ranks, cpu = _most_ranks(resolved.config, options, machine, gpus), on_cpu(resolved.config, gpus)
         resolved = _with_stage_defaults(stage, resolved, ranks, ready, cpu)
+    resolved = with_memory_plan(stage, resolved, options, machine, ready, _say) if gpus else resolved
     if ready is not None:
         _check_resume(resolved.config, ready)
     if resolved.config.parallel.device == "cpu":

@@ -16,6 +16,7 @@ EVENTS = "events.jsonl"
 VERDICT = "verdict.json"
 RESERVE = ".reserve"  # disk space for the verdict, allocated at the start; becomes verdict.json
 METRICS = "metrics.jsonl"
+MEMORY = "memory.json"  # planned and measured, of a run that trains
 CHECKPOINTS = "checkpoints"
 CONSOLE = "stoker.log"  # Stoker's own lines, so that `attach` can show them again
 LATEST = "latest"

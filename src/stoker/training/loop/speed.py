@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -11,28 +10,7 @@ from typing import Any
 
 import torch
 
-# Dense bf16 with fp32 accumulation, TFLOP/s, as the vendor's sheets have it.
-PEAKS = {
-    "B200": 2250.0, "GB200": 2500.0, "B300": 2250.0, "H200": 989.0, "GH200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H800": 989.0,
-    "H20": 148.0, "A100": 312.0, "A800": 312.0, "A30": 165.0, "A40": 149.7, "A10G": 70.0, "A10": 125.0, "L40S": 362.0, "L40": 181.0, "L4": 121.0,
-    "RTX 6000 Ada": 364.2, "RTX A6000": 154.8, "RTX A5000": 111.1, "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 4090": 165.2, "RTX 4080": 97.5, "RTX 3090": 71.0,
-    "RTX 3080": 59.5,
-}  # fmt: skip
-# Beside a known name these make another card, or a part of one.
-_OTHER_CARD = {"laptop", "max", "mig", "ti", "super", "d"}
-
-
-def peak_of(name: str) -> float | None:
-    """FLOP/s of the card of this name: the longest known name whose words are in it counts. None: unknown."""
-    words = _words(name)
-    if _OTHER_CARD & set(words):
-        return None
-    fits = [known for known in PEAKS if f" {' '.join(_words(known))} " in f" {' '.join(words)} "]
-    return PEAKS[max(fits, key=len)] * 1e12 if fits else None
-
-
-def _words(name: str) -> list[str]:
-    return re.findall(r"[a-z0-9]+", name.lower())
+from stoker.training.fit.cards import peak_of
 
 
 class Speed:

@@ -70,9 +70,12 @@ class Settings:
 
 class Supervised(Task):
     def __init__(
-        self, parts: Parts, start: Start, c: Settings, stepper: Stepper, saver: Saver, voice: Voice, startup: Startup
-    ) -> None:
+        self, parts: Parts, start: Start, c: Settings, stepper: Stepper, saver: Saver, voice: Voice, startup: Startup,
+        planned_bytes: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self._planned_bytes = planned_bytes
+        self.tokens_per_s: float | None = None  # of the last steps before a validation or the end
         self._parts, self._start, self._c = parts, start, c
         self._stepper, self._saver, self._voice, self._startup = stepper, saver, voice, startup
         self._group, self._material = parts.group, parts.material
@@ -174,6 +177,7 @@ class Supervised(Task):
     def _report(self, numbers: Numbers, launched: Launched) -> None:
         speed, rate = self._speed, launched.rate
         mfu, memory, fast, per_step = speed.mfu, speed.memory(), speed.tokens_per_s, speed.seconds_per_step
+        self.tokens_per_s = fast or self.tokens_per_s
         logged = numbers.step % self._c.train.log_every == 0 or numbers.step + 1 == self._start.steps
         values = {name: float(value) for name, value in launched.numbers.items()} if logged else {}
         more = {name: value for name, value in values.items() if math.isfinite(value)}  # a rank may have had no pair
@@ -193,6 +197,8 @@ class Supervised(Task):
             lr=rate,
             mfu=round(mfu, 4) if mfu else None,
             memory=memory,
+            peak_bytes=memory,
+            planned_bytes=self._planned_bytes,
             seconds_per_step=round(per_step, 6) if per_step else None,
             **more,
         )

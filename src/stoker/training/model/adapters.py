@@ -26,6 +26,7 @@ from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_write import add_files, fresh_folder, write_json
 from stoker.training.model.linear import Linear
 from stoker.training.model.maps import Adapter
+from stoker.training.model.nf4_size import storable
 from stoker.training.model.targets import Target, extra, targets
 
 SETTINGS, WEIGHTS = ADAPTER, "adapter_model.safetensors"
@@ -61,7 +62,7 @@ def freeze(model: Decoder, told: AdapterConfig) -> None:
         place.register_parameter(leaf, nn.Parameter(fresh))
     if told.method == QLORA:
         for name, layer in _layers(model):
-            if f"{name}.weight" not in learn and all(nf4.storable((rows, layer.in_features)) for rows in layer.parts):
+            if f"{name}.weight" not in learn and all(storable((rows, layer.in_features)) for rows in layer.parts):
                 layer.register_parameter("weight", None)
 
 

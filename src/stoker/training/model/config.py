@@ -170,6 +170,24 @@ def lacking(c: ModelConfig, supported: Collection[str]) -> str:
     )
 
 
+# Options of the block that fused.py computes, or that reach it as angles, mask or scale, or lie outside it.
+FUSED = (
+    "qkv_bias", "out_bias", "mlp_bias", "norms", "norm_offset", "activation", "gated", "attention_scale", "final_cap", "embedding_scale", "windows",
+    "positions", "rope_kind", "unrotated", "window_theta", "experts",
+)  # fmt: skip
+
+
+def unfusable(model: ModelConfig) -> str:
+    """Why the fused execution can't compute this model; empty: it can."""
+    lacks = lacking(model, FUSED)
+    if lacks:
+        return f"the fused execution has no {lacks} yet"
+    if model.norms == "post":
+        return f"the fused execution has no {OPTIONS['norms']} alone yet"
+    head_dim = model.head_dim
+    return f"the fused execution has no heads of {head_dim}, a power of two alone" if head_dim & (head_dim - 1) else ""
+
+
 def check_options(c: ModelConfig, where: str) -> None:
     """Refuses what the block can't compute at all."""
     for name, values in _VALUES.items():

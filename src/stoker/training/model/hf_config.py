@@ -139,8 +139,10 @@ def kept_text(keys: dict[str, Any]) -> str:
     return json.dumps({key: value for key, value in _without_code(keys).items() if key not in _NOT_KEPT})
 
 
-def shape_for(asked: ModelConfig, folder: str) -> ModelConfig:
-    """As shape_of, by the engine that was asked for: what no family knows is computed by transformers' own module."""
+def shape_for(asked: ModelConfig, folder: str, *, planned: bool = False) -> ModelConfig:
+    """As shape_of, by the engine that was asked for: what no family knows is computed by transformers' own module.
+    `planned`: nothing is computed here, so neither transformers nor weights have to be.
+    """
     told = _read(folder)
     _refuse_quantized(told)
     if asked.engine == "native" or (asked.engine == "auto" and known_family(told) is not None):
@@ -149,7 +151,7 @@ def shape_for(asked: ModelConfig, folder: str) -> ModelConfig:
         except Refusal as refusal:
             hint = "; model.engine transformers may take it" if asked.engine == "auto" else ""
             raise Refusal(refusal.line + hint, refusal.code) from refusal
-    _refuse_unrunnable(told, asked.trust_remote_code)
+    _refuse_unrunnable(told, asked.trust_remote_code, planned)
     kept = _without_code(told.keys())
     counts: dict[str, Any] = {
         ours: next((kept[key] for key in keys if type(kept.get(key)) is int and kept[key] > 0), 1)
@@ -160,11 +162,22 @@ def shape_for(asked: ModelConfig, folder: str) -> ModelConfig:
         engine="transformers",
         trust_remote_code=asked.trust_remote_code,
         kept=json.dumps(kept),
-        stored=sum(math.prod(one.shape) for one in stored_in(folder).values()),
+        stored=_stored(folder, counts, planned),
         kv_heads=counts["heads"],
         head_dim=max(counts["dim"] // counts["heads"], 1),
         **counts,
     )
+
+
+def _stored(folder: str, counts: Mapping[str, int], planned: bool) -> int:
+    """Parameters in the folder; where it has no weights and is only planned with, about what such a model has."""
+    try:
+        return sum(math.prod(one.shape) for one in stored_in(folder).values())
+    except Refusal:
+        if not planned:
+            raise
+        width = counts["dim"]
+        return counts["layers"] * (4 * width**2 + 3 * width * counts["ff"]) + 2 * width * counts["vocab_size"]
 
 
 def _is_code(key: str) -> bool:
@@ -205,7 +218,7 @@ def _elsewhere(value: Any) -> Iterator[str]:
             yield from _elsewhere(inner)
 
 
-def _refuse_unrunnable(told: ConfigJson, trusted: bool) -> None:
+def _refuse_unrunnable(told: ConfigJson, trusted: bool, planned: bool = False) -> None:
     named = told.get("architectures")
     name = named[0] if isinstance(named, list) and len(named) == 1 and isinstance(named[0], str) else ""
     if not name.endswith(_CAUSAL):
@@ -216,6 +229,8 @@ def _refuse_unrunnable(told: ConfigJson, trusted: bool) -> None:
             f"its {CONFIG} takes code from {told.words(other)}, not from this folder: copy that code into the folder, read"
             " it, and name it without the repository"
         )
+    if planned:
+        return
     if not trusted and any(_under(told.keys(), "auto_map")):
         told.refuse(
             f"{name} runs Python code that comes with the folder: read that code, and give --trust-remote-code if you"

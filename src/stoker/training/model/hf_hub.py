@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from stoker.contract.names import EX_NOINPUT, EX_UNAVAILABLE, Refusal
@@ -27,7 +27,12 @@ def tokenizer_of(load: str, say: Callable[[str], None]) -> str:
     return folder
 
 
-def folder_of(load: str, say: Callable[[str], None], code: bool = False) -> str:
+def config_of(load: str, say: Callable[[str], None]) -> str:
+    """A folder with at least config.json: who plans needs no weights."""
+    return folder_of(load, say, wanted=["config.json"])
+
+
+def folder_of(load: str, say: Callable[[str], None], code: bool = False, wanted: Sequence[str] = _WANTED) -> str:
     """A folder stays what it is; owner/name comes from the hub, or from its cache. `code`: Python files, too."""
     if os.path.isdir(load):
         return load
@@ -45,7 +50,7 @@ def folder_of(load: str, say: Callable[[str], None], code: bool = False) -> str:
         ) from problem
     say(f"{load}: no such folder here, asking the hub")
     try:
-        folder = str(hub.snapshot_download(load, allow_patterns=_WANTED + ["*.py"] * code, ignore_patterns=["*/*"]))
+        folder = str(hub.snapshot_download(load, allow_patterns=[*wanted, *["*.py"] * code], ignore_patterns=["*/*"]))
     except (OSError, ValueError, RuntimeError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as problem:
         first = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         raise Refusal(

@@ -74,6 +74,7 @@ class _Chunked(torch.autograd.Function):
             torch.mm(logits, w, out=dx[part])
             if dw is not None:
                 accumulate(dw, logits, x[part])
+            del logits, slope  # or the next chunk's are made beside them
         ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
         return losses.sum() * scale
 

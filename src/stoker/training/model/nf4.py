@@ -19,8 +19,8 @@ from torch import Tensor
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import replace, shape
 from stoker.contract.untrusted import parse_json
+from stoker.training.model.nf4_size import BLOCK, SECOND_BLOCK
 
-BLOCK, SECOND_BLOCK = 64, 256
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -47,16 +47,6 @@ class Quantized:
     offset: Tensor  # fp32: the scales' mean
     size: tuple[int, ...]
     dtype: torch.dtype  # what it was, and is dequantized to
-
-
-def storable(size: Sequence[int]) -> bool:
-    """Whether blocks end where the tensor does."""
-    return len(size) == 2 and torch.Size(size).numel() % BLOCK == 0
-
-
-def stored_bytes(elements: int) -> int:
-    blocks = -(-elements // BLOCK)
-    return elements // 2 + blocks + 4 * -(-blocks // SECOND_BLOCK) + 4
 
 
 @functools.cache

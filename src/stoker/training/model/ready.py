@@ -18,17 +18,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.control.record.ownership import private_cache
 from stoker.training.model import linear
-from stoker.training.model.config import OPTIONS, ModelConfig, lacking
+from stoker.training.model.config import ModelConfig, unfusable
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.experts import ungrouped
 from stoker.training.model.outside import Outside
 from stoker.training.parallel.config import ComputeConfig, recomputed_blocks
 
-# Options of the block that fused.py computes, or that reach it as angles, mask or scale, or lie outside it.
-FUSED = (
-    "qkv_bias", "out_bias", "mlp_bias", "norms", "norm_offset", "activation", "gated", "attention_scale", "final_cap", "embedding_scale", "windows",
-    "positions", "rope_kind", "unrotated", "window_theta", "experts",
-)  # fmt: skip
 # What selective recomputation keeps.
 PRODUCTS = (
     "aten.mm", "aten.addmm", "aten._grouped_mm", "aten._scaled_mm", "aten._scaled_dot_product", "varlen_attn",
@@ -85,7 +80,7 @@ def fused(c: ComputeConfig, model: ModelConfig, device: torch.device, say: Calla
     if c.compile == "fused" and device.type != "cuda":
         raise Refusal("compute.compile fused needs a GPU: its kernels are Triton's", EX_UNAVAILABLE)
     wanted = c.compile == "fused" or (c.compile == "auto" and device.type == "cuda" and c.fp8 == "off")
-    why = _unfusable(model)
+    why = unfusable(model)
     if wanted and why:
         say(f"{why}; using the plain one, compiled")
     return wanted and not why
@@ -93,19 +88,8 @@ def fused(c: ComputeConfig, model: ModelConfig, device: torch.device, say: Calla
 
 def compiled(c: ComputeConfig, device: torch.device, model: ModelConfig | None = None) -> bool:
     if c.compile in ("auto", "fused") and device.type == "cuda":
-        return c.fp8 != "off" or (model is not None and bool(_unfusable(model)))
+        return c.fp8 != "off" or (model is not None and bool(unfusable(model)))
     return c.compile == "on"
-
-
-def _unfusable(model: ModelConfig) -> str:
-    """Why the fused execution can't compute this model; empty: it can."""
-    lacks = lacking(model, FUSED)
-    if lacks:
-        return f"the fused execution has no {lacks} yet"
-    if model.norms == "post":
-        return f"the fused execution has no {OPTIONS['norms']} alone yet"
-    head_dim = model.head_dim
-    return f"the fused execution has no heads of {head_dim}, a power of two alone" if head_dim & (head_dim - 1) else ""
 
 
 def make_ready(model: Decoder | Outside, c: ComputeConfig, device: torch.device, say: Callable[[str], None]) -> None:

@@ -25,6 +25,7 @@ from stoker.training.model.attention import kernels
 from stoker.training.optim.config import rate_share
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import build, stage
+from stoker.training.recipes.memory import MemoryRecord
 from stoker.training.reward.pairs import Pair, PairRows, pairs_of
 from stoker.training.tokenizer import chat
 
@@ -56,6 +57,8 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
     voice.say_once(
         f"data: {order.count:,} samples of {c.data.context_length} tokens, {parts.batch} a step, {steps} steps"
     )
+    memory = MemoryRecord(c, parts, folder, voice)
+    memory.begin()
     startup.done("model")
     if first >= steps:
         voice.say_once(f"nothing to do: {first} of {steps} steps are done")
@@ -70,20 +73,21 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
     build.settle(c, parts)
     keep_best = c.checkpoint.keep_best and keeper.wanted
     told = Settings(folder, c.train, c.optim, c.parallel.comm, c.nan.dump, keep_best)
-    task = Supervised(parts, start, told, stepper, keeper.saver, voice, startup)
+    task = Supervised(parts, start, told, stepper, keeper.saver, voice, startup, memory.planned_bytes)
     profile = Profile(c.train.profile_steps if c.train.profile and group.first else 0, folder, device, voice.say)
     loop = Loop(task, keeper, group, voice, profile, first=first, steps=steps)
     task.begin()
     micro = parts.own_micro if parts.plans else parts.micro
     rows, plans = material.train, parts.plans
     feeder = Feeder(rows, order, start.course, group, steps=range(first, steps), micro=micro, plans=plans)
-    with closing(feeder.batches()) as batches:
+    with closing(feeder.batches()) as batches, memory.watched():
         for batch in loop.over(batches):
             parts.drill.step = batch.step
             share = rate_share(c.optim, batch.step, steps)
             pending = stepper.step(batch, share, words=loop.words)  # forward, backward, update
             rate = c.optim.learning_rate * share
             loop.launched(Launched(pending, batch, rate, parts.learner.numbers(parts.model)))
+    memory.end(task.tokens_per_s)
     task.close()
     if loop.whole:
         export(c, parts, folder, voice)

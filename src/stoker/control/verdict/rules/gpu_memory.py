@@ -230,7 +230,8 @@ def fragmentation(case: Case) -> Found | None:
 @family.cause("""
 oom.gpu: The model, the batch or the optimizer is too big for the GPU.
   seen: torch.OutOfMemoryError, CUDA error 2 (out of memory), CUBLAS_STATUS_ALLOC_FAILED, and neither others nor
-      fragments account for it
+      fragments account for it; of `stoker train` with a model that was loaded, which term of its memory plan was
+      underestimated
   unless: others hold the card: oom.gpu-foreign; as much as needed is reserved and unused: oom.gpu-fragmentation
   fix: {SMALLER}
 """)
@@ -240,6 +241,8 @@ def too_big(case: Case) -> Found | None:
         return None
     card, evidence = looked
     refused = card.refused
+    planned = _planned(case)
+    evidence = (*evidence, *planned)
     if refused is None:
         return Found(f"{case.who}: out of GPU memory", evidence)
     if refused.allowed is not None and refused.cached + refused.needed > refused.allowed:
@@ -253,4 +256,12 @@ def too_big(case: Case) -> Found | None:
     unused = refused.unused or 0
     enough = unused >= _PIECES and (refused.free or 0) + unused >= refused.needed
     pieces = (f"{_EXPANDABLE}: free and unused together would have been enough",) if enough else ()
-    return Found(f"{case.who}: out of GPU memory: {card.sentence()}", evidence, (*pieces, *_SMALLER))
+    short = re.search(r"underestimated: [^;]*", planned[0]) if planned else None
+    against = f"; the memory plan {short[0].replace(':', '', 1)}" if short else ""
+    return Found(f"{case.who}: out of GPU memory: {card.sentence()}{against}", evidence, (*pieces, *_SMALLER))
+
+
+def _planned(case: Case) -> tuple[str, ...]:
+    """What `stoker train` printed of its memory plan when it ran out: which term was larger than planned."""
+    lines = re.findall(r"ran out of GPU memory at [^\n]{0,400}", case.end.tail)
+    return (lines[-1],) if lines else ()

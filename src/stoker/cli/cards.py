@@ -1,0 +1,126 @@
+"""The GPUs that a plan is for: written down, on this machine, on a recorded one, or on other hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.quantities import amount
+from stoker.contract.shape import shape
+from stoker.control.launch.gpus import CONTEXT as LEAST
+from stoker.control.machine.model import Gpu, Machine, machine_from_json
+from stoker.training.fit.cards import CONTEXT, Card, written
+
+_LONGEST = 40  # of a holder's command
+
+
+@shape
+class Asked:
+    """What the flags say."""
+
+    gpus: str = ""
+    hosts: str = ""
+    machine: str = ""
+
+
+def cards_of(asked: Asked, contexts: Mapping[str, int], say: Callable[[str], None]) -> list[Card]:
+    """`contexts`: what was measured beside tensors, by card."""
+    cards = written(asked.gpus) if asked.gpus else None
+    if cards is not None:
+        if asked.hosts or asked.machine:
+            other = "--hosts" if asked.hosts else "--machine"
+            raise Refusal(f"--gpus {asked.gpus} describes GPUs, and so does {other}: give one of them", EX_USAGE)
+        return cards
+    if asked.hosts:
+        return _of_hosts(asked.hosts, contexts)
+    machine = _machine(asked.machine)
+    if machine.gpu_error:
+        line = f"the NVIDIA driver does not answer: {machine.gpu_error}; --gpus 24GB plans without it"
+        raise Refusal(line, EX_UNAVAILABLE)
+    gpus = _chosen(asked.gpus, machine.gpus) if asked.gpus else _usable(machine.gpus, say)
+    if not gpus:
+        raise Refusal("no GPU here: name those to plan for, e.g. --gpus 24GB or --gpus 2xH100", EX_UNAVAILABLE)
+    return [card_of(gpu, "", contexts) for gpu in gpus]
+
+
+def _usable(gpus: tuple[Gpu, ...], say: Callable[[str], None]) -> list[Gpu]:
+    """As a run chooses them: a full card is left out, unless all are."""
+    working = [gpu for gpu in gpus if not gpu.error]
+    found = [gpu for gpu in working if gpu.memory_free is None or gpu.memory_free >= LEAST]
+    for gpu in working if found else ():
+        if gpu not in found:
+            say(
+                f"left out: GPU {gpu.label[3:]}, {amount(gpu.memory_free or 0)} free of {amount(gpu.memory_total or 0)}"
+            )
+    return found or working
+
+
+def _chosen(text: str, gpus: tuple[Gpu, ...]) -> list[Gpu]:
+    by_label = {gpu.label.removeprefix("GPU"): gpu for gpu in gpus}
+    words = [part.strip() for part in text.split(",")]
+    for word in words:
+        if word not in by_label:
+            there = ", ".join(by_label) or "none"
+            raise Refusal(f"--gpus {text}: no GPU {word!r} here; there are {there}", EX_UNAVAILABLE)
+    if len(set(words)) < len(words):
+        raise Refusal(f"--gpus {text}: a GPU is named twice", EX_USAGE)
+    return [by_label[word] for word in words]
+
+
+def _machine(path: str) -> Machine:
+    if not path:
+        from stoker.cli.sight import look
+
+        return look()
+    from stoker.contract.untrusted import read_json
+
+    try:
+        data = read_json(path)
+        return machine_from_json(data["machine"] if isinstance(data, dict) and "machine" in data else data)
+    except FileNotFoundError as problem:
+        raise Refusal(f"--machine {path}: no such file", EX_NOINPUT) from problem
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
+        raise Refusal(f"--machine {path} is no recorded machine: {problem}", EX_DATAERR) from problem
+
+
+def _of_hosts(told: str, contexts: Mapping[str, int]) -> list[Card]:
+    from stoker.control.cluster.asking import meeting
+    from stoker.control.cluster.hosts import read
+    from stoker.control.cluster.init import MEET_S
+    from stoker.control.machine.facts import examination_from_json
+
+    hosts, cards = read(told), list[Card]()
+    with meeting(hosts) as asking:
+        parts = {name: {"runs_dir": "", "port": 0, "parts": []} for name in hosts.names}
+        answers = asking.answers(asking.ask("examine", parts, MEET_S), MEET_S)
+    for name, answer in answers.items():
+        if "error" in answer:
+            why = answer["error"]
+            line = why if why.startswith(f"host {name}: ") else f"host {name}: {why}"
+            raise Refusal(line, EX_UNAVAILABLE, cause="host.agent")
+        gpus = examination_from_json(answer).machine.gpus
+        cards += [card_of(gpu, name, contexts) for gpu in gpus if not gpu.error]
+    if not cards:
+        raise Refusal(f"--hosts {told}: no GPU on these hosts", EX_UNAVAILABLE)
+    return cards
+
+
+def card_of(gpu: Gpu, host: str, contexts: Mapping[str, int]) -> Card:
+    total, name = gpu.memory_total, gpu.name or "unknown GPU"
+    if total is None:
+        line = f"GPU {gpu.label[3:]} does not say how much memory it has: --gpus 24GB plans for such a card"
+        raise Refusal(line, EX_UNAVAILABLE)
+    free = gpu.memory_free if gpu.memory_free is not None else total
+    held, known = list[str](), 0
+    for holder in sorted(gpu.holders or (), key=lambda one: -(one.memory or 0)):
+        known += holder.memory or 0
+        who = "outside this container"
+        if holder.command:
+            who = f"({holder.user}: {holder.command[:_LONGEST]})"
+        run = f", run {holder.run}" if holder.run else ""
+        held.append(f"{amount(holder.memory or 0)} by pid {holder.pid} {who}{run}")
+    rest = total - free - known
+    if rest > 2 * CONTEXT:
+        held.append(f"{amount(rest)} by the driver, or outside this container")
+    context = contexts.get(name, CONTEXT)
+    return Card(name, total, free, f"GPU {gpu.label[3:]}", host, tuple(held), total - free, context)

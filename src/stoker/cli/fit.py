@@ -1,0 +1,152 @@
+"""stoker fit MODEL [--data CHATS] [--method M] [--gpus 4x24GB] [--context N] [--json] [--probe]: what it takes, what fits"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from stoker.cli.cards import Asked, cards_of
+from stoker.contract import layout
+from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
+from stoker.contract.settings import Parser
+from stoker.contract.shape import replace
+from stoker.contract.terminal import say
+from stoker.contract.untrusted import is_count, json_text
+from stoker.training.fit import pace, plan, text
+from stoker.training.fit.runs import contexts
+from stoker.training.model import hf_config, hf_hub
+from stoker.training.model.config import AdapterConfig, ModelConfig
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.training.config.amount import Amount
+
+_ABOUT = (
+    "How much GPU memory training a model takes, term by term, and the settings that fit: from config.json alone, without"
+    " torch and without a GPU."
+)
+_EXAMPLES = """exit codes: 0 it fits, 1 it does not, 64-78 a refusal
+
+examples:
+  stoker fit ./Llama-3.1-8B                                 on the GPUs that are here
+  stoker fit ./Llama-3.1-8B --gpus 8GB --context-length 2048
+  stoker fit ./Qwen2.5-14B --gpus 2xH100 --method lora --data chats.jsonl --price 2.5
+  stoker fit ./Qwen2.5-14B --machine box.json --json        for a machine that `stoker doctor --record` kept
+  stoker fit ./Qwen2.5-14B --data chats.jsonl --probe       five real steps: planned against measured"""
+_CONTEXT = 2048  # tokens, where nobody says
+_KINDS = (plan.AUTO, "adamw", "adamw8bit", "muon")
+
+
+def parser() -> Parser:
+    made = Parser("stoker fit", _ABOUT, _EXAMPLES, allow_abbrev=False)
+    made.option("model", "MODEL", "a model's folder (config.json is enough), or a hub id")
+    made.option("--data", "PATH", "rows to train on: time and cost of an epoch, too", action="append", default=[])
+    methods = (plan.AUTO, *plan.METHODS)
+    made.add_argument("--method", choices=methods, default=plan.AUTO, help="auto: full, else lora, else qlora")
+    gpus = "GPUs to plan for: 4x24GB, 2xH100, 12GB,8GB; or numbers of those here: 0,1 (default: all here)"
+    made.option("--gpus", "GPUS", gpus, default="")
+    made.option("--hosts", "HOSTS", "a hosts file, or a,b,c: the GPUs of these hosts", default="")
+    made.option("--machine", "FILE", "a machine that `stoker doctor --record` kept, instead of this one", default="")
+    made.option("--context-length --context", "N", f"tokens of a sample (default: {_CONTEXT:,})", int, default=0)
+    made.option("--micro", "N", "samples at once (default: what trains fastest)", int, default=0)
+    made.option("--recompute", "N|off|full", "blocks computed again (default: the fewest that fit)", default="")
+    made.add_argument("--optimizer", choices=_KINDS, default=plan.AUTO, help="auto: adamw, else adamw8bit")
+    made.add_argument("--embedding", choices=("auto", "device", "host"), default="auto", help="where a frozen one lies")
+    made.option("--lora-rank", "N", "width of an adapter (default: 16)", int, default=16)
+    made.option("--lora-targets", "NAMES", "which layers get one (default: all-linear)", default="all-linear")
+    made.option("--samples", "N", "samples of a step, all GPUs together (default: 16)", int, default=16)
+    made.option("--price", "X", "of a GPU hour: what an epoch costs", float, default=0.0)
+    made.switch("--unpacked", "rows are not packed with several texts (a stream of text)")
+    made.switch("--probe", "five real steps with these settings: planned against measured")
+    made.switch("--json", "everything as JSON")
+    made.runs_dir()
+    return made
+
+
+def main(argv: list[str]) -> int:
+    told = parser().parse_args(argv)
+    _check(told)
+    folder, model = _model(told)
+    runs = layout.runs_root(told.runs_dir, os.environ)
+    cards = cards_of(Asked(told.gpus, told.hosts, told.machine), contexts(runs), say)
+    wish = _wish(told, model)
+    rows = _amount(told, model, wish.context)
+    if rows is not None and rows.unit == "conversations":
+        wish = replace(wish, documents=max(-(-rows.count // rows.samples), 1))
+    found = plan.make(cards, wish)
+    tokens, exact = (rows.tokens, rows.exact) if rows is not None else (0, True)
+    rate = (pace.measured(runs, found, folder) or pace.from_table(found)) if found.fits else None
+    data = told.data[0] if told.data else ""
+    if told.probe and found.fits:
+        from stoker.cli.fit_probe import probe
+
+        return probe(found, told.model, data, told.json)
+    if told.json:
+        print(json_text(text.as_dict(found, told.model, data, rate, tokens, told.price)))
+    else:
+        for line in text.lines(found, told.model, data):
+            print(line)
+        if found.fits:
+            for line in text.pace_lines(rate, tokens, exact, told.price, len(cards)):
+                print(line)
+    return 0 if found.fits else 1
+
+
+def _check(told: argparse.Namespace) -> None:
+    for name, least, most in (("context_length", 2, 1 << 24), ("micro", 1, 1 << 16), ("lora_rank", 1, 4096), ("samples", 1, 1 << 20)):  # fmt: skip
+        value = getattr(told, name)
+        if value != parser().get_default(name) and not least <= value <= most:
+            flag = f"--{name.replace('_', '-')}"
+            raise Refusal(f"{flag} {value} is out of range: a whole number from {least} to {most}", EX_USAGE)
+    if not 0 <= told.price < 1e6:
+        raise Refusal(f"--price {told.price:g} is not a price of a GPU hour", EX_USAGE)
+    if told.recompute not in ("", "off", "full") and not is_count(told.recompute):
+        raise Refusal(f"--recompute {told.recompute}: give a number of blocks, off or full", EX_USAGE)
+    if sum(bool(one) for one in (told.hosts, told.machine)) > 1:
+        raise Refusal("--hosts and --machine: give one of them", EX_USAGE)
+    if told.probe and not told.data:
+        raise Refusal("--probe trains five steps: it needs --data", EX_USAGE)
+
+
+def _model(told: argparse.Namespace) -> tuple[str, ModelConfig]:
+    """(its folder, its shape)."""
+    folder = hf_hub.config_of(told.model, say)
+    asked = ModelConfig(load=told.model)
+    return folder, hf_config.shape_for(asked, folder, planned=True)
+
+
+def _wish(told: argparse.Namespace, model: ModelConfig) -> plan.Wish:
+    context = told.context_length or min(_CONTEXT, model.longest or _CONTEXT)
+    if model.longest and context > model.longest:
+        say(f"note: {told.model} was trained with {model.longest:,} tokens of context at most")
+    again = {"": None, "off": 0, "full": model.layers}.get(told.recompute, 0)
+    if is_count(told.recompute):
+        again = min(int(told.recompute), model.layers)
+    if told.method != plan.FULL and told.optimizer == "muon" and told.method != plan.AUTO:
+        raise Refusal("--optimizer muon is for --method full: adapters learn with adamw or adamw8bit", EX_CONFIG)
+    return plan.Wish(
+        model,
+        context,
+        told.method,
+        AdapterConfig(lora_rank=told.lora_rank, lora_targets=told.lora_targets),
+        told.optimizer,
+        again,
+        told.micro,
+        {"auto": None, "device": False, "host": True}[told.embedding],
+        packed=not told.unpacked,
+        documents=max(context // plan.DOCUMENT, 1),
+        samples=told.samples,
+    )
+
+
+def _amount(told: argparse.Namespace, model: ModelConfig, context: int) -> Amount | None:
+    if not told.data:
+        return None
+    from stoker.training.config.amount import estimated
+    from stoker.training.config.keys import DEFAULTS, config_of
+    from stoker.training.data.sources import check_there
+
+    check_there(told.data)
+    kind = "stream" if told.unpacked else "chat"
+    values = {**DEFAULTS, "data.path": tuple(told.data), "data.kind": kind, "data.context_length": context}
+    return estimated(config_of("", values), model.vocab_size)

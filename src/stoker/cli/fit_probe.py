@@ -1,0 +1,69 @@
+"""`stoker fit --probe`: five real steps with the planned settings, then planned against measured."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+
+from stoker.contract import layout
+from stoker.contract.names import EX_SOFTWARE, EX_UNAVAILABLE, Refusal
+from stoker.contract.quantities import number_at
+from stoker.contract.terminal import say
+from stoker.contract.untrusted import json_text, read_json
+from stoker.training.fit import text
+from stoker.training.fit.plan import Plan, gib
+
+STEPS = 5
+
+
+def probe(found: Plan, model: str, data: str, as_json: bool) -> int:
+    """0: it ran, and the plan held. The run's folder is a temporary one."""
+    if any(share.card.host for share in found.shares):
+        raise Refusal("--probe trains on this machine: leave --hosts out", EX_UNAVAILABLE)
+    words = shlex.split(text.command(found, model, data))[1:]
+    more = [
+        "--max-steps",
+        str(STEPS),
+        "--eval-every",
+        "0",
+        "--checkpoint.export",
+        "false",
+        "--checkpoint.at_end",
+        "false",
+    ]
+    if found.wish.samples:
+        more += ["--batch.tokens", str(found.wish.samples * found.wish.context)]
+    labels = [share.card.label.removeprefix("GPU ") for share in found.shares]
+    with tempfile.TemporaryDirectory(prefix="stoker-probe-") as folder:
+        more += ["--runs-dir", folder, "--gpus", ",".join(labels)]
+        say(f"probe: {shlex.join(['stoker', *words, *more])}")
+        done = subprocess.run([sys.executable, "-m", "stoker", *words, *more], check=False, stdout=sys.stderr.fileno())
+        told = _measured(folder)
+    if done.returncode:
+        raise Refusal(f"the probe ended with {done.returncode}: see its lines above", done.returncode)
+    return _report(found, told, as_json)
+
+
+def _measured(folder: str) -> object:
+    for run in sorted(os.listdir(folder), reverse=True):
+        path = os.path.join(folder, run, layout.MEMORY)
+        if os.path.isfile(path):
+            return read_json(path)
+    raise Refusal("the probe measured no memory: was there a GPU? `stoker doctor` looks", EX_SOFTWARE)
+
+
+def _report(found: Plan, told: object, as_json: bool) -> int:
+    planned = found.shares[0].planned.total
+    peak, rate = number_at(told, "peak_bytes"), number_at(told, "tokens_per_s")
+    if not peak:
+        raise Refusal("the probe measured no memory: was there a GPU? `stoker doctor` looks", EX_SOFTWARE)
+    if as_json:
+        print(json_text({"schema": text.SCHEMA, "planned_bytes": planned, "measured": told}))
+        return 0
+    print(f"planned {gib(planned)}, measured {gib(peak)} ({planned / peak - 1:+.1%})")
+    if rate:
+        print(f"speed: {rate:,.0f} tokens/s (measured over {STEPS} steps)")
+    return 0

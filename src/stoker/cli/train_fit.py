@@ -1,0 +1,138 @@
+"""The memory plan of a run that is about to start: fills in what nobody set, and refuses what can't fit any card here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from stoker.contract import layout
+from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.contract.shape import replace
+from stoker.contract.untrusted import is_count
+from stoker.control.launch.options import RunOptions
+from stoker.control.machine.model import Machine
+from stoker.training.config.keys import KEYS, config_of, values_of
+from stoker.training.config.resolve import Resolved
+from stoker.training.config.schema import Config
+from stoker.training.fit.cards import Card
+from stoker.training.model.config import OFF
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.training.data.shards import Prepared
+    from stoker.training.fit.plan import Plan, Wish
+
+STAGES = ("pretrain", "midtrain", "sft")  # whose model and loss the plan knows
+_SURELY = 400 << 20  # bytes: no context was smaller. A refusal must be right
+
+
+def with_memory_plan(
+    stage: str, resolved: Resolved, options: RunOptions, machine: Machine, ready: Prepared | None,
+    say: Callable[[str], None],
+) -> Resolved:  # fmt: skip
+    """Where a model is loaded onto GPUs of this machine; else as it was."""
+    config = resolved.config
+    cards = _cards(options, machine) if _known(stage, config, options) else []
+    if not cards:
+        return resolved
+    from stoker.training.fit import plan
+
+    wish = _wish(config, resolved.given, len(cards), ready)
+    found = plan.make(cards, wish)
+    if not found.fits and "optim.kind" not in resolved.given and wish.optimizer == "adamw":
+        found = plan.make(cards, replace(wish, optimizer=plan.AUTO))
+    if not found.fits:
+        _refuse(plan.make(cards, replace(wish, micro=0, recompute=None)), say)
+    return replace(resolved, config=_filled(config, resolved.given, found, say))
+
+
+def _known(stage: str, config: Config, options: RunOptions) -> bool:
+    here = options.hosts is None and options.nnodes == "1" and not options.dry_run
+    ours = config.parallel.strategy == "ddp" and config.compute.fp8 == "off" and config.compute.dtype != "fp32"
+    return stage in STAGES and bool(config.model.load) and here and ours and config.compute.recompute != "selective"
+
+
+def _cards(options: RunOptions, machine: Machine) -> list[Card]:
+    """Those that the run will get; none where it gets none, and says why itself."""
+    from stoker.cli.cards import card_of
+    from stoker.control.launch.gpus import choose
+    from stoker.training.fit.runs import contexts
+
+    try:
+        gpus = choose(options, os.environ, machine, {}).gpus
+        seen = contexts(layout.runs_root(options.runs_dir, os.environ))
+        cards = [card_of(gpu, "", seen) for gpu in gpus]
+    except Refusal:
+        return []
+    if options.wait:  # until whoever holds the rest is gone
+        cards = [replace(card, free=card.total) for card in cards]
+    return cards if len({card.label for card in cards}) == len(cards) else []  # not those that share one
+
+
+def _wish(config: Config, given: Any, world: int, ready: Prepared | None) -> Wish:
+    from stoker.training.fit import plan
+    from stoker.training.model import hf_config, hf_hub
+
+    folder = hf_hub.folder_of(config.model.load, lambda line: None, code=config.model.trust_remote_code)
+    model, values, context = hf_config.shape_for(config.model, folder), values_of(config), config.data.context_length
+    told, batch = str(config.compute.recompute), config.batch
+    again: int | None = None
+    if told != "auto":
+        again = min(int(told), model.layers) if is_count(told) else model.layers if told == "full" else 0
+    packed = config.data.kind == "chat" or config.data.documents
+    documents = max(context // plan.DOCUMENT, 1)
+    if ready is not None and ready.train_samples and ready.train_documents:
+        documents = max(-(-ready.train_documents // ready.train_samples), 1)
+    host = {"host": True, "device": False if "compute.embedding" in given else None}
+    return plan.Wish(
+        model, context, plan.FULL if config.adapter.method == OFF else config.adapter.method, config.adapter,
+        config.optim.kind, again, batch.micro if "batch.micro" in given else 0,
+        host[values["compute.embedding"]] if "compute.embedding" in values else False,
+        packed, documents, batch.tokens // context or max(batch.micro, 1) * batch.accumulation * world,
+    )  # fmt: skip
+
+
+def _refuse(found: Plan, say: Callable[[str], None]) -> None:
+    """Where it can't fit however little is computed at once. An estimate refuses nothing, and what is close may fit."""
+    from stoker.training.fit.plan import gib
+
+    tightest = max(found.shares, key=lambda share: share.needs - share.card.free)
+    card, planned = tightest.card, tightest.planned.total
+    line = (
+        f"{card.label} has {gib(card.free)} free, and {found.settings.method} needs {gib(tightest.needs)} even with one"
+    )
+    line += " sample at once and every block computed again"
+    if found.fits:
+        return
+    change = found.change
+    words = "" if change is None else change.flags(train=True) or change.words
+    if found.about or planned + _SURELY <= card.free:
+        say(f"memory plan: this may not fit: {line}; {words} would help")
+        return
+    raise Refusal(f"this can't fit: {line}; smallest change: {words} (`stoker fit` shows more)", EX_UNAVAILABLE)
+
+
+def _filled(config: Config, given: Any, found: Plan, say: Callable[[str], None]) -> Config:
+    """What nobody set, as the plan has it."""
+    from stoker.training.fit.plan import gib
+
+    s, layers = found.settings, found.wish.layers
+    values, changed = values_of(config), dict[str, Any]()
+    if values["compute.recompute"] == "auto" and s.recompute:
+        counted = KEYS["compute.recompute"].spec.choices is None
+        changed["compute.recompute"] = str(s.recompute) if counted and s.recompute < layers else "full"
+    if s.optimizer != config.optim.kind:
+        changed["optim.kind"] = s.optimizer
+    if s.on_host and "compute.embedding" not in given:
+        changed["compute.embedding"] = "host"
+    if "batch.micro" not in given and config.batch.micro > s.micro:
+        changed["batch.micro"] = s.micro
+    tightest = max(found.shares, key=lambda share: share.needs - share.card.free)
+    about = f" ({found.about})" if found.about else ""
+    words = ", ".join(f"{KEYS[name].name} {value}" for name, value in changed.items()) or "nothing to change"
+    say(
+        f"memory plan: {gib(tightest.planned.total)} of {gib(tightest.card.free)} free on {tightest.card.label} with"
+        f" micro-batch {s.micro}{about}; {words}"
+    )
+    return config_of(config.preset, values | changed) if changed else config

@@ -1,0 +1,100 @@
+"""GPUs a plan is for: those that are here, or those that are written down (4x24GB, H100). Pure."""
+
+from __future__ import annotations
+
+import re
+
+from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.quantities import size
+from stoker.contract.shape import shape
+
+GIB = 1 << 30
+# Dense bf16 with fp32 accumulation, TFLOP/s, as the vendor's sheets have it; GiB on the card; compute capability.
+CARDS: dict[str, tuple[float, int, int]] = {
+    "B200": (2250.0, 180, 10), "GB200": (2500.0, 186, 10), "B300": (2250.0, 270, 10), "H200": (989.0, 140, 9), "GH200": (989.0, 96, 9),
+    "H100 PCIe": (756.0, 80, 9), "H100 NVL": (835.0, 94, 9), "H100": (989.0, 80, 9), "H800": (989.0, 80, 9), "H20": (148.0, 96, 9),
+    "A100": (312.0, 40, 8), "A800": (312.0, 80, 8), "A30": (165.0, 24, 8), "A40": (149.7, 48, 8), "A10G": (70.0, 24, 8), "A10": (125.0, 24, 8),
+    "L40S": (362.0, 48, 8), "L40": (181.0, 48, 8), "L4": (121.0, 24, 8), "RTX 6000 Ada": (364.2, 48, 8), "RTX A6000": (154.8, 48, 8),
+    "RTX A5000": (111.1, 24, 8), "RTX 5090": (209.5, 32, 12), "RTX 5080": (112.6, 16, 12), "RTX 4090": (165.2, 24, 8), "RTX 4080": (97.5, 16, 8),
+    "RTX 3090": (71.0, 24, 8), "RTX 3080": (59.5, 10, 8),
+}  # fmt: skip
+# Beside a known name these make another card, or a part of one.
+_OTHER_CARD = {"laptop", "max", "mig", "ti", "super", "d"}
+# A card shows a little less than its name says: 24,564 MiB of 24 GB, 81,559 of 80.
+SHOWN = 0.995
+# A CUDA context with kernels loaded took 0.47 to 0.92 GiB, NCCL 0.3 to 1.4 besides, on the machines that were measured.
+CONTEXT, NCCL = 576 << 20, 512 << 20
+
+
+@shape
+class Card:
+    name: str
+    total: int  # bytes
+    free: int  # now; of a card that is only written down, all of it
+    label: str = "GPU 0"
+    host: str = ""
+    held: tuple[str, ...] = ()  # who holds the rest
+    held_bytes: int = 0
+    context: int = CONTEXT
+
+    @property
+    def peak(self) -> float | None:
+        """FLOP/s; None: a card that nobody knows."""
+        return peak_of(self.name)
+
+    @property
+    def capability(self) -> int:
+        known = _known(self.name)
+        return CARDS[known][2] if known else 8
+
+    def room(self, ranks: int) -> int:
+        """For tensors."""
+        return self.free - self.context - (NCCL if ranks > 1 else 0)
+
+
+def _known(name: str) -> str | None:
+    """The longest known name whose words are in it."""
+    words = _words(name)
+    if _OTHER_CARD & set(words):
+        return None
+    fits = [known for known in CARDS if f" {' '.join(_words(known))} " in f" {' '.join(words)} "]
+    return max(fits, key=len) if fits else None
+
+
+def peak_of(name: str) -> float | None:
+    """FLOP/s of the card of this name."""
+    known = _known(name)
+    return CARDS[known][0] * 1e12 if known else None
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", name.lower())
+
+
+def written(text: str) -> list[Card] | None:
+    """Cards of `4x24GB`, `12GB,8GB,8GB`, `2xH100`, `8xA100 80GB`. None: these are numbers of GPUs that are here."""
+    parts = [part.strip() for part in text.split(",")]
+    if all(re.fullmatch(r"\d+(\.\d+)?", part) for part in parts):
+        return None
+    cards: list[Card] = []
+    for part in parts:
+        match = re.fullmatch(r"(?:(\d{1,4})\s*[x×*]\s*)?(.*?)\s*(\d+(?:\.\d+)?\s*Gi?B?)?", part, re.IGNORECASE)
+        count, name, memory = match.groups() if match else (None, "", None)
+        known = _known(name) if name else None
+        if not match or (name and known is None) or not (name or memory) or count in ("0", "00"):
+            raise Refusal(
+                f"--gpus {text[:80]}: {part[:40]!r} is no GPU that is known; write memory (4x24GB), one of"
+                f" {', '.join(list(CARDS)[:6])} …, or the numbers of GPUs here (0,1)",
+                EX_USAGE,
+            )
+        total = int((_gib(memory) if memory else CARDS[known or ""][1]) * SHOWN * GIB)
+        if total < GIB:
+            raise Refusal(f"--gpus {text[:80]}: a card of {memory} is too small to train on", EX_USAGE)
+        for _ in range(int(count or 1)):
+            cards.append(Card(known or f"{memory} card", total, total, f"GPU {len(cards)}"))
+    return cards
+
+
+def _gib(text: str) -> float:
+    """Sellers call a GiB of a card a GB."""
+    return size(re.sub(r"\s*Gi?B?$", "", text, flags=re.IGNORECASE) + "GB") / 1e9

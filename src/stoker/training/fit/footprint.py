@@ -1,0 +1,64 @@
+"""What a model takes of a GPU, exactly where our fused blocks compute it, else about."""
+
+from __future__ import annotations
+
+from stoker.contract.shape import replace
+from stoker.training.fit.block import HALF, WIDE
+from stoker.training.fit.described import Described, describe
+from stoker.training.fit.memory import ACTIVATIONS, ADAPTERS, BUFFERS, GRADIENTS, LOSS, OPTIMIZER, WEIGHTS, WORK
+from stoker.training.fit.terms import CUBLAS, CUBLAS_ELSE, FORWARD, HANDLES, Job, Planned, predict
+from stoker.training.model.config import LORA, OFF, QLORA, AdapterConfig, ModelConfig, parameters, unfusable
+
+_MORE = 1.3  # times what fused blocks keep: compiled blocks, by a look at a few
+# Of transformers' own modules: 16-bit numbers that a layer keeps per token and width (24 to 48 by family), and bytes of
+# each logit at the peak of its loss.
+_KEPT_WIDTHS, _A_LOGIT = 36, 11
+_ADAPTERS = {"adamw": 16, "adamw8bit": 10}  # bytes of a number that learns, with its gradient and moments
+_ALL = {"adamw": 18, "adamw8bit": 12, "muon": 14}  # the same, and the 16-bit copy that autocast makes
+_LAYER_MATRICES = 7  # linear layers of a block, about square
+
+
+class Footprint:
+    def __init__(self, c: ModelConfig, adapter: AdapterConfig) -> None:
+        self.config, self.adapter = c, adapter
+        self.outside = c.engine == "transformers"
+        self.described: Described | None = None if self.outside else describe(c, adapter)
+        self._compiled = not self.outside and bool(unfusable(c))
+
+    @property
+    def why_about(self) -> str:
+        """Why it is an estimate; empty: it is not."""
+        if self.outside:
+            return "transformers computes this model: an estimate, 30 % off at times"
+        if self._compiled:
+            return f"{unfusable(self.config)}: an estimate, 30 % off at times"
+        return "experts are counted about: an estimate" if self.config.experts else ""
+
+    def planned(self, job: Job) -> Planned:
+        if self.described is None:
+            return self._outside(job)
+        found = predict(self.described, job)
+        if not self._compiled:
+            return found
+        more = {term: int(size * _MORE) if term in (ACTIVATIONS, WORK) else size for term, size in found.terms.items()}
+        return replace(found, terms=more)
+
+    def can_be_on_host(self) -> bool:
+        return self.described is not None and self.described.can_be_on_host
+
+    def _outside(self, job: Job) -> Planned:
+        c, size, n = self.config, parameters(self.config), job.tokens
+        layer = HALF * n * c.dim * _KEPT_WIDTHS
+        kept = layer * c.layers if not job.recomputed else layer + HALF * n * c.dim * c.layers
+        terms = {ACTIVATIONS: kept, LOSS: _A_LOGIT * n * c.vocab_size}
+        if self.adapter.method == OFF:
+            terms |= {WEIGHTS: WIDE * size, GRADIENTS: WIDE * size, BUFFERS: HALF * size}
+            terms[OPTIMIZER] = (_ALL[job.optimizer] - 10) * size
+        else:
+            learned = self.adapter.lora_rank * 2 * c.dim * _LAYER_MATRICES * c.layers
+            embeddings = min(2 * c.vocab_size * c.dim, size)
+            frozen = {LORA: HALF * size, QLORA: HALF * embeddings + (size - embeddings) * 33 // 64}
+            terms |= {WEIGHTS: frozen[self.adapter.method], ADAPTERS: WIDE * learned, GRADIENTS: WIDE * learned}
+            terms[OPTIMIZER] = (_ADAPTERS.get(job.optimizer, 16) - 8) * learned
+        terms[BUFFERS] = terms.get(BUFFERS, 0) + HANDLES * CUBLAS.get(job.capability, CUBLAS_ELSE)
+        return Planned(terms, FORWARD, {FORWARD: sum(terms.values())})

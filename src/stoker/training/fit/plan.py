@@ -1,0 +1,291 @@
+"""Settings that fit the cards: the fewest blocks that are computed again, the micro-batch, the method. Pure.
+
+Levers, in this order: the loss in chunks (always), micro-batch and recomputed blocks together, 8-bit moments, the embedding
+in host memory, the method (auto: full, else lora, else qlora). What is left is named, not done: a shorter context, another
+card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from stoker.contract.shape import replace, shape
+from stoker.training.fit.cards import Card
+from stoker.training.fit.footprint import Footprint
+from stoker.training.fit.terms import Job, Planned, reserved
+from stoker.training.model.config import LORA, OFF, QLORA, AdapterConfig, ModelConfig
+
+AUTO, FULL = "auto", "full"
+METHODS = (FULL, LORA, QLORA)
+# Not done by anything here yet: a plan never proposes them.
+UNAVAILABLE = ("activations in host memory",)
+DOCUMENT = 512  # tokens of a text in packed rows, where nobody counted
+SHORTEST = 128  # tokens of context that a plan proposes
+CONTEXT_FLAG = "context-length"
+STEP = 64  # a proposed context is a multiple of it
+MOST = 1024  # samples that are looked at as one micro-batch
+# Tokens of a micro-batch at which kernels reach half of their speed: 8B QLoRA at 2,048 and 8,192 tokens (an H200).
+HALF_SPEED = 1024
+AGAIN = {FULL: 1 / 3, LORA: 1 / 2, QLORA: 1 / 2}  # of a pass: what computing all blocks again adds to its time
+
+
+@shape
+class Wish:
+    """What is asked for. auto, 0 and None: the plan decides."""
+
+    model: ModelConfig
+    context: int
+    method: str = AUTO
+    adapter: AdapterConfig = AdapterConfig()
+    optimizer: str = AUTO
+    recompute: int | None = None
+    micro: int = 0
+    on_host: bool | None = None
+    packed: bool = True
+    documents: int = 1  # in a packed row
+    samples: int = 16  # of a step, all cards together
+
+    @property
+    def layers(self) -> int:
+        return self.model.layers
+
+
+@shape
+class Settings:
+    method: str
+    optimizer: str
+    recompute: int  # blocks
+    on_host: bool
+    micro: int  # that every card takes
+
+
+@shape
+class Share:
+    """One card's part."""
+
+    card: Card
+    planned: Planned
+    needs: int  # bytes that have to be free, with context and communication
+    largest: int  # micro-batch that fits; 0: none
+
+
+@shape
+class Change:
+    """After which it fits. Without settings only `words` say what would help."""
+
+    settings: dict[str, str]
+    words: str
+
+    def flags(self, train: bool) -> str:
+        """As `stoker fit` takes them, or `stoker train`."""
+        found = []
+        for name, value in self.settings.items():
+            if train and name == "method":
+                found.append("--adapter off" if value == FULL else f"--{value}")
+            else:
+                found.append(f"--{name} {value}")
+        return " ".join(found)
+
+
+@shape
+class Plan:
+    wish: Wish
+    fits: bool
+    settings: Settings
+    shares: tuple[Share, ...]
+    reasons: tuple[str, ...]
+    change: Change | None = None  # where it does not fit: the smallest one after which it does
+    about: str = ""  # why the numbers are an estimate
+
+
+def gib(size: float) -> str:
+    return f"{size / (1 << 30):.1f} GiB"
+
+
+class Search:
+    def __init__(self, cards: list[Card], wish: Wish) -> None:
+        self._cards, self._wish, self._world = cards, wish, len(cards)
+        self._footprints: dict[str, Footprint] = {}
+        self._tightest = min(cards, key=lambda card: card.room(self._world))
+
+    def plan(self) -> Plan:
+        """The first way that fits, with the settings that train fastest; else the most frugal one, and what to change."""
+        ways = list(self._ways(self._wish))
+        for settings in ways:
+            if self._fits(settings, self._tightest):
+                return self._made(self._fastest(settings), True)
+        return self._made(ways[-1], False, self._change(ways[-1]))
+
+    def _ways(self, wish: Wish) -> Iterator[Settings]:
+        """What can be had, each at its most frugal."""
+        recompute = wish.layers if wish.recompute is None else min(wish.recompute, wish.layers)
+        for method in METHODS if wish.method == AUTO else (wish.method,):
+            kinds: tuple[str, ...] = ("adamw", "adamw8bit") if wish.optimizer == AUTO else (wish.optimizer,)
+            if method != FULL:
+                kinds = tuple(kind for kind in kinds if kind != "muon") or ("adamw",)
+            for kind in kinds:
+                yield Settings(method, kind, recompute, bool(wish.on_host), max(wish.micro, 1))
+            if wish.on_host is None and method != FULL and self._footprint(method).can_be_on_host():
+                yield Settings(method, kinds[-1], recompute, True, max(wish.micro, 1))
+
+    def _footprint(self, method: str) -> Footprint:
+        if method not in self._footprints:
+            adapter = replace(self._wish.adapter, method=OFF if method == FULL else method)
+            self._footprints[method] = Footprint(self._wish.model, adapter)
+        return self._footprints[method]
+
+    def _job(self, s: Settings, card: Card, context: int = 0) -> Job:
+        wish = self._wish
+        share = max(-(-wish.samples // self._world), 1)
+        return Job(
+            s.micro, context or wish.context, s.optimizer, wish.packed, wish.documents, s.recompute, self._world,
+            wish.micro == 0 or share > s.micro, card.capability, s.on_host,
+        )  # fmt: skip
+
+    def _needs(self, s: Settings, card: Card, context: int = 0) -> int:
+        return reserved(self._footprint(s.method).planned(self._job(s, card, context)).total)
+
+    def _fits(self, s: Settings, card: Card, context: int = 0) -> bool:
+        return self._needs(s, card, context) <= card.room(self._world)
+
+    def _largest(self, s: Settings, card: Card) -> int:
+        if not self._fits(replace(s, micro=1), card):
+            return 0
+        return _last(1, MOST, lambda micro: self._fits(replace(s, micro=micro), card))
+
+    def _fewest(self, s: Settings) -> int | None:
+        """Blocks that have to be computed again at this micro-batch; None: all of them are not enough."""
+        card, asked = self._tightest, self._wish.recompute
+        if not self._fits(s, card):
+            return None
+        if asked is not None:
+            return s.recompute
+        kept = _last(0, self._wish.layers, lambda keep: self._fits(replace(s, recompute=s.recompute - keep), card))
+        return s.recompute - kept
+
+    def _fastest(self, s: Settings) -> Settings:
+        """The micro-batch, with as few recomputed blocks as it needs, that takes the least time for a token."""
+        wish = self._wish
+        share = max(-(-wish.samples // self._world), 1)
+        sizes = [wish.micro] if wish.micro else _sizes(min(share, MOST))
+        found: list[tuple[float, Settings]] = []
+        for micro in sizes:
+            again = self._fewest(replace(s, micro=micro))
+            if again is None:
+                break
+            tokens = micro * wish.context
+            cost = (1 + AGAIN[s.method] * again / wish.layers) * (1 + HALF_SPEED / tokens)
+            found.append((cost, replace(s, micro=micro, recompute=again)))
+        return min(found, key=lambda pair: pair[0])[1]
+
+    def _made(self, s: Settings, fits: bool, change: Change | None = None) -> Plan:
+        shares = []
+        for card in self._cards:
+            planned = self._footprint(s.method).planned(self._job(s, card))
+            needs = reserved(planned.total) + card.free - card.room(self._world)
+            shares.append(Share(card, planned, needs, self._largest(s, card)))
+        reasons = tuple(self._reasons(s)) if fits else ()
+        return Plan(self._wish, fits, s, tuple(shares), reasons, change, self._footprint(s.method).why_about)
+
+    def _reasons(self, s: Settings) -> Iterator[str]:
+        wish, card = self._wish, self._tightest
+        room = gib(card.room(self._world))
+        if wish.method == AUTO:
+            before = METHODS[: METHODS.index(s.method)]
+            needs = [f"{name} needs {gib(self._needs(self._frugal(name), card))}" for name in before]
+            yield f"method {s.method}: " + (
+                f"{', '.join(needs)}, and {room} can be used" if needs else "all weights fit"
+            )
+        if s.optimizer == "adamw8bit" and wish.optimizer == AUTO:
+            yield "8-bit optimizer: with moments in fp32 it does not fit"
+        if s.on_host and wish.on_host is None:
+            yield "embedding in host memory: on the card it does not fit"
+        if wish.recompute is None:
+            if s.recompute:
+                yield f"recompute {s.recompute} of {wish.layers} blocks: with one less it does not fit"
+            else:
+                yield "recompute off: every block's activations fit"
+        if not wish.micro:
+            yield f"micro-batch {s.micro}: {self._why_micro(s)}"
+
+    def _why_micro(self, s: Settings) -> str:
+        share = max(-(-self._wish.samples // self._world), 1)
+        if s.micro == share:
+            return f"a step of {self._wish.samples} samples has no more for a card"
+        all_again = self._wish.layers if self._wish.recompute is None else s.recompute
+        if not self._fits(replace(s, micro=s.micro + 1, recompute=all_again), self._tightest):
+            return "no more fit"
+        return "more would need more recomputing than it gains"
+
+    def _frugal(self, method: str) -> Settings:
+        return Settings(method, "adamw8bit", self._wish.layers, False, 1)
+
+    def _change(self, s: Settings) -> Change:
+        """One change that is enough, the smallest first; then a card that is."""
+        for change, fewer in self._smaller(s):
+            if self._fits(fewer, self._tightest):
+                return Change(change, "")
+        enough = [card for card in self._cards if self._fits(s, card)]
+        if enough and not any(card.host for card in enough):
+            return Change({"gpus": ",".join(card.label.removeprefix("GPU ") for card in enough)}, "")
+        for method in METHODS[METHODS.index(s.method) :]:
+            other, method_too = (s, {}) if method == s.method else (self._frugal(method), {"method": method})
+            if method_too and self._fits(other, self._tightest):
+                return Change(method_too, "")
+            context = self._longest(other)
+            if context:
+                return Change({**method_too, CONTEXT_FLAG: str(context)}, "")
+        return Change({}, self._larger_card())
+
+    def _larger_card(self) -> str:
+        card = self._tightest
+        frugal = self._frugal(QLORA if self._wish.method == AUTO else self._wish.method)
+        needs = self._needs(replace(frugal, on_host=self._footprint(frugal.method).can_be_on_host()), card)
+        missing = needs - card.room(self._world)
+        if card.held_bytes >= missing:
+            who = f" ({card.held[0]})" if card.held else ""
+            return f"free {gib(missing)} on {card.label}, where others hold {gib(card.held_bytes)}{who}"
+        total = needs + card.free - card.room(self._world)
+        return f"use a GPU with {gib(total)} free ({card.label} has {gib(card.free)})"
+
+    def _smaller(self, s: Settings) -> Iterator[tuple[dict[str, str], Settings]]:
+        layers = self._wish.layers
+        one, again = {"micro": "1"}, {"recompute": "full"}
+        if s.micro > 1:
+            yield one, replace(s, micro=1)
+        if s.recompute < layers:
+            yield again, replace(s, recompute=layers)
+        if s.micro > 1 and s.recompute < layers:
+            yield one | again, replace(s, micro=1, recompute=layers)
+        if s.optimizer != "adamw8bit":
+            yield {"optimizer": "adamw8bit"}, replace(s, optimizer="adamw8bit")
+        if not s.on_host and self._footprint(s.method).can_be_on_host():
+            yield {"embedding": "host"}, replace(s, on_host=True)
+
+    def _longest(self, s: Settings) -> int:
+        """The longest context that fits; 0: none that is worth it."""
+        most = (self._wish.context - 1) // STEP
+        least = SHORTEST // STEP
+        if most < least or not self._fits(s, self._tightest, least * STEP):
+            return 0
+        return STEP * _last(least, most, lambda steps: self._fits(s, self._tightest, steps * STEP))
+
+
+def _last(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The largest number up to `high` for which it holds; it does for `low`."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _sizes(share: int) -> list[int]:
+    """Micro-batches that a share of a step splits into evenly, smallest first."""
+    return sorted({-(-share // parts) for parts in range(1, share + 1)})
+
+
+def make(cards: list[Card], wish: Wish) -> Plan:
+    return Search(cards, wish).plan()

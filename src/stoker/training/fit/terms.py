@@ -1,0 +1,261 @@
+"""What one rank holds in each phase of a step, in bytes by what it is for: the plan's memory. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from itertools import groupby
+
+from stoker.contract.shape import replace, shape
+from stoker.training.fit.backward import Walk
+from stoker.training.fit.block import HALF, PROGRAMS, WIDE, Block, Rows
+from stoker.training.fit.described import KIND_MUON, Described
+from stoker.training.fit.memory import (
+    ACTIVATIONS,
+    BUFFERS,
+    GRADIENTS,
+    LOSS,
+    OPTIMIZER,
+    WEIGHTS,
+    WORK,
+    Memory,
+    added,
+    rounded,
+)  # fmt: skip
+
+CHUNK_BYTES = 1 << 29  # of logits (model/loss.py)
+CUBLAS = {9: 32 << 20, 10: 32 << 20}  # bytes of cuBLAS's workspace by compute capability
+CUBLAS_ELSE = 8519680
+HANDLES = 2  # of cuBLAS: the thread of the forward pass, and that of the backward pass
+FORWARD, BACKWARD, STEP = "forward and loss", "backward", "optimizer step"
+
+
+@shape
+class Job:
+    micro: int
+    context: int
+    optimizer: str = "adamw"
+    packed: bool = False
+    documents: int = 1  # in a packed row
+    recomputed: int = 0  # the first so many blocks keep their inputs alone
+    world: int = 1
+    accumulates: bool = True  # gradients of a micro-batch before are there already
+    capability: int = 9  # compute capability, its first number
+    on_host: bool = False  # an embedding that does not learn lies in host memory
+
+    @property
+    def tokens(self) -> int:
+        return self.micro * self.context
+
+
+@shape
+class Planned:
+    """At its highest."""
+
+    terms: dict[str, int]
+    phase: str
+    phases: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.terms.values())
+
+
+@shape
+class _Passes:
+    """Of one block: bytes by term at the highest point of each pass, over what stays of the blocks before it."""
+
+    forward: dict[str, int]
+    stays: dict[str, int]  # from its forward to its backward pass
+    backward: dict[str, int]
+    grows: dict[str, int]  # gradients that stay
+
+
+@cache
+def _passes(block: Block, rows: Rows, first: bool, again: bool, steals: bool) -> _Passes:
+    """`again`: its forward pass is computed once more in the backward pass."""
+    stream = HALF * rows.tokens * block.width
+    m = Memory()
+    walk = Walk(m, block, rows, steals=steals)
+    whole = first or again  # a recomputed block is given the sum, which is all that it keeps
+    if whole:
+        m.take(ACTIVATIONS, stream)
+    saved, result = walk.forward(whole=whole, saves=not again)
+    forward = m.at_peak
+    m.give(result)
+    if again:
+        m.give(*saved.values())
+    stays = dict(m.now)
+    gradient = m.take(WORK, stream)
+    m.peak, m.at_peak = m.total, dict(m.now)
+    if again:
+        saved = walk.again()
+    m.give(walk.backward(saved, gradient))
+    return _Passes(forward, stays, m.at_peak, {GRADIENTS: m.now.get(GRADIENTS, 0)})
+
+
+def reserved(total: int) -> int:
+    """What must be free for so much in tensors: the allocator maps whole pages, and leaves gaps between tensors."""
+    return total + total // 100 + (64 << 20)
+
+
+def predict(d: Described, job: Job) -> Planned:
+    """`max_memory_allocated` of a rank."""
+    return _Step(d, job).planned()
+
+
+class _Step:
+    """The phases of a step, gone through with one block's passes for all blocks that are like it."""
+
+    def __init__(self, d: Described, job: Job) -> None:
+        self._d, self._job = d, job
+        self._steals = not job.accumulates and job.world == 1
+        self._runs = list(self._like())
+        self._stream = rounded(HALF * job.tokens * d.config.dim)
+        self._highest: dict[str, dict[str, int]] = {}
+
+    def _like(self) -> Iterator[tuple[_Passes, int, bool]]:
+        """(passes of a block, how many like it follow each other, whether they are computed again)."""
+        d, job = self._d, self._job
+        rows = Rows(job.tokens, _offsets(job))
+        kinds = ((d.kinds[at], _flash(d, job, at), at == 0, at < job.recomputed) for at in range(d.config.layers))
+        for (kind, flash, first, again), run in groupby(kinds):
+            block = replace(d.blocks[kind], flash=flash)
+            yield _passes(block, rows, first, again, self._steals), sum(1 for _ in run), again
+
+    def planned(self) -> Planned:
+        base = _base(self._d, self._job)
+        now = self._forward(added(base, _entered(self._d, self._job)))
+        now = self._loss(now)
+        for one, count, _ in reversed(self._runs):
+            now = added(now, one.stays, -1)
+            self._reach(BACKWARD, added(now, one.backward))  # the last of them: all is kept
+            now = added(added(now, one.stays, 1 - count), one.grows, count - 1)
+            self._reach(BACKWARD, added(now, one.backward))  # the first: most gradients are there
+            now = added(now, one.grows)
+        self._embedding(now)
+        held = {**base, GRADIENTS: self._d.gradients}
+        self._reach(STEP, added(held, {WORK: _update(self._d, self._job)}))
+        totals = {phase: sum(terms.values()) for phase, terms in self._highest.items()}
+        phase = max(totals, key=lambda name: totals[name])
+        return Planned({term: size for term, size in self._highest[phase].items() if size}, phase, totals)
+
+    def _reach(self, phase: str, now: dict[str, int]) -> None:
+        if phase not in self._highest or sum(now.values()) > sum(self._highest[phase].values()):
+            self._highest[phase] = now
+
+    def _forward(self, now: dict[str, int]) -> dict[str, int]:
+        wide = rounded(WIDE * self._job.tokens * self._d.config.dim) if self._d.embedding == WIDE else 0
+        self._reach(FORWARD, added(now, {WORK: wide + self._stream}))
+        before, streams = False, 0  # whether the block before is computed again; what comes into the first block stays
+        for one, count, again in self._runs:
+            # The stream and what is to be added to it come in; a block that saves has saved the stream already.
+            if streams:
+                streams = 2 if again or (before and count == 1) else 1
+            inside = added(now, one.stays, count - 1)
+            self._reach(FORWARD, added(added(inside, one.forward), {WORK: self._stream * streams}))
+            now, before, streams = added(now, one.stays, count), again, 1
+        return now
+
+    def _loss(self, now: dict[str, int]) -> dict[str, int]:
+        """The last norm and the head, forward and backward."""
+        d, c, n, m = self._d, self._d.config, self._job.tokens, Memory(now)
+        again = self._job.recomputed >= c.layers
+        entering = [m.take(WORK, self._stream) for _ in range(2 if again else 1)]
+        saved = [m.take(ACTIVATIONS, self._stream), m.take(ACTIVATIONS, WIDE * n)]
+        normed = m.take(WORK, self._stream)
+        m.give(*entering)
+        copied = m.take(LOSS, HALF * c.vocab_size * c.dim if d.head == WIDE else 0)
+        dx = m.take(LOSS, self._stream)
+        dw = m.take(LOSS, WIDE * c.vocab_size * c.dim) if d.head_learns else None
+        losses = m.take(LOSS, WIDE * n)
+        logits = HALF * chunk_rows(n, c.vocab_size) * c.vocab_size
+        chunk = [m.take(LOSS, logits) for _ in range(3 if c.final_cap else 1)]
+        self._reach(FORWARD, m.at_peak)
+        m.give(*chunk, copied, losses, normed)
+        m = Memory(m.now)
+        found = [m.take(WORK, self._stream) for _ in range(2)]
+        shares = m.take(WORK, WIDE * min(PROGRAMS, n) * c.dim)
+        self._reach(BACKWARD, m.at_peak)
+        m.give(*saved, dx, *found, shares)  # the gradient of the stream is part of each block's own pass
+        if dw is not None and not c.tied:  # a tied one waits for the embedding's
+            m.give(dw)
+            if self._steals:
+                m.take(GRADIENTS, dw[1])
+        return m.now
+
+    def _embedding(self, now: dict[str, int]) -> None:
+        d, c, n, m = self._d, self._d.config, self._job.tokens, Memory(now)
+        if d.embedding_learns:
+            gradient = m.take(WORK, self._stream)
+            if c.embedding_scale != 1.0:
+                before, gradient = gradient, m.take(WORK, self._stream)
+                m.give(before)
+            wide = m.take(WORK, WIDE * n * c.dim)
+            m.give(gradient)
+            own = [m.take(GRADIENTS, WIDE * c.vocab_size * c.dim)]
+            m.give(wide)
+            if c.tied:  # added to the head's, into a third
+                own.append(m.take(GRADIENTS, WIDE * c.vocab_size * c.dim))
+        self._reach(BACKWARD, m.at_peak)
+
+
+def _base(d: Described, job: Job) -> dict[str, int]:
+    """What is there all the time."""
+    c = d.config
+    kinds = len({(c.window(at), at in c.unrotated) for at in range(c.layers)})
+    tables = 2 * kinds * rounded(WIDE * job.context * int(c.head_dim * c.rope_share) // 2)
+    workspace = HANDLES * CUBLAS.get(job.capability, CUBLAS_ELSE)
+    there = job.accumulates or job.world > 1  # DDP's buckets are the gradients, and stay
+    held = dict(d.held)
+    if job.on_host and d.can_be_on_host:
+        held[WEIGHTS] -= rounded(HALF * c.vocab_size * c.dim)
+    return {
+        **held,
+        GRADIENTS: d.gradients if there else 0,
+        OPTIMIZER: d.optimizer(job.optimizer),
+        BUFFERS: rounded(d.dequantized) + tables + workspace,
+    }
+
+
+def _flash(d: Described, job: Job, layer: int) -> bool:
+    return job.packed or 0 < d.config.window(layer) < job.context
+
+
+def _offsets(job: Job) -> int:
+    """Documents of a packed micro-batch, rounded up as model/attention.py does; windows alone: its rows."""
+    if not job.packed:
+        return job.micro
+    return 1 << (job.micro * job.documents).bit_length()
+
+
+def _entered(d: Described, job: Job) -> dict[str, int]:
+    """Tokens, targets, and where packed rows' angles are looked up."""
+    n, c = job.tokens, d.config
+    found = 2 * rounded(8 * n)
+    if job.packed:
+        kinds = len({c.window(at) for at in range(c.layers)})
+        found += rounded(4 * n) + rounded(8 * n) + 2 * kinds * rounded(WIDE * n * c.head_dim // 2)
+    elif any(_flash(d, job, at) for at in range(c.layers)):
+        found += rounded(4 * n)
+    return {ACTIVATIONS: found}
+
+
+def chunk_rows(tokens: int, vocabulary: int) -> int:
+    return min(tokens, max(CHUNK_BYTES // (vocabulary * HALF), 256) // 256 * 256)
+
+
+def _update(d: Described, job: Job) -> int:
+    """What an optimizer step takes for itself. Fused kernels take nothing; Muon's products do."""
+    if job.optimizer != KIND_MUON:
+        return 0
+    inside = [one for one in d.learned if one.matrix and one.inside]
+    gradients = sum(rounded(WIDE * one.elements) for one in inside)
+    together: dict[tuple[int, ...], int] = {}
+    for one in inside:
+        for size in one.shapes:
+            together[size] = together.get(size, 0) + math.prod(size)
+    largest = max(together.values(), default=0)
+    # All gradients once more, what is ahead of them, and the largest group of like matrices: in fp32, then five in bf16.
+    return 2 * gradients + WIDE * largest + 5 * HALF * largest

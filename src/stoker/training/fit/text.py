@@ -1,0 +1,169 @@
+"""A plan for people: a line per term and GPU, in 80 columns; the settings as a command line. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from stoker.contract.quantities import span
+from stoker.contract.shape import as_json
+from stoker.training.fit.cards import NCCL, Card
+from stoker.training.fit.memory import COMMUNICATION, CONTEXT, MARGIN, TERMS
+from stoker.training.fit.pace import Pace
+from stoker.training.fit.plan import FULL, UNAVAILABLE, Plan, Share, gib
+from stoker.training.model.config import LORA, QLORA, AdapterConfig
+
+SCHEMA = 1
+BAR = 42
+_ABOUT = {
+    "work": "one block's working memory",
+    "activations": "kept for the backward pass",
+    "loss": "a chunk of logits",
+    "buffers": "one dequantized matrix, cuBLAS",
+    "context": "CUDA and its kernels",
+    "communication": "NCCL",
+    "margin": "pages and gaps of the allocator",
+}
+
+
+def terms_of(share: Share, ranks: int) -> dict[str, int]:
+    """With what is not torch's: the context, communication, and a margin for the allocator."""
+    found = {**share.planned.terms, CONTEXT: share.card.context, MARGIN: share.needs - share.planned.total}
+    if ranks > 1:
+        found[COMMUNICATION] = NCCL
+    found[MARGIN] -= found[CONTEXT] + found.get(COMMUNICATION, 0)
+    return {term: found[term] for term in TERMS if found.get(term)}
+
+
+def lines(plan: Plan, model: str, data: str) -> Iterator[str]:
+    wish, s = plan.wish, plan.settings
+    if plan.about:
+        yield f"note: {plan.about}"
+    shown: list[tuple[Any, ...]] = []
+    for share in plan.shares:
+        card = share.card
+        about = (card.name, card.total, card.free, card.held, share.largest)
+        if about in shown:  # four alike are shown once
+            continue
+        shown.append(about)
+        alike = [other.card for other in plan.shares if _like(other, share)]
+        yield from _card_lines(share, alike, len(plan.shares))
+    if not plan.fits:
+        yield ""
+        yield f"does not fit: {_settings_words(plan)}"
+        yield f"not available yet: {', '.join(UNAVAILABLE)}"
+        change = plan.change
+        if change is not None:
+            yield f"smallest change: {change.flags(train=False) or change.words}"
+        return
+    yield ""
+    yield f"fits: {_settings_words(plan)}"
+    for reason in plan.reasons:
+        yield f"  {reason}"
+    largest = min(share.largest for share in plan.shares)
+    yield f"  largest micro-batch with these settings: {largest}"
+    yield ""
+    yield command(plan, model, data)
+    if s.micro * wish.context < 256:
+        yield "note: so few tokens at once leave a GPU idle most of the time"
+
+
+def _like(one: Share, other: Share) -> bool:
+    a, b = one.card, other.card
+    return (a.name, a.total, a.free, a.held) == (b.name, b.total, b.free, b.held) and one.largest == other.largest
+
+
+def _card_lines(share: Share, cards: list[Card], ranks: int) -> Iterator[str]:
+    card = share.card
+    labels = cards[0].label if len(cards) == 1 else f"{cards[0].label} and {len(cards) - 1} like it"
+    where = f"{card.host}: " if card.host else ""
+    yield f"{where}{labels}: {card.name}, {gib(card.total)}, {gib(card.free)} free now"
+    for holder in card.held:
+        yield f"  held: {holder}"
+    terms = terms_of(share, ranks)
+    scale = max(card.total, sum(terms.values()))
+    for term, size in terms.items():
+        bar = "█" * round(BAR * size / scale) or "▏"
+        about = f"  {_ABOUT[term]}" if term in _ABOUT and len(bar) < 14 else ""
+        yield f"  {term:<14}{size / 2**30:8.2f} GiB  {bar}{about}"[:80]
+    needs = share.needs
+    free = card.free - needs
+    left = f"{gib(free)} left" if free >= 0 else f"{gib(-free)} too much"
+    yield f"  {'needed':<14}{needs / 2**30:8.2f} GiB, in {share.planned.phase}; {left}"
+
+
+def _settings_words(plan: Plan) -> str:
+    wish, s = plan.wish, plan.settings
+    parts = [s.method, f"micro-batch {s.micro}", f"context {wish.context:,}"]
+    parts.append(f"{s.recompute} of {wish.layers} blocks recomputed" if s.recompute else "nothing recomputed")
+    parts.append(s.optimizer)
+    if s.on_host:
+        parts.append("embedding in host memory")
+    return ", ".join(parts)
+
+
+def command(plan: Plan, model: str, data: str) -> str:
+    wish, s = plan.wish, plan.settings
+    words = ["stoker", "train", "sft", "--model.load", model, "--data", data or "chats.jsonl"]
+    words += {FULL: [], LORA: ["--lora"], QLORA: ["--qlora"]}[s.method]
+    default = AdapterConfig()
+    if s.method != FULL and wish.adapter.lora_rank != default.lora_rank:
+        words += ["--lora-rank", str(wish.adapter.lora_rank)]
+    if s.method != FULL and wish.adapter.lora_targets != default.lora_targets:
+        words += ["--lora-targets", wish.adapter.lora_targets]
+    words += ["--context-length", str(wish.context), "--micro", str(s.micro)]
+    words += ["--recompute", "full" if s.recompute >= wish.layers else str(s.recompute) if s.recompute else "off"]
+    if s.optimizer != "adamw":
+        words += ["--optimizer", s.optimizer]
+    if s.on_host:
+        words += ["--compute.embedding", "host"]
+    if len({share.card.total for share in plan.shares}) > 1:
+        words += ["--balance", "auto"]
+    return shlex.join(words)
+
+
+def pace_lines(pace: Pace | None, tokens: int, exact: bool, price: float, gpus: int) -> Iterator[str]:
+    if pace is None:
+        yield "speed: unknown (a card that is not in the table, and no run of this model was measured)"
+        return
+    yield f"speed: {pace.tokens_per_s:,.0f} tokens/s ({pace.source})"
+    if not tokens:
+        return
+    seconds = tokens / pace.tokens_per_s
+    cost = f", {gpus * seconds / 3600 * price:,.2f} at {price:g} per GPU hour" if price else ""
+    about = "" if exact else "about "
+    yield f"one epoch: {about}{tokens:,} tokens, {span(seconds)}{cost}"
+
+
+def as_dict(plan: Plan, model: str, data: str, pace: Pace | None, tokens: int, price: float) -> dict[str, Any]:
+    ranks = len(plan.shares)
+    gpus = [
+        {
+            "gpu": share.card.label, "host": share.card.host, "name": share.card.name, "total": share.card.total,
+            "free": share.card.free, "held": list(share.card.held), "terms": terms_of(share, ranks),
+            "planned_bytes": share.planned.total, "needs_bytes": share.needs, "phase": share.planned.phase,
+            "phases": share.planned.phases, "largest_micro": share.largest,
+        }
+        for share in plan.shares
+    ]  # fmt: skip
+    seconds = tokens / pace.tokens_per_s if pace and tokens else None
+    return {
+        "schema": SCHEMA,
+        "model": model,
+        "fits": plan.fits,
+        "context": plan.wish.context,
+        "settings": as_json(plan.settings),
+        "reasons": list(plan.reasons),
+        "change": None if plan.change is None else {"settings": plan.change.settings, "words": plan.change.words},
+        "unavailable": list(UNAVAILABLE),
+        "estimate": plan.about or None,
+        "command": command(plan, model, data) if plan.fits else None,
+        "gpus": gpus,
+        "pace": None if pace is None else as_json(pace),
+        "epoch": {"tokens": tokens or None, "seconds": seconds, "cost": _cost(seconds, price, ranks)},
+    }
+
+
+def _cost(seconds: float | None, price: float, gpus: int) -> float | None:
+    return None if seconds is None or not price else round(gpus * seconds / 3600 * price, 4)

@@ -1,0 +1,245 @@
+"""What a training step of the fused decoder allocates on a GPU, found without one.
+
+The real modules and autograd functions run on the meta device; kernels are replaced by functions that allocate what they
+allocate and compute nothing. A dispatch mode counts storages while they live, each rounded up as CUDA's allocator does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PROGRAMS = 528
+
+
+class Trace(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.peaks: dict[str, int] = {}
+        self._known: set[int] = set()
+        self._phase = ""
+
+    def phase(self, name: str) -> None:
+        self._phase = name
+        self.peaks[name] = max(self.peaks.get(name, 0), self.now)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self.count(tensor)
+        return found
+
+    def count(self, tensor: Tensor) -> None:
+        if tensor.device.type != "meta":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = -(-storage.nbytes() // 512) * 512
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        if self._phase:
+            self.peaks[self._phase] = max(self.peaks[self._phase], self.now)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def _empty(*size: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+def _kernels() -> types.ModuleType:
+    """As fused_kernel.py allocates."""
+
+    def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        out = torch.empty_like(x) if delta is not None else x
+        return out, torch.empty_like(x), _empty(x.shape[0], dtype=torch.float32)
+
+    def norm_backward(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, onward: Tensor | None) -> Any:
+        dx, normed = torch.empty_like(x), torch.empty_like(x)
+        dweight = _empty(min(PROGRAMS, x.shape[0]), x.shape[1], dtype=torch.float32)
+        return dx, normed, dweight.sum(0)
+
+    def swiglu(gate_up: Tensor) -> Tensor:
+        return _empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+
+    def swiglu_backward(g: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(gate_up), torch.empty_like(g)
+
+    def norm_rotate(qkv: Tensor, cos: Any, sin: Any, q: Tensor, k: Any, heads: int, kv_heads: int, eps: float) -> Any:
+        both = heads + kv_heads
+        out = _empty(qkv.shape[0], both * q.shape[0], dtype=qkv.dtype)
+        return out, _empty(qkv.shape[0], both, dtype=torch.float32)
+
+    def norm_rotate_backward(
+        g: Tensor, qkv: Tensor, cos: Any, sin: Any, q: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
+        programs = min(2 * PROGRAMS, qkv.shape[0])
+        found = []
+        for _ in range(2):
+            dweight = _empty(programs, q.shape[0], dtype=torch.float32)
+            found.append(dweight.sum(0))
+        return found[0], found[1]
+
+    module = types.ModuleType("stoker.training.model.fused_kernel")
+    for function in (add_norm, norm_backward, swiglu, swiglu_backward, norm_rotate, norm_rotate_backward):
+        setattr(module, function.__name__, function)
+    module.rotate_in_place = lambda *args: None  # type: ignore[attr-defined]
+    module.gradient_in_place = lambda *args: None  # type: ignore[attr-defined]
+    return module
+
+
+class _Attention(torch.autograd.Function):
+    """As cuDNN's, or flash attention's where rows are packed or have a window."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, flash: bool) -> Tensor:
+        out = _empty(*q.shape, dtype=q.dtype)
+        lse = _empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.flash = flash
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        q, k, v, _, _ = ctx.saved_tensors
+        B, T, H, D = q.shape
+        held = [_empty(B, T, H, dtype=torch.float32), _empty(B, T, H, D, dtype=torch.float32)]
+        if ctx.flash:
+            rounded = -(-D // 32) * 32
+            held = [_empty(H, B * T + 128 * B, dtype=torch.float32)]
+            held.append(_empty(B * T + 128 * B, H, rounded, dtype=torch.float32))
+            if k.shape[2] != H:
+                held += [_empty(B, T, H, D, dtype=q.dtype) for _ in range(2)]
+        found = tuple(_empty(*x.shape, dtype=x.dtype) for x in (q, k, v))
+        return (*found, None)
+
+
+@contextmanager
+def pretended() -> Iterator[None]:
+    """Kernels that only allocate, in place of the real ones."""
+    from stoker.training.model import attention, loss, maps, nf4
+    from stoker.training.optim import optimizer
+
+    package = sys.modules["stoker.training.model"]
+    before = [(key, sys.modules.pop(f"{package.__name__}.{key}", None)) for key in ("fused_kernel", "fused")]
+    kernels = sys.modules[f"{package.__name__}.fused_kernel"] = package.fused_kernel = _kernels()
+    fused = importlib.import_module(f"{package.__name__}.fused")
+    assert fused.kernel is kernels
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, seen: Any, dropout: float, scale: Any, cap: float = 0.0) -> Tensor:
+        found: Tensor = _Attention.apply(q, k, v, seen.documents is not None)
+        return found
+
+    def weight_gradient(g: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return _empty(g.shape[1], x.shape[1], dtype=weight.dtype)
+
+    orthogonal = optimizer.orthogonal
+    patched: list[tuple[Any, str, Any]] = [
+        (optimizer, "orthogonal", lambda x, dtype: orthogonal(x, torch.bfloat16)),
+        (attention, "packed_kernel", lambda *args, **kwargs: "varlen"),
+        (fused, "attend", attend),
+        (maps, "weight_gradient", weight_gradient),
+        (maps, "_scaled_gradient", lambda *args: None),
+        (nf4, "expand", lambda joined, out: out),
+        (loss, "_gradient_in_place", lambda *args: None),
+        (loss, "accumulate", lambda *args: None),
+        (maps.Adapter, "start", lambda adapter, generator: None),
+        (torch, "_fused_adamw_", lambda *args, **kwargs: None),
+    ]
+    originals = [(place, key, getattr(place, key)) for place, key, _ in patched]
+    for place, key, value in patched:
+        setattr(place, key, value)
+    maps.BUFFERS._held.clear()
+    try:
+        yield
+    finally:
+        for place, key, value in originals:
+            setattr(place, key, value)
+        maps.BUFFERS._held.clear()
+        for key, module in before:
+            sys.modules.pop(f"{package.__name__}.{key}")
+            delattr(package, key)
+            if module is not None:
+                sys.modules[f"{package.__name__}.{key}"] = module
+                setattr(package, key, module)
+
+
+def traced(
+    shape: Any,
+    adapter: Any,
+    context: int,
+    *,
+    micro: int = 1,
+    packed: bool = False,
+    recompute: int = 0,
+    optim: Any = None,
+    steps: int = 2,
+) -> Trace:
+    """Peaks by phase of `steps` micro-steps with an optimizer step behind: of the last, gradients are there already."""
+    from stoker.training.model import adapters, nf4, ready
+    from stoker.training.model.attention import documents
+    from stoker.training.model.decoder import Decoder
+    from stoker.training.optim.config import OptimConfig
+    from stoker.training.optim.optimizer import EightBit, Optimizer, gradient_norm
+
+    meta = torch.device("meta")
+    with pretended(), Trace() as trace:
+        with meta:
+            model = Decoder(shape, context, torch.bfloat16)
+        if adapter.method != "off":
+            adapters.freeze(model, adapter)
+        model.tables = [(cos.to(meta), sin.to(meta)) for cos, sin in model.tables]
+        if adapter.method == "qlora":
+            for _, layer in adapters._layers(model):
+                if layer.weight is None:
+                    layer.quantized = tuple(
+                        nf4.Quantized(*_codes(rows * layer.in_features), (rows, layer.in_features), torch.bfloat16)
+                        for rows in layer.parts
+                    )
+                    layer.settle()
+        if adapter.method != "off":
+            adapters.attach(model, adapter, 0)
+        model.fuse(True)
+        for block in list(model.layers)[:recompute]:
+            ready.checkpoint_block(block, False, False)
+        optimizer = Optimizer(model, optim or OptimConfig())
+        for rule in optimizer.rules:
+            if isinstance(rule, EightBit):
+                rule._run = lambda *args: None  # compiled: one kernel
+        inputs = torch.zeros(micro, context, dtype=torch.int64, device=meta)
+        trace.phase("held")
+        for _ in range(steps):
+            segments = torch.zeros(micro, context, dtype=torch.int32) if packed else None
+            trace.phase("forward")
+            loss = model(inputs, inputs, torch.zeros((), device=meta), documents(segments, meta))
+            trace.phase("backward")
+            loss.backward()
+            del loss
+        trace.phase("step")
+        optimizer.step(0.0, gradient_norm(optimizer.parameters), torch.ones((), device=meta))
+        return trace
+
+
+def _codes(elements: int) -> tuple[Tensor, ...]:
+    blocks = -(-elements // 64)
+    second = -(-blocks // 256)
+    sizes = ((elements // 2, torch.uint8), (blocks, torch.uint8), (second, torch.float32))
+    return *(_empty(size, dtype=kind) for size, kind in sizes), _empty(dtype=torch.float32)
