@@ -38,11 +38,14 @@ def test_codes_and_numbers_are_those_of_bitsandbytes(dtype: torch.dtype, device:
         w = weight(seed, dtype).to(device)
         ours = nf4.quantize(w)
         codes, state = functional.quantize_4bit(w, quant_type="nf4", compress_statistics=True)
-        assert torch.equal(ours.codes, codes.flatten()) and torch.equal(ours.second, state.state2.absmax)
-        assert torch.equal(ours.offset, state.offset)
+        assert torch.equal(ours.second, state.state2.absmax) and torch.equal(ours.offset, state.offset)
+        empty = (w.reshape(-1, nf4.BLOCK) == 0).all(1)
+        assert empty.any() and not nf4.dequantize(ours).reshape(-1, nf4.BLOCK)[empty].any(), "theirs has noise there"
+        same = (ours.codes == codes.flatten()).view(-1, nf4.BLOCK // 2)[~empty]
         if device == "cuda":
-            assert torch.equal(ours.scales, state.absmax)
-        else:  # its CPU code takes the level beside the nearest where a scale is almost in the middle of two
+            assert same.all() and torch.equal(ours.scales, state.absmax)
+        else:  # its CPU code takes the level beside the nearest where a number is almost in the middle of two
+            assert float(same.float().mean()) > 0.999
             apart = (ours.scales.int() - state.absmax.int()).abs()
             assert int(apart.max()) <= 1 and float((apart > 0).float().mean()) < 0.005
         stored = nf4.from_tensors(tensors_of(codes, state), "w", "a folder")

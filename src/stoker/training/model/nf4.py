@@ -36,6 +36,9 @@ BITS = 4 + 8 / BLOCK + 32 / BLOCK / SECOND_BLOCK  # an element takes
 # Names that bitsandbytes gives what belongs to a weight.
 STATE = "quant_state.bitsandbytes__nf4"
 PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
+_SMALLEST = (
+    2e-38  # of numbers whose reciprocal a GPU computes; a block of zeros becomes zeros, where bitsandbytes has noise
+)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -76,11 +79,11 @@ def quantize(weight: Tensor) -> Quantized:
 
 def _scaled(blocks: Tensor, largest: Tensor) -> Tensor:
     """Each block by its largest number: times 1 / that, as on GPUs, where that is a reciprocal of 23 bits. All zeros: zeros."""
-    inverse = 1.0 / largest.clamp(min=1e-38)
+    inverse = 1.0 / largest.clamp(min=_SMALLEST)
     if blocks.is_cuda:
         from stoker.training.model import nf4_kernel  # Triton: on GPUs only
 
-        nf4_kernel.reciprocal(largest.clamp(min=1e-38), inverse)
+        nf4_kernel.reciprocal(largest.clamp(min=_SMALLEST), inverse)
     return blocks * inverse[:, None]
 
 
