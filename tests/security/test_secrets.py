@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from conftest import EVERYTHING
 from security.shapes import HARMLESS, NAMES, SENTENCES, body_of, shapes
 from stoker.contract import redact, secretnames
 from stoker.contract.redact import HIDDEN
@@ -188,7 +189,7 @@ def _hostile() -> Iterator[str]:
         "<password>",
         "curl -u a:",
     ):
-        for piece in ("a", " ", "\n", "=", '"', "\\", "/", "A1", "@"):
+        for piece in ("a", " ", "\n", "=", '"', "\\", "/", "A1", "@") if EVERYTHING else ("a", " ", '"'):
             yield head + piece * (SIZE // 16 // len(piece))
 
 
