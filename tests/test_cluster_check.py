@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from conftest import wait_for
+from conftest import at_length, wait_for
 from netcluster import HOSTNAME, NetCluster, _run
 from stoker.contract.shapes import Finding
 from stoker.control.cluster import hosts as hostlist
@@ -276,6 +276,7 @@ def second_network(netcluster: NetCluster) -> Iterator[NetCluster]:
             subprocess.run(["ip", "link", "del", link], capture_output=True, check=False)
 
 
+@at_length  # half a minute of all-reduces
 def test_tune_keeps_what_helps_in_the_hosts_file(second_network: NetCluster) -> None:
     file = second_network.file(slots=(1, 1))
     report = check(second_network, "--tune", file=file)
