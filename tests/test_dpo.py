@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from conftest import Stoker, at_length, wait_for
+from conftest import Stoker, at_length, at_length_but, wait_for
 from stoker.training.data.formats.preferences import preference
 from stoker.training.model import hf
 from stoker.training.model.attention import documents
@@ -281,6 +281,7 @@ def test_with_transformers_own_module_the_loss_is_that_of_a_direct_implementatio
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
+@at_length  # test_engine.py trains one by default
 def test_an_unknown_architecture_learns_pairs_and_a_reward_model_of_it_is_refused(stoker: Stoker, bloom: Path) -> None:
     from safetensors.torch import load_file
 
@@ -330,7 +331,7 @@ def ultra_shaped() -> list[dict[str, Any]]:
     return made
 
 
-@pytest.mark.parametrize("stage", ["dpo", "reward"])
+@pytest.mark.parametrize("stage", at_length_but(["dpo"], ["dpo", "reward"]))
 def test_pairs_as_published_are_used_or_listed_with_the_reason(stage: str, stoker: Stoker, begin: Path) -> None:
     for name, some in (("pairs", hh_shaped()), ("other", ultra_shaped())):
         text = "".join(json.dumps(row) + "\n" for row in some)
