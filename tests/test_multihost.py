@@ -130,8 +130,8 @@ def test_our_recipes_run_on_the_hosts_with_the_coordinators_own_stoker(stoker: S
         "where.py",
         "from stoker import balance\nimport stoker.training\nprint(balance.__file__, stoker.training.__file__)",
     )
-    done = stoker("run", "--no-preflight", "--hosts", str(netcluster.file(workdir=str(stoker.cwd))), script)
-    assert done.code == 0 and done.out.count("/.cache/stoker/agent-") == 8, done.out + done.err
+    done = stoker("run", "--no-preflight", "--hosts", str(netcluster.file((1, 1), workdir=str(stoker.cwd))), script)
+    assert done.code == 0 and done.out.count("/.cache/stoker/agent-") == 4, done.out + done.err
 
 
 def test_every_rank_is_given_its_hosts_own_and_a_failure_names_host_and_rank(
