@@ -149,7 +149,7 @@ TEMPLATES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", at_length_but(["loops", "is no template"], TEMPLATES))
+@pytest.mark.parametrize("kind", at_length_but(["reads a file", "is no template"], TEMPLATES))
 def test_a_template_that_can_not_be_used_is_not_blamed_on_the_rows(
     kind: str, good: Path, stoker: Stoker, tmp_path: Path
 ) -> None:
