@@ -184,7 +184,7 @@ def weights(run: Path) -> bytes:
     return (run / "hf" / "model.safetensors").read_bytes()
 
 
-def test_held_out_pairs_are_learned_and_a_killed_run_ends_as_if_nobody_had(stoker: Stoker, begin: Path) -> None:
+def test_held_out_pairs_are_learned(stoker: Stoker, begin: Path) -> None:
     done = stoker.torch(*words(begin, "one"))
     assert done.code == 0, done.out + done.err
     (one,) = (stoker.cwd / "runs").glob("*-one")
@@ -199,6 +199,12 @@ def test_held_out_pairs_are_learned_and_a_killed_run_ends_as_if_nobody_had(stoke
     assert abs(lines[0]["reward_margin"]) < 1e-4 < lines[9]["reward_margin"], "the first step knows no difference"
     hf.opened(str(one / "hf"), CONTEXT, torch.float32, torch.device("cpu"), lambda line: None)
 
+
+@at_length  # pretraining and SFT are killed by default
+def test_a_killed_run_ends_as_if_nobody_had_killed_it(stoker: Stoker, begin: Path) -> None:
+    done = stoker.torch(*words(begin, "one"))
+    assert done.code == 0, done.out + done.err
+    (one,) = (stoker.cwd / "runs").glob("*-one")
     again = words(begin, "killed", "--checkpoint.every_steps", "1")
     job = stoker.start(*again, env={"OMP_NUM_THREADS": "1"})
     saved = wait_for(lambda: list((stoker.cwd / "runs").glob("*-killed/checkpoints/step-*5/manifest.json")) or None, 90)
