@@ -571,6 +571,7 @@ main()
 """
 
 
+@at_length
 def test_the_launchers_error_file(both: Both) -> None:
     both.script("recorded.py", RECORDED)
     told = []
