@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Done, Stoker
+from conftest import Done, Stoker, at_length
 
 SCRIPTS = Path(__file__).parent / "scripts" / "unmodified"
 
@@ -60,6 +60,7 @@ def test_hugging_face_trainer(stoker: Stoker) -> None:
     assert ranks_that_stepped(stoker) == [0, 1]
 
 
+@at_length
 def test_lightning_sees_torchrun_s_environment(stoker: Stoker) -> None:
     (zero,), (one,) = results(stoker, 2, "lightning_ddp.py")
     for rank, found in enumerate((zero, one)):
