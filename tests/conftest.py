@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,16 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 EVERYTHING = os.environ.get("STOKER_TEST_ALL") == "1"  # test.sh --all
-at_length = pytest.mark.skipif(
-    not EVERYTHING, reason="repeats at length what another test shows: STOKER_TEST_ALL=1 runs it"
-)
+at_length = pytest.mark.skipif(not EVERYTHING, reason="runs with: bash test.sh --all")
+
+
+def at_length_but(default: Collection[object], cases: Iterable[Any]) -> list[Any]:
+    """All of `cases` for pytest.mark.parametrize; a run without --all takes those that are in `default`."""
+    found = [pytest.param(case, marks=() if case in default else at_length) for case in cases]
+    assert sum(not one.marks for one in found) == len(default), f"{default} are not all cases"
+    return found
+
+
 ID_LENGTH = 60
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 SLOWEST = (
-    "test_faults", "test_watch_real", "test_pretrain", "test_elastic", "test_engine", "test_balance", "test_multihost", "test_slurm", "test_unmodified",
-    "test_dpo", "test_grpo", "test_reward", "test_speedrun", "test_wheel", "test_checkpoint", "test_endings", "test_hosts", "test_dropin",
-    "test_cluster_check", "test_unlucky_moments", "test_protocol", "test_families", "test_generate", "test_healthy", "test_readme", "test_evaluate",
-    "test_forensics", "test_stopping", "test_rendezvous", "test_second_review",
+    "test_faults", "test_watch_real", "test_pretrain", "test_elastic", "test_slurm", "test_multihost", "test_cluster_check", "test_engine", "test_unmodified",
+    "test_dropin", "test_strangers_tokenizers", "test_bad_input", "test_balance", "test_wheel", "test_stopping", "test_templates", "test_endings", "test_protocol",
+    "test_speedrun", "test_hosts", "test_families", "test_ninth_review", "test_shared_runs", "test_readme", "test_healthy", "test_hostile_files", "test_generate",
+    "test_grpo", "test_record", "test_dpo", "test_sft", "test_exports", "test_second_review", "test_refusals", "test_ladder", "test_remote_agent", "test_burnin",
+    "test_unlucky_moments", "test_export_diff", "test_stages", "test_checkpoint", "test_forensics", "test_evaluate", "test_rendezvous",
 )  # fmt: skip
 
 

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from conftest import at_length
+
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@at_length
 def test_the_pretraining_benchmark_measures_stokers_cell(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from conftest import EVERYTHING, Stoker, tagged, wait_for
+from conftest import Stoker, at_length, tagged, wait_for
 
 SCRIPT = """
 import functools, json, os, sys
@@ -291,10 +291,7 @@ def test_importing_stoker_stays_light() -> None:
     assert "stoker.calling" not in loaded and not any(name.startswith("stoker.control.launch") for name in loaded)
 
 
-@pytest.mark.skipif(
-    not EVERYTHING,
-    reason="needs seconds of importing torch in each rank: STOKER_TEST_ALL=1 runs it",
-)
+@at_length
 def test_a_module_of_torch_from_a_repl(stoker: Stoker) -> None:
     text = """
 import stoker, torch

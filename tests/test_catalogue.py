@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Stoker
+from conftest import Stoker, at_length
 from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Stall, Verdict
 from stoker.control.verdict import docs
 from stoker.control.verdict.catalogue import CATALOGUE
@@ -649,9 +649,9 @@ if __name__ == "__main__": main()
     ("how", "ranks", "cause"),
     [
         ("cut", 1, "data.corrupt"),
-        ("killed", 1, "data.worker-died"),
-        ("missing", 1, "data.file-missing"),
-        ("interface", 1, "gloo.interface"),
+        pytest.param("killed", 1, "data.worker-died", marks=at_length),
+        pytest.param("missing", 1, "data.file-missing", marks=at_length),
+        pytest.param("interface", 1, "gloo.interface", marks=at_length),
         ("shape", 2, "hang.shape-mismatch"),
     ],
 )

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from conftest import wait_for
+from conftest import at_length, wait_for
 from netcluster import HOSTNAME, NetCluster, _run
 from stoker.contract.shapes import Finding
 from stoker.control.cluster import hosts as hostlist
@@ -119,7 +119,11 @@ DOWN: list[tuple[Callable[[NetCluster], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "words"), DOWN, ids=["host-down", "sshd-refusing", "host-key-changed"])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [DOWN[0], *(pytest.param(*other, marks=at_length) for other in DOWN[1:])],  # test_multihost.py has the others
+    ids=["host-down", "sshd-refusing", "host-key-changed"],
+)
 def test_a_host_that_can_t_be_asked_is_named_and_the_others_are_checked(
     netcluster: NetCluster, fault: Callable[[NetCluster], None], words: str
 ) -> None:
@@ -276,6 +280,7 @@ def second_network(netcluster: NetCluster) -> Iterator[NetCluster]:
             subprocess.run(["ip", "link", "del", link], capture_output=True, check=False)
 
 
+@at_length  # half a minute of all-reduces
 def test_tune_keeps_what_helps_in_the_hosts_file(second_network: NetCluster) -> None:
     file = second_network.file(slots=(1, 1))
     report = check(second_network, "--tune", file=file)

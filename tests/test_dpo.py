@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from conftest import Stoker, wait_for
+from conftest import Stoker, at_length, at_length_but, wait_for
 from stoker.training.data.formats.preferences import preference
 from stoker.training.model import hf
 from stoker.training.model.attention import documents
@@ -184,9 +184,7 @@ def weights(run: Path) -> bytes:
     return (run / "hf" / "model.safetensors").read_bytes()
 
 
-def test_held_out_pairs_are_learned_by_one_and_two_ranks_and_a_killed_run_ends_as_if_nobody_had(
-    stoker: Stoker, begin: Path
-) -> None:
+def test_held_out_pairs_are_learned(stoker: Stoker, begin: Path) -> None:
     done = stoker.torch(*words(begin, "one"))
     assert done.code == 0, done.out + done.err
     (one,) = (stoker.cwd / "runs").glob("*-one")
@@ -201,11 +199,12 @@ def test_held_out_pairs_are_learned_by_one_and_two_ranks_and_a_killed_run_ends_a
     assert abs(lines[0]["reward_margin"]) < 1e-4 < lines[9]["reward_margin"], "the first step knows no difference"
     hf.opened(str(one / "hf"), CONTEXT, torch.float32, torch.device("cpu"), lambda line: None)
 
-    done = stoker.torch(*words(begin, "two", "--nproc-per-node", "2"))
-    assert done.code == 0, done.out + done.err
-    (two,) = (stoker.cwd / "runs").glob("*-two")
-    assert curve(two) == pytest.approx(curve(one), rel=1e-3)
 
+@at_length  # pretraining and SFT are killed by default
+def test_a_killed_run_ends_as_if_nobody_had_killed_it(stoker: Stoker, begin: Path) -> None:
+    done = stoker.torch(*words(begin, "one"))
+    assert done.code == 0, done.out + done.err
+    (one,) = (stoker.cwd / "runs").glob("*-one")
     again = words(begin, "killed", "--checkpoint.every_steps", "1")
     job = stoker.start(*again, env={"OMP_NUM_THREADS": "1"})
     saved = wait_for(lambda: list((stoker.cwd / "runs").glob("*-killed/checkpoints/step-*5/manifest.json")) or None, 90)
@@ -219,6 +218,15 @@ def test_held_out_pairs_are_learned_by_one_and_two_ranks_and_a_killed_run_ends_a
     done = stoker.torch(*again)
     assert done.code == 0 and "resumes at step" in done.out, done.out + done.err
     assert curve(killed) == curve(one) and weights(killed) == weights(one)
+
+
+@at_length  # SFT and the reward model are compared by default
+def test_two_ranks_learn_what_one_learns(stoker: Stoker, begin: Path) -> None:
+    for name, ranks in (("one", "1"), ("two", "2")):
+        done = stoker.torch(*words(begin, name, "--nproc-per-node", ranks))
+        assert done.code == 0, done.out + done.err
+    (one,), (two,) = ((stoker.cwd / "runs").glob(f"*-{name}") for name in ("one", "two"))
+    assert curve(two) == pytest.approx(curve(one), rel=1e-3)
 
 
 @pytest.fixture
@@ -279,6 +287,7 @@ def test_with_transformers_own_module_the_loss_is_that_of_a_direct_implementatio
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
+@at_length  # test_engine.py trains one by default
 def test_an_unknown_architecture_learns_pairs_and_a_reward_model_of_it_is_refused(stoker: Stoker, bloom: Path) -> None:
     from safetensors.torch import load_file
 
@@ -328,7 +337,7 @@ def ultra_shaped() -> list[dict[str, Any]]:
     return made
 
 
-@pytest.mark.parametrize("stage", ["dpo", "reward"])
+@pytest.mark.parametrize("stage", at_length_but(["dpo"], ["dpo", "reward"]))
 def test_pairs_as_published_are_used_or_listed_with_the_reason(stage: str, stoker: Stoker, begin: Path) -> None:
     for name, some in (("pairs", hh_shaped()), ("other", ultra_shaped())):
         text = "".join(json.dumps(row) + "\n" for row in some)

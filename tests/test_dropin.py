@@ -1,7 +1,7 @@
 """torchrun's place: the same command lines through both launchers, compared for exit, files, environment and order.
 
 The cases are those of PyTorch's own launcher tests, written anew. What differs must be in DIFFERENCES, which docs/torchrun.md shows row by row.
-A few cases run always; STOKER_TEST_ALL=1 runs all of them (torchrun takes 2 to 3 seconds to start).
+A few cases run always; `bash test.sh --all` runs all of them (torchrun takes 2 to 3 seconds to start).
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from conftest import EVERYTHING, Stoker, wait_for
+from conftest import EVERYTHING, Stoker, at_length, wait_for
 from forked_ranks import free_port
 from stoker.cli.run import parser, split
 from stoker.control.launch.options import TORCHRUN_VARIABLES
 
-every = pytest.mark.skipif(
-    not EVERYTHING, reason="one of the long comparisons with torchrun: STOKER_TEST_ALL=1 runs it"
-)
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="no torch, so no torchrun to compare with"
 )
@@ -297,13 +294,15 @@ def test_a_program_from_variables(both: Both) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(["--standalone", "--nproc-per-node=4", "probe.py"], marks=every),
-        pytest.param(["--run-path", "--nproc-per-node=2", "{here}/probe.py"], marks=every),
-        pytest.param(["--run-path", "--no-python", "--module", "--nproc-per-node=1", "{here}/probe.py"], marks=every),
-        pytest.param(["-m", "--nproc-per-node=2", "package.probe", "--x"], marks=every),
+        pytest.param(["--standalone", "--nproc-per-node=4", "probe.py"], marks=at_length),
+        pytest.param(["--run-path", "--nproc-per-node=2", "{here}/probe.py"], marks=at_length),
+        pytest.param(
+            ["--run-path", "--no-python", "--module", "--nproc-per-node=1", "{here}/probe.py"], marks=at_length
+        ),
+        pytest.param(["-m", "--nproc-per-node=2", "package.probe", "--x"], marks=at_length),
         pytest.param(
             ["--nproc_per_node=2", "--master-addr=localhost", "--master-port={port}", "--node-rank=0", "probe.py"],
-            marks=every,
+            marks=at_length,
         ),
         pytest.param(
             [
@@ -315,10 +314,10 @@ def test_a_program_from_variables(both: Both) -> None:
                 "--rdzv-id=e1",
                 "probe.py",
             ],
-            marks=every,
+            marks=at_length,
         ),
-        pytest.param(["--nnodes=1", "--no-python", "./program.sh", "."], marks=every),
-        pytest.param(["--nproc-per-node=2", "--logs-specs=default", "probe.py"], marks=every),
+        pytest.param(["--nnodes=1", "--no-python", "./program.sh", "."], marks=at_length),
+        pytest.param(["--nproc-per-node=2", "--logs-specs=default", "probe.py"], marks=at_length),
     ],
 )
 def test_ways_to_start(both: Both, words: list[str]) -> None:
@@ -371,7 +370,7 @@ def test_the_number_of_ranks_by_default(both: Both) -> None:
     assert "OMP_NUM_THREADS" not in theirs["ranks"][0]["env"]
 
 
-@pytest.mark.parametrize("script", [pytest.param("tcp", marks=every), pytest.param("env", marks=every)])
+@pytest.mark.parametrize("script", [pytest.param("tcp", marks=at_length), pytest.param("env", marks=at_length)])
 def test_process_groups(both: Both, script: str) -> None:
     both.script(
         "group.py",
@@ -402,7 +401,7 @@ def test_process_groups(both: Both, script: str) -> None:
     assert agree(*seen) == set() and seen[1]["ok"] and sum("sum-10-True" in name for name in seen[1]["files"]) == 4
 
 
-@every
+@at_length
 def test_two_launchers_meet(both: Both) -> None:
     for name in both.commands:
         words = [
@@ -425,19 +424,19 @@ def test_two_launchers_meet(both: Both) -> None:
     ("words", "env"),
     [
         (["--no-python", "--module", "probe.py"], {}),
-        pytest.param(["probe.py"], {"PET_NO_PYTHON": "1", "PET_MODULE": "1"}, marks=every),
-        pytest.param(["--logs-specs=DOES_NOT_EXIST", "probe.py"], {}, marks=every),
-        pytest.param(["--start-method=thread", "probe.py"], {}, marks=every),
-        pytest.param(["--event-log-handler=nope", "probe.py"], {}, marks=every),
-        pytest.param(["--nproc-per-node=unknown", "probe.py"], {}, marks=every),
-        pytest.param(["--nnodes=2:20:30", "probe.py"], {}, marks=every),
-        pytest.param(["--nnodes=2:1", "probe.py"], {}, marks=every),
-        pytest.param(["--max-restarts=-1", "probe.py"], {}, marks=every),
-        pytest.param(["--redirects=5", "probe.py"], {}, marks=every),
-        pytest.param(["--local-ranks-filter=a", "probe.py"], {}, marks=every),
-        pytest.param(["--no-such-flag", "probe.py"], {}, marks=every),
-        pytest.param(["--log-dir=probe.py", "probe.py"], {}, marks=every),
-        pytest.param([], {}, marks=every),
+        pytest.param(["probe.py"], {"PET_NO_PYTHON": "1", "PET_MODULE": "1"}, marks=at_length),
+        pytest.param(["--logs-specs=DOES_NOT_EXIST", "probe.py"], {}, marks=at_length),
+        pytest.param(["--start-method=thread", "probe.py"], {}, marks=at_length),
+        pytest.param(["--event-log-handler=nope", "probe.py"], {}, marks=at_length),
+        pytest.param(["--nproc-per-node=unknown", "probe.py"], {}, marks=at_length),
+        pytest.param(["--nnodes=2:20:30", "probe.py"], {}, marks=at_length),
+        pytest.param(["--nnodes=2:1", "probe.py"], {}, marks=at_length),
+        pytest.param(["--max-restarts=-1", "probe.py"], {}, marks=at_length),
+        pytest.param(["--redirects=5", "probe.py"], {}, marks=at_length),
+        pytest.param(["--local-ranks-filter=a", "probe.py"], {}, marks=at_length),
+        pytest.param(["--no-such-flag", "probe.py"], {}, marks=at_length),
+        pytest.param(["--log-dir=probe.py", "probe.py"], {}, marks=at_length),
+        pytest.param([], {}, marks=at_length),
     ],
 )  # fmt: skip
 def test_contradictions(both: Both, words: list[str], env: dict[str, str]) -> None:
@@ -484,7 +483,7 @@ def test_prefixes(both: Both) -> None:
     assert sorted(ours["out"].splitlines()) == ["[default0]:out 0", "[default1]:out 1"]
 
 
-@every
+@at_length
 def test_plain_tee_and_no_tee(both: Both) -> None:
     theirs, ours = both("--nproc-per-node=2", "probe.py")
     assert (sorted(theirs["out"].splitlines()), sorted(ours["out"].splitlines())) == (
@@ -520,8 +519,8 @@ def test_who_gets_a_prefix(stoker: Stoker, flags: list[str], merged: bool, shown
     "flags",
     [
         [],
-        pytest.param(["-r", "3"], marks=every), pytest.param(["-t", "3"], marks=every), pytest.param(["-r", "0:1,1:2", "-t", "0:2"], marks=every),
-        pytest.param(["-r", "3", "--local-ranks-filter", "0"], marks=every),
+        pytest.param(["-r", "3"], marks=at_length), pytest.param(["-t", "3"], marks=at_length), pytest.param(["-r", "0:1,1:2", "-t", "0:2"], marks=at_length),
+        pytest.param(["-r", "3", "--local-ranks-filter", "0"], marks=at_length),
     ],
 )  # fmt: skip
 def test_log_dir(both: Both, flags: list[str]) -> None:
@@ -572,6 +571,7 @@ main()
 """
 
 
+@at_length
 def test_the_launchers_error_file(both: Both) -> None:
     both.script("recorded.py", RECORDED)
     told = []
@@ -658,7 +658,7 @@ def test_restarts(both: Both) -> None:
 
 
 @pytest.mark.parametrize(("how", "theirs", "ours"), [
-    pytest.param("sys.exit(3)", 1, 3, marks=every), pytest.param("os.kill(os.getpid(), 9)", 1, 137, marks=every), pytest.param("raise ValueError", 1, 1, marks=every),
+    pytest.param("sys.exit(3)", 1, 3, marks=at_length), pytest.param("os.kill(os.getpid(), 9)", 1, 137, marks=at_length), pytest.param("raise ValueError", 1, 1, marks=at_length),
 ])  # fmt: skip
 def test_exit_codes(both: Both, how: str, theirs: int, ours: int) -> None:
     both.script("ends.py", f"import os, sys, time\nif os.environ['RANK'] == '1': {how}\ntime.sleep(100)\n")
@@ -688,8 +688,8 @@ def signalled(both: Both, name: str, signum: signal.Signals, *words: str) -> tup
 @pytest.mark.parametrize(
     ("signum", "words"),
     [
-        (signal.SIGTERM, []), pytest.param(signal.SIGINT, [], marks=every), pytest.param(signal.SIGQUIT, [], marks=every),
-        pytest.param(signal.SIGUSR1, ["--signals-to-handle=SIGUSR1"], marks=every),
+        (signal.SIGTERM, []), pytest.param(signal.SIGINT, [], marks=at_length), pytest.param(signal.SIGQUIT, [], marks=at_length),
+        pytest.param(signal.SIGUSR1, ["--signals-to-handle=SIGUSR1"], marks=at_length),
     ],
 )  # fmt: skip
 def test_a_signal(both: Both, signum: signal.Signals, words: list[str]) -> None:
@@ -723,7 +723,7 @@ def left_by_torchrun(both: Both, words: str = "probe.py") -> list[int]:
     return alive
 
 
-@every
+@at_length
 @pytest.mark.parametrize(
     ("signum", "words", "left"), [(signal.SIGKILL, [], 2), (signal.SIGTERM, ["--signals-to-handle=SIGUSR1"], 2)]
 )
@@ -732,7 +732,7 @@ def test_torchrun_leaves_its_ranks_running(both: Both, signum: signal.Signals, w
     assert len(left_by_torchrun(both)) == left
 
 
-@every
+@at_length
 def test_torchrun_under_nohup_is_ended_by_a_hangup(both: Both) -> None:
     child = both.start(
         "torchrun",
@@ -748,7 +748,7 @@ def test_torchrun_under_nohup_is_ended_by_a_hangup(both: Both) -> None:
     assert child.wait(60) == 1
 
 
-@every
+@at_length
 def test_torchrun_waits_and_leaves_helpers(both: Both) -> None:
     """30 s for the others after a failure; helpers stay; a reader that does not read holds the ranks up."""
     both.script(
@@ -773,7 +773,7 @@ def test_torchrun_waits_and_leaves_helpers(both: Both) -> None:
     assert child.communicate(timeout=60)[0].count(b"\n") == 300 and child.returncode == 0
 
 
-@every
+@at_length
 def test_torchrun_after_a_second_signal(both: Both) -> None:
     both.script("stubborn.py", PROBE.replace("sys.exit(0)", "pass").replace("time.sleep(0.3)", "time.sleep(0.1)"))
     child = both.start(

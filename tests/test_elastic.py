@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Stoker, wait_for
+from conftest import Stoker, at_length, wait_for
 from netcluster import NetCluster
 
 GLOO = """
@@ -144,7 +144,11 @@ def stop_agent(cluster: NetCluster) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "all_reduce"),
-    [(cut, GLOO), (kill_agent, SOCKETS), (stop_agent, SOCKETS)],
+    [
+        (cut, GLOO),
+        pytest.param(kill_agent, SOCKETS, marks=at_length),
+        pytest.param(stop_agent, SOCKETS, marks=at_length),
+    ],
     ids=["cut", "kill_agent", "stop_agent"],
 )
 def test_a_lost_host_is_named_and_the_run_goes_on_without_it_until_it_is_back(

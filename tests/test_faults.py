@@ -1,4 +1,4 @@
-"""A spread over tests/faults, for real; all of it with STOKER_TEST_ALL=1. benchmarks/faults.py runs all of them, beside torchrun."""
+"""A spread over tests/faults, for real; all of it with `bash test.sh --all`. benchmarks/faults.py runs all of them, beside torchrun."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import EVERYTHING, Done, Stoker, alone_on_the_card
+from conftest import Done, Stoker, alone_on_the_card, at_length_but
 from faults.around import cannot
 from faults.cases import CASES, Case
 from stoker.control.verdict import docs
@@ -20,7 +20,7 @@ from stoker.control.verdict.catalogue import CATALOGUE
 
 FAULTS = Path(__file__).parent / "faults"
 SHARED = ("around.py", "cases.py", "mistakes.py", "moment.py", "training.py")
-CHOSEN = [case for case in CASES if case.ci or EVERYTHING]
+CHOSEN = [case for case in CASES if case.ci]
 
 
 def launch(stoker: Stoker, case: Case) -> Done:
@@ -56,7 +56,7 @@ def launch(stoker: Stoker, case: Case) -> Done:
     return Done(done.returncode, done.stdout, done.stderr, stoker.cwd)
 
 
-@pytest.mark.parametrize("case", CHOSEN, ids=[case.name for case in CHOSEN])
+@pytest.mark.parametrize("case", at_length_but(CHOSEN, CASES), ids=[case.name for case in CASES])
 def test_the_verdict_names_the_cause_and_the_rank(stoker: Stoker, case: Case) -> None:
     done = launch(stoker, case)
     told = done.verdict

@@ -1,4 +1,4 @@
-"""No false alarm: healthy runs of varied shape are neither stopped nor blamed. STOKER_TEST_ALL=1 runs all shapes, benchmarks/healthy.py all at full length."""
+"""No false alarm: healthy runs of varied shape are neither stopped nor blamed. `bash test.sh --all` runs all shapes, benchmarks/healthy.py all at full length."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from conftest import EVERYTHING, Stoker
+from conftest import Stoker, at_length_but
 from healthy.outcome import Outcome, outcome
 from healthy.shapes import HERE, SHAPES, Shape
 
 SCALE = 0.1  # of every pause; the 60 s evaluation becomes 6 s
 HANG_TIMEOUT = "20s"  # above the longest of them and what two cores need to import torch
-CHOSEN = [shape for shape in SHAPES if shape.in_ci or EVERYTHING]
+CHOSEN = [shape for shape in SHAPES if shape.in_ci]
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def busy_neighbours(count: int) -> Iterator[None]:
             process.wait()
 
 
-@pytest.mark.parametrize("shape", CHOSEN, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", at_length_but(CHOSEN, SHAPES), ids=lambda shape: shape.name)
 def test_it_is_left_alone(stoker: Stoker, shape: Shape) -> None:
     words = shape.command(seed=1, scale=SCALE)
     with busy_neighbours(shape.neighbours):

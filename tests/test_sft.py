@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Stoker, wait_for
+from forked_ranks import program, server
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -92,55 +93,39 @@ def test_60_chats_are_passed_over_three_times_and_that_is_printed_before_the_sta
     assert shown.count("passes over your 60 conversations  you set it") == 1 and shown.count("warning: ") == 1, shown
 
 
+# One and three ranks as torchrun would start them, forked from a process that has torch already; two under the launcher.
+FORKS = program("""
+import torch, torch._dynamo, torch.distributed.fsdp  # DDP imports the second when it is made
+from stoker.training.recipes import sft, stage
+
+def work(job, rank):
+    return stage.run(sft.main, job["words"])
+""")
+
+
 def test_one_two_and_three_ranks_give_the_same_sft_curve(stoker: Stoker, tmp_path: Path, begin: Path) -> None:
     (tmp_path / "chats.jsonl").write_text(chats(240, 0))
     (tmp_path / "other.jsonl").write_text(chats(40, 1))
+    given = [
+        "--preset", "small", "--model.load", str(begin), "--data", str(tmp_path / "chats.jsonl"), "--data.validation", str(tmp_path / "other.jsonl"),
+        "--context_length", "128", "--batch.tokens", "640", "--batch.micro", "2", "--max-steps", "20", "--learning-rate", "3e-3", "--log_every", "1",
+        "--parallel.device", "cpu", "--eval_every", "0",
+    ]  # fmt: skip
+    runs = {}
+    with server(FORKS) as forked:
+        for ranks in (1, 3):
+            folder = tmp_path / f"forked-{ranks}"
+            forked.begin(ranks, folder, words=given)
+            assert forked.codes() == [0] * ranks, (folder / "rank-0.log").read_text()
+            (runs[ranks],) = (folder / "runs").glob("torchrun-*")
+    done = stoker.torch("train", "sft", "--nproc-per-node", "2", "--name", "r2", *given)
+    assert done.code == 0, done.out + done.err
+    (runs[2],) = (stoker.cwd / "runs").glob("*-r2")
     curves, held_out = [], []
     for ranks in (1, 2, 3):
-        done = stoker.torch(
-            "train",
-            "sft",
-            "--nproc-per-node",
-            str(ranks),
-            "--name",
-            f"r{ranks}",
-            "--runs-dir",
-            str(tmp_path / "runs"),
-            "--preset",
-            "small",
-            "--model.load",
-            str(begin),
-            "--data",
-            str(tmp_path / "chats.jsonl"),
-            "--data.validation",
-            str(tmp_path / "other.jsonl"),
-            "--context_length",
-            "128",
-            "--batch.tokens",
-            "640",
-            "--batch.micro",
-            "2",
-            "--max-steps",
-            "20",
-            "--learning-rate",
-            "3e-3",
-            "--log_every",
-            "1",
-            "--parallel.device",
-            "cpu",
-            "--eval_every",
-            "0",
-        )
-        assert done.code == 0, done.out + done.err
-        (run,) = (tmp_path / "runs").glob(f"*-r{ranks}")
-        curves.append(
-            [
-                json.loads(line)["loss"]
-                for line in (run / "metrics.jsonl").read_text().splitlines()
-                if "val_loss" not in line
-            ]
-        )
-        held_out.append(json.loads((run / "result.json").read_text())["metrics"]["val_loss"])
+        lines = [json.loads(line) for line in (runs[ranks] / "metrics.jsonl").read_text().splitlines()]
+        curves.append([line["loss"] for line in lines if "val_loss" not in line])
+        held_out.append(json.loads((runs[ranks] / "result.json").read_text())["metrics"]["val_loss"])
     assert len(curves[0]) == 20 and curves[0][-1] < 0.8 * curves[0][0]
     assert curves[1] == pytest.approx(curves[0], rel=1e-4) and curves[2] == pytest.approx(curves[0], rel=1e-4)
     assert held_out[1:] == pytest.approx([held_out[0]] * 2, rel=1e-4)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from conftest import Stoker
+from conftest import Stoker, at_length
 
 pytest.importorskip("torch")
 
@@ -40,7 +40,12 @@ def test_beats_marks_and_memory_of_an_unmodified_script(stoker: Stoker) -> None:
 
 
 def test_one_slot_does_not_deadlock_the_process_group(stoker: Stoker) -> None:
-    done = stoker.torch("run", "--nproc-per-node", "2", "--init-slots", "1", stoker.script("train.py", TRAIN), "1")
+    script = stoker.script(
+        "train.py",
+        "import time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\ndist.all_reduce(torch.ones(4))\n"
+        "time.sleep(0.3)\ndist.destroy_process_group()\n",
+    )
+    done = stoker.torch("run", "--nproc-per-node", "2", "--init-slots", "1", script)
     assert done.code == 0, done.err
     locks = [(event["rank"], event["what"], event["why"]) for event in done.events if event["event"] == "lock"]
     assert locks == [
@@ -52,6 +57,7 @@ def test_one_slot_does_not_deadlock_the_process_group(stoker: Stoker) -> None:
     ]
 
 
+@at_length  # tests/faults has it too
 def test_a_lost_peer_is_not_blamed(stoker: Stoker) -> None:
     script = stoker.script(
         "die.py",

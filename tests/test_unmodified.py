@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Done, Stoker
+from conftest import Done, Stoker, at_length
 
 SCRIPTS = Path(__file__).parent / "scripts" / "unmodified"
 
@@ -30,10 +30,10 @@ GIVEN = (
 # ---- what they compute ----
 
 
-def two_ranks(stoker: Stoker, script: str, *args: str) -> list[list[dict[str, Any]]]:
-    """Runs it with two ranks to its good end; per rank, the results its log holds."""
-    done = stoker.torch("run", "--nproc-per-node", "2", str(SCRIPTS / script), *args)
-    logs = [done.log(rank).decode() for rank in (0, 1)]
+def results(stoker: Stoker, ranks: int, script: str, *args: str) -> list[list[dict[str, Any]]]:
+    """Runs it to its good end; per rank, the results its log holds."""
+    done = stoker.torch("run", "--nproc-per-node", str(ranks), str(SCRIPTS / script), *args)
+    logs = [done.log(rank).decode() for rank in range(ranks)]
     assert done.code == 0, done.err + "".join(logs)
     assert done.verdict["status"] == "completed"
     return [
@@ -47,7 +47,7 @@ def ranks_that_stepped(stoker: Stoker) -> list[int]:
 
 
 def test_hugging_face_trainer(stoker: Stoker) -> None:
-    (zero,), (one,) = two_ranks(stoker, "hf_trainer.py", str(stoker.cwd / "out"))
+    (zero,), (one,) = results(stoker, 2, "hf_trainer.py", str(stoker.cwd / "out"))
     for rank, found in enumerate((zero, one)):
         assert (found["rank"], found["world"], found["steps"], found["finite"], found["wrapped"]) == (
             rank,
@@ -60,8 +60,9 @@ def test_hugging_face_trainer(stoker: Stoker) -> None:
     assert ranks_that_stepped(stoker) == [0, 1]
 
 
+@at_length
 def test_lightning_sees_torchrun_s_environment(stoker: Stoker) -> None:
-    (zero,), (one,) = two_ranks(stoker, "lightning_ddp.py")
+    (zero,), (one,) = results(stoker, 2, "lightning_ddp.py")
     for rank, found in enumerate((zero, one)):
         assert (found["environment"], found["launches_itself"]) == ("TorchElasticEnvironment", False)
         assert (found["rank"], found["world"], found["steps"], found["moved"]) == (rank, 2, 3, True)
@@ -71,7 +72,7 @@ def test_lightning_sees_torchrun_s_environment(stoker: Stoker) -> None:
 
 
 def test_plain_ddp_ends_with_the_same_parameters(stoker: Stoker) -> None:
-    (zero,), (one,) = two_ranks(stoker, "plain_ddp.py")
+    (zero,), (one,) = results(stoker, 2, "plain_ddp.py")
     for rank, found in enumerate((zero, one)):
         assert (found["rank"], found["local"], found["world"], found["same"], found["moved"]) == (
             rank,
@@ -88,7 +89,7 @@ def test_plain_ddp_ends_with_the_same_parameters(stoker: Stoker) -> None:
 
 def test_sibling_is_found_from_another_folder(stoker: Stoker) -> None:
     stoker.script("neighbour.py", "WHO = 'a stranger in the working directory'\n")
-    for (found,) in two_ranks(stoker, "sibling_import.py"):
+    for (found,) in results(stoker, 2, "sibling_import.py"):
         assert found == {
             "who": "the neighbour in the script's own folder",
             "file": str(SCRIPTS / "neighbour.py"),
@@ -98,29 +99,27 @@ def test_sibling_is_found_from_another_folder(stoker: Stoker) -> None:
 
 def test_data_loaders_spawn_and_fork(stoker: Stoker) -> None:
     squares = [0, 1, 4, 9, 16, 25, 36, 49]
-    for found in two_ranks(stoker, "data_loaders.py"):
+    for found in results(stoker, 1, "data_loaders.py"):
         assert found == [
             {"method": method, "squares": squares, "workers": [0, 1], "processes": 2, "elsewhere": True}
             for method in ("spawn", "fork")
         ]
-    for rank in (0, 1):
-        log = stoker.result().log(rank).decode()
-        # Two processes on one stream: their line ends may mix, with any launcher.
-        assert sorted(re.findall(r"worker \d in __(?:mp_)?main__", log)) == [
-            "worker 0 in __main__",
-            "worker 0 in __mp_main__",
-            "worker 1 in __main__",
-            "worker 1 in __mp_main__",
-        ]
+    # Two processes on one stream: their line ends may mix, with any launcher.
+    assert sorted(re.findall(r"worker \d in __(?:mp_)?main__", stoker.result().log(0).decode())) == [
+        "worker 0 in __main__",
+        "worker 0 in __mp_main__",
+        "worker 1 in __main__",
+        "worker 1 in __mp_main__",
+    ]
 
 
 def test_pickle_of_a_main_class_at_exit(stoker: Stoker) -> None:
-    for (found,) in two_ranks(stoker, "pickle_at_exit.py"):
+    for (found,) in results(stoker, 2, "pickle_at_exit.py"):
         assert found == {"module": "__main__", "same_class": True, "equal": True, "step": 7}
 
 
 def test_children_of_the_script_run_its_functions(stoker: Stoker) -> None:
-    for (found,) in two_ranks(stoker, "spawned_children.py", "--lr", "3"):
+    for (found,) in results(stoker, 1, "spawned_children.py", "--lr", "3"):
         assert found["codes"] == [0, 0]
         assert [(one["by"], one["number"]) for one in found["found"]] == [
             ("forkserver", 4),

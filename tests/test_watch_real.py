@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Stoker, wait_for
+from conftest import Stoker, at_length, wait_for
 
 TRAIN = """
 import os, sys, time
@@ -87,6 +87,7 @@ def test_without_py_spy(stoker: Stoker) -> None:
     assert done.verdict["rank"] == 1
 
 
+@at_length
 def test_py_spy_without_rights(stoker: Stoker, tmp_path: Path) -> None:
     refused = tmp_path / "py-spy"
     refused.write_text(
@@ -123,7 +124,7 @@ sys.stdout = sys.stderr = io.StringIO()
 def test_overwritten_beats(stoker: Stoker) -> None:
     """The page is the script's memory too. Without it a rank is not accused of standing still, and nothing crashes."""
     each = 'if n == 5: memory = sys.modules["stoker.control.rank.shim"]._writer._memory; memory[:] = os.urandom(len(memory))'
-    done = stoker.torch("run", "--nproc-per-node", "2", script(stoker, stuck="pass", each=each, steps=60, model=DDP))
+    done = stoker.torch("run", "--nproc-per-node", "2", script(stoker, stuck="pass", each=each, steps=60))
     assert (done.verdict["status"], done.code) == ("completed", 0)
     assert "its beats are unreadable" in done.out + done.err
 
@@ -172,7 +173,7 @@ def test_a_stopped_rank_is_named_and_goes_on_when_continued(stoker: Stoker) -> N
 
 
 def test_a_run_that_its_user_stops_keeps_what_was_suspected(stoker: Stoker) -> None:
-    launcher = stoker.start("run", "--nproc-per-node", "2", script(stoker, model=DDP))
+    launcher = stoker.start("run", "--nproc-per-node", "2", script(stoker))
     assert wait_for(
         lambda: (
             (
@@ -190,7 +191,7 @@ def test_a_run_that_its_user_stops_keeps_what_was_suspected(stoker: Stoker) -> N
     assert (
         "stopped by SIGINT" in told and "Known by then: rank 1 (CPU1) stands still after step 20: it sleeps at" in told
     ), told
-    assert "train.py:18, in stuck" in told and "--grace" not in told
+    assert "train.py:16, in stuck" in told and "--grace" not in told
 
 
 def test_suspending_the_whole_run_is_no_stall(stoker: Stoker) -> None:

@@ -390,7 +390,7 @@ _STYLES = [
         ("raises", 0, 2), ("shape", 1, 2), ("crashes", 0, 2), ("extra-barrier", 0, 2), ("nan", 1, 2), ("sleeps", 1, 3), ("worker-raises", 1, 2),
     ]),
     *(_style("hf", *which) for which in [
-        ("raises", 1, 2), ("shape", 0, 2), ("crashes", 1, 2), ("extra-barrier", 0, 2), ("skips-reduce", 1, 2), ("nan", 0, 2, True), ("sleeps", 0, 3),
+        ("raises", 1, 2), ("shape", 0, 2), ("crashes", 1, 2), ("extra-barrier", 0, 2), ("skips-reduce", 1, 2), ("nan", 0, 2), ("sleeps", 0, 3),
         ("worker-killed", 1, 2),
     ]),
 ]  # fmt: skip

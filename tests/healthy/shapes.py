@@ -38,13 +38,14 @@ SHAPES = (
         ranks=3,
     ),
     Shape("evaluation, unmarked", "evaluates.py", "--seconds 12", silence_s=12),
-    Shape("evaluation, unmarked, waiting", "evaluates.py", "--how sleep --seconds 18", silence_s=18, ranks=1),
+    Shape(
+        "evaluation, unmarked, waiting", "evaluates.py", "--how sleep --seconds 18", silence_s=18, ranks=1, in_ci=True
+    ),
     Shape(
         "evaluation of 60 s, unmarked, on rank 0",
         "evaluates.py",
         "--who rank0 --seconds 60 --times 1",
         silence_s=60,
-        in_ci=True,
     ),
     Shape(
         "evaluation of 60 s, unmarked, on rank 0, waiting",
@@ -82,7 +83,7 @@ SHAPES = (
     Shape("subgroups, one of them slower", "subgroups.py", "", ranks=4, straggler=True),
     Shape("pipeline of two stages", "pipeline.py", ""),
     Shape("pipeline of four stages", "pipeline.py", "--steps 40", ranks=4),
-    Shape("handlers, hooks and stdout replaced", "replaces.py", "", silence_s=15, in_ci=True),
+    Shape("handlers, hooks and stdout replaced", "replaces.py", "", silence_s=15),
     Shape("NaN and inf in the text", "strange_numbers.py", "", in_ci=True),
     Shape("the GIL held", "holds_the_gil.py", ""),
     Shape("beats of its own, a wild loss", "beats.py", "", silence_s=6),

@@ -11,6 +11,7 @@ from typing import Any
 
 from hostile_files import header_of_model, write_model, write_weights
 
+from conftest import EVERYTHING
 from stoker.contract.names import Refusal
 from stoker.contract.tensorheader import read_header
 from stoker.control.cluster import hosts
@@ -213,7 +214,8 @@ def test_bent_tokenizers() -> None:
         text = tokenizer.decode(tokenizer.encode("abc some text, ünïcode"))
         assert text == "abc some text, ünïcode" or not tokenizer.told.is_exact
 
-    for number in range(ROUNDS):
+    rounds = ROUNDS if EVERYTHING else ROUNDS // 3  # each is a second process
+    for number in range(rounds):
         changed = bent(small, dice)
         if isinstance(changed, dict) and isinstance(changed.get("model"), dict):
             changed["model"].setdefault("vocab", whole["model"]["vocab"])
@@ -222,7 +224,7 @@ def test_bent_tokenizers() -> None:
             ({}, {}, {"eos_token": dice.choice(STRANGE)}, {"eos_token": {"content": dice.choice(STRANGE)}})
         )
         fine += refused_or_fine(lambda data=data, config=config: read(data, config), data[-400:])
-    assert 0 < fine < ROUNDS
+    assert 0 < fine < rounds
 
 
 def test_bent_model_configs(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Stoker, wait_for
+from conftest import Stoker, at_length, wait_for
 from stoker.contract import checkpoints, untrusted
 from stoker.contract.names import Refusal
 from stoker.control.agent import probe_net, probe_ready
@@ -322,8 +322,17 @@ def test_a_word_is_not_cut_within(words: list[str], shown: str) -> None:
 # ---- files that the doctor writes ----
 
 
-@pytest.mark.parametrize("flag", ["--bundle", "--record"])
-@pytest.mark.parametrize("kind", ["pipe", "theirs", "link"])
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [
+        ("pipe", "--bundle"),
+        ("theirs", "--record"),
+        ("link", "--bundle"),
+        pytest.param("pipe", "--record", marks=at_length),
+        pytest.param("theirs", "--bundle", marks=at_length),
+        pytest.param("link", "--record", marks=at_length),
+    ],
+)
 def test_the_doctor_writes_a_new_file_whatever_lies_there(stoker: Stoker, flag: str, kind: str) -> None:
     path, precious = stoker.cwd / "out", stoker.cwd / "precious"
     precious.write_text("kept")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from conftest import EVERYTHING
 from security.shapes import HARMLESS, NAMES, SENTENCES, body_of, shapes
 from stoker.contract import redact, secretnames
 from stoker.contract.redact import HIDDEN
@@ -172,7 +173,8 @@ HOSTILE = (
     "-----BEGIN " + "PRIVATE KEY-----\n", "-----END " + "PRIVATE KEY-----", "curl -u ", "login x password ", "docker login -p x ", "--password ", "123456:", "M-",
     "M" * 25 + ".", "secret.x:1/", "a.b:1,", "aB", "AbC=", "$A=", "password=$A", "\npassword: a b", "password=,a", "password=),;&", "é", "\ud800", "AKIA", "?sig=1&",
 )  # fmt: skip
-SIZE = 1 << 20
+SIZE = 1 << (20 if EVERYTHING else 18)
+ENOUGH_S = 20 * SIZE / (1 << 20)
 
 
 def _hostile() -> Iterator[str]:
@@ -192,19 +194,19 @@ def _hostile() -> Iterator[str]:
             yield head + piece * (SIZE // 16 // len(piece))
 
 
-def test_a_megabyte_of_hostile_text_takes_no_longer_than_it_is() -> None:
-    """Of processor time, not of the clock. What is quadratic takes hours here."""
+def test_hostile_text_takes_no_longer_than_it_is() -> None:
+    """Of processor time, not of the clock. What is quadratic takes minutes here, and hours with --all."""
     for text in _hostile():
         began = time.process_time()
         redact.whole(text)
-        assert time.process_time() - began < 20, text[:40]
+        assert time.process_time() - began < ENOUGH_S, text[:40]
 
 
 def test_a_long_command_line_is_read_once() -> None:
     for piece in ("curl -u ", " ", "--password ", "docker login -p x "):
         began = time.process_time()
         redact.command(piece * (SIZE // 16 // len(piece)))
-        assert time.process_time() - began < 20, piece
+        assert time.process_time() - began < ENOUGH_S, piece
 
 
 def test_importing_it_compiles_no_pattern() -> None:

@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("tiktoken")
 
-from conftest import Stoker
+from conftest import Stoker, at_length
 from stoker.contract.names import Refusal
 from stoker.training.tokenizer import confined
 from stoker.training.tokenizer.confined import Confined
@@ -352,7 +352,7 @@ LARGE = {"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 34}
 
 @pytest.mark.parametrize(
     ("lines", "workers", "splitter", "why"),
-    [(20_000, 0, SLOW, "too slow"), (400_000, 2, LARGE, "more than the 2 GB of memory")],
+    [pytest.param(20_000, 0, SLOW, "too slow", marks=at_length), (400_000, 2, LARGE, "more than the 2 GB of memory")],
     ids=["in one process", "by workers"],
 )
 def test_preparing_ends_in_one_line_and_leaves_nothing(
