@@ -91,3 +91,4 @@ class Learner:
     measure: Callable[..., Validation] = validate  # called as `validate` is
     # what a step's line says besides the loss: taken right after the step, read where a line is printed
     numbers: Callable[[Any], dict[str, Tensor]] = lambda model: {}
+    compares: bool = False  # itself with the model it began with

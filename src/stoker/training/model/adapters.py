@@ -32,6 +32,8 @@ SETTINGS, WEIGHTS = ADAPTER, "adapter_model.safetensors"
 DIGEST = "base_digest"  # in the metadata of WEIGHTS
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
+SCORE = "score"  # a reward model's head, as transformers' models for sequence classification call it
+_SCORE_NAME, _SCORES = f"{_PREFIX}{SCORE}.weight", "SEQ_CLS"
 _SAMPLE = 4096  # bytes of a tensor's beginning and of its end that make up a base's digest
 _MOST_BYTES = 1 << 34
 Read = Callable[[Stored], Tensor]
@@ -45,10 +47,11 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def freeze(model: Decoder, told: AdapterConfig) -> None:
-    """Of a model on the meta device: nothing learns but adapters and what `told.also_train` names; matrices that don't learn
-    have 16 bits, or with qlora no place at all until `hf.load` quantizes them one by one.
+    """Of a model on the meta device: nothing learns but adapters, what `told.also_train` names and what a stage adds to the
+    decoder; matrices that don't learn have 16 bits, or with qlora no place at all until `hf.load` quantizes them one by
+    one.
     """
-    learn = extra(model.config, told)
+    learn = [*extra(model.config, told), *model.own]
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             dtype = model.dtype if parameter.dim() == 2 else parameter.dtype
@@ -126,7 +129,7 @@ def fold(model: Decoder, folder: str, read: Read, say: Say) -> None:
             added = told.scale * (read(b).float().to(weight.device) @ read(a).float().to(weight.device))
             weight[begin:end] = (weight[begin:end].float() + added).to(weight.dtype)
     _fill_extra(model, told, stored, used, folder, read)
-    _refuse_left(stored, used, folder)
+    _refuse_left(model, stored, used, folder)
     say(f"adapter from {folder}: rank {told.lora_rank}, {len(used)} tensors, added to the weights")
 
 
@@ -137,6 +140,11 @@ class Beside:
     settings: AdapterConfig
     base: str  # folder
     about: dict[str, Any]  # what a checkpoint says of them; another adapter or another base can't resume from it
+
+    @property
+    def loaded(self) -> bool:
+        """They begin with an adapter's folder, not as nothing."""
+        return bool(self.settings.continue_from)
 
 
 def beside(told: AdapterConfig, folder: str) -> Beside:
@@ -199,8 +207,11 @@ def save(model: Decoder, told: AdapterConfig, base: str, folder: str, files: Fil
         for one, piece in zip(theirs, pieces, strict=True):
             found[f"{_PREFIX}{one}"] = _plain(piece.t() if family.turned(name) else piece)
             saved.append(one.rpartition(".")[0].rsplit(".", 1)[-1])
+    if SCORE in model.own:
+        found[_SCORE_NAME] = _plain(model.get_parameter(SCORE)[None])
+        saved.append(SCORE)
     settings = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "peft_type": "LORA", "task_type": _SCORES if SCORE in model.own else "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
         "r": told.lora_rank, "lora_alpha": int(told.lora_alpha) if told.lora_alpha == int(told.lora_alpha) else told.lora_alpha,
         "lora_dropout": told.lora_dropout, "use_rslora": told.rslora, "bias": "none", "fan_in_fan_out": bool(family.transposed),
         "target_modules": sorted({name.rsplit(".", 1)[-1] for target in targets(c, told) for name in target.names}),
@@ -209,6 +220,7 @@ def save(model: Decoder, told: AdapterConfig, base: str, folder: str, files: Fil
     with fresh_folder(folder, sum(tensor.nbytes for tensor in found.values())) as fresh:
         save_file(found, os.path.join(fresh, WEIGHTS), {"format": "pt", DIGEST: base_digest(base)})
         write_json(fresh, SETTINGS, settings)
+        model.write_own(fresh)
         if files is not None:
             config = read_json(os.path.join(base, CONFIG))
             add_files(fresh, config, {}, ((files.tokenizer, name) for name in TOKENIZER_FILES))
@@ -258,6 +270,10 @@ def settings_of(folder: str, method: str, dropout: float = 0.0) -> tuple[Adapter
     if type(rank) is not int or not isinstance(alpha, (int, float)) or not (1 <= rank <= 4096 and 0 < alpha < 1e6):
         raise Refusal(f"adapter {path}: r is {str(rank)[:20]}, lora_alpha {str(alpha)[:20]}", EX_DATAERR)
     names = {key: _names(told.get(key), f"adapter {path}: {key}") for key in ("target_modules", "modules_to_save")}
+    if (
+        told.get("task_type") == _SCORES
+    ):  # no layer of the decoder; peft names a head `classifier` too, and keeps one of them
+        names["modules_to_save"] = [name for name in names["modules_to_save"] if name not in (SCORE, "classifier")]
     config = AdapterConfig(
         method=method, lora_rank=rank, lora_alpha=float(alpha), lora_targets=",".join(names["target_modules"]),
         lora_dropout=dropout, rslora=told.get("use_rslora") is True, also_train=",".join(names["modules_to_save"]),
@@ -288,8 +304,18 @@ def load(model: Decoder, told: AdapterConfig, folder: str, read: Read, say: Say)
                 tensor.copy_(read(_taken(stored, f"{_PREFIX}{name}{end}", tuple(tensor.shape), folder)))
                 used.add(f"{_PREFIX}{name}{end}")
     _fill_extra(model, told, stored, used, folder, read)
-    _refuse_left(stored, used, folder)
+    _refuse_left(model, stored, used, folder)
     say(f"adapter from {folder}: rank {told.lora_rank}, {len(used)} tensors")
+
+
+def score_in(folder: str) -> Stored | None:
+    """The head of an adapter that scores."""
+    if not is_adapter(folder) or not os.path.exists(os.path.join(folder, WEIGHTS)):
+        return None
+    score = _stored(folder).get(_SCORE_NAME)
+    if score is not None and (len(score.shape) != 2 or score.shape[0] != 1):
+        raise Refusal(f"adapter {folder}: its score is {list(score.shape)}: only one number is read", EX_DATAERR)
+    return score
 
 
 def _stored(folder: str) -> dict[str, Stored]:
@@ -332,8 +358,10 @@ def _fill_extra(
             used.add(f"{_PREFIX}{one}")
 
 
-def _refuse_left(stored: Mapping[str, Stored], used: set[str], folder: str) -> None:
-    left = sorted(set(stored) - used)
+def _refuse_left(model: Decoder, stored: Mapping[str, Stored], used: set[str], folder: str) -> None:
+    left = sorted(set(stored) - used - ({_SCORE_NAME} if SCORE in model.own else set()))
+    if left == [_SCORE_NAME]:
+        raise Refusal(f"adapter {folder} is a reward model's: it gives scores, not answers", EX_CONFIG)
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise Refusal(f"adapter {folder}: this model has no place for {left[0]}{more}", EX_CONFIG)

@@ -198,7 +198,7 @@ class Linear(nn.Linear):
     def settle(self) -> None:
         """After an adapter was put beside the weight, or codes in its place."""
         if self.adapter is not None:
-            self.map = Adapted(self)
+            self.map = Adapted(self, self.adapter)
         else:
             self.map = Frozen(self) if self.quantized else Whole()
 

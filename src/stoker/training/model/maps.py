@@ -67,9 +67,8 @@ class Adapter(nn.Module):
 class Adapted:
     """An adapter learns; the weight and the bias stay, in 16 or 4 bits."""
 
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-        self._adapter: Adapter = layer.adapter
+    def __init__(self, layer: Any, adapter: Adapter) -> None:
+        self._layer, self._adapter = layer, adapter
 
     def learned(self, layer: Any) -> Learned:
         return self._adapter.a, *self._adapter.b

@@ -31,6 +31,7 @@ from stoker.training.model import adapters, hf, hf_config, hf_hub, outside, read
 from stoker.training.model.attention import FLEX_BLOCK, documents, packed_kernel
 from stoker.training.model.config import OFF, ModelConfig, with_rows
 from stoker.training.model.decoder import Decoder
+from stoker.training.model.reference import Beginning
 from stoker.training.optim.optimizer import Optimizer, gradient_norm, local
 from stoker.training.parallel.config import local_steps
 from stoker.training.parallel.group import Group, even_micro, largest_share, shard
@@ -52,9 +53,7 @@ def parts_of(
         if c.compute.compile != "off" and group.device.type == "cuda":
             voice.say_once("nan.inject: blocks run as plain torch, so that the drill can reach into them")
         c = replace(c, compute=replace(c.compute, compile="off", cuda_graphs="off"))
-    own = (
-        None if c.adapter.method == OFF else adapters.beside(c.adapter, hf_hub.folder_of(c.model.load, voice.say_once))
-    )
+    own = adapters_of(c, voice)
     model = model_of(c, material.vocab_size, learner, dtype, group, voice, own, fresh=found is None)
     optimizer = Optimizer(model, c.optim)
     own_micro = micro_batch(c, model, optimizer, group, voice, packed=material.train.packed)
@@ -93,7 +92,10 @@ def model_of(
     if shape.engine == "transformers":
         return _outside(c, shape, learner, dtype, group, voice)
     if own is not None:
-        return _adapted(c, own, shape, learner, dtype, group, voice)
+        policy: Any = adapted(c, own, shape, learner.kind, dtype, group, voice)
+        if learner.compares:
+            policy.begun = Beginning(policy, loaded=own.loaded)
+        return cast(Decoder, policy)
     with torch.device("meta" if sharded else group.device):  # sharded: no rank ever holds the whole model
         model = learner.kind(shape, c.data.context_length, dtype)
     ready.make_ready(model, c.compute, group.device, voice.say_once)
@@ -107,11 +109,18 @@ def model_of(
     return model
 
 
-def _adapted(
+def adapters_of(c: Config, voice: Voice) -> adapters.Beside | None:
+    """None: all weights learn."""
+    if c.adapter.method == OFF:
+        return None
+    return adapters.beside(c.adapter, hf_hub.folder_of(c.model.load, voice.say_once))
+
+
+def adapted(
     c: Config,
     own: adapters.Beside,
     shape: ModelConfig,
-    learner: Learner,
+    kind: type[Decoder],
     dtype: torch.dtype,
     group: Group,
     voice: Voice,
@@ -121,18 +130,18 @@ def _adapted(
         "parallel.strategy fsdp": group.strategy == "fsdp",
         "optim.kind muon": c.optim.kind == "muon",
         "compute.fp8 tensorwise": c.compute.fp8 != "off",
-        "the stages reward and dpo": learner.kind is not Decoder,
         "a new model.vocab_size": c.model.vocab_size not in (0, hf_config.shape_of(own.base).vocab_size),
     }
     for what in (what for what, yes in asked.items() if yes):
         raise Refusal(f"adapter.method {c.adapter.method} can't do {what} yet: leave it out", EX_CONFIG)
     told = own.settings
     with torch.device("meta"):
-        model = learner.kind(shape, c.data.context_length, dtype)
+        model = kind(shape, c.data.context_length, dtype)
     adapters.freeze(model, told)
     ready.make_ready(model, c.compute, group.device, voice.say_once)
     model.place(group.device)
     hf.load_named(model, hf.named(model), own.base, voice.say_once)
+    model.begin_own(told.continue_from or own.base)
     adapters.attach(model, told, c.train.seed)
     if told.continue_from:
         adapters.check_base(told.continue_from)
