@@ -101,16 +101,25 @@ def learned(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
+def merged(layer: Linear, out: Tensor) -> Tensor:
+    """Into `out`: the weight with its adapter added."""
+    out.copy_(layer.matrix(out.dtype))
+    adapter = layer.adapter
+    if adapter is not None:
+        for (begin, end), a, b in zip(adapter.parts, torch.split(adapter.a, adapter.rank), adapter.b, strict=True):
+            out[begin:end] = out[begin:end].float() + adapter.scale * (b.float() @ a.float())
+    return out
+
+
 def merge(model: Decoder) -> None:
     """Adapters become part of their weights, which then have 16 bits or more."""
     for _, layer in _layers(model):
         adapter = layer.adapter
         if adapter is None:
             continue
-        whole = layer.matrix(model.dtype).float()
-        for (begin, end), a, b in zip(adapter.parts, torch.split(adapter.a, adapter.rank), adapter.b, strict=True):
-            whole[begin:end] += adapter.scale * (b.float() @ a.float())
-        layer.register_parameter("weight", nn.Parameter(whole.to(model.dtype), requires_grad=False))
+        size = (layer.out_features, layer.in_features)
+        whole = merged(layer, torch.empty(size, dtype=model.dtype, device=adapter.a.device))
+        layer.register_parameter("weight", nn.Parameter(whole, requires_grad=False))
         layer.adapter, layer.quantized = None, ()
         layer.settle()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,13 @@ from torch import Tensor
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.linear import Linear
 from stoker.training.model.maps import Adapted, Adapter, Frozen, Map
+
+Reference = Callable[[], AbstractContextManager[Decoder]]  # the model to compute with, within the block
+
+
+def copied(model: Decoder) -> Reference:
+    """One with weights of its own."""
+    return lambda: nullcontext(model)
 
 
 class Beginning:
