@@ -18,7 +18,7 @@ from stoker.training.config.keys import DEFAULTS, KEYS, config_of, values_of
 from stoker.training.config.layers import Layers, Origin, gather
 from stoker.training.config.presets import PRESETS
 from stoker.training.config.schema import Config
-from stoker.training.model import hf_hub
+from stoker.training.model import hf_config
 from stoker.training.model.config import ModelConfig
 
 SHAPE = ("depth", "layers", "dim", "heads", "kv_heads", "head_dim", "ff")
@@ -216,4 +216,4 @@ def _pinned(value: Any) -> Any:
 
 def with_tokenizer(c: Config, say: Callable[[str], None]) -> Config:
     """Loaded weights bring their own tokenizer."""
-    return replace(c, tokenizer=replace(c.tokenizer, path=hf_hub.tokenizer_of(c.model.load, say)))
+    return replace(c, tokenizer=replace(c.tokenizer, path=hf_config.tokenizer_of(c.model.load, say)))

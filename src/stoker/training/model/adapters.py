@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from stoker.contract.shape import as_json, shape
 from stoker.contract.tensorheader import read_header
 from stoker.contract.untrusted import read_json
 from stoker.training.model import nf4
-from stoker.training.model.config import LORA, QLORA, AdapterConfig, ModelConfig, tensors
+from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig, tensors
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.families import family_of
 from stoker.training.model.families.family import CONFIG
@@ -37,6 +37,7 @@ _SCORE_NAME, _SCORES = f"{_PREFIX}{SCORE}.weight", "SEQ_CLS"
 _SAMPLE = 4096  # bytes of a tensor's beginning and of its end that make up a base's digest
 _MOST_BYTES = 1 << 34
 Read = Callable[[Stored], Tensor]
+Get = Callable[[str], Tensor]
 Say = Callable[[str], None]
 # Kinds of adapters that this does not compute, by peft's keys and what they have to be.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -90,9 +91,9 @@ def _layer(model: Decoder, target: Target) -> Linear:
     return layer
 
 
-def quantize(layer: Linear, parts: list[Tensor]) -> None:
-    """`parts`: what the folder stores apart, on their device, in the dtype that the model computes in."""
-    layer.quantized = tuple(nf4.quantize(part) for part in parts)
+def quantize(layer: Linear, parts: Iterable[Tensor | nf4.Quantized]) -> None:
+    """`parts`: what the folder stores apart, on their device, in the dtype that the model computes in; or its own codes."""
+    layer.quantized = tuple(part if isinstance(part, nf4.Quantized) else nf4.quantize(part) for part in parts)
     layer.settle()
 
 
@@ -122,24 +123,6 @@ def merge(model: Decoder) -> None:
         layer.register_parameter("weight", nn.Parameter(whole, requires_grad=False))
         layer.adapter, layer.quantized = None, ()
         layer.settle()
-
-
-@torch.no_grad()
-def fold(model: Decoder, folder: str, read: Read, say: Say) -> None:
-    """Adds an adapter's folder to the weights of a model without adapters."""
-    told, _ = settings_of(folder, LORA)
-    stored, used = _stored(folder), set[str]()
-    for target in targets(model.config, told):
-        weight = model.get_parameter(f"{target.name}.weight")
-        for name, (begin, end) in zip(target.names, target.parts(), strict=True):
-            a = _taken(stored, f"{_PREFIX}{name}{_A}", (told.lora_rank, target.inputs), folder)
-            b = _taken(stored, f"{_PREFIX}{name}{_B}", (end - begin, told.lora_rank), folder)
-            used |= {f"{_PREFIX}{name}{_A}", f"{_PREFIX}{name}{_B}"}
-            added = told.scale * (read(b).float().to(weight.device) @ read(a).float().to(weight.device))
-            weight[begin:end] = (weight[begin:end].float() + added).to(weight.dtype)
-    _fill_extra(model, told, stored, used, folder, read)
-    _refuse_left(model, stored, used, folder)
-    say(f"adapter from {folder}: rank {told.lora_rank}, {len(used)} tensors, added to the weights")
 
 
 @shape
@@ -202,25 +185,38 @@ class Files(Protocol):
 
 def save(model: Decoder, told: AdapterConfig, base: str, folder: str, files: Files | None, say: Say) -> None:
     """A folder for peft, there when it is complete. `base`: the folder of the model under it."""
-    c = model.config
+    write(model.config, told, base, folder, files, say, get=model.get_parameter, own=model.own, more=model.write_own)
+
+
+def peft_tensors(c: ModelConfig, told: AdapterConfig, get: Get, own: Collection[str] = ()) -> dict[str, Tensor]:
+    """By peft's names."""
     found: dict[str, Tensor] = {}
     for target in targets(c, told):
-        adapter = _layer(model, target).adapter
-        assert adapter is not None
-        for name, a, b in zip(target.names, torch.split(adapter.a, adapter.rank), adapter.b, strict=True):
-            found[f"{_PREFIX}{name}{_A}"], found[f"{_PREFIX}{name}{_B}"] = _plain(a), _plain(b)
-    family, saved = family_of(c), list[str]()
+        pieces = torch.split(get(f"{target.name}.adapter.a"), told.lora_rank)
+        for place, (name, a) in enumerate(zip(target.names, pieces, strict=True)):
+            found |= dict(
+                zip(pair_names(name), (_plain(a), _plain(get(f"{target.name}.adapter.b.{place}"))), strict=True)
+            )
+    family = family_of(c)
     for name in extra(c, told):
-        theirs = family.tensor(name, c)
-        pieces = torch.split(model.get_parameter(name).detach(), [size[0] for size in _sizes(name, c)])
-        for one, piece in zip(theirs, pieces, strict=True):
-            found[f"{_PREFIX}{one}"] = _plain(piece.t() if family.turned(name) else piece)
-            saved.append(one.rpartition(".")[0].rsplit(".", 1)[-1])
-    if SCORE in model.own:
-        found[_SCORE_NAME] = _plain(model.get_parameter(SCORE)[None])
-        saved.append(SCORE)
+        pieces = torch.split(get(name).detach(), [size[0] for size in _sizes(name, c)])
+        for one, piece in zip(family.tensor(name, c), pieces, strict=True):
+            found[extra_name(one)] = _plain(piece.t() if family.turned(name) else piece)
+    if SCORE in own:
+        found[_SCORE_NAME] = _plain(get(SCORE)[None])
+    return found
+
+
+def write(
+    c: ModelConfig, told: AdapterConfig, base: str, folder: str, files: Files | None, say: Say, *,
+    get: Get, own: Collection[str] = (), more: Say = lambda fresh: None,
+) -> None:  # fmt: skip
+    """`get`: a parameter by our name; `own`: what the stage adds to a decoder; `more` writes files of its own."""
+    found, family = peft_tensors(c, told, get, own), family_of(c)
+    saved = [one.rpartition(".")[0].rsplit(".", 1)[-1] for name in extra(c, told) for one in family.tensor(name, c)]
+    saved += [SCORE] * (SCORE in own)
     settings = {
-        "peft_type": "LORA", "task_type": _SCORES if SCORE in model.own else "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "peft_type": "LORA", "task_type": _SCORES if SCORE in own else "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
         "r": told.lora_rank, "lora_alpha": int(told.lora_alpha) if told.lora_alpha == int(told.lora_alpha) else told.lora_alpha,
         "lora_dropout": told.lora_dropout, "use_rslora": told.rslora, "bias": "none", "fan_in_fan_out": bool(family.transposed),
         "target_modules": sorted({name.rsplit(".", 1)[-1] for target in targets(c, told) for name in target.names}),
@@ -229,7 +225,7 @@ def save(model: Decoder, told: AdapterConfig, base: str, folder: str, files: Fil
     with fresh_folder(folder, sum(tensor.nbytes for tensor in found.values())) as fresh:
         save_file(found, os.path.join(fresh, WEIGHTS), {"format": "pt", DIGEST: base_digest(base)})
         write_json(fresh, SETTINGS, settings)
-        model.write_own(fresh)
+        more(fresh)
         if files is not None:
             config = read_json(os.path.join(base, CONFIG))
             add_files(fresh, config, {}, ((files.tokenizer, name) for name in TOKENIZER_FILES))
@@ -304,17 +300,62 @@ def _names(value: Any, where: str) -> list[str]:
 @torch.no_grad()
 def load(model: Decoder, told: AdapterConfig, folder: str, read: Read, say: Say) -> None:
     """Fills the adapters that `attach` made from a folder of peft's."""
-    stored, used = _stored(folder), set[str]()
+    stored = checked(model.config, told, folder, scored=bool(model.own))
     for target in targets(model.config, told):
         adapter = _layer(model, target).adapter
         assert adapter is not None
         for name, a, b in zip(target.names, torch.split(adapter.a, adapter.rank), adapter.b, strict=True):
-            for end, tensor in ((_A, a), (_B, b)):
-                tensor.copy_(read(_taken(stored, f"{_PREFIX}{name}{end}", tuple(tensor.shape), folder)))
-                used.add(f"{_PREFIX}{name}{end}")
-    _fill_extra(model, told, stored, used, folder, read)
-    _refuse_left(model, stored, used, folder)
-    say(f"adapter from {folder}: rank {told.lora_rank}, {len(used)} tensors")
+            for one, tensor in zip(pair_names(name), (a, b), strict=True):
+                tensor.copy_(read(stored[one]))
+    c, family = model.config, family_of(model.config)
+    for name in extra(c, told):
+        pieces = [read(stored[extra_name(one)]) for one in family.tensor(name, c)]
+        model.get_parameter(name).copy_(torch.cat([piece.t() if family.turned(name) else piece for piece in pieces]))
+    say(f"adapter from {folder}: rank {told.lora_rank}, {len(stored)} tensors")
+
+
+def pair_names(name: str) -> tuple[str, str]:
+    """Of A and B beside the layer that the model's folder calls so."""
+    return f"{_PREFIX}{name}{_A}", f"{_PREFIX}{name}{_B}"
+
+
+def extra_name(name: str) -> str:
+    """Of a tensor that learned as a whole."""
+    return f"{_PREFIX}{name}"
+
+
+def checked(c: ModelConfig, told: AdapterConfig, folder: str, *, scored: bool) -> dict[str, Stored]:
+    """The folder's tensors, all that this model needs and no others. `scored`: it may have a reward model's head."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    for target in targets(c, told):
+        for name, (begin, end) in zip(target.names, target.parts(), strict=True):
+            a, b = pair_names(name)
+            wanted |= {a: (told.lora_rank, target.inputs), b: (end - begin, told.lora_rank)}
+    family = family_of(c)
+    for name in extra(c, told):
+        for one, size in zip(family.tensor(name, c), _sizes(name, c), strict=True):
+            wanted[extra_name(one)] = Part(one, size, family.turned(name)).stored
+    stored = _stored(folder)
+    for name, size in wanted.items():
+        _refuse_misfit(stored.get(name), name, size, folder)
+    left = sorted(stored.keys() - wanted.keys() - ({_SCORE_NAME} if scored else set()))
+    if left == [_SCORE_NAME]:
+        raise Refusal(f"adapter {folder} is a reward model's: it gives scores, not answers", EX_CONFIG)
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise Refusal(f"adapter {folder}: this model has no place for {left[0]}{more}", EX_CONFIG)
+    return {name: stored[name] for name in wanted}
+
+
+def _refuse_misfit(one: Stored | None, name: str, shape: tuple[int, ...], folder: str) -> None:
+    if one is None:
+        raise Refusal(f"adapter {folder}: {name} is missing from its weights", EX_DATAERR)
+    if one.shape != shape:
+        raise Refusal(
+            f"adapter {folder}: {name} is {list(one.shape)}, and this model needs {list(shape)}: an adapter for another"
+            " model",
+            EX_CONFIG,
+        )
 
 
 def score_in(folder: str) -> Stored | None:
@@ -338,42 +379,6 @@ def _stored(folder: str) -> dict[str, Stored]:
         )
         raise Refusal(f"adapter {folder}: it has no {WEIGHTS}{why}", EX_NOINPUT)
     return header(path)
-
-
-def _taken(stored: Mapping[str, Stored], name: str, shape: tuple[int, ...], folder: str) -> Stored:
-    one = stored.get(name)
-    if one is None:
-        raise Refusal(f"adapter {folder}: {name} is missing from its weights", EX_DATAERR)
-    if one.shape != shape:
-        raise Refusal(
-            f"adapter {folder}: {name} is {list(one.shape)}, and this model needs {list(shape)}: an adapter for another"
-            " model",
-            EX_CONFIG,
-        )
-    return one
-
-
-def _fill_extra(
-    model: Decoder, told: AdapterConfig, stored: Mapping[str, Stored], used: set[str], folder: str, read: Read
-) -> None:
-    c, family = model.config, family_of(model.config)
-    for name in extra(c, told):
-        parameter, begin = model.get_parameter(name), 0
-        for one, size in zip(family.tensor(name, c), _sizes(name, c), strict=True):
-            part = Part(one, size, family.turned(name))
-            whole = read(_taken(stored, f"{_PREFIX}{one}", part.stored, folder))
-            parameter[begin : begin + size[0]] = whole.t() if part.transposed else whole
-            begin += size[0]
-            used.add(f"{_PREFIX}{one}")
-
-
-def _refuse_left(model: Decoder, stored: Mapping[str, Stored], used: set[str], folder: str) -> None:
-    left = sorted(set(stored) - used - ({_SCORE_NAME} if SCORE in model.own else set()))
-    if left == [_SCORE_NAME]:
-        raise Refusal(f"adapter {folder} is a reward model's: it gives scores, not answers", EX_CONFIG)
-    if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        raise Refusal(f"adapter {folder}: this model has no place for {left[0]}{more}", EX_CONFIG)
 
 
 def held(model: nn.Module) -> Mapping[str, int]:

@@ -27,7 +27,7 @@ from stoker.training.loop.learner import Learner
 from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
 from stoker.training.loop.supervised import Start
-from stoker.training.model import adapters, hf, hf_config, hf_hub, outside, ready
+from stoker.training.model import adapters, hf, hf_config, hf_hub, hf_read, outside, ready
 from stoker.training.model.attention import FLEX_BLOCK, documents, packed_kernel
 from stoker.training.model.config import OFF, ModelConfig, with_rows
 from stoker.training.model.decoder import Decoder
@@ -87,7 +87,7 @@ def model_of(
     own: adapters.Beside | None, *, fresh: bool,
 ) -> Decoder:  # fmt: skip
     """On its device, ready to run there. `fresh`: with the weights it begins with; a checkpoint has others."""
-    weights, shape = model_shape(c.model, vocab_size, voice)
+    weights, shape = model_shape(c.model, vocab_size, voice, c.adapter.method)
     sharded = group.strategy == "fsdp"
     if shape.engine == "transformers":
         return _outside(c, shape, learner, dtype, group, voice)
@@ -145,7 +145,7 @@ def adapted(
     adapters.attach(model, told, c.train.seed)
     if told.continue_from:
         adapters.check_base(told.continue_from)
-        adapters.load(model, told, told.continue_from, hf.read_stored, voice.say_once)
+        adapters.load(model, told, told.continue_from, hf_read.read_stored, voice.say_once)
     bytes_of = adapters.held(model)
     voice.say_once(
         f"adapter: {told.method}, rank {told.lora_rank}, {sum(p.numel() for p in adapters.learned(model).values()):,} numbers"
@@ -179,11 +179,12 @@ def _outside(
     return cast(Decoder, model)
 
 
-def model_shape(c: ModelConfig, vocab_size: int, voice: Voice) -> tuple[str, ModelConfig]:
-    """(folder of the weights to begin with or nothing, shape)."""
+def model_shape(c: ModelConfig, vocab_size: int, voice: Voice, method: str = OFF) -> tuple[str, ModelConfig]:
+    """(folder of the weights to begin with or nothing, shape). `method`: of adapter.method."""
     if not c.load:
         return "", with_rows(c, vocab_size)
     weights = hf_hub.folder_of(c.load, voice.say_once, code=c.trust_remote_code)
+    hf_config.check_trainable(weights, method)
     loaded = hf_config.shape_for(c, weights)
     given = replace(loaded, vocab_size=c.vocab_size or loaded.vocab_size, dropout=c.dropout)
     return weights, with_rows(given, vocab_size)

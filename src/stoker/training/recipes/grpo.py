@@ -56,7 +56,7 @@ def scorer_of(c: Config, tokenizer: Tokenizer, device: torch.device, micro: int)
     folder = c.grpo.reward_model
     if not folder:
         return None
-    if load_tokenizer(hf_hub.folder_of(folder, lambda line: None)).digest != tokenizer.digest:
+    if load_tokenizer(hf_config.tokenizer_in(hf_hub.folder_of(folder, lambda line: None))).digest != tokenizer.digest:
         raise Refusal(
             f"grpo.reward_model {folder} has another tokenizer than model.load: its scores would be of other words",
             EX_CONFIG,
@@ -90,6 +90,7 @@ def policy_of(
     c: Config, weights: str, own: adapters.Beside | None, group: Group, voice: Voice
 ) -> tuple[Decoder, Reference | None]:
     """(what learns, what it began with: in the activations' dtype, or by itself where adapters learn)."""
+    hf_config.check_trainable(weights, c.adapter.method)
     if own is not None:
         dtype = ready.dtype_of(c.compute, group.device)
         ready.arithmetic(c.compute, dtype)
@@ -166,7 +167,7 @@ def main(argv: list[str]) -> int:
 
     # The steps: sample prompts, write answers, judge them, learn.
     rollout = rollout_of(model, tokenizer, max(len(prompt.ids) for prompt in prompts), c.generate, c.grpo, group)
-    words = c.tokenizer.path or weights
+    words = stage.tokenizer_folder(c)
     about = {
         "optimizer": c.optim.kind,
         "model": as_json(model.config),

@@ -117,7 +117,7 @@ def learn_pairs(argv: list[str], kind: PairStage) -> int:
 
     group = Group(c.parallel)
     startup.done("ranks")
-    folder = c.tokenizer.path or stage.weights_of(c.model.load)
+    folder = stage.tokenizer_folder(c)
     material = Material(train_rows.digest(), tokenizer.vocab_size, folder, tokenizer.digest, train_rows, other)
     voice = Voice(group, c.train.log_every)
     with kernels(ready.attention(c.compute, group.device)):
