@@ -255,8 +255,10 @@ def _bits(method: Mapping[str, Any]) -> str:
 
 
 def is_quantized(folder: str) -> bool:
-    """Its base's weights have 4 bits."""
-    return bool(_read(base_of(folder)).get("quantization_config"))
+    """Its base's weights have 4 bits that can be read; others are refused."""
+    told = _read(base_of(folder))
+    _refuse_quantized(told)
+    return bool(told.get("quantization_config"))
 
 
 def check_trainable(folder: str, method: str) -> None:

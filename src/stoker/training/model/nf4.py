@@ -34,6 +34,7 @@ EDGES = (
     0.2920137718319893, 0.3893125355243683, 0.5016634166240692, 0.6427869200706482, 0.8614784181118011,
 )  # fmt: skip
 BITS = 4 + 8 / BLOCK + 32 / BLOCK / SECOND_BLOCK  # an element takes
+STATE = PARTS[-1]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
