@@ -181,7 +181,7 @@ def recipe_settings(
 
 # A run started again with another of these goes on: they change what is said and kept, or how the work is cut, not what
 # is learned.
-PASSING = ("train.log_every", "train.log_to", "train.profile", "train.profile_steps", "train.eval_every", "train.eval_first", "train.eval_tokens",
+PASSING = ("train.log_every", "train.log_to", "train.profile", "train.profile_steps", "train.eval_every", "train.eval_first", "train.eval_tokens", "train.samples",
            "checkpoint.every_steps", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_best", "checkpoint.resume", "data.num_workers", "data.cache",
            "parallel.timeout", "parallel.strategy", "parallel.balance", "batch.micro", "compute.compile", "compute.recompute", "compute.cuda_graphs",
            "needs.gpus", "needs.vram")  # fmt: skip

@@ -54,6 +54,16 @@ def newest(c: CheckpointConfig, run: str, group: Group, voice: Voice) -> Checkpo
     return open_checkpoint(path) if path else None
 
 
+def best_in(folder: str) -> str | None:
+    """The checkpoint with the lowest validation loss."""
+    scores: dict[str, float] = {}
+    for path in folders.steps_in(folder).values():
+        score = open_checkpoint(path).score if folders.is_trusted(path) else None
+        if score is not None:
+            scores[path] = score
+    return min(scores, key=lambda path: scores[path]) if scores else None
+
+
 class Keeper:
     """Saves a run's tensors into its folder."""
 

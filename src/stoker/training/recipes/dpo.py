@@ -16,6 +16,7 @@ y⁺ is the better answer. Only the answers' tokens count; with `dpo.length_norm
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from stoker.training.config.schema import Config
 from stoker.training.data.reader import IGNORED
 from stoker.training.loop.feeder import Rows
 from stoker.training.loop.learner import Learner, Validation
+from stoker.training.loop.samples import Example
 from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
 from stoker.training.model import hf, ready
@@ -203,7 +205,17 @@ def learner(reference: Decoder | Outside | None, rule: DpoConfig) -> Learner:
     # As attributes of a class: a module's own would be its children, saved and trained.
     given = {"reference": reference, "rule": rule}
     kind, outside = (type("DpoPolicy", (DpoModel, base), given) for base in (Decoder, Outside))
-    return Learner(kind, outside=outside, measure=measure, numbers=DpoModel.numbers, compares=reference is None)
+    return Learner(
+        kind, outside=outside, measure=measure, numbers=DpoModel.numbers, compares=reference is None, examples=examples
+    )
+
+
+def examples(rows: Rows, count: int) -> Iterator[Example]:
+    """Prompts with their better answers."""
+    assert isinstance(rows, PairRows)
+    for pair in rows.pairs:
+        first = int(pair.learned.argmax())
+        yield Example(tuple(pair.better[:first].tolist()), tuple(pair.better[pair.learned].tolist()))
 
 
 def means(found: Measured, rule: DpoConfig) -> dict[str, float]:

@@ -7,13 +7,16 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
+from torch import Tensor
+
 from stoker.contract.shape import as_json, shape
+from stoker.training.checkpoint.reading import open_checkpoint
 from stoker.training.config.check import check_ranks
 from stoker.training.config.schema import Config
 from stoker.training.data.order import order_of
 from stoker.training.evaluate.confidence import wilson
 from stoker.training.loop.feeder import Feeder, Material
-from stoker.training.loop.keeping import Keeper, newest, tensors_of
+from stoker.training.loop.keeping import Keeper, best_in, newest, tensors_of
 from stoker.training.loop.learner import Learner
 from stoker.training.loop.run import Loop
 from stoker.training.loop.say import Voice
@@ -85,9 +88,22 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
             rate = c.optim.learning_rate * share
             loop.launched(Launched(pending, batch, rate, parts.learner.numbers(parts.model)))
     task.close()
+    if task.out_of_patience:
+        take_best(keeper, tensors, group, voice)
     if loop.whole:
         export(c, parts, folder, voice)
     return Trained(loop.code, loop.whole, parts, stage.learned(folder, loop.done, task.tokens))
+
+
+def take_best(keeper: Keeper, tensors: dict[str, Tensor], group: Group, voice: Voice) -> None:
+    """After a stop by train.patience: the weights of the checkpoint with the lowest validation loss."""
+    path = group.agreed(lambda: best_in(keeper.folder))
+    if path is None:
+        voice.say_once("no checkpoint has a validation loss: the last weights are exported, not the best")
+        return
+    found = open_checkpoint(path)
+    found.read_into(tensors)
+    voice.say_once(f"back to the best checkpoint: {path}, validation loss {found.score:.4f}")
 
 
 @shape

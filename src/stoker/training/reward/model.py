@@ -202,7 +202,7 @@ class _Plain(RewardModel):
 
 
 def learner(likelihood: bool) -> Learner:
-    return Learner(RewardModel if likelihood else _Plain, None, load, save, measure)
+    return Learner(RewardModel if likelihood else _Plain, None, load, save, measure, examples=None)
 
 
 def open_reward(folder: str, context_length: int, compute: ComputeConfig, device: torch.device) -> RewardModel:
