@@ -128,7 +128,9 @@ def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say
 
 def _dtype(asked: str | None, added: Added | None) -> torch.dtype | None:
     """None: as the loaded weights are."""
-    return DTYPES[asked] if asked else (torch.bfloat16 if added else None)
+    if asked:
+        return DTYPES[asked]
+    return torch.bfloat16 if added else None
 
 
 def _beside(folder: str, words: Tokenizer, run: str, say: Say) -> None:

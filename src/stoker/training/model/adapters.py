@@ -47,10 +47,10 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def freeze(model: Decoder, told: AdapterConfig) -> None:
+def freeze(model: Decoder, told: AdapterConfig) -> list[str]:
     """Of a model on the meta device: nothing learns but adapters, what `told.also_train` names and what a stage adds to the
     decoder; matrices that don't learn have 16 bits, or with qlora no place at all until `hf.load` quantizes them one by
-    one.
+    one. Gives lines to say: which can't have 4 bits.
     """
     learn = [*extra(model.config, told), *model.own]
     for module in model.modules():
@@ -63,10 +63,19 @@ def freeze(model: Decoder, told: AdapterConfig) -> None:
         place = model.get_submodule(path)
         fresh = torch.empty(getattr(place, leaf).shape, device=getattr(place, leaf).device)
         place.register_parameter(leaf, nn.Parameter(fresh))
-    if told.method == QLORA:
-        for name, layer in _layers(model):
-            if f"{name}.weight" not in learn and all(nf4.storable((rows, layer.in_features)) for rows in layer.parts):
-                layer.register_parameter("weight", None)
+    whole: list[str] = []
+    for name, layer in _layers(model) if told.method == QLORA else ():
+        odd = next((rows for rows in layer.parts if not nf4.storable((rows, layer.in_features))), None)
+        if odd is not None:
+            whole.append(f"{name} ({odd} × {layer.in_features})")
+        elif f"{name}.weight" not in learn:
+            layer.register_parameter("weight", None)
+    if not whole:
+        return []
+    more = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
+    return [
+        f"qlora: the elements of {whole[0]}{more} are no multiple of {nf4.BLOCK}: {'they stay' if more else 'it stays'} in 16 bits"
+    ]
 
 
 def _layers(model: Decoder) -> list[tuple[str, Linear]]:

@@ -126,19 +126,17 @@ def adapted(
     voice: Voice,
 ) -> Decoder:
     """Frozen weights in 16 or 4 bits, with adapters that learn. A checkpoint has the adapters only."""
-    asked = {
-        "parallel.strategy fsdp": group.strategy == "fsdp",
-        "optim.kind muon": c.optim.kind == "muon",
-        "compute.fp8 tensorwise": c.compute.fp8 != "off",
-        "a new model.vocab_size": c.model.vocab_size not in (0, hf_config.shape_of(own.base).vocab_size),
-    }
-    for what in (what for what, yes in asked.items() if yes):
-        raise Refusal(f"adapter.method {c.adapter.method} can't do {what} yet: leave it out", EX_CONFIG)
+    if c.model.vocab_size not in (0, hf_config.shape_of(own.base).vocab_size):
+        raise Refusal(f"adapter.method {c.adapter.method} can't do a new model.vocab_size yet: leave it out", EX_CONFIG)
     told = own.settings
     with torch.device("meta"):
         model = kind(shape, c.data.context_length, dtype)
-    adapters.freeze(model, told)
+    for line in adapters.freeze(model, told):
+        voice.say_once(line)
     ready.make_ready(model, c.compute, group.device, voice.say_once)
+    if told.lora_dropout and model.fused:
+        voice.say_once("adapter.lora_dropout: the fused blocks don't drop; using the plain ones")
+        model.fuse(False)
     model.place(group.device)
     hf.load_named(model, hf.named(model), own.base, voice.say_once)
     model.begin_own(told.continue_from or own.base)

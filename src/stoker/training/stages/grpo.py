@@ -93,8 +93,8 @@ STAGE = Stage(
     outputs=("hf",),
     common=(
         *keys_of("grpo", "weights reward_model prompts_per_step group kl"),
-        *keys_of("generate", "new_tokens temperature system"),
-        *keys_of("adapter", "method lora_rank"),
+        *keys_of("generate", "new_tokens temperature"),
+        "adapter.method",
     ),
     learning=Learning(rate=0.05, passes=1, prompts=True),  # 1e-6 for a billion parameters
     links=(

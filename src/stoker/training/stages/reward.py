@@ -162,7 +162,7 @@ DPO = Stage(
     sections=frozenset(("dpo", "adapter")),
     inputs=("model.load", "dpo.pairs"),
     outputs=("hf",),
-    common=(*keys_of("dpo", "held_out beta loss length_normalised"), "adapter.method", "adapter.lora_rank"),
+    common=(*keys_of("dpo", "held_out beta loss length_normalised"), "adapter.method"),
     # 1e-6 for a billion parameters. Zephyr's 5e-7 at 7 billion is this rate and the fourth root of the size
     learning=Learning(rate=0.05, passes=1, samples=32, steps_a_pass=32),
     check=check,
