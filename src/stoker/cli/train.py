@@ -315,6 +315,7 @@ def _check_model(config: Config) -> None:
     hf_config.check_trainable(folder, adapter.method)
     shape = hf_config.shape_for(asked, folder)
     if shape.engine == "transformers":
+        hf_config.check_adapters_outside(adapter.method)
         return
     hf_files.check(folder, shape)
     if adapter.method != OFF:

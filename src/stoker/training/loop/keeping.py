@@ -128,7 +128,7 @@ def tensors_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     adapters the frozen weights stay in the folder they come from.
     """
     named = dict(model.named_parameters())
-    if any(".adapter." in name for name in named):
+    if any(".adapter." in name or ".lora_A." in name for name in named):
         named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     found: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
     for name, tensor, like in optimizer.state():

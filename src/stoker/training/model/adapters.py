@@ -224,22 +224,37 @@ def write(
     found, family = peft_tensors(c, told, get, own), family_of(c)
     saved = [one.rpartition(".")[0].rsplit(".", 1)[-1] for name in extra(c, told) for one in family.tensor(name, c)]
     saved += [SCORE] * (SCORE in own)
-    settings = {
-        "peft_type": "LORA", "task_type": _SCORES if SCORE in own else "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-        "r": told.lora_rank, "lora_alpha": int(told.lora_alpha) if told.lora_alpha == int(told.lora_alpha) else told.lora_alpha,
-        "lora_dropout": told.lora_dropout, "use_rslora": told.rslora, "bias": "none", "fan_in_fan_out": bool(family.transposed),
+    own_keys = {
+        "task_type": _SCORES if SCORE in own else "CAUSAL_LM", "fan_in_fan_out": bool(family.transposed),
         "target_modules": sorted({name.rsplit(".", 1)[-1] for target in targets(c, told) for name in target.names}),
         "modules_to_save": sorted(set(saved)) or None,
     }  # fmt: skip
-    with fresh_folder(folder, sum(tensor.nbytes for tensor in found.values())) as fresh:
-        save_file(found, os.path.join(fresh, WEIGHTS), {"format": "pt", DIGEST: base_digest(base)})
+    write_folder(found, settings_json(told, base, **own_keys), base, folder, files, say, more)
+
+
+def settings_json(told: AdapterConfig, base: str, **more: Any) -> dict[str, Any]:
+    """adapter_config.json."""
+    alpha = int(told.lora_alpha) if told.lora_alpha == int(told.lora_alpha) else told.lora_alpha
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": told.lora_rank, "lora_alpha": alpha, "lora_dropout": told.lora_dropout, "use_rslora": told.rslora,
+        "bias": "none", **more,
+    }  # fmt: skip
+
+
+def write_folder(
+    tensors: dict[str, Tensor], settings: Mapping[str, Any], base: str, folder: str, files: Files | None, say: Say,
+    more: Say = lambda fresh: None,
+) -> None:  # fmt: skip
+    with fresh_folder(folder, sum(tensor.nbytes for tensor in tensors.values())) as fresh:
+        save_file(tensors, os.path.join(fresh, WEIGHTS), {"format": "pt", DIGEST: base_digest(base)})
         write_json(fresh, SETTINGS, settings)
         more(fresh)
         if files is not None:
             config = read_json(os.path.join(base, CONFIG))
             add_files(fresh, config, {}, ((files.tokenizer, name) for name in TOKENIZER_FILES))
             files.write(fresh)
-    say(f"wrote {folder}: an adapter of {sum(tensor.numel() for tensor in found.values()):,} numbers for {base}")
+    say(f"wrote {folder}: an adapter of {sum(tensor.numel() for tensor in tensors.values()):,} numbers for {base}")
 
 
 def _sizes(name: str, c: ModelConfig) -> tuple[tuple[int, ...], ...]:
@@ -344,9 +359,9 @@ def checked(c: ModelConfig, told: AdapterConfig, folder: str, *, scored: bool) -
     for name in extra(c, told):
         for one, size in zip(family.tensor(name, c), _sizes(name, c), strict=True):
             wanted[extra_name(one)] = Part(one, size, family.turned(name)).stored
-    stored = _stored(folder)
+    stored = stored_tensors(folder)
     for name, size in wanted.items():
-        _refuse_misfit(stored.get(name), name, size, folder)
+        refuse_misfit(stored.get(name), name, size, folder)
     left = sorted(stored.keys() - wanted.keys() - ({_SCORE_NAME} if scored else set()))
     if left == [_SCORE_NAME]:
         raise Refusal(f"adapter {folder} is a reward model's: it gives scores, not answers", EX_CONFIG)
@@ -356,7 +371,7 @@ def checked(c: ModelConfig, told: AdapterConfig, folder: str, *, scored: bool) -
     return {name: stored[name] for name in wanted}
 
 
-def _refuse_misfit(one: Stored | None, name: str, shape: tuple[int, ...], folder: str) -> None:
+def refuse_misfit(one: Stored | None, name: str, shape: tuple[int, ...], folder: str) -> None:
     if one is None:
         raise Refusal(f"adapter {folder}: {name} is missing from its weights", EX_DATAERR)
     if one.shape != shape:
@@ -371,13 +386,13 @@ def score_in(folder: str) -> Stored | None:
     """The head of an adapter that scores."""
     if not is_adapter(folder) or not os.path.exists(os.path.join(folder, WEIGHTS)):
         return None
-    score = _stored(folder).get(_SCORE_NAME)
+    score = stored_tensors(folder).get(_SCORE_NAME)
     if score is not None and (len(score.shape) != 2 or score.shape[0] != 1):
         raise Refusal(f"adapter {folder}: its score is {list(score.shape)}: only one number is read", EX_DATAERR)
     return score
 
 
-def _stored(folder: str) -> dict[str, Stored]:
+def stored_tensors(folder: str) -> dict[str, Stored]:
     path = os.path.join(folder, WEIGHTS)
     if not os.path.exists(path):
         pickled = os.path.exists(os.path.join(folder, "adapter_model.bin"))

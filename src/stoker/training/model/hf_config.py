@@ -14,7 +14,7 @@ from stoker.contract.shape import replace, shape
 from stoker.contract.tensorheader import read_header
 from stoker.contract.untrusted import read_json
 from stoker.training.model import hf_hub
-from stoker.training.model.config import QLORA, ModelConfig, check_options
+from stoker.training.model.config import OFF, QLORA, ModelConfig, check_options
 from stoker.training.model.families import family_in, family_of, known_family
 from stoker.training.model.families.family import CONFIG, ConfigJson
 
@@ -259,6 +259,22 @@ def is_quantized(folder: str) -> bool:
     told = _read(base_of(folder))
     _refuse_quantized(told)
     return bool(told.get("quantization_config"))
+
+
+def check_adapters_outside(method: str) -> None:
+    """Where transformers' own module learns."""
+    if method == QLORA:
+        raise Refusal(
+            "adapter.method qlora needs a model of a family (`stoker docs families`): with model.engine transformers the"
+            " frozen weights stay whole; use --lora",
+            EX_CONFIG,
+        )
+    if method != OFF and importlib.util.find_spec("peft") is None:
+        raise Refusal(
+            f"adapter.method {method} with model.engine transformers goes through peft, which is not installed here: pip"
+            " install peft",
+            EX_UNAVAILABLE,
+        )
 
 
 def check_trainable(folder: str, method: str) -> None:

@@ -27,7 +27,7 @@ from stoker.training.loop.learner import Learner
 from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
 from stoker.training.loop.supervised import Start
-from stoker.training.model import adapters, hf, hf_config, hf_hub, hf_read, outside, ready
+from stoker.training.model import adapters, hf, hf_config, hf_hub, hf_read, outside, outside_adapters, ready
 from stoker.training.model.attention import FLEX_BLOCK, documents, packed_kernel
 from stoker.training.model.config import OFF, ModelConfig, with_rows
 from stoker.training.model.decoder import Decoder
@@ -90,7 +90,7 @@ def model_of(
     weights, shape = model_shape(c.model, vocab_size, voice, c.adapter.method)
     sharded = group.strategy == "fsdp"
     if shape.engine == "transformers":
-        return _outside(c, shape, learner, dtype, group, voice)
+        return _outside(c, shape, learner, dtype, group, voice, own)
     if own is not None:
         policy: Any = adapted(c, own, shape, learner.kind, dtype, group, voice)
         if learner.compares:
@@ -153,8 +153,9 @@ def adapted(
 
 
 def _outside(
-    c: Config, shape: ModelConfig, learner: Learner, dtype: torch.dtype, group: Group, voice: Voice
-) -> Decoder:
+    c: Config, shape: ModelConfig, learner: Learner, dtype: torch.dtype, group: Group, voice: Voice,
+    own: adapters.Beside | None,
+) -> Decoder:  # fmt: skip
     """A module of transformers. It stands in for a decoder wherever rows are learned."""
     asked = {
         "parallel.strategy fsdp": group.strategy == "fsdp",
@@ -167,14 +168,34 @@ def _outside(
             f"model.engine transformers can't do {what}: leave it out, or load a model of a family (`stoker docs families`)",
             EX_CONFIG,
         )
+    hf_config.check_adapters_outside(c.adapter.method)
     assert learner.outside is not None
     voice.say_once(outside.notice(shape))
     with torch.device(group.device):
         model = learner.outside(shape, c.data.context_length, dtype)
     ready.make_ready(model, c.compute, group.device, voice.say_once)
     model.place(group.device)
-    outside.load(model, shape.load, voice.say_once)  # a checkpoint has its parameters, not its buffers
+    outside.load(model, own.base if own else shape.load, voice.say_once)  # a checkpoint has no buffers
+    if own is not None:
+        _adapted_outside(model, own, learner, c.train.seed, voice)
     return cast(Decoder, model)
+
+
+def _adapted_outside(model: Any, own: adapters.Beside, learner: Learner, seed: int, voice: Voice) -> None:
+    told = own.settings
+    outside_adapters.attach(model, told, seed)
+    if own.loaded:
+        adapters.check_base(told.continue_from)
+        outside_adapters.fill(model, told, told.continue_from, voice.say_once)
+    if learner.compares and own.loaded:
+        raise Refusal(
+            "model.engine transformers can't do DPO that begins with an adapter: its reference is the model without one",
+            EX_CONFIG,
+        )
+    if learner.compares:
+        model.begun = outside_adapters.begun(model)
+    count = sum(parameter.numel() for parameter in adapters.learned(model).values())
+    voice.say_once(f"adapter: {told.method} by peft, rank {told.lora_rank}, {count:,} numbers learn")
 
 
 def model_shape(c: ModelConfig, vocab_size: int, voice: Voice, method: str = OFF) -> tuple[str, ModelConfig]:

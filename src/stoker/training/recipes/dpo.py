@@ -16,7 +16,8 @@ y⁺ is the better answer. Only the answers' tokens count; with `dpo.length_norm
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,6 @@ from stoker.training.model.config import OFF, ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.loss import token_logprobs
 from stoker.training.model.outside import Outside
-from stoker.training.model.reference import Beginning
 from stoker.training.parallel.group import Group, shard
 from stoker.training.recipes import build, stage
 from stoker.training.recipes.supervised import PairStage, learn_pairs
@@ -115,7 +115,7 @@ class DpoModel(nn.Module):
 
     reference: Decoder | Outside | None
     rule: DpoConfig
-    begun: Beginning | None = None
+    begun: Callable[[], AbstractContextManager[Any]] | None = None
 
     def __init__(self, c: ModelConfig, context_length: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(c, context_length, dtype)

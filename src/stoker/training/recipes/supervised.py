@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -23,8 +23,9 @@ from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Profile, Startup
 from stoker.training.loop.step import Parts, Stepper
 from stoker.training.loop.supervised import Launched, Settings, Supervised
-from stoker.training.model import adapters, ready
+from stoker.training.model import adapters, outside_adapters, ready
 from stoker.training.model.attention import kernels
+from stoker.training.model.outside import Outside
 from stoker.training.optim.config import rate_share
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import build, stage
@@ -172,6 +173,8 @@ def export(c: Config, parts: Parts, folder: str, voice: Voice) -> None:
         beside = stage.beside(c, words, parts.material.tokenizer_digest, folder, parts.material.train.chat)
         if parts.adapters is not None:
             if parts.group.first:
-                adapters.save(parts.model, parts.adapters.settings, parts.adapters.base, where, beside, voice.say_once)
+                own, model = parts.adapters, cast(Any, parts.model)
+                save = outside_adapters.save if isinstance(model, Outside) else adapters.save
+                save(model, own.settings, own.base, where, beside, voice.say_once)
             return
         parts.learner.save(parts.model, where, beside, voice.say_once, parts.group.first)
