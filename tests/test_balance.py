@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 import types
@@ -202,7 +203,7 @@ def slowed(times):
     forward = Decoder.forward
     def slow(self, *args):
         for _ in range(times - 1 if torch.is_grad_enabled() else 0):
-            torch.autograd.grad(forward(self, *args), list(self.parameters()))
+            torch.autograd.grad(forward(self, *args), [one for one in self.parameters() if one.requires_grad])
         return forward(self, *args)
     Decoder.forward = slow
 
@@ -381,6 +382,52 @@ def test_a_rank_with_less_memory_computes_smaller_micro_batches_and_the_others_d
     assert "micro-batches of 8, 2 samples at most fit the ranks" in job.said()
     other = forks(1, tmp_path / "other", "--max-steps", "5")
     close(job.losses, other.losses, 1e-5)
+
+
+def test_unlike_ranks_share_the_training_of_an_adapter(forks: Forks, tmp_path: Path) -> None:
+    base = forks(1, tmp_path / "base", "--max-steps", "2", "--export", "true").run / "hf"
+    words = ("--model.load", str(base), "--qlora", "--lora_rank", "4", "--max-steps", "32", "--learning_rate", "3e-3")
+    two = forks(2, tmp_path / "two", *words, "--balance", "auto", slow={1: 3})
+    first = min(two.plans)
+    assert two.sizes(2)[first][0] > two.sizes(2)[first][1], "the slow one has fewer"
+    close(two.losses, forks(1, tmp_path / "one", *words).losses, 1e-4)
+
+
+EXCHANGED = """
+import torch, torch.distributed as dist
+from stoker.training.model import adapters
+from stoker.training.model.config import AdapterConfig, ModelConfig
+from stoker.training.model.decoder import Decoder
+from stoker.training.parallel.config import ParallelConfig
+from stoker.training.parallel.group import Group, wrap
+
+sent, send = [], dist._broadcast_coalesced
+def count(group, tensors, *rest):
+    sent.append(sum(tensor.numel() for tensor in tensors))
+    return send(group, tensors, *rest)
+dist._broadcast_coalesced = count
+told = AdapterConfig(method="lora", lora_rank=4)
+model = Decoder(ModelConfig(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, ff=128, vocab_size=256, family="llama"), 32)
+adapters.freeze(model, told)
+adapters.attach(model, told, 0)
+group = Group(ParallelConfig(device="cpu"))
+wrapped, met = wrap(model, group), []
+def meet(state, bucket):
+    met.append(bucket.buffer().numel())
+    return torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook(None, bucket)
+wrapped.register_comm_hook(None, meet)
+ids = torch.zeros(2, 32, dtype=torch.int64)
+wrapped(ids, ids).backward()
+learned = sum(parameter.numel() for parameter in adapters.learned(model).values())
+print("learned", learned, "sent", sum(sent), "met", sum(met), flush=True)
+group.close()
+"""
+
+
+def test_ranks_exchange_what_learns_and_nothing_else(forks: Forks, tmp_path: Path) -> None:
+    for line in forks.script(EXCHANGED, 2, tmp_path):
+        found = re.search(r"learned (\d+) sent (\d+) met (\d+)", line)
+        assert found is not None and found[1] == found[2] == found[3], line
 
 
 def test_equal_shares_say_what_balance_would_gain(forks: Forks, tmp_path: Path) -> None:

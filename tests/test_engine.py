@@ -20,11 +20,12 @@ import transformers
 
 from conftest import Done, Stoker
 from stoker.contract.names import Refusal
+from stoker.training.checkpoint.reading import open_checkpoint
 from stoker.training.generate.engine import Engine
 from stoker.training.model import hf, outside
 from stoker.training.model.attention import Documents, documents
 from stoker.training.model.config import ModelConfig
-from stoker.training.model.hf_config import shape_for, shape_of
+from stoker.training.model.hf_config import check_adapters_outside, shape_for, shape_of
 from stoker.training.model.ready import make_ready
 from stoker.training.parallel.config import ComputeConfig
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
@@ -310,3 +311,59 @@ def test_without_transformers_it_is_refused_with_what_to_install(bloom: Path) ->
     )
     done = subprocess.run([sys.executable, "-c", script, str(bloom)], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "pip install transformers" in done.stdout, done.stderr
+
+
+def test_adapters_on_an_unknown_architecture_go_through_peft(stoker: Stoker, bloom: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: adapters of transformers' own modules need it")
+    (stoker.cwd / "chats.jsonl").write_text(chats(60, 0))
+    more = ("--lora", "--lora_rank", "4", "--learning-rate", "1e-2")
+    whole, run = trained(stoker, bloom, "whole", *more)
+    assert whole.code == 0 and "adapter: lora by peft, rank 4" in whole.out, whole.out[-2000:] + whole.err[-3000:]
+    curve = losses(run)
+    assert len(curve) == 6 and curve[-1] < curve[0] - 0.02, curve
+    held = open_checkpoint(str(sorted((run / "checkpoints").glob("step-*"))[0])).tensors
+    assert held and all("lora_" in name for name in held), "the frozen weights stay where they are"
+
+    half = sorted((run / "checkpoints").glob("step-*"))[0]
+    again, resumed = trained(stoker, bloom, "again", *more, "--checkpoint.resume", str(half))
+    assert again.code == 0 and "resumes at step 3" in again.out, again.out[-2000:] + again.err[-3000:]
+    assert losses(resumed) == curve[3:]
+
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(str(run / "hf")).eval()
+    shape = shape_for(ModelConfig(), str(run / "hf"))
+    ours = outside.opened(shape, 64, torch.float32, torch.device("cpu"), nothing).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(ours.logits(TOKENS), theirs(TOKENS).logits, rtol=1e-4, atol=1e-4)
+    on, _ = trained(stoker, run / "hf", "on", *more, "--max-steps", "1")
+    assert on.code == 0 and f"adapter from {run / 'hf'}: rank 4" in on.out, on.out
+    done = stoker.torch("chat", str(run / "hf"), "--prompt", "hello", "--max-tokens", "3", "--device", "cpu")
+    assert done.code == 0, done.err
+
+    refused, _ = trained(stoker, bloom, "four", "--qlora")
+    assert refused.code != 0 and "the frozen weights stay whole; use --lora" in refused.err, refused.err
+    refused, _ = trained(stoker, bloom, "targets", "--lora", "--lora_targets", "wq")
+    assert refused.code != 0 and "adapter.lora_targets wq: " in refused.err and "Traceback" not in refused.err
+
+
+def test_dpo_of_adapters_on_an_unknown_architecture_compares_with_the_model_without_them(
+    stoker: Stoker, bloom: Path
+) -> None:
+    pytest.importorskip("peft", reason="peft is not installed: adapters of transformers' own modules need it")
+    rows = [{"prompt": f"is {n}?", "chosen": f"yes {n}", "rejected": f"no {n} it is"} for n in range(60)]
+    (stoker.cwd / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = stoker.torch(
+        "train", "dpo", "--model.load", str(bloom), "--dpo.pairs", "pairs.jsonl", "--preset", "small", "--lora",
+        "--context_length", "128", "--batch.micro", "2", "--batch.tokens", "512", "--learning-rate", "1e-2",
+        "--max-steps", "10", "--log_every", "1", "--parallel.device", "cpu", "--name", "prefer", "--eval_every", "0",
+    )  # fmt: skip
+    assert done.code == 0, done.out + done.err
+    (run,) = (stoker.cwd / "runs").glob("*-prefer")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert abs(lines[0]["reward_margin"]) < 1e-4 < lines[9]["reward_margin"], "the reference stays where it was"
+
+
+def test_without_peft_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(Refusal, match="pip install peft"):
+        check_adapters_outside("lora")
+    check_adapters_outside("off")

@@ -23,6 +23,7 @@ from conftest import Stoker, wait_for  # noqa: E402
 from forked_ranks import Server, program, server  # noqa: E402
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
 from stoker.contract.shape import replace  # noqa: E402
+from stoker.training.checkpoint.reading import open_checkpoint  # noqa: E402
 from stoker.training.data.learn import train  # noqa: E402
 from stoker.training.generate import exporting  # noqa: E402
 from stoker.training.generate.finding import Found  # noqa: E402
@@ -755,3 +756,43 @@ def test_under_the_launcher_the_verdict_is_the_breakers_line(stoker: Stoker, for
         done.out[-3000:] + done.err[-2000:]
     )
     assert "the reward was exactly 0 for every answer for 2 steps" in done.verdict["summary"]
+
+
+@pytest.mark.parametrize("method", ["--lora", "--qlora"])
+def test_adapters_learn_and_the_model_under_them_is_the_reference(method: str, forks: Forks, tmp_path: Path) -> None:
+    # The digits' rows of the embedding are almost the same: without these to learn nothing tells a 7 from a 3.
+    more = (method, "--lora_rank", "8", "--learning_rate", "3e-3", "--also_train", "embed_tokens")
+    one = forks(1, tmp_path / "one", "--max-steps", str(STEPS), *more)
+    assert one.codes == [0], one.said()
+    rewards = [line["reward"] for line in one.metrics]
+    assert sum(rewards[:3]) / 3 < 0.25 and sum(rewards[-3:]) / 3 > 0.5, rewards
+    assert one.metrics[0]["kl"] < 1e-6 < one.metrics[-1]["kl"]
+    assert "merged into it" in one.said() and not (one.run / "hf" / "model.safetensors").exists()
+    (saved,) = (one.run / "checkpoints").glob(f"step-{STEPS:08d}")
+    held = open_checkpoint(str(saved)).tensors
+    frozen = [name for name in held if ".adapter." not in name and "embed.weight" not in name]
+    assert held and not frozen, "what learns, and nothing else"
+    model = Decoder(hf.shape_of(str(one.run / "hf")), 48)
+    hf.load(model, str(one.run / "hf"), lambda line: None)
+    asked = torch.tensor([chat.prompt(bytes_tokenizer(), [("user", b"97")])])
+    assert torch.softmax(model(asked)[0, -1], -1)[ord("7")].item() > 0.5, "the adapter has what was learned"
+
+    on = forks(1, tmp_path / "on", "--max-steps", "3", *more, "--model.load", str(one.run / "hf"))
+    assert on.codes == [0], on.said()
+    assert on.metrics[0]["reward"] > 0.5 and on.metrics[0]["kl"] < 1e-6, "it began with the loaded adapter"
+
+    two = forks(2, tmp_path / "two", "--max-steps", "5", *more, "--batch.micro", "7")
+    assert two.codes == [0, 0], two.said()
+    for line, wanted in zip(two.metrics, one.metrics, strict=False):
+        assert line["loss"] == pytest.approx(wanted["loss"], abs=1e-3)
+
+
+def test_a_stopped_run_of_adapters_resumes_with_equal_numbers(forks: Forks, tmp_path: Path) -> None:
+    more = ("--max-steps", "8", "--qlora", "--lora_rank", "4", "--learning_rate", "4e-3")
+    whole = forks(1, tmp_path / "whole", *more)
+    forks(1, tmp_path / "stopped", *more, stop_after=3)
+    again = forks(1, tmp_path / "stopped", *more)
+    assert again.codes == [0] and "resumes at step" in again.said(), again.said()
+    assert again.metrics == whole.metrics
+    other = forks(1, tmp_path / "stopped", "--max-steps", "9", "--qlora", "--lora_rank", "2")
+    assert other.codes != [0] and "adapter.lora_rank is 4 there and 2 here" in other.said(), other.said()

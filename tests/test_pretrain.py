@@ -21,6 +21,7 @@ pytest.importorskip("torch")
 
 from conftest import EVERYTHING, Done, Stoker, at_length, wait_for
 from forked_ranks import Server, program, server
+from stoker.training.checkpoint.reading import open_checkpoint
 
 # Whole epochs of 201 samples, 7 a step: 58 steps, the last one smaller than some numbers of ranks.
 TINY = (
@@ -220,6 +221,49 @@ def test_four_ranks_then_three_then_one_see_each_sample_once_an_epoch(
     # The 29th step ends the first epoch and begins the second.
     assert set(Counter(one for step in range(28) for one in ids[step]).values()) == {1}
     close(curve, whole.losses, 1e-4)
+
+
+@pytest.fixture(scope="module")
+def base(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder."""
+    found = forks(1, tmp_path_factory.mktemp("base") / "job", "--max-steps", "5", "--export", "true")
+    assert found.codes == [0], found.said()
+    return found.run / "hf"
+
+
+@pytest.mark.parametrize("method", ["--lora", "--qlora"])
+def test_adapters_on_four_ranks_then_two_then_one_learn_what_one_rank_learns(
+    method: str, forks: Forks, base: Path, tmp_path: Path
+) -> None:
+    words = (
+        "--model.load", str(base), method, "--lora_rank", "4", "--lora_targets", "q_proj,up_proj,down_proj",
+        "--batch.tokens", str(11 * 32), "--max-steps", "18", "--learning_rate", "3e-3", "--log_samples", "true",
+    )  # fmt: skip
+    alone = forks(1, tmp_path / "alone", *words)
+    assert alone.codes == [0], alone.said()
+    kept, curve, ids = str(tmp_path / "checkpoints"), dict[int, float](), dict[int, list[int]]()
+    for ranks, stop_after in ((4, 4), (2, 10), (1, None)):
+        job = forks(ranks, tmp_path / f"{ranks}", *words, "--checkpoint.folder", kept, stop_after=stop_after)
+        assert job.codes == [0] * ranks, job.said()
+        assert not ids.keys() & job.ids().keys() and (ranks == 4) == ("resumes at step" not in job.said())
+        ids |= job.ids()
+        curve |= job.losses
+    assert {step: sorted(one) for step, one in ids.items()} == {
+        step: sorted(one) for step, one in alone.ids().items()
+    }, "each sample once"
+    close(curve, alone.losses, 1e-5)
+    (last,) = Path(kept).glob("step-*18")
+    saved = open_checkpoint(str(last))
+    learned = [name for name in saved.tensors if name.startswith("model.")]
+    assert learned and all(".adapter." in name for name in learned), "the frozen weights stay where they are"
+    assert all(saved.read(name).any() for name in learned if name.endswith(".adapter.up")), "every B has moved"
+
+
+def test_adapters_are_not_sharded(forks: Forks, base: Path, tmp_path: Path) -> None:
+    words = ("--model.load", str(base), "--lora", "--strategy", "fsdp", "--max-steps", "2")
+    job = forks(2, tmp_path, *words)
+    assert 0 not in job.codes and "adapter.method lora can't do parallel.strategy fsdp yet" in job.said()
+    assert "Traceback" not in job.said()
 
 
 @at_length  # test_checkpoint.py reads shards on other numbers of ranks

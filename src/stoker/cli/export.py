@@ -1,4 +1,4 @@
-"""stoker export [MODEL] OUT [--stage NAME] [--dtype bf16|fp32] [--gguf] [--tokenizer DIR] [--trust-remote-code]"""
+"""stoker export [MODEL] OUT [--stage NAME] [--dtype bf16|fp32] [--merge] [--gguf] [--tokenizer DIR] [--trust-remote-code]"""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _EPILOG = """examples:
   stoker export runs/latest my-model                  a run's model, with its tokenizer and a chat template
   stoker export runs/speedrun-cpu my-model --stage sft
   stoker export runs/latest/checkpoints/step-00000500 my-model --dtype bf16
+  stoker export runs/latest my-model --merge          of an adapter: the whole model, with the adapter in its weights
   stoker export runs/latest my-model.gguf --gguf
 
 The folder opens in transformers: AutoModelForCausalLM.from_pretrained("my-model"), and apply_chat_template writes what the model was trained on.
@@ -30,8 +31,9 @@ def parser() -> Parser:
     made.add_argument(
         "--dtype",
         choices=("bf16", "fp32"),
-        help="of the weights (default: bf16 where they were loaded as 16 bits, else fp32)",
+        help="of the weights (default: bf16 with --merge or where they were loaded as 16 bits, else fp32)",
     )
+    made.switch("--merge", "of an adapter: add it to the weights it was trained beside, and write the whole model")
     made.switch("--gguf", "OUT is one GGUF file, not a folder; needs the package gguf")
     made.option("--tokenizer", "DIR", "its folder, where the model has none beside it")
     made.switch("--trust-remote-code", "run Python code of the folder that a checkpoint's model was loaded from")
@@ -58,5 +60,5 @@ def main(argv: list[str]) -> int:
         return 0
     from stoker.training.generate.exporting import export  # torch: seconds, and only once it is known what to do
 
-    export(found, told.out, told.dtype, told.tokenizer, say, told.trust_remote_code)
+    export(found, told.out, told.dtype, told.tokenizer, say, told.trust_remote_code, told.merge)
     return 0

@@ -27,6 +27,7 @@ from stoker.training.config.resolve import Resolved, flags, lasting, on_cpu, pin
 from stoker.training.config.schema import SECTIONS, Config
 from stoker.training.data.sources import check_there, fetch, is_hub_id, share_of
 from stoker.training.loop.config import check_loggers
+from stoker.training.model.config import OFF
 from stoker.training.stages.registry import STAGES, learning
 
 TYPE_CHECKING = False
@@ -152,7 +153,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     for line in resolved.lines:
         _say(line)
     if resolved.config.model.load and STAGES[stage].learning is not None and not options.dry_run:
-        _check_model(resolved.config.model)
+        _check_model(resolved.config)
     if resolved.config.model.load and not resolved.config.tokenizer.path:
         resolved = replace(resolved, config=with_tokenizer(resolved.config, _say))
     if not options.dry_run:
@@ -305,16 +306,23 @@ def _check_resume(config: Config, ready: Prepared) -> None:
             _say(line)
 
 
-def _check_model(asked: ModelConfig) -> None:
+def _check_model(config: Config) -> None:
     """Its config.json and the headers of its weights, before data is prepared for hours; a hub's model is fetched here, so
     that ranks find it in the cache.
     """
-    from stoker.training.model import hf_config, hf_files, hf_hub
+    from stoker.training.model import hf_config, hf_files, hf_hub, targets
 
+    asked, adapter = config.model, config.adapter
     folder = hf_hub.folder_of(asked.load, _say, code=asked.trust_remote_code)
+    hf_config.check_trainable(folder, adapter.method)
     shape = hf_config.shape_for(asked, folder)
-    if shape.engine != "transformers":
-        hf_files.check(folder, shape)
+    if shape.engine == "transformers":
+        hf_config.check_adapters_outside(adapter.method)
+        return
+    hf_files.check(folder, shape)
+    if adapter.method != OFF:
+        targets.targets(shape, adapter)
+        targets.extra(shape, adapter)
 
 
 def _check_weights(model: ModelConfig, ready: Prepared) -> None:

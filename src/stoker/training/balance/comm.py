@@ -84,8 +84,9 @@ def wrapped(model: nn.Module, group: Group, told: str) -> nn.Module:
     """The module to call. With local:N each rank's gradients are its own, and nothing is around the model."""
     if local_steps(told):
         # As DDP does: unlike cards draw unlike numbers from one seed.
-        for parameter in model.parameters() if group.world > 1 else ():
-            dist.broadcast(parameter.data, 0)
+        learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in learned if group.world > 1 else ():
+            dist.broadcast(parameter.detach(), 0)
         return model
     module = wrap(model, group, ONE_BUCKET if told == "powersgd" else None)
     if isinstance(module, nn.parallel.DistributedDataParallel):

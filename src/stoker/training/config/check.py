@@ -14,6 +14,7 @@ from stoker.training.config.keys import KEYS, values_of
 from stoker.training.config.layers import Origin
 from stoker.training.config.schema import Config, NeedsConfig
 from stoker.training.forensics.config import GRAMMAR, misplaced, parse
+from stoker.training.model.config import OFF
 
 _NUMBER = re.compile(r"[-+]?((\d+\.?\d*|\.\d+)(e[-+]?\d+)?|nan|inf)", re.IGNORECASE)
 _PERCENT = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*%\s*")
@@ -44,10 +45,29 @@ def check(config: Config, given: Mapping[str, Origin] | None = None, on_cpu: boo
             checking.refuse(f"{name} {outside}", name)
     if not config.model.load:
         _shape(checking)
+    _adapter(checking)
     _run_length_and_batch(checking)
     _words(checking)
     _drill(checking)
     _combinations(checking, on_cpu)
+
+
+def _adapter(checking: _Checking) -> None:
+    config, method = checking.config, checking.config.adapter.method
+    if method == OFF:
+        return
+    if not config.model.load:
+        checking.refuse(
+            f"adapter.method {method} trains beside a model that is there: name its folder or hub id with --model.load",
+            "adapter.method",
+        )
+    impossible = {
+        "parallel.strategy fsdp": config.parallel.strategy == "fsdp",
+        "optim.kind muon": config.optim.kind == "muon",
+        "compute.fp8 tensorwise": config.compute.fp8 != "off",
+    }
+    for what in (what for what, yes in impossible.items() if yes):
+        checking.refuse(f"adapter.method {method} can't do {what} yet: leave it out", what.split()[0], "adapter.method")
 
 
 def _shape(checking: _Checking) -> None:

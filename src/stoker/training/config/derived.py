@@ -27,6 +27,8 @@ RANKS_UNKNOWN = 16  # samples a step has at least where only the launch will sho
 RATES = ("optim.learning_rate", "optim.muon_learning_rate")
 LENGTH = ("train.max_steps", "train.epochs")
 BATCH = ("batch.tokens", "batch.accumulation")
+EVALUATION = "train.eval_every"
+EVALUATIONS = 10  # of a run that trains adapters: their checkpoints are small, and such runs short
 
 
 @shape
@@ -71,6 +73,9 @@ def derive(learning: Learning, config: Config, given: Collection[str], at: Situa
         learning.most_steps and config.train.max_steps * samples <= learning.passes * at.amount.samples
     ):
         found |= {"train.max_steps": 0, "train.epochs": learning.passes}
+    if EVALUATION not in given and config.adapter.method != OFF and config.preset not in KEEPS_ITS_LENGTH:
+        steps, _ = steps_and_passes(learning, config_of(config.preset, values_of(config) | found), at)
+        found[EVALUATION] = max(min(steps // EVALUATIONS, config.train.eval_every or steps), 1)
     return found
 
 
@@ -84,7 +89,7 @@ def derivable(learning: Learning | None) -> tuple[str, ...]:
     """What a launcher says to its ranks in any case: they must not derive it again."""
     if learning is None:
         return ()
-    return (*RATES, *LENGTH) if learning.prompts else (*RATES, *LENGTH, *BATCH)
+    return (*RATES, *LENGTH) if learning.prompts else (*RATES, *LENGTH, *BATCH, EVALUATION)
 
 
 def rate_at(size: int, power: float) -> float:
@@ -165,6 +170,8 @@ def about(dotted: str, stages: Mapping[str, Learning]) -> str:
             " at most"
         )
         return f"{grpo}; others 0, so that epochs counts (pretrain: where the data is small)"
+    if dotted == EVALUATION:
+        return f"a run that trains adapters has {EVALUATIONS} validations"
     if dotted == "batch.tokens":
         most = ", ".join(f"{name} {learning.samples}" for name, learning in packed.items() if learning.samples)
         least = ", ".join(f"{name} {learning.steps_a_pass}" for name, learning in packed.items())

@@ -18,7 +18,7 @@ from stoker.training.config.keys import DEFAULTS, KEYS, config_of, values_of
 from stoker.training.config.layers import Layers, Origin, gather
 from stoker.training.config.presets import PRESETS
 from stoker.training.config.schema import Config
-from stoker.training.model import hf_hub
+from stoker.training.model import hf_config
 from stoker.training.model.config import ModelConfig
 
 SHAPE = ("depth", "layers", "dim", "heads", "kv_heads", "head_dim", "ff")
@@ -181,7 +181,7 @@ def recipe_settings(
 
 # A run started again with another of these goes on: they change what is said and kept, or how the work is cut, not what
 # is learned.
-PASSING = ("train.log_every", "train.log_to", "train.profile", "train.profile_steps", "train.eval_every", "train.eval_first", "train.eval_tokens",
+PASSING = ("train.log_every", "train.log_to", "train.profile", "train.profile_steps", "train.eval_every", "train.eval_first", "train.eval_tokens", "train.samples",
            "checkpoint.every_steps", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_best", "checkpoint.resume", "data.num_workers", "data.cache",
            "parallel.timeout", "parallel.strategy", "parallel.balance", "batch.micro", "compute.compile", "compute.recompute", "compute.cuda_graphs",
            "needs.gpus", "needs.vram")  # fmt: skip
@@ -216,4 +216,4 @@ def _pinned(value: Any) -> Any:
 
 def with_tokenizer(c: Config, say: Callable[[str], None]) -> Config:
     """Loaded weights bring their own tokenizer."""
-    return replace(c, tokenizer=replace(c.tokenizer, path=hf_hub.tokenizer_of(c.model.load, say)))
+    return replace(c, tokenizer=replace(c.tokenizer, path=hf_config.tokenizer_of(c.model.load, say)))

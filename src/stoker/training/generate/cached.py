@@ -13,6 +13,7 @@ from torch import Tensor
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import shape
 from stoker.training.generate import plain
+from stoker.training.model.adapters import merged
 from stoker.training.model.attention import attend, seen_by
 from stoker.training.model.decoder import Block, Decoder
 from stoker.training.model.experts import mixture
@@ -44,7 +45,9 @@ class Layer:
 
 class Weights:
     """The decoder's weights in the activations' dtype, cast once per update and not once per token. Where a parameter
-    has that dtype already (fp32 on CPUs) it is used itself. Copies stay where they are: CUDA graphs keep addresses.
+    has that dtype already (fp32 on CPUs) it is used itself. Copies stay where they are: CUDA graphs keep addresses. A
+    layer with an adapter, or in 4 bits, has a copy that is both together: decoding reads every weight once a token, and
+    making 16 bits of 4 would cost that several times over.
     """
 
     def __init__(self, model: Decoder, vocab: int) -> None:
@@ -63,6 +66,7 @@ class Weights:
         model, dtype = self._model, self._model.dtype
         self._copies: list[tuple[Tensor, Tensor, float]] = []
         self._shared: list[tuple[Tensor, Tensor]] = []
+        self._merged: list[tuple[Tensor, Linear]] = []
         self.embed = self._cast(model.embed.weight, dtype)
         head = self.embed if model.head is None else self._cast(model.head.weight, dtype)
         self.head = head[: self._vocab]
@@ -87,7 +91,13 @@ class Weights:
         return both
 
     def _linear(self, linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        return self._cast(linear.weight, dtype), None if linear.bias is None else self._cast(linear.bias, dtype)
+        if linear.adapter is None and not linear.quantized:
+            weight = self._cast(linear.weight, dtype)
+        else:
+            size = (linear.out_features, linear.in_features)
+            weight = torch.empty(size, dtype=dtype, device=self.embed.device)
+            self._merged.append((weight, linear))
+        return weight, None if linear.bias is None else self._cast(linear.bias, dtype)
 
     def _layer(self, block: Block, dtype: torch.dtype) -> Layer:
         attention, experts, qk_norm = block.attention, block.experts, None
@@ -129,7 +139,13 @@ class Weights:
             ours.copy_(parameter)
             if offset:
                 ours += offset
+        for ours, linear in self._merged:
+            merged(linear, ours)
         return True
+
+    @property
+    def merged_bytes(self) -> int:
+        return sum(ours.nbytes for ours, _ in self._merged)
 
 
 class Cache:

@@ -13,7 +13,7 @@ from stoker.training.generate.engine import Engine
 from stoker.training.model import hf, outside, ready
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
-from stoker.training.model.hf_config import shape_for
+from stoker.training.model.hf_config import shape_for, tokenizer_in
 from stoker.training.parallel.config import ComputeConfig
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ def opened(
     compute = ComputeConfig()
     dtype = ready.dtype_of(compute, device)
     ready.arithmetic(compute, dtype)
-    words = load_tokenizer(folder)
+    words = load_tokenizer(tokenizer_in(folder))
     if rows < words.vocab_size:
         line = f"{folder}: the model has {rows} rows of embedding and the tokenizer {words.vocab_size} tokens"
         raise Refusal(line, EX_USAGE)

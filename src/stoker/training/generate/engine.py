@@ -171,6 +171,11 @@ class Engine:
             return None
         return import_module("stoker.training.generate.kernel")  # Triton: on GPUs only
 
+    @property
+    def merged_bytes(self) -> int:
+        """Of the copy that has adapters in it."""
+        return 0 if self._weights is None else self._weights.merged_bytes
+
     def refresh(self) -> None:
         """The model's weights changed."""
         if self._weights is not None and not self._weights.refresh():

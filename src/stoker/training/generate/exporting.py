@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, get_type_hints
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from stoker import __version__
 from stoker.contract import layout, redact
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
-from stoker.contract.shape import replace
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.shape import replace, shape
 from stoker.contract.typed import read_fields
 from stoker.contract.untrusted import parse_json, printable, read_text
 from stoker.contract.wholefile import write_whole
@@ -21,11 +22,12 @@ from stoker.contract.yamltext import NotYaml, parse_yaml
 from stoker.control.record import reader
 from stoker.control.record.metrics import LAST_BYTES, LAST_LINES, last_metrics
 from stoker.training.checkpoint.reading import Checkpoint, open_checkpoint
-from stoker.training.generate.finding import HF, RESULT, Found, told_by
-from stoker.training.model import hf, outside
-from stoker.training.model.config import ModelConfig, check_options
-from stoker.training.model.hf_config import kept_text, shape_for
+from stoker.training.generate.finding import HF, RESULT, Found
+from stoker.training.model import adapters, hf, outside
+from stoker.training.model.config import AdapterConfig, ModelConfig, check_options
+from stoker.training.model.hf_config import base_of, kept_text, shape_for, shape_of, tokenizer_in
 from stoker.training.model.hf_files import places
+from stoker.training.model.hf_read import Added, Source, added_by
 from stoker.training.model.hf_write import CARD, CARD_MARK, SCORE, beside
 from stoker.training.tokenizer.chat import write_template
 from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -80,36 +82,55 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def export(
-    found: Found, out: str, dtype: str | None, tokenizer: str | None, say: Say, trust_remote_code: bool = False
-) -> None:
-    """`trust_remote_code`: Python code of the folder that a checkpoint's model was loaded from may run."""
+    found: Found, out: str, dtype: str | None, tokenizer: str | None, say: Say, trust_remote_code: bool = False,
+    merge: bool = False,
+) -> None:  # fmt: skip
+    """`trust_remote_code`: Python code of the folder that a checkpoint's model was loaded from may run. `merge`: an adapter
+    becomes part of the weights.
+    """
     if found.checkpoint:
-        return _checkpoint(found.folder, out, dtype, tokenizer, say, trust_remote_code)
+        return _checkpoint(found.folder, out, dtype, tokenizer, say, trust_remote_code, merge)
+    if not merge and adapters.is_adapter(found.folder):
+        raise Refusal(
+            f"{found.folder} is an adapter, which peft opens as it is: --merge writes the whole model, with the adapter in"
+            " its weights",
+            EX_USAGE,
+        )
+    if merge and not adapters.is_adapter(found.folder):
+        raise Refusal(f"{found.folder} is a whole model: there is nothing to merge; leave --merge out", EX_USAGE)
     _folder(found.folder, out, dtype, tokenizer, say)
 
 
 def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say: Say) -> None:
     if os.path.realpath(folder) == os.path.realpath(out):
         raise Refusal(f"{out} is where the model is: give another folder", EX_DATAERR)
-    context = told_by(folder, "max_position_embeddings")
-    known = isinstance(context, int) and 1 <= context <= LONGEST_CONTEXT
-    # No table of angles for a context that nobody computes with here.
-    model = hf.opened(folder, 1, torch.float32, torch.device("cpu"), say)
-    model.context_length = context if known else 2048
-    words = load_tokenizer(tokenizer or folder)
+    base, scored = base_of(folder), os.path.exists(os.path.join(folder, SCORE))
+    c = replace(shape_of(folder), load=base)
+    added = added_by(folder, c, scored, say) if base != folder else None
+    where = tokenizer or tokenizer_in(folder)
+    words = load_tokenizer(where)
 
     def more(fresh: str) -> None:
         _beside(fresh, words, os.path.dirname(os.path.realpath(folder)), say)
-        if os.path.exists(os.path.join(folder, SCORE)):
+        if scored:
             write_whole(os.path.join(fresh, SCORE), beside(folder, os.path.join(folder, SCORE)))
             say(
                 f"a reward model: its score is in {SCORE}, for `--grpo.reward_model`; transformers opens the decoder"
                 " without it"
             )
 
-    kind = DTYPES[dtype] if dtype else None
+    context = c.longest if 1 <= c.longest <= LONGEST_CONTEXT else 2048
     ends = () if words.template else words.stop_ids  # ChatML's: a folder with its own template says where answers end
-    hf.save(model, out, say=say, dtype=kind, tokenizer_folder=tokenizer or folder, end_ids=ends, more=more)
+    how: dict[str, Any] = {"say": say, "dtype": _dtype(dtype, added), "tokenizer_folder": where, "end_ids": ends}
+    source = Source(folder, c, added)
+    hf.save_from(source.tensors(torch.float32), c, out, context_length=context, more=more, **how)
+
+
+def _dtype(asked: str | None, added: Added | None) -> torch.dtype | None:
+    """None: as the loaded weights are."""
+    if asked:
+        return DTYPES[asked]
+    return torch.bfloat16 if added else None
 
 
 def _beside(folder: str, words: Tokenizer, run: str, say: Say) -> None:
@@ -122,7 +143,9 @@ def _beside(folder: str, words: Tokenizer, run: str, say: Say) -> None:
         write_whole(os.path.join(folder, CARD), card.encode("utf-8", "replace"))
 
 
-def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, say: Say, trust: bool) -> None:
+def _checkpoint(
+    path: str, out: str, dtype: str | None, tokenizer: str | None, say: Say, trust: bool, merge: bool
+) -> None:
     opened = open_checkpoint(path)
     told, data = opened.meta.get("model"), opened.meta.get("data")
     context = data.get("context") if isinstance(data, dict) else None
@@ -156,15 +179,59 @@ def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, s
             "a reward model's checkpoint: its decoder is exported without the score; a finished stage's folder has both"
         )
     run = os.path.dirname(os.path.dirname(os.path.abspath(path)))
-    more: Say = lambda fresh: _beside(fresh, words, run, say)  # noqa: E731
-    kind = DTYPES[dtype] if dtype else None
+    files = _Files(where, lambda fresh: _beside(fresh, words, run, say))
+    added = _adapter(opened, shape) if opened.meta.get("adapter") is not None else None
+    if added is not None and not merge:
+        told, base = added
+        return adapters.write(shape, told, base, out, files, say, get=partial(_read, opened))
+    if added is None and merge:
+        raise Refusal(f"{path} holds whole weights: there is nothing to merge; leave --merge out", EX_USAGE)
     ends = words.stop_ids[:1] if words.template else words.stop_ids
-    how: dict[str, Any] = {"say": say, "dtype": kind, "tokenizer_folder": where, "end_ids": ends, "more": more}
+    how: dict[str, Any] = {"say": say, "tokenizer_folder": where, "end_ids": ends, "more": files.write}
+    if added is not None:
+        told, base = added
+        tensors = adapters.peft_tensors(shape, told, partial(_read, opened))
+        joined = Added(shape, told, {name: partial(Tensor.clone, tensor) for name, tensor in tensors.items()})
+        shape = replace(shape, load=base)
+        how["dtype"], source = _dtype(dtype, joined), Source(base, shape, joined)
+        return hf.save_from(source.tensors(torch.float32), shape, out, context_length=context, **how)
+    how["dtype"] = _dtype(dtype, None)
     if shape.engine == "transformers":
         model = _module(opened, shape, context, say, trust)
         return outside.save(model, out, **how)
-    tensors = _tensors(opened, shape)
-    hf.save_from(tensors, shape, out, context_length=context, **how)
+    hf.save_from(_tensors(opened, shape), shape, out, context_length=context, **how)
+
+
+@shape
+class _Files:
+    tokenizer: str
+    write: Say
+
+
+def _adapter(opened: Checkpoint, c: ModelConfig) -> tuple[AdapterConfig, str]:
+    """(its settings, the folder of the weights beside it)."""
+    told = opened.meta["adapter"]
+    try:
+        kinds = {f"{name}?": kind for name, kind in AdapterConfig.__annotations__.items()}
+        own = {key: value for key, value in told.items() if key != "base"} if isinstance(told, dict) else told
+        settings = AdapterConfig(**read_fields(kinds, own))
+        if not 1 <= settings.lora_rank <= 4096:
+            raise ValueError(f"its rank is {settings.lora_rank}")
+    except ValueError as problem:
+        line = f"{opened.path} does not say which adapter it is of ({problem}): it was written by something else than `stoker train`"
+        raise Refusal(line, EX_DATAERR) from problem
+    if not os.path.isdir(c.load):
+        raise Refusal(f"{opened.path}: {c.load}, which its model was loaded from, is gone", EX_NOINPUT)
+    base = os.path.abspath(base_of(c.load))
+    if adapters.base_digest(base) != told.get("base"):
+        raise Refusal(f"{opened.path} is of an adapter beside other weights than those in {base}", EX_DATAERR)
+    return settings, base
+
+
+def _read(opened: Checkpoint, name: str) -> Tensor:
+    if f"model.{name}" not in opened.tensors:
+        raise Refusal(f"{opened.path} has no {name}: it is of another kind of model", EX_DATAERR)
+    return opened.read(f"model.{name}")
 
 
 def _module(opened: Checkpoint, shape: ModelConfig, context: int, say: Say, trust: bool) -> outside.Outside:

@@ -7,14 +7,14 @@ import re
 from typing import Any
 
 from stoker.contract import layout, owners
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import read_json
 from stoker.control.record import reader
 from stoker.training.checkpoint.folders import steps_in
 from stoker.training.checkpoint.manifest import NAME as MANIFEST
 from stoker.training.model.families.family import CONFIG
+from stoker.training.model.hf_config import ADAPTER
 from stoker.training.model.hf_hub import folder_of
 
 HF, RESULT, CHAIN, STAGES = "hf", "result.json", "chain.json", "stages"
@@ -50,7 +50,7 @@ def find(where: str | None, stage: str | None, root: str, say: Any, checkpoints:
 
 
 def _has_weights(folder: str) -> bool:
-    return os.path.isfile(os.path.join(folder, CONFIG))
+    return any(os.path.isfile(os.path.join(folder, name)) for name in (CONFIG, ADAPTER))
 
 
 def _of_run(run: str, checkpoints: bool) -> Found:
@@ -146,7 +146,9 @@ def _is_own(entry: os.DirEntry[str]) -> bool:
 
 
 def _made(folder: str) -> float:
-    return os.path.getmtime(os.path.join(folder, CONFIG))
+    return max(
+        os.path.getmtime(path) for name in (CONFIG, ADAPTER) if os.path.exists(path := os.path.join(folder, name))
+    )
 
 
 def _stage_of(run: str) -> str:
@@ -162,13 +164,3 @@ def _name_of(run: str) -> str:
 def _json(path: str) -> dict[str, Any]:
     found = reader.read_json(path)
     return found if isinstance(found, dict) else {}
-
-
-def told_by(folder: str, key: str) -> Any:
-    """A key of the folder's config.json; None where it has none."""
-    path = os.path.join(folder, CONFIG)
-    try:
-        found = read_json(path)
-    except (OSError, ValueError) as problem:
-        raise Refusal(f"{path} can't be read: {getattr(problem, 'strerror', None) or problem}", EX_DATAERR) from problem
-    return found.get(key) if isinstance(found, dict) else None

@@ -17,14 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_UNAVAILABLE, Refusal
+from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.contract.wholefile import sync_folder, temporary_name
-from stoker.training.model import hf
+from stoker.training.model import hf_read
 from stoker.training.model.config import ModelConfig, lacking
 from stoker.training.model.families import family_of
-from stoker.training.model.hf_config import Stored, shape_of
+from stoker.training.model.hf_config import Stored, base_of, is_quantized, shape_of
 from stoker.training.model.hf_files import check, places
 from stoker.training.tokenizer.definition import GGUF_BYTE_LEVEL, GGUF_SPLITTERS, GGUF_SPLITTERS_WHOLE_WORDS
 from stoker.training.tokenizer.template import DEFAULT, templates_of
@@ -51,6 +51,9 @@ def write(folder: str, out: str, dtype: str | None, tokenizer: str | None, say: 
         raise Refusal(f"{out}: a GGUF file's name ends in {ENDING}", EX_CANTCREAT)
     if os.path.isdir(out):
         raise Refusal(f"{out} is a folder: give a file", EX_CANTCREAT)
+    if base_of(folder) != folder or is_quantized(folder):
+        what = "an adapter: export it with --merge first" if base_of(folder) != folder else "in 4 bits: export it first"
+        raise Refusal(f"{folder} is {what}, and then that folder with --gguf", EX_USAGE)
     library = _library()
     c, words = shape_of(folder), load_tokenizer(tokenizer or folder)
     kind = _refuse(folder, c, words)
@@ -186,7 +189,7 @@ def _put(library: Any, writer: Any, c: ModelConfig, entries: list[_Entry]) -> No
     if factors is not None:
         writer.write_tensor_data(factors)
     for entry in entries:
-        whole = hf.read_stored(entry.stored).to(entry.dtype)
+        whole = hf_read.read_stored(entry.stored).to(entry.dtype)
         writer.write_tensor_data(_bytes(_neighbours(whole, entry.heads) if entry.heads else whole))
     writer.close()
 

@@ -19,6 +19,14 @@ class TrainConfig:
     eval_every: int = limits.COUNT("validation every so many steps (0: at the end only)", 0)
     eval_first: bool = option("validation before the first step, too: what a stage began with", default=False)
     eval_tokens: int = limits.LARGE("tokens a validation reads (0: all that are held out)", 1_000_000)
+    patience: int = limits.COUNT(
+        "stop after so many validations in a row without a lower loss, and export the best checkpoint (0: never)", 0
+    )
+    samples: int = limits.COUNT(
+        "held-out prompts that a loaded model answers before, at validations and after, where it learns chats or pairs"
+        " (0: none)",
+        3,
+    )
     log_to: str = text("NAMES")("also to: tensorboard, wandb, trackio, mlflow, comma-separated")
     profile: bool = option("write a trace of a few steps and print the ten costliest items", default=False)
     profile_steps: int = limits.FROM_ONE("steps that --profile traces, after three of warm-up", 3)

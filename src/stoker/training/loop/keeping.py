@@ -54,6 +54,16 @@ def newest(c: CheckpointConfig, run: str, group: Group, voice: Voice) -> Checkpo
     return open_checkpoint(path) if path else None
 
 
+def best_in(folder: str) -> str | None:
+    """The checkpoint with the lowest validation loss."""
+    scores: dict[str, float] = {}
+    for path in folders.steps_in(folder).values():
+        score = open_checkpoint(path).score if folders.is_trusted(path) else None
+        if score is not None:
+            scores[path] = score
+    return min(scores, key=lambda path: scores[path]) if scores else None
+
+
 class Keeper:
     """Saves a run's tensors into its folder."""
 
@@ -118,7 +128,7 @@ def tensors_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     adapters the frozen weights stay in the folder they come from.
     """
     named = dict(model.named_parameters())
-    if any(".adapter." in name for name in named):
+    if any(".adapter." in name or ".lora_A." in name for name in named):
         named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     found: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
     for name, tensor, like in optimizer.state():

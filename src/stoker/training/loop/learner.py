@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from stoker.contract.shape import shape
 from stoker.contract.wholefile import write_whole
 from stoker.training.data.reader import IGNORED
 from stoker.training.loop.feeder import Rows, padded
+from stoker.training.loop.samples import Example, from_chats
 from stoker.training.model import hf
 from stoker.training.model.attention import documents
 from stoker.training.model.decoder import Decoder
@@ -91,3 +92,7 @@ class Learner:
     measure: Callable[..., Validation] = validate  # called as `validate` is
     # what a step's line says besides the loss: taken right after the step, read where a line is printed
     numbers: Callable[[Any], dict[str, Tensor]] = lambda model: {}
+    compares: bool = False  # itself with the model it began with
+    examples: Callable[[Rows, int], Iterator[Example]] | None = (
+        from_chats  # of held-out rows; None: it gives no answers
+    )

@@ -37,6 +37,7 @@ class Position:
     samples: int  # global index of the next sample
     tokens: int  # learned so far
     best: float | None  # lowest validation loss so far
+    waited: int = 0  # validations since that one
 
 
 def meta(position: Position, data: Data, model: ModelConfig, tokenizer: str, optimizer: str) -> dict[str, Any]:
@@ -142,8 +143,10 @@ def position(found: Mapping[str, Any], data: Data) -> tuple[Position, str]:
     other = [key for key in mine if theirs.get(key) != mine[key]]
     words = {"key": "the data", "seed": "its order", "context": "the context length", "count": "the number of samples"}
     lowest = float(best) if best is not None else None
+    waited = found.get("waited")
+    waited = waited if type(waited) is int else 0
     if not other:
-        return Position(found["step"], found["samples"], found["tokens"], lowest), ""
+        return Position(found["step"], found["samples"], found["tokens"], lowest, waited), ""
     changed = ", ".join(words[key] for key in other)
     line = f"{changed} differs from the checkpoint's: the data begins at its first sample"
-    return Position(found["step"], 0, found["tokens"], lowest), line
+    return Position(found["step"], 0, found["tokens"], lowest, waited), line

@@ -182,7 +182,7 @@ class Loop:
     def _end(self) -> None:
         keeper = self._keeper
         self._task.meet()  # before an export, too
-        if self.whole:
+        if self.whole and self._task.score is None:
             self._task.validate(self.done)
         moved = self.done > self.first
         if moved and keeper.end_due(self.whole):

@@ -26,6 +26,7 @@ from stoker.training.loop.config import TrainConfig
 from stoker.training.loop.feeder import CUT_AHEAD, Course, MicroBatch, Rows, StepBatch
 from stoker.training.loop.learner import Validation
 from stoker.training.loop.run import Answers, Task
+from stoker.training.loop.samples import SampleLog, chosen
 from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Speed, Startup
 from stoker.training.loop.step import Numbers, Parts, Pending, Stepper
@@ -81,7 +82,8 @@ class Supervised(Task):
         self._group, self._material = parts.group, parts.material
         self.loss = float("nan")
         self.tokens = start.position.tokens  # since the beginning of the run
-        self.best = start.position.best
+        self.best, self._waited = start.position.best, start.position.waited
+        self.out_of_patience = False  # it was stopped early: the best checkpoint is what counts
         per_token = flops_per_token(parts.model.config, parts.model.context_length)
         self._speed = Speed(per_token, self._group.world, self._group.device)
         self._balancer: Balancer | None = None
@@ -96,6 +98,7 @@ class Supervised(Task):
                 say=voice.say_once,
                 tell=voice.plan,
             )
+        self._asked = self._prompts()
         self._samples = sample_log(c.folder, self._group.rank) if c.train.log_samples else None
 
     def begin(self) -> None:
@@ -107,6 +110,8 @@ class Supervised(Task):
                 before = {"val_loss_before": found.loss, "val_bits_per_byte_before": found.bits_per_byte}
                 text = json.dumps({"schema": layout.SCHEMA, **before})
                 write_whole(os.path.join(self._c.folder, BEFORE), text.encode())
+        if self._asked is not None and not self._start.position.step:
+            self._asked.write(self._parts.model, 0)
         self._parts.learner.numbers(self._parts.model)  # those of trial steps
         stoker.mark("POST-MODEL")
         stoker.phase("train")
@@ -215,12 +220,33 @@ class Supervised(Task):
         found = self._measure(self._material.held_out)
         better = math.isfinite(found.loss) and (self.best is None or found.loss < self.best)
         self.score = found.loss
+        self._waited = 0 if better else self._waited + 1
         if better:
             self.best = found.loss
         self._voice.validation(done, found, self.best)
+        if self._asked is not None:
+            self._asked.write(self._parts.model, done)
+        if 0 < self._c.train.patience <= self._waited and done < self._start.steps:
+            self._voice.say_once(
+                f"train.patience: {self._waited} validations without a loss below {self.best}: stopping after step {done}"
+            )
+            self.finished = self.out_of_patience = True
         self._speed.begin()
         stoker.phase("train")
         return better and self._c.keep_best
+
+    def _prompts(self) -> SampleLog | None:
+        """train.samples, of a loaded model that learns to answer. Rank 0 asks alone: it has the whole model."""
+        parts, count, rows = self._parts, self._c.train.samples, self._material.held_out
+        examples = parts.learner.examples
+        if not (count and rows is not None and rows.chat and examples and parts.model.config.load):
+            return None
+        if self._group.strategy == "fsdp":
+            self._voice.say_once("train.samples: no prompts are answered, because no rank has the whole model (fsdp)")
+            return None
+        some = chosen(examples(rows, count), count, parts.model.context_length) if self._group.first else []
+        words = load_tokenizer(self._material.tokenizer) if some else None
+        return SampleLog(self._c.folder, some, words, self._voice.say_once) if words is not None else None
 
     def _measure(self, rows: Rows) -> Validation:
         parts, tokens = self._parts, self._c.train.eval_tokens
@@ -236,7 +262,7 @@ class Supervised(Task):
     def meta(self, done: int) -> dict[str, Any]:
         start, material = self._start, self._material
         samples = start.course.of_step(done - start.position.step - 1)[1]
-        position = resume.Position(done, samples, self.tokens, self.best)
+        position = resume.Position(done, samples, self.tokens, self.best, self._waited)
         shape, words = self._parts.model.config, material.tokenizer_digest
         found = resume.meta(position, start.data, shape, words, self._c.optim.kind)
         found["batch"] = [self._parts.batch, self._group.world]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from stoker.contract.shape import as_json, shape
 from stoker.contract.tensorheader import read_header
 from stoker.contract.untrusted import read_json
 from stoker.training.model import nf4
-from stoker.training.model.config import LORA, QLORA, AdapterConfig, ModelConfig, tensors
+from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig, tensors
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.families import family_of
 from stoker.training.model.families.family import CONFIG
@@ -26,16 +26,19 @@ from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_write import add_files, fresh_folder, write_json
 from stoker.training.model.linear import Linear
 from stoker.training.model.maps import Adapter
-from stoker.training.model.nf4_size import storable
+from stoker.training.model.nf4_size import BLOCK, storable
 from stoker.training.model.targets import Target, extra, targets
 
 SETTINGS, WEIGHTS = ADAPTER, "adapter_model.safetensors"
 DIGEST = "base_digest"  # in the metadata of WEIGHTS
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
+SCORE = "score"  # a reward model's head, as transformers' models for sequence classification call it
+_SCORE_NAME, _SCORES = f"{_PREFIX}{SCORE}.weight", "SEQ_CLS"
 _SAMPLE = 4096  # bytes of a tensor's beginning and of its end that make up a base's digest
 _MOST_BYTES = 1 << 34
 Read = Callable[[Stored], Tensor]
+Get = Callable[[str], Tensor]
 Say = Callable[[str], None]
 # Kinds of adapters that this does not compute, by peft's keys and what they have to be.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -45,11 +48,12 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def freeze(model: Decoder, told: AdapterConfig) -> None:
-    """Of a model on the meta device: nothing learns but adapters and what `told.also_train` names; matrices that don't learn
-    have 16 bits, or with qlora no place at all until `hf.load` quantizes them one by one.
+def freeze(model: Decoder, told: AdapterConfig) -> list[str]:
+    """Of a model on the meta device: nothing learns but adapters, what `told.also_train` names and what a stage adds to the
+    decoder; matrices that don't learn have 16 bits, or with qlora no place at all until `hf.load` quantizes them one by
+    one. Gives lines to say: which can't have 4 bits.
     """
-    learn = extra(model.config, told)
+    learn = [*extra(model.config, told), *model.own]
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             dtype = model.dtype if parameter.dim() == 2 else parameter.dtype
@@ -60,10 +64,19 @@ def freeze(model: Decoder, told: AdapterConfig) -> None:
         place = model.get_submodule(path)
         fresh = torch.empty(getattr(place, leaf).shape, device=getattr(place, leaf).device)
         place.register_parameter(leaf, nn.Parameter(fresh))
-    if told.method == QLORA:
-        for name, layer in _layers(model):
-            if f"{name}.weight" not in learn and all(storable((rows, layer.in_features)) for rows in layer.parts):
-                layer.register_parameter("weight", None)
+    whole: list[str] = []
+    for name, layer in _layers(model) if told.method == QLORA else ():
+        odd = next((rows for rows in layer.parts if not storable((rows, layer.in_features))), None)
+        if odd is not None:
+            whole.append(f"{name} ({odd} × {layer.in_features})")
+        elif f"{name}.weight" not in learn:
+            layer.register_parameter("weight", None)
+    if not whole:
+        return []
+    more = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
+    return [
+        f"qlora: the elements of {whole[0]}{more} are no multiple of {BLOCK}: {'they stay' if more else 'it stays'} in 16 bits"
+    ]
 
 
 def _layers(model: Decoder) -> list[tuple[str, Linear]]:
@@ -88,9 +101,9 @@ def _layer(model: Decoder, target: Target) -> Linear:
     return layer
 
 
-def quantize(layer: Linear, parts: list[Tensor]) -> None:
-    """`parts`: what the folder stores apart, on their device, in the dtype that the model computes in."""
-    layer.quantized = tuple(nf4.quantize(part) for part in parts)
+def quantize(layer: Linear, parts: Iterable[Tensor | nf4.Quantized]) -> None:
+    """`parts`: what the folder stores apart, on their device, in the dtype that the model computes in; or its own codes."""
+    layer.quantized = tuple(part if isinstance(part, nf4.Quantized) else nf4.quantize(part) for part in parts)
     layer.settle()
 
 
@@ -99,36 +112,27 @@ def learned(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
+def merged(layer: Linear, out: Tensor) -> Tensor:
+    """Into `out`: the weight with its adapter added."""
+    out.copy_(layer.matrix(out.dtype))
+    adapter = layer.adapter
+    if adapter is not None:
+        for (begin, end), a, b in zip(adapter.parts, torch.split(adapter.a, adapter.rank), adapter.b, strict=True):
+            out[begin:end] = out[begin:end].float() + adapter.scale * (b.float() @ a.float())
+    return out
+
+
 def merge(model: Decoder) -> None:
     """Adapters become part of their weights, which then have 16 bits or more."""
     for _, layer in _layers(model):
         adapter = layer.adapter
         if adapter is None:
             continue
-        whole = layer.matrix(model.dtype).float()
-        for (begin, end), a, b in zip(adapter.parts, torch.split(adapter.a, adapter.rank), adapter.b, strict=True):
-            whole[begin:end] += adapter.scale * (b.float() @ a.float())
-        layer.register_parameter("weight", nn.Parameter(whole.to(model.dtype), requires_grad=False))
+        size = (layer.out_features, layer.in_features)
+        whole = merged(layer, torch.empty(size, dtype=model.dtype, device=adapter.a.device))
+        layer.register_parameter("weight", nn.Parameter(whole, requires_grad=False))
         layer.adapter, layer.quantized = None, ()
         layer.settle()
-
-
-@torch.no_grad()
-def fold(model: Decoder, folder: str, read: Read, say: Say) -> None:
-    """Adds an adapter's folder to the weights of a model without adapters."""
-    told, _ = settings_of(folder, LORA)
-    stored, used = _stored(folder), set[str]()
-    for target in targets(model.config, told):
-        weight = model.get_parameter(f"{target.name}.weight")
-        for name, (begin, end) in zip(target.names, target.parts(), strict=True):
-            a = _taken(stored, f"{_PREFIX}{name}{_A}", (told.lora_rank, target.inputs), folder)
-            b = _taken(stored, f"{_PREFIX}{name}{_B}", (end - begin, told.lora_rank), folder)
-            used |= {f"{_PREFIX}{name}{_A}", f"{_PREFIX}{name}{_B}"}
-            added = told.scale * (read(b).float().to(weight.device) @ read(a).float().to(weight.device))
-            weight[begin:end] = (weight[begin:end].float() + added).to(weight.dtype)
-    _fill_extra(model, told, stored, used, folder, read)
-    _refuse_left(stored, used, folder)
-    say(f"adapter from {folder}: rank {told.lora_rank}, {len(used)} tensors, added to the weights")
 
 
 @shape
@@ -138,6 +142,11 @@ class Beside:
     settings: AdapterConfig
     base: str  # folder
     about: dict[str, Any]  # what a checkpoint says of them; another adapter or another base can't resume from it
+
+    @property
+    def loaded(self) -> bool:
+        """They begin with an adapter's folder, not as nothing."""
+        return bool(self.settings.continue_from)
 
 
 def beside(told: AdapterConfig, folder: str) -> Beside:
@@ -186,35 +195,67 @@ class Files(Protocol):
 
 def save(model: Decoder, told: AdapterConfig, base: str, folder: str, files: Files | None, say: Say) -> None:
     """A folder for peft, there when it is complete. `base`: the folder of the model under it."""
-    c = model.config
+    write(model.config, told, base, folder, files, say, get=model.get_parameter, own=model.own, more=model.write_own)
+
+
+def peft_tensors(c: ModelConfig, told: AdapterConfig, get: Get, own: Collection[str] = ()) -> dict[str, Tensor]:
+    """By peft's names."""
     found: dict[str, Tensor] = {}
     for target in targets(c, told):
-        adapter = _layer(model, target).adapter
-        assert adapter is not None
-        for name, a, b in zip(target.names, torch.split(adapter.a, adapter.rank), adapter.b, strict=True):
-            found[f"{_PREFIX}{name}{_A}"], found[f"{_PREFIX}{name}{_B}"] = _plain(a), _plain(b)
-    family, saved = family_of(c), list[str]()
+        rows = [end - begin for begin, end in target.parts()]
+        pieces = torch.split(get(f"{target.name}.adapter.a"), told.lora_rank)
+        ups = torch.split(get(f"{target.name}.adapter.up"), rows)
+        for name, a, b in zip(target.names, pieces, ups, strict=True):
+            found |= dict(zip(pair_names(name), (_plain(a), _plain(b)), strict=True))
+    family = family_of(c)
     for name in extra(c, told):
-        theirs = family.tensor(name, c)
-        pieces = torch.split(model.get_parameter(name).detach(), [size[0] for size in _sizes(name, c)])
-        for one, piece in zip(theirs, pieces, strict=True):
-            found[f"{_PREFIX}{one}"] = _plain(piece.t() if family.turned(name) else piece)
-            saved.append(one.rpartition(".")[0].rsplit(".", 1)[-1])
-    settings = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-        "r": told.lora_rank, "lora_alpha": int(told.lora_alpha) if told.lora_alpha == int(told.lora_alpha) else told.lora_alpha,
-        "lora_dropout": told.lora_dropout, "use_rslora": told.rslora, "bias": "none", "fan_in_fan_out": bool(family.transposed),
+        pieces = torch.split(get(name).detach(), [size[0] for size in _sizes(name, c)])
+        for one, piece in zip(family.tensor(name, c), pieces, strict=True):
+            found[extra_name(one)] = _plain(piece.t() if family.turned(name) else piece)
+    if SCORE in own:
+        found[_SCORE_NAME] = _plain(get(SCORE)[None])
+    return found
+
+
+def write(
+    c: ModelConfig, told: AdapterConfig, base: str, folder: str, files: Files | None, say: Say, *,
+    get: Get, own: Collection[str] = (), more: Say = lambda fresh: None,
+) -> None:  # fmt: skip
+    """`get`: a parameter by our name; `own`: what the stage adds to a decoder; `more` writes files of its own."""
+    found, family = peft_tensors(c, told, get, own), family_of(c)
+    saved = [one.rpartition(".")[0].rsplit(".", 1)[-1] for name in extra(c, told) for one in family.tensor(name, c)]
+    saved += [SCORE] * (SCORE in own)
+    own_keys = {
+        "task_type": _SCORES if SCORE in own else "CAUSAL_LM", "fan_in_fan_out": bool(family.transposed),
         "target_modules": sorted({name.rsplit(".", 1)[-1] for target in targets(c, told) for name in target.names}),
         "modules_to_save": sorted(set(saved)) or None,
     }  # fmt: skip
-    with fresh_folder(folder, sum(tensor.nbytes for tensor in found.values())) as fresh:
-        save_file(found, os.path.join(fresh, WEIGHTS), {"format": "pt", DIGEST: base_digest(base)})
+    write_folder(found, settings_json(told, base, **own_keys), base, folder, files, say, more)
+
+
+def settings_json(told: AdapterConfig, base: str, **more: Any) -> dict[str, Any]:
+    """adapter_config.json."""
+    alpha = int(told.lora_alpha) if told.lora_alpha == int(told.lora_alpha) else told.lora_alpha
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": told.lora_rank, "lora_alpha": alpha, "lora_dropout": told.lora_dropout, "use_rslora": told.rslora,
+        "bias": "none", **more,
+    }  # fmt: skip
+
+
+def write_folder(
+    tensors: dict[str, Tensor], settings: Mapping[str, Any], base: str, folder: str, files: Files | None, say: Say,
+    more: Say = lambda fresh: None,
+) -> None:  # fmt: skip
+    with fresh_folder(folder, sum(tensor.nbytes for tensor in tensors.values())) as fresh:
+        save_file(tensors, os.path.join(fresh, WEIGHTS), {"format": "pt", DIGEST: base_digest(base)})
         write_json(fresh, SETTINGS, settings)
+        more(fresh)
         if files is not None:
             config = read_json(os.path.join(base, CONFIG))
             add_files(fresh, config, {}, ((files.tokenizer, name) for name in TOKENIZER_FILES))
             files.write(fresh)
-    say(f"wrote {folder}: an adapter of {sum(tensor.numel() for tensor in found.values()):,} numbers for {base}")
+    say(f"wrote {folder}: an adapter of {sum(tensor.numel() for tensor in tensors.values()):,} numbers for {base}")
 
 
 def _sizes(name: str, c: ModelConfig) -> tuple[tuple[int, ...], ...]:
@@ -259,6 +300,10 @@ def settings_of(folder: str, method: str, dropout: float = 0.0) -> tuple[Adapter
     if type(rank) is not int or not isinstance(alpha, (int, float)) or not (1 <= rank <= 4096 and 0 < alpha < 1e6):
         raise Refusal(f"adapter {path}: r is {str(rank)[:20]}, lora_alpha {str(alpha)[:20]}", EX_DATAERR)
     names = {key: _names(told.get(key), f"adapter {path}: {key}") for key in ("target_modules", "modules_to_save")}
+    if (
+        told.get("task_type") == _SCORES
+    ):  # no layer of the decoder; peft names a head `classifier` too, and keeps one of them
+        names["modules_to_save"] = [name for name in names["modules_to_save"] if name not in (SCORE, "classifier")]
     config = AdapterConfig(
         method=method, lora_rank=rank, lora_alpha=float(alpha), lora_targets=",".join(names["target_modules"]),
         lora_dropout=dropout, rslora=told.get("use_rslora") is True, also_train=",".join(names["modules_to_save"]),
@@ -280,20 +325,75 @@ def _names(value: Any, where: str) -> list[str]:
 @torch.no_grad()
 def load(model: Decoder, told: AdapterConfig, folder: str, read: Read, say: Say) -> None:
     """Fills the adapters that `attach` made from a folder of peft's."""
-    stored, used = _stored(folder), set[str]()
+    stored = checked(model.config, told, folder, scored=bool(model.own))
     for target in targets(model.config, told):
         adapter = _layer(model, target).adapter
         assert adapter is not None
         for name, a, b in zip(target.names, torch.split(adapter.a, adapter.rank), adapter.b, strict=True):
-            for end, tensor in ((_A, a), (_B, b)):
-                tensor.copy_(read(_taken(stored, f"{_PREFIX}{name}{end}", tuple(tensor.shape), folder)))
-                used.add(f"{_PREFIX}{name}{end}")
-    _fill_extra(model, told, stored, used, folder, read)
-    _refuse_left(stored, used, folder)
-    say(f"adapter from {folder}: rank {told.lora_rank}, {len(used)} tensors")
+            for one, tensor in zip(pair_names(name), (a, b), strict=True):
+                tensor.copy_(read(stored[one]))
+    c, family = model.config, family_of(model.config)
+    for name in extra(c, told):
+        pieces = [read(stored[extra_name(one)]) for one in family.tensor(name, c)]
+        model.get_parameter(name).copy_(torch.cat([piece.t() if family.turned(name) else piece for piece in pieces]))
+    say(f"adapter from {folder}: rank {told.lora_rank}, {len(stored)} tensors")
 
 
-def _stored(folder: str) -> dict[str, Stored]:
+def pair_names(name: str) -> tuple[str, str]:
+    """Of A and B beside the layer that the model's folder calls so."""
+    return f"{_PREFIX}{name}{_A}", f"{_PREFIX}{name}{_B}"
+
+
+def extra_name(name: str) -> str:
+    """Of a tensor that learned as a whole."""
+    return f"{_PREFIX}{name}"
+
+
+def checked(c: ModelConfig, told: AdapterConfig, folder: str, *, scored: bool) -> dict[str, Stored]:
+    """The folder's tensors, all that this model needs and no others. `scored`: it may have a reward model's head."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    for target in targets(c, told):
+        for name, (begin, end) in zip(target.names, target.parts(), strict=True):
+            a, b = pair_names(name)
+            wanted |= {a: (told.lora_rank, target.inputs), b: (end - begin, told.lora_rank)}
+    family = family_of(c)
+    for name in extra(c, told):
+        for one, size in zip(family.tensor(name, c), _sizes(name, c), strict=True):
+            wanted[extra_name(one)] = Part(one, size, family.turned(name)).stored
+    stored = stored_tensors(folder)
+    for name, size in wanted.items():
+        refuse_misfit(stored.get(name), name, size, folder)
+    left = sorted(stored.keys() - wanted.keys() - ({_SCORE_NAME} if scored else set()))
+    if left == [_SCORE_NAME]:
+        raise Refusal(f"adapter {folder} is a reward model's: it gives scores, not answers", EX_CONFIG)
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise Refusal(f"adapter {folder}: this model has no place for {left[0]}{more}", EX_CONFIG)
+    return {name: stored[name] for name in wanted}
+
+
+def refuse_misfit(one: Stored | None, name: str, shape: tuple[int, ...], folder: str) -> None:
+    if one is None:
+        raise Refusal(f"adapter {folder}: {name} is missing from its weights", EX_DATAERR)
+    if one.shape != shape:
+        raise Refusal(
+            f"adapter {folder}: {name} is {list(one.shape)}, and this model needs {list(shape)}: an adapter for another"
+            " model",
+            EX_CONFIG,
+        )
+
+
+def score_in(folder: str) -> Stored | None:
+    """The head of an adapter that scores."""
+    if not is_adapter(folder) or not os.path.exists(os.path.join(folder, WEIGHTS)):
+        return None
+    score = stored_tensors(folder).get(_SCORE_NAME)
+    if score is not None and (len(score.shape) != 2 or score.shape[0] != 1):
+        raise Refusal(f"adapter {folder}: its score is {list(score.shape)}: only one number is read", EX_DATAERR)
+    return score
+
+
+def stored_tensors(folder: str) -> dict[str, Stored]:
     path = os.path.join(folder, WEIGHTS)
     if not os.path.exists(path):
         pickled = os.path.exists(os.path.join(folder, "adapter_model.bin"))
@@ -304,40 +404,6 @@ def _stored(folder: str) -> dict[str, Stored]:
         )
         raise Refusal(f"adapter {folder}: it has no {WEIGHTS}{why}", EX_NOINPUT)
     return header(path)
-
-
-def _taken(stored: Mapping[str, Stored], name: str, shape: tuple[int, ...], folder: str) -> Stored:
-    one = stored.get(name)
-    if one is None:
-        raise Refusal(f"adapter {folder}: {name} is missing from its weights", EX_DATAERR)
-    if one.shape != shape:
-        raise Refusal(
-            f"adapter {folder}: {name} is {list(one.shape)}, and this model needs {list(shape)}: an adapter for another"
-            " model",
-            EX_CONFIG,
-        )
-    return one
-
-
-def _fill_extra(
-    model: Decoder, told: AdapterConfig, stored: Mapping[str, Stored], used: set[str], folder: str, read: Read
-) -> None:
-    c, family = model.config, family_of(model.config)
-    for name in extra(c, told):
-        parameter, begin = model.get_parameter(name), 0
-        for one, size in zip(family.tensor(name, c), _sizes(name, c), strict=True):
-            part = Part(one, size, family.turned(name))
-            whole = read(_taken(stored, f"{_PREFIX}{one}", part.stored, folder))
-            parameter[begin : begin + size[0]] = whole.t() if part.transposed else whole
-            begin += size[0]
-            used.add(f"{_PREFIX}{one}")
-
-
-def _refuse_left(stored: Mapping[str, Stored], used: set[str], folder: str) -> None:
-    left = sorted(set(stored) - used)
-    if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        raise Refusal(f"adapter {folder}: this model has no place for {left[0]}{more}", EX_CONFIG)
 
 
 def held(model: nn.Module) -> Mapping[str, int]:

@@ -99,6 +99,8 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """forward(inputs, targets) is the sum of the tokens' losses times `scale`; forward(inputs) the logits."""
 
+    own: tuple[str, ...] = ()  # names of parameters that no folder of a decoder has
+
     def __init__(self, c: ModelConfig, context_length: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         check_options(c, "model")
@@ -175,6 +177,12 @@ class Decoder(nn.Module):
             std = residual if name.endswith(_INTO_RESIDUAL) else self.config.init_std
             whole = torch.empty(parameter.shape, device=device).normal_(0.0, std, generator=generator)
             parameter.copy_(like(whole, parameter))
+
+    def begin_own(self, folder: str) -> None:
+        """First numbers of `own`; from the folder, where that has some."""
+
+    def write_own(self, folder: str) -> None:
+        """Into a folder that `begin_own` reads."""
 
     def hidden(self, inputs: Tensor, packed: Documents | None = None) -> Tensor:
         return self._run(inputs, packed, None)[0]

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, Refusal
+from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.quantities import amount
-from stoker.training.model import adapters, outside
+from stoker.training.model import adapters, nf4, outside
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
-from stoker.training.model.hf_config import Stored, config_of, kept_of, shape_of
-from stoker.training.model.hf_files import Part, Place, check, places
+from stoker.training.model.hf_config import config_of, kept_of, shape_of
+from stoker.training.model.hf_files import Part, places
 from stoker.training.model.hf_hub import TOKENIZER_FILES
+from stoker.training.model.hf_read import Added, Source, added_by
 from stoker.training.model.hf_write import DTYPES, Export, add_files, fresh_folder, size_of
 from stoker.training.model.linear import Linear
 
 Say = Callable[[str], None]
-_STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what compile and activation checkpointing put into names
 
 
@@ -39,18 +39,17 @@ def load(model: Decoder | outside.Outside, folder: str, say: Say) -> None:
     """Fills the model, sharded or not. Every rank reads for itself; nothing is exchanged."""
     if isinstance(model, outside.Outside):
         return outside.load(model, folder, say)
-    load_named(model, named(model), folder, say)
-    if adapters.is_adapter(folder):
-        adapters.check_base(folder)
-        adapters.fold(model, folder, read_stored, say)
+    added = added_by(folder, model.config, bool(model.own), say) if adapters.is_adapter(folder) else None
+    load_named(model, named(model), folder, say, added)
 
 
 @torch.no_grad()
-def load_named(model: Decoder, some: Iterable[tuple[str, Tensor]], folder: str, say: Say) -> None:
-    """Of a model that has more than a decoder: `some` are the decoder's."""
+def load_named(
+    model: Decoder, some: Iterable[tuple[str, Tensor]], folder: str, say: Say, added: Added | None = None
+) -> None:
+    """`some`: the model's parameters; what is none of a decoder's stays as it is."""
     c = model.config
-    stored = check(folder, c)
-    parameters = dict(some)
+    source, parameters = Source(folder, c, added), dict(some)
     assert not any(parameter.is_meta for parameter in parameters.values()), (
         "the model is on the meta device: to_empty() first"
     )
@@ -60,9 +59,10 @@ def load_named(model: Decoder, some: Iterable[tuple[str, Tensor]], folder: str, 
             layer = model.get_submodule(place.name.removesuffix(".weight"))
             assert isinstance(layer, Linear), f"{place.name} is no parameter"
             device = model.tables[0][0].device
-            adapters.quantize(layer, [_rows(part, stored).to(device, model.dtype) for part in place.parts])
+            adapters.quantize(layer, (_in_4_bits(source, part, device, model.dtype) for part in place.parts))
             continue
-        parameter.copy_(like(_assemble(place, stored, parameter.dtype).to(parameter.device), parameter))
+        parameter.copy_(like(source.whole(place, parameter.dtype).to(parameter.device), parameter))
+    stored = source.stored
     rows = stored[next(iter(places(c))).parts[0].name].shape[0]  # the embedding comes first
     padded = (
         f"; rows {rows} to {c.vocab_size - 1} of the vocabulary are new: the mean of the others"
@@ -72,30 +72,10 @@ def load_named(model: Decoder, some: Iterable[tuple[str, Tensor]], folder: str, 
     say(f"weights from {folder}: {len(stored)} tensors, {amount(sum(one.size for one in stored.values()))}{padded}")
 
 
-def _assemble(place: Place, stored: dict[str, Stored], dtype: torch.dtype) -> Tensor:
-    whole = torch.empty(sum(part.shape[0] for part in place.parts), *place.parts[0].shape[1:], dtype=dtype)
-    begin = 0
-    for part in place.parts:
-        rows = _rows(part, stored)
-        whole[begin : begin + len(rows)] = rows
-        if len(rows) < part.shape[0]:  # padding, or added tokens: equal on all ranks, and no louder than the others
-            whole[begin + len(rows) : begin + part.shape[0]] = rows.mean(0, dtype=torch.float32)
-        begin += part.shape[0]
-    return whole
-
-
-def _rows(part: Part, stored: dict[str, Stored]) -> Tensor:
-    rows = read_stored(stored[part.name])
-    return rows.t() if part.transposed and rows.dim() == 2 else rows
-
-
-def read_stored(one: Stored) -> Tensor:
-    data = bytearray(one.size)
-    with open(one.path, "rb") as file:
-        file.seek(one.begin)
-        if file.readinto(data) != one.size:
-            raise Refusal(f"{one.path} became shorter while it was read", EX_DATAERR)
-    return torch.frombuffer(data, dtype=_STORED[one.dtype]).view(one.shape)
+def _in_4_bits(source: Source, part: Part, device: torch.device, dtype: torch.dtype) -> Tensor | nf4.Quantized:
+    """The folder's own codes, where it has some: quantizing twice would lose more."""
+    codes = source.codes(part)
+    return source.rows(part).to(device, dtype) if codes is None else nf4.moved(codes, device)
 
 
 def opened(

@@ -9,12 +9,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
+from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import replace, shape
 from stoker.contract.tensorheader import read_header
 from stoker.contract.untrusted import read_json
 from stoker.training.model import hf_hub
-from stoker.training.model.config import ModelConfig, check_options
+from stoker.training.model.config import OFF, QLORA, ModelConfig, check_options
 from stoker.training.model.families import family_in, family_of, known_family
 from stoker.training.model.families.family import CONFIG, ConfigJson
 
@@ -112,6 +112,8 @@ def header(path: str) -> dict[str, Stored]:
 
 ADAPTER = "adapter_config.json"  # peft's
 _LONGEST = 1 << 20  # bytes of it: a checkpoint keeps it
+# Names that bitsandbytes gives what belongs to a weight in 4 bits.
+NF4_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4")
 _QUANTIZED = ("quant_config.json", "quantize_config.json")  # beside it, in folders of AWQ and GPTQ
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 # What plans and reports look at, by the names there are for it.
@@ -120,7 +122,8 @@ _COUNTS = {
     "heads": ("num_attention_heads", "n_head", "n_heads"), "ff": ("intermediate_size", "n_inner", "ffn_dim"),
     "vocab_size": ("vocab_size",), "longest": ("max_position_embeddings", "n_positions", "seq_length"),
 }  # fmt: skip
-_NOT_KEPT = ("auto_map", "_name_or_path")  # an export has no code of its own, and another place
+# An export has no code of its own, another place, and 16 bits or more.
+_NOT_KEPT = ("auto_map", "_name_or_path", "quantization_config")
 
 
 def shape_of(folder: str) -> ModelConfig:
@@ -151,6 +154,8 @@ def shape_for(asked: ModelConfig, folder: str, *, planned: bool = False) -> Mode
         except Refusal as refusal:
             hint = "; model.engine transformers may take it" if asked.engine == "auto" else ""
             raise Refusal(refusal.line + hint, refusal.code) from refusal
+    if told.get("quantization_config"):
+        told.refuse("its weights have 4 bits, which model.engine transformers does not read here")
     _refuse_unrunnable(told, asked.trust_remote_code, planned)
     kept = _without_code(told.keys())
     counts: dict[str, Any] = {
@@ -245,11 +250,65 @@ def _refuse_unrunnable(told: ConfigJson, trusted: bool, planned: bool = False) -
 
 
 def _refuse_quantized(told: ConfigJson) -> None:
+    """All but NF4 of bitsandbytes, which is read."""
     method = told.get("quantization_config") or told.get("compression_config")
     beside = next((name for name in _QUANTIZED if os.path.exists(os.path.join(told.folder, name))), None)
-    if method or beside:
-        kind = method.get("quant_method", "an unnamed method") if isinstance(method, dict) else method or beside
-        told.refuse(f"its weights are quantized ({told.words(kind)}): load the folder they were made from")
+    if not method and not beside:
+        return
+    kind = method.get("quant_method", "an unnamed method") if isinstance(method, dict) else method or beside
+    what = told.words(kind)
+    if isinstance(method, dict) and kind == "bitsandbytes":
+        what = f"bitsandbytes, {_bits(method)}"
+        if what.endswith(_NF4):
+            return
+    told.refuse(
+        f"its weights are quantized ({what}), and only {_NF4} of bitsandbytes is read: load the folder they were"
+        " made from"
+    )
+
+
+_NF4 = "NF4 with double quantization"
+
+
+def _bits(method: Mapping[str, Any]) -> str:
+    if not method.get("load_in_4bit"):
+        return "8 bits"
+    if method.get("bnb_4bit_quant_type", "fp4") != "nf4":
+        return "FP4"
+    return _NF4 if method.get("bnb_4bit_use_double_quant") else "NF4 without double quantization"
+
+
+def is_quantized(folder: str) -> bool:
+    """Its base's weights have 4 bits that can be read; others are refused."""
+    told = _read(base_of(folder))
+    _refuse_quantized(told)
+    return bool(told.get("quantization_config"))
+
+
+def check_adapters_outside(method: str) -> None:
+    """Where transformers' own module learns."""
+    if method == QLORA:
+        raise Refusal(
+            "adapter.method qlora needs a model of a family (`stoker docs families`): with model.engine transformers the"
+            " frozen weights stay whole; use --lora",
+            EX_CONFIG,
+        )
+    if method != OFF and importlib.util.find_spec("peft") is None:
+        raise Refusal(
+            f"adapter.method {method} with model.engine transformers goes through peft, which is not installed here: pip"
+            " install peft",
+            EX_UNAVAILABLE,
+        )
+
+
+def check_trainable(folder: str, method: str) -> None:
+    """`method`: of adapter.method."""
+    if method != QLORA and is_quantized(folder):
+        raise Refusal(
+            f"model {folder}: its weights have 4 bits and can't learn: train an adapter beside them with --qlora, or load"
+            " the folder they were made from",
+            EX_CONFIG,
+        )
 
 
 def base_of(folder: str) -> str:
@@ -268,6 +327,21 @@ def base_of(folder: str) -> str:
     if os.path.isfile(os.path.join(found, ADAPTER)):
         raise Refusal(f"adapter {folder} is for {base}, which is an adapter itself: merge that one first", EX_DATAERR)
     return found
+
+
+def tokenizer_in(folder: str) -> str:
+    """The folder whose tokenizer the model has: its own, or that of the model which an adapter is for."""
+    return folder if os.path.isfile(os.path.join(folder, hf_hub.TOKENIZER_FILES[0])) else base_of(folder)
+
+
+def tokenizer_of(load: str, say: Callable[[str], None]) -> str:
+    """The tokenizer that belongs to weights: a new one would give every row of the embedding another meaning."""
+    folder = tokenizer_in(hf_hub.folder_of(load, say))
+    if not os.path.exists(os.path.join(folder, hf_hub.TOKENIZER_FILES[0])):
+        line = f"model.load {load} has no {hf_hub.TOKENIZER_FILES[0]}: name the tokenizer it was trained with (tokenizer.path)"
+        raise Refusal(line, EX_NOINPUT)
+    say(f"the tokenizer is that of model.load: {folder}")
+    return folder
 
 
 def _read(folder: str) -> ConfigJson:

@@ -4,13 +4,14 @@ with them. No torch: the launcher can say what does not fit before any rank star
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.training.model.config import ModelConfig, tensors
 from stoker.training.model.families import family_of
-from stoker.training.model.hf_config import Stored, shape_of, stored_in
+from stoker.training.model.hf_config import NF4_PARTS, Stored, shape_of, stored_in
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _COMPARED_AT_ONCE = 1 << 24
@@ -57,8 +58,12 @@ def check(folder: str, c: ModelConfig) -> dict[str, Stored]:
             raise Refusal(f"model {folder}: {name} has {rows} rows and config.json a vocab_size of {own}", EX_DATAERR)
         if name not in found:
             raise Refusal(f"model {folder}: {name} is missing from its weights", EX_DATAERR)
-        _fits(folder, found[name], part, grows)
-    left = [name for name in found if name not in wanted and not name.endswith(tuple(family.buffers))]
+        if f"{name}.{NF4_PARTS[-1]}" in found:
+            _fits_in_4_bits(folder, found, part)
+        else:
+            _fits(folder, found[name], part, grows)
+    codes = {f"{name}.{part}" for name in wanted for part in NF4_PARTS} & found.keys()
+    left = [name for name in found.keys() - codes if name not in wanted and not name.endswith(tuple(family.buffers))]
     embedding, head = (family.tensor(name, c)[0] for name in _GROW)
     if c.tied and head in left:
         if not _equal(found[head], found[embedding]):
@@ -71,7 +76,7 @@ def check(folder: str, c: ModelConfig) -> dict[str, Stored]:
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise Refusal(f"model {folder}: our decoder has no place for {left[0]}{more} of its weights", EX_DATAERR)
-    return {name: found[name] for name in wanted}
+    return {name: found[name] for name in (*wanted, *sorted(codes))}
 
 
 def _with_prefix(found: dict[str, Stored], prefix: str, wanted: Collection[str]) -> dict[str, Stored]:
@@ -79,6 +84,20 @@ def _with_prefix(found: dict[str, Stored], prefix: str, wanted: Collection[str])
     if any(name in wanted for name in found) or not any(prefix + name in wanted for name in found):
         return found
     return {prefix + name: stored for name, stored in found.items()}
+
+
+def _fits_in_4_bits(folder: str, found: dict[str, Stored], part: Part) -> None:
+    numbers, stored = math.prod(part.shape), found[part.name]
+    if part.transposed:
+        raise Refusal(
+            f"model {folder}: {part.name} has 4 bits and lies the other way round: this is not read", EX_DATAERR
+        )
+    if stored.size != numbers // 2 or numbers % 64:
+        raise Refusal(
+            f"model {folder}: {part.name} has {stored.size:,} bytes of codes, and {numbers / 2:,.0f} are needed for"
+            f" {list(part.shape)}",
+            EX_DATAERR,
+        )
 
 
 def _fits(folder: str, stored: Stored, part: Part, grows: bool) -> None:

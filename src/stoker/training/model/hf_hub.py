@@ -17,16 +17,6 @@ _MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "
 _WANTED = [*_MODEL_FILES, *TOKENIZER_FILES]  # no pickles
 
 
-def tokenizer_of(load: str, say: Callable[[str], None]) -> str:
-    """The tokenizer that belongs to weights: a new one would give every row of the embedding another meaning."""
-    folder = folder_of(load, say)
-    if not os.path.exists(os.path.join(folder, TOKENIZER_FILES[0])):
-        line = f"model.load {load} has no {TOKENIZER_FILES[0]}: name the tokenizer it was trained with (tokenizer.path)"
-        raise Refusal(line, EX_NOINPUT)
-    say(f"the tokenizer is that of model.load: {folder}")
-    return folder
-
-
 def config_of(load: str, say: Callable[[str], None]) -> str:
     """A folder with at least config.json: who plans needs no weights."""
     return folder_of(load, say, wanted=["config.json"])

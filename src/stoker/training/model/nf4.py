@@ -19,6 +19,7 @@ from torch import Tensor
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import replace, shape
 from stoker.contract.untrusted import parse_json
+from stoker.training.model.hf_config import NF4_PARTS as PARTS
 from stoker.training.model.nf4_size import BLOCK, SECOND_BLOCK
 
 LEVELS = (
@@ -33,12 +34,8 @@ EDGES = (
     0.2920137718319893, 0.3893125355243683, 0.5016634166240692, 0.6427869200706482, 0.8614784181118011,
 )  # fmt: skip
 BITS = 4 + 8 / BLOCK + 32 / BLOCK / SECOND_BLOCK  # an element takes
-# Names that bitsandbytes gives what belongs to a weight.
-STATE = "quant_state.bitsandbytes__nf4"
-PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
-_SMALLEST = (
-    2e-38  # of numbers whose reciprocal a GPU computes; a block of zeros becomes zeros, where bitsandbytes has noise
-)
+_SMALLEST = 2e-38  # of numbers whose reciprocal a GPU computes; a block of zeros becomes zeros, not noise
+STATE = PARTS[-1]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -95,6 +92,10 @@ def _scales(values: Tensor) -> tuple[Tensor, Tensor]:
     levels = _on(second_levels(), values.device)
     middles = (levels[:-1] + levels[1:]) * 0.5
     return torch.bucketize(scaled.flatten(), middles, out_int32=True)[:count].to(torch.uint8), largest
+
+
+def moved(q: Quantized, device: torch.device) -> Quantized:
+    return replace(q, **{name: getattr(q, name).to(device) for name in ("codes", "scales", "second", "offset")})
 
 
 def dequantize(q: Quantized) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
 from stoker.training.model.attention import Documents, begins
 from stoker.training.model.config import ModelConfig
-from stoker.training.model.hf_config import config_of, kept_of
+from stoker.training.model.hf_config import base_of, config_of, kept_of
 from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_write import DTYPES, add_files, fresh_folder
 from stoker.training.model.loss import IGNORED
@@ -148,7 +148,7 @@ def _built(c: ModelConfig) -> Any:
     make = partial(auto.AutoModelForCausalLM.from_config, dtype=torch.float32, trust_remote_code=own_code)
     try:
         if own_code:
-            config = auto.AutoConfig.from_pretrained(c.load, trust_remote_code=True)
+            config = auto.AutoConfig.from_pretrained(base_of(c.load), trust_remote_code=True)
         else:
             described = auto.CONFIG_MAPPING[kind]
             auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(
@@ -184,7 +184,8 @@ def opened(c: ModelConfig, context_length: int, dtype: torch.dtype, device: torc
 
 @torch.no_grad()
 def load(model: Outside, folder: str, say: Say) -> None:
-    """Weights and buffers of the folder."""
+    """Weights and buffers of the folder; of an adapter's, with the adapter in them."""
+    adapter, folder = folder, base_of(folder)
     c, own_code = model.config, _runs_own_code(model.config)
     how: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     how |= {"trust_remote_code": True} if own_code else {"trust_remote_code": False, "config": model.module.config}
@@ -202,6 +203,8 @@ def load(model: Outside, folder: str, say: Say) -> None:
         raise Refusal(f"model {folder}: its weights have no {missing[0]}{more}: the folder is not complete", EX_DATAERR)
     model.module.load_state_dict(stored.state_dict())
     say(f"weights from {folder}: {c.stored:,} parameters, by transformers")
+    if adapter != folder:
+        import_module("stoker.training.model.outside_adapters").merge(model, adapter, say)  # it imports this module
 
 
 def save(

@@ -196,10 +196,9 @@ def wrap(model: nn.Module, group: Group, bucket_mb: int | None = None) -> nn.Mod
     if group.world == 1 or group.strategy == "fsdp":
         return model
     devices = [group.device.index] if group.device.type == "cuda" else None
+    # Each rank has read them from the same folder: DDP would send them around once more.
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    if frozen:  # each rank has read them: DDP would send them around, and refuses some on the host
-        ddp: Any = nn.parallel.DistributedDataParallel
-        ddp._set_params_and_buffers_to_ignore_for_model(model, frozen)
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)  # type: ignore[no-untyped-call]
     return nn.parallel.DistributedDataParallel(
         model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
     )

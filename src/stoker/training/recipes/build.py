@@ -27,10 +27,11 @@ from stoker.training.loop.learner import Learner
 from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
 from stoker.training.loop.supervised import Start
-from stoker.training.model import adapters, hf, hf_config, hf_hub, outside, ready
+from stoker.training.model import adapters, hf, hf_config, hf_hub, hf_read, outside, outside_adapters, ready
 from stoker.training.model.attention import FLEX_BLOCK, documents, packed_kernel
 from stoker.training.model.config import OFF, ModelConfig, with_rows
 from stoker.training.model.decoder import Decoder
+from stoker.training.model.reference import Beginning
 from stoker.training.optim.optimizer import Optimizer, gradient_norm, local
 from stoker.training.parallel.config import local_steps
 from stoker.training.parallel.group import Group, even_micro, largest_share, shard
@@ -52,9 +53,7 @@ def parts_of(
         if c.compute.compile != "off" and group.device.type == "cuda":
             voice.say_once("nan.inject: blocks run as plain torch, so that the drill can reach into them")
         c = replace(c, compute=replace(c.compute, compile="off", cuda_graphs="off"))
-    own = (
-        None if c.adapter.method == OFF else adapters.beside(c.adapter, hf_hub.folder_of(c.model.load, voice.say_once))
-    )
+    own = adapters_of(c, voice)
     if own is None and c.compute.embedding == "host":
         raise Refusal(
             "compute.embedding host is for adapters (--lora, --qlora): here the embedding learns; use compute.embedding"
@@ -94,12 +93,15 @@ def model_of(
     own: adapters.Beside | None, *, fresh: bool,
 ) -> Decoder:  # fmt: skip
     """On its device, ready to run there. `fresh`: with the weights it begins with; a checkpoint has others."""
-    weights, shape = model_shape(c.model, vocab_size, voice)
+    weights, shape = model_shape(c.model, vocab_size, voice, c.adapter.method)
     sharded = group.strategy == "fsdp"
     if shape.engine == "transformers":
-        return _outside(c, shape, learner, dtype, group, voice)
+        return _outside(c, shape, learner, dtype, group, voice, own)
     if own is not None:
-        return _adapted(c, own, shape, learner, dtype, group, voice)
+        policy: Any = adapted(c, own, shape, learner.kind, dtype, group, voice)
+        if learner.compares:
+            policy.begun = Beginning(policy, loaded=own.loaded)
+        return cast(Decoder, policy)
     with torch.device("meta" if sharded else group.device):  # sharded: no rank ever holds the whole model
         model = learner.kind(shape, c.data.context_length, dtype)
     ready.make_ready(model, c.compute, group.device, voice.say_once)
@@ -113,29 +115,30 @@ def model_of(
     return model
 
 
-def _adapted(
+def adapters_of(c: Config, voice: Voice) -> adapters.Beside | None:
+    """None: all weights learn."""
+    if c.adapter.method == OFF:
+        return None
+    return adapters.beside(c.adapter, hf_hub.folder_of(c.model.load, voice.say_once))
+
+
+def adapted(
     c: Config,
     own: adapters.Beside,
     shape: ModelConfig,
-    learner: Learner,
+    kind: type[Decoder],
     dtype: torch.dtype,
     group: Group,
     voice: Voice,
 ) -> Decoder:
     """Frozen weights in 16 or 4 bits, with adapters that learn. A checkpoint has the adapters only."""
-    asked = {
-        "parallel.strategy fsdp": group.strategy == "fsdp",
-        "optim.kind muon": c.optim.kind == "muon",
-        "compute.fp8 tensorwise": c.compute.fp8 != "off",
-        "the stages reward and dpo": learner.kind is not Decoder,
-        "a new model.vocab_size": c.model.vocab_size not in (0, hf_config.shape_of(own.base).vocab_size),
-    }
-    for what in (what for what, yes in asked.items() if yes):
-        raise Refusal(f"adapter.method {c.adapter.method} can't do {what} yet: leave it out", EX_CONFIG)
+    if c.model.vocab_size not in (0, hf_config.shape_of(own.base).vocab_size):
+        raise Refusal(f"adapter.method {c.adapter.method} can't do a new model.vocab_size yet: leave it out", EX_CONFIG)
     told = own.settings
     with torch.device("meta"):
-        model = learner.kind(shape, c.data.context_length, dtype)
-    adapters.freeze(model, told)
+        model = kind(shape, c.data.context_length, dtype)
+    for line in adapters.freeze(model, told):
+        voice.say_once(line)
     ready.make_ready(model, c.compute, group.device, voice.say_once)
     if c.compute.embedding == "host":
         _embed_on_host(model)
@@ -144,10 +147,11 @@ def _adapted(
         model.fuse(False)
     model.place(group.device)
     hf.load_named(model, hf.named(model), own.base, voice.say_once)
+    model.begin_own(told.continue_from or own.base)
     adapters.attach(model, told, c.train.seed)
     if told.continue_from:
         adapters.check_base(told.continue_from)
-        adapters.load(model, told, told.continue_from, hf.read_stored, voice.say_once)
+        adapters.load(model, told, told.continue_from, hf_read.read_stored, voice.say_once)
     bytes_of = adapters.held(model)
     voice.say_once(
         f"adapter: {told.method}, rank {told.lora_rank}, {sum(p.numel() for p in adapters.learned(model).values()):,} numbers"
@@ -168,8 +172,9 @@ def _embed_on_host(model: Decoder) -> None:
 
 
 def _outside(
-    c: Config, shape: ModelConfig, learner: Learner, dtype: torch.dtype, group: Group, voice: Voice
-) -> Decoder:
+    c: Config, shape: ModelConfig, learner: Learner, dtype: torch.dtype, group: Group, voice: Voice,
+    own: adapters.Beside | None,
+) -> Decoder:  # fmt: skip
     """A module of transformers. It stands in for a decoder wherever rows are learned."""
     asked = {
         "parallel.strategy fsdp": group.strategy == "fsdp",
@@ -182,21 +187,42 @@ def _outside(
             f"model.engine transformers can't do {what}: leave it out, or load a model of a family (`stoker docs families`)",
             EX_CONFIG,
         )
+    hf_config.check_adapters_outside(c.adapter.method)
     assert learner.outside is not None
     voice.say_once(outside.notice(shape))
     with torch.device(group.device):
         model = learner.outside(shape, c.data.context_length, dtype)
     ready.make_ready(model, c.compute, group.device, voice.say_once)
     model.place(group.device)
-    outside.load(model, shape.load, voice.say_once)  # a checkpoint has its parameters, not its buffers
+    outside.load(model, own.base if own else shape.load, voice.say_once)  # a checkpoint has no buffers
+    if own is not None:
+        _adapted_outside(model, own, learner, c.train.seed, voice)
     return cast(Decoder, model)
 
 
-def model_shape(c: ModelConfig, vocab_size: int, voice: Voice) -> tuple[str, ModelConfig]:
-    """(folder of the weights to begin with or nothing, shape)."""
+def _adapted_outside(model: Any, own: adapters.Beside, learner: Learner, seed: int, voice: Voice) -> None:
+    told = own.settings
+    outside_adapters.attach(model, told, seed)
+    if own.loaded:
+        adapters.check_base(told.continue_from)
+        outside_adapters.fill(model, told, told.continue_from, voice.say_once)
+    if learner.compares and own.loaded:
+        raise Refusal(
+            "model.engine transformers can't do DPO that begins with an adapter: its reference is the model without one",
+            EX_CONFIG,
+        )
+    if learner.compares:
+        model.begun = outside_adapters.begun(model)
+    count = sum(parameter.numel() for parameter in adapters.learned(model).values())
+    voice.say_once(f"adapter: {told.method} by peft, rank {told.lora_rank}, {count:,} numbers learn")
+
+
+def model_shape(c: ModelConfig, vocab_size: int, voice: Voice, method: str = OFF) -> tuple[str, ModelConfig]:
+    """(folder of the weights to begin with or nothing, shape). `method`: of adapter.method."""
     if not c.load:
         return "", with_rows(c, vocab_size)
     weights = hf_hub.folder_of(c.load, voice.say_once, code=c.trust_remote_code)
+    hf_config.check_trainable(weights, method)
     loaded = hf_config.shape_for(c, weights)
     given = replace(loaded, vocab_size=c.vocab_size or loaded.vocab_size, dropout=c.dropout)
     return weights, with_rows(given, vocab_size)

@@ -26,7 +26,7 @@ from stoker.training.evaluate.asking import Manner, prompt_ids, refuse_long
 from stoker.training.evaluate.likelihood import embed_shared
 from stoker.training.evaluate.tasks import prompts_of, spread
 from stoker.training.generate.engine import Engine
-from stoker.training.model import ready
+from stoker.training.model import hf_config, ready
 from stoker.training.model.attention import kernels
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import stage
@@ -67,7 +67,7 @@ def _questions(c: Config, folders: Sequence[str]) -> list[Question]:
         stage.from_rank_0(prompts.skipped)
     room, fit = c.data.context_length - c.generate.new_tokens, set(range(len(prompts.questions)))
     for folder in folders:
-        words = load_tokenizer(folder)
+        words = load_tokenizer(hf_config.tokenizer_in(folder))
         lengths = [
             len(prompt_ids(words, question, Manner(c.evaluate.chat, system=c.generate.system)))
             for question in prompts.questions
@@ -90,7 +90,10 @@ def _questions(c: Config, folders: Sequence[str]) -> list[Question]:
 
 def _answers(c: Config, folder: str, questions: Sequence[Question], group: Group) -> Answers:
     """All of them, on every rank. Both models get the same prompts and seeds: equal ones write the same."""
-    tokenizer, manner = load_tokenizer(folder), Manner(c.evaluate.chat, system=c.generate.system)
+    tokenizer, manner = (
+        load_tokenizer(hf_config.tokenizer_in(folder)),
+        Manner(c.evaluate.chat, system=c.generate.system),
+    )
     prompts = [prompt_ids(tokenizer, question, manner) for question in questions]
     model = stage.open_model(c, folder, group.device).eval()
     length = max(map(len, prompts)) + c.generate.new_tokens

@@ -16,6 +16,8 @@ y⁺ is the better answer. Only the answers' tokens count; with `dpo.length_norm
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +28,12 @@ from stoker.training.config.schema import Config
 from stoker.training.data.reader import IGNORED
 from stoker.training.loop.feeder import Rows
 from stoker.training.loop.learner import Learner, Validation
+from stoker.training.loop.samples import Example
 from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
 from stoker.training.model import hf, ready
 from stoker.training.model.attention import Documents, begins, documents
-from stoker.training.model.config import ModelConfig
+from stoker.training.model.config import OFF, ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.loss import token_logprobs
 from stoker.training.model.outside import Outside
@@ -106,10 +109,13 @@ class OutsideReference(_Frozen, Outside):
 
 
 class DpoModel(nn.Module):
-    """`reference` is not a part of this module: it is neither saved nor trained."""
+    """`reference` is not a part of this module: it is neither saved nor trained. Without one this very model computes what
+    it did when it began.
+    """
 
-    reference: Decoder | Outside
+    reference: Decoder | Outside | None
     rule: DpoConfig
+    begun: Callable[[], AbstractContextManager[Any]] | None = None
 
     def __init__(self, c: ModelConfig, context_length: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(c, context_length, dtype)
@@ -127,9 +133,8 @@ class DpoModel(nn.Module):
             packed = documents(torch.zeros(inputs.shape, dtype=torch.int32), inputs.device)
             assert packed is not None
         assert isinstance(self, (Decoder, Outside))
+        theirs = self.reference_logprobs(inputs, packed)
         mine = answer_logprobs(self, inputs, packed, self.rule.length_normalised)
-        with torch.no_grad():
-            theirs = self.reference(inputs, None, None, packed)
         if targets is None:
             return torch.stack([mine, theirs])
         counted = targets != IGNORED
@@ -139,6 +144,16 @@ class DpoModel(nn.Module):
             with torch.no_grad():
                 self._remember(mine, ratio, targets, counted)
         return loss if scale is None else loss * scale
+
+    def reference_logprobs(self, inputs: Tensor, packed: Documents) -> Tensor:
+        """As `answer_logprobs`, of the model that training began with. Before the policy's pass: nothing of that is kept yet."""
+        with torch.no_grad():
+            if self.reference is not None:
+                found: Tensor = self.reference(inputs, None, None, packed)
+                return found
+            assert self.begun is not None
+            with self.begun() as model:
+                return answer_logprobs(model, inputs, packed, self.rule.length_normalised)
 
     def _remember(self, mine: Tensor, ratio: Tensor, targets: Tensor, counted: Tensor) -> None:
         rejected = mine.gather(1, targets.clamp(min=0))
@@ -178,7 +193,9 @@ def measured(model: nn.Module, samples: Rows, group: Group, micro: int) -> Measu
     return Measured(*held_out(model, samples, group, micro, values))
 
 
-def learner(reference: Decoder | Outside, rule: DpoConfig) -> Learner:
+def learner(reference: Decoder | Outside | None, rule: DpoConfig) -> Learner:
+    """`reference`: a copy of its own; None: adapters learn, and the model under them is the reference."""
+
     def measure(model: nn.Module, samples: Rows, group: Group, *, tokens: int, micro: int) -> Validation:
         """Loss per pair, and the share of pairs whose better answer has the higher implicit reward."""
         found = measured(model, samples, group, micro)
@@ -188,7 +205,17 @@ def learner(reference: Decoder | Outside, rule: DpoConfig) -> Learner:
     # As attributes of a class: a module's own would be its children, saved and trained.
     given = {"reference": reference, "rule": rule}
     kind, outside = (type("DpoPolicy", (DpoModel, base), given) for base in (Decoder, Outside))
-    return Learner(kind, outside=outside, measure=measure, numbers=DpoModel.numbers)
+    return Learner(
+        kind, outside=outside, measure=measure, numbers=DpoModel.numbers, compares=reference is None, examples=examples
+    )
+
+
+def examples(rows: Rows, count: int) -> Iterator[Example]:
+    """Prompts with their better answers."""
+    assert isinstance(rows, PairRows)
+    for pair in rows.pairs:
+        first = int(pair.learned.argmax())
+        yield Example(tuple(pair.better[:first].tolist()), tuple(pair.better[pair.learned].tolist()))
 
 
 def means(found: Measured, rule: DpoConfig) -> dict[str, float]:
@@ -229,7 +256,10 @@ def main(argv: list[str]) -> int:
     line = "held-out pairs with the higher implicit reward on the better answer"
 
     def begun(c: Config, vocab_size: int, group: Group, voice: Voice) -> Learner:
-        return learner(reference_of(c, vocab_size, group, voice), c.dpo)
+        if c.adapter.method == OFF:
+            return learner(reference_of(c, vocab_size, group, voice), c.dpo)
+        voice.say_once("reference: the model as it begins, without a copy of its own")
+        return learner(None, c.dpo)
 
     return learn_pairs(argv, PairStage("dpo", line, begun, measure, answers=True))
 

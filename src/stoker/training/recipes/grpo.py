@@ -21,6 +21,7 @@ import torch
 import stoker
 from stoker.contract import names
 from stoker.contract.names import EX_CONFIG, EX_SOFTWARE, Refusal
+from stoker.contract.quantities import amount
 from stoker.contract.shape import as_json
 from stoker.training.config.schema import Config
 from stoker.training.evaluate.marking import right_in_form
@@ -29,12 +30,14 @@ from stoker.training.loop.learner import Learner
 from stoker.training.loop.run import Loop
 from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Profile
-from stoker.training.model import hf_hub, ready
+from stoker.training.model import adapters, hf_config, hf_hub, ready
 from stoker.training.model.config import with_rows
+from stoker.training.model.decoder import Decoder
+from stoker.training.model.reference import Beginning, Reference, copied
 from stoker.training.optim.config import rate_share
 from stoker.training.optim.optimizer import Optimizer
 from stoker.training.parallel.group import Group
-from stoker.training.recipes import stage
+from stoker.training.recipes import build, stage
 from stoker.training.reward.model import open_reward, scores
 from stoker.training.rl import rollout as asking
 from stoker.training.rl.rollout import Answer, rollout_of
@@ -53,7 +56,7 @@ def scorer_of(c: Config, tokenizer: Tokenizer, device: torch.device, micro: int)
     folder = c.grpo.reward_model
     if not folder:
         return None
-    if load_tokenizer(hf_hub.folder_of(folder, lambda line: None)).digest != tokenizer.digest:
+    if load_tokenizer(hf_config.tokenizer_in(hf_hub.folder_of(folder, lambda line: None))).digest != tokenizer.digest:
         raise Refusal(
             f"grpo.reward_model {folder} has another tokenizer than model.load: its scores would be of other words",
             EX_CONFIG,
@@ -81,6 +84,25 @@ def reward(answers: Sequence[Answer], scorer: Scorer | None, weight: float) -> t
 
 def _sigmoid(score: float) -> float:
     return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))
+
+
+def policy_of(
+    c: Config, weights: str, own: adapters.Beside | None, group: Group, voice: Voice
+) -> tuple[Decoder, Reference | None]:
+    """(what learns, what it began with: in the activations' dtype, or by itself where adapters learn)."""
+    hf_config.check_trainable(weights, c.adapter.method)
+    if own is not None:
+        dtype = ready.dtype_of(c.compute, group.device)
+        ready.arithmetic(c.compute, dtype)
+        model = build.adapted(c, own, hf_config.shape_of(weights), Decoder, dtype, group, voice)
+        return model, Beginning(model, loaded=own.loaded) if c.grpo.kl > 0 else None
+    model = stage.open_model(c, weights, group.device)
+    ready.make_ready(model, c.compute, group.device, voice.say_once)
+    if c.grpo.kl <= 0:
+        return model, None
+    copy = stage.open_model(c, weights, group.device).to(model.dtype).requires_grad_(False)
+    ready.make_ready(copy, c.compute, group.device, voice.say_once)
+    return model, copied(copy)
 
 
 MICRO = 16  # answers a rank learns from at once, where batch.micro is auto
@@ -111,21 +133,18 @@ def main(argv: list[str]) -> int:
         voice.say_once(line)
     folder = stage.run_directory(c, group)
 
-    # Model and optimizer. The reference: the weights it all begins with, in the activations' dtype. The reward model,
-    # where there is one.
-    model = stage.open_model(c, weights, group.device)
+    # Model and optimizer. The reference: the model it all begins with. The reward model, where there is one.
+    own = build.adapters_of(c, voice)
+    model, reference = policy_of(c, weights, own, group, voice)
     with_rows(model.config, tokenizer.vocab_size)
-    ready.make_ready(model, c.compute, group.device, voice.say_once)
     optimizer = Optimizer(model, c.optim)
-    reference = None
-    if c.grpo.kl > 0:
-        reference = stage.open_model(c, weights, group.device).to(model.dtype).requires_grad_(False)
-        ready.make_ready(reference, c.compute, group.device, voice.say_once)
     scorer = scorer_of(c, tokenizer, group.device, micro)
 
     # Where a checkpoint left them, if there is one.
     found = newest(c.checkpoint, folder, group, voice)
     position, history = resumed(found, c.optim.kind, c.grpo)
+    if found is not None:
+        adapters.check_same(found.meta.get("adapter"), own, found.path)
     tensors = tensors_of(model, optimizer)
     keeper = Keeper(c.checkpoint, folder, group, voice, tensors, keep_best=False)
     updater = Updater(
@@ -148,7 +167,7 @@ def main(argv: list[str]) -> int:
 
     # The steps: sample prompts, write answers, judge them, learn.
     rollout = rollout_of(model, tokenizer, max(len(prompt.ids) for prompt in prompts), c.generate, c.grpo, group)
-    words = c.tokenizer.path or weights
+    words = stage.tokenizer_folder(c)
     about = {
         "optimizer": c.optim.kind,
         "model": as_json(model.config),
@@ -156,6 +175,10 @@ def main(argv: list[str]) -> int:
         "tokenizer_digest": tokenizer.digest,
         "tokenizer": os.path.abspath(words) if os.path.isdir(words) else None,
     }
+    if own is not None:
+        about["adapter"] = own.about
+        size = amount(rollout.merged_bytes)
+        voice.say_once(f"answers are written by a copy of the weights with the adapters merged into it: {size}")
     voice.say_once(
         f"prompts: {len(prompts):,}, {c.grpo.prompts_per_step} a step with {c.grpo.group} answers each, {steps} steps"
     )
@@ -193,7 +216,11 @@ def main(argv: list[str]) -> int:
     if exported:
         copied = _tokenizer_folder(words, tokenizer, folder) if group.first else words
         beside = stage.beside(c, copied, tokenizer.digest, folder, True)
-        Learner().save(model, os.path.join(folder, "hf"), beside, voice.say_once, group.first)
+        where = os.path.join(folder, "hf")
+        if own is None:
+            Learner().save(model, where, beside, voice.say_once, group.first)
+        elif group.first:
+            adapters.save(model, own.settings, own.base, where, beside, voice.say_once)
     if group.first and (stopped or whole):
         metrics = result(task.history, task.position, stopped, task.solved)
         stage.finish(c, "grpo", metrics, model="hf" if exported else None)

@@ -30,7 +30,7 @@ from stoker.training.forensics.culprit import NonFinite
 from stoker.training.generate.exporting import card_of
 from stoker.training.loop.learner import Beside
 from stoker.training.loop.supervised import BEFORE
-from stoker.training.model import hf, hf_hub, ready
+from stoker.training.model import hf, hf_config, hf_hub, ready
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group
 from stoker.training.stages.registry import STAGES
@@ -83,7 +83,11 @@ def weights_of(load: str) -> str:
 
 
 def tokenizer_of(c: Config) -> Tokenizer:
-    return load_tokenizer(c.tokenizer.path or weights_of(c.model.load))
+    return load_tokenizer(tokenizer_folder(c))
+
+
+def tokenizer_folder(c: Config) -> str:
+    return c.tokenizer.path or hf_config.tokenizer_in(weights_of(c.model.load))
 
 
 def open_model(c: Config, folder: str, device: torch.device) -> Decoder:
@@ -115,8 +119,9 @@ def rows_of(path: str, key: str) -> list[dict[str, Any]]:
 def beside(c: Config, tokenizer: str, digest: str, run: str, chat: bool) -> Beside:
     """What goes beside an export's weights. The tokenizer's files are those of the loaded model where it is the same."""
     own = hf_hub.folder_of(c.model.load, lambda line: None, code=c.model.trust_remote_code) if c.model.load else ""
-    if own and os.path.isfile(os.path.join(own, TOKENIZER)) and load_tokenizer(own).has_digest(digest):
-        tokenizer = own
+    words = hf_config.tokenizer_in(own) if own else ""
+    if words and os.path.isfile(os.path.join(words, TOKENIZER)) and load_tokenizer(words).has_digest(digest):
+        tokenizer = words
     from_elsewhere = bool(own) and not os.path.isfile(os.path.join(os.path.dirname(os.path.realpath(own)), RESULT))
     return Beside(tokenizer, chat and from_elsewhere, card_of(run))
 

@@ -5,23 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from typing import Any, cast
+
+from torch import Tensor
 
 from stoker.contract.shape import as_json, shape
+from stoker.training.checkpoint.reading import open_checkpoint
 from stoker.training.config.check import check_ranks
 from stoker.training.config.schema import Config
 from stoker.training.data.order import order_of
 from stoker.training.evaluate.confidence import wilson
 from stoker.training.loop.feeder import Feeder, Material
-from stoker.training.loop.keeping import Keeper, newest, tensors_of
+from stoker.training.loop.keeping import Keeper, best_in, newest, tensors_of
 from stoker.training.loop.learner import Learner
 from stoker.training.loop.run import Loop
 from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Profile, Startup
 from stoker.training.loop.step import Parts, Stepper
 from stoker.training.loop.supervised import Launched, Settings, Supervised
-from stoker.training.model import adapters, ready
+from stoker.training.model import adapters, outside_adapters, ready
 from stoker.training.model.attention import kernels
+from stoker.training.model.outside import Outside
 from stoker.training.optim.config import rate_share
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import build, stage
@@ -89,9 +93,22 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
             loop.launched(Launched(pending, batch, rate, parts.learner.numbers(parts.model)))
     memory.end(task.tokens_per_s)
     task.close()
+    if task.out_of_patience:
+        take_best(keeper, tensors, group, voice)
     if loop.whole:
         export(c, parts, folder, voice)
     return Trained(loop.code, loop.whole, parts, stage.learned(folder, loop.done, task.tokens))
+
+
+def take_best(keeper: Keeper, tensors: dict[str, Tensor], group: Group, voice: Voice) -> None:
+    """After a stop by train.patience: the weights of the checkpoint with the lowest validation loss."""
+    path = group.agreed(lambda: best_in(keeper.folder))
+    if path is None:
+        voice.say_once("no checkpoint has a validation loss: the last weights are exported, not the best")
+        return
+    found = open_checkpoint(path)
+    found.read_into(tensors)
+    voice.say_once(f"back to the best checkpoint: {path}, validation loss {found.score:.4f}")
 
 
 @shape
@@ -121,7 +138,7 @@ def learn_pairs(argv: list[str], kind: PairStage) -> int:
 
     group = Group(c.parallel)
     startup.done("ranks")
-    folder = c.tokenizer.path or stage.weights_of(c.model.load)
+    folder = stage.tokenizer_folder(c)
     material = Material(train_rows.digest(), tokenizer.vocab_size, folder, tokenizer.digest, train_rows, other)
     voice = Voice(group, c.train.log_every)
     with kernels(ready.attention(c.compute, group.device)):
@@ -160,6 +177,8 @@ def export(c: Config, parts: Parts, folder: str, voice: Voice) -> None:
         beside = stage.beside(c, words, parts.material.tokenizer_digest, folder, parts.material.train.chat)
         if parts.adapters is not None:
             if parts.group.first:
-                adapters.save(parts.model, parts.adapters.settings, parts.adapters.base, where, beside, voice.say_once)
+                own, model = parts.adapters, cast(Any, parts.model)
+                save = outside_adapters.save if isinstance(model, Outside) else adapters.save
+                save(model, own.settings, own.base, where, beside, voice.say_once)
             return
         parts.learner.save(parts.model, where, beside, voice.say_once, parts.group.first)

@@ -25,7 +25,7 @@ from stoker.training.data.reader import IGNORED
 from stoker.training.evaluate.likelihood import padded as padded_right
 from stoker.training.loop.feeder import Rows, padded
 from stoker.training.loop.learner import Beside, Learner, Say, Validation
-from stoker.training.model import hf, hf_hub, ready
+from stoker.training.model import adapters, hf, hf_hub, hf_read, ready
 from stoker.training.model.attention import Documents, begins, documents
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
@@ -44,6 +44,7 @@ class RewardModel(Decoder):
     """`likelihood`: whether the second term counts (reward.likelihood)."""
 
     likelihood = True
+    own: tuple[str, ...] = _OWN
 
     def __init__(self, c: ModelConfig, context_length: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(c, context_length, dtype)
@@ -55,14 +56,30 @@ class RewardModel(Decoder):
     @torch.no_grad()
     def start(self, seed: int) -> None:
         super().start(seed)
+        self.begin_own("")
+
+    @torch.no_grad()
+    def begin_own(self, folder: str) -> None:
+        if folder and has_score(folder):
+            stored = _head(folder)
+            for name in self.own:
+                parameter = getattr(self, name)
+                if name not in stored or stored[name].shape != parameter.shape:
+                    raise Refusal(
+                        f"{os.path.join(folder, HEAD)}: {name} of shape {list(parameter.shape)} is not in it",
+                        EX_DATAERR,
+                    )
+                parameter.copy_(like(stored[name].to(parameter.device), parameter))
+            return
         self.score.zero_()
         if self.likelihood:
             self.trust.fill_(TRUST)
 
-    @property
-    def own(self) -> tuple[str, ...]:
-        """Names of what no decoder has."""
-        return _OWN if self.likelihood else _OWN[:1]
+    def write_own(self, folder: str) -> None:
+        parts = {name: getattr(self, name).detach() for name in self.own}
+        save_file(
+            {name: tensor.float().cpu().contiguous() for name, tensor in parts.items()}, os.path.join(folder, HEAD)
+        )
 
     def parts(self, inputs: Tensor, packed: Documents | None) -> tuple[Tensor, Tensor | None]:
         """[B, T] each: w · h of an answer that ends there, and log p of its segment up to there."""
@@ -139,22 +156,22 @@ def held_out(
 def load(model: Decoder, folder: str, say: Say) -> None:
     """A reward model's folder, or a decoder's: the head then stays as it is."""
     assert isinstance(model, RewardModel)
-    hf.load_named(model, ((name, p) for name, p in hf.named(model) if name not in _OWN), folder, say)
-    if os.path.exists(os.path.join(folder, HEAD)):
-        stored = _head(folder)
-        with torch.no_grad():
-            for name in model.own:
-                parameter = getattr(model, name)
-                if name not in stored or stored[name].shape != parameter.shape:
-                    raise Refusal(
-                        f"{os.path.join(folder, HEAD)}: {name} of shape {list(parameter.shape)} is not in it",
-                        EX_DATAERR,
-                    )
-                parameter.copy_(like(stored[name].to(parameter.device), parameter))
+    hf.load(model, folder, say)
+    if has_score(folder):
+        model.begin_own(folder)
+
+
+def has_score(folder: str) -> bool:
+    return os.path.exists(os.path.join(folder, HEAD)) or adapters.score_in(folder) is not None
 
 
 def _head(folder: str) -> dict[str, Tensor]:
+    """Of a folder of ours, or the score alone of an adapter's that peft wrote."""
     path = os.path.join(folder, HEAD)
+    if not os.path.exists(path):
+        score = adapters.score_in(folder)
+        assert score is not None
+        return {"score": hf_read.read_stored(score)[0].float()}
     try:
         read_header(path)
         return load_file(path)
@@ -176,6 +193,7 @@ def save(model: Decoder, folder: str, beside: Beside, say: Say, write: bool) -> 
 
 class _Plain(RewardModel):
     likelihood = False
+    own = _OWN[:1]
 
     def __init__(self, c: ModelConfig, context_length: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(c, context_length, dtype)
@@ -184,12 +202,12 @@ class _Plain(RewardModel):
 
 
 def learner(likelihood: bool) -> Learner:
-    return Learner(RewardModel if likelihood else _Plain, None, load, save, measure)
+    return Learner(RewardModel if likelihood else _Plain, None, load, save, measure, examples=None)
 
 
 def open_reward(folder: str, context_length: int, compute: ComputeConfig, device: torch.device) -> RewardModel:
     folder = hf_hub.folder_of(folder, lambda line: None)
-    if not os.path.exists(os.path.join(folder, HEAD)):
+    if not has_score(folder):
         raise Refusal(f"{folder} is no reward model: it has no {HEAD}; `stoker train reward` makes one", EX_NOINPUT)
     kind = RewardModel if "trust" in _head(folder) else _Plain
     dtype = ready.dtype_of(compute, device)

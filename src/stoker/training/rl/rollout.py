@@ -195,6 +195,7 @@ class Rollout:
         self._engine, self._tokenizer, self._stop = engine, tokenizer, frozenset(stop)
         self._c, self._group, self._ranks = c, group, ranks
         self.refresh = engine.refresh  # after the weights changed
+        self.merged_bytes = engine.merged_bytes
 
     def __call__(self, prompts: Sequence[Prompt], *seeds: int) -> list[Answer]:
         """This rank's answers to the step's prompts, `group` in a row to each."""

@@ -16,6 +16,7 @@ from stoker.contract.shape import replace, shape
 from stoker.training.model.attention import kernels
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.loss import token_logprobs
+from stoker.training.model.reference import Reference
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
 from stoker.training.parallel.group import Group, no_sync, wrap
 from stoker.training.rl.config import GrpoConfig
@@ -148,7 +149,7 @@ class Updater:
     def __init__(
         self,
         model: Decoder,
-        reference: Decoder | None,
+        reference: Reference | None,
         optimizer: Optimizer,
         group: Group,
         c: GrpoConfig,
@@ -206,7 +207,8 @@ class Updater:
     def _with_fixed(self, batch: Batch) -> Batch:
         """What the updates don't change. With a single one the old log-probabilities are those of its own pass."""
         if self._reference is not None:
-            batch = replace(batch, reference=logprobs(self._reference, batch, self._temperature)[0])
+            with self._reference() as model:
+                batch = replace(batch, reference=logprobs(model, batch, self._temperature)[0])
         return replace(batch, old=logprobs(self._model, batch, self._temperature)[0]) if self._c.updates > 1 else batch
 
     def _backward(self, batches: Sequence[Batch], scale: float) -> Tensor:

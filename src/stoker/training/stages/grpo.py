@@ -88,12 +88,13 @@ _WEIGHTED = {**_GIVEN, "grpo.weights": From("density", "weights.jsonl")}
 STAGE = Stage(
     name="grpo",
     about="learning from rewards",
-    sections=frozenset(("generate", "grpo")),
+    sections=frozenset(("generate", "grpo", "adapter")),
     inputs=("model.load", "grpo.prompts"),
     outputs=("hf",),
     common=(
         *keys_of("grpo", "weights reward_model prompts_per_step group kl"),
-        *keys_of("generate", "new_tokens temperature system"),
+        *keys_of("generate", "new_tokens temperature"),
+        "adapter.method",
     ),
     learning=Learning(rate=0.05, passes=1, prompts=True),  # 1e-6 for a billion parameters
     links=(

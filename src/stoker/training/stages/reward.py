@@ -11,6 +11,7 @@ from stoker.contract.shape import replace
 from stoker.training.config.derived import Learning
 from stoker.training.config.schema import Config
 from stoker.training.data.formats.table import AUTO
+from stoker.training.model.config import OFF
 from stoker.training.stages import estimate
 from stoker.training.stages.blocks import Block, Cell, Figure, Heading, Table, Text
 from stoker.training.stages.estimate import Estimate, Job
@@ -94,10 +95,10 @@ def report(metrics: Metrics) -> Iterator[Block]:
 REWARD = Stage(
     name="reward",
     about="a model that scores answers, from pairs",
-    sections=frozenset(("reward",)),
+    sections=frozenset(("reward", "adapter")),
     inputs=("model.load", "reward.pairs"),
     outputs=("hf",),
-    common=("reward.held_out", "reward.likelihood"),
+    common=("reward.held_out", "reward.likelihood", "adapter.method"),
     learning=Learning(rate=0.5, passes=1, samples=32, steps_a_pass=32),
     links=(
         Link(
@@ -121,10 +122,11 @@ REWARD = Stage(
 
 
 def _dpo_cost(job: Job) -> Estimate:
-    """Training, and the reference: a forward pass, which is a third of a step, and its weights."""
+    """Training, and the reference: a forward pass, which is a third of a step, and its weights. Beside adapters it has none."""
     found = estimate.training(job)
     seconds = job.pace.start + (found.seconds - job.pace.start) * 4 / 3
-    return replace(found, seconds=seconds, memory=found.memory + job.pace.width * job.size)
+    copy = job.pace.width * job.size if job.values["adapter.method"] == OFF else 0
+    return replace(found, seconds=seconds, memory=found.memory + copy)
 
 
 def _dpo_headline(metrics: Metrics) -> str:
@@ -157,10 +159,10 @@ def _dpo_report(metrics: Metrics) -> Iterator[Block]:
 DPO = Stage(
     name="dpo",
     about="learning from preference pairs, without a reward model",
-    sections=frozenset(("dpo",)),
+    sections=frozenset(("dpo", "adapter")),
     inputs=("model.load", "dpo.pairs"),
     outputs=("hf",),
-    common=keys_of("dpo", "held_out beta loss length_normalised"),
+    common=(*keys_of("dpo", "held_out beta loss length_normalised"), "adapter.method"),
     # 1e-6 for a billion parameters. Zephyr's 5e-7 at 7 billion is this rate and the fourth root of the size
     learning=Learning(rate=0.05, passes=1, samples=32, steps_a_pass=32),
     check=check,

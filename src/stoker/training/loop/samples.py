@@ -1,0 +1,130 @@
+"""A few held-out prompts, answered while a model is fine-tuned: what it says before, during and after.
+
+Written by the model that learns, without a cache and without a second copy of its weights: a token is a pass over the
+prompts, and a card that is full with training has room for that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stoker.contract import layout
+from stoker.contract.shape import shape
+from stoker.contract.wholefile import APPEND
+from stoker.training.data.reader import IGNORED
+from stoker.training.loop.feeder import Rows
+from stoker.training.model.loss import capped
+from stoker.training.model.outside import Outside
+from stoker.training.tokenizer.tokenizer import Tokenizer
+
+FILE = "samples.jsonl"
+NEW_TOKENS = 64
+MULTIPLE = 64  # tokens of a row: one shape for a whole answer
+SHOWN = 160  # characters of a text in the log
+
+
+@shape
+class Example:
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]  # as the data has it
+
+
+def from_chats(rows: Rows, count: int) -> Iterator[Example]:
+    """Of the first conversations: up to the first answer, and that."""
+    for number in range(len(rows) if count else 0):
+        batch = rows.batch(np.array([number], dtype=np.int64))
+        assert batch.segments is not None
+        inputs, targets, segments = batch.inputs[0], batch.targets[0], batch.segments[0]
+        for segment in np.unique(segments[segments >= 0]).tolist():
+            (own,) = np.nonzero(segments == segment)
+            learned = targets[own] != IGNORED
+            if not learned.any():
+                continue
+            first = int(learned.argmax())
+            length = int((~learned[first:]).argmax()) or int(len(own) - first)
+            answer = targets[own][first : first + length]
+            yield Example(tuple(inputs[own][: first + 1].tolist()), tuple(answer.tolist()))
+
+
+def chosen(found: Iterator[Example], count: int, context: int) -> list[Example]:
+    """The first that leave room for an answer."""
+    some: list[Example] = []
+    while len(some) < count and (example := next(found, None)) is not None:
+        if len(example.prompt) + NEW_TOKENS <= context:
+            some.append(example)
+    return some
+
+
+@torch.no_grad()
+def answers(model: Any, prompts: Sequence[Sequence[int]], stop: Sequence[int], vocab: int) -> list[list[int]]:
+    """Greedy, NEW_TOKENS at most."""
+    device, rows = next(model.parameters()).device, torch.arange(len(prompts))
+    longest = max(map(len, prompts)) + NEW_TOKENS
+    ids = torch.zeros(len(prompts), min(-(-longest // MULTIPLE) * MULTIPLE, model.context_length), dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(list(prompt))
+    ids, rows = ids.to(device), rows.to(device)
+    ends = torch.tensor(list(stop), device=device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    alive = torch.ones(len(prompts), dtype=torch.bool, device=device)
+    training = model.training
+    model.eval()
+    with _uncompiled():
+        for place in range(NEW_TOKENS):
+            at = lengths - 1 + place
+            token = _logits(model, ids, rows, at)[:, :vocab].argmax(-1)
+            ids[rows, at + 1] = token
+            alive &= ~torch.isin(token, ends)
+            if not alive.any():
+                break
+    model.train(training)
+    written = [row[len(prompt) : len(prompt) + place + 1] for row, prompt in zip(ids.tolist(), prompts, strict=True)]
+    return [row[: next((end for end, one in enumerate(row) if one in stop), None)] for row in written]
+
+
+def _logits(model: Any, ids: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+    """After the token at place `at` of each row. What lies behind it is not seen."""
+    if isinstance(model, Outside):
+        return model.logits(ids)[rows, at]
+    x = model.hidden(ids)[rows, at]
+    return capped(F.linear(x, model.head_weight.to(x.dtype)), model.config.final_cap)
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Compiling blocks for another shape would take longer than the answers."""
+    stance: Any = getattr(torch.compiler, "set_stance", None)
+    return stance("force_eager") if stance is not None else nullcontext()
+
+
+class SampleLog:
+    def __init__(self, folder: str, examples: Sequence[Example], words: Tokenizer, say: Callable[[str], None]) -> None:
+        self._path, self._examples, self._words, self._say = os.path.join(folder, FILE), examples, words, say
+
+    def write(self, model: Any, step: int) -> None:
+        words = self._words
+        stop = [token for token in words.stop_ids if token >= 0]
+        written = answers(model, [example.prompt for example in self._examples], stop, words.vocab_size)
+        handle = os.open(self._path, APPEND, 0o600)
+        with os.fdopen(handle, "a", encoding="utf-8") as file:
+            for number, (example, ids) in enumerate(zip(self._examples, written, strict=True), 1):
+                wanted = [token for token in example.answer if token not in stop]
+                texts = [words.decode(list(some)) for some in (example.prompt, wanted, ids)]
+                told = dict(zip(("prompt", "wanted", "answer"), texts, strict=True))
+                file.write(json.dumps({"schema": layout.SCHEMA, "step": step, **told}, ensure_ascii=False) + "\n")
+                when = f"after step {step}" if step else "before the first step"
+                self._say(f"Sample {number} {when} | {_short(texts[0])} → {_short(texts[2])}")
+
+
+def _short(text: str) -> str:
+    """One line; of a long prompt its end says more than its beginning."""
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN else f"… {line[-SHOWN:]}"
