@@ -22,6 +22,8 @@ from stoker.training.model.config import AdapterConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_config import shape_of
 from stoker.training.model.targets import adapter_parameters, targets
+from stoker.training.optim.config import OptimConfig
+from stoker.training.optim.optimizer import Optimizer, gradient_norm
 from stoker.training.parallel.config import ComputeConfig
 from test_fused_options import stand_in
 
@@ -221,6 +223,21 @@ def test_some_blocks_computed_again_learn_the_same(
         assert other.keys() == found[0].keys()
         for name, tensor in found[0].items():
             torch.testing.assert_close(other[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
+def test_a_step_of_the_optimizer_moves_what_is_computed(kind: str, tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    model = opened(tmp_path, AdapterConfig(method="qlora", lora_rank=4))
+    optimizer = Optimizer(model, OptimConfig(kind=kind, learning_rate=1e-2))
+    losses = []
+    for _ in range(6):
+        loss = model(TOKENS, TOKENS, torch.tensor(1 / TOKENS.numel()))
+        loss.backward()
+        optimizer.step(1.0, gradient_norm(optimizer.parameters), torch.zeros(()))
+        optimizer.zero()
+        losses.append(float(loss.detach()))
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.1, losses
 
 
 def test_an_embedding_on_the_host_gives_the_same_rows(tmp_path: Path) -> None:

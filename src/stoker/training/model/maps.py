@@ -60,7 +60,8 @@ class Adapter(nn.Module):
         self.outputs = outputs
         self.a = nn.Parameter(torch.empty(rank * len(parts), inputs))
         self.up = nn.Parameter(torch.empty(sum(end - begin for begin, end in parts), rank))
-        self._made: tuple[Any, tuple[Tensor, Tensor]] | None = None
+        self._made: tuple[Tensor, Tensor] | None = None
+        self._written: tuple[int, int] | None = None  # versions of what they hold
 
     @property
     def b(self) -> tuple[Tensor, ...]:
@@ -78,13 +79,20 @@ class Adapter(nn.Module):
         """(A [R, inputs], B [outputs, R] with zeros where a part meets another's A), made once after each update: one
         product for all parts, and no cast in every pass.
         """
-        state = (self.a._version, self.up._version, dtype, self.a.device)
-        if self._made is None or self._made[0] != state or _capturing(self.a):
-            wide = torch.zeros(self.outputs, len(self.a), dtype=dtype, device=self.a.device)
-            for place, ((begin, end), b) in enumerate(zip(self.parts, self.b, strict=True)):
-                wide[begin:end, place * self.rank : (place + 1) * self.rank] = b.detach()
-            self._made = state, (self.a.detach().to(dtype), wide)
-        return self._made[1]
+        if self._made is None or self._made[0].dtype != dtype or self._made[0].device != self.a.device:
+            empty = torch.empty_like(self.a, dtype=dtype, requires_grad=False)
+            self._made = empty, empty.new_zeros(self.outputs, len(self.a))
+            self._written = None
+        versions = (self.a._version, self.up._version)
+        if self._written != versions or _capturing(self.a):
+            small, wide = self._made
+            places = [
+                wide[begin:end, place * self.rank : (place + 1) * self.rank]
+                for place, (begin, end) in enumerate(self.parts)
+            ]
+            torch._foreach_copy_([small, *places], [self.a.detach(), *(b.detach() for b in self.b)])
+            self._written = versions
+        return self._made
 
 
 def _capturing(tensor: Tensor) -> bool:

@@ -253,6 +253,7 @@ class Optimizer:
         else:
             self.rules = [AdamW(matrices, c, c.weight_decay), AdamW(vectors, c, 0.0)]
         self.parameters = list(named.values())
+        self._whole = [p for p in self.parameters if not hasattr(p, "to_local")]
 
     def state(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         for rule in self.rules:
@@ -268,6 +269,8 @@ class Optimizer:
         scale = (norm / limit).clamp(min=1.0) if limit > 0 else torch.ones_like(norm)
         for rule in self.rules:
             rule.step(share, scale, bad)
+        # torch's fused kernels don't say that they wrote; an adapter makes its 16-bit copies anew when its numbers have moved.
+        torch.autograd.graph.increment_version(self._whole)
 
     def zero(self, keep: bool = False) -> None:
         for parameter in self.parameters:
