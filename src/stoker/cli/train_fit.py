@@ -9,7 +9,6 @@ from typing import Any
 from stoker.contract import layout
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import replace
-from stoker.contract.untrusted import is_count
 from stoker.control.launch.options import RunOptions
 from stoker.control.machine.model import Machine
 from stoker.training.config.keys import KEYS, config_of, values_of
@@ -103,19 +102,18 @@ def _cards(options: RunOptions, machine: Machine) -> list[Card]:
 
 def _wish(config: Config, given: Any, world: int, ready: Prepared | None) -> Wish:
     from stoker.training.fit import plan
+    from stoker.training.fit.terms import recomputed_blocks
     from stoker.training.model import hf_config, hf_hub
 
     folder = hf_hub.folder_of(config.model.load, lambda line: None, code=config.model.trust_remote_code)
     model, values, context = hf_config.shape_for(config.model, folder), values_of(config), config.data.context_length
     told, batch = str(config.compute.recompute), config.batch
-    again: int | None = None
-    if told != "auto":
-        again = min(int(told), model.layers) if is_count(told) else model.layers if told == "full" else 0
+    again = None if told == "auto" else recomputed_blocks(told, model.layers)
     packed = config.data.kind == "chat" or config.data.documents
     documents = max(context // plan.DOCUMENT, 1)
     if ready is not None and ready.train_samples and ready.train_documents:
         documents = max(-(-ready.train_documents // ready.train_samples), 1)
-    host = {"host": True, "device": False if "compute.embedding" in given else None}
+    host = {"host": True, "device": None if "compute.embedding" not in given else False}
     return plan.Wish(
         model, context, plan.FULL if config.adapter.method == OFF else config.adapter.method, config.adapter,
         config.optim.kind, again, batch.micro if "batch.micro" in given else 0,

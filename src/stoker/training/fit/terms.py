@@ -8,6 +8,7 @@ from functools import cache
 from itertools import groupby
 
 from stoker.contract.shape import replace, shape
+from stoker.contract.untrusted import is_count
 from stoker.training.fit.backward import Walk
 from stoker.training.fit.block import HALF, PROGRAMS, WIDE, Block, Rows
 from stoker.training.fit.described import KIND_MUON, Described
@@ -93,6 +94,13 @@ def _passes(block: Block, rows: Rows, first: bool, again: bool, steals: bool) ->
         saved = walk.again()
     m.give(walk.backward(saved, gradient))
     return _Passes(forward, stays, m.at_peak, {GRADIENTS: m.now.get(GRADIENTS, 0)})
+
+
+def recomputed_blocks(told: str, layers: int) -> int:
+    """Of compute.recompute."""
+    if is_count(told):
+        return min(int(told), layers)
+    return layers if told == "full" else 0
 
 
 def reserved(total: int) -> int:

@@ -113,7 +113,7 @@ def command(plan: Plan, model: str, data: str) -> str:
     if s.method != FULL and wish.adapter.lora_targets != default.lora_targets:
         words += ["--lora-targets", wish.adapter.lora_targets]
     words += ["--context-length", str(wish.context), "--micro", str(s.micro)]
-    words += ["--recompute", "full" if s.recompute >= wish.layers else str(s.recompute) if s.recompute else "off"]
+    words += ["--recompute", {0: "off", wish.layers: "full"}.get(s.recompute, str(s.recompute))]
     if s.optimizer != "adamw":
         words += ["--optimizer", s.optimizer]
     if s.on_host:

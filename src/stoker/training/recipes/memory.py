@@ -12,14 +12,13 @@ import torch
 from torch import nn
 
 from stoker.contract import layout
-from stoker.contract.untrusted import is_count
 from stoker.contract.wholefile import write_whole
 from stoker.training.config.keys import values_of
 from stoker.training.config.schema import Config
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.memory import ADAPTERS, GRADIENTS, OPTIMIZER, TERMS, WEIGHTS
 from stoker.training.fit.plan import DOCUMENT, FULL, gib
-from stoker.training.fit.terms import Job, Planned
+from stoker.training.fit.terms import Job, Planned, recomputed_blocks
 from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
 from stoker.training.model.config import OFF
@@ -32,8 +31,7 @@ _LEAST = 32 << 20  # bytes a term has to be over its plan to be named
 
 def job_of(c: Config, parts: Parts) -> Job:
     values, layers = values_of(c), parts.model.config.layers
-    told = str(values["compute.recompute"])
-    again = min(int(told), layers) if is_count(told) else layers if told == "full" else 0
+    again = recomputed_blocks(str(values["compute.recompute"]), layers)
     packed = parts.material.train.packed
     major = torch.cuda.get_device_capability(parts.group.device)[0]
     # Fitting a micro-batch adds gradients to gradients; and so does every step of several micro-batches.
