@@ -49,13 +49,16 @@ def planned_of(c: Config, parts: Parts) -> tuple[Planned | None, str]:
         return None, ""
     adapter = c.adapter if parts.adapters is None else parts.adapters.settings
     footprint = Footprint(parts.model.config, adapter)
-    return footprint.planned(job_of(c, parts)), footprint.why_about
+    graph = "a CUDA graph has memory of its own: an estimate" if parts.graph else ""
+    return footprint.planned(job_of(c, parts)), footprint.why_about or graph
 
 
 class MemoryRecord:
     def __init__(self, c: Config, parts: Parts, folder: str, voice: Voice) -> None:
         self._c, self._parts, self._voice = c, parts, voice
         self._path = os.path.join(folder, layout.MEMORY)
+        gpu = parts.group.device.type == "cuda"
+        self._cards = parts.group.all(torch.cuda.get_device_name(parts.group.device) if gpu else "cpu")
         self.planned, self._about = planned_of(c, parts)
 
     @property
@@ -92,12 +95,11 @@ class MemoryRecord:
         c, parts = self._c, self._parts
         if not parts.group.first:
             return
-        name = torch.cuda.get_device_name(parts.group.device)
         told = {
-            "schema": SCHEMA, "model": os.path.realpath(c.model.load) if c.model.load else None,
+            "schema": SCHEMA, "model": os.path.realpath(c.model.load) if os.path.isdir(c.model.load) else c.model.load,
             "method": FULL if c.adapter.method == OFF else c.adapter.method, "context": c.data.context_length,
             "micro": parts.own_micro, "recompute": str(c.compute.recompute), "optimizer": c.optim.kind,
-            "cards": [name] * parts.group.world, "planned_bytes": self.planned_bytes,
+            "cards": self._cards, "planned_bytes": self.planned_bytes,
             "planned_terms": self.planned.terms if self.planned is not None else None, **more,
         }  # fmt: skip
         write_whole(self._path, json.dumps(told, indent=1).encode(), durable=False)
