@@ -79,8 +79,12 @@ def _too_much(found: Plan) -> str:
 
 def _known(stage: str, config: Config, options: RunOptions) -> bool:
     here = options.hosts is None and options.nnodes == "1" and not options.dry_run
-    ours = config.parallel.strategy == "ddp" and config.compute.fp8 == "off" and config.compute.dtype != "fp32"
-    return stage in STAGES and bool(config.model.load) and here and ours and config.compute.recompute != "selective"
+    compute = config.compute
+    ours = (
+        config.parallel.strategy == "ddp" and config.parallel.device != "cpu" and compute.compile in ("auto", "fused")
+    )
+    fused = compute.fp8 == "off" and compute.dtype != "fp32" and compute.recompute != "selective"
+    return stage in STAGES and bool(config.model.load) and here and ours and fused
 
 
 def _cards(options: RunOptions, machine: Machine) -> list[Card]:
