@@ -353,7 +353,7 @@ def _summary(cells: list[dict[str, Any]]) -> None:
         f"{len(cells)} configurations: median {statistics.median(errors):.2%}, 95th percentile {p95:.2%}, worst under"
         f" {worst[0]:.2%} ({worst[1] / (1 << 20):.0f} MiB: {worst[2]})"
     )
-    devices = sorted(abs(cell["planned_device"] / cell["measured"]["device"] - 1) for cell in cells)
+    devices = sorted(abs(cell["planned_device"] / max(cell["measured"]["device"], 1) - 1) for cell in cells)
     contexts = [cell["measured"]["device"] - cell["measured"]["reserved"] for cell in cells]
     print(
         f"device memory (NVML): median {statistics.median(devices):.2%}, worst {devices[-1]:.2%}; beside the allocator's"
