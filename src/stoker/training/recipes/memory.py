@@ -134,11 +134,15 @@ class MemoryRecord:
 
 def _held(model: nn.Module, optimizer: Any) -> dict[str, int]:
     """Measured bytes of what stays."""
-    codes = [part for module in model.modules() for part in getattr(module, "quantized", ())]
-    weights = sum(p.nbytes for p in model.parameters()) + sum(
-        q.codes.nbytes + q.scales.nbytes + 2 * q.second.nbytes for q in codes
-    )
-    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    weights = gradients = 0
+    for parameter in model.parameters():
+        weights += parameter.nbytes
+        gradients += parameter.grad.nbytes if parameter.grad is not None else 0
+    for module in model.modules():
+        for part in getattr(module, "quantized", ()):
+            weights += part.codes.nbytes + part.scales.nbytes + 2 * part.second.nbytes
+        copies = getattr(module, "_made", None)  # an adapter's, in 16 bits
+        weights += sum(copy.nbytes for copy in copies[1]) if copies else 0
     return {WEIGHTS: weights, GRADIENTS: gradients, OPTIMIZER: sum(tensor.nbytes for _, tensor, _ in optimizer.state())}
 
 
