@@ -25,6 +25,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 import torch
 
 from stoker.contract.shape import replace, shape
+from stoker.training.fit.cards import CONTEXT
 from stoker.training.fit.described import Described, describe
 from stoker.training.fit.terms import BACKWARD, FORWARD, STEP, Job, Planned, predict, reserved
 from stoker.training.model import adapters, maps, nf4, ready
@@ -128,6 +129,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("fit_plan.py: no GPU here", file=sys.stderr)
         return 69
+    idle = _used()  # before there is a context of ours
     capability = torch.cuda.get_device_capability(CUDA)[0]
     print(f"{torch.cuda.get_device_name(CUDA)}, torch {torch.__version__}")
     _attention_lines()
@@ -135,7 +137,7 @@ def main() -> int:
     for case in CASES:
         if told.only not in case.words:
             continue
-        cell = _cell(case, capability, told.largest)
+        cell = _cell(case, capability, told.largest, idle)
         cells.append(cell)
         if told.json:
             with open(told.json, "a") as file:
@@ -144,7 +146,7 @@ def main() -> int:
     return 0
 
 
-def _cell(case: Case, capability: int, largest: bool) -> dict[str, Any]:
+def _cell(case: Case, capability: int, largest: bool, idle: int) -> dict[str, Any]:
     described = describe(case.config, AdapterConfig(method=case.method))
     job = Job(case.micro, case.context, case.optimizer, case.packed, 1, case.recomputed, 1, True, capability)
     planned = predict(described, job)
@@ -157,12 +159,14 @@ def _cell(case: Case, capability: int, largest: bool) -> dict[str, Any]:
         print(f"{case.words}: out of memory ({str(problem)[:80]})", flush=True)
         return {"case": case.words, "planned": planned.total, "out_of_memory": True}
     error = planned.total / seen["peak"] - 1
+    seen["device"] = _used() - idle
     billions = parameters(case.config) / 1e9
     rules = {"accelerate": 4e9 * billions * {"off": 4, "lora": 2, "qlora": 0.5}[case.method]}
     rules["llama_factory"] = 1e9 * billions * {"off": 18, "lora": 2, "qlora": 0.5}[case.method]
     cell: dict[str, Any] = {
         "case": case.words, "planned": planned.total, "peak": seen["peak"], "error": error, "terms": planned.terms,
-        "phases": planned.phases, "measured": seen, **{name: int(value) for name, value in rules.items()},
+        "phases": planned.phases, "measured": seen,
+        "planned_device": reserved(planned.total) + CONTEXT, **{name: int(value) for name, value in rules.items()},
     }  # fmt: skip
     more = _largest(case, described, job, planned) if largest else {}
     cell.update(more)
@@ -185,7 +189,7 @@ def _line(case: Case, planned: Planned, cell: dict[str, Any], seconds: float) ->
     return (
         f"{case.words}: planned {gib(planned.total)} GiB, measured {gib(seen['peak'])}, {cell['error']:+.2%} | {phases}"
         f" | weights {gib(static)}/{gib(seen['weights'])} optimizer {gib(held.get('optimizer', 0))}/{gib(seen['optimizer'])}"
-        f" reserved {gib(seen['reserved'])} device {gib(seen['device'])} | {terms} | {rules}{largest} ({seconds:.1f} s)"
+        f" reserved {gib(seen['reserved'])} device {gib(cell['planned_device'])}/{gib(seen['device'])} | {terms} | {rules}{largest} ({seconds:.1f} s)"
     )
 
 
@@ -215,9 +219,8 @@ def _measure(case: Case, micro: int) -> dict[str, int]:
     optimizer.step(0.0, gradient_norm(optimizer.parameters), torch.ones((), device=CUDA))
     torch.cuda.synchronize(CUDA)
     seen["step"] = torch.cuda.max_memory_allocated(CUDA)
-    free, total = torch.cuda.mem_get_info(CUDA)
     seen["peak"] = max(seen[name] for name in ("forward", "backward", "step"))
-    seen["reserved"], seen["device"] = torch.cuda.memory_reserved(CUDA), total - free
+    seen["reserved"] = torch.cuda.memory_reserved(CUDA)
     return seen
 
 
@@ -278,6 +281,14 @@ def _largest(case: Case, described: Described, job: Job, planned: Planned) -> di
 
 def _needs(described: Described, job: Job, micro: int) -> int:
     return reserved(predict(described, replace(job, micro=micro)).total)
+
+
+def _used() -> int:
+    """Bytes in use on the card, by whoever."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
 
 
 def _clear() -> None:
@@ -342,6 +353,12 @@ def _summary(cells: list[dict[str, Any]]) -> None:
         f"{len(cells)} configurations: median {statistics.median(errors):.2%}, 95th percentile {p95:.2%}, worst under"
         f" {worst[0]:.2%} ({worst[1] / (1 << 20):.0f} MiB: {worst[2]})"
     )
+    devices = sorted(abs(cell["planned_device"] / max(cell["measured"]["device"], 1) - 1) for cell in cells)
+    contexts = [cell["measured"]["device"] - cell["measured"]["reserved"] for cell in cells]
+    print(
+        f"device memory (NVML): median {statistics.median(devices):.2%}, worst {devices[-1]:.2%}; beside the allocator's"
+    )
+    print(f"  {min(contexts) / GIB:.2f} to {max(contexts) / GIB:.2f} GiB (planned {CONTEXT / GIB:.2f})")
     for name in ("accelerate", "llama_factory"):
         theirs = sorted(abs(cell[name] / cell["peak"] - 1) for cell in cells)
         print(

@@ -113,6 +113,13 @@ ROWS = [
         DRY,
         needs="torch",
     ),
+    Row(
+        "stoker fit path/to/llama --gpus 2x24GB",
+        "stoker fit sft/hf --gpus 2x24GB",
+        "a model of two layers in place of a Llama",
+        needs="torch",
+        says="fits: full",
+    ),
     Row("stoker data show chats.jsonl", needs="tiktoken", says="200 conversations used"),
     Row(
         "stoker train dpo --model.load sft/hf --dpo.pairs pairs.jsonl",

@@ -75,7 +75,11 @@ def main(argv: list[str]) -> int:
         wish = replace(wish, documents=max(-(-rows.count // rows.samples), 1))
     found = plan.make(cards, wish)
     tokens, exact = (rows.tokens, rows.exact) if rows is not None else (0, True)
-    rate = (pace.measured(runs, found, folder) or pace.from_table(found)) if found.fits else None
+    rate = (
+        (pace.measured(runs, found, (told.model, os.path.realpath(folder))) or pace.from_table(found))
+        if found.fits
+        else None
+    )
     data = told.data[0] if told.data else ""
     if told.probe and found.fits:
         from stoker.cli.fit_probe import probe

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from stoker.cli.sight import gpus_to_use, look
-from stoker.cli.train_fit import with_memory_plan
+from stoker.cli.train_fit import refuse_too_large, with_memory_plan
 from stoker.contract import names, redact, schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build, from_mapping, suggest
@@ -154,6 +154,8 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
         _say(line)
     if resolved.config.model.load and STAGES[stage].learning is not None and not options.dry_run:
         _check_model(resolved.config)
+        if gpus:
+            refuse_too_large(stage, resolved, options, machine)
     if resolved.config.model.load and not resolved.config.tokenizer.path:
         resolved = replace(resolved, config=with_tokenizer(resolved.config, _say))
     if not options.dry_run:

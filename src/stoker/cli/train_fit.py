@@ -9,7 +9,6 @@ from typing import Any
 from stoker.contract import layout
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import replace
-from stoker.contract.untrusted import is_count
 from stoker.control.launch.options import RunOptions
 from stoker.control.machine.model import Machine
 from stoker.training.config.keys import KEYS, config_of, values_of
@@ -27,11 +26,28 @@ STAGES = ("pretrain", "midtrain", "sft")  # whose model and loss the plan knows
 _SURELY = 400 << 20  # bytes: no context was smaller. A refusal must be right
 
 
+def refuse_too_large(stage: str, resolved: Resolved, options: RunOptions, machine: Machine) -> None:
+    """Before data is prepared for hours: what can't fit, however little is computed at once."""
+    cards = _cards(options, machine) if _known(stage, resolved.config, options) else []
+    if not cards:
+        return
+    from stoker.training.fit import plan
+
+    wish = _wish(resolved.config, resolved.given, len(cards), None)
+    kind = plan.AUTO if "optim.kind" not in resolved.given else wish.optimizer
+    found = plan.make(cards, replace(wish, micro=0, recompute=None, optimizer=kind))
+    tightest = max(found.shares, key=lambda share: share.needs - share.card.free)
+    # An estimate refuses nothing, and what is close may fit.
+    if not found.fits and not found.about and tightest.planned.total + _SURELY > tightest.card.free:
+        line = f"{_too_much(found)} (`stoker fit {resolved.config.model.load}` shows more)"
+        raise Refusal(f"this can't fit: {line}", EX_UNAVAILABLE)
+
+
 def with_memory_plan(
     stage: str, resolved: Resolved, options: RunOptions, machine: Machine, ready: Prepared | None,
     say: Callable[[str], None],
 ) -> Resolved:  # fmt: skip
-    """Where a model is loaded onto GPUs of this machine; else as it was."""
+    """Where a model is loaded onto GPUs of this machine: what nobody set, as the plan has it. Else as it was."""
     config = resolved.config
     cards = _cards(options, machine) if _known(stage, config, options) else []
     if not cards:
@@ -43,14 +59,32 @@ def with_memory_plan(
     if not found.fits and "optim.kind" not in resolved.given and wish.optimizer == "adamw":
         found = plan.make(cards, replace(wish, optimizer=plan.AUTO))
     if not found.fits:
-        _refuse(plan.make(cards, replace(wish, micro=0, recompute=None)), say)
+        say(f"memory plan: this may not fit: {_too_much(found)}")
     return replace(resolved, config=_filled(config, resolved.given, found, say))
+
+
+def _too_much(found: Plan) -> str:
+    from stoker.training.fit.plan import gib
+
+    tightest = max(found.shares, key=lambda share: share.needs - share.card.free)
+    card, s = tightest.card, found.settings
+    again = f", {s.recompute} of {found.wish.layers} blocks computed again" if s.recompute else ""
+    change = found.change
+    words = "" if change is None else change.flags(train=True) or change.words
+    return (
+        f"{card.label} has {gib(card.free)} free, and {s.method} with {s.micro} sample{'' if s.micro == 1 else 's'} at"
+        f" once{again} needs {gib(tightest.needs)}; smallest change: {words}"
+    )
 
 
 def _known(stage: str, config: Config, options: RunOptions) -> bool:
     here = options.hosts is None and options.nnodes == "1" and not options.dry_run
-    ours = config.parallel.strategy == "ddp" and config.compute.fp8 == "off" and config.compute.dtype != "fp32"
-    return stage in STAGES and bool(config.model.load) and here and ours and config.compute.recompute != "selective"
+    compute = config.compute
+    ours = (
+        config.parallel.strategy == "ddp" and config.parallel.device != "cpu" and compute.compile in ("auto", "fused")
+    )
+    fused = compute.fp8 == "off" and compute.dtype != "fp32" and compute.recompute != "selective"
+    return stage in STAGES and bool(config.model.load) and here and ours and fused
 
 
 def _cards(options: RunOptions, machine: Machine) -> list[Card]:
@@ -73,44 +107,23 @@ def _cards(options: RunOptions, machine: Machine) -> list[Card]:
 def _wish(config: Config, given: Any, world: int, ready: Prepared | None) -> Wish:
     from stoker.training.fit import plan
     from stoker.training.model import hf_config, hf_hub
+    from stoker.training.parallel.config import recomputed_blocks
 
     folder = hf_hub.folder_of(config.model.load, lambda line: None, code=config.model.trust_remote_code)
     model, values, context = hf_config.shape_for(config.model, folder), values_of(config), config.data.context_length
     told, batch = str(config.compute.recompute), config.batch
-    again: int | None = None
-    if told != "auto":
-        again = min(int(told), model.layers) if is_count(told) else model.layers if told == "full" else 0
+    again = None if told == "auto" else recomputed_blocks(told, model.layers)
     packed = config.data.kind == "chat" or config.data.documents
     documents = max(context // plan.DOCUMENT, 1)
     if ready is not None and ready.train_samples and ready.train_documents:
         documents = max(-(-ready.train_documents // ready.train_samples), 1)
-    host = {"host": True, "device": False if "compute.embedding" in given else None}
+    host = {"host": True, "device": None if "compute.embedding" not in given else False}
     return plan.Wish(
         model, context, plan.FULL if config.adapter.method == OFF else config.adapter.method, config.adapter,
         config.optim.kind, again, batch.micro if "batch.micro" in given else 0,
         host[values["compute.embedding"]] if "compute.embedding" in values else False,
         packed, documents, batch.tokens // context or max(batch.micro, 1) * batch.accumulation * world,
     )  # fmt: skip
-
-
-def _refuse(found: Plan, say: Callable[[str], None]) -> None:
-    """Where it can't fit however little is computed at once. An estimate refuses nothing, and what is close may fit."""
-    from stoker.training.fit.plan import gib
-
-    tightest = max(found.shares, key=lambda share: share.needs - share.card.free)
-    card, planned = tightest.card, tightest.planned.total
-    line = (
-        f"{card.label} has {gib(card.free)} free, and {found.settings.method} needs {gib(tightest.needs)} even with one"
-    )
-    line += " sample at once and every block computed again"
-    if found.fits:
-        return
-    change = found.change
-    words = "" if change is None else change.flags(train=True) or change.words
-    if found.about or planned + _SURELY <= card.free:
-        say(f"memory plan: this may not fit: {line}; {words} would help")
-        return
-    raise Refusal(f"this can't fit: {line}; smallest change: {words} (`stoker fit` shows more)", EX_UNAVAILABLE)
 
 
 def _filled(config: Config, given: Any, found: Plan, say: Callable[[str], None]) -> Config:

@@ -9,7 +9,7 @@ from stoker.training.fit.memory import ACTIVATIONS, ADAPTERS, BUFFERS, GRADIENTS
 from stoker.training.fit.terms import CUBLAS, CUBLAS_ELSE, FORWARD, HANDLES, Job, Planned, predict
 from stoker.training.model.config import LORA, OFF, QLORA, AdapterConfig, ModelConfig, parameters, unfusable
 
-_MORE = 1.3  # times what fused blocks keep: compiled blocks, by a look at a few
+_MORE = 1.3  # times what fused blocks keep: a guess for compiled and plain ones
 # Of transformers' own modules: 16-bit numbers that a layer keeps per token and width (24 to 48 by family), and bytes of
 # each logit at the peak of its loss.
 _KEPT_WIDTHS, _A_LOGIT = 36, 11
@@ -18,27 +18,34 @@ _ALL = {"adamw": 18, "adamw8bit": 12, "muon": 14}  # the same, and the 16-bit co
 _LAYER_MATRICES = 7  # linear layers of a block, about square
 
 
+def _unfused(c: ModelConfig, adapter: AdapterConfig) -> str:
+    """Why its blocks are not those that the plan goes through."""
+    if adapter.method != OFF and adapter.lora_dropout:
+        return "with adapter.lora_dropout blocks run as plain torch"
+    return "with dropout attention has a mask of its own" if c.dropout else unfusable(c)
+
+
 class Footprint:
     def __init__(self, c: ModelConfig, adapter: AdapterConfig) -> None:
         self.config, self.adapter = c, adapter
         self.outside = c.engine == "transformers"
         self.described: Described | None = None if self.outside else describe(c, adapter)
-        self._compiled = not self.outside and bool(unfusable(c))
+        self._unfused = "" if self.outside else _unfused(c, adapter)
 
     @property
     def why_about(self) -> str:
         """Why it is an estimate; empty: it is not."""
         if self.outside:
             return "transformers computes this model: an estimate, 30 % off at times"
-        if self._compiled:
-            return f"{unfusable(self.config)}: an estimate, 30 % off at times"
+        if self._unfused:
+            return f"{self._unfused}: an estimate, 30 % off at times"
         return "experts are counted about: an estimate" if self.config.experts else ""
 
     def planned(self, job: Job) -> Planned:
         if self.described is None:
             return self._outside(job)
         found = predict(self.described, job)
-        if not self._compiled:
+        if not self._unfused:
             return found
         more = {term: int(size * _MORE) if term in (ACTIVATIONS, WORK) else size for term, size in found.terms.items()}
         return replace(found, terms=more)

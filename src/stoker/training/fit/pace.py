@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from stoker.contract.quantities import number_at
@@ -42,8 +41,8 @@ def from_table(plan: Plan) -> Pace | None:
     return Pace(rate, f"estimated from the card's table, {full:.0%} of its bf16 peak assumed")
 
 
-def measured(runs: str, plan: Plan, model: str) -> Pace | None:
-    """Of the newest run with this model, method, cards and context. `model`: its folder."""
+def measured(runs: str, plan: Plan, model: tuple[str, ...]) -> Pace | None:
+    """Of the newest run with this model, method, cards and context. `model`: its names, folder or hub id."""
     for name, told in recorded(runs):
         rate = number_at(told, "tokens_per_s")
         if rate and rate > 0 and _same(told, plan, model):
@@ -51,7 +50,7 @@ def measured(runs: str, plan: Plan, model: str) -> Pace | None:
     return None
 
 
-def _same(told: dict[str, Any], plan: Plan, model: str) -> bool:
+def _same(told: dict[str, Any], plan: Plan, model: tuple[str, ...]) -> bool:
     cards = [share.card.name for share in plan.shares]
-    wanted = {"model": os.path.realpath(model), "method": plan.settings.method, "context": plan.wish.context}
-    return all(told.get(key) == value for key, value in {**wanted, "cards": cards}.items())
+    wanted = {"method": plan.settings.method, "context": plan.wish.context, "cards": cards}
+    return told.get("model") in model and all(told.get(key) == value for key, value in wanted.items())

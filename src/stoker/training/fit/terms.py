@@ -252,10 +252,11 @@ def _update(d: Described, job: Job) -> int:
         return 0
     inside = [one for one in d.learned if one.matrix and one.inside]
     gradients = sum(rounded(WIDE * one.elements) for one in inside)
-    together: dict[tuple[int, ...], int] = {}
+    count: dict[tuple[int, ...], int] = {}
     for one in inside:
         for size in one.shapes:
-            together[size] = together.get(size, 0) + math.prod(size)
-    largest = max(together.values(), default=0)
-    # All gradients once more, what is ahead of them, and the largest group of like matrices: in fp32, then five in bf16.
-    return 2 * gradients + WIDE * largest + 5 * HALF * largest
+            count[size] = count.get(size, 0) + 1
+    # All gradients once more and what is ahead of them; of the largest group of like matrices an fp32 stack, four in bf16,
+    # and their squares.
+    group = max((many * (12 * math.prod(size) + HALF * min(size) ** 2) for size, many in count.items()), default=0)
+    return 2 * gradients + group

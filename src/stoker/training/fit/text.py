@@ -61,8 +61,9 @@ def lines(plan: Plan, model: str, data: str) -> Iterator[str]:
     yield f"fits: {_settings_words(plan)}"
     for reason in plan.reasons:
         yield f"  {reason}"
-    largest = min(share.largest for share in plan.shares)
-    yield f"  largest micro-batch with these settings: {largest}"
+    largest = [share.largest for share in plan.shares]
+    each = f" ({', '.join(f'{share.card.label}: {share.largest}' for share in plan.shares)})" if _unlike(plan) else ""
+    yield f"  largest micro-batch with these settings: {min(largest)}{each}"
     yield ""
     yield command(plan, model, data)
     if s.micro * wish.context < 256:
@@ -72,6 +73,10 @@ def lines(plan: Plan, model: str, data: str) -> Iterator[str]:
 def _like(one: Share, other: Share) -> bool:
     a, b = one.card, other.card
     return (a.name, a.total, a.free, a.held) == (b.name, b.total, b.free, b.held) and one.largest == other.largest
+
+
+def _unlike(plan: Plan) -> bool:
+    return len({share.largest for share in plan.shares}) > 1
 
 
 def _card_lines(share: Share, cards: list[Card], ranks: int) -> Iterator[str]:
@@ -112,13 +117,14 @@ def command(plan: Plan, model: str, data: str) -> str:
         words += ["--lora-rank", str(wish.adapter.lora_rank)]
     if s.method != FULL and wish.adapter.lora_targets != default.lora_targets:
         words += ["--lora-targets", wish.adapter.lora_targets]
-    words += ["--context-length", str(wish.context), "--micro", str(s.micro)]
-    words += ["--recompute", "full" if s.recompute >= wish.layers else str(s.recompute) if s.recompute else "off"]
+    micro = "auto" if _unlike(plan) else str(s.micro)  # each card as much as it can take
+    words += ["--context-length", str(wish.context), "--micro", micro]
+    words += ["--recompute", {0: "off", wish.layers: "full"}.get(s.recompute, str(s.recompute))]
     if s.optimizer != "adamw":
         words += ["--optimizer", s.optimizer]
     if s.on_host:
         words += ["--compute.embedding", "host"]
-    if len({share.card.total for share in plan.shares}) > 1:
+    if _unlike(plan):
         words += ["--balance", "auto"]
     return shlex.join(words)
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from stoker.contract import layout
-from stoker.contract.untrusted import is_count
 from stoker.contract.wholefile import write_whole
 from stoker.training.config.keys import values_of
 from stoker.training.config.schema import Config
@@ -24,6 +23,7 @@ from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
 from stoker.training.model.config import OFF
 from stoker.training.model.decoder import Decoder
+from stoker.training.parallel.config import recomputed_blocks
 
 SCHEMA = 1
 SHORT = "ran out of GPU memory"  # `stoker why` looks for the line that begins so
@@ -32,8 +32,7 @@ _LEAST = 32 << 20  # bytes a term has to be over its plan to be named
 
 def job_of(c: Config, parts: Parts) -> Job:
     values, layers = values_of(c), parts.model.config.layers
-    told = str(values["compute.recompute"])
-    again = min(int(told), layers) if is_count(told) else layers if told == "full" else 0
+    again = recomputed_blocks(str(values["compute.recompute"]), layers)
     packed = parts.material.train.packed
     major = torch.cuda.get_device_capability(parts.group.device)[0]
     # Fitting a micro-batch adds gradients to gradients; and so does every step of several micro-batches.
@@ -45,19 +44,23 @@ def job_of(c: Config, parts: Parts) -> Job:
 
 
 def planned_of(c: Config, parts: Parts) -> tuple[Planned | None, str]:
-    """(the plan, why it is only about that); no plan of what it does not know: CPUs, shards, reward models, fp32."""
+    """(the plan, why it is only about that); no plan of what it does not know: CPUs, shards, reward models, fp32, blocks that
+    are not fused."""
     known = parts.group.device.type == "cuda" and parts.group.strategy == "ddp" and type(parts.model) is Decoder
-    if not known or parts.model.dtype != torch.bfloat16 or c.compute.fp8 != "off" or c.compute.recompute == "selective":
+    if not known or parts.model.dtype != torch.bfloat16 or c.compute.recompute == "selective" or not parts.model.fused:
         return None, ""
     adapter = c.adapter if parts.adapters is None else parts.adapters.settings
     footprint = Footprint(parts.model.config, adapter)
-    return footprint.planned(job_of(c, parts)), footprint.why_about
+    graph = "a CUDA graph has memory of its own: an estimate" if parts.graph else ""
+    return footprint.planned(job_of(c, parts)), footprint.why_about or graph
 
 
 class MemoryRecord:
     def __init__(self, c: Config, parts: Parts, folder: str, voice: Voice) -> None:
         self._c, self._parts, self._voice = c, parts, voice
         self._path = os.path.join(folder, layout.MEMORY)
+        gpu = parts.group.device.type == "cuda"
+        self._cards = parts.group.all(torch.cuda.get_device_name(parts.group.device) if gpu else "cpu")
         self.planned, self._about = planned_of(c, parts)
 
     @property
@@ -94,12 +97,11 @@ class MemoryRecord:
         c, parts = self._c, self._parts
         if not parts.group.first:
             return
-        name = torch.cuda.get_device_name(parts.group.device)
         told = {
-            "schema": SCHEMA, "model": os.path.realpath(c.model.load) if c.model.load else None,
+            "schema": SCHEMA, "model": os.path.realpath(c.model.load) if os.path.isdir(c.model.load) else c.model.load,
             "method": FULL if c.adapter.method == OFF else c.adapter.method, "context": c.data.context_length,
             "micro": parts.own_micro, "recompute": str(c.compute.recompute), "optimizer": c.optim.kind,
-            "cards": [name] * parts.group.world, "planned_bytes": self.planned_bytes,
+            "cards": self._cards, "planned_bytes": self.planned_bytes,
             "planned_terms": self.planned.terms if self.planned is not None else None, **more,
         }  # fmt: skip
         write_whole(self._path, json.dumps(told, indent=1).encode(), durable=False)
@@ -133,11 +135,15 @@ class MemoryRecord:
 
 def _held(model: nn.Module, optimizer: Any) -> dict[str, int]:
     """Measured bytes of what stays."""
-    codes = [part for module in model.modules() for part in getattr(module, "quantized", ())]
-    weights = sum(p.nbytes for p in model.parameters()) + sum(
-        q.codes.nbytes + q.scales.nbytes + 2 * q.second.nbytes for q in codes
-    )
-    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    weights = gradients = 0
+    for parameter in model.parameters():
+        weights += parameter.nbytes
+        gradients += parameter.grad.nbytes if parameter.grad is not None else 0
+    for module in model.modules():
+        for part in getattr(module, "quantized", ()):
+            weights += part.codes.nbytes + part.scales.nbytes + 2 * part.second.nbytes
+        copies = getattr(module, "_made", None)  # an adapter's, in 16 bits
+        weights += sum(copy.nbytes for copy in copies[1]) if copies else 0
     return {WEIGHTS: weights, GRADIENTS: gradients, OPTIMIZER: sum(tensor.nbytes for _, tensor, _ in optimizer.state())}
 
 
