@@ -1,0 +1,138 @@
+"""Adapters on one real GPU: kernels against plain torch, real runs, planned against measured memory. Skipped, with the reason, without one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import Tensor
+
+from conftest import Done, Stoker
+from stoker.training.model import adapters, hf, nf4, ready
+from stoker.training.model.config import AdapterConfig, ModelConfig
+from stoker.training.model.decoder import Decoder
+from stoker.training.model.hf_config import shape_of
+from stoker.training.optim.config import OptimConfig
+from stoker.training.optim.optimizer import Optimizer, gradient_norm
+from stoker.training.parallel.config import ComputeConfig
+from stoker.training.tokenizer.tokenizer import bytes_tokenizer
+from test_real_gpu import WHY, real  # noqa: F401  a fixture
+
+pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
+
+CUDA = torch.device("cuda")
+SHAPE = ModelConfig(layers=4, dim=512, heads=8, kv_heads=4, head_dim=64, ff=1024, vocab_size=320, tied=False)
+LONG_S = 280.0
+
+
+def base(folder: Path) -> Path:
+    bytes_tokenizer().save(str(folder / "tokenizer"))
+    model = Decoder(SHAPE, 256)
+    model.start(3)
+    hf.save(model, str(folder / "base"), say=lambda line: None, tokenizer_folder=str(folder / "tokenizer"))
+    return folder / "base"
+
+
+def opened(folder: Path, told: AdapterConfig, *, host: bool = False, **compute: str) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(shape_of(str(folder)), 256, torch.bfloat16)
+    adapters.freeze(model, told)
+    ready.make_ready(model, ComputeConfig(**compute), CUDA, lambda line: None)
+    model.embed_on_host = host
+    model.place(CUDA)
+    hf.load_named(model, hf.named(model), str(folder), lambda line: None)
+    adapters.attach(model, told, 0)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in adapters.learned(model).items():
+            if name.endswith(".up"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return model
+
+
+def learned(model: Decoder, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(tokens, tokens, torch.tensor(1 / tokens.numel(), device=CUDA))
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in adapters.learned(model).items() if p.grad is not None}
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_fused_blocks_learn_what_plain_ones_do(method: str, tmp_path: Path) -> None:
+    folder = base(tmp_path)
+    told = AdapterConfig(method=method, lora_rank=8, lora_targets="q_proj,v_proj,o_proj,up_proj,down_proj")
+    tokens = torch.randint(0, 300, (2, 256), generator=torch.Generator().manual_seed(1)).to(CUDA)
+    plain_loss, plain = learned(opened(folder, told, compile="off"), tokens)
+    for how in ({}, {"recompute": "2"}, {"recompute": "full"}, {"host": True}):
+        model = opened(folder, told, **how)  # type: ignore[arg-type]
+        assert model.fused
+        loss, found = learned(model, tokens)
+        torch.testing.assert_close(loss, plain_loss, rtol=2e-3, atol=2e-3)
+        assert found.keys() == plain.keys()
+        for name, gradient in plain.items():
+            apart = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-9)
+            assert float(apart) < 0.03, (how, name, float(apart))
+
+
+def test_codes_expand_to_the_same_numbers_as_on_the_cpu() -> None:
+    for rows, columns in ((512, 512), (192, 1088), (64, 64)):
+        q = nf4.quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).bfloat16() * 0.02)
+        there = nf4.Quantized(q.codes.cuda(), q.scales.cuda(), q.second.cuda(), q.offset.cuda(), q.size, q.dtype)
+        assert torch.equal(nf4.dequantize(there).cpu(), nf4.dequantize(q))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
+def test_steps_move_what_is_computed(kind: str, tmp_path: Path) -> None:
+    model = opened(base(tmp_path), AdapterConfig(method="qlora", lora_rank=8))
+    optimizer = Optimizer(model, OptimConfig(kind=kind, learning_rate=1e-2))
+    tokens = torch.randint(0, 300, (2, 256), generator=torch.Generator().manual_seed(1)).to(CUDA)
+    losses = []
+    for _ in range(8):
+        loss, _ = learned(model, tokens)
+        optimizer.step(1.0, gradient_norm(optimizer.parameters), torch.zeros((), device=CUDA))
+        losses.append(float(loss))
+    assert losses[-1] < losses[0] - 0.1, losses
+
+
+@pytest.fixture
+def chats(real: Stoker) -> Iterator[Stoker]:  # noqa: F811
+    base(real.cwd)
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Say {n % 7}."},
+                {"role": "assistant", "content": "ok " * (n % 7 + 1)},
+            ]
+        }
+        for n in range(400)
+    ]
+    (real.cwd / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    yield real
+
+
+def train(chats: Stoker, *words: str) -> Done:
+    done = chats(
+        "train", "sft", "--quiet", "--no-preflight", "--model.load", "base", "--data", "chats.jsonl", "--context-length",
+        "256", "--log_every", "1", "--timeout", "60s", "--max-steps", "12", "--learning-rate", "5e-3", *words, timeout=LONG_S,
+    )  # fmt: skip
+    assert done.code == 0, done.out[-2000:] + done.err[-4000:]
+    return done
+
+
+@pytest.mark.parametrize("method", ["--lora", "--qlora"])
+def test_a_run_learns_and_its_plan_holds(method: str, chats: Stoker) -> None:
+    done = train(chats, method)
+    lines = [json.loads(line) for line in (done.run_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < losses[0] - 0.2, losses
+    memory = json.loads((done.run_dir / "memory.json").read_text())
+    assert memory["planned_bytes"] * 1.01 + (64 << 20) >= memory["peak_bytes"] >= memory["planned_bytes"] * 0.6, memory
+    assert (done.run_dir / "hf" / "adapter_config.json").exists()
+    answered = chats("chat", str(done.run_dir / "hf"), stdin=(chats.cwd / "chats.jsonl").open(), timeout=LONG_S)
+    assert "Traceback" not in answered.err
