@@ -61,7 +61,7 @@ def working_directory(root: str) -> Listing:
     root = os.path.abspath(root)
     if not os.path.isdir(root):
         raise Refusal(f"no folder {root} to copy", EX_NOINPUT)
-    known = _git(root)
+    known = _git(root, {os.path.realpath(root)})
     paths = _walk(root) if known is None else known
     return _looked_at(root, paths, by_git=known is not None)
 
@@ -177,7 +177,7 @@ def _link_above(root: str, path: str, known: dict[str, bool]) -> str:
     return ""
 
 
-def _git(root: str) -> Iterator[str] | None:
+def _git(root: str, asked: set[str]) -> Iterator[str] | None:
     """None: not a checkout, or no git to ask."""
     try:
         inside = _ask_git(root, "rev-parse", "--is-inside-work-tree")
@@ -191,7 +191,7 @@ def _git(root: str) -> Iterator[str] | None:
         return None
     if _ask_git(root, "check-ignore", "-q", root).returncode == 0:
         return None  # a folder that the checkout around it ignores as a whole: its own master
-    return _git_files(root)
+    return _git_files(root, asked)
 
 
 def _ask_git(root: str, *words: str) -> subprocess.CompletedProcess[bytes]:
@@ -251,16 +251,19 @@ def _is_pipe(place: str) -> bool:
         return False  # removed meanwhile, or a link to nowhere
 
 
-def _git_files(root: str) -> Iterator[str]:
-    """A folder in git's list is a submodule, or somebody's checkout, whose git is not asked."""
+def _git_files(root: str, asked: set[str]) -> Iterator[str]:
+    """A folder in git's list is a submodule, or somebody's checkout, whose git is not asked. One without a .git has not been
+    fetched. `asked`: folders whose git was asked before; an index may name them in many ways.
+    """
     links: dict[str, bool] = {}
     for path in _git_list(root, "--cached"):
-        if _is_folder(root, path) and not _link_above(root, path, links):
-            place = os.path.join(root, path)
-            for inner in _git(place) or _walk(place):
-                yield os.path.join(path, inner)
-        else:
+        place = os.path.join(root, path)
+        if not _is_folder(root, path) or _link_above(root, path, links):
             yield path
+        elif os.path.lexists(os.path.join(place, ".git")) and os.path.realpath(place) not in asked:
+            asked.add(os.path.realpath(place))
+            for inner in _git(place, asked) or _walk(place):
+                yield os.path.join(path, inner)
     for path in _git_list(root, "--others", "--exclude-standard"):
         if any(part in LEFT_OUT for part in path.split("/")):
             continue
