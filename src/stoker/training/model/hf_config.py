@@ -164,6 +164,8 @@ def shape_for(asked: ModelConfig, folder: str) -> ModelConfig:
 
 def _is_code(key: str) -> bool:
     """attn_implementation and its like: transformers also takes a repository's name there, and runs a kernel from it."""
+    if key == "attribute_map":  # another name for any of them
+        return True
     return "implementation" in key and key != "cache_implementation"
 
 
