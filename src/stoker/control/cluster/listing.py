@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import stat
 import subprocess
@@ -14,14 +13,12 @@ from collections.abc import Iterator
 from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import open_below, printable
+from stoker.contract.untrusted import hub_blobs, open_below, printable
 
 # Not copied, unless git tracks it.
 GIT_S = 120.0  # a large checkout on a slow network disk
 SLOW_S = 10.0  # after it, a look at what git may be waiting for
 LEFT_OUT = ("runs", "cache", ".venv", "__pycache__", ".git")
-# Entries of the hub's cache. In each: snapshots/REVISION/FILE -> ../../blobs/DIGEST
-_HUB_ENTRIES = ("models--", "datasets--", "spaces--")
 _MOST_WAYS = 64  # links that lead to one folder: links to folders with links multiply
 # The user's own settings, such as safe.directory in a container. Options on the command line win over them.
 _GIT_KEPT = ("GIT_CONFIG", "GIT_CEILING_DIRECTORIES", "GIT_DISCOVERY_ACROSS_FILESYSTEM")
@@ -76,16 +73,8 @@ def tree(path: str) -> Listing:
         return _looked_at(os.path.dirname(path), iter([os.path.basename(path)]), (os.path.dirname(real),))
     if not os.path.isdir(path):
         raise Refusal(f"nothing to stage at {path}", EX_NOINPUT)
-    within = (real, *_hub_blobs(real))
+    within = (real, *hub_blobs(real))
     return _looked_at(path, _followed(path, within), within)
-
-
-def _hub_blobs(real: str) -> Iterator[str]:
-    """Of the entry whose snapshots it is in. A `blobs` that is a link itself leads elsewhere, and does not count."""
-    parts = real.split(os.sep)
-    for n, (name, inner) in enumerate(itertools.pairwise(parts)):
-        if name.startswith(_HUB_ENTRIES) and inner == "snapshots":
-            yield os.sep.join([*parts[: n + 1], "blobs"])
 
 
 def _holder(real: str, folders: tuple[str, ...]) -> str:

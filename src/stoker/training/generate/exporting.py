@@ -42,7 +42,7 @@ def card_of(run: str, stage: str = "") -> str:
     if not os.path.isfile(path):
         return ""
     try:
-        text = read_text(path)
+        text = read_text(path, inside=True)
         told = parse_yaml(text)
     except (OSError, NotYaml, ValueError) as problem:
         raise Refusal(f"{path} can't be read: {getattr(problem, 'strerror', None) or problem}", EX_DATAERR) from problem

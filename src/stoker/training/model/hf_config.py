@@ -237,7 +237,7 @@ def _refuse_quantized(told: ConfigJson) -> None:
 def _read(folder: str) -> ConfigJson:
     path = os.path.join(folder, CONFIG)
     try:
-        return ConfigJson(folder, read_json(path, _LONGEST))
+        return ConfigJson(folder, read_json(path, _LONGEST, inside=True))
     except FileNotFoundError as problem:
         held = ", ".join(sorted(os.listdir(folder))[:5]) if os.path.isdir(folder) else "no such folder"
         raise Refusal(f"model {folder}: there is no {CONFIG} in it; found {held or 'nothing'}", EX_NOINPUT) from problem
@@ -327,7 +327,7 @@ def kept_of(c: ModelConfig, say: Callable[[str], None]) -> Kept:
 
 def _optional_json(path: str) -> Mapping[str, Any]:
     try:
-        told = read_json(path)
+        told = read_json(path, inside=True)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as problem:
@@ -343,7 +343,7 @@ def end_ids_of(tokenizer_folder: str | None) -> tuple[int, ...]:
     if not all(os.path.isfile(path) for path in paths):
         return ()
     try:
-        config, tokenizer = (read_json(path) for path in paths)
+        config, tokenizer = (read_json(path, inside=True) for path in paths)
         eos = config.get("eos_token")
         text = eos["content"] if isinstance(eos, dict) else eos
         added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
