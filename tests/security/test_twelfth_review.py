@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from conftest import Stoker
+from stoker.contract.names import Refusal
 from stoker.contract.secretvalues import pairs
+from stoker.contract.untrusted import read_json
 from stoker.control.cluster import listing
 from stoker.control.launch.console import LogLines
 
@@ -103,3 +106,74 @@ def test_a_line_without_end_behind_a_carriage_return_is_written() -> None:
         if lines.unfinished > 1 << 20:
             written += len(lines.partial())
     assert written > 1 << 20
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"]
+)
+def test_a_tokenizers_files_that_lead_out_of_its_folder_are_not_read(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("numpy", reason="numpy is not installed")
+    from stoker.training.tokenizer.tokenizer import bytes_tokenizer, load
+
+    folder, private = tmp_path / "folder", tmp_path / "id_rsa"
+    bytes_tokenizer().save(str(folder))
+    private.write_text((folder / name).read_text() if (folder / name).exists() else "{}")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(private)
+    with pytest.raises(Refusal, match="leads out of its folder"):
+        load(str(folder))
+    (folder / name).unlink()
+    (folder / f"real-{name}").write_text(private.read_text())
+    (folder / name).symlink_to(f"real-{name}")
+    load(str(folder))
+
+
+def test_files_of_the_hubs_cache_are_read_and_others_beside_it_are_not(tmp_path: Path) -> None:
+    entry = tmp_path / "models--a--b"
+    snapshot, blobs = entry / "snapshots" / "0123", entry / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "abc").write_text("{}")
+    (tmp_path / "private").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/abc")
+    assert read_json(snapshot / "config.json", inside=True) == {}
+    (blobs / "more").symlink_to(tmp_path / "private")
+    for target in ("../../../private", "../../blobs/more", "/proc/self/environ"):
+        (snapshot / "other.json").unlink(missing_ok=True)
+        (snapshot / "other.json").symlink_to(target)
+        with pytest.raises(OSError, match="leads out of its folder"):
+            read_json(snapshot / "other.json", inside=True)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.yaml", "tokenizer_config.json"])
+def test_an_export_copies_nothing_that_a_link_leads_to(stoker: Stoker, name: str) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from stoker.training.model import hf
+    from stoker.training.model.config import ModelConfig
+    from stoker.training.model.decoder import Decoder
+    from stoker.training.tokenizer.tokenizer import bytes_tokenizer
+
+    run = stoker.cwd / "run"
+    bytes_tokenizer().save(str(stoker.cwd / "tokenizer"))
+    model = Decoder(ModelConfig(layers=1, dim=64, heads=1, kv_heads=1, head_dim=64, ff=64, vocab_size=320), 64)
+    model.start(1)
+    hf.save(model, str(run / "hf"), say=lambda line: None, tokenizer_folder=str(stoker.cwd / "tokenizer"))
+    private = stoker.cwd / "private"
+    private.write_text('{"client_secret": "hunter2hunter2"}')
+    place = run / name if name == "config.yaml" else run / "hf" / name
+    place.unlink(missing_ok=True)
+    place.symlink_to(private)
+    done = stoker("export", str(run / "hf"), "out")
+    assert done.code != 0 and "leads out of its folder" in done.err, done.err
+    assert not any("hunter2" in file.read_text(errors="replace") for file in stoker.cwd.glob("out/*"))
+
+
+def test_prepared_data_is_for_its_owner_alone(stoker: Stoker) -> None:
+    pytest.importorskip("numpy", reason="numpy is not installed")
+    (stoker.cwd / "cache").mkdir(mode=0o755)
+    (stoker.cwd / "text.txt").write_text("a text of many words\n" * 200)
+    words = ("--data", "text.txt", "--tokenizer.path", "bytes", "--context_length", "64", "--data.validation", "0")
+    done = stoker("prepare", *words, "--data.cache", "cache")
+    assert done.code == 0, done.err
+    (dataset,) = (place for place in (stoker.cwd / "cache" / "datasets").iterdir() if place.is_dir())
+    assert dataset.stat().st_mode & 0o777 == 0o700
