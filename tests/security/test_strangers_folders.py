@@ -125,14 +125,14 @@ def test_a_shard_that_is_a_link_is_damage(tmp_path: Path) -> None:
 def test_an_export_copies_nothing_from_outside_the_models_folder(tmp_path: Path) -> None:
     from stoker.training.model.hf_write import beside
 
-    model = tmp_path / "hub" / "snapshots" / "1"
+    model = tmp_path / "models--a--b" / "snapshots" / "1"
     model.mkdir(parents=True)
     (tmp_path / "token").write_text("a token")
     (model / "vocab.json").symlink_to(tmp_path / "token")
-    with pytest.raises(Refusal, match="outside the model's folder"):
+    with pytest.raises(Refusal, match="leads out of its folder"):
         beside(str(model), str(model / "vocab.json"))
-    (tmp_path / "hub" / "blobs").mkdir()
-    (tmp_path / "hub" / "blobs" / "0a").write_text("{}")
+    (tmp_path / "models--a--b" / "blobs").mkdir()
+    (tmp_path / "models--a--b" / "blobs" / "0a").write_text("{}")
     (model / "tokenizer.json").symlink_to("../../blobs/0a")
     assert beside(str(model), str(model / "tokenizer.json")) == b"{}"
 

@@ -66,6 +66,7 @@ def pairs(text: str) -> Iterator[Span]:
             or found.start() < done
             or text.startswith(HIDDEN, found.end())
             or _is_of_others(text, found)
+            or _is_call(text, found)
         ):
             continue
         most = len(text) if rating == SURE else min(len(text), found.end() + _MOST_MAYBE)
@@ -89,8 +90,7 @@ def _meant(text: str, found: re.Match[str], rating: int, value: str, quoted: boo
         return (rating == SURE and not word) or separator[0] in "\"'`\\" or name.isupper() or telling
     if value.lower().rstrip(".,:;)") in _PROSE:
         return False
-    # key=int(x), token=self.token.
-    if not name.isupper() and (compiled(r"[A-Za-z_][\w.]*[(\[]").match(value) or value.rpartition(".")[2] == name):
+    if not name.isupper() and len(value) <= _MOST_MAYBE and value.rpartition(".")[2] == name:  # token=self.token.
         return False
     if separator[0] in "\"'`\\":  # JSON has nothing without quotes but numbers
         return telling
@@ -101,6 +101,13 @@ def _meant(text: str, found: re.Match[str], rating: int, value: str, quoted: boo
     ):
         return telling
     return rating == SURE or telling
+
+
+def _is_call(text: str, found: re.Match[str]) -> bool:
+    """key=int(x), of source code. Seen before its end is looked for, which may be far: a text may hold many."""
+    if found[1].isupper() or text[found.start() - 1 : found.start()] in ("?", "&", ";"):
+        return False
+    return compiled(r"[A-Za-z_][\w.]*[(\[]").match(text, found.end()) is not None
 
 
 def _value(text: str, at: int, limit: int) -> tuple[int, int, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 from collections.abc import Iterator
@@ -168,6 +169,38 @@ def open_below(root: str, path: str) -> int:
         os.close(folder)
 
 
+_HUB_ENTRIES = (
+    "models--",
+    "datasets--",
+    "spaces--",
+)  # in its cache: ENTRY/snapshots/REVISION/FILE -> ../../blobs/DIGEST
+
+
+def hub_blobs(folder: str) -> Iterator[str]:
+    """Where links of a folder of the hub's cache may lead. `blobs` that is a link itself leads elsewhere, and does not count."""
+    parts = folder.split(os.sep)
+    for place, (name, inner) in enumerate(itertools.pairwise(parts)):
+        if name.startswith(_HUB_ENTRIES) and inner == "snapshots":
+            yield os.sep.join([*parts[: place + 1], "blobs"])
+
+
+def open_inside(path: str | os.PathLike[str]) -> int:
+    """As open_regular, of a file in a folder that somebody else packed: a link may lead within that folder, or to the blobs of
+    the hub's cache. Elsewhere it may lead to anything of our own, which would then be copied for others to read.
+    """
+    try:
+        return open_regular(path, follow=False)
+    except OSError as problem:
+        if problem.errno != errno.ELOOP:
+            raise
+    real, folder = os.path.realpath(path), os.path.realpath(os.path.dirname(path) or ".")
+    for holder in (folder, *hub_blobs(folder)):
+        if os.path.commonpath([real, holder]) == holder:
+            return open_below(holder, os.path.relpath(real, holder))
+    why = f"is a link that leads out of its folder, to {printable(real, 200)}: copy that file there if it belongs there"
+    raise OSError(errno.ELOOP, why, os.fspath(path))
+
+
 def open_lock_file(path: str) -> int:
     """A lock file, open for writing, made where there is none: regular, with one name. A link would lead elsewhere."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
@@ -190,22 +223,24 @@ def kind_of(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "no file")
 
 
-def read_bytes(path: str | os.PathLike[str], limit: int = _SMALL) -> bytes:
-    """All of a small regular file. OSError says what is wrong with it."""
-    with os.fdopen(open_regular(path), "rb") as file:
+def read_bytes(path: str | os.PathLike[str], limit: int = _SMALL, *, inside: bool = False) -> bytes:
+    """All of a small regular file; `inside`: as open_inside. OSError says what is wrong with it."""
+    with os.fdopen(open_inside(path) if inside else open_regular(path), "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"is larger than {limit >> 20} MiB", os.fspath(path))
     return data
 
 
-def read_text(path: str | os.PathLike[str], limit: int = _SMALL, errors: str = "strict") -> str:
+def read_text(
+    path: str | os.PathLike[str], limit: int = _SMALL, errors: str = "strict", *, inside: bool = False
+) -> str:
     """The same as text; ValueError: it is not UTF-8."""
-    return read_bytes(path, limit).decode("utf-8", errors)
+    return read_bytes(path, limit, inside=inside).decode("utf-8", errors)
 
 
-def read_json(path: str | os.PathLike[str], limit: int = _SMALL) -> Any:
-    return parse_json(read_text(path, limit))
+def read_json(path: str | os.PathLike[str], limit: int = _SMALL, *, inside: bool = False) -> Any:
+    return parse_json(read_text(path, limit, inside=inside))
 
 
 def lines_of(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Iterator[bytes]:

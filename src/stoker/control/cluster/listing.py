@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import stat
 import subprocess
@@ -14,14 +13,12 @@ from collections.abc import Iterator
 from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import open_below, printable
+from stoker.contract.untrusted import hub_blobs, open_below, printable
 
 # Not copied, unless git tracks it.
 GIT_S = 120.0  # a large checkout on a slow network disk
 SLOW_S = 10.0  # after it, a look at what git may be waiting for
 LEFT_OUT = ("runs", "cache", ".venv", "__pycache__", ".git")
-# Entries of the hub's cache. In each: snapshots/REVISION/FILE -> ../../blobs/DIGEST
-_HUB_ENTRIES = ("models--", "datasets--", "spaces--")
 _MOST_WAYS = 64  # links that lead to one folder: links to folders with links multiply
 # The user's own settings, such as safe.directory in a container. Options on the command line win over them.
 _GIT_KEPT = ("GIT_CONFIG", "GIT_CEILING_DIRECTORIES", "GIT_DISCOVERY_ACROSS_FILESYSTEM")
@@ -61,7 +58,7 @@ def working_directory(root: str) -> Listing:
     root = os.path.abspath(root)
     if not os.path.isdir(root):
         raise Refusal(f"no folder {root} to copy", EX_NOINPUT)
-    known = _git(root)
+    known = _git(root, {os.path.realpath(root)})
     paths = _walk(root) if known is None else known
     return _looked_at(root, paths, by_git=known is not None)
 
@@ -76,16 +73,8 @@ def tree(path: str) -> Listing:
         return _looked_at(os.path.dirname(path), iter([os.path.basename(path)]), (os.path.dirname(real),))
     if not os.path.isdir(path):
         raise Refusal(f"nothing to stage at {path}", EX_NOINPUT)
-    within = (real, *_hub_blobs(real))
+    within = (real, *hub_blobs(real))
     return _looked_at(path, _followed(path, within), within)
-
-
-def _hub_blobs(real: str) -> Iterator[str]:
-    """Of the entry whose snapshots it is in. A `blobs` that is a link itself leads elsewhere, and does not count."""
-    parts = real.split(os.sep)
-    for n, (name, inner) in enumerate(itertools.pairwise(parts)):
-        if name.startswith(_HUB_ENTRIES) and inner == "snapshots":
-            yield os.sep.join([*parts[: n + 1], "blobs"])
 
 
 def _holder(real: str, folders: tuple[str, ...]) -> str:
@@ -177,7 +166,7 @@ def _link_above(root: str, path: str, known: dict[str, bool]) -> str:
     return ""
 
 
-def _git(root: str) -> Iterator[str] | None:
+def _git(root: str, asked: set[str]) -> Iterator[str] | None:
     """None: not a checkout, or no git to ask."""
     try:
         inside = _ask_git(root, "rev-parse", "--is-inside-work-tree")
@@ -191,7 +180,7 @@ def _git(root: str) -> Iterator[str] | None:
         return None
     if _ask_git(root, "check-ignore", "-q", root).returncode == 0:
         return None  # a folder that the checkout around it ignores as a whole: its own master
-    return _git_files(root)
+    return _git_files(root, asked)
 
 
 def _ask_git(root: str, *words: str) -> subprocess.CompletedProcess[bytes]:
@@ -251,16 +240,19 @@ def _is_pipe(place: str) -> bool:
         return False  # removed meanwhile, or a link to nowhere
 
 
-def _git_files(root: str) -> Iterator[str]:
-    """A folder in git's list is a submodule, or somebody's checkout, whose git is not asked."""
+def _git_files(root: str, asked: set[str]) -> Iterator[str]:
+    """A folder in git's list is a submodule, or somebody's checkout, whose git is not asked. One without a .git has not been
+    fetched. `asked`: folders whose git was asked before; an index may name them in many ways.
+    """
     links: dict[str, bool] = {}
     for path in _git_list(root, "--cached"):
-        if _is_folder(root, path) and not _link_above(root, path, links):
-            place = os.path.join(root, path)
-            for inner in _git(place) or _walk(place):
-                yield os.path.join(path, inner)
-        else:
+        place = os.path.join(root, path)
+        if not _is_folder(root, path) or _link_above(root, path, links):
             yield path
+        elif os.path.lexists(os.path.join(place, ".git")) and os.path.realpath(place) not in asked:
+            asked.add(os.path.realpath(place))
+            for inner in _git(place, asked) or _walk(place):
+                yield os.path.join(path, inner)
     for path in _git_list(root, "--others", "--exclude-standard"):
         if any(part in LEFT_OUT for part in path.split("/")):
             continue

@@ -160,6 +160,7 @@ def _identity(handle: int) -> object:
 # ---- a rank's bytes become console lines (whole, prefixed, never torn) and lines of its log. Pure ----
 
 LONGEST = 32 << 20  # a line longer than this is shown in pieces: memory is finite
+_LONGEST_BAR = 1 << 20  # what is longer is no progress bar: it is written
 _RECORD = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
 # Colours, cursor moves, titles.
 _CODES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
@@ -233,7 +234,7 @@ class LogLines:
     @property
     def unfinished(self) -> int:
         """Bytes that could be written now, without the end of their line. A bar waits for its last state."""
-        return 0 if b"\r" in self._rest else len(self._rest)
+        return 0 if b"\r" in self._rest and len(self._rest) < _LONGEST_BAR else len(self._rest)
 
     def feed(self, data: bytes) -> bytes:
         """The finished lines."""

@@ -154,7 +154,7 @@ def whole(folder: str) -> Iterator[str]:
     """A temporary folder that takes its place when all went well, and is gone when not. The caller holds the lock."""
     temporary = f"{folder}.{os.getpid()}.tmp"
     try:
-        os.makedirs(temporary)
+        os.makedirs(temporary, 0o700)  # of files that others may not read, perhaps
     except OSError as problem:
         raise Refusal(f"{temporary} can't be made: {problem.strerror} (data.cache)", EX_CANTCREAT) from problem
     try:

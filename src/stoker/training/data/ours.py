@@ -23,7 +23,7 @@ _MARKS = (TAG, layout.RUN, "chain.json")
 
 def tag(cache: str) -> None:
     """Marks the cache as one."""
-    os.makedirs(cache, exist_ok=True)
+    os.makedirs(cache, 0o700, exist_ok=True)
     path = os.path.join(cache, TAG)
     if not os.path.lexists(path):
         write_whole(path, layout.CACHE_SIGNATURE, durable=False)
@@ -58,7 +58,7 @@ def _made(cache: str, say: Callable[[str], None]) -> str:
     parent = os.path.dirname(os.path.abspath(cache))
     try:
         os.makedirs(parent, exist_ok=True)
-        os.mkdir(cache, 0o700 if why_not_ours_alone(parent) else 0o755)
+        os.mkdir(cache, 0o700)  # what it holds was made of files that others may not read
     except FileExistsError:
         pass
     except OSError as problem:

@@ -41,10 +41,11 @@ _TOLD = ("model.load", "data.path", "data.validation", "grpo.prompts", "reward.p
 def card_of(run: str, stage: str = "") -> str:
     """Empty where the run has no settings: it was no `stoker train`."""
     path = os.path.join(run, SETTINGS)
-    if not os.path.isfile(path):
+    # One that another user laid into a shared folder is no run's.
+    if not os.path.isfile(path) or os.lstat(path).st_uid != os.stat(run).st_uid:
         return ""
     try:
-        text = read_text(path)
+        text = read_text(path, inside=True)
         told = parse_yaml(text)
     except (OSError, NotYaml, ValueError) as problem:
         raise Refusal(f"{path} can't be read: {getattr(problem, 'strerror', None) or problem}", EX_DATAERR) from problem

@@ -187,6 +187,8 @@ def _stored(folder: str, counts: Mapping[str, int], planned: bool) -> int:
 
 def _is_code(key: str) -> bool:
     """attn_implementation and its like: transformers also takes a repository's name there, and runs a kernel from it."""
+    if key == "attribute_map":  # another name for any of them
+        return True
     return "implementation" in key and key != "cache_implementation"
 
 
@@ -349,7 +351,7 @@ def _read(folder: str) -> ConfigJson:
         folder = base_of(folder)
     path = os.path.join(folder, CONFIG)
     try:
-        return ConfigJson(folder, read_json(path, _LONGEST))
+        return ConfigJson(folder, read_json(path, _LONGEST, inside=True))
     except FileNotFoundError as problem:
         held = ", ".join(sorted(os.listdir(folder))[:5]) if os.path.isdir(folder) else "no such folder"
         raise Refusal(f"model {folder}: there is no {CONFIG} in it; found {held or 'nothing'}", EX_NOINPUT) from problem
@@ -439,7 +441,7 @@ def kept_of(c: ModelConfig, say: Callable[[str], None]) -> Kept:
 
 def _optional_json(path: str) -> Mapping[str, Any]:
     try:
-        told = read_json(path)
+        told = read_json(path, inside=True)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as problem:
@@ -455,7 +457,7 @@ def end_ids_of(tokenizer_folder: str | None) -> tuple[int, ...]:
     if not all(os.path.isfile(path) for path in paths):
         return ()
     try:
-        config, tokenizer = (read_json(path) for path in paths)
+        config, tokenizer = (read_json(path, inside=True) for path in paths)
         eos = config.get("eos_token")
         text = eos["content"] if isinstance(eos, dict) else eos
         added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}

@@ -18,7 +18,7 @@ from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.owners import is_own
 from stoker.contract.quantities import amount
 from stoker.contract.tensorheader import pack_header
-from stoker.contract.untrusted import is_count, open_regular
+from stoker.contract.untrusted import is_count, open_regular, read_bytes
 from stoker.contract.wholefile import sync_folder, write_whole
 from stoker.training.checkpoint.folders import put_in_place, remove, repair
 from stoker.training.model.config import ModelConfig
@@ -146,20 +146,10 @@ def add_files(
 
 def beside(folder: str, path: str) -> bytes:
     """A file of a model's folder; a link may lead within it or to the hub cache's blobs, and nowhere else."""
-    real = os.path.realpath(path)
-    home = os.path.realpath(folder)
-    blobs = os.path.join(os.path.dirname(os.path.dirname(home)), "blobs")
-    if os.path.dirname(real) not in (home, blobs):
-        raise Refusal(
-            f"{path} is a link to {real}, outside the model's folder: copy that file into the folder if it belongs"
-            " there",
-            EX_CANTCREAT,
-        )
-    with os.fdopen(open_regular(real), "rb") as file:
-        data = file.read(LONGEST_BESIDE + 1)
-    if len(data) > LONGEST_BESIDE:
-        raise Refusal(f"{path} has more than {LONGEST_BESIDE >> 20} MiB: no tokenizer is so large", EX_CANTCREAT)
-    return data
+    try:
+        return read_bytes(path, LONGEST_BESIDE, inside=True)
+    except OSError as problem:
+        raise Refusal(f"{path} {problem.strerror}", EX_CANTCREAT) from problem
 
 
 def refuse_foreign_files(folder: str) -> None:

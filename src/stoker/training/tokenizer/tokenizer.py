@@ -308,14 +308,14 @@ def differs(known: Tokenizer, used: Tokenizer) -> str:
 
 def _read(folder: str, where: str) -> Tokenizer:
     try:
-        data = read_bytes(os.path.join(folder, FILES[0]))
+        data = read_bytes(os.path.join(folder, FILES[0]), inside=True)
     except OSError as problem:
         raise Refusal(f"tokenizer {where}: {FILES[0]} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     config: Any = {}
     beside = os.path.join(folder, FILES[1])
     if os.path.exists(beside):
         try:
-            config = read_json(beside)
+            config = read_json(beside, inside=True)
         except OSError as problem:
             raise Refusal(f"{beside} can't be read: {problem.strerror}", EX_NOINPUT) from problem
         except ValueError as problem:
@@ -324,7 +324,7 @@ def _read(folder: str, where: str) -> Tokenizer:
         raise Refusal(f"{beside} holds a {type(config).__name__}, not keys and values", EX_DATAERR)
     files = {name: os.path.join(folder, name) for name in BESIDE}
     try:
-        more = {name: read_bytes(path) for name, path in files.items() if os.path.isfile(path)}
+        more = {name: read_bytes(path, inside=True) for name, path in files.items() if os.path.isfile(path)}
     except OSError as problem:
         raise Refusal(
             f"tokenizer {where}: {problem.filename} can't be read: {problem.strerror}", EX_NOINPUT
