@@ -66,6 +66,11 @@ def test_training_goes_on_with_an_adapter_of_this_base_only(stoker: Stoker, tmp_
     done = stoker.torch(*sft("no", ours, data, "--lora"))
     assert done.code != 0 and "was trained beside other weights" in done.out + done.err, done.err
     settings = json.loads((ours / adapters.SETTINGS).read_text())
+    other = base(tmp_path / "other")
+    done = stoker.torch(
+        *sft("other", folder, data, "--lora", "--adapter.continue_from", str(adapter(other, tmp_path / "b")))
+    )
+    assert done.code != 0 and "was trained beside other weights than those in" in done.out + done.err, done.err
     (ours / adapters.SETTINGS).write_text(json.dumps({**settings, "base_model_name_or_path": str(tmp_path / "gone")}))
     done = stoker.torch(*sft("gone", ours, data, "--lora"))
     assert done.code != 0 and "gone is not there" in done.err and "Traceback" not in done.err, done.err

@@ -134,6 +134,8 @@ def test_dpo_trains_an_adapter_and_a_second_run_compares_with_the_first_ones_mod
     assert json.loads((first / "result.json").read_text())["metrics"]["accuracy"] >= 0.9
     lines = metrics(first)
     assert abs(lines[0]["reward_margin"]) < 1e-4 < lines[-1]["reward_margin"]
+    asked = [json.loads(line) for line in (first / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in asked] == [0] * 3 + [12] * 3 and asked[0]["wanted"].startswith("yes "), asked
     assert (first / "hf" / adapters.WEIGHTS).exists() and not (first / "hf" / "model.safetensors").exists()
 
     more = ("--qlora", "--checkpoint.every_steps", "4")

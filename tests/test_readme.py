@@ -42,6 +42,9 @@ SETUP = "makes .venv from a package index"
 PARSED = "only its words are checked: "
 FINDINGS = (0, 1, 2)  # warnings, failures: what is found depends on the machine
 
+TINY_QLORA = (
+    "stoker train sft --model.load sft/hf --data chats.jsonl --qlora --preset small --context-length 128 --max-steps 2"
+)
 ROWS = [
     Row("bash speedrun.sh", "stoker speedrun --plan", f"{SETUP}; {PLAN}"),
     Row(".venv/bin/stoker chat", why=f"{PARSED}it asks a person"),
@@ -149,6 +152,27 @@ ROWS = [
     Row(
         "torchrun --nproc-per-node 2 -m stoker.training.recipes.pretrain --preset debug --data book.txt",
         why=f"{PARSED}tests/test_pretrain.py runs it",
+    ),
+    Row(
+        "stoker train sft --model.load path/to/llama --data chats.jsonl --qlora",
+        TINY_QLORA,
+        "a model of two layers, 2 steps",
+        needs="torch",
+    ),
+    Row(
+        'stoker chat runs/latest --prompt "What did you learn?"',
+        'stoker chat runs/latest --prompt "What did you learn?" --max-tokens 4 # not sft/hf itself',
+        "the run before trained an adapter of a model of two layers; 4 tokens",
+        before=TINY_QLORA,
+        needs="torch",
+    ),
+    Row(
+        "stoker export runs/latest my-model --merge",
+        "stoker export runs/latest my-model --merge --tokenizer sft/hf",
+        "the run before trained an adapter of a model of two layers, whose tokenizer this is",
+        before=TINY_QLORA,
+        says="added to the weights",
+        needs="torch",
     ),
     Row(
         "stoker cluster init gpu1 gpu2 gpu3",

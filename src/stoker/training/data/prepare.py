@@ -326,4 +326,4 @@ def _check(told: dict[str, Any], data: DataConfig, say: Say) -> None:
             EX_DATAERR,
         )
     if data.validation not in ("", "0") and held["tokens"] < 2:
-        say(f"data.validation={data.validation} holds nothing out: the data is too small")
+        say(f"data.validation={data.validation} holds nothing out: the data is too small; a larger share (0.1) would")

@@ -73,7 +73,7 @@ class Weights:
         self.positions = None if model.positions is None else self._cast(model.positions.weight, dtype)
         self.norm = self._norm(model.norm)
         self.layers = [self._layer(block, dtype) for block in model.layers if isinstance(block, Block)]
-        self.refresh()
+        self.refresh(first=True)
 
     def _cast(self, parameter: Tensor, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
         if parameter.dtype == dtype and parameter.is_contiguous() and not offset:
@@ -130,7 +130,7 @@ class Weights:
         )
 
     @torch.no_grad()
-    def refresh(self) -> bool:
+    def refresh(self, first: bool = False) -> bool:
         """After the parameters changed. False: some lie elsewhere now, and what kept an address must forget it."""
         if any(ours.data_ptr() != parameter.data_ptr() for ours, parameter in self._shared):
             self._take()
@@ -140,7 +140,8 @@ class Weights:
             if offset:
                 ours += offset
         for ours, linear in self._merged:
-            merged(linear, ours)
+            if linear.adapter is not None or first:
+                merged(linear, ours)
         return True
 
     @property

@@ -182,6 +182,8 @@ def _checkpoint(
     run = os.path.dirname(os.path.dirname(os.path.abspath(path)))
     files = _Files(where, lambda fresh: _beside(fresh, words, run, say))
     added = _adapter(opened, shape) if opened.meta.get("adapter") is not None else None
+    if added is not None and shape.engine == "transformers":
+        raise Refusal(f"{path} is of an adapter that peft computes: only hf/ of its finished run is exported", EX_USAGE)
     if added is not None and not merge:
         told, base = added
         return adapters.write(shape, told, base, out, files, say, get=partial(_read, opened))

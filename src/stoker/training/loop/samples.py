@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -100,9 +101,11 @@ def _logits(model: Any, ids: Tensor, rows: Tensor, at: Tensor) -> Tensor:
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Compiling blocks for another shape would take longer than the answers."""
+    """Compiling blocks for another shape would take longer than the answers. Nothing is compiled without dynamo, whose import
+    takes a second or two.
+    """
     stance: Any = getattr(torch.compiler, "set_stance", None)
-    return stance("force_eager") if stance is not None else nullcontext()
+    return stance("force_eager") if stance is not None and "torch._dynamo" in sys.modules else nullcontext()
 
 
 class SampleLog:

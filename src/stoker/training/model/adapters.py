@@ -270,10 +270,11 @@ def is_adapter(folder: str) -> bool:
     return os.path.isfile(os.path.join(folder, SETTINGS))
 
 
-def check_base(folder: str) -> None:
-    """Refuses an adapter whose base has changed since. Peft's own folders don't say which weights it was."""
+def check_base(folder: str, base: str = "") -> None:
+    """Refuses an adapter of other weights than `base`, or than its own base has now. Peft's folders don't say which it was."""
+    stored_tensors(folder)
     wanted = read_header(os.path.join(folder, WEIGHTS)).metadata.get(DIGEST)
-    base = base_of(folder)
+    base = base or base_of(folder)
     if wanted and wanted != base_digest(base):
         raise Refusal(
             f"adapter {folder} was trained beside other weights than those in {base}: its answers would be wrong; give it"

@@ -14,7 +14,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 _MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
-_WANTED = [*_MODEL_FILES, *TOKENIZER_FILES]  # no pickles
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_WANTED = [*_MODEL_FILES, *_ADAPTER_FILES, *TOKENIZER_FILES]  # no pickles
 
 
 def config_of(load: str, say: Callable[[str], None]) -> str:

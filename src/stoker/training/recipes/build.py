@@ -150,7 +150,7 @@ def adapted(
     model.begin_own(told.continue_from or own.base)
     adapters.attach(model, told, c.train.seed)
     if told.continue_from:
-        adapters.check_base(told.continue_from)
+        adapters.check_base(told.continue_from, own.base)
         adapters.load(model, told, told.continue_from, hf_read.read_stored, voice.say_once)
     bytes_of = adapters.held(model)
     voice.say_once(
@@ -204,7 +204,7 @@ def _adapted_outside(model: Any, own: adapters.Beside, learner: Learner, seed: i
     told = own.settings
     outside_adapters.attach(model, told, seed)
     if own.loaded:
-        adapters.check_base(told.continue_from)
+        adapters.check_base(told.continue_from, own.base)
         outside_adapters.fill(model, told, told.continue_from, voice.say_once)
     if learner.compares and own.loaded:
         raise Refusal(
