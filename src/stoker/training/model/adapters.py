@@ -252,7 +252,7 @@ def write_folder(
         write_json(fresh, SETTINGS, settings)
         more(fresh)
         if files is not None:
-            config = read_json(os.path.join(base, CONFIG))
+            config = read_json(os.path.join(base, CONFIG), inside=True)
             add_files(fresh, config, {}, ((files.tokenizer, name) for name in TOKENIZER_FILES))
             files.write(fresh)
     say(f"wrote {folder}: an adapter of {sum(tensor.numel() for tensor in tensors.values()):,} numbers for {base}")
@@ -287,7 +287,7 @@ def settings_of(folder: str, method: str, dropout: float = 0.0) -> tuple[Adapter
     """(what peft's file says, the base it is for)."""
     path = os.path.join(folder, SETTINGS)
     try:
-        told = read_json(path)
+        told = read_json(path, inside=True)
     except OSError as problem:
         raise Refusal(f"adapter {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     except ValueError as problem:

@@ -319,7 +319,7 @@ def base_of(folder: str) -> str:
     if not os.path.isfile(path):
         return folder
     try:
-        told = read_json(path, _LONGEST)
+        told = read_json(path, _LONGEST, inside=True)
     except (OSError, ValueError) as problem:
         raise Refusal(f"adapter {path} can't be read: {problem}", EX_DATAERR) from problem
     base = told.get("base_model_name_or_path") if isinstance(told, dict) else None
