@@ -3,8 +3,11 @@
     python benchmarks/qlora.py --cells 8b:4:2048,8b:1:2048 --json cells.jsonl --commit $(git rev-parse --short HEAD)
     python benchmarks/qlora.py --size tiny --cells tiny:2:64 --peers stoker     no GPU: shows that it works, measures nothing
 
-A cell is SIZE:MICRO:CONTEXT[:RECOMPUTED]: RECOMPUTED blocks of Stoker's model are computed again in the backward pass (0 if not given; `full`: all);
-peft always recomputes all of them (gradient checkpointing), as its guides do. Rank 16 on all linear layers, AdamW.
+    python benchmarks/qlora.py --peers stoker --cap 8 --cells 8b:1:2048:31:adamw8bit   does it run on a card of 8 GB?
+
+A cell is SIZE:MICRO:CONTEXT[:RECOMPUTED[:OPTIMIZER[:host]]]: RECOMPUTED blocks of Stoker's model are computed again in the backward pass (0 if not given; `full`: all);
+peft always recomputes all of them (gradient checkpointing), as its guides do. Rank 16 on all linear layers, AdamW. host: the embedding lies in host memory.
+--cap: torch may take so many GiB less what the CUDA context takes, as on a card of that size; more is out of memory.
 
 stoker         NF4 with double quantization, fused blocks
 stoker-lora    the same beside bf16 weights
@@ -38,7 +41,7 @@ SHAPES = {
 }
 
 
-def stoker(size: str, context: int, recompute: str, method: str) -> Any:
+def stoker(size: str, context: int, recompute: str, method: str, host: bool = False) -> Any:
     """A model with adapters, made layer by layer: no moment holds it in 16 bits."""
     import torch
 
@@ -60,6 +63,7 @@ def stoker(size: str, context: int, recompute: str, method: str) -> Any:
         model = Decoder(c, context, dtype)
     adapters.freeze(model, told)
     ready.make_ready(model, ComputeConfig(recompute=recompute), device, print)
+    model.embed_on_host = host
     model.place(device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -74,7 +78,8 @@ def stoker(size: str, context: int, recompute: str, method: str) -> Any:
     return model
 
 
-def run_stoker(size: str, micro: int, context: int, recompute: str, method: str, steps: int) -> dict[str, Any]:
+def run_stoker(size: str, micro: int, context: int, how: list[str], method: str, steps: int) -> dict[str, Any]:
+    """`how`: blocks computed again, optimizer, place of the embedding."""
     import torch
 
     from stoker.training.model import ready
@@ -83,8 +88,9 @@ def run_stoker(size: str, micro: int, context: int, recompute: str, method: str,
 
     ready.environment(print)
     begun = time.monotonic()
-    model = stoker(size, context, recompute, method)
-    optimizer = Optimizer(model, OptimConfig(learning_rate=2e-4))
+    recompute, kind, place = [*how, *["off", "adamw", "device"][len(how) :]]
+    model = stoker(size, context, recompute, method, place == "host")
+    optimizer = Optimizer(model, OptimConfig(kind=kind, learning_rate=2e-4))
     device = model.tables[0][0].device
     scale, bad = torch.tensor(1 / (micro * context), device=device), torch.zeros((), device=device)
 
@@ -203,11 +209,23 @@ def measured(step: Any, tokens: int, steps: int, begun: float) -> dict[str, Any]
     return found
 
 
+def cap(gib: float) -> None:
+    """As on a card of that size: its memory less what the context and the kernels of this process take."""
+    import torch
+
+    torch.ones(1, device="cuda") @ torch.ones(1, device="cuda")
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    context = total - free - torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction((gib * 2**30 - context) / total)
+    print(f"context {context / 2**30:.2f} GiB", file=sys.stderr)
+
+
 def cell(peer: str, text: str, steps: int) -> dict[str, Any]:
     size, micro, context, *more = text.split(":")
     method = "lora" if peer.endswith("-lora") else "qlora"
     if peer.startswith("stoker"):
-        return run_stoker(size, int(micro), int(context), more[0] if more else "off", method, steps)
+        return run_stoker(size, int(micro), int(context), more, method, steps)
     return run_peft(size, int(micro), int(context), method, steps)
 
 
@@ -218,10 +236,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--json", default="")
     parser.add_argument("--commit", default="")
+    parser.add_argument("--cap", type=float, default=0.0)
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         peer, _, text = given.one.partition("=")
+        if given.cap:
+            cap(given.cap)
         print("CELL", json.dumps(cell(peer, text, given.steps)), flush=True)
         return 0
     failed = False
@@ -232,12 +253,27 @@ def main() -> int:
             if (peer, alike) in seen:
                 continue
             seen.add((peer, alike))
-            argv = [sys.executable, os.path.abspath(__file__), "--one", f"{peer}={alike}", "--steps", str(given.steps)]
+            argv = [
+                sys.executable,
+                os.path.abspath(__file__),
+                "--one",
+                f"{peer}={alike}",
+                "--steps",
+                str(given.steps),
+                "--cap",
+                str(given.cap),
+            ]
             done = subprocess.run(argv, capture_output=True, text=True, check=False)
             lines = [line for line in done.stdout.splitlines() if line.startswith("CELL ")]
             found = json.loads(lines[-1][5:]) if lines else {"failed": done.stderr.strip().splitlines()[-1:]}
             failed = failed or not lines
-            row = {"peer": peer, "cell": alike, **found, "commit": given.commit}
+            row = {
+                "peer": peer,
+                "cell": alike,
+                **({"cap_gib": given.cap} if given.cap else {}),
+                **found,
+                "commit": given.commit,
+            }
             print(json.dumps(row), flush=True)
             if given.json:
                 with open(given.json, "a") as file:
