@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from stoker.contract.effort import SECONDS, LookingAt
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import replace, shape
 from stoker.contract.tensorheader import read_header
@@ -32,6 +33,9 @@ class Stored:
     size: int
 
 
+_HEADERS_A_SECOND = 20  # shards of published models have some hundred tensors each
+
+
 def stored_in(folder: str) -> dict[str, Stored]:
     """All tensors of model.safetensors, of the files its index names, or of the only safetensors file there is."""
     try:
@@ -39,6 +43,11 @@ def stored_in(folder: str) -> dict[str, Stored]:
     except OSError as problem:
         raise Refusal(f"model {folder}: {problem.strerror}", EX_NOINPUT) from problem
     files = [name for name in names if name.endswith(".safetensors")]
+    with LookingAt(f"model {folder}: reading its weights' headers", SECONDS + len(files) / _HEADERS_A_SECOND):
+        return _stored(folder, names, files)
+
+
+def _stored(folder: str, names: list[str], files: list[str]) -> dict[str, Stored]:
     if WEIGHTS in files:
         files = [WEIGHTS]
     elif INDEX in names:
