@@ -138,7 +138,9 @@ def test_files_of_the_hubs_cache_are_read_and_others_beside_it_are_not(tmp_path:
     (snapshot / "config.json").symlink_to("../../blobs/abc")
     assert read_json(snapshot / "config.json", inside=True) == {}
     (blobs / "more").symlink_to(tmp_path / "private")
-    for target in ("../../../private", "../../blobs/more", "/proc/self/environ"):
+    (snapshot / ".git").mkdir()
+    (snapshot / ".git" / "config").write_text("{}")
+    for target in ("../../../private", "../../blobs/more", "/proc/self/environ", ".git/config"):
         (snapshot / "other.json").unlink(missing_ok=True)
         (snapshot / "other.json").symlink_to(target)
         with pytest.raises(OSError, match="leads out of its folder"):
@@ -177,3 +179,21 @@ def test_prepared_data_is_for_its_owner_alone(stoker: Stoker) -> None:
     assert done.code == 0, done.err
     (dataset,) = (place for place in (stoker.cwd / "cache" / "datasets").iterdir() if place.is_dir())
     assert dataset.stat().st_mode & 0o777 == 0o700
+
+
+def test_shards_that_are_links_to_one_long_header_end_the_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stoker.contract.tensorheader import pack_header
+    from stoker.training.model import hf_config
+
+    header = pack_header({f"a{n}": ("U8", [0]) for n in range(40_000)}, {})
+    (tmp_path / "x0.safetensors").write_bytes(header)
+    for n in range(1, 200):
+        (tmp_path / f"x{n}.safetensors").symlink_to("x0.safetensors")
+    index = {"weight_map": {f"a{n}": f"x{n}.safetensors" for n in range(200)}}
+    (tmp_path / hf_config.INDEX).write_text(json.dumps(index))
+    monkeypatch.setattr(hf_config, "SECONDS", 0.5)
+    monkeypatch.setattr(hf_config, "_HEADERS_A_SECOND", 1000)
+    with pytest.raises(Refusal, match="reading its weights' headers takes"):
+        hf_config.stored_in(str(tmp_path))

@@ -185,8 +185,9 @@ def hub_blobs(folder: str) -> Iterator[str]:
 
 
 def open_inside(path: str | os.PathLike[str]) -> int:
-    """As open_regular, of a file in a folder that somebody else packed: a link may lead within that folder, or to the blobs of
-    the hub's cache. Elsewhere it may lead to anything of our own, which would then be copied for others to read.
+    """As open_regular, of a file in a folder that somebody else packed: a link may lead to another file of that very folder, or
+    to one of the blobs of the hub's cache. Elsewhere it may lead to anything of our own (.git/config, say), which would
+    then be copied for others to read.
     """
     try:
         return open_regular(path, follow=False)
@@ -195,8 +196,8 @@ def open_inside(path: str | os.PathLike[str]) -> int:
             raise
     real, folder = os.path.realpath(path), os.path.realpath(os.path.dirname(path) or ".")
     for holder in (folder, *hub_blobs(folder)):
-        if os.path.commonpath([real, holder]) == holder:
-            return open_below(holder, os.path.relpath(real, holder))
+        if os.path.dirname(real) == holder:
+            return open_below(holder, os.path.basename(real))
     why = f"is a link that leads out of its folder, to {printable(real, 200)}: copy that file there if it belongs there"
     raise OSError(errno.ELOOP, why, os.fspath(path))
 

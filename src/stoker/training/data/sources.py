@@ -51,7 +51,7 @@ def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
             revision=parts["revision"],
             streaming=True,
         )
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
         say(f"{name}: fetching from the hub")
         with WholeFile(path) as file:
             for row in found:
@@ -87,7 +87,7 @@ def unfold(path: str, cache: str, say: Callable[[str], None]) -> str:
     target = os.path.join(cache, "unpacked", f"{digest[:32]}-{kind}-{UNFOLDED}{ending}")
     if os.path.exists(target):
         return target
-    os.makedirs(os.path.dirname(target), exist_ok=True)
+    os.makedirs(os.path.dirname(target), 0o700, exist_ok=True)
     with WholeFile(target) as file:
         if kind in IN_PLACE:
             with open_unpacked(path) as stream:

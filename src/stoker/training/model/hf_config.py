@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from stoker.contract.effort import SECONDS, LookingAt
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import replace, shape
 from stoker.contract.tensorheader import read_header
@@ -33,6 +34,9 @@ class Stored:
     size: int
 
 
+_HEADERS_A_SECOND = 20  # shards of published models have some hundred tensors each
+
+
 def stored_in(folder: str) -> dict[str, Stored]:
     """All tensors of model.safetensors, of the files its index names, or of the only safetensors file there is. Of an
     adapter's folder: those of the model it is for.
@@ -43,6 +47,11 @@ def stored_in(folder: str) -> dict[str, Stored]:
     except OSError as problem:
         raise Refusal(f"model {folder}: {problem.strerror}", EX_NOINPUT) from problem
     files = [name for name in names if name.endswith(".safetensors")]
+    with LookingAt(f"model {folder}: reading its weights' headers", SECONDS + len(files) / _HEADERS_A_SECOND):
+        return _in_files(folder, names, files)
+
+
+def _in_files(folder: str, names: list[str], files: list[str]) -> dict[str, Stored]:
     if WEIGHTS in files:
         files = [WEIGHTS]
     elif INDEX in names:
