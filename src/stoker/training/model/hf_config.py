@@ -44,10 +44,10 @@ def stored_in(folder: str) -> dict[str, Stored]:
         raise Refusal(f"model {folder}: {problem.strerror}", EX_NOINPUT) from problem
     files = [name for name in names if name.endswith(".safetensors")]
     with LookingAt(f"model {folder}: reading its weights' headers", SECONDS + len(files) / _HEADERS_A_SECOND):
-        return _stored(folder, names, files)
+        return _in_files(folder, names, files)
 
 
-def _stored(folder: str, names: list[str], files: list[str]) -> dict[str, Stored]:
+def _in_files(folder: str, names: list[str], files: list[str]) -> dict[str, Stored]:
     if WEIGHTS in files:
         files = [WEIGHTS]
     elif INDEX in names:
