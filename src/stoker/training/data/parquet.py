@@ -59,15 +59,16 @@ class Unfolding:
         self._shown, self._size, self._left = shown, size, most_unfolded(size)
 
     def take(self, row: dict[str, Any]) -> None:
-        self._left -= _characters(row)
+        self._left -= characters_of(row)
         if self._left < 0:
             raise unfolds(self._shown, self._size)
 
 
-def _characters(value: Any) -> int:
+def characters_of(value: Any) -> int:
+    """What a row's value holds, however deep; nothing takes room, too."""
     if not isinstance(value, (dict, list)):
         return (len(value) if isinstance(value, (str, bytes)) else 8 * (value is not None)) or _NOTHING
-    return _NOTHING + sum(map(_characters, value.values() if isinstance(value, dict) else value))
+    return _NOTHING + sum(map(characters_of, value.values() if isinstance(value, dict) else value))
 
 
 def read_rows(
