@@ -93,15 +93,16 @@ def _task(path: str, most: int) -> Task:
     files = _files(path)
     questions: list[Question] = []
     skipped: list[str] = []
-    for file in files:
-        kind = (
-            _name(file)
-            if len(files) == 1
-            else os.path.splitext(os.path.basename(unpacked_name(file)))[0].removesuffix("_test")
-        )
-        found, wrong = _file(file, kind)
-        questions += found
-        skipped += [wrong] if wrong else []
+    with looking_at_file(f"evaluate.tasks {path}", *files):
+        for file in files:
+            kind = (
+                _name(file)
+                if len(files) == 1
+                else os.path.splitext(os.path.basename(unpacked_name(file)))[0].removesuffix("_test")
+            )
+            found, wrong = _file(file, kind)
+            questions += found
+            skipped += [wrong] if wrong else []
     chosen = tuple(questions[place] for place in spread(len(questions), most))
     return Task(_name(path), chosen, "; ".join(skipped))
 
