@@ -118,6 +118,16 @@ def test_questions_that_hold_more_than_they_ask_end_the_reading(
         read_tasks((str(path),), 0)
 
 
+def test_text_within_lists_of_questions_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr("stoker.training.evaluate.tasks._MOST_CHARACTERS", 1 << 20)
+    path = tmp_path / "q.parquet"
+    row = {"question": "a", "choices": ["x" * 20_000] * 4, "answer": 0}
+    parquet.write_table(arrow.Table.from_pylist([row] * 100), path)
+    with pytest.raises(Refusal, match="unpacks to more than 1 MB"):
+        read_tasks((str(path),), 0)
+
+
 def test_links_that_multiply_are_not_followed(tmp_path: Path) -> None:
     for n in range(30):
         (tmp_path / f"d{n}").mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -197,3 +198,34 @@ def test_shards_that_are_links_to_one_long_header_end_the_reading(
     monkeypatch.setattr(hf_config, "_HEADERS_A_SECOND", 1000)
     with pytest.raises(Refusal, match="reading its weights' headers takes"):
         hf_config.stored_in(str(tmp_path))
+
+
+def test_a_link_of_another_user_to_a_file_beside_it_is_not_followed(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("needs root: two users")
+    (tmp_path / "private.json").write_text("{}")
+    (tmp_path / "config.json").symlink_to("private.json")
+    assert read_json(tmp_path / "config.json", inside=True) == {}
+    os.lchown(tmp_path / "config.json", 12345, 12345)
+    with pytest.raises(OSError, match="leads out of its folder"):
+        read_json(tmp_path / "config.json", inside=True)
+
+
+def test_row_groups_count_together(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    from stoker.training.data import read, units
+
+    path, table = tmp_path / "a.parquet", arrow.table({"text": ["x" * 200_000] * 60})
+    with parquet.ParquetWriter(path, table.schema) as writer:
+        for _ in range(30):
+            writer.write_table(table)
+    spans = [units.Span(str(path), "parquet", 0, 60, group=group) for group in range(30)]
+    with pytest.raises(Refusal, match="unfolds to more than"):
+        for span in spans:
+            sum(len(text) for text, _ in read.texts(span, "text"))
+    good = tmp_path / "b.parquet"
+    with parquet.ParquetWriter(good, table.schema) as writer:
+        for group in range(3):
+            writer.write_table(arrow.table({"text": [f"{group} {n} a text" for n in range(500)]}))
+    for group in range(3):
+        assert len(list(read.texts(units.Span(str(good), "parquet", 0, 500, group=group), "text"))) == 500

@@ -4,6 +4,7 @@ in one line with its name.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -70,10 +71,10 @@ def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), problem)
 
 
-def looking_at_file(what: str, path: str) -> LookingAt:
-    """In proportion to its size."""
-    try:
-        size = os.path.getsize(path)
-    except OSError:  # whoever opens it says why
-        size = 0
+def looking_at_file(what: str, *paths: str) -> LookingAt:
+    """In proportion to their size."""
+    size = 0
+    for path in paths:
+        with contextlib.suppress(OSError):  # whoever opens it says why
+            size += os.path.getsize(path)
     return LookingAt(what, SECONDS + size / BYTES_A_SECOND, ROOM + TIMES * size)

@@ -189,15 +189,19 @@ def open_inside(path: str | os.PathLike[str]) -> int:
     to one of the blobs of the hub's cache. Elsewhere it may lead to anything of our own (.git/config, say), which would
     then be copied for others to read.
     """
+    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
     try:
-        return open_regular(path, follow=False)
-    except OSError as problem:
-        if problem.errno != errno.ELOOP:
-            raise
-    real, folder = os.path.realpath(path), os.path.realpath(os.path.dirname(path) or ".")
-    for holder in (folder, *hub_blobs(folder)):
-        if os.path.dirname(real) == holder:
-            return open_below(holder, os.path.basename(real))
+        handle = open_regular(os.path.basename(path), dir_fd=folder)
+        link = os.stat(os.path.basename(path), dir_fd=folder, follow_symlinks=False)
+        # Of what is open, whatever the names mean by now.
+        home, real = (os.readlink(f"/proc/self/fd/{number}") for number in (folder, handle))
+        target = os.fstat(handle)
+    finally:
+        os.close(folder)
+    same = os.path.dirname(real) == home and (not stat.S_ISLNK(link.st_mode) or link.st_uid == target.st_uid)
+    if same or os.path.dirname(real) in hub_blobs(home):
+        return handle
+    os.close(handle)
     why = f"is a link that leads out of its folder, to {printable(real, 200)}: copy that file there if it belongs there"
     raise OSError(errno.ELOOP, why, os.fspath(path))
 

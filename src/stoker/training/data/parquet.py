@@ -55,19 +55,41 @@ def refuse_empty_rows(shown: str, rows: int, size: int) -> None:
 class Unfolding:
     """What a file's rows hold, against its size: one long text can stand in any number of them."""
 
-    def __init__(self, shown: str, size: int) -> None:
-        self._shown, self._size, self._left = shown, size, most_unfolded(size)
+    def __init__(self, shown: str, size: int, parts: int = 1) -> None:
+        """`parts`: how many are looked at apart, each with its own bytes."""
+        self._shown, self._size, self._left = shown, size, most_unfolded(size, parts)
 
     def take(self, row: dict[str, Any]) -> None:
-        self._left -= _characters(row)
+        self._left -= characters_of(row)
         if self._left < 0:
             raise unfolds(self._shown, self._size)
 
 
-def _characters(value: Any) -> int:
+def bytes_of_group(table: Any, group: int, size: int, shown: str) -> int:
+    """Of the file, which has `size`. Groups that share bytes would stand for these many times over."""
+    begin, end = _extent(table, group)
+    if group and begin < _extent(table, group - 1)[1]:
+        raise Refusal(f"{shown}: its row groups {group} and {group + 1} overlap: it may be an attack", EX_DATAERR)
+    return max(min(end - begin, size), 0)
+
+
+def _extent(table: Any, group: int) -> tuple[int, int]:
+    about = table.metadata.row_group(group)
+    columns = [about.column(number) for number in range(about.num_columns)]
+    begins = [
+        min(offset for offset in (column.dictionary_page_offset, column.data_page_offset) if offset)
+        for column in columns
+        if column.dictionary_page_offset or column.data_page_offset
+    ]
+    sizes = [max(column.total_compressed_size, 0) for column in columns]
+    return min(begins, default=0), min(begins, default=0) + sum(sizes)
+
+
+def characters_of(value: Any) -> int:
+    """What a row's value holds, however deep; nothing takes room, too."""
     if not isinstance(value, (dict, list)):
         return (len(value) if isinstance(value, (str, bytes)) else 8 * (value is not None)) or _NOTHING
-    return _NOTHING + sum(map(_characters, value.values() if isinstance(value, dict) else value))
+    return _NOTHING + sum(map(characters_of, value.values() if isinstance(value, dict) else value))
 
 
 def read_rows(

@@ -19,7 +19,7 @@ from stoker.training.data.formats.format import Format, Turn, Unusable, checked,
 from stoker.training.data.formats.table import FORMATS, known, recognise
 from stoker.training.data.jsonl import parse_row, utf8
 from stoker.training.data.looks import as_text, refuse_binary
-from stoker.training.data.parquet import Unfolding, open_parquet, read_rows
+from stoker.training.data.parquet import Unfolding, bytes_of_group, open_parquet, read_rows
 from stoker.training.data.rows import LONGEST_LINE, ROW_ROOM, counted_in, too_much_memory
 from stoker.training.data.units import Span
 
@@ -181,7 +181,8 @@ def _parquet(span: Span, columns: tuple[str, ...]) -> Iterator[tuple[dict[str, A
             EX_DATAERR,
         )
     before = sum(table.metadata.row_group(group).num_rows for group in range(span.group))
-    done, unfolding = 0, Unfolding(span.shown, os.path.getsize(span.path))
+    own = bytes_of_group(table, span.group, os.path.getsize(span.path), span.shown)
+    done, unfolding = 0, Unfolding(span.shown, own, table.metadata.num_row_groups)
     for some in read_rows(span.path, table, span.group, there, span.name):
         if done + len(some) > span.begin:
             for offset, row in enumerate(some):

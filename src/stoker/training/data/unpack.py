@@ -34,9 +34,9 @@ def packing_of(path: str) -> str:
     return ending if ending in PACKED else ""
 
 
-def most_unfolded(size: int) -> int:
-    """Bytes that a file of `size` bytes may stand for."""
-    return max(ALWAYS, MOST_TIMES * size)
+def most_unfolded(size: int, parts: int = 1) -> int:
+    """Bytes that a file of `size` bytes may stand for, or one of so many parts of it that has so many."""
+    return max(ALWAYS // parts, MOST_TIMES * size)
 
 
 def unfolds(path: str, size: int) -> Refusal:

@@ -14,7 +14,7 @@ from stoker.contract.shape import replace, shape
 from stoker.training.data import jsonl
 from stoker.training.data.formats.format import Row, Unusable
 from stoker.training.data.formats.questions import FORMS, Form, Question, messages_of, mmlu_cells
-from stoker.training.data.parquet import open_parquet, read_rows
+from stoker.training.data.parquet import characters_of, open_parquet, read_rows
 from stoker.training.data.rows import counted_in, kind_of
 from stoker.training.data.rows import rows as file_rows
 from stoker.training.data.unpack import open_unpacked, packing_of, unpacked_name
@@ -93,15 +93,16 @@ def _task(path: str, most: int) -> Task:
     files = _files(path)
     questions: list[Question] = []
     skipped: list[str] = []
-    for file in files:
-        kind = (
-            _name(file)
-            if len(files) == 1
-            else os.path.splitext(os.path.basename(unpacked_name(file)))[0].removesuffix("_test")
-        )
-        found, wrong = _file(file, kind)
-        questions += found
-        skipped += [wrong] if wrong else []
+    with looking_at_file(f"evaluate.tasks {path}", *files):
+        for file in files:
+            kind = (
+                _name(file)
+                if len(files) == 1
+                else os.path.splitext(os.path.basename(unpacked_name(file)))[0].removesuffix("_test")
+            )
+            found, wrong = _file(file, kind)
+            questions += found
+            skipped += [wrong] if wrong else []
     chosen = tuple(questions[place] for place in spread(len(questions), most))
     return Task(_name(path), chosen, "; ".join(skipped))
 
@@ -245,13 +246,13 @@ def _parquet_rows(path: str) -> list[tuple[str, Any]]:
         )
     rows: list[Row] = []
     characters = 0
-    for group in range(table.metadata.num_row_groups):
-        for some in read_rows(path, table, group, columns):
+    with looking_at_file(f"evaluate.tasks {path}", path):
+        for some in (
+            some for group in range(table.metadata.num_row_groups) for some in read_rows(path, table, group, columns)
+        ):
             rows += some
             characters += 64 * len(some) * len(columns)  # what a value takes at least
-            characters += sum(
-                len(value) for row in some for value in row.values() if isinstance(value, (str, bytes, list))
-            )
+            characters += sum(map(characters_of, some))
             if characters > _MOST_CHARACTERS:
                 raise Refusal(
                     f"evaluate.tasks {path} unpacks to more than {_MOST_CHARACTERS >> 20} MB of text", EX_DATAERR
