@@ -91,13 +91,14 @@ def export(
     """
     if found.checkpoint:
         return _checkpoint(found.folder, out, dtype, tokenizer, say, trust_remote_code, merge)
-    if not merge and adapters.is_adapter(found.folder):
+    is_adapter = base_of(found.folder) != found.folder
+    if is_adapter and not merge:
         raise Refusal(
             f"{found.folder} is an adapter, which peft opens as it is: --merge writes the whole model, with the adapter in"
             " its weights",
             EX_USAGE,
         )
-    if merge and not adapters.is_adapter(found.folder):
+    if merge and not is_adapter:
         raise Refusal(f"{found.folder} is a whole model: there is nothing to merge; leave --merge out", EX_USAGE)
     _folder(found.folder, out, dtype, tokenizer, say)
 

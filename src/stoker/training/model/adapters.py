@@ -20,7 +20,7 @@ from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig, tens
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.families import family_of
 from stoker.training.model.families.family import CONFIG
-from stoker.training.model.hf_config import ADAPTER, Stored, base_of, header, stored_in
+from stoker.training.model.hf_config import ADAPTER, ADAPTER_WEIGHTS, Stored, base_of, header, is_adapter, stored_in
 from stoker.training.model.hf_files import Part
 from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_write import add_files, fresh_folder, write_json
@@ -29,7 +29,7 @@ from stoker.training.model.maps import Adapter
 from stoker.training.model.nf4_size import BLOCK, storable
 from stoker.training.model.targets import Target, extra, targets
 
-SETTINGS, WEIGHTS = ADAPTER, "adapter_model.safetensors"
+SETTINGS, WEIGHTS = ADAPTER, ADAPTER_WEIGHTS
 DIGEST = "base_digest"  # in the metadata of WEIGHTS
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -264,10 +264,6 @@ def _sizes(name: str, c: ModelConfig) -> tuple[tuple[int, ...], ...]:
 
 def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().float().cpu().contiguous()
-
-
-def is_adapter(folder: str) -> bool:
-    return os.path.isfile(os.path.join(folder, SETTINGS))
 
 
 def check_base(folder: str, base: str = "") -> None:

@@ -16,7 +16,7 @@ from stoker.contract.quantities import amount
 from stoker.training.model import adapters, nf4, outside
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
-from stoker.training.model.hf_config import config_of, kept_of, shape_of
+from stoker.training.model.hf_config import config_of, is_adapter, kept_of, shape_of
 from stoker.training.model.hf_files import Part, places
 from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_read import Added, Source, added_by
@@ -39,7 +39,7 @@ def load(model: Decoder | outside.Outside, folder: str, say: Say) -> None:
     """Fills the model, sharded or not. Every rank reads for itself; nothing is exchanged."""
     if isinstance(model, outside.Outside):
         return outside.load(model, folder, say)
-    added = added_by(folder, model.config, bool(model.own), say) if adapters.is_adapter(folder) else None
+    added = added_by(folder, model.config, bool(model.own), say) if is_adapter(folder) else None
     load_named(model, named(model), folder, say, added)
 
 

@@ -119,7 +119,7 @@ def header(path: str) -> dict[str, Stored]:
     return {name: Stored(path, one.dtype, one.shape, one.begin, one.end - one.begin) for name, one in found.items()}
 
 
-ADAPTER = "adapter_config.json"  # peft's
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's
 _LONGEST = 1 << 20  # bytes of it: a checkpoint keeps it
 # Names that bitsandbytes gives what belongs to a weight in 4 bits.
 NF4_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4")
@@ -322,10 +322,18 @@ def check_trainable(folder: str, method: str) -> None:
         )
 
 
+def is_adapter(folder: str) -> bool:
+    """By its settings and its weights: a whole model stays one, whatever file of settings lies in its folder."""
+    if not os.path.isfile(os.path.join(folder, ADAPTER)):
+        return False
+    weights = [name for name in os.listdir(folder) if name.endswith(".safetensors")]
+    return not weights or ADAPTER_WEIGHTS in weights
+
+
 def base_of(folder: str) -> str:
     """The model that an adapter's folder is for; another folder is its own."""
     path = os.path.join(folder, ADAPTER)
-    if not os.path.isfile(path):
+    if not is_adapter(folder):
         return folder
     try:
         told = read_json(path, _LONGEST, inside=True)
