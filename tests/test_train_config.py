@@ -335,6 +335,8 @@ def test_any_values_lead_back() -> None:
                 told[name] = rng.choice(key.spec.choices)
             elif name == "parallel.comm":
                 told[name] = rng.choice(["full", "bf16", "local:8"])
+            elif name == "compute.recompute":
+                told[name] = rng.choice(["auto", "off", "full", "7"])
             elif key.kind == "bool":
                 told[name] = rng.random() < 0.5
             elif key.kind == "int":

@@ -119,9 +119,9 @@ def read(spec: Option, kind: str, value: Any) -> Any:
         return truth(value)
     text = str(value)
     if isinstance(value, bool):  # YAML reads a bare on or off so
-        switch = "on" if value else "off"
-        text = switch if spec.choices else text.lower()
-        if kind == "str" and not spec.choices:
+        worded = spec.choices is not None or (kind == "str" and spec.parse is not None)
+        text = ("on" if value else "off") if worded else text.lower()
+        if kind == "str" and not worded:
             raise ValueError(f"{text} is not a text here; in quotes it is one")
     found = _number_or_text(spec, kind, text)
     if spec.choices and found not in spec.choices:
