@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Stoker
+from conftest import Stoker, machine_json
 from stoker.contract.names import Refusal
 from stoker.contract.secretvalues import pairs
 from stoker.contract.untrusted import read_json
@@ -229,3 +229,14 @@ def test_row_groups_count_together(tmp_path: Path) -> None:
             writer.write_table(arrow.table({"text": [f"{group} {n} a text" for n in range(500)]}))
     for group in range(3):
         assert len(list(read.texts(units.Span(str(good), "parquet", 0, 500, group=group), "text"))) == 500
+
+
+def test_a_recorded_machine_of_many_cards_or_words_is_checked_once() -> None:
+    from stoker.control.doctor.checks.gpu import count
+    from stoker.control.machine.model import machine_from_json
+
+    with pytest.raises(ValueError, match="no machine has more than 1024"):
+        machine_from_json(machine_json(2000))
+    words = ",".join(str(number) for number in range(100_000))
+    (finding,) = count({"CUDA_VISIBLE_DEVICES": words}, machine_from_json(machine_json(2)), 0)
+    assert len(finding.text) < 600

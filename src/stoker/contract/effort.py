@@ -15,7 +15,7 @@ from stoker.contract.names import EX_DATAERR, Refusal
 
 SECONDS, BYTES_A_SECOND = 4.0, 4 << 20  # in any case; and of the file for each second more
 ROOM, TIMES = 1 << 30, 16  # bytes in any case; and for each of the file
-_LOOK_S = 0.05
+_LOOK_S, _AGAIN_S = 0.05, 0.5
 
 
 class _TooLong(BaseException):
@@ -41,10 +41,9 @@ class LookingAt:
 
     def _look(self) -> None:
         while not self._over.wait(_LOOK_S):
-            if time.clock_gettime(self._clock) > self._until:
-                self._late = True
+            if time.clock_gettime(self._clock) > self._until:  # and again, if what it meets is lost
+                self._late, self._until = True, self._until + _AGAIN_S
                 _raise_in(self._thread, _TooLong)
-                return
 
     def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: object) -> None:
         try:

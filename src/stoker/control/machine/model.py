@@ -68,5 +68,12 @@ class Machine:
         return dict(as_json(self))
 
 
+MOST_GPUS = 1024  # of a machine: checks compare each with each
+
+
 def machine_from_json(data: Any) -> Machine:
-    return read_recorded(Machine, data, SCHEMA)
+    """ValueError: it is none."""
+    machine = read_recorded(Machine, data, SCHEMA)
+    if len(machine.gpus) > MOST_GPUS:
+        raise ValueError(f"{len(machine.gpus)} GPUs; no machine has more than {MOST_GPUS}")
+    return machine

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from stoker.contract.quantities import counted, gb, span
 from stoker.contract.shapes import Finding
+from stoker.contract.untrusted import printable
 from stoker.control.doctor.check import Cards, check, fail, unknown, warn
 from stoker.control.machine.facts import Probe
 from stoker.control.machine.model import Holder, Machine
@@ -53,8 +54,10 @@ def count(environment: dict[str, str], machine: Machine, ranks: int) -> Iterator
         if word not in there and not any(
             gpu.uuid.startswith(word) for gpu in machine.gpus if word.startswith(("GPU-", "MIG-"))
         ):
-            text = f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {word}; CUDA ignores it and all after it"
+            shown = f"CUDA_VISIBLE_DEVICES={printable(visible or '', 200)}"
+            text = f"{shown}: there is no GPU {printable(word, 80)}; CUDA ignores it and all after it"
             yield fail(text, "unset CUDA_VISIBLE_DEVICES")
+            break
     usable = len(words) if words else len(machine.gpus)
     if ranks and machine.gpus and ranks > usable:
         text = f"{ranks} ranks are asked for, {counted(usable, 'GPU')} found (invalid device ordinal)"
