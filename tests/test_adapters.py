@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from stoker.training.model.targets import adapter_parameters, targets
 from stoker.training.optim.config import OptimConfig
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
 from stoker.training.parallel.config import ComputeConfig
-from test_fused_options import stand_in
+from test_fused_options import kernels  # noqa: F401  a fixture
 
 SIZE: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -171,10 +170,11 @@ def test_qlora_computes_with_the_weights_that_nf4_keeps(kind: str, tmp_path: Pat
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2"])
 def test_fused_blocks_compute_what_plain_ones_do(
-    method: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str,
+    kind: str,
+    tmp_path: Path,
+    kernels: None,  # noqa: F811
 ) -> None:
-    monkeypatch.setitem(sys.modules, "stoker.training.model.fused_kernel", stand_in())
-    monkeypatch.delitem(sys.modules, "stoker.training.model.fused", raising=False)
     saved(kind, tmp_path)
     model = opened(tmp_path, AdapterConfig(method=method, lora_rank=4, lora_targets="q_proj,v_proj,up_proj,down_proj"))
     stir(model)
@@ -187,7 +187,6 @@ def test_fused_blocks_compute_what_plain_ones_do(
         found.append(
             (loss.detach(), {name: p.grad.clone() for name, p in adapters.learned(model).items() if p.grad is not None})
         )
-    monkeypatch.delitem(sys.modules, "stoker.training.model.fused", raising=False)
     (plain, plain_gradients), (fast, fast_gradients) = found
     torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-4)
     assert plain_gradients.keys() == fast_gradients.keys() and len(plain_gradients) == len(adapters.learned(model))
@@ -195,34 +194,34 @@ def test_fused_blocks_compute_what_plain_ones_do(
         torch.testing.assert_close(fast_gradients[name], gradient, rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_some_blocks_computed_again_learn_the_same(
-    fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "stoker.training.model.fused_kernel", stand_in())
-    monkeypatch.delitem(sys.modules, "stoker.training.model.fused", raising=False)
+def test_some_blocks_computed_again_learn_the_same(tmp_path: Path, kernels: None) -> None:  # noqa: F811
     saved("llama", tmp_path)
-    kept = list[Tensor]()
-    found = list[dict[str, Tensor]]()
-    for recompute in ("off", "1", "full"):
-        model = opened(tmp_path, AdapterConfig(method="qlora", lora_rank=4), ComputeConfig(recompute=recompute))
-        stir(model)
-        model.fuse(fused)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
-            loss = model(TOKENS, TOKENS)
-        loss.backward()
-        found.append(
-            {"loss": loss.detach(), **{n: p.grad for n, p in adapters.learned(model).items() if p.grad is not None}}
-        )
-        found[-1]["bytes"] = torch.tensor(sum(t.nbytes for t in {t.data_ptr(): t for t in kept}.values()))
-        kept.clear()
-    monkeypatch.delitem(sys.modules, "stoker.training.model.fused", raising=False)
-    some, one, every = (float(each.pop("bytes")) for each in found)
-    assert some > one > every, "each block that is computed again keeps less"
-    for other in found[1:]:
-        assert other.keys() == found[0].keys()
-        for name, tensor in found[0].items():
-            torch.testing.assert_close(other[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+    for fused in (False, True):
+        found = [_once(tmp_path, recompute, fused) for recompute in ("off", "1", "full")]
+        some, one, every = (size for size, _ in found)
+        assert some > one > every, "each block that is computed again keeps less"
+        for _, other in found[1:]:
+            assert other.keys() == found[0][1].keys()
+            for name, tensor in found[0][1].items():
+                torch.testing.assert_close(other[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def _once(folder: Path, recompute: str, fused: bool) -> tuple[int, dict[str, Tensor]]:
+    """(bytes kept for the backward pass, loss and gradients)."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    model = opened(folder, AdapterConfig(method="qlora", lora_rank=4), ComputeConfig(recompute=recompute))
+    stir(model)
+    model.fuse(fused)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(TOKENS, TOKENS)
+    loss.backward()
+    gradients = {name: p.grad for name, p in adapters.learned(model).items() if p.grad is not None}
+    return sum(kept.values()), {"loss": loss.detach(), **gradients}
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])

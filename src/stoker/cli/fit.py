@@ -28,11 +28,11 @@ _ABOUT = (
 _EXAMPLES = """exit codes: 0 it fits, 1 it does not, 64-78 a refusal
 
 examples:
-  stoker fit ./Llama-3.1-8B                                 on the GPUs that are here
-  stoker fit ./Llama-3.1-8B --gpus 8GB --context-length 2048
-  stoker fit ./Qwen2.5-14B --gpus 2xH100 --method lora --data chats.jsonl --price 2.5
-  stoker fit ./Qwen2.5-14B --machine box.json --json        for a machine that `stoker doctor --record` kept
-  stoker fit ./Qwen2.5-14B --data chats.jsonl --probe       five real steps: planned against measured"""
+  stoker fit ./model-8b                                  on the GPUs that are here
+  stoker fit ./model-8b --gpus 8GB --context-length 2048
+  stoker fit ./model-14b --gpus 2xH100 --method lora --data chats.jsonl --price 2.5
+  stoker fit ./model-14b --machine box.json --json       for a machine that `stoker doctor --record` kept
+  stoker fit ./model-14b --data chats.jsonl --probe      five real steps: planned against measured"""
 _CONTEXT = 2048  # tokens, where nobody says
 _KINDS = (plan.AUTO, "adamw", "adamw8bit", "muon")
 

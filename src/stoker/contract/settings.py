@@ -120,7 +120,7 @@ def read(spec: Option, kind: str, value: Any) -> Any:
     text = str(value)
     if isinstance(value, bool):  # YAML reads a bare on or off so
         worded = spec.choices is not None or (kind == "str" and spec.parse is not None)
-        text = ("on" if value else "off") if worded else text.lower()
+        text = ("off", "on")[value] if worded else text.lower()
         if kind == "str" and not worded:
             raise ValueError(f"{text} is not a text here; in quotes it is one")
     found = _number_or_text(spec, kind, text)
