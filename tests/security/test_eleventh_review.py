@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -35,21 +36,47 @@ def spin(seconds: float) -> None:
             pytest.fail("the limit was taken for a problem of the code's own")
 
 
-def test_time_and_memory_are_limited_in_every_thread() -> None:
+def test_time_and_memory_are_limited() -> None:
     def look() -> None:
-        with pytest.raises(Refusal, match="a file takes more than 0 s of CPU time"), LookingAt("a file", 0.2):
-            spin(60)
         with pytest.raises(Refusal, match="a file takes too much memory"), LookingAt("a file", room=64 << 20):
             bytearray(256 << 20)
         done.append(True)
 
     done: list[bool] = []
+    with pytest.raises(Refusal, match="a file takes more than 0 s of CPU time"), LookingAt("a file", 0.2):
+        spin(60)
     look()
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
     assert len(done) == 2
     assert len(bytearray(256 << 20)) == 256 << 20, "the limit is gone"
+
+
+def test_other_threads_time_does_not_count() -> None:
+    thread = threading.Thread(target=spin, args=(1.0,))
+    with LookingAt("a file", 0.4):
+        thread.start()
+        thread.join()
+
+
+def test_a_limit_that_ends_in_time_leaves_nothing_behind() -> None:
+    """Bodies that end about when their time does: whatever comes, comes as a refusal, and nothing afterwards."""
+    before = signal.getsignal(signal.SIGPROF)
+    refused = 0
+    for _ in range(20):
+        try:
+            with LookingAt("outer", 0.1), LookingAt("inner", 0.1):
+                until = time.thread_time() + 0.105
+                while time.thread_time() < until:
+                    sum(range(200))
+        except Refusal:
+            refused += 1
+    assert signal.getsignal(signal.SIGPROF) is before and signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    until = time.thread_time() + 0.5
+    while time.thread_time() < until:
+        sum(range(1000))
+    assert refused, "no body ended late"
 
 
 def test_a_limit_within_a_limit_leaves_the_outer_one() -> None:
