@@ -213,6 +213,9 @@ def cap(gib: float) -> None:
     """As on a card of that size: its memory less what the context and the kernels of this process take."""
     import torch
 
+    from stoker.training.model import ready
+
+    ready.environment(print)  # before CUDA starts: expandable segments
     torch.ones(1, device="cuda") @ torch.ones(1, device="cuda")
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
