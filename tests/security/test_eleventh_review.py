@@ -55,9 +55,11 @@ def test_time_and_memory_are_limited() -> None:
 
 def test_other_threads_time_does_not_count() -> None:
     thread = threading.Thread(target=spin, args=(1.0,))
+    begun = time.process_time()
     with LookingAt("a file", 0.4):
         thread.start()
         thread.join()
+    assert time.process_time() - begun > 0.9, "the other thread took more than this one may"
 
 
 def test_a_limit_that_ends_in_time_leaves_nothing_behind() -> None:
