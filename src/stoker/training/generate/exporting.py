@@ -115,7 +115,7 @@ def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say
     def more(fresh: str) -> None:
         _beside(fresh, words, os.path.dirname(os.path.realpath(folder)), say)
         if scored:
-            write_whole(os.path.join(fresh, SCORE), beside(folder, os.path.join(folder, SCORE)))
+            write_whole(os.path.join(fresh, SCORE), beside(os.path.join(folder, SCORE)))
             say(
                 f"a reward model: its score is in {SCORE}, for `--grpo.reward_model`; transformers opens the decoder"
                 " without it"

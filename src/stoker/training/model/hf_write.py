@@ -141,10 +141,10 @@ def add_files(
         write_json(fresh, GENERATION, generation)
     for folder, name in copied:
         if folder and os.path.isfile(path := os.path.join(folder, name)):
-            write_whole(os.path.join(fresh, name), beside(folder, path))
+            write_whole(os.path.join(fresh, name), beside(path))
 
 
-def beside(folder: str, path: str) -> bytes:
+def beside(path: str) -> bytes:
     """A file of a model's folder; a link may lead within it or to the hub cache's blobs, and nowhere else."""
     try:
         return read_bytes(path, LONGEST_BESIDE, inside=True)
