@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor
 
 from stoker.contract.names import Refusal
+from stoker.training.generate.engine import Engine
 from stoker.training.model import adapters, hf, hf_read, nf4, ready
 from stoker.training.model.config import AdapterConfig
 from stoker.training.model.decoder import Decoder
@@ -306,3 +307,30 @@ def test_a_bases_digest_tells_one_model_from_another_of_the_same_shape(tmp_path:
         theirs.model.layers[0].mlp.up_proj.weight[0, 0] += 1
     theirs.save_pretrained(other)
     assert adapters.base_digest(str(one)) != adapters.base_digest(str(other))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_folder_opened_in_4_bits_answers_by_its_codes_and_the_adapter_beside_them(kind: str, tmp_path: Path) -> None:
+    base, own = tmp_path / "base", tmp_path / "own"
+    saved(kind, base)
+    told = AdapterConfig(method="qlora", lora_rank=4, lora_alpha=8.0)
+    trained = opened(base, told)
+    stir(trained)
+    adapters.save(trained, told, str(base), str(own), None, lambda line: None)
+    model = hf.opened_in_4_bits(str(own), 64, torch.float32, torch.device("cpu"), lambda line: None)
+    assert all(layer.quantized and layer.adapter is not None for _, layer in adapters._layers(model))
+    prompts = [TOKENS[0, :7].tolist(), TOKENS[1, :12].tolist()]
+    ways = [
+        Engine(one, rows=2, length=40, codes=codes) for one, codes in ((trained, False), (trained, True), (model, True))
+    ]
+    answers = [way.generate(prompts, new_tokens=16, stop=(), temperature=0) for way in ways]
+    assert answers[0] == answers[1] == answers[2]
+    assert ways[0].merged_bytes and not ways[1].merged_bytes
+    with torch.no_grad():
+        for name, parameter in adapters.learned(trained).items():
+            if name.endswith(".adapter.up"):
+                parameter.neg_()
+    for way in ways[:2]:
+        way.refresh()
+    moved = [way.generate(prompts, new_tokens=16, stop=(), temperature=0) for way in ways[:2]]
+    assert moved[0] == moved[1] != answers[0]

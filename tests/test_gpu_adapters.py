@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from conftest import Done, Stoker
-from stoker.training.model import adapters, hf, nf4, ready
+from stoker.training.generate.engine import Engine
+from stoker.training.model import adapters, hf, maps, nf4, ready
 from stoker.training.model.config import AdapterConfig, ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_config import shape_of
@@ -85,6 +86,31 @@ def test_codes_expand_to_the_same_numbers_as_on_the_cpu() -> None:
         q = nf4.quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).bfloat16() * 0.02)
         there = nf4.Quantized(q.codes.cuda(), q.scales.cuda(), q.second.cuda(), q.offset.cuda(), q.size, q.dtype)
         assert torch.equal(nf4.dequantize(there).cpu(), nf4.dequantize(q))
+
+
+def test_few_tokens_are_multiplied_by_codes_as_by_the_matrix() -> None:
+    for rows, columns in ((512, 512), (192, 1088), (67, 64), (4096, 4096)):
+        weights = [torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + n)) * 0.02 for n in (0, 1)]
+        groups, _ = nf4.join([nf4.moved(nf4.quantize(w.bfloat16()), CUDA) for w in weights])
+        for tokens in (1, 2, 16, 33, 64):
+            x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens)).bfloat16().cuda()
+            wanted = x.float() @ maps.dequantized(groups, torch.bfloat16).float().t()
+            found = maps.few(groups, x).float()
+            assert float((found - wanted).norm() / wanted.norm()) < 4e-3, (rows, columns, tokens)
+
+
+def test_answers_by_codes_are_those_by_a_copy(tmp_path: Path) -> None:
+    model = opened(base(tmp_path), AdapterConfig(method="qlora", lora_rank=8)).eval()
+    prompts = [[(7 * place + row) % 300 for place in range(5 + row)] for row in range(9)]
+    answers = []
+    for codes in (False, True):
+        engine = Engine(model, rows=4, length=96, codes=codes)
+        assert bool(engine.merged_bytes) is not codes
+        answers.append(engine.generate(prompts, new_tokens=24, stop=(), temperature=0))
+        engine.refresh()
+        assert engine.generate(prompts, new_tokens=24, stop=(), temperature=0) == answers[-1]
+    same = sum(one[0] == other[0] for one, other in zip(*answers, strict=True))
+    assert same >= 8, "the first token is the same but where two are as likely"
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])

@@ -14,12 +14,12 @@ from torch import Tensor
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.quantities import amount
 from stoker.training.model import adapters, nf4, outside
-from stoker.training.model.config import ModelConfig
+from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig
 from stoker.training.model.decoder import Decoder, like
-from stoker.training.model.hf_config import config_of, is_adapter, kept_of, shape_of
+from stoker.training.model.hf_config import base_of, config_of, is_adapter, kept_of, shape_of
 from stoker.training.model.hf_files import Part, places
 from stoker.training.model.hf_hub import TOKENIZER_FILES
-from stoker.training.model.hf_read import Added, Source, added_by
+from stoker.training.model.hf_read import Added, Source, added_by, read_stored
 from stoker.training.model.hf_write import DTYPES, Export, add_files, fresh_folder, size_of
 from stoker.training.model.linear import Linear
 
@@ -87,6 +87,24 @@ def opened(
         model = kind(shape_of(folder), context, dtype)
     model.place(device)
     load(model, folder, say)
+    return model
+
+
+def opened_in_4_bits(folder: str, context: int, dtype: torch.dtype, device: torch.device, say: Say) -> Decoder:
+    """To answer: matrices as NF4 codes. An adapter stays beside them: rounded to 4 bits, what it adds would be lost."""
+    told, base = AdapterConfig(method=QLORA), folder
+    if is_adapter(folder):
+        adapters.check_base(folder)
+        told, base = adapters.settings_of(folder, QLORA)[0], base_of(folder)
+    with torch.device("meta"):
+        model = Decoder(shape_of(base), context, dtype)
+    for line in adapters.freeze(model, told):
+        say(line)
+    model.place(device)
+    load_named(model, named(model), base, say)
+    if told.continue_from:
+        adapters.attach(model, told, seed=0)
+        adapters.load(model, told, folder, read_stored, say)
     return model
 
 

@@ -64,6 +64,11 @@ class Adapter(nn.Module):
         self._written: tuple[int, int] | None = None  # versions of what they hold
 
     @property
+    def made(self) -> tuple[Tensor, Tensor] | None:
+        """What `matrices` made last, in the place that it keeps."""
+        return self._made
+
+    @property
     def b(self) -> tuple[Tensor, ...]:
         """B of each part: rows of `up`."""
         return torch.split(self.up, [end - begin for begin, end in self.parts])
@@ -201,6 +206,18 @@ class Buffers:
 
 
 BUFFERS = Buffers()
+
+
+def few(groups: Sequence[nf4.Joined], x: Tensor) -> Tensor:
+    """x [N, inputs] times the transposed weight. For few tokens on a GPU the weight is never made."""
+    if not x.is_cuda or len(x) > nf4.FEW:
+        return x @ dequantized(groups, x.dtype).t()
+    y = x.new_empty(len(x), sum(group.size[0] for group in groups))
+    begin = 0
+    for group in groups:
+        nf4.multiply(x.contiguous(), group, y[:, begin : begin + group.size[0]])
+        begin += group.size[0]
+    return y
 
 
 def dequantized(groups: Sequence[nf4.Joined], dtype: torch.dtype) -> Tensor:

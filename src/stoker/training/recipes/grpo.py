@@ -178,7 +178,12 @@ def main(argv: list[str]) -> int:
     if own is not None:
         about["adapter"] = own.about
         size = amount(rollout.merged_bytes)
-        voice.say_once(f"answers are written by a copy of the weights with the adapters merged into it: {size}")
+        how = (
+            f"a copy of the weights with the adapters merged into it: {size}"
+            if rollout.merged_bytes
+            else "the weights in 4 bits"
+        )
+        voice.say_once(f"answers are written by {how}")
     voice.say_once(
         f"prompts: {len(prompts):,}, {c.grpo.prompts_per_step} a step with {c.grpo.group} answers each, {steps} steps"
     )

@@ -27,6 +27,7 @@ from stoker.training.config.schema import Config
 from stoker.training.data.rows import rows
 from stoker.training.data.shards import Prepared
 from stoker.training.forensics.culprit import NonFinite
+from stoker.training.generate import bits
 from stoker.training.generate.exporting import card_of
 from stoker.training.loop.learner import Beside
 from stoker.training.loop.supervised import BEFORE
@@ -100,7 +101,9 @@ def open_model(c: Config, folder: str, device: torch.device) -> Decoder:
         )
     dtype = ready.dtype_of(c.compute, device)
     ready.arithmetic(c.compute, dtype)
-    return hf.opened(folder, c.data.context_length, dtype, device, from_rank_0)
+    shape, length = hf_config.shape_of(folder), c.data.context_length
+    narrow = bits.four(c.generate.bits, shape, c.generate.rows, length, device, from_rank_0)
+    return (hf.opened_in_4_bits if narrow else hf.opened)(folder, length, dtype, device, from_rank_0)
 
 
 def rows_of(path: str, key: str) -> list[dict[str, Any]]:
