@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -48,20 +49,22 @@ def load_named(
     model: Decoder, some: Iterable[tuple[str, Tensor]], folder: str, say: Say, added: Added | None = None
 ) -> None:
     """`some`: the model's parameters; what is none of a decoder's stays as it is."""
-    c = model.config
-    source, parameters = Source(folder, c, added), dict(some)
+    c, device = model.config, model.tables[0][0].device
+    source, parameters = Source(folder, c, added, device), dict(some)
     assert not any(parameter.is_meta for parameter in parameters.values()), (
         "the model is on the meta device: to_empty() first"
     )
-    for place in places(c):
-        parameter = parameters.get(place.name)
-        if parameter is None:  # 4 bits: one tensor of the folder at a time has more
-            layer = model.get_submodule(place.name.removesuffix(".weight"))
-            assert isinstance(layer, Linear), f"{place.name} is no parameter"
-            device = model.tables[0][0].device
-            adapters.quantize(layer, (_in_4_bits(source, part, device, model.dtype) for part in place.parts))
-            continue
-        parameter.copy_(like(source.whole(place, parameter.dtype).to(parameter.device), parameter))
+    with closing(source):
+        for place in places(c):
+            parameter = parameters.get(place.name)
+            if parameter is None:  # 4 bits: one tensor of the folder at a time has more
+                layer = model.get_submodule(place.name.removesuffix(".weight"))
+                assert isinstance(layer, Linear), f"{place.name} is no parameter"
+                adapters.quantize(layer, (_in_4_bits(source, part, model.dtype) for part in place.parts))
+            elif hasattr(parameter, "device_mesh"):
+                parameter.copy_(like(source.whole(place, parameter.dtype).to(parameter.device), parameter))
+            else:
+                source.fill(place, parameter)
     stored = source.stored
     rows = stored[next(iter(places(c))).parts[0].name].shape[0]  # the embedding comes first
     padded = (
@@ -72,10 +75,10 @@ def load_named(
     say(f"weights from {folder}: {len(stored)} tensors, {amount(sum(one.size for one in stored.values()))}{padded}")
 
 
-def _in_4_bits(source: Source, part: Part, device: torch.device, dtype: torch.dtype) -> Tensor | nf4.Quantized:
+def _in_4_bits(source: Source, part: Part, dtype: torch.dtype) -> Tensor | nf4.Quantized:
     """The folder's own codes, where it has some: quantizing twice would lose more."""
     codes = source.codes(part)
-    return source.rows(part).to(device, dtype) if codes is None else nf4.moved(codes, device)
+    return source.rows(part).to(dtype) if codes is None else codes
 
 
 def opened(
