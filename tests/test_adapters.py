@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stoker.contract.names import Refusal
 from stoker.training.generate.engine import Engine
-from stoker.training.model import adapters, hf, hf_read, nf4, ready
+from stoker.training.model import adapters, hf, nf4, ready
 from stoker.training.model.config import AdapterConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_config import shape_of
@@ -121,7 +121,7 @@ def test_peft_computes_the_same_from_our_folder_and_we_from_its(kind: str, rslor
     again, named = adapters.settings_of(str(back), "lora")
     assert named == str(base) and (again.lora_rank, again.scale) == (4, told.scale)
     other = opened(base, again)
-    adapters.load(other, again, str(back), hf_read.read_stored, lambda line: None)
+    adapters.load(other, again, str(back), lambda line: None)
     torch.testing.assert_close(other(TOKENS), model(TOKENS), rtol=1e-5, atol=1e-5)
     adapters.merge(other)
     assert not any(".adapter." in name for name, _ in other.named_parameters())
@@ -144,7 +144,7 @@ def test_what_else_learns_travels_with_the_adapter(tmp_path: Path) -> None:
     torch.testing.assert_close(model(TOKENS), wrapped(TOKENS).logits, rtol=1e-4, atol=1e-4)
     again, _ = adapters.settings_of(str(ours), "lora")
     other = opened(base, again)
-    adapters.load(other, again, str(ours), hf_read.read_stored, lambda line: None)
+    adapters.load(other, again, str(ours), lambda line: None)
     torch.testing.assert_close(other(TOKENS), model(TOKENS), rtol=1e-5, atol=1e-5)
 
 
@@ -284,7 +284,7 @@ def test_a_folder_that_is_no_adapter_for_this_model_is_refused(tmp_path: Path) -
     saved("gpt2", other)
     model = opened(other)
     with pytest.raises(Refusal, match=r"missing from its weights|no place for"):
-        adapters.load(model, LORA, str(ours), hf_read.read_stored, lambda line: None)
+        adapters.load(model, LORA, str(ours), lambda line: None)
     settings = json.loads((ours / adapters.SETTINGS).read_text())
     for key, value in {"use_dora": True, "peft_type": "LOHA", "r": 0, "lora_alpha": "x", "target_modules": 3}.items():
         (ours / adapters.SETTINGS).write_text(json.dumps({**settings, key: value}))
@@ -296,7 +296,7 @@ def test_a_folder_that_is_no_adapter_for_this_model_is_refused(tmp_path: Path) -
         adapters.settings_of(str(ours), "lora")
     (ours / adapters.WEIGHTS).unlink()
     with pytest.raises(Refusal, match=r"it has no adapter_model\.safetensors"):
-        adapters.load(model, LORA, str(ours), hf_read.read_stored, lambda line: None)
+        adapters.load(model, LORA, str(ours), lambda line: None)
 
 
 def test_a_bases_digest_tells_one_model_from_another_of_the_same_shape(tmp_path: Path) -> None:

@@ -11,14 +11,15 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from conftest import Done, Stoker
 from stoker.training.generate.engine import Engine
-from stoker.training.model import adapters, hf, maps, nf4, ready
+from stoker.training.model import adapters, hf, hf_stream, maps, nf4, ready
 from stoker.training.model.config import AdapterConfig, ModelConfig
 from stoker.training.model.decoder import Decoder
-from stoker.training.model.hf_config import shape_of
+from stoker.training.model.hf_config import header, shape_of
 from stoker.training.optim.config import OptimConfig
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
 from stoker.training.parallel.config import ComputeConfig
@@ -111,6 +112,23 @@ def test_answers_by_codes_are_those_by_a_copy(tmp_path: Path) -> None:
         assert engine.generate(prompts, new_tokens=24, stop=(), temperature=0) == answers[-1]
     same = sum(one[0] == other[0] for one, other in zip(*answers, strict=True))
     assert same >= 8, "the first token is the same but where two are as likely"
+
+
+def test_weights_that_travel_in_pieces_arrive_whole(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(2)
+    tensors = {
+        "long": torch.randn(3, hf_stream.PIECE // 4 + 1001, generator=generator).bfloat16(),
+        "wide": torch.randn(hf_stream.SLOTS * 2 + 1, hf_stream.PIECE // 4, generator=generator),
+        "short": torch.randn(7, generator=generator).half(),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    stream = hf_stream.Stream(CUDA)
+    for name, one in header(str(tmp_path / "model.safetensors")).items():
+        assert torch.equal(stream.read(one).cpu(), tensors[name])
+        for dtype in (torch.float32, torch.bfloat16):
+            out = torch.empty(tensors[name].shape, dtype=dtype, device=CUDA)
+            assert torch.equal(stream.fill(one, out).cpu(), tensors[name].to(dtype)), (name, dtype)
+    stream.close()
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])

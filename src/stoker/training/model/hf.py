@@ -20,7 +20,7 @@ from stoker.training.model.decoder import Decoder, like
 from stoker.training.model.hf_config import base_of, config_of, is_adapter, kept_of, shape_of
 from stoker.training.model.hf_files import Part, places
 from stoker.training.model.hf_hub import TOKENIZER_FILES
-from stoker.training.model.hf_read import Added, Source, added_by, read_stored
+from stoker.training.model.hf_read import Added, Source, added_by
 from stoker.training.model.hf_write import DTYPES, Export, add_files, fresh_folder, size_of
 from stoker.training.model.linear import Linear
 
@@ -107,7 +107,7 @@ def opened_in_4_bits(folder: str, context: int, dtype: torch.dtype, device: torc
     load_named(model, named(model), base, say)
     if told.continue_from:
         adapters.attach(model, told, seed=0)
-        adapters.load(model, told, folder, read_stored, say)
+        adapters.load(model, told, folder, say)
     return model
 
 

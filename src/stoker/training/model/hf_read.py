@@ -51,10 +51,11 @@ class Source:
     """Reads onto `device`: the closer to where a tensor is needed, the less is copied."""
 
     def __init__(
-        self, folder: str, c: ModelConfig, added: Added | None = None, device: torch.device = torch.device("cpu")
+        self, folder: str, c: ModelConfig, added: Added | None = None, device: torch.device | None = None
     ) -> None:
+        """`device`: none is the CPU."""
         self.stored = check(folder, c)
-        self._folder, self._c, self._added, self._stream = folder, c, added, Stream(device)
+        self._folder, self._c, self._added, self._stream = folder, c, added, Stream(device or torch.device("cpu"))
 
     def close(self) -> None:
         self._stream.close()
@@ -91,9 +92,7 @@ class Source:
             else:
                 rows = self.rows(part)
                 out[begin : begin + len(rows)] = rows
-                if (
-                    len(rows) < part.shape[0]
-                ):  # padding, or added tokens: equal on all ranks, and no louder than the others
+                if len(rows) < part.shape[0]:  # padding, or added tokens: equal on all ranks, no louder than the others
                     out[begin + len(rows) : end] = rows.cpu().mean(0, dtype=torch.float32)
             begin = end
         return out if self._added is None else self._added.to(place, out)

@@ -82,7 +82,8 @@ class Stream:
 
     def _pieces(self, one: Stored, itemsize: int) -> Iterator[tuple[int, Tensor]]:
         """(where it begins, bytes in pinned memory), in order. A piece may be used until the next is asked for."""
-        assert self._threads is not None and PIECE % itemsize == 0
+        threads = self._threads
+        assert threads is not None and PIECE % itemsize == 0
         with open(one.path, "rb") as file:
             waiting = list[tuple[int, int, Tensor, Future[None]]]()
             slots, begins = cycle(range(SLOTS)), iter(range(0, one.size, PIECE))
@@ -92,7 +93,7 @@ class Stream:
                 if (event := self._free[slot]) is not None:
                     event.synchronize()
                 piece = self._slots[slot][: min(PIECE, one.size - begin)]
-                future = self._threads.submit(_read, file, one, one.begin + begin, memoryview(piece.numpy()))  # type: ignore[union-attr]
+                future = threads.submit(_read, file, one, one.begin + begin, memoryview(piece.numpy()))  # type: ignore[arg-type]
                 waiting.append((begin, slot, piece, future))
 
             try:
@@ -102,8 +103,8 @@ class Stream:
                     begin, slot, piece, future = waiting.pop(0)
                     future.result()
                     yield begin, piece
-                    self._free[slot] = torch.cuda.Event()
-                    self._free[slot].record(torch.cuda.current_stream(self.device))  # type: ignore[union-attr]
+                    self._free[slot] = travelled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    travelled.record(torch.cuda.current_stream(self.device))
                     for following in begins:
                         start(following)
                         break

@@ -27,7 +27,7 @@ from stoker.training.loop.learner import Learner
 from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
 from stoker.training.loop.supervised import Start
-from stoker.training.model import adapters, hf, hf_config, hf_hub, hf_read, outside, outside_adapters, ready
+from stoker.training.model import adapters, hf, hf_config, hf_hub, outside, outside_adapters, ready
 from stoker.training.model.attention import FLEX_BLOCK, documents, packed_kernel
 from stoker.training.model.config import OFF, ModelConfig, with_rows
 from stoker.training.model.decoder import Decoder
@@ -151,7 +151,7 @@ def adapted(
     adapters.attach(model, told, c.train.seed)
     if told.continue_from:
         adapters.check_base(told.continue_from, own.base)
-        adapters.load(model, told, told.continue_from, hf_read.read_stored, voice.say_once)
+        adapters.load(model, told, told.continue_from, voice.say_once)
     bytes_of = adapters.held(model)
     voice.say_once(
         f"adapter: {told.method}, rank {told.lora_rank}, {sum(p.numel() for p in adapters.learned(model).values()):,} numbers"
