@@ -96,7 +96,7 @@ def _answers(c: Config, folder: str, questions: Sequence[Question], group: Group
         Manner(c.evaluate.chat, system=c.generate.system),
     )
     prompts = [prompt_ids(tokenizer, question, manner) for question in questions]
-    model = stage.open_model(c, folder, group.device).eval()
+    model = stage.open_model(c, folder, group.device, c.generate.bits).eval()
     length = max(map(len, prompts)) + c.generate.new_tokens
     rows, vocab = c.generate.rows, tokenizer.vocab_size
     engine = Engine(model, rows=rows, length=length, vocab=vocab, codes=coded(model))

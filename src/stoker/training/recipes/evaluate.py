@@ -146,7 +146,7 @@ def main(argv: list[str]) -> int:
     group = Group(c.parallel)
     with kernels(ready.attention(c.compute, group.device)), torch.no_grad():
         stoker.phase("eval")
-        model = stage.open_model(c, folder, group.device).eval()
+        model = stage.open_model(c, folder, group.device, c.generate.bits).eval()
         answerer = _answerer(c, tasks, model, tokenizer, manner)
         mine: list[Outcome] = []
         for asked in tasks:

@@ -91,8 +91,10 @@ def tokenizer_folder(c: Config) -> str:
     return c.tokenizer.path or hf_config.tokenizer_in(weights_of(c.model.load))
 
 
-def open_model(c: Config, folder: str, device: torch.device) -> Decoder:
-    """The decoder of a folder as transformers writes it, on its device, ready to run there."""
+def open_model(c: Config, folder: str, device: torch.device, asked_bits: str = "16") -> Decoder:
+    """The decoder of a folder as transformers writes it, on its device, ready to run there. `asked_bits`: 4 or auto only
+    where it answers and learns nothing.
+    """
     if c.model.engine == "transformers":
         raise Refusal(
             "model.engine transformers trains from rows (pretrain, midtrain, sft) and exports: this stage needs model.engine"
@@ -102,7 +104,7 @@ def open_model(c: Config, folder: str, device: torch.device) -> Decoder:
     dtype = ready.dtype_of(c.compute, device)
     ready.arithmetic(c.compute, dtype)
     shape, length = hf_config.shape_of(folder), c.data.context_length
-    narrow = bits.four(c.generate.bits, shape, c.generate.rows, length, device, from_rank_0)
+    narrow = bits.four(asked_bits, shape, c.generate.rows, length, device, from_rank_0)
     return (hf.opened_in_4_bits if narrow else hf.opened)(folder, length, dtype, device, from_rank_0)
 
 
