@@ -4,74 +4,45 @@
 
 One line per configuration: what `stoker fit` plans, `max_memory_allocated`, the error, and the terms; beside it accelerate's
 rule (four times the weights in their dtype) and LLaMA-Factory's table (18, 2 and 0.5 GB per billion parameters for full,
-LoRA and 4-bit QLoRA). `--largest`: is the planned largest micro-batch, under a hard cap of memory, the true one? Shapes with
-fewer layers than their model have are marked (L 4 of 48).
+LoRA and 4-bit QLoRA). `--largest`: is the planned largest micro-batch, under a hard cap of memory, the true one? It and its
+neighbours are tried. Every configuration is a process of its own. Shapes with fewer layers than their model have are marked
+(L 4 of 48).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as training sets it
 
 import torch
+from shapes import SHAPES, built
 
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.cards import CONTEXT
 from stoker.training.fit.described import Described, describe
 from stoker.training.fit.terms import BACKWARD, FORWARD, STEP, Job, Planned, predict, reserved
-from stoker.training.model import adapters, maps, nf4, ready
+from stoker.training.model import maps
 from stoker.training.model.attention import documents, kernels
 from stoker.training.model.config import AdapterConfig, ModelConfig, parameters
-from stoker.training.model.decoder import Decoder
-from stoker.training.model.nf4_size import BLOCK, SECOND_BLOCK
 from stoker.training.optim.config import OptimConfig
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
-from stoker.training.parallel.config import ComputeConfig
 
 GIB = 1 << 30
 CUDA = torch.device("cuda", 0)
-
-
-def _model(
-    family: str, layers: int, dim: int, heads: int, kv_heads: int, ff: int, vocab: int, **more: Any
-) -> ModelConfig:
-    more = {"head_dim": dim // heads, "tied": False, **more}
-    return ModelConfig(
-        family=family, layers=layers, dim=dim, heads=heads, kv_heads=kv_heads, ff=ff, vocab_size=vocab, **more
-    )
-
-
-def _gemma3(layers: int, dim: int, heads: int, kv_heads: int, ff: int) -> ModelConfig:
-    return _model(
-        "gemma3_text", layers, dim, heads, kv_heads, ff, 262144, head_dim=256, tied=True, qk_norm=True, norms="both",
-        norm_offset=1.0, activation="gelu_tanh", attention_scale=256**-0.5, embedding_scale=dim**0.5, window_theta=10000.0,
-        windows=tuple(0 if at % 6 == 5 else 512 for at in range(layers)),
-    )  # fmt: skip
-
-
-SHAPES = {
-    "smollm2-135m": _model("llama", 30, 576, 9, 3, 1536, 49152, tied=True),
-    "tinyllama-1.1b": _model("llama", 22, 2048, 32, 4, 5632, 32000),
-    "llama-3.2-3b": _model("llama", 28, 3072, 24, 8, 8192, 128256, tied=True),
-    "llama-3.1-8b": _model("llama", 32, 4096, 32, 8, 14336, 128256),
-    "qwen2.5-0.5b": _model("qwen2", 24, 896, 14, 2, 4864, 151936, tied=True, qkv_bias=True),
-    "qwen2.5-1.5b": _model("qwen2", 28, 1536, 12, 2, 8960, 151936, tied=True, qkv_bias=True),
-    "qwen2.5-14b": _model("qwen2", 48, 5120, 40, 8, 13824, 152064, qkv_bias=True),
-    "qwen3-0.6b": _model("qwen3", 28, 1024, 16, 8, 3072, 151936, head_dim=128, tied=True, qk_norm=True),
-    "qwen3-4b": _model("qwen3", 36, 2560, 32, 8, 9728, 151936, head_dim=128, tied=True, qk_norm=True),
-    "gemma3-1b": _gemma3(26, 1152, 4, 1, 6912),
-    "gemma3-4b": _gemma3(34, 2560, 8, 4, 10240),
-    "mistral-7b": _model("mistral", 32, 4096, 32, 8, 14336, 32768, windows=(4096,) * 32),
-}
+CELL, ATTENTION = "CELL ", "attention"  # how a child's result begins; the child that looks at attention kernels
+EXACT, ONE_BELOW, BELOW, ABOVE = "exact", "one below", "below", "above"
+FAR = 3  # samples above the planned micro-batch that are tried
 
 
 @shape
@@ -125,24 +96,52 @@ def main() -> int:
     parser.add_argument("--json", help="a line per configuration is added to this file")
     parser.add_argument("--only", default="", help="configurations whose name holds this")
     parser.add_argument("--largest", action="store_true", help="largest micro-batches under a cap of memory, too")
+    parser.add_argument("--attention", action="store_true", help="what attention kernels allocate, too")
+    parser.add_argument("--seconds", type=float, default=540.0, help="no configuration begins later than this")
+    parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     told = parser.parse_args()
     if not torch.cuda.is_available():
         print("fit_plan.py: no GPU here", file=sys.stderr)
         return 69
-    idle = _used()  # before there is a context of ours
-    capability = torch.cuda.get_device_capability(CUDA)[0]
-    print(f"{torch.cuda.get_device_name(CUDA)}, torch {torch.__version__}")
-    _attention_lines()
-    cells = []
-    for case in CASES:
-        if told.only not in case.words:
+    if told.one == ATTENTION:
+        return _attention_lines()
+    if told.one:
+        return _one(CASES[int(told.one)], told.largest)
+    cells, began = [], time.monotonic()
+    if told.attention:
+        subprocess.run([sys.executable, __file__, "--one", ATTENTION], check=False)
+    for at, case in enumerate(CASES):
+        if told.only not in case.words or time.monotonic() - began > told.seconds:
             continue
-        cell = _cell(case, capability, told.largest, idle)
+        cell = _apart(at, told.largest)
         cells.append(cell)
         if told.json:
             with open(told.json, "a") as file:
                 file.write(json.dumps(cell) + "\n")
     _summary([cell for cell in cells if "error" in cell])
+    print(
+        f"{len(cells)} configurations in {time.monotonic() - began:.0f} s; without a result: {sum('error' not in c for c in cells)}"
+    )
+    return 0
+
+
+def _apart(at: int, largest: bool) -> dict[str, Any]:
+    """In a process of its own: no fragments, buffers or kernels of the configuration before."""
+    argv = [sys.executable, __file__, "--one", str(at), *(["--largest"] if largest else [])]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False)
+    cell: dict[str, Any] = {"case": CASES[at].words, "failed": done.returncode}
+    for line in done.stdout.splitlines():
+        if line.startswith(CELL):
+            cell = json.loads(line.removeprefix(CELL))
+        else:
+            print(line, flush=True)
+    return cell
+
+
+def _one(case: Case, largest: bool) -> int:
+    idle = _used()  # before there is a context of ours
+    capability = torch.cuda.get_device_capability(CUDA)[0]
+    print(CELL + json.dumps(_cell(case, capability, largest, idle)), flush=True)
     return 0
 
 
@@ -175,8 +174,12 @@ def _cell(case: Case, capability: int, largest: bool, idle: int) -> dict[str, An
     return cell
 
 
+def gib(size: float) -> str:
+    return f"{size / GIB:.2f}"
+
+
 def _line(case: Case, planned: Planned, cell: dict[str, Any], seconds: float) -> str:
-    seen, gib = cell["measured"], lambda size: f"{size / GIB:.2f}"
+    seen = cell["measured"]
     phases = ", ".join(
         f"{name} {gib(planned.phases[phase])}/{gib(seen[name])}"
         for name, phase in (("forward", FORWARD), ("backward", BACKWARD), ("step", STEP))
@@ -195,9 +198,9 @@ def _line(case: Case, planned: Planned, cell: dict[str, Any], seconds: float) ->
 
 def _measure(case: Case, micro: int) -> dict[str, int]:
     """Two micro-batches, the second with the gradients of the first, and an optimizer step: as recipes/build.py tries."""
-    _clear()
     before = torch.cuda.memory_allocated(CUDA)
-    model = _built(case)
+    again = str(case.recomputed) if case.recomputed else "off"
+    model = built(case.config, AdapterConfig(method=case.method), case.context, again, quick=True)
     weights = torch.cuda.memory_allocated(CUDA)
     optimizer = Optimizer(model, OptimConfig(kind=case.optimizer))
     states = torch.cuda.memory_allocated(CUDA)
@@ -224,59 +227,42 @@ def _measure(case: Case, micro: int) -> dict[str, int]:
     return seen
 
 
-def _built(case: Case) -> Decoder:
-    told = AdapterConfig(method=case.method)
-    with torch.device("meta"):
-        model = Decoder(case.config, case.context, torch.bfloat16)
-    if told.method != "off":
-        adapters.freeze(model, told)
-    ready.make_ready(model, ComputeConfig(), CUDA, lambda line: print(f"  {line}"))
-    model.place(CUDA)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0 - case.config.norm_offset)
-    for _, layer in adapters._layers(model):
-        if layer.weight is None:
-            layer.quantized = tuple(_codes(rows, layer.in_features) for rows in layer.parts)
-            layer.settle()
-    if told.method != "off":
-        adapters.attach(model, told, 0)
-    for block in list(model.layers)[: case.recomputed]:
-        ready.checkpoint_block(block, False, False)
-    return model
-
-
-def _codes(rows: int, inputs: int) -> nf4.Quantized:
-    """Of random numbers: quantizing them takes longer than the rest."""
-    blocks = rows * inputs // BLOCK
-    codes = torch.randint(0, 256, (rows * inputs // 2,), dtype=torch.uint8, device=CUDA)
-    scales = torch.full((blocks,), 128, dtype=torch.uint8, device=CUDA)
-    second = torch.full((-(-blocks // SECOND_BLOCK),), 1e-3, device=CUDA)
-    return nf4.Quantized(codes, scales, second, torch.full((), 0.05, device=CUDA), (rows, inputs), torch.bfloat16)
-
-
 def _largest(case: Case, described: Described, job: Job, planned: Planned) -> dict[str, Any]:
-    """Under a cap with place for a sample and a half more than the case has: is the planned largest micro-batch true?"""
+    """Under a cap with place for a sample and a half more than the case has: is the planned largest micro-batch the true one?"""
     more = predict(described, replace(job, micro=job.micro + 2)).total - planned.total
     cap = int(planned.total + 0.75 * more) + (256 << 20)
     fits = max(m for m in range(1, 4 * job.micro + 4) if _needs(described, job, m) <= cap)
-    total = torch.cuda.get_device_properties(CUDA).total_memory
-    found = {}
-    for micro in (fits, fits + 1):
-        _clear()
-        torch.cuda.set_per_process_memory_fraction(min(cap / total, 1.0), CUDA)
-        try:
-            with kernels("auto"):
-                _measure(case, micro)
-            found[micro] = True
-        except torch.OutOfMemoryError:
-            found[micro] = False
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
-    verdict = {(True, False): "exact", (True, True): "below", (False, False): "above"}.get(
-        (found[fits], found[fits + 1]), "?"
+    runs = functools.partial(_runs, case, cap)
+    true = true_largest(fits, runs)
+    return {"largest": verdict(fits, true), "cap": cap, "planned_largest": fits, "true_largest": true}
+
+
+def _runs(case: Case, cap: int, micro: int) -> bool:
+    _clear()
+    torch.cuda.set_per_process_memory_fraction(
+        min(cap / torch.cuda.get_device_properties(CUDA).total_memory, 1.0), CUDA
     )
-    return {"largest": verdict, "cap": cap, "planned_largest": fits}
+    try:
+        with kernels("auto"):
+            _measure(case, micro)
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
+    return True
+
+
+def true_largest(planned: int, runs: Callable[[int], bool]) -> int:
+    """Tried upwards from the planned one, or downwards where that does not run; FAR further at most."""
+    if runs(planned):
+        return next((m - 1 for m in range(planned + 1, planned + FAR + 1) if not runs(m)), planned + FAR)
+    return next((m for m in range(planned - 1, 0, -1) if runs(m)), 0)
+
+
+def verdict(planned: int, true: int) -> str:
+    if planned > true:
+        return ABOVE
+    return {0: EXACT, 1: ONE_BELOW}.get(true - planned, BELOW)
 
 
 def _needs(described: Described, job: Job, micro: int) -> int:
@@ -298,7 +284,7 @@ def _clear() -> None:
     torch.cuda.reset_peak_memory_stats(CUDA)
 
 
-def _attention_lines() -> None:
+def _attention_lines() -> int:
     """What attention kernels allocate besides their results."""
     for B, T, H, K, D in (
         (1, 2048, 32, 8, 128),
@@ -310,6 +296,7 @@ def _attention_lines() -> None:
     ):
         for packed in (False, True):
             print("  attention " + " ".join(_attention_line(B, T, H, K, D, packed=packed)), flush=True)
+    return 0
 
 
 def _attention_line(B: int, T: int, H: int, K: int, D: int, *, packed: bool) -> Iterator[str]:
@@ -368,7 +355,7 @@ def _summary(cells: list[dict[str, Any]]) -> None:
     if verdicts:
         print(
             "largest micro-batch: "
-            + ", ".join(f"{verdicts.count(kind)} {kind}" for kind in ("exact", "below", "above", "?"))
+            + ", ".join(f"{verdicts.count(kind)} {kind}" for kind in (EXACT, ONE_BELOW, BELOW, ABOVE))
         )
 
 
