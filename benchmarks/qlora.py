@@ -1,7 +1,7 @@
 """Fine-tuning with adapters on one GPU: tokens/s and peak memory of Stoker and of peft (+ bitsandbytes), same shapes, random weights.
 
     python benchmarks/qlora.py --cells 8b:4:2048,8b:1:2048 --json cells.jsonl --commit $(git rev-parse --short HEAD)
-    python benchmarks/qlora.py --size tiny --cells tiny:2:64 --peers stoker     no GPU: shows that it works, measures nothing
+    python benchmarks/qlora.py --cells tiny:2:64 --peers stoker     no GPU: shows that it works, measures nothing
 
     python benchmarks/qlora.py --peers stoker --cap 8 --cells 8b:1:2048:31:adamw8bit   does it run on a card of 8 GB?
 
@@ -13,6 +13,7 @@ stoker         NF4 with double quantization, fused blocks
 stoker-lora    the same beside bf16 weights
 peft           bitsandbytes' NF4 with double quantization, peft, gradient checkpointing
 peft-lora      the same beside bf16 weights
+unsloth        its QLoRA (unsloth_peer.py has variants, too)
 
 Every cell is a process of its own; a step is forward, backward and update on fresh random tokens; the median of the steps after the warm-up counts.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import statistics
@@ -33,6 +35,7 @@ CELL = "CELL "  # how the line of a child begins that holds its result
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 WARM = 2
 TAIL = 60  # lines of a failed cell
+INSTEAD = {"unsloth": "unsloth-plain", "unsloth-plain": "unsloth-direct"}  # where one fails
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,8 @@ class Cell:
 
 def cell_of(text: str) -> Cell:
     size, micro, context, *more = text.split(":")
-    return Cell(size, int(micro), int(context), *more)
+    how = dict(zip(("recompute", "optimizer", "place"), more, strict=False))
+    return dataclasses.replace(Cell(size, int(micro), int(context)), **how)  # type: ignore[arg-type]
 
 
 def run_stoker(cell: Cell, method: str, steps: int) -> dict[str, Any]:
@@ -91,18 +95,20 @@ def run_stoker(cell: Cell, method: str, steps: int) -> dict[str, Any]:
 
 def run_peft(cell: Cell, method: str, steps: int) -> dict[str, Any]:
     import torch
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
+    peft: Any = importlib.import_module("peft")
     begun, shape = time.monotonic(), (cell.micro, cell.context)
     model = transformers_model(cell.size)
     vocabulary = model.config.vocab_size
     if method == "qlora":
         quantize_by_bitsandbytes(model)
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=True)
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=True)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
-    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=NAMES, task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=16, lora_alpha=32, target_modules=NAMES, task_type="CAUSAL_LM")
+    )
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4, fused=True)
     model.train()
 
@@ -121,11 +127,11 @@ def run_peft(cell: Cell, method: str, steps: int) -> dict[str, Any]:
 def transformers_model(size: str) -> Any:
     """On the GPU, in bf16."""
     import torch
-    from transformers import AutoModelForCausalLM
 
+    transformers: Any = importlib.import_module("transformers")
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(transformers_config(size))
+        model = transformers.AutoModelForCausalLM.from_config(transformers_config(size))
     torch.set_default_dtype(torch.float32)
     return model
 
@@ -140,8 +146,9 @@ def transformers_config(size: str) -> Any:
 
 
 def quantize_by_bitsandbytes(model: Any) -> None:
-    import bitsandbytes as bnb
     import torch
+
+    bnb: Any = importlib.import_module("bitsandbytes")
 
     for _, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
@@ -223,7 +230,7 @@ def run_cell(peer: str, text: str, steps: int) -> dict[str, Any]:
     if peer.startswith("unsloth"):
         import unsloth_peer
 
-        return unsloth_peer.run(cell, peer, steps)
+        return dict(unsloth_peer.run(cell, peer, steps))
     return run_peft(cell, method, steps)
 
 
@@ -267,7 +274,8 @@ def main() -> int:
         return 0
     failed, seen = False, set()
     for text in given.cells.split(","):
-        for peer in given.peers.split(","):
+        peers = given.peers.split(",")
+        for peer in peers:  # grows by what stands in for one that fails
             alike = text if peer.startswith("stoker") else ":".join(text.split(":")[:3])
             if (peer, alike) in seen:
                 continue
@@ -280,6 +288,8 @@ def main() -> int:
                 {"peer": peer, "cell": alike, **of_card, **(found or {"failed": True}), "commit": given.commit},
                 given.json,
             )
+            if found is None and peer in INSTEAD:
+                peers.append(INSTEAD[peer])
             if found is None or peer.startswith("unsloth"):
                 print(tail(said), flush=True)
     return int(failed)

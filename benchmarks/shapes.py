@@ -1,17 +1,25 @@
-"""Shapes of published models, and decoders of such a shape with random weights and adapters: what the benchmarks of fine-tuning share."""
+"""Shapes of published models, and decoders of such a shape with random weights and adapters: what the benchmarks of fine-tuning share.
+
+PYTHONPATH=src python benchmarks/shapes.py 8b [FOLDER]      writes such a model, once, as transformers has it, with a tokenizer of bytes; prints where
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 
-from stoker.training.model import adapters, nf4, ready
-from stoker.training.model.config import AdapterConfig, ModelConfig
+from stoker.training.model import adapters, hf, nf4, ready
+from stoker.training.model.config import AdapterConfig, ModelConfig, tensors
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.linear import Linear
 from stoker.training.model.nf4_size import BLOCK, SECOND_BLOCK
 from stoker.training.parallel.config import ComputeConfig
+from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
 
 def device() -> torch.device:
@@ -101,3 +109,31 @@ def _codes(rows: int, inputs: int, dtype: torch.dtype) -> nf4.Quantized:
     scales = torch.full((blocks,), 128, dtype=torch.uint8, device=where)
     second = torch.full((-(-blocks // SECOND_BLOCK),), 1e-3, device=where)
     return nf4.Quantized(codes, scales, second, torch.full((), 0.05, device=where), (rows, inputs), dtype)
+
+
+def written(size: str, folder: str = "") -> str:
+    """A folder of random weights in bf16, in files of 5 GB; there already, it stays as it is."""
+    folder = folder or os.path.join(tempfile.gettempdir(), f"stoker-bench-{size}")
+    if os.path.exists(os.path.join(folder, "config.json")):
+        return folder
+    with tempfile.TemporaryDirectory() as words:
+        bytes_tokenizer().save(words)
+        say = lambda line: print(line, file=sys.stderr)  # noqa: E731
+        hf.save_from(
+            _drawn(shape_of(size)), shape_of(size), folder, context_length=8192, say=say, dtype=torch.bfloat16,
+            tokenizer_folder=words,
+        )  # fmt: skip
+    return folder
+
+
+def _drawn(c: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, sizes in tensors(c):
+        whole = (sum(size[0] for size in sizes), *sizes[0][1:])
+        if len(whole) == 1:
+            yield name, torch.full(whole, 0.0 if name.endswith("bias") else 1.0 - c.norm_offset)
+        else:
+            yield name, torch.randn(whole, device=device(), dtype=torch.bfloat16).mul_(0.02)
+
+
+if __name__ == "__main__":
+    print(written(*sys.argv[1:3]))
