@@ -28,7 +28,6 @@ from stoker.training.model.attention import kernels
 from stoker.training.model.config import AdapterConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_config import shape_of
-from stoker.training.model.hf_read import read_stored
 from stoker.training.model.targets import targets
 from stoker.training.optim.config import OptimConfig
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
@@ -117,7 +116,7 @@ def their_losses(model: Any, data: Tensor, rate: float) -> list[float]:
     model.train()
     losses = []
     for rows in data:
-        loss = cross_entropy(their_logits(model, rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        loss: Any = cross_entropy(their_logits(model, rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(learned, 1.0)
         optimizer.step()
@@ -161,7 +160,7 @@ def compared(folder: str, given: argparse.Namespace, scratch: str) -> dict[str, 
         other.set_adapter("ours")
         found["ours_in_peft"] = apart(their_logits(other.eval(), inputs), of_ours)
         again, _ = adapters.settings_of(their_end, "qlora")
-        adapters.load(model, again, their_end, read_stored, print)
+        adapters.load(model, again, their_end, print)
         found["theirs_in_ours"] = apart(model(inputs), of_theirs)
         found["learned"] = apart(begun, of_ours)
     return found
