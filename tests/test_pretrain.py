@@ -634,6 +634,21 @@ def test_an_inf_in_one_gradient_is_traced_to_its_parameter_and_rank(forks: Forks
         assert shown.code == 0 and re.search(summary, shown.out), shown.out + shown.err
 
 
+HOST = ("--model.depth", "3", "--recompute", "full", "--activations")
+
+
+def test_activations_on_the_host_change_no_bit_of_a_run_nor_what_a_nan_is_traced_to(
+    forks: Forks, tmp_path: Path
+) -> None:
+    """Two ranks, several micro-batches a step."""
+    plain, moved = (forks(2, tmp_path / where, "--max-steps", "4", *HOST, where) for where in ("device", "host"))
+    assert plain.codes == moved.codes == [0, 0] and len(moved.losses) == 4, moved.said()
+    assert plain.losses == moved.losses and "copied within memory" in moved.said()
+    job = forks(2, tmp_path / "nan", "--max-steps", "6", *HOST, "host", "--nan.inject", "layers.1.attention@3@1")
+    assert job.codes == [1, 1] and "step 3: NaN first in " in job.said(1), job.said(1)
+    assert re.search(r"layers\.1\.attention \(forward\) on rank 1", job.said(1)), job.said(1)
+
+
 # ---- beside the launcher ----
 
 

@@ -180,6 +180,7 @@ def _outside(
         "parallel.strategy fsdp": group.strategy == "fsdp",
         "optim.kind muon": c.optim.kind == "muon",
         "a reward model": learner.outside is None,
+        "compute.activations host": c.compute.activations == "host",
         "a new model.vocab_size": c.model.vocab_size not in (0, outside.rows(shape)),
     }
     for what in (what for what, yes in asked.items() if yes):
@@ -362,10 +363,11 @@ def graphed(c: Config, model: Decoder, group: Group, voice: Voice, *, packed: bo
     possible = possible and not (model.config.dropout and c.compute.recompute not in ("auto", "off"))
     possible = possible and model.config.engine != "transformers"
     possible = possible and not model.config.experts  # a grouped product may look at its counts on the host
+    possible = possible and c.compute.activations != "host"  # its copies run on a stream of their own
     possible = possible and model.loss != "liger"  # counts its labels on the host, which no capture can hold
     if asked == "on" and not possible:
         line = (
-            "compute.cuda_graphs on: not with several ranks, fsdp, packed documents (chats, data.documents), a drill, experts, liger's loss, or dropout that"
+            "compute.cuda_graphs on: not with several ranks, fsdp, packed documents (chats, data.documents), a drill, experts, liger's loss, activations on the host, or dropout that"
             " is recomputed"
         )
         voice.say_once(f"{line}; steps are launched kernel by kernel")
