@@ -36,6 +36,7 @@ class Card:
     held: tuple[str, ...] = ()  # who holds the rest
     held_bytes: int = 0
     context: int = CONTEXT
+    host_free: int | None = None  # bytes of its host's memory that are available; None: nobody knows
 
     @property
     def peak(self) -> float | None:

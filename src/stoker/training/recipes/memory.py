@@ -40,6 +40,7 @@ def job_of(c: Config, parts: Parts) -> Job:
     return Job(
         parts.own_micro, c.data.context_length, c.optim.kind, packed, max(c.data.context_length // DOCUMENT, 1), again,
         parts.group.world, adds, major, values.get("compute.embedding") == "host",
+        c.compute.activations == "host",
     )  # fmt: skip
 
 
