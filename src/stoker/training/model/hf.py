@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.quantities import amount
+from stoker.contract.shape import replace
 from stoker.training.model import adapters, nf4, outside
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
@@ -75,7 +76,10 @@ def load_named(
 def _in_4_bits(source: Source, part: Part, device: torch.device, dtype: torch.dtype) -> Tensor | nf4.Quantized:
     """The folder's own codes, where it has some: quantizing twice would lose more."""
     codes = source.codes(part)
-    return source.rows(part).to(device, dtype) if codes is None else nf4.moved(codes, device)
+    if codes is None:
+        return source.rows(part).to(device, dtype)
+    # In fp16 not by way of bf16, which such a card computes slowly and rounds more.
+    return replace(nf4.moved(codes, device), **({"dtype": dtype} if dtype == torch.float16 else {}))
 
 
 def opened(

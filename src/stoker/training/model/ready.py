@@ -23,6 +23,7 @@ from stoker.training.model.decoder import Decoder
 from stoker.training.model.experts import ungrouped
 from stoker.training.model.host_inputs import HostInputs, Input
 from stoker.training.model.outside import Outside
+from stoker.training.optim.optimizer import has_bf16
 from stoker.training.parallel.config import ComputeConfig, recomputed_blocks
 
 # What selective recomputation keeps.
@@ -72,8 +73,12 @@ def warm_compiler() -> threading.Thread:
 
 
 def dtype_of(c: ComputeConfig, device: torch.device) -> torch.dtype:
-    has = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if c.dtype == "bf16" or (c.dtype == "auto" and has) else torch.float32
+    """compute.dtype; auto is what the card computes fast."""
+    if c.dtype != "auto":
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[c.dtype]
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if has_bf16(device) else torch.float16
 
 
 def fused(c: ComputeConfig, model: ModelConfig, device: torch.device, say: Callable[[str], None]) -> bool:

@@ -90,7 +90,7 @@ def tokenizer_folder(c: Config) -> str:
     return c.tokenizer.path or hf_config.tokenizer_in(weights_of(c.model.load))
 
 
-def open_model(c: Config, folder: str, device: torch.device) -> Decoder:
+def open_model(c: Config, folder: str, device: torch.device, dtype: torch.dtype | None = None) -> Decoder:
     """The decoder of a folder as transformers writes it, on its device, ready to run there."""
     if c.model.engine == "transformers":
         raise Refusal(
@@ -98,7 +98,7 @@ def open_model(c: Config, folder: str, device: torch.device) -> Decoder:
             " native",
             EX_USAGE,
         )
-    dtype = ready.dtype_of(c.compute, device)
+    dtype = dtype or ready.dtype_of(c.compute, device)
     ready.arithmetic(c.compute, dtype)
     return hf.opened(folder, c.data.context_length, dtype, device, from_rank_0)
 
