@@ -199,6 +199,28 @@ def text_lines(plan: Plan) -> list[str]:
     return list(lines(plan, "model", "chats.jsonl"))
 
 
+def test_a_card_without_bf16_computes_in_fp16_and_so_do_those_beside_it() -> None:
+    for gpus, dtype in (
+        ("T4", "fp16"),
+        ("V100 32GB", "fp16"),
+        ("RTX 3090,T4", "fp16"),
+        ("RTX 3090", "bf16"),
+        ("16GB", "bf16"),
+    ):
+        plan = make(cards(gpus), Wish(EIGHT, 1024, "qlora"))
+        told = text_lines(plan)
+        assert (
+            plan.fits and plan.dtype == dtype and any(line.startswith("fits: qlora") and dtype in line for line in told)
+        )
+        assert any("fp16 with loss scaling" in line for line in told) == (dtype == "fp16")
+        assert bool(plan.about) == (dtype == "fp16"), "none was measured"
+    assert [Card(name, GIB, GIB).dtype for name in ("Tesla T4", "NVIDIA GeForce RTX 2080 Ti", "NVIDIA A10")] == [
+        "fp16",
+        "fp16",
+        "bf16",
+    ]
+
+
 def test_a_larger_card_never_gets_a_more_frugal_method() -> None:
     order = {"full": 0, "lora": 1, "qlora": 2}
     plans = [make(cards(f"{size}GB"), Wish(EIGHT, 2048)) for size in (6, 8, 12, 16, 24, 40, 80, 140)]

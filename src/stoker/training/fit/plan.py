@@ -98,6 +98,7 @@ class Plan:
     reasons: tuple[str, ...]
     change: Change | None = None  # where it does not fit: the smallest one after which it does
     about: str = ""  # why the numbers are an estimate
+    dtype: str = "bf16"  # of products and activations
 
 
 def gib(size: float) -> str:
@@ -201,7 +202,15 @@ class Search:
             needs = reserved(planned.total) + card.free - card.room(self._world)
             shares.append(Share(card, planned, needs, self._largest(s, card), self._host_bytes(s, card)))
         reasons = tuple(self._reasons(s)) if fits else ()
-        return Plan(self._wish, fits, s, tuple(shares), reasons, change, self._footprint(s.method).why_about)
+        about = self._footprint(s.method).why_about
+        if self.dtype == "fp16":
+            about = about or "no card before Ampere was measured: an estimate"
+        return Plan(self._wish, fits, s, tuple(shares), reasons, change, about, self.dtype)
+
+    @property
+    def dtype(self) -> str:
+        """All ranks compute with what the oldest card has."""
+        return "fp16" if any(card.dtype == "fp16" for card in self._cards) else "bf16"
 
     def _reasons(self, s: Settings) -> Iterator[str]:
         wish, card = self._wish, self._tightest
@@ -212,6 +221,9 @@ class Search:
             yield f"method {s.method}: " + (
                 f"{', '.join(needs)}, and {room} can be used" if needs else "all weights fit"
             )
+        if self.dtype == "fp16":
+            old = next(card for card in self._cards if card.dtype == "fp16")
+            yield f"fp16 with loss scaling: {old.name} has no bf16"
         if s.optimizer == "adamw8bit" and wish.optimizer == AUTO:
             yield "8-bit optimizer: with moments in fp32 it does not fit"
         if s.on_host and wish.on_host is None:

@@ -10,6 +10,7 @@ from itertools import groupby
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.backward import Walk
 from stoker.training.fit.block import HALF, PROGRAMS, WIDE, Block, Rows
+from stoker.training.fit.cards import BF16_SINCE
 from stoker.training.fit.described import KIND_MUON, Described
 from stoker.training.fit.memory import (
     ACTIVATIONS,
@@ -248,6 +249,8 @@ def _entered(d: Described, job: Job) -> dict[str, int]:
     if job.packed:
         kinds = len({c.window(at) for at in range(c.layers)})
         found += rounded(4 * n) + rounded(8 * n) + 2 * kinds * rounded(WIDE * n * c.head_dim // 2)
+        if job.capability < BF16_SINCE:  # no kernel knows where documents begin: a mask of each row
+            found += kinds * rounded(HALF * n * job.context)
     elif any(_flash(d, job, at) for at in range(c.layers)):
         found += rounded(4 * n)
     return {ACTIVATIONS: found}

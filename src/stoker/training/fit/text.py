@@ -101,7 +101,7 @@ def _card_lines(share: Share, cards: list[Card], ranks: int) -> Iterator[str]:
 
 def _settings_words(plan: Plan) -> str:
     wish, s = plan.wish, plan.settings
-    parts = [s.method, f"micro-batch {s.micro}", f"context {wish.context:,}"]
+    parts = [s.method, f"micro-batch {s.micro}", f"context {wish.context:,}", plan.dtype]
     parts.append(f"{s.recompute} of {wish.layers} blocks recomputed" if s.recompute else "nothing recomputed")
     parts.append(s.optimizer)
     if s.on_host:
@@ -169,6 +169,7 @@ def as_dict(plan: Plan, model: str, data: str, pace: Pace | None, tokens: int, p
         "change": None if plan.change is None else {"settings": plan.change.settings, "words": plan.change.words},
         "unavailable": [],  # of schema 1: levers that nothing here can pull
         "estimate": plan.about or None,
+        "dtype": plan.dtype,
         "command": command(plan, model, data) if plan.fits else None,
         "gpus": gpus,
         "pace": None if pace is None else as_json(pace),
