@@ -12,6 +12,7 @@ import types
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ class _Attention(torch.autograd.Function):
 @contextmanager
 def pretended() -> Iterator[None]:
     """Kernels that only allocate, in place of the real ones."""
-    from stoker.training.model import attention, loss, maps, nf4
+    from stoker.training.model import attention, host_inputs, loss, maps, nf4
     from stoker.training.optim import optimizer
 
     package = sys.modules["stoker.training.model"]
@@ -156,6 +157,7 @@ def pretended() -> Iterator[None]:
         (optimizer, "orthogonal", lambda x, dtype: orthogonal(x, torch.bfloat16)),
         (attention, "packed_kernel", lambda *args, **kwargs: "varlen"),
         (fused, "attend", attend),
+        (host_inputs, "copy", lambda to, of: None),
         (maps, "weight_gradient", weight_gradient),
         (maps, "_scaled_gradient", lambda *args: None),
         (nf4, "expand", lambda joined, out: out),
@@ -190,6 +192,7 @@ def traced(
     micro: int = 1,
     packed: bool = False,
     recompute: int = 0,
+    host: bool = False,
     optim: Any = None,
     steps: int = 2,
 ) -> Trace:
@@ -197,6 +200,7 @@ def traced(
     from stoker.training.model import adapters, nf4, ready
     from stoker.training.model.attention import documents
     from stoker.training.model.decoder import Decoder
+    from stoker.training.model.host_inputs import HostInputs
     from stoker.training.optim.config import OptimConfig
     from stoker.training.optim.optimizer import EightBit, Optimizer, gradient_norm
 
@@ -218,18 +222,19 @@ def traced(
         if adapter.method != "off":
             adapters.attach(model, adapter, 0)
         model.fuse(True)
-        for block in list(model.layers)[:recompute]:
-            ready.checkpoint_block(block, False, False)
+        inputs = HostInputs(recompute, print) if host else None
+        for place, block in enumerate(list(model.layers)[:recompute]):
+            ready.checkpoint_block(block, False, False, None if inputs is None else partial(inputs.keep, place=place))
         optimizer = Optimizer(model, optim or OptimConfig())
         for rule in optimizer.rules:
             if isinstance(rule, EightBit):
                 rule._run = lambda *args: None  # compiled: one kernel
-        inputs = torch.zeros(micro, context, dtype=torch.int64, device=meta)
+        tokens = torch.zeros(micro, context, dtype=torch.int64, device=meta)
         trace.phase("held")
         for _ in range(steps):
             segments = torch.zeros(micro, context, dtype=torch.int32) if packed else None
             trace.phase("forward")
-            loss = model(inputs, inputs, torch.zeros((), device=meta), documents(segments, meta))
+            loss = model(tokens, tokens, torch.zeros((), device=meta), documents(segments, meta))
             trace.phase("backward")
             loss.backward()
             del loss

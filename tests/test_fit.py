@@ -22,6 +22,7 @@ from stoker.training.fit.described import describe
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.plan import METHODS, Plan, Wish, make
 from stoker.training.fit.terms import Job, predict
+from stoker.training.fit.text import lines
 from stoker.training.model.config import AdapterConfig, ModelConfig, parameters
 from stoker.training.model.hf_config import config_of
 
@@ -44,10 +45,11 @@ MISTRAL = replace(LLAMA, family="mistral", windows=(1024,) * 6)
 EIGHT = replace(LLAMA, layers=32, dim=4096, heads=32, kv_heads=8, head_dim=128, ff=14336, vocab_size=128256)
 OFF, LORA, QLORA = (AdapterConfig(method=method) for method in ("off", "lora", "qlora"))
 SHAPES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "gemma3": GEMMA3, "mistral": MISTRAL}
-# micro-batch, context, packed, recomputed blocks, optimizer, micro-steps of which the last adds to gradients
+# micro-batch, context, packed, recomputed blocks, their inputs on the host, optimizer, micro-steps of which the last adds to
+# gradients
 WAYS = (
-    (1, 1024, False, 0, "adamw", 2), (2, 2048, False, 3, "adamw", 2), (4, 2048, True, 6, "adamw", 2),
-    (2, 1024, False, 6, "adamw8bit", 1), (1, 8192, True, 1, "adamw", 1),
+    (1, 1024, False, 0, False, "adamw", 2), (2, 2048, False, 3, False, "adamw", 2), (4, 2048, True, 6, False, "adamw", 2),
+    (2, 1024, False, 6, True, "adamw8bit", 1), (1, 8192, True, 1, False, "adamw", 1), (2, 2048, True, 4, True, "adamw", 2),
 )  # fmt: skip
 
 
@@ -66,14 +68,15 @@ def test_the_plan_is_what_the_modules_allocate(
         pytest.skip("the modules here still keep other tensors: adapters of one product, blocks that keep one tensor")
     monkeypatch.setattr(terms, "HANDLES", 0)  # cuBLAS's workspace is none of torch's tensors
     described = describe(SHAPES[kind], adapter)
-    for micro, context, packed, again, optimizer, steps in WAYS:
+    for micro, context, packed, again, host, optimizer, steps in WAYS:
         seen = traced(
-            SHAPES[kind], adapter, context, micro=micro, packed=packed, recompute=again, steps=steps,
+            SHAPES[kind], adapter, context, micro=micro, packed=packed, recompute=again, steps=steps, host=host,
             optim=OptimConfig(kind=optimizer),
         )  # fmt: skip
         peak = max(seen.peaks[phase] for phase in ("forward", "backward", "step"))
-        planned = predict(described, Job(micro, context, optimizer, packed, 1, again, 1, steps > 1)).total
-        assert peak - MIB <= planned <= 1.01 * peak, (micro, context, packed, again, optimizer, planned / peak)
+        job = Job(micro, context, optimizer, packed, 1, again, 1, steps > 1, inputs_on_host=host)
+        planned = predict(described, job).total
+        assert peak - MIB <= planned <= 1.01 * peak, (micro, context, packed, again, optimizer, host, planned / peak)
 
 
 def test_constants_of_the_kernels_are_those_of_the_plan() -> None:
@@ -129,12 +132,16 @@ def test_settings_fill_the_card_but_never_overfill_it(gpus: str, model: ModelCon
     assert all(share.largest >= s.micro for share in plan.shares)
     if s.recompute:  # one block less does not fit
         fixed = replace(wish, method=s.method, micro=s.micro, optimizer=s.optimizer, on_host=s.on_host)
+        fixed = replace(fixed, inputs_on_host=s.inputs_on_host)
         assert not make(cards(gpus), replace(fixed, recompute=s.recompute - 1)).fits
     smallest = min(share.largest for share in plan.shares)
     one_more = replace(
         wish, method=s.method, micro=smallest + 1, recompute=s.recompute, optimizer=s.optimizer, samples=9999
     )
-    assert smallest == 1024 or not make(cards(gpus), replace(one_more, on_host=s.on_host)).fits
+    assert (
+        smallest == 1024
+        or not make(cards(gpus), replace(one_more, on_host=s.on_host, inputs_on_host=s.inputs_on_host)).fits
+    )
 
 
 @pytest.mark.parametrize(("gpus", "model", "context"), CASES)
@@ -154,11 +161,64 @@ def test_the_change_that_is_proposed_makes_it_fit(gpus: str, model: ModelConfig,
             **({"context": int(told["context-length"])} if "context-length" in told else {}),
             **{key: told[key] for key in ("method", "optimizer") if key in told},
             **({"on_host": True} if "embedding" in told else {}),
+            **({"inputs_on_host": True} if "activations" in told else {}),
         )
         left = cards(gpus)
         if "gpus" in told:
             left = [card for card in left if card.label.removeprefix("GPU ") in told["gpus"].split(",")]
         assert make(left, changed).fits, (told, plan.settings)
+
+
+def test_activations_go_to_the_host_before_the_context_shrinks() -> None:
+    wish = Wish(EIGHT, 6144, "qlora")
+    plan = make(cards("8GB"), wish)
+    s, (share,) = plan.settings, plan.shares
+    assert plan.fits and s.inputs_on_host and s.on_host and s.optimizer == "adamw8bit"
+    inputs = (s.recompute - 1) * s.micro * 6144 * EIGHT.dim * 2
+    embedding = EIGHT.vocab_size * EIGHT.dim * 2
+    assert inputs <= share.host_bytes - embedding <= 1.3 * inputs
+    assert "--compute.activations host" in " ".join(text_lines(plan)) and "host memory" in " ".join(text_lines(plan))
+    without = make(cards("8GB"), replace(wish, inputs_on_host=False))
+    assert not without.fits and without.change is not None and without.change.settings == {"activations": "host"}
+    assert not make(cards("8GB"), replace(wish, model=replace(EIGHT, attention_cap=50.0))).settings.inputs_on_host
+
+
+def test_a_host_without_the_memory_gets_no_activations() -> None:
+    wish = Wish(EIGHT, 6144, "qlora")
+    needs = make(cards("8GB"), wish).shares[0].host_bytes
+    for host_free, fits in ((2 * needs, True), (needs, False)):
+        plan = make([replace(card, host_free=host_free) for card in cards("8GB")], wish)
+        assert plan.fits == fits and (fits or "context-length" in plan.change.settings)  # type: ignore[union-attr]
+    both = [replace(card, host_free=2 * needs) for card in cards("2x8GB")]
+    assert not make(both, replace(wish, samples=2)).fits, "two ranks on one host"
+    forced = make([replace(card, host_free=1) for card in cards("24GB")], replace(wish, inputs_on_host=True))
+    assert not forced.fits and forced.change is not None and forced.change.settings == {"activations": "device"}
+
+
+def text_lines(plan: Plan) -> list[str]:
+    return list(lines(plan, "model", "chats.jsonl"))
+
+
+def test_a_card_without_bf16_computes_in_fp16_and_so_do_those_beside_it() -> None:
+    for gpus, dtype in (
+        ("T4", "fp16"),
+        ("V100 32GB", "fp16"),
+        ("RTX 3090,T4", "fp16"),
+        ("RTX 3090", "bf16"),
+        ("16GB", "bf16"),
+    ):
+        plan = make(cards(gpus), Wish(EIGHT, 1024, "qlora"))
+        told = text_lines(plan)
+        assert (
+            plan.fits and plan.dtype == dtype and any(line.startswith("fits: qlora") and dtype in line for line in told)
+        )
+        assert any("fp16 with loss scaling" in line for line in told) == (dtype == "fp16")
+        assert bool(plan.about) == (dtype == "fp16"), "none was measured"
+    assert [Card(name, GIB, GIB).dtype for name in ("Tesla T4", "NVIDIA GeForce RTX 2080 Ti", "NVIDIA A10")] == [
+        "fp16",
+        "fp16",
+        "bf16",
+    ]
 
 
 def test_a_larger_card_never_gets_a_more_frugal_method() -> None:

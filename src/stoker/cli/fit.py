@@ -52,6 +52,12 @@ def parser() -> Parser:
     made.option("--recompute", "N|off|full", "blocks computed again (default: the fewest that fit)", default="")
     made.add_argument("--optimizer", choices=_KINDS, default=plan.AUTO, help="auto: adamw, else adamw8bit")
     made.add_argument("--embedding", choices=("auto", "device", "host"), default="auto", help="where a frozen one lies")
+    made.add_argument(
+        "--activations",
+        choices=("auto", "device", "host"),
+        default="auto",
+        help="where inputs of recomputed blocks wait",
+    )
     made.option("--lora-rank", "N", "width of an adapter (default: 16)", int, default=16)
     made.option("--lora-targets", "NAMES", "which layers get one (default: all-linear)", default="all-linear")
     made.option("--samples", "N", "samples of a step, all GPUs together (default: 16)", int, default=16)
@@ -140,6 +146,7 @@ def _wish(told: argparse.Namespace, model: ModelConfig) -> plan.Wish:
         packed=not told.unpacked,
         documents=max(context // plan.DOCUMENT, 1),
         samples=told.samples,
+        inputs_on_host={"auto": None, "device": False, "host": True}[told.activations],
     )
 
 

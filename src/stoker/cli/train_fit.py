@@ -96,7 +96,7 @@ def _cards(options: RunOptions, machine: Machine) -> list[Card]:
     try:
         gpus = choose(options, os.environ, machine, {}).gpus
         seen = contexts(layout.runs_root(options.runs_dir, os.environ))
-        cards = [card_of(gpu, "", seen) for gpu in gpus]
+        cards = [card_of(gpu, "", seen, machine.memory_available) for gpu in gpus]
     except Refusal:
         return []
     if options.wait:  # until whoever holds the rest is gone
@@ -118,11 +118,13 @@ def _wish(config: Config, given: Any, world: int, ready: Prepared | None) -> Wis
     if ready is not None and ready.train_samples and ready.train_documents:
         documents = max(-(-ready.train_documents // ready.train_samples), 1)
     host = {"host": True, "device": None if "compute.embedding" not in given else False}
+    moved = {"host": True, "device": None if "compute.activations" not in given else False}
     return plan.Wish(
         model, context, plan.FULL if config.adapter.method == OFF else config.adapter.method, config.adapter,
         config.optim.kind, again, batch.micro if "batch.micro" in given else 0,
         host[values["compute.embedding"]] if "compute.embedding" in values else False,
         packed, documents, batch.tokens // context or max(batch.micro, 1) * batch.accumulation * world,
+        moved[config.compute.activations],
     )  # fmt: skip
 
 
@@ -139,6 +141,8 @@ def _filled(config: Config, given: Any, found: Plan, say: Callable[[str], None])
         changed["optim.kind"] = s.optimizer
     if s.on_host and "compute.embedding" not in given:
         changed["compute.embedding"] = "host"
+    if s.inputs_on_host and config.compute.activations != "host":
+        changed["compute.activations"] = "host"
     if "batch.micro" not in given and config.batch.micro > s.micro:
         changed["batch.micro"] = s.micro
     tightest = max(found.shares, key=lambda share: share.needs - share.card.free)

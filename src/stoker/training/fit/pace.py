@@ -38,7 +38,7 @@ def from_table(plan: Plan) -> Pace | None:
     tokens = s.micro * wish.context
     full = SHARE / (1 + HALF_SPEED / tokens)
     rate = sum(known) * full / flops_per_token(wish.model, wish.context, s.method, s.recompute)
-    return Pace(rate, f"estimated from the card's table, {full:.0%} of its bf16 peak assumed")
+    return Pace(rate, f"estimated from the card's table, {full:.0%} of its {plan.dtype} peak assumed")
 
 
 def measured(runs: str, plan: Plan, model: tuple[str, ...]) -> Pace | None:

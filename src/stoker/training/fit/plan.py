@@ -1,8 +1,8 @@
 """Settings that fit the cards: the fewest blocks that are computed again, the micro-batch, the method. Pure.
 
 Levers, in this order: the loss in chunks (always), micro-batch and recomputed blocks together, 8-bit moments, the embedding
-in host memory, the method (auto: full, else lora, else qlora). What is left is named, not done: a shorter context, another
-card.
+in host memory, inputs of recomputed blocks there, too, the method (auto: full, else lora, else qlora). What is left is
+named, not done: a shorter context, another card.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from stoker.training.model.config import LORA, OFF, QLORA, AdapterConfig, ModelC
 
 AUTO, FULL = "auto", "full"
 METHODS = (FULL, LORA, QLORA)
-# Not done by anything here yet: a plan never proposes them.
-UNAVAILABLE = ("activations in host memory",)
 DOCUMENT = 512  # tokens of a text in packed rows, where nobody counted
 SHORTEST = 128  # tokens of context that a plan proposes
 CONTEXT_FLAG = "context-length"
+HOST_SHARE = 0.75  # of the host memory that is available: processes and the page cache need some
 STEP = 64  # a proposed context is a multiple of it
 MOST = 1024  # samples that are looked at as one micro-batch
 # Tokens of a micro-batch at which kernels reach half of their speed: 8B QLoRA at 2,048 and 8,192 tokens (an H200).
@@ -44,6 +43,7 @@ class Wish:
     packed: bool = True
     documents: int = 1  # in a packed row
     samples: int = 16  # of a step, all cards together
+    inputs_on_host: bool | None = None  # of recomputed blocks
 
     @property
     def layers(self) -> int:
@@ -57,6 +57,7 @@ class Settings:
     recompute: int  # blocks
     on_host: bool
     micro: int  # that every card takes
+    inputs_on_host: bool = False
 
 
 @shape
@@ -67,6 +68,7 @@ class Share:
     planned: Planned
     needs: int  # bytes that have to be free, with context and communication
     largest: int  # micro-batch that fits; 0: none
+    host_bytes: int = 0  # of host memory that its rank takes for what is moved there
 
 
 @shape
@@ -96,6 +98,7 @@ class Plan:
     reasons: tuple[str, ...]
     change: Change | None = None  # where it does not fit: the smallest one after which it does
     about: str = ""  # why the numbers are an estimate
+    dtype: str = "bf16"  # of products and activations
 
 
 def gib(size: float) -> str:
@@ -123,10 +126,14 @@ class Search:
             kinds: tuple[str, ...] = ("adamw", "adamw8bit") if wish.optimizer == AUTO else (wish.optimizer,)
             if method != FULL:
                 kinds = tuple(kind for kind in kinds if kind != "muon") or ("adamw",)
+            on_host, moved, footprint = bool(wish.on_host), bool(wish.inputs_on_host), self._footprint(method)
             for kind in kinds:
-                yield Settings(method, kind, recompute, bool(wish.on_host), max(wish.micro, 1))
-            if wish.on_host is None and method != FULL and self._footprint(method).can_be_on_host():
-                yield Settings(method, kinds[-1], recompute, True, max(wish.micro, 1))
+                yield Settings(method, kind, recompute, on_host, max(wish.micro, 1), moved)
+            if wish.on_host is None and method != FULL and footprint.can_be_on_host():
+                on_host = True
+                yield Settings(method, kinds[-1], recompute, on_host, max(wish.micro, 1), moved)
+            if wish.inputs_on_host is None and recompute > 1 and footprint.can_move_inputs():
+                yield Settings(method, kinds[-1], recompute, on_host, max(wish.micro, 1), True)
 
     def _footprint(self, method: str) -> Footprint:
         if method not in self._footprints:
@@ -139,14 +146,24 @@ class Search:
         share = max(-(-wish.samples // self._world), 1)
         return Job(
             s.micro, context or wish.context, s.optimizer, wish.packed, wish.documents, s.recompute, self._world,
-            wish.micro == 0 or share > s.micro, card.capability, s.on_host,
+            wish.micro == 0 or share > s.micro, card.capability, s.on_host, s.inputs_on_host,
         )  # fmt: skip
 
     def _needs(self, s: Settings, card: Card, context: int = 0) -> int:
         return reserved(self._footprint(s.method).planned(self._job(s, card, context)).total)
 
     def _fits(self, s: Settings, card: Card, context: int = 0) -> bool:
-        return self._needs(s, card, context) <= card.room(self._world)
+        return self._needs(s, card, context) <= card.room(self._world) and self._host_has(s, card, context)
+
+    def _host_has(self, s: Settings, card: Card, context: int = 0) -> bool:
+        """Memory for what all its cards move there. True where nobody knows how much there is."""
+        if not s.inputs_on_host or card.host_free is None:
+            return True
+        ranks = sum(other.host == card.host for other in self._cards)
+        return ranks * self._host_bytes(s, card, context) <= HOST_SHARE * card.host_free
+
+    def _host_bytes(self, s: Settings, card: Card, context: int = 0) -> int:
+        return self._footprint(s.method).host_bytes(self._job(s, card, context))
 
     def _largest(self, s: Settings, card: Card) -> int:
         if not self._fits(replace(s, micro=1), card):
@@ -183,9 +200,17 @@ class Search:
         for card in self._cards:
             planned = self._footprint(s.method).planned(self._job(s, card))
             needs = reserved(planned.total) + card.free - card.room(self._world)
-            shares.append(Share(card, planned, needs, self._largest(s, card)))
+            shares.append(Share(card, planned, needs, self._largest(s, card), self._host_bytes(s, card)))
         reasons = tuple(self._reasons(s)) if fits else ()
-        return Plan(self._wish, fits, s, tuple(shares), reasons, change, self._footprint(s.method).why_about)
+        about = self._footprint(s.method).why_about
+        if self.dtype == "fp16":
+            about = about or "no card before Ampere was measured: an estimate"
+        return Plan(self._wish, fits, s, tuple(shares), reasons, change, about, self.dtype)
+
+    @property
+    def dtype(self) -> str:
+        """All ranks compute with what the oldest card has."""
+        return "fp16" if any(card.dtype == "fp16" for card in self._cards) else "bf16"
 
     def _reasons(self, s: Settings) -> Iterator[str]:
         wish, card = self._wish, self._tightest
@@ -196,10 +221,15 @@ class Search:
             yield f"method {s.method}: " + (
                 f"{', '.join(needs)}, and {room} can be used" if needs else "all weights fit"
             )
+        if self.dtype == "fp16":
+            old = next(card for card in self._cards if card.dtype == "fp16")
+            yield f"fp16 with loss scaling: {old.name} has no bf16"
         if s.optimizer == "adamw8bit" and wish.optimizer == AUTO:
             yield "8-bit optimizer: with moments in fp32 it does not fit"
         if s.on_host and wish.on_host is None:
             yield "embedding in host memory: on the card it does not fit"
+        if s.inputs_on_host and wish.inputs_on_host is None:
+            yield "activations in host memory: inputs of recomputed blocks do not fit on the card"
         if wish.recompute is None:
             if s.recompute:
                 yield f"recompute {s.recompute} of {wish.layers} blocks: with one less it does not fit"
@@ -261,6 +291,10 @@ class Search:
             yield {"optimizer": "adamw8bit"}, replace(s, optimizer="adamw8bit")
         if not s.on_host and self._footprint(s.method).can_be_on_host():
             yield {"embedding": "host"}, replace(s, on_host=True)
+        if not s.inputs_on_host and s.recompute > 1 and self._footprint(s.method).can_move_inputs():
+            yield {"activations": "host"}, replace(s, inputs_on_host=True)
+        if s.inputs_on_host:  # what the host has no memory for
+            yield {"activations": "device"}, replace(s, inputs_on_host=False)
 
     def _longest(self, s: Settings) -> int:
         """The longest context that fits; 0: none that is worth it."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.quantities import amount
+from stoker.contract.shape import replace
 from stoker.training.model import adapters, nf4, outside
 from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig
 from stoker.training.model.decoder import Decoder, like
@@ -78,7 +79,10 @@ def load_named(
 def _in_4_bits(source: Source, part: Part, dtype: torch.dtype) -> Tensor | nf4.Quantized:
     """The folder's own codes, where it has some: quantizing twice would lose more."""
     codes = source.codes(part)
-    return source.rows(part).to(dtype) if codes is None else codes
+    if codes is None:
+        return source.rows(part).to(dtype)
+    # In fp16 not by way of bf16, which such a card computes slowly and rounds more.
+    return replace(codes, dtype=dtype) if dtype == torch.float16 else codes
 
 
 def opened(

@@ -35,6 +35,7 @@ from stoker.training.model.config import with_rows
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.reference import Beginning, Reference, copied
 from stoker.training.optim.config import rate_share
+from stoker.training.optim.loss_scale import scale_for
 from stoker.training.optim.optimizer import Optimizer
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import build, stage
@@ -91,16 +92,16 @@ def policy_of(
 ) -> tuple[Decoder, Reference | None]:
     """(what learns, what it began with: in the activations' dtype, or by itself where adapters learn)."""
     hf_config.check_trainable(weights, c.adapter.method)
+    dtype = build.dtype_of(c, group)
     if own is not None:
-        dtype = ready.dtype_of(c.compute, group.device)
         ready.arithmetic(c.compute, dtype)
         model = build.adapted(c, own, hf_config.shape_of(weights), Decoder, dtype, group, voice)
         return model, Beginning(model, loaded=own.loaded) if c.grpo.kl > 0 else None
-    model = stage.open_model(c, weights, group.device)
+    model = stage.open_model(c, weights, group.device, dtype=dtype)
     ready.make_ready(model, c.compute, group.device, voice.say_once)
     if c.grpo.kl <= 0:
         return model, None
-    copy = stage.open_model(c, weights, group.device).to(model.dtype).requires_grad_(False)
+    copy = stage.open_model(c, weights, group.device, dtype=dtype).to(model.dtype).requires_grad_(False)
     ready.make_ready(copy, c.compute, group.device, voice.say_once)
     return model, copied(copy)
 
@@ -147,6 +148,7 @@ def main(argv: list[str]) -> int:
         adapters.check_same(found.meta.get("adapter"), own, found.path)
     tensors = tensors_of(model, optimizer)
     keeper = Keeper(c.checkpoint, folder, group, voice, tensors, keep_best=False)
+    scale = scale_for(model.dtype, group.device)  # of fp16
     updater = Updater(
         model,
         reference,
@@ -157,11 +159,14 @@ def main(argv: list[str]) -> int:
         micro=micro,
         attention=ready.attention(c.compute, group.device),
         before_update=keeper.saver.before_update,
+        loss_scale=scale,
     )
     updater.settle()
     if found is not None:
         found.read_into(tensors)
         voice.say_once(f"resumes at step {position.step} from {found.path}")
+        if scale is not None:
+            scale.go_on(found.meta.get("loss_scale"))
     updater.resume(position.updates)
     voice.begin(folder, steps, c.train.log_to, as_json(c), position.step)
 
@@ -190,7 +195,7 @@ def main(argv: list[str]) -> int:
     for mark in ("CAN-HALVE-MICRO-BATCH",) * (micro > 1) + ("POST-MODEL",):
         stoker.mark(mark)
     stoker.phase("train")
-    task = GrpoTask(c.grpo, group, voice, position, history, about=about)
+    task = GrpoTask(c.grpo, group, voice, position, history, about=about, loss_scale=scale)
     profile = Profile(c.train.profile_steps if c.train.profile and group.first else 0, folder, group.device, voice.say)
     loop = Loop(task, keeper, group, voice, profile, first=position.step, steps=steps)
     code, stopped = 0, None

@@ -40,6 +40,7 @@ def job_of(c: Config, parts: Parts) -> Job:
     return Job(
         parts.own_micro, c.data.context_length, c.optim.kind, packed, max(c.data.context_length // DOCUMENT, 1), again,
         parts.group.world, adds, major, values.get("compute.embedding") == "host",
+        c.compute.activations == "host",
     )  # fmt: skip
 
 
@@ -47,7 +48,7 @@ def planned_of(c: Config, parts: Parts) -> tuple[Planned | None, str]:
     """(the plan, why it is only about that); no plan of what it does not know: CPUs, shards, reward models, fp32, blocks that
     are not fused."""
     known = parts.group.device.type == "cuda" and parts.group.strategy == "ddp" and type(parts.model) is Decoder
-    if not known or parts.model.dtype != torch.bfloat16 or c.compute.recompute == "selective" or not parts.model.fused:
+    if not known or parts.model.dtype == torch.float32 or c.compute.recompute == "selective" or not parts.model.fused:
         return None, ""
     adapter = c.adapter if parts.adapters is None else parts.adapters.settings
     footprint = Footprint(parts.model.config, adapter)

@@ -91,7 +91,9 @@ def tokenizer_folder(c: Config) -> str:
     return c.tokenizer.path or hf_config.tokenizer_in(weights_of(c.model.load))
 
 
-def open_model(c: Config, folder: str, device: torch.device, asked_bits: str = "16") -> Decoder:
+def open_model(
+    c: Config, folder: str, device: torch.device, asked_bits: str = "16", dtype: torch.dtype | None = None
+) -> Decoder:
     """The decoder of a folder as transformers writes it, on its device, ready to run there. `asked_bits`: 4 or auto only
     where it answers and learns nothing.
     """
@@ -101,7 +103,7 @@ def open_model(c: Config, folder: str, device: torch.device, asked_bits: str = "
             " native",
             EX_USAGE,
         )
-    dtype = ready.dtype_of(c.compute, device)
+    dtype = dtype or ready.dtype_of(c.compute, device)
     ready.arithmetic(c.compute, dtype)
     shape, length = hf_config.shape_of(folder), c.data.context_length
     narrow = bits.four(asked_bits, shape, c.generate.rows, length, device, from_rank_0)
