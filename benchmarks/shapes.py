@@ -74,17 +74,19 @@ def shape_of(name: str) -> ModelConfig:
 
 
 def built(
-    c: ModelConfig, told: AdapterConfig, context: int, recompute: str = "off", *, host: bool = False, quick: bool = False
+    c: ModelConfig, told: AdapterConfig, context: int, recompute: str = "off", *, host: bool = False, quick: bool = False,
+    activations: str = "device",
 ) -> Decoder:  # fmt: skip
     """Layer by layer: no moment holds a model in 16 bits that has 4. `host`: its embedding lies in host memory; `quick`: codes are
-    drawn, since quantizing numbers takes longer than all the rest."""
+    drawn, since quantizing numbers takes longer than all the rest. `activations`: compute.activations."""
     where = device()
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     with torch.device("meta"):
         model = Decoder(c, context, dtype)
     if told.method != "off":
         adapters.freeze(model, told)
-    ready.make_ready(model, ComputeConfig(recompute=recompute), where, lambda line: print(f"  {line}"))
+    how = ComputeConfig(recompute=recompute, activations=activations)
+    ready.make_ready(model, how, where, lambda line: print(f"  {line}"))
     model.embed_on_host = host
     model.place(where)
     with torch.no_grad():
