@@ -64,11 +64,14 @@ def run_stoker(cell: Cell, method: str, steps: int) -> dict[str, Any]:
     import torch
     from shapes import built, device, shape_of
 
+    from stoker.training.fit.described import describe
+    from stoker.training.fit.terms import Job, predict
     from stoker.training.model import ready
     from stoker.training.model.attention import documents, kernels
     from stoker.training.model.config import AdapterConfig
     from stoker.training.optim.config import OptimConfig
     from stoker.training.optim.optimizer import Optimizer, gradient_norm
+    from stoker.training.parallel.config import recomputed_blocks
 
     ready.environment(print)
     begun, where, tokens = time.monotonic(), device(), cell.micro * cell.context
@@ -92,7 +95,12 @@ def run_stoker(cell: Cell, method: str, steps: int) -> dict[str, Any]:
         return float(loss)
 
     with kernels("auto"):
-        return measured(step, tokens * cell.micro_steps, steps, begun)
+        found = measured(step, tokens * cell.micro_steps, steps, begun)
+    job = Job(
+        cell.micro, cell.context, cell.optimizer, cell.packed, recomputed=recomputed_blocks(cell.recompute, c.layers),
+        accumulates=cell.micro_steps > 1, on_host=host, inputs_on_host=cell.activations == "host",
+    )  # fmt: skip
+    return found | {"planned_gib": round(predict(describe(c, told), job).total / 2**30, 2)}
 
 
 def run_peft(cell: Cell, method: str, steps: int) -> dict[str, Any]:

@@ -6,7 +6,17 @@ from stoker.contract.shape import replace
 from stoker.training.fit.block import HALF, WIDE
 from stoker.training.fit.described import Described, describe
 from stoker.training.fit.memory import ACTIVATIONS, ADAPTERS, BUFFERS, GRADIENTS, LOSS, OPTIMIZER, WEIGHTS, WORK
-from stoker.training.fit.terms import CUBLAS, CUBLAS_ELSE, FORWARD, HANDLES, Job, Planned, host_bytes, predict
+from stoker.training.fit.terms import (
+    CUBLAS,
+    CUBLAS_ELSE,
+    FORWARD,
+    HANDLES,
+    Job,
+    Planned,
+    host_bytes,
+    moved_bytes,
+    predict,
+)  # fmt: skip
 from stoker.training.model.config import LORA, OFF, QLORA, AdapterConfig, ModelConfig, parameters, unfusable
 
 _MORE = 1.3  # times what fused blocks keep: a guess for compiled and plain ones
@@ -53,12 +63,15 @@ class Footprint:
     def can_be_on_host(self) -> bool:
         return self.described is not None and self.described.can_be_on_host
 
-    def can_move_inputs(self) -> bool:
-        """Of recomputed blocks, to the host: compiled ones keep what they keep."""
-        return self.described is not None and not self._unfused
+    def can_move_kept(self) -> bool:
+        """What blocks keep, to the host: compiled ones keep it where it is."""
+        return self.described is not None and not self._unfused and self.config.layers > 1
 
     def host_bytes(self, job: Job) -> int:
         return 0 if self.described is None else host_bytes(self.described, job)
+
+    def moved_bytes(self, job: Job) -> int:
+        return 0 if self.described is None else moved_bytes(self.described, job)
 
     def _outside(self, job: Job) -> Planned:
         c, size, n = self.config, parameters(self.config), job.tokens

@@ -1,8 +1,9 @@
 """What blocks keep for the backward pass, in host memory until then (compute.activations host).
 
 A recomputed block keeps its input, another one what autograd saves in it. Copies leave on a side stream while the block and
-the one behind it compute, and come back while the block behind it goes backward. The last block, which is needed first,
-keeps all on the GPU. Without a GPU the same copies are made in memory, and save nothing.
+one or two behind it compute, and come back while those go backward: of more than inputs the GPU holds one block's at a time
+besides that which computes. The last block, which is needed first, keeps all on the GPU. Without a GPU the same copies are made
+in memory, and save nothing.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ class HostKept:
         while len(self._saved) <= at:
             self._saved.append(_Room(self._kinds.count(OFFLOADED), self._unpinned))
         return self._saved[at]
+
+    def gone_before(self, place: int) -> int:
+        """The block before which the copies have left that block `place` saves: the copies take longer than its forward pass,
+        and those of the next such block follow."""
+        return place + (2 if self._kinds[place + 1] == OFFLOADED else 3)
 
     def leave(self, kept: _Block, before: int) -> None:
         """Its newest piece, if there is room for it. On its way until block `before` begins."""
@@ -177,13 +183,17 @@ class _Block:
         self._begun = False
 
     def begin(self) -> None:
-        """Its backward pass: what the block before keeps is on its way from then on."""
+        """Its backward pass: what the block before keeps is on its way from then on; where that is an input alone, what the one
+        before that has saved, too."""
         if self._begun:
             return
         self._begun = True
         self.come()
-        if self._before is not None:
-            self._before.come()
+        before = self._before
+        if before is not None:
+            before.come()
+        if isinstance(before, Input) and isinstance(before._before, Saved):
+            before._before.come()
 
     def come(self) -> None:
         for piece in reversed(self.pieces):
@@ -237,7 +247,7 @@ class Saved(_Block):
         flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
         piece = _Storage(self._host, flat, self._host.room(len(self.pieces)))
         self.pieces.append(piece)
-        self._host.leave(self, self._place + 2)
+        self._host.leave(self, self._host.gone_before(self._place))
         return piece
 
     def packed(self) -> None:
