@@ -18,7 +18,7 @@ class Observer:
     def __init__(self, recorded: str | None = None) -> None:
         self._recorded = recorded
         self.nvml: Nvml | None = None
-        self._gpu_error: str | None = None
+        self.gpu_error: str | None = None
         if recorded:
             return
         try:
@@ -26,7 +26,7 @@ class Observer:
         except NoDriver:
             return
         except DriverError as problem:
-            self._gpu_error = str(problem)
+            self.gpu_error = str(problem)
 
     def look(self) -> Machine:
         if self._recorded:
@@ -34,7 +34,7 @@ class Observer:
         total, available, limit = host.memory()
         system = os.uname()
         gpus: tuple[Gpu, ...] = ()
-        driver, error = None, self._gpu_error
+        driver, error = None, self.gpu_error
         if self.nvml is not None:
             try:
                 gpus, driver = self.nvml.gpus(), self.nvml.driver()
