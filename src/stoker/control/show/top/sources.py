@@ -1,0 +1,60 @@
+"""Where the snapshots of `stoker top` come from: what is there, or a made-up cluster. (A recorded run: replay.py.)"""
+
+from __future__ import annotations
+
+import time
+
+from stoker.control.cluster.hosts import Hosts
+from stoker.control.show.elsewhere import Elsewhere
+from stoker.control.show.gather import Gatherer
+from stoker.control.show.snapshot import Snapshot
+from stoker.control.show.top.demo import demo_snapshot
+
+_FIRST_S = 10.0  # that one picture waits for other hosts
+_GAP_S = 0.3  # between two readings: rates need two
+
+
+class Live:
+    """This machine, or the hosts of a file; and the runs of a folder."""
+
+    def __init__(self, root: str, interval: float, everybody: bool = False, hosts: Hosts | None = None) -> None:
+        self.interval = interval
+        self._gatherer = Gatherer(root, everybody, machine=hosts is None)
+        self._elsewhere = Elsewhere(hosts, min(interval, 2.0)) if hosts is not None else None
+
+    def look(self, watched: tuple[str, ...]) -> Snapshot:
+        return self._gatherer.snapshot(watched, self._elsewhere.readings() if self._elsewhere is not None else ())
+
+    def look_once(self) -> Snapshot:
+        """One that has rates, too, and of every host an answer or the reason why there is none."""
+        if self._elsewhere is not None:
+            self._elsewhere.wait(_FIRST_S)
+            return self.look(())
+        self.look(())
+        time.sleep(_GAP_S)
+        return self.look(())
+
+    def seek(self, what: str) -> str:
+        return ""
+
+    def close(self) -> None:
+        if self._elsewhere is not None:
+            self._elsewhere.close()
+
+
+class Demo:
+    def __init__(self, interval: float, hosts: int = 2, gpus: int = 4) -> None:
+        self.interval = interval
+        self._begun, self._size = time.time(), (hosts, gpus)
+
+    def look(self, watched: tuple[str, ...]) -> Snapshot:
+        return demo_snapshot(time.time(), self._begun, *self._size)
+
+    def look_once(self) -> Snapshot:
+        return self.look(())
+
+    def seek(self, what: str) -> str:
+        return ""
+
+    def close(self) -> None:
+        return None
