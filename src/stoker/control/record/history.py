@@ -26,7 +26,9 @@ EVERY_S = 2.0
 TIERS: dict[str, tuple[float, int]] = {"seconds": (EVERY_S, 1800), "minutes": (60.0, 1440), "hours": (1200.0, 1008)}
 MOST_BYTES = 64 << 20  # of one file: 512 ranks on 64 hosts take 30 KB a line
 _LONGEST = 4 << 20  # bytes of a line
-_NEWEST = frozenset(("step", "memory", "memory_total", "loss", "collective_age", "beat_age"))  # not a mean of them
+_NEWEST = frozenset(
+    ("step", "memory", "memory_total", "loss", "collective_age", "beat_age", "heard")
+)  # not a mean of them
 _UNION = frozenset(("throttle",))
 PARTS = ("ranks", "gpus", "hosts")
 
@@ -208,7 +210,8 @@ def _thinned(name: str, values: list[Any]) -> Any:
     numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in known)
     if name in _NEWEST or not numbers:
         return values[-1] if name in _NEWEST else known[-1]
-    return round(math.fsum(known) / len(known), 6)
+    mean = math.fsum(known) / len(known)
+    return round(mean) if all(isinstance(value, int) for value in known) else round(mean, 6)
 
 
 # ---- reading: while it is written, of a run that may be a stranger's ----

@@ -135,11 +135,14 @@ class Gatherer:
             folder = self._folder(run)
             if run.state in (RUNNING, UNKNOWN) and folder is not None:
                 self._remember(folder)
-                for reading in recorded_hosts(folder, now):
-                    found.setdefault(reading[0].name, reading)
+                for host, cards in recorded_hosts(folder, now):
+                    known, seen = found.get(host.name, (host, ()))
+                    # This viewer may not see a host's cards: in a container without them, say.
+                    uuids = {card.uuid for card in seen}
+                    found[host.name] = known, (*seen, *(card for card in cards if card.uuid not in uuids))
         hosts = tuple(self._with_recent(host, (host.name,), HOST_SERIES) for host, _ in found.values())
-        cards = (card for _, gpus in found.values() for card in gpus)
-        return hosts, tuple(self._with_recent(card, (card.host, card.uuid), GPU_SERIES) for card in cards)
+        gpus = (card for _, seen in found.values() for card in seen)
+        return hosts, tuple(self._with_recent(card, (card.host, card.uuid), GPU_SERIES) for card in gpus)
 
     def _remember(self, folder: RunFolder) -> None:
         """What the job recorded before this viewer began."""
@@ -167,6 +170,8 @@ def recorded_hosts(folder: RunFolder, now: float) -> Iterable[HostReading]:
     for name in moment.members.hosts:
         row = {key: value for key, value in moment.of_host(name).items() if value is not None}
         heard = row.pop("heard", moment.time)
+        if "load" in row:
+            row["load"] = (row["load"],)
         silent = now - (heard if isinstance(heard, (int, float)) else moment.time)
         host = HostGauges(**{**readable(HostGauges, row), "name": name, "time": moment.time})
         if silent > OFFLINE_S:
