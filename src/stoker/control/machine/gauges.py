@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 
 from stoker.contract.process import kernel_lines, of_kernel
 from stoker.contract.shape import pick, replace
@@ -77,24 +78,27 @@ class HostMeter:
 class Gauges:
     """One machine's, or a recorded one's: NVML stays open between readings."""
 
-    def __init__(self, recorded: str | None = None, disk: str = ".") -> None:
+    def __init__(self, recorded: str | None = None, disk: str = ".", observer: Observer | None = None) -> None:
         self._recorded = recorded
         self._meter = HostMeter(disk)
-        self._observer: Observer | None = None
+        self._observer = observer
         self._xids: dict[str, list[tuple[float, int]]] = {}
         self._told_before = False
 
-    def read(self) -> tuple[HostGauges, tuple[GpuGauges, ...]]:
-        """Never raises: a driver that does not answer is a fact of the host."""
+    def read(self, only: Collection[str] | None = None) -> tuple[HostGauges, tuple[GpuGauges, ...]]:
+        """A driver that does not answer is a fact of the host. `only`: these cards, and not who is on them."""
         here = self._meter.read()
         if self._recorded:
-            return recorded_gauges(self._recorded, here)
+            described, cards = recorded_gauges(self._recorded, here)
+            return described, tuple(card for card in cards if only is None or card.uuid in only)
         if self._observer is None:
             self._observer = Observer()
         try:
             nvml = self._observer.nvml
             if nvml is None:
                 return replace(here, gpu_error=self._observer.gpu_error), ()
+            if only is not None:
+                return here, nvml.gauges(only, processes=False)
             cards = nvml.gauges()
             self._hear_xids(cards)
             cards = tuple(replace(one, host=here.name, xids=tuple(self._xids.get(one.uuid, ()))) for one in cards)

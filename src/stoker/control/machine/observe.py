@@ -16,7 +16,7 @@ class Observer:
     """Keeps NVML open between looks."""
 
     def __init__(self, recorded: str | None = None) -> None:
-        self._recorded = recorded
+        self.recorded = recorded
         self.nvml: Nvml | None = None
         self.gpu_error: str | None = None
         if recorded:
@@ -29,8 +29,8 @@ class Observer:
             self.gpu_error = str(problem)
 
     def look(self) -> Machine:
-        if self._recorded:
-            return read_recorded(self._recorded)
+        if self.recorded:
+            return read_recorded(self.recorded)
         total, available, limit = host.memory()
         system = os.uname()
         gpus: tuple[Gpu, ...] = ()
