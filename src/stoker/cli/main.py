@@ -15,6 +15,7 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "export": "write a model as a folder that transformers opens, with its chat template",
     "runs": "list the runs",
+    "top": "hosts, GPUs, ranks and the run's loss, live in the terminal",
     "why": "how a run ended, and why",
     "logs": "what a rank printed",
     "nan": "what made the first NaN or Inf: look at a nan_step_N folder",

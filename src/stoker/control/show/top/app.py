@@ -46,6 +46,11 @@ class Source(Protocol):
 
     interval: float
 
+    @property
+    def status(self) -> str:
+        """For the header."""
+        ...
+
     def look(self, watched: tuple[str, ...]) -> Snapshot: ...
 
     def seek(self, what: str) -> str:
@@ -150,7 +155,8 @@ class TopApp(App[None]):
 
     def draw(self) -> None:
         width, height = self.size
-        self.frame = make_frame(self.snapshot, self.view, width, height, time.monotonic() - self._taken)
+        age = time.monotonic() - self._taken
+        self.frame = make_frame(self.snapshot, self.view, width, height, age, self._source.status)
         self.view = self.frame.view
         self.board.show(self.frame.lines)
 

@@ -9,7 +9,7 @@ from stoker.contract.quantities import counted
 from stoker.contract.shape import replace, shape
 from stoker.control.show.snapshot import OFFLINE, RUNNING, Run, Snapshot
 from stoker.control.show.top.cells import (
-    BAD, BOLD, CURSOR, DIM, FOCUS, HEAD, PLAIN, WARN, Line, Piece, cut, fit, foreign, joined, pad, plain,
+    ACCENT, BAD, BOLD, CURSOR, DIM, FOCUS, HEAD, PLAIN, WARN, Line, Piece, cut, fit, foreign, joined, pad, plain,
 )  # fmt: skip
 from stoker.control.show.top.panel import GPUS, PANELS, PROCESSES, RANKS, RUN, RUNS, TITLES, Panel
 from stoker.control.show.top.run import run_head, run_height, run_lines, run_words
@@ -53,13 +53,15 @@ class Frame:
         return None
 
 
-def make_frame(snapshot: Snapshot, view: View, width: int, height: int, age: float = 0.0) -> Frame:
-    """`age`: seconds since the snapshot was taken."""
+def make_frame(
+    snapshot: Snapshot, view: View, width: int, height: int, age: float = 0.0, status: str = ""
+) -> Frame:
+    """`age`: seconds since the snapshot was taken. `status`: what its source has to say."""
     width, height = max(width, 1), max(height, 1)
     run, tables = chosen(snapshot, view), panels(snapshot, view)
     places = arrange(tables, run, view.focus, width, height)
     canvas: list[list[Piece]] = [[] for _ in range(height)]
-    canvas[0] = list(_header(snapshot, view, width, age))
+    canvas[0] = list(_header(snapshot, view, width, age, status))
     seen: dict[str, tuple[str, ...]] = {}
     for name, place in sorted(places.items(), key=lambda item: item[1].x):
         drawn, view, keys = _panel(name, tables.get(name), run, view, place)
@@ -149,13 +151,14 @@ def _more(head: str, count: int, top: int, rows: int, width: int) -> str:
     return pad(head, width - len(mark)) + mark if len(mark) < width else head
 
 
-def _header(snapshot: Snapshot, view: View, width: int, age: float) -> Line:
+def _header(snapshot: Snapshot, view: View, width: int, age: float, status: str) -> Line:
     offline = sum(host.state == OFFLINE for host in snapshot.hosts)
     running = sum(run.state == RUNNING for run in snapshot.runs)
     watts = [card.power for card in snapshot.gpus if card.power is not None]
     parts: list[Piece | None] = [
         ("stoker top", BOLD),
         (_clock(snapshot.time), DIM),
+        (status, ACCENT),
         ("HELD", WARN) if view.paused else None,
         (f"last data {age:.0f} s ago", BAD) if age > _STALE_S and not view.paused and not view.replay else None,
         (counted(len(snapshot.hosts), "host"), PLAIN),
@@ -210,7 +213,7 @@ def text(snapshot: Snapshot, width: int, view: View | None = None) -> str:
     """All of it as plain text, once: no row is left out."""
     view = view or View()
     run, tables = chosen(snapshot, view), panels(snapshot, view)
-    lines = [plain(_header(snapshot, view, width, 0.0))]
+    lines = [plain(_header(snapshot, view, width, 0.0, ""))]
     for name in PANELS:
         if name == RUN:
             body = run_lines(run, width, run_height(run, width))

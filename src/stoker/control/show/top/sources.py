@@ -17,6 +17,8 @@ _GAP_S = 0.3  # between two readings: rates need two
 class Live:
     """This machine, or the hosts of a file; and the runs of a folder."""
 
+    status = ""
+
     def __init__(self, root: str, interval: float, everybody: bool = False, hosts: Hosts | None = None) -> None:
         self.interval = interval
         self._gatherer = Gatherer(root, everybody, machine=hosts is None)
@@ -43,6 +45,8 @@ class Live:
 
 
 class Demo:
+    status = "demo"
+
     def __init__(self, interval: float, hosts: int = 2, gpus: int = 4) -> None:
         self.interval = interval
         self._begun, self._size = time.time(), (hosts, gpus)
