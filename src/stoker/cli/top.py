@@ -71,7 +71,8 @@ def main(argv: list[str]) -> int:
 
 
 def _needs_terminal() -> None:
-    if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") == "dumb":
+    streams = (sys.stdin, sys.stdout, sys.stderr)  # Textual draws on stderr
+    if not all(stream is not None and stream.isatty() for stream in streams) or os.environ.get("TERM") == "dumb":
         raise Refusal("no terminal to draw on: `stoker top --once` prints one picture, --json the data", EX_UNAVAILABLE)
 
 

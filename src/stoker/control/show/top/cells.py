@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,11 +20,13 @@ Piece = tuple[str, str]  # text, style
 Line = tuple[Piece, ...]
 NONE = "-"  # not known
 _BARS = "▁▂▃▄▅▆▇█"
+# Latin, and what is drawn with: arrows, lines, blocks, braille. In one look instead of sign by sign.
+_NARROW = re.compile("[ -\u02ff\u2010-\u2027\u2190-\u21ff\u2500-\u259f\u2800-\u28ff]*")
 _LONGEST = 4000  # characters of foreign text that are looked at
 
 
 def cell_width(text: str) -> int:
-    if text.isascii():
+    if text.isascii() or _NARROW.fullmatch(text):
         return len(text)
     return sum(_width(sign) for sign in text)
 
