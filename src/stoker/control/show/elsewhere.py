@@ -83,7 +83,9 @@ class _Watch:
         if newest is not None and not reason and now - self._when <= max(OFFLINE_S, self._silence_s):
             return newest
         silent = now - (self._when if newest is not None else self._since)
-        why = reason or ("connecting" if newest is None and silent < OFFLINE_S else f"no word from it for {silent:.0f} s")
+        why = reason or (
+            "connecting" if newest is None and silent < OFFLINE_S else f"no word from it for {silent:.0f} s"
+        )
         last = newest[0].time if newest is not None else 0.0
         return HostGauges(self._host.name, last, OFFLINE, why), ()
 

@@ -12,7 +12,7 @@ from stoker.contract import layout
 from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
 from stoker.control.record import reader
-from stoker.control.record.history import MOST_BYTES, HistoryTail, Moment
+from stoker.control.record.history import MOST_BYTES, Columns, HistoryTail, Moment, newest_columns
 from stoker.control.show.curves import Curve, MetricsTail, newest_line, parsed
 from stoker.control.show.snapshot import RUNNING, UNKNOWN, Metric, Rank, Role, Run, Suspicion, finite, metric
 
@@ -132,6 +132,7 @@ class RunFolder:
         self._row: Run | None = None
         self._newest: dict[str, Any] = {}
         self._told = Curve()
+        self._columns: Columns = {}  # of ranks, where the history was not read
 
     def run(self, now: float, watched: bool) -> Run:
         """A row of the list; of a run that is watched with its ranks and its curve."""
@@ -145,6 +146,7 @@ class RunFolder:
             self._signature = signature
             self.events.look()
             self._newest = newest_line(self.record.dir) if self.metrics is None else {}
+            self._columns = {} if self._newest or watched else newest_columns(self.record.dir)
         made = self._made(now, state)
         self._row = made
         return replace(made, **self._closely(now, made)) if watched else made
@@ -230,15 +232,18 @@ class RunFolder:
 
     def _beaten(self) -> int | None:
         """Steps, of a script that writes no metrics: as its beats told, and at its end."""
-        moment = self.moment
-        steps = [step for step in moment.ranks.get("step", ()) if type(step) is int] if moment is not None else []
+        steps = [step for step in self._of_ranks("step") if type(step) is int]
+        steps = [] if self.events.ended else steps
         steps += [steps_ for _, steps_ in self.events.ended.values() if steps_]
         return min(steps, default=None)
 
     def _loss_of_ranks(self) -> Metric:
-        moment = self.moment
-        losses = (metric(one) for one in moment.ranks.get("loss", ())) if moment is not None else iter(())
+        losses = (metric(one) for one in self._of_ranks("loss"))
         return next((one for one in losses if one is not None), None)
+
+    def _of_ranks(self, name: str) -> tuple[Any, ...]:
+        columns = self.moment.ranks if self.moment is not None else self._columns
+        return columns.get(name, ())
 
     def _phase(self) -> str:
         moment, phases = self.moment, self.events.phases
@@ -306,7 +311,7 @@ class RunFolder:
             "step": max(step or 0, steps) or step,
             "step_s": finite(metric(row.get("step_s"))),
             "waiting": finite(metric(row.get("waiting"))),
-            "phase": str(row["phase"]) if row.get("phase") else events.phases.get(number, "") if not row else "",
+            "phase": str(row.get("phase") or "") if row else events.phases.get(number, ""),
             "memory": row.get("memory") if type(row.get("memory")) is int else None,
             "loss": metric(row.get("loss")),
             "recent": {name: self._recent_of_rank(name, number) for name in ("step_s", "waiting")},

@@ -22,7 +22,22 @@ from stoker.control.show.top.cells import Line
 from stoker.control.show.top.frame import Frame, make_frame
 from stoker.control.show.top.panel import RUN
 from stoker.control.show.top.view import (
-    BACK, BROWSE, FASTER, FILTER, FORTH, PAUSE, QUIT, SLOWER, STOP, Effect, View, chosen, moved, picked, press, typed_in,
+    BACK,
+    BROWSE,
+    FASTER,
+    FILTER,
+    FORTH,
+    PAUSE,
+    QUIT,
+    SLOWER,
+    STOP,
+    Effect,
+    View,
+    chosen,
+    moved,
+    picked,
+    press,
+    typed_in,
 )  # fmt: skip
 
 # The terminal's own sixteen colours: they fit its theme, light or dark.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import re
-import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
+from stoker.control.show.drawing import columns_of, fitted, sparkline
 from stoker.control.show.snapshot import Metric
 
 # Names of styles; app.py says what they look like.
@@ -19,24 +17,7 @@ PLAIN, DIM, BOLD, GOOD, WARN, BAD, ACCENT, HEAD, FOCUS, CURSOR = (
 Piece = tuple[str, str]  # text, style
 Line = tuple[Piece, ...]
 NONE = "-"  # not known
-_BARS = "▁▂▃▄▅▆▇█"
-# Latin, and what is drawn with: arrows, lines, blocks, braille. In one look instead of sign by sign.
-_NARROW = re.compile("[ -\u02ff\u2010-\u2027\u2190-\u21ff\u2500-\u259f\u2800-\u28ff]*")
 _LONGEST = 4000  # characters of foreign text that are looked at
-
-
-def cell_width(text: str) -> int:
-    if text.isascii() or _NARROW.fullmatch(text):
-        return len(text)
-    return sum(_width(sign) for sign in text)
-
-
-def _width(sign: str) -> int:
-    if sign < "\u0300":
-        return 1
-    if unicodedata.category(sign) in ("Mn", "Me", "Cf"):
-        return 0
-    return 2 if unicodedata.east_asian_width(sign) in ("W", "F") else 1
 
 
 def foreign(text: object) -> str:
@@ -46,23 +27,12 @@ def foreign(text: object) -> str:
 
 def cut(text: str, width: int) -> str:
     """At most so many columns; … where something is missing."""
-    if cell_width(text) <= width:
-        return text
-    if width < 1:
-        return ""
-    kept, used = [], 0
-    for sign in text:
-        used += _width(sign)
-        if used > width - 1:
-            break
-        kept.append(sign)
-    return "".join(kept) + "…"
+    return text if columns_of(text) <= width else fitted(text, width)
 
 
 def pad(text: str, width: int, right: bool = False) -> str:
-    text = cut(text, width)
-    space = " " * (width - cell_width(text))
-    return space + text if right else text + space
+    """Exactly so many columns."""
+    return " " * (width - columns_of(text)) + cut(text, width) if right else fitted(text, width)
 
 
 def fit(line: Iterable[Piece], width: int) -> Line:
@@ -73,7 +43,7 @@ def fit(line: Iterable[Piece], width: int) -> Line:
         text = cut(text, left)
         if text:
             made.append((text, style))
-            left -= cell_width(text)
+            left -= columns_of(text)
         if left <= 0:
             return tuple(made)
     return (*made, (" " * left, PLAIN)) if left else tuple(made)
@@ -91,7 +61,7 @@ def wrapped(text: str, width: int, style: str, most: int) -> list[Line]:
     """A sentence over several lines; the last one is cut."""
     lines: list[str] = []
     for word in text.split():
-        if lines and cell_width(lines[-1]) + 1 + cell_width(word) <= width:
+        if lines and columns_of(lines[-1]) + 1 + columns_of(word) <= width:
             lines[-1] += " " + word
         else:
             lines.append(word)
@@ -117,19 +87,13 @@ class Column:
 
 def choose(columns: Sequence[Column], width: int) -> tuple[tuple[Column, int], ...]:
     """Those that fit, with their widths; the first one always."""
-    kept = list(columns)
-    while len(kept) > 1 and sum((one.width or one.least) + 1 for one in kept) - 1 > width:
-        kept.remove(max(reversed(kept[1:]), key=lambda one: one.order))
-    left = width - sum((one.width or one.least) + 1 for one in kept) + 1
-    flexible = [one for one in kept if not one.width]
-    made = []
-    for one in kept:
-        share = 0
-        if one in flexible and left > 0:
-            share = left // len(flexible)
-            flexible, left = flexible[1:], left - share
-        made.append((one, min((one.width or one.least) + share, width)))
-    return tuple(made)
+    widths = [column.width or column.least for column in columns]
+    kept = list(range(len(columns)))
+    while len(kept) > 1 and sum(widths[at] + 1 for at in kept) - 1 > width:
+        kept.remove(max(reversed(kept[1:]), key=lambda at: columns[at].order))
+    left = max(0, width - sum(widths[at] + 1 for at in kept) + 1)
+    flexible = next((at for at in kept if not columns[at].width), None)
+    return tuple((columns[at], min(widths[at] + (left if at == flexible else 0), width)) for at in kept)
 
 
 def titles(columns: Iterable[tuple[Column, int]]) -> str:
@@ -149,20 +113,10 @@ def drawn(columns: Iterable[tuple[Column, int]], row: Any) -> Line:
 # ---- values ----
 
 
-def sparkline(values: Sequence[float | None], width: int, top: float | None = None, bottom: float = 0.0) -> str:
-    """The newest values at the right. `top`: of the scale; None: the largest of those shown."""
-    shown = list(values[-width:]) if width > 0 else []
-    known = [value for value in shown if value is not None and math.isfinite(value)]
-    high = top if top is not None else max(known, default=0.0)
-    size = high - bottom
-    signs = []
-    for value in shown:
-        if value is None or not math.isfinite(value):
-            signs.append(" ")
-        else:
-            share = (value - bottom) / size if size > 0 else 0.0
-            signs.append(_BARS[max(0, min(len(_BARS) - 1, int(share * len(_BARS))))])
-    return "".join(signs).rjust(max(width, 0))
+def newest(values: Sequence[float | None], width: int, top: float | None = None) -> str:
+    """A sparkline from 0 up, with one sign a value and the newest at the right. `top`: of the scale."""
+    shown = values[-width:] if width > 0 else ()
+    return sparkline(shown, width, scale=(0.0, top)).replace("·", " ").rjust(width)
 
 
 def bar(share: float | None, width: int) -> str:
@@ -183,17 +137,6 @@ def number(value: Metric, digits: int = 4) -> str:
     if value is None or isinstance(value, str):
         return NONE if value is None else foreign(value)
     return f"{value:.{digits}f}" if 1e-3 <= abs(value) < 1e6 or value == 0 else f"{value:.2e}"
-
-
-def short(value: Metric) -> str:
-    """12.3k, 4.5M: tokens a second, steps."""
-    if value is None or isinstance(value, str):
-        return NONE if value is None else foreign(value)
-    for limit, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            size = value / {"k": 1e3}.get(unit, limit)
-            return f"{size:.3g}{unit}" if abs(size) < 1000 else f"{size:.0f}{unit}"
-    return f"{value:.0f}" if float(value).is_integer() else f"{value:.1f}"
 
 
 def gigabytes(used: float | None, total: float | None) -> str:

@@ -145,7 +145,9 @@ def _run(ranks: tuple[Rank, ...], passed: float, begun: float, hot: int) -> Run:
         cost = f"; the others wait 0.9 s of each {_step_s(passed):.2g} s step"
         summary = f"rank {hot} ({rank.label}) is slow because {because}{cost}"
         since = begun + passed
-        slow = (Slow(hot, rank.label, rank.host, rank.gpu, "slow.throttle", because, 0.9, _step_s(passed), since, summary),)
+        slow = (
+            Slow(hot, rank.label, rank.host, rank.gpu, "slow.throttle", because, 0.9, _step_s(passed), since, summary),
+        )
         suspicion = Suspicion(since, "straggler", "slow.throttle", summary, hot)
     every = max(1, step // 300)
     return Run(

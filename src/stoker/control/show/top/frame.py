@@ -9,7 +9,23 @@ from stoker.contract.quantities import counted
 from stoker.contract.shape import replace, shape
 from stoker.control.show.snapshot import OFFLINE, RUNNING, Run, Snapshot
 from stoker.control.show.top.cells import (
-    ACCENT, BAD, BOLD, CURSOR, DIM, FOCUS, HEAD, PLAIN, WARN, Line, Piece, cut, fit, foreign, joined, pad, plain,
+    ACCENT,
+    BAD,
+    BOLD,
+    CURSOR,
+    DIM,
+    FOCUS,
+    HEAD,
+    PLAIN,
+    WARN,
+    Line,
+    Piece,
+    cut,
+    fit,
+    foreign,
+    joined,
+    pad,
+    plain,
 )  # fmt: skip
 from stoker.control.show.top.panel import GPUS, PANELS, PROCESSES, RANKS, RUN, RUNS, TITLES, Panel
 from stoker.control.show.top.run import run_head, run_height, run_lines, run_words
@@ -53,9 +69,7 @@ class Frame:
         return None
 
 
-def make_frame(
-    snapshot: Snapshot, view: View, width: int, height: int, age: float = 0.0, status: str = ""
-) -> Frame:
+def make_frame(snapshot: Snapshot, view: View, width: int, height: int, age: float = 0.0, status: str = "") -> Frame:
     """`age`: seconds since the snapshot was taken. `status`: what its source has to say."""
     width, height = max(width, 1), max(height, 1)
     run, tables = chosen(snapshot, view), panels(snapshot, view)
@@ -83,7 +97,10 @@ def arrange(tables: Mapping[str, Panel], run: Run | None, focus: str, width: int
     if width < WIDE or height < TALL:
         return _stacked(PANELS, tables, run, focus, Place(0, 1, width, inside))
     left = min((width * 55) // 100, width - 70)
-    columns = ((GPUS, PROCESSES), Place(0, 1, left, inside)), ((RUN, RANKS, RUNS), Place(left + 1, 1, width - left - 1, inside))
+    columns = (
+        ((GPUS, PROCESSES), Place(0, 1, left, inside)),
+        ((RUN, RANKS, RUNS), Place(left + 1, 1, width - left - 1, inside)),
+    )
     places: dict[str, Place] = {}
     for names, area in columns:
         places |= _stacked(names, tables, run, focus, area)
@@ -140,7 +157,11 @@ def _panel(
     lines = [fit(line, place.width) for line in table.lines(top, top + rows, place.width)]
     if name in view.cursors and view.focus == name and keys and top <= at < top + len(lines):
         lines[at - top] = tuple((text, f"{CURSOR} {piece_style}") for text, piece_style in lines[at - top])
-    return [((pad(head, place.width), style),), *lines, *[()] * (rows - len(lines))], view, tuple(keys[top : top + rows])
+    return (
+        [((pad(head, place.width), style),), *lines, *[()] * (rows - len(lines))],
+        view,
+        tuple(keys[top : top + rows]),
+    )
 
 
 def _more(head: str, count: int, top: int, rows: int, width: int) -> str:
@@ -181,7 +202,9 @@ def _clock(when: float) -> str:
 
 def _footer(view: View, width: int) -> Line:
     if view.mode == FILTER:
-        return fit([("filter: ", BOLD), (foreign(view.typed), PLAIN), ("▏", PLAIN), ("  Enter keeps, Esc drops", DIM)], width)
+        return fit(
+            [("filter: ", BOLD), (foreign(view.typed), PLAIN), ("▏", PLAIN), ("  Enter keeps, Esc drops", DIM)], width
+        )
     if view.mode == SORT:
         orders = "  ".join(f"{letter} {order.title}" for letter, order in ORDERS[view.focus].items())
         return fit([(f"sort {TITLES[view.focus]} by: ", BOLD), (f"n none  {orders}", PLAIN)], width)

@@ -6,7 +6,24 @@ from collections.abc import Iterator
 
 from stoker.control.show.snapshot import OFFLINE, GpuGauges, HostGauges
 from stoker.control.show.top.cells import (
-    ACCENT, BAD, BOLD, DIM, GOOD, NONE, PLAIN, WARN, Column, Line, Piece, bar, fit, foreign, gigabytes, joined, percent, sparkline,
+    ACCENT,
+    BAD,
+    BOLD,
+    DIM,
+    GOOD,
+    NONE,
+    PLAIN,
+    WARN,
+    Column,
+    Line,
+    Piece,
+    bar,
+    fit,
+    foreign,
+    gigabytes,
+    joined,
+    newest,
+    percent,
 )  # fmt: skip
 from stoker.control.show.top.panel import GPUS, Index, Order, Panel, Row, Wish, ordered
 
@@ -177,4 +194,4 @@ def _run(index: Index, card: GpuGauges) -> Piece:
 
 
 def _history(card: GpuGauges, width: int) -> Piece:
-    return sparkline(card.recent.get("utilization", ()), width, top=1.0), ACCENT
+    return newest(card.recent.get("utilization", ()), width, top=1.0), ACCENT

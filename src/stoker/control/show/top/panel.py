@@ -71,7 +71,9 @@ def ordered(rows: Iterable[Row], wish: Wish, orders: Mapping[str, Order]) -> tup
     if order is not None:
         known = [(order.key(row.item), row) for row in kept]
         with_value = sorted(
-            (pair for pair in known if pair[0] is not None), key=lambda pair: pair[0], reverse=order.down != wish.reverse
+            (pair for pair in known if pair[0] is not None),
+            key=lambda pair: pair[0],
+            reverse=order.down != wish.reverse,
         )
         kept = [row for _, row in with_value] + [row for value, row in known if value is None]
     elif wish.reverse:

@@ -78,7 +78,9 @@ class Replay:
         readings = [
             (
                 replace(host, recent=folder.recent("hosts", host.name, HOST_SERIES)),
-                tuple(replace(card, recent=folder.recent("gpus", (card.host, card.uuid), GPU_SERIES)) for card in cards),
+                tuple(
+                    replace(card, recent=folder.recent("gpus", (card.host, card.uuid), GPU_SERIES)) for card in cards
+                ),
             )
             for host, cards in recorded_hosts(folder, moment.time)
         ]
@@ -133,7 +135,7 @@ class _Recorded(RunFolder):
     def _values(self) -> tuple[dict[str, Metric], int | None, float | None]:
         """The newest metrics at the moment that is shown, by the step the ranks had made."""
         steps = self._beaten()
-        if self.moments and self.moments[-1] is self.recorded[-1] or steps is None:
+        if (self.moments and self.moments[-1] is self.recorded[-1]) or steps is None:
             return super()._values()
         values: dict[str, Metric] = {}
         for name, curve in self._whole.curves.items():

@@ -5,9 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stoker.contract.quantities import counted, span
+from stoker.control.show.drawing import short
 from stoker.control.show.snapshot import RUNNING, Run, finite
 from stoker.control.show.top.cells import (
-    BAD, BOLD, DIM, GOOD, PLAIN, WARN, Line, Piece, clock, fit, foreign, joined, number, percent, short, wrapped,
+    BAD,
+    BOLD,
+    DIM,
+    GOOD,
+    PLAIN,
+    WARN,
+    Line,
+    Piece,
+    clock,
+    fit,
+    foreign,
+    joined,
+    number,
+    percent,
+    wrapped,
 )  # fmt: skip
 from stoker.control.show.top.curve import curve_lines
 from stoker.control.show.top.tables import state_style, steps

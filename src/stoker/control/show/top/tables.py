@@ -5,9 +5,24 @@ from __future__ import annotations
 import time
 
 from stoker.contract.quantities import span
+from stoker.control.show.drawing import short
 from stoker.control.show.snapshot import DAMAGED, LOST, RUNNING, UNKNOWN, GpuGauges, Holder, Rank, Run, finite
 from stoker.control.show.top.cells import (
-    ACCENT, BAD, DIM, GOOD, NONE, PLAIN, WARN, Column, Piece, bar, foreign, number, percent, seconds, short, sparkline,
+    ACCENT,
+    BAD,
+    DIM,
+    GOOD,
+    NONE,
+    PLAIN,
+    WARN,
+    Column,
+    Piece,
+    bar,
+    foreign,
+    newest,
+    number,
+    percent,
+    seconds,
 )  # fmt: skip
 from stoker.control.show.top.panel import PROCESSES, RANKS, RUNS, Index, Order, Panel, Row, Wish, ordered
 
@@ -62,10 +77,10 @@ def _rank_columns(slow: dict[int, str], ranks: tuple[Rank, ...]) -> tuple[Column
         Column("STEP TIME", 9, lambda rank, width: (seconds(rank.step_s), _late(rank, slow)), 2, True),
         Column("WAIT", 5, lambda rank, width: (percent(rank.waiting), _waits(rank)), 2, True),
         Column("", 8, lambda rank, width: (bar(rank.waiting, width), _waits(rank)), order=7),
-        Column("PHASE", 12, lambda rank, width: _phase(rank, slow), order=4),
+        Column("PHASE", 15, lambda rank, width: _phase(rank, slow), order=4),
         Column("BEAT", 7, _beat, right=True, order=5),
         Column("MEMORY", 8, lambda rank, width: (_gb(rank.memory), PLAIN), order=9, right=True),
-        Column("STEP TIMES", 0, lambda rank, width: (sparkline(rank.recent.get("step_s", ()), width), ACCENT), 6),
+        Column("STEP TIMES", 0, lambda rank, width: (newest(rank.recent.get("step_s", ()), width), ACCENT), 6),
     ]
     if roles:
         shown.insert(1, Column("ROLE", 10, lambda rank, width: (foreign(rank.role), PLAIN), order=3))

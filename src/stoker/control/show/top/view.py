@@ -135,7 +135,7 @@ def _sort(view: View, sign: str) -> View:
     """`n`: as they come. The letter in use: the other way round."""
     before, reverse = view.sorts.get(view.focus, ("", False))
     letter = "" if sign == "n" else sign
-    if not letter and sign != "n" or letter and letter not in ORDERS[view.focus]:
+    if (not letter and sign != "n") or (letter and letter not in ORDERS[view.focus]):
         known = ", ".join(["n", *ORDERS[view.focus]])
         return replace(view, mode=BROWSE, note=f"no order of that letter; there are {known}")
     turned = not reverse if letter == before else False
