@@ -16,7 +16,7 @@ PLAIN, DIM, BOLD, GOOD, WARN, BAD, ACCENT, HEAD, FOCUS, CURSOR = (
 )  # fmt: skip
 Piece = tuple[str, str]  # text, style
 Line = tuple[Piece, ...]
-NONE = "-"  # not known
+NONE = "n/a"  # not known
 _LONGEST = 4000  # characters of foreign text that are looked at
 
 

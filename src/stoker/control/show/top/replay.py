@@ -117,6 +117,8 @@ class _Recorded(RunFolder):
         self._whole = MetricsTail(record.dir, record.mine)
         self._whole.look()
         self.metrics = self._whole
+        for moment in self.recorded:
+            self._heard_loss(moment)
 
     def at(self, number: int) -> Run:
         moment = self.recorded[number]

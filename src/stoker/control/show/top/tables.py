@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from stoker.contract.quantities import span
+from stoker.contract.quantities import amount, span
 from stoker.control.show.drawing import short
 from stoker.control.show.snapshot import DAMAGED, LOST, RUNNING, UNKNOWN, GpuGauges, Holder, Rank, Run, finite
 from stoker.control.show.top.cells import (
@@ -79,7 +79,7 @@ def _rank_columns(slow: dict[int, str], ranks: tuple[Rank, ...]) -> tuple[Column
         Column("", 8, lambda rank, width: (bar(rank.waiting, width), _waits(rank)), order=7),
         Column("PHASE", 15, lambda rank, width: _phase(rank, slow), order=4),
         Column("BEAT", 7, _beat, right=True, order=5),
-        Column("MEMORY", 8, lambda rank, width: (_gb(rank.memory), PLAIN), order=9, right=True),
+        Column("MEMORY", 8, lambda rank, width: (_size(rank.memory), PLAIN), order=9, right=True),
         Column("STEP TIMES", 0, lambda rank, width: (newest(rank.recent.get("step_s", ()), width), ACCENT), 6),
     ]
     if roles:
@@ -118,8 +118,8 @@ def _beat(rank: Rank, width: int) -> Piece:
     return (NONE, DIM) if age is None else (seconds(age), WARN if age > _LATE_S else DIM)
 
 
-def _gb(size: int | None) -> str:
-    return NONE if size is None else f"{size / 1e9:.1f} GB"
+def _size(size: int | None) -> str:
+    return NONE if size is None else amount(size)
 
 
 # ---- processes ----
@@ -140,7 +140,7 @@ def processes_panel(index: Index, wish: Wish) -> Panel:
         Column("PID", 8, lambda pair, width: (str(pair[1].pid), PLAIN), right=True),
         Column("USER", 10, lambda pair, width: (foreign(pair[1].user or NONE), PLAIN), order=2),
         Column("GPU", 16 if many else 6, lambda pair, width: (_card(pair[0], many), PLAIN), order=1),
-        Column("GPU MEM", 8, lambda pair, width: (_gb(pair[1].memory), PLAIN), right=True, order=1),
+        Column("GPU MEM", 8, lambda pair, width: (_size(pair[1].memory), PLAIN), right=True, order=1),
         Column("TIME", 12, lambda pair, width: _age(pair[1]), right=True, order=5),
         Column("RUN", 18, lambda pair, width: (foreign(pair[1].run or ""), ACCENT), order=4),
         Column("COMMAND", 0, lambda pair, width: _command(pair[1]), order=3, least=12),
