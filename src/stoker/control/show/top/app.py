@@ -88,9 +88,13 @@ def strip_of(line: Line) -> Strip:
 class Board(Widget, can_focus=True):
     DEFAULT_CSS = "Board { width: 1fr; height: 1fr; }"
 
-    def __init__(self) -> None:
+    def __init__(self, resized: Callable[[], None]) -> None:
         super().__init__()
+        self._resized = resized
         self.lines: tuple[Line, ...] = ()
+
+    def on_resize(self) -> None:
+        self._resized()
 
     def render_line(self, y: int) -> Strip:
         return strip_of(self.lines[y]) if y < len(self.lines) else Strip.blank(self.size.width)
@@ -120,7 +124,7 @@ class TopApp(App[None]):
         self.snapshot = Snapshot(0.0)
         self._taken = time.monotonic()
         self._ending, self._hurry = threading.Event(), threading.Event()
-        self.board = Board()
+        self.board = Board(self.draw)
 
     def compose(self) -> ComposeResult:
         yield self.board
@@ -169,14 +173,11 @@ class TopApp(App[None]):
     # ---- frames ----
 
     def draw(self) -> None:
-        width, height = self.size
+        width, height = self.board.size
         age = time.monotonic() - self._taken
         self.frame = make_frame(self.snapshot, self.view, width, height, age, self._source.status)
         self.view = self.frame.view
         self.board.show(self.frame.lines)
-
-    def on_resize(self) -> None:
-        self.draw()
 
     # ---- keys and mouse ----
 

@@ -84,7 +84,7 @@ def make_frame(snapshot: Snapshot, view: View, width: int, height: int, age: flo
             before = canvas[place.y + row]
             before[:] = [*(fit(before, place.x) if place.x else ()), *fit(line, place.width)]
     if height > 1:
-        canvas[-1] = list(_footer(view, width))
+        canvas[-1] = list(_footer(snapshot, view, width))
     lines = [fit(line, width) for line in canvas]
     if view.mode == HELP:
         lines[1 : height - 1] = _help(view, width, height - 2)
@@ -188,7 +188,6 @@ def _header(snapshot: Snapshot, view: View, width: int, age: float, status: str)
         (f"{sum(watts):.0f} W", PLAIN) if watts else None,
         (f"{running} of {counted(len(snapshot.runs), 'run')} running", PLAIN),
         (f"filter: {foreign(view.filter)}", WARN) if view.filter else None,
-        *((foreign(problem), BAD) for problem in snapshot.problems[:1]),
     ]
     return fit(joined(parts), width)
 
@@ -200,7 +199,7 @@ def _clock(when: float) -> str:
         return ""
 
 
-def _footer(view: View, width: int) -> Line:
+def _footer(snapshot: Snapshot, view: View, width: int) -> Line:
     if view.mode == FILTER:
         return fit(
             [("filter: ", BOLD), (foreign(view.typed), PLAIN), ("▏", PLAIN), ("  Enter keeps, Esc drops", DIM)], width
@@ -213,6 +212,8 @@ def _footer(view: View, width: int) -> Line:
         return fit([("y/n ", BAD), (question, BOLD)], width)
     if view.note:
         return fit([(foreign(view.note), WARN)], width)
+    if snapshot.problems:
+        return fit([(foreign(snapshot.problems[0]), BAD)], width)
     keys = "q quit  h help  o sort  / filter  T stop run  Tab panel"
     if view.replay:
         keys = "replay: ← → seek  + - speed  Space hold  q quit  h help"

@@ -99,14 +99,19 @@ def draw_host(host: HostGauges, width: int) -> Line:
         name,
         (f"CPU {percent(host.cpu)}{load}", WARN if busy else DIM),
         (f"mem {gigabytes(used, host.memory_total)}", WARN if tight else DIM),
-        (f"net ↓{_rate(host.received)}/s ↑{_rate(host.sent)}/s", DIM),
-        (f"disk ↓{_rate(host.disk_read)}/s ↑{_rate(host.disk_written)}/s", DIM),
+        (_rates("net", host.received, host.sent), DIM),
+        (_rates("disk", host.disk_read, host.disk_written), DIM),
         (f"{_rate(host.disk_free)} free", BAD if full else DIM) if host.disk_free is not None else None,
         (foreign(host.gpu_error), BAD) if host.gpu_error else None,
     ]
     if host.gpu_error:  # before what is cut off
         parts.insert(1, parts.pop())
     return fit(joined(parts), width)
+
+
+def _rates(name: str, down: float | None, up: float | None) -> str:
+    """Not known before the second look."""
+    return "" if down is None or up is None else f"{name} ↓{_rate(down)}/s ↑{_rate(up)}/s"
 
 
 def _rate(value: float | None) -> str:
