@@ -103,6 +103,11 @@ def _show(source: Live | Demo | Replay, view: View) -> int:
             raise
         line = "no package textual, which draws the screen; pip install textual (`stoker top --once` works without)"
         raise Refusal(line, EX_UNAVAILABLE) from None
+    for name in (
+        "COLUMNS",
+        "LINES",
+    ):  # where they are exported they hide the terminal's own size, and every change of it
+        os.environ.pop(name, None)
     app = TopApp(source, view, _stop)
     app.run()
     return app.return_code or 0
