@@ -427,6 +427,7 @@ def _watched(stoker: Stoker, tmux: Tmux, run: subprocess.Popen[bytes]) -> None:
     assert until(lambda: tmux.screen().rstrip().endswith("q quit  h help  o s…"), 20), tmux.screen()
     tmux("resize-window", "-t", "t", "-x", "160", "-y", "50")
     assert until(lambda: "STEP TIME" in tmux.screen(), 20)
+    assert until((stoker.latest / "history" / "seconds.jsonl").exists, 60)
     tmux("send-keys", "-t", "t", "T")
     assert until(lambda: "stop run" in tmux.screen(), 20), tmux.screen()
     tmux("send-keys", "-t", "t", "y")

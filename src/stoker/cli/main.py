@@ -17,7 +17,6 @@ COMMANDS = {
     "runs": "list the runs, with step, loss and speed",
     "plot": "draw the loss, or another metric, of one or several runs",
     "compare": "two runs: settings that differ, results, and whether the difference is more than noise",
-    "runs": "list the runs",
     "top": "hosts, GPUs, ranks and the run's loss, live in the terminal",
     "why": "how a run ended, and why",
     "logs": "what a rank printed",
