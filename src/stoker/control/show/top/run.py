@@ -67,7 +67,7 @@ def _numbers(run: Run, width: int) -> Iterator[Line]:
         (span(run.seconds), PLAIN) if run.seconds is not None else None,
         (f"{ranks}{where}", PLAIN),
         (f"{restarts} ({causes})", WARN) if run.restarted else None,
-        (foreign(run.phase), DIM),
+        (f"phase {foreign(run.phase)}", DIM) if run.phase else None,
         (f"of {foreign(run.user)}", DIM) if not run.mine else None,
         (foreign(run.command), DIM),
     ]
