@@ -61,8 +61,8 @@ def main(argv: list[str]) -> int:
         return 0
     columns = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else 120
     heads = ("", *(printable(folder.record.id, 60) for folder in folders))
-    rows = [heads, *((name, *(one[name][1] for one in results)) for name in results[0])]
-    _table(rows, columns)
+    rows = [(name, *(one[name][1] for one in results)) for name in results[0]]
+    _table([heads, *(row for row in rows if set(row[1:]) != {"n/a"})], columns)
     print()
     if settings:
         print("settings that differ:")

@@ -38,7 +38,7 @@ class EventTail:
         self.attempt: int | None = None
         self.up: dict[int, int] = {}  # rank -> pid, of the newest attempt
         self.ended: dict[int, tuple[int | None, int]] = {}  # rank -> (exit code, steps)
-        self.phases: dict[int, str] = {}
+        self.phases: dict[int, tuple[float, str]] = {}  # rank -> when it entered it
         self.suspicions: dict[str, Suspicion] = {}
         self.slow: dict[int, dict[str, Any]] = {}  # rank -> what the watch found out
 
@@ -59,7 +59,7 @@ class EventTail:
                         break  # half written
                     for block in parsed(data[:end]):
                         for event in block:
-                            self._take(event)
+                            self.take(event)
                     self._at += end
         except OSError:
             return  # none yet, or gone; a damaged record is reported by reader.read
@@ -73,7 +73,7 @@ class EventTail:
         """Of the newest start."""
         return self.starts[-1][0] if self.starts else None
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def take(self, event: dict[str, Any]) -> None:
         kind, when = event.get("event"), event.get("time", 0.0)
         if not isinstance(kind, str) or type(when) not in (int, float) or not 0 <= when <= 1e11:
             return
@@ -93,16 +93,16 @@ class EventTail:
         elif kind in ("suspicion", "straggler", "numbers") and isinstance(event.get("summary"), str):
             self._suspect(kind, float(when), rank, event)
         elif rank is not None and len(self.up) < _MOST_RANKS:
-            self._of_rank(kind, rank, event)
+            self._of_rank(kind, rank, event, float(when))
 
-    def _of_rank(self, kind: str, rank: int, event: dict[str, Any]) -> None:
+    def _of_rank(self, kind: str, rank: int, event: dict[str, Any], when: float) -> None:
         if kind == "rank-up" and type(event.get("pid")) is int:
             self.up[rank] = event["pid"]
         elif kind == "rank-exit":
             code, steps = event.get("code"), event.get("steps")
             self.ended[rank] = (code if type(code) is int else None, steps if type(steps) is int else 0)
         elif kind == "phase" and isinstance(event.get("name"), str):
-            self.phases[rank] = printable(event["name"], 80)
+            self.phases[rank] = when, printable(event["name"], 80)
 
     def _suspect(self, kind: str, when: float, rank: int | None, event: dict[str, Any]) -> None:
         waiting = event.get("waiting") if isinstance(event.get("waiting"), list) else []
@@ -150,6 +150,15 @@ class RunFolder:
         made = self._made(now, state)
         self._row = made
         return replace(made, **self._closely(now, made)) if watched else made
+
+    def at(self, moment: Moment, metrics: dict[str, Any], curve: Curve) -> Run:
+        """As it was then: `metrics` are its newest by that time, and `events` has been told no more."""
+        self.moments.append(moment)
+        self._newest = metrics
+        made = self._made(moment.time, RUNNING)
+        ranks = tuple(self._ranks(self.record.data.get("plan") or {}, moment.time, RUNNING))
+        points = curve.points(last=metrics.get("step", -1))
+        return replace(made, verdict=None, ranks=ranks, roles=_roles(ranks), curve=tuple(points))
 
     def _look_closely(self) -> None:
         record = self.record
@@ -246,10 +255,16 @@ class RunFolder:
         return columns.get(name, ())
 
     def _phase(self) -> str:
-        moment, phases = self.moment, self.events.phases
-        if moment is not None and moment.ranks.get("phase"):
-            return str(moment.ranks["phase"][0] or "")
-        return phases[min(phases)] if phases else ""
+        """Of the lowest rank that is in one."""
+        known = self.moment.members.ranks if self.moment is not None else sorted(self.events.phases)
+        return next((phase for phase in map(self._phase_of, known) if phase), "")
+
+    def _phase_of(self, rank: int) -> str:
+        """The coordinator knows when one is over; the event is there sooner."""
+        entered, name = self.events.phases.get(rank, (0.0, ""))
+        if self.moment is None or entered > self.moment.time:
+            return name
+        return str(self.moment.of_rank(rank).get("phase") or "")
 
     def _seconds(self, now: float, state: str) -> float | None:
         """All starts of the run together, without the time between them. A start begins with the event "run"."""
@@ -311,7 +326,7 @@ class RunFolder:
             "step": max(step or 0, steps) or step,
             "step_s": finite(metric(row.get("step_s"))),
             "waiting": finite(metric(row.get("waiting"))),
-            "phase": str(row.get("phase") or "") if row else events.phases.get(number, ""),
+            "phase": self._phase_of(number),
             "memory": row.get("memory") if type(row.get("memory")) is int else None,
             "loss": metric(row.get("loss")),
             "recent": {name: self._recent_of_rank(name, number) for name in ("step_s", "waiting")},
