@@ -22,10 +22,10 @@ from conftest import Stoker, at_length_but, gpu_json, machine_json, wait_for
 from netcluster import NetCluster
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
+from stoker.control.cluster.elsewhere import Elsewhere
 from stoker.control.cluster.hosts import read as read_hosts
 from stoker.control.machine.model import Holder
 from stoker.control.show.drawing import columns_of
-from stoker.control.show.elsewhere import Elsewhere
 from stoker.control.show.snapshot import GpuGauges, HostGauges, Rank, Run, Snapshot, Suspicion, snapshot_from_json
 from stoker.control.show.top.cells import plain
 from stoker.control.show.top.demo import demo_snapshot

@@ -16,11 +16,12 @@ from stoker.contract.untrusted import json_text, printable
 from stoker.control.launch.signals import tell_launcher
 from stoker.control.record import reader
 from stoker.control.show.top.frame import text
-from stoker.control.show.top.replay import Replay
+from stoker.control.show.top.player import Player
 from stoker.control.show.top.sources import Demo, Live
 from stoker.control.show.top.view import View
 
 _LEAST_S = 0.25
+_HOSTS_S = 2.0  # between two readings of another host, at most: one that is silent for longer is OFFLINE
 _TEXT_COLUMNS = 120  # of --once where there is no terminal
 
 _USE = """  stoker top                           this machine and the runs in ./runs
@@ -76,26 +77,27 @@ def _needs_terminal() -> None:
         raise Refusal("no terminal to draw on: `stoker top --once` prints one picture, --json the data", EX_UNAVAILABLE)
 
 
-def _source(told: argparse.Namespace) -> tuple[Live | Demo | Replay, View]:
+def _source(told: argparse.Namespace) -> tuple[Live | Demo | Player, View]:
     root = layout.runs_root(told.runs_dir, os.environ)
     if told.demo:
         return Demo(told.interval), View()
     if told.replay:
         run = reader.find(told.replay, root)
-        return Replay(run, told.interval), View(run=run.id, replay=True)
-    hosts = None
+        return Player(run, told.interval), View(run=run.id, replay=True)
+    elsewhere = None
     if told.hosts:
+        from stoker.control.cluster.elsewhere import Elsewhere
         from stoker.control.cluster.hosts import read
 
-        hosts = read(told.hosts, tuple(told.ssh_option))
+        elsewhere = Elsewhere(read(told.hosts, tuple(told.ssh_option)), min(told.interval, _HOSTS_S))
     chosen = ""
     if told.run:
         run = reader.find(told.run, root)
         root, chosen = os.path.dirname(run.dir), run.id
-    return Live(root, told.interval, told.all, hosts), View(run=chosen)
+    return Live(root, told.interval, told.all, elsewhere), View(run=chosen)
 
 
-def _show(source: Live | Demo | Replay, view: View) -> int:
+def _show(source: Live | Demo | Player, view: View) -> int:
     try:
         from stoker.control.show.top.app import TopApp
     except ModuleNotFoundError as problem:

@@ -153,11 +153,11 @@ class RunFolder:
 
     def at(self, moment: Moment, metrics: dict[str, Any], curve: Curve) -> Run:
         """As it was then: `metrics` are its newest by that time, and `events` has been told no more."""
-        self.moments.append(moment)
+        self.pass_by(moment)
         self._newest = metrics
         made = self._made(moment.time, RUNNING)
         ranks = tuple(self._ranks(self.record.data.get("plan") or {}, moment.time, RUNNING))
-        points = curve.points(last=metrics.get("step", -1))
+        points = curve.points(last=metrics.get("step", -1)) if curve.steps else self._told.points()
         return replace(made, verdict=None, ranks=ranks, roles=_roles(ranks), curve=tuple(points))
 
     def _look_closely(self) -> None:
@@ -168,8 +168,11 @@ class RunFolder:
         self.metrics.look()
         assert self._history is not None
         for moment in self._history.new():
-            self.moments.append(moment)
-            self._heard_loss(moment)
+            self.pass_by(moment)
+
+    def pass_by(self, moment: Moment) -> None:
+        self.moments.append(moment)
+        self._heard_loss(moment)
 
     def _heard_loss(self, moment: Moment) -> None:
         """Of a script that writes no metrics, but beats or prints its loss: the lowest rank's."""

@@ -36,7 +36,7 @@ class Replay:
             self._begin()
         folder = self._folder
         for moment in self.moments[self._next : number]:
-            folder.moments.append(moment)
+            folder.pass_by(moment)
         moment = self.moments[number]
         self._next = number + 1
         while self._told < len(self._events) and self._events[self._told]["time"] <= moment.time:

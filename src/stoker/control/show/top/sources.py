@@ -1,12 +1,11 @@
-"""Where the snapshots of `stoker top` come from: what is there, or a made-up cluster. (A recorded run: replay.py.)"""
+"""Where the snapshots of `stoker top` come from: what is there, or a made-up cluster. (A recorded run: player.py.)"""
 
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
-from stoker.control.cluster.hosts import Hosts
-from stoker.control.show.elsewhere import Elsewhere
-from stoker.control.show.gather import Gatherer
+from stoker.control.show.gather import Gatherer, HostReading
 from stoker.control.show.snapshot import Snapshot
 from stoker.control.show.top.demo import demo_snapshot
 
@@ -14,15 +13,25 @@ _FIRST_S = 10.0  # that one picture waits for other hosts
 _GAP_S = 0.3  # between two readings: rates need two
 
 
+class Elsewhere(Protocol):
+    """Other hosts (control/cluster/elsewhere.py)."""
+
+    def readings(self) -> list[HostReading]: ...
+
+    def wait(self, seconds: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Live:
-    """This machine, or the hosts of a file; and the runs of a folder."""
+    """This machine, or other hosts instead; and the runs of a folder."""
 
     status = ""
 
-    def __init__(self, root: str, interval: float, everybody: bool = False, hosts: Hosts | None = None) -> None:
+    def __init__(self, root: str, interval: float, everybody: bool = False, elsewhere: Elsewhere | None = None) -> None:
         self.interval = interval
-        self._gatherer = Gatherer(root, everybody, machine=hosts is None)
-        self._elsewhere = Elsewhere(hosts, min(interval, 2.0)) if hosts is not None else None
+        self._gatherer = Gatherer(root, everybody, machine=elsewhere is None)
+        self._elsewhere = elsewhere
 
     def look(self, watched: tuple[str, ...]) -> Snapshot:
         return self._gatherer.snapshot(watched, self._elsewhere.readings() if self._elsewhere is not None else ())
