@@ -446,13 +446,16 @@ def _watched(stoker: Stoker, tmux: Tmux, run: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.parametrize("cut_for", at_length_but(["link"], ["link", "sshd"]))
 def test_a_host_that_is_cut_off_is_offline_and_holds_up_nobody(
-    netcluster: NetCluster, tmp_path: Path, cut_for: str
+    stoker: Stoker, netcluster: NetCluster, tmp_path: Path, cut_for: str
 ) -> None:
     for number in range(3):
         machine = tmp_path / f"machine{number}.json"
         machine.write_text(json.dumps(machine_json([gpu_json(0, utilization=10 * number)])))
         netcluster.set_env(number, STOKER_MACHINE=str(machine))
     names = [host.name for host in netcluster.hosts]
+    told = json.loads(stoker("top", "--json", "--hosts", str(netcluster.file())).out)
+    assert [(host["name"], host["state"]) for host in told["hosts"]] == [(name, "OK") for name in names]
+    assert [card["host"] for card in told["gpus"]] == names
     elsewhere = Elsewhere(read_hosts(str(netcluster.file())), 0.5)
 
     def states() -> dict[str, str]:

@@ -138,7 +138,8 @@ class _Watch:
                 greeted = far is not None and far.greeted
                 self._reason = printable(str(problem), 300) if greeted else self._why(complaints.fileno(), problem)
             except (OSError, EOFError) as problem:
-                self._reason = self._why(complaints.fileno(), problem)
+                lost = "the connection was lost" if far is not None and far.greeted else ""
+                self._reason = self._why(complaints.fileno(), problem, lost)
             finally:
                 self._end()
 
@@ -152,8 +153,8 @@ class _Watch:
         far.send(packed)
         return far
 
-    def _why(self, complaints: int, problem: Exception) -> str:
-        """In ssh's words, or those of the login there."""
+    def _why(self, complaints: int, problem: Exception, otherwise: str = "") -> str:
+        """In ssh's words, or those of the login there; `otherwise`: where nothing was said."""
         if self._process is None:
             missing = isinstance(problem, FileNotFoundError)
             return "there is no ssh client on the PATH" if missing else printable(str(problem), 300)
@@ -163,8 +164,8 @@ class _Watch:
             code = None
         os.lseek(complaints, 0, os.SEEK_SET)
         said = printable_lines(os.read(complaints, 1 << 16).decode("utf-8", "replace"))
-        if not said and code is None:
-            return printable(str(problem), 300)
+        if not said and (otherwise or code is None):
+            return otherwise or printable(str(problem), 300)
         return explain(self._host.name, said, code).removeprefix(f"host {self._host.name}: ")
 
 

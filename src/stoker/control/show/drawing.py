@@ -53,7 +53,7 @@ def sparkline(
         if room <= 0:
             return signs[len(signs) // 2]
         share = (value - low) / room if math.isfinite(room) else 0.0
-        return signs[int(max(0.0, min(share, 1.0)) * (len(signs) - 1e-9))]
+        return signs[min(int(max(0.0, min(share, 1.0)) * len(signs)), len(signs) - 1)]
 
     return "".join(gap if one is None else sign(one) for one in means)
 
