@@ -31,7 +31,7 @@ from stoker.control.show.top.cells import plain
 from stoker.control.show.top.demo import demo_snapshot
 from stoker.control.show.top.frame import Frame, make_frame, text
 from stoker.control.show.top.panel import PANELS, RANKS, RUNS
-from stoker.control.show.top.view import View
+from stoker.control.show.top.view import View, press
 
 
 def until(look: Callable[[], Any], seconds: float) -> bool:
@@ -286,6 +286,15 @@ def test_a_source_that_fails_or_hangs_is_shown_and_keys_still_work() -> None:
         assert "Keys" in screen(app.frame)
 
     drive(source, play)
+
+
+def test_a_recording_is_held_and_sought() -> None:
+    seen = []
+    for key, sign in (("space", " "), ("left", ""), ("right", ""), ("plus", "+"), ("minus", "-"), ("T", "T")):
+        view, effect = press(View(replay=True), key, sign, own_demo(), 5)
+        seen.append(effect.what if effect is not None else view.note)
+        assert not view.paused
+    assert seen == ["pause", "back", "forth", "faster", "slower", "this is a recording: nothing to stop"]
 
 
 # ---- the command ----

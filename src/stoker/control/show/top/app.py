@@ -7,18 +7,14 @@ import time
 from collections.abc import Callable
 from typing import ClassVar, Protocol
 
-from rich.segment import Segment
-from rich.style import Style
 from textual import events
 from textual.app import App, ComposeResult
-from textual.geometry import Region
-from textual.strip import Strip
-from textual.widget import Widget
+from textual.message import Message
 
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.control.show.snapshot import Snapshot
-from stoker.control.show.top.cells import Line
+from stoker.control.show.top.board import Board
 from stoker.control.show.top.frame import Frame, make_frame
 from stoker.control.show.top.panel import RUN
 from stoker.control.show.top.view import (
@@ -40,19 +36,6 @@ from stoker.control.show.top.view import (
     typed_in,
 )  # fmt: skip
 
-# The terminal's own sixteen colours: they fit its theme, light or dark.
-_LOOKS = {
-    "": Style.null(),
-    "dim": Style(dim=True),
-    "bold": Style(bold=True),
-    "good": Style(color="green"),
-    "warn": Style(color="yellow"),
-    "bad": Style(color="red", bold=True),
-    "accent": Style(color="cyan"),
-    "head": Style(dim=True, underline=True),
-    "focus": Style(bold=True, reverse=True),
-    "cursor": Style(reverse=True),
-}
 _WHEEL = 3  # rows
 
 
@@ -73,42 +56,12 @@ class Source(Protocol):
         ...
 
 
-def style_of(name: str) -> Style:
-    found = _LOOKS.get(name)
-    if found is None:  # "cursor bad"
-        found = _LOOKS[name] = Style.combine([_LOOKS.get(word, Style.null()) for word in name.split()])
-    return found
+class Fresh(Message):
+    """From the thread that looks."""
 
-
-def strip_of(line: Line) -> Strip:
-    """Pieces, not markup: foreign text stays text."""
-    return Strip([Segment(text, style_of(style)) for text, style in line])
-
-
-class Board(Widget, can_focus=True):
-    DEFAULT_CSS = "Board { width: 1fr; height: 1fr; }"
-
-    def __init__(self, resized: Callable[[], None]) -> None:
+    def __init__(self, snapshot: Snapshot) -> None:
         super().__init__()
-        self._resized = resized
-        self.lines: tuple[Line, ...] = ()
-
-    def on_resize(self) -> None:
-        self._resized()
-
-    def render_line(self, y: int) -> Strip:
-        return strip_of(self.lines[y]) if y < len(self.lines) else Strip.blank(self.size.width)
-
-    def show(self, lines: tuple[Line, ...]) -> None:
-        """Only lines that have changed are drawn."""
-        before, self.lines = self.lines, lines
-        width = self.size.width
-        if len(before) != len(lines):
-            self.refresh()
-            return
-        changed = [Region(0, y, width, 1) for y, line in enumerate(lines) if line != before[y]]
-        if changed:
-            self.refresh(*changed)
+        self.snapshot = snapshot
 
 
 class TopApp(App[None]):
@@ -152,17 +105,14 @@ class TopApp(App[None]):
                 snapshot = replace(self.snapshot, problems=(f"{type(problem).__name__}: {problem}",))
             if self._ending.is_set():
                 return
-            try:
-                self.call_from_thread(self._take, snapshot)
-            except RuntimeError:  # the screen has ended meanwhile
-                return
+            self.post_message(Fresh(snapshot))
             self._hurry.wait(max(0.05, self._source.interval - (time.monotonic() - begun)))
             self._hurry.clear()
 
-    def _take(self, snapshot: Snapshot) -> None:
+    def on_fresh(self, message: Fresh) -> None:
         self._taken = time.monotonic()
         if not self.view.paused:
-            self.snapshot = snapshot
+            self.snapshot = message.snapshot
             self.draw()
 
     def _tick(self) -> None:

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stoker.control.show.snapshot import OFFLINE, GpuGauges, HostGauges
+from stoker.control.show.snapshot import GpuGauges, HostGauges
 from stoker.control.show.top.cells import (
     ACCENT,
     BAD,
-    BOLD,
     DIM,
     GOOD,
     NONE,
     PLAIN,
     WARN,
     Column,
-    Line,
     Piece,
     bar,
-    fit,
     foreign,
     gigabytes,
-    joined,
     newest,
     percent,
 )  # fmt: skip
+from stoker.control.show.top.hosts import draw_host
 from stoker.control.show.top.panel import GPUS, Index, Order, Panel, Row, Wish, ordered
 
 _HOT_C, _WARM_C = 85, 75  # where the card does not say where its own limit is
@@ -42,15 +39,13 @@ ORDERS = {
 def gpus_panel(index: Index, wish: Wish) -> Panel:
     """Each host, then its cards; sorted, the hosts come first and the cards' names include the host's."""
     hosts = index.snapshot.hosts
-    cards = list(_cards(index))
-    kept, hidden = ordered((row for _, row in cards), wish, ORDERS)
+    kept, hidden = ordered(_cards(index), wish, ORDERS)
     if wish.sort:
         rows = (*(_host_row(host) for host in hosts if _shown(host, wish, kept)), *kept)
     else:
         rows = tuple(_grouped(hosts, kept, wish))
     many = len(hosts) > 1 and bool(wish.sort)
-    empty = "no GPU here"
-    return Panel(GPUS, _columns(index, many), rows, empty, hidden if not rows else 0)
+    return Panel(GPUS, _columns(index, many), rows, "no GPU here", hidden if not rows else 0)
 
 
 def _grouped(hosts: tuple[HostGauges, ...], kept: tuple[Row, ...], wish: Wish) -> Iterator[Row]:
@@ -71,57 +66,15 @@ def _shown(host: HostGauges, wish: Wish, kept: tuple[Row, ...]) -> bool:
     return mine or not wish.filter or wish.filter.lower() in f"{host.name} {host.state} {host.reason}".lower()
 
 
-def _cards(index: Index) -> Iterator[tuple[GpuGauges, Row]]:
+def _cards(index: Index) -> Iterator[Row]:
     for card in index.snapshot.gpus:
         runs = " ".join(f"{run.name} {run.id}" for run, _ in index.owners(card))
         words = " ".join(map(str, (card.host, card.label, card.name, *(card.throttle or ()), runs)))
-        yield card, Row(f"{card.host}/{card.uuid}", card, foreign(words).lower())
+        yield Row(f"{card.host}/{card.uuid}", card, foreign(words).lower())
 
 
 def _host_row(host: HostGauges) -> Row:
     return Row(f"host {host.name}", host, host.name.lower(), draw_host)
-
-
-def draw_host(host: HostGauges, width: int) -> Line:
-    name: Piece = (foreign(host.name), BOLD)
-    if host.state == OFFLINE:
-        return fit(joined([name, (OFFLINE, BAD), (foreign(host.reason), BAD)]), width)
-    if host.state != "OK":
-        return fit(joined([name, (foreign(host.state), WARN), (foreign(host.reason), DIM)]), width)
-    used = None
-    if host.memory_total is not None and host.memory_available is not None:
-        used = host.memory_total - host.memory_available
-    busy = host.cpu is not None and host.cpu >= 0.95
-    tight = used is not None and host.memory_total and used / host.memory_total > 0.95
-    full = bool(host.disk_total) and host.disk_free is not None and host.disk_free / (host.disk_total or 1) < 0.05
-    load = f" load {host.load[0]:.1f}/{host.cores or NONE}" if host.load else ""
-    parts: list[Piece | None] = [
-        name,
-        (f"CPU {percent(host.cpu)}{load}", WARN if busy else DIM),
-        (f"mem {gigabytes(used, host.memory_total)}", WARN if tight else DIM),
-        (_rates("net", host.received, host.sent), DIM),
-        (_rates("disk", host.disk_read, host.disk_written), DIM),
-        (f"{_rate(host.disk_free)} free", BAD if full else DIM) if host.disk_free is not None else None,
-        (foreign(host.gpu_error), BAD) if host.gpu_error else None,
-    ]
-    if host.gpu_error:  # before what is cut off
-        parts.insert(1, parts.pop())
-    return fit(joined(parts), width)
-
-
-def _rates(name: str, down: float | None, up: float | None) -> str:
-    """Not known before the second look."""
-    return "" if down is None or up is None else f"{name} ↓{_rate(down)}/s ↑{_rate(up)}/s"
-
-
-def _rate(value: float | None) -> str:
-    """1.8 TB, 40 MB, 900 B."""
-    if value is None:
-        return NONE
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.{1 if value < 10 * size else 0}f} {unit}B"
-    return f"{value:.0f} B"
 
 
 def _columns(index: Index, with_host: bool) -> tuple[Column, ...]:

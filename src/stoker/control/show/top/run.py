@@ -25,7 +25,7 @@ from stoker.control.show.top.cells import (
     wrapped,
 )  # fmt: skip
 from stoker.control.show.top.curve import curve_lines
-from stoker.control.show.top.tables import state_style, steps
+from stoker.control.show.top.runs import state_style, steps
 
 CURVE = 8  # lines of a curve that has room
 _LEAST_CURVE = 4

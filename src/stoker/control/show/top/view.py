@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from stoker.contract.shape import replace, shape
 from stoker.control.show.snapshot import RUNNING, UNKNOWN, Run, Snapshot
-from stoker.control.show.top import gpus, tables
+from stoker.control.show.top import gpus, runs, tables
 from stoker.control.show.top.panel import GPUS, PANELS, PROCESSES, RANKS, RUN, RUNS, Index, Order, Panel, Wish
 
 BROWSE, FILTER, SORT, HELP, CONFIRM = "browse", "filter", "sort", "help", "confirm"
 QUIT, STOP, PAUSE, FASTER, SLOWER, BACK, FORTH = "quit", "stop", "pause", "faster", "slower", "back", "forth"
 ORDERS: Mapping[str, Mapping[str, Order]] = {
-    GPUS: gpus.ORDERS, RUN: {}, RANKS: tables.RANK_ORDERS, PROCESSES: tables.PROCESS_ORDERS, RUNS: tables.RUN_ORDERS,
+    GPUS: gpus.ORDERS, RUN: {}, RANKS: tables.RANK_ORDERS, PROCESSES: tables.PROCESS_ORDERS, RUNS: runs.RUN_ORDERS,
 }  # fmt: skip
 _LONGEST_FILTER = 200
 
@@ -63,7 +63,7 @@ def panels(snapshot: Snapshot, view: View) -> dict[str, Panel]:
         GPUS: gpus.gpus_panel(index, view.wish(GPUS)),
         RANKS: tables.ranks_panel(run, view.wish(RANKS)),
         PROCESSES: tables.processes_panel(index, view.wish(PROCESSES)),
-        RUNS: tables.runs_panel(index, view.wish(RUNS), run.id if run is not None else ""),
+        RUNS: runs.runs_panel(index, view.wish(RUNS), run.id if run is not None else ""),
     }
 
 
@@ -83,7 +83,8 @@ def press(view: View, key: str, sign: str, snapshot: Snapshot, page: int) -> tup
     if key in ("q", "Q", "ctrl+c", "ctrl+q"):
         return view, Effect(QUIT)
     if key == "space":
-        return replace(view, paused=not view.paused), Effect(PAUSE)
+        # A recording is held where it is played: seeking still shows what is there.
+        return (view, Effect(PAUSE)) if view.replay else (replace(view, paused=not view.paused), None)
     if view.replay and key in ("left", "right"):
         return view, Effect(BACK if key == "left" else FORTH)
     if view.replay and sign in ("+", "-"):
