@@ -233,6 +233,7 @@ class LiveRun:
         supervision.follow()
         supervision.finish()
         self.record.close_logs()
+        self.record.close_history()
         from stoker.control.verdict.judge import judge
 
         attempt.note_bad_numbers()
