@@ -92,7 +92,7 @@ GROUPS: dict[str, list[Described]] = {
             ("stoker_run_exit_code", "Exit code, of a run that ended"),
         ),
         Described("stoker_run_restarts_total", ("run", "cause"), "Restarts, by the cause of the failure before", COUNTER),
-        Described("stoker_run_verdict_info", ("run", "status", "cause"), "How a run ended; causes: docs/verdicts.md"),
+        Described("stoker_run_verdict_info", ("run", "status", "cause"), "How a run ended, and why"),
         Described("stoker_run_suspicion_info", ("run", "kind", "cause"), "What the watch suspects at the moment"),
         Described("stoker_run_suspicion_timestamp_seconds", ("run", "kind", "cause"), "When it was reported"),
     ],
