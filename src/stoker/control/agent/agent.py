@@ -378,6 +378,8 @@ class Agent:
         elif kind == "groups":
             self._relay.say({"is": "groups", "rank": rank.rank, "groups": name})
         elif kind == "phase":
+            # The steps before it first: three that come after it mean that it trains again.
+            self._vitals.beats(self._ranks, self._first_step)
             self._relay.say({"is": "phase", "rank": rank.rank, "name": name})
         elif kind == "mark":
             if name not in ("POST-IMPORT", "INIT"):

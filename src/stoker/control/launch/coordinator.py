@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 from stoker.contract import checkpoints, redact
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
@@ -36,11 +37,19 @@ if TYPE_CHECKING:  # a run on one machine loads none of these
     from stoker.control.launch.notify import Notifier
 
 
+Ended = Callable[[Verdict, str, Callable[[str], None]], None]  # verdict, run directory, how to say a line
+
+
 class Coordinator:
     """`hosts`: those of a run with several; None: this machine, through `link`."""
 
     def __init__(
-        self, request: Request, link: transport.Link | None, report: detach.Report | None, hosts: Hosts | None
+        self,
+        request: Request,
+        link: transport.Link | None,
+        report: detach.Report | None,
+        hosts: Hosts | None,
+        ended: Ended | None,
     ) -> None:
         self.request = request
         self.options = request.options
@@ -52,6 +61,7 @@ class Coordinator:
         self._record: RunRecord | None = None
         self._link = link
         self._hosts = hosts
+        self._ended = ended
         self._notifier: Notifier | None = None
         self._exporter: Exporter | None = None
 
@@ -74,6 +84,8 @@ class Coordinator:
             if verdict is None:
                 return 0
             self._tell_others(verdict, "ended")
+            if self._ended is not None and self._record is not None:
+                self._ended(verdict, self._record.dir, self._say)
             return verdict.exit_code
         except Interrupted as stop:
             self._say(f"stoker: stopped by {signal.Signals(stop.signum).name} before anything was started")
@@ -258,10 +270,16 @@ def _inline(fix: str) -> str:
     return f"`{command}`" if comment else fix
 
 
-def run(request: Request, link: transport.Link | None, report: detach.Report | None, hosts: Hosts | None = None) -> int:
-    """`stoker run`, whole."""
+def run(
+    request: Request,
+    link: transport.Link | None,
+    report: detach.Report | None,
+    hosts: Hosts | None = None,
+    ended: Ended | None = None,
+) -> int:
+    """`stoker run`, whole. `ended`: called at the end of a run that was started."""
     try:
-        code = Coordinator(request, link, report, hosts).run()
+        code = Coordinator(request, link, report, hosts, ended).run()
     except (OSError, RuntimeError) as problem:  # no thread, no descriptor, no working directory
         print(redact.whole(f"stoker: the system refuses: {problem}"), file=sys.stderr)
         code = EX_OSERR

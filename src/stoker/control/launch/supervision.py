@@ -52,6 +52,7 @@ class Supervision:
         self._early: set[int] = set()  # ranks that left, and were reported
         self._looked = 0.0
         self._noted = time.monotonic()
+        self._has_history = False
 
     def follow(self) -> None:
         """Until every rank has ended."""
@@ -80,6 +81,8 @@ class Supervision:
             if self._membership is not None:
                 self._membership.tend()
                 self._make_room(self._membership.returned)
+        if self._has_history:
+            self._note(last=True)
 
     def _go_on_without(self) -> None:
         """SIGKILL has had its time: a rank stuck in a driver or on a dead disk must not hold up the rest."""
@@ -192,12 +195,12 @@ class Supervision:
         except Exception as problem:
             give_up(self._attempt, self._record, self._say, problem)
 
-    def _note(self) -> None:
+    def _note(self, last: bool = False) -> None:
         """Into the run's history, every few seconds. A job that is over sooner has none."""
         now = time.monotonic()
-        if self._attempt.unwatched or now - self._noted < EVERY_S:
+        if self._attempt.unwatched or (now - self._noted < EVERY_S and not last) or self._noted > now:
             return
-        self._noted = now
+        self._noted, self._has_history = now, True
         try:
             from stoker.control.launch.timeline import moment
 

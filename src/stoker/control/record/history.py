@@ -24,6 +24,7 @@ FOLDER = "history"
 EVERY_S = 2.0
 # Name of the file -> seconds between its lines, and lines of a full one.
 TIERS: dict[str, tuple[float, int]] = {"seconds": (EVERY_S, 1800), "minutes": (60.0, 1440), "hours": (1200.0, 1008)}
+_FED = {"minutes": EVERY_S, "hours": TIERS["minutes"][0]}  # what each is made from
 MOST_BYTES = 64 << 20  # of one file: 512 ranks on 64 hosts take 30 KB a line
 _LONGEST = 4 << 20  # bytes of a line
 _NEWEST = frozenset(
@@ -90,7 +91,8 @@ class HistoryWriter:
             self._settle(tier, *coarser)
         kept = self._gathered[tier]
         kept.append(moment)
-        if not 0 <= moment.time - kept[0].time < TIERS[tier][0] - EVERY_S / 2:  # the clock may have been set back
+        # One more would be too many; the clock may have been set back.
+        if not 0 <= moment.time - kept[0].time < TIERS[tier][0] - 1.5 * _FED[tier]:
             self._settle(tier, *coarser)
 
     def _settle(self, tier: str, *coarser: str) -> None:
@@ -302,6 +304,22 @@ def _moment(data: dict[str, Any], members: Members) -> Moment | None:
         if any(len(column) != len(getattr(members, part)) for column in told[part].values()):
             return None
     return Moment(told["time"], told["attempt"], members, *(told[part] for part in PARTS))
+
+
+def newest_columns(run_dir: str, part: str = "ranks") -> Columns:
+    """Of the last whole line, without its members: 64 KB are read, whatever the file's length."""
+    try:
+        with os.fdopen(open_in(run_dir, FOLDER, "seconds.jsonl"), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
+            data = file.read(1 << 16)
+    except OSError:
+        return {}
+    for line in reversed(data[: data.rfind(b"\n") + 1].split(b"\n")):
+        found = _parsed(line)
+        columns = found.get(part) if found is not None else None
+        if isinstance(columns, dict):
+            return {name: tuple(values) for name, values in columns.items() if isinstance(values, list)}
+    return {}
 
 
 def read_history(run_dir: str, tier: str = "seconds") -> list[Moment]:

@@ -12,7 +12,7 @@ from stoker.contract import layout
 from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
 from stoker.control.record import reader
-from stoker.control.record.history import MOST_BYTES, HistoryTail, Moment
+from stoker.control.record.history import MOST_BYTES, Columns, HistoryTail, Moment, newest_columns
 from stoker.control.show.curves import Curve, MetricsTail, newest_line, parsed
 from stoker.control.show.snapshot import RUNNING, UNKNOWN, Metric, Rank, Role, Run, Suspicion, finite, metric
 
@@ -38,7 +38,7 @@ class EventTail:
         self.attempt: int | None = None
         self.up: dict[int, int] = {}  # rank -> pid, of the newest attempt
         self.ended: dict[int, tuple[int | None, int]] = {}  # rank -> (exit code, steps)
-        self.phases: dict[int, str] = {}
+        self.phases: dict[int, tuple[float, str]] = {}  # rank -> when it entered it
         self.suspicions: dict[str, Suspicion] = {}
         self.slow: dict[int, dict[str, Any]] = {}  # rank -> what the watch found out
 
@@ -93,16 +93,16 @@ class EventTail:
         elif kind in ("suspicion", "straggler", "numbers") and isinstance(event.get("summary"), str):
             self._suspect(kind, float(when), rank, event)
         elif rank is not None and len(self.up) < _MOST_RANKS:
-            self._of_rank(kind, rank, event)
+            self._of_rank(kind, rank, event, float(when))
 
-    def _of_rank(self, kind: str, rank: int, event: dict[str, Any]) -> None:
+    def _of_rank(self, kind: str, rank: int, event: dict[str, Any], when: float) -> None:
         if kind == "rank-up" and type(event.get("pid")) is int:
             self.up[rank] = event["pid"]
         elif kind == "rank-exit":
             code, steps = event.get("code"), event.get("steps")
             self.ended[rank] = (code if type(code) is int else None, steps if type(steps) is int else 0)
         elif kind == "phase" and isinstance(event.get("name"), str):
-            self.phases[rank] = printable(event["name"], 80)
+            self.phases[rank] = when, printable(event["name"], 80)
 
     def _suspect(self, kind: str, when: float, rank: int | None, event: dict[str, Any]) -> None:
         waiting = event.get("waiting") if isinstance(event.get("waiting"), list) else []
@@ -132,6 +132,7 @@ class RunFolder:
         self._row: Run | None = None
         self._newest: dict[str, Any] = {}
         self._told = Curve()
+        self._columns: Columns = {}  # of ranks, where the history was not read
 
     def run(self, now: float, watched: bool) -> Run:
         """A row of the list; of a run that is watched with its ranks and its curve."""
@@ -145,6 +146,7 @@ class RunFolder:
             self._signature = signature
             self.events.look()
             self._newest = newest_line(self.record.dir) if self.metrics is None else {}
+            self._columns = {} if self._newest or watched else newest_columns(self.record.dir)
         made = self._made(now, state)
         self._row = made
         return replace(made, **self._closely(now, made)) if watched else made
@@ -230,21 +232,30 @@ class RunFolder:
 
     def _beaten(self) -> int | None:
         """Steps, of a script that writes no metrics: as its beats told, and at its end."""
-        moment = self.moment
-        steps = [step for step in moment.ranks.get("step", ()) if type(step) is int] if moment is not None else []
+        steps = [step for step in self._of_ranks("step") if type(step) is int]
+        steps = [] if self.events.ended else steps
         steps += [steps_ for _, steps_ in self.events.ended.values() if steps_]
         return min(steps, default=None)
 
     def _loss_of_ranks(self) -> Metric:
-        moment = self.moment
-        losses = (metric(one) for one in moment.ranks.get("loss", ())) if moment is not None else iter(())
+        losses = (metric(one) for one in self._of_ranks("loss"))
         return next((one for one in losses if one is not None), None)
 
+    def _of_ranks(self, name: str) -> tuple[Any, ...]:
+        columns = self.moment.ranks if self.moment is not None else self._columns
+        return columns.get(name, ())
+
     def _phase(self) -> str:
-        moment, phases = self.moment, self.events.phases
-        if moment is not None and moment.ranks.get("phase"):
-            return str(moment.ranks["phase"][0] or "")
-        return phases[min(phases)] if phases else ""
+        """Of the lowest rank that is in one."""
+        known = self.moment.members.ranks if self.moment is not None else sorted(self.events.phases)
+        return next((phase for phase in map(self._phase_of, known) if phase), "")
+
+    def _phase_of(self, rank: int) -> str:
+        """The coordinator knows when one is over; the event is there sooner."""
+        entered, name = self.events.phases.get(rank, (0.0, ""))
+        if self.moment is None or entered > self.moment.time:
+            return name
+        return str(self.moment.of_rank(rank).get("phase") or "")
 
     def _seconds(self, now: float, state: str) -> float | None:
         """All starts of the run together, without the time between them. A start begins with the event "run"."""
@@ -306,7 +317,7 @@ class RunFolder:
             "step": max(step or 0, steps) or step,
             "step_s": finite(metric(row.get("step_s"))),
             "waiting": finite(metric(row.get("waiting"))),
-            "phase": str(row["phase"]) if row.get("phase") else events.phases.get(number, "") if not row else "",
+            "phase": self._phase_of(number),
             "memory": row.get("memory") if type(row.get("memory")) is int else None,
             "loss": metric(row.get("loss")),
             "recent": {name: self._recent_of_rank(name, number) for name in ("step_s", "waiting")},
