@@ -49,7 +49,9 @@ def series(page: bytes) -> Series:
     found: Series = {}
     for family in text_string_to_metric_families(page.decode()):
         for sample in family.samples:
-            key = sample.name, frozenset(sample.labels.items())
+            # To prometheus-client a counter ends in _total; DCGM's end in _TOTAL, or do not.
+            name = sample.name if sample.name in names.ALL else sample.name.removesuffix("_total")
+            key = name, frozenset(sample.labels.items())
             assert key not in found, f"twice: {key}"
             found[key] = sample.value
     return found

@@ -61,10 +61,8 @@ def main(argv: list[str]) -> int:
         raise Refusal(f"--port {told.port}: a port is a number from 0 to 65535", EX_USAGE)
     if told.interval < _LEAST_S:
         raise Refusal(f"--interval {told.interval:g} s: at least {_LEAST_S} s", EX_USAGE)
-    from stoker.control.show.metrics import server
-
-    server.check_installed()
     from stoker.control.show.gather import Gatherer
+    from stoker.control.show.metrics import server
     from stoker.control.show.metrics.collect import Collector
     from stoker.control.show.metrics.page import CONTENT_TYPE
 

@@ -23,7 +23,6 @@ class Exporter:
     def __init__(self, port: int, say: Callable[[str], None]) -> None:
         if not 0 <= port <= 65535:
             raise Refusal(f"--metrics-port {port}: a port is a number from 0 to 65535", EX_USAGE, cause="launch.port")
-        server.check_installed()
         self._say = say
         self._socket = server.listen("127.0.0.1", port, "--metrics-port")
         self._child: subprocess.Popen[bytes] | None = None

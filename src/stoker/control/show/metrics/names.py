@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from stoker.contract.shape import shape
 
-GAUGE, COUNTER, UNTYPED = "gauge", "counter", "untyped"
+GAUGE, COUNTER = "gauge", "counter"
 
 # ---- label sets ----
 HOST = ("host",)
@@ -179,7 +179,7 @@ GROUPS: dict[str, list[Described]] = {
         Described("DCGM_FI_DEV_SM_CLOCK", CLASSIC, "SM clock frequency (in MHz)."),
         Described("DCGM_FI_DEV_MEM_CLOCK", CLASSIC, "Memory clock frequency (in MHz)."),
         Described("DCGM_FI_DEV_XID_ERRORS", CLASSIC, "Value of the last XID error encountered."),
-        Described("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", CLASSIC, "Total energy consumption since boot (in mJ).", UNTYPED),
+        Described("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", CLASSIC, "Total energy consumption since boot (in mJ).", COUNTER),
     ],
     "DCGM's names from 4.9 on (`--dcgm 4.9`)": [
         Described("DCGM_FI_DEV_GPU_UTIL_RATIO", NEW, "GPU utilization."),

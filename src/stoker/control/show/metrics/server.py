@@ -31,14 +31,6 @@ _REASONS = {
 _LOCAL_NAMES = (b"localhost", b"127.0.0.1", b"[::1]")
 
 
-def check_installed() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("prometheus_client") is None:
-        line = "no package prometheus-client, which writes the metrics; pip install prometheus-client"
-        raise Refusal(line, EX_UNAVAILABLE)
-
-
 def where(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     return f"metrics at http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
