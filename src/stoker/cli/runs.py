@@ -141,7 +141,8 @@ def _cause(run: Run) -> str | None:
 
 
 def _cells(run: Run, everybody: bool) -> dict[str, str]:
-    step = "" if run.step is None else f"{run.step}/{run.total_steps}" if run.total_steps else str(run.step)
+    of = f"/{run.total_steps}" if run.total_steps else ""
+    step = f"{run.step}{of}" if run.step is not None else ""
     cells = {
         "RUN": printable(run.id, 200),
         "USER": printable(run.user, 12),

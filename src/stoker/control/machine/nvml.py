@@ -204,6 +204,9 @@ class Nvml:
         )
         clocks = [ask(nvml.nvmlDeviceGetClockInfo, handle, kind) for kind in (1, 2)]  # multiprocessors, memory
         energy = ask(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+        holders = gpu.holders  # where the card was looked at just now
+        if processes and holders is None:
+            holders = self._holders(handle)
         return GpuGauges(
             uuid=gpu.uuid,
             utilization=use.gpu / 100 if use else None,
@@ -218,7 +221,7 @@ class Nvml:
             ecc_corrected=ask(nvml.nvmlDeviceGetTotalEccErrors, handle, 0, 0),
             ecc_uncorrected=ask(nvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0),
             energy=None if energy is None else energy / 1000,
-            processes=(gpu.holders if gpu.holders is not None else self._holders(handle)) if processes else None,
+            processes=holders,
             **self._fixed[gpu.uuid],
         )
 
