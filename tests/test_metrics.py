@@ -252,7 +252,7 @@ def test_a_collection_that_fails_leaves_the_old_values_and_says_so() -> None:
             raise one
         return one
 
-    collector = Collector(gather, ".", "classic", told.append)
+    collector = Collector(gather, lambda: Examined("box", NOW, {}), "classic", told.append)
     pages = []
     for _ in range(4):
         collector.collect()

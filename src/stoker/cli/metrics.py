@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 
 from stoker.contract import layout, redact
 from stoker.contract.names import EX_USAGE, Refusal
@@ -61,15 +62,21 @@ def main(argv: list[str]) -> int:
         raise Refusal(f"--port {told.port}: a port is a number from 0 to 65535", EX_USAGE)
     if told.interval < _LEAST_S:
         raise Refusal(f"--interval {told.interval:g} s: at least {_LEAST_S} s", EX_USAGE)
+    from stoker.control.doctor.glance import glance
     from stoker.control.show.gather import Gatherer
     from stoker.control.show.metrics import server
     from stoker.control.show.metrics.collect import Collector
-    from stoker.control.show.metrics.page import CONTENT_TYPE
+    from stoker.control.show.metrics.page import CONTENT_TYPE, Examined
 
     root = os.path.dirname(told.run) if told.run else layout.runs_root(told.runs_dir, os.environ)
     gatherer = Gatherer(root, everybody=told.all)
+
+    def checks() -> Examined:
+        host, counts = glance(root)
+        return Examined(host, time.time(), counts)
+
     collector = Collector(
-        lambda: gatherer.snapshot(only=told.run), root, told.dcgm, lambda line: say(redact.whole(printable(line)))
+        lambda: gatherer.snapshot(only=told.run), checks, told.dcgm, lambda line: say(redact.whole(printable(line)))
     )
     if told.once:
         collector.examine()
