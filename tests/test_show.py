@@ -17,7 +17,7 @@ from conftest import Stoker, wait_for
 from stoker.contract.shape import replace
 from stoker.control.machine.gauges import Gauges, HostMeter
 from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
-from stoker.control.record import history
+from stoker.control.record import history, reader
 from stoker.control.record.history import HistoryTail, HistoryWriter, Members, Moment
 from stoker.control.show.comparison import differing, noise
 from stoker.control.show.curves import Curve, MetricsTail, newest_line
@@ -25,6 +25,7 @@ from stoker.control.show.drawing import Line, chart, columns_of, fitted, short, 
 from stoker.control.show.folder import RunFolder
 from stoker.control.show.gather import Gatherer
 from stoker.control.show.joined import late_rank, why_card, why_host
+from stoker.control.show.replay import Replay
 from stoker.control.show.snapshot import Rank, Run, Snapshot, snapshot_from_json
 from stoker.control.watch.straggler import waiting_shares
 
@@ -101,6 +102,14 @@ def test_a_running_job_is_seen_with_ranks_cards_and_hosts(stoker: Stoker, monkey
     assert [rank.state for rank in ended.ranks] == ["ended", "ended"]
     moments = history.read_history(run.dir)
     assert moments[-1].of_rank(1)["step"] == 10 and moments[-1].attempt == 0
+    replay = Replay(record := reader.read(run.dir))  # type: ignore[arg-type]
+    assert record is not None and len(replay.moments) == len(moments)
+    last = same_in_json(replay.snapshot(len(moments) - 1)).runs[0]
+    first = same_in_json(replay.snapshot(0)).runs[0]
+    assert (last.step, last.loss, last.phase, last.state) == (10, 0.3, "eval", "running") and first.ranks[
+        0
+    ].state == "running"
+    assert replay.snapshot(len(moments) - 1).gpus[0].temperature == 92
     where = moments[-1].members.gpus[0]
     assert moments[-1].of_gpu(*where)["throttle"] == ["hardware thermal slowdown"]
 
@@ -257,7 +266,6 @@ def rank(number: int, **more: Any) -> Rank:
 
 
 def test_the_slow_rank_its_card_and_what_the_others_wait(finished: Stoker) -> None:
-    from stoker.control.record import reader
     from stoker.control.show.joined import slow_ranks
 
     record = reader.load(str(finished.latest))

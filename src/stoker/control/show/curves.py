@@ -103,6 +103,7 @@ class MetricsTail:
         self.newest: dict[str, Metric] = {}
         self.step: int | None = None
         self.time: float | None = None  # of the newest line
+        self.clock = Curve()  # when each step was written
         self.times: list[tuple[int, float]] = []  # (step, time) of the newest lines
         self.partial = False  # only the end was read
         self._inode = self._at = 0
@@ -158,6 +159,7 @@ class MetricsTail:
             return
         steps = [line["step"] for line in lines]
         self.step = steps[-1]
+        self.clock.extend(steps, [line["time"] if _is_time(line.get("time")) else 0.0 for line in lines])
         for line in lines[-_NEWEST:]:
             if _is_time(line.get("time")) and (not self.times or self.times[-1][0] != line["step"]):
                 self.times.append((line["step"], float(line["time"])))

@@ -59,7 +59,7 @@ class EventTail:
                         break  # half written
                     for block in parsed(data[:end]):
                         for event in block:
-                            self._take(event)
+                            self.take(event)
                     self._at += end
         except OSError:
             return  # none yet, or gone; a damaged record is reported by reader.read
@@ -73,7 +73,7 @@ class EventTail:
         """Of the newest start."""
         return self.starts[-1][0] if self.starts else None
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def take(self, event: dict[str, Any]) -> None:
         kind, when = event.get("event"), event.get("time", 0.0)
         if not isinstance(kind, str) or type(when) not in (int, float) or not 0 <= when <= 1e11:
             return
@@ -150,6 +150,15 @@ class RunFolder:
         made = self._made(now, state)
         self._row = made
         return replace(made, **self._closely(now, made)) if watched else made
+
+    def at(self, moment: Moment, metrics: dict[str, Any], curve: Curve) -> Run:
+        """As it was then: `metrics` are its newest by that time, and `events` has been told no more."""
+        self.moments.append(moment)
+        self._newest = metrics
+        made = self._made(moment.time, RUNNING)
+        ranks = tuple(self._ranks(self.record.data.get("plan") or {}, moment.time, RUNNING))
+        points = curve.points(last=metrics.get("step", -1))
+        return replace(made, verdict=None, ranks=ranks, roles=_roles(ranks), curve=tuple(points))
 
     def _look_closely(self) -> None:
         record = self.record
