@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import json
 import os
 import re
 import signal
@@ -96,8 +97,12 @@ def main() -> None:
     parser.add_argument("--machine", default=str(ROOT / "tests/machines/box8-healthy.json"))
     told = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        machine = os.path.abspath(told.machine)
-        env = {**os.environ, "STOKER_MACHINE": machine, "STOKER_GPU_LOCKS": os.path.join(folder, "locks")}
+        # Under this machine's name: else its GPUs are exported twice, as recorded and as the run's.
+        data = json.loads(Path(told.machine).read_text())
+        data["machine"]["hostname"] = os.uname().nodename
+        machine = Path(folder, "machine.json")
+        machine.write_text(json.dumps(data))
+        env = {**os.environ, "STOKER_MACHINE": str(machine), "STOKER_GPU_LOCKS": os.path.join(folder, "locks")}
         launcher(env, folder)
         exporter(env, folder, told.seconds)
 

@@ -1,4 +1,4 @@
-"""stoker metrics [--port N] [--host ADDRESS] [--hosts FILE] [--dcgm WHICH] [--once]"""
+"""stoker metrics [--port N] [--host ADDRESS] [--dcgm WHICH] [--once]"""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def parser() -> Parser:
     made.option(
         "--host", "ADDRESS", "address to listen on (default: 127.0.0.1, this machine only)", default="127.0.0.1"
     )
-    made.option("--hosts", "FILE|A,B", "hosts of a cluster, too: a hosts file (cluster.yaml), or a,b,c reached by ssh")
     made.add_argument(
         "--dcgm",
         choices=("classic", "4.9", "off"),

@@ -1,6 +1,6 @@
 """A snapshot as Prometheus metrics, in the text format 0.0.4. Pure: nothing is asked here.
 
-Written out here and not by prometheus-client: for 8 GPUs and 8 ranks (730 series) that takes 8 ms a page and this 1 ms, of
+Written out here and not by prometheus-client: for 8 GPUs and 8 ranks (730 series) that takes 8 ms a page and this 1.4 ms, of
 the 10 ms a second that an exporter may take of a core. The tests read the pages with prometheus-client and promtool.
 """
 
