@@ -93,6 +93,17 @@ ROWS = [
         "there is no such server",
         after="stoker attach exp1",
     ),
+    Row(
+        "stoker run --notify ntfy://my-secret-topic train.py",
+        "stoker run --notify mailto:me@example.org train.py",
+        "nothing is sent to a server of others; there may be no sendmail, which is reported and changes nothing",
+    ),
+    Row(
+        "stoker metrics", "stoker metrics --once", "it serves until it is stopped", says="stoker_last_collect_success 1"
+    ),
+    Row(
+        "stoker run --metrics-port 9912 train.py", "stoker run --metrics-port 0 train.py", "the port may be in use here"
+    ),
     Row("stoker attach exp1", before="stoker run --name exp1 train.py"),
     Row("stoker stop exp1", before="stoker run --detach --name exp1 train.py --seconds 60", says="stopped"),
     Row("stoker runs"),

@@ -30,6 +30,7 @@ COMMANDS = {
     "doctor": "what is wrong with this machine, and what to type",
     "cluster": "check: are these hosts fit to train together; init: write a hosts file by asking them",
     "submit": "write a Slurm job script for a run, submit it, follow it",
+    "metrics": "serve runs, ranks, hosts and GPUs as Prometheus metrics",
     "docs": "show the documentation of this version",
     "completion": "print a completion script for bash, zsh or tcsh",
 }

@@ -33,6 +33,8 @@ from stoker.control.record.writer import RunRecord
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a run on one machine loads none of these
     from stoker.control.cluster.hosts import Hosts
+    from stoker.control.launch.exporter import Exporter
+    from stoker.control.launch.notify import Notifier
 
 
 Ended = Callable[[Verdict, str, Callable[[str], None]], None]  # verdict, run directory, how to say a line
@@ -60,6 +62,8 @@ class Coordinator:
         self._link = link
         self._hosts = hosts
         self._ended = ended
+        self._notifier: Notifier | None = None
+        self._exporter: Exporter | None = None
 
     def run(self) -> int:
         try:
@@ -67,10 +71,16 @@ class Coordinator:
             self._learn_secrets()
             self._live = LiveRun(self.request, self._link, self._hosts, self._signals, self._say, self._tell)
             try:
+                if self.options.notify:
+                    from stoker.control.launch.notify import Notifier
+
+                    self._notifier = self._live.notifier = Notifier(self.options.notify, self._say)
                 self._signals.catch()
                 verdict = self._run()
             finally:
                 self._live.agents.members.close()
+                if self._exporter is not None:
+                    self._exporter.close()
             if verdict is None:
                 return 0
             self._tell_others(verdict, "ended")
@@ -101,13 +111,19 @@ class Coordinator:
             from stoker.control.launch.torchfiles import tell_launcher
 
             tell_launcher(verdict, self._record.dir if self._record is not None else "", self._say)
-        description.notify(self.options.notify, verdict, what, self._say, wait=True)
+        if self._notifier is not None:
+            self._notifier.tell(verdict, what, self._record.dir if self._record is not None else "")
+            self._notifier.close()
 
     def _learn_secrets(self) -> None:
         """Those that came by a config file or a hosts file: the environment and the command line are known already."""
         told = dict(word.split("=", 1) for word in self.options.env if "=" in word)
         told |= self._hosts.env if self._hosts is not None else {}
         redact.learn(told, (*self.request.args, self.options.notify or ""))
+        if self.options.notify:
+            from stoker.control.launch.notify import secret_of
+
+            redact.learn({"NOTIFY_TOKEN": secret_of(self.options.notify)})
 
     def _run(self) -> Verdict | None:
         """None for a dry run."""
@@ -137,6 +153,10 @@ class Coordinator:
     def _prepare(self, argv: list[str], place: RunPlace) -> RunPlan:
         """All that can be refused; ends with the record open. Nothing has been started."""
         live = self._live
+        if self.options.metrics_port is not None and not self.options.dry_run:
+            from stoker.control.launch.exporter import Exporter
+
+            self._exporter = Exporter(self.options.metrics_port, self._say)
         (live.membership or live.agents).meet(place)
         while True:
             try:
@@ -154,6 +174,8 @@ class Coordinator:
         if self.options.quiet is False:
             for line in filter(None, (place.notice, notice, *plan.lines, *warnings)):
                 self._say(line)
+        if self._exporter is not None:
+            self._exporter.start(place.dir)
         if self._report is not None:
             self._report.started(place.dir)
         return plan

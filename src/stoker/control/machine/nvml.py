@@ -18,6 +18,7 @@ _MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_pr
 _THROTTLE = {
     0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake",
 }  # fmt: skip
+THROTTLE_REASONS = tuple(_THROTTLE.values())
 _RECOVERY = {
     0: "none", 1: "reset", 2: "reboot", 3: "drain", 4: "drain and reset", 5: "recovery of the IMEX domain", 6: "bus reset", 7: "reboot of the system",
 }  # fmt: skip
