@@ -27,7 +27,8 @@ pytest.importorskip("prometheus_client", reason="no prometheus-client")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from conftest import Stoker, gpu_json, wait_for
+from conftest import Stoker, gpu_json, machine_json, wait_for
+from netcluster import NetCluster
 from stoker.contract.shapes import Verdict
 from stoker.control.machine.model import GpuGauges, HostGauges
 from stoker.control.show.metrics import docs, names, server
@@ -581,3 +582,25 @@ def test_a_real_prometheus_scrapes_it(stoker: Stoker, box: Any) -> None:
         finally:
             prometheus.terminate()
             prometheus.wait(30)
+
+
+def test_several_hosts_from_one_endpoint(stoker: Stoker, netcluster: NetCluster) -> None:
+    for number in range(3):
+        path = stoker.cwd / f"host{number}.json"
+        path.write_text(json.dumps(machine_json([gpu_json(0, utilization=10 * number), gpu_json(1)])))
+        netcluster.set_env(number, STOKER_MACHINE=str(path))
+    names_ = [host.name for host in netcluster.hosts]
+    with exporter(stoker, "--hosts", str(netcluster.file())) as (port, _):
+
+        def ups() -> list[float | None]:
+            return [value(get(port)[1], "stoker_host_up", host=name) for name in names_]
+
+        assert wait_for(lambda: ups() == [1, 1, 1] or None, 20), ups()
+        page = get(port)[1]
+        used = [value(page, "stoker_gpu_utilization_ratio", host=name, gpu="0") for name in names_]
+        assert used == [0, 0.1, 0.2] and value(page, "stoker_host_gpus", host=names_[2]) == 2
+        netcluster.cut(1)
+        assert wait_for(lambda: ups() == [1, 0, 1] or None, 20), ups()
+        assert value(get(port)[1], "stoker_gpu_utilization_ratio", host=names_[1], gpu="0") is None
+        netcluster.heal(1)
+        assert wait_for(lambda: ups() == [1, 1, 1] or None, 30), ups()

@@ -1,4 +1,4 @@
-"""stoker metrics [--port N] [--host ADDRESS] [--dcgm WHICH] [--once]"""
+"""stoker metrics [--port N] [--host ADDRESS] [--hosts FILE] [--dcgm WHICH] [--once]"""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ from stoker.contract.settings import Parser
 from stoker.contract.terminal import say
 from stoker.contract.untrusted import printable
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.cluster.elsewhere import Elsewhere
+    from stoker.control.show.snapshot import Snapshot
+
 PORT = 9911
 _LEAST_S = 0.25
+_FIRST_S = 10.0  # that --once waits for other hosts
 _EXAMPLES = """examples:
   stoker metrics                      http://127.0.0.1:9911/metrics, for a Prometheus on this machine
   stoker metrics --once | grep loss   print the metrics and end
+  stoker metrics --hosts cluster.yaml     several machines from one endpoint, by ssh; nothing has to be installed there
   stoker metrics --dcgm 4.9           GPU metrics also under the names of dcgm-exporter 4.9
   stoker run --metrics-port 9912 train.py    those of one run, for as long as it runs
 
@@ -35,6 +42,8 @@ def parser() -> Parser:
     made.option(
         "--host", "ADDRESS", "address to listen on (default: 127.0.0.1, this machine only)", default="127.0.0.1"
     )
+    made.option("--hosts", "FILE|A,B", "these hosts instead of this machine: a hosts file, or a,b,c reached by ssh")
+    made.option("--ssh-option", "OPT", "an option for the ssh client: --ssh-option=-p2222", action="append", default=[])
     made.add_argument(
         "--dcgm",
         choices=("classic", "4.9", "off"),
@@ -68,18 +77,29 @@ def main(argv: list[str]) -> int:
     from stoker.control.show.metrics.page import CONTENT_TYPE, Examined
 
     root = os.path.dirname(told.run) if told.run else layout.runs_root(told.runs_dir, os.environ)
-    gatherer = Gatherer(root, everybody=told.all)
+    elsewhere: Elsewhere | None = None
+    if told.hosts:
+        from stoker.control.cluster.elsewhere import Elsewhere
+        from stoker.control.cluster.hosts import read
+
+        elsewhere = Elsewhere(read(told.hosts, tuple(told.ssh_option)), told.interval)
+    gatherer = Gatherer(root, everybody=told.all, machine=elsewhere is None)
+
+    def gather() -> Snapshot:
+        return gatherer.snapshot(elsewhere=elsewhere.readings() if elsewhere is not None else (), only=told.run)
 
     def checks() -> Examined:
         host, counts = glance(root)
         return Examined(host, time.time(), counts)
 
-    collector = Collector(
-        lambda: gatherer.snapshot(only=told.run), checks, told.dcgm, lambda line: say(redact.whole(printable(line)))
-    )
+    collector = Collector(gather, checks, told.dcgm, lambda line: say(redact.whole(printable(line))))
     if told.once:
+        if elsewhere is not None:
+            elsewhere.wait(_FIRST_S)
         collector.examine()
         collector.collect()
+        if elsewhere is not None:
+            elsewhere.close()
         sys.stdout.write((collector.page or b"").decode())
         return 0
     listening = socket.socket(fileno=told.listening) if told.listening else server.listen(told.host, told.port)
@@ -94,4 +114,6 @@ def main(argv: list[str]) -> int:
             say("anybody who can reach this port can read the names of runs, users and hosts, and their numbers")
     server.Server(listening, lambda: collector.page, CONTENT_TYPE).serve(lambda: bool(over))
     collector.stop()
+    if elsewhere is not None:
+        elsewhere.close()
     return 0

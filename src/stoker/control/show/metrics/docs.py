@@ -11,6 +11,7 @@ Made from the code by `python -m stoker.control.show.metrics.docs`; a test keeps
 ```bash
 stoker metrics                        # http://127.0.0.1:9911/metrics: all runs of the folder, this machine, its GPUs
 stoker metrics --once                 # print them and end
+stoker metrics --hosts cluster.yaml   # several machines from one endpoint, by ssh; one that is gone has stoker_host_up 0
 stoker run --metrics-port 9912 train.py    # one run's, while it runs; 0: a free port, which is printed
 ```
 
