@@ -196,12 +196,15 @@ class Buffers:
 
     def __init__(self) -> None:
         self._held: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._in_graphs: dict[int, Tensor] = {}  # whose addresses a CUDA graph keeps
 
     def take(self, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         held = self._held.get((device, dtype))
         if held is None or held.numel() < rows * columns:
             self._held.pop((device, dtype), None)  # before the larger one is made: never both
             held = self._held[device, dtype] = torch.empty(rows * columns, device=device, dtype=dtype)
+        if _capturing(held):
+            self._in_graphs[held.data_ptr()] = held
         return held[: rows * columns].view(rows, columns)
 
 

@@ -151,7 +151,7 @@ def expand(q: Joined, out: Tensor) -> Tensor:
     return out.copy_((pairs.view(-1, BLOCK) * scales[:, None]).view(q.size))
 
 
-FEW = 64  # tokens: with more, making the matrix once costs less
+FEW = 8  # tokens: with more, making the matrix first costs less
 
 
 def multiply(x: Tensor, q: Joined, out: Tensor) -> None:
