@@ -5,6 +5,7 @@ PYTHONPATH=src python benchmarks/shapes.py 8b [FOLDER]      writes such a model,
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import tempfile
@@ -129,12 +130,15 @@ def written(size: str, folder: str = "") -> str:
 
 
 def _drawn(c: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """As pretraining begins. With large matrices at the end of each block a deep model multiplies every rounding many times."""
+    residual = 1 / math.sqrt(2 * c.layers)
     for name, sizes in tensors(c):
         whole = (sum(size[0] for size in sizes), *sizes[0][1:])
         if len(whole) == 1:
             yield name, torch.full(whole, 0.0 if name.endswith("bias") else 1.0 - c.norm_offset)
         else:
-            yield name, torch.randn(whole, device=device(), dtype=torch.bfloat16).mul_(0.02)
+            ends = name.endswith(("attention.out.weight", "mlp.down.weight"))
+            yield name, torch.randn(whole, device=device(), dtype=torch.bfloat16).mul_(0.02 * (residual if ends else 1))
 
 
 if __name__ == "__main__":

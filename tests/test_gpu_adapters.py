@@ -156,14 +156,14 @@ def test_codes_expand_to_the_same_numbers_as_on_the_cpu() -> None:
         assert torch.equal(nf4.dequantize(there).cpu(), nf4.dequantize(q))
 
 
-def test_few_tokens_are_multiplied_by_codes_as_by_the_matrix() -> None:
+def test_tokens_are_multiplied_by_codes_as_by_the_matrix() -> None:
     for rows, columns in ((512, 512), (192, 1088), (67, 64), (4096, 4096)):
         weights = [torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + n)) * 0.02 for n in (0, 1)]
         groups, _ = nf4.join([nf4.moved(nf4.quantize(w.bfloat16()), CUDA) for w in weights])
-        for tokens in (1, 2, 16, 33, 64):
+        for tokens in (1, 2):
             x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens)).bfloat16().cuda()
             wanted = x.float() @ maps.dequantized(groups, torch.bfloat16).float().t()
-            found = maps.few(groups, x).float()
+            found = maps.by_codes(groups, x).float()
             assert float((found - wanted).norm() / wanted.norm()) < 4e-3, (rows, columns, tokens)
 
 

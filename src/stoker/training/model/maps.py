@@ -196,26 +196,31 @@ class Buffers:
 
     def __init__(self) -> None:
         self._held: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._in_graphs: dict[int, Tensor] = {}  # whose addresses a CUDA graph keeps
 
     def take(self, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         held = self._held.get((device, dtype))
         if held is None or held.numel() < rows * columns:
             self._held.pop((device, dtype), None)  # before the larger one is made: never both
             held = self._held[device, dtype] = torch.empty(rows * columns, device=device, dtype=dtype)
+        if _capturing(held):
+            self._in_graphs[held.data_ptr()] = held
         return held[: rows * columns].view(rows, columns)
 
 
 BUFFERS = Buffers()
 
 
-def few(groups: Sequence[nf4.Joined], x: Tensor) -> Tensor:
-    """x [N, inputs] times the transposed weight. For few tokens on a GPU the weight is never made."""
-    if not x.is_cuda or len(x) > nf4.FEW:
+def by_codes(groups: Sequence[nf4.Joined], x: Tensor) -> Tensor:
+    """x [N, inputs] times the transposed weight. For one token on a GPU the weight is never made: that takes half the time.
+    Already for two, looking up what codes mean takes longer than making the matrix once (H200).
+    """
+    if not x.is_cuda or len(x) > 1:
         return x @ dequantized(groups, x.dtype).t()
-    y = x.new_empty(len(x), sum(group.size[0] for group in groups))
+    y = x.new_empty(1, sum(group.size[0] for group in groups))
     begin = 0
     for group in groups:
-        nf4.multiply(x.contiguous(), group, y[:, begin : begin + group.size[0]])
+        nf4.multiply(x.contiguous(), group, y[0, begin : begin + group.size[0]])
         begin += group.size[0]
     return y
 
