@@ -193,7 +193,7 @@ def test_weights_that_travel_in_pieces_arrive_whole(tmp_path: Path) -> None:
     for name, one in header(str(tmp_path / "model.safetensors")).items():
         assert torch.equal(stream.read(one).cpu(), tensors[name])
         for dtype in (torch.float32, torch.bfloat16):
-            out = torch.empty(tensors[name].shape, dtype=dtype, device=CUDA)
+            out = torch.full(tensors[name].shape, torch.nan, dtype=dtype, device=CUDA)
             assert torch.equal(stream.fill(one, out).cpu(), tensors[name].to(dtype)), (name, dtype)
     stream.close()
 

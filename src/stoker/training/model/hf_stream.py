@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import cycle
+from itertools import cycle, islice
 from typing import BinaryIO
 
 import torch
@@ -47,8 +47,11 @@ def _read(file: BinaryIO, one: Stored, at: int, into: memoryview) -> None:
 
 class Stream:
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         self._gpu = device.type == "cuda"
+        # As tensors name it: one without a number is equal to none of theirs.
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if self._gpu and device.index is None else device
+        )
         self._threads = ThreadPoolExecutor(SLOTS, thread_name_prefix="weights") if self._gpu else None
         self._slots = [
             torch.empty(PIECE if self._gpu else 0, dtype=torch.uint8, pin_memory=self._gpu) for _ in range(SLOTS)
@@ -97,7 +100,7 @@ class Stream:
                 waiting.append((begin, slot, piece, future))
 
             try:
-                for begin, _ in zip(begins, range(SLOTS), strict=False):
+                for begin in islice(begins, SLOTS):
                     start(begin)
                 while waiting:
                     begin, slot, piece, future = waiting.pop(0)
