@@ -96,6 +96,11 @@ class Block(nn.Module):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
+def _table(rows: int, width: int) -> nn.Embedding:
+    """Without numbers, as `Linear` is."""
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
+
+
 class Decoder(nn.Module):
     """forward(inputs, targets) is the sum of the tokens' losses times `scale`; forward(inputs) the logits."""
 
@@ -107,7 +112,7 @@ class Decoder(nn.Module):
         self.config, self.context_length, self.dtype = c, context_length, dtype
         self.loss = "auto"  # compute.loss
         self.embed_on_host = False  # compute.embedding
-        self.embed = nn.Embedding(c.vocab_size, c.dim)
+        self.embed = _table(c.vocab_size, c.dim)
         self.positions = self._position_rows() if c.positions == "learned" else None
         # rounded as the activations are, which is how models with such a scale were trained
         self.embedding_scale = float(torch.tensor(c.embedding_scale, dtype=dtype, device="cpu"))
@@ -133,7 +138,7 @@ class Decoder(nn.Module):
                 f" set data.context_length to {c.position_rows} or less",
                 EX_CONFIG,
             )
-        return nn.Embedding(c.position_rows, c.dim)
+        return _table(c.position_rows, c.dim)
 
     def _theta(self, layer: int) -> float | None:
         """The base of the layer's rotary table where it is not the model's; None: it turns nothing."""

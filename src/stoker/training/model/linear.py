@@ -193,6 +193,9 @@ class Linear(nn.Linear):
         self._joined: tuple[nf4.Joined, ...] = ()  # the same
         self.map: Map = Whole()
 
+    def reset_parameters(self) -> None:
+        """Nothing: `Decoder.start` or a folder has the numbers. Sampling some on the meta device imports the compiler, seconds."""
+
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The weight in this dtype; a quantized one in a buffer that the next call overwrites."""
         return dequantized(self._joined, dtype) if self._joined else self.weight.to(dtype)
