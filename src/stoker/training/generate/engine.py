@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.shape import replace
 from stoker.training.generate import plain
 from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, padded, seen
+from stoker.training.generate.config import kernels_lack
 from stoker.training.generate.graphed import Graphed
 from stoker.training.generate.sample import Sampling, checked, sample_token, uniforms
-from stoker.training.model.config import lacking
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.outside import Outside
 
@@ -128,13 +127,6 @@ class Eager:
             logits = blocks.logits(x, delta)
 
 
-# Options of the block that the Triton kernels compute, or that lie beside them.
-KERNELS = (
-    "qkv_bias", "out_bias", "mlp_bias", "norm_offset", "activation", "gated", "attention_scale", "embedding_scale", "final_cap", "rope_kind", "unrotated",
-    "window_theta", "positions", "experts",
-)  # fmt: skip
-
-
 class Engine:
     def __init__(self, model: Decoder | Outside, *, rows: int, length: int, vocab: int = 0) -> None:
         """`rows`: answers at once; `length`: prompt and answer; `vocab`: ids from here on are never written."""
@@ -155,17 +147,13 @@ class Engine:
             self._runner = Borrowed(model, self._vocab)
             return
         self._weights = Weights(model, self._vocab)
-        self._runner = Eager(self._weights, rows, length)
         if self._device.type == "cuda":
             self._runner = Graphed(self._weights, rows, length, self._kernels(model))
+        else:
+            self._runner = Eager(self._weights, rows, length)
 
     def _kernels(self, model: Decoder) -> Any:
-        c = model.config
-        if all(not window or window >= self.length for window in c.windows):
-            c = replace(c, windows=())  # none is ever left
-        head_dim, lacks = c.head_dim, lacking(c, KERNELS)
-        if head_dim < 16 or head_dim & (head_dim - 1):
-            lacks = f"heads of {head_dim}"
+        lacks = kernels_lack(model.config, self.length)
         if lacks:
             print(f"the generation kernels have no {lacks} yet; using plain torch", file=sys.stderr, flush=True)
             return None

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from stoker.training.generate import plain
 from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, padded, seen
+from stoker.training.generate.config import BUCKET, PREFILL_TOKENS, ROUND, slots
 from stoker.training.generate.sample import Sampling, sample_token, uniforms
 
 LOOK = 16
-BUCKET = 128  # slots: without our kernels a step attends over a multiple of this, and each multiple is a graph
-ROUND = 16  # prompts are filled up to a multiple: fewer shapes of products
-PREFILL_TOKENS = 1 << 15  # at once: 400 MB of activations in a feed-forward layer of 3,072
 
 
 class Graphed:
@@ -29,7 +27,7 @@ class Graphed:
         device = w.embed.device
         # Prompts are filled up past `length` at times: what is there is turned by any angle, and seen by nobody.
         self._angles = self._blocks.angles(lambda table: torch.cat([table[:length], table[:1].expand(ROUND, -1)]))
-        self._cache = Cache(w, rows, -(-(length + ROUND) // BUCKET) * BUCKET)
+        self._cache = Cache(w, rows, slots(length))
         self._steps: dict[tuple[int, Sampling], Callable[[], None]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._looking = _Looking(device)
