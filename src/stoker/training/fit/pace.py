@@ -8,6 +8,7 @@ from stoker.contract.quantities import number_at
 from stoker.contract.shape import shape
 from stoker.training.fit.plan import AGAIN, FULL, HALF_SPEED, Plan
 from stoker.training.fit.runs import recorded
+from stoker.training.fit.terms import DPO, GRPO, SFT
 from stoker.training.model.config import ModelConfig, matmul_parameters
 
 SHARE = 0.4  # of a card's peak that training reaches, where nothing was measured
@@ -29,15 +30,20 @@ def flops_per_token(c: ModelConfig, context: int, method: str, recompute: int) -
 
 
 def from_table(plan: Plan) -> Pace | None:
-    """None: a card that the table does not have."""
+    """None: a card that the table does not have, or a stage that writes answers."""
     wish, s = plan.wish, plan.settings
+    if wish.needs.stage == GRPO:
+        return None
     peaks = [share.card.peak for share in plan.shares]
     known = [peak for peak in peaks if peak]
     if len(known) < len(peaks):
         return None
     tokens = s.micro * wish.context
     full = SHARE / (1 + HALF_SPEED / tokens)
-    rate = sum(known) * full / flops_per_token(wish.model, wish.context, s.method, s.recompute)
+    work = flops_per_token(wish.model, wish.context, s.method, s.recompute)
+    if wish.needs.stage == DPO:  # and a forward pass of the reference
+        work += 2 * matmul_parameters(wish.model)
+    rate = sum(known) * full / work
     return Pace(rate, f"estimated from the card's table, {full:.0%} of its bf16 peak assumed")
 
 
@@ -53,4 +59,6 @@ def measured(runs: str, plan: Plan, model: tuple[str, ...]) -> Pace | None:
 def _same(told: dict[str, Any], plan: Plan, model: tuple[str, ...]) -> bool:
     cards = [share.card.name for share in plan.shares]
     wanted = {"method": plan.settings.method, "context": plan.wish.context, "cards": cards}
+    stage = "stage" in told or plan.wish.needs.stage != SFT
+    wanted |= {"stage": plan.wish.needs.stage} if stage else {}
     return told.get("model") in model and all(told.get(key) == value for key, value in wanted.items())

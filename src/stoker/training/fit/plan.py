@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.cards import Card
 from stoker.training.fit.footprint import Footprint
-from stoker.training.fit.terms import Job, Planned, reserved
+from stoker.training.fit.terms import GRPO, Job, Planned, StageNeeds, reserved
 from stoker.training.model.config import LORA, OFF, QLORA, AdapterConfig, ModelConfig
 
 AUTO, FULL = "auto", "full"
@@ -43,11 +43,17 @@ class Wish:
     on_host: bool | None = None
     packed: bool = True
     documents: int = 1  # in a packed row
-    samples: int = 16  # of a step, all cards together
+    samples: int = 16  # of a step, all cards together; of GRPO, answers
+    needs: StageNeeds = StageNeeds()
+    kept: bool = False  # the optimizer is that of a checkpoint: no other can go on with it
 
     @property
     def layers(self) -> int:
         return self.model.layers
+
+    def share(self, world: int) -> int:
+        """Samples of one card between two optimizer steps."""
+        return max(-(-self.samples // (world * self.needs.updates)), 1)
 
 
 @shape
@@ -57,6 +63,7 @@ class Settings:
     recompute: int  # blocks
     on_host: bool
     micro: int  # that every card takes
+    rows: int = 0  # GRPO: answers that are written at once
 
 
 @shape
@@ -124,22 +131,28 @@ class Search:
             if method != FULL:
                 kinds = tuple(kind for kind in kinds if kind != "muon") or ("adamw",)
             for kind in kinds:
-                yield Settings(method, kind, recompute, bool(wish.on_host), max(wish.micro, 1))
+                yield Settings(method, kind, recompute, bool(wish.on_host), max(wish.micro, 1), self._rows)
             if wish.on_host is None and method != FULL and self._footprint(method).can_be_on_host():
-                yield Settings(method, kinds[-1], recompute, True, max(wish.micro, 1))
+                yield Settings(method, kinds[-1], recompute, True, max(wish.micro, 1), self._rows)
+
+    @property
+    def _rows(self) -> int:
+        needs = self._wish.needs
+        return needs.rows if needs.stage == GRPO else 0
 
     def _footprint(self, method: str) -> Footprint:
         if method not in self._footprints:
             adapter = replace(self._wish.adapter, method=OFF if method == FULL else method)
-            self._footprints[method] = Footprint(self._wish.model, adapter)
+            self._footprints[method] = Footprint(self._wish.model, adapter, self._wish.needs.stage)
         return self._footprints[method]
 
     def _job(self, s: Settings, card: Card, context: int = 0) -> Job:
         wish = self._wish
-        share = max(-(-wish.samples // self._world), 1)
+        needs = replace(wish.needs, rows=s.rows) if s.rows else wish.needs
+        tries = wish.micro == 0 and needs.stage != GRPO  # on the GPU, which adds gradients to gradients
         return Job(
             s.micro, context or wish.context, s.optimizer, wish.packed, wish.documents, s.recompute, self._world,
-            wish.micro == 0 or share > s.micro, card.capability, s.on_host,
+            tries or wish.share(self._world) > s.micro, card.capability, s.on_host, needs,
         )  # fmt: skip
 
     def _needs(self, s: Settings, card: Card, context: int = 0) -> int:
@@ -166,7 +179,7 @@ class Search:
     def _fastest(self, s: Settings) -> Settings:
         """The micro-batch, with as few recomputed blocks as it needs, that takes the least time for a token."""
         wish = self._wish
-        share = max(-(-wish.samples // self._world), 1)
+        share = wish.share(self._world)
         sizes = [wish.micro] if wish.micro else _sizes(min(share, MOST))
         found: list[tuple[float, Settings]] = []
         for micro in sizes:
@@ -209,8 +222,7 @@ class Search:
             yield f"micro-batch {s.micro}: {self._why_micro(s)}"
 
     def _why_micro(self, s: Settings) -> str:
-        share = max(-(-self._wish.samples // self._world), 1)
-        if s.micro == share:
+        if s.micro == self._wish.share(self._world):
             return f"a step of {self._wish.samples} samples has no more for a card"
         all_again = self._wish.layers if self._wish.recompute is None else s.recompute
         if not self._fits(replace(s, micro=s.micro + 1, recompute=all_again), self._tightest):
@@ -218,7 +230,7 @@ class Search:
         return "more would need more recomputing than it gains"
 
     def _frugal(self, method: str) -> Settings:
-        return Settings(method, "adamw8bit", self._wish.layers, False, 1)
+        return Settings(method, "adamw8bit", self._wish.layers, False, 1, self._rows)
 
     def _change(self, s: Settings) -> Change:
         """One change that is enough, the smallest first; then a card that is."""
@@ -257,10 +269,14 @@ class Search:
             yield again, replace(s, recompute=layers)
         if s.micro > 1 and s.recompute < layers:
             yield one | again, replace(s, micro=1, recompute=layers)
-        if s.optimizer != "adamw8bit":
+        if s.optimizer != "adamw8bit" and not self._wish.kept:
             yield {"optimizer": "adamw8bit"}, replace(s, optimizer="adamw8bit")
         if not s.on_host and self._footprint(s.method).can_be_on_host():
             yield {"embedding": "host"}, replace(s, on_host=True)
+        rows = s.rows // 2
+        while rows:
+            yield {"rows": str(rows)}, replace(s, rows=rows)
+            rows //= 2
 
     def _longest(self, s: Settings) -> int:
         """The longest context that fits; 0: none that is worth it."""

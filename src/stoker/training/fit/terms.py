@@ -23,12 +23,32 @@ from stoker.training.fit.memory import (
     added,
     rounded,
 )  # fmt: skip
+from stoker.training.model.config import ModelConfig
 
 CHUNK_BYTES = 1 << 29  # of logits (model/loss.py)
 CUBLAS = {9: 32 << 20, 10: 32 << 20}  # bytes of cuBLAS's workspace by compute capability
 CUBLAS_ELSE = 8519680
 HANDLES = 2  # of cuBLAS: the thread of the forward pass, and that of the backward pass
 FORWARD, BACKWARD, STEP = "forward and loss", "backward", "optimizer step"
+SFT, REWARD, DPO, GRPO = "sft", "reward", "dpo", "grpo"
+
+
+@shape
+class StageNeeds:
+    """What a stage holds and computes besides a step on rows."""
+
+    stage: str = SFT  # pretrain and midtrain are the same step
+    likelihood: bool = True  # reward.likelihood
+    reference: bool = True  # GRPO's, where grpo.kl is above 0; DPO always has one
+    loaded: bool = False  # adapters begin with a folder: the reference keeps them as they were
+    rows: int = 64  # answers that are written at once (generate.rows)
+    new_tokens: int = 128
+    length: int = 0  # tokens of the longest prompt and its answer; 0: as many as the context
+    answers: int = 256  # of a step, all ranks together
+    updates: int = 1
+    reward_model: str = ""  # its folder (grpo.reward_model)
+    scorer: ModelConfig | None = None  # that model's shape
+    scorer_likelihood: bool = True
 
 
 @shape
@@ -43,6 +63,7 @@ class Job:
     accumulates: bool = True  # gradients of a micro-batch before are there already
     capability: int = 9  # compute capability, its first number
     on_host: bool = False  # an embedding that does not learn lies in host memory
+    needs: StageNeeds = StageNeeds()
 
     @property
     def tokens(self) -> int:
@@ -102,10 +123,10 @@ def reserved(total: int) -> int:
 
 def predict(d: Described, job: Job) -> Planned:
     """`max_memory_allocated` of a rank."""
-    return _Step(d, job).planned()
+    return Step(d, job).planned()
 
 
-class _Step:
+class Step:
     """The phases of a step, gone through with one block's passes for all blocks that are like it."""
 
     def __init__(self, d: Described, job: Job) -> None:
@@ -118,15 +139,15 @@ class _Step:
     def _like(self) -> Iterator[tuple[_Passes, int, bool]]:
         """(passes of a block, how many like it follow each other, whether they are computed again)."""
         d, job = self._d, self._job
-        rows = Rows(job.tokens, _offsets(job))
-        kinds = ((d.kinds[at], _flash(d, job, at), at == 0, at < job.recomputed) for at in range(d.config.layers))
-        for (kind, flash, first, again), run in groupby(kinds):
-            block = replace(d.blocks[kind], flash=flash)
+        rows = Rows(job.tokens, offsets(job))
+        kinds = ((d.kinds[at], flash(d, job, at), at == 0, at < job.recomputed) for at in range(d.config.layers))
+        for (kind, by_offsets, first, again), run in groupby(kinds):
+            block = replace(d.blocks[kind], flash=by_offsets)
             yield _passes(block, rows, first, again, self._steals), sum(1 for _ in run), again
 
     def planned(self) -> Planned:
-        base = _base(self._d, self._job)
-        now = self._forward(added(base, _entered(self._d, self._job)))
+        base = self._base()
+        now = self._forward(added(base, self._entered()))
         now = self._loss(now)
         for one, count, _ in reversed(self._runs):
             now = added(now, one.stays, -1)
@@ -140,6 +161,16 @@ class _Step:
         totals = {phase: sum(terms.values()) for phase, terms in self._highest.items()}
         phase = max(totals, key=lambda name: totals[name])
         return Planned({term: size for term, size in self._highest[phase].items() if size}, phase, totals)
+
+    def _base(self) -> dict[str, int]:
+        return base_of(self._d, self._job)
+
+    def _entered(self) -> dict[str, int]:
+        return _entered(self._d, self._job)
+
+    def _joined(self) -> bool:
+        """Whether the embedding has a gradient as the head, too."""
+        return self._d.config.tied
 
     def _reach(self, phase: str, now: dict[str, int]) -> None:
         if phase not in self._highest or sum(now.values()) > sum(self._highest[phase].values()):
@@ -196,16 +227,23 @@ class _Step:
             m.give(gradient)
             own = [m.take(GRADIENTS, WIDE * c.vocab_size * c.dim)]
             m.give(wide)
-            if c.tied:  # added to the head's, into a third
+            if self._joined():  # added to the head's, into a third
                 own.append(m.take(GRADIENTS, WIDE * c.vocab_size * c.dim))
         self._reach(BACKWARD, m.at_peak)
 
 
-def _base(d: Described, job: Job) -> dict[str, int]:
+def views(c: ModelConfig) -> int:
+    """Kinds of layers, by window and rotary table."""
+    return len({(c.window(at), at in c.unrotated) for at in range(c.layers)})
+
+
+def rotary_tables(c: ModelConfig, context: int) -> int:
+    return 2 * views(c) * rounded(WIDE * context * int(c.head_dim * c.rope_share) // 2)
+
+
+def base_of(d: Described, job: Job) -> dict[str, int]:
     """What is there all the time."""
-    c = d.config
-    kinds = len({(c.window(at), at in c.unrotated) for at in range(c.layers)})
-    tables = 2 * kinds * rounded(WIDE * job.context * int(c.head_dim * c.rope_share) // 2)
+    c, tables = d.config, rotary_tables(d.config, job.context)
     workspace = HANDLES * CUBLAS.get(job.capability, CUBLAS_ELSE)
     there = job.accumulates or job.world > 1  # DDP's buckets are the gradients, and stay
     held = dict(d.held)
@@ -219,11 +257,11 @@ def _base(d: Described, job: Job) -> dict[str, int]:
     }
 
 
-def _flash(d: Described, job: Job, layer: int) -> bool:
+def flash(d: Described, job: Job, layer: int) -> bool:
     return job.packed or 0 < d.config.window(layer) < job.context
 
 
-def _offsets(job: Job) -> int:
+def offsets(job: Job) -> int:
     """Documents of a packed micro-batch, rounded up as model/attention.py does; windows alone: its rows."""
     if not job.packed:
         return job.micro
@@ -237,13 +275,13 @@ def _entered(d: Described, job: Job) -> dict[str, int]:
     if job.packed:
         kinds = len({c.window(at) for at in range(c.layers)})
         found += rounded(4 * n) + rounded(8 * n) + 2 * kinds * rounded(WIDE * n * c.head_dim // 2)
-    elif any(_flash(d, job, at) for at in range(c.layers)):
+    elif any(flash(d, job, at) for at in range(c.layers)):
         found += rounded(4 * n)
     return {ACTIVATIONS: found}
 
 
-def chunk_rows(tokens: int, vocabulary: int) -> int:
-    return min(tokens, max(CHUNK_BYTES // (vocabulary * HALF), 256) // 256 * 256)
+def chunk_rows(tokens: int, vocabulary: int, width: int = HALF) -> int:
+    return min(tokens, max(CHUNK_BYTES // (vocabulary * width), 256) // 256 * 256)
 
 
 def _update(d: Described, job: Job) -> int:
