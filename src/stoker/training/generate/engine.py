@@ -77,7 +77,7 @@ class Eager:
     def __init__(self, w: Weights, rows: int, length: int) -> None:
         self._weights, self._blocks = w, Blocks(w, plain)
         self._angles = self._blocks.angles(lambda table: table[:length])
-        self._cache = Cache(w, rows, length)
+        self.cache = Cache(w, rows, length)
 
     def forget(self) -> None:
         """Nothing here keeps an address of the weights."""
@@ -90,10 +90,10 @@ class Eager:
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         longest = int(lengths.max())
         noise = torch.from_numpy(uniforms(seed, indexes, 1 if how.greedy else new_tokens)).expand(new_tokens, -1)
-        slots = torch.arange(self._cache.length)
+        slots = torch.arange(self.cache.length)
         holes = int(lengths.min()) < longest
-        ahead = as_mask(seen(slots, lengths, longest, self._cache.length), dtype) if holes else None
-        logits = blocks.prefill(padded(prompts, longest), lengths, self._angles, self._cache.kv, PREFILL_TOKENS)
+        ahead = as_mask(seen(slots, lengths, longest, self.cache.length), dtype) if holes else None
+        logits = blocks.prefill(padded(prompts, longest), lengths, self._angles, self.cache.kv, PREFILL_TOKENS)
         written = torch.zeros(len(prompts), new_tokens, dtype=torch.int64)
         rows = torch.arange(len(prompts))
         alive = torch.ones(len(prompts), dtype=torch.bool)
@@ -107,7 +107,7 @@ class Eager:
                 return
             if 2 * left <= len(alive):
                 kept = alive.nonzero()[:, 0]
-                self._cache.keep(kept, longest + place)
+                self.cache.keep(kept, longest + place)
                 rows, token, lengths, alive = rows[kept], token[kept], lengths[kept], alive[kept]
                 ahead = ahead if ahead is None else ahead[kept]
             slot = longest + place
@@ -122,7 +122,7 @@ class Eager:
             ) -> Tensor:
                 return plain.attend(q, kv[:, :, :, :end], masks[view], c.attention_scale or None, c.attention_cap)
 
-            cached = self._cache.kv[:, :, : len(rows)]
+            cached = self.cache.kv[:, :, : len(rows)]
             x, delta = blocks.run(token, lengths + place, self._angles, cached, slot, 1, attention)
             logits = blocks.logits(x, delta)
 
@@ -163,6 +163,16 @@ class Engine:
     def merged_bytes(self) -> int:
         """Of the copy that has adapters in it."""
         return 0 if self._weights is None else self._weights.merged_bytes
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of all weights that are not the model's own."""
+        return 0 if self._weights is None else self._weights.copied_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of keys and values."""
+        return 0 if self._weights is None else self._runner.cache.kv.nbytes
 
     def refresh(self) -> None:
         """The model's weights changed."""

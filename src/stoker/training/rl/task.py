@@ -194,10 +194,12 @@ class GrpoTask(Task):
     at_once = True  # the breaker judges each step before the next one
 
     def __init__(
-        self, c: GrpoConfig, group: Group, voice: Voice, position: Position, history: History, about: Mapping[str, Any]
-    ) -> None:
+        self, c: GrpoConfig, group: Group, voice: Voice, position: Position, history: History, about: Mapping[str, Any],
+        planned_bytes: int | None = None,
+    ) -> None:  # fmt: skip
         """`about`: what `stoker export` and a resumed run need to know of a checkpoint."""
         super().__init__()
+        self._planned_bytes = planned_bytes
         self._c, self._group, self._voice, self._about = c, group, voice, about
         self.position, self.history = position, history
         self.solved: Finding | None = None
@@ -263,6 +265,8 @@ class GrpoTask(Task):
             tokens=self.position.tokens,
             grad_norm=learned.norm,
             lr=rate,
+            peak_bytes=self._speed.memory(),
+            planned_bytes=self._planned_bytes,
         )
 
 
