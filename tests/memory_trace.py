@@ -349,6 +349,30 @@ def traced_grpo(
         return trace
 
 
+def traced_scores(shape: Any, rows: int, length: int, *, likelihood: bool) -> tuple[int, int]:
+    """(bytes of a reward model as GRPO opens it, its pass's highest point above them)."""
+    from stoker.training.model import decoder
+    from stoker.training.model.decoder import Decoder
+    from stoker.training.reward.model import learner
+
+    meta, attend = torch.device("meta"), decoder.attend
+    decoder.attend = lambda q, *rest: _empty(*q.shape, dtype=q.dtype)
+    try:
+        with Trace() as trace, torch.no_grad():
+            with meta:
+                model: Any = learner(likelihood).kind(shape, length, torch.bfloat16)
+            assert isinstance(model, Decoder)
+            for name in model.own:
+                setattr(model, name, torch.nn.Parameter(getattr(model, name).to(meta)))
+            model.tables = [(cos.to(meta), sin.to(meta)) for cos, sin in model.tables]
+            held = trace.now
+            trace.phase("scores")
+            model.parts(torch.zeros(rows, length, dtype=torch.int64, device=meta), None)
+            return held, trace.peaks["scores"] - held
+    finally:
+        decoder.attend = attend
+
+
 def _writing_kernels() -> Any:
     """As generate/kernel.py allocates."""
 

@@ -229,7 +229,8 @@ def _filled(config: Config, given: Any, found: Plan, say: Callable[[str], None])
         changed["batch.micro"] = s.micro
     tightest = max(found.shares, key=lambda share: share.needs - share.card.free)
     about = f" ({found.about})" if found.about else ""
-    words = ", ".join(f"{KEYS[name].name} {value}" for name, value in changed.items()) or "nothing to change"
+    named = {name: "optimizer" if name == "optim.kind" else KEYS[name].name for name in changed}
+    words = ", ".join(f"{named[name]} {value}" for name, value in changed.items()) or "nothing to change"
     say(
         f"memory plan: {gib(tightest.planned.total)} of {gib(tightest.card.free)} free on {tightest.card.label} with"
         f" micro-batch {s.micro}{about}; {words}"
