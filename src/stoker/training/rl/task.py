@@ -250,6 +250,7 @@ class GrpoTask(Task):
             self._voice.say_once(
                 f"step {step}: non-finite loss or gradient (loss {learned.loss:g}, norm {learned.norm:g}); update skipped"
             )
+        memory = {"peak_bytes": self._speed.memory(), "planned_bytes": self._planned_bytes}  # None: no GPU, no plan
         self._voice.step(
             step,
             learned.loss,
@@ -265,8 +266,7 @@ class GrpoTask(Task):
             tokens=self.position.tokens,
             grad_norm=learned.norm,
             lr=rate,
-            peak_bytes=self._speed.memory(),
-            planned_bytes=self._planned_bytes,
+            **{name: value for name, value in memory.items() if value is not None},
         )
 
 
