@@ -4,15 +4,16 @@
 
 One line per configuration: what `stoker fit` plans, `max_memory_allocated`, the error, and the terms; beside it accelerate's
 rule (four times the weights in their dtype) and LLaMA-Factory's table (18, 2 and 0.5 GB per billion parameters for full,
-LoRA and 4-bit QLoRA). `--largest`: is the planned largest micro-batch, under a hard cap of memory, the true one? Shapes with
-fewer layers than their model have are marked (L 4 of 48). Stages reward, dpo and grpo run their own modules: of grpo answers
-are written by the engine with its CUDA graphs, then learned from. Each configuration has a process of its own: one that fails
-is printed, and the others go on.
+LoRA and 4-bit QLoRA). `--largest`: is the planned largest micro-batch, under a hard cap of memory, the true one? It and its
+neighbours are tried. Shapes with fewer layers than their model have are marked (L 4 of 48). Stages reward, dpo and grpo run
+their own modules: of grpo answers are written by the engine with its CUDA graphs, then learned from. Every configuration is a
+process of its own: one that fails is printed, and the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -21,13 +22,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as training sets it
 
 import torch
+from shapes import SHAPES, built, fill
 
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.answers import ANSWERS, SCORES
@@ -48,15 +50,13 @@ from stoker.training.fit.terms import (
     reserved,
 )  # fmt: skip
 from stoker.training.generate.engine import Engine
-from stoker.training.model import adapters, maps, nf4, ready
+from stoker.training.model import maps
 from stoker.training.model.attention import documents, kernels
 from stoker.training.model.config import AdapterConfig, ModelConfig, parameters
 from stoker.training.model.decoder import Decoder
-from stoker.training.model.nf4_size import BLOCK, SECOND_BLOCK
 from stoker.training.model.reference import Beginning, Reference, copied
 from stoker.training.optim.config import OptimConfig
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
-from stoker.training.parallel.config import ComputeConfig
 from stoker.training.recipes import dpo
 from stoker.training.reward.config import DpoConfig
 from stoker.training.reward.model import RewardModel, score_ids
@@ -64,42 +64,11 @@ from stoker.training.reward.model import learner as reward_learner
 from stoker.training.rl.update import Policy, Row, arrange, logprobs
 
 LONGEST = 600  # seconds of one configuration
-ATTENTION = -1  # in place of a configuration's number: what attention kernels allocate
 GIB = 1 << 30
 CUDA = torch.device("cuda", 0)
-
-
-def _model(
-    family: str, layers: int, dim: int, heads: int, kv_heads: int, ff: int, vocab: int, **more: Any
-) -> ModelConfig:
-    more = {"head_dim": dim // heads, "tied": False, **more}
-    return ModelConfig(
-        family=family, layers=layers, dim=dim, heads=heads, kv_heads=kv_heads, ff=ff, vocab_size=vocab, **more
-    )
-
-
-def _gemma3(layers: int, dim: int, heads: int, kv_heads: int, ff: int) -> ModelConfig:
-    return _model(
-        "gemma3_text", layers, dim, heads, kv_heads, ff, 262144, head_dim=256, tied=True, qk_norm=True, norms="both",
-        norm_offset=1.0, activation="gelu_tanh", attention_scale=256**-0.5, embedding_scale=dim**0.5, window_theta=10000.0,
-        windows=tuple(0 if at % 6 == 5 else 512 for at in range(layers)),
-    )  # fmt: skip
-
-
-SHAPES = {
-    "smollm2-135m": _model("llama", 30, 576, 9, 3, 1536, 49152, tied=True),
-    "tinyllama-1.1b": _model("llama", 22, 2048, 32, 4, 5632, 32000),
-    "llama-3.2-3b": _model("llama", 28, 3072, 24, 8, 8192, 128256, tied=True),
-    "llama-3.1-8b": _model("llama", 32, 4096, 32, 8, 14336, 128256),
-    "qwen2.5-0.5b": _model("qwen2", 24, 896, 14, 2, 4864, 151936, tied=True, qkv_bias=True),
-    "qwen2.5-1.5b": _model("qwen2", 28, 1536, 12, 2, 8960, 151936, tied=True, qkv_bias=True),
-    "qwen2.5-14b": _model("qwen2", 48, 5120, 40, 8, 13824, 152064, qkv_bias=True),
-    "qwen3-0.6b": _model("qwen3", 28, 1024, 16, 8, 3072, 151936, head_dim=128, tied=True, qk_norm=True),
-    "qwen3-4b": _model("qwen3", 36, 2560, 32, 8, 9728, 151936, head_dim=128, tied=True, qk_norm=True),
-    "gemma3-1b": _gemma3(26, 1152, 4, 1, 6912),
-    "gemma3-4b": _gemma3(34, 2560, 8, 4, 10240),
-    "mistral-7b": _model("mistral", 32, 4096, 32, 8, 14336, 32768, windows=(4096,) * 32),
-}
+CELL, ATTENTION = "CELL ", "attention"  # how a child's result begins; the child that looks at attention kernels
+EXACT, ONE_BELOW, BELOW, ABOVE = "exact", "one below", "below", "above"
+FAR = 3  # samples above the planned micro-batch that are tried
 
 
 @shape
@@ -116,6 +85,7 @@ class Case:
     likelihood: bool = True  # reward.likelihood
     rows: int = 0  # grpo: answers at once, and of a step
     new_tokens: int = 0
+    bits: int = 16  # grpo: of a weight while answers are written
     scored: bool = False  # grpo: by a reward model of the same shape
 
     @property
@@ -123,7 +93,7 @@ class Case:
         found = StageNeeds(self.stage, self.likelihood, scorer=self.config if self.scored else None)
         if self.stage != GRPO:
             return found
-        return replace(found, rows=self.rows, answers=self.rows, new_tokens=self.new_tokens)
+        return replace(found, rows=self.rows, answers=self.rows, new_tokens=self.new_tokens, bits=self.bits)
 
     def job(self, capability: int, micro: int = 0) -> Job:
         micro = micro or self.micro
@@ -151,6 +121,7 @@ class Case:
         stage = "" if self.stage == SFT else f" {self.stage}"
         stage += "" if self.likelihood else " without likelihood"
         stage += f" {self.rows} answers of {self.new_tokens}" if self.stage == GRPO else ""
+        stage += " by 4-bit weights" if self.bits == 4 else ""
         stage += " scored" if self.scored else ""
         return (
             f"{self.model}{short} {method} {self.micro}x{self.context} recompute {self.recompute}{packed}{kind}{stage}"
@@ -180,6 +151,7 @@ CASES = (
     Case("tinyllama-1.1b", "lora", 8, 1024, stage=GRPO, rows=64, new_tokens=256), Case("tinyllama-1.1b", "qlora", 4, 1024, "all", stage=GRPO, rows=32, new_tokens=512),
     Case("qwen3-0.6b", "lora", 4, 1024, "some", stage=GRPO, rows=32, new_tokens=512), Case("llama-3.1-8b", "qlora", 2, 1024, "all", stage=GRPO, rows=16, new_tokens=512),
     Case("gemma3-1b", "lora", 4, 1024, "none", stage=GRPO, rows=16, new_tokens=256), Case("smollm2-135m", "off", 8, 512, stage=GRPO, rows=32, new_tokens=256, scored=True),
+    Case("tinyllama-1.1b", "qlora", 4, 1024, "all", stage=GRPO, rows=32, new_tokens=512, bits=4), Case("llama-3.1-8b", "qlora", 2, 1024, "all", stage=GRPO, rows=16, new_tokens=512, bits=4),
 )  # fmt: skip
 
 
@@ -188,38 +160,39 @@ def main() -> int:
     parser.add_argument("--json", help="a line per configuration is added to this file")
     parser.add_argument("--only", default="", metavar="REGEX", help="configurations whose name it is found in")
     parser.add_argument("--largest", action="store_true", help="largest micro-batches under a cap of memory, too")
-    parser.add_argument("--cell", type=int, help=argparse.SUPPRESS)  # in a process of its own: this configuration
+    parser.add_argument("--attention", action="store_true", help="what attention kernels allocate, too")
+    parser.add_argument("--seconds", type=float, default=540.0, help="no configuration begins later than this")
+    parser.add_argument("--one", default="", help=argparse.SUPPRESS)  # in a process of its own: this configuration
     told = parser.parse_args()
     try:
         wanted = re.compile(told.only)
     except re.error as problem:
         print(f"fit_plan.py: --only {told.only}: {problem}", file=sys.stderr)
         return 64
-    if told.cell is not None:
-        return _child(told.cell, told.largest)
     if not torch.cuda.is_available():
         print("fit_plan.py: no GPU here", file=sys.stderr)
         return 69
+    if told.one == ATTENTION:
+        return _attention_lines()
+    if told.one:
+        return _one(CASES[int(told.one)], told.largest)
     print(f"{_device_name()}, torch {torch.__version__}", flush=True)
-    if not told.only:
-        done = subprocess.run(_command(ATTENTION), capture_output=True, text=True, check=False, timeout=LONGEST)
-        print(done.stdout + done.stderr[-500:], end="", flush=True)
-    cells = []
-    for number, case in enumerate(CASES):
-        if not wanted.search(case.words):
+    cells, began = [], time.monotonic()
+    if told.attention:
+        subprocess.run([sys.executable, __file__, "--one", ATTENTION], check=False, timeout=LONGEST)
+    for at, case in enumerate(CASES):
+        if not wanted.search(case.words) or time.monotonic() - began > told.seconds:
             continue
-        cell = _in_child(number, case, told.largest)
+        cell = _apart(at, told.largest)
         cells.append(cell)
         if told.json:
             with open(told.json, "a") as file:
                 file.write(json.dumps(cell) + "\n")
     _summary([cell for cell in cells if "error" in cell])
     failed = [cell for cell in cells if "error" not in cell]
-    if failed:
-        print(
-            f"{len(failed)} without a measurement: "
-            + "; ".join(f"{cell['case']} ({cell['failed']})" for cell in failed)
-        )
+    print(f"{len(cells)} configurations in {time.monotonic() - began:.0f} s; without a result: {len(failed)}")
+    for cell in failed:
+        print(f"  {cell['case']}: {cell['failed']}")
     return 1 if failed else 0
 
 
@@ -231,39 +204,27 @@ def _device_name() -> str:
     return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
 
 
-def _command(number: int) -> list[str]:
-    return [sys.executable, os.path.abspath(__file__), "--cell", str(number)]
-
-
-def _in_child(number: int, case: Case, largest: bool) -> dict[str, Any]:
-    """Its last line is the cell, its other lines are printed; nothing that it does ends this process."""
-    command = [*_command(number), *(["--largest"] if largest else [])]
+def _apart(at: int, largest: bool) -> dict[str, Any]:
+    """In a process of its own: no fragments, buffers or kernels of the configuration before, and none that ends this one."""
+    argv = [sys.executable, __file__, "--one", str(at), *(["--largest"] if largest else [])]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONGEST)
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=LONGEST)
     except subprocess.TimeoutExpired:
-        print(f"{case.words}: more than {LONGEST} s", flush=True)
-        return {"case": case.words, "failed": "too slow"}
-    *lines, last = done.stdout.splitlines() or [""]
-    for line in lines:
-        print(line, flush=True)
-    try:
-        cell: dict[str, Any] = json.loads(last)
-    except ValueError:
-        cell = {}
-    if done.returncode or "case" not in cell:
-        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200]
-        print(f"{case.words}: failed: {why}", flush=True)
-        return {"case": case.words, "failed": why}
+        return {"case": CASES[at].words, "failed": f"more than {LONGEST} s"}
+    why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200]
+    cell: dict[str, Any] = {"case": CASES[at].words, "failed": why}
+    for line in done.stdout.splitlines():
+        if line.startswith(CELL):
+            cell = json.loads(line.removeprefix(CELL))
+        else:
+            print(line, flush=True)
     return cell
 
 
-def _child(number: int, largest: bool) -> int:
-    if number == ATTENTION:
-        _attention_lines()
-        return 0
+def _one(case: Case, largest: bool) -> int:
     idle = _used()  # before there is a context of ours
-    cell = _cell(CASES[number], torch.cuda.get_device_capability(CUDA)[0], largest, idle)
-    print(json.dumps(cell), flush=True)
+    capability = torch.cuda.get_device_capability(CUDA)[0]
+    print(CELL + json.dumps(_cell(case, capability, largest, idle)), flush=True)
     return 0
 
 
@@ -299,8 +260,12 @@ def _cell(case: Case, capability: int, largest: bool, idle: int) -> dict[str, An
     return cell
 
 
+def gib(size: float) -> str:
+    return f"{size / GIB:.2f}"
+
+
 def _line(case: Case, planned: Planned, cell: dict[str, Any], seconds: float) -> str:
-    seen, gib = cell["measured"], lambda size: f"{size / GIB:.2f}"
+    seen = cell["measured"]
     phases = ", ".join(
         f"{name} {gib(planned.phases[phase])}/{gib(seen[name])}" for name, phase in PHASES if name in seen
     )
@@ -341,7 +306,6 @@ class Seen(dict[str, int]):
 def _measure(case: Case, micro: int) -> dict[str, int]:
     """Two micro-batches, the second with the gradients of the first, and an optimizer step: as recipes/build.py tries. Of grpo
     a step as recipes/grpo.py makes it."""
-    _clear()
     before = torch.cuda.memory_allocated(CUDA)
     model, reference = _policy(case)
     weights = torch.cuda.memory_allocated(CUDA)
@@ -370,7 +334,7 @@ def _measure_grpo(
 ) -> dict[str, int]:
     """Two steps: only then everything is there that a step finds. Every answer has all its tokens."""
     judge = _scorer(case) if case.scored else None
-    engine = Engine(model, rows=case.rows, length=case.context)
+    engine = Engine(model, rows=case.rows, length=case.context, codes=case.bits == 4)
     policy = Policy(model, temperature=1.0, clip_ratio=0.2, kl=0.02)
     prompt, words = case.context - case.new_tokens, case.config.vocab_size
     for step in range(2):
@@ -404,18 +368,17 @@ def _measure_grpo(
 
 def _policy(case: Case) -> tuple[Decoder, Reference]:
     """(what learns, what it is compared with where the stage does that)."""
-    told = AdapterConfig(method=case.method)
-    if case.stage == REWARD:
-        model = _built(case, told, reward_learner(case.likelihood).kind)
-        return model, copied(model)
-    if case.stage == SFT:
-        model = _built(case, told, Decoder)
+    told, again = AdapterConfig(method=case.method), str(case.recomputed) if case.recomputed else "off"
+    make = functools.partial(built, case.config, told, case.context, again, quick=True)
+    if case.stage in (SFT, REWARD):
+        model = make(kind=reward_learner(case.likelihood).kind if case.stage == REWARD else Decoder)
         return model, copied(model)
     then: Decoder | None = None
     if case.method == "off":
-        kind = dpo.Reference if case.stage == DPO else Decoder
-        then = _built(case, told, kind, torch.bfloat16).requires_grad_(False).eval()
-    learns: Any = _built(case, told, dpo.learner(then, DpoConfig()).kind if case.stage == DPO else Decoder)
+        then = make(kind=dpo.Reference if case.stage == DPO else Decoder).to(torch.bfloat16)
+        then.requires_grad_(False).eval()
+        _clear()
+    learns: Any = make(kind=dpo.learner(then, DpoConfig()).kind if case.stage == DPO else Decoder)
     reference = Beginning(learns, loaded=False) if then is None else copied(then)
     if case.stage == DPO and then is None:
         learns.begun = reference
@@ -427,71 +390,48 @@ def _scorer(case: Case) -> RewardModel:
     with torch.device("meta"):
         model = RewardModel(case.config, case.context, torch.bfloat16)
     model.place(CUDA)
-    _fill(model, case)
+    fill(model)
     return model.eval()
 
 
-@torch.no_grad()
-def _fill(model: Decoder, case: Case) -> None:
-    for parameter in model.parameters():
-        parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0 - case.config.norm_offset)
-
-
-def _built(case: Case, told: AdapterConfig, kind: type[Decoder], stored: torch.dtype | None = None) -> Decoder:
-    """`stored`: of all weights, where nothing learns."""
-    with torch.device("meta"):
-        model = kind(case.config, case.context, torch.bfloat16)
-        if stored is not None:
-            model = model.to(stored)
-    if told.method != "off":
-        adapters.freeze(model, told)
-    ready.make_ready(model, ComputeConfig(), CUDA, lambda line: print(f"  {line}"))
-    model.place(CUDA)
-    _fill(model, case)
-    for _, layer in adapters._layers(model):
-        if layer.weight is None:
-            layer.quantized = tuple(_codes(rows, layer.in_features) for rows in layer.parts)
-            layer.settle()
-    if told.method != "off":
-        adapters.attach(model, told, 0)
-    for block in list(model.layers)[: case.recomputed]:
-        ready.checkpoint_block(block, False, False)
-    return model
-
-
-def _codes(rows: int, inputs: int) -> nf4.Quantized:
-    """Of random numbers: quantizing them takes longer than the rest."""
-    blocks = rows * inputs // BLOCK
-    codes = torch.randint(0, 256, (rows * inputs // 2,), dtype=torch.uint8, device=CUDA)
-    scales = torch.full((blocks,), 128, dtype=torch.uint8, device=CUDA)
-    second = torch.full((-(-blocks // SECOND_BLOCK),), 1e-3, device=CUDA)
-    return nf4.Quantized(codes, scales, second, torch.full((), 0.05, device=CUDA), (rows, inputs), torch.bfloat16)
-
-
 def _largest(case: Case, job: Job, planned: Planned) -> dict[str, Any]:
-    """Under a cap with place for a sample and a half more than the case has: is the planned largest micro-batch true?"""
+    """Under a cap with place for a sample and a half more than the case has: is the planned largest micro-batch the true one?"""
     if case.stage == GRPO:
         return {}  # its micro-batch is at most a step's answers
     more = _planned(case, replace(job, micro=job.micro + 2)).total - planned.total
     cap = int(planned.total + 0.75 * more) + (256 << 20)
     fits = max(m for m in range(1, 4 * job.micro + 4) if _needs(case, job, m) <= cap)
-    total = torch.cuda.get_device_properties(CUDA).total_memory
-    found = {}
-    for micro in (fits, fits + 1):
-        _clear()
-        torch.cuda.set_per_process_memory_fraction(min(cap / total, 1.0), CUDA)
-        try:
-            with kernels("auto"):
-                _measure(case, micro)
-            found[micro] = True
-        except torch.OutOfMemoryError:
-            found[micro] = False
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
-    verdict = {(True, False): "exact", (True, True): "below", (False, False): "above"}.get(
-        (found[fits], found[fits + 1]), "?"
+    runs = functools.partial(_runs, case, cap)
+    true = true_largest(fits, runs)
+    return {"largest": verdict(fits, true), "cap": cap, "planned_largest": fits, "true_largest": true}
+
+
+def _runs(case: Case, cap: int, micro: int) -> bool:
+    _clear()
+    torch.cuda.set_per_process_memory_fraction(
+        min(cap / torch.cuda.get_device_properties(CUDA).total_memory, 1.0), CUDA
     )
-    return {"largest": verdict, "cap": cap, "planned_largest": fits}
+    try:
+        with kernels("auto"):
+            _measure(case, micro)
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
+    return True
+
+
+def true_largest(planned: int, runs: Callable[[int], bool]) -> int:
+    """Tried upwards from the planned one, or downwards where that does not run; FAR further at most."""
+    if runs(planned):
+        return next((m - 1 for m in range(planned + 1, planned + FAR + 1) if not runs(m)), planned + FAR)
+    return next((m for m in range(planned - 1, 0, -1) if runs(m)), 0)
+
+
+def verdict(planned: int, true: int) -> str:
+    if planned > true:
+        return ABOVE
+    return {0: EXACT, 1: ONE_BELOW}.get(true - planned, BELOW)
 
 
 def _needs(case: Case, job: Job, micro: int) -> int:
@@ -513,7 +453,7 @@ def _clear() -> None:
     torch.cuda.reset_peak_memory_stats(CUDA)
 
 
-def _attention_lines() -> None:
+def _attention_lines() -> int:
     """What attention kernels allocate besides their results."""
     for B, T, H, K, D in (
         (1, 2048, 32, 8, 128),
@@ -525,6 +465,7 @@ def _attention_lines() -> None:
     ):
         for packed in (False, True):
             print("  attention " + " ".join(_attention_line(B, T, H, K, D, packed=packed)), flush=True)
+    return 0
 
 
 def _attention_line(B: int, T: int, H: int, K: int, D: int, *, packed: bool) -> Iterator[str]:
@@ -583,7 +524,7 @@ def _summary(cells: list[dict[str, Any]]) -> None:
     if verdicts:
         print(
             "largest micro-batch: "
-            + ", ".join(f"{verdicts.count(kind)} {kind}" for kind in ("exact", "below", "above", "?"))
+            + ", ".join(f"{verdicts.count(kind)} {kind}" for kind in (EXACT, ONE_BELOW, BELOW, ABOVE))
         )
 
 

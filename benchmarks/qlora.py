@@ -1,7 +1,7 @@
 """Fine-tuning with adapters on one GPU: tokens/s and peak memory of Stoker and of peft (+ bitsandbytes), same shapes, random weights.
 
     python benchmarks/qlora.py --cells 8b:4:2048,8b:1:2048 --json cells.jsonl --commit $(git rev-parse --short HEAD)
-    python benchmarks/qlora.py --size tiny --cells tiny:2:64 --peers stoker     no GPU: shows that it works, measures nothing
+    python benchmarks/qlora.py --cells tiny:2:64 --peers stoker     no GPU: shows that it works, measures nothing
 
     python benchmarks/qlora.py --peers stoker --cap 8 --cells 8b:1:2048:31:adamw8bit   does it run on a card of 8 GB?
 
@@ -13,6 +13,7 @@ stoker         NF4 with double quantization, fused blocks
 stoker-lora    the same beside bf16 weights
 peft           bitsandbytes' NF4 with double quantization, peft, gradient checkpointing
 peft-lora      the same beside bf16 weights
+unsloth        its QLoRA (unsloth_peer.py has variants, too)
 
 Every cell is a process of its own; a step is forward, backward and update on fresh random tokens; the median of the steps after the warm-up counts.
 """
@@ -20,6 +21,8 @@ Every cell is a process of its own; a step is forward, backward and update on fr
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib
 import json
 import os
 import statistics
@@ -28,119 +31,89 @@ import sys
 import time
 from typing import Any
 
-PEERS = ("stoker", "peft", "stoker-lora", "peft-lora")
+CELL = "CELL "  # how the line of a child begins that holds its result
+NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 WARM = 2
-LLAMA, QWEN = "llama", "qwen2"
-# family, layers, width, of the MLP, heads, heads of keys, vocabulary
-SHAPES = {
-    "tiny": (LLAMA, 2, 128, 256, 4, 2, 512),
-    "1b": (LLAMA, 22, 2048, 5632, 32, 4, 32000),
-    "8b": (LLAMA, 32, 4096, 14336, 32, 8, 128256),
-    "14b": (QWEN, 48, 5120, 13824, 40, 8, 152064),
-    "32b": (QWEN, 64, 5120, 27648, 40, 8, 152064),
-}
+TAIL = 60  # lines of a failed cell
+INSTEAD = {"unsloth": "unsloth-plain", "unsloth-plain": "unsloth-direct"}  # where one fails
 
 
-def stoker(size: str, context: int, recompute: str, method: str, host: bool = False) -> Any:
-    """A model with adapters, made layer by layer: no moment holds it in 16 bits."""
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    size: str
+    micro: int
+    context: int
+    recompute: str = "off"
+    optimizer: str = "adamw"
+    place: str = "device"  # of the embedding
+    rank: int = 16
+    micro_steps: int = 1  # of a step
+    packed: bool = False
+    quick: bool = False  # codes are drawn, not computed from numbers
+
+
+def cell_of(text: str) -> Cell:
+    size, micro, context, *more = text.split(":")
+    how = dict(zip(("recompute", "optimizer", "place"), more, strict=False))
+    return dataclasses.replace(Cell(size, int(micro), int(context)), **how)  # type: ignore[arg-type]
+
+
+def run_stoker(cell: Cell, method: str, steps: int) -> dict[str, Any]:
     import torch
-
-    from stoker.training.model import adapters, ready
-    from stoker.training.model.config import AdapterConfig, ModelConfig
-    from stoker.training.model.decoder import Decoder
-    from stoker.training.model.linear import Linear
-    from stoker.training.parallel.config import ComputeConfig
-
-    family, layers, dim, ff, heads, kv_heads, vocabulary = SHAPES[size]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    c = ModelConfig(
-        layers=layers, dim=dim, heads=heads, kv_heads=kv_heads, head_dim=dim // heads, ff=ff, vocab_size=vocabulary,
-        tied=False, qkv_bias=family == QWEN, family=family,
-    )  # fmt: skip
-    told = AdapterConfig(method=method, lora_rank=16, lora_alpha=32.0)
-    with torch.device("meta"):
-        model = Decoder(c, context, dtype)
-    adapters.freeze(model, told)
-    ready.make_ready(model, ComputeConfig(recompute=recompute), device, print)
-    model.embed_on_host = host
-    model.place(device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.02) if parameter.dim() == 2 else parameter.fill_(1.0)
-        for module in model.modules():
-            if isinstance(module, Linear) and module.weight is None:
-                rows = [
-                    torch.randn(rows, module.in_features, device=device, dtype=dtype) * 0.02 for rows in module.parts
-                ]
-                adapters.quantize(module, rows)
-    adapters.attach(model, told, 0)
-    return model
-
-
-def run_stoker(size: str, micro: int, context: int, how: list[str], method: str, steps: int) -> dict[str, Any]:
-    """`how`: blocks computed again, optimizer, place of the embedding."""
-    import torch
+    from shapes import built, device, shape_of
 
     from stoker.training.model import ready
+    from stoker.training.model.attention import documents, kernels
+    from stoker.training.model.config import AdapterConfig
     from stoker.training.optim.config import OptimConfig
     from stoker.training.optim.optimizer import Optimizer, gradient_norm
 
     ready.environment(print)
-    begun = time.monotonic()
-    recompute, kind, place = [*how, *["off", "adamw", "device"][len(how) :]]
-    model = stoker(size, context, recompute, method, place == "host")
-    optimizer = Optimizer(model, OptimConfig(kind=kind, learning_rate=2e-4))
-    device = model.tables[0][0].device
-    scale, bad = torch.tensor(1 / (micro * context), device=device), torch.zeros((), device=device)
+    begun, where, tokens = time.monotonic(), device(), cell.micro * cell.context
+    told = AdapterConfig(method=method, lora_rank=cell.rank, lora_alpha=2.0 * cell.rank)
+    host, c = cell.place == "host", shape_of(cell.size)
+    model = built(c, told, cell.context, cell.recompute, host=host, quick=cell.quick)
+    optimizer = Optimizer(model, OptimConfig(kind=cell.optimizer, learning_rate=2e-4))
+    scale = torch.tensor(1 / (tokens * cell.micro_steps), device=where)
+    bad, one_text = torch.zeros((), device=where), torch.zeros((cell.micro, cell.context), dtype=torch.int32)
 
     def step() -> float:
-        inputs = torch.randint(0, model.config.vocab_size, (micro, context + 1), device=device)
-        loss = model(inputs[:, :-1].contiguous(), inputs[:, 1:].contiguous(), scale)
-        loss.backward()
+        loss = torch.zeros((), device=where)
+        for _ in range(cell.micro_steps):
+            inputs = torch.randint(0, c.vocab_size, (cell.micro, cell.context + 1), device=where)
+            packed = documents(one_text if cell.packed else None, where)
+            part = model(inputs[:, :-1].contiguous(), inputs[:, 1:].contiguous(), scale, packed)
+            part.backward()
+            loss += part.detach()
         optimizer.step(1.0, gradient_norm(optimizer.parameters), bad)
         optimizer.zero()
         return float(loss)
 
-    return measured(step, micro * context, steps, begun)
+    with kernels("auto"):
+        return measured(step, tokens * cell.micro_steps, steps, begun)
 
 
-def run_peft(size: str, micro: int, context: int, method: str, steps: int) -> dict[str, Any]:
+def run_peft(cell: Cell, method: str, steps: int) -> dict[str, Any]:
     import torch
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-    family, layers, dim, ff, heads, kv_heads, vocabulary = SHAPES[size]
-    kind, config = (LlamaForCausalLM, LlamaConfig) if family == LLAMA else (Qwen2ForCausalLM, Qwen2Config)
-    begun = time.monotonic()
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = kind(
-            config(
-                vocab_size=vocabulary,
-                hidden_size=dim,
-                intermediate_size=ff,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=kv_heads,
-                max_position_embeddings=8192,
-                tie_word_embeddings=False,
-            )
-        )
-    torch.set_default_dtype(torch.float32)
+    peft: Any = importlib.import_module("peft")
+    begun, shape = time.monotonic(), (cell.micro, cell.context)
+    model = transformers_model(cell.size)
+    vocabulary = model.config.vocab_size
     if method == "qlora":
-        _quantize_by_bitsandbytes(model)
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=True)
+        quantize_by_bitsandbytes(model)
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=True)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
-    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=names, task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=16, lora_alpha=32, target_modules=NAMES, task_type="CAUSAL_LM")
+    )
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4, fused=True)
     model.train()
 
     def step() -> float:
-        inputs = torch.randint(0, vocabulary, (micro, context), device="cuda")
+        inputs = torch.randint(0, vocabulary, shape, device="cuda")
         with torch.autocast("cuda", torch.bfloat16):
             loss = model(input_ids=inputs, labels=inputs).loss
         loss.backward()
@@ -148,12 +121,34 @@ def run_peft(size: str, micro: int, context: int, method: str, steps: int) -> di
         optimizer.zero_grad()
         return float(loss)
 
-    return measured(step, micro * context, steps, begun)
+    return measured(step, cell.micro * cell.context, steps, begun)
 
 
-def _quantize_by_bitsandbytes(model: Any) -> None:
-    import bitsandbytes as bnb
+def transformers_model(size: str) -> Any:
+    """On the GPU, in bf16."""
     import torch
+
+    transformers: Any = importlib.import_module("transformers")
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers_config(size))
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def transformers_config(size: str) -> Any:
+    from shapes import shape_of
+    from transformers import AutoConfig
+
+    from stoker.training.model.hf_config import config_of
+
+    return AutoConfig.for_model(**config_of(shape_of(size), 8192, "bfloat16"))
+
+
+def quantize_by_bitsandbytes(model: Any) -> None:
+    import torch
+
+    bnb: Any = importlib.import_module("bitsandbytes")
 
     for _, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
@@ -209,27 +204,56 @@ def measured(step: Any, tokens: int, steps: int, begun: float) -> dict[str, Any]
     return found
 
 
-def cap(gib: float) -> None:
-    """As on a card of that size: its memory less what the context and the kernels of this process take."""
+def cap(gib: float, less: int = 0) -> int:
+    """As on a card of that size: its memory less what the context and the kernels of this process take, which is returned, and
+    `less` bytes."""
     import torch
 
     from stoker.training.model import ready
 
     ready.environment(print)  # before CUDA starts: expandable segments
-    torch.ones(1, device="cuda") @ torch.ones(1, device="cuda")
-    torch.cuda.synchronize()
+    square = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
+    (square @ square).sum().item()  # cuBLAS takes its part
+    del square
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     context = total - free - torch.cuda.memory_reserved()
-    torch.cuda.set_per_process_memory_fraction((gib * 2**30 - context) / total)
+    torch.cuda.set_per_process_memory_fraction((gib * 2**30 - context - less) / total)
     print(f"context {context / 2**30:.2f} GiB", file=sys.stderr)
+    return context
 
 
-def cell(peer: str, text: str, steps: int) -> dict[str, Any]:
-    size, micro, context, *more = text.split(":")
-    method = "lora" if peer.endswith("-lora") else "qlora"
+def run_cell(peer: str, text: str, steps: int) -> dict[str, Any]:
+    cell, method = cell_of(text), "lora" if peer.endswith("-lora") else "qlora"
     if peer.startswith("stoker"):
-        return run_stoker(size, int(micro), int(context), more, method, steps)
-    return run_peft(size, int(micro), int(context), method, steps)
+        return run_stoker(cell, method, steps)
+    if peer.startswith("unsloth"):
+        import unsloth_peer
+
+        return dict(unsloth_peer.run(cell, peer, steps))
+    return run_peft(cell, method, steps)
+
+
+def apart(argv: list[str]) -> tuple[dict[str, Any] | None, str]:
+    """(what the child measured, what it said besides)."""
+    done = subprocess.run(
+        [sys.executable, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    lines = done.stdout.splitlines()
+    found = [json.loads(line.removeprefix(CELL)) for line in lines if line.startswith(CELL)]
+    said = "\n".join(line for line in lines if not line.startswith(CELL))
+    return (found[-1], said) if found else (None, f"{said}\nexit code {done.returncode}")
+
+
+def keep(row: dict[str, Any], path: str) -> None:
+    print(json.dumps(row), flush=True)
+    if path:
+        with open(path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def tail(said: str) -> str:
+    return "\n".join(f"  | {line}" for line in said.splitlines()[-TAIL:])
 
 
 def main() -> int:
@@ -246,41 +270,28 @@ def main() -> int:
         peer, _, text = given.one.partition("=")
         if given.cap:
             cap(given.cap)
-        print("CELL", json.dumps(cell(peer, text, given.steps)), flush=True)
+        print(CELL + json.dumps(run_cell(peer, text, given.steps)), flush=True)
         return 0
-    failed = False
+    failed, seen = False, set()
     for text in given.cells.split(","):
-        seen = set()
-        for peer in given.peers.split(","):
+        peers = given.peers.split(",")
+        for peer in peers:  # grows by what stands in for one that fails
             alike = text if peer.startswith("stoker") else ":".join(text.split(":")[:3])
             if (peer, alike) in seen:
                 continue
             seen.add((peer, alike))
-            argv = [
-                sys.executable,
-                os.path.abspath(__file__),
-                "--one",
-                f"{peer}={alike}",
-                "--steps",
-                str(given.steps),
-                "--cap",
-                str(given.cap),
-            ]
-            done = subprocess.run(argv, capture_output=True, text=True, check=False)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("CELL ")]
-            found = json.loads(lines[-1][5:]) if lines else {"failed": done.stderr.strip().splitlines()[-1:]}
-            failed = failed or not lines
-            row = {
-                "peer": peer,
-                "cell": alike,
-                **({"cap_gib": given.cap} if given.cap else {}),
-                **found,
-                "commit": given.commit,
-            }
-            print(json.dumps(row), flush=True)
-            if given.json:
-                with open(given.json, "a") as file:
-                    file.write(json.dumps(row) + "\n")
+            same = ["--steps", str(given.steps), "--cap", str(given.cap)]
+            found, said = apart([os.path.abspath(__file__), "--one", f"{peer}={alike}", *same])
+            failed = failed or found is None
+            of_card = {"cap_gib": given.cap} if given.cap else {}
+            keep(
+                {"peer": peer, "cell": alike, **of_card, **(found or {"failed": True}), "commit": given.commit},
+                given.json,
+            )
+            if found is None and peer in INSTEAD:
+                peers.append(INSTEAD[peer])
+            if found is None or peer.startswith("unsloth"):
+                print(tail(said), flush=True)
     return int(failed)
 
 

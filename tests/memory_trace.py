@@ -12,6 +12,7 @@ import types
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ class _Attention(torch.autograd.Function):
 @contextmanager
 def pretended() -> Iterator[None]:
     """Kernels that only allocate, in place of the real ones."""
-    from stoker.training.model import attention, loss, maps, nf4
+    from stoker.training.model import attention, host_inputs, loss, maps, nf4
     from stoker.training.optim import optimizer
 
     package = sys.modules["stoker.training.model"]
@@ -156,6 +157,7 @@ def pretended() -> Iterator[None]:
         (optimizer, "orthogonal", lambda x, dtype: orthogonal(x, torch.bfloat16)),
         (attention, "packed_kernel", lambda *args, **kwargs: "varlen"),
         (fused, "attend", attend),
+        (host_inputs, "copy", lambda to, of: None),
         (maps, "weight_gradient", weight_gradient),
         (maps, "_scaled_gradient", lambda *args: None),
         (nf4, "expand", lambda joined, out: out),
@@ -182,9 +184,10 @@ def pretended() -> Iterator[None]:
                 setattr(package, key, module)
 
 
-def _built(kind: Any, shape: Any, adapter: Any, context: int, recompute: int) -> Any:
+def _built(kind: Any, shape: Any, adapter: Any, context: int, recompute: int, host: bool = False) -> Any:
     """A model of this class, as recipes/build.py makes one."""
     from stoker.training.model import adapters, nf4, ready
+    from stoker.training.model.host_inputs import HostInputs
 
     meta = torch.device("meta")
     with meta:
@@ -205,8 +208,9 @@ def _built(kind: Any, shape: Any, adapter: Any, context: int, recompute: int) ->
     if adapter.method != "off":
         adapters.attach(model, adapter, 0)
     model.fuse(True)
-    for block in list(model.layers)[:recompute]:
-        ready.checkpoint_block(block, False, False)
+    inputs = HostInputs(recompute, print) if host else None
+    for place, block in enumerate(list(model.layers)[:recompute]):
+        ready.checkpoint_block(block, False, False, None if inputs is None else partial(inputs.keep, place=place))
     return model
 
 
@@ -252,6 +256,7 @@ def traced(
     micro: int = 1,
     packed: bool = False,
     recompute: int = 0,
+    host: bool = False,
     optim: Any = None,
     steps: int = 2,
 ) -> Trace:
@@ -259,7 +264,7 @@ def traced(
     from stoker.training.model.decoder import Decoder
 
     with pretended(), Trace() as trace:
-        model = _built(Decoder, shape, adapter, context, recompute)
+        model = _built(Decoder, shape, adapter, context, recompute, host)
         _steps(trace, model, _optimizer(model, optim), (micro, context), packed, steps)
         return trace
 
@@ -294,7 +299,7 @@ def traced_pairs(
 
 def traced_grpo(
     shape: Any, adapter: Any, context: int, *, micro: int = 4, prompt: int = 100, new_tokens: int = 60, rows: int = 8,
-    answers: int = 8, recompute: int = 0, optim: Any = None, kl: float = 0.02,
+    answers: int = 8, recompute: int = 0, optim: Any = None, kl: float = 0.02, codes: bool = False, host: bool = False,
 ) -> Trace:  # fmt: skip
     """One step of stage grpo: answers by Graphed with kernels that only allocate, their copy made anew, and the update."""
     from stoker.training.generate import cached, graphed
@@ -309,13 +314,13 @@ def traced_grpo(
 
     meta = torch.device("meta")
     with pretended(), Trace() as trace:
-        model = _built(Decoder, shape, adapter, context, recompute)
+        model = _built(Decoder, shape, adapter, context, recompute, host)
         reference: Any = Beginning(model, loaded=False)
         if adapter.method == "off":
             copy = _built(Decoder, shape, AdapterConfig(), context, recompute).to(torch.bfloat16)
             reference = copied(copy.requires_grad_(False))
         optimizer = _optimizer(model, optim)
-        weights = Weights(model, shape.vocab_size)
+        weights = Weights(model, shape.vocab_size, codes)
         kernels = None if kernels_lack(shape, prompt + new_tokens) else _writing_kernels()
         attend = cached.attend
         cached.attend = lambda q, *rest: _empty(*q.shape, dtype=q.dtype)

@@ -109,6 +109,8 @@ def test_chat_evaluate_and_export_take_an_adapter_as_they_take_a_model(stoker: S
         assert done.code == 0, done.err
         answers.append(done.out)
     assert answers[0] == answers[1] == answers[2] != stoker.torch("chat", str(folder), *ASK).out
+    in_4_bits = stoker.torch("chat", str(full), *ASK, "--bits", "4")
+    assert in_4_bits.code == 0 and "in 4 bits" in in_4_bits.err and in_4_bits.out, in_4_bits.err
     questions = tmp_path / "questions.jsonl"
     rows = [{"question": f"what is {number}?", "answer": str(number)} for number in range(6)]
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))

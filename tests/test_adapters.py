@@ -16,7 +16,8 @@ import transformers
 from torch import Tensor
 
 from stoker.contract.names import Refusal
-from stoker.training.model import adapters, hf, hf_read, nf4, ready
+from stoker.training.generate.engine import Engine
+from stoker.training.model import adapters, hf, nf4, ready
 from stoker.training.model.config import AdapterConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_config import shape_of
@@ -120,7 +121,7 @@ def test_peft_computes_the_same_from_our_folder_and_we_from_its(kind: str, rslor
     again, named = adapters.settings_of(str(back), "lora")
     assert named == str(base) and (again.lora_rank, again.scale) == (4, told.scale)
     other = opened(base, again)
-    adapters.load(other, again, str(back), hf_read.read_stored, lambda line: None)
+    adapters.load(other, again, str(back), lambda line: None)
     torch.testing.assert_close(other(TOKENS), model(TOKENS), rtol=1e-5, atol=1e-5)
     adapters.merge(other)
     assert not any(".adapter." in name for name, _ in other.named_parameters())
@@ -143,7 +144,7 @@ def test_what_else_learns_travels_with_the_adapter(tmp_path: Path) -> None:
     torch.testing.assert_close(model(TOKENS), wrapped(TOKENS).logits, rtol=1e-4, atol=1e-4)
     again, _ = adapters.settings_of(str(ours), "lora")
     other = opened(base, again)
-    adapters.load(other, again, str(ours), hf_read.read_stored, lambda line: None)
+    adapters.load(other, again, str(ours), lambda line: None)
     torch.testing.assert_close(other(TOKENS), model(TOKENS), rtol=1e-5, atol=1e-5)
 
 
@@ -283,7 +284,7 @@ def test_a_folder_that_is_no_adapter_for_this_model_is_refused(tmp_path: Path) -
     saved("gpt2", other)
     model = opened(other)
     with pytest.raises(Refusal, match=r"missing from its weights|no place for"):
-        adapters.load(model, LORA, str(ours), hf_read.read_stored, lambda line: None)
+        adapters.load(model, LORA, str(ours), lambda line: None)
     settings = json.loads((ours / adapters.SETTINGS).read_text())
     for key, value in {"use_dora": True, "peft_type": "LOHA", "r": 0, "lora_alpha": "x", "target_modules": 3}.items():
         (ours / adapters.SETTINGS).write_text(json.dumps({**settings, key: value}))
@@ -295,7 +296,7 @@ def test_a_folder_that_is_no_adapter_for_this_model_is_refused(tmp_path: Path) -
         adapters.settings_of(str(ours), "lora")
     (ours / adapters.WEIGHTS).unlink()
     with pytest.raises(Refusal, match=r"it has no adapter_model\.safetensors"):
-        adapters.load(model, LORA, str(ours), hf_read.read_stored, lambda line: None)
+        adapters.load(model, LORA, str(ours), lambda line: None)
 
 
 def test_a_bases_digest_tells_one_model_from_another_of_the_same_shape(tmp_path: Path) -> None:
@@ -306,3 +307,30 @@ def test_a_bases_digest_tells_one_model_from_another_of_the_same_shape(tmp_path:
         theirs.model.layers[0].mlp.up_proj.weight[0, 0] += 1
     theirs.save_pretrained(other)
     assert adapters.base_digest(str(one)) != adapters.base_digest(str(other))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_folder_opened_in_4_bits_answers_by_its_codes_and_the_adapter_beside_them(kind: str, tmp_path: Path) -> None:
+    base, own = tmp_path / "base", tmp_path / "own"
+    saved(kind, base)
+    told = AdapterConfig(method="qlora", lora_rank=4, lora_alpha=8.0)
+    trained = opened(base, told)
+    stir(trained)
+    adapters.save(trained, told, str(base), str(own), None, lambda line: None)
+    model = hf.opened_in_4_bits(str(own), 64, torch.float32, torch.device("cpu"), lambda line: None)
+    assert all(layer.quantized and layer.adapter is not None for _, layer in adapters._layers(model))
+    prompts = [TOKENS[0, :7].tolist(), TOKENS[1, :12].tolist()]
+    ways = [
+        Engine(one, rows=2, length=40, codes=codes) for one, codes in ((trained, False), (trained, True), (model, True))
+    ]
+    answers = [way.generate(prompts, new_tokens=16, stop=(), temperature=0) for way in ways]
+    assert answers[0] == answers[1] == answers[2]
+    assert ways[0].merged_bytes and not ways[1].merged_bytes
+    with torch.no_grad():
+        for name, parameter in adapters.learned(trained).items():
+            if name.endswith(".adapter.up"):
+                parameter.neg_()
+    for way in ways[:2]:
+        way.refresh()
+    moved = [way.generate(prompts, new_tokens=16, stop=(), temperature=0) for way in ways[:2]]
+    assert moved[0] == moved[1] != answers[0]

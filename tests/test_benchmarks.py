@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -44,3 +45,42 @@ def test_the_pretraining_benchmark_measures_stokers_cell(tmp_path: Path) -> None
     (cell,) = [json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines()]
     assert cell["peer"] == "stoker" and len(cell["losses"]) == 8
     assert cell["losses"][-1] < cell["losses"][0] and cell["tok_s"] > 0
+
+
+FINE_TUNING = {
+    "qlora.py": ("--cells", "tiny:2:64:1:adamw8bit:host", "--peers", "stoker,stoker-lora", "--steps", "3"),
+    "small_cards.py": ("--dry",),
+    "qlora_learning.py": ("--size", "tiny", "--context", "32", "--micro", "2", "--steps", "4"),
+    "qlora_first.py": ("--size", "tiny", "--context", "256", "--micro", "2", "--rounds", "1", "--ways", "stoker,peft"),
+}
+
+
+@at_length
+@pytest.mark.parametrize("name", FINE_TUNING)
+def test_a_benchmark_of_fine_tuning_runs_at_a_size_for_cpus(name: str, tmp_path: Path) -> None:
+    if name in ("qlora_learning.py", "qlora_first.py"):
+        pytest.importorskip("peft", reason="no peft here to compare with")
+        pytest.importorskip("bitsandbytes", reason="no bitsandbytes here to compare with")
+    command = [sys.executable, str(ROOT / "benchmarks" / name), *FINE_TUNING[name], "--json", str(tmp_path / "rows")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, check=False, timeout=300)
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert rows and not any("failed" in row for row in rows), done.stdout + done.stderr
+    if name == "qlora_learning.py":  # bits are compared on GPUs, whose quantizing ours follows
+        assert rows[0]["losses"]["most_apart"] < 1e-3 and rows[0]["ours_in_peft"]["rms"] < 1e-3, rows
+    else:
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_planned_micro_batch_is_judged_by_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    fit_plan = importlib.import_module("fit_plan")
+    for planned, true, verdict in (
+        (4, 4, "exact"),
+        (4, 5, "one below"),
+        (4, 7, "below"),
+        (4, 3, "above"),
+        (1, 0, "above"),
+    ):
+        found = fit_plan.true_largest(planned, lambda micro, most=true: micro <= most)
+        assert fit_plan.verdict(planned, found) == verdict

@@ -23,6 +23,7 @@ from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.pairs import COMPARED
 from stoker.training.fit.plan import METHODS, Plan, Wish, make
 from stoker.training.fit.terms import BACKWARD, DPO, FORWARD, GRPO, REWARD, STEP, Job, StageNeeds, predict
+from stoker.training.fit.text import lines
 from stoker.training.model.config import AdapterConfig, ModelConfig, parameters
 from stoker.training.model.hf_config import config_of
 
@@ -45,10 +46,11 @@ MISTRAL = replace(LLAMA, family="mistral", windows=(1024,) * 6)
 EIGHT = replace(LLAMA, layers=32, dim=4096, heads=32, kv_heads=8, head_dim=128, ff=14336, vocab_size=128256)
 OFF, LORA, QLORA = (AdapterConfig(method=method) for method in ("off", "lora", "qlora"))
 SHAPES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "gemma3": GEMMA3, "mistral": MISTRAL}
-# micro-batch, context, packed, recomputed blocks, optimizer, micro-steps of which the last adds to gradients
+# micro-batch, context, packed, recomputed blocks, their inputs on the host, optimizer, micro-steps of which the last adds to
+# gradients
 WAYS = (
-    (1, 1024, False, 0, "adamw", 2), (2, 2048, False, 3, "adamw", 2), (4, 2048, True, 6, "adamw", 2),
-    (2, 1024, False, 6, "adamw8bit", 1), (1, 8192, True, 1, "adamw", 1),
+    (1, 1024, False, 0, False, "adamw", 2), (2, 2048, False, 3, False, "adamw", 2), (4, 2048, True, 6, False, "adamw", 2),
+    (2, 1024, False, 6, True, "adamw8bit", 1), (1, 8192, True, 1, False, "adamw", 1), (2, 2048, True, 4, True, "adamw", 2),
 )  # fmt: skip
 
 
@@ -67,14 +69,15 @@ def test_the_plan_is_what_the_modules_allocate(
         pytest.skip("the modules here still keep other tensors: adapters of one product, blocks that keep one tensor")
     monkeypatch.setattr(terms, "HANDLES", 0)  # cuBLAS's workspace is none of torch's tensors
     described = describe(SHAPES[kind], adapter)
-    for micro, context, packed, again, optimizer, steps in WAYS:
+    for micro, context, packed, again, host, optimizer, steps in WAYS:
         seen = traced(
-            SHAPES[kind], adapter, context, micro=micro, packed=packed, recompute=again, steps=steps,
+            SHAPES[kind], adapter, context, micro=micro, packed=packed, recompute=again, steps=steps, host=host,
             optim=OptimConfig(kind=optimizer),
         )  # fmt: skip
         peak = max(seen.peaks[phase] for phase in ("forward", "backward", "step"))
-        planned = predict(described, Job(micro, context, optimizer, packed, 1, again, 1, steps > 1)).total
-        assert peak - MIB <= planned <= 1.01 * peak, (micro, context, packed, again, optimizer, planned / peak)
+        job = Job(micro, context, optimizer, packed, 1, again, 1, steps > 1, inputs_on_host=host)
+        planned = predict(described, job).total
+        assert peak - MIB <= planned <= 1.01 * peak, (micro, context, packed, again, optimizer, host, planned / peak)
 
 
 # reward.likelihood; None: stage dpo
@@ -123,27 +126,34 @@ def test_a_reference_that_begins_with_an_adapter_keeps_it_as_it_was(monkeypatch:
     assert peak - MIB <= found.total <= 1.01 * peak and found.terms["reference"] > 0, found.total / peak
 
 
-@pytest.mark.parametrize("adapter", at_length_but([OFF, QLORA], [OFF, LORA, QLORA]), ids=lambda one: one.method)
-def test_the_plan_of_grpo_is_what_the_modules_allocate(adapter: AdapterConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+UNEVEN = replace(LLAMA, ff=5648)  # the codes of `down` have blocks that go from one row into the next
+
+
+GRPO_WAYS = {"off": (OFF, 16), "lora": (LORA, 16), "qlora": (QLORA, 16), "qlora-codes": (QLORA, 4)}
+
+
+@pytest.mark.parametrize("way", at_length_but(["off", "qlora", "qlora-codes"], list(GRPO_WAYS)))
+def test_the_plan_of_grpo_is_what_the_modules_allocate(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers by the engine, with kernels and without; merging; the reference; a step. Graphs have no tensors here."""
     pytest.importorskip("torch", reason="torch is not installed")
     from memory_trace import traced_grpo
 
     monkeypatch.setattr(terms, "HANDLES", 0)
     monkeypatch.setattr(answers, "HANDLES", 0)
-    for kind, micro, prompt, new_tokens, again in (
-        ("llama", 4, 400, 1000, 3),
-        ("qwen3", 4, 500, 12, 6),
-        ("gemma3", 8, 560, 60, 0),
+    adapter, bits = GRPO_WAYS[way]
+    for kind, micro, prompt, new_tokens, again, host in (
+        ("llama", 4, 400, 1000, 3, True),
+        ("qwen3", 4, 500, 12, 6, False),
+        ("gemma3", 8, 560, 60, 0, False),
     ):
-        rows, context = 8, prompt + new_tokens
+        rows, context, model = 8, prompt + new_tokens, SHAPES[kind] if kind != "llama" or bits == 16 else UNEVEN
         seen = traced_grpo(
-            SHAPES[kind], adapter, context, micro=micro, prompt=prompt, new_tokens=new_tokens, rows=rows, answers=rows,
-            recompute=again,
+            model, adapter, context, micro=micro, prompt=prompt, new_tokens=new_tokens, rows=rows, answers=rows,
+            recompute=again, codes=bits == 4, host=host,
         ).peaks  # fmt: skip
-        needs = StageNeeds(GRPO, rows=rows, new_tokens=new_tokens, answers=rows)
-        job = Job(micro, context, recomputed=again, accumulates=rows > micro, needs=needs)
-        found = Footprint(SHAPES[kind], adapter, GRPO).planned(job)
+        needs = StageNeeds(GRPO, rows=rows, bits=bits, new_tokens=new_tokens, answers=rows)
+        job = Job(micro, context, recomputed=again, accumulates=rows > micro, inputs_on_host=host, needs=needs)
+        found = Footprint(model, adapter, GRPO).planned(job)
         graphs = found.terms["graphs"]
         phases = {name: size - graphs for name, size in found.phases.items()}
         written = max(seen["answers"], seen["merging"])
@@ -240,12 +250,16 @@ def test_settings_fill_the_card_but_never_overfill_it(gpus: str, model: ModelCon
     assert all(share.largest >= s.micro for share in plan.shares)
     if s.recompute:  # one block less does not fit
         fixed = replace(wish, method=s.method, micro=s.micro, optimizer=s.optimizer, on_host=s.on_host)
+        fixed = replace(fixed, inputs_on_host=s.inputs_on_host)
         assert not make(cards(gpus), replace(fixed, recompute=s.recompute - 1)).fits
     smallest = min(share.largest for share in plan.shares)
     one_more = replace(
         wish, method=s.method, micro=smallest + 1, recompute=s.recompute, optimizer=s.optimizer, samples=9999
     )
-    assert smallest == 1024 or not make(cards(gpus), replace(one_more, on_host=s.on_host)).fits
+    assert (
+        smallest == 1024
+        or not make(cards(gpus), replace(one_more, on_host=s.on_host, inputs_on_host=s.inputs_on_host)).fits
+    )
 
 
 @pytest.mark.parametrize(("gpus", "model", "context"), CASES)
@@ -265,11 +279,64 @@ def test_the_change_that_is_proposed_makes_it_fit(gpus: str, model: ModelConfig,
             **({"context": int(told["context-length"])} if "context-length" in told else {}),
             **{key: told[key] for key in ("method", "optimizer") if key in told},
             **({"on_host": True} if "embedding" in told else {}),
+            **({"inputs_on_host": True} if "activations" in told else {}),
         )
         left = cards(gpus)
         if "gpus" in told:
             left = [card for card in left if card.label.removeprefix("GPU ") in told["gpus"].split(",")]
         assert make(left, changed).fits, (told, plan.settings)
+
+
+def test_activations_go_to_the_host_before_the_context_shrinks() -> None:
+    wish = Wish(EIGHT, 6144, "qlora")
+    plan = make(cards("8GB"), wish)
+    s, (share,) = plan.settings, plan.shares
+    assert plan.fits and s.inputs_on_host and s.on_host and s.optimizer == "adamw8bit"
+    inputs = (s.recompute - 1) * s.micro * 6144 * EIGHT.dim * 2
+    embedding = EIGHT.vocab_size * EIGHT.dim * 2
+    assert inputs <= share.host_bytes - embedding <= 1.3 * inputs
+    assert "--compute.activations host" in " ".join(text_lines(plan)) and "host memory" in " ".join(text_lines(plan))
+    without = make(cards("8GB"), replace(wish, inputs_on_host=False))
+    assert not without.fits and without.change is not None and without.change.settings == {"activations": "host"}
+    assert not make(cards("8GB"), replace(wish, model=replace(EIGHT, attention_cap=50.0))).settings.inputs_on_host
+
+
+def test_a_host_without_the_memory_gets_no_activations() -> None:
+    wish = Wish(EIGHT, 6144, "qlora")
+    needs = make(cards("8GB"), wish).shares[0].host_bytes
+    for host_free, fits in ((2 * needs, True), (needs, False)):
+        plan = make([replace(card, host_free=host_free) for card in cards("8GB")], wish)
+        assert plan.fits == fits and (fits or "context-length" in plan.change.settings)  # type: ignore[union-attr]
+    both = [replace(card, host_free=2 * needs) for card in cards("2x8GB")]
+    assert not make(both, replace(wish, samples=2)).fits, "two ranks on one host"
+    forced = make([replace(card, host_free=1) for card in cards("24GB")], replace(wish, inputs_on_host=True))
+    assert not forced.fits and forced.change is not None and forced.change.settings == {"activations": "device"}
+
+
+def text_lines(plan: Plan) -> list[str]:
+    return list(lines(plan, "model", "chats.jsonl"))
+
+
+def test_a_card_without_bf16_computes_in_fp16_and_so_do_those_beside_it() -> None:
+    for gpus, dtype in (
+        ("T4", "fp16"),
+        ("V100 32GB", "fp16"),
+        ("RTX 3090,T4", "fp16"),
+        ("RTX 3090", "bf16"),
+        ("16GB", "bf16"),
+    ):
+        plan = make(cards(gpus), Wish(EIGHT, 1024, "qlora"))
+        told = text_lines(plan)
+        assert (
+            plan.fits and plan.dtype == dtype and any(line.startswith("fits: qlora") and dtype in line for line in told)
+        )
+        assert any("fp16 with loss scaling" in line for line in told) == (dtype == "fp16")
+        assert bool(plan.about) == (dtype == "fp16"), "none was measured"
+    assert [Card(name, GIB, GIB).dtype for name in ("Tesla T4", "NVIDIA GeForce RTX 2080 Ti", "NVIDIA A10")] == [
+        "fp16",
+        "fp16",
+        "bf16",
+    ]
 
 
 def test_a_larger_card_never_gets_a_more_frugal_method() -> None:
@@ -360,6 +427,34 @@ def test_fewer_answers_at_once_are_proposed_where_the_cache_is_too_large(stoker:
     assert stoker(*words, *change).code == 0
 
 
+def test_answers_are_written_by_codes_where_a_copy_does_not_fit(stoker: Stoker, folder: Path) -> None:
+    words = (
+        "fit",
+        str(folder),
+        "--stage",
+        "grpo",
+        "--gpus",
+        "16GB",
+        "--method",
+        "qlora",
+        "--rows",
+        "8",
+        "--context",
+        "512",
+    )
+    done = stoker(*words)
+    assert done.code == 0 and "8 answers at once by 4-bit weights" in done.out, done.out
+    assert "answers by 4-bit weights: a copy of them in 16 bits does not fit" in done.out
+    assert "--rows 8 --generate.bits 4 --qlora" in done.out
+    done = stoker(*words, "--bits", "16")
+    assert done.code == 1 and "smallest change: --bits 4" in done.out, done.out
+    larger = json.loads(stoker(*words, "--gpus", "40GB", "--json").out)
+    assert larger["settings"]["bits"] == 16 and larger["gpus"][0]["terms"]["answering copy"] > 13e9
+    asked = json.loads(stoker(*words, "--gpus", "40GB", "--bits", "4", "--rows", "100", "--json").out)
+    assert (asked["settings"]["bits"], asked["settings"]["rows"]) == (4, 64), "more rows can't be multiplied by codes"
+    assert "answering copy" not in asked["gpus"][0]["terms"]
+
+
 def test_pairs_are_counted_for_time_and_cost(stoker: Stoker, folder: Path, tmp_path: Path) -> None:
     row = {"prompt": "hi " * 50, "chosen": "ho " * 200, "rejected": "hu " * 100}
     (tmp_path / "pairs.jsonl").write_text((json.dumps(row) + "\n") * 500)
@@ -412,6 +507,7 @@ def test_an_epochs_time_and_cost_and_where_the_speed_comes_from(stoker: Stoker, 
         (("--gpus", "8GB", "--stage", "tokenizer"), "that stage has no memory plan"), (("--gpus", "8GB", "--stage", "evaluate"), "there is a plan for pretrain, midtrain, sft"),
         (("--gpus", "8GB", "--stage", "dop"), "no stage is called that; did you mean dpo?"), (("--gpus", "8GB", "--stage", ""), "no stage is called that"),
         (("--gpus", "8GB", "--rows", "4"), "--rows is for --stage grpo, and this is sft"), (("--gpus", "8GB", "--stage", "grpo", "--rows", "-1"), "out of range"),
+        (("--gpus", "8GB", "--bits", "4"), "--bits is for --stage grpo"), (("--gpus", "8GB", "--stage", "grpo", "--bits", "4", "--method", "lora"), "--bits 4 is for --method qlora"),
         (("--gpus", "8GB", "--stage", "grpo", "--new-tokens", "2048"), "leaves no room for a prompt"), (("--gpus", "8GB", "--stage", "grpo", "--kl", "-1"), "--kl -1"),
         (("--gpus", "8GB", "--stage", "grpo", "--reward-model", "nowhere"), "nowhere"), (("--gpus", "8GB", "--stage", "dpo", "--no-likelihood"), "is for --stage reward"),
         (("--gpus", "8GB", "--stage", "grpo", "--embedding", "host"), "--embedding host: stage grpo writes answers"),
@@ -535,6 +631,12 @@ def test_train_plans_pairs_and_prompts_too(tmp_path: Path, small: Path) -> None:
     # The prompts are short: a cache for the whole context would not fit, and none is made.
     config, line = planned("grpo", 3000 * MIB, f"grpo.prompts={prompts}", "data.context_length=65536", "lora")
     assert "may not fit" not in line, line
+    short = (f"grpo.prompts={prompts}", "data.context_length=1024", "qlora", "generate.rows=64")
+    for total, bits in ((8192, "auto"), (1540, "4")):
+        config, line = planned("grpo", total * MIB, *short)
+        assert config.generate.bits == bits and ("bits 4" in line) == (bits == "4"), line
+    config, line = planned("grpo", 1540 * MIB, *short, "generate.bits=16")
+    assert config.generate.bits == "16" and "may not fit" in line, line
     with pytest.raises(Refusal, match=r"this can't fit: .*smallest change: --rows \d+"):
         planned("grpo", 2400 * MIB, *asked, "lora", "generate.rows=64")
 

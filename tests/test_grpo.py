@@ -33,6 +33,7 @@ from stoker.training.model import loss as chunked  # noqa: E402
 from stoker.training.model.config import ModelConfig  # noqa: E402
 from stoker.training.model.decoder import Decoder  # noqa: E402
 from stoker.training.optim.config import OptimConfig  # noqa: E402
+from stoker.training.optim.loss_scale import LossScale  # noqa: E402
 from stoker.training.optim.optimizer import Optimizer  # noqa: E402
 from stoker.training.parallel.config import ParallelConfig  # noqa: E402
 from stoker.training.parallel.group import Group  # noqa: E402
@@ -170,6 +171,27 @@ def test_an_update_that_is_no_number_changes_nothing_and_is_not_counted() -> Non
     )
     good = updater.learn(answers, [1.0, 0.5, -1.0], [2, 2, 2], 1.0)
     assert good.finite and updater.done == 1 and not torch.equal(model.embed.weight, before["embed.weight"])
+
+
+def test_a_gradient_that_overflows_in_fp16_skips_updates_until_the_scale_is_small_enough() -> None:
+    model = Decoder(SHAPE, 64, torch.float16)
+    model.start(1)
+    scale = LossScale(CPU)
+    scale.value.fill_(2.0**24)
+    group = Group(ParallelConfig(device="cpu"))
+    updater = Updater(
+        model, None, Optimizer(model, OptimConfig()), group, GrpoConfig(), temperature=1.0, micro=2, attention="auto",
+        loss_scale=scale,
+    )  # fmt: skip
+    before = model.embed.weight.clone()
+    answers = [Answer(place, asking.Prompt(0, "?", (1, 2, 3), "7"), (55, 258), "7", True) for place in range(3)]
+    told = [updater.learn(answers, [1.0, 0.5, -1.0], [2, 2, 2], 1.0)]
+    assert told[0].skipped and torch.equal(model.embed.weight, before)
+    while told[-1].skipped:
+        told.append(updater.learn(answers, [1.0, 0.5, -1.0], [2, 2, 2], 1.0))
+    assert all(one.finite for one in told) and updater.done == 1 and not torch.equal(model.embed.weight, before)
+    assert float(scale.value) == 2.0 ** (24 - len(told) + 1)
+    assert not updater.learn(answers, [1.0, math.nan, -1.0], [2, 2, 2], 1.0).finite, "a loss that is no number"
 
 
 # ---- prompts and draws ----

@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from stoker.training.optim import loss_scale  # noqa: E402
 from stoker.training.optim.config import OptimConfig, rate_share, warmup_length  # noqa: E402
 from stoker.training.optim.optimizer import (  # noqa: E402
     BLOCK,
@@ -132,6 +133,41 @@ def test_adamw_is_torchs_with_clipping_before_it(scale: float, limit: float) -> 
         torch.testing.assert_close(
             mine.get_parameter(name), parameter, rtol=2e-6, atol=2e-7, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scaled_loss_makes_the_same_steps(kind: str) -> None:
+    """By a power of two: not a bit differs, clipping included."""
+    c = OptimConfig(kind=kind, learning_rate=1e-2, max_grad_norm=0.1)
+    plain, _, _ = train(c, 4)
+    model = Small()
+    optimizer, scale = Optimizer(model, c), torch.tensor(4096.0)
+    for step in range(4):
+        (loss_of(model, step) * scale).backward()
+        optimizer.step(1.0, gradient_norm(optimizer.parameters) / scale, torch.zeros(()), scale)
+        optimizer.zero()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-6, atol=1e-7)
+
+
+def test_the_scale_falls_with_every_overflow_and_grows_after_many_steps_without() -> None:
+    scale, yes, no = loss_scale.LossScale(torch.device("cpu")), torch.ones(()), torch.zeros(())
+    for power in range(16, 0, -1):
+        assert float(scale.value) == 2.0**power and not scale.lasting(yes)
+        scale.update(yes, no)
+    assert float(scale.value) == 1.0 and scale.lasting(yes) and not scale.lasting(no)
+    scale.update(yes, no)
+    assert float(scale.value) == loss_scale.SMALLEST
+    for _ in range(loss_scale.GROWS_AFTER - 1):
+        scale.update(no, no)
+    other = loss_scale.LossScale(torch.device("cpu"))
+    other.go_on(scale.to_json())
+    scale.update(no, yes)
+    assert float(scale.value) == 1.0, "a bad step changes nothing"
+    other.update(no, no)
+    assert float(other.value) == 2.0, "as the checkpoint left it"
+    other.go_on(None)
+    assert float(other.value) == 2.0
 
 
 @pytest.mark.parametrize("kind", KINDS)

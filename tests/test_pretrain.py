@@ -634,6 +634,61 @@ def test_an_inf_in_one_gradient_is_traced_to_its_parameter_and_rank(forks: Forks
         assert shown.code == 0 and re.search(summary, shown.out), shown.out + shown.err
 
 
+HOST = ("--model.depth", "3", "--recompute", "full", "--activations")
+
+
+def test_activations_on_the_host_change_no_bit_of_a_run_nor_what_a_nan_is_traced_to(
+    forks: Forks, tmp_path: Path
+) -> None:
+    """Two ranks, several micro-batches a step."""
+    plain, moved = (forks(2, tmp_path / where, "--max-steps", "4", *HOST, where) for where in ("device", "host"))
+    assert plain.codes == moved.codes == [0, 0] and len(moved.losses) == 4, moved.said()
+    assert plain.losses == moved.losses and "copied within memory" in moved.said()
+    job = forks(2, tmp_path / "nan", "--max-steps", "6", *HOST, "host", "--nan.inject", "layers.1.attention@3@1")
+    assert job.codes == [1, 1] and "step 3: NaN first in " in job.said(1), job.said(1)
+    assert re.search(r"layers\.1\.attention \(forward\) on rank 1", job.said(1)), job.said(1)
+
+
+# ---- fp16 ----
+
+
+def scales(job: Trained) -> list[float]:
+    lines = map(json.loads, (job.run / "metrics.jsonl").read_text().splitlines())
+    return [line["loss_scale"] for line in lines if "loss" in line]
+
+
+HALF = ("--dtype", "fp16", "--deterministic", "true", "--max-steps", "12")
+OVERFLOW = ("--nan.inject", "grad:layers.0.mlp.down.weight@3@0")
+
+
+def test_fp16_learns_what_fp32_does(forks: Forks, tmp_path: Path) -> None:
+    whole, half = (forks(2, tmp_path / dtype, *HALF[2:], "--dtype", dtype) for dtype in ("fp32", "fp16"))
+    close(half.losses, whole.losses, rel=3e-3)
+    assert scales(half) == [65536.0] * 12 and "float16 on 2" in half.said() and "float32 on 2" in whole.said()
+
+
+@pytest.mark.parametrize("kind", ["adamw", *(pytest.param(kind, marks=at_length) for kind in ("adamw8bit", "muon"))])
+def test_a_gradient_that_overflows_in_fp16_skips_one_update_and_a_resumed_run_has_the_same_bits(
+    kind: str, forks: Forks, tmp_path: Path
+) -> None:
+    """The overflow is on one rank alone: both skip."""
+    words = (*HALF, *OVERFLOW, "--optimizer", kind)
+    job = forks(2, tmp_path / "whole", *words)
+    assert job.codes == [0, 0] and scales(job) == [65536.0] * 4 + [32768.0] * 8, job.said()
+    assert "step 3: a gradient overflowed in fp16; update skipped" in job.said() and "NaN" not in job.said()
+    kept = ("--checkpoint.folder", str(tmp_path / "kept"), "--every_steps", "1")
+    first = forks(2, tmp_path / "first", *words, *kept, stop_after=6)
+    assert first.codes == [0, 0] and len(first.losses) < 12, first.said()
+    rest = forks(2, tmp_path / "rest", *words, *kept)
+    assert {**first.losses, **rest.losses} == job.losses, (rest.said(), job.losses)
+    assert scales(rest)[-1] == 32768.0 and "resumes at step" in rest.said()
+
+
+def test_a_loss_that_is_no_number_in_fp16_is_the_models_own(forks: Forks, tmp_path: Path) -> None:
+    job = forks(2, tmp_path, *HALF, "--nan.inject", "layers.1.attention@3@1")
+    assert job.codes == [1, 1] and "step 3: NaN first in " in job.said(1), job.said(1)
+
+
 # ---- beside the launcher ----
 
 

@@ -40,7 +40,7 @@ def cards_of(asked: Asked, contexts: Mapping[str, int], say: Callable[[str], Non
     gpus = _chosen(asked.gpus, machine.gpus) if asked.gpus else _usable(machine.gpus, say)
     if not gpus:
         raise Refusal("no GPU here: name those to plan for, e.g. --gpus 24GB or --gpus 2xH100", EX_UNAVAILABLE)
-    return [card_of(gpu, "", contexts) for gpu in gpus]
+    return [card_of(gpu, "", contexts, machine.memory_available) for gpu in gpus]
 
 
 def _usable(gpus: tuple[Gpu, ...], say: Callable[[str], None]) -> list[Gpu]:
@@ -98,14 +98,14 @@ def _of_hosts(told: str, contexts: Mapping[str, int]) -> list[Card]:
             why = answer["error"]
             line = why if why.startswith(f"host {name}: ") else f"host {name}: {why}"
             raise Refusal(line, EX_UNAVAILABLE, cause="host.agent")
-        gpus = examination_from_json(answer).machine.gpus
-        cards += [card_of(gpu, name, contexts) for gpu in gpus if not gpu.error]
+        machine = examination_from_json(answer).machine
+        cards += [card_of(gpu, name, contexts, machine.memory_available) for gpu in machine.gpus if not gpu.error]
     if not cards:
         raise Refusal(f"--hosts {told}: no GPU on these hosts", EX_UNAVAILABLE)
     return cards
 
 
-def card_of(gpu: Gpu, host: str, contexts: Mapping[str, int]) -> Card:
+def card_of(gpu: Gpu, host: str, contexts: Mapping[str, int], host_free: int | None = None) -> Card:
     total, name = gpu.memory_total, gpu.name or "unknown GPU"
     if total is None:
         line = f"GPU {gpu.label[3:]} does not say how much memory it has: --gpus 24GB plans for such a card"
@@ -123,4 +123,4 @@ def card_of(gpu: Gpu, host: str, contexts: Mapping[str, int]) -> Card:
     if rest > 2 * CONTEXT:
         held.append(f"{amount(rest)} by the driver, or outside this container")
     context = contexts.get(name, CONTEXT)
-    return Card(name, total, free, f"GPU {gpu.label[3:]}", host, tuple(held), total - free, context)
+    return Card(name, total, free, f"GPU {gpu.label[3:]}", host, tuple(held), total - free, context, host_free)

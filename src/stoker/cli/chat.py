@@ -25,6 +25,7 @@ _MODEL = (
 _STAGE = "which stage's model: base, midtrain, sft, grpo-density … (default: the last one of the chain)"
 _TOP_P = "sample only from the most likely tokens that together have this probability"
 _CONTEXT = "tokens of a conversation (default: what the model was trained for, up to 4096)"
+_BITS = "of a weight; 4: NF4, a quarter of the memory (default: 16, or 4 where 16 don't fit on the GPU)"
 _EPILOG = """examples:
   stoker chat                                      the newest run or speedrun that has a model; of a speedrun, its last stage
   stoker chat runs/speedrun-cpu --stage sft
@@ -48,6 +49,7 @@ def parser() -> Parser:
     made.option("--seed", "N", "the same seed gives the same answers (default: another one each time)", int)
     devices = ("auto", "cpu", "cuda")
     made.add_argument("--device", choices=devices, default="auto", help="(default: a GPU where there is one)")
+    made.add_argument("--bits", choices=("auto", "16", "4"), default="auto", help=_BITS)
     made.switch("--trust-remote-code", "run Python code that comes with the model's folder")
     made.runs_dir()
     return made
@@ -76,21 +78,24 @@ def main(argv: list[str]) -> int:
 
 def _opened(told: argparse.Namespace, folder: str) -> Conversation:
     # torch: seconds, so only once there is a model
+    from stoker.training.generate.bits import coded
     from stoker.training.generate.conversation import Conversation, Manner, context_of, device_of, opened
     from stoker.training.generate.engine import Engine
     from stoker.training.generate.sample import checked
+    from stoker.training.model.ready import parameters
 
     checked(told.temperature, 0, told.top_p)
     trust = told.trust_remote_code
     device, context = device_of(told.device), context_of(folder, told.context, trust)
-    model, words = opened(folder, context, device, lambda _: None, trust)
+    model, words = opened(folder, context, device, say, trust, told.bits)
     manner = Manner(told.temperature, told.top_p, told.max_tokens, told.raw)
     seed = told.seed if told.seed is not None else time.time_ns()
-    talk = Conversation(
-        Engine(model, rows=1, length=context, vocab=words.vocab_size), words, manner, told.system, seed, say
-    )
-    size = sum(parameter.numel() for parameter in model.parameters())
-    say(f"{folder}: {size / 1e6:,.1f} M parameters, {context} tokens of context, on {device.type}")
+    in_codes = coded(model)
+    engine = Engine(model, rows=1, length=context, vocab=words.vocab_size, codes=in_codes)
+    talk = Conversation(engine, words, manner, told.system, seed, say)
+    in_4_bits = " in 4 bits" if in_codes else ""
+    size = parameters(model)
+    say(f"{folder}: {size / 1e6:,.1f} M parameters{in_4_bits}, {context} tokens of context, on {device.type}")
     return talk
 
 

@@ -16,9 +16,9 @@ from stoker.training.fit import pace, plan, text
 from stoker.training.fit.footprint import STAGES
 from stoker.training.fit.runs import contexts
 from stoker.training.fit.scorer import with_scorer
-from stoker.training.fit.terms import DPO, GRPO, REWARD, SFT, StageNeeds
+from stoker.training.fit.terms import DPO, GRPO, REWARD, SFT, StageNeeds, asked_bits
 from stoker.training.model import hf_config, hf_hub
-from stoker.training.model.config import AdapterConfig, ModelConfig
+from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ examples:
 _CONTEXT = 2048  # tokens, where nobody says
 _KINDS = (plan.AUTO, "adamw", "adamw8bit", "muon")
 _SAMPLES = 16  # of a step, where nobody says
-_OF_STAGE = {"rows": GRPO, "new_tokens": GRPO, "reward_model": GRPO, "kl": GRPO, "no_likelihood": REWARD}
+_OF_STAGE = {"rows": GRPO, "bits": GRPO, "new_tokens": GRPO, "reward_model": GRPO, "kl": GRPO, "no_likelihood": REWARD}
 
 
 def parser() -> Parser:
@@ -59,12 +59,20 @@ def parser() -> Parser:
     made.option("--recompute", "N|off|full", "blocks computed again (default: the fewest that fit)", default="")
     made.add_argument("--optimizer", choices=_KINDS, default=plan.AUTO, help="auto: adamw, else adamw8bit")
     made.add_argument("--embedding", choices=("auto", "device", "host"), default="auto", help="where a frozen one lies")
+    made.add_argument(
+        "--activations",
+        choices=("auto", "device", "host"),
+        default="auto",
+        help="where inputs of recomputed blocks wait",
+    )
     made.option("--lora-rank", "N", "width of an adapter (default: 16)", int, default=16)
     made.option("--lora-targets", "NAMES", "which layers get one (default: all-linear)", default="all-linear")
     answers = StageNeeds().answers
     samples = f"samples of a step, all GPUs together (default: {_SAMPLES}; of grpo {answers} answers)"
     made.option("--samples", "N", samples, int, default=0)
     made.option("--rows", "N", f"grpo: answers written at once (default: {StageNeeds().rows})", int, default=0)
+    bits = "grpo with qlora: of a weight while answers are written (default: 16, else 4)"
+    made.add_argument("--bits", choices=("auto", "16", "4"), default="auto", help=bits)
     new = f"grpo: tokens of an answer at most (default: {StageNeeds().new_tokens})"
     made.option("--new-tokens", "N", new, int, default=0)
     made.option("--reward-model", "DIR", "grpo: the reward stage's model, which scores the answers", default="")
@@ -155,7 +163,10 @@ def _needs(told: argparse.Namespace, context: int, answers: int) -> StageNeeds:
     new = told.new_tokens or min(default.new_tokens, context // 2)
     if new >= context:
         raise Refusal(f"--new-tokens {new} leaves no room for a prompt in --context-length {context}", EX_USAGE)
-    found = replace(default, reference=told.kl != 0, rows=told.rows or default.rows, new_tokens=new, answers=answers)
+    found = replace(
+        default, reference=told.kl != 0, rows=told.rows or default.rows, bits=asked_bits(told.bits), new_tokens=new,
+        answers=answers,
+    )  # fmt: skip
     return with_scorer(found, told.reward_model) if told.reward_model else found
 
 
@@ -180,6 +191,8 @@ def _wish(told: argparse.Namespace, model: ModelConfig) -> plan.Wish:
         raise Refusal(f"{line} (`stoker docs families`)", EX_CONFIG)
     if told.embedding == "host" and told.stage == GRPO:
         raise Refusal("--embedding host: stage grpo writes answers with it on the GPU; leave it out", EX_CONFIG)
+    if told.bits == "4" and told.method != QLORA:
+        raise Refusal("--bits 4 is for --method qlora: other weights have no 4 bits to write answers with", EX_CONFIG)
     samples = told.samples or (StageNeeds().answers if told.stage == GRPO else _SAMPLES)
     return plan.Wish(
         model,
@@ -193,6 +206,7 @@ def _wish(told: argparse.Namespace, model: ModelConfig) -> plan.Wish:
         packed=not told.unpacked and told.stage != GRPO,
         documents=max(context // plan.DOCUMENT, 1) * _texts(told.stage),
         samples=samples,
+        inputs_on_host={"auto": None, "device": False, "host": True}[told.activations],
         needs=_needs(told, context, samples),
     )
 

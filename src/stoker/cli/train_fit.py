@@ -19,7 +19,7 @@ from stoker.training.config.resolve import Resolved
 from stoker.training.config.schema import Config
 from stoker.training.fit.cards import Card
 from stoker.training.fit.footprint import STAGES
-from stoker.training.fit.terms import DPO, GRPO, REWARD, StageNeeds
+from stoker.training.fit.terms import DPO, GRPO, REWARD, StageNeeds, asked_bits
 from stoker.training.model.config import OFF
 from stoker.training.rl.config import MICRO
 
@@ -97,15 +97,23 @@ def with_memory_plan(
     from stoker.training.fit import plan
 
     wish = _wish(stage, resolved, len(cards), ready)
-    found = plan.make(cards, wish)
-    if stage == GRPO and not found.fits and not config.batch.micro:
-        wish = replace(wish, micro=0)
+    if stage == GRPO and not config.batch.micro:
+        # Fewer answers at once cost less than activations in host memory, or a decoding step by codes.
+        found = plan.make(cards, replace(wish, inputs_on_host=bool(wish.inputs_on_host), needs=_by_copy(wish.needs)))
+        if not found.fits:
+            wish = replace(wish, micro=0)
+            found = plan.make(cards, wish)
+    else:
         found = plan.make(cards, wish)
     if not found.fits and "optim.kind" not in resolved.given and wish.optimizer == "adamw":
         found = plan.make(cards, replace(wish, optimizer=plan.AUTO))
     if not found.fits:
         say(f"memory plan: this may not fit: {_too_much(found)}")
     return replace(resolved, config=_filled(config, resolved.given, found, say))
+
+
+def _by_copy(needs: StageNeeds) -> StageNeeds:
+    return needs if needs.bits else replace(needs, bits=16)
 
 
 def _too_much(found: Plan) -> str:
@@ -141,7 +149,7 @@ def _cards(options: RunOptions, machine: Machine) -> list[Card]:
     try:
         gpus = choose(options, os.environ, machine, {}).gpus
         seen = contexts(layout.runs_root(options.runs_dir, os.environ))
-        cards = [card_of(gpu, "", seen) for gpu in gpus]
+        cards = [card_of(gpu, "", seen, machine.memory_available) for gpu in gpus]
     except Refusal:
         return []
     if options.wait:  # until whoever holds the rest is gone
@@ -165,6 +173,7 @@ def _wish(stage: str, resolved: Resolved, world: int, ready: Prepared | None) ->
     if ready is not None and ready.train_samples and ready.train_documents:
         documents = max(-(-ready.train_documents // ready.train_samples), 1)
     host = {"host": True, "device": None if "compute.embedding" not in given else False}
+    moved = {"host": True, "device": None if "compute.activations" not in given else False}
     needs = _needs(stage, config, folder, world)
     micro = batch.micro if "batch.micro" in given else 0
     samples = batch.tokens // context or max(batch.micro, 1) * batch.accumulation * world
@@ -173,7 +182,8 @@ def _wish(stage: str, resolved: Resolved, world: int, ready: Prepared | None) ->
     return plan.Wish(
         model, context, plan.FULL if config.adapter.method == OFF else config.adapter.method, config.adapter,
         config.optim.kind, again, micro, host[values["compute.embedding"]] if "compute.embedding" in values else False,
-        packed, documents, samples, needs, kept="optim.kind" in given and given["optim.kind"].words.startswith("checkpoint "),
+        packed, documents, samples, moved[config.compute.activations], needs,
+        kept="optim.kind" in given and given["optim.kind"].words.startswith("checkpoint "),
     )  # fmt: skip
 
 
@@ -187,7 +197,7 @@ def _needs(stage: str, config: Config, folder: str, world: int) -> StageNeeds:
         return StageNeeds(stage, likelihood=config.reward.likelihood, loaded=loaded)
     c, how = config.grpo, config.generate
     found = StageNeeds(
-        GRPO, reference=c.kl > 0, loaded=loaded, rows=how.rows, new_tokens=how.new_tokens,
+        GRPO, reference=c.kl > 0, loaded=loaded, rows=how.rows, bits=asked_bits(how.bits), new_tokens=how.new_tokens,
         length=_longest(config, folder), answers=-(-c.prompts_per_step // world) * c.group * world, updates=c.updates,
     )  # fmt: skip
     return with_scorer(found, c.reward_model) if c.reward_model else found
@@ -224,6 +234,10 @@ def _filled(config: Config, given: Any, found: Plan, say: Callable[[str], None])
         changed["optim.kind"] = s.optimizer
     if s.on_host and "compute.embedding" not in given:
         changed["compute.embedding"] = "host"
+    if s.inputs_on_host and config.compute.activations != "host":
+        changed["compute.activations"] = "host"
+    if s.bits == 4 and config.generate.bits == "auto":
+        changed["generate.bits"] = "4"
     default = config.batch.micro or (MICRO if found.wish.needs.stage == GRPO else 0)
     if "batch.micro" not in given and default > s.micro:
         changed["batch.micro"] = s.micro

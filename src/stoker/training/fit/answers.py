@@ -1,4 +1,5 @@
-"""GRPO: answers are written by a 16-bit copy over a cache of keys and values, then learned from. Follows generate/ and rl/."""
+"""GRPO: answers are written over a cache of keys and values, by a 16-bit copy of the weights or by their 4-bit codes, then
+learned from. Follows generate/ and rl/."""
 
 from __future__ import annotations
 
@@ -35,6 +36,7 @@ from stoker.training.fit.terms import (
 )  # fmt: skip
 from stoker.training.generate.config import PREFILL_TOKENS, ROUND, kernels_lack, slots
 from stoker.training.model.config import OFF, ModelConfig, tensors
+from stoker.training.model.nf4_size import FEW, multipliable
 from stoker.training.model.targets import targets
 
 ANSWERS, SCORES = "answers", "scores of the reward model"  # phases
@@ -45,14 +47,17 @@ CHUNK = 1024  # words of the vocabulary that one program of the sampling kernel 
 
 
 class Writing:
-    """The engine of one rank. `rows` answers at once of `length` tokens with their prompts."""
+    """The engine of one rank. `rows` answers at once of `length` tokens with their prompts; `codes`: by 4-bit weights where
+    they have them."""
 
-    def __init__(self, d: Described, rows: int, length: int, new_tokens: int) -> None:
+    def __init__(self, d: Described, rows: int, length: int, new_tokens: int, codes: bool = False) -> None:
         self._d, self._c = d, d.config
         self._rows, self._length = rows, length
         self._prompt = -(-max(length - new_tokens, 1) // ROUND) * ROUND
         self._plain = bool(kernels_lack(self._c, length))
-        self._adapted = [] if d.adapter.method == OFF else targets(d.config, d.adapter)
+        self._coded = {name for name, sizes in tensors(d.config) if codes and _by_codes(d, name, sizes[0])}
+        beside = [] if d.adapter.method == OFF else targets(d.config, d.adapter)
+        self._adapted = [target for target in beside if f"{target.name}.weight" not in self._coded]
 
     def held(self) -> dict[str, int]:
         """Graphs: the captured step's own memory, and the step before the capture, whose stream keeps its memory."""
@@ -66,6 +71,8 @@ class Writing:
             elements = sum(map(math.prod, sizes))
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 continue  # together, below
+            if name in self._coded:
+                continue
             if "norm" in name:
                 found += rounded(WIDE * elements) if c.norm_offset or c.norm_kind == "layer" else 0
             elif d.stored[name] != HALF or name in adapted:
@@ -109,7 +116,8 @@ class Writing:
         m.take(WORK, 2 * _LONG * tokens)
         m.take(WORK, 2 * views(c) * WIDE * tokens * turned)
         x, delta = m.take(WORK, stream), m.take(WORK, stream)
-        before = [m.take(WORK, size) for size in (stream, qkv, queries)]  # of the layer before: normed, qkv, q
+        rotated = both if self._plain else queries  # plain torch turns queries and keys as one tensor
+        before = [m.take(WORK, size) for size in (stream, qkv, rotated)]  # of the layer before: normed, qkv, q
         m.give(before[0])
         added_up = m.take(WORK, stream)
         normed = self._normed(m, tokens)
@@ -117,7 +125,7 @@ class Writing:
         m.give(before[1])
         m.take(WORK, qkv)
         m.give(before[2])
-        m.take(WORK, queries)
+        m.take(WORK, rotated)
         if self._plain:  # turned in fp32
             parts = [m.take(WORK, 2 * both) for _ in range(4)]
             m.give(*parts)
@@ -167,6 +175,11 @@ class Writing:
         return 3 * rounded(WIDE * max(sizes, default=0))
 
 
+def _by_codes(d: Described, name: str, size: tuple[int, ...]) -> bool:
+    """Whether answers are written by this weight's codes (model/linear.py)."""
+    return d.stored[name] == 0 and multipliable(size[-1])
+
+
 class GrpoStep(LogprobStep):
     """Writing answers, scoring them, comparing with the reference, learning: the highest of these phases counts."""
 
@@ -179,7 +192,9 @@ class GrpoStep(LogprobStep):
         micro = min(job.micro, self._answers)
         row = min(-(-(length - 1) // MULTIPLE) * MULTIPLE, job.context)  # the last token is predicted, not read
         super().__init__(d, replace(job, micro=micro, context=row, packed=False, documents=1))
-        self._writing = Writing(self._d, min(needs.rows, self._answers), length, self._new)
+        codes = needs.bits == 4
+        rows = min(needs.rows, self._answers, FEW if codes else needs.rows)
+        self._writing = Writing(self._d, rows, length, self._new, codes)
 
     def _asked(self) -> tuple[int, bool]:
         return self._job.micro * self._new, True

@@ -9,7 +9,8 @@ from stoker.contract.quantities import size
 from stoker.contract.shape import shape
 
 GIB = 1 << 30
-# Dense bf16 with fp32 accumulation, TFLOP/s, as the vendor's sheets have it; GiB on the card; compute capability.
+# Dense bf16 (fp16 before Ampere) with fp32 accumulation, TFLOP/s, as the vendor's sheets have it; GiB on the card; compute
+# capability.
 CARDS: dict[str, tuple[float, int, int]] = {
     "B200": (2250.0, 180, 10), "GB200": (2500.0, 186, 10), "B300": (2250.0, 270, 10), "H200": (989.0, 140, 9), "GH200": (989.0, 96, 9),
     "H100 PCIe": (756.0, 80, 9), "H100 NVL": (835.0, 94, 9), "H100": (989.0, 80, 9), "H800": (989.0, 80, 9), "H20": (148.0, 96, 9),
@@ -17,13 +18,16 @@ CARDS: dict[str, tuple[float, int, int]] = {
     "L40S": (362.0, 48, 8), "L40": (181.0, 48, 8), "L4": (121.0, 24, 8), "RTX 6000 Ada": (364.2, 48, 8), "RTX A6000": (154.8, 48, 8),
     "RTX A5000": (111.1, 24, 8), "RTX 5090": (209.5, 32, 12), "RTX 5080": (112.6, 16, 12), "RTX 4090": (165.2, 24, 8), "RTX 4080": (97.5, 16, 8),
     "RTX 3090": (71.0, 24, 8), "RTX 3080": (59.5, 10, 8),
+    "T4": (65.0, 15, 7), "V100": (125.0, 16, 7), "RTX 2080": (42.4, 8, 7),
 }  # fmt: skip
+_BEFORE_AMPERE = {"t4", "v100", "1650", "1660", "2060", "2070", "2080"}  # words of their names
 # Beside a known name these make another card, or a part of one.
 _OTHER_CARD = {"laptop", "max", "mig", "ti", "super", "d"}
 # A card shows a little less than its name says: 24,564 MiB of 24 GB, 81,559 of 80.
 SHOWN = 0.995
 # A CUDA context with kernels loaded took 0.47 to 0.92 GiB, NCCL 0.3 to 1.4 besides, on the machines that were measured.
 CONTEXT, NCCL = 576 << 20, 512 << 20
+BF16_SINCE = 8  # compute capability: Ampere
 
 
 @shape
@@ -36,6 +40,7 @@ class Card:
     held: tuple[str, ...] = ()  # who holds the rest
     held_bytes: int = 0
     context: int = CONTEXT
+    host_free: int | None = None  # bytes of its host's memory that are available; None: nobody knows
 
     @property
     def peak(self) -> float | None:
@@ -45,7 +50,14 @@ class Card:
     @property
     def capability(self) -> int:
         known = _known(self.name)
+        if known is None and _BEFORE_AMPERE & set(_words(self.name)):  # a 2080 Ti, say
+            return 7
         return CARDS[known][2] if known else 8
+
+    @property
+    def dtype(self) -> str:
+        """What compute.dtype auto is on it."""
+        return "bf16" if self.capability >= BF16_SINCE else "fp16"
 
     def room(self, ranks: int) -> int:
         """For tensors."""

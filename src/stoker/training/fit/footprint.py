@@ -58,15 +58,26 @@ class Footprint:
     def planned(self, job: Job) -> Planned:
         if self.described is None:
             return self._outside(job)
-        found = _STEPS.get(self._stage, Step)(self.described, job).planned()
+        found = self._step(job).planned()
         if not self._unfused:
             return found
         more = {term: int(size * _MORE) if term in (ACTIVATIONS, WORK) else size for term, size in found.terms.items()}
         return replace(found, terms=more)
 
+    def _step(self, job: Job) -> Step:
+        assert self.described is not None
+        return _STEPS.get(self._stage, Step)(self.described, job)
+
     def can_be_on_host(self) -> bool:
         """Not where answers are written: the engine computes where the embedding lies."""
         return self._stage != GRPO and self.described is not None and self.described.can_be_on_host
+
+    def can_move_inputs(self) -> bool:
+        """Of recomputed blocks, to the host: compiled ones keep what they keep."""
+        return self.described is not None and not self._unfused
+
+    def host_bytes(self, job: Job) -> int:
+        return 0 if self.described is None else self._step(job).host_bytes
 
     def _outside(self, job: Job) -> Planned:
         c, size, n = self.config, parameters(self.config), job.tokens

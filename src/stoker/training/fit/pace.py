@@ -44,7 +44,7 @@ def from_table(plan: Plan) -> Pace | None:
     if wish.needs.stage == DPO:  # and a forward pass of the reference
         work += 2 * matmul_parameters(wish.model)
     rate = sum(known) * full / work
-    return Pace(rate, f"estimated from the card's table, {full:.0%} of its bf16 peak assumed")
+    return Pace(rate, f"estimated from the card's table, {full:.0%} of its {plan.dtype} peak assumed")
 
 
 def measured(runs: str, plan: Plan, model: tuple[str, ...]) -> Pace | None:

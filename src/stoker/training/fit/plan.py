@@ -1,8 +1,8 @@
 """Settings that fit the cards: the fewest blocks that are computed again, the micro-batch, the method. Pure.
 
 Levers, in this order: the loss in chunks (always), micro-batch and recomputed blocks together, 8-bit moments, the embedding
-in host memory, the method (auto: full, else lora, else qlora). What is left is named, not done: a shorter context, another
-card.
+in host memory, inputs of recomputed blocks there, too, GRPO's answers by 4-bit weights, the method (auto: full, else lora,
+else qlora). What is left is named, not done: fewer answers at once, a shorter context, another card.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from stoker.training.fit.cards import Card
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.terms import GRPO, Job, Planned, StageNeeds, reserved
 from stoker.training.model.config import LORA, OFF, QLORA, AdapterConfig, ModelConfig
+from stoker.training.model.nf4_size import FEW
 
 AUTO, FULL = "auto", "full"
 METHODS = (FULL, LORA, QLORA)
-# Not done by anything here yet: a plan never proposes them.
-UNAVAILABLE = ("activations in host memory",)
 DOCUMENT = 512  # tokens of a text in packed rows, where nobody counted
 SHORTEST = 128  # tokens of context that a plan proposes
 CONTEXT_FLAG = "context-length"
+HOST_SHARE = 0.75  # of the host memory that is available: processes and the page cache need some
 STEP = 64  # a proposed context is a multiple of it
 MOST = 1024  # samples that are looked at as one micro-batch
 # Tokens of a micro-batch at which kernels reach half of their speed: 8B QLoRA at 2,048 and 8,192 tokens (an H200).
@@ -44,6 +44,7 @@ class Wish:
     packed: bool = True
     documents: int = 1  # in a packed row
     samples: int = 16  # of a step, all cards together; of GRPO, answers
+    inputs_on_host: bool | None = None  # of recomputed blocks
     needs: StageNeeds = StageNeeds()
     kept: bool = False  # the optimizer is that of a checkpoint: no other can go on with it
 
@@ -63,7 +64,9 @@ class Settings:
     recompute: int  # blocks
     on_host: bool
     micro: int  # that every card takes
+    inputs_on_host: bool = False
     rows: int = 0  # GRPO: answers that are written at once
+    bits: int = 0  # GRPO: of a weight meanwhile
 
 
 @shape
@@ -74,6 +77,7 @@ class Share:
     planned: Planned
     needs: int  # bytes that have to be free, with context and communication
     largest: int  # micro-batch that fits; 0: none
+    host_bytes: int = 0  # of host memory that its rank takes for what is moved there
 
 
 @shape
@@ -103,6 +107,7 @@ class Plan:
     reasons: tuple[str, ...]
     change: Change | None = None  # where it does not fit: the smallest one after which it does
     about: str = ""  # why the numbers are an estimate
+    dtype: str = "bf16"  # of products and activations
 
 
 def gib(size: float) -> str:
@@ -130,15 +135,34 @@ class Search:
             kinds: tuple[str, ...] = ("adamw", "adamw8bit") if wish.optimizer == AUTO else (wish.optimizer,)
             if method != FULL:
                 kinds = tuple(kind for kind in kinds if kind != "muon") or ("adamw",)
-            for kind in kinds:
-                yield Settings(method, kind, recompute, bool(wish.on_host), max(wish.micro, 1), self._rows)
-            if wish.on_host is None and method != FULL and self._footprint(method).can_be_on_host():
-                yield Settings(method, kinds[-1], recompute, True, max(wish.micro, 1), self._rows)
+            moved, footprint = bool(wish.inputs_on_host), self._footprint(method)
+            for bits in self._bits(method):
+                s = self._written(
+                    Settings(method, kinds[-1], recompute, bool(wish.on_host), max(wish.micro, 1), moved), bits
+                )
+                for kind in kinds:
+                    yield replace(s, optimizer=kind)
+                if wish.on_host is None and method != FULL and footprint.can_be_on_host():
+                    s = replace(s, on_host=True)
+                    yield s
+                if wish.inputs_on_host is None and recompute > 1 and footprint.can_move_inputs():
+                    yield replace(s, inputs_on_host=True)
 
-    @property
-    def _rows(self) -> int:
+    def _bits(self, method: str) -> tuple[int, ...]:
+        """Of a weight while answers are written, what is asked for or fastest first; 0: none are."""
         needs = self._wish.needs
-        return needs.rows if needs.stage == GRPO else 0
+        if needs.stage != GRPO:
+            return (0,)
+        if method != QLORA:
+            return (16,)
+        return (needs.bits,) if needs.bits else (16, 4)
+
+    def _written(self, s: Settings, bits: int) -> Settings:
+        """With so many bits of a weight while answers are written; by codes so many rows at most."""
+        if not bits:
+            return s
+        rows = self._wish.needs.rows
+        return replace(s, bits=bits, rows=min(rows, FEW) if bits == 4 else rows)
 
     def _footprint(self, method: str) -> Footprint:
         if method not in self._footprints:
@@ -148,18 +172,28 @@ class Search:
 
     def _job(self, s: Settings, card: Card, context: int = 0) -> Job:
         wish = self._wish
-        needs = replace(wish.needs, rows=s.rows) if s.rows else wish.needs
+        needs = replace(wish.needs, rows=s.rows, bits=s.bits) if s.rows else wish.needs
         tries = wish.micro == 0 and needs.stage != GRPO  # on the GPU, which adds gradients to gradients
         return Job(
             s.micro, context or wish.context, s.optimizer, wish.packed, wish.documents, s.recompute, self._world,
-            tries or wish.share(self._world) > s.micro, card.capability, s.on_host, needs,
+            tries or wish.share(self._world) > s.micro, card.capability, s.on_host, s.inputs_on_host, needs,
         )  # fmt: skip
 
     def _needs(self, s: Settings, card: Card, context: int = 0) -> int:
         return reserved(self._footprint(s.method).planned(self._job(s, card, context)).total)
 
     def _fits(self, s: Settings, card: Card, context: int = 0) -> bool:
-        return self._needs(s, card, context) <= card.room(self._world)
+        return self._needs(s, card, context) <= card.room(self._world) and self._host_has(s, card, context)
+
+    def _host_has(self, s: Settings, card: Card, context: int = 0) -> bool:
+        """Memory for what all its cards move there. True where nobody knows how much there is."""
+        if not s.inputs_on_host or card.host_free is None:
+            return True
+        ranks = sum(other.host == card.host for other in self._cards)
+        return ranks * self._host_bytes(s, card, context) <= HOST_SHARE * card.host_free
+
+    def _host_bytes(self, s: Settings, card: Card, context: int = 0) -> int:
+        return self._footprint(s.method).host_bytes(self._job(s, card, context))
 
     def _largest(self, s: Settings, card: Card) -> int:
         if not self._fits(replace(s, micro=1), card):
@@ -196,9 +230,17 @@ class Search:
         for card in self._cards:
             planned = self._footprint(s.method).planned(self._job(s, card))
             needs = reserved(planned.total) + card.free - card.room(self._world)
-            shares.append(Share(card, planned, needs, self._largest(s, card)))
+            shares.append(Share(card, planned, needs, self._largest(s, card), self._host_bytes(s, card)))
         reasons = tuple(self._reasons(s)) if fits else ()
-        return Plan(self._wish, fits, s, tuple(shares), reasons, change, self._footprint(s.method).why_about)
+        about = self._footprint(s.method).why_about
+        if self.dtype == "fp16":
+            about = about or "no card before Ampere was measured: an estimate"
+        return Plan(self._wish, fits, s, tuple(shares), reasons, change, about, self.dtype)
+
+    @property
+    def dtype(self) -> str:
+        """All ranks compute with what the oldest card has."""
+        return "fp16" if any(card.dtype == "fp16" for card in self._cards) else "bf16"
 
     def _reasons(self, s: Settings) -> Iterator[str]:
         wish, card = self._wish, self._tightest
@@ -209,10 +251,17 @@ class Search:
             yield f"method {s.method}: " + (
                 f"{', '.join(needs)}, and {room} can be used" if needs else "all weights fit"
             )
+        if self.dtype == "fp16":
+            old = next(card for card in self._cards if card.dtype == "fp16")
+            yield f"fp16 with loss scaling: {old.name} has no bf16"
         if s.optimizer == "adamw8bit" and wish.optimizer == AUTO:
             yield "8-bit optimizer: with moments in fp32 it does not fit"
         if s.on_host and wish.on_host is None:
             yield "embedding in host memory: on the card it does not fit"
+        if s.inputs_on_host and wish.inputs_on_host is None:
+            yield "activations in host memory: inputs of recomputed blocks do not fit on the card"
+        if s.bits == 4 and not wish.needs.bits:
+            yield "answers by 4-bit weights: a copy of them in 16 bits does not fit"
         if wish.recompute is None:
             if s.recompute:
                 yield f"recompute {s.recompute} of {wish.layers} blocks: with one less it does not fit"
@@ -230,7 +279,8 @@ class Search:
         return "more would need more recomputing than it gains"
 
     def _frugal(self, method: str) -> Settings:
-        return Settings(method, "adamw8bit", self._wish.layers, False, 1, self._rows)
+        frugal = Settings(method, "adamw8bit", self._wish.layers, False, 1)
+        return self._written(frugal, self._bits(method)[-1])
 
     def _change(self, s: Settings) -> Change:
         """One change that is enough, the smallest first; then a card that is."""
@@ -273,6 +323,12 @@ class Search:
             yield {"optimizer": "adamw8bit"}, replace(s, optimizer="adamw8bit")
         if not s.on_host and self._footprint(s.method).can_be_on_host():
             yield {"embedding": "host"}, replace(s, on_host=True)
+        if not s.inputs_on_host and s.recompute > 1 and self._footprint(s.method).can_move_inputs():
+            yield {"activations": "host"}, replace(s, inputs_on_host=True)
+        if s.inputs_on_host:  # what the host has no memory for
+            yield {"activations": "device"}, replace(s, inputs_on_host=False)
+        if s.bits == 16 and s.method == QLORA:
+            yield {"bits": "4"}, replace(s, bits=4, rows=min(s.rows, FEW))
         rows = s.rows // 2
         while rows:
             yield {"rows": str(rows)}, replace(s, rows=rows)

@@ -10,6 +10,7 @@ from itertools import groupby
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.backward import Walk
 from stoker.training.fit.block import HALF, PROGRAMS, WIDE, Block, Rows
+from stoker.training.fit.cards import BF16_SINCE
 from stoker.training.fit.described import KIND_MUON, Described
 from stoker.training.fit.memory import (
     ACTIVATIONS,
@@ -24,6 +25,7 @@ from stoker.training.fit.memory import (
     rounded,
 )  # fmt: skip
 from stoker.training.model.config import ModelConfig
+from stoker.training.parallel.config import host_bytes as pinned_bytes
 
 CHUNK_BYTES = 1 << 29  # of logits (model/loss.py)
 CUBLAS = {9: 32 << 20, 10: 32 << 20}  # bytes of cuBLAS's workspace by compute capability
@@ -42,6 +44,7 @@ class StageNeeds:
     reference: bool = True  # GRPO's, where grpo.kl is above 0; DPO always has one
     loaded: bool = False  # adapters begin with a folder: the reference keeps them as they were
     rows: int = 64  # answers that are written at once (generate.rows)
+    bits: int = 0  # of a weight meanwhile, 16 or 4 (generate.bits); 0: the plan decides
     new_tokens: int = 128
     length: int = 0  # tokens of the longest prompt and its answer; 0: as many as the context
     answers: int = 256  # of a step, all ranks together
@@ -49,6 +52,11 @@ class StageNeeds:
     reward_model: str = ""  # its folder (grpo.reward_model)
     scorer: ModelConfig | None = None  # that model's shape
     scorer_likelihood: bool = True
+
+
+def asked_bits(told: str) -> int:
+    """Of generate.bits."""
+    return 0 if told == "auto" else int(told)
 
 
 @shape
@@ -63,6 +71,7 @@ class Job:
     accumulates: bool = True  # gradients of a micro-batch before are there already
     capability: int = 9  # compute capability, its first number
     on_host: bool = False  # an embedding that does not learn lies in host memory
+    inputs_on_host: bool = False  # and so do inputs of recomputed blocks, but for the last one's
     needs: StageNeeds = StageNeeds()
 
     @property
@@ -132,18 +141,35 @@ class Step:
     def __init__(self, d: Described, job: Job) -> None:
         self._d, self._job = d, job
         self._steals = not job.accumulates and job.world == 1
-        self._runs = list(self._like())
         self._stream = rounded(HALF * job.tokens * d.config.dim)
+        self._runs = list(self._like())
         self._highest: dict[str, dict[str, int]] = {}
 
     def _like(self) -> Iterator[tuple[_Passes, int, bool]]:
         """(passes of a block, how many like it follow each other, whether they are computed again)."""
         d, job = self._d, self._job
         rows = Rows(job.tokens, offsets(job))
-        kinds = ((d.kinds[at], flash(d, job, at), at == 0, at < job.recomputed) for at in range(d.config.layers))
-        for (kind, by_offsets, first, again), run in groupby(kinds):
-            block = replace(d.blocks[kind], flash=by_offsets)
-            yield _passes(block, rows, first, again, self._steals), sum(1 for _ in run), again
+        for (kind, by_offsets, first, again, moved), run in groupby(map(self._kind, range(d.config.layers))):
+            one = _passes(replace(d.blocks[kind], flash=by_offsets), rows, first, again, self._steals)
+            if moved:  # nothing stays; the input of the block before comes while this one goes backward
+                one = replace(one, stays=added(one.stays, {ACTIVATIONS: self._stream}, -1))
+            if again and job.inputs_on_host and not first:
+                one = replace(one, backward=added(one.backward, {ACTIVATIONS: self._stream}))
+            yield one, sum(1 for _ in run), again
+
+    def _kind(self, at: int) -> tuple[int, bool, bool, bool, bool]:
+        """What blocks differ in; those that follow each other and are alike are gone through once."""
+        d, job = self._d, self._job
+        moved = job.inputs_on_host and at < job.recomputed - 1
+        return d.kinds[at], flash(d, job, at), at == 0, at < job.recomputed, moved
+
+    @property
+    def host_bytes(self) -> int:
+        """What a rank takes of host memory for this: the embedding, and inputs of blocks."""
+        d, job = self._d, self._job
+        embedding = HALF * d.config.vocab_size * d.config.dim if job.on_host and d.can_be_on_host else 0
+        inputs = pinned_bytes(HALF * job.tokens * d.config.dim, job.recomputed) if job.inputs_on_host else 0
+        return embedding + inputs
 
     def planned(self) -> Planned:
         base = self._base()
@@ -275,6 +301,8 @@ def _entered(d: Described, job: Job) -> dict[str, int]:
     if job.packed:
         kinds = len({c.window(at) for at in range(c.layers)})
         found += rounded(4 * n) + rounded(8 * n) + 2 * kinds * rounded(WIDE * n * c.head_dim // 2)
+        if job.capability < BF16_SINCE:  # no kernel knows where documents begin: a mask of each row
+            found += kinds * rounded(HALF * n * job.context)
     elif any(flash(d, job, at) for at in range(c.layers)):
         found += rounded(4 * n)
     return {ACTIVATIONS: found}

@@ -11,7 +11,7 @@ from stoker.contract.shape import as_json
 from stoker.training.fit.cards import NCCL, Card
 from stoker.training.fit.memory import COMMUNICATION, CONTEXT, MARGIN, TERMS
 from stoker.training.fit.pace import Pace
-from stoker.training.fit.plan import FULL, UNAVAILABLE, Plan, Share, gib
+from stoker.training.fit.plan import FULL, Plan, Share, gib
 from stoker.training.fit.terms import DPO, GRPO, REWARD, StageNeeds
 from stoker.training.model.config import LORA, QLORA, AdapterConfig
 
@@ -58,7 +58,6 @@ def lines(plan: Plan, model: str, data: str) -> Iterator[str]:
     if not plan.fits:
         yield ""
         yield f"does not fit: {_settings_words(plan)}"
-        yield f"not available yet: {', '.join(UNAVAILABLE)}"
         change = plan.change
         if change is not None:
             yield f"smallest change: {change.flags(train=False) or change.words}"
@@ -102,17 +101,21 @@ def _card_lines(share: Share, cards: list[Card], ranks: int) -> Iterator[str]:
     free = card.free - needs
     left = f"{gib(free)} left" if free >= 0 else f"{gib(-free)} too much"
     yield f"  {'needed':<14}{needs / 2**30:8.2f} GiB, in {share.planned.phase}; {left}"
+    if share.host_bytes:
+        yield f"  {'host memory':<14}{share.host_bytes / 2**30:8.2f} GiB"
 
 
 def _settings_words(plan: Plan) -> str:
     wish, s = plan.wish, plan.settings
-    parts = [s.method, f"micro-batch {s.micro}", f"context {wish.context:,}"]
+    parts = [s.method, f"micro-batch {s.micro}", f"context {wish.context:,}", plan.dtype]
     if s.rows:
-        parts.insert(2, f"{s.rows} answers at once")
+        parts.insert(2, f"{s.rows} answers at once" + (" by 4-bit weights" if s.bits == 4 else ""))
     parts.append(f"{s.recompute} of {wish.layers} blocks recomputed" if s.recompute else "nothing recomputed")
     parts.append(s.optimizer)
     if s.on_host:
         parts.append("embedding in host memory")
+    if s.inputs_on_host:
+        parts.append("activations in host memory")
     return ", ".join(parts)
 
 
@@ -138,6 +141,8 @@ def command(plan: Plan, model: str, data: str) -> str:
         words += ["--optimizer", s.optimizer]
     if s.on_host:
         words += ["--compute.embedding", "host"]
+    if s.inputs_on_host:
+        words += ["--compute.activations", "host"]
     if _unlike(plan):
         words += ["--balance", "auto"]
     return shlex.join(words)
@@ -160,6 +165,8 @@ def _stage_words(plan: Plan) -> list[str]:
         words += ["--new-tokens", str(needs.new_tokens)]
     if needs.rows != default.rows:
         words += ["--rows", str(needs.rows)]
+    if plan.settings.bits == 4:
+        words += ["--generate.bits", "4"]
     return words
 
 
@@ -183,7 +190,7 @@ def as_dict(plan: Plan, model: str, data: str, pace: Pace | None, tokens: int, p
             "gpu": share.card.label, "host": share.card.host, "name": share.card.name, "total": share.card.total,
             "free": share.card.free, "held": list(share.card.held), "terms": terms_of(share, ranks),
             "planned_bytes": share.planned.total, "needs_bytes": share.needs, "phase": share.planned.phase,
-            "phases": share.planned.phases, "largest_micro": share.largest,
+            "phases": share.planned.phases, "largest_micro": share.largest, "host_bytes": share.host_bytes,
         }
         for share in plan.shares
     ]  # fmt: skip
@@ -197,8 +204,9 @@ def as_dict(plan: Plan, model: str, data: str, pace: Pace | None, tokens: int, p
         "settings": as_json(plan.settings),
         "reasons": list(plan.reasons),
         "change": None if plan.change is None else {"settings": plan.change.settings, "words": plan.change.words},
-        "unavailable": list(UNAVAILABLE),
+        "unavailable": [],  # of schema 1: levers that nothing here can pull
         "estimate": plan.about or None,
+        "dtype": plan.dtype,
         "command": command(plan, model, data) if plan.fits else None,
         "gpus": gpus,
         "pace": None if pace is None else as_json(pace),

@@ -27,17 +27,54 @@ Angles = list[tuple[Tensor, Tensor]]  # cos and sin of each view
 
 
 @shape
+class Dense:
+    """A product with a weight in the activations' dtype."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@shape
+class Coded:
+    """A product with a weight in 4 bits, and with the adapter beside it."""
+
+    layer: Linear
+    bias: Tensor | None
+    dtype: torch.dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.layer.few(x)
+        if self.bias is not None:
+            y += self.bias
+        adapter = self.layer.adapter
+        if adapter is not None and adapter.made is not None:
+            small, wide = adapter.made
+            y.addmm_(x @ small.t(), wide.t(), alpha=adapter.scale)
+        return y
+
+    def refresh(self) -> None:
+        if self.layer.adapter is not None:
+            self.layer.adapter.matrices(self.dtype)
+
+
+Product = Dense | Coded
+
+
+@shape
 class Layer:
-    """None where the block has no such norm, bias or router. With a router: its experts'. A LayerNorm: [2, width]."""
+    """None where the block has no such norm or router. With a router: its experts'. A LayerNorm: [2, width]."""
 
     attention_norm: Tensor | None
-    qkv: tuple[Tensor, Tensor | None]
+    qkv: Product
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: each head's row, so that queries and keys are one product
-    out: tuple[Tensor, Tensor | None]
+    out: Product
     attention_post_norm: Tensor | None
     mlp_norm: Tensor | None
-    gate_up: tuple[Tensor, Tensor | None]
-    down: tuple[Tensor, Tensor | None]
+    gate_up: Product
+    down: Product
     mlp_post_norm: Tensor | None
     router: Tensor | None
     view: int
@@ -46,11 +83,10 @@ class Layer:
 class Weights:
     """The decoder's weights in the activations' dtype, cast once per update and not once per token. Where a parameter
     has that dtype already (fp32 on CPUs) it is used itself. Copies stay where they are: CUDA graphs keep addresses. A
-    layer with an adapter, or in 4 bits, has a copy that is both together: decoding reads every weight once a token, and
-    making 16 bits of 4 would cost that several times over.
+    layer with an adapter, or in 4 bits, has a copy that is both together, unless `codes` are to be read as they are.
     """
 
-    def __init__(self, model: Decoder, vocab: int) -> None:
+    def __init__(self, model: Decoder, vocab: int, codes: bool = False) -> None:
         if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
             raise Refusal(
                 "a sharded model (FSDP) can't generate: use parallel.strategy ddp for stages that write answers",
@@ -58,7 +94,7 @@ class Weights:
             )
         self._model, self._vocab, self.config = model, vocab, model.config
         self.tables, self.windows, self.embedding_scale = model.tables, model.windows, model.embedding_scale
-        self.eps = model.config.norm_eps
+        self.eps, self._codes = model.config.norm_eps, codes
         self._take()
 
     @torch.no_grad()
@@ -67,6 +103,7 @@ class Weights:
         self._copies: list[tuple[Tensor, Tensor, float]] = []
         self._shared: list[tuple[Tensor, Tensor]] = []
         self._merged: list[tuple[Tensor, Linear]] = []
+        self._coded: list[Coded] = []
         self.embed = self._cast(model.embed.weight, dtype)
         head = self.embed if model.head is None else self._cast(model.head.weight, dtype)
         self.head = head[: self._vocab]
@@ -90,23 +127,26 @@ class Weights:
         self._copies += [(both[0], norm.weight, norm.offset), (both[1], norm.bias, 0.0)]
         return both
 
-    def _linear(self, linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def _linear(self, linear: Linear, dtype: torch.dtype) -> Product:
+        bias = None if linear.bias is None else self._cast(linear.bias, dtype)
         if linear.adapter is None and not linear.quantized:
-            weight = self._cast(linear.weight, dtype)
-        else:
-            size = (linear.out_features, linear.in_features)
-            weight = torch.empty(size, dtype=dtype, device=self.embed.device)
-            self._merged.append((weight, linear))
-        return weight, None if linear.bias is None else self._cast(linear.bias, dtype)
+            return Dense(self._cast(linear.weight, dtype), bias)
+        if self._codes and linear.has_few:
+            self._coded.append(Coded(linear, bias, dtype))
+            return self._coded[-1]
+        size = (linear.out_features, linear.in_features)
+        weight = torch.empty(size, dtype=dtype, device=self.embed.device)
+        self._merged.append((weight, linear))
+        return Dense(weight, bias)
 
     def _layer(self, block: Block, dtype: torch.dtype) -> Layer:
         attention, experts, qk_norm = block.attention, block.experts, None
         router: Tensor | None = None
-        wide: tuple[Tensor, Tensor | None]
-        narrow: tuple[Tensor, Tensor | None]
+        wide: Product
+        narrow: Product
         if experts is not None:
             router = self._cast(experts.router.weight, dtype)
-            wide, narrow = ((self._cast(part.weight, dtype), None) for part in (experts.gate_up, experts.down))
+            wide, narrow = (Dense(self._cast(part.weight, dtype)) for part in (experts.gate_up, experts.down))
         else:
             assert block.mlp is not None
             wide, narrow = (self._linear(part, dtype) for part in (block.mlp.gate_up, block.mlp.down))
@@ -142,6 +182,8 @@ class Weights:
         for ours, linear in self._merged:
             if linear.adapter is not None or first:
                 merged(linear, ours)
+        for product in self._coded:
+            product.refresh()
         return True
 
     @property
@@ -214,9 +256,9 @@ class Blocks:
         delta: Tensor | None = None
         for layer, cached in zip(w.layers, kv, strict=True):
             x, normed = ops.add_norm(x, delta, layer.attention_norm, w.eps)
-            qkv = F.linear(normed, *layer.qkv)
+            qkv = layer.qkv(normed)
             q = self._turn(qkv, *turns[layer.view], layer.qk_norm, heads, w.eps, cached, begin, tokens)
-            delta = F.linear(attention(q, cached, layer.view), *layer.out)
+            delta = layer.out(attention(q, cached, layer.view))
             if layer.attention_post_norm is not None:
                 delta = plain.add_norm(delta, None, layer.attention_post_norm, w.eps)[1]
             x, normed = ops.add_norm(x, delta, layer.mlp_norm, w.eps)
@@ -227,9 +269,10 @@ class Blocks:
 
     def _mlp(self, layer: Layer, x: Tensor, tokens: int) -> Tensor:
         if layer.router is None:
-            return F.linear(self._activate(F.linear(x, *layer.gate_up)), *layer.down)
+            return layer.down(self._activate(layer.gate_up(x)))
         captured = tokens == 1 and x.is_cuda
-        weights = (layer.router, layer.gate_up[0], layer.down[0])
+        assert isinstance(layer.gate_up, Dense) and isinstance(layer.down, Dense), "experts have 16 bits"
+        weights = (layer.router, layer.gate_up.weight, layer.down.weight)
         return mixture(self._weights.config, x, *weights, captured=captured)[0]
 
     def logits(self, x: Tensor, delta: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stoker.contract import limits
-from stoker.contract.limits import text
+from stoker.contract.limits import one_of, text
 from stoker.contract.shape import replace, shape
 from stoker.training.model.config import ModelConfig, lacking
 
@@ -26,6 +26,9 @@ class GenerateConfig:
         "sample only from the most likely tokens that together have this probability (1: all)", 1.0
     )
     rows: int = limits.FROM_ONE("answers that are written at once", 64)
+    bits: str = one_of("auto", "16", "4")(
+        "of a weight while answers are written; 4: NF4, a quarter of the memory; auto: 4 only where 16 don't fit on the GPU"
+    )
     system: str = text("TEXT")("a system message before each chat that has none: what form of answer is wanted, say")
 
     @property

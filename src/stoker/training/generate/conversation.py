@@ -9,6 +9,7 @@ import torch
 
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import shape
+from stoker.training.generate import bits
 from stoker.training.generate.engine import Engine
 from stoker.training.model import hf, outside, ready
 from stoker.training.model.config import ModelConfig
@@ -41,9 +42,11 @@ def context_of(folder: str, asked: int, trust: bool = False) -> int:
 
 
 def opened(
-    folder: str, context: int, device: torch.device, say: Say, trust: bool = False
+    folder: str, context: int, device: torch.device, say: Say, trust: bool = False, asked_bits: str = "16"
 ) -> tuple[Decoder | outside.Outside, Tokenizer]:
-    """The folder's model and tokenizer, ready to answer on this machine. `trust`: code of the folder may run."""
+    """The folder's model and tokenizer, ready to answer on this machine. `trust`: code of the folder may run; `asked_bits`:
+    auto, 16 or 4.
+    """
     shape = shape_for(ModelConfig(trust_remote_code=trust), folder)
     rows = shape.vocab_size
     compute = ComputeConfig()
@@ -54,9 +57,15 @@ def opened(
         line = f"{folder}: the model has {rows} rows of embedding and the tokenizer {words.vocab_size} tokens"
         raise Refusal(line, EX_USAGE)
     if shape.engine == "transformers":
+        bits.refuse_outside(asked_bits)
         say(outside.notice(shape))
-        return outside.opened(shape, context, dtype, device, say).eval(), words
-    return hf.opened(folder, context, dtype, device, say).eval(), words
+        return outside.opened(shape, context, dtype, device, _quiet).eval(), words
+    narrow = bits.four(asked_bits, shape, 1, context, device, say)
+    return (hf.opened_in_4_bits if narrow else hf.opened)(folder, context, dtype, device, _quiet).eval(), words
+
+
+def _quiet(line: str) -> None:
+    """How much was read from where: not what somebody who wants to talk asked for."""
 
 
 @shape

@@ -21,7 +21,7 @@ from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_UNAVAILABLE, EX_U
 from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.contract.wholefile import sync_folder, temporary_name
-from stoker.training.model import hf_read
+from stoker.training.model import hf_stream
 from stoker.training.model.config import ModelConfig, lacking
 from stoker.training.model.families import family_of
 from stoker.training.model.hf_config import Stored, base_of, is_quantized, shape_of
@@ -189,7 +189,7 @@ def _put(library: Any, writer: Any, c: ModelConfig, entries: list[_Entry]) -> No
     if factors is not None:
         writer.write_tensor_data(factors)
     for entry in entries:
-        whole = hf_read.read_stored(entry.stored).to(entry.dtype)
+        whole = hf_stream.read_stored(entry.stored).to(entry.dtype)
         writer.write_tensor_data(_bytes(_neighbours(whole, entry.heads) if entry.heads else whole))
     writer.close()
 

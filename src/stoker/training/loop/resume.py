@@ -38,6 +38,7 @@ class Position:
     tokens: int  # learned so far
     best: float | None  # lowest validation loss so far
     waited: int = 0  # validations since that one
+    skipped: int = 0  # steps that updated nothing: a gradient overflowed in fp16
 
 
 def meta(position: Position, data: Data, model: ModelConfig, tokenizer: str, optimizer: str) -> dict[str, Any]:
@@ -158,10 +159,9 @@ def position(found: Mapping[str, Any], data: Data) -> tuple[Position, str]:
     other = [key for key in mine if theirs.get(key) != mine[key]]
     words = {"key": "the data", "seed": "its order", "context": "the context length", "count": "the number of samples"}
     lowest = float(best) if best is not None else None
-    waited = found.get("waited")
-    waited = waited if type(waited) is int else 0
+    waited, skipped = (found[key] if type(found.get(key)) is int else 0 for key in ("waited", "skipped"))
     if not other:
-        return Position(found["step"], found["samples"], found["tokens"], lowest, waited), ""
+        return Position(found["step"], found["samples"], found["tokens"], lowest, waited, skipped), ""
     changed = ", ".join(words[key] for key in other)
     line = f"{changed} differs from the checkpoint's: the data begins at its first sample"
-    return Position(found["step"], 0, found["tokens"], lowest, waited), line
+    return Position(found["step"], 0, found["tokens"], lowest, waited, skipped), line

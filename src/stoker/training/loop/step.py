@@ -2,6 +2,7 @@
 
 Loss, gradient norm and the flag "not finite" travel to the host behind the step and are read one step later. A step
 that is not finite changes nothing, and neither does any after it: the weights stay those that made it, for the replay.
+In fp16 a gradient that overflows is no such step: its update is left out, and the loss is scaled by half (loss_scale.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from stoker.training.loop.run import Answers
 from stoker.training.model.adapters import Beside
 from stoker.training.model.attention import documents
 from stoker.training.model.decoder import Decoder
+from stoker.training.optim.loss_scale import LossScale
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
 from stoker.training.parallel.group import Group, no_sync
 
@@ -37,6 +39,8 @@ class Numbers:
     loss: float
     norm: float
     bad: bool
+    loss_scale: float  # of this step; 0: none
+    skipped: bool  # a gradient overflowed in fp16, and nothing was updated
     answers: Answers
     # Seconds of each rank's own work, of the step `StepClock.lag` before; nothing where nobody measures.
     compute: tuple[float, ...]
@@ -55,10 +59,11 @@ class Pending:
         """Waits for the step, while the GPU already works on the next."""
         if self._event is not None:
             self._event.synchronize()
-        loss, norm, bad, *rest = self._host.tolist()
+        loss, norm, bad, scale, skipped, *rest = self._host.tolist()
         answers, seconds = Answers(*(value > 0 for value in rest[:4])), rest[4:]
         ranks = len(seconds) // 2
-        return Numbers(self.step, loss, norm, bad > 0, answers, tuple(seconds[:ranks]), tuple(seconds[ranks:]))
+        work, waiting = tuple(seconds[:ranks]), tuple(seconds[ranks:])
+        return Numbers(self.step, loss, norm, bad > 0, scale, skipped > 0, answers, work, waiting)
 
 
 class MicroStep:
@@ -150,6 +155,7 @@ class Parts:
     drill: Drill
     graph: bool  # small models: a step is one CUDA graph
     adapters: Beside | None = None  # None: all weights learn
+    loss_scale: LossScale | None = None  # of fp16
 
 
 class Stepper:
@@ -164,12 +170,14 @@ class Stepper:
     ) -> None:
         """`look`: sees each step's gradients."""
         self._wrapped, self._optimizer, self._group = parts.wrapped, parts.optimizer, parts.group
+        self._loss_scale = parts.loss_scale
         self._dropout, self._chat = parts.model.config.dropout > 0, parts.material.train.chat
         self._clock, self._meeting, self._after_backward = parts.clock, parts.meeting, parts.drill.spoil_gradients
         self._seed, self._check, self._before_update, self._look = seed, check, before_update, look
         device = parts.group.device
         self.bad = torch.zeros((), device=device)
         self._scale = torch.ones((), device=device)
+        self._unscaled = torch.zeros(2, device=device)
         self._alone = torch.ones((), device=device)  # this rank's share of the tokens, where ranks learn alone
         self._micro = MicroStep(parts.wrapped, self._scale, parts.optimizer if parts.graph else None)
 
@@ -181,7 +189,7 @@ class Stepper:
 
     def scale(self, batch: StepBatch) -> Tensor:
         """Ranks ÷ learned tokens of all: DDP's and FSDP2's mean over ranks becomes one over tokens, however uneven the
-        split. Where ranks learn alone for some steps, it is 1 ÷ this rank's own tokens.
+        split. Where ranks learn alone for some steps, it is 1 ÷ this rank's own tokens. In fp16 times the loss scale.
         """
         if self._chat:
             labels = torch.tensor(float(batch.labels), pin_memory=self._scale.is_cuda).to(
@@ -193,6 +201,8 @@ class Stepper:
         if self._meeting is not None:
             self._alone.copy_(self._scale * (max(batch.labels, 1) / self._group.world))
             self._scale.fill_(1 / max(batch.labels, 1))
+        if self._loss_scale is not None:
+            self._scale *= self._loss_scale.value
         return self._scale
 
     def forward_backward(self, micro: MicroBatch) -> Tensor:
@@ -215,26 +225,35 @@ class Stepper:
         flags = torch.tensor([*map(float, words()), *self._seconds()], pin_memory=total.is_cuda).to(
             total.device, non_blocking=True
         )
-        norm = gradient_norm(self._optimizer.parameters)
+        norm, scaled = gradient_norm(self._optimizer.parameters), self._loss_scale
+        if scaled is not None:
+            norm, total = norm / scaled.value, total / scaled.value
         # A gradient that one rank alone spoils after the exchange (a flipped bit, say) is bad on all: they stop at the
         # same step, or wait for each other.
         spoiled = (~torch.isfinite(norm)).float()
         loss = total / self._group.world if self._meeting is None else total * self._alone
         values = self._group.sum(torch.cat([loss[None], spoiled[None], flags]))
+        # Only the gradients are scaled: a loss that is not finite is the model's own, whatever the scale.
+        finite, overflowed = torch.isfinite(values[0]), (values[1] > 0).float()
         if self._check:
-            finite = (values[1] == 0) & torch.isfinite(values[0])
-            self.bad.copy_(torch.maximum(self.bad, (~finite).float()))
+            broken = overflowed if scaled is None else scaled.lasting(overflowed)
+            self.bad.copy_(torch.maximum(self.bad, torch.maximum(broken, (~finite).float())))
+        about = self._unscaled if scaled is None else torch.stack([scaled.value, overflowed])
         if self._look is not None:
             self._look(batch.step)
         self._before_update()
-        self._optimizer.step(share, norm, self.bad)
+        if scaled is None:
+            self._optimizer.step(share, norm, self.bad)
+        else:
+            self._optimizer.step(share, norm, torch.maximum(self.bad, overflowed), scaled.value)
+            scaled.update(overflowed, self.bad)
         self._optimizer.zero(keep=self._micro.graphed)
         if self._meeting is not None:
             self._meeting.learned(batch.labels)
             if self._meeting.due(batch.step):
                 # A bad step's weights stay as they are, for its replay.
                 self._meeting.meet(self._optimizer.parameters, bad=self.bad)
-        return Pending(batch.step, torch.cat([values[:1], norm[None], self.bad[None], values[2:]]))
+        return Pending(batch.step, torch.cat([values[:1], norm[None], self.bad[None], about, values[2:]]))
 
     def _seconds(self) -> list[float]:
         """This rank's in its own places, zeros elsewhere: the sum over ranks, which a step makes anyway, has all."""

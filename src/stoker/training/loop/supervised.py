@@ -83,6 +83,7 @@ class Supervised(Task):
         self.loss = float("nan")
         self.tokens = start.position.tokens  # since the beginning of the run
         self.best, self._waited = start.position.best, start.position.waited
+        self._skipped = start.position.skipped
         self.out_of_patience = False  # it was stopped early: the best checkpoint is what counts
         per_token = flops_per_token(parts.model.config, parts.model.context_length)
         self._speed = Speed(per_token, self._group.world, self._group.device)
@@ -127,6 +128,11 @@ class Supervised(Task):
             summary = self._explain(numbers, batch)
             self._saver.close()  # a save under way is of finite steps: it is the one to go back to
             raise NonFinite(summary)
+        if numbers.skipped:
+            self._skipped += 1
+            self._voice.say_once(
+                f"step {numbers.step}: a gradient overflowed in fp16; update skipped, loss scale {numbers.loss_scale:g} halved"
+            )
         self.loss = numbers.loss
         self.tokens += batch.tokens
         self._speed.step(batch.tokens, pending.when)
@@ -186,6 +192,7 @@ class Supervised(Task):
         logged = numbers.step % self._c.train.log_every == 0 or numbers.step + 1 == self._start.steps
         values = {name: float(value) for name, value in launched.numbers.items()} if logged else {}
         more = {name: value for name, value in values.items() if math.isfinite(value)}  # a rank may have had no pair
+        scale = {"loss_scale": numbers.loss_scale} if numbers.loss_scale else {}
         said = "".join(f" | {name.replace('_', ' ')}: {value:.4f}" for name, value in more.items())
         self._voice.step(
             numbers.step,
@@ -205,6 +212,7 @@ class Supervised(Task):
             peak_bytes=memory,
             planned_bytes=self._planned_bytes,
             seconds_per_step=round(per_step, 6) if per_step else None,
+            **scale,
             **more,
         )
 
@@ -262,7 +270,7 @@ class Supervised(Task):
     def meta(self, done: int) -> dict[str, Any]:
         start, material = self._start, self._material
         samples = start.course.of_step(done - start.position.step - 1)[1]
-        position = resume.Position(done, samples, self.tokens, self.best, self._waited)
+        position = resume.Position(done, samples, self.tokens, self.best, self._waited, self._skipped)
         shape, words = self._parts.model.config, material.tokenizer_digest
         found = resume.meta(position, start.data, shape, words, self._c.optim.kind)
         found["batch"] = [self._parts.batch, self._group.world]
@@ -270,6 +278,8 @@ class Supervised(Task):
             found["balance"] = self._parts.plans.told(done)
         if self._parts.adapters is not None:
             found["adapter"] = self._parts.adapters.about
+        if self._parts.loss_scale is not None:
+            found["loss_scale"] = self._parts.loss_scale.to_json()
         return found
 
     def summary(self) -> str:

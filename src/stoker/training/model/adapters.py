@@ -23,6 +23,7 @@ from stoker.training.model.families.family import CONFIG
 from stoker.training.model.hf_config import ADAPTER, ADAPTER_WEIGHTS, Stored, base_of, header, is_adapter, stored_in
 from stoker.training.model.hf_files import Part
 from stoker.training.model.hf_hub import TOKENIZER_FILES
+from stoker.training.model.hf_stream import read_stored
 from stoker.training.model.hf_write import add_files, fresh_folder, write_json
 from stoker.training.model.linear import Linear
 from stoker.training.model.maps import Adapter
@@ -37,7 +38,6 @@ SCORE = "score"  # a reward model's head, as transformers' models for sequence c
 _SCORE_NAME, _SCORES = f"{_PREFIX}{SCORE}.weight", "SEQ_CLS"
 _SAMPLE = 4096  # bytes of a tensor's beginning and of its end that make up a base's digest
 _MOST_BYTES = 1 << 34
-Read = Callable[[Stored], Tensor]
 Get = Callable[[str], Tensor]
 Say = Callable[[str], None]
 # Kinds of adapters that this does not compute, by peft's keys and what they have to be.
@@ -320,7 +320,7 @@ def _names(value: Any, where: str) -> list[str]:
 
 
 @torch.no_grad()
-def load(model: Decoder, told: AdapterConfig, folder: str, read: Read, say: Say) -> None:
+def load(model: Decoder, told: AdapterConfig, folder: str, say: Say) -> None:
     """Fills the adapters that `attach` made from a folder of peft's."""
     stored = checked(model.config, told, folder, scored=bool(model.own))
     for target in targets(model.config, told):
@@ -328,10 +328,10 @@ def load(model: Decoder, told: AdapterConfig, folder: str, read: Read, say: Say)
         assert adapter is not None
         for name, a, b in zip(target.names, torch.split(adapter.a, adapter.rank), adapter.b, strict=True):
             for one, tensor in zip(pair_names(name), (a, b), strict=True):
-                tensor.copy_(read(stored[one]))
+                tensor.copy_(read_stored(stored[one]))
     c, family = model.config, family_of(model.config)
     for name in extra(c, told):
-        pieces = [read(stored[extra_name(one)]) for one in family.tensor(name, c)]
+        pieces = [read_stored(stored[extra_name(one)]) for one in family.tensor(name, c)]
         model.get_parameter(name).copy_(torch.cat([piece.t() if family.turned(name) else piece for piece in pieces]))
     say(f"adapter from {folder}: rank {told.lora_rank}, {len(stored)} tensors")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.quantities import amount
+from stoker.contract.shape import replace
 from stoker.training.model import adapters, nf4, outside
-from stoker.training.model.config import ModelConfig
+from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig
 from stoker.training.model.decoder import Decoder, like
-from stoker.training.model.hf_config import config_of, is_adapter, kept_of, shape_of
+from stoker.training.model.hf_config import base_of, config_of, is_adapter, kept_of, shape_of
 from stoker.training.model.hf_files import Part, places
 from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_read import Added, Source, added_by
@@ -48,20 +50,22 @@ def load_named(
     model: Decoder, some: Iterable[tuple[str, Tensor]], folder: str, say: Say, added: Added | None = None
 ) -> None:
     """`some`: the model's parameters; what is none of a decoder's stays as it is."""
-    c = model.config
-    source, parameters = Source(folder, c, added), dict(some)
+    c, device = model.config, model.tables[0][0].device
+    source, parameters = Source(folder, c, added, device), dict(some)
     assert not any(parameter.is_meta for parameter in parameters.values()), (
         "the model is on the meta device: to_empty() first"
     )
-    for place in places(c):
-        parameter = parameters.get(place.name)
-        if parameter is None:  # 4 bits: one tensor of the folder at a time has more
-            layer = model.get_submodule(place.name.removesuffix(".weight"))
-            assert isinstance(layer, Linear), f"{place.name} is no parameter"
-            device = model.tables[0][0].device
-            adapters.quantize(layer, (_in_4_bits(source, part, device, model.dtype) for part in place.parts))
-            continue
-        parameter.copy_(like(source.whole(place, parameter.dtype).to(parameter.device), parameter))
+    with closing(source):
+        for place in places(c):
+            parameter = parameters.get(place.name)
+            if parameter is None:  # 4 bits: one tensor of the folder at a time has more
+                layer = model.get_submodule(place.name.removesuffix(".weight"))
+                assert isinstance(layer, Linear), f"{place.name} is no parameter"
+                adapters.quantize(layer, (_in_4_bits(source, part, model.dtype) for part in place.parts))
+            elif hasattr(parameter, "device_mesh"):
+                parameter.copy_(like(source.whole(place, parameter.dtype).to(parameter.device), parameter))
+            else:
+                source.fill(place, parameter)
     stored = source.stored
     rows = stored[next(iter(places(c))).parts[0].name].shape[0]  # the embedding comes first
     padded = (
@@ -72,10 +76,13 @@ def load_named(
     say(f"weights from {folder}: {len(stored)} tensors, {amount(sum(one.size for one in stored.values()))}{padded}")
 
 
-def _in_4_bits(source: Source, part: Part, device: torch.device, dtype: torch.dtype) -> Tensor | nf4.Quantized:
+def _in_4_bits(source: Source, part: Part, dtype: torch.dtype) -> Tensor | nf4.Quantized:
     """The folder's own codes, where it has some: quantizing twice would lose more."""
     codes = source.codes(part)
-    return source.rows(part).to(device, dtype) if codes is None else nf4.moved(codes, device)
+    if codes is None:
+        return source.rows(part).to(dtype)
+    # In fp16 not by way of bf16, which such a card computes slowly and rounds more.
+    return replace(codes, dtype=dtype) if dtype == torch.float16 else codes
 
 
 def opened(
@@ -87,6 +94,24 @@ def opened(
         model = kind(shape_of(folder), context, dtype)
     model.place(device)
     load(model, folder, say)
+    return model
+
+
+def opened_in_4_bits(folder: str, context: int, dtype: torch.dtype, device: torch.device, say: Say) -> Decoder:
+    """To answer: matrices as NF4 codes. An adapter stays beside them: rounded to 4 bits, what it adds would be lost."""
+    told, base = AdapterConfig(method=QLORA), folder
+    if is_adapter(folder):
+        adapters.check_base(folder)
+        told, base = adapters.settings_of(folder, QLORA)[0], base_of(folder)
+    with torch.device("meta"):
+        model = Decoder(shape_of(base), context, dtype)
+    for line in adapters.freeze(model, told):
+        say(line)
+    model.place(device)
+    load_named(model, named(model), base, say)
+    if told.continue_from:
+        adapters.attach(model, told, seed=0)
+        adapters.load(model, told, folder, say)
     return model
 
 

@@ -10,25 +10,12 @@ from torch import Tensor
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.training.model import adapters, nf4
 from stoker.training.model.config import LORA, AdapterConfig, ModelConfig
-from stoker.training.model.hf_config import NF4_PARTS, Stored
+from stoker.training.model.hf_config import NF4_PARTS
 from stoker.training.model.hf_files import Part, Place, check, places
+from stoker.training.model.hf_stream import Stream, read_stored
 from stoker.training.model.targets import extra, targets
 
 Say = Callable[[str], None]
-_STORED = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8,
-}  # fmt: skip
-
-
-def read_stored(one: Stored) -> Tensor:
-    data = bytearray(one.size)
-    with open(one.path, "rb") as file:
-        file.seek(one.begin)
-        if file.readinto(data) != one.size:
-            raise Refusal(f"{one.path} became shorter while it was read", EX_DATAERR)
-    if one.dtype not in _STORED:
-        raise Refusal(f"{one.path} holds numbers of {one.dtype}, which are not read", EX_DATAERR)
-    return torch.frombuffer(data, dtype=_STORED[one.dtype]).view(one.shape)
 
 
 class Added:
@@ -46,7 +33,7 @@ class Added:
             whole.copy_(torch.cat([piece.t() if turned else piece for piece, turned in pieces]))
         target = self._targets.get(place.name)
         for name, (begin, end) in zip(target.names, target.parts(), strict=True) if target else ():
-            a, b = (self._tensors[one]().float() for one in adapters.pair_names(name))
+            a, b = (self._tensors[one]().to(whole.device).float() for one in adapters.pair_names(name))
             whole[begin:end] = whole[begin:end].float() + self._scale * (b @ a)
         return whole
 
@@ -61,15 +48,23 @@ def added_by(folder: str, c: ModelConfig, own: bool, say: Say) -> Added:
 
 
 class Source:
-    def __init__(self, folder: str, c: ModelConfig, added: Added | None = None) -> None:
+    """Reads onto `device`: the closer to where a tensor is needed, the less is copied."""
+
+    def __init__(
+        self, folder: str, c: ModelConfig, added: Added | None = None, device: torch.device | None = None
+    ) -> None:
+        """`device`: none is the CPU."""
         self.stored = check(folder, c)
-        self._folder, self._c, self._added = folder, c, added
+        self._folder, self._c, self._added, self._stream = folder, c, added, Stream(device or torch.device("cpu"))
+
+    def close(self) -> None:
+        self._stream.close()
 
     def codes(self, part: Part) -> nf4.Quantized | None:
         """None: this part has 16 bits or more."""
-        names = (part.name, *(f"{part.name}.{name}" for name in NF4_PARTS))
-        if names[-1] not in self.stored:
+        if not self._has_codes(part):
             return None
+        names = (part.name, *(f"{part.name}.{name}" for name in NF4_PARTS))
         tensors = {name: read_stored(self.stored[name]) for name in names if name in self.stored}
         found = nf4.from_tensors(tensors, part.name, self._folder)
         if found.size != part.shape:
@@ -77,23 +72,34 @@ class Source:
                 f"model {self._folder}: {part.name} says it is {list(found.size)}, and this model needs {list(part.shape)}",
                 EX_DATAERR,
             )
-        return found
+        return nf4.moved(found, self._stream.device)
+
+    def _has_codes(self, part: Part) -> bool:
+        return f"{part.name}.{NF4_PARTS[-1]}" in self.stored
 
     def rows(self, part: Part) -> Tensor:
         codes = self.codes(part)
-        rows = read_stored(self.stored[part.name]) if codes is None else nf4.dequantize(codes)
+        rows = self._stream.read(self.stored[part.name]) if codes is None else nf4.dequantize(codes)
         return rows.t() if part.transposed and rows.dim() == 2 else rows
 
-    def whole(self, place: Place, dtype: torch.dtype) -> Tensor:
-        made = torch.empty(sum(part.shape[0] for part in place.parts), *place.parts[0].shape[1:], dtype=dtype)
+    def fill(self, place: Place, out: Tensor) -> Tensor:
         begin = 0
         for part in place.parts:
-            rows = self.rows(part)
-            made[begin : begin + len(rows)] = rows
-            if len(rows) < part.shape[0]:  # padding, or added tokens: equal on all ranks, and no louder than the others
-                made[begin + len(rows) : begin + part.shape[0]] = rows.mean(0, dtype=torch.float32)
-            begin += part.shape[0]
-        return made if self._added is None else self._added.to(place, made)
+            end = begin + part.shape[0]
+            stored = self.stored[part.name]
+            if stored.shape == part.shape and not part.transposed and not self._has_codes(part):
+                self._stream.fill(stored, out[begin:end])
+            else:
+                rows = self.rows(part)
+                out[begin : begin + len(rows)] = rows
+                if len(rows) < part.shape[0]:  # padding, or added tokens: equal on all ranks, no louder than the others
+                    out[begin + len(rows) : end] = rows.cpu().mean(0, dtype=torch.float32)
+            begin = end
+        return out if self._added is None else self._added.to(place, out)
+
+    def whole(self, place: Place, dtype: torch.dtype) -> Tensor:
+        size = (sum(part.shape[0] for part in place.parts), *place.parts[0].shape[1:])
+        return self.fill(place, torch.empty(size, dtype=dtype, device=self._stream.device))
 
     @torch.no_grad()
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

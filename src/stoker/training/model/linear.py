@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from stoker.training.model import nf4
 from stoker.training.model.config import ModelConfig, gate_up_rows
-from stoker.training.model.maps import Adapted, Adapter, Frozen, Map, Mapped, Whole, dequantized
+from stoker.training.model.maps import Adapted, Adapter, Frozen, Map, Mapped, Whole, dequantized, few
+from stoker.training.model.nf4_size import multipliable
 
 
 def rms_norm(wide: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -195,6 +196,15 @@ class Linear(nn.Linear):
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The weight in this dtype; a quantized one in a buffer that the next call overwrites."""
         return dequantized(self._joined, dtype) if self._joined else self.weight.to(dtype)
+
+    @property
+    def has_few(self) -> bool:
+        """Whether `few` multiplies by codes."""
+        return bool(self._joined) and multipliable(self.in_features)
+
+    def few(self, x: Tensor) -> Tensor:
+        """A quantized weight's product with x [N, inputs], without bias, adapter and gradient."""
+        return few(self._joined, x)
 
     def settle(self) -> None:
         """After an adapter was put beside the weight, or codes in its place."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.training.model import nf4
+from stoker.training.model.nf4_size import FEW
 
 Learned = tuple[Tensor | None, ...]
 Kept = tuple[Tensor | None, Tensor | None]
@@ -62,6 +63,11 @@ class Adapter(nn.Module):
         self.up = nn.Parameter(torch.empty(sum(end - begin for begin, end in parts), rank))
         self._made: tuple[Tensor, Tensor] | None = None
         self._written: tuple[int, int] | None = None  # versions of what they hold
+
+    @property
+    def made(self) -> tuple[Tensor, Tensor] | None:
+        """What `matrices` made last, in the place that it keeps."""
+        return self._made
 
     @property
     def b(self) -> tuple[Tensor, ...]:
@@ -201,6 +207,18 @@ class Buffers:
 
 
 BUFFERS = Buffers()
+
+
+def few(groups: Sequence[nf4.Joined], x: Tensor) -> Tensor:
+    """x [N, inputs] times the transposed weight. For few tokens on a GPU the weight is never made."""
+    if not x.is_cuda or len(x) > FEW:
+        return x @ dequantized(groups, x.dtype).t()
+    y = x.new_empty(len(x), sum(group.size[0] for group in groups))
+    begin = 0
+    for group in groups:
+        nf4.multiply(x.contiguous(), group, y[:, begin : begin + group.size[0]])
+        begin += group.size[0]
+    return y
 
 
 def dequantized(groups: Sequence[nf4.Joined], dtype: torch.dtype) -> Tensor:

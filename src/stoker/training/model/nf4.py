@@ -151,6 +151,14 @@ def expand(q: Joined, out: Tensor) -> Tensor:
     return out.copy_((pairs.view(-1, BLOCK) * scales[:, None]).view(q.size))
 
 
+def multiply(x: Tensor, q: Joined, out: Tensor) -> None:
+    """Into `out` [N, rows]: x [N, columns] qᵀ, on a GPU, for up to FEW tokens; columns are a multiple of BLOCK."""
+    from stoker.training.model import nf4_kernel  # Triton: on GPUs only
+
+    levels, second = _on(LEVELS, x.device), _on(second_levels(), x.device)
+    nf4_kernel.product(x, q.codes, q.scales, q.second, q.offsets, levels, second, out)
+
+
 @functools.cache
 def _on(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)

@@ -6,11 +6,17 @@ import math
 from collections.abc import Sequence
 
 BLOCK, SECOND_BLOCK = 64, 256
+FEW = 64  # tokens that are multiplied by codes at once: with more, making the matrix first costs less
 
 
 def storable(size: Sequence[int]) -> bool:
     """Whether blocks end where the tensor does."""
     return len(size) == 2 and math.prod(size) % BLOCK == 0
+
+
+def multipliable(inputs: int) -> bool:
+    """Whether few tokens can be multiplied by the codes as they are: blocks lie within a row."""
+    return inputs % BLOCK == 0
 
 
 def tensor_bytes(elements: int) -> tuple[int, int, int, int]:

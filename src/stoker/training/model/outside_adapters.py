@@ -14,7 +14,7 @@ from torch import Tensor
 from stoker.contract.names import EX_CONFIG, EX_UNAVAILABLE, Refusal
 from stoker.training.model import adapters
 from stoker.training.model.config import EVERY, LORA, AdapterConfig
-from stoker.training.model.hf_read import read_stored
+from stoker.training.model.hf_stream import read_stored
 from stoker.training.model.outside import Outside
 from stoker.training.model.outside_folder import first_line
 

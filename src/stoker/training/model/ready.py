@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.contract.names import EX_CONFIG, EX_UNAVAILABLE, Refusal
 from stoker.control.record.ownership import private_cache
 from stoker.training.model import linear
 from stoker.training.model.config import ModelConfig, unfusable
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.experts import ungrouped
+from stoker.training.model.host_inputs import HostInputs, Input
 from stoker.training.model.outside import Outside
+from stoker.training.optim.optimizer import has_bf16
 from stoker.training.parallel.config import ComputeConfig, recomputed_blocks
 
 # What selective recomputation keeps.
@@ -71,8 +73,12 @@ def warm_compiler() -> threading.Thread:
 
 
 def dtype_of(c: ComputeConfig, device: torch.device) -> torch.dtype:
-    has = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.bfloat16 if c.dtype == "bf16" or (c.dtype == "auto" and has) else torch.float32
+    """compute.dtype; auto is what the card computes fast."""
+    if c.dtype != "auto":
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[c.dtype]
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if has_bf16(device) else torch.float16
 
 
 def fused(c: ComputeConfig, model: ModelConfig, device: torch.device, say: Callable[[str], None]) -> bool:
@@ -107,13 +113,33 @@ def make_ready(model: Decoder | Outside, c: ComputeConfig, device: torch.device,
         compile_it = False  # how many tokens an expert gets is not known while a graph is traced
     model.fuse(fused(c, model.config, device, say))
     selective, layers = c.recompute == "selective", model.config.layers
-    for block in list(model.layers)[: layers if selective else recomputed_blocks(c.recompute, layers)]:
-        checkpoint_block(block, selective, model.config.dropout > 0)
+    again = list(model.layers)[: layers if selective else recomputed_blocks(c.recompute, layers)]
+    inputs = _host_inputs(c, len(again), compile_it, device, say)
+    for place, block in enumerate(again):
+        keep = None if inputs is None else functools.partial(inputs.keep, place=place)
+        checkpoint_block(block, selective, model.config.dropout > 0, keep)
     if not compile_it:
         return
     _keep_products_only(c.recompute != "off")
     for part in (*model.layers, model.norm):
         part.compile(fullgraph=True, dynamic=False)
+
+
+def _host_inputs(
+    c: ComputeConfig, blocks: int, compile_it: bool, device: torch.device, say: Callable[[str], None]
+) -> HostInputs | None:
+    """compute.activations."""
+    if c.activations != "host":
+        return None
+    if compile_it or c.recompute == "selective":
+        why = "blocks are compiled here" if compile_it else "selective recomputation keeps more than inputs"
+        raise Refusal(f"compute.activations host: {why}; use compute.compile fused or off, recompute full", EX_CONFIG)
+    if blocks < 2:
+        say("compute.activations host: nothing to move, because fewer than two blocks are recomputed")
+        return None
+    if device.type != "cuda":
+        say("compute.activations host: no GPU here, so inputs of blocks are copied within memory, and none is saved")
+    return HostInputs(blocks, say)
 
 
 def _loss(c: ComputeConfig, model: ModelConfig) -> str:
@@ -169,9 +195,10 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpoint_block(block: Any, selective: bool, random: bool) -> None:
+def checkpoint_block(block: Any, selective: bool, random: bool, keep: Callable[[Tensor], Input] | None = None) -> None:
+    """`keep`: puts its input into host memory."""
     block.products_kept = selective
-    block.forward = functools.partial(_checkpointed, block.forward, selective, random)
+    block.forward = functools.partial(_checkpointed, block.forward, selective, random, keep)
 
 
 def unfuse(model: Decoder) -> None:
@@ -184,19 +211,26 @@ def unfuse(model: Decoder) -> None:
 
 
 def _checkpointed(
-    forward: Callable[..., Any], selective: bool, random: bool, x: Tensor, cos: Tensor, sin: Tensor, seen: Any,
-    delta: Tensor | None = None, *counted: Tensor | None,
+    forward: Callable[..., Any], selective: bool, random: bool, keep: Callable[[Tensor], Input] | None, x: Tensor,
+    cos: Tensor, sin: Tensor, seen: Any, delta: Tensor | None = None, *counted: Tensor | None,
 ) -> Any:  # fmt: skip
     """A fused block is given what is still to be added to x: added before, one tensor is kept instead of two."""
     if delta is not None and not selective:
         x, delta = x + delta.view_as(x), None
-    args = (x, cos, sin, seen, delta, *counted)
+    args: tuple[Any, ...] = (x, cos, sin, seen, delta, *counted)
     if not torch.is_grad_enabled():
         return forward(*args)
     more: dict[str, Any] = (
         {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
     )
+    if keep is not None:  # not an argument, which would be kept: the recomputation asks for it
+        kept = keep(x)
+        forward, args = functools.partial(_with_input, forward, kept), args[1:]
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=random, **more)
+
+
+def _with_input(forward: Callable[..., Any], kept: Input, *args: Any) -> Any:
+    return forward(kept.read(), *args)
 
 
 def parameters(model: nn.Module) -> int:

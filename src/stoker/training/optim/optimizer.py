@@ -7,6 +7,7 @@ the others need whole ones.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -20,6 +21,12 @@ State = tuple[Tensor, Tensor, Tensor, Tensor]  # both moments' codes and scales
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS = 5
 MOMENTUM = 0.95
+
+
+@functools.cache
+def has_bf16(device: torch.device) -> bool:
+    """In hardware: since Ampere (compute capability 8), and in AMD's."""
+    return device.type == "cuda" and bool(torch.version.hip or torch.cuda.get_device_capability(device)[0] >= 8)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -217,7 +224,7 @@ class Muon:
         ahead = dict(zip(names, torch._foreach_add(gradients, momentum, alpha=MOMENTUM), strict=True))
         for size, places in self._parts.items():
             stacked = torch.stack([ahead[name][begin:end] for name, begin, end in places])
-            update = orthogonal(stacked, torch.bfloat16 if stacked.is_cuda else torch.float32)
+            update = orthogonal(stacked, torch.bfloat16 if has_bf16(stacked.device) else torch.float32)
             factor = max(1.0, size[0] / size[1]) ** 0.5
             for (name, begin, end), one in zip(places, update, strict=True):
                 weight = self.named[name].detach()[begin:end]
@@ -263,10 +270,13 @@ class Optimizer:
         for rule in self.rules:
             rule.set_count(steps)
 
-    def step(self, share: float, norm: Tensor, bad: Tensor) -> None:
-        """`norm`: of all gradients together; `bad`: 1.0 where this step must not count."""
+    def step(self, share: float, norm: Tensor, bad: Tensor, loss_scale: Tensor | None = None) -> None:
+        """`norm`: of all gradients together; `bad`: 1.0 where this step must not count; `loss_scale`: what the gradients are
+        to be divided by, the norm was already."""
         limit = self._c.max_grad_norm
         scale = (norm / limit).clamp(min=1.0) if limit > 0 else torch.ones_like(norm)
+        if loss_scale is not None:
+            scale = scale * loss_scale
         for rule in self.rules:
             rule.step(share, scale, bad)
         # torch's fused kernels don't say that they wrote; an adapter makes its 16-bit copies anew when its numbers have moved.

@@ -44,6 +44,20 @@ def recomputed_blocks(told: str, layers: int) -> int:
     return layers if told == "full" else 0
 
 
+def host_slab(size: int, blocks: int) -> tuple[int, int]:
+    """(bytes, inputs that lie in them): how host memory is taken for the inputs of recomputed blocks, `size` bytes each. Torch's
+    pinned allocator rounds up to a power of two; of the next few this is the one that wastes least."""
+    least = (size - 1).bit_length()
+    slabs = ((1 << power, (1 << power) // size) for power in range(least, least + 4))
+    return min(slabs, key=lambda slab: -(-(blocks - 1) // slab[1]) * slab[0])
+
+
+def host_bytes(size: int, blocks: int) -> int:
+    """All of it. The input of the last block stays on the GPU: it is needed first."""
+    slab, count = host_slab(size, blocks)
+    return max(-(-(blocks - 1) // count), 0) * slab
+
+
 @shape
 class ParallelConfig:
     strategy: str = one_of("ddp", "fsdp")("ddp: every rank holds the model; fsdp: sharded (FSDP2)")
@@ -63,8 +77,8 @@ class ParallelConfig:
 
 @shape
 class ComputeConfig:
-    dtype: str = one_of("auto", "bf16", "fp32")(
-        "auto (bf16 on GPUs that have it, fp32 else), bf16 or fp32; weights and optimizer are always fp32"
+    dtype: str = one_of("auto", "bf16", "fp16", "fp32")(
+        "auto (bf16; fp16 on GPUs without it, fp32 on CPUs), bf16, fp16 or fp32; what learns is always fp32"
     )
     compile: str = one_of("auto", "on", "fused", "off")(
         "how a block runs: auto (on GPUs fused, with fp8 compiled), fused (our own kernels, nothing to compile), on"
@@ -85,6 +99,9 @@ class ComputeConfig:
     )
     embedding: str = one_of("device", "host")(
         "where an embedding that does not learn lies: device, or host (adapters only: the GPU gets the rows it needs)"
+    )
+    activations: str = one_of("device", "host")(
+        "where the inputs of recomputed blocks wait for the backward pass: device, or host (the GPU holds two of them)"
     )
     attention: str = one_of("auto", "cudnn", "flash", "math")(
         "auto (cuDNN where it works, then flash), cudnn, flash, or math"

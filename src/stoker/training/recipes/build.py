@@ -27,11 +27,12 @@ from stoker.training.loop.learner import Learner
 from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
 from stoker.training.loop.supervised import Start
-from stoker.training.model import adapters, hf, hf_config, hf_hub, hf_read, outside, outside_adapters, ready
+from stoker.training.model import adapters, hf, hf_config, hf_hub, outside, outside_adapters, ready
 from stoker.training.model.attention import FLEX_BLOCK, documents, packed_kernel
 from stoker.training.model.config import OFF, ModelConfig, with_rows
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.reference import Beginning
+from stoker.training.optim.loss_scale import scale_for
 from stoker.training.optim.optimizer import Optimizer, gradient_norm, local
 from stoker.training.parallel.config import local_steps
 from stoker.training.parallel.group import Group, even_micro, largest_share, shard
@@ -46,7 +47,7 @@ def parts_of(
     c: Config, material: Material, learner: Learner, group: Group, voice: Voice, found: Checkpoint | None
 ) -> Parts:
     """Model, optimizer, micro-batch and the exchange between ranks. `found`: the checkpoint that the run resumes from."""
-    dtype = ready.dtype_of(c.compute, group.device)
+    dtype = dtype_of(c, group)
     ready.arithmetic(c.compute, dtype)
     spoils = parse(c.nan.inject)
     if spoils:
@@ -85,7 +86,21 @@ def parts_of(
         drill=Drill(spoils, model, group.rank),
         graph=graphed(c, model, group, voice, packed=material.train.packed),
         adapters=own,
+        loss_scale=scale_for(dtype, group.device),
     )
+
+
+def dtype_of(c: Config, group: Group) -> torch.dtype:
+    """One for all ranks: where a card has no bf16, the others scale their losses, too, or gradients would be of unlike size."""
+    found = group.all(ready.dtype_of(c.compute, group.device))
+    dtype = torch.float16 if torch.float16 in found else found[group.rank]
+    if dtype == torch.float16 and c.parallel.comm == "powersgd":
+        raise Refusal(
+            "parallel.comm powersgd adds what it left out to the next gradient: after an overflow of fp16 that would never be"
+            " a number again; use parallel.comm full or bf16",
+            EX_CONFIG,
+        )
+    return cast(torch.dtype, dtype)
 
 
 def model_of(
@@ -151,7 +166,7 @@ def adapted(
     adapters.attach(model, told, c.train.seed)
     if told.continue_from:
         adapters.check_base(told.continue_from, own.base)
-        adapters.load(model, told, told.continue_from, hf_read.read_stored, voice.say_once)
+        adapters.load(model, told, told.continue_from, voice.say_once)
     bytes_of = adapters.held(model)
     voice.say_once(
         f"adapter: {told.method}, rank {told.lora_rank}, {sum(p.numel() for p in adapters.learned(model).values()):,} numbers"
@@ -180,6 +195,7 @@ def _outside(
         "parallel.strategy fsdp": group.strategy == "fsdp",
         "optim.kind muon": c.optim.kind == "muon",
         "a reward model": learner.outside is None,
+        "compute.activations host": c.compute.activations == "host",
         "a new model.vocab_size": c.model.vocab_size not in (0, outside.rows(shape)),
     }
     for what in (what for what, yes in asked.items() if yes):
@@ -241,7 +257,7 @@ def _announce_mask(model: Decoder, context: int, device: torch.device, voice: Vo
     if (kernel == "bias" or blocks) and (device.type == "cuda" or size > 1 << 24):
         voice.say_once(
             f"packed rows: attention uses a mask of {context} x {context} numbers per row ({size / 1e6:.0f} MB); without"
-            f" one: a GPU from Ampere on, torch 2.10, bf16, no dropout and a multiple of {FLEX_BLOCK} tokens"
+            f" one: a GPU from Ampere on, torch 2.10, 16 bits, no dropout and a multiple of {FLEX_BLOCK} tokens"
         )
 
 
@@ -362,10 +378,11 @@ def graphed(c: Config, model: Decoder, group: Group, voice: Voice, *, packed: bo
     possible = possible and not (model.config.dropout and c.compute.recompute not in ("auto", "off"))
     possible = possible and model.config.engine != "transformers"
     possible = possible and not model.config.experts  # a grouped product may look at its counts on the host
+    possible = possible and c.compute.activations != "host"  # its copies run on a stream of their own
     possible = possible and model.loss != "liger"  # counts its labels on the host, which no capture can hold
     if asked == "on" and not possible:
         line = (
-            "compute.cuda_graphs on: not with several ranks, fsdp, packed documents (chats, data.documents), a drill, experts, liger's loss, or dropout that"
+            "compute.cuda_graphs on: not with several ranks, fsdp, packed documents (chats, data.documents), a drill, experts, liger's loss, activations on the host, or dropout that"
             " is recomputed"
         )
         voice.say_once(f"{line}; steps are launched kernel by kernel")
@@ -389,7 +406,9 @@ def start_of(
             shares = ", ".join(map(str, parts.plans.at(position.step).shares))
             voice.say_once(f"balance: continuing with {shares} of {parts.batch} samples")
         found.read_into(tensors)
-        parts.optimizer.set_count(position.step)
+        parts.optimizer.set_count(position.step - position.skipped)
+        if parts.loss_scale is not None:
+            parts.loss_scale.go_on(found.meta.get("loss_scale"))
     total = 0 if c.train.max_steps else max(round(c.train.epochs * order.count), 1)
     left = max(total - position.samples, 0)
     steps = c.train.max_steps or position.step + -(-left // parts.batch)

@@ -25,6 +25,7 @@ from stoker.training.evaluate.answering import Answerer
 from stoker.training.evaluate.asking import Manner, prompt_ids, refuse_long
 from stoker.training.evaluate.likelihood import embed_shared
 from stoker.training.evaluate.tasks import prompts_of, spread
+from stoker.training.generate.bits import coded
 from stoker.training.generate.engine import Engine
 from stoker.training.model import hf_config, ready
 from stoker.training.model.attention import kernels
@@ -95,9 +96,10 @@ def _answers(c: Config, folder: str, questions: Sequence[Question], group: Group
         Manner(c.evaluate.chat, system=c.generate.system),
     )
     prompts = [prompt_ids(tokenizer, question, manner) for question in questions]
-    model = stage.open_model(c, folder, group.device).eval()
+    model = stage.open_model(c, folder, group.device, c.generate.bits).eval()
     length = max(map(len, prompts)) + c.generate.new_tokens
-    engine = Engine(model, rows=c.generate.rows, length=length, vocab=tokenizer.vocab_size)
+    rows, vocab = c.generate.rows, tokenizer.vocab_size
+    engine = Engine(model, rows=rows, length=length, vocab=vocab, codes=coded(model))
     answerer = Answerer(engine, tokenizer, manner, c.generate)
     mine = answerer.sample(prompts, c.diversity.answers, c.train.seed, lambda block: block % group.world == group.rank)
     together = {place: answers for part in group.all(mine) for place, answers in part.items()}

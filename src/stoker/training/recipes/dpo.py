@@ -226,7 +226,7 @@ def means(found: Measured, rule: DpoConfig) -> dict[str, float]:
 def reference_of(c: Config, vocab_size: int, group: Group, voice: Voice) -> Reference | OutsideReference:
     """The weights of `model.load` in the activations' dtype, sharded as the model is. A resumed run reads them again."""
     weights, shape = build.model_shape(c.model, vocab_size, voice)
-    dtype = ready.dtype_of(c.compute, group.device)
+    dtype = build.dtype_of(c, group)
     ready.arithmetic(c.compute, dtype)
     model: Reference | OutsideReference
     if shape.engine == "transformers":

@@ -23,6 +23,7 @@ from stoker.training.evaluate.asking import Manner
 from stoker.training.evaluate.confidence import Interval, wilson, wilson_of_draws
 from stoker.training.evaluate.likelihood import measure
 from stoker.training.evaluate.tasks import read_tasks
+from stoker.training.generate.bits import coded
 from stoker.training.generate.engine import Engine
 from stoker.training.model import ready
 from stoker.training.model.attention import kernels
@@ -145,7 +146,7 @@ def main(argv: list[str]) -> int:
     group = Group(c.parallel)
     with kernels(ready.attention(c.compute, group.device)), torch.no_grad():
         stoker.phase("eval")
-        model = stage.open_model(c, folder, group.device).eval()
+        model = stage.open_model(c, folder, group.device, c.generate.bits).eval()
         answerer = _answerer(c, tasks, model, tokenizer, manner)
         mine: list[Outcome] = []
         for asked in tasks:
@@ -180,7 +181,8 @@ def _answerer(
     if not lengths:
         return None
     length = max(lengths) + c.generate.new_tokens
-    engine = Engine(model, rows=c.generate.rows, length=length, vocab=tokenizer.vocab_size)
+    rows, vocab = c.generate.rows, tokenizer.vocab_size
+    engine = Engine(model, rows=rows, length=length, vocab=vocab, codes=coded(model))
     return Answerer(engine, tokenizer, manner, c.generate)
 
 

@@ -37,6 +37,7 @@ from stoker.training.model.config import with_rows
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.reference import Beginning, Reference, copied
 from stoker.training.optim.config import rate_share
+from stoker.training.optim.loss_scale import scale_for
 from stoker.training.optim.optimizer import Optimizer
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import build, stage
@@ -94,16 +95,16 @@ def policy_of(
 ) -> tuple[Decoder, Reference | None, Decoder | None]:
     """(what learns, what it began with, that as a model of its own in the activations' dtype; None: adapters learn)."""
     hf_config.check_trainable(weights, c.adapter.method)
+    dtype = build.dtype_of(c, group)
     if own is not None:
-        dtype = ready.dtype_of(c.compute, group.device)
         ready.arithmetic(c.compute, dtype)
         model = build.adapted(c, own, hf_config.shape_of(weights), Decoder, dtype, group, voice)
         return model, Beginning(model, loaded=own.loaded) if c.grpo.kl > 0 else None, None
-    model = stage.open_model(c, weights, group.device)
+    model = stage.open_model(c, weights, group.device, dtype=dtype)
     ready.make_ready(model, c.compute, group.device, voice.say_once)
     if c.grpo.kl <= 0:
         return model, None, None
-    copy = stage.open_model(c, weights, group.device).to(model.dtype).requires_grad_(False)
+    copy = stage.open_model(c, weights, group.device, dtype=dtype).to(model.dtype).requires_grad_(False)
     ready.make_ready(copy, c.compute, group.device, voice.say_once)
     return model, copied(copy), copy
 
@@ -116,10 +117,19 @@ def memory_of(
     needs = StageNeeds(
         GRPO, reference=c.grpo.kl > 0, loaded=own is not None and own.loaded, rows=how.rows, new_tokens=how.new_tokens,
         length=rollout.engine.length, answers=-(-c.grpo.prompts_per_step // world) * c.grpo.group * world,
-        updates=c.grpo.updates, scorer=judge.config if judge is not None else None,
+        updates=c.grpo.updates, bits=4 if how.bits == "4" else 16, scorer=judge.config if judge is not None else None,
         scorer_likelihood=judge is not None and judge.likelihood,
     )  # fmt: skip
     return of_grpo(c, own, held, needs, folder, voice)
+
+
+def writer(bits: str, merged_bytes: int) -> str:
+    """Who writes the answers where adapters learn, in words. `merged_bytes`: of weights in 16 bits with adapters in them."""
+    size = amount(merged_bytes)
+    if bits != "4":
+        return f"a copy of the weights with the adapters merged into it: {size}"
+    rest = f"; those that have no whole blocks in a row by a 16-bit copy: {size}" if merged_bytes else ""
+    return f"the weights in 4 bits{rest}"
 
 
 def main(argv: list[str]) -> int:
@@ -162,6 +172,7 @@ def main(argv: list[str]) -> int:
         adapters.check_same(found.meta.get("adapter"), own, found.path)
     tensors = tensors_of(model, optimizer)
     keeper = Keeper(c.checkpoint, folder, group, voice, tensors, keep_best=False)
+    scale = scale_for(model.dtype, group.device)  # of fp16
     updater = Updater(
         model,
         reference,
@@ -172,11 +183,14 @@ def main(argv: list[str]) -> int:
         micro=micro,
         attention=ready.attention(c.compute, group.device),
         before_update=keeper.saver.before_update,
+        loss_scale=scale,
     )
     updater.settle()
     if found is not None:
         found.read_into(tensors)
         voice.say_once(f"resumes at step {position.step} from {found.path}")
+        if scale is not None:
+            scale.go_on(found.meta.get("loss_scale"))
     updater.resume(position.updates)
     voice.begin(folder, steps, c.train.log_to, as_json(c), position.step)
 
@@ -192,8 +206,7 @@ def main(argv: list[str]) -> int:
     }
     if own is not None:
         about["adapter"] = own.about
-        size = amount(rollout.merged_bytes)
-        voice.say_once(f"answers are written by a copy of the weights with the adapters merged into it: {size}")
+        voice.say_once(f"answers are written by {writer(c.generate.bits, rollout.merged_bytes)}")
     voice.say_once(
         f"prompts: {len(prompts):,}, {c.grpo.prompts_per_step} a step with {c.grpo.group} answers each, {steps} steps"
     )
@@ -205,7 +218,9 @@ def main(argv: list[str]) -> int:
     for mark in ("CAN-HALVE-MICRO-BATCH",) * (micro > 1) + ("POST-MODEL",):
         stoker.mark(mark)
     stoker.phase("train")
-    task = GrpoTask(c.grpo, group, voice, position, history, about=about, planned_bytes=memory.planned_bytes)
+    task = GrpoTask(
+        c.grpo, group, voice, position, history, about=about, loss_scale=scale, planned_bytes=memory.planned_bytes
+    )
     profile = Profile(c.train.profile_steps if c.train.profile and group.first else 0, folder, group.device, voice.say)
     loop = Loop(task, keeper, group, voice, profile, first=position.step, steps=steps)
     code, stopped = 0, None

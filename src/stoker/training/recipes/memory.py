@@ -49,7 +49,7 @@ def planned(
 ) -> tuple[Planned | None, str]:
     """(the plan, why it is only about that); no plan of what it does not know: CPUs, shards, fp32, blocks that are not fused."""
     known = held.group.device.type == "cuda" and held.group.strategy == "ddp" and isinstance(held.model, Decoder)
-    if not known or held.model.dtype != torch.bfloat16 or c.compute.recompute == "selective" or not held.model.fused:
+    if not known or held.model.dtype == torch.float32 or c.compute.recompute == "selective" or not held.model.fused:
         return None, ""
     footprint = Footprint(held.model.config, adapter, job.needs.stage)
     why = "a CUDA graph has memory of its own: an estimate" if graph else ""
@@ -62,7 +62,7 @@ def job_of(c: Config, held: Holding, needs: StageNeeds, *, packed: bool, adds: b
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     return Job(
         held.micro, c.data.context_length, c.optim.kind, packed, max(c.data.context_length // DOCUMENT, 1), again,
-        held.group.world, adds, major, values.get("compute.embedding") == "host", needs,
+        held.group.world, adds, major, values.get("compute.embedding") == "host", c.compute.activations == "host", needs,
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from stoker.training.config.schema import Config
 from stoker.training.data.rows import rows
 from stoker.training.data.shards import Prepared
 from stoker.training.forensics.culprit import NonFinite
+from stoker.training.generate import bits
 from stoker.training.generate.exporting import card_of
 from stoker.training.loop.learner import Beside
 from stoker.training.loop.supervised import BEFORE
@@ -90,17 +91,23 @@ def tokenizer_folder(c: Config) -> str:
     return c.tokenizer.path or hf_config.tokenizer_in(weights_of(c.model.load))
 
 
-def open_model(c: Config, folder: str, device: torch.device) -> Decoder:
-    """The decoder of a folder as transformers writes it, on its device, ready to run there."""
+def open_model(
+    c: Config, folder: str, device: torch.device, asked_bits: str = "16", dtype: torch.dtype | None = None
+) -> Decoder:
+    """The decoder of a folder as transformers writes it, on its device, ready to run there. `asked_bits`: 4 or auto only
+    where it answers and learns nothing.
+    """
     if c.model.engine == "transformers":
         raise Refusal(
             "model.engine transformers trains from rows (pretrain, midtrain, sft) and exports: this stage needs model.engine"
             " native",
             EX_USAGE,
         )
-    dtype = ready.dtype_of(c.compute, device)
+    dtype = dtype or ready.dtype_of(c.compute, device)
     ready.arithmetic(c.compute, dtype)
-    return hf.opened(folder, c.data.context_length, dtype, device, from_rank_0)
+    shape, length = hf_config.shape_of(folder), c.data.context_length
+    narrow = bits.four(asked_bits, shape, c.generate.rows, length, device, from_rank_0)
+    return (hf.opened_in_4_bits if narrow else hf.opened)(folder, length, dtype, device, from_rank_0)
 
 
 def rows_of(path: str, key: str) -> list[dict[str, Any]]:

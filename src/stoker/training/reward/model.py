@@ -25,7 +25,7 @@ from stoker.training.data.reader import IGNORED
 from stoker.training.evaluate.likelihood import padded as padded_right
 from stoker.training.loop.feeder import Rows, padded
 from stoker.training.loop.learner import Beside, Learner, Say, Validation
-from stoker.training.model import adapters, hf, hf_hub, hf_read, ready
+from stoker.training.model import adapters, hf, hf_hub, hf_stream, ready
 from stoker.training.model.attention import Documents, begins, documents
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
@@ -171,7 +171,7 @@ def _head(folder: str) -> dict[str, Tensor]:
     if not os.path.exists(path):
         score = adapters.score_in(folder)
         assert score is not None
-        return {"score": hf_read.read_stored(score)[0].float()}
+        return {"score": hf_stream.read_stored(score)[0].float()}
     try:
         read_header(path)
         return load_file(path)

@@ -224,7 +224,7 @@ def rollout_of(
     """`longest`: tokens of the longest prompt: the cache need not be larger."""
     share = -(-grpo.prompts_per_step // ranks.world)
     rows, length = min(c.rows, share * grpo.group), longest + c.new_tokens
-    engine = Engine(model, rows=rows, length=length, vocab=tokenizer.vocab_size)
+    engine = Engine(model, rows=rows, length=length, vocab=tokenizer.vocab_size, codes=c.bits == "4")
     return Rollout(engine, tokenizer, tokenizer.stop_ids, c, grpo.group, ranks)
 
 

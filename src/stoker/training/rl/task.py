@@ -12,6 +12,7 @@ from stoker.training.checkpoint.reading import Checkpoint
 from stoker.training.loop.run import Answers, Task, Words, agree
 from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Speed
+from stoker.training.optim.loss_scale import LossScale
 from stoker.training.parallel.group import Group
 from stoker.training.rl.config import GrpoConfig
 from stoker.training.rl.rollout import Outcome
@@ -195,12 +196,13 @@ class GrpoTask(Task):
 
     def __init__(
         self, c: GrpoConfig, group: Group, voice: Voice, position: Position, history: History, about: Mapping[str, Any],
-        planned_bytes: int | None = None,
+        loss_scale: LossScale | None = None, planned_bytes: int | None = None,
     ) -> None:  # fmt: skip
         """`about`: what `stoker export` and a resumed run need to know of a checkpoint."""
         super().__init__()
         self._planned_bytes = planned_bytes
         self._c, self._group, self._voice, self._about = c, group, voice, about
+        self._loss_scale = loss_scale
         self.position, self.history = position, history
         self.solved: Finding | None = None
         self._speed = Speed(0, group.world, group.device)
@@ -218,7 +220,8 @@ class GrpoTask(Task):
 
     def meta(self, done: int) -> dict[str, Any]:
         so_far = {**as_json(self.position), "step": done, "history": self.history.to_json()}
-        return {"stage": STAGE, **so_far, **self._about}
+        scale = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.to_json()}
+        return {"stage": STAGE, **so_far, **self._about, **scale}
 
     def troubled(self) -> bool:
         return self.history.troubled()
@@ -250,6 +253,12 @@ class GrpoTask(Task):
             self._voice.say_once(
                 f"step {step}: non-finite loss or gradient (loss {learned.loss:g}, norm {learned.norm:g}); update skipped"
             )
+        scale = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.to_json()["value"]}
+        if learned.skipped:
+            self._voice.say_once(
+                f"step {step}: a gradient overflowed in fp16; {learned.skipped} update(s) skipped, loss scale"
+                f" {scale['loss_scale']:g} now"
+            )
         memory = {"peak_bytes": self._speed.memory(), "planned_bytes": self._planned_bytes}  # None: no GPU, no plan
         self._voice.step(
             step,
@@ -266,6 +275,7 @@ class GrpoTask(Task):
             tokens=self.position.tokens,
             grad_norm=learned.norm,
             lr=rate,
+            **scale,
             **{name: value for name, value in memory.items() if value is not None},
         )
 

@@ -17,6 +17,7 @@ from stoker.training.model.attention import kernels
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.loss import token_logprobs
 from stoker.training.model.reference import Reference
+from stoker.training.optim.loss_scale import LossScale
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
 from stoker.training.parallel.group import Group, no_sync, wrap
 from stoker.training.rl.config import GrpoConfig
@@ -135,6 +136,7 @@ class Learned:
     entropy: float
     norm: float
     finite: bool  # else one update or more was left out
+    skipped: int = 0  # updates left out because a gradient overflowed in fp16
 
 
 @shape
@@ -158,12 +160,13 @@ class Updater:
         micro: int,
         attention: str,
         before_update: Callable[[], None] = lambda: None,
+        loss_scale: LossScale | None = None,
     ) -> None:
-        """`before_update`: a checkpoint's snapshot must be out before the weights change."""
+        """`before_update`: a checkpoint's snapshot must be out before the weights change. `loss_scale`: of fp16."""
         self._model, self._reference, self._optimizer, self._group, self._c = model, reference, optimizer, group, c
         self._temperature, self._micro, self._attention = temperature, micro, attention
         self._wrapped = wrap(Policy(model, temperature=temperature, clip_ratio=c.clip_ratio, kl=c.kl), group)
-        self._before_update = before_update
+        self._before_update, self._loss_scale = before_update, loss_scale
         self.done = 0  # updates that counted: what the optimizer counts
 
     def resume(self, done: int) -> None:
@@ -187,7 +190,8 @@ class Updater:
             told = [self._update(part, share) for part in parts]
         total = sum(part.tokens for part in parts)
         loss, kl, entropy = (sum(one[n] for one in told) / total for n in range(3))
-        return Learned(loss, kl, entropy, sum(one[3] for one in told) / len(told), all(one[4] == 0 for one in told))
+        norm, finite = sum(one[3] for one in told) / len(told), all(one[4] == 0 for one in told)
+        return Learned(loss, kl, entropy, norm, finite, sum(one[5] > 0 for one in told))
 
     def _parts(self, answers: Sequence[Answer], advantages: Sequence[float], lengths: Sequence[int]) -> list[_Part]:
         """Answers dealt out to the updates by place: the same for any number of ranks, with some of every prompt's."""
@@ -211,7 +215,7 @@ class Updater:
                 batch = replace(batch, reference=logprobs(model, batch, self._temperature)[0])
         return replace(batch, old=logprobs(self._model, batch, self._temperature)[0]) if self._c.updates > 1 else batch
 
-    def _backward(self, batches: Sequence[Batch], scale: float) -> Tensor:
+    def _backward(self, batches: Sequence[Batch], scale: float | Tensor) -> Tensor:
         """[Σ loss × scale, Σ KL, Σ entropy]."""
         total = torch.zeros(3, device=self._group.device)
         for number, batch in enumerate(batches):
@@ -222,17 +226,27 @@ class Updater:
         return total
 
     def _update(self, part: _Part, share: float) -> tuple[float, ...]:
-        """(Σ loss, Σ KL, Σ entropy over all ranks' tokens, gradient norm, ranks that found it bad)."""
-        world = self._group.world
-        total = self._backward(part.batches, world / part.tokens)
+        """(Σ loss, Σ KL, Σ entropy over all ranks' tokens, gradient norm, whether it was bad, whether it was skipped)."""
+        world, scaled = self._group.world, self._loss_scale
+        mean = world / part.tokens
+        total = self._backward(part.batches, mean if scaled is None else mean * scaled.value)
         norm = gradient_norm(self._optimizer.parameters)
+        if scaled is not None:
+            total[0], norm = total[0] / scaled.value, norm / scaled.value
         # A gradient that one rank alone spoils after the exchange is bad on all: they skip the same updates, or their
         # weights part.
         spoiled = (~(torch.isfinite(norm) & torch.isfinite(total[0]))).float()
         values = self._group.sum(torch.cat([total, spoiled[None]]))
+        bad, skipped = (values[3] > 0).float(), torch.zeros_like(values[3])
+        if scaled is not None:
+            skipped = bad * torch.isfinite(values[0])
+            bad = torch.maximum(bad - skipped, scaled.lasting(skipped))
         self._before_update()
-        self._optimizer.step(share, norm, (values[3] > 0).float())
+        self._optimizer.step(share, norm, torch.maximum(bad, skipped), None if scaled is None else scaled.value)
+        if scaled is not None:
+            scaled.update(skipped, bad)
         self._optimizer.zero()
-        loss, kl, entropy, bad, size = torch.cat([values, norm[None]]).tolist()
-        self.done += bad == 0
-        return loss / world * part.tokens, kl, entropy, size, bad
+        told = torch.cat([values[:3], norm[None], bad[None], skipped[None]])
+        loss, kl, entropy, size, broken, left_out = told.tolist()
+        self.done += not (broken or left_out)
+        return loss / world * part.tokens, kl, entropy, size, broken, left_out

@@ -35,6 +35,9 @@ def check(c: Config) -> None:
         " instead": how.top_k or how.top_p < 1,
         f"generate.new_tokens {how.new_tokens} leaves no room for a prompt in data.context_length"
         f" {c.data.context_length}: lower the one or raise the other": how.new_tokens >= c.data.context_length,
+        "generate.bits 4 needs --qlora in stage grpo: other weights learn in more bits, and answers must come from those": (
+            how.bits == "4" and c.adapter.method != "qlora"
+        ),
         f"grpo.updates {c.grpo.updates} is more than the {answers} answers of a step (grpo.prompts_per_step ×"
         " grpo.group)": c.grpo.updates > answers,
     }

@@ -55,7 +55,7 @@ def _choices(
         yield Choice("batch", words, "--batch.tokens", ("batch.tokens", "batch.accumulation", "batch.micro"))
     yield Choice("length", _length(steps, passes, at), "--epochs or --max-steps", ("train.max_steps", "train.epochs"))
     yield Choice("row length", f"{context:,} tokens", "--context-length", ("data.context_length",))
-    dtype = {"auto": "fp32" if on_cpu else "bf16, or fp32 on a card without it"}.get(
+    dtype = {"auto": "fp32" if on_cpu else "bf16, or fp16 with loss scaling on a card without it"}.get(
         config.compute.dtype, config.compute.dtype
     )
     yield Choice("precision", dtype, "--dtype", ("compute.dtype",))

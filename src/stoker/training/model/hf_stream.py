@@ -1,0 +1,113 @@
+"""A stored tensor's numbers into memory, on a GPU or not. For a GPU, threads read pieces of the file into pinned memory
+while earlier pieces travel: one thread that reads and then copies reaches a tenth of what the bus carries.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import cycle
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.training.model.hf_config import Stored
+
+PIECE = 8 << 20  # bytes
+SLOTS = 8  # pieces that are being read, or travel
+_STORED = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8,
+}  # fmt: skip
+
+
+def dtype_of(one: Stored) -> torch.dtype:
+    if one.dtype not in _STORED:
+        raise Refusal(f"{one.path} holds numbers of {one.dtype}, which are not read", EX_DATAERR)
+    return _STORED[one.dtype]
+
+
+def read_stored(one: Stored) -> Tensor:
+    dtype, data = dtype_of(one), bytearray(one.size)
+    with open(one.path, "rb") as file:
+        _read(file, one, one.begin, memoryview(data))
+    return torch.frombuffer(data, dtype=dtype).view(one.shape)
+
+
+def _read(file: BinaryIO, one: Stored, at: int, into: memoryview) -> None:
+    done = 0
+    while done < len(into):
+        count = os.preadv(file.fileno(), [into[done:]], at + done)
+        if count == 0:
+            raise Refusal(f"{one.path} became shorter while it was read", EX_DATAERR)
+        done += count
+
+
+class Stream:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._gpu = device.type == "cuda"
+        self._threads = ThreadPoolExecutor(SLOTS, thread_name_prefix="weights") if self._gpu else None
+        self._slots = [
+            torch.empty(PIECE if self._gpu else 0, dtype=torch.uint8, pin_memory=self._gpu) for _ in range(SLOTS)
+        ]
+        self._free: list[torch.cuda.Event | None] = [None] * SLOTS
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown()
+            torch.cuda.synchronize(self.device)  # the slots are given back
+
+    def read(self, one: Stored) -> Tensor:
+        """As it is stored."""
+        if not self._gpu:
+            return read_stored(one)
+        return self.fill(one, torch.empty(one.shape, dtype=dtype_of(one), device=self.device))
+
+    def fill(self, one: Stored, out: Tensor) -> Tensor:
+        """Into `out`, which has as many numbers, perhaps of another dtype, and is on any device."""
+        if not self._gpu or out.device != self.device or not out.is_contiguous():
+            return out.copy_(read_stored(one).view(out.shape))
+        dtype, flat = dtype_of(one), out.view(-1)
+        for begin, piece in self._pieces(one, dtype.itemsize):
+            numbers, first = piece.view(dtype), begin // dtype.itemsize
+            part = flat[first : first + len(numbers)]
+            if dtype == out.dtype:
+                part.copy_(numbers, non_blocking=True)
+            else:  # converted there: here it would be done by one core
+                part.copy_(numbers.to(self.device, non_blocking=True))
+        return out
+
+    def _pieces(self, one: Stored, itemsize: int) -> Iterator[tuple[int, Tensor]]:
+        """(where it begins, bytes in pinned memory), in order. A piece may be used until the next is asked for."""
+        threads = self._threads
+        assert threads is not None and PIECE % itemsize == 0
+        with open(one.path, "rb") as file:
+            waiting = list[tuple[int, int, Tensor, Future[None]]]()
+            slots, begins = cycle(range(SLOTS)), iter(range(0, one.size, PIECE))
+
+            def start(begin: int) -> None:
+                slot = next(slots)
+                if (event := self._free[slot]) is not None:
+                    event.synchronize()
+                piece = self._slots[slot][: min(PIECE, one.size - begin)]
+                future = threads.submit(_read, file, one, one.begin + begin, memoryview(piece.numpy()))  # type: ignore[arg-type]
+                waiting.append((begin, slot, piece, future))
+
+            try:
+                for begin, _ in zip(begins, range(SLOTS), strict=False):
+                    start(begin)
+                while waiting:
+                    begin, slot, piece, future = waiting.pop(0)
+                    future.result()
+                    yield begin, piece
+                    self._free[slot] = travelled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    travelled.record(torch.cuda.current_stream(self.device))
+                    for following in begins:
+                        start(following)
+                        break
+            finally:
+                for *_, future in waiting:  # before the file is closed
+                    future.cancel() or future.exception()
