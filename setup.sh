@@ -146,9 +146,9 @@ fi
 
 # Extras of pyproject.toml, and how they are called on the terminal.
 case "$extent ${STOKER_SETUP_TORCH:-${found_torch:+found}}" in
-  'plain ') extras='[train]' what='stoker and torch (minutes the first time)' ;;
-  'plain found') extras='[parts]' what='stoker and what training needs' ;;
-  'plain skip') extras='' what='stoker' ;;
+  'plain ') extras='[train,show]' what='stoker and torch (minutes the first time)' ;;
+  'plain found') extras='[parts,show]' what='stoker and what training needs' ;;
+  'plain skip') extras='[show]' what='stoker' ;;
   'test ') extras='[train,test]' what='stoker, torch and what test.sh needs (minutes the first time)' ;;
   'test found') extras='[test]' what='stoker and what test.sh needs' ;;
   'test skip') extras='[check]' what='stoker and what test.sh needs without torch' ;;

@@ -212,6 +212,7 @@ def stoker(tmp_path: Path) -> Iterator[Stoker]:
     bare = tmp_path / "machine.json"
     bare.write_text(json.dumps(machine_json(0)))
     env |= {"STOKER_MACHINE": str(bare), "STOKER_GPU_LOCKS": own_locks(tmp_path), "OMP_NUM_THREADS": "1"}
+    env["STOKER_PICTURES"] = "0"  # importing matplotlib at the end of every training takes a second
     yield Stoker(tmp_path, env)
     left = wait_for(lambda: [] if not tagged(tmp_path) else None, 3.0)
     assert left == [], f"left running: {tagged(tmp_path)}"

@@ -127,7 +127,7 @@ def test_few_tokens_are_multiplied_by_codes_as_by_the_matrix() -> None:
     for rows, columns in ((512, 512), (192, 1088), (67, 64), (4096, 4096)):
         weights = [torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + n)) * 0.02 for n in (0, 1)]
         groups, _ = nf4.join([nf4.moved(nf4.quantize(w.bfloat16()), CUDA) for w in weights])
-        for tokens in (1, 2, 16, 33, 64):
+        for tokens in (1, 2, 3, 8, 33):
             x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens)).bfloat16().cuda()
             wanted = x.float() @ maps.dequantized(groups, torch.bfloat16).float().t()
             found = maps.few(groups, x).float()

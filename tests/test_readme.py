@@ -40,6 +40,11 @@ PLAN = "a plan: the chain itself takes minutes (tests/test_speedrun.py runs one)
 DRY = "a dry run: settings, data and files are checked, nothing is trained (each stage's own tests do)"
 SETUP = "makes .venv from a package index"
 PARSED = "only its words are checked: "
+# Two runs with a loss: what `stoker train` writes in minutes.
+LOSSES = (
+    "for name in exp1 exp2; do stoker run --name $name train.py && "
+    """for step in 0 1; do echo "{\\"step\\": $step, \\"loss\\": $((2 - step))}"; done > runs/latest/metrics.jsonl; done"""
+)
 FINDINGS = (0, 1, 2)  # warnings, failures: what is found depends on the machine
 
 TINY_QLORA = (
@@ -88,9 +93,23 @@ ROWS = [
         "there is no such server",
         after="stoker attach exp1",
     ),
+    Row(
+        "stoker run --notify ntfy://my-secret-topic train.py",
+        "stoker run --notify mailto:me@example.org train.py",
+        "nothing is sent to a server of others; there may be no sendmail, which is reported and changes nothing",
+    ),
+    Row(
+        "stoker metrics", "stoker metrics --once", "it serves until it is stopped", says="stoker_last_collect_success 1"
+    ),
+    Row(
+        "stoker run --metrics-port 9912 train.py", "stoker run --metrics-port 0 train.py", "the port may be in use here"
+    ),
     Row("stoker attach exp1", before="stoker run --name exp1 train.py"),
     Row("stoker stop exp1", before="stoker run --detach --name exp1 train.py --seconds 60", says="stopped"),
     Row("stoker runs"),
+    Row("stoker top", "stoker top --once", "it needs a terminal: tests/test_top.py has one", says="no run yet"),
+    Row("stoker plot exp1", before=LOSSES, says="last 1"),
+    Row("stoker compare exp1 exp2", before=LOSSES, says="settings that differ: none"),
     Row("stoker run --name exp1 train.py", before="stoker run --name exp1 train.py", says="complete"),
     Row("stoker train pretrain --data 'texts/*.jsonl'", "stoker train pretrain --data 'texts/*.jsonl' --dry-run", DRY),
     Row(

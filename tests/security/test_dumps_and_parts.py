@@ -18,7 +18,7 @@ from test_fuzz import ROUNDS, bent, refused_or_fine
 from stoker.contract.names import Refusal
 from stoker.contract.shapes import Verdict
 from stoker.contract.wholefile import WholeFile, write_json, write_whole
-from stoker.control.launch.description import notify
+from stoker.control.launch.notify import Notifier
 from stoker.training.checkpoint.manifest import Sums, sizes_wrong_in, wrong_in
 from stoker.training.forensics import reading
 from stoker.training.forensics.culprit import banner, decide, headline
@@ -105,14 +105,18 @@ def test_a_library_that_panics_while_it_encodes() -> None:
 def test_a_program_that_never_reads_its_notice_holds_nobody_up() -> None:
     verdict = Verdict("failed", "rank.exception", "x" * 300_000, 1, run="r")  # more than a pipe takes
     complaints: list[str] = []
-    notify("sleep 0.2", verdict, "restart", complaints.append, wait=False)
-    notify("sleep 0.2", verdict, "end", complaints.append, wait=True)
+    notifier = Notifier("sleep 0.2", complaints.append)
+    notifier.tell(verdict, "restarting", "")
+    notifier.tell(verdict, "ended", "")
+    notifier.close()
     assert complaints == []
 
 
 def test_a_notice_arrives_whole(tmp_path: Path) -> None:
     verdict = Verdict("failed", "rank.exception", "x" * 300_000, 1, run="r")
-    notify(f"cat > {tmp_path}/told", verdict, "end", lambda _line: None, wait=True)
+    notifier = Notifier(f"cat > {tmp_path}/told", lambda _line: None)
+    notifier.tell(verdict, "ended", "")
+    notifier.close()
     assert json.loads((tmp_path / "told").read_text())["summary"] == "x" * 300_000
 
 

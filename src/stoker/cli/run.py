@@ -15,6 +15,7 @@ from stoker.control.launch.request import Request, how_to_run
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Hosts
+    from stoker.control.launch.coordinator import Ended
 
 # Options of runs on several machines: the others load nothing for them.
 _SEVERAL = {"hosts", "min_hosts", "sync", "stage", "nnodes", "node_rank"}
@@ -106,8 +107,8 @@ def main(argv: list[str]) -> int:
     return start(parse(argv))
 
 
-def start(request: Request) -> int:
-    """The run itself, for every command that makes a request."""
+def start(request: Request, ended: Ended | None = None) -> int:
+    """The run itself, for every command that makes a request. `ended`: called at the end of a run that was started."""
     if request.options.ladder or any(os.environ.get(name) for name in ("RUN_IMPORT_TEST", "RUN_SINGLE_GPU_TEST")):
         from stoker.cli.ladder import before_run
         from stoker.control.launch.ladder import wanted_by_environment
@@ -129,7 +130,7 @@ def start(request: Request) -> int:
     link = transport.local(0 if detach.usable_stdin() else -1) if hosts is None else None
     from stoker.control.launch.coordinator import run
 
-    return run(request, link, report, hosts)
+    return run(request, link, report, hosts, ended)
 
 
 def _read_config(path: str) -> dict[str, Any]:

@@ -1,85 +1,203 @@
-"""stoker runs [--runs-dir DIR] [--json]"""
+"""stoker runs [--filter WORD] [--sort COLUMN] [--limit N] [--json]"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from stoker.contract import layout
+from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import counted, span
-from stoker.contract.settings import Parser
+from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import pick
-from stoker.contract.terminal import say
-from stoker.contract.untrusted import json_text, printable
-from stoker.control.record import reader
+from stoker.contract.terminal import paint, say
+from stoker.contract.untrusted import is_count, json_text, printable
+from stoker.control.show.drawing import columns_of, fitted, short
+from stoker.control.show.gather import Gatherer
+from stoker.control.show.snapshot import Run, finite
+
+_STATES = {"running": "cyan", "completed": "green", "failed": "red", "lost": "red", "stopped": "yellow"}
+# Columns that go first where a line is too long.
+_LEAST = ("CAUSE", "RANKS", "TRIES", "TIME", "TOK/S", "DATE", "USER", "LOSS", "STEP")
+_RIGHT = ("STEP", "LOSS", "TOK/S", "RANKS", "TRIES", "TIME")
+_SORTED: dict[str, Callable[[Run], Any]] = {
+    "date": lambda run: run.started,
+    "name": lambda run: run.id,
+    "state": lambda run: run.state,
+    "step": lambda run: run.step,
+    "loss": lambda run: finite(run.loss),
+    "tokens": lambda run: finite(run.tokens_per_s),
+    "time": lambda run: run.seconds,
+    "user": lambda run: run.user,
+    "ranks": lambda run: run.world,
+}
+_EPILOG = f"""--filter takes a word that the run's id, name, state or cause holds, or COLUMN=VALUE (state=failed, user=ann, loss<2.5, step>1000); several must all fit.
+--sort takes {", ".join(_SORTED)}; with - in front the other way round (--sort=-loss).
+
+  stoker runs --filter state=running
+  stoker runs --sort loss --limit 5"""
 
 
 def parser() -> Parser:
-    made = Parser("stoker runs", "Lists the runs, newest last.")
+    made = Parser("stoker runs", "Lists the runs, newest last.", _EPILOG)
     made.runs_dir()
     made.switch("--all", "other users' runs in this folder, too (default: your own)")
+    made.option("--filter", "WORD", "only runs that fit; may be given several times", action="append", default=[])
+    made.option("--sort", "COLUMN", "by this column, the largest last (default: date)", default="date")
+    made.option("--limit", "N", "the last N of them", _count)
     made.switch("--json", "one JSON object with all of them")
     return made
+
+
+def _count(text: str) -> int:
+    if not is_count(text) or not int(text):
+        raise ValueError(f"{text!r} is not a number from 1 up")
+    return int(text)
 
 
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     root = layout.runs_root(told.runs_dir, os.environ)
-    listing = reader.look(root, everybody=told.all)
-    rows = [_row(run) for run in listing.runs]
-    if listing.skipped:
-        say(listing.skipped)
+    fits, order = [_filter(word) for word in told.filter], _order(told.sort)
+    runs, others, skipped = Gatherer(root, told.all, machine=False).runs()
+    if skipped:
+        say(skipped)
+    chosen = order([run for run in runs if all(one(run) for one in fits)])
+    chosen = chosen[-told.limit :] if told.limit else chosen
     if told.json:
-        print(json_text({"schema": 1, "runs": rows, "others_left_out": listing.others}))
+        print(json_text({"schema": 1, "runs": [_row(run) for run in chosen], "others_left_out": others}))
         return 0
-    left_out = counted(listing.others, "folder")
-    more = f"{left_out} of other users: `stoker runs --all`" if listing.others else ""
-    if listing.others and told.all:
+    left_out = counted(others, "folder")
+    more = f"{left_out} of other users: `stoker runs --all`" if others else ""
+    if others and told.all:
         more = f"{left_out} of other users left out: very many runs, very large records, or not readable"
-    if not rows:
-        print(f"no runs in {printable(root)}" + (f"; {more}" if more else ""))
+    if not chosen:
+        none = f"no run of {len(runs)} fits" if runs else f"no runs in {printable(root)}"
+        print(none + (f"; {more}" if more else ""))
         return 0
-    users = f" {'USER':<12}" if told.all else ""
-    print(f"{'RUN':<36}{users} {'STATUS':<10} {'RANKS':>5} {'TRIES':>5} {'TIME':>12}  CAUSE")
-    for row in rows:
-        took = span(row["seconds"]) if row["seconds"] is not None else ""
-        user = f" {printable(row['user'], 12):<12}" if told.all else ""
-        status, cause = printable(row["status"], 10), printable(row["cause"] or "", 60)
-        numbers = f"{row['ranks']:>5} {row['attempts']:>5} {took:>12}"
-        print(f"{printable(row['run'], 200):<36}{user} {status:<10} {numbers}  {cause}")
+    _print_table(chosen, told.all)
     if more:
         print(more)
     return 0
 
 
-def _seconds(run: reader.Run, running: bool) -> float | None:
-    """All starts of the run together, without the time between them. A start begins with the event "run"."""
-    if not run.mine:  # no record of another user's is read from end to end
-        last = reader.last_time(run.dir)
-        return max(0.0, last - run.started) if last is not None and run.started else None
-    starts: list[list[float]] = []
-    for event in reader.events(run.dir):
-        when = float(event["time"])
-        if event["event"] == "run" or not starts:
-            starts.append([when, when])
-        starts[-1][1] = when
-    if not starts:
-        return time.time() - run.started if running and run.started else None
-    if running:
-        starts[-1][1] = time.time()
-    return sum(end - begin for begin, end in starts)
+def _filter(word: str) -> Callable[[Run], bool]:
+    for sign in ("=", "<", ">"):
+        name, found, value = word.partition(sign)
+        if found:
+            return _comparison(name.strip().lower(), sign, value.strip())
+    wanted = word.lower()
+    return lambda run: any(wanted in text.lower() for text in (run.id, run.name, run.state, _cause(run) or ""))
 
 
-def _row(run: reader.Run) -> dict[str, Any]:
-    status = reader.status(run)
-    seconds = _seconds(run, status == "running")
+def _comparison(name: str, sign: str, value: str) -> Callable[[Run], bool]:
+    keys: dict[str, Callable[[Run], Any]] = {**_SORTED, "cause": _cause}
+    if name not in keys:
+        line = f"--filter {name}{sign}{value}: no column {name!r}{suggest(name, keys)}; there is {', '.join(keys)}"
+        raise Refusal(line, EX_USAGE)
+    key = keys[name]
+    if name in ("name", "state", "user", "cause"):
+        if sign != "=":
+            raise Refusal(f"--filter {name}{sign}{value}: {name} is a text; write {name}={value}", EX_USAGE)
+        return lambda run: value.lower() in str(key(run) or "").lower()
+    try:
+        number = time.mktime(time.strptime(value, "%Y-%m-%d")) if name == "date" else float(value)
+    except (ValueError, OverflowError):
+        wanted = "a date like 2026-11-16" if name == "date" else "a number"
+        raise Refusal(f"--filter {name}{sign}{value}: {value!r} is not {wanted}", EX_USAGE) from None
+
+    def fits(run: Run) -> bool:
+        found = key(run)
+        if found is None:
+            return False
+        if sign == "=":
+            return number <= found < number + 86400 if name == "date" else bool(found == number)
+        return bool(found < number if sign == "<" else found > number)
+
+    return fits
+
+
+def _order(word: str) -> Callable[[list[Run]], list[Run]]:
+    name = word.removeprefix("-").lower()
+    if name not in _SORTED:
+        line = f"--sort {word}: no column {name!r}{suggest(name, _SORTED)}; there is {', '.join(_SORTED)}"
+        raise Refusal(line, EX_USAGE)
+    key = _SORTED[name]
+
+    def ordered(runs: list[Run]) -> list[Run]:
+        """Those without a value first, either way."""
+        known = sorted((run for run in runs if key(run) is not None), key=key, reverse=word.startswith("-"))
+        return [*(run for run in runs if key(run) is None), *known]
+
+    return ordered
+
+
+def _cause(run: Run) -> str | None:
+    return run.verdict.cause if run.verdict and run.verdict.status != "completed" else None
+
+
+def _cells(run: Run, everybody: bool) -> dict[str, str]:
+    of = f"/{run.total_steps}" if run.total_steps else ""
+    step = f"{run.step}{of}" if run.step is not None else ""
+    cells = {
+        "RUN": printable(run.id, 200),
+        "USER": printable(run.user, 12),
+        "DATE": time.strftime("%m-%d %H:%M", time.localtime(run.started)) if run.started else "",
+        "STATE": printable(run.state, 10),
+        "STEP": step,
+        "LOSS": short(run.loss) if run.loss is not None else "",
+        "TOK/S": short(run.tokens_per_s) if run.tokens_per_s is not None else "",
+        "RANKS": str(run.world),
+        "TRIES": str(run.attempts),
+        "TIME": span(run.seconds) if run.seconds is not None else "",
+        "CAUSE": printable(_cause(run) or "", 60),
+    }
+    return cells if everybody else {name: text for name, text in cells.items() if name != "USER"}
+
+
+def _print_table(runs: list[Run], everybody: bool) -> None:
+    """As wide as the terminal: columns go, least needed first, and then the run's name is cut. In a pipe it is not cut."""
+    rows = [_cells(run, everybody) for run in runs]
+    terminal = sys.stdout.isatty()
+    room = shutil.get_terminal_size((80, 24)).columns if terminal or os.environ.get("COLUMNS") else 0
+    widths = {name: max(len(name), *(columns_of(row[name]) for row in rows)) for name in rows[0]}
+    widths = {name: width for name, width in widths.items() if any(row[name] for row in rows)}
+    for name in _LEAST if room else ():
+        if sum(widths.values()) + 2 * (len(widths) - 1) > room and len(widths) > 2:
+            widths.pop(name, None)
+    if room:
+        over = sum(widths.values()) + 2 * (len(widths) - 1) - room
+        widths["RUN"] = max(widths["RUN"] - max(over, 0), 4)
+    header = {name: name for name in widths}
+    for run, row in [(None, header), *zip(runs, rows, strict=True)]:
+        pieces: list[tuple[str, str]] = []
+        for name, width in widths.items():
+            text = (
+                row[name].rjust(width)
+                if name in _RIGHT and columns_of(row[name]) <= width
+                else fitted(row[name], width)
+            )
+            colour = _STATES.get(run.state, "") if run is not None and name == "STATE" else ""
+            pieces += [(text, colour), ("  ", "")]
+        while pieces and not pieces[-1][0].strip():
+            pieces.pop()
+        pieces[-1] = pieces[-1][0].rstrip(), pieces[-1][1]
+        paint(pieces)
+
+
+def _row(run: Run) -> dict[str, Any]:
     return {
         "run": run.id,
-        "status": status,
-        **pick(run, "name", "ranks", "user", "started", "dir"),
-        "attempts": len(run.attempts),
-        "seconds": round(seconds, 3) if seconds is not None else None,
-        "cause": run.verdict.cause if run.verdict and run.verdict.status not in ("completed",) else None,
+        "status": run.state,
+        **pick(run, "name"),
+        "ranks": run.world,
+        **pick(run, "user", "started", "dir", "attempts"),
+        "seconds": round(run.seconds, 3) if run.seconds is not None else None,
+        "cause": _cause(run),
         "exit_code": run.verdict.exit_code if run.verdict else None,
+        **pick(run, "step", "total_steps", "loss", "tokens_per_s", "mfu", "restarts", "updated"),
     }

@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from stoker.cli.sight import gpus_to_use, look
@@ -14,6 +15,7 @@ from stoker.contract import names, redact, schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build, from_mapping, suggest
 from stoker.contract.shape import options_of, replace
+from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import is_count
 from stoker.control.launch.options import RunOptions, from_torchrun_environment, ranks_asked
 from stoker.control.launch.request import Request
@@ -182,7 +184,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     from stoker.cli.run import start
 
     keep = (*STAGES[stage].defaults, *derivable(STAGES[stage].learning))
-    code = start(replace(request, args=tuple(flags(resolved.config, keep))))
+    code = start(replace(request, args=tuple(flags(resolved.config, keep))), _show_loss)
     if options.dry_run and not options.json and not code:
         print(redact.whole(as_yaml(resolved.config)), end="", flush=True)
     return code
@@ -347,6 +349,14 @@ def _check_weights(model: ModelConfig, ready: Prepared) -> None:
         if other:
             own = f"--tokenizer.path {model.load} takes the model's own"
             raise Refusal(f"the data's tokenizer is not that of {model.load}: {other}; {own}", EX_CONFIG)
+
+
+def _show_loss(verdict: Verdict, run_dir: str, say: Callable[[str], None]) -> None:
+    """At the end of a stage that has a loss: its curve in one line, and as a picture."""
+    if verdict.status in ("completed", "stopped"):
+        from stoker.control.show.farewell import show_loss
+
+        show_loss(run_dir, say)
 
 
 def _say(line: str) -> None:

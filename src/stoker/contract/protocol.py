@@ -138,6 +138,7 @@ KINDS: dict[str, dict[str, str]] = {
     "first-step": {**_RANK, "time": "float"},
     "beats": {"ranks": "dict[str, tuple[int, int, int, float, list[tuple[int, str]]]]"},
     "vitals": {"ranks": "dict[str, tuple[str, float, int]]"},
+    "gauges": {"host": "dict[str, Real | None]", "gpus": "dict[str, dict[str, Real | None | tuple[str, ...]]]", "ranks": "dict[str, int]"},
     "beatless": _RANK,
     "groups": {**_RANK, "groups": "str"},
     "mark": {**_RANK, "name": "str"},

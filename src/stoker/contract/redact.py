@@ -321,6 +321,7 @@ def _urls(text: str) -> Iterator[Span]:
         else:
             yield from _password_with_slash(text, begin, end)
         yield from _hook(text, host.partition(":")[0].lower(), end)
+        yield from _topic(text, at, end, host.partition(":")[0].lower())
         at = text.find("://", begin)
     if "@" in text:  # a proxy without a scheme: user:PASSWORD@host:3128
         proxy = compiled(r"""(?<![\w/.:\-])[\w.\-]{1,64}:([^\s:/@"'`<>]{6,200})@[\w.\-]{1,253}:\d{2,5}\b""")
@@ -346,6 +347,20 @@ def _password_with_slash(text: str, begin: int, end: int) -> Iterator[Span]:
     found = compiled(r"""[^\s"'`<>@\\]{0,200}@""").match(text, end)
     if found:
         yield begin + len(name) + 1, found.end() - 1
+
+
+def _topic(text: str, at: int, end: int, host: str) -> Iterator[Span]:
+    """ntfy://TOPIC, ntfy://host/TOPIC and https://ntfy.sh/TOPIC: who knows the topic can read and write it."""
+    own = text[max(0, at - 12) : at].lower().endswith("ntfy")
+    begin = end + 1
+    if own and text[end : end + 1] != "/":
+        begin = at + 3
+    elif not own and host != "ntfy.sh" and not host.startswith("ntfy."):
+        return
+    found = compiled(r"""[^\s"'`<>\\,;)]*""").match(text, begin)
+    topic = found[0] if found else ""
+    if not plain(topic) and not topic.isupper():  # in capitals: documentation's
+        yield begin, begin + len(topic)
 
 
 def _hook(text: str, host: str, at: int) -> Iterator[Span]:

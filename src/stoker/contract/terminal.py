@@ -7,6 +7,7 @@ bar, go through `draw` and `wipe`.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -71,6 +72,24 @@ def highlighted(pieces: Iterable[tuple[str, bool]]) -> None:
         stream.write(f"{before}{clean}{after}" if marked else clean)
     stream.write("\n")
     stream.flush()
+
+
+COLOURS = {"red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cyan": 36, "grey": 90}
+
+
+def in_colour() -> bool:
+    """Whether stdout is a terminal whose user has not asked for none (no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def paint(pieces: Iterable[tuple[str, str]]) -> None:
+    """Prints one line on stdout: pieces of text, each with the name of its colour, or "" for none."""
+    stream = getattr(sys.stdout, "stream", sys.stdout)
+    coloured = in_colour()
+    for text, colour in pieces:
+        clean = printable(text)
+        stream.write(f"\x1b[{COLOURS[colour]}m{clean}\x1b[0m" if coloured and colour else clean)
+    stream.write("\n")
 
 
 def _codes(text: str) -> None:

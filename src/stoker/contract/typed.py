@@ -1,6 +1,6 @@
 """Values from elsewhere (JSON of an agent, a rank, a recorded machine) held against the types they must have.
 
-A type is written as in an annotation: "int", "str | None", "tuple[str, ...]", "list[Gpu]", "dict[str, float]", "Any",
+A type is written as in an annotation: "int", "str | None", "tuple[str, ...]", "list[Gpu]", "dict[str, float]" (or "Mapping"), "Any",
 or the name of a shape. Objects with fields of their own are written as {"name": type}. Lists become tuples where a
 tuple is asked for. Numbers must be finite and fit 64 bits: what is larger breaks arithmetic far from here.
 """
@@ -142,7 +142,7 @@ def _union(kind: str, readers: list[Reader]) -> Reader:
 
 
 def _container(kind: str, head: str, inner: list[str], module: str) -> Reader:
-    if head == "dict":
+    if head in ("dict", "Mapping"):
         assert inner[0] == "str", kind
         of = _reader(inner[1], module)
 

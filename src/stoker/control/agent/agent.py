@@ -27,11 +27,15 @@ from stoker.control.agent.relay import CHUNK, RESTLESS, Relay
 from stoker.control.agent.reservations import GpuLocks, held, reserve
 from stoker.control.agent.spawn import Gate, Rank
 from stoker.control.agent.sweep import Finishing, StopSequence, Sweeper, ending, reap, take_over
-from stoker.control.agent.vitals import BEATS_S, Vitals, keep_below, memory_now
+from stoker.control.agent.vitals import BEATS_S, VITALS_S, Vitals, gauges_message, keep_below, memory_now
 from stoker.control.machine import host, origin
 from stoker.control.machine.host import cpus_near
 from stoker.control.machine.nvml import Nvml
 from stoker.control.machine.observe import Observer
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.machine.gauges import Gauges
 
 _REPORT = 1 << 20  # bytes of an error report: the shim keeps its own below 100 KB
 
@@ -48,6 +52,9 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._relay = Relay(self._selector)
         self._vitals = Vitals(self._relay.say)
+        self._gauges: Gauges | None = None
+        self._gauged_at = 0.0
+        self._gauging = False  # a thread is at it
         self._questions = Questions(self._selector, self._relay, self._sweeper)
         self._decoder = protocol.Decoder()
         self._ranks: dict[int, Rank] = {}
@@ -141,6 +148,7 @@ class Agent:
             return False  # the coordinator is gone
         if not self._suspended:
             self._vitals.look(self._ranks, now, self._first_step)
+            self._gauge(now)
         self._pass_gate(now)
         keep_below(self._ram_limit, self._ranks, self._relay.say)
         if self._stop_sequence:
@@ -221,6 +229,7 @@ class Agent:
     def _open(self, order: protocol.Message) -> None:
         os.write(self._heart, os.fsencode(f"{self._dir}\n"))  # the guardian removes our folder where we can't
         self._run_id = self._locks.run_id = order["run"]
+        self._run_dir = order["dir"]
         self._hup_ignored = bool(order.get("hup_ignored"))
         if order.get("packages"):
             sys.path.append(order["packages"])  # where nvidia-ml-py lies: this interpreter runs without site-packages
@@ -251,12 +260,42 @@ class Agent:
 
         _thread.start_new_thread(look, ())
 
+    def _gauge(self, now: float) -> None:
+        """What this host and the ranks' cards are doing. In a thread, as a look: a driver may take long to answer, and then
+        there are no gauges. Not before the ranks have run for a while: no launch waits for it.
+        """
+        if self._gauging or not self._by_pid or now - self._gauged_at < VITALS_S:
+            return
+        self._gauged_at = now
+        if self._gauges is None:
+            # Imported here, not in the thread: a fork meanwhile would inherit the lock on the import.
+            from stoker.control.machine.gauges import Gauges
+
+            observer = self._observer
+            self._gauges = Gauges(observer.recorded if observer else None, self._run_dir, observer)
+        gauges, cards = self._gauges, {rank.gpu for rank in self._ranks.values() if rank.gpu}
+        resident = {str(rank.rank): rank.rss[-1][1] for rank in self._ranks.values() if rank.rss and rank.ended is None}
+        self._gauging = True
+
+        def read() -> None:
+            try:
+                self._seen.append(gauges_message(*gauges.read(cards), resident))
+                os.write(self._wake, b"\0")
+            except Exception as problem:  # reported once: gauges are not worth a rank
+                text = f"this host's gauges can't be read: {type(problem).__name__}: {problem}"
+                self._seen.append({"is": "note", "rank": min(self._ranks), "text": text[:500]})
+                os.write(self._wake, b"\0")
+                return
+            self._gauging = False
+
+        _thread.start_new_thread(read, ())
+
     def _to_all(self, signum: int) -> None:
         for one in self._sweeper.leftovers():
             send(one, signum)
 
     def _start(self, order: protocol.Message) -> None:
-        now = time.monotonic()
+        now = self._gauged_at = time.monotonic()
         self._ranks, self._by_pid, self._stop_sequence, self._finish = {}, {}, None, None
         common = order["common"]
         specs = [{**common, **spec, "env": {**common["env"], **spec["env"]}} for spec in order["ranks"]]
@@ -339,6 +378,8 @@ class Agent:
         elif kind == "groups":
             self._relay.say({"is": "groups", "rank": rank.rank, "groups": name})
         elif kind == "phase":
+            # The steps before it first: three that come after it mean that it trains again.
+            self._vitals.beats(self._ranks, self._first_step)
             self._relay.say({"is": "phase", "rank": rank.rank, "name": name})
         elif kind == "mark":
             if name not in ("POST-IMPORT", "INIT"):

@@ -17,6 +17,7 @@ from stoker.contract.shape import as_json
 from stoker.contract.shapes import Around
 from stoker.control.agent.spawn import Rank
 from stoker.control.machine import host, kernellog, processes
+from stoker.control.machine.model import GpuGauges, HostGauges
 from stoker.control.machine.nvml import Nvml
 
 BEATS_S = 0.5
@@ -102,6 +103,26 @@ class Vitals:
         seen = Around(tuple(rank.rss), available, total, _kernel_lines(rank), holders, card and card[1], free, whole)
         found: dict[str, Any] = as_json(seen)
         return found
+
+
+# What a run's history keeps of a host and of a card: fields of HostGauges and GpuGauges.
+_OF_HOST = (
+    "cores", "cpu", "memory_total", "memory_available", "swap_used", "disk_free", "disk_total", "disk_read", "disk_written", "received", "sent", "link",
+    "pressure_cpu", "pressure_io", "pressure_memory",
+)  # fmt: skip
+_OF_CARD = ("utilization", "memory_used", "memory_total", "temperature", "power", "throttle")
+
+
+def gauges_message(here: HostGauges, cards: tuple[GpuGauges, ...], resident: dict[str, int]) -> dict[str, Any]:
+    """`resident`: bytes by rank."""
+    known = {name: _short(getattr(here, name)) for name in _OF_HOST}
+    known["load"] = here.load[0] if here.load else None
+    gpus = {card.uuid: {name: _short(getattr(card, name)) for name in _OF_CARD} for card in cards if card.uuid}
+    return {"is": "gauges", "host": known, "gpus": gpus, "ranks": resident}
+
+
+def _short(value: Any) -> Any:
+    return round(value, 3) if isinstance(value, float) else value
 
 
 def _longest(before: int, beats: list[Beat]) -> float:

@@ -56,6 +56,7 @@ class Attempt:
         self.checkpoints = 0  # saved whole in this attempt, as rank 0 says
         self.checkpoint_at = 0.0  # when rank 0 reported the newest of them
         self.checkpoint_before: SavedCheckpoint | None = None  # the newest when the stop signal came
+        self.gauges: dict[str, tuple[float, dict[str, Any]]] = {}  # host -> when it came, and what it says
         self.can: set[str] = set()  # what the script says it can do (stoker.mark)
 
     def begin_watch(self, hang_timeout: float) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 from stoker.contract import checkpoints, redact
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
@@ -32,13 +33,23 @@ from stoker.control.record.writer import RunRecord
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a run on one machine loads none of these
     from stoker.control.cluster.hosts import Hosts
+    from stoker.control.launch.exporter import Exporter
+    from stoker.control.launch.notify import Notifier
+
+
+Ended = Callable[[Verdict, str, Callable[[str], None]], None]  # verdict, run directory, how to say a line
 
 
 class Coordinator:
     """`hosts`: those of a run with several; None: this machine, through `link`."""
 
     def __init__(
-        self, request: Request, link: transport.Link | None, report: detach.Report | None, hosts: Hosts | None
+        self,
+        request: Request,
+        link: transport.Link | None,
+        report: detach.Report | None,
+        hosts: Hosts | None,
+        ended: Ended | None,
     ) -> None:
         self.request = request
         self.options = request.options
@@ -50,6 +61,9 @@ class Coordinator:
         self._record: RunRecord | None = None
         self._link = link
         self._hosts = hosts
+        self._ended = ended
+        self._notifier: Notifier | None = None
+        self._exporter: Exporter | None = None
 
     def run(self) -> int:
         try:
@@ -57,13 +71,21 @@ class Coordinator:
             self._learn_secrets()
             self._live = LiveRun(self.request, self._link, self._hosts, self._signals, self._say, self._tell)
             try:
+                if self.options.notify:
+                    from stoker.control.launch.notify import Notifier
+
+                    self._notifier = self._live.notifier = Notifier(self.options.notify, self._say)
                 self._signals.catch()
                 verdict = self._run()
             finally:
                 self._live.agents.members.close()
+                if self._exporter is not None:
+                    self._exporter.close()
             if verdict is None:
                 return 0
             self._tell_others(verdict, "ended")
+            if self._ended is not None and self._record is not None:
+                self._ended(verdict, self._record.dir, self._say)
             return verdict.exit_code
         except Interrupted as stop:
             self._say(f"stoker: stopped by {signal.Signals(stop.signum).name} before anything was started")
@@ -89,13 +111,19 @@ class Coordinator:
             from stoker.control.launch.torchfiles import tell_launcher
 
             tell_launcher(verdict, self._record.dir if self._record is not None else "", self._say)
-        description.notify(self.options.notify, verdict, what, self._say, wait=True)
+        if self._notifier is not None:
+            self._notifier.tell(verdict, what, self._record.dir if self._record is not None else "")
+            self._notifier.close()
 
     def _learn_secrets(self) -> None:
         """Those that came by a config file or a hosts file: the environment and the command line are known already."""
         told = dict(word.split("=", 1) for word in self.options.env if "=" in word)
         told |= self._hosts.env if self._hosts is not None else {}
         redact.learn(told, (*self.request.args, self.options.notify or ""))
+        if self.options.notify:
+            from stoker.control.launch.notify import secret_of
+
+            redact.learn({"NOTIFY_TOKEN": secret_of(self.options.notify)})
 
     def _run(self) -> Verdict | None:
         """None for a dry run."""
@@ -125,6 +153,10 @@ class Coordinator:
     def _prepare(self, argv: list[str], place: RunPlace) -> RunPlan:
         """All that can be refused; ends with the record open. Nothing has been started."""
         live = self._live
+        if self.options.metrics_port is not None and not self.options.dry_run:
+            from stoker.control.launch.exporter import Exporter
+
+            self._exporter = Exporter(self.options.metrics_port, self._say)
         (live.membership or live.agents).meet(place)
         while True:
             try:
@@ -142,6 +174,8 @@ class Coordinator:
         if self.options.quiet is False:
             for line in filter(None, (place.notice, notice, *plan.lines, *warnings)):
                 self._say(line)
+        if self._exporter is not None:
+            self._exporter.start(place.dir)
         if self._report is not None:
             self._report.started(place.dir)
         return plan
@@ -236,10 +270,16 @@ def _inline(fix: str) -> str:
     return f"`{command}`" if comment else fix
 
 
-def run(request: Request, link: transport.Link | None, report: detach.Report | None, hosts: Hosts | None = None) -> int:
-    """`stoker run`, whole."""
+def run(
+    request: Request,
+    link: transport.Link | None,
+    report: detach.Report | None,
+    hosts: Hosts | None = None,
+    ended: Ended | None = None,
+) -> int:
+    """`stoker run`, whole. `ended`: called at the end of a run that was started."""
     try:
-        code = Coordinator(request, link, report, hosts).run()
+        code = Coordinator(request, link, report, hosts, ended).run()
     except (OSError, RuntimeError) as problem:  # no thread, no descriptor, no working directory
         print(redact.whole(f"stoker: the system refuses: {problem}"), file=sys.stderr)
         code = EX_OSERR

@@ -1,16 +1,14 @@
-"""What a run is about: its description for run.json, and the word to --notify."""
+"""What a run is about: its description for run.json."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from stoker.contract import layout, redact
 from stoker.contract.shape import as_json, pick
-from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import read_text
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.request import Request
@@ -18,9 +16,7 @@ from stoker.control.launch.runplace import RunPlace, config_hash
 from stoker.control.machine.model import Machine
 from stoker.control.machine.processes import process
 from stoker.control.record.reader import read_json
-from stoker.control.record.writer import OURS
 
-NOTIFY_S = 30.0
 _GIT_FILE = 16 << 20  # bytes: packed-refs of a repository with 200,000 branches
 
 
@@ -137,35 +133,3 @@ def _commit(text: str) -> str | None:
     """Its first word, if that is the name of a commit: 40 or 64 hexadecimal digits."""
     word = text.partition(" ")[0].strip()
     return word if len(word) in (40, 64) and all(sign in "0123456789abcdef" for sign in word) else None
-
-
-def notify(command: str | None, verdict: Verdict, what: str, say: Callable[[str], None], wait: bool) -> None:
-    """The user's own command, with the verdict on its stdin. `wait`: at the end of a run, not at a restart."""
-    if not command:
-        return
-    import subprocess
-
-    env = {**os.environ, "STOKER_NOTIFY": what, "STOKER_RUN_ID": verdict.run}
-    try:
-        # Not a pipe, which blocks the writer until somebody reads; not on a disk, which may be full just then.
-        with os.fdopen(os.memfd_create("verdict"), "w+b") as text:
-            text.write(json.dumps(redact.data(verdict.to_json(), OURS)).encode())
-            text.seek(0)
-            child = subprocess.Popen(
-                ["/bin/sh", "-c", command],
-                stdin=text,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE if wait else subprocess.DEVNULL,
-                env=env,
-                start_new_session=True,
-            )
-        if not wait:
-            return
-        _, complaint = child.communicate(timeout=NOTIFY_S)
-        if child.returncode:
-            last = complaint.decode("utf-8", "replace").strip()[-200:]
-            say(f"stoker: --notify ended with {child.returncode}: {last}")
-    except subprocess.TimeoutExpired:
-        say(f"stoker: --notify did not end within {NOTIFY_S:.0f} s; it is left running")
-    except OSError as problem:
-        say(f"stoker: --notify failed: {problem}")

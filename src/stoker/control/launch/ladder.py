@@ -20,9 +20,9 @@ from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import counted, gb
 from stoker.contract.shape import options_of, shape
 from stoker.contract.shapes import Verdict
-from stoker.control.cluster.transport import ROOT
 from stoker.control.launch.imports import Import, Imported, find_imports, start, try_imports
 from stoker.control.launch.options import TORCHRUN_VARIABLES, RunOptions
+from stoker.control.launch.ourselves import stoker_command
 from stoker.control.launch.plan import default_name
 from stoker.control.launch.request import Request, program, python_flags
 from stoker.control.launch.signals import STOPS, handled
@@ -36,13 +36,8 @@ SCALES = 0.8  # of a lone rank's steps/s: what is below, more ranks do not pay f
 MARK = "STOKER_LADDER"
 _TESTS = {"RUN_IMPORT_TEST": IMPORTS, "RUN_SINGLE_GPU_TEST": SINGLE}
 # Options that a rung decides itself, or that would make it something other than a short run in the foreground.
-_NOT_PASSED = {"config", "detach", "dry_run", "gpu", "gpus", "json", "ladder", "max_restarts", "name", "notify", "nproc_per_node", "quiet",
+_NOT_PASSED = {"config", "detach", "dry_run", "gpu", "gpus", "json", "ladder", "max_restarts", "metrics_port", "name", "notify", "nproc_per_node", "quiet",
                "show"}  # fmt: skip
-# Not `-m stoker`: that puts the working directory first, and a user's queue.py there would be Stoker's.
-_STOKER = (
-    "import sys\nif not sys.flags.safe_path: del sys.path[0]\nsys.path.append({root!r})\nsys.argv[0] = 'stoker'\nfrom"
-    " stoker.cli.main import entry\nentry()"
-)
 
 
 @shape
@@ -306,7 +301,7 @@ class Ladder:
             env["CUDA_VISIBLE_DEVICES"] = ""
         said = ""
         with tempfile.TemporaryFile() as out:
-            argv = [sys.executable, *self._flags, "-c", _STOKER.format(root=ROOT), "run", *words]
+            argv = stoker_command(["run", *words], self._flags)
             # stdin stays ours: a first rung that read it would leave nothing for the others.
             with start(argv, env, out, subprocess.PIPE, signal.SIGTERM) as child:
                 self._child = child

@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # a run on one machine loads none of these
     from stoker.control.cluster.hosts import Hosts
     from stoker.control.launch.membership import Membership
     from stoker.control.launch.network import Network
+    from stoker.control.launch.notify import Notifier
 
 _MOST_RACES = 20  # lost for a GPU's lock
 
@@ -47,6 +48,7 @@ class LiveRun:
 
     output: Output
     record: RunRecord
+    notifier: Notifier | None = None
 
     def __init__(
         self,
@@ -130,7 +132,8 @@ class LiveRun:
             why = pick(verdict, "cause", "rank")
             self.record.event("restart", attempt=number, **why, wait_s=again.wait_s, env=variables)
             self.say(f"stoker: {again.line}")
-            description.notify(self.options.notify, verdict, "restarting", self.say, wait=False)
+            if self.notifier is not None:
+                self.notifier.tell(verdict, "restarting", place.dir)
             try:
                 self.agents.pause(again.wait_s)
                 plan, bad = self._without_failed_card(plan, place, verdict) if again.probe else (plan, None)
@@ -233,6 +236,7 @@ class LiveRun:
         supervision.follow()
         supervision.finish()
         self.record.close_logs()
+        self.record.close_history()
         from stoker.control.verdict.judge import judge
 
         attempt.note_bad_numbers()

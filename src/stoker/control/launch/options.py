@@ -121,7 +121,15 @@ class RunOptions:
         choices=("stop", "detach"),
     )
     notify: str | None = option(
-        "shell command that gets the verdict on its stdin when the run ends or restarts", "CMD", default=None
+        "who is told when the run ends or restarts: ntfy://TOPIC, a URL of ntfy, slack:URL, discord:URL,"
+        " mailto:ADDRESS, or a shell command that gets the verdict on its stdin",
+        "TARGET",
+        default=None,
+    )
+    metrics_port: int | None = option(
+        "serve the run as Prometheus metrics at http://127.0.0.1:N/metrics while it runs (0: a free port)",
+        "N",
+        default=None,
     )
     signals_to_handle: str = option(
         "signals that stop the run: passed on to the ranks, which have --grace to save and end (default:"

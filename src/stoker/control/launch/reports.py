@@ -251,6 +251,9 @@ class Reports:
         for rank, (state, cpu, moved) in message["ranks"].items():
             self._feed(self._attempt.watch.vitals, int(rank), state, cpu, moved, time.monotonic())
 
+    def _on_gauges(self, host: str, message: protocol.Message) -> None:
+        self._attempt.gauges[host] = time.time(), message
+
     def _on_beatless(self, _host: str, message: protocol.Message) -> None:
         self._feed(self._attempt.watch.beatless, message["rank"], time.monotonic())
 

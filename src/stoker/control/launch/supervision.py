@@ -31,6 +31,7 @@ TWICE_S = 1.0
 # Two of these at once are meant: Ctrl-C, Ctrl-\\ and `stoker stop --now`.
 HASTY = (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL)
 EARLY_S = 10.0
+EVERY_S = 2.0  # between two moments of its history
 PAUSE_S = 0.1  # between two looks: each goes over every rank, and hundreds of ranks wake us hundreds of times a second
 
 
@@ -50,6 +51,8 @@ class Supervision:
         self._killed_by = 0.0  # after that, who still lives can't be killed
         self._early: set[int] = set()  # ranks that left, and were reported
         self._looked = 0.0
+        self._noted = time.monotonic()
+        self._has_history = False
 
     def follow(self) -> None:
         """Until every rank has ended."""
@@ -62,6 +65,7 @@ class Supervision:
             quiet = self._membership is not None and any(member.quiet or member.gone for member in self._members.all)
             if not quiet:  # ranks wait for a host that may be lost: nothing to accuse them of
                 self._watch()
+            self._note()
             for member in self._members.all:
                 if member.gone:
                     self._lost(member)
@@ -77,6 +81,8 @@ class Supervision:
             if self._membership is not None:
                 self._membership.tend()
                 self._make_room(self._membership.returned)
+        if self._has_history:
+            self._note(last=True)
 
     def _go_on_without(self) -> None:
         """SIGKILL has had its time: a rank stuck in a driver or on a dead disk must not hold up the rest."""
@@ -188,6 +194,24 @@ class Supervision:
             self._look()
         except Exception as problem:
             give_up(self._attempt, self._record, self._say, problem)
+
+    def _note(self, last: bool = False) -> None:
+        """Into the run's history, every few seconds. A job that is over sooner has none."""
+        now = time.monotonic()
+        if self._attempt.unwatched or (now - self._noted < EVERY_S and not last) or self._noted > now:
+            return
+        self._noted, self._has_history = now, True
+        try:
+            from stoker.control.launch.timeline import moment
+
+            self._record.moment(moment(self._attempt, now))
+        except Exception as problem:
+            self._noted = float("inf")
+            import traceback
+
+            self._record.event("history-failed", traceback="".join(traceback.format_exception(problem)))
+            why = f"{type(problem).__name__}: {problem}"
+            self._say(f"stoker: no history of this attempt from here on ({why}); the job continues")
 
     def _look(self) -> None:
         attempt = self._attempt

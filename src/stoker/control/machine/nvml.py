@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from stoker.control.machine import kernellog, processes
 from stoker.control.machine.facts import Health
-from stoker.control.machine.model import Gpu, Holder
+from stoker.control.machine.model import Gpu, GpuGauges, Holder
 
 _MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
 
@@ -18,6 +18,7 @@ _MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_pr
 _THROTTLE = {
     0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake",
 }  # fmt: skip
+THROTTLE_REASONS = tuple(_THROTTLE.values())
 _RECOVERY = {
     0: "none", 1: "reset", 2: "reboot", 3: "drain", 4: "drain and reset", 5: "recovery of the IMEX domain", 6: "bus reset", 7: "reboot of the system",
 }  # fmt: skip
@@ -28,6 +29,7 @@ _PEER = {
 
 
 EVENTS_S = 0.2
+_MOST_EVENTS = 100  # that one look takes: a sick card may report without end
 
 
 class NoDriver(Exception):
@@ -69,6 +71,9 @@ class Nvml:
     def __init__(self) -> None:
         self._nvml = _library()
         self._handles: dict[str, Any] = {}
+        self._fixed: dict[str, dict[str, Any]] = {}  # by uuid: what does not change, and costs a question each
+        self._listener: Any = None  # of Xid events
+        self._heard: set[str] = set()  # cards it listens to
         # nvidia-ml-py's own complaint when the driver is older than it, which is no NVMLError.
         mismatch = getattr(self._nvml, "NVMLLibraryMismatchError", self._nvml.NVMLError)
         self._unanswered: tuple[type[Exception], ...] = (self._nvml.NVMLError, mismatch)
@@ -165,6 +170,82 @@ class Nvml:
                 self._ask(self._nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
             ],
         }
+
+    def gauges(self, only: Collection[str] | None = None, processes: bool = True) -> tuple[GpuGauges, ...]:
+        """What every card is doing now; of `only` these where it is given. One that does not answer says so."""
+        return tuple(
+            GpuGauges(index=gpu.index, uuid="", error=gpu.error) if gpu.error else self._gauges_of(gpu, processes)
+            for gpu in (self._known(only) if only is not None else self.gpus())
+        )
+
+    def _known(self, uuids: Collection[str]) -> Iterator[Gpu]:
+        for uuid in uuids:
+            if uuid in self._handles:
+                yield Gpu(index=self._fixed.get(uuid, {}).get("index", -1), uuid=uuid)
+
+    def _gauges_of(self, gpu: Gpu, processes: bool) -> GpuGauges:
+        nvml, ask, handle = self._nvml, self._ask, self._handles[gpu.uuid]
+        if gpu.uuid not in self._fixed:
+            limit, top = (
+                ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle),
+                ask(nvml.nvmlDeviceGetMaxClockInfo, handle, 1),
+            )
+            self._fixed[gpu.uuid] = {
+                **{name: getattr(gpu, name) for name in ("index", "name", "mig", "mig_parent", "pci")},
+                "power_limit": None if limit is None else limit / 1000,
+                "clock_max": None if top is None else top * 1e6,
+                "temperature_slowdown": ask(nvml.nvmlDeviceGetTemperatureThreshold, handle, 1),
+                "pcie_width_max": ask(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+            }
+        use, memory = ask(nvml.nvmlDeviceGetUtilizationRates, handle), self.memory(gpu.uuid)
+        power, reasons = (
+            ask(nvml.nvmlDeviceGetPowerUsage, handle),
+            ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle),
+        )
+        clocks = [ask(nvml.nvmlDeviceGetClockInfo, handle, kind) for kind in (1, 2)]  # multiprocessors, memory
+        energy = ask(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+        holders = gpu.holders  # where the card was looked at just now
+        if processes and holders is None:
+            holders = self._holders(handle)
+        return GpuGauges(
+            uuid=gpu.uuid,
+            utilization=use.gpu / 100 if use else None,
+            memory_used=memory[0] if memory else None,
+            memory_total=memory[1] if memory else None,
+            temperature=ask(nvml.nvmlDeviceGetTemperature, handle, 0),
+            power=None if power is None else power / 1000,
+            clock=None if clocks[0] is None else clocks[0] * 1e6,
+            memory_clock=None if clocks[1] is None else clocks[1] * 1e6,
+            throttle=None if reasons is None else tuple(word for bit, word in _THROTTLE.items() if reasons & bit),
+            pcie_width=ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+            ecc_corrected=ask(nvml.nvmlDeviceGetTotalEccErrors, handle, 0, 0),
+            ecc_uncorrected=ask(nvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0),
+            energy=None if energy is None else energy / 1000,
+            processes=holders,
+            **self._fixed[gpu.uuid],
+        )
+
+    def new_xids(self) -> list[tuple[str, int]]:
+        """(uuid, number) that the driver reported since the last call. The first call begins to listen."""
+        nvml = self._nvml
+        if self._listener is None:
+            self._listener = self._ask(nvml.nvmlEventSetCreate)
+        if self._listener is None:
+            return []
+        for uuid in self._handles.keys() - self._heard:
+            self._heard.add(uuid)
+            self._ask(
+                nvml.nvmlDeviceRegisterEvents, self._handles[uuid], nvml.nvmlEventTypeXidCriticalError, self._listener
+            )
+        found: list[tuple[str, int]] = []
+        while len(found) < _MOST_EVENTS:
+            event = self._ask(nvml.nvmlEventSetWait_v2, self._listener, 0)
+            if event is None:  # nothing more
+                break
+            card = _text(self._ask(nvml.nvmlDeviceGetUUID, event.device))
+            if card:
+                found.append((card, int(event.eventData)))
+        return found
 
     def pids(self, uuid: str) -> set[int]:
         handle = self._handles.get(uuid)

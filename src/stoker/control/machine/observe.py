@@ -16,9 +16,9 @@ class Observer:
     """Keeps NVML open between looks."""
 
     def __init__(self, recorded: str | None = None) -> None:
-        self._recorded = recorded
+        self.recorded = recorded
         self.nvml: Nvml | None = None
-        self._gpu_error: str | None = None
+        self.gpu_error: str | None = None
         if recorded:
             return
         try:
@@ -26,15 +26,15 @@ class Observer:
         except NoDriver:
             return
         except DriverError as problem:
-            self._gpu_error = str(problem)
+            self.gpu_error = str(problem)
 
     def look(self) -> Machine:
-        if self._recorded:
-            return read_recorded(self._recorded)
+        if self.recorded:
+            return read_recorded(self.recorded)
         total, available, limit = host.memory()
         system = os.uname()
         gpus: tuple[Gpu, ...] = ()
-        driver, error = None, self._gpu_error
+        driver, error = None, self.gpu_error
         if self.nvml is not None:
             try:
                 gpus, driver = self.nvml.gpus(), self.nvml.driver()

@@ -18,6 +18,10 @@ from stoker.contract.untrusted import printable
 from stoker.contract.wholefile import APPEND, temporary_name, write_json
 from stoker.control.record import ownership
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.record.history import HistoryWriter, Moment
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
 VERDICT_ROOM = 1 << 16
 EVENTS_ROOM = 1 << 16
@@ -41,6 +45,7 @@ class RunRecord:
         self._host = host
         self._logs: dict[str, int] = {}
         self._lost: dict[str, Lost] = {}
+        self._history: HistoryWriter | None = None
         root = os.path.dirname(run_dir)
         try:
             # Held open to the end: another folder under the same name is not this run's.
@@ -131,6 +136,20 @@ class RunRecord:
         for handle in self._logs.values():
             os.close(handle)
         self._logs.clear()
+
+    def moment(self, moment: Moment) -> None:
+        """Of the run's history."""
+        if self._history is None:
+            from stoker.control.record.history import HistoryWriter  # no launch waits for it
+
+            self._history = HistoryWriter(self._folder, self._lose)
+        self._history.write(moment)
+
+    def close_history(self) -> None:
+        """At the end of an attempt: the next one goes on in the same files."""
+        if self._history is not None:
+            self._history.close()
+            self._history = None
 
     def _append(self, handle: int, data: bytes, name: str) -> None:
         view = memoryview(data)

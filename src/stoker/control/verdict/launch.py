@@ -41,13 +41,13 @@ launch.hosts: Hosts of the hosts file can't be used.
 launch.regroup, again: The attempt was ended after a checkpoint so that a host that is back can join.
   seen: --rejoin checkpoint, a host that answers again, and rank 0's stoker.mark("CHECKPOINT")
   unless: a rank failed by itself before that
-launch.port: A port for the store could not be had.
-  seen: --master-port outside 1024 to 65535, or an agent that could not reserve one
-  fix: leave --master-port out
+launch.port: A port for the store, or for metrics, could not be had.
+  seen: --master-port outside 1024 to 65535, an agent that could not reserve one, or a --metrics-port that is refused
+  fix: leave --master-port out; --metrics-port 0 takes a free one
 launch.port-in-use: The port that was asked for is taken.
-  seen: before the start: somebody listens on --master-port
+  seen: before the start: somebody listens on --master-port or --metrics-port
   unless: a port of the script's own choice: net.port-in-use
-  fix: leave --master-port out: a free one is taken
+  fix: leave --master-port out, or --metrics-port 0: a free one is taken
 launch.runs-dir: The run directory can't be written, or is not safe from other users.
   seen: creating or writing below --runs-dir fails; or another user can exchange what lies there, or has moved the run
       directory while the run was going on

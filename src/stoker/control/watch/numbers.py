@@ -56,6 +56,7 @@ class Losses:
         self._printing: set[int] = set()  # ranks that print losses
         self._counters: dict[int, list[bytes]] = {}  # rank -> of the progress bar it drew last
         self._rest: dict[int, bytes] = {}
+        self.newest: dict[int, tuple[int, float]] = {}  # rank -> (step, loss) it told last, whatever it is
 
     def heard(self, rank: int, step: int, loss: float) -> BadNumber | None:
         self._beaten.add(rank)
@@ -117,6 +118,7 @@ class Losses:
         return self._once("grad-norm", rank, self._since[rank], norm, "line", line, self._norms[rank] >= NORMS_IN_A_ROW)
 
     def _take(self, rank: int, step: int, loss: float, source: str, line: str) -> BadNumber | None:
+        self.newest[rank] = step, loss
         if math.isfinite(loss):
             self._bad[rank] = 0
             self._newest.pop(rank, None)

@@ -91,6 +91,8 @@ class Stragglers:
         self._suspect: Late | None = None
         self._named: dict[int, str] = {}
         self.found: list[Straggler] = []  # news, taken by the coordinator
+        self.seconds: dict[int, float] = {}  # rank -> of its newest steps, each
+        self.waiting: dict[int, float] = {}  # rank -> share of its time, as of the newest look at the collectives
 
     def stepped(self, rank: int, steps: int, count: int, longest: float, now: float) -> None:
         before = self._beaten.get(rank)
@@ -100,6 +102,7 @@ class Stragglers:
             return
         pace = self._pace.setdefault(rank, Pace())
         seconds = longest if count == 1 else max((now - before) / count, 0.0)
+        self.seconds[rank] = seconds
         if pace.usual and seconds > RISE * pace.usual:
             self._slow_since.setdefault(rank, steps)
         else:
@@ -137,6 +140,8 @@ class Stragglers:
     def conclude(self, answers: Snapshots) -> None:
         mode, self._mode, self.asked = self._mode, "", 0
         if mode == "timings":
+            for ranks in self._timings.values():
+                self.waiting |= waiting_shares(ranks)
             before = self._first
             since, fewest = (before.when, AGAIN) if before else (0.0, FEWEST)
             found = (who_is_late(ranks, since, fewest) for ranks in self._timings.values())
@@ -190,6 +195,30 @@ def who_is_late(timings: Mapping[int, list[list[Any]]], after: float = 0.0, fewe
     wait_s = _median([wait for _, wait in mine])
     asynchronous = any(entry[3:] == ["nccl"] for entries in timings.values() for entry in entries)
     return Late(rank, wait_s, step_s, mine[-1][0], asynchronous) if WORTH * step_s <= wait_s < step_s else None
+
+
+def waiting_shares(timings: Mapping[int, list[list[Any]]]) -> dict[int, float]:
+    """Rank -> share of the time in which it was in a collective that another rank of its host had not entered yet.
+
+    NCCL's times are those of the launch: there it is the share of the time in which it was ahead.
+    """
+    if len(timings) < 2:
+        return {}
+    tables = {rank: {(entry[0], entry[1]): entry[2] / 1e9 for entry in entries} for rank, entries in timings.items()}
+    common = set.intersection(*(set(table) for table in tables.values()))
+    last = {key: max(table[key] for table in tables.values()) for key in common}
+    if len(common) < FEWEST or max(last.values()) <= min(last.values()):
+        return {}
+    begin, end = min(last.values()), max(last.values())
+    shares = {}
+    for rank, table in tables.items():
+        waited, until = 0.0, begin
+        for entered, left in sorted((table[key], last[key]) for key in common):
+            # A rank that is far ahead is in several at once.
+            waited += max(0.0, left - max(entered, until))
+            until = max(until, left)
+        shares[rank] = round(min(waited / (end - begin), 1.0), 3)
+    return shares
 
 
 def _median(values: list[float]) -> float:

@@ -4,6 +4,7 @@ and the job keeps running; it is stopped on proof, or when --hang-timeout is ove
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,19 @@ class Stop:
     why: str
 
 
+@shape
+class Standing:
+    """How one rank stands, for those who look on."""
+
+    step: int
+    step_s: float | None
+    waiting: float | None  # share of its time
+    phase: str
+    state: str  # of its process: R, S, D, T, Z; ? while it beats
+    beat_age: float  # since its last sign of progress
+    collective_age: float | None  # since it entered the collective it was last seen in, unless it has beaten since
+
+
 Action = Inspect | Suspect | Relieve | Stop
 
 
@@ -91,9 +105,11 @@ class Watcher:
         self._for_failure = False  # the newest inspection began after the failure
         self.looked = False  # at those that outlived a failure, and they were seen
         self._failed: dict[int, Snapshot] = {}  # ranks that are gone, as they were
+        self._inside: dict[int, float] = {}  # rank -> when it entered the collective it is in
 
     def beats(self, rank: int, steps: int, count: int, longest: float, now: float) -> None:
         self._ranks[rank].beat(steps, longest, now)
+        self._inside.pop(rank, None)
         self.stragglers.stepped(rank, steps, count, longest, now)
 
     def printed(self, rank: int, now: float) -> None:
@@ -156,7 +172,9 @@ class Watcher:
             self.stragglers.answered(host, told)
         for rank, data in told.items():
             if is_count(rank) and isinstance(data, dict) and "timings" not in data:
-                self._answers[int(rank)] = snapshot.read(int(rank), data)
+                one = self._answers[int(rank)] = snapshot.read(int(rank), data)
+                if one.newest and any(group.pending for group in one.groups):
+                    self._inside[int(rank)] = now - max(0.0, time.time() - one.newest / 1e9)
         self._waiting_hosts.discard(host)
 
     def look(self, now: float) -> list[Action]:
@@ -329,6 +347,22 @@ class Watcher:
                 evidence = (*stall.evidence, *stacks.told(seen.values()))
                 return replace(stall, step=min(made, default=0), evidence=evidence)
         return None if sizes_differ else self.stall
+
+    def standings(self, now: float) -> dict[int, Standing]:
+        """By rank, of those that are heard here."""
+        pace, waiting = self.stragglers.seconds, self.stragglers.waiting
+        return {
+            rank: Standing(
+                one.steps,
+                pace.get(rank),
+                waiting.get(rank),
+                one.phase,
+                one.state,
+                now - one.heard,
+                now - self._inside[rank] if rank in self._inside else None,
+            )
+            for rank, one in self._ranks.items()
+        }
 
     def text_of_stacks(self) -> dict[int, str]:
         return {rank: stacks.full(one) for rank, one in self.snapshots.items()}

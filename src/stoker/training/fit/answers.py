@@ -36,7 +36,7 @@ from stoker.training.fit.terms import (
 )  # fmt: skip
 from stoker.training.generate.config import PREFILL_TOKENS, ROUND, kernels_lack, slots
 from stoker.training.model.config import OFF, ModelConfig, tensors
-from stoker.training.model.nf4_size import FEW, multipliable
+from stoker.training.model.nf4_size import multipliable
 from stoker.training.model.targets import targets
 
 ANSWERS, SCORES = "answers", "scores of the reward model"  # phases
@@ -192,9 +192,7 @@ class GrpoStep(LogprobStep):
         micro = min(job.micro, self._answers)
         row = min(-(-(length - 1) // MULTIPLE) * MULTIPLE, job.context)  # the last token is predicted, not read
         super().__init__(d, replace(job, micro=micro, context=row, packed=False, documents=1))
-        codes = needs.bits == 4
-        rows = min(needs.rows, self._answers, FEW if codes else needs.rows)
-        self._writing = Writing(self._d, rows, length, self._new, codes)
+        self._writing = Writing(self._d, min(needs.rows, self._answers), length, self._new, needs.bits == 4)
 
     def _asked(self) -> tuple[int, bool]:
         return self._job.micro * self._new, True

@@ -14,7 +14,6 @@ from stoker.training.fit.cards import Card
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.terms import GRPO, Job, Planned, StageNeeds, reserved
 from stoker.training.model.config import LORA, OFF, QLORA, AdapterConfig, ModelConfig
-from stoker.training.model.nf4_size import FEW
 
 AUTO, FULL = "auto", "full"
 METHODS = (FULL, LORA, QLORA)
@@ -158,11 +157,8 @@ class Search:
         return (needs.bits,) if needs.bits else (16, 4)
 
     def _written(self, s: Settings, bits: int) -> Settings:
-        """With so many bits of a weight while answers are written; by codes so many rows at most."""
-        if not bits:
-            return s
-        rows = self._wish.needs.rows
-        return replace(s, bits=bits, rows=min(rows, FEW) if bits == 4 else rows)
+        """With so many bits of a weight while answers are written."""
+        return replace(s, bits=bits, rows=self._wish.needs.rows) if bits else s
 
     def _footprint(self, method: str) -> Footprint:
         if method not in self._footprints:
@@ -328,7 +324,7 @@ class Search:
         if s.inputs_on_host:  # what the host has no memory for
             yield {"activations": "device"}, replace(s, inputs_on_host=False)
         if s.bits == 16 and s.method == QLORA:
-            yield {"bits": "4"}, replace(s, bits=4, rows=min(s.rows, FEW))
+            yield {"bits": "4"}, replace(s, bits=4)
         rows = s.rows // 2
         while rows:
             yield {"rows": str(rows)}, replace(s, rows=rows)

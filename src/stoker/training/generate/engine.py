@@ -26,7 +26,6 @@ from stoker.training.generate.config import kernels_lack
 from stoker.training.generate.graphed import Graphed
 from stoker.training.generate.sample import Sampling, checked, sample_token, uniforms
 from stoker.training.model.decoder import Decoder
-from stoker.training.model.nf4_size import FEW
 from stoker.training.model.outside import Outside
 
 
@@ -133,7 +132,7 @@ class Engine:
         self, model: Decoder | Outside, *, rows: int, length: int, vocab: int = 0, codes: bool = False
     ) -> None:
         """`rows`: answers at once; `length`: prompt and answer; `vocab`: ids from here on are never written; `codes`: weights
-        in 4 bits stay so, up to 64 rows at once, instead of a copy in 16.
+        in 4 bits stay so, instead of a copy in 16.
         """
         if rows < 1 or length < 2:
             raise Refusal(f"generation with {rows} rows of {length} tokens can't be: at least 1 row of 2", EX_USAGE)
@@ -143,7 +142,6 @@ class Engine:
                 " (data.context_length)",
                 EX_USAGE,
             )
-        rows = min(rows, FEW) if codes else rows
         self.rows, self.length = rows, length
         self._vocab, self._embedded = vocab or model.config.vocab_size, model.config.vocab_size
         self._device = next(model.parameters()).device

@@ -139,7 +139,7 @@ class Voice:
     def metrics(self, step: int, **values: Any) -> None:
         if self._metrics is None:
             return
-        self._metrics.write(step=step, **values)
+        self._metrics.write(step=step, total_steps=self._steps, **values)
         for logger in self._loggers:
             logger.log(step, {name: value for name, value in values.items() if isinstance(value, (int, float))})
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from stoker.training.model import nf4
-from stoker.training.model.nf4_size import FEW
 
 Learned = tuple[Tensor | None, ...]
 Kept = tuple[Tensor | None, Tensor | None]
@@ -197,12 +196,15 @@ class Buffers:
 
     def __init__(self) -> None:
         self._held: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._in_graphs: dict[int, Tensor] = {}  # whose addresses a CUDA graph keeps
 
     def take(self, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         held = self._held.get((device, dtype))
         if held is None or held.numel() < rows * columns:
             self._held.pop((device, dtype), None)  # before the larger one is made: never both
             held = self._held[device, dtype] = torch.empty(rows * columns, device=device, dtype=dtype)
+        if _capturing(held):
+            self._in_graphs[held.data_ptr()] = held
         return held[: rows * columns].view(rows, columns)
 
 
@@ -211,7 +213,7 @@ BUFFERS = Buffers()
 
 def few(groups: Sequence[nf4.Joined], x: Tensor) -> Tensor:
     """x [N, inputs] times the transposed weight. For few tokens on a GPU the weight is never made."""
-    if not x.is_cuda or len(x) > FEW:
+    if not x.is_cuda or len(x) > nf4.FEW:
         return x @ dequantized(groups, x.dtype).t()
     y = x.new_empty(len(x), sum(group.size[0] for group in groups))
     begin = 0

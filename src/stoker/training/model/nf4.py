@@ -151,6 +151,9 @@ def expand(q: Joined, out: Tensor) -> Tensor:
     return out.copy_((pairs.view(-1, BLOCK) * scales[:, None]).view(q.size))
 
 
+FEW = 8  # tokens: with more, making the matrix first costs less
+
+
 def multiply(x: Tensor, q: Joined, out: Tensor) -> None:
     """Into `out` [N, rows]: x [N, columns] qᵀ, on a GPU, for up to FEW tokens; columns are a multiple of BLOCK."""
     from stoker.training.model import nf4_kernel  # Triton: on GPUs only

@@ -58,17 +58,15 @@ def reciprocal(x: Tensor, out: Tensor) -> None:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
-    x, codes, scales, second, offsets, levels, second_levels, out, m, n, out_stride, k: tl.constexpr, second_block: tl.constexpr,
-    block_m: tl.constexpr, block_n: tl.constexpr, groups: tl.constexpr,
+    x, codes, scales, second, offsets, levels, second_levels, out, m, n, out_stride, k: tl.constexpr,
+    second_block: tl.constexpr, tokens: tl.constexpr, rows: tl.constexpr, groups: tl.constexpr,
 ):  # fmt: skip
-    """block_n rows of the matrix, all of k. Elements of even and of odd place are two products: no interleaving."""
-    row = tl.program_id(0) * block_n + tl.arange(0, block_n)
+    """`rows` of the matrix, all of k, for all tokens: what a code means is looked up once, and that is what takes the time.
+    Elements of even and of odd place are two sums: nothing is interleaved.
+    """
+    row, token = tl.program_id(0) * rows + tl.arange(0, rows), tl.arange(0, tokens)
     per_row: tl.constexpr = k // 64
-    if block_m == 1:
-        one = tl.zeros((block_n, groups * 32), dtype=tl.float32)
-    else:
-        token = tl.arange(0, block_m)
-        many = tl.zeros((block_m, block_n), dtype=tl.float32)
+    sums = tl.zeros((tokens, rows, groups * 32), dtype=tl.float32)
     for begin in range(0, per_row, groups):
         group = begin + tl.arange(0, groups)
         block = row[:, None].to(tl.int64) * per_row + group[None, :]
@@ -77,46 +75,33 @@ def _product(  # type: ignore[no-untyped-def]
         place = block // second_block
         scale = level * tl.load(second + place, mask=inside, other=0.0)
         scale += tl.load(offsets + place, mask=inside, other=0.0)
-        scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (block_n, groups, 32)), (block_n, groups * 32))
+        scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (rows, groups, 32)), (rows, groups * 32))
         byte = begin * 32 + tl.arange(0, groups * 32)
         within = byte < k // 2
         here = row[:, None].to(tl.int64) * (k // 2) + byte[None, :]
         pair = tl.load(codes + here, mask=(row < n)[:, None] & within[None, :], other=0).to(tl.int32)
         upper = tl.load(levels + (pair >> 4)) * scale
         lower = tl.load(levels + (pair & 15)) * scale
-        if block_m == 1:
-            even = tl.load(x + 2 * byte, mask=within, other=0.0).to(tl.float32)
-            odd = tl.load(x + 2 * byte + 1, mask=within, other=0.0).to(tl.float32)
-            one += upper * even[None, :] + lower * odd[None, :]
-        else:
-            there = token[:, None] * k + 2 * byte[None, :]
-            asked = (token < m)[:, None] & within[None, :]
-            even = tl.load(x + there, mask=asked, other=0.0)
-            odd = tl.load(x + there + 1, mask=asked, other=0.0)
-            many = tl.dot(even, tl.trans(upper.to(even.dtype)), many)
-            many = tl.dot(odd, tl.trans(lower.to(odd.dtype)), many)
-    if block_m == 1:
-        tl.store(out + row, tl.sum(one, 1).to(out.dtype.element_ty), mask=row < n)
-    else:
-        target = out + token[:, None] * out_stride + row[None, :]
-        tl.store(target, many.to(out.dtype.element_ty), mask=(token < m)[:, None] & (row < n)[None, :])
-
-
-def shape_of_product(m: int) -> tuple[int, int, int, int]:
-    """(tokens, rows of the matrix and blocks of 64 a program takes at once, warps)."""
-    if m == 1:
-        return 1, 8, 8, 4
-    return max(triton.next_power_of_2(m), 16), 32, 2, 4
+        there = token[:, None] * k + 2 * byte[None, :]
+        asked = (token < m)[:, None] & within[None, :]
+        even = tl.load(x + there, mask=asked, other=0.0).to(tl.float32)
+        odd = tl.load(x + there + 1, mask=asked, other=0.0).to(tl.float32)
+        sums += upper[None, :, :] * even[:, None, :] + lower[None, :, :] * odd[:, None, :]
+    target = out + token[:, None] * out_stride + row[None, :]
+    tl.store(target, tl.sum(sums, 2).to(out.dtype.element_ty), mask=(token < m)[:, None] & (row < n)[None, :])
 
 
 def product(
     x: Tensor, codes: Tensor, scales: Tensor, second: Tensor, offsets: Tensor, levels: Tensor, second_levels: Tensor,
-    out: Tensor, how: tuple[int, int, int, int] | None = None,
+    out: Tensor, how: tuple[int, int, int] | None = None,
 ) -> None:  # fmt: skip
-    """out [m, n] = x [m, k] Wᵀ; x is contiguous, k a multiple of 64, out may be columns of a wider one."""
+    """out [m, n] = x [m, k] Wᵀ; x is contiguous, k a multiple of 64, out may be columns of a wider one. `how`: rows of the
+    matrix and blocks of 64 that a program takes at once, and its warps.
+    """
     (m, k), n = x.shape, out.shape[1]
-    block_m, block_n, groups, warps = how or shape_of_product(m)
-    _product[(triton.cdiv(n, block_n),)](
+    tokens = triton.next_power_of_2(m)
+    rows, groups, warps = how or (max(16 // tokens, 4), 8, 4)
+    _product[(triton.cdiv(n, rows),)](
         x, codes, scales, second, offsets, levels, second_levels, out, m, n, out.stride(0), k, 256,
-        block_m, block_n, groups, num_warps=warps,
+        tokens, rows, groups, num_warps=warps,
     )  # fmt: skip

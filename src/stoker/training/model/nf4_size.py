@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 BLOCK, SECOND_BLOCK = 64, 256
-FEW = 64  # tokens that are multiplied by codes at once: with more, making the matrix first costs less
 
 
 def storable(size: Sequence[int]) -> bool:

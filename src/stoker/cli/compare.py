@@ -1,0 +1,141 @@
+"""stoker compare A B"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import Any
+
+from stoker.cli.plot import watched
+from stoker.contract import layout
+from stoker.contract.quantities import amount, span
+from stoker.contract.settings import Parser
+from stoker.contract.shape import as_json
+from stoker.contract.terminal import paint
+from stoker.contract.untrusted import json_text, printable
+from stoker.control.record import reader
+from stoker.control.show.comparison import PART, PARTS, Noise, differing, noise, settings_of
+from stoker.control.show.curves import Curve
+from stoker.control.show.drawing import fitted, mean, short
+from stoker.control.show.folder import RunFolder
+
+_EPILOG = f"""How noise is judged: the last {PART:.0%} of the steps both runs have made is cut into {PARTS} parts; each part gives the difference of the two
+means, and {PARTS} differences give a 95 % t interval. A difference is called more than noise if 0 is outside of it. That is the noise of
+batches within these two runs. Another seed moves a run, too: only runs with several seeds show by how much."""
+_SHOWN = 60  # settings that differ
+
+
+def parser() -> Parser:
+    made = Parser(
+        "stoker compare",
+        "Two runs: settings that differ, results side by side, and whether the difference is more than noise.",
+        _EPILOG,
+    )
+    made.add_argument("first", metavar="A", help="id, name or path of a run")
+    made.add_argument("second", metavar="B", help="id, name or path of the run to hold against it")
+    made.option("--metric", "NAME", "what is compared (default: loss)", default="loss")
+    made.runs_dir()
+    made.switch("--json", "the comparison as JSON")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    told = parser().parse_args(argv)
+    root = layout.runs_root(told.runs_dir, os.environ)
+    folders = [watched(reader.find(which, root)) for which in (told.first, told.second)]
+    settings = differing([settings_of(folder.record) for folder in folders])
+    results = [_results(folder) for folder in folders]
+    judged = noise(folders[0].curve(told.metric), folders[1].curve(told.metric))
+    if told.json:
+        names = [folder.record.id for folder in folders]
+        made = {
+            "schema": 1,
+            "runs": names,
+            "metric": told.metric,
+            "settings": {name: list(values) for name, values in settings},
+            "results": [{name: value for name, (value, _) in one.items()} for one in results],
+            "noise": as_json(judged) | {"beyond": judged.beyond} if judged is not None else None,
+        }
+        print(json_text(made))
+        return 0
+    columns = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else 120
+    heads = ("", *(printable(folder.record.id, 60) for folder in folders))
+    rows = [(name, *(one[name][1] for one in results)) for name in results[0]]
+    _table([heads, *(row for row in rows if set(row[1:]) != {"n/a"})], columns)
+    print()
+    if settings:
+        print("settings that differ:")
+        _table([(f"  {name}", *values) for name, values in settings[:_SHOWN]], columns)
+        if len(settings) > _SHOWN:
+            print(f"  and {len(settings) - _SHOWN} more: --json has them")
+    else:
+        print("settings that differ: none")
+    print()
+    for line, colour in _judgement(judged, told.metric, [folder.record.id for folder in folders]):
+        paint([(line, colour)])
+    return 0
+
+
+def _results(folder: RunFolder) -> dict[str, tuple[Any, str]]:
+    """Name -> (number, as it is shown)."""
+    run = folder.run(folder.record.started, watched=True)
+    lowest = _lowest(folder.curve("val_loss"))
+    fast = _tail(folder.curve("tokens_per_s"))
+    loss = _tail(folder.curve("loss"))
+    memory = _lowest(folder.curve("peak_bytes"), most=True)
+    mfu = _tail(folder.curve("mfu"))
+    return {
+        "state": (run.state, run.state + (f" ({run.verdict.cause})" if run.verdict and run.state == "failed" else "")),
+        "steps": (run.step, "n/a" if run.step is None else str(run.step)),
+        "time": (run.seconds, span(run.seconds) if run.seconds is not None else "n/a"),
+        "last loss": (run.loss, short(run.loss)),
+        "loss, mean of the last tenth": (loss, short(loss)),
+        "lowest val_loss": (lowest, short(lowest)),
+        "tokens/s": (fast, short(fast)),
+        "MFU": (mfu, "n/a" if mfu is None else f"{mfu:.1%}"),
+        "peak GPU memory": (memory, "n/a" if memory is None else amount(memory)),
+        "restarts": (run.restarted, str(run.restarted)),
+    }
+
+
+def _finite(curve: Curve) -> list[float]:
+    return [value for value in curve.values if value - value == 0]
+
+
+def _tail(curve: Curve) -> float | None:
+    values = _finite(curve)
+    return mean(values[-max(len(values) // 10, 1) :]) if values else None
+
+
+def _lowest(curve: Curve, most: bool = False) -> float | None:
+    values = _finite(curve)
+    if not values:
+        return None
+    return max(values) if most else min(values)
+
+
+def _table(rows: list[tuple[str, ...]], columns: int) -> None:
+    first = min(max(len(row[0]) for row in rows), max(columns // 3, 8))
+    room = max((columns - first - 4) // (len(rows[0]) - 1), 8)
+    widths = [min(max(len(row[at]) for row in rows), room) for at in range(1, len(rows[0]))]
+    for row in rows:
+        cells = [fitted(row[0], first), *(fitted(text, width) for text, width in zip(row[1:], widths, strict=True))]
+        print("  ".join(cells).rstrip())
+
+
+def _judgement(judged: Noise | None, metric: str, names: list[str]) -> list[tuple[str, str]]:
+    if judged is None:
+        return [(f"{metric}: the runs have no steps in common to compare", "yellow")]
+    where = f"steps {judged.first_step} to {judged.last_step}"
+    means = f"{metric} over {where}: {short(judged.first)} and {short(judged.second)}"
+    if judged.low is None or judged.high is None:
+        return [
+            (f"{means}; too few points there to judge ({judged.parts} of {PARTS} parts have some of both)", "yellow")
+        ]
+    interval = f"difference {judged.difference:+.4g}, 95 % interval {judged.low:+.4g} to {judged.high:+.4g}"
+    if not judged.beyond:
+        return [(f"{means}; {interval}: within the noise", "")]
+    lower = printable(names[1] if judged.difference < 0 else names[0], 60)
+    caution = "noise of batches only: another seed may move a run by more"
+    return [(f"{means}; {interval}: more than noise; {lower} is lower ({caution})", "green")]

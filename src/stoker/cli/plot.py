@@ -1,0 +1,138 @@
+"""stoker plot RUN [RUN ...] [--metric loss] [--log] [--smooth N] [--png FILE]"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from stoker.contract import layout
+from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.settings import Parser, suggest
+from stoker.contract.terminal import in_colour, paint
+from stoker.contract.untrusted import is_count, json_text, printable
+from stoker.control.record import reader
+from stoker.control.show.curves import Curve
+from stoker.control.show.drawing import COLOURS, LETTERS, Line, chart, fitted, mean, short
+from stoker.control.show.folder import RunFolder
+from stoker.control.show.snapshot import metric
+
+_EPILOG = """  stoker plot                                     the newest run's loss
+  stoker plot exp1 exp2 --metric val_loss --log
+  stoker plot exp1 --smooth 20 --png loss.png"""
+
+
+def parser() -> Parser:
+    made = Parser("stoker plot", "Draws a metric of one or several runs in the terminal, or into a PNG file.", _EPILOG)
+    made.add_argument("runs", nargs="*", metavar="RUN", help="ids, names or paths of runs (default: the newest)")
+    made.option("--metric", "NAME", "what to draw: any name in metrics.jsonl (default: loss)", default="loss")
+    made.switch("--log", "a logarithmic axis for the values")
+    made.option("--smooth", "N", "the mean of the last N values (default: 1, as they are)", _count, default=1)
+    made.option("--width", "N", "columns (default: as wide as the terminal)", _count)
+    made.option("--height", "N", "lines (default: 16)", _count, default=16)
+    made.option("--png", "FILE", "write a picture; needs matplotlib")
+    made.runs_dir()
+    made.switch("--json", "the points as JSON")
+    return made
+
+
+def _count(text: str) -> int:
+    if not is_count(text) or not 0 < int(text) <= 100_000:
+        raise ValueError(f"{text!r} is not a number from 1 to 100000")
+    return int(text)
+
+
+def main(argv: list[str]) -> int:
+    told = parser().parse_args(argv)
+    root = layout.runs_root(told.runs_dir, os.environ)
+    found = [watched(reader.find(which, root)) for which in told.runs or [None]]
+    curves = [(folder.record, _curve(folder, told.metric)) for folder in found]
+    if told.json:
+        runs = [{"run": run.id, "points": [list(one) for one in curve.points(1 << 40)]} for run, curve in curves]
+        print(json_text({"schema": 1, "metric": told.metric, "runs": runs}))
+        return 0
+    lines = [Line(_title(run), smoothed(curve, told.smooth)) for run, curve in curves]
+    if not any(line.points for line in lines):
+        raise Refusal(f"no finite value of {printable(told.metric)} to draw{_not_finite(curves[0][1])}", EX_NOINPUT)
+    if told.png:
+        from stoker.control.show.picture import write_png
+
+        write_png(told.png, lines, told.metric, log=told.log)
+        print(f"wrote {printable(told.png)}")
+        return 0
+    _draw(lines, told)
+    for (_, curve), line in zip(curves, lines, strict=True):
+        wrong = _not_finite(curve)
+        if wrong:
+            print(f"{line.name}{wrong}")
+    return 0
+
+
+def watched(run: reader.Run) -> RunFolder:
+    folder = RunFolder(run)
+    folder.run(run.started, watched=True)
+    return folder
+
+
+def _curve(folder: RunFolder, name: str) -> Curve:
+    curve = folder.curve(name)
+    if curve.steps:
+        return curve
+    assert folder.metrics is not None
+    shown, names = printable(folder.record.id, 100), sorted(folder.metrics.curves)
+    if folder.metrics.problem:
+        raise Refusal(f"run {shown}: {folder.metrics.problem}", EX_NOINPUT)
+    if not names:
+        line = f"run {shown} has no metrics: neither metrics.jsonl, nor a loss that it told by stoker.beat or printed"
+        raise Refusal(line, EX_NOINPUT)
+    line = f"run {shown} has no metric {name!r}{suggest(name, names)}; it has {', '.join(names)}"
+    raise Refusal(printable(line), EX_USAGE)
+
+
+def smoothed(curve: Curve, window: int) -> tuple[tuple[float, float], ...]:
+    """Finite ones, each the mean of it and those before."""
+    known = [
+        (float(step), value) for step, value in zip(curve.steps, curve.values, strict=True) if metric(value) == value
+    ]
+    if window <= 1:
+        return tuple(known)
+    total, made = 0.0, []
+    for at, (step, value) in enumerate(known):
+        total += value - (known[at - window][1] if at >= window else 0.0)
+        made.append((step, total / min(at + 1, window)))
+    return tuple(made)
+
+
+def _title(run: reader.Run) -> str:
+    return printable(run.id if not run.name or run.name in run.id else f"{run.name} ({run.id})", 100)
+
+
+def _not_finite(curve: Curve) -> str:
+    bad = [step for step, value in zip(curve.steps, curve.values, strict=True) if isinstance(metric(value), str)]
+    if not bad:
+        return ""
+    shown = ", ".join(map(str, bad[:5])) + (" …" if len(bad) > 5 else "")
+    return f": {len(bad)} of {len(curve.steps)} values are not finite (step {shown})"
+
+
+def _draw(lines: Sequence[Line], told: Any) -> None:
+    columns = told.width or shutil.get_terminal_size((80, 24)).columns
+    plain = "utf" not in (sys.stdout.encoding or "").lower()
+    coloured = in_colour()
+    print(fitted(f"{told.metric}{', logarithmic' if told.log else ''}", columns).rstrip())
+    rows = chart(lines, max(columns, 20), told.height, log=told.log, coloured=coloured, ascii_only=plain)
+    for row in rows:
+        paint(row)
+    if not rows:
+        print("nothing to draw: --log leaves out values that are not positive")
+    for number, line in enumerate(lines):
+        if not line.points:
+            continue
+        values = [value for _, value in line.points]
+        mark = LETTERS[number % len(LETTERS)] if len(lines) > 1 and not coloured else "──"
+        tail = mean(values[-max(len(values) // 10, 1) :])
+        about = f"last {short(values[-1])}, lowest {short(min(values))}, mean of the last tenth {short(tail)}"
+        steps = f"step {int(line.points[-1][0])}"
+        paint([(mark, COLOURS[number % len(COLOURS)]), (f" {line.name}: {about}; {steps}", "")])

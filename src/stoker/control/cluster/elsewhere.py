@@ -1,0 +1,179 @@
+"""Gauges of other hosts, by ssh, with nothing installed there: one thread a host, so that a dead one holds up nobody."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from typing import Any
+
+from stoker.contract import protocol
+from stoker.contract.names import MACHINE, Refusal
+from stoker.contract.shape import replace, shape
+from stoker.contract.typed import read_shape
+from stoker.contract.untrusted import parse_json, printable, printable_lines
+from stoker.control.cluster import agentzip, transport
+from stoker.control.cluster.farend import FarEnd, Refused, Silent
+from stoker.control.cluster.hosts import Host, Hosts
+from stoker.control.cluster.ssh import afresh, explain
+from stoker.control.machine.gauges import Gauges
+from stoker.control.machine.model import MOST_GPUS, OFFLINE, GpuGauges, HostGauges
+
+HostReading = tuple[HostGauges, tuple[GpuGauges, ...]]
+
+OFFLINE_S = 8.0  # without a reading
+_AGAIN_S = 2.0  # between two attempts to reach a host
+_LARGEST = 4 << 20  # bytes of a reading
+_FAR_END = "stoker.control.agent.gauging"
+
+
+@shape
+class _Reading:
+    host: HostGauges
+    gpus: tuple[GpuGauges, ...]
+
+
+class Elsewhere:
+    """The hosts of a hosts file, watched until `close`."""
+
+    def __init__(self, hosts: Hosts, interval: float) -> None:
+        self._watches = [_Watch(host, afresh(hosts), interval) for host in hosts.hosts]
+        for watch in self._watches:
+            watch.start()
+
+    def readings(self) -> list[HostReading]:
+        """The newest of each host, at once."""
+        return [watch.reading() for watch in self._watches]
+
+    def wait(self, seconds: float) -> None:
+        """Until every host has answered twice (rates need two readings), or it is known why it does not."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not all(watch.settled for watch in self._watches):
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        for watch in self._watches:
+            watch.close()
+
+
+class _Watch:
+    """One host."""
+
+    def __init__(self, host: Host, hosts: Hosts, interval: float) -> None:
+        self._host, self._hosts, self._interval = host, hosts, interval
+        self._silence_s = max(OFFLINE_S - 3.0, 2.5 * interval)
+        self._newest: HostReading | None = None
+        self._when = self._since = time.monotonic()
+        self._count = 0
+        self._reason = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closing = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name=f"gauges of {self._host.name}", daemon=True).start()
+
+    @property
+    def settled(self) -> bool:
+        return self._count >= 2 or bool(self._reason)
+
+    def reading(self) -> HostReading:
+        newest, reason, now = self._newest, self._reason, time.monotonic()
+        if newest is not None and not reason and now - self._when <= max(OFFLINE_S, self._silence_s):
+            return newest
+        silent = now - (self._when if newest is not None else self._since)
+        why = reason or (
+            "connecting" if newest is None and silent < OFFLINE_S else f"no word from it for {silent:.0f} s"
+        )
+        last = newest[0].time if newest is not None else 0.0
+        return HostGauges(self._host.name, last, OFFLINE, why), ()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._end()
+
+    def _end(self) -> None:
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.kill()
+            process.wait()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._look_here() if self._host.here else self._look_there()
+            except Exception as problem:  # of a thread nobody would hear of it
+                self._reason = printable(f"{type(problem).__name__}: {problem}", 300)
+            self._closing.wait(_AGAIN_S)
+
+    def _take(self, host: HostGauges, cards: tuple[GpuGauges, ...]) -> None:
+        """Under the name that the hosts file has for it, which is also the one of a run's ranks there."""
+        name = self._host.name
+        self._newest = replace(host, name=name), tuple(replace(card, host=name) for card in cards[:MOST_GPUS])
+        self._when = time.monotonic()
+        self._count += 1
+        self._reason = ""
+
+    def _look_here(self) -> None:
+        gauges = Gauges(os.environ.get(MACHINE))
+        try:
+            while not self._closing.is_set():
+                self._take(*gauges.read())
+                self._closing.wait(self._interval)
+        except Refusal as refusal:
+            self._reason = refusal.line
+
+    def _look_there(self) -> None:
+        with tempfile.TemporaryFile() as complaints:
+            far: FarEnd | None = None
+            try:
+                far = self._connect(complaints.fileno())
+                while not self._closing.is_set():
+                    message, payload = far.answer()
+                    reading = _read(message, payload)
+                    self._take(reading.host, reading.gpus)
+                    far.send(b"\n")
+            except (Refused, Silent, protocol.ProtocolError) as problem:
+                greeted = far is not None and far.greeted
+                self._reason = printable(str(problem), 300) if greeted else self._why(complaints.fileno(), problem)
+            except (OSError, EOFError) as problem:
+                lost = "the connection was lost" if far is not None and far.greeted else ""
+                self._reason = self._why(complaints.fileno(), problem, lost)
+            finally:
+                self._end()
+
+    def _connect(self, complaints: int) -> FarEnd:
+        packed = agentzip.pack()
+        words = ["-I", "-S", "-c", agentzip.unpack(_FAR_END), agentzip.announced(packed), str(self._interval)]
+        argv = transport.way_to(self._host, self._hosts).python(self._host, self._hosts, words)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=complaints, start_new_session=True)
+        far = FarEnd(self._process, _LARGEST, self._silence_s)
+        far.send(packed)
+        return far
+
+    def _why(self, complaints: int, problem: Exception, otherwise: str = "") -> str:
+        """In ssh's words, or those of the login there; `otherwise`: where nothing was said."""
+        if self._process is None:
+            missing = isinstance(problem, FileNotFoundError)
+            return "there is no ssh client on the PATH" if missing else printable(str(problem), 300)
+        try:
+            code: int | None = self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        os.lseek(complaints, 0, os.SEEK_SET)
+        said = printable_lines(os.read(complaints, 1 << 16).decode("utf-8", "replace"))
+        if not said and (otherwise or code is None):
+            return otherwise or printable(str(problem), 300)
+        return explain(self._host.name, said, code).removeprefix(f"host {self._host.name}: ")
+
+
+def _read(message: protocol.Message, payload: bytes) -> _Reading:
+    if message.get("is") != "gauges":
+        raise protocol.ProtocolError("it says something that is no reading")
+    try:
+        data: Any = parse_json(payload)
+        return read_shape(_Reading, data)
+    except ValueError as problem:
+        raise protocol.ProtocolError(f"its reading can't be used: {problem}") from None

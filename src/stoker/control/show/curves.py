@@ -1,0 +1,241 @@
+"""A run's metrics as curves: metrics.jsonl read once, then only what is new; and thinned out for drawing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import operator
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from stoker.contract import layout
+from stoker.contract.untrusted import parse_json
+from stoker.control.record.reader import open_in
+from stoker.control.show.snapshot import Metric, as_float, metric
+
+POINTS = 400  # of a curve in a snapshot
+MOST_METRICS = 200  # different names that are kept of one run
+LONGEST = 1 << 20  # bytes of a line
+MOST_OF_OTHERS = 16 << 20  # the last bytes that are read of another user's run
+_BLOCK = 4 << 20
+_TAIL = 1 << 15  # bytes at the end of the file, for the newest line alone
+_NEWEST = 64  # lines whose times are kept: the speed of the last steps
+_NOT_DRAWN = ("schema", "time", "step")
+
+
+class Curve:
+    """One metric: steps and values side by side. Values may be NaN or infinite."""
+
+    def __init__(self) -> None:
+        self.steps = array("q")
+        self.values = array("d")
+
+    def add(self, step: int, value: float) -> None:
+        if self.steps and self.steps[-1] == step:  # a validation's line repeats the step's
+            self.values[-1] = value
+            return
+        self.steps.append(step)
+        self.values.append(value)
+
+    def extend(self, steps: list[int], values: list[Any]) -> Metric:
+        """The newest value; None where none of them is a number."""
+        plain = {*map(type, values)} <= {float, int}
+        rising = all(map(operator.lt, steps, steps[1:])) and (not self.steps or not steps or self.steps[-1] < steps[0])
+        if plain and rising and values:
+            try:
+                self.values.extend(values)
+                self.steps.extend(steps)
+                return metric(values[-1])
+            except OverflowError:  # an integer of 400 digits
+                del self.values[len(self.steps) :]
+        newest: Metric = None
+        for step, value in zip(steps, values, strict=True):
+            kept = metric(value)
+            if kept is not None:
+                self.add(step, as_float(float(kept) if isinstance(kept, str) else kept))
+                newest = kept
+        return newest
+
+    def points(self, most: int = POINTS, first: float = -math.inf, last: float = math.inf) -> list[tuple[int, Metric]]:
+        """As a snapshot keeps them; `first` and `last`: of these steps."""
+        steps: Sequence[int] = self.steps
+        values: Sequence[float] = self.values
+        if first > -math.inf or last < math.inf:
+            chosen = [at for at, step in enumerate(self.steps) if first <= step <= last]
+            steps, values = [self.steps[at] for at in chosen], [self.values[at] for at in chosen]
+        return [(steps[at], metric(values[at])) for at in thinned(values, most)]
+
+
+def thinned(values: Sequence[float], most: int) -> list[int]:
+    """Which of them to draw: of every bucket the first, the lowest, the highest and one that is no number. Spikes stay."""
+    count = len(values)
+    if count <= most:
+        return list(range(count))
+    buckets = max(most // 3, 1)
+    chosen: list[int] = []
+    for bucket in range(buckets):
+        begin, end = bucket * count // buckets, (bucket + 1) * count // buckets
+        known = [at for at in range(begin, end) if math.isfinite(values[at])]
+        wanted = {begin}
+        if known:
+            wanted |= {min(known, key=values.__getitem__), max(known, key=values.__getitem__)}
+        if len(known) < end - begin:
+            wanted.add(next(at for at in range(begin, end) if not math.isfinite(values[at])))
+        chosen += sorted(wanted)
+    if chosen[-1] != count - 1:
+        chosen.append(count - 1)
+    return chosen
+
+
+class MetricsTail:
+    """metrics.jsonl of one run. `look` reads what is new; a file that was replaced (a resumed run) is read again."""
+
+    def __init__(self, run_dir: str, mine: bool = True) -> None:
+        self._dir, self._mine = run_dir, mine
+        self._clear()
+        self.problem = ""
+
+    def _clear(self) -> None:
+        self.curves: dict[str, Curve] = {}
+        self.newest: dict[str, Metric] = {}
+        self.step: int | None = None
+        self.time: float | None = None  # of the newest line
+        self.clock = Curve()  # when each step was written
+        self.times: list[tuple[int, float]] = []  # (step, time) of the newest lines
+        self.partial = False  # only the end was read
+        self._inode = self._at = 0
+
+    def look(self) -> bool:
+        """Whether there was anything new."""
+        try:
+            with os.fdopen(open_in(self._dir, layout.METRICS), "rb") as file:
+                about = os.fstat(file.fileno())
+                if about.st_ino != self._inode or about.st_size < self._at:
+                    self._clear()
+                    self._inode = about.st_ino
+                    if not self._mine and about.st_size > MOST_OF_OTHERS:
+                        self._at, self.partial = about.st_size - MOST_OF_OTHERS, True
+                if about.st_size == self._at:
+                    return False
+                self.problem = ""
+                return self._take(file, about.st_size)
+        except FileNotFoundError:
+            fresh = bool(self.curves)
+            self._clear()
+            self.problem = ""
+            return fresh
+        except OSError as problem:
+            self.problem = f"{layout.METRICS}: {problem.strerror or problem}"
+            return False
+
+    def _take(self, file: Any, size: int) -> bool:
+        file.seek(self._at)
+        before = self._at
+        while self._at < size and (data := file.read(min(_BLOCK, size - self._at))):
+            end = data.rfind(b"\n") + 1
+            if not end:
+                data += file.readline(LONGEST)
+                end = len(data) if data.endswith(b"\n") else 0
+                if not end:
+                    if len(data) > LONGEST:
+                        self.problem = f"{layout.METRICS}: a line is longer than {LONGEST >> 20} MB"
+                        self._at = size
+                    break  # half written
+            for block in parsed(data[:end]):
+                self._add(block)
+            self._at += end
+            file.seek(self._at)
+        return self._at > before
+
+    def _add(self, block: list[dict[str, Any]]) -> None:
+        """Column by column: of 100,000 lines with ten metrics each value may cost a tenth of a microsecond."""
+        when = next((line["time"] for line in reversed(block) if _is_time(line.get("time"))), None)
+        self.time = self.time if when is None else float(when)
+        lines = [line for line in block if _is_step(line.get("step"))]
+        if not lines:
+            return
+        steps = [line["step"] for line in lines]
+        self.step = steps[-1]
+        self.clock.extend(steps, [line["time"] if _is_time(line.get("time")) else 0.0 for line in lines])
+        for line in lines[-_NEWEST:]:
+            if _is_time(line.get("time")) and (not self.times or self.times[-1][0] != line["step"]):
+                self.times.append((line["step"], float(line["time"])))
+        del self.times[:-_NEWEST]
+        for name in dict.fromkeys(itertools.chain.from_iterable(lines)):
+            if name in _NOT_DRAWN:
+                continue
+            curve = self.curves.get(name) or Curve()
+            values, at = [line.get(name) for line in lines], steps
+            if None in values:
+                at = [step for step, value in zip(steps, values, strict=True) if value is not None]
+                values = [value for value in values if value is not None]
+            newest = curve.extend(at, values)
+            if newest is not None and (name in self.curves or len(self.curves) < MOST_METRICS):
+                self.curves[name] = curve
+                self.newest[name] = newest
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds a step, over the newest lines. A clock that was set back, or a pause, spoils a part of them only."""
+        gaps = [
+            (later - sooner) / (after - before)
+            for (before, sooner), (after, later) in zip(self.times, self.times[1:], strict=False)
+            if after > before and later > sooner
+        ]
+        return sorted(gaps)[len(gaps) // 2] if gaps else None
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and -(1 << 62) < value < 1 << 62
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (float, int) and 0 <= value <= 1e11
+
+
+def parsed(data: bytes) -> Iterator[list[dict[str, Any]]]:
+    """The objects among whole lines, in blocks. A block is parsed at once, which is what makes 100,000 lines take a
+    fraction of a second; one that is damaged costs its block a second reading, line by line.
+    """
+    lines = [line for line in data.split(b"\n") if line]
+    for at in range(0, len(lines), 1000):
+        block = lines[at : at + 1000]
+        try:
+            found = json.loads(b"[" + b",".join(block) + b"]")
+        except (ValueError, RecursionError):
+            found = []
+        if len(found) != len(block):  # `1,2` is no JSON, but two of a list
+            found = [_one(line) for line in block]
+        yield [one for one in found if isinstance(one, dict)]
+
+
+def _one(line: bytes) -> Any:
+    try:
+        return parse_json(line) if len(line) <= LONGEST else None
+    except ValueError:
+        return None  # torn by a crash
+
+
+def newest_line(run_dir: str) -> dict[str, Any]:
+    """The last whole line of metrics.jsonl that has a loss, else the last; empty where there is none. Reads 32 KB."""
+    try:
+        with os.fdopen(open_in(run_dir, layout.METRICS), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+            data = file.read(_TAIL)
+    except OSError:
+        return {}
+    last: dict[str, Any] = {}
+    for line in reversed(data[: data.rfind(b"\n") + 1].split(b"\n")):
+        found = _one(line) if line else None
+        if isinstance(found, dict):
+            if "loss" in found:
+                return found
+            last = last or found
+    return last
+
+
+def finite_points(points: Iterable[tuple[int, Metric]]) -> list[tuple[int, float]]:
+    return [(step, float(value)) for step, value in points if value is not None and not isinstance(value, str)]

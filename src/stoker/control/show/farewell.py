@@ -1,0 +1,39 @@
+"""What a training that is over leaves to look at: its loss in one line, and loss.png where matplotlib is installed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from stoker.contract import names
+from stoker.contract.names import Refusal
+from stoker.contract.untrusted import printable
+from stoker.control.show.curves import MetricsTail, finite_points
+from stoker.control.show.drawing import Line, short, sparkline
+from stoker.control.show.picture import leave_picture
+
+_WIDTH = 40
+
+
+def show_loss(run_dir: str, say: Callable[[str], None]) -> None:
+    """Nothing of a run without a loss. What goes wrong here is reported, and changes no exit code."""
+    metrics = MetricsTail(run_dir)
+    metrics.look()
+    curve = metrics.curves.get("loss")
+    points = finite_points(curve.points()) if curve is not None else []
+    if curve is None or len(points) < 2:
+        return
+    values = [value for _, value in points]
+    wrong = len(curve.values) - sum(value - value == 0 for value in curve.values)
+    bad = f" ({wrong} not finite)" if wrong else ""
+    drawn = f"loss {sparkline(values, _WIDTH)} {short(values[0])} to {short(values[-1])}{bad}"
+    picture = ""
+    try:
+        if os.environ.get(names.PICTURES) != "0":
+            line = Line(os.path.basename(run_dir), tuple((float(step), value) for step, value in points))
+            picture = leave_picture(run_dir, [line])
+    except Refusal as problem:
+        say(f"stoker: {problem.line}")
+    except Exception as problem:  # a matplotlib that is there and does not work
+        say(f"stoker: loss.png could not be drawn: {printable(f'{type(problem).__name__}: {problem}', 200)}")
+    say(drawn + (f"; {os.path.relpath(picture)}" if picture else ""))

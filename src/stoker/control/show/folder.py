@@ -1,0 +1,404 @@
+"""One run directory, looked at again and again: each look reads only what is new. Never raises: what is damaged, half
+written or gone is shown as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from typing import Any
+
+from stoker.contract import layout
+from stoker.contract.shape import replace
+from stoker.contract.untrusted import printable
+from stoker.control.record import reader
+from stoker.control.record.history import MOST_BYTES, Columns, HistoryTail, Moment, newest_columns
+from stoker.control.show.curves import Curve, MetricsTail, newest_line, parsed
+from stoker.control.show.snapshot import RUNNING, UNKNOWN, Metric, Rank, Role, Run, Suspicion, finite, metric
+
+RECENT = 60  # values of a sparkline
+_EVENTS_OF_OTHERS = 1 << 20
+_BLOCK = 16 << 20
+_MOST_RANKS = 100_000
+_HISTORY_OF_OTHERS = 4 << 20
+_TEXT = 400  # characters of a summary
+
+
+class EventTail:
+    """events.jsonl, and what it adds up to."""
+
+    def __init__(self, run_dir: str, mine: bool) -> None:
+        self._dir, self._mine = run_dir, mine
+        self._clear()
+
+    def _clear(self) -> None:
+        self._inode = self._at = 0
+        self.starts: list[list[float]] = []  # [first, last] event of each start of the run
+        self.restarts: dict[str, int] = {}
+        self.attempt: int | None = None
+        self.up: dict[int, int] = {}  # rank -> pid, of the newest attempt
+        self.ended: dict[int, tuple[int | None, int]] = {}  # rank -> (exit code, steps)
+        self.phases: dict[int, tuple[float, str]] = {}  # rank -> when it entered it
+        self.suspicions: dict[str, Suspicion] = {}
+        self.slow: dict[int, dict[str, Any]] = {}  # rank -> what the watch found out
+
+    def look(self) -> None:
+        try:
+            with os.fdopen(reader.open_in(self._dir, layout.EVENTS), "rb") as file:
+                about = os.fstat(file.fileno())
+                if about.st_ino != self._inode or about.st_size < self._at:
+                    self._clear()
+                    self._inode = about.st_ino
+                    if not self._mine:
+                        self._at = max(0, about.st_size - _EVENTS_OF_OTHERS)
+                while self._at < about.st_size:
+                    file.seek(self._at)
+                    data = file.read(_BLOCK)
+                    end = data.rfind(b"\n") + 1
+                    if not end:
+                        break  # half written
+                    for block in parsed(data[:end]):
+                        for event in block:
+                            self.take(event)
+                    self._at += end
+        except OSError:
+            return  # none yet, or gone; a damaged record is reported by reader.read
+
+    @property
+    def last(self) -> float | None:
+        return self.starts[-1][1] if self.starts else None
+
+    @property
+    def begin(self) -> float | None:
+        """Of the newest start."""
+        return self.starts[-1][0] if self.starts else None
+
+    def take(self, event: dict[str, Any]) -> None:
+        kind, when = event.get("event"), event.get("time", 0.0)
+        if not isinstance(kind, str) or type(when) not in (int, float) or not 0 <= when <= 1e11:
+            return
+        if kind == "run" or not self.starts:
+            self.starts.append([when, when])
+        self.starts[-1][1] = when
+        rank = event.get("rank") if type(event.get("rank")) is int else None
+        if kind == "attempt":
+            self.attempt = event["attempt"] if type(event.get("attempt")) is int else None
+            for told in (self.up, self.ended, self.phases, self.slow, self.suspicions):
+                told.clear()
+        elif kind == "restart":
+            cause = printable(str(event.get("cause")), 80)
+            self.restarts[cause] = self.restarts.get(cause, 0) + 1
+        elif kind == "relief":
+            self.suspicions.pop("suspicion", None)
+        elif kind in ("suspicion", "straggler", "numbers") and isinstance(event.get("summary"), str):
+            self._suspect(kind, float(when), rank, event)
+        elif rank is not None and len(self.up) < _MOST_RANKS:
+            self._of_rank(kind, rank, event, float(when))
+
+    def _of_rank(self, kind: str, rank: int, event: dict[str, Any], when: float) -> None:
+        if kind == "rank-up" and type(event.get("pid")) is int:
+            self.up[rank] = event["pid"]
+        elif kind == "rank-exit":
+            code, steps = event.get("code"), event.get("steps")
+            self.ended[rank] = (code if type(code) is int else None, steps if type(steps) is int else 0)
+        elif kind == "phase" and isinstance(event.get("name"), str):
+            self.phases[rank] = when, printable(event["name"], 80)
+
+    def _suspect(self, kind: str, when: float, rank: int | None, event: dict[str, Any]) -> None:
+        waiting = event.get("waiting") if isinstance(event.get("waiting"), list) else []
+        ranks = tuple(one for one in waiting or () if type(one) is int)
+        cause, summary = printable(str(event.get("cause")), 80), printable(event["summary"], _TEXT)
+        silent = metric(event.get("silent_s"))
+        self.suspicions[kind] = Suspicion(when, kind, cause, summary, rank, ranks, finite(silent))
+        if kind == "straggler" and rank is not None:
+            self.slow[rank] = {**event, "cause": cause, "summary": summary, "time": float(when)}
+
+    @property
+    def suspicion(self) -> Suspicion | None:
+        """The newest; one that ends the job before one that only costs time."""
+        return self.suspicions.get("suspicion") or max(self.suspicions.values(), key=lambda one: one.time, default=None)
+
+
+class RunFolder:
+    """`record`: as reader.look gives it."""
+
+    def __init__(self, record: reader.Run) -> None:
+        self.record = record
+        self.events = EventTail(record.dir, record.mine)
+        self.metrics: MetricsTail | None = None  # of a run that is watched
+        self._history: HistoryTail | None = None
+        self.moments: deque[Moment] = deque(maxlen=RECENT)
+        self._signature: tuple[Any, ...] = ()
+        self._row: Run | None = None
+        self._newest: dict[str, Any] = {}
+        self._told = Curve()
+        self._columns: Columns = {}  # of ranks, where the history was not read
+
+    def run(self, now: float, watched: bool) -> Run:
+        """A row of the list; of a run that is watched with its ranks and its curve."""
+        signature = tuple(_stamp(self.record.dir, name) for name in (layout.EVENTS, layout.METRICS))
+        state = reader.status(self.record)
+        if watched:
+            self._look_closely()
+        elif self._row is not None and signature == self._signature and state == self._row.state != RUNNING:
+            return self._row
+        if signature != self._signature:
+            self._signature = signature
+            self.events.look()
+            self._newest = newest_line(self.record.dir) if self.metrics is None else {}
+            self._columns = {} if self._newest or watched else newest_columns(self.record.dir)
+        made = self._made(now, state)
+        self._row = made
+        return replace(made, **self._closely(now, made)) if watched else made
+
+    def at(self, moment: Moment, metrics: dict[str, Any], curve: Curve) -> Run:
+        """As it was then: `metrics` are its newest by that time, and `events` has been told no more."""
+        self.pass_by(moment)
+        self._newest = metrics
+        made = self._made(moment.time, RUNNING)
+        ranks = tuple(self._ranks(self.record.data.get("plan") or {}, moment.time, RUNNING))
+        points = curve.points(last=metrics.get("step", -1)) if curve.steps else self._told.points()
+        return replace(made, verdict=None, ranks=ranks, roles=_roles(ranks), curve=tuple(points))
+
+    def _look_closely(self) -> None:
+        record = self.record
+        if self.metrics is None:
+            self.metrics = MetricsTail(record.dir, record.mine)
+            self._history = HistoryTail(record.dir, most=MOST_BYTES if record.mine else _HISTORY_OF_OTHERS)
+        self.metrics.look()
+        assert self._history is not None
+        for moment in self._history.new():
+            self.pass_by(moment)
+
+    def pass_by(self, moment: Moment) -> None:
+        self.moments.append(moment)
+        self._heard_loss(moment)
+
+    def _heard_loss(self, moment: Moment) -> None:
+        """Of a script that writes no metrics, but beats or prints its loss: the lowest rank's."""
+        for step, loss in zip(moment.ranks.get("step", ()), moment.ranks.get("loss", ()), strict=False):
+            kept = metric(loss)
+            if type(step) is int and kept is not None:
+                if self._told.steps and step < self._told.steps[-1]:  # an attempt that began again
+                    self._told = Curve()
+                self._told.add(step, float(kept))
+                return
+
+    @property
+    def moment(self) -> Moment | None:
+        """The newest of the attempt under way, or of the last one."""
+        newest = self.moments[-1] if self.moments else None
+        return newest if newest is not None and newest.attempt == self.events.attempt else None
+
+    def _values(self) -> tuple[dict[str, Metric], int | None, float | None]:
+        """(newest metrics, steps made, time of them), from metrics.jsonl."""
+        if self.metrics is not None:
+            return self.metrics.newest, self.metrics.step, self.metrics.time
+        told = ((name, metric(value)) for name, value in self._newest.items())
+        known: dict[str, Metric] = {name: value for name, value in told if value is not None}
+        step, when = known.pop("step", None), known.pop("time", None)
+        known.pop("schema", None)
+        return known, step if type(step) is int else None, finite(when)
+
+    def _made(self, now: float, state: str) -> Run:
+        record, events = self.record, self.events
+        values, step, when = self._values()
+        # A line is written when its step is done, and counts from 0.
+        done = step + 1 if step is not None else self._beaten()
+        total = values.get("total_steps")
+        total_steps = int(total) if isinstance(total, (int, float)) and 0 < total < 1 << 62 else None
+        plan = record.data.get("plan") or {}
+        command = record.data.get("command")
+        loss = values.get("loss", self._loss_of_ranks())
+        signs = [sign for sign in (events.last, when) if sign is not None]
+        return Run(
+            id=record.id,
+            name=record.name,
+            dir=record.dir,
+            user=record.user,
+            mine=record.mine,
+            state=state,
+            started=record.started,
+            updated=max(signs, default=None),
+            seconds=self._seconds(now, state),
+            world=record.ranks,
+            attempts=(events.attempt or 0) + 1 if events.attempt is not None else 0,
+            attempt=events.attempt,
+            restarts=dict(events.restarts),
+            step=done,
+            total_steps=total_steps,
+            loss=loss,
+            tokens_per_s=values.get("tokens_per_s"),
+            mfu=values.get("mfu"),
+            grad_norm=values.get("grad_norm"),
+            lr=values.get("lr"),
+            eta_s=self._eta(state, done, total_steps, values),
+            phase=self._phase(),
+            metrics=dict(values),
+            suspicion=events.suspicion if state in (RUNNING, UNKNOWN) else None,
+            verdict=record.verdict,
+            problem=self.metrics.problem if self.metrics is not None else "",
+            command=printable(" ".join(map(str, command)), 500) if isinstance(command, list) else "",
+            hosts=_hosts(plan, record),
+        )
+
+    def _beaten(self) -> int | None:
+        """Steps, of a script that writes no metrics: as its beats told, and at its end."""
+        steps = [step for step in self._of_ranks("step") if type(step) is int]
+        steps = [] if self.events.ended else steps
+        steps += [steps_ for _, steps_ in self.events.ended.values() if steps_]
+        return min(steps, default=None)
+
+    def _loss_of_ranks(self) -> Metric:
+        losses = (metric(one) for one in self._of_ranks("loss"))
+        return next((one for one in losses if one is not None), None)
+
+    def _of_ranks(self, name: str) -> tuple[Any, ...]:
+        columns = self.moment.ranks if self.moment is not None else self._columns
+        return columns.get(name, ())
+
+    def _phase(self) -> str:
+        """Of the lowest rank that is in one."""
+        known = self.moment.members.ranks if self.moment is not None else sorted(self.events.phases)
+        return next((phase for phase in map(self._phase_of, known) if phase), "")
+
+    def _phase_of(self, rank: int) -> str:
+        """The coordinator knows when one is over; the event is there sooner."""
+        entered, name = self.events.phases.get(rank, (0.0, ""))
+        if self.moment is None or entered > self.moment.time:
+            return name
+        return str(self.moment.of_rank(rank).get("phase") or "")
+
+    def _seconds(self, now: float, state: str) -> float | None:
+        """All starts of the run together, without the time between them. A start begins with the event "run"."""
+        starts = self.events.starts
+        if not starts:
+            return max(0.0, now - self.record.started) if state == RUNNING and self.record.started else None
+        if not self.record.mine:  # its first events may not have been read
+            return max(0.0, starts[-1][1] - self.record.started) if self.record.started else None
+        past = sum(max(0.0, end - begin) for begin, end in starts[:-1])
+        begin, end = starts[-1]
+        return past + max(0.0, (now if state == RUNNING else end) - begin)
+
+    def _eta(self, state: str, done: int | None, total: int | None, values: dict[str, Metric]) -> float | None:
+        if state != RUNNING or done is None or total is None:
+            return None
+        per_step = finite(values.get("seconds_per_step"))
+        if per_step is None and self.metrics is not None:
+            per_step = self.metrics.step_s
+        return max(0, total - done) * per_step if per_step is not None else None
+
+    def _closely(self, now: float, made: Run) -> dict[str, Any]:
+        assert self.metrics is not None
+        plan = self.record.data.get("plan") or {}
+        ranks = tuple(self._ranks(plan, now, made.state))
+        return {"ranks": ranks, "roles": _roles(ranks), "curve": tuple(self.curve("loss").points())}
+
+    def curve(self, name: str) -> Curve:
+        """Of a run that is watched; without points where it has no such metric."""
+        known = self.metrics.curves.get(name) if self.metrics is not None else None
+        if known is not None:
+            return known
+        return self._told if name == "loss" else Curve()
+
+    def _ranks(self, plan: dict[str, Any], now: float, state: str) -> list[Rank]:
+        told = plan.get("ranks")
+        here = self.record.launcher[2]
+        ranks: list[Rank] = []
+        for one in told[:_MOST_RANKS] if isinstance(told, list) else ():
+            if not isinstance(one, dict) or type(one.get("rank")) is not int:
+                continue
+            text = {name: one[name] if isinstance(one.get(name), str) else "" for name in ("role", "label", "host")}
+            role_rank = one["role_rank"] if type(one.get("role_rank")) is int else one["rank"]
+            gpu = one["gpu"] if isinstance(one.get("gpu"), str) else None
+            place = Rank(one["rank"], text["role"], role_rank, text["label"], text["host"] or here, gpu)
+            ranks.append(self._rank(place, now, state))
+        return ranks
+
+    def _rank(self, place: Rank, now: float, state: str) -> Rank:
+        events, moment, number = self.events, self.moment, place.rank
+        row = moment.of_rank(number) if moment is not None else {}
+        age = max(0.0, now - moment.time) if moment is not None and state == RUNNING else 0.0
+        code, steps = events.ended.get(number, (None, 0))
+        step = row.get("step") if type(row.get("step")) is int else None
+        aged = {name: finite(metric(row.get(name))) for name in ("beat_age", "collective_age")}
+        known: dict[str, Any] = {
+            "pid": events.up.get(number),
+            "state": self._state_of(number, row, state),
+            "exit_code": code,
+            "step": max(step or 0, steps) or step,
+            "step_s": finite(metric(row.get("step_s"))),
+            "waiting": finite(metric(row.get("waiting"))),
+            "phase": self._phase_of(number),
+            "memory": row.get("memory") if type(row.get("memory")) is int else None,
+            "loss": metric(row.get("loss")),
+            "recent": {name: self._recent_of_rank(name, number) for name in ("step_s", "waiting")},
+            **{name: None if value is None else value + age for name, value in aged.items()},
+        }
+        return replace(place, **known)
+
+    def _state_of(self, rank: int, row: dict[str, Any], state: str) -> str:
+        events = self.events
+        if rank in events.ended:
+            return "ended" if events.ended[rank][0] == 0 else "failed"
+        if rank not in events.up:
+            return "waiting" if state in (RUNNING, UNKNOWN) else "gone"
+        if state not in (RUNNING, UNKNOWN):
+            return "gone"
+        return "stopped" if str(row.get("state") or "") in ("T", "t") else "running"
+
+    def _recent_of_rank(self, name: str, rank: int) -> tuple[float | None, ...]:
+        found: list[float | None] = []
+        for moment in self.moments:
+            column, members = moment.ranks.get(name, ()), moment.members.ranks
+            # The ranks of a job are numbered without gaps.
+            at = rank - members[0] if members else -1
+            there = 0 <= at < len(members) and members[at] == rank and at < len(column)
+            found.append(finite(metric(column[at])) if there else None)
+        return tuple(found)
+
+
+def _roles(ranks: tuple[Rank, ...]) -> tuple[Role, ...]:
+    by_name: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_name.setdefault(rank.role, []).append(rank.rank)
+    return tuple(Role(name, len(members), tuple(members)) for name, members in by_name.items())
+
+
+def _hosts(plan: dict[str, Any], record: reader.Run) -> tuple[str, ...]:
+    told = plan.get("ranks")
+    names = (one.get("host") or record.launcher[2] for one in told or () if isinstance(one, dict))
+    known = dict.fromkeys(name for name in names if isinstance(name, str)) if isinstance(told, list) else {}
+    return tuple(known) or ((record.launcher[2],) if record.launcher[2] else ())
+
+
+def _stamp(run_dir: str, name: str) -> tuple[int, int, int] | None:
+    try:
+        about = os.stat(os.path.join(run_dir, name), follow_symlinks=False)
+    except OSError:
+        return None
+    return about.st_ino, about.st_mtime_ns, about.st_size
+
+
+class Remembering:
+    """reader.read, of folders that have changed since."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[tuple[Any, ...], reader.Run | None]] = {}
+
+    def __call__(self, run_dir: str, most: int) -> reader.Run | None:
+        names = (layout.RUN, layout.VERDICT, layout.EVENTS)  # where there is no verdict.json the events may hold it
+        stamp = (
+            *(_stamp(run_dir, name) for name in names),
+            _stamp(os.path.dirname(run_dir), os.path.basename(run_dir)),
+        )
+        known = self._known.get(run_dir)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        found = reader.read(run_dir, most)
+        self._known[run_dir] = stamp, found
+        return found
+
+    def forget(self, kept: set[str]) -> None:
+        for gone in self._known.keys() - kept:
+            del self._known[gone]

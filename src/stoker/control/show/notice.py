@@ -1,0 +1,200 @@
+"""One readable line about a run, sent to ntfy, Slack, Discord or by mail. A program of its own: a JSON object on stdin.
+
+Whatever fails becomes one line on stderr that names the service and its host, and never the rest of a URL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+from stoker.contract import redact
+from stoker.contract.names import Refusal
+from stoker.contract.shapes import Verdict
+from stoker.contract.untrusted import printable
+from stoker.control.record import reader
+from stoker.control.show.folder import RunFolder
+from stoker.control.show.snapshot import Run, finite
+
+_ANSWER_S = 10.0  # for a connection, and for each part of an answer
+_SUMMARY = 400  # characters
+_DISCORD = 2000  # characters it takes
+_TAGS = {"completed": "white_check_mark", "failed": "rotating_light"}  # else a warning sign
+
+
+class Failed(Exception):
+    """In words for the user."""
+
+
+def entry() -> None:
+    told = json.loads(sys.stdin.buffer.read())
+    verdict = Verdict.from_json(told["verdict"])
+    state = told["what"] if told["what"] == "restarting" else verdict.status
+    text = line(verdict, state, told["run_dir"])
+    kind, to = told["target"]["kind"], told["target"]["to"]
+    try:
+        if kind == "mail":
+            mail(to, text, verdict, state)
+        else:
+            post(kind, to, text, state)
+    except Failed as problem:
+        print(redact.whole(printable(str(problem))), file=sys.stderr)
+        sys.exit(1)
+
+
+def line(verdict: Verdict, state: str, run_dir: str) -> str:
+    """Run, state, step, loss, cause and how to look."""
+    run = _run(run_dir)
+    name = (run.name if run is not None else "") or verdict.run or "a run"
+    parts = [f"{name} {'is restarting' if state == 'restarting' else state}"]
+    if run is not None and run.step is not None:
+        total = f"/{run.total_steps}" if run.total_steps is not None else ""
+        parts.append(f"step {run.step}{total}")
+    if run is not None and run.loss is not None:
+        number = finite(run.loss)
+        parts.append(f"loss {run.loss if number is None else f'{number:.4g}'}")
+    if verdict.status != "completed":
+        parts.append(f"{printable(verdict.summary, _SUMMARY)} [{verdict.cause}]")
+    where = f"on {os.uname().nodename}"
+    look = f"{where}: stoker why {shlex.quote(os.path.abspath(run_dir))}" if run_dir else where
+    return redact.whole(printable("; ".join([*parts, look])))
+
+
+def _run(run_dir: str) -> Run | None:
+    """What its folder says now; a damaged one costs the step and the loss."""
+    if not run_dir:
+        return None
+    try:
+        record = reader.read(run_dir)
+    except (reader.Damaged, Refusal, OSError):
+        return None
+    return RunFolder(record).run(time.time(), watched=True) if record is not None else None
+
+
+# ---- by HTTP ----
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A message goes where the user said and nowhere else."""
+
+    def redirect_request(self, *_args: Any, **_more: Any) -> None:
+        return None
+
+
+def post(kind: str, url: str, text: str, state: str) -> None:
+    address = urllib.parse.urlsplit(url)
+    headers = {"User-Agent": "stoker"}
+    user, at, host = address.netloc.rpartition("@")
+    if at:
+        import base64
+
+        basic = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
+        headers["Authorization"] = f"Basic {basic}"
+        address = address._replace(netloc=host)
+    body, more = _body(kind, text, state)
+    request = urllib.request.Request(address.geturl(), body, {**headers, **more}, method="POST")
+    service = f"{kind} at {host}"
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=_ANSWER_S) as answer:
+            answer.read(1024)
+    except urllib.error.HTTPError as problem:
+        raise Failed(f"{service} answered {problem.code} {problem.reason}") from None
+    except urllib.error.URLError as problem:
+        raise Failed(f"{service} can't be reached: {problem.reason}") from None
+    except (OSError, ValueError) as problem:  # a connection that ends within the answer; a host that can't be one
+        raise Failed(f"{service}: {type(problem).__name__}: {problem}") from None
+
+
+def _body(kind: str, text: str, state: str) -> tuple[bytes, dict[str, str]]:
+    if kind == "slack":
+        escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        return json.dumps({"text": escaped}).encode(), {"Content-Type": "application/json"}
+    if kind == "discord":
+        # What a run printed may hold @everyone.
+        message = {"content": text[:_DISCORD], "allowed_mentions": {"parse": []}}
+        return json.dumps(message).encode(), {"Content-Type": "application/json"}
+    tags = {"Tags": _TAGS.get(state, "warning"), "Priority": "high" if state == "failed" else "default"}
+    return text.encode(), {"Content-Type": "text/plain; charset=utf-8", **tags}
+
+
+# ---- by mail ----
+
+
+def mail(to: str, text: str, verdict: Verdict, state: str) -> None:
+    from email.message import EmailMessage
+
+    message = EmailMessage()
+    message["To"] = to
+    message["Subject"] = f"stoker: {text.partition(';')[0]} [{verdict.cause}]"
+    fixes = [printable(fix) for fix in verdict.fix] if state not in ("completed", "restarting") else []
+    message.set_content(redact.whole("\n".join([text, *(f"→ {fix}" for fix in fixes)])) + "\n")
+    server = os.environ.get("STOKER_SMTP")
+    if server:
+        _by_smtp(server, message)
+    else:
+        _by_sendmail(to.split(","), message.as_bytes())
+
+
+def _by_sendmail(addresses: list[str], message: bytes) -> None:
+    import shutil
+    import subprocess
+
+    folders = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/lib"))
+    program = shutil.which("sendmail", path=folders)
+    if program is None:
+        raise Failed(
+            "mail: no sendmail program here; install one (msmtp-mta, postfix), or set"
+            " STOKER_SMTP=smtp://user:password@host:587"
+        )
+    try:
+        done = subprocess.run([program, "-i", *addresses], input=message, capture_output=True, timeout=25, check=False)
+    except subprocess.TimeoutExpired:
+        raise Failed("mail: sendmail did not end within 25 s") from None
+    except OSError as problem:
+        raise Failed(f"mail: {program}: {problem.strerror}") from None
+    if done.returncode:
+        said = done.stderr.decode("utf-8", "replace").strip()[-150:]
+        raise Failed(f"mail: sendmail ended with {done.returncode}: {said}")
+
+
+def _by_smtp(told: str, message: Any) -> None:
+    import smtplib
+    import ssl
+
+    address = urllib.parse.urlsplit(told if "://" in told else f"smtp://{told}")
+    host, user = address.hostname or "", urllib.parse.unquote(address.username or "")
+    service = f"mail: {host}"
+    try:
+        port = address.port
+    except ValueError:
+        port = -1
+    if address.scheme not in ("smtp", "smtps") or not host or port == -1:
+        raise Failed("mail: STOKER_SMTP is not smtp://user:password@host:587 or smtps://user:password@host:465")
+    message["From"] = user if "@" in user else f"stoker@{os.uname().nodename}"
+    secure = ssl.create_default_context()
+    try:
+        made: smtplib.SMTP
+        if address.scheme == "smtps":
+            made = smtplib.SMTP_SSL(host, port or 465, timeout=_ANSWER_S, context=secure)
+        else:
+            made = smtplib.SMTP(host, port or (587 if user else 25), timeout=_ANSWER_S)
+        with made:
+            made.ehlo_or_helo_if_needed()
+            encrypted = address.scheme == "smtps"
+            if not encrypted and made.has_extn("starttls"):
+                made.starttls(context=secure)
+                encrypted = True
+            if user:
+                if not encrypted:
+                    raise Failed(f"{service} offers no encryption: the password is not sent")
+                made.login(user, urllib.parse.unquote(address.password or ""))
+            made.send_message(message)
+    except (smtplib.SMTPException, OSError) as problem:
+        raise Failed(f"{service}: {type(problem).__name__}: {problem}") from None

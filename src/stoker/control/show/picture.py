@@ -1,0 +1,68 @@
+"""A curve as a PNG. matplotlib is imported here alone, and only when a picture is wanted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
+from stoker.contract.untrusted import printable
+from stoker.contract.wholefile import WholeFile
+from stoker.control.show.drawing import Line
+
+# Okabe and Ito's: told apart without red and green.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+_STYLES = ("-", "--", "-.", ":")  # nothing is told by colour alone
+_LOOK: Any = {
+    "axes.grid": True, "grid.color": "#d4d8dc", "grid.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+    "text.parse_math": False,  # a run may be called a_$b
+    "font.size": 11, "savefig.dpi": 130,
+}  # fmt: skip
+
+
+def there_is_matplotlib() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def write_png(path: str, lines: Sequence[Line], metric: str, *, log: bool = False) -> None:
+    """There whole or not at all."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as problem:
+        line = f"no picture: matplotlib can't be imported ({problem}); pip install matplotlib, or leave --png out"
+        raise Refusal(printable(line), EX_UNAVAILABLE) from problem
+    with matplotlib.rc_context(_LOOK):
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.subplots()
+        for number, one in enumerate(lines):
+            look: Any = {
+                "color": _COLOURS[number % len(_COLOURS)],
+                "linestyle": _STYLES[number // len(_COLOURS) % len(_STYLES)],
+            }
+            axes.plot([x for x, _ in one.points], [y for _, y in one.points], linewidth=1.4, label=one.name, **look)
+        axes.set_xlabel("step")
+        axes.set_ylabel(metric)
+        if log:
+            axes.set_yscale("log")
+        if len(lines) > 1:
+            axes.legend()
+        else:
+            axes.set_title(lines[0].name, loc="left", fontsize=11)
+        try:
+            with WholeFile(path, durable=False) as file:
+                figure.savefig(file, format="png", metadata={"Software": None})
+        except OSError as problem:
+            raise Refusal(f"{printable(path)} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
+
+
+def leave_picture(run_dir: str, lines: Sequence[Line], metric: str = "loss") -> str:
+    """loss.png in a finished run's folder, where matplotlib is installed. Returns its path, or ""."""
+    if not there_is_matplotlib():
+        return ""
+    path = os.path.join(run_dir, f"{metric}.png")
+    write_png(path, lines, metric)
+    return path

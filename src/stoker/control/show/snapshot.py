@@ -1,0 +1,192 @@
+"""The live snapshot: everything a viewer draws, at one moment, as frozen types with one JSON form.
+
+Units are bytes, seconds, watts, degrees Celsius, hertz and shares from 0 to 1; times are seconds since 1970. What is not
+known is None. A metric that is not a finite number is a word, as metrics.jsonl has it ("nan", "inf", "-inf"): `finite`
+gives the number, or None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from stoker.contract.shape import as_json, shape
+from stoker.contract.shapes import Verdict
+from stoker.contract.typed import Real, read_shape
+from stoker.control.machine.model import OFFLINE, OK, GpuGauges, Holder, HostGauges
+
+__all__ = ["OFFLINE", "OK", "GpuGauges", "Holder", "HostGauges"]  # and what is defined here
+
+SCHEMA = 1
+RUNNING, UNKNOWN, LOST, DAMAGED = "running", "unknown", "lost", "damaged"  # and a verdict's own states
+_WORDS = ("nan", "inf", "-inf")
+
+Metric = Real | str | None  # typed.py reads annotations as they are written: fields spell it out
+
+
+@shape
+class Suspicion:
+    """What the watch reported of a run and has not taken back."""
+
+    time: float
+    kind: str  # suspicion, straggler, numbers
+    cause: str  # an id of docs/verdicts.md
+    summary: str
+    rank: int | None = None
+    waiting: tuple[int, ...] = ()  # ranks that wait for it
+    silent_s: Real | None = None
+
+
+@shape
+class Slow:
+    """Joined: a slow rank, what its GPU or its host has that the others' don't, and what that costs the others."""
+
+    rank: int
+    label: str  # GPU0, host/GPU0
+    host: str
+    gpu: str | None  # uuid
+    cause: str  # slow.throttle, slow.cpu, slow.disk, slow.network, slow.memory ...: ids of docs/verdicts.md where it has one
+    because: str
+    wait_s: Real | None  # what each of the others waits a step
+    step_s: Real | None
+    since: float
+    summary: str  # one sentence with all of it
+
+
+@shape
+class Rank:
+    rank: int  # unique in the job
+    role: str
+    role_rank: int
+    label: str
+    host: str
+    gpu: str | None = None  # uuid
+    pid: int | None = None
+    state: str = "waiting"  # waiting, running, stopped, ended, failed, gone
+    exit_code: int | None = None
+    step: int | None = None
+    step_s: Real | None = None
+    waiting: Real | None = None  # share of its time that it waits for others in collectives
+    phase: str = ""
+    collective_age: Real | None = None  # since it entered the collective it has been in without a beat
+    beat_age: Real | None = None  # since its last sign of progress
+    memory: int | None = None  # resident, with its children
+    loss: Real | str | None = None
+    recent: Mapping[str, tuple[Real | None, ...]] = {}  # step_s, waiting: newest values, evenly spaced
+
+
+@shape
+class Role:
+    name: str
+    world: int
+    ranks: tuple[int, ...]
+
+
+@shape
+class Run:
+    """A row of the list. `ranks`, `roles`, `slow` and `curve` are filled in for runs that are watched (gather.py)."""
+
+    id: str
+    name: str
+    dir: str
+    user: str
+    mine: bool
+    state: str  # running, unknown (on another host), lost (no launcher, no verdict), damaged; a verdict's status
+    started: float
+    updated: float | None = None  # the newest sign of it
+    seconds: Real | None = None  # all starts together, without the time between
+    world: int = 0  # ranks
+    attempts: int = 0
+    attempt: int | None = None  # the newest
+    restarts: Mapping[str, int] = {}  # by cause
+    step: int | None = None
+    total_steps: int | None = None
+    loss: Real | str | None = None
+    tokens_per_s: Real | str | None = None
+    mfu: Real | str | None = None
+    grad_norm: Real | str | None = None
+    lr: Real | str | None = None
+    eta_s: Real | None = None
+    phase: str = ""
+    metrics: Mapping[str, Real | str | None] = {}  # the newest value of every metric it has written
+    suspicion: Suspicion | None = None
+    verdict: Verdict | None = None
+    problem: str = ""  # why its record is damaged, or what of it can't be read
+    command: str = ""
+    hosts: tuple[str, ...] = ()
+    roles: tuple[Role, ...] = ()
+    ranks: tuple[Rank, ...] = ()
+    slow: tuple[Slow, ...] = ()
+    curve: tuple[tuple[int, Real | str | None], ...] = ()  # (step, loss), thinned out
+
+    @property
+    def restarted(self) -> int:
+        return sum(self.restarts.values())
+
+
+@shape
+class Snapshot:
+    time: float
+    hosts: tuple[HostGauges, ...] = ()
+    gpus: tuple[GpuGauges, ...] = ()  # of all hosts, each with its processes
+    runs: tuple[Run, ...] = ()  # oldest first
+    root: str = ""  # the folder of the runs
+    others: int = 0  # folders of other users that were not looked into
+    problems: tuple[str, ...] = ()  # one line each
+    interval: Real | None = None  # seconds between two values of `recent`
+    schema: int = SCHEMA
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(as_json(self))
+
+    def run(self, run_id: str) -> Run | None:
+        return next((run for run in self.runs if run.id == run_id), None)
+
+    def host(self, name: str) -> HostGauges | None:
+        return next((host for host in self.hosts if host.name == name), None)
+
+    def gpu(self, host: str, uuid: str | None) -> GpuGauges | None:
+        """A uuid is the world's, but of a recorded machine two hosts may have the same."""
+        cards = [card for card in self.gpus if card.uuid == uuid and uuid]
+        return next((card for card in cards if card.host == host), cards[0] if cards else None)
+
+    def rank_on(self, card: GpuGauges) -> Iterator[tuple[Run, Rank]]:
+        for run in self.runs:
+            for rank in run.ranks if run.state == RUNNING else ():
+                if rank.gpu == card.uuid and rank.host == card.host:
+                    yield run, rank
+
+    @property
+    def processes(self) -> tuple[tuple[GpuGauges, Holder], ...]:
+        """(card, process on it), in the order of the cards."""
+        return tuple((card, one) for card in self.gpus for one in card.processes or ())
+
+
+def snapshot_from_json(data: Any) -> Snapshot:
+    """ValueError: it is none, or of another version."""
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise ValueError(f"not a snapshot of schema {SCHEMA}")
+    return read_shape(Snapshot, data)
+
+
+def metric(value: Any) -> Metric:
+    """A value of metrics.jsonl, a beat or a line, as a snapshot keeps it; None for what is no number."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, (int, float)):
+        number = as_float(value)
+        return value if math.isfinite(number) else str(number)
+    return value.lower() if isinstance(value, str) and value.lower() in _WORDS else None
+
+
+def as_float(value: float) -> float:
+    """An integer of 400 digits is JSON, too."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def finite(value: Metric) -> float | None:
+    return None if value is None or isinstance(value, str) else float(value)

@@ -1,0 +1,155 @@
+"""The hosts and their GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stoker.control.show.snapshot import GpuGauges, HostGauges
+from stoker.control.show.top.cells import (
+    ACCENT,
+    BAD,
+    DIM,
+    GOOD,
+    NONE,
+    PLAIN,
+    WARN,
+    Column,
+    Piece,
+    bar,
+    foreign,
+    gigabytes,
+    newest,
+    percent,
+)  # fmt: skip
+from stoker.control.show.top.hosts import draw_host
+from stoker.control.show.top.panel import GPUS, Index, Order, Panel, Row, Wish, ordered
+
+_HOT_C, _WARM_C = 85, 75  # where the card does not say where its own limit is
+_NEAR_C = 5  # degrees below its limit
+
+ORDERS = {
+    "u": Order("utilisation", lambda card: card.utilization),
+    "m": Order("memory", lambda card: card.memory_used),
+    "t": Order("temperature", lambda card: card.temperature),
+    "p": Order("power", lambda card: card.power),
+    "h": Order("host", lambda card: (card.host, card.index), down=False),
+}
+
+
+def gpus_panel(index: Index, wish: Wish) -> Panel:
+    """Each host, then its cards; sorted, the hosts come first and the cards' names include the host's."""
+    hosts = index.snapshot.hosts
+    kept, hidden = ordered(_cards(index), wish, ORDERS)
+    if wish.sort:
+        rows = (*(_host_row(host) for host in hosts if _shown(host, wish, kept)), *kept)
+    else:
+        rows = tuple(_grouped(hosts, kept, wish))
+    many = len(hosts) > 1 and bool(wish.sort)
+    return Panel(GPUS, _columns(index, many), rows, "no GPU here", hidden if not rows else 0)
+
+
+def _grouped(hosts: tuple[HostGauges, ...], kept: tuple[Row, ...], wish: Wish) -> Iterator[Row]:
+    by_host: dict[str, list[Row]] = {}
+    for row in kept:
+        by_host.setdefault(row.item.host, []).append(row)
+    for host in hosts:
+        mine = by_host.pop(host.name, [])
+        if mine or _shown(host, wish, ()):
+            yield _host_row(host)
+            yield from mine
+    for others in by_host.values():
+        yield from others
+
+
+def _shown(host: HostGauges, wish: Wish, kept: tuple[Row, ...]) -> bool:
+    mine = any(row.item.host == host.name for row in kept)
+    return mine or not wish.filter or wish.filter.lower() in f"{host.name} {host.state} {host.reason}".lower()
+
+
+def _cards(index: Index) -> Iterator[Row]:
+    for card in index.snapshot.gpus:
+        runs = " ".join(f"{run.name} {run.id}" for run, _ in index.owners(card))
+        words = " ".join(map(str, (card.host, card.label, card.name, *(card.throttle or ()), runs)))
+        yield Row(f"{card.host}/{card.uuid}", card, foreign(words).lower())
+
+
+def _host_row(host: HostGauges) -> Row:
+    return Row(f"host {host.name}", host, host.name.lower(), draw_host)
+
+
+def _columns(index: Index, with_host: bool) -> tuple[Column, ...]:
+    longest = max((len(_label(card, with_host)) for card in index.snapshot.gpus), default=4)
+    return (
+        Column("GPU", max(6, min(longest, 24) + 2), lambda card, width: (f"  {_label(card, with_host)}", PLAIN)),
+        Column("UTIL", 4, _utilization, right=True, order=1),
+        Column("", 10, lambda card, width: (bar(card.utilization, width), _busy(card)), order=7),
+        Column("MEMORY", 11, _memory, right=True, order=2),
+        Column("", 8, lambda card, width: (bar(_filled(card), width), _memory(card, width)[1]), order=8),
+        Column("TEMP", 5, _temperature, right=True, order=3),
+        Column("POWER", 10, _power, right=True, order=4),
+        Column("THROTTLE", 16, _throttle, order=2),
+        Column("RUN", 12, lambda card, width: _run(index, card), order=5),
+        Column("UTILISATION", 0, _history, order=6),
+        Column("NAME", 22, lambda card, width: (foreign(card.name or NONE), DIM), order=9),
+    )
+
+
+def _label(card: GpuGauges, with_host: bool) -> str:
+    return foreign(f"{card.host}/{card.label}" if with_host else card.label)
+
+
+def _busy(card: GpuGauges) -> str:
+    return GOOD if (card.utilization or 0) >= 0.5 else PLAIN
+
+
+def _utilization(card: GpuGauges, width: int) -> Piece:
+    return ("ERR", BAD) if card.error else (percent(card.utilization), _busy(card))
+
+
+def _filled(card: GpuGauges) -> float | None:
+    return card.memory_used / card.memory_total if card.memory_used is not None and card.memory_total else None
+
+
+def _memory(card: GpuGauges, width: int) -> Piece:
+    return gigabytes(card.memory_used, card.memory_total), WARN if (_filled(card) or 0) > 0.95 else PLAIN
+
+
+def _temperature(card: GpuGauges, width: int) -> Piece:
+    if card.temperature is None:
+        return NONE, DIM
+    hot = card.temperature_slowdown - _NEAR_C if card.temperature_slowdown else _HOT_C
+    warm = hot - (_HOT_C - _WARM_C)
+    style = WARN if card.temperature >= warm else PLAIN
+    return f"{card.temperature}°C", BAD if card.temperature >= hot else style
+
+
+def _power(card: GpuGauges, width: int) -> Piece:
+    if card.power is None:
+        return NONE, DIM
+    limit = "" if card.power_limit is None else f"/{card.power_limit:.0f}"
+    return f"{card.power:.0f}{limit} W", PLAIN
+
+
+def _throttle(card: GpuGauges, width: int) -> Piece:
+    if card.error:
+        return foreign(card.error), BAD
+    if card.throttle is None:
+        return NONE, DIM
+    return (foreign(", ".join(card.throttle)), BAD) if card.throttle else ("", PLAIN)
+
+
+def _run(index: Index, card: GpuGauges) -> Piece:
+    owners = index.owners(card)
+    if owners:
+        run, rank = owners[0]
+        more = f" +{len(owners) - 1}" if len(owners) > 1 else ""
+        return f"r{rank.rank} {foreign(run.name or run.id)}{more}", ACCENT
+    holders = card.processes or ()
+    if not holders:
+        return "", PLAIN
+    user = holders[0].user or f"pid {holders[0].pid}"
+    return foreign(user) + (f" +{len(holders) - 1}" if len(holders) > 1 else ""), DIM
+
+
+def _history(card: GpuGauges, width: int) -> Piece:
+    return newest(card.recent.get("utilization", ()), width, top=1.0), ACCENT

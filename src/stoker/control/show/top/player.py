@@ -1,0 +1,96 @@
+"""`stoker top --replay RUN`: the moments of a run's history one after the other, at any speed."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from typing import Any
+
+from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.quantities import span
+from stoker.contract.shape import replace
+from stoker.contract.untrusted import printable
+from stoker.control.record import reader
+from stoker.control.record.history import Moment
+from stoker.control.show.folder import RECENT
+from stoker.control.show.gather import GPU_SERIES, HOST_SERIES
+from stoker.control.show.replay import Replay
+from stoker.control.show.snapshot import RUNNING, UNKNOWN, Snapshot, finite, metric
+from stoker.control.show.top.view import BACK, FASTER, FORTH, PAUSE, SLOWER
+
+_SPEED = 10.0  # seconds of the run in a second
+_FASTEST, _SLOWEST = 4096.0, 0.25
+_SEEK_S, _SEEK_SHARE = 30.0, 0.02
+
+
+class Player:
+    def __init__(self, record: reader.Run, interval: float) -> None:
+        self.interval = interval
+        self._record, self._replay = record, Replay(record)
+        self._moments = self._replay.moments
+        if not self._moments:
+            line = f"run {printable(record.id)} has no history: one is recorded from a run's first seconds on"
+            raise Refusal(line, EX_NOINPUT)
+        self._times = [moment.time for moment in self._moments]
+        self._at = self._times[0]  # of the run's own clock
+        self._looked: float | None = None
+        self._speed = _SPEED
+        self._held = False
+
+    def look(self, watched: tuple[str, ...]) -> Snapshot:
+        now = time.monotonic()
+        if self._looked is not None and not self._held:
+            self._go(self._at + (now - self._looked) * self._speed)
+        self._looked = now
+        return self._snapshot(max(0, bisect.bisect_right(self._times, self._at) - 1))
+
+    def look_once(self) -> Snapshot:
+        return self._snapshot(len(self._moments) - 1)
+
+    def seek(self, what: str) -> str:
+        step = max(_SEEK_S, (self._times[-1] - self._times[0]) * _SEEK_SHARE)
+        if what == PAUSE:
+            self._held = not self._held
+        elif what in (FASTER, SLOWER):
+            self._speed = max(_SLOWEST, min(_FASTEST, self._speed * (2.0 if what == FASTER else 0.5)))
+        elif what in (BACK, FORTH):
+            self._go(self._at + (step if what == FORTH else -step))
+        return self.status
+
+    @property
+    def status(self) -> str:
+        done, whole = self._at - self._times[0], self._times[-1] - self._times[0]
+        held = ", held" if self._held else ""
+        return f"replay {span(max(0.0, done))} of {span(max(0.0, whole))}, {self._speed:g}×{held}"
+
+    def close(self) -> None:
+        return None
+
+    def _go(self, to: float) -> None:
+        self._at = max(self._times[0], min(self._times[-1], to))
+
+    def _snapshot(self, number: int) -> Snapshot:
+        """The last moment has how the run ended, too."""
+        made = self._replay.snapshot(number)
+        past = self._moments[max(0, number - RECENT + 1) : number + 1]
+        hosts = tuple(replace(host, recent=_recent(past, "hosts", host.name, HOST_SERIES)) for host in made.hosts)
+        gpus = tuple(
+            replace(card, recent=_recent(past, "gpus", (card.host, card.uuid), GPU_SERIES)) for card in made.gpus
+        )
+        runs = made.runs
+        if number == len(self._moments) - 1:
+            state = reader.status(self._record)
+            over = {} if state in (RUNNING, UNKNOWN) else {"suspicion": None, "slow": ()}
+            runs = tuple(replace(run, state=state, verdict=self._record.verdict, **over) for run in runs)
+        return replace(made, hosts=hosts, gpus=gpus, runs=runs)
+
+
+def _recent(past: list[Moment], part: str, key: Any, names: tuple[str, ...]) -> dict[str, tuple[float | None, ...]]:
+    """`part`: gpus or hosts. Its newest values, None for a moment it was not there."""
+    found: dict[str, list[float | None]] = {name: [] for name in names}
+    for moment in past:
+        members, columns = getattr(moment.members, part), getattr(moment, part)
+        at = members.index(key) if key in members else -1
+        for name, values in found.items():
+            values.append(finite(metric(columns[name][at])) if at >= 0 and name in columns else None)
+    return {name: tuple(values) for name, values in found.items()}

@@ -1,0 +1,109 @@
+"""The run that is looked at: numbers, what is wrong with it, and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stoker.contract.quantities import counted, span
+from stoker.control.show.drawing import short
+from stoker.control.show.snapshot import RUNNING, Run, finite
+from stoker.control.show.top.cells import (
+    BAD,
+    BOLD,
+    DIM,
+    GOOD,
+    PLAIN,
+    WARN,
+    Line,
+    Piece,
+    clock,
+    fit,
+    foreign,
+    joined,
+    number,
+    percent,
+    wrapped,
+)  # fmt: skip
+from stoker.control.show.top.curve import curve_lines
+from stoker.control.show.top.runs import state_style, steps
+
+CURVE = 8  # lines of a curve that has room
+_LEAST_CURVE = 4
+_SENTENCE = 3  # lines of one explanation
+
+
+def run_head(run: Run | None) -> str:
+    return "RUN" if run is None else f"RUN {foreign(run.name or run.id)}"
+
+
+def run_lines(run: Run | None, width: int, height: int) -> list[Line]:
+    """At most `height` lines. What is wrong comes before the curve."""
+    if run is None:
+        return [fit([("no run yet: `stoker run train.py` starts one", DIM)], width)][:height]
+    lines = [*_numbers(run, width), *_troubles(run, width)][:height]
+    room = height - len(lines)
+    if room >= _LEAST_CURVE:
+        lines += curve_lines(run.curve, width, room)
+    return lines
+
+
+def run_height(run: Run | None, width: int) -> int:
+    """What it takes to show all of it."""
+    return run_words(run, width) + (CURVE if run is not None and run.curve else 0)
+
+
+def run_words(run: Run | None, width: int) -> int:
+    """Lines without the curve."""
+    return 1 if run is None else sum(1 for _ in (*_numbers(run, width), *_troubles(run, width)))
+
+
+def _numbers(run: Run, width: int) -> Iterator[Line]:
+    restarts = counted(run.restarted, "restart")
+    causes = ", ".join(f"{foreign(cause)} ×{count}" for cause, count in run.restarts.items())
+    ranks = counted(run.world, "rank")
+    where = f" on {counted(len(run.hosts), 'host')}" if len(run.hosts) > 1 else ""
+    first: list[Piece | None] = [
+        (foreign(run.state), state_style(run)),
+        (span(run.seconds), PLAIN) if run.seconds is not None else None,
+        (f"{ranks}{where}", PLAIN),
+        (f"{restarts} ({causes})", WARN) if run.restarted else None,
+        (f"phase {foreign(run.phase)}", DIM) if run.phase else None,
+        (f"of {foreign(run.user)}", DIM) if not run.mine else None,
+        (foreign(run.command), DIM),
+    ]
+    yield fit(joined(first), width)
+    done = f" {run.step / run.total_steps:.0%}" if run.step is not None and run.total_steps else ""
+    loss_style = BAD if isinstance(run.loss, str) else BOLD
+    optional = (("lr", run.lr), ("grad", run.grad_norm))
+    second: list[Piece | None] = [
+        (f"step {steps(run)}{done}", PLAIN) if run.step is not None else None,
+        (f"loss {number(run.loss)}", loss_style) if run.loss is not None else None,
+        (f"{short(run.tokens_per_s)} tokens/s", PLAIN) if run.tokens_per_s is not None else None,
+        (f"ETA {clock(run.eta_s)}", GOOD) if run.eta_s is not None else None,
+        (f"MFU {percent(finite(run.mfu))}", PLAIN) if run.mfu is not None else None,
+        *((f"{name} {_short(value)}", DIM) for name, value in optional if value is not None),
+    ]
+    if any(second):
+        yield fit(joined(second), width)
+
+
+def _short(value: float | str) -> str:
+    return foreign(value) if isinstance(value, str) else f"{value:.3g}"
+
+
+def _troubles(run: Run, width: int) -> Iterator[Line]:
+    if run.problem:
+        yield from _sentence(f"damaged: {run.problem}", width, BAD)
+    for one in run.slow[:2]:
+        yield from _sentence(one.summary, width, BAD)
+    suspicion = run.suspicion
+    # A straggler's suspicion says what `slow` says, with less.
+    if suspicion is not None and not (run.slow and suspicion.kind == "straggler"):
+        yield from _sentence(f"suspicion: {suspicion.summary}", width, WARN)
+    if run.verdict is not None and run.state != RUNNING:
+        style = PLAIN if run.verdict.status == "completed" else BAD
+        yield from _sentence(run.verdict.summary, width, style)
+
+
+def _sentence(text: str, width: int, style: str) -> list[Line]:
+    return [fit(line, width) for line in wrapped(foreign(text), width, style, _SENTENCE)]

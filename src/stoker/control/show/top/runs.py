@@ -1,0 +1,84 @@
+"""The table of runs."""
+
+from __future__ import annotations
+
+import time
+
+from stoker.contract.quantities import span
+from stoker.control.show.drawing import short
+from stoker.control.show.snapshot import DAMAGED, LOST, RUNNING, UNKNOWN, Run, finite
+from stoker.control.show.top.cells import ACCENT, BAD, DIM, GOOD, NONE, PLAIN, WARN, Column, Piece, foreign, number
+from stoker.control.show.top.panel import RUNS, Index, Order, Panel, Row, Wish, ordered
+
+RUN_ORDERS = {
+    "d": Order("date", lambda run: run.started),
+    "s": Order("step", lambda run: run.step),
+    "l": Order("loss", lambda run: finite(run.loss), down=False),
+    "k": Order("tokens/s", lambda run: finite(run.tokens_per_s)),
+    "t": Order("time", lambda run: run.seconds),
+    "e": Order("state", lambda run: run.state, down=False),
+}
+_BROKEN = ("failed", LOST, DAMAGED, "hang")
+
+
+def runs_panel(index: Index, wish: Wish, chosen: str) -> Panel:
+    """Newest first."""
+    found = reversed(index.snapshot.runs)
+    kept, hidden = ordered((Row(run.id, run, _run_text(run)) for run in found), wish, RUN_ORDERS)
+    columns = (
+        Column("RUN", 26, lambda run, width: (foreign(run.name or run.id), ACCENT if run.id == chosen else PLAIN)),
+        Column("STATE", 10, _run_state, order=1),
+        Column("STEP", 13, lambda run, width: (steps(run), PLAIN), 2, True),
+        Column("LOSS", 9, lambda run, width: (number(run.loss), _loss(run)), 2, True),
+        Column("TOKENS/S", 8, lambda run, width: (short(run.tokens_per_s), PLAIN), 4, True),
+        Column("TIME", 12, lambda run, width: (span(run.seconds) if run.seconds is not None else NONE, PLAIN), 5, True),
+        Column("USER", 10, lambda run, width: (foreign(run.user), PLAIN if run.mine else DIM), 7),
+        Column("DATE", 12, lambda run, width: (_date(run.started), DIM), 6),
+        Column("WHAT", 0, _what, order=8, least=14),
+    )
+    folder = foreign(index.snapshot.root or "the folder of runs")
+    return Panel(RUNS, columns, kept, f"no runs in {folder}", hidden)
+
+
+def steps(run: Run) -> str:
+    if run.step is None:
+        return NONE
+    return f"{run.step}/{run.total_steps}" if run.total_steps else str(run.step)
+
+
+def _run_text(run: Run) -> str:
+    cause = run.verdict.cause if run.verdict is not None else ""
+    return foreign(" ".join((run.id, run.name, run.state, run.user, cause or "", *run.hosts))).lower()
+
+
+def state_style(run: Run) -> str:
+    if run.state == RUNNING:
+        return WARN if run.suspicion is not None else GOOD
+    if run.state in _BROKEN:
+        return BAD
+    return WARN if run.state == UNKNOWN else PLAIN
+
+
+def _run_state(run: Run, width: int) -> Piece:
+    return foreign(run.state), state_style(run)
+
+
+def _loss(run: Run) -> str:
+    return BAD if isinstance(run.loss, str) else PLAIN
+
+
+def _what(run: Run, width: int) -> Piece:
+    if run.problem:
+        return foreign(run.problem), BAD
+    if run.suspicion is not None:
+        return foreign(run.suspicion.summary), WARN
+    cause = run.verdict.cause if run.verdict is not None and run.verdict.status != "completed" else ""
+    return foreign(cause or ""), DIM
+
+
+def _date(when: float) -> str:
+    """A clock that was set wrong may have written any number."""
+    try:
+        return time.strftime("%d %b %H:%M", time.localtime(when)) if when else NONE
+    except (OverflowError, OSError, ValueError):
+        return NONE

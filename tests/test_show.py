@@ -1,0 +1,504 @@
+"""What viewers draw: the snapshot of real runs and recorded folders, the history a coordinator writes, curves and lists."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Stoker, wait_for
+from stoker.contract.shape import replace
+from stoker.control.machine.gauges import Gauges, HostMeter
+from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
+from stoker.control.record import history, reader
+from stoker.control.record.history import HistoryTail, HistoryWriter, Members, Moment
+from stoker.control.show.comparison import differing, noise
+from stoker.control.show.curves import Curve, MetricsTail, newest_line
+from stoker.control.show.drawing import Line, chart, columns_of, fitted, short, sparkline
+from stoker.control.show.folder import RunFolder
+from stoker.control.show.gather import Gatherer
+from stoker.control.show.joined import late_rank, why_card, why_host
+from stoker.control.show.replay import Replay
+from stoker.control.show.snapshot import Rank, Run, Snapshot, snapshot_from_json
+from stoker.control.watch.straggler import waiting_shares
+
+MACHINES = Path(__file__).parent / "machines"
+BEATS = """
+import os, sys, time, stoker
+for step in range(int(sys.argv[1])):
+    stoker.beat(step=step + 1, loss=3.0 / (step + 1))
+    time.sleep(0.1)
+if len(sys.argv) > 2:
+    stoker.phase("eval")
+    while not os.path.exists(sys.argv[2]):
+        time.sleep(0.05)
+"""
+
+
+def metrics_file(run_dir: Path, losses: list[Any], **more: Any) -> None:
+    lines = [
+        json.dumps({"schema": 1, "time": 1e9 + step, "step": step, "total_steps": 100, "loss": loss, **more})
+        for step, loss in enumerate(losses)
+    ]
+    (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def same_in_json(snapshot: Snapshot) -> Snapshot:
+    """No NaN, nothing that JSON has not, and the same when it is read again."""
+    again = snapshot_from_json(json.loads(json.dumps(snapshot.to_json(), allow_nan=False)))
+    assert again == snapshot
+    return snapshot
+
+
+@pytest.fixture
+def finished(stoker: Stoker) -> Stoker:
+    """One run of 2 ranks and 3 steps."""
+    script = stoker.script("train.py", BEATS)
+    assert stoker("run", "--nproc-per-node", "2", "--name", "exp", script, "3").code == 0
+    return stoker
+
+
+# ---- a run that is under way, its history ----
+
+
+def test_a_running_job_is_seen_with_ranks_cards_and_hosts(stoker: Stoker, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = str(MACHINES / "hot-and-narrow.json")
+    monkeypatch.setenv("STOKER_MACHINE", machine)
+    script = stoker.script("train.py", BEATS)
+    go = stoker.cwd / "go"
+    env = {"STOKER_MACHINE": machine}
+    job = stoker.start("run", "--nproc-per-node", "2", script, "10", str(go), env=env)
+    gatherer = Gatherer(str(stoker.cwd / "runs"))
+
+    def seen() -> Snapshot | None:
+        snapshot = same_in_json(gatherer.snapshot())
+        ready = snapshot.runs and snapshot.runs[0].phase == "eval" and snapshot.runs[0].ranks[1].memory
+        return snapshot if ready else None
+
+    snapshot = wait_for(seen, 60.0)
+    go.touch()
+    assert job.wait(60) == 0
+    (run,) = snapshot.runs
+    assert (run.state, run.step, run.loss, run.world, run.attempts) == ("running", 10, 0.3, 2, 1)
+    assert [(rank.rank, rank.state, rank.step, rank.phase) for rank in run.ranks] == [
+        (n, "running", 10, "eval") for n in (0, 1)
+    ]
+    assert run.roles[0].ranks == (0, 1) and run.curve[-1] == (10, 0.3) and run.ranks[0].pid
+    cards = {card.uuid: card for card in snapshot.gpus}
+    hot = cards[run.ranks[0].gpu or ""]
+    assert (
+        hot.temperature == 92 and hot.throttle == ("hardware thermal slowdown",) and hot.recent["temperature"][-1] == 92
+    )
+    assert snapshot.hosts[0].cores == 8 and snapshot.hosts[0].state == "OK"
+    ended = gatherer.snapshot([run.id]).runs[0]
+    assert (ended.state, ended.step) == ("completed", 10)
+    assert [rank.state for rank in ended.ranks] == ["ended", "ended"]
+    moments = history.read_history(run.dir)
+    assert moments[-1].of_rank(1)["step"] == 10 and moments[-1].attempt == 0
+    replay = Replay(record := reader.read(run.dir))  # type: ignore[arg-type]
+    assert record is not None and len(replay.moments) == len(moments)
+    last = same_in_json(replay.snapshot(len(moments) - 1)).runs[0]
+    first = same_in_json(replay.snapshot(0)).runs[0]
+    assert (last.step, last.loss, last.phase, last.state) == (10, 0.3, "eval", "running") and first.ranks[
+        0
+    ].state == "running"
+    assert replay.snapshot(len(moments) - 1).gpus[0].temperature == 92
+    where = moments[-1].members.gpus[0]
+    assert moments[-1].of_gpu(*where)["throttle"] == ["hardware thermal slowdown"]
+
+
+def test_a_short_job_has_no_history(finished: Stoker) -> None:
+    assert not (finished.latest / "history").exists()
+
+
+def moment(at: float, ranks: int = 2, attempt: int = 0, **columns: Any) -> Moment:
+    members = Members(tuple(range(ranks)), (("here", "GPU-1"),), ("here",))
+    step = {"step": tuple(int(at) for _ in range(ranks)), **columns}
+    return Moment(at, attempt, members, step, {"power": (at,), "throttle": (("power cap",) if at == 10 else (),)}, {})
+
+
+class Folder:
+    def __init__(self, path: Path) -> None:
+        self.path, self.lost = path, list[Any]()
+        self.handle = os.open(path, os.O_RDONLY)
+
+    def writer(self) -> HistoryWriter:
+        return HistoryWriter(self.handle, lambda *told: self.lost.append(told))
+
+
+def test_history_is_bounded_and_thinned_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(history.TIERS, "seconds", (2.0, 50))
+    folder = Folder(tmp_path)
+    writer, tail, followed = folder.writer(), HistoryTail(str(tmp_path)), []
+    for at in range(0, 1000, 2):
+        writer.write(moment(float(at)))
+        if at % 62 == 0:
+            followed += tail.new()
+    writer.close()
+    followed += tail.new()
+    assert [one.time for one in followed] == [float(at) for at in range(0, 1000, 2)]  # turned over ten times meanwhile
+    kept = history.read_history(str(tmp_path))
+    assert 50 <= len(kept) <= 100 and kept[-1].time == 998.0
+    minutes = history.read_history(str(tmp_path), "minutes")
+    assert [one.time for one in minutes[:2]] == [58.0, 118.0]
+    assert minutes[0].of_rank(0)["step"] == 58 and minutes[0].of_gpu("here", "GPU-1") == {
+        "power": 29.0,
+        "throttle": ["power cap"],
+    }
+    whole = history.whole_history(str(tmp_path))
+    assert [one.time for one in whole] == sorted({one.time for one in whole}) and whole[0].time < kept[0].time
+    assert not folder.lost
+
+
+def test_history_goes_on_after_a_crash_and_a_change_of_members(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    first = folder.writer()
+    first.write(moment(2.0))
+    path = tmp_path / "history" / "seconds.jsonl"
+    with path.open("ab") as file:
+        file.write(b'{"schema":1,"time":4.0,"att')  # torn
+    second = folder.writer()
+    second.write(moment(6.0, ranks=3, attempt=1))
+    with path.open("ab") as file:  # of a stranger: no members for so many, not JSON, another version, deep
+        file.write(b'{"schema":1,"time":7.0,"attempt":1,"ranks":{"step":[1]},"gpus":{},"hosts":{}}\nnonsense\n')
+        file.write(b'{"schema":9,"time":8.0}\n' + b"[" * 50_000 + b"\n")
+    read = history.read_history(str(tmp_path))
+    assert [(one.time, one.attempt, len(one.members.ranks)) for one in read] == [(2.0, 0, 2), (6.0, 1, 3)]
+    assert history.newest_columns(str(tmp_path))["step"] == (1,)
+
+
+def test_a_history_that_cannot_be_written_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "history").write_text("a file in its place")
+    folder = Folder(tmp_path)
+    folder.writer().write(moment(2.0))
+    assert folder.lost[0][0] == "history/seconds.jsonl" and isinstance(folder.lost[0][2], OSError)
+
+
+# ---- folders as they are found ----
+
+
+def test_damaged_half_written_and_deleted_folders_are_shown_as_they_are(finished: Stoker) -> None:
+    root = finished.cwd / "runs"
+    good = finished.latest
+    for name in ("cut", "no-json", "half", "nan", "gone"):
+        shutil.copytree(good, root / name)
+    (root / "cut" / "run.json").write_bytes((good / "run.json").read_bytes()[:200])
+    (root / "no-json" / "run.json").write_text("[]")
+    for name in ("events.jsonl", "verdict.json"):
+        (root / "half" / name).write_bytes((good / name).read_bytes()[:-20])
+    with (root / "half" / "events.jsonl").open("ab") as events:
+        events.write(
+            b"\n\xff\xfe\n[1, 2]\n"
+            + b'{"event": "rank-exit", "rank": "x", "time": "y"}\n{"event": "attempt", "attempt": {}, "time": 1}\n'
+        )
+    metrics_file(root / "nan", [5.0, "nan", float("1e400"), 4.0, "inf"], tokens_per_s=10**400)
+    (root / "nan" / "history").symlink_to("/etc")
+    (root / "empty").mkdir()
+    gatherer = Gatherer(str(root))
+    snapshot = same_in_json(gatherer.snapshot([name.name for name in root.iterdir()]))
+    states = {run.id: run.state for run in snapshot.runs}
+    assert states["cut"] == states["no-json"] == "damaged" and "empty" not in states
+    assert {states[name] for name in ("half", "nan", "gone")} <= {"completed", "lost"}
+    damaged = snapshot.run("cut")
+    assert damaged is not None and "not JSON" in damaged.problem
+    odd = snapshot.run("nan")
+    assert odd is not None and (odd.step, odd.loss, odd.tokens_per_s) == (5, "inf", "inf")
+    assert odd.curve == ((0, 5.0), (1, "nan"), (2, "inf"), (3, 4.0), (4, "inf"))
+    shutil.rmtree(root / "gone")
+    assert gatherer.snapshot(["gone"]).run("gone") is None
+    shutil.rmtree(root)
+    assert gatherer.snapshot().runs == ()
+
+
+def test_a_clock_that_was_set_back_gives_no_negative_times(finished: Stoker) -> None:
+    events = finished.latest / "events.jsonl"
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    lines[-1]["time"] = 1.0
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run,) = Gatherer(str(finished.cwd / "runs")).snapshot().runs
+    assert run.seconds == 0.0
+    tail = MetricsTail(str(finished.latest))
+    metrics_file(finished.latest, [3.0, 2.0, 1.0])
+    assert tail.look() and tail.step_s == 1.0
+
+
+def test_only_what_is_new_is_read(tmp_path: Path) -> None:
+    metrics_file(tmp_path, [1.0 / (step + 1) for step in range(100_000)])
+    tail = MetricsTail(str(tmp_path))
+    assert tail.look() and len(tail.curves["loss"].steps) == 100_000 and not tail.look()
+    before = tail._at
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 100000, "loss": 7.0}\n{"step": 100001, "lo')
+    assert tail.look() and tail.newest["loss"] == 7.0 and tail._at == before + 30
+    points = tail.curves["loss"].points(300)
+    assert len(points) <= 320 and points[0] == (0, 1.0) and points[-1] == (100_000, 7.0)
+    (tmp_path / "metrics.jsonl").unlink()
+    metrics_file(tmp_path, [9.0])  # resumed: replaced as a whole
+    assert tail.look() and list(tail.curves["loss"].values) == [9.0]
+    assert newest_line(str(tmp_path))["loss"] == 9.0
+
+
+def test_finished_runs_are_not_read_again(finished: Stoker, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = finished.cwd / "runs"
+    for number in range(20):
+        shutil.copytree(finished.latest, root / f"copy-{number}")
+    gatherer = Gatherer(str(root), machine=False)
+    assert len(gatherer.snapshot().runs) == 21
+    opened: list[str] = []
+    monkeypatch.setattr("stoker.control.record.reader.open_in", lambda *names: opened.append(str(names)))
+    assert len(gatherer.snapshot().runs) == 21 and opened == []
+
+
+# ---- who is slow, and why ----
+
+
+def rank(number: int, **more: Any) -> Rank:
+    return Rank(
+        number, "main", number, f"GPU{number}", more.pop("host", "here"), f"GPU-{number}", state="running", **more
+    )
+
+
+def test_the_slow_rank_its_card_and_what_the_others_wait(finished: Stoker) -> None:
+    from stoker.control.show.joined import slow_ranks
+
+    record = reader.load(str(finished.latest))
+    assert record is not None
+    folder = RunFolder(record)
+    ranks = tuple(rank(n, waiting=0.05 if n == 2 else 0.43, step_s=2.1) for n in range(4))
+    run = Run("exp", "exp", "", "me", True, "running", 1.0, ranks=ranks)
+    cards = [GpuGauges(n, f"GPU-{n}", host="here", throttle=("power cap",)) for n in range(4)]
+    cards[2] = replace(cards[2], throttle=("power cap", "hardware thermal slowdown"), temperature=93)
+    (slow,) = slow_ranks(run, folder, [HostGauges("here", cpu=1.0)], cards)
+    assert (slow.rank, slow.gpu, slow.cause) == (2, "GPU-2", "slow.throttle")
+    why = "its GPU's clock is held down: hardware thermal slowdown at 93 °C"
+    assert slow.summary == f"rank 2 (GPU2) is slow because {why}; the others wait 0.9 s of each 2.1 s step"
+    (unknown,) = slow_ranks(run, folder, [HostGauges("here", cpu=1.0)], [])  # all ranks share that host
+    assert unknown.cause == "slow.unknown"
+    folder.events.slow[2] = {
+        "cause": "slow.data",
+        "time": 5.0,
+        "wait_s": 0.5,
+        "step_s": 1.0,
+        "summary": "rank 2 (GPU2) is slow because it waits for its data loader; the others wait 0.5 s of each 1 s step",
+    }
+    (told,) = slow_ranks(run, folder, [], [])
+    assert (told.cause, told.because, told.wait_s, told.since) == (
+        "slow.data",
+        "it waits for its data loader",
+        0.5,
+        5.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("gauges", "cause"),
+    [
+        ({"pressure_io": 0.8, "disk_read": 2e8}, "slow.disk"),
+        ({"pressure_memory": 0.6}, "slow.memory"),
+        ({"cpu": 0.99, "cores": 8}, "slow.cpu"),
+        ({"received": 1.2e9, "sent": 1.0, "link": 1.25e9}, "slow.network"),
+        ({"cpu": 0.5}, ""),
+    ],
+)
+def test_a_host_is_blamed_for_what_the_others_have_not(gauges: dict[str, Any], cause: str) -> None:
+    others = [HostGauges("b", cpu=0.1, pressure_io=0.0, pressure_memory=0.0, received=1.0, link=1.25e9)]
+    found, because = why_host(HostGauges("a", **gauges), others)
+    assert found == cause and ("its host a" in because) == bool(cause)
+    assert why_host(HostGauges("a", **gauges), [HostGauges("b", **gauges)]) == ("", "")
+
+
+def test_nobody_is_late_where_all_wait_alike_or_somebody_is_unknown() -> None:
+    assert late_rank([rank(0, waiting=0.3), rank(1, waiting=0.31)]) is None
+    assert late_rank([rank(0, waiting=0.01), rank(1, waiting=0.31), rank(2)]) is None
+    assert (
+        why_card(
+            GpuGauges(0, "a", pcie_width=4, pcie_width_max=16), [GpuGauges(1, "b", pcie_width=16, pcie_width_max=16)]
+        )
+        != ""
+    )
+
+
+def test_shares_of_waiting_from_the_times_of_entry() -> None:
+    """Steps of 1 s; rank 1 enters 0.4 s later than rank 0. A rank that runs ahead is in several at once, and waits once."""
+    second = 10**9
+    early = [["0", n, n * second, "gloo"] for n in range(11)]
+    late = [["0", n, n * second + 4 * second // 10, "gloo"] for n in range(11)]
+    assert waiting_shares({0: early, 1: late}) == {0: 0.4, 1: 0.0}
+    ahead = [["0", n, n * second // 100, "nccl"] for n in range(11)]
+    assert waiting_shares({0: ahead, 1: late}) == {0: 1.0, 1: 0.0}
+    assert waiting_shares({0: early}) == {}
+
+
+def test_this_host_is_read_and_a_recorded_card_in_base_units(tmp_path: Path) -> None:
+    meter = HostMeter(str(tmp_path / "not" / "there"))
+    meter.read()
+    time.sleep(0.02)
+    here = meter.read()
+    assert here.memory_total and here.disk_free and here.disk_total and (here.cpu is None or 0 <= here.cpu <= 1)
+    _, cards = Gauges(str(MACHINES / "hot-and-narrow.json")).read()
+    assert cards[1].utilization == 0.95 and cards[1].throttle == ("power cap",)
+    gatherer = Gatherer(str(tmp_path))
+    away = HostGauges("away", state=OFFLINE, reason="connection refused"), ()
+    snapshot = same_in_json(gatherer.snapshot(elsewhere=[away]))
+    assert snapshot.host("away") == replace(away[0], recent=snapshot.hosts[1].recent)
+
+
+# ---- text ----
+
+
+def test_charts_and_sparklines_are_as_wide_as_asked() -> None:
+    line = Line("a", tuple((float(x), math.exp(-x / 30)) for x in range(100)))
+    for width in (20, 80, 200):
+        rows = chart([line], width, 10)
+        assert len(rows) == 12 and all(columns_of("".join(text for text, _ in row)) <= width for row in rows)
+    letters = "".join(text for row in chart([line, line], 80, 5) for text, _ in row)
+    assert "b" in letters and not any(0x2800 <= ord(sign) < 0x2900 for sign in letters)
+    assert chart([Line("a", ((1.0, -1.0),))], 80, 5, log=True) == [] and chart([Line("a", ((1.0, 2.0),))], 80, 5)
+    assert sparkline([1.0, 2.0, None, 3.0]) == "▁▅·█" and len(sparkline([float(x) for x in range(1000)], 40)) == 40
+    assert sparkline([2.0, 2.0]) == "▅▅" and sparkline([]) == "" and sparkline([math.nan]) == "·"
+    assert [short(value) for value in (None, "nan", 0, 3.14159, 1234567, 0.00001, 1e300)] == [
+        "n/a",
+        "nan",
+        "0",
+        "3.142",
+        "1.23M",
+        "1.0e-05",
+        "1.00e+300",
+    ]
+    assert fitted("訓練する", 5) == "訓練…" and columns_of("e\u0301") == 1
+
+
+def test_runs_fit_the_width_and_are_filtered_sorted_and_limited(finished: Stoker) -> None:
+    for name, losses in (("low", [3.0, 1.0]), ("high", [3.0, 2.5]), ("bad", [3.0, "nan"])):
+        shutil.copytree(finished.latest, finished.cwd / "runs" / name)
+        metrics_file(finished.cwd / "runs" / name, losses, tokens_per_s=34567.0)
+    for width in (20, 60, 100):
+        done = finished("runs", env={"COLUMNS": str(width)})
+        assert done.code == 0 and all(len(line) <= width for line in done.out.splitlines()), done.out
+    whole = finished("runs").out
+    assert "2/100" in whole and "nan" in whole and "34.6K" in whole and "completed" in whole
+
+    def ids(*args: str) -> list[str]:
+        return [row["run"] for row in json.loads(finished("runs", "--json", *args).out)["runs"]]
+
+    first = finished.latest.name
+    assert ids("--sort", "loss") == [first, "bad", "low", "high"] or ids("--sort", "loss") == [
+        "bad",
+        first,
+        "low",
+        "high",
+    ]
+    assert ids("--sort=-loss", "--limit", "1") == ["low"]
+    assert ids("--filter", "loss<2") == ["low"] and ids("--filter", "state=completed", "--filter", "high") == ["high"]
+    assert json.loads(finished("runs", "--json", "--filter", "low").out)["runs"][0]["tokens_per_s"] == 34567.0
+    for args, word in (
+        (["--sort", "los"], "did you mean loss"),
+        (["--filter", "loss<x"], "not a number"),
+        (["--limit", "0"], "from 1 up"),
+        (["--filter", "colour=1"], "no column"),
+    ):
+        refused = finished("runs", *args)
+        assert refused.code == 64 and word in refused.err and refused.err.count("\n") == 1
+    assert finished("runs", "--filter", "nothing-like-it").out == "no run of 4 fits\n"
+
+
+def test_plot_in_the_terminal_as_json_and_refusals(finished: Stoker) -> None:
+    runs = finished.cwd / "runs"
+    shutil.copytree(finished.latest, runs / "odd")
+    metrics_file(runs / "odd", [5.0, "nan", 4.0, 3.0], val_loss=9.0)
+    drawn = finished("plot", "odd", "--width", "60", "--height", "8", env={"PYTHONIOENCODING": "utf-8"})
+    assert drawn.code == 0 and "1 of 4 values are not finite (step 1)" in drawn.out and "last 3, lowest 3" in drawn.out
+    plain = finished("plot", "odd", "odd", "--log", "--smooth", "2", env={"PYTHONIOENCODING": "ascii"})
+    assert plain.code == 0 and plain.out.isascii()
+    told = json.loads(finished("plot", "odd", "--json").out)
+    assert told["runs"][0]["points"] == [[0, 5.0], [1, "nan"], [2, 4.0], [3, 3.0]]
+    for args, word in (
+        (["odd", "--metric", "los"], "did you mean loss?; it has loss, total_steps, val_loss"),
+        ([finished.latest.name], "has no metrics"),
+        (["nobody"], "no run 'nobody'"),
+        (["odd", "--height", "0"], "from 1 to"),
+    ):
+        refused = finished("plot", *args)
+        assert refused.code in (64, 66) and word in refused.err and refused.err.count("\n") == 1, refused.err
+
+
+def test_a_picture_is_written_whole_or_refused_in_one_line(finished: Stoker) -> None:
+    shutil.copytree(finished.latest, finished.cwd / "runs" / "odd")
+    metrics_file(finished.cwd / "runs" / "odd", [5.0, 4.0, 3.0])
+    (finished.cwd / "none").mkdir()
+    (finished.cwd / "none" / "matplotlib.py").write_text("raise ImportError('none here')")
+    path = os.pathsep.join(filter(None, (str(finished.cwd / "none"), finished.env.get("PYTHONPATH"))))
+    refused = finished("plot", "odd", "--png", "x.png", env={"PYTHONPATH": path})
+    assert (
+        refused.code == 69
+        and "matplotlib can't be imported (none here)" in refused.err
+        and refused.err.count("\n") == 1
+    )
+    assert finished("plot", "odd", env={"PYTHONPATH": path}).code == 0
+    pytest.importorskip("matplotlib")
+    assert finished("plot", "odd", "--png", "x.png").code == 0
+    assert (finished.cwd / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert "can't be written" in finished("plot", "odd", "--png", "no/such/x.png").err
+
+
+def curve(values: list[float]) -> Curve:
+    made = Curve()
+    for step, value in enumerate(values):
+        made.add(step, value)
+    return made
+
+
+def test_a_difference_is_more_than_noise_or_not() -> None:
+    wave = [4.0 / (1 + step / 50) + 0.1 * math.sin(step * 2.7) for step in range(500)]
+    better = [value - 0.05 for value in wave]
+    other = [4.0 / (1 + step / 50) + 0.1 * math.sin(step * 1.3 + 1) for step in range(500)]
+    found = noise(curve(wave), curve(better))
+    assert found is not None and found.beyond and found.difference == pytest.approx(-0.05) and found.first_step == 400
+    level = noise(curve(wave), curve(other))
+    assert level is not None and level.tested and not level.beyond
+    few = noise(curve(wave[:3]), curve(other[:3]))
+    assert few is not None and not few.tested
+    assert noise(curve(wave), Curve()) is None and noise(curve([math.nan]), curve(wave)) is None
+    assert differing([{"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}]) == [("b", ("2", "3")), ("c", ("n/a", "4"))]
+
+
+def test_compare_two_runs(finished: Stoker) -> None:
+    runs = finished.cwd / "runs"
+    for name, shift, rate in (("a", 0.0, 0.001), ("b", -0.5, 0.01)):
+        shutil.copytree(finished.latest, runs / name)
+        metrics_file(runs / name, [4.0 / (1 + step / 50) + shift for step in range(200)])
+        (runs / name / "config.yaml").write_text(f"optim:\n  learning_rate: {rate}\n  kind: adamw\n")
+    done = finished("compare", "a", "b")
+    assert done.code == 0 and "optim.learning_rate  0.001  0.01" in done.out and "kind" not in done.out, done.out
+    assert "more than noise; b is lower" in done.out
+    told = json.loads(finished("compare", "a", "b", "--json").out)
+    assert told["settings"] == {"optim.learning_rate": ["0.001", "0.01"]} and told["noise"]["beyond"] is True
+    same = finished("compare", finished.latest.name, finished.latest.name)
+    assert same.code == 0 and "settings that differ: none" in same.out and "no steps in common" in same.out
+
+
+def test_the_end_of_a_training_shows_its_loss(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from stoker.control.show.farewell import show_loss
+
+    said: list[str] = []
+    show_loss(str(tmp_path), said.append)
+    assert said == []
+    metrics_file(tmp_path, [3.0, "nan", 2.0, 1.0])
+    show_loss(str(tmp_path), said.append)
+    assert said[0].startswith("loss █▅▁ 3 to 1 (1 not finite); ") and (tmp_path / "loss.png").exists()
+
+
+def test_viewers_load_nothing_heavy() -> None:
+    code = "import sys, stoker.control.show.gather, stoker.cli.runs, stoker.cli.plot, stoker.cli.compare; print([m for m in ('torch', 'numpy', 'matplotlib', 'textual', 'yaml') if m in sys.modules])"
+    import sys
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
