@@ -653,7 +653,7 @@ def test_a_resume_keeps_the_optimizer_that_a_plan_chose_whatever_the_card_is_now
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (tmp_path / "chats.jsonl").write_text((json.dumps(row) + "\n") * 20)
     started: list[Request] = []
-    monkeypatch.setattr(run, "start", lambda request: started.append(request) or 0)
+    monkeypatch.setattr(run, "start", lambda request, ended: started.append(request) or 0)
 
     def request(total: int, *more: str) -> Request:
         machine = machine_from_json(machine_json([gpu_json(0, memory_total=total, memory_used=0)]))
