@@ -5,8 +5,9 @@
 
     python benchmarks/qlora.py --peers stoker --cap 8 --cells 8b:1:2048:31:adamw8bit   does it run on a card of 8 GB?
 
-A cell is SIZE:MICRO:CONTEXT[:RECOMPUTED[:OPTIMIZER[:host]]]: RECOMPUTED blocks of Stoker's model are computed again in the backward pass (0 if not given; `full`: all);
-peft always recomputes all of them (gradient checkpointing), as its guides do. Rank 16 on all linear layers, AdamW. host: the embedding lies in host memory.
+A cell is SIZE:MICRO:CONTEXT[:RECOMPUTED[:OPTIMIZER[:EMBEDDING[:ACTIVATIONS]]]]: RECOMPUTED blocks of Stoker's model are computed again in the backward pass (0 if not given; `full`: all);
+peft always recomputes all of them (gradient checkpointing), as its guides do. Rank 16 on all linear layers, AdamW. EMBEDDING and ACTIVATIONS:
+device or host, where the embedding lies and where what blocks keep waits for the backward pass.
 --cap: torch may take so many GiB less what the CUDA context takes, as on a card of that size; more is out of memory.
 
 stoker         NF4 with double quantization, fused blocks
@@ -46,6 +47,7 @@ class Cell:
     recompute: str = "off"
     optimizer: str = "adamw"
     place: str = "device"  # of the embedding
+    activations: str = "device"
     rank: int = 16
     micro_steps: int = 1  # of a step
     packed: bool = False
@@ -54,7 +56,7 @@ class Cell:
 
 def cell_of(text: str) -> Cell:
     size, micro, context, *more = text.split(":")
-    how = dict(zip(("recompute", "optimizer", "place"), more, strict=False))
+    how = dict(zip(("recompute", "optimizer", "place", "activations"), more, strict=False))
     return dataclasses.replace(Cell(size, int(micro), int(context)), **how)  # type: ignore[arg-type]
 
 
@@ -62,17 +64,20 @@ def run_stoker(cell: Cell, method: str, steps: int) -> dict[str, Any]:
     import torch
     from shapes import built, device, shape_of
 
+    from stoker.training.fit.described import describe
+    from stoker.training.fit.terms import Job, predict
     from stoker.training.model import ready
     from stoker.training.model.attention import documents, kernels
     from stoker.training.model.config import AdapterConfig
     from stoker.training.optim.config import OptimConfig
     from stoker.training.optim.optimizer import Optimizer, gradient_norm
+    from stoker.training.parallel.config import recomputed_blocks
 
     ready.environment(print)
     begun, where, tokens = time.monotonic(), device(), cell.micro * cell.context
     told = AdapterConfig(method=method, lora_rank=cell.rank, lora_alpha=2.0 * cell.rank)
     host, c = cell.place == "host", shape_of(cell.size)
-    model = built(c, told, cell.context, cell.recompute, host=host, quick=cell.quick)
+    model = built(c, told, cell.context, cell.recompute, host=host, quick=cell.quick, activations=cell.activations)
     optimizer = Optimizer(model, OptimConfig(kind=cell.optimizer, learning_rate=2e-4))
     scale = torch.tensor(1 / (tokens * cell.micro_steps), device=where)
     bad, one_text = torch.zeros((), device=where), torch.zeros((cell.micro, cell.context), dtype=torch.int32)
@@ -90,7 +95,12 @@ def run_stoker(cell: Cell, method: str, steps: int) -> dict[str, Any]:
         return float(loss)
 
     with kernels("auto"):
-        return measured(step, tokens * cell.micro_steps, steps, begun)
+        found = measured(step, tokens * cell.micro_steps, steps, begun)
+    job = Job(
+        cell.micro, cell.context, cell.optimizer, cell.packed, recomputed=recomputed_blocks(cell.recompute, c.layers),
+        accumulates=cell.micro_steps > 1, on_host=host, inputs_on_host=cell.activations == "host",
+    )  # fmt: skip
+    return found | {"planned_gib": round(predict(describe(c, told), job).total / 2**30, 2)}
 
 
 def run_peft(cell: Cell, method: str, steps: int) -> dict[str, Any]:

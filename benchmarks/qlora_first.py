@@ -67,8 +67,10 @@ def commands(given: argparse.Namespace, model: str, scratch: str) -> dict[str, l
 def timed(argv: list[str], scratch: str) -> dict[str, Any]:
     """When each of its lines came."""
     begun, seen, said = time.monotonic(), dict[str, float](), list[str]()
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # it starts elsewhere: none may be relative
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths if path)}
     with subprocess.Popen(
-        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=scratch, errors="replace"
+        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=scratch, errors="replace", env=env
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:

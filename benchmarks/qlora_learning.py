@@ -5,6 +5,7 @@
 
 weights   every linear layer as each side dequantizes it: elements whose bits differ
 losses    30 steps of AdamW (no decay, no dropout, clipped at 1) on the same tokens, which repeat with noise and so can be learned: the largest difference, bar 0.01
+from_fp32 logits before the first step against the same weights computed in fp32: each side's own rounding
 logits    the adapter that one side trained, read by the other: difference of logits over their spread (RMS), beside what the adapter itself changed
 """
 
@@ -23,11 +24,13 @@ from shapes import device, written
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from stoker.contract.shape import replace
 from stoker.training.model import adapters, hf, nf4, ready
 from stoker.training.model.attention import kernels
 from stoker.training.model.config import AdapterConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_config import shape_of
+from stoker.training.model.linear import Linear
 from stoker.training.model.targets import targets
 from stoker.training.optim.config import OptimConfig
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
@@ -63,6 +66,24 @@ def ours(folder: str, context: int) -> Decoder:
     hf.load_named(model, hf.named(model), folder, print)
     adapters.attach(model, TOLD, 0)
     return model
+
+
+@torch.no_grad()
+def in_fp32(folder: str, context: int, first: str, inputs: Tensor) -> Tensor:
+    """Logits of the same 4-bit weights and the same first adapter, everything between them in fp32."""
+    with torch.device("meta"):
+        model = Decoder(shape_of(folder), context, torch.float32)
+    adapters.freeze(model, TOLD)
+    ready.make_ready(model, ComputeConfig(dtype="fp32", compile="off"), device(), print)
+    model.place(device())
+    hf.load_named(model, hf.named(model), folder, print)
+    for module in model.modules():
+        if isinstance(module, Linear) and module.quantized:
+            module.quantized = tuple(replace(part, dtype=dtype()) for part in module.quantized)
+            module.settle()
+    adapters.attach(model, TOLD, 0)
+    adapters.load(model, TOLD, first, print)
+    return torch.as_tensor(model(inputs)).float()
 
 
 def theirs(folder: str) -> Any:
@@ -147,8 +168,9 @@ def compared(folder: str, given: argparse.Namespace, scratch: str) -> dict[str, 
     adapters.save(model, TOLD, folder, first, None, print)
     other = peft.PeftModel.from_pretrained(base, first, is_trainable=True)
     with torch.no_grad():
-        begun = model(inputs).float()
+        begun, exact = model(inputs).float(), in_fp32(folder, given.context, first, inputs)
         found["first_logits"] = apart(begun, their_logits(other.eval(), inputs))
+        found["from_fp32"] = {"ours": apart(begun, exact), "peft": apart(their_logits(other, inputs), exact)}
     mine, other_losses = our_losses(model, data, given.rate), their_losses(other, data, given.rate)
     most = max(abs(a - b) for a, b in zip(mine, other_losses, strict=True))
     found["losses"] = {"most_apart": round(most, 5), "within": most <= BAR, "ours": mine, "peft": other_losses}

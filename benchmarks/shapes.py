@@ -5,6 +5,7 @@ PYTHONPATH=src python benchmarks/shapes.py 8b [FOLDER]      writes such a model,
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import tempfile
@@ -75,17 +76,18 @@ def shape_of(name: str) -> ModelConfig:
 
 def built(
     c: ModelConfig, told: AdapterConfig, context: int, recompute: str = "off", *, host: bool = False, quick: bool = False,
-    kind: type[Decoder] = Decoder,
+    activations: str = "device", kind: type[Decoder] = Decoder,
 ) -> Decoder:  # fmt: skip
     """Layer by layer: no moment holds a model in 16 bits that has 4. `host`: its embedding lies in host memory; `quick`: codes are
-    drawn, since quantizing numbers takes longer than all the rest."""
+    drawn, since quantizing numbers takes longer than all the rest. `activations`: compute.activations."""
     where = device()
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     with torch.device("meta"):
         model = kind(c, context, dtype)
     if told.method != "off":
         adapters.freeze(model, told)
-    ready.make_ready(model, ComputeConfig(recompute=recompute), where, lambda line: print(f"  {line}"))
+    how = ComputeConfig(recompute=recompute, activations=activations)
+    ready.make_ready(model, how, where, lambda line: print(f"  {line}"))
     model.embed_on_host = host
     model.place(where)
     fill(model)
@@ -133,12 +135,15 @@ def written(size: str, folder: str = "") -> str:
 
 
 def _drawn(c: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """As pretraining begins. With large matrices at the end of each block a deep model multiplies every rounding many times."""
+    residual = 1 / math.sqrt(2 * c.layers)
     for name, sizes in tensors(c):
         whole = (sum(size[0] for size in sizes), *sizes[0][1:])
         if len(whole) == 1:
             yield name, torch.full(whole, 0.0 if name.endswith("bias") else 1.0 - c.norm_offset)
         else:
-            yield name, torch.randn(whole, device=device(), dtype=torch.bfloat16).mul_(0.02)
+            ends = name.endswith(("attention.out.weight", "mlp.down.weight"))
+            yield name, torch.randn(whole, device=device(), dtype=torch.bfloat16).mul_(0.02 * (residual if ends else 1))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import types
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -136,7 +135,7 @@ class _Attention(torch.autograd.Function):
 @contextmanager
 def pretended() -> Iterator[None]:
     """Kernels that only allocate, in place of the real ones."""
-    from stoker.training.model import attention, host_inputs, loss, maps, nf4
+    from stoker.training.model import attention, host_kept, loss, maps, nf4
     from stoker.training.optim import optimizer
 
     package = sys.modules["stoker.training.model"]
@@ -157,7 +156,7 @@ def pretended() -> Iterator[None]:
         (optimizer, "orthogonal", lambda x, dtype: orthogonal(x, torch.bfloat16)),
         (attention, "packed_kernel", lambda *args, **kwargs: "varlen"),
         (fused, "attend", attend),
-        (host_inputs, "copy", lambda to, of: None),
+        (host_kept, "copy", lambda to, of: None),
         (maps, "weight_gradient", weight_gradient),
         (maps, "_scaled_gradient", lambda *args: None),
         (nf4, "expand", lambda joined, out: out),
@@ -187,7 +186,7 @@ def pretended() -> Iterator[None]:
 def _built(kind: Any, shape: Any, adapter: Any, context: int, recompute: int, host: bool = False) -> Any:
     """A model of this class, as recipes/build.py makes one."""
     from stoker.training.model import adapters, nf4, ready
-    from stoker.training.model.host_inputs import HostInputs
+    from stoker.training.parallel.config import block_kinds
 
     meta = torch.device("meta")
     with meta:
@@ -208,9 +207,7 @@ def _built(kind: Any, shape: Any, adapter: Any, context: int, recompute: int, ho
     if adapter.method != "off":
         adapters.attach(model, adapter, 0)
     model.fuse(True)
-    inputs = HostInputs(recompute, print) if host else None
-    for place, block in enumerate(list(model.layers)[:recompute]):
-        ready.checkpoint_block(block, False, False, None if inputs is None else partial(inputs.keep, place=place))
+    ready.keep_by_kind(model, block_kinds(shape.layers, recompute, host), print if host else None)
     return model
 
 

@@ -21,7 +21,7 @@ from stoker.training.fit.cards import Card, written
 from stoker.training.fit.described import describe
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.pairs import COMPARED
-from stoker.training.fit.plan import METHODS, Plan, Wish, make
+from stoker.training.fit.plan import METHODS, Plan, Search, Wish, make
 from stoker.training.fit.terms import BACKWARD, DPO, FORWARD, GRPO, REWARD, STEP, Job, StageNeeds, predict
 from stoker.training.fit.text import lines
 from stoker.training.model.config import AdapterConfig, ModelConfig, parameters
@@ -46,11 +46,12 @@ MISTRAL = replace(LLAMA, family="mistral", windows=(1024,) * 6)
 EIGHT = replace(LLAMA, layers=32, dim=4096, heads=32, kv_heads=8, head_dim=128, ff=14336, vocab_size=128256)
 OFF, LORA, QLORA = (AdapterConfig(method=method) for method in ("off", "lora", "qlora"))
 SHAPES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "gemma3": GEMMA3, "mistral": MISTRAL}
-# micro-batch, context, packed, recomputed blocks, their inputs on the host, optimizer, micro-steps of which the last adds to
+# micro-batch, context, packed, recomputed blocks, what blocks keep on the host, optimizer, micro-steps of which the last adds to
 # gradients
 WAYS = (
     (1, 1024, False, 0, False, "adamw", 2), (2, 2048, False, 3, False, "adamw", 2), (4, 2048, True, 6, False, "adamw", 2),
-    (2, 1024, False, 6, True, "adamw8bit", 1), (1, 8192, True, 1, False, "adamw", 1), (2, 2048, True, 4, True, "adamw", 2),
+    (2, 1024, False, 6, True, "adamw8bit", 1), (1, 8192, True, 1, False, "adamw", 1), (2, 2048, True, 2, True, "adamw", 2),
+    (1, 1024, False, 0, True, "adamw", 1),
 )  # fmt: skip
 
 
@@ -311,6 +312,25 @@ def test_a_host_without_the_memory_gets_no_activations() -> None:
     assert not make(both, replace(wish, samples=2)).fits, "two ranks on one host"
     forced = make([replace(card, host_free=1) for card in cards("24GB")], replace(wish, inputs_on_host=True))
     assert not forced.fits and forced.change is not None and forced.change.settings == {"activations": "device"}
+
+
+def test_copies_to_the_host_replace_recomputing_as_far_as_arithmetic_hides_them() -> None:
+    wish = Wish(EIGHT, 2048, "qlora", packed=False, micro=4, optimizer="adamw", on_host=True)
+    search = Search(cards("H100 9GB"), wish)
+    s = search.plan().settings
+    assert s.inputs_on_host and 8 <= s.recompute <= 24
+    costs = [search._cost(replace(s, recompute=again)) for again in range(33)]
+    assert min(costs) == costs[s.recompute] < costs[32] < costs[0], "all of them would wait for the copies"
+    assert "would take longer than computing" in " ".join(text_lines(search.plan()))
+    for gpus, free, moved in (("H100", None, False), ("H100 12GB", 64 * GIB, True), ("H100 12GB", 2 * GIB, False)):
+        there = [replace(card, host_free=free) for card in cards(gpus)]
+        assert make(there, wish).settings.inputs_on_host is moved, (
+            "not where all fits, nor where the host has no memory"
+        )
+    assert not make(cards("RTX 4090 12GB"), wish).settings.inputs_on_host, "it may be in any slot"
+    asked = replace(wish, inputs_on_host=True)
+    slow, fast, unknown = (make(cards(gpus), asked).settings for gpus in ("RTX 4090", "H100", "24GB"))
+    assert slow.recompute < fast.recompute < unknown.recompute == 32
 
 
 def text_lines(plan: Plan) -> list[str]:

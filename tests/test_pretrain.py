@@ -634,7 +634,7 @@ def test_an_inf_in_one_gradient_is_traced_to_its_parameter_and_rank(forks: Forks
         assert shown.code == 0 and re.search(summary, shown.out), shown.out + shown.err
 
 
-HOST = ("--model.depth", "3", "--recompute", "full", "--activations")
+HOST = ("--model.depth", "3", "--recompute", "1", "--activations")  # one block of each kind
 
 
 def test_activations_on_the_host_change_no_bit_of_a_run_nor_what_a_nan_is_traced_to(

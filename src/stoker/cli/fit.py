@@ -63,7 +63,7 @@ def parser() -> Parser:
         "--activations",
         choices=("auto", "device", "host"),
         default="auto",
-        help="where inputs of recomputed blocks wait",
+        help="where what blocks keep waits for the backward pass",
     )
     made.option("--lora-rank", "N", "width of an adapter (default: 16)", int, default=16)
     made.option("--lora-targets", "NAMES", "which layers get one (default: all-linear)", default="all-linear")

@@ -28,6 +28,10 @@ SHOWN = 0.995
 # A CUDA context with kernels loaded took 0.47 to 0.92 GiB, NCCL 0.3 to 1.4 besides, on the machines that were measured.
 CONTEXT, NCCL = 576 << 20, 512 << 20
 BF16_SINCE = 8  # compute capability: Ampere
+# Bytes/s of copies between a card and pinned host memory, one way, by compute capability: servers with Hopper or Blackwell have
+# PCIe 5 x16 (50 GB/s and more). Elsewhere it may be any slot: PCIe 4 x16 gives 25 GB/s.
+LINKS = {9: 40e9, 10: 40e9}
+LINK_ELSE = 20e9
 
 
 @shape
@@ -53,6 +57,11 @@ class Card:
         if known is None and _BEFORE_AMPERE & set(_words(self.name)):  # a 2080 Ti, say
             return 7
         return CARDS[known][2] if known else 8
+
+    @property
+    def link(self) -> float | None:
+        """Bytes/s to host memory; None: nobody knows its slot."""
+        return LINKS.get(self.capability)
 
     @property
     def dtype(self) -> str:

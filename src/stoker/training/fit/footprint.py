@@ -72,12 +72,15 @@ class Footprint:
         """Not where answers are written: the engine computes where the embedding lies."""
         return self._stage != GRPO and self.described is not None and self.described.can_be_on_host
 
-    def can_move_inputs(self) -> bool:
-        """Of recomputed blocks, to the host: compiled ones keep what they keep."""
-        return self.described is not None and not self._unfused
+    def can_move_kept(self) -> bool:
+        """What blocks keep, to the host: compiled ones keep it where it is."""
+        return self.described is not None and not self._unfused and self.config.layers > 1
 
     def host_bytes(self, job: Job) -> int:
-        return 0 if self.described is None else self._step(job).host_bytes
+        return 0 if self.described is None else self._step(job).host_bytes()
+
+    def moved_bytes(self, job: Job) -> int:
+        return 0 if self.described is None else self._step(job).moved_bytes()
 
     def _outside(self, job: Job) -> Planned:
         c, size, n = self.config, parameters(self.config), job.tokens

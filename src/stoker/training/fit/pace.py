@@ -6,10 +6,11 @@ from typing import Any
 
 from stoker.contract.quantities import number_at
 from stoker.contract.shape import shape
-from stoker.training.fit.plan import AGAIN, FULL, HALF_SPEED, Plan
+from stoker.training.fit.cost import HALF_SPEED, flops_per_token
+from stoker.training.fit.plan import PASSES, Plan
 from stoker.training.fit.runs import recorded
 from stoker.training.fit.terms import DPO, GRPO, SFT
-from stoker.training.model.config import ModelConfig, matmul_parameters
+from stoker.training.model.config import matmul_parameters
 
 SHARE = 0.4  # of a card's peak that training reaches, where nothing was measured
 
@@ -18,15 +19,6 @@ SHARE = 0.4  # of a card's peak that training reaches, where nothing was measure
 class Pace:
     tokens_per_s: float
     source: str  # where it comes from, in words
-
-
-def flops_per_token(c: ModelConfig, context: int, method: str, recompute: int) -> float:
-    """Frozen weights have no gradient of their own: two products of three."""
-    products = 2 * matmul_parameters(c)
-    attention = 4 * c.layers * c.heads * c.head_dim * context / 2  # causal: half of all pairs
-    passes = 3 if method == FULL else 2
-    again = AGAIN[method] * passes * recompute / c.layers
-    return (passes + again) * products + (3 + recompute / c.layers) * attention
 
 
 def from_table(plan: Plan) -> Pace | None:
@@ -40,7 +32,7 @@ def from_table(plan: Plan) -> Pace | None:
         return None
     tokens = s.micro * wish.context
     full = SHARE / (1 + HALF_SPEED / tokens)
-    work = flops_per_token(wish.model, wish.context, s.method, s.recompute)
+    work = flops_per_token(wish.model, wish.context, PASSES[s.method], s.recompute / wish.layers)
     if wish.needs.stage == DPO:  # and a forward pass of the reference
         work += 2 * matmul_parameters(wish.model)
     rate = sum(known) * full / work

@@ -34,6 +34,7 @@ from stoker.training.fit.terms import (
     rotary_tables,
 )  # fmt: skip
 from stoker.training.model.config import OFF, ModelConfig, tensors
+from stoker.training.parallel.config import RECOMPUTED
 
 COMPARED = "log-probabilities of the reference"  # a phase
 # Bytes of a logit at the highest point of each pass (model/loss.py): fp32 with a second tensor beside it, or the 16-bit one
@@ -118,7 +119,9 @@ class LogprobStep(Step):
         stored = HALF if d.embedding == WIDE and not frozen else d.embedding
         wide = rounded(WIDE * job.tokens * d.config.dim) if stored == WIDE else 0
         highest = {WORK: wide + self._stream}
-        kinds = {(d.kinds[at], flash(d, job, at), at == 0, at < job.recomputed) for at in range(d.config.layers)}
+        kinds = {
+            (d.kinds[at], flash(d, job, at), at == 0, self._kinds[at] == RECOMPUTED) for at in range(d.config.layers)
+        }
         for kind, by_offsets, first, again in kinds:
             block = replace(beginning(d.blocks[kind], loaded), flash=by_offsets)
             came = {WORK: self._stream * (0 if first else 2)}
@@ -152,7 +155,7 @@ class LogprobStep(Step):
 
     def _loss(self, now: dict[str, int]) -> dict[str, int]:
         d, c, n, m = self._d, self._d.config, self._job.tokens, Memory(now)
-        again = self._job.recomputed >= c.layers
+        again = self._kinds[-1] == RECOMPUTED
         entering = [m.take(WORK, self._stream) for _ in range(2 if again else 1)]
         saved = [m.take(ACTIVATIONS, self._stream), m.take(ACTIVATIONS, WIDE * n)]
         normed = m.take(ACTIVATIONS, self._stream)

@@ -1,8 +1,9 @@
 """Settings that fit the cards: the fewest blocks that are computed again, the micro-batch, the method. Pure.
 
 Levers, in this order: the loss in chunks (always), micro-batch and recomputed blocks together, 8-bit moments, the embedding
-in host memory, inputs of recomputed blocks there, too, GRPO's answers by 4-bit weights, the method (auto: full, else lora,
-else qlora). What is left is named, not done: fewer answers at once, a shorter context, another card.
+in host memory, what blocks keep there, too, GRPO's answers by 4-bit weights, the method (auto: full, else lora, else qlora).
+What is left is named, not done: fewer answers at once, a shorter context, another card. What blocks keep also goes to host
+memory where that is faster than computing them again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from stoker.contract.shape import replace, shape
-from stoker.training.fit.cards import Card
+from stoker.training.fit.cards import LINK_ELSE, Card
+from stoker.training.fit.cost import HALF_SPEED, Copies, flops_per_token
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.terms import GRPO, Job, Planned, StageNeeds, reserved
 from stoker.training.model.config import LORA, OFF, QLORA, AdapterConfig, ModelConfig
@@ -23,9 +25,9 @@ CONTEXT_FLAG = "context-length"
 HOST_SHARE = 0.75  # of the host memory that is available: processes and the page cache need some
 STEP = 64  # a proposed context is a multiple of it
 MOST = 1024  # samples that are looked at as one micro-batch
-# Tokens of a micro-batch at which kernels reach half of their speed: 8B QLoRA at 2,048 and 8,192 tokens (an H200).
-HALF_SPEED = 1024
-AGAIN = {FULL: 1 / 3, LORA: 1 / 2, QLORA: 1 / 2}  # of a pass: what computing all blocks again adds to its time
+PASSES = {FULL: 3, LORA: 2, QLORA: 2}  # products of each weight: one of them is computed again with a block
+HOST_LINKS = 100e9  # bytes/s that a host's memory gives to all its cards
+GAIN = 0.97  # of the time without: what copies to the host have to come to before a plan makes them for speed alone
 
 
 @shape
@@ -43,7 +45,7 @@ class Wish:
     packed: bool = True
     documents: int = 1  # in a packed row
     samples: int = 16  # of a step, all cards together; of GRPO, answers
-    inputs_on_host: bool | None = None  # of recomputed blocks
+    inputs_on_host: bool | None = None  # what blocks keep
     needs: StageNeeds = StageNeeds()
     kept: bool = False  # the optimizer is that of a checkpoint: no other can go on with it
 
@@ -124,7 +126,7 @@ class Search:
         ways = list(self._ways(self._wish))
         for settings in ways:
             if self._fits(settings, self._tightest):
-                return self._made(self._fastest(settings), True)
+                return self._made(self._faster(settings), True)
         return self._made(ways[-1], False, self._change(ways[-1]))
 
     def _ways(self, wish: Wish) -> Iterator[Settings]:
@@ -144,7 +146,7 @@ class Search:
                 if wish.on_host is None and method != FULL and footprint.can_be_on_host():
                     s = replace(s, on_host=True)
                     yield s
-                if wish.inputs_on_host is None and recompute > 1 and footprint.can_move_inputs():
+                if wish.inputs_on_host is None and footprint.can_move_kept():
                     yield replace(s, inputs_on_host=True)
 
     def _bits(self, method: str) -> tuple[int, ...]:
@@ -185,8 +187,7 @@ class Search:
         """Memory for what all its cards move there. True where nobody knows how much there is."""
         if not s.inputs_on_host or card.host_free is None:
             return True
-        ranks = sum(other.host == card.host for other in self._cards)
-        return ranks * self._host_bytes(s, card, context) <= HOST_SHARE * card.host_free
+        return self._beside(card) * self._host_bytes(s, card, context) <= HOST_SHARE * card.host_free
 
     def _host_bytes(self, s: Settings, card: Card, context: int = 0) -> int:
         return self._footprint(s.method).host_bytes(self._job(s, card, context))
@@ -201,25 +202,62 @@ class Search:
         card, asked = self._tightest, self._wish.recompute
         if not self._fits(s, card):
             return None
-        if asked is not None:
-            return s.recompute
+        if asked is not None or (s.inputs_on_host and not self._peaks_known):
+            return s.recompute  # inputs alone are copied in the time of any card's arithmetic
+        if s.inputs_on_host:  # memory is about the same for all numbers of them
+            ways = [replace(s, recompute=again) for again in range(s.recompute + 1)]
+            return next(one.recompute for one in sorted(ways, key=self._cost) if self._fits(one, card))
         kept = _last(0, self._wish.layers, lambda keep: self._fits(replace(s, recompute=s.recompute - keep), card))
         return s.recompute - kept
+
+    def _cost(self, s: Settings) -> float:
+        """Time of a token, by that of one without recomputing in a large micro-batch."""
+        wish, passes = self._wish, PASSES[s.method]
+        tokens, again = s.micro * wish.context, s.recompute / wish.layers
+        slower = 1 + HALF_SPEED / tokens
+        if not s.inputs_on_host or not self._peaks_known:
+            return (1 + again / passes) * slower
+        work = tokens * flops_per_token(wish.model, wish.context, passes) * slower
+        worst = 0.0
+        for card in self._cards:
+            assert card.peak is not None
+            link = min(card.link or LINK_ELSE, HOST_LINKS / self._beside(card))
+            moved = self._footprint(s.method).moved_bytes(self._job(s, card))
+            worst = max(worst, Copies(moved, link, work, card.peak).time(1 / passes, again))
+        return worst * slower
+
+    @property
+    def _peaks_known(self) -> bool:
+        return all(card.peak is not None for card in self._cards)
+
+    def _beside(self, card: Card) -> int:
+        """Cards of its host, with it."""
+        return sum(other.host == card.host for other in self._cards)
+
+    def _faster(self, s: Settings) -> Settings:
+        """As fast as it gets; what blocks keep is in host memory where that is sure to be faster."""
+        found, footprint = self._fastest(s), self._footprint(s.method)
+        sure = self._peaks_known and all(card.link is not None for card in self._cards)
+        if s.inputs_on_host or self._wish.inputs_on_host is not None or not sure or not footprint.can_move_kept():
+            return found
+        frugal = replace(s, inputs_on_host=True)
+        if not found.recompute or not self._fits(frugal, self._tightest):
+            return found
+        moved = self._fastest(frugal)
+        return moved if self._cost(moved) < GAIN * self._cost(found) else found
 
     def _fastest(self, s: Settings) -> Settings:
         """The micro-batch, with as few recomputed blocks as it needs, that takes the least time for a token."""
         wish = self._wish
         share = wish.share(self._world)
         sizes = [wish.micro] if wish.micro else _sizes(min(share, MOST))
-        found: list[tuple[float, Settings]] = []
+        found: list[Settings] = []
         for micro in sizes:
             again = self._fewest(replace(s, micro=micro))
             if again is None:
                 break
-            tokens = micro * wish.context
-            cost = (1 + AGAIN[s.method] * again / wish.layers) * (1 + HALF_SPEED / tokens)
-            found.append((cost, replace(s, micro=micro, recompute=again)))
-        return min(found, key=lambda pair: pair[0])[1]
+            found.append(replace(s, micro=micro, recompute=again))
+        return min(found, key=self._cost)
 
     def _made(self, s: Settings, fits: bool, change: Change | None = None) -> Plan:
         shares = []
@@ -255,16 +293,30 @@ class Search:
         if s.on_host and wish.on_host is None:
             yield "embedding in host memory: on the card it does not fit"
         if s.inputs_on_host and wish.inputs_on_host is None:
-            yield "activations in host memory: inputs of recomputed blocks do not fit on the card"
+            yield f"activations in host memory: {self._why_host(s)}"
         if s.bits == 4 and not wish.needs.bits:
             yield "answers by 4-bit weights: a copy of them in 16 bits does not fit"
         if wish.recompute is None:
             if s.recompute:
-                yield f"recompute {s.recompute} of {wish.layers} blocks: with one less it does not fit"
+                yield f"recompute {s.recompute} of {wish.layers} blocks: {self._why_again(s)}"
+            elif s.inputs_on_host:
+                yield "recompute off: computing takes longer than copies to host memory"
             else:
                 yield "recompute off: every block's activations fit"
         if not wish.micro:
             yield f"micro-batch {s.micro}: {self._why_micro(s)}"
+
+    def _why_host(self, s: Settings) -> str:
+        if not self._fits(replace(s, inputs_on_host=False, recompute=self._wish.layers), self._tightest):
+            return "on the card what recomputed blocks keep does not fit"
+        return "copies take less time than computing more blocks again"
+
+    def _why_again(self, s: Settings) -> str:
+        if not self._fits(replace(s, recompute=s.recompute - 1), self._tightest):
+            return "with one less it does not fit"
+        if not self._peaks_known:
+            return "copies of more than their inputs may take longer on a card whose speed is not known"
+        return "with one less, copies to host memory would take longer than computing"
 
     def _why_micro(self, s: Settings) -> str:
         if s.micro == self._wish.share(self._world):
@@ -319,7 +371,7 @@ class Search:
             yield {"optimizer": "adamw8bit"}, replace(s, optimizer="adamw8bit")
         if not s.on_host and self._footprint(s.method).can_be_on_host():
             yield {"embedding": "host"}, replace(s, on_host=True)
-        if not s.inputs_on_host and s.recompute > 1 and self._footprint(s.method).can_move_inputs():
+        if not s.inputs_on_host and self._footprint(s.method).can_move_kept():
             yield {"activations": "host"}, replace(s, inputs_on_host=True)
         if s.inputs_on_host:  # what the host has no memory for
             yield {"activations": "device"}, replace(s, inputs_on_host=False)

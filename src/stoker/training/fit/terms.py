@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cache
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.backward import Walk
@@ -25,6 +25,7 @@ from stoker.training.fit.memory import (
     rounded,
 )  # fmt: skip
 from stoker.training.model.config import ModelConfig
+from stoker.training.parallel.config import HOST_LEAST, RECOMPUTED, block_kinds
 from stoker.training.parallel.config import host_bytes as pinned_bytes
 
 CHUNK_BYTES = 1 << 29  # of logits (model/loss.py)
@@ -66,17 +67,20 @@ class Job:
     optimizer: str = "adamw"
     packed: bool = False
     documents: int = 1  # in a packed row
-    recomputed: int = 0  # the first so many blocks keep their inputs alone
+    recomputed: int = 0  # so many blocks keep their inputs alone (parallel/config.py: block_kinds)
     world: int = 1
     accumulates: bool = True  # gradients of a micro-batch before are there already
     capability: int = 9  # compute capability, its first number
     on_host: bool = False  # an embedding that does not learn lies in host memory
-    inputs_on_host: bool = False  # and so do inputs of recomputed blocks, but for the last one's
+    inputs_on_host: bool = False  # and so does what blocks keep, but for the last one's
     needs: StageNeeds = StageNeeds()
 
     @property
     def tokens(self) -> int:
         return self.micro * self.context
+
+    def kinds(self, layers: int) -> tuple[str, ...]:
+        return block_kinds(layers, self.recomputed, self.inputs_on_host)
 
 
 @shape
@@ -100,6 +104,23 @@ class _Passes:
     stays: dict[str, int]  # from its forward to its backward pass
     backward: dict[str, int]
     grows: dict[str, int]  # gradients that stay
+    saved: tuple[int, ...]  # bytes of each storage that a backward pass reads, of those that are worth a copy
+
+
+@shape
+class _Run:
+    """Blocks that follow each other and are alike."""
+
+    passes: _Passes
+    count: int
+    again: bool
+    leaves: dict[str, int]  # of each, on its way to the host while the next block computes, or two
+    comes: dict[str, int]  # of each, on its way back while the next block goes backward
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Those of them at which memory may be highest."""
+        return tuple(sorted({0, min(1, self.count - 1), self.count - 1}))
 
 
 @cache
@@ -117,12 +138,14 @@ def _passes(block: Block, rows: Rows, first: bool, again: bool, steals: bool) ->
     if again:
         m.give(*saved.values())
     stays = dict(m.now)
+    sizes = ([stream] if whole else []) + ([] if again else [held[1] for held in saved.values()])
+    moved = tuple(size for size in sizes if again or size >= HOST_LEAST)
     gradient = m.take(WORK, stream)
     m.peak, m.at_peak = m.total, dict(m.now)
     if again:
         saved = walk.again()
     m.give(walk.backward(saved, gradient))
-    return _Passes(forward, stays, m.at_peak, {GRADIENTS: m.now.get(GRADIENTS, 0)})
+    return _Passes(forward, stays, m.at_peak, {GRADIENTS: m.now.get(GRADIENTS, 0)}, moved)
 
 
 def reserved(total: int) -> int:
@@ -142,45 +165,36 @@ class Step:
         self._d, self._job = d, job
         self._steals = not job.accumulates and job.world == 1
         self._stream = rounded(HALF * job.tokens * d.config.dim)
+        self._kinds = job.kinds(d.config.layers)
         self._runs = list(self._like())
         self._highest: dict[str, dict[str, int]] = {}
 
-    def _like(self) -> Iterator[tuple[_Passes, int, bool]]:
-        """(passes of a block, how many like it follow each other, whether they are computed again)."""
-        d, job = self._d, self._job
-        rows = Rows(job.tokens, offsets(job))
-        for (kind, by_offsets, first, again, moved), run in groupby(map(self._kind, range(d.config.layers))):
-            one = _passes(replace(d.blocks[kind], flash=by_offsets), rows, first, again, self._steals)
-            if moved:  # nothing stays; the input of the block before comes while this one goes backward
-                one = replace(one, stays=added(one.stays, {ACTIVATIONS: self._stream}, -1))
-            if again and job.inputs_on_host and not first:
-                one = replace(one, backward=added(one.backward, {ACTIVATIONS: self._stream}))
-            yield one, sum(1 for _ in run), again
+    def _like(self) -> Iterator[_Run]:
+        rows = Rows(self._job.tokens, offsets(self._job))
+        of = [self._of(at) for at in range(self._d.config.layers)]
+        for (kind, by_offsets, first, again, moves), run in groupby(of):
+            one = _passes(replace(self._d.blocks[kind], flash=by_offsets), rows, first, again, self._steals)
+            moved = {ACTIVATIONS: sum(map(rounded, one.saved))} if moves else {}
+            one = replace(one, stays=added(one.stays, moved, -1))
+            yield _Run(one, sum(1 for _ in run), again, {} if again else moved, moved)
 
-    def _kind(self, at: int) -> tuple[int, bool, bool, bool, bool]:
+    def _of(self, at: int) -> tuple[int, bool, bool, bool, bool]:
         """What blocks differ in; those that follow each other and are alike are gone through once."""
         d, job = self._d, self._job
-        moved = job.inputs_on_host and at < job.recomputed - 1
-        return d.kinds[at], flash(d, job, at), at == 0, at < job.recomputed, moved
-
-    @property
-    def host_bytes(self) -> int:
-        """What a rank takes of host memory for this: the embedding, and inputs of blocks."""
-        d, job = self._d, self._job
-        embedding = HALF * d.config.vocab_size * d.config.dim if job.on_host and d.can_be_on_host else 0
-        inputs = pinned_bytes(HALF * job.tokens * d.config.dim, job.recomputed) if job.inputs_on_host else 0
-        return embedding + inputs
+        again = self._kinds[at] == RECOMPUTED
+        moves = job.inputs_on_host and at < d.config.layers - 1
+        return d.kinds[at], flash(d, job, at), at == 0, again, moves
 
     def planned(self) -> Planned:
         base = self._base()
         now = self._forward(added(base, self._entered()))
         now = self._loss(now)
-        for one, count, _ in reversed(self._runs):
-            now = added(now, one.stays, -1)
-            self._reach(BACKWARD, added(now, one.backward))  # the last of them: all is kept
-            now = added(added(now, one.stays, 1 - count), one.grows, count - 1)
-            self._reach(BACKWARD, added(now, one.backward))  # the first: most gradients are there
-            now = added(now, one.grows)
+        for at, run in reversed(list(enumerate(self._runs))):
+            one, count = run.passes, run.count
+            for place in reversed(run.places):
+                inside = added(added(now, one.stays, place - count), one.grows, count - 1 - place)
+                self._reach(BACKWARD, added(added(inside, one.backward), self._coming(at, place)))
+            now = added(added(now, one.stays, -count), one.grows, count)
         self._embedding(now)
         held = {**base, GRADIENTS: self._d.gradients}
         self._reach(STEP, added(held, {WORK: _update(self._d, self._job)}))
@@ -198,6 +212,23 @@ class Step:
         """Whether the embedding has a gradient as the head, too."""
         return self._d.config.tied
 
+    def moved_bytes(self) -> int:
+        """What a micro-batch sends to host memory, and fetches again."""
+        return sum(run.count * sum(run.comes.values()) for run in self._runs)
+
+    def host_bytes(self) -> int:
+        """What a rank takes of host memory: the embedding, and what blocks keep: inputs of recomputed ones; of others their first
+        storages, their second ones, ..."""
+        c = self._d.config
+        embedding = HALF * c.vocab_size * c.dim if self._job.on_host and self._d.can_be_on_host else 0
+        moved = [(run.again, run.passes.saved, run.count) for run in self._runs if run.comes]
+        inputs = sum(count for again, _, count in moved if again)
+        others = [(saved, count) for again, saved, count in moved if not again]
+        columns = zip_longest(*(saved for saved, _ in others), fillvalue=0)
+        pieces = sum(count for _, count in others)
+        kept = pinned_bytes(self._stream, inputs) + sum(pinned_bytes(max(column), pieces) for column in columns)
+        return embedding + kept
+
     def _reach(self, phase: str, now: dict[str, int]) -> None:
         if phase not in self._highest or sum(now.values()) > sum(self._highest[phase].values()):
             self._highest[phase] = now
@@ -205,20 +236,42 @@ class Step:
     def _forward(self, now: dict[str, int]) -> dict[str, int]:
         wide = rounded(WIDE * self._job.tokens * self._d.config.dim) if self._d.embedding == WIDE else 0
         self._reach(FORWARD, added(now, {WORK: wide + self._stream}))
-        before, streams = False, 0  # whether the block before is computed again; what comes into the first block stays
-        for one, count, again in self._runs:
-            # The stream and what is to be added to it come in; a block that saves has saved the stream already.
-            if streams:
-                streams = 2 if again or (before and count == 1) else 1
-            inside = added(now, one.stays, count - 1)
-            self._reach(FORWARD, added(added(inside, one.forward), {WORK: self._stream * streams}))
-            now, before, streams = added(now, one.stays, count), again, 1
+        for at, run in enumerate(self._runs):
+            for place in run.places:
+                inside = added(now, run.passes.stays, place)
+                self._reach(FORWARD, added(added(inside, run.passes.forward), self._entering(at, place)))
+            now = added(now, run.passes.stays, run.count)
         return now
+
+    def _before(self, at: int, place: int) -> tuple[_Run | None, _Run | None]:
+        """The runs of the block before block `place` of run `at`, and of the one before that."""
+        found: list[_Run | None] = [self._runs[at]] * min(place, 2)
+        for run in reversed(self._runs[max(at - 2, 0) : at]):
+            found += [run] * min(run.count, 2)
+        found += [None, None]
+        return found[0], found[1]
+
+    def _entering(self, at: int, place: int) -> dict[str, int]:
+        """What is there while a block computes: what leaves of the one before or of the one before that, what is to be added to
+        the stream, and the stream itself where the block before has not saved it. What comes into the first block stays."""
+        one, two = self._before(at, place)
+        if one is None:
+            return {}
+        leaves = one.leaves or (two.leaves if two is not None else {})
+        return added(leaves, {WORK: self._stream * (2 if one.again else 1)})
+
+    def _coming(self, at: int, place: int) -> dict[str, int]:
+        """What is there while a block goes backward: what the one before keeps, and what the one before that has saved where
+        the former is an input alone."""
+        one, two = self._before(at, place)
+        if one is None:
+            return {}
+        return added(one.comes, two.leaves if two is not None and one.again and one.comes else {})
 
     def _loss(self, now: dict[str, int]) -> dict[str, int]:
         """The last norm and the head, forward and backward."""
         d, c, n, m = self._d, self._d.config, self._job.tokens, Memory(now)
-        again = self._job.recomputed >= c.layers
+        again = self._kinds[-1] == RECOMPUTED
         entering = [m.take(WORK, self._stream) for _ in range(2 if again else 1)]
         saved = [m.take(ACTIVATIONS, self._stream), m.take(ACTIVATIONS, WIDE * n)]
         normed = m.take(WORK, self._stream)

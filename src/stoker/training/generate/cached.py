@@ -46,7 +46,7 @@ class Coded:
     dtype: torch.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self.layer.few(x)
+        y = self.layer.by_codes(x)
         if self.bias is not None:
             y += self.bias
         adapter = self.layer.adapter
@@ -131,7 +131,7 @@ class Weights:
         bias = None if linear.bias is None else self._cast(linear.bias, dtype)
         if linear.adapter is None and not linear.quantized:
             return Dense(self._cast(linear.weight, dtype), bias)
-        if self._codes and linear.has_few:
+        if self._codes and linear.has_rows_of_codes:
             self._coded.append(Coded(linear, bias, dtype))
             return self._coded[-1]
         size = (linear.out_features, linear.in_features)

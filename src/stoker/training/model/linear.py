@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stoker.training.model import nf4
 from stoker.training.model.config import ModelConfig, gate_up_rows
-from stoker.training.model.maps import Adapted, Adapter, Frozen, Map, Mapped, Whole, dequantized, few
+from stoker.training.model.maps import Adapted, Adapter, Frozen, Map, Mapped, Whole, by_codes, dequantized
 from stoker.training.model.nf4_size import multipliable
 
 
@@ -198,13 +198,13 @@ class Linear(nn.Linear):
         return dequantized(self._joined, dtype) if self._joined else self.weight.to(dtype)
 
     @property
-    def has_few(self) -> bool:
-        """Whether `few` multiplies by codes."""
+    def has_rows_of_codes(self) -> bool:
+        """Whether `by_codes` works."""
         return bool(self._joined) and multipliable(self.in_features)
 
-    def few(self, x: Tensor) -> Tensor:
+    def by_codes(self, x: Tensor) -> Tensor:
         """A quantized weight's product with x [N, inputs], without bias, adapter and gradient."""
-        return few(self._joined, x)
+        return by_codes(self._joined, x)
 
     def settle(self) -> None:
         """After an adapter was put beside the weight, or codes in its place."""

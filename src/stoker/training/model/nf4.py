@@ -151,11 +151,8 @@ def expand(q: Joined, out: Tensor) -> Tensor:
     return out.copy_((pairs.view(-1, BLOCK) * scales[:, None]).view(q.size))
 
 
-FEW = 8  # tokens: with more, making the matrix first costs less
-
-
 def multiply(x: Tensor, q: Joined, out: Tensor) -> None:
-    """Into `out` [N, rows]: x [N, columns] qᵀ, on a GPU, for up to FEW tokens; columns are a multiple of BLOCK."""
+    """Into `out` [rows]: q x, for x [columns] on a GPU; columns are a multiple of BLOCK."""
     from stoker.training.model import nf4_kernel  # Triton: on GPUs only
 
     levels, second = _on(LEVELS, x.device), _on(second_levels(), x.device)

@@ -58,15 +58,13 @@ def reciprocal(x: Tensor, out: Tensor) -> None:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
-    x, codes, scales, second, offsets, levels, second_levels, out, m, n, out_stride, k: tl.constexpr,
-    second_block: tl.constexpr, tokens: tl.constexpr, rows: tl.constexpr, groups: tl.constexpr,
+    x, codes, scales, second, offsets, levels, second_levels, out, n, k: tl.constexpr, second_block: tl.constexpr,
+    rows: tl.constexpr, groups: tl.constexpr,
 ):  # fmt: skip
-    """`rows` of the matrix, all of k, for all tokens: what a code means is looked up once, and that is what takes the time.
-    Elements of even and of odd place are two sums: nothing is interleaved.
-    """
-    row, token = tl.program_id(0) * rows + tl.arange(0, rows), tl.arange(0, tokens)
+    """`rows` of the matrix, all of k. Elements of even and of odd place are two sums: nothing is interleaved."""
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
     per_row: tl.constexpr = k // 64
-    sums = tl.zeros((tokens, rows, groups * 32), dtype=tl.float32)
+    sums = tl.zeros((rows, groups * 32), dtype=tl.float32)
     for begin in range(0, per_row, groups):
         group = begin + tl.arange(0, groups)
         block = row[:, None].to(tl.int64) * per_row + group[None, :]
@@ -82,26 +80,21 @@ def _product(  # type: ignore[no-untyped-def]
         pair = tl.load(codes + here, mask=(row < n)[:, None] & within[None, :], other=0).to(tl.int32)
         upper = tl.load(levels + (pair >> 4)) * scale
         lower = tl.load(levels + (pair & 15)) * scale
-        there = token[:, None] * k + 2 * byte[None, :]
-        asked = (token < m)[:, None] & within[None, :]
-        even = tl.load(x + there, mask=asked, other=0.0).to(tl.float32)
-        odd = tl.load(x + there + 1, mask=asked, other=0.0).to(tl.float32)
-        sums += upper[None, :, :] * even[:, None, :] + lower[None, :, :] * odd[:, None, :]
-    target = out + token[:, None] * out_stride + row[None, :]
-    tl.store(target, tl.sum(sums, 2).to(out.dtype.element_ty), mask=(token < m)[:, None] & (row < n)[None, :])
+        even = tl.load(x + 2 * byte, mask=within, other=0.0).to(tl.float32)
+        odd = tl.load(x + 2 * byte + 1, mask=within, other=0.0).to(tl.float32)
+        sums += upper * even[None, :] + lower * odd[None, :]
+    tl.store(out + row, tl.sum(sums, 1).to(out.dtype.element_ty), mask=row < n)
 
 
 def product(
     x: Tensor, codes: Tensor, scales: Tensor, second: Tensor, offsets: Tensor, levels: Tensor, second_levels: Tensor,
-    out: Tensor, how: tuple[int, int, int] | None = None,
+    out: Tensor, how: tuple[int, int, int] = (16, 8, 4),
 ) -> None:  # fmt: skip
-    """out [m, n] = x [m, k] Wᵀ; x is contiguous, k a multiple of 64, out may be columns of a wider one. `how`: rows of the
-    matrix and blocks of 64 that a program takes at once, and its warps.
+    """out [n] = W x [k]; both contiguous, k a multiple of 64. `how`: rows of the matrix and blocks of 64 that a program takes at
+    once, and its warps.
     """
-    (m, k), n = x.shape, out.shape[1]
-    tokens = triton.next_power_of_2(m)
-    rows, groups, warps = how or (max(16 // tokens, 4), 8, 4)
+    rows, groups, warps = how
+    n, k = out.numel(), x.numel()
     _product[(triton.cdiv(n, rows),)](
-        x, codes, scales, second, offsets, levels, second_levels, out, m, n, out.stride(0), k, 256,
-        tokens, rows, groups, num_warps=warps,
-    )  # fmt: skip
+        x, codes, scales, second, offsets, levels, second_levels, out, n, k, 256, rows, groups, num_warps=warps
+    )

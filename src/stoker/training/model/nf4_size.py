@@ -14,7 +14,7 @@ def storable(size: Sequence[int]) -> bool:
 
 
 def multipliable(inputs: int) -> bool:
-    """Whether few tokens can be multiplied by the codes as they are: blocks lie within a row."""
+    """Whether a token can be multiplied by the codes as they are: blocks lie within a row."""
     return inputs % BLOCK == 0
 
 

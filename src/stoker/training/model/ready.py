@@ -8,11 +8,12 @@ import importlib.util
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from stoker.contract.names import EX_CONFIG, EX_UNAVAILABLE, Refusal
@@ -21,10 +22,10 @@ from stoker.training.model import linear
 from stoker.training.model.config import ModelConfig, unfusable
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.experts import ungrouped
-from stoker.training.model.host_inputs import HostInputs, Input
+from stoker.training.model.host_kept import HostKept, Input
 from stoker.training.model.outside import Outside
 from stoker.training.optim.optimizer import has_bf16
-from stoker.training.parallel.config import ComputeConfig, recomputed_blocks
+from stoker.training.parallel.config import RECOMPUTED, ComputeConfig, block_kinds, recomputed_blocks
 
 # What selective recomputation keeps.
 PRODUCTS = (
@@ -113,11 +114,9 @@ def make_ready(model: Decoder | Outside, c: ComputeConfig, device: torch.device,
         compile_it = False  # how many tokens an expert gets is not known while a graph is traced
     model.fuse(fused(c, model.config, device, say))
     selective, layers = c.recompute == "selective", model.config.layers
-    again = list(model.layers)[: layers if selective else recomputed_blocks(c.recompute, layers)]
-    inputs = _host_inputs(c, len(again), compile_it, device, say)
-    for place, block in enumerate(again):
-        keep = None if inputs is None else functools.partial(inputs.keep, place=place)
-        checkpoint_block(block, selective, model.config.dropout > 0, keep)
+    host = _host_kept(c, layers, compile_it, device, say)
+    again = layers if selective else recomputed_blocks(c.recompute, layers)
+    keep_by_kind(model, block_kinds(layers, again, host), say if host else None, selective)
     if not compile_it:
         return
     _keep_products_only(c.recompute != "off")
@@ -125,21 +124,37 @@ def make_ready(model: Decoder | Outside, c: ComputeConfig, device: torch.device,
         part.compile(fullgraph=True, dynamic=False)
 
 
-def _host_inputs(
-    c: ComputeConfig, blocks: int, compile_it: bool, device: torch.device, say: Callable[[str], None]
-) -> HostInputs | None:
+def _host_kept(
+    c: ComputeConfig, layers: int, compile_it: bool, device: torch.device, say: Callable[[str], None]
+) -> bool:
     """compute.activations."""
     if c.activations != "host":
-        return None
+        return False
     if compile_it or c.recompute == "selective":
-        why = "blocks are compiled here" if compile_it else "selective recomputation keeps more than inputs"
-        raise Refusal(f"compute.activations host: {why}; use compute.compile fused or off, recompute full", EX_CONFIG)
-    if blocks < 2:
-        say("compute.activations host: nothing to move, because fewer than two blocks are recomputed")
-        return None
+        why = "blocks are compiled here" if compile_it else "selective recomputation keeps parts of blocks"
+        raise Refusal(
+            f"compute.activations host: {why}; use compute.compile fused or off, recompute off, full or a number",
+            EX_CONFIG,
+        )
+    if layers < 2:
+        say("compute.activations host: nothing to move, because the model has one block")
+        return False
     if device.type != "cuda":
-        say("compute.activations host: no GPU here, so inputs of blocks are copied within memory, and none is saved")
-    return HostInputs(blocks, say)
+        say("compute.activations host: no GPU here, so what blocks keep is copied within memory, and none is saved")
+    return True
+
+
+def keep_by_kind(
+    model: Decoder, kinds: Sequence[str], host: Callable[[str], None] | None = None, selective: bool = False
+) -> None:
+    """`kinds`: of each block (parallel/config.py). `host`: what they keep goes to host memory; prints what is wrong there."""
+    kept = None if host is None else HostKept(kinds, host)
+    for place, (block, kind) in enumerate(zip(model.layers, kinds, strict=True)):
+        if kind == RECOMPUTED:
+            keep = None if kept is None else functools.partial(kept.input, place=place)
+            checkpoint_block(block, selective, model.config.dropout > 0, keep)
+        elif kept is not None:
+            block.forward = functools.partial(_offloaded, block, block.forward, kept, place)
 
 
 def _loss(c: ComputeConfig, model: ModelConfig) -> str:
@@ -205,7 +220,10 @@ def unfuse(model: Decoder) -> None:
     """For a look at operations. Plain blocks keep twice what fused ones do, on a full card: so these keep nothing."""
     if model.fused:
         for block in model.layers:
-            if not isinstance(block.forward, functools.partial):
+            how = getattr(block.forward, "func", None)
+            if how is not _checkpointed:
+                if how is _offloaded:
+                    del block.forward  # the class's own
                 checkpoint_block(block, False, model.config.dropout > 0)
     model.fuse(False)
 
@@ -231,6 +249,18 @@ def _checkpointed(
 
 def _with_input(forward: Callable[..., Any], kept: Input, *args: Any) -> Any:
     return forward(kept.read(), *args)
+
+
+def _offloaded(
+    block: nn.Module, forward: Callable[..., Any], host: HostKept, place: int, x: Tensor, cos: Tensor, sin: Tensor,
+    seen: Any, delta: Tensor | None = None, *counted: Tensor | None,
+) -> Any:  # fmt: skip
+    if not torch.is_grad_enabled():
+        return forward(x, cos, sin, seen, delta, *counted)
+    others = (cos, sin, seen, counted, list(block.parameters()), list(block.buffers()))
+    stays = {one.untyped_storage()._cdata for one in tree_leaves(others) if isinstance(one, Tensor)}
+    with host.saved(place, x.device, stays):
+        return forward(x, cos, sin, seen, delta, *counted)
 
 
 def parameters(model: nn.Module) -> int:

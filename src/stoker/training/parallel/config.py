@@ -38,24 +38,43 @@ def read_recompute(text: str) -> str:
 
 
 def recomputed_blocks(told: str, layers: int) -> int:
-    """Blocks that are computed again in full: the first ones. The last are the first to be freed in the backward pass."""
+    """Blocks that are computed again in full."""
     if is_count(told):
         return min(int(told), layers)
     return layers if told == "full" else 0
 
 
-def host_slab(size: int, blocks: int) -> tuple[int, int]:
-    """(bytes, inputs that lie in them): how host memory is taken for the inputs of recomputed blocks, `size` bytes each. Torch's
-    pinned allocator rounds up to a power of two; of the next few this is the one that wastes least."""
+# What a block has for its backward pass: its input, from which it is computed again; all that autograd saves, in host memory;
+# the same on the GPU.
+RECOMPUTED, OFFLOADED, KEPT = "recomputed", "offloaded", "kept"
+HOST_LEAST = 1 << 20  # bytes: a smaller tensor stays on the GPU
+
+
+def block_kinds(layers: int, recomputed: int, host: bool) -> tuple[str, ...]:
+    """Of each block. The first ones are recomputed: the last are the first to be freed in the backward pass. With
+    compute.activations host those that are not, but for the last one, are spread evenly: the copy of what one keeps takes longer
+    than its forward pass."""
+    if not host or recomputed >= layers:
+        return (RECOMPUTED,) * recomputed + (KEPT,) * (layers - recomputed)
+    others = layers - 1
+    moved = others - recomputed
+    passed = [(at * moved + others // 2) // max(others, 1) for at in range(layers)]
+    spread = (OFFLOADED if passed[at + 1] > passed[at] else RECOMPUTED for at in range(others))
+    return (*spread, KEPT)
+
+
+def host_slab(size: int, pieces: int) -> tuple[int, int]:
+    """(bytes, pieces that lie in them): how host memory is taken for what blocks keep, `size` bytes each. Torch's pinned
+    allocator rounds up to a power of two; of the next few this is the one that wastes least."""
     least = (size - 1).bit_length()
     slabs = ((1 << power, (1 << power) // size) for power in range(least, least + 4))
-    return min(slabs, key=lambda slab: -(-(blocks - 1) // slab[1]) * slab[0])
+    return min(slabs, key=lambda slab: -(-pieces // slab[1]) * slab[0])
 
 
-def host_bytes(size: int, blocks: int) -> int:
-    """All of it. The input of the last block stays on the GPU: it is needed first."""
-    slab, count = host_slab(size, blocks)
-    return max(-(-(blocks - 1) // count), 0) * slab
+def host_bytes(size: int, pieces: int) -> int:
+    """All of it."""
+    slab, count = host_slab(size, pieces)
+    return -(-pieces // count) * slab
 
 
 @shape
@@ -101,7 +120,8 @@ class ComputeConfig:
         "where an embedding that does not learn lies: device, or host (adapters only: the GPU gets the rows it needs)"
     )
     activations: str = one_of("device", "host")(
-        "where the inputs of recomputed blocks wait for the backward pass: device, or host (the GPU holds two of them)"
+        "where what blocks keep waits for the backward pass (inputs of recomputed ones, all that others save): device, or host"
+        " (the GPU holds that of two blocks)"
     )
     attention: str = one_of("auto", "cudnn", "flash", "math")(
         "auto (cuDNN where it works, then flash), cudnn, flash, or math"
