@@ -11,6 +11,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ from torch import Tensor
 
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
-from stoker.training.model import hf, hf_write
+from stoker.training.model import hf, hf_stream, hf_write
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
-from stoker.training.model.hf_config import shape_of
+from stoker.training.model.hf_config import header, shape_of
 from stoker.training.model.hf_files import check
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
@@ -620,3 +621,23 @@ def test_data_of_another_tokenizer_than_the_weights_is_refused(tmp_path: Path) -
         and " here; " in line
         and f"--tokenizer.path {tmp_path / 'hf'}" in line
     )
+
+
+def check_pieces(device: torch.device, folder: Path) -> None:
+    generator = torch.Generator().manual_seed(2)
+    tensors = {
+        "long": torch.randn(3, hf_stream.PIECE // 4 + 1001, generator=generator).bfloat16(),
+        "wide": torch.randn(hf_stream.SLOTS * 2 + 1, hf_stream.PIECE // 4, generator=generator),
+        "short": torch.randn(7, generator=generator).half(),
+    }
+    safetensors.save_file(tensors, folder / "model.safetensors")
+    with closing(hf_stream.Stream(device, staged=True)) as stream:
+        for name, one in header(str(folder / "model.safetensors")).items():
+            assert torch.equal(stream.read(one).cpu(), tensors[name])
+            for dtype in (torch.float32, torch.bfloat16):
+                out = torch.full(tensors[name].shape, torch.nan, dtype=dtype, device=device)
+                assert torch.equal(stream.fill(one, out).cpu(), tensors[name].to(dtype)), (name, dtype)
+
+
+def test_weights_that_are_read_in_pieces_are_whole(tmp_path: Path) -> None:
+    check_pieces(torch.device("cpu"), tmp_path)

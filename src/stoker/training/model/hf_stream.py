@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import cycle
+from itertools import cycle, islice
 from typing import BinaryIO
 
 import torch
@@ -46,29 +46,32 @@ def _read(file: BinaryIO, one: Stored, at: int, into: memoryview) -> None:
 
 
 class Stream:
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._gpu = device.type == "cuda"
-        self._threads = ThreadPoolExecutor(SLOTS, thread_name_prefix="weights") if self._gpu else None
-        self._slots = [
-            torch.empty(PIECE if self._gpu else 0, dtype=torch.uint8, pin_memory=self._gpu) for _ in range(SLOTS)
-        ]
-        self._free: list[torch.cuda.Event | None] = [None] * SLOTS
+    def __init__(self, device: torch.device, staged: bool | None = None) -> None:
+        """`staged`: in pieces, by threads; None: for a GPU."""
+        gpu = device.type == "cuda"
+        # As tensors name it: one without a number is equal to none of theirs.
+        self.device = torch.device("cuda", torch.cuda.current_device()) if gpu and device.index is None else device
+        self._staged = gpu if staged is None else staged
+        count = SLOTS if self._staged else 0
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="weights") if self._staged else None
+        self._slots = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=gpu) for _ in range(count)]
+        self._free: list[torch.cuda.Event | None] = [None] * count
 
     def close(self) -> None:
         if self._threads is not None:
             self._threads.shutdown()
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the slots are given back
 
     def read(self, one: Stored) -> Tensor:
         """As it is stored."""
-        if not self._gpu:
+        if not self._staged:
             return read_stored(one)
         return self.fill(one, torch.empty(one.shape, dtype=dtype_of(one), device=self.device))
 
     def fill(self, one: Stored, out: Tensor) -> Tensor:
         """Into `out`, which has as many numbers, perhaps of another dtype, and is on any device."""
-        if not self._gpu or out.device != self.device or not out.is_contiguous():
+        if not self._staged or out.device != self.device or not out.is_contiguous():
             return out.copy_(read_stored(one).view(out.shape))
         dtype, flat = dtype_of(one), out.view(-1)
         for begin, piece in self._pieces(one, dtype.itemsize):
@@ -97,14 +100,15 @@ class Stream:
                 waiting.append((begin, slot, piece, future))
 
             try:
-                for begin, _ in zip(begins, range(SLOTS), strict=False):
+                for begin in islice(begins, SLOTS):
                     start(begin)
                 while waiting:
                     begin, slot, piece, future = waiting.pop(0)
                     future.result()
                     yield begin, piece
-                    self._free[slot] = travelled = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    travelled.record(torch.cuda.current_stream(self.device))
+                    if self.device.type == "cuda":
+                        self._free[slot] = travelled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                        travelled.record(torch.cuda.current_stream(self.device))
                     for following in begins:
                         start(following)
                         break
