@@ -1,12 +1,13 @@
 """Planned against measured memory of a training step, for models of random weights on one GPU.
 
-    PYTHONPATH=src python benchmarks/fit_plan.py [--json cells.jsonl] [--only TEXT] [--largest]
+    PYTHONPATH=src python benchmarks/fit_plan.py [--json cells.jsonl] [--only REGEX] [--largest]
 
 One line per configuration: what `stoker fit` plans, `max_memory_allocated`, the error, and the terms; beside it accelerate's
 rule (four times the weights in their dtype) and LLaMA-Factory's table (18, 2 and 0.5 GB per billion parameters for full,
 LoRA and 4-bit QLoRA). `--largest`: is the planned largest micro-batch, under a hard cap of memory, the true one? It and its
-neighbours are tried. Every configuration is a process of its own. Shapes with fewer layers than their model have are marked
-(L 4 of 48).
+neighbours are tried. Shapes with fewer layers than their model have are marked (L 4 of 48). Stages reward, dpo and grpo run
+their own modules: of grpo answers are written by the engine with its CUDA graphs, then learned from. Every configuration is a
+process of its own: one that fails is printed, and the others go on.
 """
 
 from __future__ import annotations
@@ -16,28 +17,53 @@ import functools
 import gc
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as training sets it
 
 import torch
-from shapes import SHAPES, built
+from shapes import SHAPES, built, fill
 
 from stoker.contract.shape import replace, shape
+from stoker.training.fit.answers import ANSWERS, SCORES
 from stoker.training.fit.cards import CONTEXT
-from stoker.training.fit.described import Described, describe
-from stoker.training.fit.terms import BACKWARD, FORWARD, STEP, Job, Planned, predict, reserved
+from stoker.training.fit.footprint import Footprint
+from stoker.training.fit.pairs import COMPARED
+from stoker.training.fit.terms import (
+    BACKWARD,
+    DPO,
+    FORWARD,
+    GRPO,
+    REWARD,
+    SFT,
+    STEP,
+    Job,
+    Planned,
+    StageNeeds,
+    reserved,
+)  # fmt: skip
+from stoker.training.generate.engine import Engine
 from stoker.training.model import maps
 from stoker.training.model.attention import documents, kernels
 from stoker.training.model.config import AdapterConfig, ModelConfig, parameters
+from stoker.training.model.decoder import Decoder
+from stoker.training.model.reference import Beginning, Reference, copied
 from stoker.training.optim.config import OptimConfig
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
+from stoker.training.recipes import dpo
+from stoker.training.reward.config import DpoConfig
+from stoker.training.reward.model import RewardModel, score_ids
+from stoker.training.reward.model import learner as reward_learner
+from stoker.training.rl.update import Policy, Row, arrange, logprobs
 
+LONGEST = 600  # seconds of one configuration
 GIB = 1 << 30
 CUDA = torch.device("cuda", 0)
 CELL, ATTENTION = "CELL ", "attention"  # how a child's result begins; the child that looks at attention kernels
@@ -55,6 +81,27 @@ class Case:
     packed: bool = False
     optimizer: str = "adamw"
     layers: int = 0  # fewer than the model has
+    stage: str = "sft"
+    likelihood: bool = True  # reward.likelihood
+    rows: int = 0  # grpo: answers at once, and of a step
+    new_tokens: int = 0
+    bits: int = 16  # grpo: of a weight while answers are written
+    scored: bool = False  # grpo: by a reward model of the same shape
+
+    @property
+    def needs(self) -> StageNeeds:
+        found = StageNeeds(self.stage, self.likelihood, scorer=self.config if self.scored else None)
+        if self.stage != GRPO:
+            return found
+        return replace(found, rows=self.rows, answers=self.rows, new_tokens=self.new_tokens, bits=self.bits)
+
+    def job(self, capability: int, micro: int = 0) -> Job:
+        micro = micro or self.micro
+        adds = self.stage != GRPO or self.rows > micro
+        return Job(
+            micro, self.context, self.optimizer, self.packed or self.stage in (REWARD, DPO), 1, self.recomputed, 1, adds,
+            capability, needs=self.needs,
+        )  # fmt: skip
 
     @property
     def config(self) -> ModelConfig:
@@ -71,7 +118,14 @@ class Case:
         method = {"off": "full"}.get(self.method, self.method)
         packed = " packed" if self.packed else ""
         kind = "" if self.optimizer == "adamw" else f" {self.optimizer}"
-        return f"{self.model}{short} {method} {self.micro}x{self.context} recompute {self.recompute}{packed}{kind}"
+        stage = "" if self.stage == SFT else f" {self.stage}"
+        stage += "" if self.likelihood else " without likelihood"
+        stage += f" {self.rows} answers of {self.new_tokens}" if self.stage == GRPO else ""
+        stage += " by 4-bit weights" if self.bits == 4 else ""
+        stage += " scored" if self.scored else ""
+        return (
+            f"{self.model}{short} {method} {self.micro}x{self.context} recompute {self.recompute}{packed}{kind}{stage}"
+        )
 
 
 CASES = (
@@ -88,18 +142,33 @@ CASES = (
     Case("gemma3-1b", "qlora", 2, 4096, "none", True), Case("gemma3-4b", "qlora", 1, 2048, "some"), Case("mistral-7b", "qlora", 2, 4096, "all"),
     Case("mistral-7b", "lora", 1, 8192, "some"), Case("mistral-7b", "off", 1, 512, "none", False, "adamw", 12),
     Case("tinyllama-1.1b", "off", 2, 1024, "none", False, "muon"),
+    Case("smollm2-135m", "off", 4, 1024, stage=DPO), Case("tinyllama-1.1b", "off", 2, 1024, "some", stage=DPO),
+    Case("tinyllama-1.1b", "lora", 4, 2048, stage=DPO), Case("llama-3.1-8b", "qlora", 1, 2048, "all", stage=DPO),
+    Case("qwen2.5-0.5b", "off", 2, 2048, "all", stage=DPO), Case("gemma3-1b", "lora", 2, 2048, "some", stage=DPO),
+    Case("smollm2-135m", "off", 4, 1024, stage=REWARD), Case("qwen3-0.6b", "lora", 4, 2048, "none", stage=REWARD),
+    Case("tinyllama-1.1b", "qlora", 4, 2048, "all", stage=REWARD), Case("tinyllama-1.1b", "off", 2, 1024, stage=REWARD, likelihood=False),
+    Case("smollm2-135m", "off", 8, 512, stage=GRPO, rows=32, new_tokens=256), Case("tinyllama-1.1b", "off", 4, 512, "some", stage=GRPO, rows=16, new_tokens=256),
+    Case("tinyllama-1.1b", "lora", 8, 1024, stage=GRPO, rows=64, new_tokens=256), Case("tinyllama-1.1b", "qlora", 4, 1024, "all", stage=GRPO, rows=32, new_tokens=512),
+    Case("qwen3-0.6b", "lora", 4, 1024, "some", stage=GRPO, rows=32, new_tokens=512), Case("llama-3.1-8b", "qlora", 2, 1024, "all", stage=GRPO, rows=16, new_tokens=512),
+    Case("gemma3-1b", "lora", 4, 1024, "none", stage=GRPO, rows=16, new_tokens=256), Case("smollm2-135m", "off", 8, 512, stage=GRPO, rows=32, new_tokens=256, scored=True),
+    Case("tinyllama-1.1b", "qlora", 4, 1024, "all", stage=GRPO, rows=32, new_tokens=512, bits=4), Case("llama-3.1-8b", "qlora", 2, 1024, "all", stage=GRPO, rows=16, new_tokens=512, bits=4),
 )  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", help="a line per configuration is added to this file")
-    parser.add_argument("--only", default="", help="configurations whose name holds this")
+    parser.add_argument("--only", default="", metavar="REGEX", help="configurations whose name it is found in")
     parser.add_argument("--largest", action="store_true", help="largest micro-batches under a cap of memory, too")
     parser.add_argument("--attention", action="store_true", help="what attention kernels allocate, too")
     parser.add_argument("--seconds", type=float, default=540.0, help="no configuration begins later than this")
-    parser.add_argument("--one", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--one", default="", help=argparse.SUPPRESS)  # in a process of its own: this configuration
     told = parser.parse_args()
+    try:
+        wanted = re.compile(told.only)
+    except re.error as problem:
+        print(f"fit_plan.py: --only {told.only}: {problem}", file=sys.stderr)
+        return 64
     if not torch.cuda.is_available():
         print("fit_plan.py: no GPU here", file=sys.stderr)
         return 69
@@ -107,11 +176,12 @@ def main() -> int:
         return _attention_lines()
     if told.one:
         return _one(CASES[int(told.one)], told.largest)
+    print(f"{_device_name()}, torch {torch.__version__}", flush=True)
     cells, began = [], time.monotonic()
     if told.attention:
-        subprocess.run([sys.executable, __file__, "--one", ATTENTION], check=False)
+        subprocess.run([sys.executable, __file__, "--one", ATTENTION], check=False, timeout=LONGEST)
     for at, case in enumerate(CASES):
-        if told.only not in case.words or time.monotonic() - began > told.seconds:
+        if not wanted.search(case.words) or time.monotonic() - began > told.seconds:
             continue
         cell = _apart(at, told.largest)
         cells.append(cell)
@@ -119,17 +189,30 @@ def main() -> int:
             with open(told.json, "a") as file:
                 file.write(json.dumps(cell) + "\n")
     _summary([cell for cell in cells if "error" in cell])
-    print(
-        f"{len(cells)} configurations in {time.monotonic() - began:.0f} s; without a result: {sum('error' not in c for c in cells)}"
-    )
-    return 0
+    failed = [cell for cell in cells if "error" not in cell]
+    print(f"{len(cells)} configurations in {time.monotonic() - began:.0f} s; without a result: {len(failed)}")
+    for cell in failed:
+        print(f"  {cell['case']}: {cell['failed']}")
+    return 1 if failed else 0
+
+
+def _device_name() -> str:
+    """Without a context of this process on the card."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
 
 
 def _apart(at: int, largest: bool) -> dict[str, Any]:
-    """In a process of its own: no fragments, buffers or kernels of the configuration before."""
+    """In a process of its own: no fragments, buffers or kernels of the configuration before, and none that ends this one."""
     argv = [sys.executable, __file__, "--one", str(at), *(["--largest"] if largest else [])]
-    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False)
-    cell: dict[str, Any] = {"case": CASES[at].words, "failed": done.returncode}
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=LONGEST)
+    except subprocess.TimeoutExpired:
+        return {"case": CASES[at].words, "failed": f"more than {LONGEST} s"}
+    why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200]
+    cell: dict[str, Any] = {"case": CASES[at].words, "failed": why}
     for line in done.stdout.splitlines():
         if line.startswith(CELL):
             cell = json.loads(line.removeprefix(CELL))
@@ -145,10 +228,13 @@ def _one(case: Case, largest: bool) -> int:
     return 0
 
 
+def _planned(case: Case, job: Job) -> Planned:
+    return Footprint(case.config, AdapterConfig(method=case.method), case.stage).planned(job)
+
+
 def _cell(case: Case, capability: int, largest: bool, idle: int) -> dict[str, Any]:
-    described = describe(case.config, AdapterConfig(method=case.method))
-    job = Job(case.micro, case.context, case.optimizer, case.packed, 1, case.recomputed, 1, True, capability)
-    planned = predict(described, job)
+    job = case.job(capability)
+    planned = _planned(case, job)
     began = time.perf_counter()
     try:
         with kernels("auto"):
@@ -156,7 +242,7 @@ def _cell(case: Case, capability: int, largest: bool, idle: int) -> dict[str, An
     except torch.OutOfMemoryError as problem:
         _clear()
         print(f"{case.words}: out of memory ({str(problem)[:80]})", flush=True)
-        return {"case": case.words, "planned": planned.total, "out_of_memory": True}
+        return {"case": case.words, "planned": planned.total, "failed": "out of memory"}
     error = planned.total / seen["peak"] - 1
     seen["device"] = _used() - idle
     billions = parameters(case.config) / 1e9
@@ -167,7 +253,7 @@ def _cell(case: Case, capability: int, largest: bool, idle: int) -> dict[str, An
         "phases": planned.phases, "measured": seen,
         "planned_device": reserved(planned.total) + CONTEXT, **{name: int(value) for name, value in rules.items()},
     }  # fmt: skip
-    more = _largest(case, described, job, planned) if largest else {}
+    more = _largest(case, job, planned) if largest else {}
     cell.update(more)
     _clear()
     print(_line(case, planned, cell, time.perf_counter() - began), flush=True)
@@ -181,8 +267,7 @@ def gib(size: float) -> str:
 def _line(case: Case, planned: Planned, cell: dict[str, Any], seconds: float) -> str:
     seen = cell["measured"]
     phases = ", ".join(
-        f"{name} {gib(planned.phases[phase])}/{gib(seen[name])}"
-        for name, phase in (("forward", FORWARD), ("backward", BACKWARD), ("step", STEP))
+        f"{name} {gib(planned.phases[phase])}/{gib(seen[name])}" for name, phase in PHASES if name in seen
     )
     held = planned.terms
     static = held.get("weights", 0) + held.get("adapters", 0)
@@ -196,42 +281,126 @@ def _line(case: Case, planned: Planned, cell: dict[str, Any], seconds: float) ->
     )
 
 
+PHASES = (
+    ("answers", ANSWERS), ("scores", SCORES), ("compared", COMPARED), ("forward", FORWARD), ("backward", BACKWARD),
+    ("step", STEP),
+)  # fmt: skip
+
+
+class Seen(dict[str, int]):
+    """The highest point of each phase."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        torch.cuda.reset_peak_memory_stats(CUDA)
+        yield
+        torch.cuda.synchronize(CUDA)
+        self[name] = max(self.get(name, 0), torch.cuda.max_memory_allocated(CUDA))
+
+    def done(self) -> dict[str, int]:
+        self["peak"] = max(self[name] for name, _ in PHASES if name in self)
+        self["reserved"] = torch.cuda.memory_reserved(CUDA)
+        return dict(self)
+
+
 def _measure(case: Case, micro: int) -> dict[str, int]:
-    """Two micro-batches, the second with the gradients of the first, and an optimizer step: as recipes/build.py tries."""
+    """Two micro-batches, the second with the gradients of the first, and an optimizer step: as recipes/build.py tries. Of grpo
+    a step as recipes/grpo.py makes it."""
     before = torch.cuda.memory_allocated(CUDA)
-    again = str(case.recomputed) if case.recomputed else "off"
-    model = built(case.config, AdapterConfig(method=case.method), case.context, again, quick=True)
+    model, reference = _policy(case)
     weights = torch.cuda.memory_allocated(CUDA)
     optimizer = Optimizer(model, OptimConfig(kind=case.optimizer))
     states = torch.cuda.memory_allocated(CUDA)
-    seen = {"before": before, "weights": weights - before, "optimizer": states - weights, "forward": 0, "backward": 0}
+    seen = Seen(before=before, weights=weights - before, optimizer=states - weights)
+    if case.stage == GRPO:
+        return _measure_grpo(case, micro, model, reference, optimizer, seen)
     inputs = torch.randint(0, case.config.vocab_size, (micro, case.context), device=CUDA)
     targets = inputs % inputs.shape[1]
+    packs = case.packed or case.stage != SFT
     for _ in range(2):
-        packed = documents(torch.zeros(inputs.shape, dtype=torch.int32) if case.packed else None, CUDA)
-        torch.cuda.reset_peak_memory_stats(CUDA)
-        loss = model(inputs, targets, torch.zeros((), device=CUDA), packed)
-        torch.cuda.synchronize(CUDA)
-        seen["forward"] = max(seen["forward"], torch.cuda.max_memory_allocated(CUDA))
-        torch.cuda.reset_peak_memory_stats(CUDA)
-        loss.backward()
-        del loss
-        torch.cuda.synchronize(CUDA)
-        seen["backward"] = max(seen["backward"], torch.cuda.max_memory_allocated(CUDA))
-    torch.cuda.reset_peak_memory_stats(CUDA)
-    optimizer.step(0.0, gradient_norm(optimizer.parameters), torch.ones((), device=CUDA))
-    torch.cuda.synchronize(CUDA)
-    seen["step"] = torch.cuda.max_memory_allocated(CUDA)
-    seen["peak"] = max(seen[name] for name in ("forward", "backward", "step"))
-    seen["reserved"] = torch.cuda.memory_reserved(CUDA)
-    return seen
+        packed = documents(torch.zeros(inputs.shape, dtype=torch.int32) if packs else None, CUDA)
+        with seen.phase("forward"):
+            loss = model(inputs, targets, torch.zeros((), device=CUDA), packed)
+        with seen.phase("backward"):
+            loss.backward()
+            del loss
+    with seen.phase("step"):
+        optimizer.step(0.0, gradient_norm(optimizer.parameters), torch.ones((), device=CUDA))
+    return seen.done()
 
 
-def _largest(case: Case, described: Described, job: Job, planned: Planned) -> dict[str, Any]:
+def _measure_grpo(
+    case: Case, micro: int, model: Decoder, reference: Reference, optimizer: Optimizer, seen: Seen
+) -> dict[str, int]:
+    """Two steps: only then everything is there that a step finds. Every answer has all its tokens."""
+    judge = _scorer(case) if case.scored else None
+    engine = Engine(model, rows=case.rows, length=case.context, codes=case.bits == 4)
+    policy = Policy(model, temperature=1.0, clip_ratio=0.2, kl=0.02)
+    prompt, words = case.context - case.new_tokens, case.config.vocab_size
+    for step in range(2):
+        with seen.phase("answers"):
+            asked = [[number + 1] * prompt for number in range(case.rows)]
+            written = engine.generate(asked, new_tokens=case.new_tokens, stop=(), seed=step)
+        if judge is not None:
+            with seen.phase("scores"):
+                score_ids(judge, [([*ids, *own], prompt) for ids, own in zip(asked, written, strict=True)], CUDA, micro)
+        rows = [Row(tuple(ids), tuple(own), 1.0) for ids, own in zip(asked, written, strict=True)]
+        assert all(len(row.answer) == case.new_tokens and max(row.answer) < words for row in rows)
+        batches = arrange(rows, micro, case.context, CUDA)
+        with seen.phase("compared"), torch.no_grad():
+            for number, batch in enumerate(batches):
+                with reference() as then:
+                    batches[number] = replace(batch, reference=logprobs(then, batch, 1.0)[0])
+        for batch in batches:
+            with seen.phase("forward"):
+                loss, told = policy(batch, 0.0)
+            with seen.phase("backward"):
+                loss.backward()
+                del loss, told
+        with seen.phase("step"):
+            optimizer.step(0.0, gradient_norm(optimizer.parameters), torch.ones((), device=CUDA))
+        del batch, batches
+        optimizer.zero()
+        with seen.phase("answers"):
+            engine.refresh()
+    return seen.done()
+
+
+def _policy(case: Case) -> tuple[Decoder, Reference]:
+    """(what learns, what it is compared with where the stage does that)."""
+    told, again = AdapterConfig(method=case.method), str(case.recomputed) if case.recomputed else "off"
+    make = functools.partial(built, case.config, told, case.context, again, quick=True)
+    if case.stage in (SFT, REWARD):
+        model = make(kind=reward_learner(case.likelihood).kind if case.stage == REWARD else Decoder)
+        return model, copied(model)
+    then: Decoder | None = None
+    if case.method == "off":
+        then = make(kind=dpo.Reference if case.stage == DPO else Decoder).to(torch.bfloat16)
+        then.requires_grad_(False).eval()
+        _clear()
+    learns: Any = make(kind=dpo.learner(then, DpoConfig()).kind if case.stage == DPO else Decoder)
+    reference = Beginning(learns, loaded=False) if then is None else copied(then)
+    if case.stage == DPO and then is None:
+        learns.begun = reference
+    return learns, reference
+
+
+def _scorer(case: Case) -> RewardModel:
+    """As grpo opens one: weights in fp32, blocks of plain torch."""
+    with torch.device("meta"):
+        model = RewardModel(case.config, case.context, torch.bfloat16)
+    model.place(CUDA)
+    fill(model)
+    return model.eval()
+
+
+def _largest(case: Case, job: Job, planned: Planned) -> dict[str, Any]:
     """Under a cap with place for a sample and a half more than the case has: is the planned largest micro-batch the true one?"""
-    more = predict(described, replace(job, micro=job.micro + 2)).total - planned.total
+    if case.stage == GRPO:
+        return {}  # its micro-batch is at most a step's answers
+    more = _planned(case, replace(job, micro=job.micro + 2)).total - planned.total
     cap = int(planned.total + 0.75 * more) + (256 << 20)
-    fits = max(m for m in range(1, 4 * job.micro + 4) if _needs(described, job, m) <= cap)
+    fits = max(m for m in range(1, 4 * job.micro + 4) if _needs(case, job, m) <= cap)
     runs = functools.partial(_runs, case, cap)
     true = true_largest(fits, runs)
     return {"largest": verdict(fits, true), "cap": cap, "planned_largest": fits, "true_largest": true}
@@ -265,8 +434,8 @@ def verdict(planned: int, true: int) -> str:
     return {0: EXACT, 1: ONE_BELOW}.get(true - planned, BELOW)
 
 
-def _needs(described: Described, job: Job, micro: int) -> int:
-    return reserved(predict(described, replace(job, micro=micro)).total)
+def _needs(case: Case, job: Job, micro: int) -> int:
+    return reserved(_planned(case, replace(job, micro=micro)).total)
 
 
 def _used() -> int:

@@ -76,23 +76,21 @@ def shape_of(name: str) -> ModelConfig:
 
 def built(
     c: ModelConfig, told: AdapterConfig, context: int, recompute: str = "off", *, host: bool = False, quick: bool = False,
-    activations: str = "device",
+    activations: str = "device", kind: type[Decoder] = Decoder,
 ) -> Decoder:  # fmt: skip
     """Layer by layer: no moment holds a model in 16 bits that has 4. `host`: its embedding lies in host memory; `quick`: codes are
     drawn, since quantizing numbers takes longer than all the rest. `activations`: compute.activations."""
     where = device()
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     with torch.device("meta"):
-        model = Decoder(c, context, dtype)
+        model = kind(c, context, dtype)
     if told.method != "off":
         adapters.freeze(model, told)
     how = ComputeConfig(recompute=recompute, activations=activations)
     ready.make_ready(model, how, where, lambda line: print(f"  {line}"))
     model.embed_on_host = host
     model.place(where)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0 - c.norm_offset)
+    fill(model)
     for layer in model.modules():
         if isinstance(layer, Linear) and cast(Any, layer.weight) is None:
             sizes = [(rows, layer.in_features) for rows in layer.parts]
@@ -100,6 +98,13 @@ def built(
     if told.method != "off":
         adapters.attach(model, told, 0)
     return model
+
+
+@torch.no_grad()
+def fill(model: Decoder) -> None:
+    """With random weights, and norms that change nothing."""
+    for parameter in model.parameters():
+        parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0 - model.config.norm_offset)
 
 
 def _numbers(rows: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:

@@ -183,6 +183,68 @@ def pretended() -> Iterator[None]:
                 setattr(package, key, module)
 
 
+def _built(kind: Any, shape: Any, adapter: Any, context: int, recompute: int, host: bool = False) -> Any:
+    """A model of this class, as recipes/build.py makes one."""
+    from stoker.training.model import adapters, nf4, ready
+    from stoker.training.parallel.config import block_kinds
+
+    meta = torch.device("meta")
+    with meta:
+        model = kind(shape, context, torch.bfloat16)
+    for name in model.own:
+        setattr(model, name, torch.nn.Parameter(getattr(model, name).to(meta)))
+    if adapter.method != "off":
+        adapters.freeze(model, adapter)
+    model.tables = [(cos.to(meta), sin.to(meta)) for cos, sin in model.tables]
+    if adapter.method == "qlora":
+        for _, layer in adapters._layers(model):
+            if layer.weight is None:
+                layer.quantized = tuple(
+                    nf4.Quantized(*_codes(rows * layer.in_features), (rows, layer.in_features), torch.bfloat16)
+                    for rows in layer.parts
+                )
+                layer.settle()
+    if adapter.method != "off":
+        adapters.attach(model, adapter, 0)
+    model.fuse(True)
+    ready.keep_by_kind(model, block_kinds(shape.layers, recompute, host), print if host else None)
+    return model
+
+
+def _optimizer(model: Any, optim: Any) -> Any:
+    from stoker.training.optim.config import OptimConfig
+    from stoker.training.optim.optimizer import EightBit, Optimizer
+
+    optimizer = Optimizer(model, optim or OptimConfig())
+    for rule in optimizer.rules:
+        if isinstance(rule, EightBit):
+            rule._run = lambda *args: None  # compiled: one kernel
+    return optimizer
+
+
+def _update(trace: Trace, optimizer: Any) -> None:
+    from stoker.training.optim.optimizer import gradient_norm
+
+    trace.phase("step")
+    optimizer.step(0.0, gradient_norm(optimizer.parameters), torch.ones((), device="meta"))
+
+
+def _steps(trace: Trace, model: Any, optimizer: Any, size: tuple[int, int], packed: bool, steps: int) -> None:
+    from stoker.training.model.attention import documents
+
+    meta = torch.device("meta")
+    inputs = torch.zeros(size, dtype=torch.int64, device=meta)
+    trace.phase("held")
+    for _ in range(steps):
+        segments = torch.zeros(size, dtype=torch.int32) if packed else None
+        trace.phase("forward")
+        loss = model(inputs, inputs, torch.zeros((), device=meta), documents(segments, meta))
+        trace.phase("backward")
+        loss.backward()
+        del loss
+    _update(trace, optimizer)
+
+
 def traced(
     shape: Any,
     adapter: Any,
@@ -196,48 +258,145 @@ def traced(
     steps: int = 2,
 ) -> Trace:
     """Peaks by phase of `steps` micro-steps with an optimizer step behind: of the last, gradients are there already."""
-    from stoker.training.model import adapters, nf4, ready
-    from stoker.training.model.attention import documents
     from stoker.training.model.decoder import Decoder
-    from stoker.training.optim.config import OptimConfig
-    from stoker.training.optim.optimizer import EightBit, Optimizer, gradient_norm
-    from stoker.training.parallel.config import block_kinds
+
+    with pretended(), Trace() as trace:
+        model = _built(Decoder, shape, adapter, context, recompute, host)
+        _steps(trace, model, _optimizer(model, optim), (micro, context), packed, steps)
+        return trace
+
+
+def traced_pairs(
+    shape: Any, adapter: Any, context: int, *, likelihood: bool | None, micro: int = 1, recompute: int = 0,
+    optim: Any = None, steps: int = 2, loaded: bool = False,
+) -> Trace:  # fmt: skip
+    """The same of stage reward, with `reward.likelihood` or without; None: of stage dpo. `loaded`: DPO that begins with an
+    adapter."""
+    from stoker.training.model.config import AdapterConfig
+    from stoker.training.model.reference import Beginning
+    from stoker.training.recipes import dpo
+    from stoker.training.reward import model as reward
+    from stoker.training.reward.config import DpoConfig
+
+    with pretended(), Trace() as trace:
+        if likelihood is not None:
+            kind = reward.learner(likelihood).kind
+        elif adapter.method == "off":
+            reference = _built(dpo.Reference, shape, AdapterConfig(), context, recompute).to(torch.bfloat16)
+            kind = dpo.learner(reference.requires_grad_(False).eval(), DpoConfig()).kind
+        else:
+            kind = dpo.learner(None, DpoConfig()).kind
+        model = _built(kind, shape, adapter, context, recompute)
+        if likelihood is None and adapter.method != "off":
+            model.begun = Beginning(model, loaded=loaded)
+        optimizer = _optimizer(model, optim)
+        _steps(trace, model, optimizer, (micro, context), True, steps)
+        return trace
+
+
+def traced_grpo(
+    shape: Any, adapter: Any, context: int, *, micro: int = 4, prompt: int = 100, new_tokens: int = 60, rows: int = 8,
+    answers: int = 8, recompute: int = 0, optim: Any = None, kl: float = 0.02, codes: bool = False, host: bool = False,
+) -> Trace:  # fmt: skip
+    """One step of stage grpo: answers by Graphed with kernels that only allocate, their copy made anew, and the update."""
+    from stoker.training.generate import cached, graphed
+    from stoker.training.generate.cached import Weights
+    from stoker.training.generate.config import kernels_lack
+    from stoker.training.generate.sample import Sampling
+    from stoker.training.model.config import AdapterConfig
+    from stoker.training.model.decoder import Decoder
+    from stoker.training.model.reference import Beginning, copied
+    from stoker.training.rl import update
+    from stoker.training.rl.update import Policy, Row, arrange, logprobs
 
     meta = torch.device("meta")
     with pretended(), Trace() as trace:
-        with meta:
-            model = Decoder(shape, context, torch.bfloat16)
-        if adapter.method != "off":
-            adapters.freeze(model, adapter)
-        model.tables = [(cos.to(meta), sin.to(meta)) for cos, sin in model.tables]
-        if adapter.method == "qlora":
-            for _, layer in adapters._layers(model):
-                if layer.weight is None:
-                    layer.quantized = tuple(
-                        nf4.Quantized(*_codes(rows * layer.in_features), (rows, layer.in_features), torch.bfloat16)
-                        for rows in layer.parts
-                    )
-                    layer.settle()
-        if adapter.method != "off":
-            adapters.attach(model, adapter, 0)
-        model.fuse(True)
-        ready.keep_by_kind(model, block_kinds(shape.layers, recompute, host), print if host else None)
-        optimizer = Optimizer(model, optim or OptimConfig())
-        for rule in optimizer.rules:
-            if isinstance(rule, EightBit):
-                rule._run = lambda *args: None  # compiled: one kernel
-        tokens = torch.zeros(micro, context, dtype=torch.int64, device=meta)
-        trace.phase("held")
-        for _ in range(steps):
-            segments = torch.zeros(micro, context, dtype=torch.int32) if packed else None
+        model = _built(Decoder, shape, adapter, context, recompute, host)
+        reference: Any = Beginning(model, loaded=False)
+        if adapter.method == "off":
+            copy = _built(Decoder, shape, AdapterConfig(), context, recompute).to(torch.bfloat16)
+            reference = copied(copy.requires_grad_(False))
+        optimizer = _optimizer(model, optim)
+        weights = Weights(model, shape.vocab_size, codes)
+        kernels = None if kernels_lack(shape, prompt + new_tokens) else _writing_kernels()
+        attend = cached.attend
+        cached.attend = lambda q, *rest: _empty(*q.shape, dtype=q.dtype)
+        try:
+            engine = graphed.Graphed(weights, rows, prompt + new_tokens, kernels)
+            trace.phase("held")
+            trace.phase("answers")
+            with torch.inference_mode():
+                stop = torch.zeros(shape.vocab_size, dtype=torch.bool)
+                list(engine.run([[1] * prompt] * rows, range(rows), 8, stop, Sampling(), 0))
+            trace.phase("merging")
+            weights.refresh()
+        finally:
+            cached.attend = attend
+        policy = Policy(model, temperature=1.0, clip_ratio=0.2, kl=kl)
+        trace.phase("compared")
+        some = [Row((1,) * prompt, (1,) * new_tokens, 1.0)] * answers
+        batches = []
+        for batch in arrange(some, micro, context, meta):
+            if kl:
+                with torch.no_grad(), reference() as model_then:
+                    batch = update.replace(batch, reference=logprobs(model_then, batch, 1.0)[0])
+            batches.append(batch)
+        for batch in batches:
             trace.phase("forward")
-            loss = model(tokens, tokens, torch.zeros((), device=meta), documents(segments, meta))
+            loss, seen = policy(batch, 1.0)
             trace.phase("backward")
             loss.backward()
-            del loss
-        trace.phase("step")
-        optimizer.step(0.0, gradient_norm(optimizer.parameters), torch.ones((), device=meta))
+            del loss, seen
+        _update(trace, optimizer)
         return trace
+
+
+def traced_scores(shape: Any, rows: int, length: int, *, likelihood: bool) -> tuple[int, int]:
+    """(bytes of a reward model as GRPO opens it, its pass's highest point above them)."""
+    from stoker.training.model import decoder
+    from stoker.training.model.decoder import Decoder
+    from stoker.training.reward.model import learner
+
+    meta, attend = torch.device("meta"), decoder.attend
+    decoder.attend = lambda q, *rest: _empty(*q.shape, dtype=q.dtype)
+    try:
+        with Trace() as trace, torch.no_grad():
+            with meta:
+                model: Any = learner(likelihood).kind(shape, length, torch.bfloat16)
+            assert isinstance(model, Decoder)
+            for name in model.own:
+                setattr(model, name, torch.nn.Parameter(getattr(model, name).to(meta)))
+            model.tables = [(cos.to(meta), sin.to(meta)) for cos, sin in model.tables]
+            held = trace.now
+            trace.phase("scores")
+            model.parts(torch.zeros(rows, length, dtype=torch.int64, device=meta), None)
+            return held, trace.peaks["scores"] - held
+    finally:
+        decoder.attend = attend
+
+
+def _writing_kernels() -> Any:
+    """As generate/kernel.py allocates."""
+
+    def add_norm(x: Tensor, delta: Tensor | None, weight: Any, eps: float) -> tuple[Tensor, Tensor]:
+        out, normed, _ = sys.modules["stoker.training.model.fused_kernel"].add_norm(x, delta, weight, eps)
+        return out, normed
+
+    def turn(qkv: Tensor, cos: Any, sin: Any, norm: Any, heads: int, eps: float, kv: Tensor, *rest: Any) -> Tensor:
+        return _empty(qkv.shape[0], heads, kv.shape[4], dtype=qkv.dtype)
+
+    def attend(q: Tensor, *rest: Any) -> Tensor:
+        return _empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
+
+    def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
+        rows, width = logits.shape
+        peaks = _empty(2, rows, -(-width // 1024), dtype=torch.float32)
+        found = _empty(rows, dtype=torch.int64)
+        del peaks
+        return found
+
+    swiglu = sys.modules["stoker.training.model.fused_kernel"].swiglu
+    return types.SimpleNamespace(add_norm=add_norm, turn=turn, attend=attend, sample_token=sample_token, swiglu=swiglu)
 
 
 def _codes(elements: int) -> tuple[Tensor, ...]:

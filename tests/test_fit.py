@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 
-from conftest import Stoker, gpu_json, machine_json
+from conftest import Stoker, at_length_but, gpu_json, machine_json
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, RankError
 from stoker.control.verdict.judge import judge
-from stoker.training.fit import block, terms
+from stoker.training.fit import answers, block, terms
 from stoker.training.fit.cards import Card, written
 from stoker.training.fit.described import describe
 from stoker.training.fit.footprint import Footprint
+from stoker.training.fit.pairs import COMPARED
 from stoker.training.fit.plan import METHODS, Plan, Search, Wish, make
-from stoker.training.fit.terms import Job, predict
+from stoker.training.fit.terms import BACKWARD, DPO, FORWARD, GRPO, REWARD, STEP, Job, StageNeeds, predict
 from stoker.training.fit.text import lines
 from stoker.training.model.config import AdapterConfig, ModelConfig, parameters
 from stoker.training.model.hf_config import config_of
@@ -80,6 +81,117 @@ def test_the_plan_is_what_the_modules_allocate(
         assert peak - MIB <= planned <= 1.01 * peak, (micro, context, packed, again, optimizer, host, planned / peak)
 
 
+# reward.likelihood; None: stage dpo
+@pytest.mark.parametrize("likelihood", [None, True, False], ids=["dpo", "reward", "reward-plain"])
+@pytest.mark.parametrize("adapter", at_length_but([OFF, QLORA], [OFF, LORA, QLORA]), ids=lambda one: one.method)
+def test_the_plan_of_pairs_is_what_the_modules_allocate(
+    likelihood: bool | None, adapter: AdapterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from memory_trace import traced_pairs
+
+    monkeypatch.setattr(terms, "HANDLES", 0)
+    needs = StageNeeds(DPO) if likelihood is None else StageNeeds(REWARD, likelihood)
+    for kind, micro, context, again, steps in (
+        ("llama", 1, 1024, 0, 2),
+        ("qwen2", 2, 1024, 6, 1),
+        ("gemma3", 4, 2048, 3, 2),
+    ):
+        seen = traced_pairs(
+            SHAPES[kind], adapter, context, likelihood=likelihood, micro=micro, recompute=again, steps=steps
+        ).peaks
+        job = Job(micro, context, "adamw", True, 1, again, 1, steps > 1, needs=needs)
+        found = Footprint(SHAPES[kind], adapter, needs.stage).planned(job)
+        peak = max(seen[phase] for phase in ("forward", "backward", "step"))
+        assert peak - MIB <= found.total <= 1.01 * peak, (kind, micro, context, again, found.total / peak)
+        # No phase is missed where another one is higher.
+        forward = max(found.phases[FORWARD], found.phases.get(COMPARED, 0))
+        for planned, phase in (
+            (forward, "forward"),
+            (found.phases[BACKWARD], "backward"),
+            (found.phases[STEP], "step"),
+        ):
+            assert seen[phase] - MIB <= planned <= 1.01 * seen[phase], (kind, phase, planned / seen[phase])
+
+
+def test_a_reference_that_begins_with_an_adapter_keeps_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from memory_trace import traced_pairs
+
+    monkeypatch.setattr(terms, "HANDLES", 0)
+    told = replace(LORA, also_train="norm")
+    seen = traced_pairs(LLAMA, told, 1024, likelihood=None, micro=2, loaded=True).peaks
+    job = Job(2, 1024, packed=True, needs=StageNeeds(DPO, loaded=True))
+    found = Footprint(LLAMA, told, DPO).planned(job)
+    peak = max(seen[phase] for phase in ("forward", "backward", "step"))
+    assert peak - MIB <= found.total <= 1.01 * peak and found.terms["reference"] > 0, found.total / peak
+
+
+UNEVEN = replace(LLAMA, ff=5648)  # the codes of `down` have blocks that go from one row into the next
+
+
+GRPO_WAYS = {"off": (OFF, 16), "lora": (LORA, 16), "qlora": (QLORA, 16), "qlora-codes": (QLORA, 4)}
+
+
+@pytest.mark.parametrize("way", at_length_but(["off", "qlora", "qlora-codes"], list(GRPO_WAYS)))
+def test_the_plan_of_grpo_is_what_the_modules_allocate(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers by the engine, with kernels and without; merging; the reference; a step. Graphs have no tensors here."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    from memory_trace import traced_grpo
+
+    monkeypatch.setattr(terms, "HANDLES", 0)
+    monkeypatch.setattr(answers, "HANDLES", 0)
+    adapter, bits = GRPO_WAYS[way]
+    for kind, micro, prompt, new_tokens, again, host in (
+        ("llama", 4, 400, 1000, 3, True),
+        ("qwen3", 4, 500, 12, 6, False),
+        ("gemma3", 8, 560, 60, 0, False),
+    ):
+        rows, context, model = 8, prompt + new_tokens, SHAPES[kind] if kind != "llama" or bits == 16 else UNEVEN
+        seen = traced_grpo(
+            model, adapter, context, micro=micro, prompt=prompt, new_tokens=new_tokens, rows=rows, answers=rows,
+            recompute=again, codes=bits == 4, host=host,
+        ).peaks  # fmt: skip
+        needs = StageNeeds(GRPO, rows=rows, bits=bits, new_tokens=new_tokens, answers=rows)
+        job = Job(micro, context, recomputed=again, accumulates=rows > micro, inputs_on_host=host, needs=needs)
+        found = Footprint(model, adapter, GRPO).planned(job)
+        graphs = found.terms["graphs"]
+        phases = {name: size - graphs for name, size in found.phases.items()}
+        written = max(seen["answers"], seen["merging"])
+        for planned, peak in (
+            (phases[answers.ANSWERS], written), (phases[COMPARED], seen["compared"]), (phases[FORWARD], seen["forward"]),
+            (phases[BACKWARD], seen["backward"]), (phases[STEP], seen["step"]), (found.total - graphs, max(seen.values())),
+        ):  # fmt: skip
+            # An adapter's copies in 16 bits are there from the first step on, and here only in its own pass.
+            assert 0.998 * peak <= planned <= 1.012 * peak + MIB, (kind, planned / peak, found.phases, seen)
+
+
+def test_the_reward_models_pass_is_about_what_its_modules_allocate() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from memory_trace import traced_scores
+
+    for kind in ("llama", "gemma3"):
+        for likelihood in (True, False):
+            held, work = traced_scores(SHAPES[kind], 4, 1024, likelihood=likelihood)
+            assert held == pytest.approx(answers.scorer_bytes(SHAPES[kind], 1024), rel=0.001)
+            assert work == pytest.approx(answers.scoring(SHAPES[kind], 4 * 1024, likelihood), rel=0.05)
+
+
+def test_phases_are_compared_not_added_and_answers_can_be_the_highest() -> None:
+    def planned(**more: Any) -> terms.Planned:
+        needs = StageNeeds(GRPO, **{"rows": 64, "new_tokens": 128, **more})
+        return Footprint(LLAMA, LORA, GRPO).planned(Job(1, 2048, recomputed=6, needs=needs))
+
+    found = planned()
+    assert found.phase == answers.ANSWERS and found.total == max(found.phases.values())
+    assert planned(reference=False).phases.get(COMPARED) is None
+    more = planned(rows=128).phases[answers.ANSWERS] - found.phases[answers.ANSWERS]
+    cache = 64 * 2 * 2 * LLAMA.layers * LLAMA.kv_heads * LLAMA.head_dim * 2176
+    assert more == pytest.approx(cache, rel=0.02)
+    assert planned(scorer=QWEN2).total - found.total == pytest.approx(4 * parameters(QWEN2), rel=0.01)
+    assert not Footprint(LLAMA, LORA, GRPO).can_be_on_host() and Footprint(LLAMA, LORA, DPO).can_be_on_host()
+
+
 def test_constants_of_the_kernels_are_those_of_the_plan() -> None:
     """Triton can't be imported without a GPU: their texts are compared."""
     text = (Path(block.__file__).parents[1] / "model" / "fused_kernel.py").read_text()
@@ -91,6 +203,12 @@ def test_constants_of_the_kernels_are_those_of_the_plan() -> None:
     assert loss.CHUNK_BYTES == terms.CHUNK_BYTES
     assert all(loss.chunk_rows(n, v, 2) == terms.chunk_rows(n, v) for n in (100, 5000, 10**6) for v in (999, 262144))
     assert optimizer.BLOCK == 256
+    from stoker.training.rl import update
+
+    assert all(loss.chunk_rows(n, v, 4) == terms.chunk_rows(n, v, 4) for n in (100, 5000) for v in (999, 262144))
+    assert update.MULTIPLE == answers.MULTIPLE
+    sampling = (Path(block.__file__).parents[1] / "generate" / "kernel.py").read_text()
+    assert f"CHUNK = {answers.CHUNK} " in sampling
 
 
 def test_a_mixture_of_experts_and_other_engines_get_a_labelled_estimate() -> None:
@@ -291,6 +409,81 @@ def test_json_has_each_gpu_with_its_terms(stoker: Stoker, folder: Path) -> None:
         assert gpu["planned_bytes"] == max(gpu["phases"].values())
 
 
+@pytest.mark.parametrize(
+    ("stage", "words"),
+    [
+        ("reward", "stoker train reward --model.load {model} --reward.pairs pairs.jsonl --qlora"),
+        ("dpo", "stoker train dpo --model.load {model} --dpo.pairs pairs.jsonl --qlora"),
+        (
+            "grpo",
+            "stoker train grpo --model.load {model} --grpo.prompts prompts.jsonl --new-tokens 64 --rows 16 --qlora",
+        ),
+        ("midtrain", "stoker train midtrain --model.load {model} --data chats.jsonl --qlora"),
+    ],
+)
+def test_each_stage_has_its_terms_and_its_command(stoker: Stoker, folder: Path, stage: str, words: str) -> None:
+    more = ("--rows", "16", "--new-tokens", "64") if stage == "grpo" else ()
+    given = ("fit", str(folder), "--stage", stage, "--gpus", "40GB", "--method", "qlora", "--context", "512", *more)
+    done = stoker(*given)
+    assert done.code == 0 and words.format(model=folder) in done.out, done.out
+    assert all(len(line) <= 80 for line in done.out.splitlines() if "GiB  " in line)
+    told = json.loads(stoker(*given, "--json").out)
+    named = {"answering copy", "cache", "graphs"}
+    assert told["stage"] == stage and (named <= set(told["gpus"][0]["terms"])) == (stage == "grpo")
+    assert ("answers" in told["gpus"][0]["phases"]) == (stage == "grpo")
+    assert told["gpus"][0]["planned_bytes"] == max(told["gpus"][0]["phases"].values())
+    full = json.loads(stoker(*given, "--gpus", "400GB", "--method", "full", "--json").out)
+    copy = full["gpus"][0]["terms"].get("reference", 0)
+    assert (copy > 15e9) == (stage in ("dpo", "grpo")), (
+        "a second copy where all weights learn, and none beside adapters"
+    )
+
+
+def test_fewer_answers_at_once_are_proposed_where_the_cache_is_too_large(stoker: Stoker, folder: Path) -> None:
+    words = ("fit", str(folder), "--stage", "grpo", "--gpus", "24GB", "--method", "qlora")
+    done = stoker(*words)
+    assert done.code == 1 and "smallest change: --rows " in done.out, done.out
+    change = done.out.rpartition("smallest change: ")[2].split()
+    assert stoker(*words, *change).code == 0
+
+
+def test_answers_are_written_by_codes_where_a_copy_does_not_fit(stoker: Stoker, folder: Path) -> None:
+    words = (
+        "fit",
+        str(folder),
+        "--stage",
+        "grpo",
+        "--gpus",
+        "16GB",
+        "--method",
+        "qlora",
+        "--rows",
+        "8",
+        "--context",
+        "512",
+    )
+    done = stoker(*words)
+    assert done.code == 0 and "8 answers at once by 4-bit weights" in done.out, done.out
+    assert "answers by 4-bit weights: a copy of them in 16 bits does not fit" in done.out
+    assert "--rows 8 --generate.bits 4 --qlora" in done.out
+    done = stoker(*words, "--bits", "16")
+    assert done.code == 1 and "smallest change: --bits 4" in done.out, done.out
+    larger = json.loads(stoker(*words, "--gpus", "40GB", "--json").out)
+    assert larger["settings"]["bits"] == 16 and larger["gpus"][0]["terms"]["answering copy"] > 13e9
+    asked = json.loads(stoker(*words, "--gpus", "40GB", "--bits", "4", "--json").out)
+    assert asked["settings"]["bits"] == 4 and "answering copy" not in asked["gpus"][0]["terms"]
+
+
+def test_pairs_are_counted_for_time_and_cost(stoker: Stoker, folder: Path, tmp_path: Path) -> None:
+    row = {"prompt": "hi " * 50, "chosen": "ho " * 200, "rejected": "hu " * 100}
+    (tmp_path / "pairs.jsonl").write_text((json.dumps(row) + "\n") * 500)
+    data = ("--data", str(tmp_path / "pairs.jsonl"))
+    done = stoker("fit", str(folder), "--stage", "dpo", "--gpus", "H100", *data)
+    assert done.code == 0 and "one epoch: about" in done.out and "pairs.jsonl" in done.out, done.out
+    done = stoker("fit", str(folder), "--stage", "grpo", "--gpus", "H100", "--method", "qlora", *data)
+    assert done.code == 0 and "speed: unknown" in done.out and "--grpo.prompts" in done.out
+
+
 def test_exit_code_1_and_the_smallest_change_where_it_does_not_fit(stoker: Stoker, folder: Path) -> None:
     done = stoker("fit", str(folder), "--gpus", "24GB", "--method", "full")
     assert done.code == 1 and "smallest change: --method lora" in done.out
@@ -330,6 +523,13 @@ def test_an_epochs_time_and_cost_and_where_the_speed_comes_from(stoker: Stoker, 
         (("--gpus", "8GB", "--method", "lora", "--lora-targets", "q_prj"), "no linear layer of this model is called that; did you mean"),
         (("--gpus", "8GB", "--method", "lora", "--optimizer", "muon"), "--optimizer muon is for --method full"),
         (("--gpus", "8GB", "--probe"), "it needs --data"), (("--gpus", "8GB", "--data", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--gpus", "8GB", "--stage", "tokenizer"), "that stage has no memory plan"), (("--gpus", "8GB", "--stage", "evaluate"), "there is a plan for pretrain, midtrain, sft"),
+        (("--gpus", "8GB", "--stage", "dop"), "no stage is called that; did you mean dpo?"), (("--gpus", "8GB", "--stage", ""), "no stage is called that"),
+        (("--gpus", "8GB", "--rows", "4"), "--rows is for --stage grpo, and this is sft"), (("--gpus", "8GB", "--stage", "grpo", "--rows", "-1"), "out of range"),
+        (("--gpus", "8GB", "--bits", "4"), "--bits is for --stage grpo"), (("--gpus", "8GB", "--stage", "grpo", "--bits", "4", "--method", "lora"), "--bits 4 is for --method qlora"),
+        (("--gpus", "8GB", "--stage", "grpo", "--new-tokens", "2048"), "leaves no room for a prompt"), (("--gpus", "8GB", "--stage", "grpo", "--kl", "-1"), "--kl -1"),
+        (("--gpus", "8GB", "--stage", "grpo", "--reward-model", "nowhere"), "nowhere"), (("--gpus", "8GB", "--stage", "dpo", "--no-likelihood"), "is for --stage reward"),
+        (("--gpus", "8GB", "--stage", "grpo", "--embedding", "host"), "--embedding host: stage grpo writes answers"),
         (("--method", "dora"), "invalid choice"), (("--gpu", "8GB"), "unrecognized arguments"),
     ],
 )  # fmt: skip
@@ -413,6 +613,102 @@ def test_train_takes_from_the_plan_what_nobody_set(tmp_path: Path, small: Path) 
     assert config.compute.recompute not in ("auto", "off") and "recompute" in lines[0], lines
     config, lines = planned(2600 * MIB, load, "data.kind=chat", "data.context_length=8192", "compute.recompute=off")
     assert config.compute.recompute == "off"
+
+
+def test_train_plans_pairs_and_prompts_too(tmp_path: Path, small: Path) -> None:
+    from stoker.cli.train_fit import refuse_too_large, with_memory_plan
+    from stoker.control.launch.options import RunOptions
+    from stoker.control.machine.model import machine_from_json
+    from stoker.training.config.flags import parse
+    from stoker.training.config.layers import gather
+    from stoker.training.config.resolve import settle
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "one and one? " * 8, "answer": "2"}) + "\n")
+
+    def planned(stage: str, total: int, *flags: str) -> tuple[Any, str]:
+        machine = machine_from_json(machine_json([gpu_json(0, memory_total=total, memory_used=0)]))
+        lines: list[str] = []
+        resolved = settle(gather(parse([f"--{flag}" for flag in (f"model.load={small}", *flags)]), {}), True)
+        options = RunOptions(runs_dir=str(tmp_path))
+        refuse_too_large(stage, resolved, options, machine)
+        found = with_memory_plan(stage, resolved, options, machine, None, lines.append)
+        return found.config, lines[0]
+
+    for stage in ("reward", "dpo"):
+        config, line = planned(stage, 80 * GIB)
+        assert config.compute.recompute == "auto" and "nothing to change" in line
+        config, line = planned(stage, 2700 * MIB, "data.context_length=8192")
+        assert config.compute.recompute not in ("auto", "off") and "recompute" in line, line
+    with pytest.raises(Refusal, match=r"this can't fit: .*smallest change: --lora .*--stage dpo` shows more"):
+        planned("dpo", 1100 * MIB)
+    asked = (f"grpo.prompts={prompts}", "data.context_length=4096", "generate.new_tokens=2048")
+    config, line = planned("grpo", 80 * GIB, *asked)
+    assert config.batch.micro == 0 and "micro-batch 16" in line and "nothing to change" in line
+    config, line = planned("grpo", 3600 * MIB, *asked, "lora", "generate.rows=4")
+    assert config.compute.recompute not in ("auto", "off") or 0 < config.batch.micro < 16, line
+    # The prompts are short: a cache for the whole context would not fit, and none is made.
+    config, line = planned("grpo", 3000 * MIB, f"grpo.prompts={prompts}", "data.context_length=65536", "lora")
+    assert "may not fit" not in line, line
+    short = (f"grpo.prompts={prompts}", "data.context_length=1024", "qlora", "generate.rows=64")
+    for total, bits in ((8192, "auto"), (1540, "4")):
+        config, line = planned("grpo", total * MIB, *short)
+        assert config.generate.bits == bits and ("bits 4" in line) == (bits == "4"), line
+    config, line = planned("grpo", 1540 * MIB, *short, "generate.bits=16")
+    assert config.generate.bits == "16" and "may not fit" in line, line
+    with pytest.raises(Refusal, match=r"this can't fit: .*smallest change: --rows \d+"):
+        planned("grpo", 2400 * MIB, *asked, "lora", "generate.rows=64")
+
+
+def test_a_resume_keeps_the_optimizer_that_a_plan_chose_whatever_the_card_is_now(
+    tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stoker.cli import run, train
+    from stoker.control.launch.request import Request
+    from stoker.control.launch.runplace import config_hash, find_place
+    from stoker.control.machine.model import machine_from_json
+    from stoker.training.checkpoint.manifest import Manifest, encode
+
+    monkeypatch.chdir(tmp_path)
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "chats.jsonl").write_text((json.dumps(row) + "\n") * 20)
+    started: list[Request] = []
+    monkeypatch.setattr(run, "start", lambda request, ended: started.append(request) or 0)
+
+    def request(total: int, *more: str) -> Request:
+        machine = machine_from_json(machine_json([gpu_json(0, memory_total=total, memory_used=0)]))
+        monkeypatch.setattr(train, "look", lambda: machine)
+        words = ["sft", "--model.load", str(small), "--data", "chats.jsonl", "--data.validation", "0", "--name", "kept"]
+        assert train.main([*words, "--max-steps", "3", "--context-length", "256", *more]) == 0
+        return started[-1]
+
+    def kind(request: Request) -> str:
+        words = request.args
+        return words[words.index("--optim.kind") + 1] if "--optim.kind" in words else "adamw"
+
+    large, full = request(80 * GIB), request(1700 * MIB)
+    assert (kind(large), kind(full)) == ("adamw", "adamw8bit")
+    assert config_hash(large) == config_hash(full), "what a plan chose for a card makes no other run"
+    assert config_hash(request(80 * GIB, "--optimizer", "muon")) != config_hash(large)
+
+    unfinished = tmp_path / "runs" / "20990101-000000-kept"
+    (unfinished / "checkpoints" / "step-00000002").mkdir(parents=True)
+    told = {
+        "schema": 1,
+        "id": unfinished.name,
+        "name": "kept",
+        "config_hash": config_hash(full),
+        "launcher": {"pid": 0},
+    }
+    (unfinished / "run.json").write_text(json.dumps(told))
+    (unfinished / "checkpoints" / "step-00000002" / "manifest.json").write_bytes(
+        encode(Manifest(2, 1, "token", {}, {}, {"optimizer": "adamw8bit"}))
+    )
+    again = request(80 * GIB)
+    assert kind(again) == "adamw8bit" and find_place(again, {}).dir == str(unfinished)
+    assert kind(request(80 * GIB, "--optimizer", "adamw")) == "adamw", "who sets it means it"
+    elsewhere = request(80 * GIB, "--checkpoint.resume", str(unfinished), "--name", "other")
+    assert kind(elsewhere) == "adamw8bit"
 
 
 def test_the_verdict_names_the_term_that_was_underestimated() -> None:

@@ -15,6 +15,7 @@ from stoker.contract.terminal import say
 from stoker.contract.untrusted import json_text, read_json
 from stoker.training.fit import text
 from stoker.training.fit.plan import Plan, gib
+from stoker.training.fit.terms import GRPO
 
 STEPS = 5
 
@@ -34,7 +35,7 @@ def probe(found: Plan, model: str, data: str, as_json: bool) -> int:
         "--checkpoint.at_end",
         "false",
     ]
-    if found.wish.samples:
+    if found.wish.samples and found.wish.needs.stage != GRPO:
         more += ["--batch.tokens", str(found.wish.samples * found.wish.context)]
     labels = [share.card.label.removeprefix("GPU ") for share in found.shares]
     with tempfile.TemporaryDirectory(prefix="stoker-probe-") as folder:

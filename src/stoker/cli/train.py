@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.cli.sight import gpus_to_use, look
-from stoker.cli.train_fit import refuse_too_large, with_memory_plan
+from stoker.cli.train_fit import refuse_too_large, with_kept_optimizer, with_memory_plan
 from stoker.contract import names, redact, schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build, from_mapping, suggest
@@ -166,6 +166,12 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     if STAGES[stage].learning is not None:
         ranks, cpu = _most_ranks(resolved.config, options, machine, gpus), on_cpu(resolved.config, gpus)
         resolved = _with_stage_defaults(stage, resolved, ranks, ready, cpu)
+    given = frozenset(key for layer in outside for key in layer) | {"module"}
+    # Before the plan: what it chooses for the cards that are here makes no other run.
+    identity = tuple(flags(lasting(resolved.config)))
+    request = Request(options, STAGES[stage].recipe, (), given, identity)
+    if STAGES[stage].learning is not None:
+        resolved = with_kept_optimizer(resolved, request)
     resolved = with_memory_plan(stage, resolved, options, machine, ready, _say) if gpus else resolved
     if ready is not None:
         _check_resume(resolved.config, ready)
@@ -178,9 +184,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     from stoker.cli.run import start
 
     keep = (*STAGES[stage].defaults, *derivable(STAGES[stage].learning))
-    given = frozenset(key for layer in outside for key in layer) | {"module"}
-    args, identity = tuple(flags(resolved.config, keep)), tuple(flags(lasting(resolved.config)))
-    code = start(Request(options, STAGES[stage].recipe, args, given, identity), _show_loss)
+    code = start(replace(request, args=tuple(flags(resolved.config, keep))), _show_loss)
     if options.dry_run and not options.json and not code:
         print(redact.whole(as_yaml(resolved.config)), end="", flush=True)
     return code

@@ -7,22 +7,28 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.contract.names import EX_CONFIG, EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import replace
 from stoker.control.launch.options import RunOptions
+from stoker.control.launch.request import Request
+from stoker.control.launch.runplace import Complete, find_place
 from stoker.control.machine.model import Machine
 from stoker.training.config.keys import KEYS, config_of, values_of
+from stoker.training.config.layers import Origin
 from stoker.training.config.resolve import Resolved
 from stoker.training.config.schema import Config
 from stoker.training.fit.cards import Card
+from stoker.training.fit.footprint import STAGES
+from stoker.training.fit.terms import DPO, GRPO, REWARD, StageNeeds, asked_bits
 from stoker.training.model.config import OFF
+from stoker.training.rl.config import MICRO
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.training.data.shards import Prepared
     from stoker.training.fit.plan import Plan, Wish
 
-STAGES = ("pretrain", "midtrain", "sft")  # whose model and loss the plan knows
+_PLANNED_KINDS = ("adamw", "adamw8bit")  # optimizers that the plan chooses from
 _SURELY = 400 << 20  # bytes: no context was smaller. A refusal must be right
 
 
@@ -33,14 +39,50 @@ def refuse_too_large(stage: str, resolved: Resolved, options: RunOptions, machin
         return
     from stoker.training.fit import plan
 
-    wish = _wish(resolved.config, resolved.given, len(cards), None)
+    wish = _wish(stage, resolved, len(cards), None)
     kind = plan.AUTO if "optim.kind" not in resolved.given else wish.optimizer
-    found = plan.make(cards, replace(wish, micro=0, recompute=None, optimizer=kind))
+    least = replace(wish.needs, length=wish.needs.length or wish.needs.new_tokens + 1)
+    found = plan.make(cards, replace(wish, micro=0, recompute=None, optimizer=kind, needs=least))
     tightest = max(found.shares, key=lambda share: share.needs - share.card.free)
     # An estimate refuses nothing, and what is close may fit.
     if not found.fits and not found.about and tightest.planned.total + _SURELY > tightest.card.free:
-        line = f"{_too_much(found)} (`stoker fit {resolved.config.model.load}` shows more)"
+        of_stage = "" if stage == "sft" else f" --stage {stage}"
+        line = f"{_too_much(found)} (`stoker fit {resolved.config.model.load}{of_stage}` shows more)"
         raise Refusal(f"this can't fit: {line}", EX_UNAVAILABLE)
+
+
+def with_kept_optimizer(resolved: Resolved, request: Request) -> Resolved:
+    """Where a run resumes from a checkpoint, its optimizer, which a plan for another card may have chosen: no other can go on
+    with its moments. Not where somebody set it. `request`: what will be started."""
+    config = resolved.config
+    if "optim.kind" in resolved.given or config.optim.kind not in _PLANNED_KINDS:
+        return resolved
+    from stoker.training.loop.resume import optimizer_of
+
+    where = _checkpoint(config, request)
+    kind = optimizer_of(where) if where is not None else None
+    if where is None or kind not in _PLANNED_KINDS:
+        return resolved
+    given = {**resolved.given, "optim.kind": Origin(f"checkpoint {where}", EX_CONFIG)}
+    return replace(resolved, config=config_of(config.preset, values_of(config) | {"optim.kind": kind}), given=given)
+
+
+def _checkpoint(config: Config, request: Request) -> str | None:
+    """The one that the run will resume from (loop/keeping.py), if that can be told here."""
+    from stoker.training.loop.resume import located, newest_in
+
+    told = config.checkpoint
+    if told.folder:
+        found = newest_in(told.folder) if told.resume == "auto" else None
+    else:
+        try:
+            place = find_place(replace(request, options=replace(request.options, dry_run=True)), os.environ)
+            found = newest_in(os.path.join(place.dir, layout.CHECKPOINTS)) if place.reopened else None
+        except (Complete, Refusal):
+            return None  # the start says it
+    if found is not None or told.resume in ("auto", "never"):
+        return found
+    return located(told.resume)
 
 
 def with_memory_plan(
@@ -54,13 +96,24 @@ def with_memory_plan(
         return resolved
     from stoker.training.fit import plan
 
-    wish = _wish(config, resolved.given, len(cards), ready)
-    found = plan.make(cards, wish)
+    wish = _wish(stage, resolved, len(cards), ready)
+    if stage == GRPO and not config.batch.micro:
+        # Fewer answers at once cost less than activations in host memory, or a decoding step by codes.
+        found = plan.make(cards, replace(wish, inputs_on_host=bool(wish.inputs_on_host), needs=_by_copy(wish.needs)))
+        if not found.fits:
+            wish = replace(wish, micro=0)
+            found = plan.make(cards, wish)
+    else:
+        found = plan.make(cards, wish)
     if not found.fits and "optim.kind" not in resolved.given and wish.optimizer == "adamw":
         found = plan.make(cards, replace(wish, optimizer=plan.AUTO))
     if not found.fits:
         say(f"memory plan: this may not fit: {_too_much(found)}")
     return replace(resolved, config=_filled(config, resolved.given, found, say))
+
+
+def _by_copy(needs: StageNeeds) -> StageNeeds:
+    return needs if needs.bits else replace(needs, bits=16)
 
 
 def _too_much(found: Plan) -> str:
@@ -104,28 +157,68 @@ def _cards(options: RunOptions, machine: Machine) -> list[Card]:
     return cards if len({card.label for card in cards}) == len(cards) else []  # not those that share one
 
 
-def _wish(config: Config, given: Any, world: int, ready: Prepared | None) -> Wish:
+def _wish(stage: str, resolved: Resolved, world: int, ready: Prepared | None) -> Wish:
     from stoker.training.fit import plan
     from stoker.training.model import hf_config, hf_hub
     from stoker.training.parallel.config import recomputed_blocks
 
+    config, given = resolved.config, resolved.given
     folder = hf_hub.folder_of(config.model.load, lambda line: None, code=config.model.trust_remote_code)
     model, values, context = hf_config.shape_for(config.model, folder), values_of(config), config.data.context_length
     told, batch = str(config.compute.recompute), config.batch
     again = None if told == "auto" else recomputed_blocks(told, model.layers)
-    packed = config.data.kind == "chat" or config.data.documents
-    documents = max(context // plan.DOCUMENT, 1)
+    packed = stage in (REWARD, DPO) or (stage != GRPO and (config.data.kind == "chat" or config.data.documents))
+    # Both answers of a pair are texts; DPO's prompts, too.
+    documents = max(context // plan.DOCUMENT, 1) * {REWARD: 2, DPO: 4}.get(stage, 1)
     if ready is not None and ready.train_samples and ready.train_documents:
         documents = max(-(-ready.train_documents // ready.train_samples), 1)
     host = {"host": True, "device": None if "compute.embedding" not in given else False}
     moved = {"host": True, "device": None if "compute.activations" not in given else False}
+    needs = _needs(stage, config, folder, world)
+    micro = batch.micro if "batch.micro" in given else 0
+    samples = batch.tokens // context or max(batch.micro, 1) * batch.accumulation * world
+    if stage == GRPO:
+        micro, samples = batch.micro or MICRO, needs.answers
     return plan.Wish(
         model, context, plan.FULL if config.adapter.method == OFF else config.adapter.method, config.adapter,
-        config.optim.kind, again, batch.micro if "batch.micro" in given else 0,
-        host[values["compute.embedding"]] if "compute.embedding" in values else False,
-        packed, documents, batch.tokens // context or max(batch.micro, 1) * batch.accumulation * world,
-        moved[config.compute.activations],
+        config.optim.kind, again, micro, host[values["compute.embedding"]] if "compute.embedding" in values else False,
+        packed, documents, samples, moved[config.compute.activations], needs,
+        kept="optim.kind" in given and given["optim.kind"].words.startswith("checkpoint "),
     )  # fmt: skip
+
+
+def _needs(stage: str, config: Config, folder: str, world: int) -> StageNeeds:
+    """`folder`: of the model."""
+    from stoker.training.fit.scorer import with_scorer
+    from stoker.training.model.hf_config import is_adapter
+
+    loaded = config.adapter.method != OFF and (bool(config.adapter.continue_from) or is_adapter(folder))
+    if stage != GRPO:
+        return StageNeeds(stage, likelihood=config.reward.likelihood, loaded=loaded)
+    c, how = config.grpo, config.generate
+    found = StageNeeds(
+        GRPO, reference=c.kl > 0, loaded=loaded, rows=how.rows, bits=asked_bits(how.bits), new_tokens=how.new_tokens,
+        length=_longest(config, folder), answers=-(-c.prompts_per_step // world) * c.group * world, updates=c.updates,
+    )  # fmt: skip
+    return with_scorer(found, c.reward_model) if c.reward_model else found
+
+
+def _longest(config: Config, folder: str) -> int:
+    """Tokens of the longest prompt with its answer; 0: the prompts can't be read here. Longer ones than the context are left
+    out by the recipe."""
+    from stoker.training.model.hf_config import tokenizer_in
+    from stoker.training.stages.registry import STAGES as ALL
+    from stoker.training.tokenizer.tokenizer import load
+
+    count = ALL[GRPO].lengths
+    if count is None or not os.path.isfile(config.grpo.prompts):
+        return 0
+    try:
+        counted = count(config, load(config.tokenizer.path or tokenizer_in(folder)))
+    except Refusal:
+        return 0  # the recipe says what is wrong with them
+    context = config.data.context_length
+    return max((length for _, lengths in counted for length in lengths if length <= context), default=0)
 
 
 def _filled(config: Config, given: Any, found: Plan, say: Callable[[str], None]) -> Config:
@@ -143,11 +236,15 @@ def _filled(config: Config, given: Any, found: Plan, say: Callable[[str], None])
         changed["compute.embedding"] = "host"
     if s.inputs_on_host and config.compute.activations != "host":
         changed["compute.activations"] = "host"
-    if "batch.micro" not in given and config.batch.micro > s.micro:
+    if s.bits == 4 and config.generate.bits == "auto":
+        changed["generate.bits"] = "4"
+    default = config.batch.micro or (MICRO if found.wish.needs.stage == GRPO else 0)
+    if "batch.micro" not in given and default > s.micro:
         changed["batch.micro"] = s.micro
     tightest = max(found.shares, key=lambda share: share.needs - share.card.free)
     about = f" ({found.about})" if found.about else ""
-    words = ", ".join(f"{KEYS[name].name} {value}" for name, value in changed.items()) or "nothing to change"
+    named = {name: "optimizer" if name == "optim.kind" else KEYS[name].name for name in changed}
+    words = ", ".join(f"{named[name]} {value}" for name, value in changed.items()) or "nothing to change"
     say(
         f"memory plan: {gib(tightest.planned.total)} of {gib(tightest.card.free)} free on {tightest.card.label} with"
         f" micro-batch {s.micro}{about}; {words}"

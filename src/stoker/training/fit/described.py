@@ -40,6 +40,7 @@ class Described:
     head: int
     head_learns: bool
     dequantized: int  # bytes of the largest matrix that is dequantized
+    stored: dict[str, int]  # bytes of an element of each tensor; 0: NF4
 
     @property
     def gradients(self) -> int:
@@ -106,7 +107,7 @@ def describe(c: ModelConfig, adapter: AdapterConfig) -> Described:
     places = {block: place for place, block in enumerate(blocks)}
     return Described(
         c, adapter, held, tuple(learned), blocks, tuple(places[block] for block in each), embedding, embedding_learns, head,
-        head_learns, largest,
+        head_learns, largest, {name: width for name, (width, _) in stored.items()},
     )  # fmt: skip
 
 

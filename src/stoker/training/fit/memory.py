@@ -7,8 +7,12 @@ from collections.abc import Mapping
 # What memory is for, in the order in which it is shown.
 WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER = "weights", "adapters", "gradients", "optimizer"
 ACTIVATIONS, WORK, LOSS, BUFFERS = "activations", "work", "loss", "buffers"
+REFERENCE, SCORER, COPY, CACHE, GRAPHS = "reference", "reward model", "answering copy", "cache", "graphs"
 COMMUNICATION, CONTEXT, MARGIN = "communication", "context", "margin"
-TERMS = (WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORK, LOSS, BUFFERS, COMMUNICATION, CONTEXT, MARGIN)
+TERMS = (
+    WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER, REFERENCE, SCORER, COPY, CACHE, GRAPHS, ACTIVATIONS, WORK, LOSS, BUFFERS,
+    COMMUNICATION, CONTEXT, MARGIN,
+)  # fmt: skip
 GRAIN = 512  # bytes: CUDA's allocator rounds each tensor up to it
 
 Held = tuple[str, int]  # what for, bytes

@@ -1,8 +1,9 @@
 """Settings that fit the cards: the fewest blocks that are computed again, the micro-batch, the method. Pure.
 
 Levers, in this order: the loss in chunks (always), micro-batch and recomputed blocks together, 8-bit moments, the embedding
-in host memory, what blocks keep there, too, the method (auto: full, else lora, else qlora). What is left is named, not done: a
-shorter context, another card. What blocks keep also goes to host memory where that is faster than computing them again.
+in host memory, what blocks keep there, too, GRPO's answers by 4-bit weights, the method (auto: full, else lora, else qlora).
+What is left is named, not done: fewer answers at once, a shorter context, another card. What blocks keep also goes to host
+memory where that is faster than computing them again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from stoker.contract.shape import replace, shape
 from stoker.training.fit.cards import LINK_ELSE, Card
 from stoker.training.fit.cost import HALF_SPEED, Copies, flops_per_token
 from stoker.training.fit.footprint import Footprint
-from stoker.training.fit.terms import Job, Planned, reserved
+from stoker.training.fit.terms import GRPO, Job, Planned, StageNeeds, reserved
 from stoker.training.model.config import LORA, OFF, QLORA, AdapterConfig, ModelConfig
 
 AUTO, FULL = "auto", "full"
@@ -43,12 +44,18 @@ class Wish:
     on_host: bool | None = None
     packed: bool = True
     documents: int = 1  # in a packed row
-    samples: int = 16  # of a step, all cards together
+    samples: int = 16  # of a step, all cards together; of GRPO, answers
     inputs_on_host: bool | None = None  # what blocks keep
+    needs: StageNeeds = StageNeeds()
+    kept: bool = False  # the optimizer is that of a checkpoint: no other can go on with it
 
     @property
     def layers(self) -> int:
         return self.model.layers
+
+    def share(self, world: int) -> int:
+        """Samples of one card between two optimizer steps."""
+        return max(-(-self.samples // (world * self.needs.updates)), 1)
 
 
 @shape
@@ -59,6 +66,8 @@ class Settings:
     on_host: bool
     micro: int  # that every card takes
     inputs_on_host: bool = False
+    rows: int = 0  # GRPO: answers that are written at once
+    bits: int = 0  # GRPO: of a weight meanwhile
 
 
 @shape
@@ -127,27 +136,45 @@ class Search:
             kinds: tuple[str, ...] = ("adamw", "adamw8bit") if wish.optimizer == AUTO else (wish.optimizer,)
             if method != FULL:
                 kinds = tuple(kind for kind in kinds if kind != "muon") or ("adamw",)
-            on_host, moved, footprint = bool(wish.on_host), bool(wish.inputs_on_host), self._footprint(method)
-            for kind in kinds:
-                yield Settings(method, kind, recompute, on_host, max(wish.micro, 1), moved)
-            if wish.on_host is None and method != FULL and footprint.can_be_on_host():
-                on_host = True
-                yield Settings(method, kinds[-1], recompute, on_host, max(wish.micro, 1), moved)
-            if wish.inputs_on_host is None and footprint.can_move_kept():
-                yield Settings(method, kinds[-1], recompute, on_host, max(wish.micro, 1), True)
+            moved, footprint = bool(wish.inputs_on_host), self._footprint(method)
+            for bits in self._bits(method):
+                s = self._written(
+                    Settings(method, kinds[-1], recompute, bool(wish.on_host), max(wish.micro, 1), moved), bits
+                )
+                for kind in kinds:
+                    yield replace(s, optimizer=kind)
+                if wish.on_host is None and method != FULL and footprint.can_be_on_host():
+                    s = replace(s, on_host=True)
+                    yield s
+                if wish.inputs_on_host is None and footprint.can_move_kept():
+                    yield replace(s, inputs_on_host=True)
+
+    def _bits(self, method: str) -> tuple[int, ...]:
+        """Of a weight while answers are written, what is asked for or fastest first; 0: none are."""
+        needs = self._wish.needs
+        if needs.stage != GRPO:
+            return (0,)
+        if method != QLORA:
+            return (16,)
+        return (needs.bits,) if needs.bits else (16, 4)
+
+    def _written(self, s: Settings, bits: int) -> Settings:
+        """With so many bits of a weight while answers are written."""
+        return replace(s, bits=bits, rows=self._wish.needs.rows) if bits else s
 
     def _footprint(self, method: str) -> Footprint:
         if method not in self._footprints:
             adapter = replace(self._wish.adapter, method=OFF if method == FULL else method)
-            self._footprints[method] = Footprint(self._wish.model, adapter)
+            self._footprints[method] = Footprint(self._wish.model, adapter, self._wish.needs.stage)
         return self._footprints[method]
 
     def _job(self, s: Settings, card: Card, context: int = 0) -> Job:
         wish = self._wish
-        share = max(-(-wish.samples // self._world), 1)
+        needs = replace(wish.needs, rows=s.rows, bits=s.bits) if s.rows else wish.needs
+        tries = wish.micro == 0 and needs.stage != GRPO  # on the GPU, which adds gradients to gradients
         return Job(
             s.micro, context or wish.context, s.optimizer, wish.packed, wish.documents, s.recompute, self._world,
-            wish.micro == 0 or share > s.micro, card.capability, s.on_host, s.inputs_on_host,
+            tries or wish.share(self._world) > s.micro, card.capability, s.on_host, s.inputs_on_host, needs,
         )  # fmt: skip
 
     def _needs(self, s: Settings, card: Card, context: int = 0) -> int:
@@ -222,7 +249,7 @@ class Search:
     def _fastest(self, s: Settings) -> Settings:
         """The micro-batch, with as few recomputed blocks as it needs, that takes the least time for a token."""
         wish = self._wish
-        share = max(-(-wish.samples // self._world), 1)
+        share = wish.share(self._world)
         sizes = [wish.micro] if wish.micro else _sizes(min(share, MOST))
         found: list[Settings] = []
         for micro in sizes:
@@ -267,6 +294,8 @@ class Search:
             yield "embedding in host memory: on the card it does not fit"
         if s.inputs_on_host and wish.inputs_on_host is None:
             yield f"activations in host memory: {self._why_host(s)}"
+        if s.bits == 4 and not wish.needs.bits:
+            yield "answers by 4-bit weights: a copy of them in 16 bits does not fit"
         if wish.recompute is None:
             if s.recompute:
                 yield f"recompute {s.recompute} of {wish.layers} blocks: {self._why_again(s)}"
@@ -290,8 +319,7 @@ class Search:
         return "with one less, copies to host memory would take longer than computing"
 
     def _why_micro(self, s: Settings) -> str:
-        share = max(-(-self._wish.samples // self._world), 1)
-        if s.micro == share:
+        if s.micro == self._wish.share(self._world):
             return f"a step of {self._wish.samples} samples has no more for a card"
         all_again = self._wish.layers if self._wish.recompute is None else s.recompute
         if not self._fits(replace(s, micro=s.micro + 1, recompute=all_again), self._tightest):
@@ -299,7 +327,8 @@ class Search:
         return "more would need more recomputing than it gains"
 
     def _frugal(self, method: str) -> Settings:
-        return Settings(method, "adamw8bit", self._wish.layers, False, 1)
+        frugal = Settings(method, "adamw8bit", self._wish.layers, False, 1)
+        return self._written(frugal, self._bits(method)[-1])
 
     def _change(self, s: Settings) -> Change:
         """One change that is enough, the smallest first; then a card that is."""
@@ -338,7 +367,7 @@ class Search:
             yield again, replace(s, recompute=layers)
         if s.micro > 1 and s.recompute < layers:
             yield one | again, replace(s, micro=1, recompute=layers)
-        if s.optimizer != "adamw8bit":
+        if s.optimizer != "adamw8bit" and not self._wish.kept:
             yield {"optimizer": "adamw8bit"}, replace(s, optimizer="adamw8bit")
         if not s.on_host and self._footprint(s.method).can_be_on_host():
             yield {"embedding": "host"}, replace(s, on_host=True)
@@ -346,6 +375,12 @@ class Search:
             yield {"activations": "host"}, replace(s, inputs_on_host=True)
         if s.inputs_on_host:  # what the host has no memory for
             yield {"activations": "device"}, replace(s, inputs_on_host=False)
+        if s.bits == 16 and s.method == QLORA:
+            yield {"bits": "4"}, replace(s, bits=4)
+        rows = s.rows // 2
+        while rows:
+            yield {"rows": str(rows)}, replace(s, rows=rows)
+            rows //= 2
 
     def _longest(self, s: Settings) -> int:
         """The longest context that fits; 0: none that is worth it."""

@@ -24,6 +24,7 @@ from stoker.training.fit.memory import (
     added,
     rounded,
 )  # fmt: skip
+from stoker.training.model.config import ModelConfig
 from stoker.training.parallel.config import HOST_LEAST, RECOMPUTED, block_kinds
 from stoker.training.parallel.config import host_bytes as pinned_bytes
 
@@ -32,6 +33,31 @@ CUBLAS = {9: 32 << 20, 10: 32 << 20}  # bytes of cuBLAS's workspace by compute c
 CUBLAS_ELSE = 8519680
 HANDLES = 2  # of cuBLAS: the thread of the forward pass, and that of the backward pass
 FORWARD, BACKWARD, STEP = "forward and loss", "backward", "optimizer step"
+SFT, REWARD, DPO, GRPO = "sft", "reward", "dpo", "grpo"
+
+
+@shape
+class StageNeeds:
+    """What a stage holds and computes besides a step on rows."""
+
+    stage: str = SFT  # pretrain and midtrain are the same step
+    likelihood: bool = True  # reward.likelihood
+    reference: bool = True  # GRPO's, where grpo.kl is above 0; DPO always has one
+    loaded: bool = False  # adapters begin with a folder: the reference keeps them as they were
+    rows: int = 64  # answers that are written at once (generate.rows)
+    bits: int = 0  # of a weight meanwhile, 16 or 4 (generate.bits); 0: the plan decides
+    new_tokens: int = 128
+    length: int = 0  # tokens of the longest prompt and its answer; 0: as many as the context
+    answers: int = 256  # of a step, all ranks together
+    updates: int = 1
+    reward_model: str = ""  # its folder (grpo.reward_model)
+    scorer: ModelConfig | None = None  # that model's shape
+    scorer_likelihood: bool = True
+
+
+def asked_bits(told: str) -> int:
+    """Of generate.bits."""
+    return 0 if told == "auto" else int(told)
 
 
 @shape
@@ -47,6 +73,7 @@ class Job:
     capability: int = 9  # compute capability, its first number
     on_host: bool = False  # an embedding that does not learn lies in host memory
     inputs_on_host: bool = False  # and so does what blocks keep, but for the last one's
+    needs: StageNeeds = StageNeeds()
 
     @property
     def tokens(self) -> int:
@@ -128,10 +155,10 @@ def reserved(total: int) -> int:
 
 def predict(d: Described, job: Job) -> Planned:
     """`max_memory_allocated` of a rank."""
-    return _Step(d, job).planned()
+    return Step(d, job).planned()
 
 
-class _Step:
+class Step:
     """The phases of a step, gone through with one block's passes for all blocks that are like it."""
 
     def __init__(self, d: Described, job: Job) -> None:
@@ -143,10 +170,10 @@ class _Step:
         self._highest: dict[str, dict[str, int]] = {}
 
     def _like(self) -> Iterator[_Run]:
-        rows = Rows(self._job.tokens, _offsets(self._job))
+        rows = Rows(self._job.tokens, offsets(self._job))
         of = [self._of(at) for at in range(self._d.config.layers)]
-        for (kind, flash, first, again, moves), run in groupby(of):
-            one = _passes(replace(self._d.blocks[kind], flash=flash), rows, first, again, self._steals)
+        for (kind, by_offsets, first, again, moves), run in groupby(of):
+            one = _passes(replace(self._d.blocks[kind], flash=by_offsets), rows, first, again, self._steals)
             moved = {ACTIVATIONS: sum(map(rounded, one.saved))} if moves else {}
             one = replace(one, stays=added(one.stays, moved, -1))
             yield _Run(one, sum(1 for _ in run), again, {} if again else moved, moved)
@@ -156,11 +183,11 @@ class _Step:
         d, job = self._d, self._job
         again = self._kinds[at] == RECOMPUTED
         moves = job.inputs_on_host and at < d.config.layers - 1
-        return d.kinds[at], _flash(d, job, at), at == 0, again, moves
+        return d.kinds[at], flash(d, job, at), at == 0, again, moves
 
     def planned(self) -> Planned:
-        base = _base(self._d, self._job)
-        now = self._forward(added(base, _entered(self._d, self._job)))
+        base = self._base()
+        now = self._forward(added(base, self._entered()))
         now = self._loss(now)
         for at, run in reversed(list(enumerate(self._runs))):
             one, count = run.passes, run.count
@@ -175,17 +202,32 @@ class _Step:
         phase = max(totals, key=lambda name: totals[name])
         return Planned({term: size for term, size in self._highest[phase].items() if size}, phase, totals)
 
+    def _base(self) -> dict[str, int]:
+        return base_of(self._d, self._job)
+
+    def _entered(self) -> dict[str, int]:
+        return _entered(self._d, self._job)
+
+    def _joined(self) -> bool:
+        """Whether the embedding has a gradient as the head, too."""
+        return self._d.config.tied
+
     def moved_bytes(self) -> int:
+        """What a micro-batch sends to host memory, and fetches again."""
         return sum(run.count * sum(run.comes.values()) for run in self._runs)
 
     def host_bytes(self) -> int:
-        """Of what blocks keep: inputs of recomputed ones; of others their first storages, their second ones, ..."""
+        """What a rank takes of host memory: the embedding, and what blocks keep: inputs of recomputed ones; of others their first
+        storages, their second ones, ..."""
+        c = self._d.config
+        embedding = HALF * c.vocab_size * c.dim if self._job.on_host and self._d.can_be_on_host else 0
         moved = [(run.again, run.passes.saved, run.count) for run in self._runs if run.comes]
         inputs = sum(count for again, _, count in moved if again)
         others = [(saved, count) for again, saved, count in moved if not again]
         columns = zip_longest(*(saved for saved, _ in others), fillvalue=0)
         pieces = sum(count for _, count in others)
-        return pinned_bytes(self._stream, inputs) + sum(pinned_bytes(max(column), pieces) for column in columns)
+        kept = pinned_bytes(self._stream, inputs) + sum(pinned_bytes(max(column), pieces) for column in columns)
+        return embedding + kept
 
     def _reach(self, phase: str, now: dict[str, int]) -> None:
         if phase not in self._highest or sum(now.values()) > sum(self._highest[phase].values()):
@@ -264,16 +306,23 @@ class _Step:
             m.give(gradient)
             own = [m.take(GRADIENTS, WIDE * c.vocab_size * c.dim)]
             m.give(wide)
-            if c.tied:  # added to the head's, into a third
+            if self._joined():  # added to the head's, into a third
                 own.append(m.take(GRADIENTS, WIDE * c.vocab_size * c.dim))
         self._reach(BACKWARD, m.at_peak)
 
 
-def _base(d: Described, job: Job) -> dict[str, int]:
+def views(c: ModelConfig) -> int:
+    """Kinds of layers, by window and rotary table."""
+    return len({(c.window(at), at in c.unrotated) for at in range(c.layers)})
+
+
+def rotary_tables(c: ModelConfig, context: int) -> int:
+    return 2 * views(c) * rounded(WIDE * context * int(c.head_dim * c.rope_share) // 2)
+
+
+def base_of(d: Described, job: Job) -> dict[str, int]:
     """What is there all the time."""
-    c = d.config
-    kinds = len({(c.window(at), at in c.unrotated) for at in range(c.layers)})
-    tables = 2 * kinds * rounded(WIDE * job.context * int(c.head_dim * c.rope_share) // 2)
+    c, tables = d.config, rotary_tables(d.config, job.context)
     workspace = HANDLES * CUBLAS.get(job.capability, CUBLAS_ELSE)
     there = job.accumulates or job.world > 1  # DDP's buckets are the gradients, and stay
     held = dict(d.held)
@@ -287,11 +336,11 @@ def _base(d: Described, job: Job) -> dict[str, int]:
     }
 
 
-def _flash(d: Described, job: Job, layer: int) -> bool:
+def flash(d: Described, job: Job, layer: int) -> bool:
     return job.packed or 0 < d.config.window(layer) < job.context
 
 
-def _offsets(job: Job) -> int:
+def offsets(job: Job) -> int:
     """Documents of a packed micro-batch, rounded up as model/attention.py does; windows alone: its rows."""
     if not job.packed:
         return job.micro
@@ -307,24 +356,13 @@ def _entered(d: Described, job: Job) -> dict[str, int]:
         found += rounded(4 * n) + rounded(8 * n) + 2 * kinds * rounded(WIDE * n * c.head_dim // 2)
         if job.capability < BF16_SINCE:  # no kernel knows where documents begin: a mask of each row
             found += kinds * rounded(HALF * n * job.context)
-    elif any(_flash(d, job, at) for at in range(c.layers)):
+    elif any(flash(d, job, at) for at in range(c.layers)):
         found += rounded(4 * n)
     return {ACTIVATIONS: found}
 
 
-def host_bytes(d: Described, job: Job) -> int:
-    """What a rank takes of host memory for this: the embedding, and what blocks keep."""
-    embedding = HALF * d.config.vocab_size * d.config.dim if job.on_host and d.can_be_on_host else 0
-    return embedding + (_Step(d, job).host_bytes() if job.inputs_on_host else 0)
-
-
-def moved_bytes(d: Described, job: Job) -> int:
-    """What a micro-batch sends to host memory, and fetches again."""
-    return _Step(d, job).moved_bytes() if job.inputs_on_host else 0
-
-
-def chunk_rows(tokens: int, vocabulary: int) -> int:
-    return min(tokens, max(CHUNK_BYTES // (vocabulary * HALF), 256) // 256 * 256)
+def chunk_rows(tokens: int, vocabulary: int, width: int = HALF) -> int:
+    return min(tokens, max(CHUNK_BYTES // (vocabulary * width), 256) // 256 * 256)
 
 
 def _update(d: Described, job: Job) -> int:

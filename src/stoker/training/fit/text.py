@@ -12,6 +12,7 @@ from stoker.training.fit.cards import NCCL, Card
 from stoker.training.fit.memory import COMMUNICATION, CONTEXT, MARGIN, TERMS
 from stoker.training.fit.pace import Pace
 from stoker.training.fit.plan import FULL, Plan, Share, gib
+from stoker.training.fit.terms import DPO, GRPO, REWARD, StageNeeds
 from stoker.training.model.config import LORA, QLORA, AdapterConfig
 
 SCHEMA = 1
@@ -21,6 +22,11 @@ _ABOUT = {
     "activations": "kept for the backward pass",
     "loss": "a chunk of logits",
     "buffers": "one dequantized matrix, cuBLAS",
+    "reference": "the model as the run begins",
+    "reward model": "in fp32",
+    "answering copy": "16 bits, adapters merged",
+    "cache": "keys and values of answers",
+    "graphs": "a decoding step's, about",
     "context": "CUDA and its kernels",
     "communication": "NCCL",
     "margin": "pages and gaps of the allocator",
@@ -102,6 +108,8 @@ def _card_lines(share: Share, cards: list[Card], ranks: int) -> Iterator[str]:
 def _settings_words(plan: Plan) -> str:
     wish, s = plan.wish, plan.settings
     parts = [s.method, f"micro-batch {s.micro}", f"context {wish.context:,}", plan.dtype]
+    if s.rows:
+        parts.insert(2, f"{s.rows} answers at once" + (" by 4-bit weights" if s.bits == 4 else ""))
     parts.append(f"{s.recompute} of {wish.layers} blocks recomputed" if s.recompute else "nothing recomputed")
     parts.append(s.optimizer)
     if s.on_host:
@@ -111,9 +119,15 @@ def _settings_words(plan: Plan) -> str:
     return ", ".join(parts)
 
 
+_ROWS = {REWARD: ("--reward.pairs", "pairs.jsonl"), DPO: ("--dpo.pairs", "pairs.jsonl"), GRPO: ("--grpo.prompts", "prompts.jsonl")}  # fmt: skip
+GROUP = 8  # answers to a prompt where nobody says (rl/config.py)
+
+
 def command(plan: Plan, model: str, data: str) -> str:
     wish, s = plan.wish, plan.settings
-    words = ["stoker", "train", "sft", "--model.load", model, "--data", data or "chats.jsonl"]
+    stage = wish.needs.stage
+    flag, example = _ROWS.get(stage, ("--data", "chats.jsonl"))
+    words = ["stoker", "train", stage, "--model.load", model, flag, data or example, *_stage_words(plan)]
     words += {FULL: [], LORA: ["--lora"], QLORA: ["--qlora"]}[s.method]
     default = AdapterConfig()
     if s.method != FULL and wish.adapter.lora_rank != default.lora_rank:
@@ -134,9 +148,31 @@ def command(plan: Plan, model: str, data: str) -> str:
     return shlex.join(words)
 
 
+def _stage_words(plan: Plan) -> list[str]:
+    needs, default = plan.wish.needs, StageNeeds()
+    words: list[str] = []
+    if needs.stage == REWARD and not needs.likelihood:
+        words += ["--reward.likelihood", "false"]
+    if needs.stage != GRPO:
+        return words
+    if plan.wish.samples != default.answers:
+        words += ["--grpo.prompts_per_step", str(-(-plan.wish.samples // GROUP))]
+    if not needs.reference:
+        words += ["--grpo.kl", "0"]
+    if needs.reward_model:
+        words += ["--grpo.reward_model", needs.reward_model]
+    if needs.new_tokens != default.new_tokens:
+        words += ["--new-tokens", str(needs.new_tokens)]
+    if needs.rows != default.rows:
+        words += ["--rows", str(needs.rows)]
+    if plan.settings.bits == 4:
+        words += ["--generate.bits", "4"]
+    return words
+
+
 def pace_lines(pace: Pace | None, tokens: int, exact: bool, price: float, gpus: int) -> Iterator[str]:
     if pace is None:
-        yield "speed: unknown (a card that is not in the table, and no run of this model was measured)"
+        yield "speed: unknown (no run of this model was measured, and no table has this card or stage)"
         return
     yield f"speed: {pace.tokens_per_s:,.0f} tokens/s ({pace.source})"
     if not tokens:
@@ -162,6 +198,7 @@ def as_dict(plan: Plan, model: str, data: str, pace: Pace | None, tokens: int, p
     return {
         "schema": SCHEMA,
         "model": model,
+        "stage": plan.wish.needs.stage,
         "fits": plan.fits,
         "context": plan.wish.context,
         "settings": as_json(plan.settings),

@@ -190,6 +190,11 @@ class Weights:
     def merged_bytes(self) -> int:
         return sum(ours.nbytes for ours, _ in self._merged)
 
+    @property
+    def copied_bytes(self) -> int:
+        """Of all that is not the model's own."""
+        return self.merged_bytes + sum(ours.nbytes for ours, _, _ in self._copies)
+
 
 class Cache:
     """One block of memory. A row is its prompt from slot 0, a hole up to the longest prompt's end, then the answer, which

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from stoker.contract import limits
 from stoker.contract.limits import one_of, text
-from stoker.contract.shape import shape
+from stoker.contract.shape import replace, shape
+from stoker.training.model.config import ModelConfig, lacking
+
+BUCKET = 128  # slots: without our kernels a step attends over a multiple of this, and each multiple is a graph
+ROUND = 16  # prompts are filled up to a multiple: fewer shapes of products
+PREFILL_TOKENS = 1 << 15  # at once on a GPU: 400 MB of activations in a feed-forward layer of 3,072
+# Options of the block that the Triton kernels compute, or that lie beside them.
+KERNELS = (
+    "qkv_bias", "out_bias", "mlp_bias", "norm_offset", "activation", "gated", "attention_scale", "embedding_scale", "final_cap", "rope_kind", "unrotated",
+    "window_theta", "positions", "experts",
+)  # fmt: skip
 
 
 @shape
@@ -24,3 +34,17 @@ class GenerateConfig:
     @property
     def sampling(self) -> dict[str, float]:
         return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+
+
+def slots(length: int) -> int:
+    """Of a row in the cache on a GPU: prompts are filled up past `length` at times."""
+    return -(-(length + ROUND) // BUCKET) * BUCKET
+
+
+def kernels_lack(c: ModelConfig, length: int) -> str:
+    """What the Triton kernels don't compute of this model, in words; empty: nothing. `length`: of prompt and answer."""
+    if all(not window or window >= length for window in c.windows):
+        c = replace(c, windows=())  # none is ever left
+    if c.head_dim < 16 or c.head_dim & (c.head_dim - 1):
+        return f"heads of {c.head_dim}"
+    return lacking(c, KERNELS)

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.shape import replace
 from stoker.training.generate import plain
 from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, padded, seen
+from stoker.training.generate.config import kernels_lack
 from stoker.training.generate.graphed import Graphed
 from stoker.training.generate.sample import Sampling, checked, sample_token, uniforms
-from stoker.training.model.config import lacking
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.outside import Outside
 
@@ -78,7 +77,7 @@ class Eager:
     def __init__(self, w: Weights, rows: int, length: int) -> None:
         self._weights, self._blocks = w, Blocks(w, plain)
         self._angles = self._blocks.angles(lambda table: table[:length])
-        self._cache = Cache(w, rows, length)
+        self.cache = Cache(w, rows, length)
 
     def forget(self) -> None:
         """Nothing here keeps an address of the weights."""
@@ -91,10 +90,10 @@ class Eager:
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         longest = int(lengths.max())
         noise = torch.from_numpy(uniforms(seed, indexes, 1 if how.greedy else new_tokens)).expand(new_tokens, -1)
-        slots = torch.arange(self._cache.length)
+        slots = torch.arange(self.cache.length)
         holes = int(lengths.min()) < longest
-        ahead = as_mask(seen(slots, lengths, longest, self._cache.length), dtype) if holes else None
-        logits = blocks.prefill(padded(prompts, longest), lengths, self._angles, self._cache.kv, PREFILL_TOKENS)
+        ahead = as_mask(seen(slots, lengths, longest, self.cache.length), dtype) if holes else None
+        logits = blocks.prefill(padded(prompts, longest), lengths, self._angles, self.cache.kv, PREFILL_TOKENS)
         written = torch.zeros(len(prompts), new_tokens, dtype=torch.int64)
         rows = torch.arange(len(prompts))
         alive = torch.ones(len(prompts), dtype=torch.bool)
@@ -108,7 +107,7 @@ class Eager:
                 return
             if 2 * left <= len(alive):
                 kept = alive.nonzero()[:, 0]
-                self._cache.keep(kept, longest + place)
+                self.cache.keep(kept, longest + place)
                 rows, token, lengths, alive = rows[kept], token[kept], lengths[kept], alive[kept]
                 ahead = ahead if ahead is None else ahead[kept]
             slot = longest + place
@@ -123,16 +122,9 @@ class Eager:
             ) -> Tensor:
                 return plain.attend(q, kv[:, :, :, :end], masks[view], c.attention_scale or None, c.attention_cap)
 
-            cached = self._cache.kv[:, :, : len(rows)]
+            cached = self.cache.kv[:, :, : len(rows)]
             x, delta = blocks.run(token, lengths + place, self._angles, cached, slot, 1, attention)
             logits = blocks.logits(x, delta)
-
-
-# Options of the block that the Triton kernels compute, or that lie beside them.
-KERNELS = (
-    "qkv_bias", "out_bias", "mlp_bias", "norm_offset", "activation", "gated", "attention_scale", "embedding_scale", "final_cap", "rope_kind", "unrotated",
-    "window_theta", "positions", "experts",
-)  # fmt: skip
 
 
 class Engine:
@@ -159,17 +151,13 @@ class Engine:
             self._runner = Borrowed(model, self._vocab)
             return
         self._weights = Weights(model, self._vocab, codes)
-        self._runner = Eager(self._weights, rows, length)
         if self._device.type == "cuda":
             self._runner = Graphed(self._weights, rows, length, self._kernels(model))
+        else:
+            self._runner = Eager(self._weights, rows, length)
 
     def _kernels(self, model: Decoder) -> Any:
-        c = model.config
-        if all(not window or window >= self.length for window in c.windows):
-            c = replace(c, windows=())  # none is ever left
-        head_dim, lacks = c.head_dim, lacking(c, KERNELS)
-        if head_dim < 16 or head_dim & (head_dim - 1):
-            lacks = f"heads of {head_dim}"
+        lacks = kernels_lack(model.config, self.length)
         if lacks:
             print(f"the generation kernels have no {lacks} yet; using plain torch", file=sys.stderr, flush=True)
             return None
@@ -179,6 +167,16 @@ class Engine:
     def merged_bytes(self) -> int:
         """Of the copy that has adapters in it."""
         return 0 if self._weights is None else self._weights.merged_bytes
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of all weights that are not the model's own."""
+        return 0 if self._weights is None else self._weights.copied_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of keys and values."""
+        return 0 if self._weights is None else self._runner.cache.kv.nbytes
 
     def refresh(self) -> None:
         """The model's weights changed."""

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from stoker.training.generate import plain
 from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, padded, seen
+from stoker.training.generate.config import BUCKET, PREFILL_TOKENS, ROUND, slots
 from stoker.training.generate.sample import Sampling, sample_token, uniforms
 
 LOOK = 16
-BUCKET = 128  # slots: without our kernels a step attends over a multiple of this, and each multiple is a graph
-ROUND = 16  # prompts are filled up to a multiple: fewer shapes of products
-PREFILL_TOKENS = 1 << 15  # at once: 400 MB of activations in a feed-forward layer of 3,072
 
 
 class Graphed:
@@ -29,7 +27,7 @@ class Graphed:
         device = w.embed.device
         # Prompts are filled up past `length` at times: what is there is turned by any angle, and seen by nobody.
         self._angles = self._blocks.angles(lambda table: torch.cat([table[:length], table[:1].expand(ROUND, -1)]))
-        self._cache = Cache(w, rows, -(-(length + ROUND) // BUCKET) * BUCKET)
+        self.cache = Cache(w, rows, slots(length))
         self._steps: dict[tuple[int, Sampling], Callable[[], None]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._looking = _Looking(device)
@@ -41,7 +39,7 @@ class Graphed:
         self._alive, self._stop = buffer(rows, dtype=torch.bool), buffer(len(w.head), dtype=torch.bool)
         self._answers_from, self._slot, self._place = buffer(1), buffer(1), buffer(1)
         self._noise, self._written = buffer(length, rows, dtype=torch.float32), buffer(rows, length)
-        self._slots = torch.arange(self._cache.length, device=device)
+        self._slots = torch.arange(self.cache.length, device=device)
 
     def forget(self) -> None:
         """The weights lie elsewhere."""
@@ -64,14 +62,14 @@ class Graphed:
             steps[place]()
 
     def _end(self, slot: int) -> int:
-        return self._cache.length if self._kernels else -(-(slot + 1) // BUCKET) * BUCKET
+        return self.cache.length if self._kernels else -(-(slot + 1) // BUCKET) * BUCKET
 
     def _start(self, prompts: Prompts, lengths: Tensor, begin: int, stop: Tensor, noise: Any) -> Tensor:
         rows, ids = len(prompts), padded(prompts, begin)
         self._looking.begin()
         if not self._kernels:
             # slots ahead are read and weighed 0, and what an earlier batch left there may be NaN
-            self._cache.kv.zero_()
+            self.cache.kv.zero_()
         self._lengths.fill_(1)  # rows nobody asked for see one slot of whatever was there
         self._lengths[:rows] = lengths.to(self._lengths.device)
         self._positions.copy_(self._lengths - 1)
@@ -82,7 +80,7 @@ class Graphed:
         self._stop.copy_(stop)
         self._noise[: len(noise), :rows] = torch.from_numpy(noise).to(self._noise.device)
         ids = ids.to(self._ids.device)
-        return self._blocks.prefill(ids, self._lengths[:rows], self._angles, self._cache.kv, PREFILL_TOKENS)
+        return self._blocks.prefill(ids, self._lengths[:rows], self._angles, self.cache.kv, PREFILL_TOKENS)
 
     def _write(self, logits: Tensor, how: Sampling, rows: int) -> None:
         """Samples a token for each of the first `rows`, writes it, and goes one place on."""
@@ -100,7 +98,7 @@ class Graphed:
 
     def _one(self, end: int, how: Sampling) -> None:
         c, kernels = self._weights.config, self._kernels
-        cached, scale = self._cache.kv[:, :, :, :, :end], c.attention_scale or None
+        cached, scale = self.cache.kv[:, :, :, :, :end], c.attention_scale or None
         if kernels:
 
             def attention(q: Tensor, kv: Tensor, view: int) -> Tensor:

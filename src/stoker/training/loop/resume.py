@@ -110,11 +110,10 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
         return None
     where = told.resume if told.resume == "auto" else located(told.resume)
     if where == "auto":
-        steps = folders.steps_in(told.folder) if os.path.isdir(told.folder) else {}
-        steps = {step: path for step, path in steps.items() if folders.is_trusted(path)}  # as the ranks choose
-        if not steps:
+        newest = newest_in(told.folder)
+        if newest is None:
             return None
-        where = steps[max(steps)]
+        where = newest
     try:
         found = manifest.decode(read_bytes(os.path.join(where, manifest.NAME), manifest.LARGEST))
     except (OSError, ValueError) as problem:
@@ -125,6 +124,22 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
         check(found.meta, where, with_rows(model, made.vocab_size), made.tokenizer_digest, optimizer)
     step = found.meta.get("step")
     return step if isinstance(step, int) else None
+
+
+def optimizer_of(where: str) -> str | None:
+    """Whose state a checkpoint has; None: it can't be read here, and the ranks say why."""
+    try:
+        found = manifest.decode(read_bytes(os.path.join(where, manifest.NAME), manifest.LARGEST))
+    except (OSError, ValueError):
+        return None
+    kind = found.meta.get("optimizer")
+    return kind if isinstance(kind, str) else None
+
+
+def newest_in(folder: str) -> str | None:
+    """The newest checkpoint in a folder of them, as the ranks choose it, but for damage."""
+    steps = {step: path for step, path in folders.steps_in(folder).items() if folders.is_trusted(path)}
+    return steps[max(steps)] if steps else None
 
 
 def nothing_left(step: int, max_steps: int) -> str:

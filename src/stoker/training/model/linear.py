@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stoker.training.model import nf4
 from stoker.training.model.config import ModelConfig, gate_up_rows
 from stoker.training.model.maps import Adapted, Adapter, Frozen, Map, Mapped, Whole, by_codes, dequantized
-from stoker.training.model.nf4_size import BLOCK
+from stoker.training.model.nf4_size import multipliable
 
 
 def rms_norm(wide: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -202,8 +202,8 @@ class Linear(nn.Linear):
 
     @property
     def has_rows_of_codes(self) -> bool:
-        """Whether `by_codes` works: blocks of 64 that lie within a row."""
-        return bool(self._joined) and self.in_features % BLOCK == 0
+        """Whether `by_codes` works."""
+        return bool(self._joined) and multipliable(self.in_features)
 
     def by_codes(self, x: Tensor) -> Tensor:
         """A quantized weight's product with x [N, inputs], without bias, adapter and gradient."""

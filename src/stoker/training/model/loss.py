@@ -155,6 +155,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             log_sums[part] = log_sum
             chosen[part] = logits.gather(-1, targets[part, None])[:, 0] - log_sum
             entropy[part] = log_sum - (logits - log_sum[:, None]).exp_().mul_(logits).sum(-1)
+            del logits  # or the next chunk's are made beside them
         ctx.save_for_backward(x, weight, targets, log_sums)
         ctx.temperature, ctx.cap = temperature, cap
         ctx.mark_non_differentiable(entropy)
@@ -177,4 +178,5 @@ class _ChunkedLogprobs(torch.autograd.Function):
             torch.mm(dlogits, w, out=dx[part])
             if dw is not None:
                 accumulate(dw, dlogits, x[part])
+            del logits, slope, probability, wide, dlogits
         return dx, None if dw is None else dw.to(weight.dtype), None, None, None

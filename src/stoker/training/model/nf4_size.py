@@ -13,6 +13,11 @@ def storable(size: Sequence[int]) -> bool:
     return len(size) == 2 and math.prod(size) % BLOCK == 0
 
 
+def multipliable(inputs: int) -> bool:
+    """Whether a token can be multiplied by the codes as they are: blocks lie within a row."""
+    return inputs % BLOCK == 0
+
+
 def tensor_bytes(elements: int) -> tuple[int, int, int, int]:
     """Of its four tensors: codes, scales, the scales' scales, and their mean."""
     blocks = -(-elements // BLOCK)

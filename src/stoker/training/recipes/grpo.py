@@ -25,6 +25,8 @@ from stoker.contract.quantities import amount
 from stoker.contract.shape import as_json
 from stoker.training.config.schema import Config
 from stoker.training.evaluate.marking import right_in_form
+from stoker.training.fit.memory import CACHE, COPY, REFERENCE, SCORER
+from stoker.training.fit.terms import GRPO, StageNeeds
 from stoker.training.loop.keeping import Keeper, newest, tensors_of
 from stoker.training.loop.learner import Learner
 from stoker.training.loop.run import Loop
@@ -39,9 +41,11 @@ from stoker.training.optim.loss_scale import scale_for
 from stoker.training.optim.optimizer import Optimizer
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import build, stage
-from stoker.training.reward.model import open_reward, scores
+from stoker.training.recipes.memory import Holding, MemoryRecord, bytes_of, of_grpo
+from stoker.training.reward.model import RewardModel, open_reward, scores
 from stoker.training.rl import rollout as asking
-from stoker.training.rl.rollout import Answer, rollout_of
+from stoker.training.rl.config import MICRO
+from stoker.training.rl.rollout import Answer, Rollout, rollout_of
 from stoker.training.rl.rollout import outcome as outcome_of
 from stoker.training.rl.task import GrpoTask, Launched, Stopped, result, resumed
 from stoker.training.rl.update import Updater, advantages
@@ -52,8 +56,8 @@ from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 Scorer = Callable[[Sequence[tuple[Any, str]]], list[float]]
 
 
-def scorer_of(c: Config, tokenizer: Tokenizer, device: torch.device, micro: int) -> Scorer | None:
-    """The reward model, where one is given."""
+def reward_model_of(c: Config, tokenizer: Tokenizer, device: torch.device) -> RewardModel | None:
+    """Where one is given."""
     folder = c.grpo.reward_model
     if not folder:
         return None
@@ -62,8 +66,7 @@ def scorer_of(c: Config, tokenizer: Tokenizer, device: torch.device, micro: int)
             f"grpo.reward_model {folder} has another tokenizer than model.load: its scores would be of other words",
             EX_CONFIG,
         )
-    model = open_reward(folder, c.data.context_length, c.compute, device)
-    return functools.partial(scores, model, tokenizer, device=device, micro=micro)
+    return open_reward(folder, c.data.context_length, c.compute, device)
 
 
 def reward(answers: Sequence[Answer], scorer: Scorer | None, weight: float) -> tuple[list[float], list[bool]]:
@@ -89,24 +92,44 @@ def _sigmoid(score: float) -> float:
 
 def policy_of(
     c: Config, weights: str, own: adapters.Beside | None, group: Group, voice: Voice
-) -> tuple[Decoder, Reference | None]:
-    """(what learns, what it began with: in the activations' dtype, or by itself where adapters learn)."""
+) -> tuple[Decoder, Reference | None, Decoder | None]:
+    """(what learns, what it began with, that as a model of its own in the activations' dtype; None: adapters learn)."""
     hf_config.check_trainable(weights, c.adapter.method)
     dtype = build.dtype_of(c, group)
     if own is not None:
         ready.arithmetic(c.compute, dtype)
         model = build.adapted(c, own, hf_config.shape_of(weights), Decoder, dtype, group, voice)
-        return model, Beginning(model, loaded=own.loaded) if c.grpo.kl > 0 else None
+        return model, Beginning(model, loaded=own.loaded) if c.grpo.kl > 0 else None, None
     model = stage.open_model(c, weights, group.device, dtype=dtype)
     ready.make_ready(model, c.compute, group.device, voice.say_once)
     if c.grpo.kl <= 0:
-        return model, None
+        return model, None, None
     copy = stage.open_model(c, weights, group.device, dtype=dtype).to(model.dtype).requires_grad_(False)
     ready.make_ready(copy, c.compute, group.device, voice.say_once)
-    return model, copied(copy)
+    return model, copied(copy), copy
 
 
-MICRO = 16  # answers a rank learns from at once, where batch.micro is auto
+def memory_of(
+    c: Config, own: adapters.Beside | None, held: Holding, judge: RewardModel | None, rollout: Rollout, folder: str,
+    voice: Voice,
+) -> MemoryRecord:  # fmt: skip
+    world, how = held.group.world, c.generate
+    needs = StageNeeds(
+        GRPO, reference=c.grpo.kl > 0, loaded=own is not None and own.loaded, rows=how.rows, new_tokens=how.new_tokens,
+        length=rollout.engine.length, answers=-(-c.grpo.prompts_per_step // world) * c.grpo.group * world,
+        updates=c.grpo.updates, bits=4 if how.bits == "4" else 16, scorer=judge.config if judge is not None else None,
+        scorer_likelihood=judge is not None and judge.likelihood,
+    )  # fmt: skip
+    return of_grpo(c, own, held, needs, folder, voice)
+
+
+def writer(bits: str, merged_bytes: int) -> str:
+    """Who writes the answers where adapters learn, in words. `merged_bytes`: of weights in 16 bits with adapters in them."""
+    size = amount(merged_bytes)
+    if bits != "4":
+        return f"a copy of the weights with the adapters merged into it: {size}"
+    rest = f"; those that have no whole blocks in a row by a 16-bit copy: {size}" if merged_bytes else ""
+    return f"the weights in 4 bits{rest}"
 
 
 def main(argv: list[str]) -> int:
@@ -136,10 +159,11 @@ def main(argv: list[str]) -> int:
 
     # Model and optimizer. The reference: the model it all begins with. The reward model, where there is one.
     own = build.adapters_of(c, voice)
-    model, reference = policy_of(c, weights, own, group, voice)
+    model, reference, copy = policy_of(c, weights, own, group, voice)
     with_rows(model.config, tokenizer.vocab_size)
     optimizer = Optimizer(model, c.optim)
-    scorer = scorer_of(c, tokenizer, group.device, micro)
+    judge = reward_model_of(c, tokenizer, group.device)
+    scorer = None if judge is None else functools.partial(scores, judge, tokenizer, device=group.device, micro=micro)
 
     # Where a checkpoint left them, if there is one.
     found = newest(c.checkpoint, folder, group, voice)
@@ -182,38 +206,41 @@ def main(argv: list[str]) -> int:
     }
     if own is not None:
         about["adapter"] = own.about
-        size = amount(rollout.merged_bytes)
-        how = (
-            f"a copy of the weights with the adapters merged into it: {size}"
-            if rollout.merged_bytes
-            else "the weights in 4 bits"
-        )
-        voice.say_once(f"answers are written by {how}")
+        voice.say_once(f"answers are written by {writer(c.generate.bits, rollout.merged_bytes)}")
     voice.say_once(
         f"prompts: {len(prompts):,}, {c.grpo.prompts_per_step} a step with {c.grpo.group} answers each, {steps} steps"
     )
+    engine, others = rollout.engine, {REFERENCE: copy, SCORER: judge}
+    more: dict[str, Callable[[], int]] = {COPY: lambda: engine.copied_bytes, CACHE: lambda: engine.cache_bytes}
+    more |= {term: functools.partial(bytes_of, one) for term, one in others.items() if one is not None}
+    memory = memory_of(c, own, Holding(group, model, optimizer, micro, more), judge, rollout, folder, voice)
+    memory.begin()
     for mark in ("CAN-HALVE-MICRO-BATCH",) * (micro > 1) + ("POST-MODEL",):
         stoker.mark(mark)
     stoker.phase("train")
-    task = GrpoTask(c.grpo, group, voice, position, history, about=about, loss_scale=scale)
+    task = GrpoTask(
+        c.grpo, group, voice, position, history, about=about, loss_scale=scale, planned_bytes=memory.planned_bytes
+    )
     profile = Profile(c.train.profile_steps if c.train.profile and group.first else 0, folder, group.device, voice.say)
     loop = Loop(task, keeper, group, voice, profile, first=position.step, steps=steps)
     code, stopped = 0, None
     try:
-        for step in loop.over(range(position.step, steps)):
-            asked = [prompts[index] for index in draw(step, c.train.seed, c.grpo.prompts_per_step)]
-            answers = rollout(asked, c.train.seed, step)
-            rewards, correct = reward(answers, scorer, c.grpo.reward_weight)
-            outcome = outcome_of(answers, rewards, correct, c.grpo.prompts_per_step * c.grpo.group, group)
-            above = advantages(
-                torch.tensor(rewards, dtype=torch.float64).view(-1, c.grpo.group), c.grpo.scale_by_deviation
-            )
-            share = rate_share(c.optim, step, steps)
-            lengths = [int(length) for length in outcome.lengths.tolist()]
-            learned = updater.learn(answers, above.flatten().tolist(), lengths, share)
-            rollout.refresh()
-            rate = c.optim.learning_rate * share
-            loop.launched(Launched(step, outcome, learned, updater.done, rate, loop.words()))
+        with memory.watched():
+            for step in loop.over(range(position.step, steps)):
+                asked = [prompts[index] for index in draw(step, c.train.seed, c.grpo.prompts_per_step)]
+                answers = rollout(asked, c.train.seed, step)
+                rewards, correct = reward(answers, scorer, c.grpo.reward_weight)
+                outcome = outcome_of(answers, rewards, correct, c.grpo.prompts_per_step * c.grpo.group, group)
+                above = advantages(
+                    torch.tensor(rewards, dtype=torch.float64).view(-1, c.grpo.group), c.grpo.scale_by_deviation
+                )
+                share = rate_share(c.optim, step, steps)
+                lengths = [int(length) for length in outcome.lengths.tolist()]
+                learned = updater.learn(answers, above.flatten().tolist(), lengths, share)
+                rollout.refresh()
+                rate = c.optim.learning_rate * share
+                loop.launched(Launched(step, outcome, learned, updater.done, rate, loop.words()))
+        memory.end(None)
         code = loop.code
     except Stopped as broken:
         code, stopped = EX_SOFTWARE, f"{broken}; {keeper.last_good()}"

@@ -4,65 +4,100 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from stoker.contract import layout
+from stoker.contract.shape import shape
 from stoker.contract.wholefile import write_whole
 from stoker.training.config.keys import values_of
 from stoker.training.config.schema import Config
 from stoker.training.fit.footprint import Footprint
-from stoker.training.fit.memory import ADAPTERS, GRADIENTS, OPTIMIZER, TERMS, WEIGHTS
+from stoker.training.fit.memory import ADAPTERS, GRADIENTS, OPTIMIZER, REFERENCE, TERMS, WEIGHTS
 from stoker.training.fit.plan import DOCUMENT, FULL, gib
-from stoker.training.fit.terms import Job, Planned
+from stoker.training.fit.terms import GRPO, Job, Planned, StageNeeds
 from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
-from stoker.training.model.config import OFF
+from stoker.training.model.adapters import Beside
+from stoker.training.model.config import OFF, AdapterConfig
 from stoker.training.model.decoder import Decoder
+from stoker.training.optim.optimizer import Optimizer
 from stoker.training.parallel.config import recomputed_blocks
+from stoker.training.parallel.group import Group
 
 SCHEMA = 1
 SHORT = "ran out of GPU memory"  # `stoker why` looks for the line that begins so
 _LEAST = 32 << 20  # bytes a term has to be over its plan to be named
 
 
-def job_of(c: Config, parts: Parts) -> Job:
-    values, layers = values_of(c), parts.model.config.layers
+@shape
+class Holding:
+    """What a rank holds from step to step."""
+
+    group: Group
+    model: Decoder
+    optimizer: Optimizer
+    micro: int
+    more: Mapping[str, Callable[[], int]] = {}  # other terms of the plan: bytes as they are
+
+
+def planned(
+    c: Config, adapter: AdapterConfig, held: Holding, job: Job, graph: bool = False
+) -> tuple[Planned | None, str]:
+    """(the plan, why it is only about that); no plan of what it does not know: CPUs, shards, fp32, blocks that are not fused."""
+    known = held.group.device.type == "cuda" and held.group.strategy == "ddp" and isinstance(held.model, Decoder)
+    if not known or held.model.dtype == torch.float32 or c.compute.recompute == "selective" or not held.model.fused:
+        return None, ""
+    footprint = Footprint(held.model.config, adapter, job.needs.stage)
+    why = "a CUDA graph has memory of its own: an estimate" if graph else ""
+    return footprint.planned(job), footprint.why_about or why
+
+
+def job_of(c: Config, held: Holding, needs: StageNeeds, *, packed: bool, adds: bool) -> Job:
+    values, layers, device = values_of(c), held.model.config.layers, held.group.device
     again = recomputed_blocks(str(values["compute.recompute"]), layers)
-    packed = parts.material.train.packed
-    major = torch.cuda.get_device_capability(parts.group.device)[0]
-    # Fitting a micro-batch adds gradients to gradients; and so does every step of several micro-batches.
-    adds = not c.batch.micro or parts.batch > parts.micro * parts.group.world
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     return Job(
-        parts.own_micro, c.data.context_length, c.optim.kind, packed, max(c.data.context_length // DOCUMENT, 1), again,
-        parts.group.world, adds, major, values.get("compute.embedding") == "host",
-        c.compute.activations == "host",
+        held.micro, c.data.context_length, c.optim.kind, packed, max(c.data.context_length // DOCUMENT, 1), again,
+        held.group.world, adds, major, values.get("compute.embedding") == "host", c.compute.activations == "host", needs,
     )  # fmt: skip
 
 
-def planned_of(c: Config, parts: Parts) -> tuple[Planned | None, str]:
-    """(the plan, why it is only about that); no plan of what it does not know: CPUs, shards, reward models, fp32, blocks that
-    are not fused."""
-    known = parts.group.device.type == "cuda" and parts.group.strategy == "ddp" and type(parts.model) is Decoder
-    if not known or parts.model.dtype == torch.float32 or c.compute.recompute == "selective" or not parts.model.fused:
-        return None, ""
-    adapter = c.adapter if parts.adapters is None else parts.adapters.settings
-    footprint = Footprint(parts.model.config, adapter)
-    graph = "a CUDA graph has memory of its own: an estimate" if parts.graph else ""
-    return footprint.planned(job_of(c, parts)), footprint.why_about or graph
+def of_rows(c: Config, stage: str, parts: Parts, folder: str, voice: Voice) -> MemoryRecord:
+    """Of a stage that learns from rows that are there before the run."""
+    adapters, reference = parts.adapters, getattr(parts.model, "reference", None)
+    more = {REFERENCE: lambda: bytes_of(reference)} if isinstance(reference, Decoder) else {}
+    held = Holding(parts.group, parts.model, parts.optimizer, parts.own_micro, more)
+    loaded = adapters is not None and adapters.loaded
+    needs = StageNeeds(stage, likelihood=c.reward.likelihood, loaded=loaded)
+    # Fitting a micro-batch adds gradients to gradients; and so does every step of several micro-batches.
+    adds = not c.batch.micro or parts.batch > parts.micro * parts.group.world
+    job = job_of(c, held, needs, packed=parts.material.train.packed, adds=adds)
+    adapter = c.adapter if adapters is None else adapters.settings
+    return MemoryRecord(c, stage, held, planned(c, adapter, held, job, parts.graph), folder, voice)
+
+
+def of_grpo(
+    c: Config, adapters: Beside | None, held: Holding, needs: StageNeeds, folder: str, voice: Voice
+) -> MemoryRecord:
+    share = needs.answers // held.group.world
+    job = job_of(c, held, needs, packed=False, adds=share > held.micro * needs.updates)
+    adapter = c.adapter if adapters is None else adapters.settings
+    return MemoryRecord(c, GRPO, held, planned(c, adapter, held, job), folder, voice)
 
 
 class MemoryRecord:
-    def __init__(self, c: Config, parts: Parts, folder: str, voice: Voice) -> None:
-        self._c, self._parts, self._voice = c, parts, voice
+    def __init__(
+        self, c: Config, stage: str, held: Holding, plan: tuple[Planned | None, str], folder: str, voice: Voice
+    ) -> None:
+        self._c, self._stage, self._held, self._voice = c, stage, held, voice
         self._path = os.path.join(folder, layout.MEMORY)
-        gpu = parts.group.device.type == "cuda"
-        self._cards = parts.group.all(torch.cuda.get_device_name(parts.group.device) if gpu else "cpu")
-        self.planned, self._about = planned_of(c, parts)
+        device = held.group.device
+        self._cards = held.group.all(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
+        self.planned, self._about = plan
 
     @property
     def planned_bytes(self) -> int | None:
@@ -79,9 +114,9 @@ class MemoryRecord:
 
     def end(self, tokens_per_s: float | None) -> None:
         """Beside what was measured."""
-        if self._parts.group.device.type != "cuda":
+        device = self._held.group.device
+        if device.type != "cuda":
             return
-        device = self._parts.group.device
         peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         if self.planned is not None:
             off = self.planned.total / max(peak, 1) - 1
@@ -95,13 +130,13 @@ class MemoryRecord:
         self._write(more)
 
     def _write(self, more: dict[str, Any]) -> None:
-        c, parts = self._c, self._parts
-        if not parts.group.first:
+        c, held = self._c, self._held
+        if not held.group.first:
             return
         told = {
-            "schema": SCHEMA, "model": os.path.realpath(c.model.load) if os.path.isdir(c.model.load) else c.model.load,
+            "schema": SCHEMA, "stage": self._stage, "model": os.path.realpath(c.model.load) if os.path.isdir(c.model.load) else c.model.load,
             "method": FULL if c.adapter.method == OFF else c.adapter.method, "context": c.data.context_length,
-            "micro": parts.own_micro, "recompute": str(c.compute.recompute), "optimizer": c.optim.kind,
+            "micro": held.micro, "recompute": str(c.compute.recompute), "optimizer": c.optim.kind,
             "cards": self._cards, "planned_bytes": self.planned_bytes,
             "planned_terms": self.planned.terms if self.planned is not None else None, **more,
         }  # fmt: skip
@@ -118,34 +153,42 @@ class MemoryRecord:
             raise
 
     def _short(self, planned: Planned) -> str:
-        parts = self._parts
-        seen = _held(parts.model, parts.optimizer)
-        rest = max(torch.cuda.memory_allocated(parts.group.device) - sum(seen.values()), 0)
-        fixed = {WEIGHTS: planned.terms.get(WEIGHTS, 0) + planned.terms.get(ADAPTERS, 0)}
-        fixed |= {term: planned.terms.get(term, 0) for term in (GRADIENTS, OPTIMIZER)}
+        held = self._held
+        now = torch.cuda.memory_allocated(held.group.device)
+        seen = measured(held)
+        rest = max(now - sum(seen.values()), 0)
+        fixed = {term: planned.terms.get(term, 0) for term in seen}
+        fixed[WEIGHTS] += planned.terms.get(ADAPTERS, 0)
         others = planned.total - sum(fixed.values())
         over = {term: seen[term] - size for term, size in fixed.items()} | {
             "activations and working memory": rest - others
         }
         worst = max(over, key=lambda term: over[term])
-        line = f"{SHORT} at {gib(torch.cuda.memory_allocated(parts.group.device))} in tensors, {gib(planned.total)} were planned"
+        line = f"{SHORT} at {gib(now)} in tensors, {gib(planned.total)} were planned"
         if over[worst] < _LEAST:
             return f"{line}; no term is above its plan: the card had less room than that, or it is in pieces"
         return f"{line}; underestimated: {worst}, by {gib(over[worst])} so far"
 
 
-def _held(model: nn.Module, optimizer: Any) -> dict[str, int]:
-    """Measured bytes of what stays."""
-    weights = gradients = 0
-    for parameter in model.parameters():
-        weights += parameter.nbytes
-        gradients += parameter.grad.nbytes if parameter.grad is not None else 0
+def measured(held: Holding) -> dict[str, int]:
+    """Bytes of what stays, by the plan's terms; weights with adapters."""
+    grown = (parameter.grad for parameter in held.model.parameters())
+    return {
+        WEIGHTS: bytes_of(held.model),
+        GRADIENTS: sum(gradient.nbytes for gradient in grown if gradient is not None),
+        OPTIMIZER: sum(tensor.nbytes for _, tensor, _ in held.optimizer.state()),
+        **{term: size() for term, size in held.more.items()},
+    }
+
+
+def bytes_of(model: Decoder) -> int:
+    """Of its weights where it computes, and of an adapter's copies in 16 bits."""
+    found = sum(parameter.nbytes for parameter in model.parameters() if parameter.device == model.device)
     for module in model.modules():
         for part in getattr(module, "quantized", ()):
-            weights += part.codes.nbytes + part.scales.nbytes + 2 * part.second.nbytes
-        copies = getattr(module, "_made", None)  # an adapter's, in 16 bits
-        weights += sum(copy.nbytes for copy in copies[1]) if copies else 0
-    return {WEIGHTS: weights, GRADIENTS: gradients, OPTIMIZER: sum(tensor.nbytes for _, tensor, _ in optimizer.state())}
+            found += part.codes.nbytes + part.scales.nbytes + 2 * part.second.nbytes
+        found += sum(copy.nbytes for copy in getattr(module, "_made", None) or ())
+    return found
 
 
 def _words(terms: dict[str, int]) -> str:

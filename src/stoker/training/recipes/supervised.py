@@ -15,6 +15,7 @@ from stoker.training.config.check import check_ranks
 from stoker.training.config.schema import Config
 from stoker.training.data.order import order_of
 from stoker.training.evaluate.confidence import wilson
+from stoker.training.fit.terms import SFT
 from stoker.training.loop.feeder import Feeder, Material
 from stoker.training.loop.keeping import Keeper, best_in, newest, tensors_of
 from stoker.training.loop.learner import Learner
@@ -29,7 +30,7 @@ from stoker.training.model.outside import Outside
 from stoker.training.optim.config import rate_share
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import build, stage
-from stoker.training.recipes.memory import MemoryRecord
+from stoker.training.recipes import memory as memory_plan
 from stoker.training.reward.pairs import Pair, PairRows, pairs_of
 from stoker.training.tokenizer import chat
 
@@ -42,7 +43,10 @@ class Trained:
     metrics: dict[str, Any]
 
 
-def train(c: Config, material: Material, learner: Learner, group: Group, voice: Voice, startup: Startup) -> Trained:
+def train(
+    c: Config, material: Material, learner: Learner, group: Group, voice: Voice, startup: Startup, stage_name: str = SFT
+) -> Trained:  # fmt: skip
+    """`stage_name`: pretrain and midtrain make the steps of sft."""
     folder = stage.run_directory(c, group)
     order = order_of(c.data, len(material.train), material.entries)
 
@@ -61,7 +65,7 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
     voice.say_once(
         f"data: {order.count:,} samples of {c.data.context_length} tokens, {parts.batch} a step, {steps} steps"
     )
-    memory = MemoryRecord(c, parts, folder, voice)
+    memory = memory_plan.of_rows(c, stage_name, parts, folder, voice)
     memory.begin()
     startup.done("model")
     if first >= steps:
@@ -143,7 +147,7 @@ def learn_pairs(argv: list[str], kind: PairStage) -> int:
     voice = Voice(group, c.train.log_every)
     with kernels(ready.attention(c.compute, group.device)):
         learner = kind.learner(c, tokenizer.vocab_size, group, voice)
-        trained = train(c, material, learner, group, voice, startup)
+        trained = train(c, material, learner, group, voice, startup, kind.name)
         if trained.whole:
             right, more = kind.measure(c, trained.parts, other)
             if group.first:

@@ -6,6 +6,8 @@ from stoker.contract import limits
 from stoker.contract.limits import text
 from stoker.contract.shape import option, shape
 
+MICRO = 16  # answers a rank learns from at once, where batch.micro is auto
+
 
 @shape
 class GrpoConfig:

@@ -192,7 +192,7 @@ class Rollout:
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, stop: Collection[int], c: GenerateConfig, group: int, ranks: Group
     ) -> None:
-        self._engine, self._tokenizer, self._stop = engine, tokenizer, frozenset(stop)
+        self.engine, self._tokenizer, self._stop = engine, tokenizer, frozenset(stop)
         self._c, self._group, self._ranks = c, group, ranks
         self.refresh = engine.refresh  # after the weights changed
         self.merged_bytes = engine.merged_bytes
@@ -202,7 +202,7 @@ class Rollout:
         share = split(len(prompts), self._ranks.world, self._ranks.rank, 1, False)
         places = range(share.begin * self._group, share.end * self._group)
         asked = [prompts[place // self._group] for place in places]
-        written = self._engine.generate(
+        written = self.engine.generate(
             [prompt.ids for prompt in asked],
             new_tokens=self._c.new_tokens,
             stop=self._stop,

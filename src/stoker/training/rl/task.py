@@ -196,10 +196,11 @@ class GrpoTask(Task):
 
     def __init__(
         self, c: GrpoConfig, group: Group, voice: Voice, position: Position, history: History, about: Mapping[str, Any],
-        loss_scale: LossScale | None = None,
+        loss_scale: LossScale | None = None, planned_bytes: int | None = None,
     ) -> None:  # fmt: skip
         """`about`: what `stoker export` and a resumed run need to know of a checkpoint."""
         super().__init__()
+        self._planned_bytes = planned_bytes
         self._c, self._group, self._voice, self._about = c, group, voice, about
         self._loss_scale = loss_scale
         self.position, self.history = position, history
@@ -258,6 +259,7 @@ class GrpoTask(Task):
                 f"step {step}: a gradient overflowed in fp16; {learned.skipped} update(s) skipped, loss scale"
                 f" {scale['loss_scale']:g} now"
             )
+        memory = {"peak_bytes": self._speed.memory(), "planned_bytes": self._planned_bytes}  # None: no GPU, no plan
         self._voice.step(
             step,
             learned.loss,
@@ -274,6 +276,7 @@ class GrpoTask(Task):
             grad_norm=learned.norm,
             lr=rate,
             **scale,
+            **{name: value for name, value in memory.items() if value is not None},
         )
 
 

@@ -24,6 +24,9 @@ def check(c: Config) -> None:
         ),
         "stage grpo shares answers, not samples: parallel.balance and parallel.comm are for pretrain, midtrain, sft and"
         " reward": shared,
+        "stage grpo writes its answers with the embedding on the GPU: leave compute.embedding host out": (
+            c.compute.embedding == "host"
+        ),
         "generate.temperature 0 makes all answers of a group the same, and nothing could be learned: give one above 0": (
             how.temperature == 0
         ),

@@ -1,0 +1,250 @@
+"""GRPO: answers are written over a cache of keys and values, by a 16-bit copy of the weights or by their 4-bit codes, then
+learned from. Follows generate/ and rl/."""
+
+from __future__ import annotations
+
+import math
+
+from stoker.contract.shape import replace
+from stoker.training.fit.block import HALF, WIDE
+from stoker.training.fit.described import Described
+from stoker.training.fit.memory import (
+    ACTIVATIONS,
+    BUFFERS,
+    CACHE,
+    COPY,
+    GRADIENTS,
+    GRAPHS,
+    REFERENCE,
+    SCORER,
+    WORK,
+    Memory,
+    added,
+    rounded,
+)  # fmt: skip
+from stoker.training.fit.pairs import LogprobStep, reference_bytes, stored_bytes
+from stoker.training.fit.terms import (
+    CUBLAS,
+    CUBLAS_ELSE,
+    HANDLES,
+    Job,
+    base_of,
+    chunk_rows,
+    flash,
+    rotary_tables,
+    views,
+)  # fmt: skip
+from stoker.training.generate.config import PREFILL_TOKENS, ROUND, kernels_lack, slots
+from stoker.training.model.config import OFF, ModelConfig, tensors
+from stoker.training.model.nf4_size import multipliable
+from stoker.training.model.targets import targets
+
+ANSWERS, SCORES = "answers", "scores of the reward model"  # phases
+MULTIPLE = 16  # rows that are learned from are filled up to it (rl/update.py)
+_LONG = 8  # bytes of an int64
+_STREAMS = 2  # besides training's: the step before a capture and the capture have a workspace of cuBLAS each
+CHUNK = 1024  # words of the vocabulary that one program of the sampling kernel adds up (generate/kernel.py)
+
+
+class Writing:
+    """The engine of one rank. `rows` answers at once of `length` tokens with their prompts; `codes`: by 4-bit weights where
+    they have them."""
+
+    def __init__(self, d: Described, rows: int, length: int, new_tokens: int, codes: bool = False) -> None:
+        self._d, self._c = d, d.config
+        self._rows, self._length = rows, length
+        self._prompt = -(-max(length - new_tokens, 1) // ROUND) * ROUND
+        self._plain = bool(kernels_lack(self._c, length))
+        self._coded = {name for name, sizes in tensors(d.config) if codes and _by_codes(d, name, sizes[0])}
+        beside = [] if d.adapter.method == OFF else targets(d.config, d.adapter)
+        self._adapted = [target for target in beside if f"{target.name}.weight" not in self._coded]
+
+    def held(self) -> dict[str, int]:
+        """Graphs: the captured step's own memory, and the step before the capture, whose stream keeps its memory."""
+        return {COPY: self._copy(), CACHE: self._cache(), GRAPHS: 2 * self._step()}
+
+    def _copy(self) -> int:
+        """Of the weights in 16 bits, adapters merged into them; what has 16 bits and no adapter is shared."""
+        d, c, found = self._d, self._c, 0
+        adapted = {f"{target.name}.weight" for target in self._adapted}
+        for name, sizes in tensors(c):
+            elements = sum(map(math.prod, sizes))
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                continue  # together, below
+            if name in self._coded:
+                continue
+            if "norm" in name:
+                found += rounded(WIDE * elements) if c.norm_offset or c.norm_kind == "layer" else 0
+            elif d.stored[name] != HALF or name in adapted:
+                found += rounded(HALF * elements)
+        if c.qk_norm:
+            found += c.layers * rounded(WIDE * (c.heads + c.kv_heads) * c.head_dim)
+        return found
+
+    def _cache(self) -> int:
+        c, length = self._c, slots(self._length)
+        keys = rounded(2 * HALF * c.layers * self._rows * c.kv_heads * length * c.head_dim)
+        turned = int(c.head_dim * c.rope_share)
+        angles = 2 * views(c) * rounded(WIDE * (self._length + ROUND) * turned)
+        places = rounded(WIDE * self._length * self._rows) + rounded(_LONG * self._length * self._rows)
+        return (
+            keys + angles + places + rounded(_LONG * length) + rounded(c.vocab_size) + 4 * rounded(_LONG * self._rows)
+        )
+
+    def prefill(self) -> int:
+        """The prompts' pass: so many at once."""
+        each = max(PREFILL_TOKENS // self._prompt, 1)
+        rows = min(self._rows, each)
+        m = Memory()
+        m.take(WORK, _LONG * self._rows * self._prompt)
+        self._pass(m, rows * self._prompt, rows, rows)
+        logits = rounded(HALF * self._rows * self._c.vocab_size)
+        return max(m.peak, (2 * logits if self._rows > each else logits) + self._sampled(self._rows))
+
+    def _step(self) -> int:
+        m = Memory()
+        logits = self._pass(m, self._rows, self._rows, self._rows)
+        return max(m.peak, logits + self._sampled(self._rows))
+
+    def _pass(self, m: Memory, tokens: int, rows: int, asked: int) -> int:
+        """Through the blocks and the head (generate/cached.py); bytes of the logits. Locals live to the next layer."""
+        c, stream = self._c, HALF * tokens * self._c.dim
+        queries = HALF * tokens * c.heads * c.head_dim
+        both = queries + HALF * tokens * c.kv_heads * c.head_dim
+        qkv = queries + 2 * HALF * tokens * c.kv_heads * c.head_dim
+        turned = int(c.head_dim * c.rope_share)
+        m.take(WORK, 2 * _LONG * tokens)
+        m.take(WORK, 2 * views(c) * WIDE * tokens * turned)
+        x, delta = m.take(WORK, stream), m.take(WORK, stream)
+        rotated = both if self._plain else queries  # plain torch turns queries and keys as one tensor
+        before = [m.take(WORK, size) for size in (stream, qkv, rotated)]  # of the layer before: normed, qkv, q
+        m.give(before[0])
+        added_up = m.take(WORK, stream)
+        normed = self._normed(m, tokens)
+        m.give(x)
+        m.give(before[1])
+        m.take(WORK, qkv)
+        m.give(before[2])
+        m.take(WORK, rotated)
+        if self._plain:  # turned in fp32
+            parts = [m.take(WORK, 2 * both) for _ in range(4)]
+            m.give(*parts)
+        attended = m.take(WORK, queries)
+        m.give(m.take(WORK, queries))  # reshaped, where the kernel lays it out by heads
+        m.give(delta)
+        delta = m.take(WORK, stream)
+        m.give(attended)
+        x, added_up = added_up, m.take(WORK, stream)
+        m.give(normed)
+        normed = self._normed(m, tokens)
+        m.give(x)
+        gates = 2 if c.gated else 1
+        gate_up = m.take(WORK, HALF * tokens * c.ff * gates)
+        if self._plain or (c.activation, c.gated) != ("silu", True):
+            pieces = [m.take(WORK, WIDE * tokens * c.ff) for _ in range(3)]
+            m.give(*pieces[1:])
+            inner = m.take(WORK, HALF * tokens * c.ff)
+            m.give(pieces[0])
+        else:
+            inner = m.take(WORK, HALF * tokens * c.ff)
+        m.give(gate_up)
+        m.take(WORK, stream)
+        m.give(inner)
+        logits = rounded(HALF * asked * c.vocab_size)
+        m.give(m.take(WORK, logits * (3 if c.final_cap else 1)))
+        return logits
+
+    def _normed(self, m: Memory, tokens: int) -> tuple[str, int]:
+        wide = WIDE * tokens * self._c.dim
+        if self._plain:
+            m.give(m.take(WORK, 3 * wide))
+        else:
+            m.give(m.take(WORK, WIDE * tokens))
+        return m.take(WORK, wide // 2)
+
+    def _sampled(self, rows: int) -> int:
+        """Beside the logits: probabilities in fp32 and their sums, or what the kernel adds up by chunks."""
+        words = self._c.vocab_size
+        if self._plain:
+            return 3 * rounded(WIDE * rows * words)
+        return rounded(2 * WIDE * rows * -(-words // CHUNK))
+
+    def merging(self) -> int:
+        """An adapter's product with its weight, in fp32: three as large as the largest part."""
+        sizes = ((end - begin) * target.inputs for target in self._adapted for begin, end in target.parts())
+        return 3 * rounded(WIDE * max(sizes, default=0))
+
+
+def _by_codes(d: Described, name: str, size: tuple[int, ...]) -> bool:
+    """Whether answers are written by this weight's codes (model/linear.py)."""
+    return d.stored[name] == 0 and multipliable(size[-1])
+
+
+class GrpoStep(LogprobStep):
+    """Writing answers, scoring them, comparing with the reference, learning: the highest of these phases counts."""
+
+    def __init__(self, d: Described, job: Job) -> None:
+        needs = job.needs
+        self._whole = job
+        length = min(needs.length or job.context, job.context)
+        self._length, self._new = length, min(needs.new_tokens, length - 1)
+        self._answers = max(-(-needs.answers // job.world), 1)
+        micro = min(job.micro, self._answers)
+        row = min(-(-(length - 1) // MULTIPLE) * MULTIPLE, job.context)  # the last token is predicted, not read
+        super().__init__(d, replace(job, micro=micro, context=row, packed=False, documents=1))
+        self._writing = Writing(self._d, min(needs.rows, self._answers), length, self._new, needs.bits == 4)
+
+    def _asked(self) -> tuple[int, bool]:
+        return self._job.micro * self._new, True
+
+    def _base(self) -> dict[str, int]:
+        d, needs, job = self._d, self._job.needs, self._whole
+        found = added(base_of(d, job), self._writing.held())
+        if needs.reference:
+            found = added(found, {REFERENCE: reference_bytes(d, needs, job.context)})
+        if needs.scorer is not None:
+            found = added(found, {SCORER: scorer_bytes(needs.scorer, job.context)})
+        workspace = _STREAMS * CUBLAS.get(job.capability, CUBLAS_ELSE) if HANDLES else 0
+        return added(found, {BUFFERS: workspace})
+
+    def _entered(self) -> dict[str, int]:
+        """All micro-batches of a step: tokens, places, targets, advantages, weights, log-probabilities."""
+        needs, job = self._job.needs, self._job
+        kept = 2 * _LONG + WIDE * (2 + needs.reference + (needs.updates > 1))
+        batches = -(-self._answers // job.micro)
+        found = batches * (rounded(_LONG * job.tokens) + rounded(kept * self._read))
+        if any(flash(self._d, job, at) for at in range(self._d.config.layers)):
+            found += rounded(4 * job.tokens)
+        return {ACTIVATIONS: found}
+
+    def _forward(self, now: dict[str, int]) -> dict[str, int]:
+        base = self._base()
+        idle = base if self._job.world > 1 else {**base, GRADIENTS: 0}  # DDP's buckets stay
+        work = max(self._writing.prefill(), self._writing.merging())
+        self._reach(ANSWERS, added(idle, {WORK: work}))
+        needs = self._job.needs
+        if needs.scorer is not None:
+            tokens = self._job.micro * self._length
+            self._reach(SCORES, added(idle, {WORK: scoring(needs.scorer, tokens, needs.scorer_likelihood)}))
+        if needs.reference:
+            self._compare(added(idle, self._entered()))
+        return super()._forward(now)
+
+
+def scorer_bytes(c: ModelConfig, context: int) -> int:
+    """Of a reward model, whose weights are read in fp32."""
+    return stored_bytes(c, WIDE) + rounded(WIDE * c.dim) + rounded(WIDE) + rotary_tables(c, context)
+
+
+def scoring(c: ModelConfig, tokens: int, likelihood: bool) -> int:
+    """About: its blocks are plain torch's, and each product has a 16-bit copy of its weight."""
+    wide = HALF * tokens * c.ff * (2 if c.gated else 1)
+    copied = HALF * c.dim * c.ff * (2 if c.gated else 1)
+    mlp = wide + 3 * WIDE * tokens * c.ff
+    attention = HALF * tokens * (c.heads + 2 * c.kv_heads) * c.head_dim + 4 * WIDE * tokens * c.heads * c.head_dim
+    block = 3 * HALF * tokens * c.dim + max(mlp, attention, wide + copied)
+    if not likelihood:
+        return block
+    logits = chunk_rows(tokens, c.vocab_size, WIDE) * c.vocab_size
+    head = 2 * HALF * tokens * c.dim + HALF * c.vocab_size * c.dim + 8 * logits
+    return max(block, head)
