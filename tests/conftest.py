@@ -37,6 +37,7 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 EVERYTHING = os.environ.get("STOKER_TEST_ALL") == "1"  # test.sh --all
+LIGHT = {} if EVERYTHING else {"WITHOUT_COMPILER": "1"}  # for scripts that ask: tests/faults/compiler.py
 at_length = pytest.mark.skipif(not EVERYTHING, reason="runs with: bash test.sh --all")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import EVERYTHING, Done, Stoker, alone_on_the_card, at_length_but
+from conftest import LIGHT, Done, Stoker, alone_on_the_card, at_length_but
 from faults.around import cannot
 from faults.cases import CASES, Case
 from stoker.control.verdict import docs
@@ -20,7 +20,6 @@ from stoker.control.verdict.catalogue import CATALOGUE
 
 FAULTS = Path(__file__).parent / "faults"
 SHARED = ("around.py", "cases.py", "compiler.py", "mistakes.py", "moment.py", "training.py")
-LIGHT = {} if EVERYTHING else {"WITHOUT_COMPILER": "1"}
 CHOSEN = [case for case in CASES if case.ci]
 
 

@@ -1,8 +1,8 @@
 """torch without its compiler, which no script here uses.
 
 The first DDP or optimizer of a process imports torch._dynamo: as many seconds as torch itself, in each rank. With
-WITHOUT_COMPILER=1 they find the few names they ask for and nothing behind them; test_faults.py sets it, `bash test.sh --all`
-and benchmarks/faults.py do not. DDP and optimizers themselves are torch's own either way.
+WITHOUT_COMPILER=1 they find the few names they ask for and nothing behind them; test_faults.py and test_healthy.py set it,
+`bash test.sh --all` and the benchmarks do not. DDP and optimizers themselves are torch's own either way.
 """
 
 from __future__ import annotations
