@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+import forked_commands
 from interpreter import without_pythonpath
 from order import slowest_first
 from reruns import may_run_again, pytest_runtest_logreport, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401  hooks
@@ -36,6 +37,7 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 EVERYTHING = os.environ.get("STOKER_TEST_ALL") == "1"  # test.sh --all
+LIGHT = {} if EVERYTHING else {"WITHOUT_COMPILER": "1"}  # for scripts that ask: tests/faults/compiler.py
 at_length = pytest.mark.skipif(not EVERYTHING, reason="runs with: bash test.sh --all")
 
 
@@ -157,8 +159,11 @@ class Stoker:
         return Done(done.returncode, done.stdout, done.stderr, self.cwd)
 
     def torch(self, *args: str, env: dict[str, str] | None = None, **more: Any) -> Done:
-        """Ranks that use gloo: one thread each, whatever the test took out of `env`."""
-        return self(*args, env={"OMP_NUM_THREADS": "1", **(env or {})}, **more)
+        """Ranks that use gloo, and commands that use torch: one thread each, whatever the test took out of `env`."""
+        env = {"OMP_NUM_THREADS": "1", **(env or {})}
+        if args[0] in forked_commands.COMMANDS and not more and not EVERYTHING:
+            return Done(*forked_commands.run(args, self.cwd, self.environment(env)), self.cwd)
+        return self(*args, env=env, **more)
 
     def start(self, *args: str, env: dict[str, str] | None = None, **more: Any) -> subprocess.Popen[bytes]:
         given = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, **more}

@@ -13,7 +13,8 @@ pytest.importorskip("transformers", reason="transformers is not installed: it ma
 
 from safetensors.torch import load_file, save_file
 
-from conftest import Stoker
+from conftest import Stoker, at_length_but
+from forked_recipes import trained
 from stoker.training.config.files import load, shipped
 from stoker.training.model import adapters, hf
 from stoker.training.model.config import ModelConfig
@@ -63,13 +64,12 @@ def test_training_goes_on_with_an_adapter_of_this_base_only(stoker: Stoker, tmp_
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] += 1
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    done = stoker.torch(*sft("no", ours, data, "--lora"))
+    done = trained(stoker, sft("no", ours, data, "--lora"))
     assert done.code != 0 and "was trained beside other weights" in done.out + done.err, done.err
     settings = json.loads((ours / adapters.SETTINGS).read_text())
     other = base(tmp_path / "other")
-    done = stoker.torch(
-        *sft("other", folder, data, "--lora", "--adapter.continue_from", str(adapter(other, tmp_path / "b")))
-    )
+    words = sft("other", folder, data, "--lora", "--adapter.continue_from", str(adapter(other, tmp_path / "b")))
+    done = trained(stoker, words)
     assert done.code != 0 and "was trained beside other weights than those in" in done.out + done.err, done.err
     (ours / adapters.SETTINGS).write_text(json.dumps({**settings, "base_model_name_or_path": str(tmp_path / "gone")}))
     done = stoker.torch(*sft("gone", ours, data, "--lora"))
@@ -86,7 +86,8 @@ def test_a_matrix_whose_elements_are_no_multiple_of_64_stays_whole_and_is_announ
     model = Decoder(ModelConfig(layers=2, dim=40, heads=4, kv_heads=2, head_dim=10, ff=72, vocab_size=320), 64)
     model.start(1)
     hf.save(model, str(tmp_path / "base"), say=lambda line: None, tokenizer_folder=str(tmp_path / "tokenizer"))
-    done = stoker.torch(*sft("odd", tmp_path / "base", chats(tmp_path / "chats.jsonl"), "--qlora", "--lora-rank", "2"))
+    words = sft("odd", tmp_path / "base", chats(tmp_path / "chats.jsonl"), "--qlora", "--lora-rank", "2")
+    done = trained(stoker, words)
     assert done.code == 0, done.out + done.err
     line = (
         "qlora: the elements of layers.0.attention.qkv (20 × 40) and 1 more are no multiple of 64: they stay in 16 bits"
@@ -104,7 +105,7 @@ def test_the_configs_for_fine_tuning_are_shipped() -> None:
         assert told["adapter"]["method"] in ("lora", "qlora") and told["needs"]["vram"] and told["needs"]["gpus"]
 
 
-@pytest.mark.parametrize("name", FINETUNES)
+@pytest.mark.parametrize("name", at_length_but(["finetune_14b", "qlora_8GB"], FINETUNES))
 def test_a_shipped_config_trains_and_is_refused_where_its_cards_are_missing(
     name: str, stoker: Stoker, tmp_path: Path
 ) -> None:

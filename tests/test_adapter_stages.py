@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from conftest import Stoker
+from forked_recipes import trained
 from stoker.contract.shape import replace
 from stoker.training.model import adapters, hf
 from stoker.training.model.attention import documents
@@ -139,7 +140,7 @@ def test_dpo_trains_an_adapter_and_a_second_run_compares_with_the_first_ones_mod
     assert (first / "hf" / adapters.WEIGHTS).exists() and not (first / "hf" / "model.safetensors").exists()
 
     more = ("--qlora", "--checkpoint.every_steps", "4")
-    done = stoker.torch(*words("dpo", folder, first / "hf", "second", *more))
+    done = trained(stoker, words("dpo", folder, first / "hf", "second", *more))
     assert done.code == 0, done.out + done.err
     second = run_of(stoker, "second")
     start = metrics(second)[0]
@@ -148,7 +149,7 @@ def test_dpo_trains_an_adapter_and_a_second_run_compares_with_the_first_ones_mod
     assert abs(chosen[0] - chosen[1]) > 0.1, "and it began with what the first run learned"
     # A resumed run reads the adapter from the checkpoint, and the reference from the folder.
     (saved,) = second.glob("checkpoints/step-*08")
-    done = stoker.torch(*words("dpo", folder, first / "hf", "again", *more, "--checkpoint.resume", str(saved)))
+    done = trained(stoker, words("dpo", folder, first / "hf", "again", *more, "--checkpoint.resume", str(saved)))
     assert done.code == 0 and "resumes at step 8" in done.out, done.out + done.err
     assert curve(run_of(stoker, "again")) == curve(second)[8:]
 
@@ -159,7 +160,7 @@ def test_a_reward_model_learns_its_score_beside_adapters_and_peft_opens_it(
 ) -> None:
     folder = given(tmp_path)
     more = ("--lora", "--lora-rank", "4", "--reward.likelihood", likelihood, "--learning-rate", "1e-2")
-    done = stoker.torch(*words("reward", folder, folder / "base", "judge", *more))
+    done = trained(stoker, words("reward", folder, folder / "base", "judge", *more))
     assert done.code == 0, done.out + done.err
     run = run_of(stoker, "judge")
     assert json.loads((run / "result.json").read_text())["metrics"]["accuracy"] >= 0.9
@@ -172,11 +173,11 @@ def test_a_reward_model_learns_its_score_beside_adapters_and_peft_opens_it(
     assert better > worse
     # Another run continues with adapter and score.
     begin = ("--reward.likelihood", likelihood, "--lora", "--max-steps", "1", "--learning-rate", "1e-9")
-    done = stoker.torch(*words("reward", folder, run / "hf", "on", *begin))
+    done = trained(stoker, words("reward", folder, run / "hf", "on", *begin))
     assert done.code == 0, done.out + done.err
     on = open_reward(str(run_of(stoker, "on") / "hf"), CONTEXT, ComputeConfig(), CPU)
     assert scores(on, bytes_tokenizer(), asked, CPU) == pytest.approx([better, worse], abs=1e-4)
-    refused = stoker("chat", str(run / "hf"), "--prompt", "hello?")
+    refused = stoker.torch("chat", str(run / "hf"), "--prompt", "hello?")
     assert refused.code != 0 and "reward model" in refused.err and "Traceback" not in refused.err, refused.err
 
     peft = pytest.importorskip("peft", reason="no peft here to compare with")

@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import transformers
 
 from conftest import Done, Stoker
+from forked_ranks import Server, program, server
 from stoker.contract.names import Refusal
 from stoker.training.checkpoint.reading import open_checkpoint
 from stoker.training.generate.engine import Engine
@@ -89,17 +91,59 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
+def words_for(folder: Path, *words: str) -> list[str]:
+    return [
+        "--model.load", str(folder), "--data", "chats.jsonl", "--data.validation", "0", "--parallel.device", "cpu",
+        "--context_length", "64", "--batch.micro", "2", "--learning-rate", "1e-3", "--max-steps", "6", "--log_every", "1",
+        "--checkpoint.every_steps", "3", "--deterministic", "true", *words,
+    ]  # fmt: skip
+
+
 def trained(stoker: Stoker, folder: Path, name: str, *words: str) -> tuple[Done, Path]:
-    done = stoker.torch(
-        "train", "sft", "--model.load", str(folder), "--data", "chats.jsonl", "--data.validation", "0", "--parallel.device", "cpu",
-        "--context_length", "64", "--batch.micro", "2", "--learning-rate", "1e-3", "--max-steps", "6", "--log_every", "1", "--no-preflight",
-        "--checkpoint.every_steps", "3", "--deterministic", "true", "--name", name, *words,
-    )  # fmt: skip
+    (stoker.cwd / "chats.jsonl").write_text(chats(60, 0))
+    done = stoker.torch("train", "sft", "--no-preflight", "--name", name, *words_for(folder, *words))
     return done, next((path for path in (stoker.cwd / "runs").glob(f"*-{name}") if not path.is_symlink()), Path())
 
 
-def test_an_unknown_architecture_trains_resumes_and_exports(stoker: Stoker, bloom: Path) -> None:
-    (stoker.cwd / "chats.jsonl").write_text(chats(60, 0))
+# The recipes as torchrun would start them, one rank each, forked from a process that has torch, transformers and peft already.
+FORKS = program("""
+import importlib.util
+import torch, torch._dynamo, transformers
+if importlib.util.find_spec("peft"):
+    import peft
+from stoker.training.recipes import dpo, sft, stage
+
+def work(job, rank):
+    return stage.run({"dpo": dpo, "sft": sft}[job["stage"]].main, job["words"])
+""")
+
+
+class Forks:
+    def __init__(self, ranks: Server, folder: Path) -> None:
+        self._ranks, self._folder = ranks, folder
+
+    def __call__(self, name: str, words: list[str], stage: str = "sft") -> tuple[int, str, Path]:
+        """Exit code, all that it printed, and its run directory."""
+        folder = self._folder / name
+        folder.mkdir()
+        (folder / "chats.jsonl").write_text(chats(60, 0))
+        self._ranks.begin(1, folder, stage=stage, words=words)
+        (code,) = self._ranks.codes()
+        return code, (folder / "rank-0.log").read_text(), next((folder / "runs").glob("torchrun-*"), folder / "no run")
+
+
+@pytest.fixture(scope="module")
+def fork_server() -> Iterator[Server]:
+    with server(FORKS) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def forks(fork_server: Server, tmp_path: Path) -> Forks:
+    return Forks(fork_server, tmp_path)
+
+
+def test_an_unknown_architecture_trains_resumes_and_exports(stoker: Stoker, forks: Forks, bloom: Path) -> None:
     whole, run = trained(stoker, bloom, "whole")
     assert whole.code == 0, whole.out[-2000:] + whole.err[-3000:]
     said = whole.out + whole.err
@@ -109,8 +153,8 @@ def test_an_unknown_architecture_trains_resumes_and_exports(stoker: Stoker, bloo
 
     half = run / "checkpoints" / "step-3"
     half = half if half.exists() else sorted((run / "checkpoints").glob("step-*"))[0]
-    resumed, other = trained(stoker, bloom, "resumed", "--checkpoint.resume", str(half))
-    assert resumed.code == 0, resumed.out[-2000:] + resumed.err[-3000:]
+    code, said, other = forks("resumed", words_for(bloom, "--checkpoint.resume", str(half)))
+    assert code == 0, said
     assert losses(other) == curve[3:]
 
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (bloom, run / "hf"))
@@ -219,19 +263,17 @@ def rewrite(folder: Path, **keys: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
 
 
-def test_what_it_has_not_is_refused_in_one_line(stoker: Stoker, bloom: Path) -> None:
+def test_what_it_has_not_is_refused_in_one_line(forks: Forks, bloom: Path) -> None:
     assert "BloomForCausalLM" in refusal(bloom, engine="native")
     with pytest.raises(Refusal, match=r"model\.engine transformers"):
         shape_of(str(bloom))
-    (stoker.cwd / "chats.jsonl").write_text(chats(60, 0))
     for words, what in (
         (("--optim.kind", "muon"), "optim.kind muon"),
         (("--model.vocab_size", "320"), "a new model.vocab_size"),
     ):
-        done, _ = trained(stoker, bloom, "refused", *words)
-        line = f"model.engine transformers can't do {what}"
-        assert done.code not in (0, 1) and line in done.out + done.err, done.out[-1500:] + done.err[-1500:]
-        assert "Traceback" not in done.out + done.err
+        code, said, _ = forks(f"refused{words[0]}", words_for(bloom, *words))
+        assert code not in (0, 1) and f"model.engine transformers can't do {what}" in said, said
+        assert "Traceback" not in said
     model = outside.Outside(shape_for(ModelConfig(), str(bloom)), 64)
     for compute in (ComputeConfig(compile="on"), ComputeConfig(fp8="tensorwise")):
         with pytest.raises(Refusal, match="can't be with model"):
@@ -290,7 +332,6 @@ def test_code_of_the_folder_runs_only_with_trust(stoker: Stoker, bloom: Path) ->
             shutil.copy(bloom / name, folder)
     line = refusal(folder)
     assert "OwnForCausalLM runs Python code that comes with the folder" in line and "--trust-remote-code" in line
-    (stoker.cwd / "chats.jsonl").write_text(chats(60, 0))
     refused, _ = trained(stoker, folder, "refused")
     assert refused.code not in (0, 1) and "--trust-remote-code" in refused.err
     done, run = trained(stoker, folder, "trusted", "--trust-remote-code", "true")
@@ -313,20 +354,19 @@ def test_without_transformers_it_is_refused_with_what_to_install(bloom: Path) ->
     assert done.returncode == 0 and "pip install transformers" in done.stdout, done.stderr
 
 
-def test_adapters_on_an_unknown_architecture_go_through_peft(stoker: Stoker, bloom: Path) -> None:
+def test_adapters_on_an_unknown_architecture_go_through_peft(stoker: Stoker, forks: Forks, bloom: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: adapters of transformers' own modules need it")
-    (stoker.cwd / "chats.jsonl").write_text(chats(60, 0))
     more = ("--lora", "--lora_rank", "4", "--learning-rate", "1e-2")
-    whole, run = trained(stoker, bloom, "whole", *more)
-    assert whole.code == 0 and "adapter: lora by peft, rank 4" in whole.out, whole.out[-2000:] + whole.err[-3000:]
+    code, said, run = forks("whole", words_for(bloom, *more))
+    assert code == 0 and "adapter: lora by peft, rank 4" in said, said
     curve = losses(run)
     assert len(curve) == 6 and curve[-1] < curve[0] - 0.02, curve
     held = open_checkpoint(str(sorted((run / "checkpoints").glob("step-*"))[0])).tensors
     assert held and all("lora_" in name for name in held), "the frozen weights stay where they are"
 
     half = sorted((run / "checkpoints").glob("step-*"))[0]
-    again, resumed = trained(stoker, bloom, "again", *more, "--checkpoint.resume", str(half))
-    assert again.code == 0 and "resumes at step 3" in again.out, again.out[-2000:] + again.err[-3000:]
+    code, said, resumed = forks("again", words_for(bloom, *more, "--checkpoint.resume", str(half)))
+    assert code == 0 and "resumes at step 3" in said, said
     assert losses(resumed) == curve[3:]
 
     theirs = peft.AutoPeftModelForCausalLM.from_pretrained(str(run / "hf")).eval()
@@ -334,30 +374,30 @@ def test_adapters_on_an_unknown_architecture_go_through_peft(stoker: Stoker, blo
     ours = outside.opened(shape, 64, torch.float32, torch.device("cpu"), nothing).eval()
     with torch.no_grad():
         torch.testing.assert_close(ours.logits(TOKENS), theirs(TOKENS).logits, rtol=1e-4, atol=1e-4)
-    on, _ = trained(stoker, run / "hf", "on", *more, "--max-steps", "1")
-    assert on.code == 0 and f"adapter from {run / 'hf'}: rank 4" in on.out, on.out
+    code, said, _ = forks("on", words_for(run / "hf", *more, "--max-steps", "1"))
+    assert code == 0 and f"adapter from {run / 'hf'}: rank 4" in said, said
     done = stoker.torch("chat", str(run / "hf"), "--prompt", "hello", "--max-tokens", "3", "--device", "cpu")
     assert done.code == 0, done.err
 
-    refused, _ = trained(stoker, bloom, "four", "--qlora")
-    assert refused.code != 0 and "the frozen weights stay whole; use --lora" in refused.err, refused.err
-    refused, _ = trained(stoker, bloom, "targets", "--lora", "--lora_targets", "wq")
-    assert refused.code != 0 and "adapter.lora_targets wq: " in refused.err and "Traceback" not in refused.err
+    code, said, _ = forks("four", words_for(bloom, "--qlora"))
+    assert code != 0 and "the frozen weights stay whole; use --lora" in said, said
+    code, said, _ = forks("targets", words_for(bloom, "--lora", "--lora_targets", "wq"))
+    assert code != 0 and "adapter.lora_targets wq: " in said and "Traceback" not in said, said
 
 
 def test_dpo_of_adapters_on_an_unknown_architecture_compares_with_the_model_without_them(
-    stoker: Stoker, bloom: Path
+    forks: Forks, bloom: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft", reason="peft is not installed: adapters of transformers' own modules need it")
     rows = [{"prompt": f"is {n}?", "chosen": f"yes {n}", "rejected": f"no {n} it is"} for n in range(60)]
-    (stoker.cwd / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = stoker.torch(
-        "train", "dpo", "--model.load", str(bloom), "--dpo.pairs", "pairs.jsonl", "--preset", "small", "--lora",
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        "--model.load", str(bloom), "--dpo.pairs", str(tmp_path / "pairs.jsonl"), "--preset", "small", "--lora",
         "--context_length", "128", "--batch.micro", "2", "--batch.tokens", "512", "--learning-rate", "1e-2",
-        "--max-steps", "10", "--log_every", "1", "--parallel.device", "cpu", "--name", "prefer", "--eval_every", "0",
-    )  # fmt: skip
-    assert done.code == 0, done.out + done.err
-    (run,) = (stoker.cwd / "runs").glob("*-prefer")
+        "--max-steps", "10", "--log_every", "1", "--parallel.device", "cpu", "--eval_every", "0",
+    ]  # fmt: skip
+    code, said, run = forks("prefer", words, stage="dpo")
+    assert code == 0, said
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert abs(lines[0]["reward_margin"]) < 1e-4 < lines[9]["reward_margin"], "the reference stays where it was"
 

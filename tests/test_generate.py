@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 
 import torch
 
+from conftest import at_length
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.training.generate.cached import Blocks
@@ -246,6 +247,7 @@ def test_transformers_writes_the_same(c: ModelConfig, tmp_path: Path) -> None:
         assert whole[0, len(prompt) :].tolist() == answer
 
 
+@at_length  # a script of benchmarks/, which loads two engines: nothing that a user runs
 def test_the_benchmark_of_generation_runs(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     program = Path(__file__).resolve().parent.parent / "benchmarks" / "grpo.py"

@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from conftest import EVERYTHING, Done, Stoker, at_length, wait_for
+from conftest import EVERYTHING, Done, Stoker, at_length, at_length_but, wait_for
 from forked_ranks import Server, program, server
 from stoker.training.checkpoint.reading import open_checkpoint
 
@@ -231,7 +231,7 @@ def base(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found.run / "hf"
 
 
-@pytest.mark.parametrize("method", ["--lora", "--qlora"])
+@pytest.mark.parametrize("method", at_length_but(["--qlora"], ["--lora", "--qlora"]))
 def test_adapters_on_four_ranks_then_two_then_one_learn_what_one_rank_learns(
     method: str, forks: Forks, base: Path, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import Stoker
+from forked_recipes import trained
 from stoker.training.generate.engine import Engine
 from stoker.training.loop.samples import Example, answers, chosen, from_chats
 from stoker.training.model import hf
@@ -104,7 +105,7 @@ def test_held_out_prompts_are_answered_before_during_and_after(stoker: Stoker, t
     assert first["answer"] != last["answer"] and last["answer"].startswith("it is "), last
     assert "Sample 1 before the first step | " in done.out and "Sample 3 after step 60 | " in done.out
     for name, more in (("debug", ("--preset", "debug")), ("none", ("--samples", "0", "--max-steps", "2"))):
-        done = stoker.torch(*words(name, load, data, "--lora", *more))
+        done = trained(stoker, words(name, load, data, "--lora", *more))
         assert done.code == 0, done.out + done.err
         (run,) = (stoker.cwd / "runs").glob(f"*-{name}")
         assert not (run / "samples.jsonl").exists() and "Sample 1" not in done.out
@@ -114,7 +115,7 @@ def test_patience_stops_a_run_that_learns_by_heart_and_exports_its_best(stoker: 
     load, data = base(tmp_path), chats(tmp_path / "chats.jsonl", 60, random_answers=True)
     more = ("--lora", "--lora_rank", "16", "--learning-rate", "2e-2", "--schedule", "constant", "--max-steps", "300")
     more += ("--eval_every", "5", "--patience", "3", "--data.validation", "0.2", "--checkpoint.keep", "1")
-    done = stoker.torch(*words("patient", load, data, *more))
+    done = trained(stoker, words("patient", load, data, *more))
     assert done.code == 0 and "train.patience: 3 validations without a loss below" in done.out, done.out + done.err
     (run,) = (stoker.cwd / "runs").glob("*-patient")
     losses = {line["step"] + 1: line["val_loss"] for line in rows(run / "metrics.jsonl") if "val_loss" in line}

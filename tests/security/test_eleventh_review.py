@@ -8,6 +8,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,18 @@ def test_a_limit_that_ends_in_time_leaves_nothing_behind() -> None:
     while time.thread_time() < until:
         sum(range(1000))
     assert refused, "the last body takes ten times what it may"
+
+
+def test_a_limit_of_a_generator_ends_though_its_body_takes_long_to_free() -> None:
+    @contextmanager
+    def limited() -> Iterator[None]:
+        with LookingAt("a file", 0.8):
+            yield
+
+    for _ in range(4):
+        with pytest.raises(Refusal, match="a file takes more"), limited():
+            [[] for _ in iter(int, 1)]
+        assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
 
 
 def test_a_limit_within_a_limit_leaves_the_outer_one() -> None:
