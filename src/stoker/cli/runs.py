@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from stoker.contract import layout
+from stoker.contract.names import Refusal
 from stoker.contract.quantities import counted, span
 from stoker.contract.settings import Parser
 from stoker.contract.shape import pick
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     root = layout.runs_root(told.runs_dir, os.environ)
     listing = reader.look(root, everybody=told.all)
-    rows = [_row(run) for run in listing.runs]
+    rows = [row for run in listing.runs if (row := _row_or_why_not(run)) is not None]
     if listing.skipped:
         say(listing.skipped)
     if told.json:
@@ -69,6 +70,16 @@ def _seconds(run: reader.Run, running: bool) -> float | None:
     if running:
         starts[-1][1] = time.time()
     return sum(end - begin for begin, end in starts)
+
+
+def _row_or_why_not(run: reader.Run) -> dict[str, Any] | None:
+    """Another user's record blocks nobody."""
+    try:
+        with reader.of_others(run):
+            return _row(run)
+    except Refusal as problem:
+        say(problem.line)
+        return None
 
 
 def _row(run: reader.Run) -> dict[str, Any]:
