@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 from stoker.contract.shape import shape
 from stoker.training.fit.block import HALF, WIDE, Block, Layer
@@ -41,9 +43,14 @@ class Described:
     head_learns: bool
     dequantized: int  # bytes of the largest matrix that is dequantized
 
-    @property
+    @cached_property
+    def _alike(self) -> Counter[Learned]:
+        """Layers repeat each other: a plan asks hundreds of times what they take together."""
+        return Counter(self.learned)
+
+    @cached_property
     def gradients(self) -> int:
-        return sum(rounded(WIDE * one.elements) for one in self.learned)
+        return sum(many * rounded(WIDE * one.elements) for one, many in self._alike.items())
 
     @property
     def can_be_on_host(self) -> bool:
@@ -55,7 +62,7 @@ class Described:
         return sum(one.elements for one in self.learned)
 
     def optimizer(self, kind: str) -> int:
-        return sum(_states(one, kind) for one in self.learned)
+        return sum(many * _states(one, kind) for one, many in self._alike.items())
 
 
 def _states(one: Learned, kind: str) -> int:
