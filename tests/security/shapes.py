@@ -66,6 +66,7 @@ def shapes(place: str) -> dict[str, tuple[str, str]]:
         "github": ("ghp_" + long, long),
         "github, fine": ("github_" + "pat_" + long, long),
         "gitlab": ("gl" + "pat-" + long, long),
+        "gitlab, scim": ("gl" + "soat-" + long, long),
         "aws id": ("AKIA" + letters.upper()[:16], letters.upper()[:16]),
         "slack token": ("xox" + "b-" + long, long),
         "jwt": ("ey" + "J" + body + ".ey" + "J" + body + "." + long, long),
@@ -98,7 +99,7 @@ def shapes(place: str) -> dict[str, tuple[str, str]]:
 NAMES = (
     "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "MY_PASSWORD", "PGPASSWORD", "MYSQL_PWD", "SSHPASS", "DB_PASS", "GH_PAT",
     "CLIENT_SECRET", "PRIVATE_KEY", "apiKey", "SLACK_WEBHOOK_URL", "REDISCLI_AUTH", "SESSION_TOKEN", "API_TOKEN_PROD", "API_KEY_2", "AZURE_STORAGE_CONNECTION_STRING",
-    "SENTRY_DSN", "GOOGLE_APPLICATION_CREDENTIALS_RAW", "OTP", "USER_PIN", "ACCESS_TOKENS", "ROOT_PW",
+    "SENTRY_DSN", "GOOGLE_APPLICATION_CREDENTIALS_RAW", "OTP", "USER_PIN", "ACCESS_TOKENS", "ROOT_PW", "rootpw", "mfa_code",
 )  # fmt: skip
 
 # Stay as they are wherever they stand.

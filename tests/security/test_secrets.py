@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from urllib.parse import quote
 
 import pytest
 
@@ -18,6 +20,8 @@ BODY, SHAPES = body_of("here"), shapes("here")
 LONG = SHAPES["github"][1]
 AROUND = {
     "alone": "{}", "within a sentence": "ValueError: it said {} and ended", "in quotes": "run 'sh -c \"{}\"' failed",
+    "behind escapes": "a\\n{}\\n", "behind a double escape": "a\\\\t{}\\\\n", "in escaped quotes": "\\u0022{}\\u0022", "behind %3D": "q%3D{}%26b",
+    "behind %2520": "a%2520{}", "in colour": "\x1b[1;31m{}\x1b[0m", "in escaped colour": "\\x1b[31m{}\\x1b[0m", "in colour without ESC": "[31m{}[0m",
     "in a line of several": "first line\n{}\nlast line", "in brackets": "[1] ({})", "as a list's repr": "['a', '{}', 'b']",
 }  # fmt: skip
 
@@ -34,6 +38,20 @@ def test_every_shape_is_hidden_in_a_text(shape: str, place: str) -> None:
     shown = redact.whole(AROUND[place].format(text))
     assert secret not in shown and HIDDEN in shown
     assert redact.whole(shown) == shown, "a record that is read and written again must not change"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_read_behind_escapes(name: str) -> None:
+    for place in AROUND.values():
+        for equals in ("=", ": ", "%3D", "%253D", "\\u003d", "\x1b[0m=\x1b[35m"):
+            assert "hunter2" not in redact.whole(place.format(f"{name}{equals}hunter2xyz")), (place, equals)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_is_hidden_in_what_is_escaped_as_a_whole(shape: str) -> None:
+    text, secret = SHAPES[shape]
+    for escaped in (repr(f"x\n{text}\n"), json.dumps(f"x\n{text}"), json.dumps(json.dumps(text)), quote(text, safe="")):
+        assert secret not in redact.whole(escaped), escaped
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -169,7 +187,7 @@ def test_deep_data_ends() -> None:
 HOSTILE = (
     "://", "://a/", "://a:b", "://a@", "://hooks.slack.com/services/", "eyJ", "eyJ.", "eyJa.b", "hf_", "sk-", "sk-a-", "password=", "password=true ",
     f"password={HIDDEN}", 'password="', "password='\\'", 'password=\\"', "key=", "key=a,", "token: ", "a", "a.", "-", "_", "=", ":", '"', "\\", '\\"', "'", "`",
-    " ", "\n", "@", "a:b@", "Bearer ", "Basic YTpi", "authorization: ", "Cookie: true ", "<a>", "<password>", "</", "-----BEGIN " + "PRIVATE KEY-----",
+    " ", "\n", "@", "\\n", "\\u00", "%", "%25", "%253D", "%5C", "\x1b[", "[1;", "[0m", "%26api_key%3D", "a:b@", "Bearer ", "Basic YTpi", "authorization: ", "Cookie: true ", "<a>", "<password>", "</", "-----BEGIN " + "PRIVATE KEY-----",
     "-----BEGIN " + "PRIVATE KEY-----\n", "-----END " + "PRIVATE KEY-----", "curl -u ", "login x password ", "docker login -p x ", "--password ", "123456:", "M-",
     "M" * 25 + ".", "secret.x:1/", "a.b:1,", "aB", "AbC=", "$A=", "password=$A", "\npassword: a b", "password=,a", "password=),;&", "é", "\ud800", "AKIA", "?sig=1&",
 )  # fmt: skip

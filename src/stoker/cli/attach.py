@@ -28,6 +28,11 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     run = reader.find(told.run, layout.runs_root(told.runs_dir, os.environ))
+    with reader.of_others(run):
+        return _follow(run, told.lines)
+
+
+def _follow(run: reader.Run, lines: int) -> int:
     console = follow.Tail(os.path.join(run.dir, layout.CONSOLE))
     open_: dict[str, tuple[follow.Tail, LineCutter]] = {"": (console, LineCutter(b""))}
     first = True
@@ -37,7 +42,7 @@ def main(argv: list[str]) -> int:
             new = [one for one in follow.rank_logs(run) if one[2] not in open_]
             labels = follow.labels(run) if new else {}
             for attempt, rank, path in new:
-                skip = _start_of_last(path, told.lines) if first else 0
+                skip = _start_of_last(path, lines) if first else 0
                 label = labels.get((attempt, rank), f"rank {rank}")
                 open_[path] = (follow.Tail(path, skip), LineCutter(f"{label}:".encode()))
             first = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from stoker.contract.effort import looking_at_file
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
@@ -33,7 +34,13 @@ def cards_of(asked: Asked, contexts: Mapping[str, int], say: Callable[[str], Non
         return cards
     if asked.hosts:
         return _of_hosts(asked.hosts, contexts)
-    machine = _machine(asked.machine)
+    if asked.machine:
+        with looking_at_file(f"--machine {asked.machine}", asked.machine):
+            return _of_machine(asked, _machine(asked.machine), contexts, say)
+    return _of_machine(asked, _machine(""), contexts, say)
+
+
+def _of_machine(asked: Asked, machine: Machine, contexts: Mapping[str, int], say: Callable[[str], None]) -> list[Card]:
     if machine.gpu_error:
         line = f"the NVIDIA driver does not answer: {machine.gpu_error}; --gpus 24GB plans without it"
         raise Refusal(line, EX_UNAVAILABLE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -25,6 +26,11 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     run = reader.find(told.run, layout.runs_root(told.runs_dir, os.environ))
+    with reader.of_others(run):
+        return _show(run, told)
+
+
+def _show(run: reader.Run, told: argparse.Namespace) -> int:
     attempts = run.attempts
     if not attempts:
         raise Refusal(f"run {run.id} has started no rank yet", EX_NOINPUT)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from typing import Any
 
-from stoker.contract import layout
+from stoker.contract import effort, layout
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json, pick
@@ -34,6 +35,11 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     folder = _folder(told.where, layout.runs_root(told.runs_dir, os.environ))
+    with effort.reading(folder):
+        return _show(folder, told)
+
+
+def _show(folder: str, told: argparse.Namespace) -> int:
     dumps = reading.ranks(folder)
     guilty = decide([one.report for one in dumps])
     wanted = told.rank if told.rank is not None else next(iter(guilty.ranks), dumps[0].report.rank)

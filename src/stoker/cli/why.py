@@ -43,6 +43,11 @@ def main(argv: list[str]) -> int:
         run = found
     else:
         run = reader.find(told.run, root)
+    with reader.of_others(run):
+        return _explain(run, told.json)
+
+
+def _explain(run: reader.Run, as_json: bool) -> int:
     status = reader.status(run)
     verdict = run.verdict if status not in ("running", "unknown") else None
     if verdict is None and status == "lost":
@@ -51,8 +56,8 @@ def main(argv: list[str]) -> int:
     if scheduler is not None and status not in ("running", "completed"):
         verdict = runs(scheduler).explained(os.path.dirname(run.dir), run, verdict)
     if verdict is not None:
-        return _show(verdict, f"run {run.id}{_whose(run)}", run, told.json)
-    if told.json:
+        return _show(verdict, f"run {run.id}{_whose(run)}", run, as_json)
+    if as_json:
         known = {"schema": 1, "run": run.id, "status": status, "cause": None, "rank": None}
         _dump({**known, "suspicions": _suspicions(run)})
         return 0

@@ -1,5 +1,5 @@
-"""A limit on what looking at a stranger's file may take, of CPU time and memory: what gets past every other bound ends here,
-in one line with its name.
+"""Looking at a stranger's file: a limit on what it may take of CPU time and memory, and one line with its name for whatever gets
+past every other check. Only around reading a file and making sense of it: elsewhere a traceback is what a bug needs.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 
 from stoker.contract.memory import Bounded
-from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 
 SECONDS, BYTES_A_SECOND = 4.0, 4 << 20  # in any case; and of the file for each second more
 ROOM, TIMES = 1 << 30, 16  # bytes in any case; and for each of the file
+_LONGEST = 200  # characters of an exception's text
 _AGAIN_S = 0.1  # of the process's CPU time, between two looks
 
 
@@ -23,13 +25,43 @@ class _TooLong(BaseException):
     """Not an Exception: whoever is interrupted can't mistake it for a problem of its own."""
 
 
+def unreadable(what: str, problem: Exception) -> Refusal:
+    """With the line of ours that failed: a report of a bug needs it."""
+    if isinstance(problem, OSError):
+        return Refusal(f"{what} can't be read: {problem.strerror or problem}", EX_NOINPUT)
+    trace, place = problem.__traceback__, ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if f"{os.sep}stoker{os.sep}" in code.co_filename and code not in _OWN:
+            place = f" ({os.path.basename(code.co_filename)}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    why = ": ".join(filter(None, (type(problem).__name__, str(problem).strip().partition("\n")[0][:_LONGEST])))
+    return Refusal(f"{what} can't be read: {why}{place}", EX_DATAERR)
+
+
+@contextlib.contextmanager
+def reading(what: str, *but: type[Exception]) -> Iterator[None]:
+    """The line alone, where sizes are bounded already. `but`: what whoever reads answers itself, and what the system says."""
+    try:
+        yield
+    except Exception as problem:
+        if isinstance(problem, (*_ANSWERED, OSError, *but)):
+            raise
+        raise unreadable(what, problem) from problem
+
+
+# A refusal is what we want; a pipe breaks when whoever reads what we print has enough; memory has a line of its own.
+_ANSWERED = (Refusal, BrokenPipeError, MemoryError)
+
+
 class LookingAt:
     """Within it, reading may take `seconds` of this thread's CPU time and `room` bytes besides what the process has; more is
-    refused. The time is limited in the main thread only, where commands and ranks read: no other can be interrupted.
+    refused, and so is whatever is raised there. The time is limited in the main thread only, where commands and ranks read: no other can be interrupted.
     """
 
-    def __init__(self, what: str, seconds: float = SECONDS, room: int = ROOM) -> None:
-        self._what, self._seconds, self._memory = what, seconds, Bounded(room)
+    def __init__(self, what: str, seconds: float = SECONDS, room: int = ROOM, *but: type[Exception]) -> None:
+        """`but`: exceptions that whoever reads answers itself."""
+        self._what, self._seconds, self._memory, self._but = what, seconds, Bounded(room), but
         self._timed = threading.current_thread() is threading.main_thread()
         self._over = self._late = False
 
@@ -53,6 +85,8 @@ class LookingAt:
             raise Refusal(
                 f"{self._what} takes too much memory to look at: it may be an attack", EX_DATAERR
             ) from problem
+        if isinstance(problem, Exception) and not isinstance(problem, (*_ANSWERED, *self._but)):
+            raise unreadable(self._what, problem) from problem
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Again and again, until it is over: what is raised here may be lost. While a limit begins or ends, nothing is."""

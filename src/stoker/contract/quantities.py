@@ -10,6 +10,7 @@ from typing import Any
 
 _LONGEST = 60  # characters: a longer number is no float any more, and finding its parts takes their number squared
 _SIZE = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_YEARS = 1e11  # seconds
 _TIME = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -47,6 +48,8 @@ def span(seconds: float) -> str:
     """A duration for people: 0.3 s, 42 s, 5 min 3 s, 2 h 10 min."""
     if seconds < 10:
         return f"{seconds:.1f} s"
+    if not seconds < _YEARS:  # infinity and NaN are no whole numbers
+        return "thousands of years"
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
+from stoker.contract.escapes import Unescaped
 from stoker.contract.secretnames import NO, holds_any, rate, word_set
 from stoker.contract.secretvalues import (
     HIDDEN,
@@ -203,7 +204,7 @@ _TOKENS = {
     ("sk-", "xai-", "pplx-", "gsk_", "r8_", "nvapi-", "tskey-"): r"(?:sk-|xai-|pplx-|gsk_|r8_|nvapi-|tskey-)[\w-]{16,}",
     ("k_live_", "k_test_", "whsec_"): r"(?:[sr]k_(?:live|test)|whsec)_[A-Za-z0-9]{10,}",  # Stripe
     ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"): r"(?:gh[pousr]|github_pat)_\w{16,}",
-    ("glpat-", "glptt-", "gldt-", "glrt-", "glcbt-"): r"gl(?:pat|ptt|dt|rt|cbt)-[\w-]{16,}",
+    ("glpat-", "glptt-", "gldt-", "glrt-", "glcbt-", "glsoat-"): r"gl(?:pat|ptt|dt|rt|cbt|soat)-[\w-]{16,}",
     ("AKIA", "ASIA", "ABIA", "ACCA"): r"A(?:KI|SI|BI|CC)A[A-Z0-9]{12,}",  # AWS
     ("AIza", "ya29.", "GOCSPX-"): r"(?:AIza|ya29\.|GOCSPX-)[\w-]{16,}",  # Google
     ("xox", "xapp-"): r"(?:xox[abeoprs]|xapp)-[\w-]{10,}",  # Slack
@@ -403,7 +404,12 @@ def spans(text: str) -> list[Span]:
 
 
 def _found(text: str) -> list[Span]:
-    return merged(span for detector in _DETECTORS for span in detector(text) if span[0] < span[1])
+    """In the text as it is, and in what its escapes stand for."""
+    found = [span for detector in _DETECTORS for span in detector(text)]
+    unescaped = Unescaped(text)
+    if unescaped.text is not text:
+        found += [unescaped.before(span) for detector in _DETECTORS for span in detector(unescaped.text)]
+    return merged(span for span in found if span[0] < span[1])
 
 
 def merged(found: Iterable[Span]) -> list[Span]:

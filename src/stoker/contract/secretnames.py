@@ -13,7 +13,7 @@ NO, MAYBE, SURE = 0, 1, 2  # MAYBE: as often something else (key, signature, ses
 # A name without one of these is not looked at closer.
 SEEDS = (
     "key", "token", "secret", "pass", "pwd", "cred", "auth", "cookie", "sess", "sig", "dsn", "webhook", "pin", "pat", "pw", "otp", "jwt", "bearer",
-    "mnemonic", "connection", "conn_str", "connstr",
+    "mnemonic", "connection", "conn_str", "connstr", "mfa", "2fa",
 )  # fmt: skip
 
 
@@ -29,10 +29,11 @@ _ANYWHERE = word_set(
 _ENDS = (
     "password", "passwd", "passphrase", "passcode", "secret", "apikey", "apitoken", "authtoken", "accesstoken", "refreshtoken", "accesskey", "secretkey",
     "privatekey", "accountkey", "sessionkey", "sessiontoken", "sessionid", "sessid", "credential", "credentials",
+    "rootpw", "adminpw", "userpw", "dbpw", "bindpw",
 )  # fmt: skip
 _PAIRS = word_set(
     "api-key access-key secret-key private-key account-key signing-key encryption-key auth-token access-token"
-    " bearer-token refresh-token session-token session-key connection-string conn-str auth-header"
+    " bearer-token refresh-token session-token session-key connection-string conn-str auth-header mfa-code fa-code"
 )
 # The last word counts, unless the word before it says that it is about something else.
 _LAST = {

@@ -175,10 +175,10 @@ def commands(text: str) -> Iterator[Span]:
         return
     words = []
     for found in compiled(r"\S+").finditer(text):
-        word = found[0].lstrip("\"'`([{")
+        word = found[0].lstrip("\"'`([{\\")
         # A sentence about `--password`, no command with it.
         named = found[0][0] == "`" and word.rstrip(".,;:)")[-1:] == "`"
-        words.append(("" if named else word.rstrip("\"'`)]},"), found.end() - len(word)))
+        words.append(("" if named else word.rstrip("\"'`)]},\\"), found.end() - len(word)))
     for begin, end in word_spans(words, _PROSE):
         quote = text[begin - 1 : begin]
         closing = text.find(quote, end, end + 400) if quote in ('"', "'") else -1

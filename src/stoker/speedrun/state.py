@@ -277,7 +277,8 @@ def _signal(number: int) -> str:
 def _tail(path: str, begin: int) -> str:
     try:
         with open(path, "rb") as file:
-            file.seek(max(begin, os.fstat(file.fileno()).st_size - _TAIL))
-            return file.read().decode("utf-8", "replace")
+            cut = file.seek(max(begin, os.fstat(file.fileno()).st_size - _TAIL)) > begin
+            text = file.read().decode("utf-8", "replace")
+            return text.partition("\n")[2] if cut else text  # half a token has no known shape
     except FileNotFoundError:
         return ""

@@ -35,7 +35,7 @@ def write_bundle(path: str, found: Examination, findings: list[Finding], runs_di
         "environment.json": json.dumps(redact.environment(os.environ), indent=1),
     }
     for name, argv in COMMANDS.items():
-        files[name] = redact.whole(_said(argv)[-LONGEST:])  # of a log the end
+        files[name] = redact.whole(_end_of(_said(argv)))
     files["processes.txt"] = _processes()
     for name in (layout.RUN, layout.VERDICT, layout.EVENTS, layout.CONSOLE):
         try:
@@ -53,6 +53,11 @@ def write_bundle(path: str, found: Examination, findings: list[Finding], runs_di
                 archive.addfile(entry, io.BytesIO(data))
     except OSError as problem:
         raise Refusal(f"the bundle {path} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
+
+
+def _end_of(said: str) -> str:
+    """Without the line that is cut: half a token has no known shape."""
+    return said if len(said) <= LONGEST else said[-LONGEST:].partition("\n")[2]
 
 
 def _processes() -> str:

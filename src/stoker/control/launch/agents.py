@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stoker.contract import names, protocol
+from stoker.contract import names, protocol, redact
 from stoker.contract.names import EX_OSERR, EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
@@ -221,7 +221,7 @@ class Agents:
         if kind == "host":
             self._note_machine(member, message)
         if kind == "refused":
-            message["line"] = printable(message["line"], 2000)
+            message["line"] = printable(redact.whole(message["line"]), 2000)  # a cut token has no known shape
         if kind != "out":
             member.answers[kind] = message
         if not waiting:

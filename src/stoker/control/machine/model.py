@@ -69,6 +69,7 @@ class Machine:
         return dict(as_json(self))
 
 
+LONGEST_NAME = 200  # of a GPU: NVML gives 96 at most
 MOST_GPUS = 1024  # of a machine: checks compare each with each
 
 
@@ -77,6 +78,9 @@ def machine_from_json(data: Any) -> Machine:
     machine = read_recorded(Machine, data, SCHEMA)
     if len(machine.gpus) > MOST_GPUS:
         raise ValueError(f"{len(machine.gpus)} GPUs; no machine has more than {MOST_GPUS}")
+    longest = max((len(gpu.name or "") for gpu in machine.gpus), default=0)
+    if longest > LONGEST_NAME:
+        raise ValueError(f"a GPU's name has {longest:,} characters; none has more than {LONGEST_NAME}")
     return machine
 
 

@@ -182,6 +182,7 @@ def _write_report(kind: type[BaseException], value: BaseException, trace: Any, l
     import json
     import traceback
 
+    from stoker.contract import redact
     from stoker.contract.stacktext import is_library
 
     frames = traceback.extract_tb(trace)
@@ -197,6 +198,9 @@ def _write_report(kind: type[BaseException], value: BaseException, trace: Any, l
         message = str(value)
     except Exception as problem:  # a __str__ that raises must not cost us the report
         message = f"<unprintable: {problem!r}>"
+    # Without its secrets before it is cut: half a token has no known shape. Twice as much is looked at as is kept.
+    message = redact.whole(message[:40000])
+    whole = redact.whole("".join(traceback.format_exception(kind, value, trace))[-200000:])
     report = {
         "schema": 1,
         "late": late,
@@ -206,7 +210,7 @@ def _write_report(kind: type[BaseException], value: BaseException, trace: Any, l
         "file": file,
         "line": line,
         "function": function,
-        "traceback": "".join(traceback.format_exception(kind, value, trace))[-100000:],
+        "traceback": whole[-100000:],
         "time_ns": when,
         "import_name": (value.name or "") if isinstance(value, ImportError) else "",
         "collectives": _collectives(value),

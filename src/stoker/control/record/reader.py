@@ -8,9 +8,11 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from stoker.contract import layout, names, terminal, untrusted
+from stoker.contract.effort import reading
 from stoker.contract.process import owner, process
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Verdict
@@ -115,6 +117,19 @@ def load(run_dir: str) -> Run | None:
 
 def read(run_dir: str, most_of_others: int = _MOST_OF_OTHERS) -> Run | None:
     """None where there is no record."""
+    try:
+        with reading("it", Damaged):
+            return _read(run_dir, most_of_others)
+    except names.Refusal as problem:
+        raise Damaged(problem.line) from problem
+
+
+def of_others(run: Run) -> AbstractContextManager[None]:
+    """Within it, another user's record is made sense of: what nobody foresaw in it is one line. Our own is no stranger's."""
+    return nullcontext() if run.mine else reading(f"run {run.id} of {run.user}")
+
+
+def _read(run_dir: str, most_of_others: int) -> Run | None:
     try:
         about = os.stat(run_dir)
         mine = ownership.is_mine(about.st_uid, os.path.dirname(run_dir))

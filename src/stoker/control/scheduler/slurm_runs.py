@@ -202,8 +202,11 @@ def verdict_of(root: str, task: str) -> Verdict:
 
 def _last_lines(path: str) -> list[str]:
     with open(path, "rb") as file:
-        file.seek(max(0, os.path.getsize(path) - 4096))
-        return [line for line in redact.whole(file.read().decode("utf-8", "replace")).splitlines() if line.strip()][-5:]
+        skipped = file.seek(max(0, os.path.getsize(path) - 4096))
+        text = file.read().decode("utf-8", "replace")
+    if skipped:  # the first line is cut, and half a token has no known shape
+        text = text.partition("\n")[2]
+    return [line for line in redact.whole(text).splitlines() if line.strip()][-5:]
 
 
 # ---- what became of a job: `scontrol` while the controller remembers it, else `sacct` ----

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, BinaryIO
 
+from stoker.contract.effort import reading, unreadable
 from stoker.contract.memory import bounded_steps
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.settings import suggest
@@ -96,6 +97,10 @@ def conversations(span: Span, wrong: Remarks) -> Iterator[tuple[list[Message], P
             if is_hopeless(lost, found):
                 raise Refusal(named(wrong.first[0]), EX_DATAERR) from problem
             continue
+        except (Refusal, MemoryError, OSError):
+            raise
+        except Exception as problem:  # of a row that no format foresees
+            raise unreadable(at(place), problem) from problem
         found += 1
         yield messages, place
 
@@ -128,7 +133,8 @@ def rows(span: Span, columns: tuple[str, ...]) -> Iterator[tuple[dict[str, Any],
         yield from _parquet(span, columns)  # with limits of its own
         return
     try:
-        yield from bounded_steps(_lines(span), ROW_ROOM)
+        with reading(span.shown):
+            yield from bounded_steps(_lines(span), ROW_ROOM)
     except MemoryError as problem:
         raise too_much_memory(span.shown) from problem
 

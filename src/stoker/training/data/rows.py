@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, BinaryIO
 
+from stoker.contract.effort import reading
 from stoker.contract.memory import Bounded, bounded_steps
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.untrusted import MOST_VALUES, open_regular
@@ -56,11 +57,12 @@ def rows(path: str) -> Iterator[tuple[int, Row]]:
     """(number from 1, row); of jsonl the number of the line. Each within ROW_ROOM."""
     number = 0
     try:
-        if kind_of(path) in ("parquet", "arrow"):  # these have limits of their own
-            yield from _rows(path)
-        else:
-            for number, row in bounded_steps(_rows(path), ROW_ROOM):
-                yield number, row
+        with reading(path):
+            if kind_of(path) in ("parquet", "arrow"):  # these have limits of their own
+                yield from _rows(path)
+            else:
+                for number, row in bounded_steps(_rows(path), ROW_ROOM):
+                    yield number, row
     except MemoryError as problem:
         raise too_much_memory(f"{path}, after {counted_in(path)} {number}") from problem
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from stoker.contract.effort import reading
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.training.data.encode import Encoded, conversation_ids, pair_ids
@@ -110,7 +111,8 @@ def show(path: str, ask: Ask, say: Callable[[str], None]) -> Shown:
         try:
             if view is None:
                 raise Unusable(f"no known format; its keys: {key_names(row)}")
-            found = _encoded(row, made, view, ask)
+            with reading(f"{path}, row {number}", Unusable):
+                found = _encoded(row, made, view, ask)
         except Unusable as problem:
             dropped.add(str(problem), number)
             wrong += not isinstance(problem, _TooLong)

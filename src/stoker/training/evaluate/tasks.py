@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, BinaryIO
 
-from stoker.contract.effort import looking_at_file
+from stoker.contract.effort import looking_at_file, reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.shape import replace, shape
 from stoker.training.data import jsonl
@@ -177,7 +177,8 @@ def _usable(
         try:
             if isinstance(row, _NotJson):
                 raise Unusable(row.why)
-            found.append(read(row))
+            with reading(f"{where}, {number}", Unusable):
+                found.append(read(row))
             places.append(place)
         except Unusable as problem:
             wrong.append(f"{number}: {problem}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 from stoker.contract.shape import shape
 from stoker.training.fit.block import HALF, WIDE, Block, Layer
@@ -42,9 +44,14 @@ class Described:
     dequantized: int  # bytes of the largest matrix that is dequantized
     stored: dict[str, int]  # bytes of an element of each tensor; 0: NF4
 
-    @property
+    @cached_property
+    def _alike(self) -> Counter[Learned]:
+        """Layers repeat each other: a plan asks hundreds of times what they take together."""
+        return Counter(self.learned)
+
+    @cached_property
     def gradients(self) -> int:
-        return sum(rounded(WIDE * one.elements) for one in self.learned)
+        return sum(many * rounded(WIDE * one.elements) for one, many in self._alike.items())
 
     @property
     def can_be_on_host(self) -> bool:
@@ -56,7 +63,7 @@ class Described:
         return sum(one.elements for one in self.learned)
 
     def optimizer(self, kind: str) -> int:
-        return sum(_states(one, kind) for one in self.learned)
+        return sum(many * _states(one, kind) for one, many in self._alike.items())
 
 
 def _states(one: Learned, kind: str) -> int:

@@ -12,6 +12,7 @@ from stoker.training.fit.runs import recorded
 from stoker.training.fit.terms import DPO, GRPO, SFT
 from stoker.training.model.config import matmul_parameters
 
+SLOWEST, FASTEST = 1e-3, 1e12  # tokens per second that are believed
 SHARE = 0.4  # of a card's peak that training reaches, where nothing was measured
 
 
@@ -43,7 +44,7 @@ def measured(runs: str, plan: Plan, model: tuple[str, ...]) -> Pace | None:
     """Of the newest run with this model, method, cards and context. `model`: its names, folder or hub id."""
     for name, told in recorded(runs):
         rate = number_at(told, "tokens_per_s")
-        if rate and rate > 0 and _same(told, plan, model):
+        if rate and SLOWEST <= rate <= FASTEST and _same(told, plan, model):
             return Pace(rate, f"measured by run {name}")
     return None
 

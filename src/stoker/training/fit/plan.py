@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from stoker.contract.effort import SECONDS, LookingAt
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.cards import LINK_ELSE, Card
 from stoker.training.fit.cost import HALF_SPEED, Copies, flops_per_token
@@ -408,4 +409,5 @@ def _sizes(share: int) -> list[int]:
 
 
 def make(cards: list[Card], wish: Wish) -> Plan:
-    return Search(cards, wish).plan()
+    with LookingAt(f"model {wish.model.load}", 2 * SECONDS):
+        return Search(cards, wish).plan()

@@ -76,7 +76,8 @@ def newest(folder: str) -> str | None:
 def ranks(folder: str) -> list[RankDump]:
     """Every rank's, in order. `folder` is a step's or one rank's."""
     if os.path.exists(os.path.join(folder, REPORT)):
-        return [_dump(folder)]
+        with LookingAt(folder):
+            return [_dump(folder)]
     entries = (entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
     numbers = sorted(int(entry.name[5:]) for entry in entries if re.fullmatch(r"rank-[0-9]{1,9}", entry.name))
     if not numbers:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from stoker.contract.effort import looking_at_file
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.shape import as_json, shape
 from stoker.contract.tensorheader import read_header
@@ -38,6 +39,7 @@ SCORE = "score"  # a reward model's head, as transformers' models for sequence c
 _SCORE_NAME, _SCORES = f"{_PREFIX}{SCORE}.weight", "SEQ_CLS"
 _SAMPLE = 4096  # bytes of a tensor's beginning and of its end that make up a base's digest
 _MOST_BYTES = 1 << 34
+_MOST_NAMES = 4096  # of layers that an adapter's settings name; peft may write each one's whole name
 Get = Callable[[str], Tensor]
 Say = Callable[[str], None]
 # Kinds of adapters that this does not compute, by peft's keys and what they have to be.
@@ -268,8 +270,10 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def check_base(folder: str, base: str = "") -> None:
     """Refuses an adapter of other weights than `base`, or than its own base has now. Peft's folders don't say which it was."""
-    stored_tensors(folder)
-    wanted = read_header(os.path.join(folder, WEIGHTS)).metadata.get(DIGEST)
+    path = os.path.join(folder, WEIGHTS)
+    with looking_at_file(f"adapter {folder}", path):
+        stored_tensors(folder)
+        wanted = read_header(path).metadata.get(DIGEST)
     base = base or base_of(folder)
     if wanted and wanted != base_digest(base):
         raise Refusal(
@@ -282,6 +286,11 @@ def check_base(folder: str, base: str = "") -> None:
 def settings_of(folder: str, method: str, dropout: float = 0.0) -> tuple[AdapterConfig, str]:
     """(what peft's file says, the base it is for)."""
     path = os.path.join(folder, SETTINGS)
+    with looking_at_file(f"adapter {path}", path):
+        return _settings_in(folder, path, method, dropout)
+
+
+def _settings_in(folder: str, path: str, method: str, dropout: float) -> tuple[AdapterConfig, str]:
     try:
         told = read_json(path, inside=True)
     except OSError as problem:
@@ -316,6 +325,9 @@ def _names(value: Any, where: str) -> list[str]:
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(one, str) and len(one) < 200 for one in found):
         raise Refusal(f"{where} is no list of names", EX_DATAERR)
+    if len(found) > _MOST_NAMES or len(set(found)) < len(found):
+        why = f"at most {_MOST_NAMES:,} are read" if len(found) > _MOST_NAMES else "one of them is there twice"
+        raise Refusal(f"{where} has {len(found):,} names: {why}", EX_DATAERR)
     return sorted(found)
 
 
@@ -348,14 +360,19 @@ def extra_name(name: str) -> str:
 
 def checked(c: ModelConfig, told: AdapterConfig, folder: str, *, scored: bool) -> dict[str, Stored]:
     """The folder's tensors, all that this model needs and no others. `scored`: it may have a reward model's head."""
+    with looking_at_file(f"adapter {folder}", *(os.path.join(folder, name) for name in (SETTINGS, WEIGHTS))):
+        return _checked(c, told, folder, scored)
+
+
+def _checked(c: ModelConfig, told: AdapterConfig, folder: str, scored: bool) -> dict[str, Stored]:
     wanted: dict[str, tuple[int, ...]] = {}
     for target in targets(c, told):
         for name, (begin, end) in zip(target.names, target.parts(), strict=True):
             a, b = pair_names(name)
             wanted |= {a: (told.lora_rank, target.inputs), b: (end - begin, told.lora_rank)}
-    family = family_of(c)
+    family, sizes = family_of(c), dict(tensors(c))
     for name in extra(c, told):
-        for one, size in zip(family.tensor(name, c), _sizes(name, c), strict=True):
+        for one, size in zip(family.tensor(name, c), sizes[name], strict=True):
             wanted[extra_name(one)] = Part(one, size, family.turned(name)).stored
     stored = stored_tensors(folder)
     for name, size in wanted.items():
@@ -384,7 +401,8 @@ def score_in(folder: str) -> Stored | None:
     """The head of an adapter that scores."""
     if not is_adapter(folder) or not os.path.exists(os.path.join(folder, WEIGHTS)):
         return None
-    score = stored_tensors(folder).get(_SCORE_NAME)
+    with looking_at_file(f"adapter {folder}", os.path.join(folder, WEIGHTS)):
+        score = stored_tensors(folder).get(_SCORE_NAME)
     if score is not None and (len(score.shape) != 2 or score.shape[0] != 1):
         raise Refusal(f"adapter {folder}: its score is {list(score.shape)}: only one number is read", EX_DATAERR)
     return score

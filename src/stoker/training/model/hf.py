@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stoker.contract.effort import reading
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.shape import replace
@@ -150,8 +151,9 @@ def save_from(
     gathered = (_gathered(name, tensor, dtype) for name, tensor in tensors)
     try:
         if write:
-            config = config_of(c, kept.context(context_length), DTYPES[dtype][1])
-            config, generation = kept.changed(config, end_ids, tokenizer_folder)
+            with reading(f"model {c.load}: what it says of itself"):
+                config = config_of(c, kept.context(context_length), DTYPES[dtype][1])
+                config, generation = kept.changed(config, end_ids, tokenizer_folder)
             size = sum(size_of(part, dtype) for place in places(c) for part in place.parts)
             with fresh_folder(folder, size) as fresh:
                 export = Export(fresh, os.path.abspath(folder), c, dtype)

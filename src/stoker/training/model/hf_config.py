@@ -121,8 +121,6 @@ def header(path: str) -> dict[str, Stored]:
 
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's
 _LONGEST = 1 << 20  # bytes of it: a checkpoint keeps it
-# Names that bitsandbytes gives what belongs to a weight in 4 bits.
-NF4_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4")
 _QUANTIZED = ("quant_config.json", "quantize_config.json")  # beside it, in folders of AWQ and GPTQ
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 # What plans and reports look at, by the names there are for it.
@@ -137,6 +135,12 @@ _NOT_KEPT = ("auto_map", "_name_or_path", "quantization_config")
 
 def shape_of(folder: str) -> ModelConfig:
     """The shape that the folder's weights have, both 4.x's and 5.x's way of writing it."""
+    folder = _described_in(folder)
+    with LookingAt(f"model {folder}: its {CONFIG}"):
+        return _shape_in(folder)
+
+
+def _shape_in(folder: str) -> ModelConfig:
     told = _read(folder)
     _refuse_quantized(told)
     family = family_in(told)
@@ -155,14 +159,20 @@ def shape_for(asked: ModelConfig, folder: str, *, planned: bool = False) -> Mode
     """As shape_of, by the engine that was asked for: what no family knows is computed by transformers' own module.
     `planned`: nothing is computed here, so neither transformers nor weights have to be.
     """
-    told = _read(folder)
-    _refuse_quantized(told)
-    if asked.engine == "native" or (asked.engine == "auto" and known_family(told) is not None):
-        try:
-            return shape_of(folder)
-        except Refusal as refusal:
-            hint = "; model.engine transformers may take it" if asked.engine == "auto" else ""
-            raise Refusal(refusal.line + hint, refusal.code) from refusal
+    own = _described_in(folder)
+    with LookingAt(f"model {own}: its {CONFIG}", 2 * SECONDS):
+        told = _read(own)
+        _refuse_quantized(told)
+        if asked.engine != "native" and (asked.engine != "auto" or known_family(told) is None):
+            return _computed_outside(asked, told, folder, planned)
+    try:
+        return shape_of(folder)
+    except Refusal as refusal:
+        hint = "; model.engine transformers may take it" if asked.engine == "auto" else ""
+        raise Refusal(refusal.line + hint, refusal.code) from refusal
+
+
+def _computed_outside(asked: ModelConfig, told: ConfigJson, folder: str, planned: bool) -> ModelConfig:
     if told.get("quantization_config"):
         told.refuse("its weights have 4 bits, which model.engine transformers does not read here")
     _refuse_unrunnable(told, asked.trust_remote_code, planned)
@@ -291,9 +301,11 @@ def _bits(method: Mapping[str, Any]) -> str:
 
 def is_quantized(folder: str) -> bool:
     """Its base's weights have 4 bits that can be read; others are refused."""
-    told = _read(base_of(folder))
-    _refuse_quantized(told)
-    return bool(told.get("quantization_config"))
+    folder = _described_in(base_of(folder))
+    with LookingAt(f"model {folder}: its {CONFIG}"):
+        told = _read(folder)
+        _refuse_quantized(told)
+        return bool(told.get("quantization_config"))
 
 
 def check_adapters_outside(method: str) -> None:
@@ -363,9 +375,12 @@ def tokenizer_of(load: str, say: Callable[[str], None]) -> str:
     return folder
 
 
+def _described_in(folder: str) -> str:
+    """Where its config.json is: there, or with the model that it is an adapter for."""
+    return folder if os.path.isfile(os.path.join(folder, CONFIG)) else base_of(folder)
+
+
 def _read(folder: str) -> ConfigJson:
-    if not os.path.isfile(os.path.join(folder, CONFIG)):
-        folder = base_of(folder)
     path = os.path.join(folder, CONFIG)
     try:
         return ConfigJson(folder, read_json(path, _LONGEST, inside=True))
@@ -386,6 +401,9 @@ def config_of(c: ModelConfig, context_length: int, dtype: str) -> dict[str, Any]
         # longrope's scale follows from it
         if context_length > c.longest and "max_position_embeddings" in own and c.rope_kind != "longrope":
             changed["max_position_embeddings"] = context_length
+        named = own.get("architectures")
+        if not isinstance(named, list) or not named or not all(isinstance(name, str) for name in named):
+            changed["architectures"] = [family_of(c).architecture]  # families are known by model_type, too
         return {**own, "eos_token_id": own.get("eos_token_id"), **changed}
     family = family_of(c)
     return {

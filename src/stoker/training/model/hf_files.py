@@ -7,11 +7,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 
+from stoker.contract.effort import reading
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.training.model.config import ModelConfig, tensors
 from stoker.training.model.families import family_of
-from stoker.training.model.hf_config import NF4_PARTS, Stored, shape_of, stored_in
+from stoker.training.model.hf_config import Stored, shape_of, stored_in
+from stoker.training.model.nf4_size import LONGEST_STATE, NF4_PARTS, description, parts_of
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _COMPARED_AT_ONCE = 1 << 24
@@ -47,6 +49,11 @@ def places(c: ModelConfig) -> Iterator[Place]:
 
 def check(folder: str, c: ModelConfig) -> dict[str, Stored]:
     """Name -> where it lies, of all tensors of this model; missing, left over or misshapen ones are refused."""
+    with reading(f"model {folder}"):
+        return _check(folder, c)
+
+
+def _check(folder: str, c: ModelConfig) -> dict[str, Stored]:
     family = family_of(c)
     wanted = {part.name: (part, place.name in _GROW) for place in places(c) for part in place.parts}
     found = _with_prefix(stored_in(folder), family.prefix, wanted)
@@ -98,6 +105,31 @@ def _fits_in_4_bits(folder: str, found: dict[str, Stored], part: Part) -> None:
             f" {list(part.shape)}",
             EX_DATAERR,
         )
+    where = f"model {folder}: {part.name} is not stored as NF4 weights are:"
+    missing = next((name for name in NF4_PARTS if f"{part.name}.{name}" not in found), None)
+    if missing:
+        line = f"{where} {part.name}.{missing} is missing (only NF4 with double quantization is read)"
+        raise Refusal(line, EX_DATAERR)
+    for name, (dtype, count) in parts_of(numbers).items():
+        own = found[f"{part.name}.{name}"]
+        if (own.dtype, math.prod(own.shape)) != (dtype, count):
+            theirs = f"{math.prod(own.shape):,} numbers of {own.dtype}"
+            raise Refusal(f"{where} {name} has {theirs}, and {count:,} of {dtype} are needed", EX_DATAERR)
+    try:
+        about = description(_state(found[f"{part.name}.{NF4_PARTS[-1]}"]))
+    except ValueError as problem:
+        raise Refusal(f"{where} {problem}", EX_DATAERR) from problem
+    if tuple(about["shape"]) != part.shape:
+        line = f"model {folder}: {part.name} says it is {about['shape']}, and this model needs {list(part.shape)}"
+        raise Refusal(line, EX_DATAERR)
+
+
+def _state(stored: Stored) -> bytes:
+    if stored.dtype != "U8" or stored.size > LONGEST_STATE:
+        raise ValueError(f"its description has {stored.size:,} bytes of {stored.dtype}")
+    with open(stored.path, "rb") as file:
+        file.seek(stored.begin)
+        return file.read(stored.size)
 
 
 def _fits(folder: str, stored: Stored, part: Part, grows: bool) -> None:

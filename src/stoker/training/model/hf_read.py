@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from stoker.contract.effort import reading
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.training.model import adapters, nf4
 from stoker.training.model.config import LORA, AdapterConfig, ModelConfig
-from stoker.training.model.hf_config import NF4_PARTS
 from stoker.training.model.hf_files import Part, Place, check, places
 from stoker.training.model.hf_stream import Stream, read_stored
+from stoker.training.model.nf4_size import NF4_PARTS
 from stoker.training.model.targets import extra, targets
 
 Say = Callable[[str], None]
@@ -66,7 +67,8 @@ class Source:
             return None
         names = (part.name, *(f"{part.name}.{name}" for name in NF4_PARTS))
         tensors = {name: read_stored(self.stored[name]) for name in names if name in self.stored}
-        found = nf4.from_tensors(tensors, part.name, self._folder)
+        with reading(f"model {self._folder}: {part.name}"):
+            found = nf4.from_tensors(tensors, part.name, self._folder)
         if found.size != part.shape:
             raise Refusal(
                 f"model {self._folder}: {part.name} says it is {list(found.size)}, and this model needs {list(part.shape)}",

@@ -31,6 +31,8 @@ def dtype_of(one: Stored) -> torch.dtype:
 
 def read_stored(one: Stored) -> Tensor:
     dtype, data = dtype_of(one), bytearray(one.size)
+    if not data:  # torch makes nothing of nothing
+        return torch.empty(one.shape, dtype=dtype)
     with open(one.path, "rb") as file:
         _read(file, one, one.begin, memoryview(data))
     return torch.frombuffer(data, dtype=dtype).view(one.shape)

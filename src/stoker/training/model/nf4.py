@@ -11,16 +11,14 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import replace, shape
-from stoker.contract.untrusted import parse_json
-from stoker.training.model.hf_config import NF4_PARTS as PARTS
-from stoker.training.model.nf4_size import BLOCK, SECOND_BLOCK
+from stoker.training.model.nf4_size import BLOCK, SECOND_BLOCK, description
+from stoker.training.model.nf4_size import NF4_PARTS as PARTS
 
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -36,7 +34,6 @@ EDGES = (
 BITS = 4 + 8 / BLOCK + 32 / BLOCK / SECOND_BLOCK  # an element takes
 _SMALLEST = 2e-38  # of numbers whose reciprocal a GPU computes; a block of zeros becomes zeros, not noise
 STATE = PARTS[-1]
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @shape
@@ -186,7 +183,10 @@ def from_tensors(tensors: Mapping[str, Tensor], name: str, where: str) -> Quanti
     if missing:
         raise refuse(f"{name}.{missing[0]} is missing (only NF4 with double quantization is read)")
     absmax, levels, nested, second_map, state = (tensors[f"{name}.{part}"] for part in PARTS)
-    about = _about(bytes(state.flatten().to(torch.uint8).tolist()), refuse)
+    try:
+        about = description(bytes(state.flatten().to(torch.uint8).tolist()))
+    except ValueError as problem:
+        raise refuse(str(problem)) from problem
     codes = tensors[name].flatten().view(torch.uint8)
     size, blocks = about["shape"], -(-torch.Size(about["shape"]).numel() // BLOCK)
     wanted = {"codes": blocks * BLOCK // 2, "absmax": blocks, "nested_absmax": -(-blocks // SECOND_BLOCK)}
@@ -196,26 +196,9 @@ def from_tensors(tensors: Mapping[str, Tensor], name: str, where: str) -> Quanti
     if absmax.dtype != torch.uint8 or nested.dtype != torch.float32:
         raise refuse(f"absmax is {absmax.dtype}, nested_absmax {nested.dtype}")
     for own, theirs in ((LEVELS, levels), (second_levels(), second_map)):
-        if not torch.allclose(theirs.flatten().float(), _on(own, theirs.device), rtol=0, atol=1e-6):
+        if theirs.numel() != len(own) or not torch.allclose(
+            theirs.flatten().float(), _on(own, theirs.device), rtol=0, atol=1e-6
+        ):
             raise refuse("its levels are others than those of NF4")
     offset = torch.tensor(about["nested_offset"], dtype=torch.float32, device=codes.device)
-    return Quantized(codes, absmax.flatten(), nested.flatten(), offset, tuple(size), _DTYPES[about["dtype"]])
-
-
-def _about(data: bytes, refuse: Any) -> dict[str, Any]:
-    try:
-        about = parse_json(data)
-    except ValueError as problem:
-        raise refuse(f"its description can't be read: {problem}") from problem
-    fixed = {"quant_type": "nf4", "blocksize": BLOCK, "nested_blocksize": SECOND_BLOCK}
-    if not isinstance(about, dict):
-        raise refuse("its description is no table")
-    for key, value in fixed.items():
-        if about.get(key) != value:
-            raise refuse(f"{key} is {str(about.get(key))[:40]!r}, and {value!r} is what is read")
-    size, offset = about.get("shape"), about.get("nested_offset")
-    if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and 0 < n < 1 << 24 for n in size):
-        raise refuse(f"shape is {str(size)[:40]!r}")
-    if type(offset) not in (int, float) or about.get("dtype") not in _DTYPES:
-        raise refuse(f"nested_offset is {str(offset)[:40]!r}, dtype {str(about.get('dtype'))[:40]!r}")
-    return about
+    return Quantized(codes, absmax.flatten(), nested.flatten(), offset, tuple(size), getattr(torch, about["dtype"]))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stoker.contract.effort import reading
 from stoker.contract.names import EX_CONFIG, EX_UNAVAILABLE, Refusal
 from stoker.training.model import adapters
 from stoker.training.model.config import EVERY, LORA, AdapterConfig
@@ -55,7 +56,8 @@ def attach(model: Outside, told: AdapterConfig, seed: int) -> None:
 @torch.no_grad()
 def fill(model: Outside, told: AdapterConfig, folder: str, say: Say) -> None:
     """The adapters that `attach` made, from a folder of peft's."""
-    stored = adapters.stored_tensors(folder)
+    with reading(f"adapter {folder}"):
+        stored = adapters.stored_tensors(folder)
     wanted = _tensors(model)
     for name, tensor in wanted.items():
         adapters.refuse_misfit(stored.get(name), name, tuple(tensor.shape), folder)

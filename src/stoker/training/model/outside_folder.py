@@ -75,7 +75,7 @@ def bounded(folder: str) -> Iterator[None]:
         modules.register_module_buffer_registration_hook(count("buffers")),
     )
     try:
-        with LookingAt(f"model {folder}: its config.json", SECONDS + len(stored) / _TENSORS_A_SECOND, _ROOM):
+        with LookingAt(f"model {folder}: its config.json", SECONDS + len(stored) / _TENSORS_A_SECOND, _ROOM, Exception):
             with torch.device("meta"):
                 yield
     finally:
@@ -88,7 +88,7 @@ def filled(folder: str) -> LookingAt:
     stored = stored_in(folder)
     numbers = sum(math.prod(one.shape) for one in stored.values())
     seconds = SECONDS + len(stored) / _TENSORS_A_SECOND + numbers / _NUMBERS_A_SECOND
-    return LookingAt(f"model {folder}", seconds, 2 * _ROOM + 16 * (_TIMES * numbers + _NUMBERS))
+    return LookingAt(f"model {folder}", seconds, 2 * _ROOM + 16 * (_TIMES * numbers + _NUMBERS), Exception)
 
 
 @contextmanager

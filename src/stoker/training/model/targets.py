@@ -50,9 +50,12 @@ def targets(c: ModelConfig, told: AdapterConfig) -> list[Target]:
     every = list(linears(c))
     wanted = [one.strip() for one in told.lora_targets.split(",") if one.strip()]
     known = sorted({name.rsplit(".", 1)[-1] for target in every for name in target.theirs})
-    whole = wanted == [EVERY]
+    whole = set(wanted) == {EVERY}
+    if EVERY in wanted and not whole:
+        raise Refusal(f"adapter.lora_targets: {EVERY} names every layer already; give it alone", EX_CONFIG)
+    there = {end for target in every for theirs in target.theirs for end in _ends(theirs)}
     for name in wanted if not whole else ():
-        if not any(_meant(name, theirs) for target in every for theirs in target.theirs):
+        if name not in there:
             near = suggest(name, [*known, EVERY])
             raise Refusal(
                 f"adapter.lora_targets {name}: no linear layer of this model is called that{near or '; there are ' + ', '.join(known)}",
@@ -60,32 +63,41 @@ def targets(c: ModelConfig, told: AdapterConfig) -> list[Target]:
             )
     if not wanted:
         raise Refusal(f"adapter.lora_targets is empty: name layers ({', '.join(known)}), or {EVERY}", EX_CONFIG)
-    found = []
+    found, names = [], set(wanted)
     for target in every:
-        chosen = tuple(whole or any(_meant(name, theirs) for name in wanted) for theirs in target.theirs)
+        chosen = tuple(whole or not names.isdisjoint(_ends(theirs)) for theirs in target.theirs)
         if any(chosen):
             found.append(Target(target.name, target.inputs, target.rows, target.theirs, chosen))
     return found
 
 
-def _meant(name: str, theirs: str) -> bool:
-    """As peft decides: the name, or its end after a dot."""
-    return theirs == name or theirs.endswith("." + name)
+def _ends(theirs: str) -> Iterator[str]:
+    """What names it, as peft decides: the whole name, or its end after a dot."""
+    yield theirs
+    at = theirs.find(".")
+    while at >= 0:
+        yield theirs[at + 1 :]
+        at = theirs.find(".", at + 1)
 
 
 def extra(c: ModelConfig, told: AdapterConfig) -> list[str]:
     """Our names of parameters that learn besides."""
     wanted = [one.strip() for one in told.also_train.split(",") if one.strip()]
     family = family_of(c)
-    theirs = {name: [one.rpartition(".")[0] for one in family.tensor(name, c)] for name, _ in tensors(c)}
-    chosen: list[str] = []
+    if not wanted:
+        return []
+    called: dict[str, dict[str, None]] = {}  # what names them -> ours, in order
+    for ours, _ in tensors(c):
+        for theirs in family.tensor(ours, c):
+            for end in _ends(theirs.rpartition(".")[0]):
+                called.setdefault(end, {})[ours] = None
+    chosen: dict[str, None] = {}
     for name in wanted:
-        mine = [ours for ours, names in theirs.items() if any(_meant(name, one) for one in names)]
-        if not mine:
-            near = suggest(name, sorted({one.rsplit(".", 1)[-1] for names in theirs.values() for one in names}))
+        if name not in called:
+            near = suggest(name, sorted({end for end in called if "." not in end}))
             raise Refusal(f"adapter.also_train {name}: nothing in this model is called that{near}", EX_CONFIG)
-        chosen += [one for one in mine if one not in chosen]
-    return chosen
+        chosen |= called[name]
+    return list(chosen)
 
 
 def adapter_parameters(c: ModelConfig, told: AdapterConfig) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.contract.effort import reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.training.data.encode import pair_ids
@@ -58,9 +59,10 @@ def answered(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> list[int]:
 def lengths_of(path: str, tokenizer: Tokenizer) -> list[int]:
     """Tokens of each pair, both answers; rows that are no pairs are counted elsewhere."""
     found = []
-    for _, row in rows(path):
+    for number, row in rows(path):
         try:
-            pair = encode(preference(row), tokenizer)
+            with reading(f"{path}, row {number}", Unusable):
+                pair = encode(preference(row), tokenizer)
         except Unusable:
             continue
         found.append(len(pair.better) + len(pair.worse))
@@ -94,7 +96,8 @@ def read_pairs(
     long = Reasons()
     for number, row in numbered:
         try:
-            pair = encode(preference(row), tokenizer)
+            with reading(f"{where}, row {number}", Unusable):
+                pair = encode(preference(row), tokenizer)
         except Unusable as problem:
             wrong.add(str(problem), number)
             if is_hopeless(wrong.count, len(pairs)):

@@ -11,7 +11,7 @@ from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.training.model.config import ModelConfig
 
 CONFIG = "config.json"
-_MOST, _MOST_LAYERS = 1 << 24, 10_000  # of anything it counts: beyond every model there is, and still quick to plan
+_MOST, _MOST_LAYERS = 1 << 24, 1024  # of anything it counts: beyond every model there is, and still quick to plan
 BANDS = {
     "rope_factor": "factor", "rope_low": "low_freq_factor", "rope_high": "high_freq_factor", "rope_original": "original_max_position_embeddings",
 }  # fmt: skip
