@@ -113,7 +113,11 @@ class Gatherer:
             folder = self._folders[record.id] = RunFolder(record)
         folder.record = record
         close = watched is not None and (record.id in watched or reader.status(record) in (RUNNING, UNKNOWN))
-        return folder.run(now, close)
+        try:
+            with reader.of_others(record):
+                return folder.run(now, close)
+        except Refusal as problem:  # another user's record blocks nobody
+            return _damaged(self.root, record.id, problem.line)
 
     # ---- hosts and GPUs ----
 
