@@ -7,10 +7,13 @@ import shlex
 import sys
 import time
 
-from stoker.contract import layout
+from stoker.contract import layout, terminal
+from stoker.contract.progress import of_run
 from stoker.contract.settings import Parser
 from stoker.contract.untrusted import open_regular
 from stoker.control.launch.console import LineCutter
+from stoker.control.launch.output import RECIPES
+from stoker.control.launch.shortlines import ShortLines
 from stoker.control.record import follow, reader
 
 
@@ -28,6 +31,7 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     run = reader.find(told.run, layout.runs_root(told.runs_dir, os.environ))
+    watched, recipe = sys.stdout.isatty(), str(run.data.get("script")).startswith(RECIPES)
     console = follow.Tail(os.path.join(run.dir, layout.CONSOLE))
     open_: dict[str, tuple[follow.Tail, LineCutter]] = {"": (console, LineCutter(b""))}
     first = True
@@ -39,23 +43,40 @@ def main(argv: list[str]) -> int:
             for attempt, rank, path in new:
                 skip = _start_of_last(path, told.lines) if first else 0
                 label = labels.get((attempt, rank), f"rank {rank}")
-                open_[path] = (follow.Tail(path, skip), LineCutter(f"{label}:".encode()))
+                prefix = f"{label}:".encode()
+                shorten = ShortLines(prefix, steps=not rank) if watched and recipe else None
+                open_[path] = (follow.Tail(path, skip), LineCutter(prefix, shorten))
             first = False
             for tail, cutter in open_.values():
                 while data := tail.new():
-                    sys.stdout.buffer.write(cutter.feed(data))
+                    if shown := cutter.feed(data):
+                        terminal.wipe()
+                        sys.stdout.buffer.write(shown)
             if over:
                 break
             sys.stdout.buffer.flush()
+            _draw(run.dir)
             time.sleep(0.1)
     except KeyboardInterrupt:
+        terminal.wipe()
         print(f"\nleft run {run.id}; it goes on. `stoker stop {shlex.quote(run.id)}` ends it", file=sys.stderr)
         return 0
+    terminal.wipe()
     for _, cutter in open_.values():
         sys.stdout.buffer.write(cutter.flush())
     sys.stdout.buffer.flush()
     ended = reader.load(run.dir)
     return ended.verdict.exit_code if ended and ended.verdict else 70
+
+
+def _draw(run_dir: str) -> None:
+    if not terminal.for_bars():
+        return
+    state = of_run(run_dir)
+    if state is None:
+        terminal.wipe()
+    else:
+        terminal.draw(state.bar())
 
 
 def _start_of_last(path: str, lines: int) -> int:

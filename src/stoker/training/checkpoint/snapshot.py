@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from stoker.contract.quantities import gb
+from stoker.contract.quantities import amount
 from stoker.contract.shape import replace, shape
 
 _SPELLING = {
@@ -156,7 +156,7 @@ class Buffers:
                     raise
                 why = str(problem).splitlines()[0]
                 self._say(
-                    f"{gb(size)} of host memory for checkpoints can't be pinned ({why}); ordinary memory is taken, and"
+                    f"{amount(size)} of host memory for checkpoints can't be pinned ({why}); ordinary memory is taken, and"
                     " each save stalls training longer"
                 )
                 pinned = False

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+from stoker.contract.progress import Progress
 from stoker.contract.shape import shape
 from stoker.training.evaluate.asking import (
     Manner,
@@ -150,7 +151,9 @@ class Answerer:
         return answers
 
     def _written(self, prompts: Sequence[Sequence[int]], **how: Any) -> list[Written]:
-        found = self.engine.generate(prompts, new_tokens=self.how.new_tokens, stop=self._stop, **how)
+        with Progress("answering", len(prompts), unit="questions") as progress:
+            how |= {"new_tokens": self.how.new_tokens, "stop": self._stop, "told": progress.at}
+            found = self.engine.generate(prompts, **how)
         texts = [answer_text(self.tokenizer, ids, self.manner) for ids in found]
         return [Written(text, cut=not ids or ids[-1] not in self._stop) for text, ids in zip(texts, found, strict=True)]
 
