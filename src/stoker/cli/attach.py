@@ -10,10 +10,11 @@ import time
 from stoker.contract import layout, terminal
 from stoker.contract.progress import of_run
 from stoker.contract.settings import Parser
+from stoker.contract.terminal import in_colour
 from stoker.contract.untrusted import open_regular
 from stoker.control.launch.console import LineCutter
 from stoker.control.launch.output import RECIPES
-from stoker.control.launch.shortlines import ShortLines
+from stoker.control.launch.shortlines import OwnLines, ShortLines
 from stoker.control.record import follow, reader
 
 
@@ -33,7 +34,9 @@ def main(argv: list[str]) -> int:
     run = reader.find(told.run, layout.runs_root(told.runs_dir, os.environ))
     watched, recipe = sys.stdout.isatty(), str(run.data.get("script")).startswith(RECIPES)
     console = follow.Tail(os.path.join(run.dir, layout.CONSOLE))
-    open_: dict[str, tuple[follow.Tail, LineCutter]] = {"": (console, LineCutter(b""))}
+    open_: dict[str, tuple[follow.Tail, LineCutter]] = {
+        "": (console, LineCutter(b"", OwnLines(in_colour()) if watched else None))
+    }
     first = True
     try:
         while True:
@@ -58,8 +61,8 @@ def main(argv: list[str]) -> int:
             _draw(run.dir)
             time.sleep(0.1)
     except KeyboardInterrupt:
-        terminal.wipe()
-        print(f"\nleft run {run.id}; it goes on. `stoker stop {shlex.quote(run.id)}` ends it", file=sys.stderr)
+        terminal.fresh_line()
+        print(f"left run {run.id}; it goes on. `stoker stop {shlex.quote(run.id)}` ends it", file=sys.stderr)
         return 0
     terminal.wipe()
     for _, cutter in open_.values():
@@ -76,7 +79,7 @@ def _draw(run_dir: str) -> None:
     if state is None:
         terminal.wipe()
     else:
-        terminal.draw(state.bar())
+        terminal.draw(state.bar(terminal.room()))
 
 
 def _start_of_last(path: str, lines: int) -> int:

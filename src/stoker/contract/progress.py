@@ -29,7 +29,7 @@ AFTER_S = 2.0  # what takes less is over before anybody reads its bar
 REDRAW_S = 0.2
 KEEP_S = 1.0
 SAY_S = 5.0
-WIDTH = 20
+WIDTH, _NARROWEST = 20, 5
 BYTES = "B"
 
 
@@ -43,9 +43,14 @@ class State:
     rate: float | None = None  # in a second
     left: float | None = None  # seconds
 
-    def bar(self) -> str:
-        full = int(WIDTH * self._share)
-        return f"{self.what} [{'█' * full}{'·' * (WIDTH - full)}] {self._numbers()} | ETA {clock(self.left)}"
+    def bar(self, room: int) -> str:
+        """In so many columns: where they are few the bar is shorter, or there is none."""
+        about = f"{self._numbers()} | ETA {clock(self.left)}"
+        width = min(room - len(f"{self.what} [] {about}"), WIDTH)
+        if width < _NARROWEST:
+            return f"{self.what} {100 * self._share:.0f} % | ETA {clock(self.left)}"
+        full = int(width * self._share)
+        return f"{self.what} [{'█' * full}{'·' * (width - full)}] {about}"
 
     def line(self) -> str:
         return f"{self.what}: {self._numbers()}, {100 * self._share:.0f} %, ETA {clock(self.left)}"
@@ -93,7 +98,7 @@ class Progress:
             return
         if self._terminal and now - self._drawn >= REDRAW_S:
             self._drawn = now
-            terminal.draw(self._state(now, note, left).bar())
+            terminal.draw(self._state(now, note, left).bar(terminal.room()))
         elif self._say is not None and not self._terminal and now - self._said >= SAY_S:
             self._said = now
             self._say(self._state(now, note, left).line())

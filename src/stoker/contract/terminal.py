@@ -63,6 +63,7 @@ def say(line: str, colour: str = "") -> None:
 # ---- one bar, at the bottom of the terminal ----
 
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"  # a bar that is too long is cut by the terminal, and never has a second row
+_COLUMNS, _PREFIX = 80, 12
 _bar = {"drawn": False}
 
 
@@ -74,6 +75,15 @@ def is_first() -> bool:
 def for_bars() -> bool:
     """Whether somebody sees a bar on stderr: it is a terminal, or a launcher's terminal is behind it."""
     return is_first() and (_is_terminal(sys.stderr) or _through_launcher())
+
+
+def room() -> int:
+    """Columns for a bar. Of a launcher's terminal a rank knows none."""
+    if _through_launcher():
+        return _COLUMNS - _PREFIX
+    from shutil import get_terminal_size  # 2 ms, which no launch has to pay
+
+    return get_terminal_size((_COLUMNS, 24)).columns - 1
 
 
 def _through_launcher() -> bool:
@@ -95,6 +105,13 @@ def wipe() -> None:
     if _bar["drawn"]:
         _bar["drawn"] = False
         _codes("\r\x1b[K" if not _through_launcher() else "\r")
+
+
+def fresh_line() -> None:
+    """The same where the terminal itself has written ^C there."""
+    _bar["drawn"] = False
+    if _is_terminal(sys.stderr):
+        _codes("\r\x1b[K")
 
 
 def _is_terminal(stream: Any) -> bool:

@@ -348,7 +348,11 @@ class Drive:
         run = self._run_of(stage)
         state_of_rank = of_run(run) if run is not None else None
         steps = stage.keys.get("train.max_steps", 0)
-        progress = state_of_rank.bar() if state_of_rank is not None else state.progress(run, steps)
+        progress = (
+            state_of_rank.bar(terminal.room() - len(stage.name) - 20)
+            if state_of_rank is not None
+            else state.progress(run, steps)
+        )
         terminal.draw(f"  {stage.name} {span(time.monotonic() - began)}{f' | {progress}' if progress else ''}")
 
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 import re
 import shutil
 
+from stoker.contract.terminal import ERROR, SUCCESS, WARNING, coloured
+
 WIDEST = 100  # columns
 _BEGIN = re.compile(rb"INFO \| \[([GC]PU) (\d+)\] ")
 _STEP = re.compile(r"Step \[(\d+/\d+)\]")
 _LEFT_OUT = ("Mem", "MFU", "Cut", "Length", "Entropy", "KL", "LR", "Grad")  # where it is too narrow, in this order
 _KEPT = ("Step", "Loss", "Reward", "Right", "ETA")
+_SMALL, _TINY = re.compile(rb"RAM 0\.(\d) GB(?= \(rank\))"), b"RAM below 50 MB"
+_COLOURS = {"✓".encode(): SUCCESS, b"stoker: failed after": ERROR, b"stoker: stopped after": WARNING}
 _SHORTER = {"Grad Norm": "Grad"}
 
 
@@ -34,6 +38,18 @@ class ShortLines:
             return None
         room = min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST) - len(self._prefix + head)
         return head + step_line(rest.decode("utf-8", "replace"), room).encode()
+
+
+class OwnLines:
+    """The launcher's own lines out of its log, as its terminal showed them: with units for small ranks, in colour."""
+
+    def __init__(self, colours: bool) -> None:
+        self._colours = colours
+
+    def __call__(self, line: bytes) -> bytes:
+        line = _SMALL.sub(lambda found: b"RAM about %d00 MB" % int(found[1]) if found[1] != b"0" else _TINY, line, 1)
+        colour = next((colour for begin, colour in _COLOURS.items() if line.startswith(begin)), "")
+        return coloured(line.decode("utf-8", "replace"), colour).encode() if colour and self._colours else line
 
 
 def step_line(line: str, room: int) -> str:
