@@ -222,9 +222,10 @@ class LineCutter:
         lines = text.split(b"\n")
         first = 1 if self.mid_line else 0  # its beginning is on the screen
         for at, line in enumerate(lines[first:-1], first):
-            bars = len(line) - len(line.lstrip(b"\r"))
-            shown = self._shorten(line[bars:]) if self._shorten is not None else line
-            lines[at] = b"" if shown is None else line[:bars] + shown + b"\n"
+            begin = line.rfind(b"\r", 0, max(len(line) - 1, 0)) + 1  # behind a bar, which stays; a last \r is of \r\n
+            shown = self._shorten(line[begin:]) if self._shorten is not None else line[begin:]
+            clear = b"\x1b[K" if begin else b""  # the bar may be longer than the line
+            lines[at] = line[:begin] + (b"" if shown is None else clear + shown + b"\n")
         ended = [lines[0] + b"\n", *lines[1:]] if first and len(lines) > 1 else lines
         return b"".join(ended)
 
