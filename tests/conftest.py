@@ -201,7 +201,7 @@ def on_terminal(
     """Python in a session with a terminal of its own: closing our end, which is returned, is closing the window."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
-    made = {**stoker.environment(env), "TERM": "xterm-256color"}
+    made = {**stoker.environment(), "TERM": "xterm-256color", **(env or {})}
     made.pop("COLUMNS", None)
     begin = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
     program = [sys.executable, "-c", begin, *argv]

@@ -169,3 +169,8 @@ def test_a_training_on_a_terminal_its_attach_and_its_stop(stoker: Stoker) -> Non
     own = (folder / "stoker.log").read_bytes()
     assert re.search(rb"\[Rank 0\] MEM:POST-IMPORT RAM 0\.\d GB \(rank\) ", own) and b"\x1b" not in own
     assert not os.path.exists(folder / "progress.json")
+
+
+def test_a_terminal_that_knows_no_codes_gets_none(stoker: Stoker) -> None:
+    seen = Terminal(stoker, ["-m", "stoker", "run", "--no-python", "false"], (80, 24), {"TERM": "dumb"})
+    assert seen.wait() == 1 and b"stoker: failed after" in seen.shown and b"\x1b" not in seen.shown, seen.shown

@@ -87,7 +87,8 @@ def room() -> int:
 
 
 def _through_launcher() -> bool:
-    return "RANK" in os.environ and os.environ.get(names.TERMINAL) == "1"
+    """This is a rank, without a terminal of its own."""
+    return "RANK" in os.environ and os.environ.get(names.TERMINAL) == "1" and not _is_terminal(sys.stderr)
 
 
 def draw(line: str) -> None:

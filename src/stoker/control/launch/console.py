@@ -31,7 +31,8 @@ class Console:
     def __init__(self, out: int = 1, err: int = 2) -> None:
         self._handles = {1: out, 2: err}
         self._dead: set[int] = set()
-        self._terminal = {stream: os.isatty(handle) for stream, handle in self._handles.items()}
+        knows_codes = os.environ.get("TERM") != "dumb"
+        self._terminal = {stream: os.isatty(handle) and knows_codes for stream, handle in self._handles.items()}
         self._colours = {stream: terminal and wants_colour() for stream, terminal in self._terminal.items()}
         self._target = {stream: _identity(handle) for stream, handle in self._handles.items()}
         # target -> the line under way there, as far as it matters: empty, text, or ending with or holding a \r
