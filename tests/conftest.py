@@ -8,10 +8,14 @@ import gc
 import hashlib
 import json
 import os
+import re
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
+import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from pathlib import Path
@@ -177,6 +181,70 @@ class Stoker:
 
     def result(self, code: int = 0) -> Done:
         return Done(code, b"", b"", self.cwd)
+
+
+def screen_of(shown: bytes) -> list[bytes]:
+    """What a terminal has on its lines in the end: \\r goes to the start of the line, ESC [K clears to its end."""
+    lines, at = [bytearray()], 0
+    for token in re.findall(rb"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\xff]", shown):
+        if token == b"\n":
+            lines.append(bytearray())
+            at = 0
+        elif token == b"\r":
+            at = 0
+        elif token == b"\x1b[K":
+            del lines[-1][at:]
+        elif not token.startswith(b"\x1b"):
+            lines[-1][at : at + 1] = token
+            at += 1
+    return [bytes(line) for line in lines]
+
+
+def on_terminal(
+    stoker: Stoker, argv: list[str], size: tuple[int, int] = (80, 24), env: dict[str, str] | None = None
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Python in a session with a terminal of its own: closing our end, which is returned, is closing the window."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
+    made = {**stoker.environment(), "TERM": "xterm-256color", **(env or {})}
+    made.pop("COLUMNS", None)
+    begin = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    program = [sys.executable, "-c", begin, *argv]
+    run = subprocess.Popen(
+        program, cwd=stoker.cwd, env=made, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
+    os.close(theirs)
+    return run, ours
+
+
+class Terminal:
+    """Python on a terminal. `shown`: every byte that came there."""
+
+    def __init__(
+        self, stoker: Stoker, argv: list[str], size: tuple[int, int], env: dict[str, str] | None = None
+    ) -> None:
+        self.process, self._ours = on_terminal(stoker, argv, size, env)
+        self.shown = b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # its last user is gone
+            while data := os.read(self._ours, 1 << 16):
+                self.shown += data
+
+    def keys(self, text: bytes) -> None:
+        os.write(self._ours, text)
+
+    def wait(self, seconds: float = 60.0) -> int:
+        code = self.process.wait(seconds)
+        self._reader.join(10)
+        os.close(self._ours)
+        return code
+
+    @property
+    def lines(self) -> list[str]:
+        return [line.decode("utf-8", "replace").rstrip() for line in screen_of(self.shown)]
 
 
 def forget_verdict(run_dir: Path) -> Path:

@@ -32,7 +32,7 @@ def test_duration(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(3.24e9, "3.2 GB"), (15_400_000, "15 MB"), (1_870_336, "1.9 MB"), (0, "0.0 MB")]
+    ("count", "text"), [(3.24e9, "3.2 GB"), (15_400_000, "15 MB"), (1_870_336, "1.9 MB"), (0, "0 MB")]
 )
 def test_amount(count: float, text: str) -> None:
     assert quantities.amount(count) == text

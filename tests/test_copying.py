@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from conftest import Stoker, wait_for
 from netcluster import NetCluster
+from stoker.contract import progress
 from stoker.contract.names import Refusal
 from stoker.control.agent.probe_ready import files
 from stoker.control.cluster import agreement, copying, hosts, listing
@@ -116,9 +118,17 @@ def test_a_plain_folder_gives_all_but_what_is_made_anew(source: Path) -> None:
 # ---- sync ----
 
 
-def test_sync_brings_every_host_the_same_files_and_only_what_changed(netcluster: NetCluster, source: Path) -> None:
+def test_sync_brings_every_host_the_same_files_and_only_what_changed(
+    netcluster: NetCluster, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read, said = _read(netcluster), Said()
-    copying.sync(read, str(source), said)
+    with monkeypatch.context() as at_once:
+        at_once.setattr(progress, "AFTER_S", 0.0)
+        at_once.setattr(progress, "SAY_S", 0.0)
+        copying.sync(read, str(source), said)
+    assert re.match(rf"copying .* to {len(netcluster.hosts)} hosts: [\d.]+/[\d.]+ MB.*, \d+ %, ETA [\d?]", said[0]), (
+        said
+    )
     here = {path: content for path, content in _tree(source).items() if path in WANTED}
     for host in netcluster.hosts:
         assert _tree(host.workdir) == here

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import shutil
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Done, Stoker, at_length_but, wait_for
+from conftest import Done, Stoker, at_length_but, on_terminal, wait_for
 
 SAVES = """
 import os, signal, sys, time
@@ -179,29 +178,8 @@ def test_a_killed_agent_is_a_failure_of_its_own(stoker: Stoker) -> None:
 # ---- closed terminals ----
 
 
-def on_terminal(stoker: Stoker, *command: str) -> tuple[subprocess.Popen[bytes], int]:
-    """In a session with a terminal of its own: closing our end is closing the window."""
-    ours, theirs = pty.openpty()
-    run = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, [sys.executable, '-m', 'stoker', *sys.argv[1:]])",
-            *command,
-        ],
-        cwd=stoker.cwd,
-        env=stoker.env,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-    )
-    os.close(theirs)
-    return run, ours
-
-
 def test_a_closed_terminal_saves(stoker: Stoker) -> None:
-    run, terminal = on_terminal(stoker, *own_script(stoker, "saves"))
+    run, terminal = on_terminal(stoker, ["-m", "stoker", *own_script(stoker, "saves")])
     assert wait_for(lambda: is_ready(stoker), 30)
     os.close(terminal)
     assert (
@@ -210,7 +188,9 @@ def test_a_closed_terminal_saves(stoker: Stoker) -> None:
 
 
 def test_on_hangup_detach_continues(stoker: Stoker) -> None:
-    run, terminal = on_terminal(stoker, "run", "--on-hangup", "detach", *own_script(stoker, "saves")[1:])
+    run, terminal = on_terminal(
+        stoker, ["-m", "stoker", "run", "--on-hangup", "detach", *own_script(stoker, "saves")[1:]]
+    )
     assert wait_for(lambda: is_ready(stoker), 30)
     os.close(terminal)
     assert wait_for(lambda: True if any(event["event"] == "hangup" for event in stoker.result().events) else None, 10)
@@ -219,7 +199,7 @@ def test_on_hangup_detach_continues(stoker: Stoker) -> None:
 
 
 def test_a_running_job_can_be_detached(stoker: Stoker) -> None:
-    run, terminal = on_terminal(stoker, *own_script(stoker, "saves"))
+    run, terminal = on_terminal(stoker, ["-m", "stoker", *own_script(stoker, "saves")])
     assert wait_for(lambda: is_ready(stoker), 30)
     done = stoker("detach")
     assert done.code == 0 and "continues when its terminal closes" in done.out

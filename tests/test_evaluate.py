@@ -7,7 +7,7 @@ import gzip
 import json
 import math
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -400,6 +400,7 @@ class Echo:
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
+        told: Callable[[float], None] | None = None,
         seed: int = 0,
     ) -> list[list[int]]:
         self.calls.append(len(prompts))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import subprocess
 import sys
 import time
 
 import pytest
 
-from conftest import Stoker, wait_for
+from conftest import Stoker, screen_of, wait_for
 
 
 def test_every_byte_arrives_in_order(stoker: Stoker) -> None:
@@ -70,7 +69,9 @@ def test_our_lines_begin_on_a_fresh_line_when_a_bar_is_drawn(stoker: Stoker, whe
     if where == "file":
         os.close(console)
         shown = (stoker.cwd / "console").read_bytes()
-    screen = _screen(shown) if where == "terminal" else shown.replace(b"\r\n", b"\n").replace(b"\r", b"\n").splitlines()
+    screen = (
+        screen_of(shown) if where == "terminal" else shown.replace(b"\r\n", b"\n").replace(b"\r", b"\n").splitlines()
+    )
     ended = [line for line in screen if b"was killed with SIGKILL" in line or b"stoker: failed" in line]
     assert len(ended) >= 2 and all(line.startswith(b"stoker: ") for line in ended), shown
     if where == "file":
@@ -79,23 +80,6 @@ def test_our_lines_begin_on_a_fresh_line_when_a_bar_is_drawn(stoker: Stoker, whe
         assert not any(b"70%" in line for line in screen), "a bar that is over stays on the screen"
     log = stoker.result().log(0)
     assert log.startswith(b"{'loss': '2.1'}\n") and log.count(b"%") <= 1 and b"\r" not in log and b"\x1b" not in log
-
-
-def _screen(shown: bytes) -> list[bytes]:
-    """What a terminal has on its lines in the end: \\r goes to the start of the line, ESC [K clears to its end."""
-    lines, at = [bytearray()], 0
-    for token in re.findall(rb"\x1b\[[0-9;]*[A-Za-z]|[\x00-\xff]", shown):
-        if token == b"\n":
-            lines.append(bytearray())
-            at = 0
-        elif token == b"\r":
-            at = 0
-        elif token == b"\x1b[K":
-            del lines[-1][at:]
-        elif not token.startswith(b"\x1b"):
-            lines[-1][at : at + 1] = token
-            at += 1
-    return [bytes(line) for line in lines]
 
 
 def test_stdout_and_stderr_stay_apart_where_the_caller_keeps_them_apart(stoker: Stoker) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from conftest import Stoker, wait_for
 from stoker.contract.shape import replace
+from stoker.contract.wholefile import write_whole
 from stoker.control.machine.gauges import Gauges, HostMeter
 from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
 from stoker.control.record import history, reader
@@ -227,6 +229,63 @@ def test_a_clock_that_was_set_back_gives_no_negative_times(finished: Stoker) -> 
     tail = MetricsTail(str(finished.latest))
     metrics_file(finished.latest, [3.0, 2.0, 1.0])
     assert tail.look() and tail.step_s == 1.0
+
+
+def test_a_run_of_the_future_and_of_a_clock_that_jumps_is_shown(stoker: Stoker) -> None:
+    """While it runs: all its times lie ten days ahead, and then those of its last events and metrics lie in the past."""
+    script, go, root = stoker.script("train.py", BEATS), stoker.cwd / "go", str(stoker.cwd / "runs")
+    job = stoker.start("run", "--nproc-per-node", "2", script, "5", str(go))
+    wait_for(lambda: any(run.phase == "eval" for run in Gatherer(root).snapshot().runs) or None, 60.0)
+    run_dir, ahead = stoker.latest, time.time() + 864_000.0
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    told = {**json.loads((run_dir / "run.json").read_text()), "started": ahead}
+
+    def shifted(ends: float) -> None:
+        """The first half at `ahead`, the second at `ends`."""
+        half = len(events) // 2
+        moved = [{**event, "time": ahead if at < half else ends} for at, event in enumerate(events)]
+        write_whole(str(run_dir / "events.jsonl"), "".join(json.dumps(event) + "\n" for event in moved))
+        write_whole(str(run_dir / "run.json"), json.dumps(told))
+        lines = [
+            {"schema": 1, "step": at, "loss": 1.0, "time": when} for at, when in enumerate((ahead, ends, ends - 9))
+        ]
+        write_whole(str(run_dir / "metrics.jsonl"), "".join(json.dumps(line) + "\n" for line in lines))
+        shutil.rmtree(run_dir / "history", ignore_errors=True)
+        (run_dir / "history").mkdir()
+        writer = Folder(run_dir).writer()
+        for at in (ahead, ends, ends - 9):
+            writer.write(replace(moment(3.0), time=at))
+        writer.close()
+
+    try:
+        for ends in (ahead, 1.0):
+            shifted(ends)
+            (run,) = same_in_json(Gatherer(root).snapshot()).runs
+            assert (run.state, run.step) == ("running", 3) and run.seconds is not None and run.seconds >= 0
+            ages = [age for rank in run.ranks for age in (rank.beat_age, rank.step_s) if age is not None]
+            assert all(age >= 0 for age in ages) and (run.eta_s is None or run.eta_s >= 0)
+            for command in (["runs"], ["top", "--once"], ["top", "--replay", run.id, "--once"], ["plot", run.id]):
+                done = stoker(*command, env={"COLUMNS": "200"})
+                shown = [word for word in done.out.split() if re.fullmatch(r"-\d.*", word)]
+                assert done.code == 0 and done.out and not done.err and not shown, done.out + done.err
+    finally:
+        go.touch()
+        job.wait(60)
+    assert "Traceback" not in stoker("runs").err and stoker("why").code == 0
+
+
+def test_the_step_is_of_the_ranks_that_still_run(finished: Stoker) -> None:
+    """Rank 0 is through with its 3 steps, the others have made 2 and 1."""
+    run_dir = finished.latest
+    (run_dir / "verdict.json").unlink()
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    kept = [one for one in events if one["event"] != "end" and not (one["event"] == "rank-exit" and one["rank"])]
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in kept))
+    folder = Folder(run_dir)
+    folder.writer().write(moment(1.0, 3, step=(3, 2, 1)))
+    record = reader.read(str(run_dir))
+    assert record is not None
+    assert RunFolder(record).run(2.0, watched=False).step == RunFolder(record).run(2.0, watched=True).step == 1
 
 
 def test_only_what_is_new_is_read(tmp_path: Path) -> None:

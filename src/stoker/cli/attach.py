@@ -7,10 +7,14 @@ import shlex
 import sys
 import time
 
-from stoker.contract import layout
+from stoker.contract import layout, terminal
+from stoker.contract.progress import of_run
 from stoker.contract.settings import Parser
+from stoker.contract.terminal import in_colour
 from stoker.contract.untrusted import open_regular
 from stoker.control.launch.console import LineCutter
+from stoker.control.launch.output import RECIPES
+from stoker.control.launch.shortlines import OwnLines, ShortLines
 from stoker.control.record import follow, reader
 
 
@@ -33,8 +37,11 @@ def main(argv: list[str]) -> int:
 
 
 def _follow(run: reader.Run, lines: int) -> int:
+    watched, recipe = sys.stdout.isatty(), str(run.data.get("script")).startswith(RECIPES)
     console = follow.Tail(os.path.join(run.dir, layout.CONSOLE))
-    open_: dict[str, tuple[follow.Tail, LineCutter]] = {"": (console, LineCutter(b""))}
+    open_: dict[str, tuple[follow.Tail, LineCutter]] = {
+        "": (console, LineCutter(b"", OwnLines(in_colour()) if watched else None))
+    }
     first = True
     try:
         while True:
@@ -44,23 +51,40 @@ def _follow(run: reader.Run, lines: int) -> int:
             for attempt, rank, path in new:
                 skip = _start_of_last(path, lines) if first else 0
                 label = labels.get((attempt, rank), f"rank {rank}")
-                open_[path] = (follow.Tail(path, skip), LineCutter(f"{label}:".encode()))
+                prefix = f"{label}:".encode()
+                shorten = ShortLines(prefix, steps=not rank) if watched and recipe else None
+                open_[path] = (follow.Tail(path, skip), LineCutter(prefix, shorten))
             first = False
             for tail, cutter in open_.values():
                 while data := tail.new():
-                    sys.stdout.buffer.write(cutter.feed(data))
+                    if shown := cutter.feed(data):
+                        terminal.wipe()
+                        sys.stdout.buffer.write(shown)
             if over:
                 break
             sys.stdout.buffer.flush()
+            _draw(run.dir)
             time.sleep(0.1)
     except KeyboardInterrupt:
-        print(f"\nleft run {run.id}; it goes on. `stoker stop {shlex.quote(run.id)}` ends it", file=sys.stderr)
+        terminal.fresh_line()
+        print(f"left run {run.id}; it goes on. `stoker stop {shlex.quote(run.id)}` ends it", file=sys.stderr)
         return 0
+    terminal.wipe()
     for _, cutter in open_.values():
         sys.stdout.buffer.write(cutter.flush())
     sys.stdout.buffer.flush()
     ended = reader.load(run.dir)
     return ended.verdict.exit_code if ended and ended.verdict else 70
+
+
+def _draw(run_dir: str) -> None:
+    if not terminal.for_bars():
+        return
+    state = of_run(run_dir)
+    if state is None:
+        terminal.wipe()
+    else:
+        terminal.draw(state.bar(terminal.room()))
 
 
 def _start_of_last(path: str, lines: int) -> int:

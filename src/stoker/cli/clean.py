@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stoker.contract import names
-from stoker.contract.quantities import duration, gb, size, span
+from stoker.contract.quantities import amount, duration, size, span
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json, pick
 from stoker.contract.untrusted import json_text, printable
@@ -170,8 +170,8 @@ def _caches(told: argparse.Namespace) -> int:
         _show_caches(found, chosen)
         _tell_removed("cache entry", "cache entries", chosen if told.yes else [], kept)
         if chosen and not told.yes:
-            entries, amount = _count(chosen, "entry", "entries"), gb(sum(one.size for one in chosen))
-            print(f"nothing was touched: with --yes {entries} of {amount} would go")
+            entries, freed = _count(chosen, "entry", "entries"), amount(sum(one.size for one in chosen))
+            print(f"nothing was touched: with --yes {entries} of {freed} would go")
     if kept:
         return SURVIVED
     return FOUND if chosen and not told.yes else CLEAN
@@ -189,11 +189,11 @@ def _show_caches(found: list[Cache], chosen: list[Cache]) -> None:
     for path, members in groups.items():
         going, staying = [one for one in members if one in chosen], {one.kept for one in members if one.kept}
         note = f", {len(members)} entries" if members[0].kind != "data" else ""
-        note += f"; to prune: {gb(sum(one.size for one in going))} ({len(going)})" if going else ""
+        note += f"; to prune: {amount(sum(one.size for one in going))} ({len(going)})" if going else ""
         note += f"; kept: {', '.join(sorted(staying))}" if staying else ""
-        held, idle = gb(sum(one.size for one in members)), span(min(one.idle for one in members))
+        held, idle = amount(sum(one.size for one in members)), span(min(one.idle for one in members))
         _line(f"{members[0].kind:<8} {held:>9} {idle:>14}  {path}{note}")
-    print(f"{'total':<8} {gb(sum(one.size for one in found)):>9}")
+    print(f"{'total':<8} {amount(sum(one.size for one in found)):>9}")
 
 
 def _show_processes(title: str, found: list[Found]) -> None:
@@ -201,7 +201,7 @@ def _show_processes(title: str, found: list[Found]) -> None:
         return
     print(f"{title}:\n  {'PID':>8} {'AGE':>12} {'RAM':>9} {'GPU':>9}  {'RUN':<30}  COMMAND")
     for one in found:
-        rss, held = ("n/a" if many is None else gb(many) for many in (one.rss, one.gpu_memory))
+        rss, held = ("n/a" if many is None else amount(many) for many in (one.rss, one.gpu_memory))
         why = f"  ({one.why})" if one.why else ""
         columns = f"{one.process.pid:>8} {span(one.age):>12} {rss:>9} {held:>9}  {one.run or '-':<30}"
         _line(f"  {columns}  {_short(one.command)}{why}")
@@ -239,7 +239,7 @@ def _show_others(others: list[OnGpu]) -> None:
         print("on the GPUs, not touched:")
     for one in others:
         age = f", {span(one.age)} old" if one.age is not None else ""
-        memory = gb(one.memory) if one.memory is not None else "n/a"
+        memory = amount(one.memory) if one.memory is not None else "n/a"
         _line(f"  {one.gpu}: pid {one.pid} ({one.user or '?'}{age}, {memory}) {_short(one.command or '?')}")
         _line(f"      {one.advice}")
 
@@ -257,7 +257,7 @@ def _tell(stopped: Stopped | None, back: Iterable[clean.Back]) -> None:
     for gpu in back:
         took = span(gpu.seconds)
         when = f"back after {took}" if gpu.whole else f"back; not all of what was held, {took} after"
-        print(f"{gpu.gpu}: {gb(gpu.freed)} {when}")
+        print(f"{gpu.gpu}: {amount(gpu.freed)} {when}")
 
 
 def _tell_removed(one: str, many: str, tried: list[Any], kept: list[tuple[Any, str]]) -> None:

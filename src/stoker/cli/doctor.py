@@ -13,6 +13,7 @@ from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
+from stoker.contract.terminal import ERROR, SUCCESS, WARNING, paint
 from stoker.contract.untrusted import json_text, printable, read_json
 from stoker.contract.wholefile import WholeFile
 from stoker.control.doctor import check
@@ -27,6 +28,7 @@ examples:
   stoker doctor --bundle ticket.tar.gz      for a support ticket; recognized secrets are taken out
   stoker doctor --record box.json           keep this machine; --machine box.json replays it"""
 _MARKS = {"fail": "✗", "warn": "!", "unknown": "?"}
+_COLOURS = {"fail": ERROR, "warn": WARNING, "unknown": ""}
 
 
 def parser() -> Parser:
@@ -98,11 +100,11 @@ def _print(found: Examination, findings: list[Finding], count: int) -> None:
         heat = f"{health.temperature} °C" if health and health.temperature is not None else "n/a"
         print(printable(f"  GPU {gpu.label[3:]}  {gpu.name or 'n/a'}  {used}  {heat}"))
     for finding in findings:
-        print(printable(f"{_MARKS[finding.level]} {finding.id}: {finding.text}"))
+        paint([(f"{_MARKS[finding.level]} {finding.id}", _COLOURS[finding.level]), (f": {finding.text}", "")])
         if finding.fix:
             print(printable(f"    → {finding.fix}"))
     if not findings:
-        print(f"✓ {count} checks, nothing wrong")
+        paint([(f"✓ {count} checks, nothing wrong", SUCCESS)])
     print(advice(found, findings))
 
 

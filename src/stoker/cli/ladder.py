@@ -8,7 +8,7 @@ from typing import Any
 
 from stoker.contract import redact
 from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import counted, gb, span
+from stoker.contract.quantities import amount, counted, span
 from stoker.contract.settings import Parser, add_flags
 from stoker.contract.shape import as_json
 from stoker.contract.untrusted import json_text
@@ -120,8 +120,8 @@ def _row(number: int, rung: ladder.Climbed, found: ladder.Scaling) -> str:
     share = f"{found.efficiency:.0%}" if found.efficiency is not None else "n/a"
     if rung.ranks == 1 and rung.steps_per_s:
         share = "100%"
-    card = f"{rung.gpu[0] / 1e9:.1f}/{gb(rung.gpu[1])}" if rung.gpu else "n/a"
-    memory = f"{rung.rss / 1e9:.2f} GB" if rung.rss else "n/a"
+    card = f"{rung.gpu[0] / 1e9:.1f}/{amount(rung.gpu[1])}" if rung.gpu else "n/a"
+    memory = amount(rung.rss) if rung.rss else "n/a"
     return _columns(number, rung.ranks, first, _rate(rung), share, memory, card)
 
 

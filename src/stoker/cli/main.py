@@ -93,8 +93,9 @@ def _main(argv: list[str] | None) -> int:
     except MemoryError as problem:
         line, code = f"out of memory, {_place(problem)}", EX_OSERR
     from stoker.contract import redact
+    from stoker.contract.terminal import ERROR, say
 
-    print(redact.whole(f"stoker: {line}"), file=sys.stderr)
+    say(redact.whole(line), ERROR)
     return code
 
 
@@ -118,7 +119,7 @@ def entry() -> None:
     for stream in (sys.stdout, sys.stderr):  # a terminal that has no ✓ gets a ?, and no traceback
         if stream is not None and stream.encoding.lower().replace("-", "") != "utf8":
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    from stoker.contract.terminal import own_lines
+    from stoker.contract.terminal import own_lines, wipe
 
     own_lines().__enter__()  # to the end: a traceback quotes foreign text, too
     try:
@@ -126,6 +127,7 @@ def entry() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
+        wipe()
         if "torch" in sys.modules:  # chat, export: the last look for garbage among all of torch takes a second
             import gc
 

@@ -10,6 +10,7 @@ from stoker.contract import checkpoints, layout, redact, schedulers
 from stoker.contract.quantities import span
 from stoker.contract.settings import Parser
 from stoker.contract.shapes import Verdict
+from stoker.contract.terminal import ERROR, SUCCESS, WARNING, paint
 from stoker.contract.untrusted import json_text, printable, printable_lines
 from stoker.control.record import reader
 from stoker.control.record.writer import OURS
@@ -89,7 +90,8 @@ def _show(found: Verdict, title: str, run: reader.Run | None, as_json: bool) -> 
     if as_json:
         _dump(verdict.to_json())
         return 0
-    _print(f"{title}: {verdict.status}, exit code {verdict.exit_code}")
+    colour = {"completed": SUCCESS, "stopped": WARNING}.get(verdict.status, ERROR)
+    paint([(f"{redact.whole(title)}: ", ""), (f"{verdict.status}, exit code {verdict.exit_code}", colour)])
     rank = f", rank {verdict.rank}" if verdict.rank is not None else ""
     _print(f"cause: {verdict.cause}{rank}" + (f" on host {verdict.host}" if verdict.host else ""))
     _print_lines(verdict.summary)

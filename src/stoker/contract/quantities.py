@@ -35,13 +35,20 @@ def duration(text: str) -> float:
     return float(sum(float(n) * _TIME[u] for n, u in parts))
 
 
-def gb(count: float) -> str:
-    return f"{count / 1e9:.1f} GB"
-
-
 def amount(count: float) -> str:
     """Bytes for people, where they may be few: 3.2 GB, 15 MB, 0.4 MB."""
-    return gb(count) if count >= 1e9 else f"{count / 1e6:.{0 if count >= 1e7 else 1}f} MB"
+    if count >= 1e9:
+        return f"{count / 1e9:.1f} GB"
+    return f"{count / 1e6:.1f} MB" if 0 < count < 1e7 else f"{count / 1e6:.0f} MB"
+
+
+def clock(seconds: float | None) -> str:
+    """5:30, 1:05:30; ?:?? where nobody knows yet."""
+    if seconds is None:
+        return "?:??"
+    whole = max(int(seconds), 0)
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
 def span(seconds: float) -> str:

@@ -2,7 +2,7 @@
 
 A command's stdout and stderr are replaced once, by `own_lines`, so that no print can be forgotten. What ranks printed
 goes out as bytes (`sys.stdout.buffer`, the launcher's console) and stays as it is. Our own codes, those of a progress
-bar, go through `draw` and `wipe`.
+bar (contract/progress.py), go through `draw` and `wipe`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from stoker.contract import names
 from stoker.contract.untrusted import printable, printable_lines
 
 
@@ -25,6 +26,7 @@ class OwnLines:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
+        wipe()
         self.stream.write(printable_lines(text))
         return len(text)
 
@@ -48,19 +50,79 @@ class own_lines:
         sys.stdout, sys.stderr = self._before
 
 
-def say(line: str) -> None:
+def say(line: str, colour: str = "") -> None:
     """One line of ours to stderr."""
-    print(f"stoker: {line}", file=sys.stderr, flush=True)
+    line = f"stoker: {line}"
+    if not colour or not in_colour(sys.stderr):
+        print(line, file=sys.stderr, flush=True)
+        return
+    wipe()
+    _codes(f"{coloured(printable_lines(line), colour)}\n")
 
 
-def draw(line: str, after: str = "") -> None:
-    """A progress bar on stderr: in the place of the one before, or with `after` "\\r" so that the next one takes its place."""
-    _codes(f"{printable(line)}\x1b[K{after}" if after else f"\r{printable(line)}\x1b[K")
+# ---- one bar, at the bottom of the terminal ----
+
+_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"  # a bar that is too long is cut by the terminal, and never has a second row
+_COLUMNS, _PREFIX = 80, 12
+_bar = {"drawn": False}
+
+
+def is_first() -> bool:
+    """Of the ranks of a job one draws; what is no rank is alone."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def for_bars() -> bool:
+    """Whether somebody sees a bar on stderr: it is a terminal, or a launcher's terminal is behind it."""
+    return is_first() and (_is_terminal(sys.stderr) or _through_launcher())
+
+
+def room() -> int:
+    """Columns for a bar. Of a launcher's terminal a rank knows none."""
+    if _through_launcher():
+        return _COLUMNS - _PREFIX
+    from shutil import get_terminal_size  # 2 ms, which no launch has to pay
+
+    return get_terminal_size((_COLUMNS, 24)).columns - 1
+
+
+def _through_launcher() -> bool:
+    """This is a rank, without a terminal of its own."""
+    return "RANK" in os.environ and os.environ.get(names.TERMINAL) == "1" and not _is_terminal(sys.stderr)
+
+
+def draw(line: str) -> None:
+    """A bar on stderr, in the place of the one before, until `wipe` or the next line of ours.
+
+    By way of a launcher it ends with \\r, which such bars are known by, twice: the last one could be half of \\r\\n.
+    """
+    line = f"{_NO_WRAP}{_encodable(printable(line))}{_WRAP}"
+    _codes(f"\r\x1b[K{line}" if not _through_launcher() else f" {line}\x1b[K\r\r")
+    _bar["drawn"] = True
 
 
 def wipe() -> None:
-    """The terminal's line is empty again, and the cursor at its start."""
-    _codes("\r\x1b[K")
+    """No bar is on the terminal's line any more, and the cursor at its start."""
+    if _bar["drawn"]:
+        _bar["drawn"] = False
+        _codes("\r\x1b[K" if not _through_launcher() else "\r")
+
+
+def fresh_line() -> None:
+    """The same where the terminal itself has written ^C there."""
+    _bar["drawn"] = False
+    if _is_terminal(sys.stderr):
+        _codes("\r\x1b[K")
+
+
+def _is_terminal(stream: Any) -> bool:
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _encodable(line: str) -> str:
+    if (getattr(sys.stderr, "encoding", None) or "utf-8").lower().replace("-", "") == "utf8":
+        return line
+    return line.replace("█", "#").replace("·", "-").encode("ascii", "replace").decode()
 
 
 def highlighted(pieces: Iterable[tuple[str, bool]]) -> None:
@@ -74,21 +136,31 @@ def highlighted(pieces: Iterable[tuple[str, bool]]) -> None:
     stream.flush()
 
 
+ERROR, WARNING, SUCCESS = "red", "yellow", "green"
 COLOURS = {"red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cyan": 36, "grey": 90}
 
 
-def in_colour() -> bool:
-    """Whether stdout is a terminal whose user has not asked for none (no-color.org)."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+def in_colour(stream: Any = None) -> bool:
+    """Whether stdout, or this stream, is a terminal whose user wants colours."""
+    return _is_terminal(sys.stdout if stream is None else stream) and wants_colour()
+
+
+def wants_colour() -> bool:
+    """Where there is a terminal (no-color.org)."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def coloured(text: str, colour: str) -> str:
+    """`text` holds no control codes."""
+    return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m" if colour else text
 
 
 def paint(pieces: Iterable[tuple[str, str]]) -> None:
     """Prints one line on stdout: pieces of text, each with the name of its colour, or "" for none."""
     stream = getattr(sys.stdout, "stream", sys.stdout)
-    coloured = in_colour()
+    colours = in_colour()
     for text, colour in pieces:
-        clean = printable(text)
-        stream.write(f"\x1b[{COLOURS[colour]}m{clean}\x1b[0m" if coloured and colour else clean)
+        stream.write(coloured(printable(text), colour if colours else ""))
     stream.write("\n")
 
 

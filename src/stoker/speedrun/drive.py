@@ -10,6 +10,7 @@ from typing import Any
 
 from stoker.contract import names, terminal
 from stoker.contract.names import EX_DATAERR, EX_SOFTWARE, EX_TEMPFAIL, Refusal
+from stoker.contract.progress import of_run
 from stoker.contract.quantities import span
 from stoker.contract.shape import replace, shape
 from stoker.contract.wholefile import write_json
@@ -98,7 +99,7 @@ class Drive:
         self._handles = handles
         self._took: dict[str, float] = {}
         self._tokenizer = next(stage.name for stage in course.stages if TOKENIZER in stage.outputs)
-        self._bar = sys.stderr.isatty() and not course.options.verbose
+        self._bar = terminal.for_bars() and not course.options.verbose
 
     def run(self) -> int:
         course = self.course
@@ -178,8 +179,7 @@ class Drive:
         else:
             where = None if options.verbose else log
             code = children.run(self._command(stage), self._environment, where, lambda: self._draw(stage, clock))
-        if self._bar:
-            terminal.wipe()
+        terminal.wipe()
         seconds = round(self.entries[name].seconds + time.monotonic() - clock, 2)
         run, spent = self._run_of(stage), None
         recorded = reader.load(run) if run is not None and used is not None else None
@@ -345,7 +345,14 @@ class Drive:
     def _draw(self, stage: Stage, began: float) -> None:
         if not self._bar:
             return
-        progress = state.progress(self._run_of(stage), stage.keys.get("train.max_steps", 0))
+        run = self._run_of(stage)
+        state_of_rank = of_run(run) if run is not None else None
+        steps = stage.keys.get("train.max_steps", 0)
+        progress = (
+            state_of_rank.bar(terminal.room() - len(stage.name) - 20)
+            if state_of_rank is not None
+            else state.progress(run, steps)
+        )
         terminal.draw(f"  {stage.name} {span(time.monotonic() - began)}{f' | {progress}' if progress else ''}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stoker.contract.quantities import gb, span
+from stoker.contract.quantities import amount, span
 from stoker.contract.shape import as_json
 from stoker.speedrun.course import Course
 from stoker.speedrun.estimate import room
@@ -77,7 +77,7 @@ def as_text(course: Course, columns: int | None = None) -> str:
     if count:
         lines.append(
             f"{count} of {len(course.stages)} stages to run (•): about {span(total['seconds'])}"
-            f" ({course.estimated_for}), about {gb(total['memory'])} of memory in each rank, about {gb(total['disk'])}"
+            f" ({course.estimated_for}), about {amount(total['memory'])} of memory in each rank, about {amount(total['disk'])}"
             f" of disk in {course.folder}"
         )
     else:
@@ -109,4 +109,4 @@ def _count(number: int, what: str) -> str:
 def _bytes(count: float) -> str:
     if not count:
         return "-"
-    return gb(count) if count >= 1e9 else f"{count / 1e6:.0f} MB"
+    return amount(count)

@@ -17,7 +17,8 @@ from functools import partial
 
 from stoker.contract import protocol, typed
 from stoker.contract.names import EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.quantities import span
+from stoker.contract.progress import BYTES, Progress
+from stoker.contract.quantities import amount, counted, span
 from stoker.contract.shape import pick, shape
 from stoker.contract.untrusted import parse_json, printable, printable_lines
 from stoker.control.cluster import agentzip, listing, transport
@@ -27,7 +28,6 @@ from stoker.control.cluster.ssh import explain
 from stoker.control.machine.hashing import Hashes
 
 _CHUNK = 1 << 18
-_SAY_S = 2.0
 SILENCE_S = 20.0  # nothing heard for so long: each side takes the other for gone. A sick disk here may be slow to read
 _LONG = 2 * 10**9  # bytes that take seconds to hash
 _RECEIVER = "stoker.control.agent.receiving"
@@ -102,17 +102,18 @@ def _own(host: Host, where: str, source: str) -> bool:
 def _load(what: str, found: listing.Listing, manifest: str, hosts: Hosts, places: dict[str, str], say: Say) -> Load:
     total = sum(entry.size for entry in found.entries)
     if total > _LONG:
-        say(f"reading {what}, {total / 1e9:.1f} GB, for its hashes; those of big files are remembered")
+        say(f"reading {what}, {amount(total)}, for its hashes; those of big files are remembered")
     hashes = Hashes()
     rows = []
-    for entry in found.entries:
-        try:
-            place, opened = os.path.join(found.root, entry.path), partial(found.opened, entry.path)
-            value = entry.target if entry.kind == "link" else hashes.of(place, opened)
-        except OSError as problem:
-            line = f"{os.path.join(found.root, entry.path)} can't be read: {problem.strerror}"
-            raise Refusal(line, EX_NOINPUT) from problem
-        rows.append([entry.path, entry.kind, entry.mode, entry.size, value])
+    with Progress(f"hashing {what}", total, unit=BYTES) as progress:
+        for entry in found.entries:
+            try:
+                place, opened = os.path.join(found.root, entry.path), partial(found.opened, entry.path)
+                value = entry.target if entry.kind == "link" else hashes.of(place, opened, progress.tick)
+            except OSError as problem:
+                line = f"{os.path.join(found.root, entry.path)} can't be read: {problem.strerror}"
+                raise Refusal(line, EX_NOINPUT) from problem
+            rows.append([entry.path, entry.kind, entry.mode, entry.size, value])
     hashes.save()
     others = {host.name: places[host.name] for host in hosts.hosts if not _own(host, places[host.name], found.root)}
     origin = f"{os.uname().nodename}:{found.root}" if manifest else ""
@@ -125,14 +126,15 @@ def copy(hosts: Hosts, load: Load, say: Say) -> None:
     threads = [threading.Thread(target=copy.run, name=f"copy to {copy.host.name}", daemon=True) for copy in copies]
     for thread in threads:
         thread.start()
-    began = said = time.monotonic()
+    began = time.monotonic()
+    progress = Progress(f"copying {load.what} to {counted(len(copies), 'host')}", 0, unit=BYTES, say=say)
     try:
         while any(thread.is_alive() for thread in threads):
             next(thread for thread in threads if thread.is_alive()).join(0.1)
-            if time.monotonic() - said > _SAY_S:
-                said = time.monotonic()
-                say(_progress(load.what, copies, said - began))
+            progress.total = sum(copy.needed for copy in copies)
+            progress.at(sum(copy.sent for copy in copies), "" if progress.total else "comparing")
     finally:
+        progress.end()
         for copy in copies:
             copy.stop()
     failed = {copy.host.name: copy.failure.removeprefix(f"host {copy.host.name}: ") for copy in copies if copy.failure}
@@ -156,14 +158,6 @@ def copy(hosts: Hosts, load: Load, say: Say) -> None:
 def _count(copy: _Copy) -> str:
     parts = [f"{copy.written} files, {copy.sent / 1e6:.1f} MB"] if copy.written else []
     return ", ".join([*parts, *([f"{copy.removed} removed"] if copy.removed else [])])
-
-
-def _progress(what: str, copies: list[_Copy], seconds: float) -> str:
-    total, sent = sum(copy.needed for copy in copies), sum(copy.sent for copy in copies)
-    if not total:
-        return f"comparing {what} with {len(copies)} hosts"
-    left = f", {span((total - sent) * seconds / sent)} left" if sent else ""
-    return f"copying {what} to {len(copies)} hosts: {sent / 1e6:.0f} of {total / 1e6:.0f} MB{left}"
 
 
 class NotCopied(Refusal):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stoker.contract.quantities import gb
+from stoker.contract.quantities import amount
 from stoker.contract.untrusted import printable
 from stoker.control.cluster.between import CLOCK_S, odd
 from stoker.control.cluster.facts import Facts, OneHost, Pair
@@ -50,12 +50,12 @@ def _link(one: OneHost) -> str:
 
 def _machine(one: OneHost) -> str:
     machine = one.examination.machine if one.examination else None
-    return f"{machine.cores} cores, {gb(machine.memory_available)} free" if machine else ""
+    return f"{machine.cores} cores, {amount(machine.memory_available)} free" if machine else ""
 
 
 def _disk(one: OneHost) -> str:
     host = one.examination.host if one.examination else None
-    return f"{gb(host.disk_free)} free" if host and host.disk_free is not None else ""
+    return f"{amount(host.disk_free)} free" if host and host.disk_free is not None else ""
 
 
 # (label, cell, must it be the same everywhere). Cells that are empty on all hosts leave their row out.

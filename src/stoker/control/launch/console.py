@@ -10,7 +10,9 @@ import re
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
+from stoker.contract.terminal import coloured, wants_colour
 from stoker.contract.untrusted import printable_lines
 
 ROOM = 24 << 20
@@ -21,6 +23,7 @@ EACH = 256  # what a queued piece costs beyond its bytes
 # would cost the main one more than the lines do.
 TOGETHER_S = 0.02
 AT_ONCE = 1 << 14
+_CLEARED = b"\r\x1b[K"
 _LOST = b"stoker: %d lines skipped here: the console is slower than the output; all of it is in the run directory\n"
 
 
@@ -28,7 +31,9 @@ class Console:
     def __init__(self, out: int = 1, err: int = 2) -> None:
         self._handles = {1: out, 2: err}
         self._dead: set[int] = set()
-        self._terminal = {stream: os.isatty(handle) for stream, handle in self._handles.items()}
+        knows_codes = os.environ.get("TERM") != "dumb"
+        self._terminal = {stream: os.isatty(handle) and knows_codes for stream, handle in self._handles.items()}
+        self._colours = {stream: terminal and wants_colour() for stream, terminal in self._terminal.items()}
         self._target = {stream: _identity(handle) for stream, handle in self._handles.items()}
         # target -> the line under way there, as far as it matters: empty, text, or ending with or holding a \r
         self._line: dict[object, bytes] = {}
@@ -62,9 +67,13 @@ class Console:
                 self._idle = False
                 self._ready.notify()
 
-    def say(self, stream: int, text: str) -> None:
+    def terminal(self, stream: int) -> bool:
+        return self._terminal[stream]
+
+    def say(self, stream: int, text: str, colour: str = "") -> None:
         """Lines of our own. They quote what others wrote: control codes in them are escaped."""
-        self.put(stream, printable_lines(text).encode() + b"\n", own=True)
+        text = printable_lines(text)
+        self.put(stream, (coloured(text, colour) if self._colours[stream] else text).encode() + b"\n", own=True)
 
     def skip(self, stream: int, lines: int) -> None:
         with self._ready:
@@ -85,7 +94,7 @@ class Console:
                     self._idle = True
                     self._ready.wait()
                 if not self._queue:
-                    return
+                    break
                 stream, pieces = self._next()
                 size = sum(len(piece) + EACH for piece, _ in pieces)
             self._write_all(stream, self._dress(stream, pieces))
@@ -93,6 +102,9 @@ class Console:
                 self._size -= size
                 if not self._closing and self._size < AT_ONCE:
                     self._ready.wait(TOGETHER_S)
+        for stream, terminal in self._terminal.items():  # a bar that nobody will redraw
+            if terminal and b"\r" in self._line.pop(self._target[stream], b""):
+                self._write_all(stream, _CLEARED)
 
     def _next(self) -> tuple[int, list[tuple[bytes, bool]]]:
         """The oldest pieces of one stream: what one write takes, or a single longer one."""
@@ -118,8 +130,8 @@ class Console:
     def _before(self, stream: int, under_way: bytes, own: bool) -> bytes:
         """What the line under way needs before a piece. A terminal's progress bar, redrawn or over, is cleared."""
         at_start = not under_way or under_way.endswith(b"\r")
-        if self._terminal[stream] and b"\r" in under_way and (own or at_start):
-            return b"\x1b[K" if at_start else b"\r\x1b[K"
+        if self._terminal[stream] and (b"\r" in under_way or (own and at_start)) and (own or at_start):
+            return _CLEARED  # even at its start: the terminal itself writes ^C there
         return b"\n" if own and under_way else b""
 
     def _write_all(self, stream: int, data: bytes) -> None:
@@ -161,6 +173,7 @@ def _identity(handle: int) -> object:
 
 LONGEST = 32 << 20  # a line longer than this is shown in pieces: memory is finite
 _LONGEST_BAR = 1 << 20  # what is longer is no progress bar: it is written
+_RECIPES = b"INFO | ["  # how the lines of a recipe begin, which are shortened as a whole
 _RECORD = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
 # Colours, cursor moves, titles.
 _CODES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
@@ -169,8 +182,10 @@ _CODES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\
 class LineCutter:
     """One rank's one stream. A carriage return ends a record too (progress bars), unless a newline follows it."""
 
-    def __init__(self, prefix: bytes) -> None:
+    def __init__(self, prefix: bytes, shorten: Callable[[bytes], bytes | None] | None = None) -> None:
+        """`shorten`: a whole line, without its end, to the one that is shown in its place; None: it is not shown."""
         self.prefix = prefix
+        self._shorten = shorten
         self._rest = bytearray()
         self._in_bar = False  # the unfinished line is the next state of a progress bar
         self.mid_line = False  # an unfinished line has been shown: what follows continues it
@@ -191,6 +206,10 @@ class LineCutter:
         return self._dress(done)
 
     def _dress(self, text: bytes) -> bytes:
+        if self._shorten is not None:
+            text = self._shortened(text)
+            if not text:
+                return b""
         head, self.mid_line = (b"" if self.mid_line else self.prefix), False
         if b"\r" not in text:
             return head + text[:-1].replace(b"\n", b"\n" + self.prefix) + b"\n"
@@ -199,6 +218,17 @@ class LineCutter:
         if not head and records[0] != b"\r":
             records[0] = records[0][len(self.prefix) :]
         return b"".join(records)
+
+    def _shortened(self, text: bytes) -> bytes:
+        lines = text.split(b"\n")
+        first = 1 if self.mid_line else 0  # its beginning is on the screen
+        for at, line in enumerate(lines[first:-1], first):
+            begin = line.rfind(b"\r", 0, max(len(line) - 1, 0)) + 1  # behind a bar, which stays; a last \r is of \r\n
+            shown = self._shorten(line[begin:]) if self._shorten is not None else line[begin:]
+            clear = b"\x1b[K" if begin else b""  # the bar may be longer than the line
+            lines[at] = line[:begin] + (b"" if shown is None else clear + shown + b"\n")
+        ended = [lines[0] + b"\n", *lines[1:]] if first and len(lines) > 1 else lines
+        return b"".join(ended)
 
     def flush(self) -> bytes:
         """The rest when the rank has ended, with the newline it lacks. A bar that will not go on is not redrawn."""
@@ -216,7 +246,8 @@ class LineCutter:
 
     def partial(self) -> bytes:
         """An unfinished line, as it stands: for the one rank that has the console to itself (prompts, progress)."""
-        if not self._rest or self._rest.endswith(b"\r"):
+        whole_only = self._shorten is not None and not self.mid_line and self._rest.lstrip(b"\r").startswith(_RECIPES)
+        if not self._rest or self._rest.endswith(b"\r") or whole_only:
             return b""
         shown = (b"" if self.mid_line else self.prefix) + bytes(self._rest)
         self._rest.clear()

@@ -16,13 +16,14 @@ from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import counted, span
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
+from stoker.contract.terminal import ERROR, SUCCESS, WARNING
 from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
 from stoker.control.cluster.members import Unusable
 from stoker.control.launch import description, detach
 from stoker.control.launch.console import Console
 from stoker.control.launch.live import LiveRun
-from stoker.control.launch.output import Output
+from stoker.control.launch.output import RECIPES, Output
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.request import Request, check_numbers, program
 from stoker.control.launch.runplace import Complete, RunPlace, abandon, find_place
@@ -88,14 +89,16 @@ class Coordinator:
                 self._ended(verdict, self._record.dir, self._say)
             return verdict.exit_code
         except Interrupted as stop:
-            self._say(f"stoker: stopped by {signal.Signals(stop.signum).name} before anything was started")
+            self._say(
+                f"stoker: stopped by {signal.Signals(stop.signum).name} before anything was started", colour=WARNING
+            )
             return 128 + stop.signum
         except Complete as done:
             self._say(f"✓ {done}")
             return 0
         except Refusal as refusal:
             for line in f"stoker: {refusal.line}".split("\n"):
-                self._say(line)
+                self._say(line, colour=ERROR)
             if self._report is not None:
                 self._report.refused(refusal)
             from stoker.control.verdict import launch
@@ -172,8 +175,10 @@ class Coordinator:
         if place.elsewhere:
             self._say(place.elsewhere)
         if self.options.quiet is False:
-            for line in filter(None, (place.notice, notice, *plan.lines, *warnings)):
+            for line in filter(None, (place.notice, notice, *plan.lines)):
                 self._say(line)
+            for line in warnings:
+                self._say(line, colour=WARNING)
         if self._exporter is not None:
             self._exporter.start(place.dir)
         if self._report is not None:
@@ -195,7 +200,8 @@ class Coordinator:
             warnings = preflight.preflight(self.options, plan, machine)
         if live.network is not None:
             warnings = live.network.prepare(plan, place)
-        live.output = Output(self.options, plan, place.id, self._console)
+        recipe = self.options.module and self.request.script.startswith(RECIPES)
+        live.output = Output(self.options, plan, place.id, self._console, recipe)
         # Before the record: a port that can't be had leaves nothing behind.
         return live.reserve(plan), warnings
 
@@ -210,16 +216,19 @@ class Coordinator:
         if verdict.status == "completed":
             self._say(f"✓ {verdict.summary} in {took}; record: {shown}")
         else:
-            self._say(f"stoker: {verdict.summary}")
+            colour = WARNING if verdict.status == "stopped" else ERROR
+            self._say(f"stoker: {verdict.summary}", colour=colour)
             import shlex
 
             fix = f"; {_inline(verdict.fix[0])}" if verdict.fix else ""
             why = f"`stoker why {shlex.quote(place.id)}` says more"
-            self._say(f"stoker: {verdict.status} after {took}, exit code {verdict.exit_code}{fix}; {why}")
+            self._say(
+                f"stoker: {verdict.status} after {took}, exit code {verdict.exit_code}{fix}; {why}", colour=colour
+            )
             if resume:
                 self._say(f"stoker: {_purpose(place)}: {resume}")
         for line in (*missing, *self._not_written()):
-            self._say(f"stoker: {line}")
+            self._say(f"stoker: {line}", colour=WARNING)
 
     def _print_plan(self, plan: RunPlan, place: RunPlace) -> None:
         import json
@@ -245,10 +254,11 @@ class Coordinator:
         if self._record is not None:
             self._record.event(kind, **more)
 
-    def _say(self, line: str) -> None:
-        """One line, whatever the texts that it quotes hold."""
+    def _say(self, line: str, *, colour: str = "", on_terminal: str = "") -> None:
+        """One line, whatever the texts that it quotes hold. `on_terminal`: in its place there."""
         line = redact.whole(printable(line))
-        self._console.say(2, line)
+        shown = redact.whole(printable(on_terminal)) if on_terminal and self._console.terminal(2) else line
+        self._console.say(2, shown, colour or (SUCCESS if line.startswith("✓") else ""))
         if self._record is not None:
             self._record.say(line)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.quantities import counted, gb
+from stoker.contract.quantities import amount, counted
 from stoker.contract.shape import replace, shape
 from stoker.contract.untrusted import is_count
 from stoker.control.launch.options import RANK_VARIABLES, RunOptions, hides_all
@@ -180,7 +180,9 @@ def _unusable(gpu: Gpu, options: RunOptions, held: Mapping[str, str]) -> str:
         return f"is in use by {held[gpu.uuid]}"
     floor = max(options.min_free_memory, CONTEXT)
     if gpu.memory_free is not None and gpu.memory_free < floor:
-        return f"has {gb(gpu.memory_free)} free of {gb(gpu.memory_total or 0)}, {gb(floor)} needed{_by(gpu)}"
+        return (
+            f"has {amount(gpu.memory_free)} free of {amount(gpu.memory_total or 0)}, {amount(floor)} needed{_by(gpu)}"
+        )
     return ""
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import counted, gb
+from stoker.contract.quantities import amount, counted
 from stoker.contract.shape import options_of, shape
 from stoker.contract.shapes import Verdict
 from stoker.control.launch.imports import Import, Imported, find_imports, start, try_imports
@@ -152,8 +152,8 @@ def scaling(climbed: Sequence[Climbed], world: int) -> Scaling:
 def memory_line(found: Scaling, world: int) -> str:
     if found.memory_needed is None or found.memory_total is None:
         return ""
-    room = "" if found.memory == "scales" else f", and {gb(found.memory_others)} of it is in use by others"
-    need = f"will need {gb(found.memory_needed)} of {gb(found.memory_total)} host memory"
+    room = "" if found.memory == "scales" else f", and {amount(found.memory_others)} of it is in use by others"
+    need = f"will need {amount(found.memory_needed)} of {amount(found.memory_total)} host memory"
     return f"memory {found.memory}: {counted(world, 'rank')} {need}{room}"
 
 

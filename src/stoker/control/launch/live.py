@@ -16,6 +16,7 @@ from stoker.contract.names import EX_TEMPFAIL, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import span
 from stoker.contract.shape import pick, replace
 from stoker.contract.shapes import Verdict
+from stoker.contract.terminal import WARNING
 from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
 from stoker.control.cluster.members import Member, Unusable
@@ -56,7 +57,7 @@ class LiveRun:
         link: transport.Link | None,
         hosts: Hosts | None,
         signals: Signals,
-        say: Callable[[str], None],
+        say: Callable[..., None],
         tell: Callable[..., None],
     ) -> None:
         self.request = request
@@ -131,7 +132,7 @@ class LiveRun:
             variables = [name for name, _ in env]
             why = pick(verdict, "cause", "rank")
             self.record.event("restart", attempt=number, **why, wait_s=again.wait_s, env=variables)
-            self.say(f"stoker: {again.line}")
+            self.say(f"stoker: {again.line}", colour=WARNING)
             if self.notifier is not None:
                 self.notifier.tell(verdict, "restarting", place.dir)
             try:
@@ -210,7 +211,7 @@ class LiveRun:
             return plan, None
         self.planner.left_out[card.uuid] = broken
         self.record.event("gpu-left-out", gpu=card.uuid, label=card.label, why=broken)
-        self.say(f"stoker: {card.label} ({card.uuid}) fails its proof ({broken}): it is left out")
+        self.say(f"stoker: {card.label} ({card.uuid}) fails its proof ({broken}): it is left out", colour=WARNING)
         try:
             fresh = self.planner.plan_again()
         except Refusal as refusal:

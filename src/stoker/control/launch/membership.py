@@ -11,6 +11,7 @@ from typing import Any
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
+from stoker.contract.terminal import WARNING
 from stoker.control.cluster.members import Member, Unusable, short
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.restarts import Again
@@ -82,7 +83,7 @@ class Membership:
             return False
         self.settle()
         for host, why in missing.hosts.items():
-            self._say(f"stoker: host {host} can't be used: {short(why)}; starting with {self.here}")
+            self._say(f"stoker: host {host} can't be used: {short(why)}; starting with {self.here}", colour=WARNING)
         return True
 
     def lose(self, gone: Unusable) -> None:
@@ -123,7 +124,7 @@ class Membership:
             self.lost[member.host] = Lost(why, member.selves)
             self.lost[member.host].next_try = time.monotonic() + LONGEST_S
             self._members.drop(member)
-            self._say(f"stoker: host {member.host} is back and stays out: {why}")
+            self._say(f"stoker: host {member.host} is back and stays out: {why}", colour=WARNING)
             self._tell("host-unfit", on=member.host, why=why)
         self.joined = []
 
@@ -173,7 +174,7 @@ class Membership:
                 one.former = [*one.former, *one.member.selves]
                 self._members.drop(one.member)
                 if one.back:
-                    self._say(f"stoker: host {name} is lost again: {short(one.member.gone)}")
+                    self._say(f"stoker: host {name} is lost again: {short(one.member.gone)}", colour=WARNING)
                 one.part(now + AGAIN_S)
             elif not one.back and "host" in one.member.answers:
                 self._examine(name, one, one.member)
@@ -206,7 +207,7 @@ class Membership:
             return
         if wrong != one.unfit:
             one.unfit = wrong
-            self._say(f"stoker: host {name} is back and stays out: {wrong}")
+            self._say(f"stoker: host {name} is back and stays out: {wrong}", colour=WARNING)
             self._tell("host-unfit", on=name, why=wrong)
         one.former = [*one.former, *member.selves]
         self._members.drop(member)

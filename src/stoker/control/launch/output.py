@@ -17,6 +17,7 @@ from stoker.control.record.writer import RunRecord
 
 _TAIL = 8192
 _HOLD_S = 0.2
+RECIPES = "stoker.training.recipes."  # modules: the lines of our own scripts are shortened on a terminal
 _PATIENT = 1 << 16
 
 
@@ -63,8 +64,10 @@ def line_prefix(options: RunOptions, place: Place) -> bytes:
 
 
 class Output:
-    def __init__(self, options: RunOptions, plan: RunPlan, run_id: str, console: Console) -> None:
+    def __init__(self, options: RunOptions, plan: RunPlan, run_id: str, console: Console, recipe: bool = False) -> None:
+        """`recipe`: it is one of ours that runs."""
         self._console = console
+        self._recipe = recipe
         self._options = options
         wanted = options.log_dir not in (None, "", os.devnull)
         self._logs = TorchrunLogs(options.log_dir or "", options.rdzv_id or run_id) if wanted else None
@@ -165,7 +168,7 @@ class Output:
             return
         cutter = self._cutters.get((rank, fd))
         if cutter is None:
-            cutter = self._cutters[rank, fd] = LineCutter(self._prefixes.get(rank, b""))
+            cutter = self._cutters[rank, fd] = self._cutter(rank, stream)
         if self._console.full and len(data) > SMALL:
             # Too far behind to show anything: count the lines instead of cutting them.
             cut = data.rfind(b"\n") + 1
@@ -176,6 +179,14 @@ class Output:
         self._console.put(stream, cutter.feed(data))
         if self._alone:
             self._console.put(stream, cutter.partial())
+
+    def _cutter(self, rank: int, stream: int) -> LineCutter:
+        prefix = self._prefixes.get(rank, b"")
+        if not self._recipe or not self._console.terminal(stream):
+            return LineCutter(prefix)
+        from stoker.control.launch.shortlines import ShortLines
+
+        return LineCutter(prefix, ShortLines(prefix, steps=rank == min(self._shown)))
 
     def ended(self, record: RunRecord, rank: int) -> None:
         """The rank is gone: show and keep the line it did not finish."""

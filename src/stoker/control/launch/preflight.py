@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from stoker.contract import layout, names
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.quantities import counted, gb
+from stoker.contract.quantities import amount, counted
 from stoker.contract.shape import replace
 from stoker.contract.untrusted import is_count, read_json
 from stoker.control.doctor import check
@@ -64,7 +64,7 @@ def diagnosis(machine: Machine, card: Gpu) -> list[str]:
         who = (one.command or "outside this container") + (f", {one.user}" if one.user else "")
         lines.append(f"{card.label} is held by pid {one.pid} ({who})")
     if now.memory_free is not None and now.memory_total is not None:
-        lines.append(f"{card.label} has {gb(now.memory_free)} of {gb(now.memory_total)} free")
+        lines.append(f"{card.label} has {amount(now.memory_free)} of {amount(now.memory_total)} free")
     broken = proof(machine, card)
     outcome = f"fails its proof: {broken}" if broken else "passes its proof now: it was busy for a while"
     return [*lines, f"{card.label} {outcome}"]

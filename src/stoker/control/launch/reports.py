@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.contract import layout, protocol, redact
-from stoker.contract.quantities import gb, span
+from stoker.contract.quantities import amount, span
 from stoker.contract.shape import pick, replace
 from stoker.contract.shapes import BadNumber, RankEnd, RankError
 from stoker.contract.stacktext import threads_of
+from stoker.contract.terminal import WARNING
 from stoker.contract.untrusted import printable, within
 from stoker.control.launch.attempt import CHECKPOINT, Attempt, read_around, read_error
 
@@ -183,9 +184,9 @@ class Reports:
             self._say(f"stoker: stopped {count} helper process(es) the ranks left behind: {helpers}")
         for one in message["stuck"]:
             stuck = f"stoker: pid {one['pid']} ({one['name']}) can't be killed, it is in state {one['state']}"
-            self._say(printable(f"{stuck}: do not use its GPU until it is gone", 1000))
+            self._say(printable(f"{stuck}: do not use its GPU until it is gone", 1000), colour=WARNING)
         for card in message["gpus_held"]:
-            self._say(f"stoker: {printable(card, 100)} still shows memory of a rank that is gone")
+            self._say(f"stoker: {printable(card, 100)} still shows memory of a rank that is gone", colour=WARNING)
 
     def _on_helpers(self, _host: str, message: protocol.Message) -> None:
         limit, names = span(message["seconds"]), _listed(message["names"])
@@ -195,11 +196,13 @@ class Reports:
         rank, where = message["rank"], message["at"]
         fields = ("rank", "at", "rss", "host_used", "host_total", "gpu")
         self._record.event("mem", **{name: message[name] for name in fields})
-        of_host = f"{message['host_used'] / 1e9:.1f}/{gb(message['host_total'])} (host)"
-        line = f"[Rank {rank}] MEM:{where} RAM {gb(message['rss'] or 0)} (rank) {of_host}"
+        more = f" {message['host_used'] / 1e9:.1f}/{message['host_total'] / 1e9:.1f} GB (host)"
         if message["gpu"]:
-            line += f" GPU {message['gpu'][0] / 1e9:.1f}/{gb(message['gpu'][1])}"
-        self._aside(rank, line + (f" ({message['note']})" if message["note"] else ""))
+            more += f" GPU {message['gpu'][0] / 1e9:.1f}/{message['gpu'][1] / 1e9:.1f} GB"
+        more += f" ({message['note']})" if message["note"] else ""
+        rss, head = message["rss"] or 0, f"[Rank {rank}] MEM:{where} RAM"
+        # People grep for the first; the second has units that a small rank does not make 0.0.
+        self._aside(rank, f"{head} {rss / 1e9:.1f} GB (rank){more}", f"{head} {amount(rss)} (rank){more}")
 
     def _on_lock(self, _host: str, message: protocol.Message) -> None:
         rank, what, seconds = message["rank"], message["what"], message.get("seconds", 0.0)
@@ -217,10 +220,10 @@ class Reports:
             line = f"LOCK: released{late}"
         self._aside(rank, f"[Rank {rank}] {line}")
 
-    def _aside(self, rank: int, line: str) -> None:
+    def _aside(self, rank: int, line: str, on_terminal: str = "") -> None:
         line = printable(line, 2000)
         if self._output.shows(rank) and not self._options.quiet:
-            self._say(line)
+            self._say(line, on_terminal=printable(on_terminal, 2000))
         else:
             self._record.say(line)
 
@@ -271,12 +274,12 @@ class Reports:
         self._record.event("numbers", cause=f"nan.{bad.kind}", summary=said, **fields)
         if not bad.firm:
             stops = self._options.on_nan == "stop" and bad.stops
-            self._say(f"stoker: {said}" + ("; if it stays so the job is stopped" if stops else ""))
+            self._say(f"stoker: {said}" + ("; if it stays so the job is stopped" if stops else ""), colour=WARNING)
         elif self._options.on_nan == "stop":
             self._attempt.trouble.append(numbers.trouble(bad, label, world))
         else:
             self._attempt.notes.append(f"{said}, and stayed so (--on-nan warn)")
-            self._say(f"stoker: {said}, and stays so; the job keeps running (--on-nan warn)")
+            self._say(f"stoker: {said}, and stays so; the job keeps running (--on-nan warn)", colour=WARNING)
 
     def _on_mark(self, _host: str, message: protocol.Message) -> None:
         self._record.event("mark", rank=message["rank"], name=message["name"])

@@ -13,6 +13,7 @@ from stoker.contract import checkpoints, layout
 from stoker.contract.quantities import span
 from stoker.contract.shape import pick
 from stoker.contract.shapes import RankEnd, Stall
+from stoker.contract.terminal import WARNING
 from stoker.control.cluster.members import Member
 from stoker.control.launch.attempt import Attempt
 from stoker.control.record.writer import RunRecord
@@ -90,7 +91,7 @@ class Supervision:
         left = [rank for rank in attempt.up if rank not in attempt.ends]
         names = ", ".join(f"rank {rank} ({attempt.plan.place(rank).label}, pid {attempt.up[rank]})" for rank in left)
         if left:
-            self._say(f"stoker: {names} can't be killed: stuck in the kernel; going on without")
+            self._say(f"stoker: {names} can't be killed: stuck in the kernel; going on without", colour=WARNING)
         attempt.told.update(place.host for place in attempt.plan.places)
         self._end_by_us(left)
 
@@ -211,7 +212,7 @@ class Supervision:
 
             self._record.event("history-failed", traceback="".join(traceback.format_exception(problem)))
             why = f"{type(problem).__name__}: {problem}"
-            self._say(f"stoker: no history of this attempt from here on ({why}); the job continues")
+            self._say(f"stoker: no history of this attempt from here on ({why}); the job continues", colour=WARNING)
 
     def _look(self) -> None:
         attempt = self._attempt
@@ -239,7 +240,7 @@ class Supervision:
         record.event("suspicion", attempt=attempt.number, cause=hang.cause_of(stall), summary=summary, **seen)
         stacks = "\n".join(text for _, text in sorted(attempt.watch.text_of_stacks().items()))
         record.save(layout.stacks(record.dir, attempt.number), stacks)
-        self._say(f"stoker: {summary} ({self._then(stall, stops_in)})")
+        self._say(f"stoker: {summary} ({self._then(stall, stops_in)})", colour=WARNING)
 
     def _then(self, stall: Stall, stops_in: float | None) -> str:
         """What will happen, and when."""
@@ -259,7 +260,7 @@ class Supervision:
             cost = f"the others wait {one.wait_s:.2g} s of each {one.step_s:.2g} s step"
             line = f"rank {one.rank} ({self._attempt.label(one.rank)}) is slow because {one.because}; {cost}"
             self._attempt.notes.append(line)
-            self._say(f"stoker: {line}")
+            self._say(f"stoker: {line}", colour=WARNING)
             seen = pick(one, "cause", "rank", "step", "wait_s", "step_s", "where")
             self._record.event("straggler", summary=line, **seen)
 
@@ -269,15 +270,16 @@ class Supervision:
             self._early.update(early)
             ranks = ", ".join(str(rank) for rank in early)
             line = f"rank {ranks} ended with 0 more than {EARLY_S:.0f} s ago; the others still run"
-            self._say(f"stoker: {line}")
+            self._say(f"stoker: {line}", colour=WARNING)
             self._record.event("suspicion", cause="rank.early-exit", rank=early[0], ranks=early, summary=line)
 
 
-def give_up(attempt: Attempt, record: RunRecord, say: Callable[[str], None], problem: Exception) -> None:
+def give_up(attempt: Attempt, record: RunRecord, say: Callable[..., None], problem: Exception) -> None:
     """The watch room failed. A watcher must not end what it watches: its failure is reported and recorded, and the job continues."""
     import traceback
 
     attempt.unwatched = True
     record.event("watch-failed", traceback="".join(traceback.format_exception(problem)))
     why = f"{type(problem).__name__}: {problem}"
-    say(f"stoker: watching failed ({why}): the job goes on unwatched; events.jsonl has the traceback")
+    line = f"stoker: watching failed ({why}): the job goes on unwatched; events.jsonl has the traceback"
+    say(line, colour=WARNING)

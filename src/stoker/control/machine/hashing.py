@@ -19,6 +19,9 @@ _BIG = 4 << 20  # smaller ones are read faster than remembered
 _RACY_NS = 2_000_000_000  # changed so recently that the next change may have the same time
 
 
+Tick = Callable[[int], None]  # bytes that were read
+
+
 def sha256_of(path: str) -> str:
     """Of a regular file: a named pipe would be waited for."""
     handle = open_regular(path)
@@ -28,10 +31,12 @@ def sha256_of(path: str) -> str:
         os.close(handle)
 
 
-def _sha256(handle: int) -> str:
+def _sha256(handle: int, tick: Tick | None = None) -> str:
     digest = hashlib.sha256()
     while data := os.read(handle, _CHUNK):
         digest.update(data)
+        if tick is not None:
+            tick(len(data))
     return digest.hexdigest()
 
 
@@ -46,23 +51,25 @@ class Hashes:
         with contextlib.suppress(OSError, ValueError):
             self._known = read("dict[str, tuple[int, int, int, str]]", read_json(self._memory))
 
-    def of(self, path: str, opened: Callable[[], int] | None = None) -> str:
+    def of(self, path: str, opened: Callable[[], int] | None = None, tick: Tick | None = None) -> str:
         """`opened` opens it, where links are not to be followed. What was opened is what is looked at and read."""
         handle = opened() if opened else open_regular(path)
         try:
-            return self._of(handle, path)
+            return self._of(handle, path, tick)
         finally:
             os.close(handle)
 
-    def _of(self, handle: int, path: str) -> str:
+    def _of(self, handle: int, path: str, tick: Tick | None) -> str:
         seen = os.fstat(handle)
         if seen.st_size < _BIG:
-            return _sha256(handle)
+            return _sha256(handle, tick)
         key, now = os.path.realpath(path), (seen.st_size, seen.st_mtime_ns, seen.st_ino)
         known = self._known.get(key)
         if known is not None and known[:3] == now:
+            if tick is not None:
+                tick(seen.st_size)
             return known[3]
-        found = _sha256(handle)
+        found = _sha256(handle, tick)
         again = os.fstat(handle)
         if (again.st_size, again.st_mtime_ns, again.st_ino) == now and time.time_ns() - seen.st_mtime_ns > _RACY_NS:
             self._known[key] = (*now, found)

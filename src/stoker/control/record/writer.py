@@ -5,6 +5,7 @@ No secret passes here (contract/redact.py), except in what the ranks print: thei
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -117,8 +118,14 @@ class RunRecord:
             raise names.Refusal(line, names.EX_CANTCREAT, cause="launch.runs-dir")
         try:
             os.makedirs(layout.attempt_dir(self.dir, number), exist_ok=True)
+            self._forget_progress()
         except OSError as problem:
             raise cannot_write(self.dir, problem) from problem
+
+    def _forget_progress(self) -> None:
+        """Of a rank that was killed in the middle of something."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(layout.PROGRESS, dir_fd=self._folder)
 
     def output(self, path: str, data: bytes) -> None:
         """A rank's bytes, to its file, as they came."""
@@ -207,6 +214,8 @@ class RunRecord:
                 os.rename(layout.RESERVE, layout.VERDICT, src_dir_fd=self._folder, dst_dir_fd=self._folder)
             except OSError as problem:
                 self._lose(path, len(data), problem)
+        with contextlib.suppress(OSError):  # a disk that is read-only by now: the run is over all the same
+            self._forget_progress()
         self.event("verdict", **pick(verdict, "status", "cause", "rank", "exit_code", "summary"))
 
 

@@ -243,11 +243,13 @@ class RunFolder:
         )
 
     def _beaten(self) -> int | None:
-        """Steps, of a script that writes no metrics: as its beats told, and at its end."""
-        steps = [step for step in self._of_ranks("step") if type(step) is int]
-        steps = [] if self.events.ended else steps
-        steps += [steps_ for _, steps_ in self.events.ended.values() if steps_]
-        return min(steps, default=None)
+        """Steps, of a script that writes no metrics: of the ranks that still run as their beats told, else as they ended."""
+        ended = self.events.ended
+        members = self.moment.members.ranks if self.moment is not None else ()
+        first = members[0] if members else 0  # the ranks of a job are numbered without gaps
+        beats = enumerate(self._of_ranks("step"), first)
+        steps = [step for rank, step in beats if type(step) is int and rank not in ended]
+        return min(steps or [made for _, made in ended.values() if made], default=None)
 
     def _loss_of_ranks(self) -> Metric:
         losses = (metric(one) for one in self._of_ranks("loss"))

@@ -83,10 +83,10 @@ def path_in(line: str) -> str:
 def shm_left(around: Around) -> tuple[str, ...]:
     if around.shm_total is None:
         return ()
-    return (f"/dev/shm: {amount(around.shm_free or 0)} of {amount(around.shm_total)} free",)
+    return (f"/dev/shm: {torch_size(around.shm_free or 0)} of {torch_size(around.shm_total)} free",)
 
 
-def amount(count: float) -> str:
+def torch_size(count: float) -> str:
     """As torch writes sizes, so that the line in the log and the verdict can be compared."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= unit:

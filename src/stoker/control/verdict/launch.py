@@ -7,7 +7,7 @@ from typing import Any
 
 from stoker.contract.checkpoints import SavedCheckpoint
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
-from stoker.contract.quantities import gb, span
+from stoker.contract.quantities import amount, span
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict.catalogue import CATALOGUE, Family, report
 
@@ -193,7 +193,7 @@ def lost(run: str, newest: SavedCheckpoint | None = None) -> Verdict:
 
 
 def over_ram_limit(rank: int, label: str, taken: int, limit: int) -> dict[str, Any]:
-    summary = f"rank {rank} ({label}) took {gb(taken)} of memory, past --ram-limit {gb(limit)}"
+    summary = f"rank {rank} ({label}) took {amount(taken)} of memory, past --ram-limit {amount(limit)}"
     return report("oom.ram-limit", summary, [f"resident memory {taken} bytes, limit {limit}"], rank=rank, at_once=True)
 
 

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
+from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import is_count
 from stoker.control.watch import stacks
@@ -261,7 +262,7 @@ def why(one: Snapshot, peer: Snapshot | None) -> tuple[str, str, str]:
     if _narrow(one) and not (peer is not None and _narrow(peer)):
         return "slow.link", f"its GPU's PCIe link has {one.lanes[0]} of {one.lanes[1]} lanes", where
     if one.swap and one.faults > 20:
-        faults, out = f"{one.faults:.0f} page faults a second from the disk", f"{one.swap / 1e9:.1f} GB swapped out"
+        faults, out = f"{one.faults:.0f} page faults a second from the disk", f"{amount(one.swap)} swapped out"
         return "slow.swap", f"it swaps: {faults}, {out}", where
     if one.waiting_for_core > 0.25 and (peer is None or one.waiting_for_core > 1.5 * peer.waiting_for_core):
         may = f"; it may run on {one.cpus} CPU{'s' if one.cpus != 1 else ''}" if one.cpus else ""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from stoker.contract.progress import Progress
 from stoker.contract.shape import as_json, shape
 from stoker.contract.typed import Count, read_shape
 from stoker.contract.untrusted import kind_of, parse_json
@@ -202,10 +203,12 @@ def wrong_in(folder: str, files: dict[str, Sums]) -> list[str]:
     """What is wrong with these files, one line each, in the order of the files; every byte is read."""
     problems = {name: _wrong_size(folder, name, sums) for name, sums in files.items()}
     chunks = [(name, n) for name, sums in files.items() if problems[name] is None for n in range(len(sums.crc32))]
-    with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1), thread_name_prefix="checksum") as pool:
+    threads = ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1), thread_name_prefix="checksum")
+    with Progress("checking the checkpoint", len(chunks), unit="pieces") as progress, threads as pool:
         checked = pool.map(lambda chunk: _wrong_chunk(folder, chunk[0], files[chunk[0]], chunk[1]), chunks)
         for (name, _), problem in zip(chunks, checked, strict=True):
             problems[name] = problems[name] or problem
+            progress.tick()
     return [f"{name} {problem}" for name, problem in problems.items() if problem]
 
 

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.owners import is_trusted, user_name
+from stoker.contract.progress import Progress
 from stoker.contract.untrusted import read_bytes
 from stoker.training.checkpoint.folders import repair, steps_in
 from stoker.training.checkpoint.manifest import (
@@ -80,13 +81,15 @@ class Checkpoint:
             block, _ = local_block(name, tensor)
             for piece in self.tensors[name].pieces:
                 work.setdefault(piece.file, []).append((name, piece, block))
-        for file, items in work.items():
-            try:
-                with safe_open(os.path.join(self.path, file), framework="pt", device="cpu") as opened:
-                    for name, piece, block in items:
-                        _copy(opened, piece, block, self.tensors[name])
-            except (SafetensorError, OSError, ValueError) as problem:
-                raise Refusal(f"{self.path}: {file} can't be read: {problem}", EX_DATAERR) from problem
+        with Progress("loading a checkpoint", sum(map(len, work.values())), unit="tensors") as progress:
+            for file, items in work.items():
+                try:
+                    with safe_open(os.path.join(self.path, file), framework="pt", device="cpu") as opened:
+                        for name, piece, block in items:
+                            _copy(opened, piece, block, self.tensors[name])
+                            progress.tick()
+                except (SafetensorError, OSError, ValueError) as problem:
+                    raise Refusal(f"{self.path}: {file} can't be read: {problem}", EX_DATAERR) from problem
 
 
 def _copy(opened: Any, piece: Piece, block: Block, entry: Entry) -> None:

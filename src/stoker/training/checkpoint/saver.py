@@ -19,6 +19,7 @@ import torch
 
 import stoker
 from stoker.contract.names import Refusal
+from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.training.checkpoint import folders
 from stoker.training.checkpoint.manifest import Manifest
@@ -167,7 +168,7 @@ class _Store:
             disk = os.statvfs(self.folder)
         except OSError as problem:
             return f" (its free space can't be asked for: {problem.strerror})"
-        return f" ({disk.f_bavail * disk.f_frsize / 1e9:.2f} GB free)"
+        return f" ({amount(disk.f_bavail * disk.f_frsize)} free)"
 
     def _sweep(self, dead: Callable[[str, int], bool]) -> None:
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from stoker.contract.quantities import gb
+from stoker.contract.quantities import amount
 from stoker.contract.shape import replace, shape
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class Buffers:
                     raise
                 why = str(problem).splitlines()[0]
                 self._say(
-                    f"{gb(size)} of host memory for checkpoints can't be pinned ({why}); ordinary memory is taken, and"
+                    f"{amount(size)} of host memory for checkpoints can't be pinned ({why}); ordinary memory is taken, and"
                     " each save stalls training longer"
                 )
                 pinned = False

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from stoker.contract import limits, settings
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import gb
+from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.training.config.keys import KEYS, values_of
 from stoker.training.config.layers import Origin
@@ -266,11 +266,13 @@ def check_needs(needs: NeedsConfig, cards: Sequence[int | None], given: Mapping[
     if needs.vram and len(large) < count:
         largest = sorted((memory for memory in cards if memory is not None), reverse=True)[:count]
         found = (
-            f"the largest here have {', '.join(gb(memory) for memory in largest)}" if cards else "this machine has none"
+            f"the largest here have {', '.join(amount(memory) for memory in largest)}"
+            if cards
+            else "this machine has none"
         )
         wanted = f"{count} GPUs" if count > 1 else "a GPU"
         raise Refusal(
-            f"{blame('needs.vram')}it needs {wanted} with {gb(needs.vram)} of memory, {found}",
+            f"{blame('needs.vram')}it needs {wanted} with {amount(needs.vram)} of memory, {found}",
             EX_UNAVAILABLE,
             cause="gpu.too-few",
         )

@@ -10,7 +10,6 @@ import itertools
 import os
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.contract import terminal
 from stoker.contract.names import EX_CANTCREAT, Refusal
-from stoker.contract.quantities import span
+from stoker.contract.progress import BYTES, Progress
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import open_lock_file, printable
 from stoker.contract.wholefile import sync_folder, write_json
@@ -78,44 +76,6 @@ def packed(entries: Sequence[NDArray[np.int64]], capacity: int) -> tuple[Packing
     start = [made.start for made in each if made is not None]
     fill = float(sum(int(lengths.sum()) for lengths in entries)) / (sum(counts) * capacity)
     return Packing(sum(counts), np.concatenate(row), np.concatenate(start), fill), counts
-
-
-# How far, how fast, how long still: one line on a terminal, a line every few seconds elsewhere.
-
-
-EVERY_S = 5.0
-EVERY_ON_A_TERMINAL_S = 0.2
-
-
-class Progress:
-    def __init__(self, what: str, total: int, say: Callable[[str], None]) -> None:
-        self.what, self.total, self.say = what, total, say
-        self.done = 0
-        self.began = self.said = time.monotonic()
-        self.terminal = sys.stderr.isatty()
-        self.shown = False
-
-    def tick(self, more: int) -> None:
-        self.done += more
-        now = time.monotonic()
-        if now - self.said < (EVERY_ON_A_TERMINAL_S if self.terminal else EVERY_S):
-            return
-        self.said = now
-        rate = self.done / (now - self.began)
-        left = span((self.total - self.done) / rate) if rate else "n/a"
-        line = (
-            f"{self.what}: {self.done / 1e6:.0f}/{self.total / 1e6:.0f} MB, {100 * self.done / max(self.total, 1):.0f}"
-            f" %, {rate / 1e6:.1f} MB/s, ETA {left}"
-        )
-        if self.terminal:
-            terminal.draw(line)
-            self.shown = True
-        else:
-            self.say(line)
-
-    def end(self) -> None:
-        if self.shown:
-            terminal.wipe()
 
 
 Say = Callable[[str], None]
@@ -177,9 +137,8 @@ def build(
     parts_folder = os.path.join(folder, "parts")
     os.makedirs(parts_folder)
     total = sum(span.size for spans in splits.values() for span in spans)
-    progress = Progress("preparing", total, say)
     made: dict[str, Any] = {}
-    with Crew(work, workers) as crew:
+    with Progress("preparing", total, unit=BYTES, say=say) as progress, Crew(work, workers) as crew:
         for name, spans in splits.items():
             jobs = jobs_of(spans)
             path = os.path.join(parts_folder, f"{name}-%07d")
@@ -189,7 +148,6 @@ def build(
                 if work.kind == "chat"
                 else _stream(folder, name, parts, work)
             )
-    progress.end()
     shutil.rmtree(parts_folder)
     write_json(
         os.path.join(folder, shards.MANIFEST),

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
+from stoker.contract.progress import BYTES, Progress
 from stoker.contract.quantities import span as time_span
 from stoker.training.data.build import Say, alone, whole
 from stoker.training.data.config import DataConfig
@@ -94,12 +95,20 @@ def trained(
                 limit = min(sum(span.size for span in chosen), told.train_megabytes * 1_000_000)
                 say(f"training a tokenizer of {told.vocab_size} tokens on {limit / 1e6:.1f} MB of the data")
                 began = time.monotonic()
-                with whole(folder) as temporary:
-                    made = train(_announced(_pieces(chosen, data, limit), say), told.vocab_size, temporary)
+                with whole(folder) as temporary, Progress("reading for the tokenizer", limit, unit=BYTES) as progress:
+                    pieces = _counted(_announced(_pieces(chosen, data, limit), say), progress)
+                    made = train(pieces, told.vocab_size, temporary)
                 say(f"tokenizer of {made.vocab_size} tokens in {time_span(time.monotonic() - began)}: {folder}")
                 if made.vocab_size < told.vocab_size:
                     say(f"the data gives {made.vocab_size} tokens, not the {told.vocab_size} of tokenizer.vocab_size")
     return load(folder)
+
+
+def _counted(pieces: Iterable[str], progress: Progress) -> Iterator[str]:
+    for piece in pieces:
+        yield piece
+        progress.tick(len(piece))
+    progress.end()  # what follows, joining pairs of tokens, can't be measured
 
 
 def _announced(pieces: Iterable[str], say: Say) -> Iterator[str]:

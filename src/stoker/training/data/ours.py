@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from stoker.contract import layout, typed
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.owners import why_not_ours_alone
+from stoker.contract.progress import BYTES, Progress
+from stoker.contract.quantities import amount
 from stoker.contract.untrusted import open_lock_file, open_regular, read_json
 from stoker.contract.wholefile import write_json, write_whole
 from stoker.control.record import ownership
@@ -109,11 +111,14 @@ def digest_files(paths: Sequence[str], cache: str, workers: int, say: Callable[[
     found = {path: str(known[os.path.abspath(path)][1]) for path in stats if path not in fresh}
     total = sum(stats[path][0] for path in fresh)
     if total > 1 << 30:
-        say(f"reading {total / 1e9:.1f} GB to know them by their bytes")
+        say(f"hashing {amount(total)} of input")
     now = time.time_ns()
     blocks = [(path, begin) for path in fresh for begin in range(0, max(stats[path][0], 1), BLOCK)]
-    with ThreadPoolExecutor(max(1, workers)) as pool:
-        sums = list(pool.map(_block, blocks))
+    sums = []
+    with Progress("hashing", total, unit=BYTES) as progress, ThreadPoolExecutor(max(1, workers)) as pool:
+        for (path, begin), one in zip(blocks, pool.map(_block, blocks), strict=True):
+            sums.append(one)
+            progress.tick(min(BLOCK, stats[path][0] - begin))
     wholes = {path: hashlib.sha256() for path in fresh}
     for one, (path, _) in zip(sums, blocks, strict=True):
         wholes[path].update(one)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, Refusal
+from stoker.contract.quantities import amount
 from stoker.contract.shape import replace, shape
 from stoker.contract.untrusted import printable
 from stoker.training.data import shards
@@ -112,7 +113,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say, verify: bool
 
 def _room(folder: str) -> str:
     try:
-        return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB free"
+        return f"{amount(shutil.disk_usage(folder).free)} free"
     except OSError as problem:
         return f"not usable: {problem.strerror}"
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from stoker.contract import typed
 from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.progress import BYTES, Progress
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import kind_of, read_json
 from stoker.contract.wholefile import write_json
@@ -126,6 +127,10 @@ def shard_files(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from split.get("masks", ())
 
 
+def _cores() -> int:
+    return max(1, len(os.sched_getaffinity(0)))
+
+
 def damage(folder: str, manifest: dict[str, Any], verify: bool) -> str | None:
     """What is wrong with the first damaged shard, or None. Sums are taken if asked for, if small, or if changed."""
     files = list(shard_files(manifest))
@@ -149,8 +154,13 @@ def damage(folder: str, manifest: dict[str, Any], verify: bool) -> str | None:
         if verify or total < SMALL
         else [about for about in files if known.get(about["file"]) != stats[about["file"]]]
     )
-    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
-        sums = list(pool.map(lambda about: _checksum(os.path.join(folder, about["file"])), to_check))
+    sums = []
+    size = sum(about["bytes"] for about in to_check)
+    with Progress("checking shards", size, unit=BYTES) as progress, ThreadPoolExecutor(_cores()) as pool:
+        paths = (os.path.join(folder, about["file"]) for about in to_check)
+        for about, found_sum in zip(to_check, pool.map(_checksum, paths), strict=True):
+            sums.append(found_sum)
+            progress.tick(about["bytes"])
     for about, found_sum in zip(to_check, sums, strict=True):
         if found_sum != about["crc32"]:
             return f"{os.path.join(folder, about['file'])} does not match its checksum"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import amount, gb
+from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.contract.spelling import suggest_file
 from stoker.contract.wholefile import WholeFile
@@ -70,7 +70,7 @@ def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
         raise Refusal(
             f"{name}: no such file here, and the hub can't give it: {first[:200]}", EX_UNAVAILABLE
         ) from problem
-    say(f"{name}: {gb(size)} of rows in {path}")
+    say(f"{name}: {amount(size)} of rows in {path}")
     return path
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+from stoker.contract.progress import Progress
 from stoker.contract.shape import shape
 from stoker.training.evaluate.asking import (
     Manner,
@@ -128,7 +129,8 @@ class Answerer:
     def write(self, asked: Asked, places: Sequence[int]) -> list[Outcome]:
         """The greedy answers."""
         marker, prompts = Marker(asked.task), [asked.prompts[place] for place in places]
-        answers = self._written(prompts, temperature=0.0) if places else []
+        with Progress("answering", len(prompts), unit="questions") as progress:
+            answers = self._written(prompts, told=progress.at, temperature=0.0) if places else []
         outcomes = []
         for place, answer in zip(places, answers, strict=True):
             question = asked.task.questions[place]
@@ -141,11 +143,17 @@ class Answerer:
     ) -> dict[int, list[Written]]:
         """`count` sampled answers to each prompt of the blocks that are `mine`, by the prompt's place."""
         answers: dict[int, list[Written]] = {}
-        for block, begin in enumerate(range(0, len(prompts), BLOCK)):
-            if mine(block):
-                places = range(begin, min(begin + BLOCK, len(prompts)))
+        blocks = {
+            block: range(begin, min(begin + BLOCK, len(prompts)))
+            for block, begin in enumerate(range(0, len(prompts), BLOCK))
+            if mine(block)
+        }
+        with Progress("sampling", count * sum(map(len, blocks.values())), unit="answers") as progress:
+            for block, places in blocks.items():
                 asked = [prompts[place] for place in places for _ in range(count)]
-                texts = self._written(asked, seed=seed * 1_000_003 + block, **self.how.sampling)
+                before = count * len(answers)
+                how = {"told": lambda done, before=before: progress.at(before + done), **self.how.sampling}
+                texts = self._written(asked, seed=seed * 1_000_003 + block, **how)
                 answers |= {place: texts[number * count : (number + 1) * count] for number, place in enumerate(places)}
         return answers
 

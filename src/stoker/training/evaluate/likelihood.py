@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.progress import Progress
 from stoker.training.data.config import DataConfig
 from stoker.training.data.ours import own_cache
 from stoker.training.data.read import texts
@@ -38,6 +39,13 @@ def batches(lengths: Sequence[int], tokens: int = TOKENS_AT_ONCE) -> Iterator[li
         yield batch
 
 
+def _counted(some: Iterable[list[int]], rows: int, what: str) -> Iterator[list[int]]:
+    with Progress(what, rows, unit="rows") as progress:
+        for batch in some:
+            yield batch
+            progress.tick(len(batch))
+
+
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
     """On the right: attention is causal, so what comes behind a row's end changes nothing before it."""
     width = max(len(row) for row in rows)
@@ -50,7 +58,7 @@ def log_likelihoods(model: Decoder, rows: Sequence[Continuation]) -> list[float]
     found = [0.0] * len(rows)
     device = model.device
     weight = model.head_weight.to(model.dtype)
-    for batch in batches([len(given) + len(asked) for given, asked in rows]):
+    for batch in _counted(batches([len(given) + len(asked) for given, asked in rows]), len(rows), "evaluation"):
         whole = [[*rows[place][0], *rows[place][1]] for place in batch]
         hidden = model.hidden(padded([one[:-1] for one in whole], device))
         places = [
@@ -138,7 +146,7 @@ def embed(model: Decoder, rows: Sequence[Sequence[int]]) -> Vectors:
     different = list(dict.fromkeys(tuple(row[:room]) for row in rows))
     device = model.device
     found = torch.zeros(len(different), model.config.dim)
-    for batch in batches([len(row) for row in different]):
+    for batch in _counted(batches([len(row) for row in different]), len(different), "embedding"):
         picked = [different[place] for place in batch]
         hidden = model.hidden(padded(picked, device)).float()
         lengths = torch.tensor([len(row) for row in picked], device=device)

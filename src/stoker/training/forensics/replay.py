@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.contract.names import EX_CONFIG, Refusal
+from stoker.contract.quantities import amount
 from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
 from stoker.contract.tensorheader import pack_header
@@ -273,7 +274,7 @@ def _write_if_room(path: str, tensors: dict[str, Tensor], about: dict[str, str],
         return
     need, have = bytes_of(tensors), shutil.disk_usage(os.path.dirname(path)).free
     if need + SPARE > have and need > SPARE // 16:  # small files are always worth a try
-        left_out[name] = f"{need / 1e9:.1f} GB needed, {have / 1e9:.1f} GB free"
+        left_out[name] = f"{amount(need)} needed, {amount(have)} free"
         return
     write_tensors(path, tensors, about)
 

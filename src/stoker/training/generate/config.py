@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from stoker.contract import limits
 from stoker.contract.limits import one_of, text
 from stoker.contract.shape import replace, shape
@@ -32,7 +34,7 @@ class GenerateConfig:
     system: str = text("TEXT")("a system message before each chat that has none: what form of answer is wanted, say")
 
     @property
-    def sampling(self) -> dict[str, float]:
+    def sampling(self) -> dict[str, Any]:
         return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
 
 

@@ -11,8 +11,7 @@ An answer depends on the seed and on the prompt's index, not on the batch it was
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -192,10 +191,11 @@ class Engine:
         stop: Collection[int],
         seed: int = 0,
         indexes: Sequence[int] | None = None,
+        told: Callable[[float], None] | None = None,
         **sampling: Any,
     ) -> list[list[int]]:
         """`sampling`: temperature, top_k, top_p, as of `sample.checked`. Ids of each answer; where it ended by itself, the last is the stop token. `indexes`: the prompts' numbers
-        among all ranks', for the sampling.
+        among all ranks', for the sampling. `told`: how many prompts are answered.
         """
         how = checked(**sampling)
         self._check(prompts, new_tokens)
@@ -206,7 +206,10 @@ class Engine:
             some = order[begin : begin + self.rows]
             numbers = some if indexes is None else [indexes[index] for index in some]
             steps = self._runner.run([prompts[index] for index in some], numbers, new_tokens, stops, how, seed)
-            (written,) = deque(steps, maxlen=1)
+            written = torch.empty(0)
+            for made, written in enumerate(steps, 1):  # noqa: B007  the last one has all
+                if told is not None:
+                    told(begin + len(some) * made / new_tokens)
             for index, answer in zip(some, written.tolist(), strict=True):
                 ended = next((place + 1 for place, token in enumerate(answer) if token in stop), None)
                 answers[index] = answer[:ended]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.progress import BYTES, Progress
 from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.contract.wholefile import sync_folder, temporary_name
@@ -188,10 +189,17 @@ def _put(library: Any, writer: Any, c: ModelConfig, entries: list[_Entry]) -> No
     writer.write_ti_data_to_file()
     if factors is not None:
         writer.write_tensor_data(factors)
-    for entry in entries:
-        whole = hf_stream.read_stored(entry.stored).to(entry.dtype)
-        writer.write_tensor_data(_bytes(_neighbours(whole, entry.heads) if entry.heads else whole))
+    total = sum(entry.stored.size for entry in entries)
+    with Progress("writing weights", total, unit=BYTES) as progress:
+        for entry in entries:
+            _put_tensor(writer, entry)
+            progress.tick(entry.stored.size)
     writer.close()
+
+
+def _put_tensor(writer: Any, entry: _Entry) -> None:
+    whole = hf_stream.read_stored(entry.stored).to(entry.dtype)
+    writer.write_tensor_data(_bytes(_neighbours(whole, entry.heads) if entry.heads else whole))
 
 
 def _neighbours(rows: Tensor, heads: int) -> Tensor:

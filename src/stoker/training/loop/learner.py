@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stoker.contract.progress import Progress
 from stoker.contract.shape import shape
 from stoker.contract.wholefile import write_whole
 from stoker.training.data.reader import IGNORED
@@ -47,11 +48,13 @@ def validate(model: nn.Module, samples: Rows, group: Group, *, tokens: int, micr
     totals = torch.zeros(2, dtype=torch.float64, device=group.device)
     training = model.training
     model.eval()
-    for call in range(calls):
-        ids = mine[call * micro : (call + 1) * micro]
-        inputs, targets, segments = padded(samples, ids, micro, group.device)
-        loss = model(inputs, targets, None, documents(segments, group.device))
-        totals += torch.stack([loss.double(), (targets != IGNORED).sum().double()])
+    with Progress("validation", count, unit="rows") as progress:
+        for call in range(calls):
+            ids = mine[call * micro : (call + 1) * micro]
+            inputs, targets, segments = padded(samples, ids, micro, group.device)
+            loss = model(inputs, targets, None, documents(segments, group.device))
+            totals += torch.stack([loss.double(), (targets != IGNORED).sum().double()])
+            progress.at(min((call + 1) * micro * group.world, count))
     model.train(training)
     total, learned = group.sum(totals).tolist()
     nats = total / learned if learned else math.nan

@@ -1,23 +1,23 @@
-"""What a rank says: its lines, metrics.jsonl, the loggers that were asked for, and a bar where there is a terminal."""
+"""What a rank says: its lines, metrics.jsonl, the loggers that were asked for, and its progress."""
 
 from __future__ import annotations
 
 import importlib
 import os
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import stoker
-from stoker.contract import names, redact, terminal
+from stoker.contract import redact, terminal
+from stoker.contract.progress import Progress
+from stoker.contract.quantities import clock
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable_lines
 from stoker.control.record.metrics import Metrics
 from stoker.training.balance.plan import Plan
 from stoker.training.loop.config import check_loggers
 from stoker.training.loop.learner import Validation
-from stoker.training.loop.speed import Speed, clock
+from stoker.training.loop.speed import Speed
 from stoker.training.parallel.group import Group
 
 
@@ -70,28 +70,24 @@ def open_loggers(log_to: str, folder: str, config: dict[str, Any], say: Callable
     return loggers
 
 
-REDRAW_S = 0.5
-
-
 class Voice:
     def __init__(self, group: Group, log_every: int) -> None:
         self._group, self._steps, self._every = group, 0, log_every
         self._last: dict[str, Any] = {}  # the newest metrics line: a validation's repeats it
         self._metrics: Metrics | None = None
         self._loggers: list[Logger] = []
-        self._own_terminal = sys.stderr.isatty()
-        self._bar = group.first and (self._own_terminal or os.environ.get(names.TERMINAL) == "1")
-        self._drawn = 0.0
+        self._progress: Progress | None = None
 
     def begin(self, folder: str, steps: int, log_to: str, config: dict[str, Any], resumed_at: int) -> None:
         """Metrics, from here on: now it is known at which step."""
         self._steps = steps
         if self._group.first:
+            self._progress = Progress("training", steps, done=resumed_at)
             self._metrics = Metrics(folder, resumed_at)
             self._loggers = open_loggers(log_to, folder, config, self.say)
 
     def say(self, text: str) -> None:
-        self._wipe()
+        terminal.wipe()
         print(printable_lines(f"INFO | [{self._group.label}] {redact.whole(text)}"), flush=True)
 
     def say_once(self, text: str) -> None:
@@ -106,8 +102,8 @@ class Voice:
         done = step + 1
         per_step = speed.seconds_per_step
         left = per_step * (self._steps - done) if per_step is not None else None
-        if self._bar:
-            self._draw(done, loss, left)
+        if self._progress is not None:
+            self._progress.at(done, f"loss {loss:.4f}", left)
         fast = speed.tokens_per_s
         self._last = {"loss": loss, **values, "tokens_per_s": round(fast, 1) if fast else None}
         if step % self._every and done != self._steps:
@@ -144,23 +140,9 @@ class Voice:
             logger.log(step, {name: value for name, value in values.items() if isinstance(value, (int, float))})
 
     def close(self) -> None:
-        self._wipe()
+        if self._progress is not None:
+            self._progress.end()
         if self._metrics is not None:
             self._metrics.close()
         for logger in self._loggers:
             logger.close()
-
-    def _draw(self, done: int, loss: float, left: float | None) -> None:
-        """Ends with \\r: the launcher knows such records as a bar, too, and wipes them before the next line."""
-        now = time.monotonic()
-        if now - self._drawn < REDRAW_S:
-            return
-        self._drawn = now
-        full = 30 * done // max(self._steps, 1)
-        terminal.draw(
-            f"[{'█' * full}{'·' * (30 - full)}] {done}/{self._steps} | loss {loss:.4f} | ETA {clock(left)}", after="\r"
-        )
-
-    def _wipe(self) -> None:
-        if self._bar and self._own_terminal:
-            terminal.wipe()

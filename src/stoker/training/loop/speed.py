@@ -53,15 +53,6 @@ class Speed:
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
 
 
-def clock(seconds: float | None) -> str:
-    """5:30, 1:05:30; ?:?? where nobody knows yet."""
-    if seconds is None:
-        return "?:??"
-    whole = max(int(seconds), 0)
-    hours, rest = divmod(whole, 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
-
-
 class Startup:
     """Where the seconds before the first step went. Counted from the start of this process: Python and its imports are part of it."""
 

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from stoker.contract.effort import reading
 from stoker.contract.names import EX_CANTCREAT, Refusal
+from stoker.contract.progress import BYTES, Progress
 from stoker.contract.quantities import amount
 from stoker.contract.shape import replace
 from stoker.training.model import adapters, nf4, outside
 from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig
 from stoker.training.model.decoder import Decoder, like
-from stoker.training.model.hf_config import base_of, config_of, is_adapter, kept_of, shape_of
+from stoker.training.model.hf_config import Stored, base_of, config_of, is_adapter, kept_of, shape_of
 from stoker.training.model.hf_files import Part, places
 from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_read import Added, Source, added_by
@@ -56,7 +57,8 @@ def load_named(
     assert not any(parameter.is_meta for parameter in parameters.values()), (
         "the model is on the meta device: to_empty() first"
     )
-    with closing(source):
+    stored = source.stored
+    with closing(source), Progress("loading weights", _size(stored.values()), unit=BYTES) as progress:
         for place in places(c):
             parameter = parameters.get(place.name)
             if parameter is None:  # 4 bits: one tensor of the folder at a time has more
@@ -67,14 +69,18 @@ def load_named(
                 parameter.copy_(like(source.whole(place, parameter.dtype).to(parameter.device), parameter))
             else:
                 source.fill(place, parameter)
-    stored = source.stored
+            progress.tick(_size(stored[part.name] for part in place.parts))
     rows = stored[next(iter(places(c))).parts[0].name].shape[0]  # the embedding comes first
     padded = (
         f"; rows {rows} to {c.vocab_size - 1} of the vocabulary are new: the mean of the others"
         if rows < c.vocab_size
         else ""
     )
-    say(f"weights from {folder}: {len(stored)} tensors, {amount(sum(one.size for one in stored.values()))}{padded}")
+    say(f"weights from {folder}: {len(stored)} tensors, {amount(_size(stored.values()))}{padded}")
+
+
+def _size(stored: Iterable[Stored]) -> int:
+    return sum(one.size for one in stored)
 
 
 def _in_4_bits(source: Source, part: Part, dtype: torch.dtype) -> Tensor | nf4.Quantized:
@@ -157,9 +163,11 @@ def save_from(
             size = sum(size_of(part, dtype) for place in places(c) for part in place.parts)
             with fresh_folder(folder, size) as fresh:
                 export = Export(fresh, os.path.abspath(folder), c, dtype)
-                for name, whole in gathered:
-                    export.put(name, whole)
-                export.finish()
+                with Progress("writing weights", size, unit=BYTES) as progress:
+                    for name, whole in gathered:
+                        export.put(name, whole)
+                        progress.tick(whole.numel() * dtype.itemsize)
+                    export.finish()
                 add_files(fresh, config, generation, ((tokenizer_folder, name) for name in TOKENIZER_FILES))
                 if more is not None:
                     more(fresh)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stoker.contract.quantities import counted, gb, span
+from stoker.contract.quantities import amount, counted, span
 from stoker.contract.shapes import Finding
 from stoker.contract.untrusted import printable
 from stoker.control.doctor.check import Cards, check, fail, unknown, warn
@@ -104,7 +104,9 @@ def held(machine: Machine) -> Iterator[Finding]:
             ours = any(one.run for one in gpu.holders or ())
             fix = "stoker clean shows what is ours" if ours else "ask its owner, or --gpus any:N takes the freest"
             level = fail if gpu.memory_total - gpu.memory_used < 10**9 else warn
-            text = f"GPU {gpu.index}: {gb(gpu.memory_used)} of {gb(gpu.memory_total)} in use by {'; '.join(names)}"
+            text = (
+                f"GPU {gpu.index}: {amount(gpu.memory_used)} of {amount(gpu.memory_total)} in use by {'; '.join(names)}"
+            )
             yield level(text, fix, gpu=gpu.index)
 
 
@@ -115,7 +117,7 @@ def context(probes: dict[str, Probe], machine: Machine) -> Iterator[Finding]:
         probe = probes.get(gpu.uuid)
         if probe is None or probe.outcome == "ok":
             if probe is not None and (probe.left or 0) > 2 * 10**8:
-                text = f"GPU {gpu.index}: {gb(probe.left or 0)} more in use after the probe was gone"
+                text = f"GPU {gpu.index}: {amount(probe.left or 0)} more in use after the probe was gone"
                 yield warn(text, "somebody else started meanwhile, or the driver is slow", gpu=gpu.index)
             continue
         if probe.outcome == "busy":

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import signal
 
-from stoker.contract.quantities import gb, span
+from stoker.contract.quantities import amount, span
 from stoker.contract.shapes import Around
 from stoker.control.verdict.catalogue import Case, Family, Found, Match
-from stoker.control.verdict.lastwords import amount, find, first_line, line_of, place, said
+from stoker.control.verdict.lastwords import find, first_line, line_of, place, said, torch_size
 
 ORDER = 20
 
@@ -57,12 +57,12 @@ def memory_trend(around: Around) -> tuple[str, ...]:
     if len(around.rss) > 1:
         (since, first), (until, last) = around.rss[0], around.rss[-1]
         verb = "grew" if last > first else "went"
-        lines.append(f"its resident memory {verb} from {gb(first)} to {gb(last)} in {span(until - since)}")
+        lines.append(f"its resident memory {verb} from {amount(first)} to {amount(last)} in {span(until - since)}")
     elif around.rss:
-        lines.append(f"its resident memory was {gb(around.rss[0][1])}")
+        lines.append(f"its resident memory was {amount(around.rss[0][1])}")
     if around.host_available is not None:
-        of = f" of {gb(around.host_total)}" if around.host_total is not None else ""
-        lines.append(f"the host had {gb(around.host_available)}{of} available")
+        of = f" of {amount(around.host_total)}" if around.host_total is not None else ""
+        lines.append(f"the host had {amount(around.host_available)}{of} available")
     return tuple(lines)
 
 
@@ -87,11 +87,11 @@ def allocation(case: Case, found: Match | None) -> Found | None:
     array = re.search(r"Unable to allocate ([\d.]+ \w+) for an array with shape [^\n]*", text)
     what = f" {array[1]}" if array else ""
     if asked:
-        what = f" {amount(int(asked[1]))}"
+        what = f" {torch_size(int(asked[1]))}"
     around = case.end.around
     fix: tuple[str, ...] = ()
     if asked and around.host_total and int(asked[1]) > around.host_total:
-        piece = f"{amount(int(asked[1]))} in one piece is more than the host has ({amount(around.host_total)})"
+        piece = f"{torch_size(int(asked[1]))} in one piece is more than the host has ({torch_size(around.host_total)})"
         fix = (f"{piece}: look at the shape at {place(case.end)}",)
     said_so = (f"{error.type}: {first_line(error.message)}",) if error else ()
     if found:
