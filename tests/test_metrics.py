@@ -31,6 +31,7 @@ from conftest import Stoker, gpu_json, machine_json, wait_for
 from netcluster import NetCluster
 from stoker.contract.shapes import Verdict
 from stoker.control.machine.model import GpuGauges, HostGauges
+from stoker.control.show import serving
 from stoker.control.show.metrics import docs, names, server
 from stoker.control.show.metrics.collect import Collector
 from stoker.control.show.metrics.page import CONTENT_TYPE, ENDED_S, MOST_RANKS, Collected, Examined, render
@@ -312,10 +313,10 @@ def test_alerts_and_dashboards_name_what_is_exported() -> None:
 
 @contextmanager
 def serving(page: bytes | None = b"stoker_up 1\n") -> Iterator[int]:
-    listening = server.listen("127.0.0.1", 0)
+    listening = serving.listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
     over = threading.Event()
-    made = server.Server(listening, lambda: page, CONTENT_TYPE)
+    made = server.MetricsServer(listening, lambda: page, CONTENT_TYPE)
     thread = threading.Thread(target=made.serve, args=(over.is_set, 0.05))
     thread.start()
     try:
@@ -393,9 +394,9 @@ def test_a_thousand_malformed_requests_leave_it_alive() -> None:
 
 
 def test_clients_that_never_finish_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "REQUEST_S", 0.5)
+    monkeypatch.setattr(serving, "REQUEST_S", 0.5)
     with serving() as port:
-        idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(server.MOST_CLIENTS + 10)]
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(serving.MOST_CLIENTS + 10)]
         for client in idle:
             client.sendall(b"GET /metrics HTTP/1.1\r\n")
         assert get(port)[0] == 200
