@@ -106,7 +106,9 @@ class Answer:
     headers: tuple[tuple[str, str], ...] = ()
 
     def to_bytes(self) -> bytes:
-        return head(self.status, self.content_type, (*self.headers, ("Content-Length", str(len(self.body))))) + self.body
+        return (
+            head(self.status, self.content_type, (*self.headers, ("Content-Length", str(len(self.body))))) + self.body
+        )
 
 
 def failure(status: int, *headers: tuple[str, str]) -> Answer:
