@@ -72,15 +72,26 @@ def log(folders: Folders, run: str, attempt: int | None, rank: int | None, begin
     if begin is None and start:
         cut = data.find(b"\n") + 1
         start, data = start + cut, data[cut:]
-    whole = data.rfind(b"\n") + 1
-    if whole and len(data) > whole:  # the last line may be half written
-        data = data[:whole]
+    data = _without_half(data)
     return {**answer, "text": shown(data), "begin": start, "end": start + len(data), "size": size}
+
+
+def _without_half(data: bytes) -> bytes:
+    """Without a character, or an end of line, whose second half is still to come."""
+    for back in range(1, min(4, len(data)) + 1):
+        sign = data[-back]
+        if sign < 0x80:
+            return data[:-1] if data.endswith(b"\r") else data
+        if sign >= 0xC0:
+            length = 2 + (sign >= 0xE0) + (sign >= 0xF0)
+            return data[:-back] if length > back else data
+    return data
 
 
 def search(folders: Folders, run: str, attempt: int | None, rank: int | None, words: str) -> dict[str, Any]:
     """Lines that hold it, in any case; newest last. Of a long log the last 64 MB."""
     record = folders.record(run)
+    attempt = attempt if attempt is not None else max(record.attempts, default=0)
     try:
         with os.fdopen(reader.open_in(record.dir, *_log_names(attempt, rank)), "rb") as file:
             size = os.fstat(file.fileno()).st_size

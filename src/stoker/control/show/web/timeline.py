@@ -20,6 +20,7 @@ _ORDER = ".ABCDEFGHIJKpws"  # of several moments the last of these is shown
 _LONG_S = 5.0  # in one collective
 _STILL_S = 10.0  # without a sign of progress
 _MARKS = 200
+_STEPS = ("step", "train", "training")  # phases in which it makes steps
 _TOLD = (
     "suspicion",
     "relief",
@@ -117,7 +118,7 @@ def _letters(moment: Moment) -> Iterable[str]:
         share, in_collective, silent = (finite(metric(one)) for one in (waiting, collective, beat))
         if in_collective is not None and in_collective >= _LONG_S:
             yield "w"
-        elif phase:
+        elif phase and phase not in _STEPS:
             yield "p"
         elif silent is not None and silent >= _STILL_S:
             yield "s"

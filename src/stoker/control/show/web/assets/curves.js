@@ -2,6 +2,7 @@
 
 import { LINES, LineChart } from "./chart.js";
 import { colour, el, fill, setText } from "./dom.js";
+import { counted } from "./format.js";
 
 const POINTS = 600;
 const FIRST = ["loss", "val_loss", "reward", "tokens_per_s", "grad_norm", "lr"];
@@ -174,8 +175,8 @@ export class Curves {
       series.push({ name: this.nameOf(run), at, ...(curve.smooth || curve) });
     });
     entry.chart.set(series);
-    const bad = series.flatMap((one) => (one.faint || !one.values ? [] : one.values)).filter((one) => typeof one === "string").length;
-    setText(entry.last, bad ? `${bad} not finite` : "");
+    const bad = this.runs.reduce((sum, run) => sum + (entry.data.get(run)?.bad || 0), 0);
+    setText(entry.last, bad ? `${counted(bad, "value")} not finite` : "");
     entry.last.classList.toggle("wrong", bad > 0);
   }
 

@@ -116,8 +116,8 @@ export class Ranks {
     pen.fillStyle = colour("quiet");
     pen.textAlign = "center";
     const count = Math.max(1, Math.floor((wide * times.length) / 90));
-    for (let number = 0; number <= count; number++) {
-      const at = Math.min(times.length - 1, Math.round((number / count) * (times.length - 1)));
+    const places = new Set([...Array(count + 1).keys()].map((number) => Math.round((number / count) * (times.length - 1))));
+    for (const at of places) {
       const x = Math.min(Math.max(left + (at + 0.5) * wide, left + 24), this.canvas.clientWidth - 28);
       pen.fillText(clock(times[at]), x, ranks.length * tall + 11);
     }

@@ -130,7 +130,7 @@ export class SavedSource {
       let { steps, values } = known;
       if (smooth > 1) [steps, values] = averaged(steps, values, Math.max(1, Math.round((smooth * steps.length) / Math.max(known.count, 1))));
       const inside = [...steps.keys()].filter((at) => !(steps[at] < first) && !(steps[at] > last));
-      found[name] = { steps: inside.map((at) => steps[at]), values: inside.map((at) => values[at]), count: known.count, all: known.all };
+      found[name] = { steps: inside.map((at) => steps[at]), values: inside.map((at) => values[at]), count: known.count, bad: known.bad, all: known.all };
     }
     return { names: this.data.answers.curves.names, curves: found, problem: "" };
   }
