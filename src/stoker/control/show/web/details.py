@@ -20,19 +20,21 @@ from stoker.control.show.web.folders import Folders, NotThere
 POINTS = 600
 MOST_POINTS = 4000
 MOST_RUNS = 12  # compared at once
+Steps = tuple[float, float]  # from, to
+ALL: Steps = (-math.inf, math.inf)
 SPARK = 32  # points of a sparkline
 _LINE = 4096  # bytes within which a line of metrics.jsonl is looked for
 
 
 def curves(
-    folders: Folders, run: str, names: Sequence[str], *, since: int, first: float, last: float, most: int, smooth: int
+    folders: Folders, run: str, names: Sequence[str], *, since: int = 0, within: Steps = ALL, most: int, smooth: int = 1
 ) -> dict[str, Any]:
-    """`since`: points from this one on (a curve only grows at its end). `first`, `last`: of these steps."""
+    """`since`: points from this one on (a curve only grows at its end). `within`: of these steps."""
     folder, _ = folders.watched(run)
     made = {}
     for name in names[:20]:
         curve = folder.curve(name)
-        steps, values = _chosen(curve, since, first, last, smooth)
+        steps, values = _chosen(curve, since, within, smooth)
         picked = thinned(values, max(30, min(most, MOST_POINTS)))
         made[name] = {
             "steps": [steps[at] for at in picked],
@@ -44,13 +46,14 @@ def curves(
     return {"names": metric_names(folder), "curves": made, "problem": folder.metrics.problem if folder.metrics else ""}
 
 
-def _chosen(curve: Curve, since: int, first: float, last: float, smooth: int) -> tuple[Sequence[int], Sequence[float]]:
+def _chosen(curve: Curve, since: int, within: Steps, smooth: int) -> tuple[Sequence[int], Sequence[float]]:
     steps: Sequence[int] = curve.steps[since:] if since else curve.steps
     values: Sequence[float] = curve.values[since:] if since else curve.values
     if smooth > 1:
         points = smoothed(curve, smooth)
         steps, values = [int(step) for step, _ in points], [value for _, value in points]
-    if first > -math.inf or last < math.inf:
+    first, last = within
+    if within != ALL:
         # One more on each side, so that the line goes to the edge.
         inside = [at for at, step in enumerate(steps) if first <= step <= last]
         begin, end = (max(inside[0] - 1, 0), inside[-1] + 2) if inside else (0, 0)

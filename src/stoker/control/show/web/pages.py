@@ -98,8 +98,7 @@ class Pages:
             query.get("run", ""),
             _listed(query, "names"),
             since=_count(query, "since") or 0,
-            first=_number(query, "first", -math.inf),
-            last=_number(query, "last", math.inf),
+            within=(_number(query, "first", -math.inf), _number(query, "last", math.inf)),
             most=_count(query, "most") or details.POINTS,
             smooth=min(_count(query, "smooth") or 1, 100_000),
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import os
 import re
 import time
@@ -81,11 +80,10 @@ def _answers(folders: Folders, run: str, explain: texts.Explain) -> dict[str, An
     folder, _ = folders.watched(run)
     seen = folder.run(time.time(), watched=True)
     state = {**shared(Snapshot(time.time(), runs=(seen,))), "ranks": ranks_of(seen)}
-    everything: Any = {"since": 0, "first": -math.inf, "last": math.inf, "most": POINTS, "smooth": 1}
     names = details.metric_names(folder)[:_METRICS]
     curves: dict[str, Any] = {"names": names, "curves": {}, "problem": ""}
     for name in names:
-        curves["curves"] |= details.curves(folders, run, [name], **everything)["curves"]
+        curves["curves"] |= details.curves(folders, run, [name], most=POINTS)["curves"]
     files = texts.listing(folders, run)
     answers: dict[str, Any] = {
         "curves": curves,

@@ -62,11 +62,11 @@ class Timeline:
 
     def _take(self, moments: Iterable[Moment]) -> None:
         for moment in moments:
-            letters = "".join(_letters(moment))
+            row = "".join(letters(moment))
             shares = [finite(metric(one)) for one in moment.ranks.get("waiting", ())]
             late = late_of(shares)
             ranks = moment.members.ranks
-            self._columns.append((moment.time, ranks, letters, ranks[late] if late is not None else None))
+            self._columns.append((moment.time, ranks, row, ranks[late] if late is not None else None))
 
     def to_json(self, since: float) -> dict[str, Any]:
         """`since`: only what is newer."""
@@ -111,7 +111,7 @@ class Timeline:
         return found[-_MARKS:]
 
 
-def _letters(moment: Moment) -> Iterable[str]:
+def letters(moment: Moment) -> Iterable[str]:
     columns = [moment.ranks.get(name, ()) for name in ("waiting", "collective_age", "beat_age", "phase", "step")]
     for at in range(len(moment.members.ranks)):
         waiting, collective, beat, phase, step = (column[at] if column else None for column in columns)
