@@ -1,7 +1,7 @@
 // Which view is shown, and the frame around it. The address after # says which: run/ID/tab, compare/A/B, gpus.
 
 import { Curves } from "./curves.js";
-import { confirmed, el, fill, setText } from "./dom.js";
+import { confirmed, el, fill, setText, tip } from "./dom.js";
 import { clock, counted, percent, short, span, when } from "./format.js";
 import { RunList, badge, stepText } from "./listing.js";
 import { Machines } from "./machines.js";
@@ -162,6 +162,7 @@ class CompareView {
 }
 
 function route() {
+  tip(null, null);
   const words = location.hash.replace(/^#\/?/, "").split("/").filter(Boolean).map(decode);
   const saved = source.live ? "" : source.data.run;
   if (saved) view = new RunView(saved, words[0] === "run" ? words[2] || "curves" : "curves");

@@ -147,7 +147,7 @@ export class Ranks {
       const code = rank.exit_code === null ? "" : ` (${rank.exit_code})`;
       return el("tr", { class: late || rank.state === "failed" ? "wrong" : null }, [number, rank.label || rank.host, rank.state + code, rank.step ?? "", rank.step_s === null ? "" : span(rank.step_s), rank.waiting === null ? "" : percent(rank.waiting), rank.phase, sign, rank.memory === null ? "" : bytes(rank.memory)].map((text) => el("td", { text: String(text) })));
     });
-    fill(this.table, rows.length ? el("table", {}, el("thead", {}, el("tr", {}, HEADS.map((text) => el("th", { text })))), el("tbody", {}, rows)) : el("p", { class: "quiet", text: "no rank has started" }));
+    fill(this.table, rows.length ? el("table", { class: "tight" }, el("thead", {}, el("tr", {}, HEADS.map((text) => el("th", { text })))), el("tbody", {}, rows)) : el("p", { class: "quiet", text: "no rank has started" }));
   }
 
   changed(state, changed) {
