@@ -578,7 +578,7 @@ def test_a_run_is_followed_hangs_is_explained_and_stopped(chromium: Browser, sto
             chromium.click("#ask-yes")
             chromium.until_text("stopped", ".title")
             assert job.wait(60) == 128 + signal.SIGTERM
-            assert not chromium.js("return document.getElementById('stop')")
+            chromium.until("document.getElementById('stop').hidden")
             assert chromium.log() == []
     finally:
         job.terminate()
@@ -600,5 +600,7 @@ def test_a_saved_run_needs_no_server(chromium: Browser, stoker: Stoker) -> None:
     for tab, words in (("log", "last line"), ("why", "completed"), ("files", "metrics.jsonl"), ("settings", "ranks"), ("ranks", "nothing recorded")):  # fmt: skip
         chromium.js("location.hash = arguments[0]", f"run/x/{tab}")
         chromium.until_text(words, "main")
-    assert chromium.js("return document.title") != "owned" and not chromium.js("return document.getElementById('stop')")
+    assert chromium.js("return document.title") != "owned" and chromium.js(
+        "return document.getElementById('stop').hidden"
+    )
     assert chromium.log() == []

@@ -102,8 +102,10 @@ export class RunList {
 
   update(id, run, row) {
     const { cells } = row;
-    fill(cells.name, el("a", { href: `#run/${encodeURIComponent(id)}`, text: run.name || id }), el("small", { text: `${run.name ? `${id} · ` : ""}${counted(run.world, "rank")}${run.mine ? "" : ` · ${run.user}`}` }), this.trouble(run));
-    fill(cells.state, badge(run.state));
+    const about = JSON.stringify([run.name, run.world, run.mine, this.troubleOf(run)]);
+    if (row.about !== about) fill(cells.name, el("a", { href: `#run/${encodeURIComponent(id)}`, text: run.name || id }), el("small", { text: `${run.name ? `${id} · ` : ""}${counted(run.world, "rank")}${run.mine ? "" : ` · ${run.user}`}` }), this.trouble(run));
+    row.about = about; // a link that is exchanged while it is pressed is not clicked
+    if (cells.state.textContent !== run.state) fill(cells.state, badge(run.state));
     setText(cells.step, stepText(run));
     setText(cells.loss, short(run.loss));
     cells.loss.classList.toggle("wrong", typeof run.loss === "string");
@@ -112,8 +114,12 @@ export class RunList {
     setText(cells.started, when(run.started));
   }
 
+  troubleOf(run) {
+    return run.problem || (run.slow[0] && run.slow[0].summary) || (run.suspicion && run.suspicion.summary) || (run.state === "failed" && run.verdict && run.verdict.summary) || "";
+  }
+
   trouble(run) {
-    const text = run.problem || (run.slow[0] && run.slow[0].summary) || (run.suspicion && run.suspicion.summary) || (run.state === "failed" && run.verdict && run.verdict.summary) || "";
+    const text = this.troubleOf(run);
     return text ? el("small", { class: "trouble", text }) : null;
   }
 

@@ -57,7 +57,13 @@ class RunView {
   constructor(run, tab) {
     this.run = run;
     this.tab = tab;
-    this.head = el("div", { class: "runhead" });
+    // Made once: a button that is exchanged while it is pressed is not clicked.
+    this.title = el("h1", { text: run });
+    this.badge = el("span");
+    this.button = el("button", { type: "button", id: "stop", class: "danger", hidden: true, onclick: () => this.stop(), text: "Stop" });
+    this.about = el("p", { class: "quiet command" });
+    this.facts = el("dl", { class: "facts" });
+    this.head = el("div", { class: "runhead" }, el("div", { class: "title" }, this.title, this.badge, this.button), this.about, this.facts);
     this.alert = el("div", { class: "alerts", "aria-live": "polite" });
     this.bar = el("nav", { class: "tabs", role: "tablist", "aria-label": "about this run" });
     this.body = el("div");
@@ -92,16 +98,23 @@ class RunView {
   show() {
     const run = source.state.runs.get(this.run);
     if (!run) {
-      fill(this.head, el("h1", { text: this.run }), el("p", { class: "quiet", text: source.state.got || !source.live ? "this run is not there (any more)" : "loading" }));
+      setText(this.about, source.state.got || !source.live ? "this run is not there (any more)" : "loading");
+      fill(this.facts);
+      fill(this.badge);
+      this.key = "";
+      this.button.hidden = true;
       return;
     }
     const facts = [["step", stepText(run)], ["loss", short(run.loss)], ["tokens/s", run.tokens_per_s === null ? "" : short(run.tokens_per_s)], ["MFU", run.mfu === null ? "" : percent(run.mfu)], ["ETA", run.eta_s === null ? "" : span(run.eta_s)], ["time", run.seconds === null ? "" : span(run.seconds)], ["ranks", String(run.world)], ["phase", run.phase], ["restarts", Object.keys(run.restarts).length ? Object.entries(run.restarts).map(([cause, count]) => `${count} × ${cause}`).join(", ") : ""]];
     const may = source.live && run.mine && (run.state === "running" || run.state === "unknown");
-    const key = JSON.stringify([facts, run.state, may, run.name]);
+    setText(this.title, run.name || this.run);
+    setText(this.about, `${this.run} · ${run.user}${run.command ? ` · ${run.command}` : ""}`);
+    this.button.hidden = !may;
+    const key = JSON.stringify([facts, run.state]);
     if (key !== this.key) {
       this.key = key;
-      const stop = may ? el("button", { type: "button", id: "stop", class: "danger", disabled: this.stopping, onclick: () => this.stop(run), text: this.stopping ? "stopping" : "Stop" }) : null;
-      fill(this.head, el("div", { class: "title" }, el("h1", { text: run.name || this.run }), badge(run.state), stop), el("p", { class: "quiet command", text: `${this.run} · ${run.user}${run.command ? ` · ${run.command}` : ""}` }), el("dl", { class: "facts" }, facts.filter(([, value]) => value && value !== "n/a").map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", { class: value === "nan" ? "wrong" : null, text: value })))));
+      fill(this.badge, badge(run.state));
+      fill(this.facts, facts.filter(([, value]) => value && value !== "n/a").map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", { class: value === "nan" ? "wrong" : null, text: value }))));
     }
     this.showAlerts(run);
   }
@@ -114,16 +127,15 @@ class RunView {
     fill(this.alert, lines.map(([kind, text]) => el("p", { class: `alert ${kind}` }, text, " ", el("a", { href: `#run/${encodeURIComponent(this.run)}/why`, text: "why" }))));
   }
 
-  async stop(run) {
-    if (!(await confirmed(`Stop ${run.name || this.run}?`, "Its ranks get SIGTERM and their grace to save, as `stoker stop` does. A stopped run can be resumed from its last checkpoint.", "Stop the run"))) return;
-    this.stopping = true;
-    this.key = "";
+  async stop() {
+    if (!(await confirmed(`Stop ${this.title.textContent}?`, "Its ranks get SIGTERM and their grace to save, as `stoker stop` does. A stopped run can be resumed from its last checkpoint.", "Stop the run"))) return;
+    this.button.disabled = true;
     try {
       this.told = await source.stop(this.run);
     } catch (problem) {
       this.told = problem.message;
     }
-    this.stopping = false;
+    this.button.disabled = false;
     this.show();
   }
 
