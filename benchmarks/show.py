@@ -1,17 +1,19 @@
-"""What `stoker top` costs: CPU of a frame, CPU and memory of the viewer, of a run with recorded GPUs and ranks.
+"""What `stoker top` and `stoker web` cost: CPU of a frame, CPU and memory of the viewer, of a run with recorded GPUs and ranks.
 
     python benchmarks/show.py                      both sizes, 30 s each
-    python benchmarks/show.py --seconds 10         a try
+    python benchmarks/show.py --seconds 10         a try; --only top, --only web
 
 The viewer measured is the real one, in a pseudo-terminal of 160 x 50. It watches a run directory whose history this script
 writes every two seconds, as a coordinator does: 1 host of 8 GPUs, then 16 hosts of 8 with 128 ranks. CPU is the process's own
-(user and system), after its first five seconds; memory is its resident set at the end.
+(user and system), after its first five seconds; memory is its resident set at the end. Of `stoker web` the server is measured,
+with one client that keeps the stream of the run open and asks what the page's view of ranks and curves asks at each message.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
+import http.client
 import json
 import os
 import pty
@@ -39,6 +41,7 @@ WIDTH, HEIGHT = 160, 50
 TICKS = os.sysconf("SC_CLK_TCK")
 WARM_S = 5.0
 FRAME_MS, MOST_MB = 50.0, 100.0
+PAGE_CPU, PAGE_BYTES = 0.05, 100e3
 SIZES = {"1 host, 8 GPUs, 8 ranks": (1, 8, 0.01), "16 hosts, 128 GPUs, 128 ranks": (16, 8, 0.05)}
 _RANK = ("step", "step_s", "waiting", "phase", "beat_age", "memory")
 _GPU = ("utilization", "memory_used", "memory_total", "temperature", "power", "throttle")
@@ -205,6 +208,55 @@ def viewer(root: Path, seconds: float) -> tuple[float, float, float]:
     return used / took, resident / 1e6, sent / took
 
 
+def page(root: Path, seconds: float) -> tuple[float, float, float, int]:
+    """(CPU of a core, MB resident, bytes a second to the client, bytes of the first message)"""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "stoker", "web", "--port", "0", "--runs-dir", str(root)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    try:
+        address, _, token = child.stdout.readline().strip().partition("?token=")
+        port = int(address.strip("/").rsplit(":", 1)[1])
+        cookie = _ask(port, f"/?token={token}", "")[0].partition(";")[0]
+        stream = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        stream.request("GET", "/events?run=measured", headers={"Cookie": cookie})
+        answer = stream.getresponse()
+        first = received = 0
+        since, begun, before = 0.0, 0.0, 0.0
+        started = time.monotonic()
+        while not begun or time.monotonic() < begun + seconds:
+            line = answer.readline()
+            if not line.startswith(b"data: "):
+                continue
+            received += len(line)
+            first = first or len(line)
+            ranks = _ask(port, f"/api/ranks?run=measured&since={since}", cookie)[1]
+            since = (json.loads(ranks)["times"] or [since])[-1]
+            curve = _ask(port, "/api/curves?run=measured&names=loss&since=400", cookie)[1]
+            received += len(ranks) + len(curve)
+            if not begun and time.monotonic() > started + WARM_S:
+                begun, before, received = time.monotonic(), cpu_of(child.pid), 0
+        took = time.monotonic() - begun
+        used = cpu_of(child.pid) - before
+        resident = int(Path(f"/proc/{child.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return used / took, resident / 1e6, received / took, first
+    finally:
+        child.terminate()
+        child.wait(20)
+
+
+def _ask(port: int, path: str, cookie: str) -> tuple[str, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("GET", path, headers={"Cookie": cookie} if cookie else {})
+        answer = connection.getresponse()
+        return answer.headers.get("Set-Cookie") or "", answer.read()
+    finally:
+        connection.close()
+
+
 def cpu_of(pid: int) -> float:
     words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(words[11]) + int(words[12])) / TICKS
@@ -221,16 +273,37 @@ def measure(size: str, seconds: float) -> Cost:
     return Cost(size, frame_ms(hosts, gpus), cpu, most, mb, sent)
 
 
+def measure_page(size: str, seconds: float) -> bool:
+    hosts, gpus, _ = SIZES[size]
+    with tempfile.TemporaryDirectory() as folder:
+        recording = Recording(Path(folder), hosts, gpus)
+        try:
+            cpu, mb, sent, first = page(Path(folder), seconds)
+        finally:
+            recording.close()
+    share = f"{cpu:.2%} (of {PAGE_CPU:.0%})"
+    print(f"{size:<32}{share:>22}{mb:>7.0f} MB{sent / 1e3:>9.1f} kB/s{first / 1e3:>9.1f} kB at first")
+    return cpu <= PAGE_CPU and mb <= MOST_MB and sent <= PAGE_BYTES
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--only", choices=("top", "web"))
     told = parser.parse_args()
-    print(f"{'size':<32}{'frame':>10}{'CPU of a core':>22}{'memory':>10}{'terminal':>14}")
-    costs = [measure(size, told.seconds) for size in SIZES]
-    for cost in costs:
-        cpu = f"{cost.cpu:.2%} (of {cost.most_cpu:.0%})"
-        print(f"{cost.size:<32}{cost.frame_ms:>7.1f} ms{cpu:>22}{cost.mb:>7.0f} MB{cost.bytes_per_s / 1e3:>9.1f} kB/s")
-    return 0 if all(cost.fits for cost in costs) else 1
+    fits = True
+    if told.only != "web":
+        print(f"{'stoker top':<32}{'frame':>10}{'CPU of a core':>22}{'memory':>10}{'terminal':>14}")
+        for cost in [measure(size, told.seconds) for size in SIZES]:
+            cpu = f"{cost.cpu:.2%} (of {cost.most_cpu:.0%})"
+            print(
+                f"{cost.size:<32}{cost.frame_ms:>7.1f} ms{cpu:>22}{cost.mb:>7.0f} MB{cost.bytes_per_s / 1e3:>9.1f} kB/s"
+            )
+            fits = fits and cost.fits
+    if told.only != "top":
+        print(f"{'stoker web':<32}{'CPU of a core':>22}{'memory':>10}{'to the page':>14}")
+        fits = all([measure_page(size, told.seconds) for size in SIZES]) and fits
+    return 0 if fits else 1
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from conftest import Stoker, gpu_json, machine_json, wait_for
 from netcluster import NetCluster
 from stoker.contract.shapes import Verdict
 from stoker.control.machine.model import GpuGauges, HostGauges
+from stoker.control.show import serving
 from stoker.control.show.metrics import docs, names, server
 from stoker.control.show.metrics.collect import Collector
 from stoker.control.show.metrics.page import CONTENT_TYPE, ENDED_S, MOST_RANKS, Collected, Examined, render
@@ -311,11 +312,11 @@ def test_alerts_and_dashboards_name_what_is_exported() -> None:
 
 
 @contextmanager
-def serving(page: bytes | None = b"stoker_up 1\n") -> Iterator[int]:
-    listening = server.listen("127.0.0.1", 0)
+def served(page: bytes | None = b"stoker_up 1\n") -> Iterator[int]:
+    listening = serving.listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
     over = threading.Event()
-    made = server.Server(listening, lambda: page, CONTENT_TYPE)
+    made = server.MetricsServer(listening, lambda: page, CONTENT_TYPE)
     thread = threading.Thread(target=made.serve, args=(over.is_set, 0.05))
     thread.start()
     try:
@@ -350,7 +351,7 @@ def raw(port: int, request: bytes) -> bytes:
 
 
 def test_only_two_pages_by_get() -> None:
-    with serving() as port:
+    with served() as port:
         assert get(port) == (200, b"stoker_up 1\n") and get(port, "/metrics?x=1")[0] == 200
         assert get(port, "/")[0] == 200
         for path in ("/metrics/", "/../etc/passwd", "//metrics", "/%6detrics", "/favicon.ico"):
@@ -359,7 +360,7 @@ def test_only_two_pages_by_get() -> None:
         for method in (b"POST", b"HEAD", b"PUT", b"OPTIONS", b"get"):
             answer = raw(port, method + b" /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert answer.startswith(b"HTTP/1.1 405 ") and b"Allow: GET" in answer
-    with serving(None) as port:
+    with served(None) as port:
         assert get(port)[0] == 503
 
 
@@ -385,7 +386,7 @@ def malformed(seed: int) -> bytes:
 
 
 def test_a_thousand_malformed_requests_leave_it_alive() -> None:
-    with serving() as port:
+    with served() as port:
         for seed in range(1000):
             answer = raw(port, malformed(seed))
             assert not answer or answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 431 ")), (malformed(seed), answer)
@@ -393,9 +394,9 @@ def test_a_thousand_malformed_requests_leave_it_alive() -> None:
 
 
 def test_clients_that_never_finish_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "REQUEST_S", 0.5)
-    with serving() as port:
-        idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(server.MOST_CLIENTS + 10)]
+    monkeypatch.setattr(serving, "REQUEST_S", 0.5)
+    with served() as port:
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(serving.MOST_CLIENTS + 10)]
         for client in idle:
             client.sendall(b"GET /metrics HTTP/1.1\r\n")
         assert get(port)[0] == 200

@@ -108,6 +108,13 @@ ROWS = [
     Row("stoker stop exp1", before="stoker run --detach --name exp1 train.py --seconds 60", says="stopped"),
     Row("stoker runs"),
     Row("stoker top", "stoker top --once", "it needs a terminal: tests/test_top.py has one", says="no run yet"),
+    Row(
+        "stoker web",
+        "stoker web --save exp1 exp1.html",
+        "it serves until it is stopped: tests/test_web.py has it",
+        before=LOSSES,
+        says="wrote exp1.html",
+    ),
     Row("stoker plot exp1", before=LOSSES, says="last 1"),
     Row("stoker compare exp1 exp2", before=LOSSES, says="settings that differ: none"),
     Row("stoker run --name exp1 train.py", before="stoker run --name exp1 train.py", says="complete"),

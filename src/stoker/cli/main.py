@@ -18,6 +18,7 @@ COMMANDS = {
     "plot": "draw the loss, or another metric, of one or several runs",
     "compare": "two runs: settings that differ, results, and whether the difference is more than noise",
     "top": "hosts, GPUs, ranks and the run's loss, live in the terminal",
+    "web": "the same as a page in the browser: runs, curves, ranks, GPUs, logs; or a run as one HTML file",
     "why": "how a run ended, and why",
     "logs": "what a rank printed",
     "nan": "what made the first NaN or Inf: look at a nan_step_N folder",

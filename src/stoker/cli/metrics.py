@@ -71,6 +71,7 @@ def main(argv: list[str]) -> int:
     if told.interval < _LEAST_S:
         raise Refusal(f"--interval {told.interval:g} s: at least {_LEAST_S} s", EX_USAGE)
     from stoker.control.doctor.glance import glance
+    from stoker.control.show import serving
     from stoker.control.show.gather import Gatherer
     from stoker.control.show.metrics import server
     from stoker.control.show.metrics.collect import Collector
@@ -102,7 +103,7 @@ def main(argv: list[str]) -> int:
             elsewhere.close()
         sys.stdout.write((collector.page or b"").decode())
         return 0
-    listening = socket.socket(fileno=told.listening) if told.listening else server.listen(told.host, told.port)
+    listening = socket.socket(fileno=told.listening) if told.listening else serving.listen(told.host, told.port)
     listening.setblocking(False)
     over: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -110,9 +111,9 @@ def main(argv: list[str]) -> int:
     collector.start(told.interval)
     if not told.run:
         say(server.where(listening))
-        if not server.is_loopback(listening):
+        if not serving.is_loopback(listening):
             say("anybody who can reach this port can read the names of runs, users and hosts, and their numbers")
-    server.Server(listening, lambda: collector.page, CONTENT_TYPE).serve(lambda: bool(over))
+    server.MetricsServer(listening, lambda: collector.page, CONTENT_TYPE).serve(lambda: bool(over))
     collector.stop()
     if elsewhere is not None:
         elsewhere.close()

@@ -14,7 +14,7 @@ from stoker.contract.settings import Parser, suggest
 from stoker.contract.terminal import in_colour, paint
 from stoker.contract.untrusted import is_count, json_text, printable
 from stoker.control.record import reader
-from stoker.control.show.curves import Curve
+from stoker.control.show.curves import Curve, smoothed
 from stoker.control.show.drawing import COLOURS, LETTERS, Line, chart, fitted, mean, short
 from stoker.control.show.folder import RunFolder
 from stoker.control.show.snapshot import metric
@@ -89,20 +89,6 @@ def _curve(folder: RunFolder, name: str) -> Curve:
         raise Refusal(line, EX_NOINPUT)
     line = f"run {shown} has no metric {name!r}{suggest(name, names)}; it has {', '.join(names)}"
     raise Refusal(printable(line), EX_USAGE)
-
-
-def smoothed(curve: Curve, window: int) -> tuple[tuple[float, float], ...]:
-    """Finite ones, each the mean of it and those before."""
-    known = [
-        (float(step), value) for step, value in zip(curve.steps, curve.values, strict=True) if metric(value) == value
-    ]
-    if window <= 1:
-        return tuple(known)
-    total, made = 0.0, []
-    for at, (step, value) in enumerate(known):
-        total += value - (known[at - window][1] if at >= window else 0.0)
-        made.append((step, total / min(at + 1, window)))
-    return tuple(made)
 
 
 def _title(run: reader.Run) -> str:

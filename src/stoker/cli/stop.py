@@ -8,7 +8,7 @@ import signal
 import time
 
 from stoker.contract import layout
-from stoker.contract.names import STOP_NOW_SIGNAL
+from stoker.contract.names import STOP_NOW_SIGNAL, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
 from stoker.contract.terminal import say
@@ -56,3 +56,15 @@ def _newest(root: str) -> reader.Run:
     if listing.skipped:
         say(listing.skipped)
     return found
+
+
+def stop_run(run_dir: str) -> str:
+    """As `stoker stop` does, without waiting for the end: a viewer shows it. One line says what was done."""
+    try:
+        run = reader.read(run_dir)
+        if run is None:
+            return "this run is gone"
+        tell_launcher(run, signal.SIGTERM)
+    except (Refusal, reader.Damaged) as problem:
+        return problem.line if isinstance(problem, Refusal) else printable(str(problem))
+    return f"stopping run {printable(run.id)}: its ranks get SIGTERM and their grace to save"

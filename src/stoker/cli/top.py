@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import sys
 
+from stoker.cli.stop import stop_run
 from stoker.contract import layout
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
-from stoker.contract.untrusted import json_text, printable
-from stoker.control.launch.signals import tell_launcher
+from stoker.contract.untrusted import json_text
 from stoker.control.record import reader
 from stoker.control.show.top.frame import text
 from stoker.control.show.top.player import Player
@@ -110,18 +109,6 @@ def _show(source: Live | Demo | Player, view: View) -> int:
         "LINES",
     ):  # where they are exported they hide the terminal's own size, and every change of it
         os.environ.pop(name, None)
-    app = TopApp(source, view, _stop)
+    app = TopApp(source, view, stop_run)
     app.run()
     return app.return_code or 0
-
-
-def _stop(run_dir: str) -> str:
-    """As `stoker stop` does, without waiting for the end: the screen shows it."""
-    try:
-        run = reader.read(run_dir)
-        if run is None:
-            return "this run is gone"
-        tell_launcher(run, signal.SIGTERM)
-    except (Refusal, reader.Damaged) as problem:
-        return problem.line if isinstance(problem, Refusal) else printable(str(problem))
-    return f"stopping run {printable(run.id)}: its ranks get SIGTERM and their grace to save"

@@ -49,15 +49,10 @@ def main(argv: list[str]) -> int:
 
 
 def _explain(run: reader.Run, as_json: bool) -> int:
-    status = reader.status(run)
-    verdict = run.verdict if status not in ("running", "unknown") else None
-    if verdict is None and status == "lost":
-        verdict = lost(run.id, checkpoints.newest(run.dir) if run.mine else None)
-    scheduler = schedulers.found(run.data.get("environment") or {}) if run.mine else None
-    if scheduler is not None and status not in ("running", "completed"):
-        verdict = runs(scheduler).explained(os.path.dirname(run.dir), run, verdict)
+    verdict = verdict_of(run)
     if verdict is not None:
         return _show(verdict, f"run {run.id}{_whose(run)}", run, as_json)
+    status = reader.status(run)
     if as_json:
         known = {"schema": 1, "run": run.id, "status": status, "cause": None, "rank": None}
         _dump({**known, "suspicions": _suspicions(run)})
@@ -70,6 +65,18 @@ def _explain(run: reader.Run, as_json: bool) -> int:
         for line in evidence if isinstance(evidence, list) else ():
             _print(f"    {line}")
     return 0
+
+
+def verdict_of(run: reader.Run) -> Verdict | None:
+    """None while it goes on."""
+    status = reader.status(run)
+    verdict = run.verdict if status not in ("running", "unknown") else None
+    if verdict is None and status == "lost":
+        verdict = lost(run.id, checkpoints.newest(run.dir) if run.mine else None)
+    scheduler = schedulers.found(run.data.get("environment") or {}) if run.mine else None
+    if scheduler is not None and status not in ("running", "completed"):
+        verdict = runs(scheduler).explained(os.path.dirname(run.dir), run, verdict)
+    return verdict
 
 
 def _whose(run: reader.Run) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.control.launch.ourselves import stoker_command
+from stoker.control.show import serving
 from stoker.control.show.metrics import server
 
 _END_S = 2.0
@@ -24,7 +25,7 @@ class Exporter:
         if not 0 <= port <= 65535:
             raise Refusal(f"--metrics-port {port}: a port is a number from 0 to 65535", EX_USAGE, cause="launch.port")
         self._say = say
-        self._socket = server.listen("127.0.0.1", port, "--metrics-port")
+        self._socket = serving.listen("127.0.0.1", port, "--metrics-port")
         self._child: subprocess.Popen[bytes] | None = None
         self._errors = -1
 

@@ -90,6 +90,20 @@ def thinned(values: Sequence[float], most: int) -> list[int]:
     return chosen
 
 
+def smoothed(curve: Curve, window: int) -> tuple[tuple[float, float], ...]:
+    """Finite ones, each the mean of it and those before."""
+    known = [
+        (float(step), value) for step, value in zip(curve.steps, curve.values, strict=True) if metric(value) == value
+    ]
+    if window <= 1:
+        return tuple(known)
+    total, made = 0.0, []
+    for at, (step, value) in enumerate(known):
+        total += value - (known[at - window][1] if at >= window else 0.0)
+        made.append((step, total / min(at + 1, window)))
+    return tuple(made)
+
+
 class MetricsTail:
     """metrics.jsonl of one run. `look` reads what is new; a file that was replaced (a resumed run) is read again."""
 

@@ -36,12 +36,20 @@ def slow_ranks(
 
 def late_rank(ranks: Sequence[Rank]) -> Rank | None:
     """Who waits least, where all the others wait for a good part of their time."""
-    known = [rank for rank in ranks if rank.waiting is not None and rank.state == "running"]
-    if len(known) < 2 or len(known) < len(ranks):
+    running = [rank for rank in ranks if rank.state == "running"]
+    if len(running) < len(ranks):
         return None
-    first, *others = sorted(known, key=lambda rank: rank.waiting or 0.0)
-    least = others[0].waiting or 0.0
-    return first if least >= WAITING and least >= 2 * (first.waiting or 0.0) else None
+    late = late_of([rank.waiting for rank in running])
+    return running[late] if late is not None else None
+
+
+def late_of(shares: Sequence[float | None]) -> int | None:
+    """The place of the one whom all the others wait for, by the share of its time that each waits."""
+    known = [share for share in shares if share is not None]
+    if len(known) < 2 or len(known) < len(shares):
+        return None
+    first, second = sorted(known)[:2]
+    return shares.index(first) if second >= WAITING and second >= 2 * first else None
 
 
 def _joined(

@@ -1,0 +1,147 @@
+"""stoker web [RUN] [--port N] [--host ADDRESS] [--hosts FILE]; stoker web --save RUN FILE.html"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import os
+import signal
+import socket
+import sys
+
+from stoker.contract import layout, redact
+from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
+from stoker.contract.quantities import amount, duration
+from stoker.contract.settings import Parser
+from stoker.contract.terminal import say
+from stoker.contract.untrusted import printable
+from stoker.control.record import reader
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.cluster.elsewhere import Elsewhere
+    from stoker.control.show.snapshot import Snapshot
+
+PORT = 9910
+_LEAST_S = 0.25
+_HOSTS_S = 2.0  # between two readings of another host, at most
+_EXAMPLES = """examples:
+  stoker web                          a page with the runs in ./runs and this machine's GPUs; it prints the address
+  stoker web --hosts cluster.yaml     the hosts of a file, by ssh; nothing has to be installed there
+  stoker web --save exp1 exp1.html    a finished run as one file that any browser opens
+
+The page is for this machine only; from elsewhere use the `ssh -L` line that it prints. `stoker docs show` has more."""
+
+
+def parser() -> Parser:
+    made = Parser(
+        "stoker web", "Runs, curves, ranks, GPUs and logs as a live page in the browser, until Ctrl-C.", _EXAMPLES
+    )
+    made.run_argument("a run to open at once", default="the list of runs")
+    made.option("--port", "N", f"port to listen on (default: {PORT}; 0: a free one)", int, default=PORT)
+    made.option(
+        "--host", "ADDRESS", "address to listen on (default: 127.0.0.1, this machine only)", default="127.0.0.1"
+    )
+    made.option("--hosts", "FILE|A,B", "these hosts instead of this machine: a hosts file, or a,b,c reached by ssh")
+    made.option("--ssh-option", "OPT", "an option for the ssh client: --ssh-option=-p2222", action="append", default=[])
+    made.option("--interval", "TIME", "look this often while a page is open (default: 2s)", duration, default=2.0)
+    made.add_argument("--save", nargs=2, metavar=("RUN", "FILE"), help="write a run as one HTML file, and end")
+    made.switch("--all", "other users' runs in the folder, too (default: your own)")
+    made.runs_dir()
+    return made
+
+
+def main(argv: list[str]) -> int:
+    told = parser().parse_args(argv)
+    if not 0 <= told.port <= 65535:
+        raise Refusal(f"--port {told.port}: a port is a number from 0 to 65535", EX_USAGE)
+    if told.interval < _LEAST_S:
+        raise Refusal(f"--interval {told.interval:g}s is too short: at least {_LEAST_S}s", EX_USAGE)
+    root = os.path.abspath(layout.runs_root(told.runs_dir, os.environ))
+    if told.save:
+        return _save(root, *told.save)
+    return _serve(told, root)
+
+
+def _save(root: str, which: str, path: str) -> int:
+    from stoker.cli.why import verdict_of
+    from stoker.contract.wholefile import write_whole
+    from stoker.control.show.web.saved import saved_page
+
+    run = reader.find(which, root)
+    data = saved_page(run, verdict_of)
+    try:
+        write_whole(path, data)
+    except OSError as problem:
+        raise Refusal(f"{printable(path)} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
+    print(f"wrote {printable(path)} ({amount(len(data))})")
+    return 0
+
+
+def _serve(told: argparse.Namespace, root: str) -> int:
+    from stoker.cli.stop import stop_run
+    from stoker.cli.why import verdict_of
+    from stoker.control.show import serving
+    from stoker.control.show.gather import Gatherer
+    from stoker.control.show.web.folders import Folders
+    from stoker.control.show.web.guard import Guard
+    from stoker.control.show.web.hub import Hub
+    from stoker.control.show.web.pages import Pages
+
+    chosen = ""
+    if told.run:
+        run = reader.find(told.run, root)
+        root, chosen = os.path.dirname(run.dir), run.id
+    elsewhere: Elsewhere | None = None
+    if told.hosts:
+        from stoker.control.cluster.elsewhere import Elsewhere
+        from stoker.control.cluster.hosts import read
+
+        hosts = read(told.hosts, tuple(told.ssh_option))
+    listening = serving.listen(told.host, told.port)
+    if told.hosts:
+        elsewhere = Elsewhere(hosts, min(told.interval, _HOSTS_S))
+    gatherer = Gatherer(root, everybody=told.all, machine=elsewhere is None)
+
+    def look(watched: tuple[str, ...]) -> Snapshot:
+        return gatherer.snapshot(watched, elsewhere.readings() if elsewhere is not None else ())
+
+    guard, hub = Guard(listening, chosen), Hub(look, told.interval)
+    pages = Pages(guard, hub, Folders(root, told.all), stop_run, verdict_of)
+    over: list[int] = []
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, lambda number, _frame: over.append(number))
+    hub.start()
+    _announce(listening, guard.token, serving.url(listening, "/"), serving.is_loopback(listening))
+    complained: set[str] = set()
+
+    def failed(problem: Exception) -> None:
+        line = f"stoker web: an answer failed: {type(problem).__name__}: {problem}"
+        if line not in complained and len(complained) < 20:
+            complained.add(line)
+            say(redact.whole(printable(line, 500)))
+
+    serving.Server(listening, pages.answer, failed).serve(lambda: bool(over))
+    hub.stop()
+    if elsewhere is not None:
+        elsewhere.close()
+    return 0
+
+
+def _announce(listening: socket.socket, token: str, address: str, local: bool) -> None:
+    port = listening.getsockname()[1]
+    print(f"{address}?token={token}")
+    if local:
+        print(f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {_me()}   and open the same address there")
+    else:
+        print("anybody who sees the traffic sees the token and the page: it is not encrypted. `ssh -L` is")
+    print("Ctrl-C ends it")
+    sys.stdout.flush()
+
+
+def _me() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a number without a name
+        user = "USER"
+    return printable(f"{user}@{os.uname().nodename}")

@@ -1,0 +1,284 @@
+// Lines over steps, on a canvas: drag to zoom, double click for all, arrows and + - 0 by keyboard.
+
+import { colour, drawable, el, tip } from "./dom.js";
+import { short } from "./format.js";
+
+export const LINES = 8; // colours; then dashes
+const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
+
+export class LineChart {
+  // series: [{name, at, steps, values, faint?}]; onzoom: told of [first, last] or null
+  constructor(title, onzoom) {
+    this.title = title;
+    this.onzoom = onzoom;
+    this.series = [];
+    this.range = null;
+    this.log = false;
+    this.hover = null;
+    this.drag = null;
+    this.canvas = el("canvas", { class: "chart", tabindex: "0", role: "img", "aria-label": title });
+    this.node = el("div", { class: "plot" }, this.canvas);
+    const canvas = this.canvas;
+    canvas.addEventListener("pointerdown", (event) => this.press(event));
+    canvas.addEventListener("pointermove", (event) => this.move(event));
+    canvas.addEventListener("pointerup", (event) => this.release(event));
+    canvas.addEventListener("pointercancel", () => this.leave());
+    canvas.addEventListener("pointerleave", () => !this.drag && this.leave());
+    canvas.addEventListener("dblclick", () => this.zoom(null));
+    canvas.addEventListener("keydown", (event) => this.key(event));
+    new ResizeObserver(() => this.draw()).observe(canvas);
+  }
+
+  set(series) {
+    this.series = series;
+    const last = series.map((one) => one.values[one.values.length - 1]);
+    this.canvas.setAttribute("aria-label", `${this.title}: ${series.map((one, at) => `${one.name} ${short(last[at])}`).join(", ")}`);
+    this.draw();
+  }
+
+  extent() {
+    let low = Infinity, high = -Infinity;
+    for (const one of this.series) {
+      if (!one.steps.length) continue;
+      low = Math.min(low, one.steps[0]);
+      high = Math.max(high, one.steps[one.steps.length - 1]);
+    }
+    return low <= high ? [low, high === low ? low + 1 : high] : [0, 1];
+  }
+
+  draw() {
+    const [pen, width, height] = drawable(this.canvas);
+    if (width < 40 || height < 40) return;
+    const xs = this.range || this.extent();
+    const ys = this.heights(xs);
+    pen.font = "11px system-ui, sans-serif";
+    const ticks = ys ? marks(ys[0], ys[1], Math.max(2, Math.floor(height / 45)), this.log) : [];
+    const labels = ticks.map(([, value]) => short(value));
+    const left = Math.ceil(Math.max(24, ...labels.map((label) => pen.measureText(label).width))) + 10;
+    const box = { left, right: width - 10, top: 8, bottom: height - 22 };
+    this.frame = { box, xs };
+    const x = (step) => box.left + ((step - xs[0]) / (xs[1] - xs[0])) * (box.right - box.left);
+    const y = (value) => box.bottom - ((value - ys[0]) / (ys[1] - ys[0])) * (box.bottom - box.top);
+    pen.strokeStyle = colour("line");
+    pen.fillStyle = colour("quiet");
+    pen.lineWidth = 1;
+    pen.textBaseline = "middle";
+    pen.textAlign = "right";
+    ticks.forEach(([at], number) => {
+      const down = Math.round(y(at)) + 0.5;
+      pen.beginPath();
+      pen.moveTo(box.left, down);
+      pen.lineTo(box.right, down);
+      pen.stroke();
+      pen.fillText(labels[number], box.left - 6, down);
+    });
+    pen.textBaseline = "alphabetic";
+    pen.textAlign = "center";
+    for (const [at, value] of marks(xs[0], xs[1], Math.max(2, Math.floor(width / 110)), false)) {
+      const label = short(value), half = pen.measureText(label).width / 2;
+      pen.fillText(label, Math.min(Math.max(x(at), box.left + half - 8), box.right - half + 8), height - 6);
+    }
+    if (!ys) {
+      pen.fillText("no finite values here", (box.left + box.right) / 2, height / 2);
+      return;
+    }
+    pen.save();
+    pen.beginPath();
+    pen.rect(box.left, box.top - 4, box.right - box.left, box.bottom - box.top + 8);
+    pen.clip();
+    for (const one of this.series) this.line(pen, one, x, y, box);
+    pen.restore();
+    if (this.drag && Math.abs(this.drag.to - this.drag.from) > 2) {
+      pen.fillStyle = colour("select");
+      pen.fillRect(Math.min(this.drag.from, this.drag.to), box.top, Math.abs(this.drag.to - this.drag.from), box.bottom - box.top);
+    } else if (this.hover !== null) {
+      pen.strokeStyle = colour("quiet");
+      pen.beginPath();
+      pen.moveTo(Math.round(x(this.hover)) + 0.5, box.top);
+      pen.lineTo(Math.round(x(this.hover)) + 0.5, box.bottom);
+      pen.stroke();
+    }
+  }
+
+  line(pen, one, x, y, box) {
+    pen.strokeStyle = colour(`c${one.at % LINES}`);
+    pen.fillStyle = pen.strokeStyle;
+    pen.globalAlpha = one.faint ? 0.25 : 1;
+    pen.lineWidth = one.faint ? 1 : 1.6;
+    pen.lineJoin = "round";
+    pen.setLineDash(DASHES[Math.floor(one.at / LINES) % DASHES.length]);
+    pen.beginPath();
+    let drawing = false, alone = null;
+    const bad = [];
+    for (let at = 0; at < one.steps.length; at++) {
+      const value = this.height(one.values[at]);
+      if (value === null) {
+        if (typeof one.values[at] === "string") bad.push(one.steps[at]);
+        drawing = false;
+        continue;
+      }
+      const px = x(one.steps[at]), py = y(value);
+      drawing ? pen.lineTo(px, py) : pen.moveTo(px, py);
+      alone = one.steps.length === 1 ? [px, py] : null;
+      drawing = true;
+    }
+    pen.stroke();
+    if (alone) pen.fillRect(alone[0] - 2, alone[1] - 2, 4, 4);
+    pen.setLineDash([]);
+    pen.globalAlpha = 1;
+    pen.fillStyle = colour("bad");
+    for (const step of bad) pen.fillRect(x(step) - 1, box.bottom - 7, 2.5, 7); // not a number: a tick at the bottom
+  }
+
+  height(value) {
+    if (typeof value !== "number") return null;
+    if (!this.log) return value;
+    return value > 0 ? Math.log10(value) : null;
+  }
+
+  heights(xs) {
+    let low = Infinity, high = -Infinity;
+    for (const one of this.series) {
+      for (let at = 0; at < one.steps.length; at++) {
+        if (one.steps[at] < xs[0] || one.steps[at] > xs[1]) continue;
+        const value = this.height(one.values[at]);
+        if (value === null) continue;
+        low = Math.min(low, value);
+        high = Math.max(high, value);
+      }
+    }
+    if (low > high) return null;
+    const room = high > low ? (high - low) * 0.04 : Math.abs(high) * 0.05 || 0.5;
+    return [low - room, high + room];
+  }
+
+  stepAt(px) {
+    const { box, xs } = this.frame;
+    return xs[0] + ((px - box.left) / (box.right - box.left)) * (xs[1] - xs[0]);
+  }
+
+  press(event) {
+    if (event.button !== 0 || !this.frame) return;
+    this.canvas.setPointerCapture(event.pointerId);
+    this.drag = { from: event.offsetX, to: event.offsetX };
+  }
+
+  move(event) {
+    if (!this.frame) return;
+    if (this.drag) this.drag.to = event.offsetX;
+    this.hover = Math.min(Math.max(this.stepAt(event.offsetX), this.frame.xs[0]), this.frame.xs[1]);
+    const found = this.series.filter((one) => !one.faint).map((one) => [one, nearest(one, this.hover)]).filter(([, at]) => at >= 0);
+    if (found.length && !(this.drag && Math.abs(this.drag.to - this.drag.from) > 2)) {
+      const [first, at] = found[0];
+      this.hover = first.steps[at];
+      tip(event, [
+        `step ${first.steps[at]}`,
+        ...found.slice(0, 12).map(([one, place]) => {
+          const swatch = el("span", { class: "swatch" });
+          swatch.style.background = colour(`c${one.at % LINES}`);
+          return el("div", {}, swatch, `${found.length > 1 ? `${one.name}: ` : ""}${short(one.values[place])}`);
+        }),
+      ]);
+    } else tip(event, null);
+    this.draw();
+  }
+
+  release() {
+    const drag = this.drag;
+    this.drag = null;
+    if (drag && Math.abs(drag.to - drag.from) > 8) {
+      const ends = [this.stepAt(Math.min(drag.from, drag.to)), this.stepAt(Math.max(drag.from, drag.to))];
+      this.zoom(ends);
+    } else this.draw();
+  }
+
+  leave() {
+    this.drag = this.hover = null;
+    tip(null, null);
+    this.draw();
+  }
+
+  key(event) {
+    const [low, high] = this.range || this.extent();
+    const wide = high - low;
+    const moves = {
+      "+": [low + wide / 4, high - wide / 4], "=": [low + wide / 4, high - wide / 4], "-": [low - wide / 2, high + wide / 2],
+      ArrowLeft: [low - wide / 4, high - wide / 4], ArrowRight: [low + wide / 4, high + wide / 4], 0: null, Escape: null,
+    };
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    this.zoom(moves[event.key]);
+  }
+
+  zoom(range) {
+    if (range) {
+      const [low, high] = this.whole || this.extent();
+      const wide = Math.min(Math.max(range[1] - range[0], (high - low) / 1e5, 1e-9), high - low);
+      const begin = Math.min(Math.max(range[0], low), high - wide);
+      range = wide >= (high - low) * 0.999 ? null : [begin, begin + wide];
+    }
+    if (this.onzoom) this.onzoom(range);
+    else this.show(range);
+  }
+
+  show(range) {
+    if (!this.range && range) this.whole = this.extent();
+    this.range = range;
+    if (!range) this.whole = null;
+    this.draw();
+  }
+}
+
+function nearest(one, step) {
+  let low = 0, high = one.steps.length - 1;
+  if (high < 0) return -1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (one.steps[middle] < step) low = middle + 1;
+    else high = middle;
+  }
+  return low > 0 && Math.abs(one.steps[low - 1] - step) < Math.abs(one.steps[low] - step) ? low - 1 : low;
+}
+
+// [place, value] of round numbers within low and high; logarithmic: places are powers.
+function marks(low, high, count, log) {
+  if (log) {
+    const found = [], every = Math.max(1, Math.ceil((high - low) / count));
+    for (let power = Math.ceil(low); power <= high; power += every) found.push([power, 10 ** power]);
+    if (found.length >= 2) return found;
+    return marks(10 ** low, 10 ** high, count, false).filter(([at]) => at > 0).map(([at, value]) => [Math.log10(at), value]);
+  }
+  const wide = high - low;
+  if (!(wide > 0)) return [[low, low]];
+  const rough = wide / count, size = 10 ** Math.floor(Math.log10(rough));
+  const step = size * ([1, 2, 5, 10].find((one) => one * size >= rough) || 10);
+  const found = [];
+  for (let number = Math.ceil(low / step); number * step <= high; number++) {
+    const value = Number((number * step).toPrecision(12));
+    found.push([value, value]);
+  }
+  return found;
+}
+
+export function spark(canvas, values, { low = null, high = null, tone = "c0" } = {}) {
+  const [pen, width, height] = drawable(canvas);
+  const known = values.filter((one) => typeof one === "number");
+  if (!known.length || !width) return;
+  const bottom = low ?? Math.min(...known), top = high ?? Math.max(...known);
+  pen.strokeStyle = colour(tone);
+  pen.lineWidth = 1.4;
+  pen.lineJoin = "round";
+  pen.beginPath();
+  let drawing = false;
+  values.forEach((value, at) => {
+    if (typeof value !== "number") {
+      drawing = false;
+      return;
+    }
+    const x = 1 + (at / Math.max(values.length - 1, 1)) * (width - 2);
+    const y = height - 2 - (top > bottom ? (value - bottom) / (top - bottom) : 0.5) * (height - 4);
+    drawing ? pen.lineTo(x, y) : pen.moveTo(x, y);
+    drawing = true;
+  });
+  pen.stroke();
+}

@@ -1,0 +1,190 @@
+// Curves of one run or of several, overlaid: which metrics, smoothed by how much, on which axis, which steps.
+
+import { LINES, LineChart } from "./chart.js";
+import { colour, el, fill, setText } from "./dom.js";
+import { counted } from "./format.js";
+
+const POINTS = 600;
+const FIRST = ["loss", "val_loss", "reward", "tokens_per_s", "grad_norm", "lr"];
+const SHOWN = 6;
+const SMOOTHED = [1, 5, 10, 20, 50, 100, 200, 500];
+
+export class Curves {
+  constructor(source, runs) {
+    this.source = source;
+    this.runs = runs; // ids
+    this.names = [];
+    this.picked = null;
+    this.range = null;
+    this.smooth = 1;
+    this.log = false;
+    this.charts = new Map(); // metric -> {chart, card, data: Map(run -> curve)}
+    this.note = el("p", { class: "note", hidden: true });
+    this.metrics = el("div", { class: "chips", role: "group", "aria-label": "metrics" });
+    this.amount = el("output", { class: "amount", text: "off" });
+    this.slider = el("input", { type: "range", id: "smooth", min: 0, max: SMOOTHED.length - 1, value: 0, "aria-label": "smoothing", oninput: () => this.setSmooth() });
+    this.axis = el("input", { type: "checkbox", id: "log", onchange: () => this.setLog() });
+    this.reset = el("button", { type: "button", id: "reset", disabled: true, onclick: () => this.zoom(null), text: "all steps" });
+    this.grid = el("div", { class: "grid" });
+    this.node = el(
+      "section",
+      { class: "curves" },
+      el("div", { class: "bar" }, el("label", {}, "smooth ", this.slider, this.amount), el("label", {}, this.axis, " log axis"), this.reset, el("span", { class: "quiet hint", text: "drag over a chart to zoom, double click for all" })),
+      this.metrics,
+      runs.length > 1 ? this.legend() : null,
+      this.note,
+      this.grid,
+    );
+    this.load(true);
+  }
+
+  legend() {
+    return el(
+      "div",
+      { class: "legend" },
+      this.runs.map((run, at) => {
+        const swatch = el("span", { class: "swatch" });
+        swatch.style.background = colour(`c${at % LINES}`);
+        return el("a", { href: `#run/${encodeURIComponent(run)}` }, swatch, this.nameOf(run));
+      }),
+    );
+  }
+
+  nameOf(run) {
+    return this.source.state.runs.get(run)?.name || run;
+  }
+
+  setSmooth() {
+    this.smooth = SMOOTHED[Number(this.slider.value)];
+    setText(this.amount, this.smooth > 1 ? `${this.smooth} values` : "off");
+    this.load(true);
+  }
+
+  setLog() {
+    this.log = this.axis.checked;
+    for (const { chart } of this.charts.values()) {
+      chart.log = this.log;
+      chart.draw();
+    }
+  }
+
+  zoom(range) {
+    this.range = range;
+    this.reset.disabled = !range;
+    for (const { chart } of this.charts.values()) chart.show(range);
+    this.load(true);
+  }
+
+  choose(name, on) {
+    on ? this.picked.add(name) : this.picked.delete(name);
+    this.layOut();
+    this.load(true);
+  }
+
+  layOut() {
+    const wanted = this.names.filter((name) => this.picked.has(name));
+    for (const name of [...this.charts.keys()]) if (!wanted.includes(name)) this.charts.delete(name);
+    for (const name of wanted) {
+      if (this.charts.has(name)) continue;
+      const chart = new LineChart(name, (range) => this.zoom(range));
+      chart.log = this.log;
+      chart.range = this.range;
+      const last = el("span", { class: "last" });
+      this.charts.set(name, { chart, last, data: new Map(), card: el("figure", { class: "card" }, el("figcaption", {}, el("b", { text: name }), last), chart.node) });
+    }
+    this.grid.classList.toggle("single", wanted.length === 1);
+    const key = wanted.join("\n");
+    if (key !== this.laid) {
+      this.laid = key;
+      fill(this.grid, wanted.map((name) => this.charts.get(name).card));
+    }
+  }
+
+  showNames(names) {
+    if (names.join("\n") === this.names.join("\n")) return;
+    this.names = names;
+    if (!this.picked || ![...this.picked].some((name) => names.includes(name))) {
+      const first = FIRST.filter((name) => names.includes(name));
+      this.picked = new Set((first.length ? first : names).slice(0, SHOWN));
+    }
+    fill(this.metrics, names.map((name) => el("label", { class: "chip" }, el("input", { type: "checkbox", checked: this.picked.has(name), onchange: (event) => this.choose(name, event.target.checked) }), name)));
+    this.layOut();
+  }
+
+  // whole: everything anew; else only what has come since.
+  async load(whole) {
+    if (this.loading) {
+      this.again = this.again || whole;
+      return;
+    }
+    this.loading = true;
+    try {
+      if (!this.names.length) {
+        const answers = await Promise.all(this.runs.map((run) => this.source.ask("curves", { run, names: ["loss"], most: 30 })));
+        this.showNames([...new Set(answers.flatMap((one) => one.names))]);
+      }
+      await Promise.all(this.runs.map((run) => this.loadRun(run, whole)));
+      setText(this.note, this.names.length ? "" : "no metrics yet: `stoker train` writes them, and any script that prints or beats its loss");
+    } catch (problem) {
+      setText(this.note, problem.message);
+    } finally {
+      this.note.hidden = !this.note.textContent;
+      this.loading = false;
+      if (this.again !== undefined && this.again !== null) {
+        const next = this.again;
+        this.again = null;
+        this.load(next);
+      }
+    }
+  }
+
+  async loadRun(run, whole) {
+    const fresh = whole || this.smooth > 1 || Boolean(this.range);
+    const [first, last] = this.range || [];
+    for (const name of [...this.charts.keys()]) {
+      const entry = this.charts.get(name);
+      if (!entry) continue;
+      const known = entry.data.get(run);
+      const grows = known && !fresh && known.steps.length < 2 * POINTS;
+      const params = { run, names: [name], most: POINTS, first, last };
+      const [plain, smooth] = await Promise.all([
+        this.source.ask("curves", { ...params, since: grows ? known.count : null }),
+        this.smooth > 1 ? this.source.ask("curves", { ...params, smooth: this.smooth }) : null,
+      ]);
+      let curve = plain.curves[name];
+      if (!curve) continue;
+      if (grows) {
+        if (curve.count < known.count) {
+          this.again = true; // written anew
+          continue;
+        }
+        curve = { ...curve, steps: known.steps.concat(curve.steps), values: known.values.concat(curve.values) };
+      }
+      entry.data.set(run, { ...curve, smooth: smooth ? smooth.curves[name] : null });
+      this.showNames([...new Set([...this.names, ...plain.names])]);
+      this.draw(entry);
+    }
+  }
+
+  draw(entry) {
+    const series = [];
+    this.runs.forEach((run, at) => {
+      const curve = entry.data.get(run);
+      if (!curve) return;
+      if (curve.smooth) series.push({ name: this.nameOf(run), at, steps: curve.steps, values: curve.values, faint: true });
+      series.push({ name: this.nameOf(run), at, ...(curve.smooth || curve) });
+    });
+    entry.chart.set(series);
+    const bad = this.runs.reduce((sum, run) => sum + (entry.data.get(run)?.bad || 0), 0);
+    setText(entry.last, bad ? `${counted(bad, "value")} not finite` : "");
+    entry.last.classList.toggle("wrong", bad > 0);
+  }
+
+  changed(state, changed) {
+    if (changed.runs && this.runs.some((run) => changed.runs.has(run))) this.load(false);
+  }
+
+  redraw() {
+    for (const { chart } of this.charts.values()) chart.draw();
+  }
+}

@@ -1,0 +1,220 @@
+// Which view is shown, and the frame around it. The address after # says which: run/ID/tab, compare/A/B, gpus.
+
+import { Curves } from "./curves.js";
+import { confirmed, el, fill, setText, tip } from "./dom.js";
+import { clock, counted, percent, short, span, when } from "./format.js";
+import { RunList, badge, stepText } from "./listing.js";
+import { Machines } from "./machines.js";
+import { Ranks } from "./ranks.js";
+import { LiveSource, SavedSource } from "./source.js";
+import { Difference, Ending, Files, Log, Settings, table } from "./texts.js";
+
+const TABS = [["curves", "Curves"], ["ranks", "Ranks"], ["gpus", "GPUs"], ["log", "Log"], ["why", "Why"], ["files", "Files"], ["settings", "Settings"]];
+
+const page = document.getElementById("page");
+const status = el("span", { id: "status", class: "quiet", "aria-live": "off" });
+const problems = el("div", { class: "note", hidden: true });
+let source = null;
+let view = null; // {changed(state, changed), redraw()}
+
+function go(address) {
+  location.hash = address;
+}
+
+function frame() {
+  const links = source.live ? [el("a", { href: "#", text: "Runs" }), el("a", { href: "#gpus", text: "GPUs" })] : [];
+  const themes = el("button", { type: "button", id: "theme", title: "light or dark", "aria-label": "light or dark", onclick: turnTheme, text: "◐" });
+  fill(document.getElementById("top"), el("a", { class: "brand", href: "#", text: "stoker" }), el("nav", {}, links), status, themes);
+}
+
+function turnTheme() {
+  const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  document.documentElement.dataset.theme = dark ? "light" : "dark";
+  try {
+    localStorage.setItem("stoker-theme", document.documentElement.dataset.theme);
+  } catch (problem) {
+    console.warn(problem); // a file's page may not keep anything
+  }
+  view?.redraw?.();
+}
+
+function showStatus() {
+  const state = source.state;
+  if (!source.live) {
+    setText(status, `saved ${when(state.time)}`);
+    return;
+  }
+  const age = (performance.now() - state.got) / 1000;
+  const late = !state.connected || age > state.interval * 2 + 3;
+  status.className = late ? "wrong" : "quiet";
+  const waiting = state.got ? `no news since ${clock(state.time)}` : "connecting";
+  setText(status, late ? waiting : `live, ${clock(state.time)}`);
+  problems.hidden = !state.problems.length;
+  setText(problems, state.problems.join("; "));
+}
+
+class RunView {
+  constructor(run, tab) {
+    this.run = run;
+    this.tab = tab;
+    // Made once: a button that is exchanged while it is pressed is not clicked.
+    this.title = el("h1", { text: run });
+    this.badge = el("span");
+    this.button = el("button", { type: "button", id: "stop", class: "danger", hidden: true, onclick: () => this.stop(), text: "Stop" });
+    this.about = el("p", { class: "quiet command" });
+    this.facts = el("dl", { class: "facts" });
+    this.head = el("div", { class: "runhead" }, el("div", { class: "title" }, this.title, this.badge, this.button), this.about, this.facts);
+    this.alert = el("div", { class: "alerts", "aria-live": "polite" });
+    this.bar = el("nav", { class: "tabs", role: "tablist", "aria-label": "about this run" });
+    this.body = el("div");
+    this.node = el("div", {}, this.head, this.alert, this.bar, this.body);
+    fill(this.bar, TABS.filter(([name]) => source.live || name !== "gpus").map(([name, text]) => el("a", { role: "tab", href: `#run/${encodeURIComponent(run)}/${name}`, "aria-selected": String(name === tab), text })));
+    this.part = this.make();
+    fill(this.body, this.part.node);
+    this.show();
+  }
+
+  make() {
+    const make = {
+      curves: () => new Curves(source, [this.run]),
+      ranks: () => new Ranks(source, this.run),
+      gpus: () => new Machines(source, (_, card) => this.uses(card)),
+      log: () => new Log(source, this.run),
+      why: () => new Ending(source, this.run),
+      files: () => new Files(source, this.run),
+      settings: () => new Settings(source, this.run),
+    };
+    return (make[this.tab] || make.curves)();
+  }
+
+  uses(card) {
+    const hosts = source.state.runs.get(this.run)?.hosts || [];
+    if (!hosts.includes(card.host)) return false;
+    if (!card.uuid) return true;
+    const cards = new Set([...source.state.ranks.values()].map((rank) => rank.gpu).filter(Boolean));
+    return !cards.size || cards.has(card.uuid);
+  }
+
+  show() {
+    const run = source.state.runs.get(this.run);
+    if (!run) {
+      setText(this.about, source.state.got || !source.live ? "this run is not there (any more)" : "loading");
+      fill(this.facts);
+      fill(this.badge);
+      this.key = "";
+      this.button.hidden = true;
+      return;
+    }
+    const facts = [["step", stepText(run)], ["loss", short(run.loss)], ["tokens/s", run.tokens_per_s === null ? "" : short(run.tokens_per_s)], ["MFU", run.mfu === null ? "" : percent(run.mfu)], ["ETA", run.eta_s === null ? "" : span(run.eta_s)], ["time", run.seconds === null ? "" : span(run.seconds)], ["ranks", String(run.world)], ["phase", run.phase], ["restarts", Object.keys(run.restarts).length ? Object.entries(run.restarts).map(([cause, count]) => `${count} × ${cause}`).join(", ") : ""]];
+    const may = source.live && run.mine && (run.state === "running" || run.state === "unknown");
+    setText(this.title, run.name || this.run);
+    setText(this.about, `${this.run} · ${run.user}${run.command ? ` · ${run.command}` : ""}`);
+    this.button.hidden = !may;
+    const key = JSON.stringify([facts, run.state]);
+    if (key !== this.key) {
+      this.key = key;
+      fill(this.badge, badge(run.state));
+      fill(this.facts, facts.filter(([, value]) => value && value !== "n/a").map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", { class: value === "nan" ? "wrong" : null, text: value }))));
+    }
+    this.showAlerts(run);
+  }
+
+  showAlerts(run) {
+    const lines = [...run.slow.map((one) => ["warn", one.summary]), ...(run.suspicion && !run.slow.some((one) => one.rank === run.suspicion.rank && run.suspicion.cause.startsWith("slow")) ? [["warn", run.suspicion.summary]] : []), ...(run.problem ? [["bad", run.problem]] : []), ...(run.verdict && run.state !== "running" && run.state !== "completed" ? [[run.state === "stopped" ? "off" : "bad", `${run.verdict.cause}: ${run.verdict.summary}`]] : []), ...(this.told ? [["off", this.told]] : [])];
+    const key = JSON.stringify(lines);
+    if (key === this.alerted) return;
+    this.alerted = key;
+    fill(this.alert, lines.map(([kind, text]) => el("p", { class: `alert ${kind}` }, text, " ", el("a", { href: `#run/${encodeURIComponent(this.run)}/why`, text: "why" }))));
+  }
+
+  async stop() {
+    if (!(await confirmed(`Stop ${this.title.textContent}?`, "Its ranks get SIGTERM and their grace to save, as `stoker stop` does. A stopped run can be resumed from its last checkpoint.", "Stop the run"))) return;
+    this.button.disabled = true;
+    try {
+      this.told = await source.stop(this.run);
+    } catch (problem) {
+      this.told = problem.message;
+    }
+    this.button.disabled = false;
+    this.show();
+  }
+
+  changed(state, changed) {
+    this.show();
+    this.part.changed?.(state, changed);
+  }
+
+  redraw() {
+    this.part.redraw?.();
+  }
+}
+
+class CompareView {
+  constructor(runs) {
+    this.curves = new Curves(source, runs);
+    this.results = el("div");
+    this.runs = runs;
+    this.node = el("div", {}, el("h1", { text: `${counted(runs.length, "run")} compared` }), this.curves.node, el("h3", { text: "results" }), this.results, new Difference(source, runs).node);
+    this.show();
+  }
+
+  show() {
+    const rows = this.runs.map((id) => [id, source.state.runs.get(id)]).filter(([, run]) => run);
+    fill(this.results, table(["run", "state", "step", "loss", "tokens/s", "time", "restarts"], rows.map(([id, run]) => [el("a", { href: `#run/${encodeURIComponent(id)}`, text: run.name || id }), badge(run.state), stepText(run), short(run.loss), run.tokens_per_s === null ? "" : short(run.tokens_per_s), run.seconds === null ? "" : span(run.seconds), String(Object.values(run.restarts).reduce((sum, one) => sum + one, 0))])));
+  }
+
+  changed(state, changed) {
+    if (changed.runs) this.show();
+    this.curves.changed(state, changed);
+  }
+
+  redraw() {
+    this.curves.redraw();
+  }
+}
+
+function route() {
+  tip(null, null);
+  const words = location.hash.replace(/^#\/?/, "").split("/").filter(Boolean).map(decode);
+  const saved = source.live ? "" : source.data.run;
+  if (saved) view = new RunView(saved, words[0] === "run" ? words[2] || "curves" : "curves");
+  else if (words[0] === "run" && words[1]) view = new RunView(words[1], words[2] || "curves");
+  else if (words[0] === "compare" && words.length > 2) view = new CompareView(words.slice(1, 13));
+  else if (words[0] === "gpus") view = new Machines(source);
+  else view = new RunList(source, go);
+  source.watch(saved || (words[0] === "run" ? words[1] : ""));
+  document.title = words[0] === "run" ? `${words[1]} · stoker` : "stoker";
+  fill(page, problems, view.node);
+  view.redraw?.();
+}
+
+function decode(word) {
+  try {
+    return decodeURIComponent(word);
+  } catch {
+    return word;
+  }
+}
+
+function begin() {
+  const saved = document.getElementById("saved");
+  try {
+    const theme = localStorage.getItem("stoker-theme");
+    if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
+  } catch (problem) {
+    console.warn(problem);
+  }
+  const changed = (state, what) => {
+    showStatus();
+    view?.changed?.(state, what);
+  };
+  source = saved ? new SavedSource(JSON.parse(saved.textContent), changed) : new LiveSource(changed);
+  frame();
+  window.addEventListener("hashchange", route);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => view?.redraw?.());
+  setInterval(showStatus, 1000);
+  route();
+  showStatus();
+}
+
+begin();

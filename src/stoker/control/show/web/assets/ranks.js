@@ -1,0 +1,170 @@
+// Ranks now, and over time: who waited, for whom, and who stood still.
+
+import { colour, drawable, el, fill, setText, tip } from "./dom.js";
+import { bytes, clock, percent, span, when } from "./format.js";
+
+const WIDEST = 720; // columns before they are asked for anew, thinned out
+const WORDS = { ".": "nothing known", p: "in a phase it announced (saving, validating)", w: "in one collective for more than 5 s", s: "no sign of progress for more than 10 s" };
+const HEADS = ["rank", "where", "state", "step", "step time", "waiting", "phase", "last sign", "memory"];
+
+function tone(letter) {
+  if (letter === "s") return colour("bad");
+  if (letter === "w") return colour("stall");
+  if (letter === "p") return colour("phase");
+  return null;
+}
+
+function shareOf(letter) {
+  const at = "ABCDEFGHIJK".indexOf(letter);
+  return at < 0 ? null : at / 10;
+}
+
+export class Ranks {
+  constructor(source, run) {
+    this.source = source;
+    this.run = run;
+    this.data = null;
+    this.canvas = el("canvas", { class: "heat", role: "img", "aria-label": "ranks over time", onpointermove: (event) => this.hover(event), onpointerleave: () => tip(null, null) });
+    this.legend = el("div", { class: "legend" }, this.keys());
+    this.note = el("p", { class: "quiet" });
+    this.marks = el("ol", { class: "marks" });
+    this.table = el("div", { class: "scroll" });
+    this.node = el("section", { class: "ranks" }, el("h3", { text: "over time: share of each rank's time that it waits for others" }), this.legend, el("div", { class: "card" }, this.canvas, this.note), el("h3", { text: "now" }), this.table, el("h3", { text: "events" }), this.marks);
+    new ResizeObserver(() => this.draw()).observe(this.canvas);
+    this.showTable();
+    this.load();
+  }
+
+  keys() {
+    const swatch = (paint, text) => {
+      const box = el("span", { class: "swatch" });
+      box.style.background = paint;
+      return el("span", {}, box, text);
+    };
+    return [swatch(this.heat(0), "0 %"), swatch(this.heat(0.5), "50 %"), swatch(this.heat(1), "100 % waiting"), swatch(colour("stall"), "long in a collective"), swatch(colour("bad"), "no sign of progress"), swatch(colour("phase"), "saving, validating"), el("span", {}, el("b", { class: "late", text: "•" }), "the others wait for it")];
+  }
+
+  heat(share) {
+    return `color-mix(in oklab, ${colour("hot")} ${Math.round(share * 100)}%, ${colour("cold")})`;
+  }
+
+  async load() {
+    if (this.loading) return;
+    this.loading = true;
+    try {
+      const known = this.data;
+      const grows = known && known.times.length && known.times.length < WIDEST;
+      const fresh = await this.source.ask("ranks", { run: this.run, since: grows ? known.times[known.times.length - 1] : null });
+      this.data = grows ? joined(known, fresh) : fresh;
+      setText(this.note, this.data.times.length ? "" : "nothing recorded: a run that ends within seconds has no history");
+      this.note.hidden = !this.note.textContent;
+      this.canvas.hidden = !this.data.times.length;
+      this.draw();
+      this.showMarks();
+    } catch (problem) {
+      setText(this.note, problem.message);
+    } finally {
+      this.loading = false;
+    }
+  }
+
+  place() {
+    const { times, ranks } = this.data;
+    const left = 64, right = 8, bottom = 20;
+    const tall = Math.max(3, Math.min(22, Math.floor(520 / Math.max(ranks.length, 1))));
+    return { left, right, bottom, tall, wide: (this.canvas.clientWidth - left - right) / Math.max(times.length, 1) };
+  }
+
+  draw() {
+    if (!this.data || !this.data.times.length) return;
+    const { times, ranks, cells, late } = this.data;
+    const { left, tall, wide, bottom } = this.place();
+    this.canvas.style.height = `${ranks.length * tall + bottom}px`;
+    const [pen] = drawable(this.canvas);
+    const shades = [...Array(11).keys()].map((at) => this.heat(at / 10));
+    const paints = Object.fromEntries([..."ABCDEFGHIJK"].map((letter, at) => [letter, shades[at]]));
+    for (const letter of "pws") paints[letter] = tone(letter);
+    pen.font = "11px system-ui, sans-serif";
+    pen.textBaseline = "middle";
+    const every = Math.ceil(14 / tall);
+    ranks.forEach((rank, row) => {
+      const line = cells[row], top = row * tall;
+      let at = 0;
+      while (at < line.length) {
+        let end = at + 1;
+        while (end < line.length && line[end] === line[at]) end++;
+        if (paints[line[at]]) {
+          pen.fillStyle = paints[line[at]];
+          pen.fillRect(left + at * wide, top, (end - at) * wide + 0.4, Math.max(tall - (tall > 6 ? 1 : 0), 1));
+        }
+        at = end;
+      }
+      if (row % every === 0) {
+        pen.fillStyle = colour("quiet");
+        pen.textAlign = "right";
+        pen.fillText(`rank ${rank}`, left - 6, top + tall / 2);
+      }
+    });
+    pen.fillStyle = colour("ink");
+    late.forEach((rank, at) => {
+      const row = rank === null ? -1 : ranks.indexOf(rank);
+      if (row < 0) return;
+      pen.beginPath();
+      pen.arc(left + (at + 0.5) * wide, row * tall + tall / 2, Math.max(1, Math.min(2.2, wide / 2, tall / 3)), 0, 7);
+      pen.fill();
+    });
+    pen.fillStyle = colour("quiet");
+    pen.textAlign = "center";
+    const count = Math.max(1, Math.floor((wide * times.length) / 90));
+    const places = new Set([...Array(count + 1).keys()].map((number) => Math.round((number / count) * (times.length - 1))));
+    for (const at of places) {
+      const x = Math.min(Math.max(left + (at + 0.5) * wide, left + 24), this.canvas.clientWidth - 28);
+      pen.fillText(clock(times[at]), x, ranks.length * tall + 11);
+    }
+  }
+
+  hover(event) {
+    if (!this.data || !this.data.times.length) return;
+    const { times, ranks, cells, late, labels } = this.data;
+    const { left, tall, wide } = this.place();
+    const at = Math.floor((event.offsetX - left) / wide), row = Math.floor(event.offsetY / tall);
+    if (at < 0 || at >= times.length || row < 0 || row >= ranks.length) return tip(event, null);
+    const letter = cells[row][at] || ".", share = shareOf(letter);
+    const what = share === null ? WORDS[letter] : `waits ${percent(share)} of its time`;
+    const whom = late[at] === null ? "" : late[at] === ranks[row] ? "the others wait for it" : `it waits for rank ${late[at]}`;
+    tip(event, [`${when(times[at])}:${clock(times[at]).slice(-2)}`, `rank ${ranks[row]} ${labels[ranks[row]] || ""}: ${what}`, ...(whom ? [whom] : [])]);
+  }
+
+  showMarks() {
+    const marks = [...this.data.marks].reverse();
+    fill(this.marks, marks.length ? marks.map((one) => el("li", { class: one.kind }, el("time", { text: clock(one.time) }), el("b", { text: one.kind }), el("span", { text: one.text || (one.rank === null ? "" : `rank ${one.rank}`) }))) : el("li", { class: "quiet", text: "none" }));
+  }
+
+  showTable() {
+    const rows = [...this.source.state.ranks].map(([number, rank]) => {
+      const late = this.source.state.runs.get(this.run)?.slow.some((one) => String(one.rank) === number);
+      const sign = rank.collective_age !== null ? `${span(rank.collective_age)} in a collective` : rank.beat_age === null ? "" : `${span(rank.beat_age)} ago`;
+      const code = rank.exit_code === null ? "" : ` (${rank.exit_code})`;
+      return el("tr", { class: late || rank.state === "failed" ? "wrong" : null }, [number, rank.label || rank.host, rank.state + code, rank.step ?? "", rank.step_s === null ? "" : span(rank.step_s), rank.waiting === null ? "" : percent(rank.waiting), rank.phase, sign, rank.memory === null ? "" : bytes(rank.memory)].map((text) => el("td", { text: String(text) })));
+    });
+    fill(this.table, rows.length ? el("table", { class: "tight" }, el("thead", {}, el("tr", {}, HEADS.map((text) => el("th", { text })))), el("tbody", {}, rows)) : el("p", { class: "quiet", text: "no rank has started" }));
+  }
+
+  changed(state, changed) {
+    if (changed.ranks || changed.runs) this.showTable();
+    this.load();
+  }
+
+  redraw() {
+    fill(this.legend, this.keys());
+    this.draw();
+  }
+}
+
+function joined(known, fresh) {
+  if (!fresh.times.length) return { ...known, marks: known.marks.concat(fresh.marks.filter((one) => !known.marks.some((old) => old.time === one.time && old.kind === one.kind))) };
+  const ranks = [...new Set([...known.ranks, ...fresh.ranks])].sort((a, b) => a - b);
+  const line = (data, rank) => data.cells[data.ranks.indexOf(rank)] || ".".repeat(data.times.length);
+  const marks = known.marks.concat(fresh.marks.filter((one) => !known.marks.some((old) => old.time === one.time && old.kind === one.kind && old.text === one.text)));
+  return { times: known.times.concat(fresh.times), ranks, cells: ranks.map((rank) => line(known, rank) + line(fresh, rank)), late: known.late.concat(fresh.late), marks, labels: { ...known.labels, ...fresh.labels } };
+}

@@ -1,0 +1,161 @@
+// Where the page's data comes from: the server, live; or a file that has all of it.
+
+const PARTS = ["runs", "hosts", "gpus", "ranks"];
+const KEPT = 60; // values of a sparkline
+
+function blank() {
+  return { time: 0, root: "", others: 0, interval: 2, problems: [], connected: false, got: 0, runs: new Map(), hosts: new Map(), gpus: new Map(), ranks: new Map(), recent: new Map() };
+}
+
+export class LiveSource {
+  constructor(changed) {
+    this.live = true;
+    this.state = blank();
+    this.changed = changed;
+    this.run = "";
+    this.stream = null;
+    this.csrf = "";
+    document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
+  }
+
+  watch(run) {
+    if (this.stream && this.run === run) return;
+    this.run = run;
+    this.close();
+    this.open();
+  }
+
+  open() {
+    if (this.stream || document.hidden) return;
+    const stream = new EventSource(`events?run=${encodeURIComponent(this.run)}`);
+    this.stream = stream;
+    stream.onmessage = (event) => {
+      if (stream === this.stream) this.take(JSON.parse(event.data));
+    };
+    stream.onerror = () => {
+      this.state.connected = false;
+      this.changed(this.state, {});
+    };
+  }
+
+  close() {
+    if (this.stream) this.stream.close();
+    this.stream = null;
+  }
+
+  take(message) {
+    const state = this.state;
+    const changed = {};
+    if (message.whole) {
+      for (const part of PARTS) state[part] = new Map();
+      Object.assign(state, { root: message.root, others: message.others, interval: message.interval });
+      state.recent = new Map(Object.entries(message.recent));
+    }
+    for (const [part, rows] of Object.entries(message.set || {})) {
+      for (const [key, row] of Object.entries(rows)) {
+        const known = state[part].get(key);
+        state[part].set(key, known ? Object.assign(known, row) : row);
+      }
+      changed[part] = new Set(Object.keys(rows));
+    }
+    for (const [part, keys] of Object.entries(message.gone || {})) {
+      for (const key of keys) state[part].delete(key);
+      changed[part] = changed[part] || new Set();
+      changed.gone = true;
+    }
+    if (!message.whole) {
+      for (const [key, card] of state.gpus) {
+        const values = state.recent.get(key) || [];
+        values.push(card.utilization);
+        state.recent.set(key, values.slice(-KEPT));
+      }
+    }
+    Object.assign(state, { time: message.time, problems: message.problems, connected: true, got: performance.now() });
+    this.changed(state, changed);
+  }
+
+  async ask(path, params = {}) {
+    const query = new URLSearchParams();
+    for (const [name, value] of Object.entries(params)) {
+      if (value !== null && value !== undefined && value !== "") query.set(name, Array.isArray(value) ? value.join("\n") : value);
+    }
+    const answer = await fetch(`api/${path}?${query}`, { cache: "no-store" });
+    const data = await answer.json().catch(() => ({ error: `the server answers ${answer.status}` }));
+    if (data.error) throw new Error(data.error);
+    return data;
+  }
+
+  file(run, path) {
+    return `file?${new URLSearchParams({ run, path })}`;
+  }
+
+  async stop(run) {
+    if (!this.csrf) this.csrf = (await this.ask("hello")).csrf;
+    const answer = await fetch("api/stop", {
+      method: "POST",
+      headers: { "Content-Type": "application/json", "X-Stoker-CSRF": this.csrf },
+      body: JSON.stringify({ run }),
+    });
+    const data = await answer.json().catch(() => ({ error: `the server answers ${answer.status}` }));
+    return data.error || data.told;
+  }
+}
+
+export class SavedSource {
+  constructor(data, changed) {
+    this.live = false;
+    this.data = data;
+    this.state = blank();
+    this.changed = changed;
+    const state = this.state;
+    for (const part of PARTS) state[part] = new Map(Object.entries(data.state[part] || {}));
+    Object.assign(state, { time: data.time, connected: true });
+  }
+
+  watch() {}
+
+  async ask(path, params = {}) {
+    if (path === "curves") return this.curves(params);
+    if (path === "log") return this.log(params);
+    const data = this.data.answers[path === "rows" ? `rows:${params.path}` : path];
+    if (!data) throw new Error("this is not in the saved file");
+    return data;
+  }
+
+  curves({ names, first, last, smooth }) {
+    const found = {};
+    for (const name of names || []) {
+      const known = this.data.answers.curves.curves[name];
+      if (!known) continue;
+      let { steps, values } = known;
+      if (smooth > 1) [steps, values] = averaged(steps, values, Math.max(1, Math.round((smooth * steps.length) / Math.max(known.count, 1))));
+      const inside = [...steps.keys()].filter((at) => !(steps[at] < first) && !(steps[at] > last));
+      found[name] = { steps: inside.map((at) => steps[at]), values: inside.map((at) => values[at]), count: known.count, bad: known.bad, all: known.all };
+    }
+    return { names: this.data.answers.curves.names, curves: found, problem: "" };
+  }
+
+  log({ rank, attempt, find }) {
+    const answer = this.data.answers.logs[rank === "stoker" ? "stoker" : `${attempt ?? this.data.answers.logs.attempt}/${rank}`];
+    const about = { attempts: this.data.answers.logs.attempts, attempt: attempt ?? this.data.answers.logs.attempt, ranks: this.data.answers.logs.ranks };
+    if (!answer) return { ...about, text: "", begin: 0, end: 0, size: 0 };
+    if (!find) return { ...about, ...answer };
+    const lines = answer.text.split("\n").filter((line) => line.toLowerCase().includes(find.toLowerCase()));
+    return { count: lines.length, matches: lines.slice(-300).map((text) => ({ at: null, text })), searched: answer.text.length, size: answer.size };
+  }
+
+  file() {
+    return null;
+  }
+}
+
+function averaged(steps, values, window) {
+  const known = [...steps.keys()].filter((at) => typeof values[at] === "number");
+  const made = [];
+  let total = 0;
+  known.forEach((at, number) => {
+    total += values[at] - (number >= window ? values[known[number - window]] : 0);
+    made.push(total / Math.min(number + 1, window));
+  });
+  return [known.map((at) => steps[at]), made];
+}

@@ -1,0 +1,240 @@
+// Logs with search, the verdict with stacks, files, settings. Everything a run wrote goes in as text.
+
+import { el, fill, setText } from "./dom.js";
+import { bytes, clock, counted, when } from "./format.js";
+
+const KEPT = 400_000; // characters of a log on the page
+
+export class Log {
+  constructor(source, run) {
+    this.source = source;
+    this.run = run;
+    this.attempt = null;
+    this.rank = "0";
+    this.end = null;
+    this.rankBox = el("select", { id: "rank", "aria-label": "rank", onchange: () => this.begin() });
+    this.attemptBox = el("select", { id: "attempt", "aria-label": "attempt", onchange: () => this.begin() });
+    this.words = el("input", { type: "search", id: "find", placeholder: "search this log", "aria-label": "search this log", onchange: () => this.search() });
+    this.follow = el("input", { type: "checkbox", checked: true, id: "follow" });
+    this.text = el("pre", { class: "log", tabindex: "0" });
+    this.found = el("div", { class: "found", hidden: true });
+    this.earlier = el("button", { type: "button", hidden: true, onclick: () => this.back(), text: "earlier lines" });
+    this.note = el("span", { class: "quiet" });
+    this.node = el("section", {}, el("div", { class: "bar" }, this.rankBox, this.attemptBox, this.words, source.live ? el("label", {}, this.follow, " follow") : null, this.earlier, this.note), this.found, this.text);
+    this.load();
+  }
+
+  begin() {
+    this.rank = this.rankBox.value;
+    this.attempt = this.attemptBox.value;
+    this.end = null;
+    this.load();
+    if (this.words.value) this.search();
+  }
+
+  params() {
+    return { run: this.run, rank: this.rank, attempt: this.attempt };
+  }
+
+  async load(from = null) {
+    if (this.loading) return;
+    this.loading = true;
+    try {
+      const data = await this.source.ask("log", { ...this.params(), from });
+      this.boxes(data);
+      if (from === null) {
+        this.text.textContent = data.text;
+        this.start = data.begin;
+      } else if (data.text) {
+        const kept = this.text.textContent;
+        this.text.textContent = (kept + data.text).slice(-KEPT);
+        if (kept.length + data.text.length > KEPT) this.start = null;
+      }
+      this.end = data.end;
+      this.earlier.hidden = !this.start || !this.source.live;
+      setText(this.note, data.size ? bytes(data.size) : "nothing printed yet");
+      if (this.follow.checked) this.text.scrollTop = this.text.scrollHeight;
+    } catch (problem) {
+      setText(this.note, problem.message);
+    } finally {
+      this.loading = false;
+    }
+  }
+
+  async back() {
+    const from = Math.max(0, this.start - 96 * 1024);
+    const data = await this.source.ask("log", { ...this.params(), from });
+    const cut = data.text.slice(0, Math.max(0, data.text.length - Math.max(0, data.end - this.start)));
+    this.follow.checked = false;
+    this.text.textContent = cut + this.text.textContent;
+    this.start = from;
+    this.earlier.hidden = from === 0;
+  }
+
+  boxes(data) {
+    const ranks = [...data.ranks.map((rank) => [String(rank), `rank ${rank}`]), ["stoker", "stoker's own lines"]];
+    const key = `${ranks.length} ${data.attempts.join()} ${data.attempt}`;
+    if (key === this.key) return;
+    this.key = key;
+    fill(this.rankBox, ranks.map(([value, text]) => el("option", { value, text })));
+    if (!ranks.some(([value]) => value === this.rank)) this.rank = ranks[0][0];
+    this.rankBox.value = this.rank;
+    fill(this.attemptBox, data.attempts.map((one) => el("option", { value: String(one), text: `attempt ${one}` })));
+    this.attemptBox.hidden = data.attempts.length < 2;
+    this.attemptBox.value = String(data.attempt);
+    this.attempt = String(data.attempt);
+  }
+
+  async search() {
+    const find = this.words.value;
+    this.found.hidden = !find;
+    if (!find) return;
+    try {
+      const data = await this.source.ask("log", { ...this.params(), find });
+      const part = data.searched < data.size ? ` in the last ${bytes(data.searched)}` : "";
+      const shown = data.count > data.matches.length ? `, the last ${data.matches.length} shown` : "";
+      fill(this.found, el("div", { class: "quiet", text: `${counted(data.count, "line")}${part}${shown}` }), data.matches.map((one) => el("button", { type: "button", class: "match", onclick: () => this.jump(one.at) }, lit(one.text, find))));
+    } catch (problem) {
+      fill(this.found, el("div", { class: "wrong", text: problem.message }));
+    }
+  }
+
+  async jump(at) {
+    if (at === null) return;
+    this.follow.checked = false;
+    const from = Math.max(0, at - 4000);
+    const data = await this.source.ask("log", { ...this.params(), from });
+    const text = from ? data.text.slice(data.text.indexOf("\n") + 1) : data.text;
+    const [line] = (await this.source.ask("log", { ...this.params(), from: at })).text.split("\n");
+    const place = text.indexOf(line);
+    const mark = el("mark", { text: line });
+    fill(this.text, place < 0 ? text : [text.slice(0, place), mark, text.slice(place + line.length)]);
+    this.start = from;
+    this.end = data.end;
+    if (place >= 0) mark.scrollIntoView({ block: "center" });
+  }
+
+  changed() {
+    if (this.source.live && this.follow.checked && this.end !== null) this.load(this.end);
+  }
+}
+
+// The text, with what was searched for marked.
+function lit(text, words) {
+  const at = text.toLowerCase().indexOf(words.toLowerCase());
+  if (at < 0) return text;
+  return [text.slice(0, at), el("mark", { text: text.slice(at, at + words.length) }), text.slice(at + words.length)];
+}
+
+export class Ending {
+  constructor(source, run) {
+    this.source = source;
+    this.run = run;
+    this.node = el("section", { class: "ending" });
+    this.load();
+  }
+
+  async load() {
+    try {
+      this.show(await this.source.ask("ending", { run: this.run }));
+    } catch (problem) {
+      fill(this.node, el("p", { class: "wrong", text: problem.message }));
+    }
+  }
+
+  show({ verdict, told, stacks }) {
+    const key = JSON.stringify([verdict, told.length, stacks.map((one) => [one.name, one.text.length])]);
+    if (key === this.key) return;
+    this.key = key;
+    const list = (title, lines) => (lines && lines.length ? [el("h3", { text: title }), el("ul", {}, lines.map((line) => el("li", {}, el("pre", { text: line }))))] : []);
+    const parts = verdict
+      ? [
+          el("p", { class: "cause" }, el("b", { text: verdict.cause }), ` · ${verdict.status}, exit code ${verdict.exit_code}${verdict.rank === null ? "" : ` · rank ${verdict.rank}`}${verdict.host ? ` on ${verdict.host}` : ""}`),
+          el("p", { class: "summary", text: verdict.summary }),
+          list("evidence", verdict.evidence),
+          list("what to do", verdict.fix),
+        ]
+      : [el("p", { class: "quiet", text: "no verdict yet: the run goes on" })];
+    const events = told.length ? [el("h3", { text: "reported while it ran" }), el("ol", { class: "marks" }, [...told].reverse().map((one) => el("li", { class: one.kind }, el("time", { text: clock(one.time) }), el("b", { text: one.kind }), el("span", { text: one.text }), one.evidence.length ? el("pre", { text: one.evidence.join("\n") }) : null)))] : [];
+    const texts = stacks.length ? [el("h3", { text: "stacks" }), stacks.map((one, at) => el("details", { open: at === 0 }, el("summary", { text: one.name }), el("pre", { class: "stack", text: one.text })))] : [];
+    fill(this.node, parts, events, texts);
+  }
+
+  changed(state, changed) {
+    if (changed.runs && changed.runs.has(this.run)) this.load();
+  }
+}
+
+const GROUPS = [["report", "reports"], ["rows", "rollouts, samples and answers"], ["picture", "pictures"], ["text", "other texts"], ["record", "the record"]];
+
+export class Files {
+  constructor(source, run) {
+    this.source = source;
+    this.run = run;
+    this.node = el("section", { class: "files" });
+    this.rows = el("div", { class: "rollouts" });
+    source.ask("files", { run }).then((data) => this.show(data)).catch((problem) => fill(this.node, el("p", { class: "wrong", text: problem.message })));
+  }
+
+  show({ files, checkpoints }) {
+    const saved = checkpoints.length ? table(["checkpoint", "size", "saved", ""], checkpoints.map((one) => [one.name, bytes(one.size), when(one.time), one.newest ? "newest complete" : ""])) : el("p", { class: "quiet", text: "no checkpoints" });
+    const groups = GROUPS.map(([kind, title]) => {
+      const some = files.filter((one) => one.kind === kind);
+      return some.length ? [el("h3", { text: title }), table(["file", "size", "changed"], some.map((one) => [this.link(one), bytes(one.size), when(one.time)]))] : [];
+    });
+    fill(this.node, el("h3", { text: "checkpoints" }), saved, this.rows, groups);
+  }
+
+  link(one) {
+    if (one.kind === "rows") return el("button", { type: "button", class: "plain", onclick: () => this.open(one.path, 0), text: one.path });
+    const href = this.source.file(this.run, one.path);
+    return href ? el("a", { href, target: "_blank", rel: "noopener noreferrer", text: one.path }) : one.path;
+  }
+
+  async open(path, from) {
+    try {
+      const data = await this.source.ask("rows", { run: this.run, path, from });
+      const more = data.end < data.size && this.source.live ? el("button", { type: "button", onclick: () => this.open(path, data.end), text: "next" }) : null;
+      const start = from ? el("button", { type: "button", onclick: () => this.open(path, 0), text: "from the start" }) : null;
+      fill(this.rows, el("div", { class: "bar" }, el("b", { text: path }), start, more), data.rows.map(row));
+      this.rows.scrollIntoView({ block: "start" });
+    } catch (problem) {
+      fill(this.rows, el("p", { class: "wrong", text: problem.message }));
+    }
+  }
+}
+
+function row(data) {
+  if (data === null || typeof data !== "object" || Array.isArray(data)) return el("div", { class: "card" }, el("pre", { text: typeof data === "string" ? data : JSON.stringify(data) }));
+  return el("dl", { class: "card pairs" }, Object.entries(data).flatMap(([name, value]) => [el("dt", { text: name }), el("dd", { text: typeof value === "string" ? value : JSON.stringify(value) })]));
+}
+
+export function table(heads, rows) {
+  return el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, heads.map((text) => el("th", { text })))), el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map((cell) => el("td", {}, cell)))))));
+}
+
+export class Settings {
+  constructor(source, run) {
+    this.node = el("section");
+    source.ask("settings", { run }).then((data) => fill(this.node, table(["setting", "value"], data.settings))).catch((problem) => fill(this.node, el("p", { class: "wrong", text: problem.message })));
+  }
+}
+
+export class Difference {
+  constructor(source, runs) {
+    this.node = el("section", { id: "difference" });
+    source.ask("compare", { runs, metric: "loss" }).then((data) => this.show(data, runs, source)).catch((problem) => fill(this.node, el("p", { class: "wrong", text: problem.message })));
+  }
+
+  show({ settings, noise }, runs, source) {
+    const names = runs.map((run) => source.state.runs.get(run)?.name || run);
+    fill(this.node, el("h3", { text: "settings that differ" }), settings.length ? table(["setting", ...names], settings.map(([key, values]) => [key, ...values])) : el("p", { class: "quiet", text: "none" }), noise ? el("p", { text: judged(noise, names) }) : null);
+  }
+}
+
+function judged(noise, names) {
+  const means = `loss over steps ${noise.first_step} to ${noise.last_step}: ${noise.first.toPrecision(4)} and ${noise.second.toPrecision(4)}`;
+  if (noise.low === null) return `${means}; too few points there to judge`;
+  const interval = `difference ${noise.difference.toPrecision(3)}, 95 % interval ${noise.low.toPrecision(3)} to ${noise.high.toPrecision(3)}`;
+  return `${means}; ${interval}: ${noise.beyond ? `more than noise; ${names[noise.difference < 0 ? 1 : 0]} is lower (noise of batches only: another seed may move a run by more)` : "within the noise"}`;
+}

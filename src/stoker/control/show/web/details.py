@@ -1,0 +1,140 @@
+"""What the page asks about runs, as JSON: curves, sparklines, ranks over time, comparisons. Texts are in texts.py."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from stoker.contract import layout
+from stoker.contract.shape import as_json
+from stoker.control.record.reader import open_in
+from stoker.control.show.comparison import differing, noise, settings_of
+from stoker.control.show.curves import Curve, smoothed, thinned
+from stoker.control.show.folder import RunFolder
+from stoker.control.show.snapshot import finite, metric
+from stoker.control.show.web.folders import Folders, NotThere
+
+POINTS = 600
+MOST_POINTS = 4000
+MOST_RUNS = 12  # compared at once
+Steps = tuple[float, float]  # from, to
+ALL: Steps = (-math.inf, math.inf)
+SPARK = 32  # points of a sparkline
+_LINE = 4096  # bytes within which a line of metrics.jsonl is looked for
+
+
+def curves(
+    folders: Folders, run: str, names: Sequence[str], *, since: int = 0, within: Steps = ALL, most: int, smooth: int = 1
+) -> dict[str, Any]:
+    """`since`: points from this one on (a curve only grows at its end). `within`: of these steps."""
+    folder, _ = folders.watched(run)
+    made = {}
+    for name in names[:20]:
+        curve = folder.curve(name)
+        steps, values = _chosen(curve, since, within, smooth)
+        picked = thinned(values, max(30, min(most, MOST_POINTS)))
+        made[name] = {
+            "steps": [steps[at] for at in picked],
+            "values": [_number(values[at]) for at in picked],
+            "count": len(curve.steps),
+            "bad": sum(not math.isfinite(value) for value in curve.values),
+            "all": len(picked) == len(values),
+        }
+    return {"names": metric_names(folder), "curves": made, "problem": folder.metrics.problem if folder.metrics else ""}
+
+
+def _chosen(curve: Curve, since: int, within: Steps, smooth: int) -> tuple[Sequence[int], Sequence[float]]:
+    steps: Sequence[int] = curve.steps[since:] if since else curve.steps
+    values: Sequence[float] = curve.values[since:] if since else curve.values
+    if smooth > 1:
+        points = smoothed(curve, smooth)
+        steps, values = [int(step) for step, _ in points], [value for _, value in points]
+    first, last = within
+    if within != ALL:
+        # One more on each side, so that the line goes to the edge.
+        inside = [at for at, step in enumerate(steps) if first <= step <= last]
+        begin, end = (max(inside[0] - 1, 0), inside[-1] + 2) if inside else (0, 0)
+        steps, values = steps[begin:end], values[begin:end]
+    return steps, values
+
+
+def _number(value: float) -> Any:
+    kept = metric(value)
+    return float(f"{kept:.6g}") if isinstance(kept, float) else kept
+
+
+def metric_names(folder: RunFolder) -> list[str]:
+    names = list(folder.metrics.curves) if folder.metrics is not None else []
+    if "loss" not in names and folder.curve("loss").steps:
+        names.insert(0, "loss")
+    return sorted(names, key=lambda name: (name != "loss", name != "val_loss", name))
+
+
+def sparks(folders: Folders, runs: Sequence[str]) -> dict[str, list[float | None]]:
+    """Of each run its loss in a few points, from as many places in the file: 100,000 lines cost no more than 100."""
+    found = {}
+    for run in runs[:60]:
+        try:
+            found[run] = _spark(folders.place(run))
+        except NotThere:
+            found[run] = []
+    return found
+
+
+def _spark(run_dir: str) -> list[float | None]:
+    values: list[float | None] = []
+    try:
+        with os.fdopen(open_in(run_dir, layout.METRICS), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            for number in range(SPARK):
+                file.seek(max(0, size * number // SPARK - 1))
+                if number:
+                    file.readline(_LINE)
+                loss = next((one for one in (_loss(file.readline(_LINE)) for _ in range(3)) if one is not None), None)
+                if loss is not None:
+                    values.append(float(f"{loss:.4g}"))
+            file.seek(max(0, size - _LINE))
+            last = [_loss(line) for line in file.read(_LINE).split(b"\n")]
+            values += [one for one in last if one is not None][-1:]
+    except OSError:
+        return []
+    return values
+
+
+def _loss(line: bytes) -> float | None:
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return finite(metric(data.get("loss"))) if isinstance(data, dict) else None
+
+
+def compared(folders: Folders, runs: Sequence[str], name: str) -> dict[str, Any]:
+    """Settings that differ; of two runs also whether the difference is more than noise."""
+    watched = [folders.watched(run)[0] for run in runs[:MOST_RUNS]]
+    settings = [settings_of(folder.record) for folder in watched]
+    judged = noise(watched[0].curve(name), watched[1].curve(name)) if len(watched) == 2 else None
+    return {
+        "runs": list(runs[:MOST_RUNS]),
+        "settings": [[key, list(values)] for key, values in differing(settings)][:300],
+        "noise": {**as_json(judged), "beyond": judged.beyond} if judged is not None else None,
+    }
+
+
+def settings(folders: Folders, run: str) -> dict[str, Any]:
+    return {"settings": [list(pair) for pair in settings_of(folders.record(run)).items()][:1000]}
+
+
+def over_time(folders: Folders, run: str, since: float) -> dict[str, Any]:
+    folder, timeline = folders.watched(run)
+    plan = folder.record.data.get("plan") or {}
+    ranks = plan.get("ranks") if isinstance(plan.get("ranks"), list) else []
+    labels = {str(one["rank"]): str(one.get("label") or "")[:80] for one in ranks or () if _has_rank(one)}
+    return {**timeline.to_json(since), "labels": labels}
+
+
+def _has_rank(one: Any) -> bool:
+    return isinstance(one, dict) and type(one.get("rank")) is int

@@ -1,0 +1,96 @@
+"""Who may ask: the token in the printed address, the cookie it is exchanged for, the names we are called by. Pure.
+
+A page of another site can make a browser here send requests to this port, under our address or under a name of its own that
+leads to it. It has no cookie of ours (SameSite=Strict), gets no answer by a foreign name, and can't read the CSRF token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+from urllib.parse import quote
+
+from stoker.control.show import serving
+from stoker.control.show.serving import Answer, Request
+
+_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
+CLOSED = f"{_POLICY}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+# What a run wrote: it may look as it likes, and do nothing. An opaque origin of its own, no script, nothing loaded.
+SANDBOX = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
+_REFUSED = b"""<!doctype html><meta charset="utf-8"><title>stoker web</title>
+<h1>403: no access</h1><p>Open the address that <code>stoker web</code> printed: it has a token in it.</p>
+<p>If you have just done so: <a href="/">continue</a>.</p>
+"""
+
+
+def safe(policy: str = CLOSED) -> tuple[tuple[str, str], ...]:
+    return (
+        ("Content-Security-Policy", policy),
+        ("Referrer-Policy", "no-referrer"),
+        ("X-Frame-Options", "DENY"),
+        ("Cross-Origin-Resource-Policy", "same-origin"),
+        ("Cross-Origin-Opener-Policy", "same-origin"),
+    )
+
+
+class Guard:
+    """`run`: the one that the printed address opens; empty: the list."""
+
+    def __init__(self, listening: socket.socket, run: str = "") -> None:
+        self._first = f"/#run/{quote(run, safe='')}" if run else "/"
+        self.token, self._session, self.csrf = (secrets.token_urlsafe(32) for _ in range(3))
+        # Cookies know no ports: two viewers on one machine must not take each other's.
+        self._cookie = f"stoker-web-{listening.getsockname()[1]}"
+        self._names: tuple[str, ...] = serving.LOCAL_NAMES
+        self._any_address = not serving.is_loopback(listening)
+        if self._any_address:
+            name = os.uname().nodename.lower()
+            self._names += (name, name.partition(".")[0], socket.getfqdn().lower())
+
+    def refused(self, request: Request) -> Answer | None:
+        """None: it may have an answer. The token comes first, and only with a GET of the page."""
+        if not self._is_our_name(request.host) or self._is_foreign(request):
+            return serving.failure(403, *safe())
+        if self._is(request.query.get("token", ""), self.token) and (request.method, request.path) == ("GET", "/"):
+            return None
+        if not self._is(self._cookies(request).get(self._cookie, ""), self._session):
+            return Answer(403, _REFUSED, "text/html; charset=utf-8", safe())
+        return None
+
+    def exchange(self, request: Request) -> Answer | None:
+        """The token becomes a cookie, and leaves the address."""
+        if "token" not in request.query or request.path != "/":
+            return None
+        cookie = f"{self._cookie}={self._session}; HttpOnly; SameSite=Strict; Path=/"
+        return Answer(303, headers=(*safe(), ("Set-Cookie", cookie), ("Location", self._first)))
+
+    def may_act(self, request: Request) -> bool:
+        """The origin must be given, and ours."""
+        return bool(request.headers.get("origin")) and self._is(request.headers.get("x-stoker-csrf", ""), self.csrf)
+
+    def _is_our_name(self, name: str) -> bool:
+        """An address is none that a name server could turn on us."""
+        if name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name.strip("[]"))
+        except ValueError:
+            return False
+        return self._any_address
+
+    def _is_foreign(self, request: Request) -> bool:
+        origin = request.headers.get("origin")
+        if origin is not None and origin.lower() != f"http://{request.headers.get('host', '').lower()}":
+            return True
+        return request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and request.path != "/"
+
+    def _cookies(self, request: Request) -> dict[str, str]:
+        pairs = (part.strip().partition("=") for part in request.headers.get("cookie", "").split(";"))
+        return {name: value for name, _, value in pairs}
+
+    @staticmethod
+    def _is(given: str, secret: str) -> bool:
+        return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())

@@ -1,0 +1,178 @@
+"""What `stoker web` answers: the page's own files, its stream, the questions it asks, and one action: stop."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stoker.contract.untrusted import is_count, parse_json
+from stoker.control.record import reader
+from stoker.control.show.serving import Answer, Request, Stream, Work, failure
+from stoker.control.show.web import details, texts
+from stoker.control.show.web.folders import Folders, NotThere
+from stoker.control.show.web.guard import SANDBOX, Guard, safe
+from stoker.control.show.web.hub import Hub
+
+ASSETS = os.path.join(os.path.dirname(__file__), "assets")
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+Query = Mapping[str, str]
+
+
+def assets() -> dict[str, tuple[bytes, str]]:
+    """By name. They are the package's own, and few."""
+    found = {}
+    for name in sorted(os.listdir(ASSETS)):
+        kind = _TYPES.get(os.path.splitext(name)[1])
+        if kind is not None:
+            with open(os.path.join(ASSETS, name), "rb") as file:
+                found[name] = file.read(), kind
+    return found
+
+
+class Pages:
+    """`stop` ends a run as `stoker stop` does, and says what it did. `explain`: a run's verdict, as `stoker why` has it."""
+
+    def __init__(
+        self, guard: Guard, hub: Hub, folders: Folders, stop: Callable[[str], str], explain: texts.Explain
+    ) -> None:
+        self._guard, self._hub, self._folders, self._stop, self._explain = guard, hub, folders, stop, explain
+        self._assets = assets()
+        self._questions: dict[str, Callable[[Query], Any]] = {
+            "/api/curves": self._curves,
+            "/api/sparks": lambda query: details.sparks(self._folders, _listed(query, "runs")),
+            "/api/ranks": lambda query: details.over_time(
+                self._folders, query.get("run", ""), _number(query, "since", 0.0)
+            ),
+            "/api/compare": self._compare,
+            "/api/settings": lambda query: details.settings(self._folders, query.get("run", "")),
+            "/api/log": self._log,
+            "/api/ending": lambda query: texts.ending(self._folders, query.get("run", ""), self._explain),
+            "/api/files": lambda query: texts.listing(self._folders, query.get("run", "")),
+            "/api/rows": lambda query: texts.rows(
+                self._folders, query.get("run", ""), query.get("path", ""), _count(query, "from") or 0
+            ),
+            "/api/reports": lambda _: texts.reports(self._folders),
+        }
+
+    def answer(self, request: Request) -> Answer | Stream | Work:
+        refused = self._guard.refused(request)
+        if refused is not None:
+            return refused
+        exchanged = self._guard.exchange(request)
+        if exchanged is not None:
+            return exchanged
+        if request.path == "/api/stop":
+            return self._stopped(request)
+        if request.method != "GET":
+            return failure(405, ("Allow", "GET"), *safe())
+        if request.path == "/api/hello":
+            return _json({"csrf": self._guard.csrf})
+        if request.path == "/events":
+            stream = self._hub.open(request.query.get("run", ""), safe())
+            return stream if stream is not None else failure(503, *safe())
+        if request.path == "/file":
+            return lambda: self._file(request.query)
+        question = self._questions.get(request.path)
+        if question is not None:
+            return lambda: _asked(question, request.query)
+        name = request.path[1:] or "index.html"
+        if name in self._assets:
+            body, kind = self._assets[name]
+            return Answer(200, body, kind, safe())
+        return failure(404, *safe())
+
+    # ---- questions ----
+
+    def _curves(self, query: Query) -> Any:
+        return details.curves(
+            self._folders,
+            query.get("run", ""),
+            _listed(query, "names"),
+            since=_count(query, "since") or 0,
+            within=(_number(query, "first", -math.inf), _number(query, "last", math.inf)),
+            most=_count(query, "most") or details.POINTS,
+            smooth=min(_count(query, "smooth") or 1, 100_000),
+        )
+
+    def _compare(self, query: Query) -> Any:
+        return details.compared(self._folders, _listed(query, "runs"), query.get("metric", "loss"))
+
+    def _log(self, query: Query) -> Any:
+        run, attempt = query.get("run", ""), _count(query, "attempt")
+        rank = None if query.get("rank") == "stoker" else _count(query, "rank") or 0
+        if query.get("find"):
+            return texts.search(self._folders, run, attempt, rank, query["find"][:200])
+        return texts.log(self._folders, run, attempt, rank, _count(query, "from"))
+
+    def _file(self, query: Query) -> Answer:
+        try:
+            data, kind = texts.read_file(self._folders, query.get("run", ""), query.get("path", ""))
+        except NotThere as problem:
+            return _json({"error": str(problem)}, 404)
+        return Answer(200, data, kind, safe(SANDBOX))
+
+    # ---- the only action ----
+
+    def _stopped(self, request: Request) -> Answer | Work:
+        if request.method != "POST":
+            return failure(405, ("Allow", "POST"), *safe())
+        if not self._guard.may_act(request):
+            return failure(403, *safe())
+        try:
+            data = parse_json(request.body)
+            run = data.get("run") if isinstance(data, dict) else None
+        except ValueError:
+            run = None
+        if not isinstance(run, str):
+            return failure(400, *safe())
+        return lambda: self._stop_now(run)
+
+    def _stop_now(self, run: str) -> Answer:
+        try:
+            record = self._folders.record(run)
+        except NotThere as problem:
+            return _json({"error": str(problem)}, 404)
+        status = reader.status(record)
+        if not record.mine or status not in ("running", "unknown"):
+            why = f"run {record.id} is not running: {status}" if record.mine else f"run {record.id} is not yours"
+            return _json({"error": why}, 409)
+        return _json({"told": self._stop(record.dir)})
+
+
+def _asked(question: Callable[[Query], Any], query: Query) -> Answer:
+    try:
+        return _json(question(query))
+    except NotThere as problem:
+        return _json({"error": str(problem)}, 404)
+
+
+def _json(data: Any, status: int = 200) -> Answer:
+    body = json.dumps(data, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+    return Answer(status, body, "application/json", safe())
+
+
+def _listed(query: Query, name: str) -> list[str]:
+    """One in a line: a run's name may have a comma, a metric's a slash."""
+    return [word for word in query.get(name, "").split("\n") if word][:60]
+
+
+def _count(query: Query, name: str) -> int | None:
+    text = query.get(name, "")
+    return int(text) if is_count(text) and len(text) < 19 else None
+
+
+def _number(query: Query, name: str, otherwise: float) -> float:
+    try:
+        value = float(query.get(name, ""))
+    except ValueError:
+        return otherwise
+    return value if math.isfinite(value) else otherwise

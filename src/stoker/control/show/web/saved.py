@@ -1,0 +1,115 @@
+"""A run as one HTML file: the page's own files and all its answers, in one piece that any browser opens without a server."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import time
+from typing import Any
+
+from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.untrusted import printable
+from stoker.control.record import reader
+from stoker.control.show.snapshot import Snapshot
+from stoker.control.show.web import details, texts
+from stoker.control.show.web.folders import Folders, NotThere
+from stoker.control.show.web.pages import assets
+from stoker.control.show.web.state import ranks_of, shared
+
+POINTS = 2000  # of a curve
+_METRICS = 60
+_LOGS = 16  # ranks whose last lines are kept
+_ROW_FILES = 10
+
+
+def saved_page(record: reader.Run, explain: texts.Explain) -> bytes:
+    """Refusal: it can't be read."""
+    root, run = os.path.split(os.path.realpath(record.dir))
+    folders = Folders(root, everybody=True)  # its user has named it
+    try:
+        data = {"run": run, "time": time.time(), **_answers(folders, run, explain)}
+    except NotThere as problem:
+        raise Refusal(f"run {printable(run)}: {problem}", EX_NOINPUT) from None
+    # `<` ends no element, and starts none.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    files = {name: body.decode() for name, (body, _) in assets().items()}
+    script, style = bundled(files), files["style.css"]
+    policy = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; img-src data:; base-uri 'none'; form-action 'none'"
+    page = files["index.html"]
+    page = re.sub(r'<link rel="(icon|stylesheet)"[^>]*>\n', "", page)
+    page = page.replace(
+        '<script type="module" src="main.js"></script>',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<meta name="referrer" content="no-referrer">\n'
+        f"<style>{style}</style>",
+    )
+    parts = (
+        f'<script type="application/json" id="saved">{text}</script>\n<script type="module">{script}</script>\n</body>'
+    )
+    return page.replace("</body>", parts).encode("utf-8", "backslashreplace")
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def bundled(files: dict[str, str]) -> str:
+    """The modules as one, each in a function of its own: their names stay apart."""
+    made: list[str] = []
+    done: set[str] = set()
+
+    def add(name: str) -> None:
+        if name in done:
+            return
+        done.add(name)
+        text = files[name]
+        for needed in re.findall(r'^import \{[^}]*\} from "\./(\w+\.js)";$', text, re.M):
+            add(needed)
+        exported = re.findall(r"^export (?:class|function|const) (\w+)", text, re.M)
+        text = re.sub(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', r"const \1 = \2_module;", text, flags=re.M)
+        text = re.sub(r"^export ", "", text, flags=re.M)
+        made.append(f"const {name[:-3]}_module = (() => {{\n{text}\nreturn {{ {', '.join(exported)} }};\n}})();\n")
+
+    add("main.js")
+    return "\n".join(made)
+
+
+def _answers(folders: Folders, run: str, explain: texts.Explain) -> dict[str, Any]:
+    folder, _ = folders.watched(run)
+    seen = folder.run(time.time(), watched=True)
+    state = {**shared(Snapshot(time.time(), runs=(seen,))), "ranks": ranks_of(seen)}
+    names = details.metric_names(folder)[:_METRICS]
+    curves: dict[str, Any] = {"names": names, "curves": {}, "problem": ""}
+    for name in names:
+        curves["curves"] |= details.curves(folders, run, [name], most=POINTS)["curves"]
+    files = texts.listing(folders, run)
+    answers: dict[str, Any] = {
+        "curves": curves,
+        "ranks": details.over_time(folders, run, 0.0),
+        "ending": texts.ending(folders, run, explain),
+        "settings": details.settings(folders, run),
+        "logs": _logs(folders, run, seen.verdict.rank if seen.verdict is not None else None),
+        "files": files,
+        "reports": {"reports": []},
+        "sparks": {},
+    }
+    for path in [one["path"] for one in files["files"] if one["kind"] == "rows"][:_ROW_FILES]:
+        answers[f"rows:{path}"] = texts.rows(folders, run, path, 0)
+    return {"state": state, "answers": answers}
+
+
+def _logs(folders: Folders, run: str, guilty: int | None) -> dict[str, Any]:
+    """The end of Stoker's own log and of some ranks' in the last attempt, the guilty one's among them."""
+    own = texts.log(folders, run, None, None, None)
+    ranks = own["ranks"]
+    kept = sorted({*ranks[:_LOGS], *([guilty] if guilty in ranks else [])})
+    found = {f"{own['attempt']}/{rank}": texts.log(folders, run, own["attempt"], rank, None) for rank in kept}
+    return {
+        "attempt": own["attempt"],
+        "attempts": [own["attempt"]] if kept else [],
+        "ranks": kept,
+        "stoker": own,
+        **found,
+    }

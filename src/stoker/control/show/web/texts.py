@@ -1,0 +1,285 @@
+"""Texts and files of a run: logs with search, the verdict with its stacks, reports, rollouts, checkpoints.
+
+Control characters are escaped here; the page puts texts in as text. So a log full of HTML and terminal codes is read, not run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from stoker.contract import checkpoints, layout, redact
+from stoker.contract.shapes import Verdict
+from stoker.contract.untrusted import open_below, printable, printable_lines
+from stoker.control.record import follow, reader
+from stoker.control.record.writer import OURS
+from stoker.control.show.web.folders import Folders, NotThere
+
+LOG_BYTES = 96 << 10  # of one answer
+_SEARCHED = 64 << 20  # bytes at the end of a log
+_MATCHES = 300
+_STACK_BYTES = 128 << 10
+_MOST_TEXTS = 20
+_MOST_FILES = 1000
+_DEPTH = 3
+_ROWS = 40
+_ROW_BYTES = 64 << 10
+MOST_SERVED = 32 << 20
+# Anything else is shown as plain text, and a page is closed in (guard.SANDBOX).
+TYPES = {".html": "text/html; charset=utf-8", ".png": "image/png"}
+_TEXT = (".md", ".txt", ".json", ".jsonl", ".yaml", ".yml", ".log", ".csv", ".svg", ".py")
+_OWN = (layout.RUN, layout.EVENTS, layout.VERDICT, layout.METRICS, layout.CONSOLE, layout.RESERVE, "config.yaml")
+
+Explain = Callable[[reader.Run], Verdict | None]
+
+
+def shown(data: bytes) -> str:
+    """A rank's output as lines: a progress bar's carriage return ends one, everything else is escaped."""
+    return printable_lines(data.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n"))
+
+
+# ---- logs ----
+
+
+def _log_names(attempt: int | None, rank: int | None) -> tuple[str, ...]:
+    return (layout.CONSOLE,) if rank is None else (f"attempt-{attempt}", f"rank-{rank}.log")
+
+
+def log(folders: Folders, run: str, attempt: int | None, rank: int | None, begin: int | None) -> dict[str, Any]:
+    """`rank`: None for Stoker's own lines. `begin`: from this byte on; None: the end."""
+    record = folders.record(run)
+    logs = [(number, which) for number, which, _ in follow.rank_logs(record)][:100_000]
+    attempts = sorted({number for number, _ in logs})
+    attempt = attempt if attempt is not None else max(attempts, default=0)
+    answer: dict[str, Any] = {
+        "attempts": attempts,
+        "attempt": attempt,
+        "ranks": [which for number, which in logs if number == attempt],
+    }
+    try:
+        with os.fdopen(reader.open_in(record.dir, *_log_names(attempt, rank)), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = max(0, size - LOG_BYTES) if begin is None else max(0, min(begin, size))
+            file.seek(start)
+            data = file.read(LOG_BYTES)
+    except FileNotFoundError:
+        return {**answer, "text": "", "begin": 0, "end": 0, "size": 0}
+    except OSError as problem:
+        raise NotThere(f"this log can't be read: {problem.strerror}") from None
+    if begin is None and start:
+        cut = data.find(b"\n") + 1
+        start, data = start + cut, data[cut:]
+    data = _without_half(data)
+    return {**answer, "text": shown(data), "begin": start, "end": start + len(data), "size": size}
+
+
+def _without_half(data: bytes) -> bytes:
+    """Without a character, or an end of line, whose second half is still to come."""
+    for back in range(1, min(4, len(data)) + 1):
+        sign = data[-back]
+        if sign < 0x80:
+            return data[:-1] if data.endswith(b"\r") else data
+        if sign >= 0xC0:
+            length = 2 + (sign >= 0xE0) + (sign >= 0xF0)
+            return data[:-back] if length > back else data
+    return data
+
+
+def search(folders: Folders, run: str, attempt: int | None, rank: int | None, words: str) -> dict[str, Any]:
+    """Lines that hold it, in any case; newest last. Of a long log the last 64 MB."""
+    record = folders.record(run)
+    attempt = attempt if attempt is not None else max(record.attempts, default=0)
+    try:
+        with os.fdopen(reader.open_in(record.dir, *_log_names(attempt, rank)), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = max(0, size - _SEARCHED)
+            file.seek(start)
+            data = file.read(_SEARCHED)
+    except OSError as problem:
+        raise NotThere(f"this log can't be read: {problem.strerror}") from None
+    found, count = [], 0
+    wanted = re.compile(re.escape(words.encode("utf-8", "replace")), re.IGNORECASE)
+    at = 0
+    while match := wanted.search(data, at):
+        begin = data.rfind(b"\n", 0, match.start()) + 1
+        end = data.find(b"\n", match.end())
+        end = len(data) if end < 0 else end
+        found.append((begin, data[begin : min(end, begin + 2000)]))
+        count += 1
+        found = found[-_MATCHES:] if len(found) > 2 * _MATCHES else found
+        at = end + 1
+        if at >= len(data):
+            break
+    lines = [{"at": start + begin, "text": shown(line)} for begin, line in found[-_MATCHES:]]
+    return {"count": count, "matches": lines, "searched": len(data), "size": size}
+
+
+# ---- how it ended ----
+
+
+def ending(folders: Folders, run: str, explain: Explain) -> dict[str, Any]:
+    record = folders.record(run)
+    verdict = explain(record)
+    told = redact.data(verdict.to_json(), OURS) if verdict is not None else None
+    suspicions = []
+    for event in record.events():
+        if event["event"] in ("suspicion", "straggler", "numbers", "relief", "restart"):
+            evidence = event.get("evidence")
+            lines = [printable(str(line), 2000) for line in evidence[:50]] if isinstance(evidence, list) else []
+            suspicions.append(
+                {
+                    "time": event["time"],
+                    "kind": event["event"],
+                    "rank": event.get("rank") if type(event.get("rank")) is int else None,
+                    "text": redact.whole(printable(str(event.get("summary") or event.get("cause") or ""), 1000)),
+                    "evidence": [redact.whole(line) for line in lines],
+                }
+            )
+    return {"verdict": _shown_deep(told), "told": suspicions[-100:], "stacks": list(_stacks(record))}
+
+
+def _shown_deep(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable_lines(value)
+    if isinstance(value, dict):
+        return {key: _shown_deep(one) for key, one in value.items()}
+    return [_shown_deep(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _stacks(record: reader.Run) -> Iterator[dict[str, Any]]:
+    """Of the newest attempt: all ranks' stacks of the last suspicion, and each rank's own last words."""
+    for attempt in record.attempts[-1:]:
+        folder = f"attempt-{attempt}"
+        try:
+            names = sorted(os.listdir(os.path.join(record.dir, folder)))
+        except OSError:
+            return
+        wanted = [name for name in names if name == "stacks.txt" or name.endswith((".stack.txt", ".error.json"))]
+        for name in sorted(wanted, key=lambda name: name != "stacks.txt")[:_MOST_TEXTS]:
+            try:
+                with os.fdopen(reader.open_in(record.dir, folder, name), "rb") as file:
+                    text = shown(file.read(_STACK_BYTES))
+            except OSError as problem:
+                text = f"can't be read: {problem.strerror}"
+            yield {"name": printable(f"{folder}/{name}", 200), "text": redact.whole(text)}
+
+
+# ---- files ----
+
+
+def listing(folders: Folders, run: str) -> dict[str, Any]:
+    place = folders.place(run)
+    found = sorted(_walk(place, ""), key=lambda one: str(one["path"]))
+    newest = checkpoints.newest(place) if folders.record(run).mine else None
+    folder = os.path.join(place, layout.CHECKPOINTS)
+    saved = []
+    try:
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)[:_MOST_FILES]:
+            about = entry.stat(follow_symlinks=False)
+            inside = entry.is_dir(follow_symlinks=False)
+            size = sum(one["size"] for one in _walk(entry.path, "")) if inside else about.st_size
+            is_newest = newest is not None and os.path.basename(newest.path) == entry.name
+            name = printable(entry.name, 200)
+            saved.append({"name": name, "size": size, "time": about.st_mtime, "newest": is_newest})
+    except OSError:
+        pass  # it has none
+    return {"files": [one for one in found if one["kind"] != "checkpoint"][:_MOST_FILES], "checkpoints": saved}
+
+
+def _walk(place: str, below: str, depth: int = 0) -> Iterator[dict[str, Any]]:
+    try:
+        entries = list(os.scandir(os.path.join(place, below)))[:_MOST_FILES]
+    except OSError:
+        return
+    for entry in entries:
+        path = f"{below}{entry.name}"
+        try:
+            about = entry.stat(follow_symlinks=False)
+        except OSError:
+            continue  # gone meanwhile
+        if stat.S_ISDIR(about.st_mode) and depth < _DEPTH:
+            yield from _walk(place, path + "/", depth + 1)
+        elif stat.S_ISREG(about.st_mode):
+            kind = "" if printable(path) != path else kind_of(path)
+            yield {"path": printable(path, 300), "size": about.st_size, "time": about.st_mtime, "kind": kind}
+
+
+def kind_of(path: str) -> str:
+    """report, picture, rows (rollouts, samples, answers), record, text, checkpoint, or empty: it is not shown."""
+    name = os.path.basename(path)
+    ending_ = os.path.splitext(name)[1]
+    if path.startswith(f"{layout.CHECKPOINTS}/"):
+        return "checkpoint"
+    if ending_ == ".html" or name in ("report.md", "diversity_report.md"):
+        return "report"
+    if ending_ == ".png":
+        return "picture"
+    if name in _OWN or path.startswith(("attempt-", "history/")):
+        return "record" if ending_ in _TEXT else ""
+    if ending_ == ".jsonl":
+        return "rows"
+    return "text" if ending_ in _TEXT else ""
+
+
+def read_file(folders: Folders, run: str, path: str) -> tuple[bytes, str]:
+    """(bytes, content type) of a file of the run, by no link."""
+    place = folders.place(run)
+    parts = path.split("/")
+    if any(part in ("", ".", "..") or "\0" in part or len(part) > 255 for part in parts) or not kind_of(path):
+        raise NotThere("no such file")
+    try:
+        with os.fdopen(open_below(place, path), "rb") as file:
+            data = file.read(MOST_SERVED + 1)
+    except (OSError, ValueError):
+        raise NotThere("no such file") from None
+    if len(data) > MOST_SERVED:
+        raise NotThere(f"this file is larger than {MOST_SERVED >> 20} MB: {printable(path, 200)}")
+    return data, TYPES.get(os.path.splitext(path)[1], "text/plain; charset=utf-8")
+
+
+def rows(folders: Folders, run: str, path: str, begin: int) -> dict[str, Any]:
+    """Lines of a JSON lines file from a byte on, as they stand there."""
+    place = folders.place(run)
+    if kind_of(path) != "rows" or any(part in ("", ".", "..") for part in path.split("/")):
+        raise NotThere("no such file")
+    lines: list[str] = []
+    try:
+        with os.fdopen(open_below(place, path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, min(begin, size)))
+            while len(lines) < _ROWS and (line := file.readline(_ROW_BYTES)):
+                lines.append(line.decode("utf-8", "replace"))
+            end = file.tell()
+    except (OSError, ValueError):
+        raise NotThere("no such file") from None
+    return {"rows": [_json_or_text(line) for line in lines], "begin": begin, "end": end, "size": size}
+
+
+def _json_or_text(line: str) -> Any:
+    from stoker.contract.untrusted import parse_json, within
+
+    try:
+        return _shown_deep(within(parse_json(line), 16_000))
+    except ValueError:
+        return printable(line.rstrip("\n"), 4000)
+
+
+def reports(folders: Folders) -> dict[str, Any]:
+    """Reports of chains of stages, which stand beside the runs."""
+    found = []
+    try:
+        names = sorted(os.listdir(folders.root), reverse=True)[:2000]
+    except OSError:
+        names = []
+    for name in names:
+        try:
+            place = folders.place(name)
+            about = os.lstat(os.path.join(place, "report.html"))
+        except (NotThere, OSError):
+            continue
+        if stat.S_ISREG(about.st_mode) and printable(name) == name:
+            found.append({"run": name, "time": about.st_mtime})
+    return {"reports": found[:50]}
