@@ -235,13 +235,11 @@ def test_a_run_of_the_future_and_of_a_clock_that_jumps_is_shown(stoker: Stoker) 
     """While it runs: all its times lie ten days ahead, and then those of its last events and metrics lie in the past."""
     script, go, root = stoker.script("train.py", BEATS), stoker.cwd / "go", str(stoker.cwd / "runs")
     job = stoker.start("run", "--nproc-per-node", "2", script, "5", str(go))
-    wait_for(lambda: any(run.phase == "eval" for run in Gatherer(root).snapshot().runs) or None, 60.0)
-    run_dir, ahead = stoker.latest, time.time() + 864_000.0
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    told = {**json.loads((run_dir / "run.json").read_text()), "started": ahead}
+    ahead = time.time() + 864_000.0
 
     def shifted(ends: float) -> None:
         """The first half at `ahead`, the second at `ends`."""
+        told = {**json.loads((run_dir / "run.json").read_text()), "started": ahead}
         half = len(events) // 2
         moved = [{**event, "time": ahead if at < half else ends} for at, event in enumerate(events)]
         write_whole(str(run_dir / "events.jsonl"), "".join(json.dumps(event) + "\n" for event in moved))
@@ -258,6 +256,9 @@ def test_a_run_of_the_future_and_of_a_clock_that_jumps_is_shown(stoker: Stoker) 
         writer.close()
 
     try:
+        wait_for(lambda: any(run.phase == "eval" for run in Gatherer(root).snapshot().runs) or None, 60.0)
+        run_dir = stoker.latest
+        events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
         for ends in (ahead, 1.0):
             shifted(ends)
             (run,) = same_in_json(Gatherer(root).snapshot()).runs
