@@ -431,6 +431,23 @@ def first_event(page: Page, run: str = "") -> Any:
 # ---- the command ----
 
 
+def test_on_all_addresses_a_foreign_name_is_refused_still(stoker: Stoker) -> None:
+    child = stoker.start("web", "--port", "0", "--host", "0.0.0.0")
+    assert child.stdout is not None
+    try:
+        found = re.fullmatch(r"http://[\w.-]+:(\d+)/(\?token=\S+)\n", child.stdout.readline().decode())
+        assert found and b"not encrypted" in child.stdout.readline()
+        for name, status in (("127.0.0.1", 303), ("192.0.2.7", 303), (os.uname().nodename, 303), ("evil.example", 403)):
+            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
+            connection.request("GET", f"/{found[2]}", headers={"Host": f"{name}:{found[1]}"})
+            assert connection.getresponse().status == status, name
+            connection.close()
+    finally:
+        child.send_signal(signal.SIGINT)
+        assert child.wait(30) == 0
+        child.stdout.close()
+
+
 def test_a_port_in_use_names_its_holder_and_refusals_are_one_line(stoker: Stoker) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
