@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +21,9 @@ from urllib.parse import quote, urlencode
 import pytest
 
 from browser import Browser, browsing
-from conftest import EVERYTHING, Stoker, at_length, machine_json, wait_for
+from conftest import EVERYTHING, Stoker, at_length, gpu_json, machine_json, wait_for
 from localuser import ATTACKER, needs_root
+from netcluster import NetCluster
 from stoker.control.record.history import Members, Moment
 from stoker.control.show.serving import Request, parse
 from stoker.control.show.top.demo import demo_snapshot
@@ -429,6 +431,23 @@ def first_event(page: Page, run: str = "") -> Any:
 # ---- the command ----
 
 
+def test_on_all_addresses_a_foreign_name_is_refused_still(stoker: Stoker) -> None:
+    child = stoker.start("web", "--port", "0", "--host", "0.0.0.0")
+    assert child.stdout is not None
+    try:
+        found = re.fullmatch(r"http://[\w.-]+:(\d+)/(\?token=\S+)\n", child.stdout.readline().decode())
+        assert found and b"not encrypted" in child.stdout.readline()
+        for name, status in (("127.0.0.1", 303), ("192.0.2.7", 303), (os.uname().nodename, 303), ("evil.example", 403)):
+            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
+            connection.request("GET", f"/{found[2]}", headers={"Host": f"{name}:{found[1]}"})
+            assert connection.getresponse().status == status, name
+            connection.close()
+    finally:
+        child.send_signal(signal.SIGINT)
+        assert child.wait(30) == 0
+        child.stdout.close()
+
+
 def test_a_port_in_use_names_its_holder_and_refusals_are_one_line(stoker: Stoker) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -604,3 +623,48 @@ def test_a_saved_run_needs_no_server(chromium: Browser, stoker: Stoker) -> None:
         "return document.getElementById('stop').hidden"
     )
     assert chromium.log() == []
+
+
+@at_length
+def test_a_run_is_followed_for_a_minute(chromium: Browser, stoker: Stoker) -> None:
+    script = stoker.script("hangs.py", HANGS)
+    job = stoker.start("run", "--nproc-per-node", "2", "--name", "live", script, stdout=subprocess.DEVNULL)
+    try:
+        with web(stoker) as page:
+            assert wait_for(lambda: first_event(page)["set"].get("runs") or None, 30)
+            (run,) = first_event(page)["set"]["runs"]
+            chromium.open(page.printed)
+            chromium.open(f"{page.address}#run/{run}/curves")
+            shown = "Number(document.querySelector('.facts dd')?.textContent || 0)"
+            chromium.until("document.querySelector('canvas.chart')")
+            before, grown = chromium.until(shown), 0
+            ends = time.monotonic() + 60
+            while time.monotonic() < ends:
+                before = chromium.until(f"{shown} > {before} && {shown}")
+                grown += 1
+            assert grown > 10 and "live" in chromium.text("#status"), (grown, chromium.text("#status"))
+            last = chromium.js("return document.querySelector('canvas.chart').getAttribute('aria-label')")
+            assert float(last.rsplit(" ", 1)[1]) < 1.0, last  # the loss at the end, drawn without a reload
+            assert chromium.log() == []
+    finally:
+        job.terminate()
+        job.wait(60)
+
+
+@at_length
+def test_hosts_are_watched_and_a_lost_one_is_offline(chromium: Browser, stoker: Stoker, netcluster: NetCluster) -> None:
+    for number in range(3):
+        path = stoker.cwd / f"host{number}.json"
+        path.write_text(json.dumps(machine_json([gpu_json(0, utilization=10 * number)])))
+        netcluster.set_env(number, STOKER_MACHINE=str(path))
+    names = [host.name for host in netcluster.hosts]
+    with web(stoker, "--hosts", str(netcluster.file())) as page:
+        chromium.open(page.printed)
+        chromium.open(f"{page.address}#gpus")
+        chromium.until("document.querySelectorAll('.gpu').length === 3", seconds=40)
+        netcluster.cut(1)
+        chromium.until_text("OFFLINE", "main", seconds=40)
+        assert names[1] in chromium.text("main")
+        chromium.until("document.querySelectorAll('.gpu').length === 2")
+        netcluster.heal(1)
+        chromium.until("document.querySelectorAll('.gpu').length === 3", seconds=60)

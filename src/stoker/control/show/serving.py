@@ -7,6 +7,7 @@ thread, so that a disk that hangs holds up no other answer. A stream (server-sen
 from __future__ import annotations
 
 import ipaddress
+import os
 import queue
 import selectors
 import socket
@@ -77,6 +78,8 @@ def is_loopback(server: socket.socket) -> bool:
 
 def url(server: socket.socket, path: str) -> str:
     host, port = server.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:  # all of this machine's: its name is one that can be opened
+        host = os.uname().nodename
     return f"http://{f'[{host}]' if ':' in host else host}:{port}{path}"
 
 
