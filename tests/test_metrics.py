@@ -527,7 +527,7 @@ def test_a_launcher_that_is_not_asked_loads_nothing_of_it(stoker: Stoker) -> Non
     """Its start and its memory are those of before."""
     look = (
         "import sys\nfrom stoker.cli.main import main\nmain(['run', 's.py'])\nprint([one for one in sys.modules if"
-        " one.startswith(('prometheus_client', 'stoker.control.show', 'http', 'urllib', 'email'))"
+        " one.startswith(('prometheus_client', 'stoker.control.show', 'http', 'urllib.request', 'email'))"
         " or one.endswith(('launch.notify', 'launch.exporter'))])"
     )
     stoker.script("s.py", "")

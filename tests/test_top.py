@@ -303,7 +303,7 @@ def test_a_recording_is_held_and_sought() -> None:
 def test_once_json_and_demo(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
     holder = {"pid": 4711, "memory": 10**9, "command": HOSTILE, "user": "eve", "run": None, "age": 5.0}
     env = box([gpu_json(0, utilization=93, memory_used=30 * 10**9, holders=[holder]), gpu_json(1)])
-    done = stoker("top", "--once", env=env)
+    done = stoker("top", "--once", env={**env, "COLUMNS": "160"})
     assert done.code == 0 and "93%" in done.out and "30.0/48 GB" in done.out and "4711" in done.out, done.out + done.err
     assert "[bold red]x[/] \\x1b[31m" in done.out and "\x1b" not in done.out
     found = snapshot_from_json(json.loads(stoker("top", "--json", env=env).out))

@@ -225,7 +225,7 @@ def test_a_rank_that_can_not_be_killed_is_named_and_not_waited_for(monkeypatch: 
         options=options,
         record=SimpleNamespace(dir=".", event=lambda *a, **k: None),
         output=SimpleNamespace(settle=lambda record: None),
-        say=said.append,
+        say=lambda line, colour="": said.append(line),
         signals=SimpleNamespace(take=iter([signal.SIGTERM, *[0] * 10_000]).__next__),
     )
     one = Supervision(cast(Any, run), attempt)

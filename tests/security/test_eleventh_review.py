@@ -104,8 +104,8 @@ def test_a_limit_within_a_limit_leaves_the_outer_one() -> None:
         spin(60)
 
 
-def test_other_problems_pass_and_sleeping_costs_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), LookingAt("a file", 0.1):
+def test_other_problems_are_one_line_and_sleeping_costs_nothing(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="a file can't be read: KeyError"), LookingAt("a file", 0.1):
         time.sleep(0.3)
         raise KeyError
     with pytest.raises(FileNotFoundError), looking_at_file("a file", str(tmp_path / "none")):

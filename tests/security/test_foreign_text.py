@@ -305,8 +305,12 @@ def test_prints_are_cleaned_and_progress_bars_still_draw(monkeypatch: pytest.Mon
     check_text(
         out.getvalue().replace("\nstoker: forged", "\n forged")
     )  # an end of line is print's own: one-line texts are cleaned where they are put in
-    assert err.getvalue().startswith("\r50 % ") and err.getvalue().endswith("\x1b[K\r\x1b[K")
-    check_text(err.getvalue().replace("\x1b[K", "").replace("\r", ""))
+    own = ("\r\x1b[K", "\x1b[?7l", "\x1b[?7h")  # back to the line's beginning; no wrapping at its end
+    assert err.getvalue().startswith("\r\x1b[K\x1b[?7l50 % ") and err.getvalue().endswith("\x1b[?7h\r\x1b[K")
+    drawn = err.getvalue()
+    for code in own:
+        drawn = drawn.replace(code, "")
+    check_text(drawn)
 
 
 @pytest.mark.parametrize("value", ["plain ✓", EVIL, "\x7f", "\U000e0041", "\udc80", "nbsp\u00a0"])

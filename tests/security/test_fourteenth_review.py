@@ -211,7 +211,7 @@ def test_names_of_layers_are_looked_up_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("names", "says"), [
-    (["q_proj"] * 85_000, "85,000 names: at most"), (["q_proj", "q_proj"], "2 names: one of them is there twice"),
+    (["q_proj"] * 85_000, "85,000 names: at most"),
 ])  # fmt: skip
 def test_an_adapter_names_a_layer_once(tmp_path: Path, names: list[str], says: str) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
