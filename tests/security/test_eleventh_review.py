@@ -108,7 +108,7 @@ def test_other_problems_are_one_line_and_sleeping_costs_nothing(tmp_path: Path) 
     with pytest.raises(Refusal, match="a file can't be read: KeyError"), LookingAt("a file", 0.1):
         time.sleep(0.3)
         raise KeyError
-    with pytest.raises(FileNotFoundError), looking_at_file("a file", str(tmp_path / "none")):
+    with pytest.raises(Refusal, match="No such file"), looking_at_file("a file", str(tmp_path / "none")):
         (tmp_path / "none").read_bytes()
 
 
