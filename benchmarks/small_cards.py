@@ -87,6 +87,7 @@ def about(row: Row, taken: int) -> tuple[dict[str, Any], Plan]:
         "recompute": s.recompute,
         "optimizer": s.optimizer,
         "place": "host" if s.on_host else "device",
+        "activations": "host" if s.inputs_on_host else "device",
     }
     sizes = {"needs_gib": whole.shares[0].needs / GIB, "planned_gib": share.planned.total / GIB}
     found = {
@@ -103,7 +104,8 @@ def run(row: Row) -> dict[str, Any]:
     s = plan.settings
     cell = qlora.Cell(
         row.size, s.micro, row.context, str(s.recompute) if s.recompute else "off", s.optimizer,
-        "host" if s.on_host else "device", row.rank, MICRO_STEPS, packed=True, quick=True,
+        "host" if s.on_host else "device", "host" if s.inputs_on_host else "device", rank=row.rank,
+        micro_steps=MICRO_STEPS, packed=True, quick=True,
     )  # fmt: skip
     print(f"planned: {json.dumps(found)}", flush=True)
     seen = qlora.run_stoker(cell, row.method, STEPS)
