@@ -145,7 +145,7 @@ def test_what_blocks_save_in_host_memory_changes_no_bit_and_the_card_holds_what_
         gc.collect()  # a model refers to itself: what is left of it would count as the next one's
     for at, phase in enumerate((FORWARD, BACKWARD)):
         saved, expected = peaks[0][at] - peaks[1][at], planned[0][phase] - planned[1][phase]
-        # What is on its way when is a matter of time: half an input more or less.
+        # Half an input of slack: with two recomputed blocks 5.2 MB were saved where 8.4 were planned (H200), not explained.
         most = 0.05 * expected + (4 << 20)
         assert expected > 4 << 20 and abs(saved - expected) < most, (phase, saved, expected, peaks, planned)
     for (loss, gradients), (other_loss, others) in zip(*found, strict=True):
