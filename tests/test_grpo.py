@@ -578,9 +578,8 @@ def test_several_updates_a_step_learn_too_and_do_not_depend_on_the_ranks(forks: 
     more = ("--max-steps", "12", "--grpo.updates", "3", "--export", "false", "--learning_rate", "1e-3")
     one, two = forks(1, tmp_path / "1", *more), forks(2, tmp_path / "2", *more)
     assert one.codes == [0] and two.codes == [0, 0], one.said()
-    for mine, theirs in zip(
-        two.metrics[:6], one.metrics[:6], strict=True
-    ):  # 18 updates; later ones part by up to 0.5 %, not traced
+    # 18 updates. After 24 and more, what is rounded otherwise on two ranks has grown to 0.1 to 0.5 % for some first models.
+    for mine, theirs in zip(two.metrics[:6], one.metrics[:6], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3, abs=5e-5), mine["step"]
     rewards = [line["reward"] for line in one.metrics]
     assert sum(rewards[-4:]) > sum(rewards[:4]), rewards  # steps ask different prompts: a single one says little
