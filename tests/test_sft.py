@@ -153,7 +153,7 @@ def test_weighted_sources_resume_where_they_were(stoker: Stoker, tmp_path: Path,
     def run_and_kill(name: str) -> None:
         env = {"OMP_NUM_THREADS": "1"}
         job = stoker.start("train", "sft", *words, "--name", name, "--checkpoint.every_steps", "1", env=env)
-        pattern = f"*-{name}/checkpoints/step-*/manifest.json"
+        pattern = f"*-{name}/checkpoints/step-*[0-9]/manifest.json"  # not one that is still being written: *.tmp
         saved = wait_for(lambda: list((stoker.cwd / "runs").glob(pattern)) or None, 90)
         up = [event["pid"] for event in stoker.result().events if event["event"] == "rank-up"]
         for pid in (job.pid, *up):
