@@ -46,11 +46,11 @@ class Curve:
         rising = all(map(operator.lt, steps, steps[1:])) and (not self.steps or not steps or self.steps[-1] < steps[0])
         if plain and rising and values:
             try:
-                self.values.extend(values)
-                self.steps.extend(steps)
+                self.values.fromlist(values)
+                self.steps.fromlist(steps)
                 return metric(values[-1])
-            except OverflowError:  # an integer of 400 digits
-                del self.values[len(self.steps) :]
+            except OverflowError:  # an integer of 400 digits: nothing was added
+                pass
         newest: Metric = None
         for step, value in zip(steps, values, strict=True):
             kept = metric(value)
@@ -78,6 +78,10 @@ def thinned(values: Sequence[float], most: int) -> list[int]:
     chosen: list[int] = []
     for bucket in range(buckets):
         begin, end = bucket * count // buckets, (bucket + 1) * count // buckets
+        part = values[begin:end]
+        if math.isfinite(sum(part)):  # all of them are numbers
+            chosen += sorted({begin, begin + part.index(min(part)), begin + part.index(max(part))})
+            continue
         known = [at for at in range(begin, end) if math.isfinite(values[at])]
         wanted = {begin}
         if known:
@@ -171,18 +175,19 @@ class MetricsTail:
         lines = [line for line in block if _is_step(line.get("step"))]
         if not lines:
             return
-        steps = [line["step"] for line in lines]
+        columns = _columns(lines)
+        steps = columns.pop("step")
+        times = columns.pop("time", [None] * len(steps))
         self.step = steps[-1]
-        self.clock.extend(steps, [line["time"] if _is_time(line.get("time")) else 0.0 for line in lines])
+        self.clock.extend(steps, [time if _is_time(time) else 0.0 for time in times])
         for line in lines[-_NEWEST:]:
             if _is_time(line.get("time")) and (not self.times or self.times[-1][0] != line["step"]):
                 self.times.append((line["step"], float(line["time"])))
         del self.times[:-_NEWEST]
-        for name in dict.fromkeys(itertools.chain.from_iterable(lines)):
+        for name, values in columns.items():
             if name in _NOT_DRAWN:
                 continue
-            curve = self.curves.get(name) or Curve()
-            values, at = [line.get(name) for line in lines], steps
+            curve, at = self.curves.get(name) or Curve(), steps
             if None in values:
                 at = [step for step, value in zip(steps, values, strict=True) if value is not None]
                 values = [value for value in values if value is not None]
@@ -200,6 +205,17 @@ class MetricsTail:
             if after > before and later > sooner
         ]
         return sorted(gaps)[len(gaps) // 2] if gaps else None
+
+
+def _columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Name -> its value in each line, None where a line has none."""
+    names = list(lines[0])
+    if {*map(len, lines)} == {len(names)} and len(names) > 1:  # the usual case: every line has the same names
+        try:
+            return dict(zip(names, map(list, zip(*map(operator.itemgetter(*names), lines), strict=True)), strict=True))
+        except KeyError:
+            pass
+    return {name: [line.get(name) for line in lines] for name in dict.fromkeys(itertools.chain.from_iterable(lines))}
 
 
 def _is_step(value: Any) -> bool:
