@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import operator
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from stoker.contract import layout
@@ -175,7 +174,7 @@ class MetricsTail:
         lines = [line for line in block if _is_step(line.get("step"))]
         if not lines:
             return
-        columns = _columns(lines)
+        columns = _columns(lines, self.curves)
         steps = columns.pop("step")
         times = columns.pop("time", [None] * len(steps))
         self.step = steps[-1]
@@ -207,15 +206,25 @@ class MetricsTail:
         return sorted(gaps)[len(gaps) // 2] if gaps else None
 
 
-def _columns(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Name -> its value in each line, None where a line has none."""
+def _columns(lines: list[dict[str, Any]], known: Collection[str]) -> dict[str, list[Any]]:
+    """Name -> its value in each line, None where a line has none. Of names that are not `known` yet as many as are kept:
+    lines that each have others cost no more than lines that have the same.
+    """
     names = list(lines[0])
     if {*map(len, lines)} == {len(names)} and len(names) > 1:  # the usual case: every line has the same names
         try:
             return dict(zip(names, map(list, zip(*map(operator.itemgetter(*names), lines), strict=True)), strict=True))
         except KeyError:
             pass
-    return {name: [line.get(name) for line in lines] for name in dict.fromkeys(itertools.chain.from_iterable(lines))}
+    columns: dict[str, list[Any]] = {name: [None] * len(lines) for name in ("step", "time", *known)}
+    for at, line in enumerate(lines):
+        for name, value in line.items():
+            if name not in columns:
+                if len(columns) >= MOST_METRICS + len(known):
+                    continue
+                columns[name] = [None] * len(lines)
+            columns[name][at] = value
+    return columns
 
 
 def _is_step(value: Any) -> bool:
