@@ -23,6 +23,7 @@ MOST_OF_OTHERS = 16 << 20  # the last bytes that are read of another user's run
 _BLOCK = 4 << 20
 _TAIL = 1 << 15  # bytes at the end of the file, for the newest line alone
 _NEWEST = 64  # lines whose times are kept: the speed of the last steps
+_MOST_SUMMED = 1e300
 _NOT_DRAWN = ("schema", "time", "step")
 
 
@@ -95,6 +96,8 @@ def smoothed(curve: Curve, window: int) -> tuple[tuple[float, float], ...]:
     known = [
         (float(step), value) for step, value in zip(curve.steps, curve.values, strict=True) if metric(value) == value
     ]
+    if window > 1:  # sums of larger ones are no numbers
+        known = [(step, max(-_MOST_SUMMED, min(value, _MOST_SUMMED))) for step, value in known]
     if window <= 1:
         return tuple(known)
     total, made = 0.0, []
@@ -178,9 +181,11 @@ class MetricsTail:
             if _is_time(line.get("time")) and (not self.times or self.times[-1][0] != line["step"]):
                 self.times.append((line["step"], float(line["time"])))
         del self.times[:-_NEWEST]
-        for name in dict.fromkeys(itertools.chain.from_iterable(lines)):
-            if name in _NOT_DRAWN:
-                continue
+        names = dict.fromkeys(itertools.chain.from_iterable(lines))
+        known = [name for name in names if name in self.curves]
+        # Each name is looked up in every line: of names that are new a few times as many as are kept, whatever they hold.
+        fresh = [name for name in names if name not in self.curves and name not in _NOT_DRAWN][: 2 * MOST_METRICS]
+        for name in known + fresh if len(self.curves) < MOST_METRICS else known:
             curve = self.curves.get(name) or Curve()
             values, at = [line.get(name) for line in lines], steps
             if None in values:
