@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
-import tempfile
 import threading
 import time
-from typing import Any
+from typing import IO, Any
 
 from stoker.contract import protocol
 from stoker.contract.names import MACHINE, Refusal
@@ -26,6 +26,7 @@ HostReading = tuple[HostGauges, tuple[GpuGauges, ...]]
 OFFLINE_S = 8.0  # without a reading
 _AGAIN_S = 2.0  # between two attempts to reach a host
 _LARGEST = 4 << 20  # bytes of a reading
+_COMPLAINTS = 1 << 16  # bytes of stderr that are kept
 _FAR_END = "stoker.control.agent.gauging"
 
 
@@ -125,7 +126,7 @@ class _Watch:
             self._reason = refusal.line
 
     def _look_there(self) -> None:
-        with tempfile.TemporaryFile() as complaints:
+        with _bounded_file() as complaints:
             far: FarEnd | None = None
             try:
                 far = self._connect(complaints.fileno())
@@ -163,10 +164,18 @@ class _Watch:
         except subprocess.TimeoutExpired:
             code = None
         os.lseek(complaints, 0, os.SEEK_SET)
-        said = printable_lines(os.read(complaints, 1 << 16).decode("utf-8", "replace"))
+        said = printable_lines(os.read(complaints, _COMPLAINTS).rstrip(b"\0").decode("utf-8", "replace"))
         if not said and (otherwise or code is None):
             return otherwise or printable(str(problem), 300)
         return explain(self._host.name, said, code).removeprefix(f"host {self._host.name}: ")
+
+
+def _bounded_file() -> IO[bytes]:
+    """For a program's stderr. It can't grow: a host that complains without end fills neither disk nor memory."""
+    handle = os.memfd_create("complaints", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(handle, _COMPLAINTS)
+    fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    return os.fdopen(handle, "w+b")
 
 
 def _read(message: protocol.Message, payload: bytes) -> _Reading:
