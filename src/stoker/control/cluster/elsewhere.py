@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import threading
 import time
-from typing import IO, Any
+from typing import Any
 
 from stoker.contract import protocol
 from stoker.contract.names import MACHINE, Refusal
@@ -15,7 +14,7 @@ from stoker.contract.shape import replace, shape
 from stoker.contract.typed import read_shape
 from stoker.contract.untrusted import parse_json, printable, printable_lines
 from stoker.control.cluster import agentzip, transport
-from stoker.control.cluster.farend import FarEnd, Refused, Silent
+from stoker.control.cluster.farend import FarEnd, Refused, Silent, complaints_file, complaints_in
 from stoker.control.cluster.hosts import Host, Hosts
 from stoker.control.cluster.ssh import afresh, explain
 from stoker.control.machine.gauges import Gauges
@@ -26,7 +25,6 @@ HostReading = tuple[HostGauges, tuple[GpuGauges, ...]]
 OFFLINE_S = 8.0  # without a reading
 _AGAIN_S = 2.0  # between two attempts to reach a host
 _LARGEST = 4 << 20  # bytes of a reading
-_COMPLAINTS = 1 << 16  # bytes of stderr that are kept
 _FAR_END = "stoker.control.agent.gauging"
 
 
@@ -126,7 +124,7 @@ class _Watch:
             self._reason = refusal.line
 
     def _look_there(self) -> None:
-        with _bounded_file() as complaints:
+        with complaints_file() as complaints:
             far: FarEnd | None = None
             try:
                 far = self._connect(complaints.fileno())
@@ -163,19 +161,10 @@ class _Watch:
             code: int | None = self._process.wait(2.0)
         except subprocess.TimeoutExpired:
             code = None
-        os.lseek(complaints, 0, os.SEEK_SET)
-        said = printable_lines(os.read(complaints, _COMPLAINTS).rstrip(b"\0").decode("utf-8", "replace"))
+        said = printable_lines(complaints_in(complaints))
         if not said and (otherwise or code is None):
             return otherwise or printable(str(problem), 300)
         return explain(self._host.name, said, code).removeprefix(f"host {self._host.name}: ")
-
-
-def _bounded_file() -> IO[bytes]:
-    """For a program's stderr. It can't grow: a host that complains without end fills neither disk nor memory."""
-    handle = os.memfd_create("complaints", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(handle, _COMPLAINTS)
-    fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
-    return os.fdopen(handle, "w+b")
 
 
 def _read(message: protocol.Message, payload: bytes) -> _Reading:
