@@ -185,12 +185,9 @@ class MetricsTail:
         known = [name for name in names if name in self.curves]
         # Each name is looked up in every line: of names that are new a few times as many as are kept, whatever they hold.
         fresh = [name for name in names if name not in self.curves and name not in _NOT_DRAWN][: 2 * MOST_METRICS]
-        for name in known + fresh if len(self.curves) < MOST_METRICS else known:
+        wanted = known + fresh if len(self.curves) < MOST_METRICS else known
+        for name, (at, values) in _columns(steps, lines, wanted):
             curve = self.curves.get(name) or Curve()
-            values, at = [line.get(name) for line in lines], steps
-            if None in values:
-                at = [step for step, value in zip(steps, values, strict=True) if value is not None]
-                values = [value for value in values if value is not None]
             newest = curve.extend(at, values)
             if newest is not None and (name in self.curves or len(self.curves) < MOST_METRICS):
                 self.curves[name] = curve
@@ -205,6 +202,28 @@ class MetricsTail:
             if after > before and later > sooner
         ]
         return sorted(gaps)[len(gaps) // 2] if gaps else None
+
+
+def _columns(
+    steps: list[int], lines: list[dict[str, Any]], names: list[str]
+) -> Iterator[tuple[str, tuple[list[int], list[Any]]]]:
+    """(name, (steps, values)) of those that are there, in time that grows with the lines and not with lines x names."""
+    if len(names) * len(lines) > 4 * sum(map(len, lines)):
+        found: dict[str, tuple[list[int], list[Any]]] = {name: ([], []) for name in names}
+        for step, line in zip(steps, lines, strict=True):
+            for name, value in line.items():
+                if value is not None and name in found:
+                    found[name][0].append(step)
+                    found[name][1].append(value)
+        yield from found.items()
+        return
+    for name in names:
+        values = [line.get(name) for line in lines]
+        if None not in values:
+            yield name, (steps, values)
+            continue
+        at = [step for step, value in zip(steps, values, strict=True) if value is not None]
+        yield name, (at, [value for value in values if value is not None])
 
 
 def _is_step(value: Any) -> bool:
