@@ -28,6 +28,7 @@ _FED = {"minutes": EVERY_S, "hours": TIERS["minutes"][0]}  # what each is made f
 MOST_BYTES = 64 << 20  # of one file: 512 ranks on 64 hosts take 30 KB a line
 _LONGEST = 4 << 20  # bytes of a line
 _MOST_MEMBERS = {"ranks": 65_536, "gpus": 16_384, "hosts": 2048}  # no more are believed
+_LONGEST_NAME = 255  # of a host or a card
 _NEWEST = frozenset(
     ("step", "memory", "memory_total", "loss", "collective_age", "beat_age", "heard")
 )  # not a mean of them
@@ -289,7 +290,10 @@ def _members(data: Any) -> Members | None:
         found = typed.read_shape(Members, data)
     except ValueError:
         return None
-    return found if all(len(getattr(found, part)) <= most for part, most in _MOST_MEMBERS.items()) else None
+    if any(len(getattr(found, part)) > most for part, most in _MOST_MEMBERS.items()):
+        return None
+    names = (*found.hosts, *(name for card in found.gpus for name in card))
+    return found if all(len(name) <= _LONGEST_NAME for name in names) else None
 
 
 _FIELDS = {"time": "float", "attempt": "int", **dict.fromkeys(PARTS, "dict[str, tuple[Any, ...]]")}

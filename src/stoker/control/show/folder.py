@@ -22,6 +22,8 @@ _BLOCK = 16 << 20
 _MOST_RANKS = 100_000
 _HISTORY_OF_OTHERS = 4 << 20
 _TEXT = 400  # characters of a summary
+_MOST_CAUSES = 100  # of restarts
+_MOST_WAITING = 4096  # ranks that wait for one
 
 
 class EventTail:
@@ -87,7 +89,8 @@ class EventTail:
                 told.clear()
         elif kind == "restart":
             cause = printable(str(event.get("cause")), 80)
-            self.restarts[cause] = self.restarts.get(cause, 0) + 1
+            if cause in self.restarts or len(self.restarts) < _MOST_CAUSES:
+                self.restarts[cause] = self.restarts.get(cause, 0) + 1
         elif kind == "relief":
             self.suspicions.pop("suspicion", None)
         elif kind in ("suspicion", "straggler", "numbers") and isinstance(event.get("summary"), str):
@@ -105,7 +108,7 @@ class EventTail:
 
     def _suspect(self, kind: str, when: float, rank: int | None, event: dict[str, Any]) -> None:
         waiting = event.get("waiting") if isinstance(event.get("waiting"), list) else []
-        ranks = tuple(one for one in waiting or () if whole(one) is not None)
+        ranks = tuple(one for one in (waiting or ())[:_MOST_WAITING] if whole(one) is not None)
         cause, summary = printable(str(event.get("cause")), 80), printable(event["summary"], _TEXT)
         silent = metric(event.get("silent_s"))
         self.suspicions[kind] = Suspicion(when, kind, cause, summary, rank, ranks, finite(silent))

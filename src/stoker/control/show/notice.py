@@ -202,5 +202,5 @@ def _by_smtp(told: str, message: Any) -> None:
                     raise Failed(f"{service} offers no encryption: the password is not sent")
                 made.login(user, urllib.parse.unquote(address.password or ""))
             made.send_message(message)
-    except (smtplib.SMTPException, OSError) as problem:
+    except (smtplib.SMTPException, OSError, ValueError) as problem:  # ValueError: a challenge that is no base64
         raise Failed(f"{service}: {type(problem).__name__}: {problem}") from None
