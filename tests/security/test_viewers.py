@@ -9,6 +9,7 @@ import json
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -194,7 +195,8 @@ def page_of(stoker: Stoker, *words: str) -> Iterator[Page]:
         child.stdout.close()
 
 
-LONG = [members(hosts=[f"{n}" * 60_000 for n in range(10, 50)]), moment()]  # more than waits for a viewer
+NAMES = [f"{n}" * 65_000 for n in range(10, 24)]
+LONG = [members(gpus=[(name, "u") for name in NAMES], hosts=NAMES), moment()]  # more than may wait for a viewer
 
 
 @pytest.mark.parametrize("history", [HISTORIES["memory"], LONG], ids=("numbers", "names"))
@@ -245,12 +247,12 @@ def test_a_cookie_alone_opens_nothing(stoker: Stoker) -> None:
         assert page.ask(f"{page.base}api/hello", Cookie=f"{name}=x; {page.cookie}; {name}=y").status == 200
 
 
-def silent_connections(port: int, until: Path) -> Callable[[], None]:
-    """Three hundred that say nothing, opened again as they are closed."""
+def silent_connections(port: int, over: int) -> Callable[[], None]:
+    """Three hundred that say nothing, opened again as they are closed, until the pipe's other end is closed."""
 
     def attack() -> None:
         opened: list[socket.socket] = []
-        while until.exists():
+        while not select.select([over], [], [], 0)[0]:
             while len(opened) < 300:
                 client = socket.socket()
                 client.setblocking(False)
@@ -267,22 +269,23 @@ def silent_connections(port: int, until: Path) -> Callable[[], None]:
     return attack
 
 
-def test_another_users_silent_connections_keep_nobody_out(
-    stoker: Stoker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sixty-four places, and each held until the end of the test."""
-    until = tmp_path / "until"
-    until.touch()
-    tmp_path.chmod(0o755)
+def test_another_users_silent_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty-four places, each taken by one that would wait for an hour."""
     monkeypatch.setattr(serving, "REQUEST_S", 3600.0)
-    answered = serving.Answer(200, b"here")
     listening = serving.listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
     over = threading.Event()
-    server = serving.Server(listening, lambda _: answered)
+    server = serving.Server(listening, lambda _: serving.Answer(200, b"here"))
     thread = threading.Thread(target=server.serve, args=(over.is_set,))
+    reading, writing = os.pipe()
+    os.set_inheritable(writing, False)
+
+    def attack() -> None:
+        os.close(writing)
+        silent_connections(port, reading)()
+
+    attacker = start_as(ATTACKER, attack)
     thread.start()
-    attacker = start_as(ATTACKER, silent_connections(port, until))
     try:
 
         def answer() -> bytes:
@@ -295,14 +298,21 @@ def test_another_users_silent_connections_keep_nobody_out(
             finally:
                 connection.close()
 
-        time.sleep(0.5)  # it has all places
+        assert wait_for(lambda: connections_to(port) >= serving.MOST_CLIENTS or None, 60)
         for _ in range(5):
             assert wait_for(answer, 60) == b"here"
     finally:
-        until.unlink()
-        os.waitpid(attacker, 0)
+        os.close(writing)
+        assert os.waitpid(attacker, 0)[1] == 0
+        os.close(reading)
         over.set()
         thread.join()
+
+
+def connections_to(port: int) -> int:
+    """That the server's side has taken, or keeps in its queue."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return sum(line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "01" for line in lines)
 
 
 # ---- secrets ----
