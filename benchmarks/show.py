@@ -219,9 +219,10 @@ def page(root: Path, seconds: float) -> tuple[float, float, float, int]:
     try:
         address, _, token = child.stdout.readline().strip().partition("?token=")
         port = int(address.strip("/").rsplit(":", 1)[1])
-        cookie = _ask(port, f"/?token={token}", "")[0].partition(";")[0]
+        given = _ask(port, f"/?token={token}", "")[0]
+        cookie, base = given.partition(";")[0], given.partition("Path=")[2].partition(";")[0]
         stream = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        stream.request("GET", "/events?run=measured", headers={"Cookie": cookie})
+        stream.request("GET", f"{base}events?run=measured", headers={"Cookie": cookie})
         answer = stream.getresponse()
         first = received = 0
         since, begun, before = 0.0, 0.0, 0.0
@@ -232,9 +233,9 @@ def page(root: Path, seconds: float) -> tuple[float, float, float, int]:
                 continue
             received += len(line)
             first = first or len(line)
-            ranks = _ask(port, f"/api/ranks?run=measured&since={since}", cookie)[1]
+            ranks = _ask(port, f"{base}api/ranks?run=measured&since={since}", cookie)[1]
             since = (json.loads(ranks)["times"] or [since])[-1]
-            curve = _ask(port, "/api/curves?run=measured&names=loss&since=400", cookie)[1]
+            curve = _ask(port, f"{base}api/curves?run=measured&names=loss&since=400", cookie)[1]
             received += len(ranks) + len(curve)
             if not begun and time.monotonic() > started + WARM_S:
                 begun, before, received = time.monotonic(), cpu_of(child.pid), 0

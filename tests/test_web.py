@@ -45,6 +45,11 @@ class Page:
         status, headers, _ = self.get(f"/?token={token}", cookie="")
         assert status == 303
         self.cookie = headers["Set-Cookie"].partition(";")[0]
+        self.base = headers["Location"].partition("#")[0]
+
+    @property
+    def home(self) -> str:
+        return self.address[:-1] + self.base
 
     @property
     def printed(self) -> str:
@@ -54,7 +59,8 @@ class Page:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         sent = {"Cookie": self.cookie if cookie is None else cookie, **{name.replace("_", "-"): value for name, value in headers.items()}}  # fmt: skip
         try:
-            connection.request(method, path, body, {name: value for name, value in sent.items() if value})
+            below = path if path.startswith("/?token") else self.base[:-1] + path
+            connection.request(method, below, body, {name: value for name, value in sent.items() if value})
             answer = connection.getresponse()
             return answer.status, answer.headers, answer.read()
         finally:
@@ -190,8 +196,9 @@ def run_id(folder: Path, name: str) -> str:
 def test_the_token_becomes_a_cookie_and_leaves_the_address(shared_page: tuple[Page, Path]) -> None:
     page, _ = shared_page
     status, headers, _ = page.get(f"/?token={page.token}", cookie="")
-    assert (status, headers["Location"]) == (303, "/") and page.token not in headers["Set-Cookie"]
-    assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(headers["Set-Cookie"].split("; "))
+    assert status == 303 and re.fullmatch(r"/[\w-]{40,}/", page.base) and headers["Location"] == page.base
+    assert page.token not in headers["Set-Cookie"] + page.base
+    assert {"HttpOnly", "SameSite=Strict", f"Path={page.base}"} <= set(headers["Set-Cookie"].split("; "))
     status, headers, body = page.get("/")
     assert status == 200 and b"main.js" in body
     policy = headers["Content-Security-Policy"]
@@ -325,13 +332,14 @@ def test_curves_are_thinned_zoomed_smoothed_and_continued(shared_page: tuple[Pag
     assert both["noise"]["beyond"] is True
 
 
-def malformed(seed: int, token: str, cookie: str) -> bytes:
+def malformed(seed: int, base: bytes, cookie: str) -> bytes:
     """Bytes that are no request, and requests that are well formed and senseless."""
     chance = random.Random(seed)
     head = f"Host: 127.0.0.1\r\nCookie: {cookie}\r\n".encode()
     junk = bytes(chance.choice(b"%./\\?&=#\0\xff\n\r ;'\"<a0") for _ in range(chance.randrange(1, 80)))
     word = quote(junk).encode()
     path = chance.choice([b"/api/curves", b"/api/ranks", b"/api/log", b"/api/rows", b"/api/files", b"/file", b"/api/compare", b"/", b"/events/x"])  # fmt: skip
+    path = chance.choice([base, base, b""]) + path
     kinds = [
         lambda: chance.randbytes(chance.randrange(1, 300)),
         lambda: b"GET " + junk + b" HTTP/1.1\r\n" + head + b"\r\n",
@@ -352,8 +360,8 @@ def malformed(seed: int, token: str, cookie: str) -> bytes:
         ),
         lambda: b"GET " + path + b"?" + junk.replace(b" ", b"") + b" HTTP/1.1\r\n" + head + b"\r\n",
         lambda: b"GET " + path + b"?run=" + b"a" * 9000 + b" HTTP/1.1\r\n" + head + b"\r\n",
-        lambda: b"POST /api/stop HTTP/1.1\r\n" + head + b"Content-Length: 9\r\n\r\n" + chance.randbytes(9),
-        lambda: b"POST /api/stop HTTP/1.1\r\n" + head + b"Content-Length: 99999999999\r\n\r\n",
+        lambda: b"POST " + base + b"/api/stop HTTP/1.1\r\n" + head + b"Content-Length: 9\r\n\r\n" + chance.randbytes(9),
+        lambda: b"POST " + base + b"/api/stop HTTP/1.1\r\n" + head + b"Content-Length: 99999999999\r\n\r\n",
         lambda: b"GET / HTTP/1.1\r\nHost: " + junk + b"\r\nCookie: " + junk + b"\r\nOrigin: " + junk + b"\r\n\r\n",
         lambda: b"GET /?token=" + word + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
         lambda: b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 3000,
@@ -380,7 +388,7 @@ def raw(port: int, request: bytes) -> bytes:
 def test_malformed_requests_leave_it_alive(shared_page: tuple[Page, Path]) -> None:
     page, _ = shared_page
     for seed in range(10_000 if EVERYTHING else 500):
-        request = malformed(seed, page.token, page.cookie)
+        request = malformed(seed, page.base[:-1].encode(), page.cookie)
         if b"Content-Length: 99999999999" not in request and request.startswith(b"POST"):
             assert raw(page.port, request).startswith(b"HTTP/1.1 403 ")
             continue
@@ -417,7 +425,7 @@ def test_other_users_runs_only_with_all(stoker: Stoker) -> None:
 
 def first_event(page: Page, run: str = "") -> Any:
     connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=60)
-    connection.request("GET", f"/events?run={run}", headers={"Cookie": page.cookie})
+    connection.request("GET", f"{page.base}events?run={run}", headers={"Cookie": page.cookie})
     answer = connection.getresponse()
     assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/event-stream")
     try:
@@ -531,7 +539,7 @@ def test_the_page_shows_zooms_compares_and_runs_no_foreign_text(
 ) -> None:
     page, folder = shared_page
     chromium.open(page.printed)
-    assert chromium.url == page.address, "the token is gone from the address"
+    assert chromium.url == page.home, "the token is gone from the address"
     chromium.until("document.querySelectorAll('.row[data-run]').length === 3")
     chromium.until("[...document.querySelectorAll('canvas.spark')].filter(c => c.width > 1).length === 3")
     chromium.type("#filter", "exp1")
@@ -563,7 +571,7 @@ def test_the_page_shows_zooms_compares_and_runs_no_foreign_text(
     chromium.until_text("optim.learning_rate", "#difference")
     chromium.until_text("more than noise", "#difference")
     assert chromium.log() == [], "nothing was refused by the policy, no script failed"
-    chromium.open(f"{page.address}file?run={foreign}&path=report.html")
+    chromium.open(f"{page.home}file?run={foreign}&path=report.html")
     assert chromium.text("h1") == "report" and chromium.js("return document.title") != "owned"
     with pytest.raises(RuntimeError, match="sandboxed"):
         chromium.js("return document.cookie")
@@ -578,7 +586,7 @@ def test_a_run_is_followed_hangs_is_explained_and_stopped(chromium: Browser, sto
             (run,) = first_event(page)["set"]["runs"]
             chromium.open(page.printed)
             chromium.until_text("running", ".row[data-run]")
-            chromium.open(f"{page.address}#run/{run}/curves")
+            chromium.open(f"{page.home}#run/{run}/curves")
             chromium.until("document.querySelector('canvas.chart')")
             shown = "Number(document.querySelector('.facts dd')?.textContent || 0)"
             first = chromium.until(shown)
@@ -634,7 +642,7 @@ def test_a_run_is_followed_for_a_minute(chromium: Browser, stoker: Stoker) -> No
             assert wait_for(lambda: first_event(page)["set"].get("runs") or None, 30)
             (run,) = first_event(page)["set"]["runs"]
             chromium.open(page.printed)
-            chromium.open(f"{page.address}#run/{run}/curves")
+            chromium.open(f"{page.home}#run/{run}/curves")
             shown = "Number(document.querySelector('.facts dd')?.textContent || 0)"
             chromium.until("document.querySelector('canvas.chart')")
             before, grown = chromium.until(shown), 0
@@ -660,7 +668,7 @@ def test_hosts_are_watched_and_a_lost_one_is_offline(chromium: Browser, stoker: 
     names = [host.name for host in netcluster.hosts]
     with web(stoker, "--hosts", str(netcluster.file())) as page:
         chromium.open(page.printed)
-        chromium.open(f"{page.address}#gpus")
+        chromium.open(f"{page.home}#gpus")
         chromium.until("document.querySelectorAll('.gpu').length === 3", seconds=40)
         netcluster.cut(1)
         chromium.until_text("OFFLINE", "main", seconds=40)

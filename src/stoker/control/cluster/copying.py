@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from stoker.contract.quantities import amount, counted, span
 from stoker.contract.shape import pick, shape
 from stoker.contract.untrusted import parse_json, printable, printable_lines
 from stoker.control.cluster import agentzip, listing, transport
-from stoker.control.cluster.farend import FarEnd, Refused, Silent
+from stoker.control.cluster.farend import FarEnd, Refused, Silent, complaints_file, complaints_in
 from stoker.control.cluster.hosts import Host, Hosts
 from stoker.control.cluster.ssh import explain
 from stoker.control.machine.hashing import Hashes
@@ -220,7 +219,7 @@ class _Copy:
     def run(self) -> None:
         self.failure = "the copy was broken off"  # until it is known to be whole
         try:
-            with tempfile.TemporaryFile() as complaints:
+            with complaints_file() as complaints:
                 self.failure = self._tried(complaints.fileno())
         except Exception as problem:  # of a thread nobody would hear of it
             self.failure = f"{type(problem).__name__}: {problem}"
@@ -260,8 +259,7 @@ class _Copy:
             code: int | None = self._process.wait(2.0)
         except subprocess.TimeoutExpired:
             code = None
-        os.lseek(complaints, 0, os.SEEK_SET)
-        said = os.read(complaints, 1 << 16).decode("utf-8", "replace")
+        said = complaints_in(complaints)
         said = printable_lines(said)
         if self._greeted and not said:
             return f"the connection was lost in the middle of the copy, after {self.sent / 1e6:.1f} MB"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
 import threading
 import time
 from typing import Any
@@ -15,7 +14,7 @@ from stoker.contract.shape import replace, shape
 from stoker.contract.typed import read_shape
 from stoker.contract.untrusted import parse_json, printable, printable_lines
 from stoker.control.cluster import agentzip, transport
-from stoker.control.cluster.farend import FarEnd, Refused, Silent
+from stoker.control.cluster.farend import FarEnd, Refused, Silent, complaints_file, complaints_in
 from stoker.control.cluster.hosts import Host, Hosts
 from stoker.control.cluster.ssh import afresh, explain
 from stoker.control.machine.gauges import Gauges
@@ -125,7 +124,7 @@ class _Watch:
             self._reason = refusal.line
 
     def _look_there(self) -> None:
-        with tempfile.TemporaryFile() as complaints:
+        with complaints_file() as complaints:
             far: FarEnd | None = None
             try:
                 far = self._connect(complaints.fileno())
@@ -162,8 +161,7 @@ class _Watch:
             code: int | None = self._process.wait(2.0)
         except subprocess.TimeoutExpired:
             code = None
-        os.lseek(complaints, 0, os.SEEK_SET)
-        said = printable_lines(os.read(complaints, 1 << 16).decode("utf-8", "replace"))
+        said = printable_lines(complaints_in(complaints))
         if not said and (otherwise or code is None):
             return otherwise or printable(str(problem), 300)
         return explain(self._host.name, said, code).removeprefix(f"host {self._host.name}: ")

@@ -3,18 +3,33 @@ reads nothing any more."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import subprocess
 import time
 from collections import deque
+from typing import IO
 
 from stoker.contract import protocol
 from stoker.contract.untrusted import printable
 
 _CHUNK = 1 << 18
+_COMPLAINTS = 1 << 16  # bytes that are kept of what it writes to stderr
 _MOST_WAITING = 2  # answers that were not asked for yet
 GREETING_S = 60.0  # a login, and the start of Python from a slow disk
+
+
+def complaints_file() -> IO[bytes]:
+    """For the stderr of ssh. It can't grow: a host that complains without end fills neither disk nor memory."""
+    handle = os.memfd_create("complaints", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(handle, _COMPLAINTS)
+    fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    return os.fdopen(handle, "w+b")
+
+
+def complaints_in(handle: int) -> str:
+    return os.pread(handle, _COMPLAINTS, 0).rstrip(b"\0").decode("utf-8", "replace")
 
 
 class Silent(Exception):

@@ -16,6 +16,7 @@ from stoker.contract import redact
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Verdict
+from stoker.contract.untrusted import printable
 from stoker.control.launch.ourselves import own_program
 from stoker.control.record.writer import OURS
 
@@ -117,7 +118,7 @@ class Notifier:
             try:
                 code = sent.child.wait(wait)
                 if code:
-                    told = os.pread(sent.errors, 1 << 20, 0).decode("utf-8", "replace").strip()[-200:]
+                    told = redact.whole(printable(_end_of(sent.errors)))
                     self._say(f"stoker: --notify ended with {code}: {told}" if command else f"stoker: --notify: {told}")
             except subprocess.TimeoutExpired:
                 self._late(sent, command)
@@ -131,6 +132,12 @@ class Notifier:
             self._say(f"stoker: --notify: {self._target.kind} did not answer within {NOTIFY_S:.0f} s")
         elif sent.last:
             self._say(f"stoker: --notify did not end within {NOTIFY_S:.0f} s; it is left running")
+
+
+def _end_of(errors: int) -> str:
+    """What it said last. It may quote a server's answer."""
+    start = max(0, os.fstat(errors).st_size - 4096)
+    return os.pread(errors, 4096, start).decode("utf-8", "replace").strip()[-200:]
 
 
 def _start(argv: list[str], message: Any, env: dict[str, str]) -> tuple[subprocess.Popen[bytes], int]:

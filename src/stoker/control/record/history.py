@@ -27,6 +27,8 @@ TIERS: dict[str, tuple[float, int]] = {"seconds": (EVERY_S, 1800), "minutes": (6
 _FED = {"minutes": EVERY_S, "hours": TIERS["minutes"][0]}  # what each is made from
 MOST_BYTES = 64 << 20  # of one file: 512 ranks on 64 hosts take 30 KB a line
 _LONGEST = 4 << 20  # bytes of a line
+_MOST_MEMBERS = {"ranks": 65_536, "gpus": 16_384, "hosts": 2048}  # no more are believed
+_LONGEST_NAME = 255  # of a host or a card
 _NEWEST = frozenset(
     ("step", "memory", "memory_total", "loss", "collective_age", "beat_age", "heard")
 )  # not a mean of them
@@ -53,20 +55,18 @@ class Moment:
     hosts: Columns
 
     def of_rank(self, rank: int) -> dict[str, Any]:
-        return _row(self.ranks, self.members.ranks, rank)
+        """Column -> its value; empty where it does not take part. The ranks of a job are numbered without gaps."""
+        ranks = self.members.ranks
+        at = rank - ranks[0] if ranks else -1
+        return row_at(self.ranks, at) if 0 <= at < len(ranks) and ranks[at] == rank else {}
 
     def of_gpu(self, host: str, uuid: str) -> dict[str, Any]:
-        return _row(self.gpus, self.members.gpus, (host, uuid))
+        """Of one; of all of them `row_at`, one after the other."""
+        keys = self.members.gpus
+        return row_at(self.gpus, keys.index((host, uuid))) if (host, uuid) in keys else {}
 
-    def of_host(self, name: str) -> dict[str, Any]:
-        return _row(self.hosts, self.members.hosts, name)
 
-
-def _row(columns: Columns, keys: tuple[Any, ...], key: Any) -> dict[str, Any]:
-    """Column -> its value; empty where it does not take part."""
-    if key not in keys:
-        return {}
-    at = keys.index(key)
+def row_at(columns: Columns, at: int) -> dict[str, Any]:
     return {name: values[at] for name, values in columns.items()}
 
 
@@ -287,9 +287,13 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 def _members(data: Any) -> Members | None:
     try:
-        return typed.read_shape(Members, data)
+        found = typed.read_shape(Members, data)
     except ValueError:
         return None
+    if any(len(getattr(found, part)) > most for part, most in _MOST_MEMBERS.items()):
+        return None
+    names = (*found.hosts, *(name for card in found.gpus for name in card))
+    return found if all(len(name) <= _LONGEST_NAME for name in names) else None
 
 
 _FIELDS = {"time": "float", "attempt": "int", **dict.fromkeys(PARTS, "dict[str, tuple[Any, ...]]")}

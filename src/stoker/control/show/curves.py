@@ -22,6 +22,7 @@ MOST_OF_OTHERS = 16 << 20  # the last bytes that are read of another user's run
 _BLOCK = 4 << 20
 _TAIL = 1 << 15  # bytes at the end of the file, for the newest line alone
 _NEWEST = 64  # lines whose times are kept: the speed of the last steps
+_MOST_SUMMED = 1e300
 _NOT_DRAWN = ("schema", "time", "step")
 
 
@@ -98,6 +99,8 @@ def smoothed(curve: Curve, window: int) -> tuple[tuple[float, float], ...]:
     known = [
         (float(step), value) for step, value in zip(curve.steps, curve.values, strict=True) if metric(value) == value
     ]
+    if window > 1:  # sums of larger ones are no numbers
+        known = [(step, max(-_MOST_SUMMED, min(value, _MOST_SUMMED))) for step, value in known]
     if window <= 1:
         return tuple(known)
     total, made = 0.0, []
@@ -220,7 +223,7 @@ def _columns(lines: list[dict[str, Any]], known: Collection[str]) -> dict[str, l
     for at, line in enumerate(lines):
         for name, value in line.items():
             if name not in columns:
-                if len(columns) >= MOST_METRICS + len(known):
+                if len(columns) >= 2 * MOST_METRICS + len(known):
                     continue
                 columns[name] = [None] * len(lines)
             columns[name][at] = value

@@ -16,6 +16,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _GAP = "·"
+MOST_DRAWN = 1e300
 # Latin, and what is drawn with: arrows, lines, blocks, braille. In one look instead of sign by sign.
 _NARROW = re.compile("[ -\u02ff\u2010-\u2027\u2190-\u21ff\u2500-\u259f\u2800-\u28ff]*")
 Cell = tuple[str, str]  # a character, and its colour
@@ -59,7 +60,10 @@ def sparkline(
 
 
 def mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
+    try:
+        return math.fsum(values) / len(values) if values else None
+    except OverflowError:  # of 1.7e308 and its like the sum is no number, the mean is
+        return math.fsum(value / len(values) for value in values)
 
 
 def chart(
@@ -75,7 +79,7 @@ def chart(
 
     `log`: the values' axis is logarithmic; values that are not positive are left out.
     """
-    drawn = [[(x, math.log10(y) if log else y) for x, y in one.points if not log or y > 0] for one in lines]
+    drawn = [[(x, math.log10(y) if log else _drawable(y)) for x, y in one.points if not log or y > 0] for one in lines]
     everything = [point for points in drawn for point in points]
     if not everything:
         return []
@@ -107,13 +111,19 @@ def chart(
     return rows
 
 
+def _drawable(value: float) -> float:
+    """Differences of larger ones are no numbers: they are drawn at the edge."""
+    return max(-MOST_DRAWN, min(value, MOST_DRAWN))
+
+
 def _labels(low: float, high: float, height: int, log: bool) -> list[str]:
     """Of every fourth row, the first and the last."""
     found = []
     for row in range(height):
         value = high - (high - low) * row / max(height - 1, 1)
         wanted = row in (0, height - 1) or (row % 4 == 0 and row < height - 2)
-        found.append(short(10**value if log else value) if wanted else "")
+        shown = 10 ** min(value, 308.0) if log and wanted else value
+        found.append(short(shown) if wanted else "")
     return found
 
 

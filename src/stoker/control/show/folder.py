@@ -14,7 +14,7 @@ from stoker.contract.untrusted import printable
 from stoker.control.record import reader
 from stoker.control.record.history import MOST_BYTES, Columns, HistoryTail, Moment, newest_columns
 from stoker.control.show.curves import Curve, MetricsTail, newest_line, parsed
-from stoker.control.show.snapshot import RUNNING, UNKNOWN, Metric, Rank, Role, Run, Suspicion, finite, metric
+from stoker.control.show.snapshot import RUNNING, UNKNOWN, Metric, Rank, Role, Run, Suspicion, finite, metric, whole
 
 RECENT = 60  # values of a sparkline
 _EVENTS_OF_OTHERS = 1 << 20
@@ -22,6 +22,8 @@ _BLOCK = 16 << 20
 _MOST_RANKS = 100_000
 _HISTORY_OF_OTHERS = 4 << 20
 _TEXT = 400  # characters of a summary
+_MOST_CAUSES = 100  # of restarts
+_MOST_WAITING = 4096  # ranks that wait for one
 
 
 class EventTail:
@@ -80,14 +82,15 @@ class EventTail:
         if kind == "run" or not self.starts:
             self.starts.append([when, when])
         self.starts[-1][1] = when
-        rank = event.get("rank") if type(event.get("rank")) is int else None
+        rank = whole(event.get("rank"))
         if kind == "attempt":
-            self.attempt = event["attempt"] if type(event.get("attempt")) is int else None
+            self.attempt = whole(event.get("attempt"))
             for told in (self.up, self.ended, self.phases, self.slow, self.suspicions):
                 told.clear()
         elif kind == "restart":
             cause = printable(str(event.get("cause")), 80)
-            self.restarts[cause] = self.restarts.get(cause, 0) + 1
+            if cause in self.restarts or len(self.restarts) < _MOST_CAUSES:
+                self.restarts[cause] = self.restarts.get(cause, 0) + 1
         elif kind == "relief":
             self.suspicions.pop("suspicion", None)
         elif kind == "straggler-over":
@@ -98,17 +101,16 @@ class EventTail:
             self._of_rank(kind, rank, event, float(when))
 
     def _of_rank(self, kind: str, rank: int, event: dict[str, Any], when: float) -> None:
-        if kind == "rank-up" and type(event.get("pid")) is int:
-            self.up[rank] = event["pid"]
+        if kind == "rank-up" and (pid := whole(event.get("pid"))) is not None:
+            self.up[rank] = pid
         elif kind == "rank-exit":
-            code, steps = event.get("code"), event.get("steps")
-            self.ended[rank] = (code if type(code) is int else None, steps if type(steps) is int else 0)
+            self.ended[rank] = whole(event.get("code")), whole(event.get("steps")) or 0
         elif kind == "phase" and isinstance(event.get("name"), str):
             self.phases[rank] = when, printable(event["name"], 80)
 
     def _suspect(self, kind: str, when: float, rank: int | None, event: dict[str, Any]) -> None:
         waiting = event.get("waiting") if isinstance(event.get("waiting"), list) else []
-        ranks = tuple(one for one in waiting or () if type(one) is int)
+        ranks = tuple(one for one in (waiting or ())[:_MOST_WAITING] if whole(one) is not None)
         cause, summary = printable(str(event.get("cause")), 80), printable(event["summary"], _TEXT)
         silent = metric(event.get("silent_s"))
         self.suspicions[kind] = Suspicion(when, kind, cause, summary, rank, ranks, finite(silent))
@@ -188,7 +190,7 @@ class RunFolder:
         """Of a script that writes no metrics, but beats or prints its loss: the lowest rank's."""
         for step, loss in zip(moment.ranks.get("step", ()), moment.ranks.get("loss", ()), strict=False):
             kept = metric(loss)
-            if type(step) is int and kept is not None:
+            if whole(step) is not None and kept is not None:
                 if self._told.steps and step < self._told.steps[-1]:  # an attempt that began again
                     self._told = Curve()
                 self._told.add(step, float(kept))
@@ -208,7 +210,7 @@ class RunFolder:
         known: dict[str, Metric] = {name: value for name, value in told if value is not None}
         step, when = known.pop("step", None), known.pop("time", None)
         known.pop("schema", None)
-        return known, step if type(step) is int else None, finite(when)
+        return known, whole(step), finite(when)
 
     def _made(self, now: float, state: str) -> Run:
         record, events = self.record, self.events
@@ -258,7 +260,7 @@ class RunFolder:
         members = self.moment.members.ranks if self.moment is not None else ()
         first = members[0] if members else 0  # the ranks of a job are numbered without gaps
         beats = enumerate(self._of_ranks("step"), first)
-        steps = [step for rank, step in beats if type(step) is int and rank not in ended]
+        steps = [step for rank, step in beats if whole(step) is not None and rank not in ended]
         return min(steps or [made for _, made in ended.values() if made], default=None)
 
     def _loss_of_ranks(self) -> Metric:
@@ -279,7 +281,7 @@ class RunFolder:
         entered, name = self.events.phases.get(rank, (0.0, ""))
         if self.moment is None or entered > self.moment.time:
             return name
-        return str(self.moment.of_rank(rank).get("phase") or "")
+        return printable(str(self.moment.of_rank(rank).get("phase") or ""), 80)
 
     def _seconds(self, now: float, state: str) -> float | None:
         """All starts of the run together, without the time between them. A start begins with the event "run"."""
@@ -298,7 +300,7 @@ class RunFolder:
         per_step = finite(values.get("seconds_per_step"))
         if per_step is None and self.metrics is not None:
             per_step = self.metrics.step_s
-        return max(0, total - done) * per_step if per_step is not None else None
+        return finite(metric(max(0, total - done) * per_step)) if per_step is not None else None
 
     def _closely(self, now: float, made: Run) -> dict[str, Any]:
         assert self.metrics is not None
@@ -318,7 +320,7 @@ class RunFolder:
         here = self.record.launcher[2]
         ranks: list[Rank] = []
         for one in told[:_MOST_RANKS] if isinstance(told, list) else ():
-            if not isinstance(one, dict) or type(one.get("rank")) is not int:
+            if not isinstance(one, dict) or whole(one.get("rank")) is None:
                 continue
             text = {name: one[name] if isinstance(one.get(name), str) else "" for name in ("role", "label", "host")}
             role_rank = one["role_rank"] if type(one.get("role_rank")) is int else one["rank"]
@@ -332,7 +334,7 @@ class RunFolder:
         row = moment.of_rank(number) if moment is not None else {}
         age = max(0.0, now - moment.time) if moment is not None and state == RUNNING else 0.0
         code, steps = events.ended.get(number, (None, 0))
-        step = row.get("step") if type(row.get("step")) is int else None
+        step = whole(row.get("step"))
         aged = {name: finite(metric(row.get(name))) for name in ("beat_age", "collective_age")}
         known: dict[str, Any] = {
             "pid": events.up.get(number),
@@ -342,7 +344,7 @@ class RunFolder:
             "step_s": finite(metric(row.get("step_s"))),
             "waiting": finite(metric(row.get("waiting"))),
             "phase": self._phase_of(number),
-            "memory": row.get("memory") if type(row.get("memory")) is int else None,
+            "memory": whole(row.get("memory")),
             "loss": metric(row.get("loss")),
             "recent": {name: self._recent_of_rank(name, number) for name in ("step_s", "waiting")},
             **{name: None if value is None else value + age for name, value in aged.items()},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -18,13 +18,15 @@ from stoker.contract.untrusted import printable
 from stoker.control.machine.gauges import Gauges
 from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
 from stoker.control.record import ownership, reader
-from stoker.control.record.history import EVERY_S, Moment
+from stoker.control.record.history import EVERY_S, Moment, row_at
 from stoker.control.show.curves import Curve
 from stoker.control.show.folder import RECENT, Remembering, RunFolder
 from stoker.control.show.joined import slow_ranks
 from stoker.control.show.snapshot import DAMAGED, RUNNING, UNKNOWN, Run, Snapshot, finite, metric
 
 OFFLINE_S = 10.0  # without a word
+_RUNS_OF_OTHERS = 3  # of each other user that are read closely unasked: up to 24 MB each
+_HOSTS_OF_OTHERS, _CARDS_OF_OTHERS = 64, 512  # that are shown of each
 GPU_SERIES = ("utilization", "memory_used", "temperature", "power")
 HOST_SERIES = ("cpu", "memory_available", "received", "sent")
 
@@ -53,7 +55,8 @@ class Gatherer:
         now = time.time()
         listing, problem = self._listing(only)
         self._forget(listing)
-        runs = [self._run(record, now, watched) for record in listing.runs]
+        left_out = _not_closely(listing.runs)
+        runs = [self._run(record, now, watched, record.id not in left_out) for record in listing.runs]
         runs += [_damaged(self.root, name, why) for name, why in listing.damaged]
         hosts, gpus = self._machines(runs, elsewhere, now)
         runs = [replace(run, slow=slow_ranks(run, self._folder(run), hosts, gpus)) for run in runs]
@@ -107,12 +110,15 @@ class Gatherer:
     def _folder(self, run: Run) -> RunFolder | None:
         return self._folders.get(run.id)
 
-    def _run(self, record: reader.Run, now: float, watched: Collection[str] | None) -> Run:
+    def _run(self, record: reader.Run, now: float, watched: Collection[str] | None, unasked: bool = True) -> Run:
+        """`unasked`: closely while it is under way, though nobody watches it."""
         folder = self._folders.get(record.id)
         if folder is None or folder.record.dir != record.dir:
             folder = self._folders[record.id] = RunFolder(record)
         folder.record = record
-        close = watched is not None and (record.id in watched or reader.status(record) in (RUNNING, UNKNOWN))
+        close = watched is not None and (
+            record.id in watched or (unasked and reader.status(record) in (RUNNING, UNKNOWN))
+        )
         try:
             with reader.of_others(record):
                 return folder.run(now, close)
@@ -151,10 +157,10 @@ class Gatherer:
     def _remember(self, folder: RunFolder) -> None:
         """What the job recorded before this viewer began."""
         for moment in folder.moments if self._before is None else ():
-            for key in moment.members.gpus:
-                row = moment.of_gpu(*key)
+            for at, key in _cards(folder, moment):
                 for name in GPU_SERIES:
-                    self._values((*key, name)).append(finite(metric(row.get(name))))
+                    value = moment.gpus[name][at] if name in moment.gpus else None
+                    self._values((*key, name)).append(finite(metric(value)))
 
     def _values(self, key: tuple[str, ...]) -> deque[float | None]:
         return self._series.setdefault(key, deque(maxlen=RECENT))
@@ -165,31 +171,50 @@ class Gatherer:
         return replace(gauges, recent={name: tuple(self._values((*key, name))) for name in names})
 
 
+def _not_closely(runs: Iterable[reader.Run]) -> set[str]:
+    """Of every other user all but the newest that may be under way: a hundred folders must not hold up a viewer."""
+    seen: Counter[int] = Counter()
+    found = set()
+    for record in sorted(runs, key=lambda run: run.started, reverse=True):
+        if not record.mine and reader.status(record) in (RUNNING, UNKNOWN):
+            seen[record.uid] += 1
+            if seen[record.uid] > _RUNS_OF_OTHERS:
+                found.add(record.id)
+    return found
+
+
 def recorded_hosts(folder: RunFolder, now: float) -> Iterable[HostReading]:
     """The hosts of a run, as its coordinator last heard of them; OFFLINE where that is long ago."""
     moment = folder.moment
     if moment is None:
         return
     machines = folder.record.data.get("hosts") or {}
-    for name in moment.members.hosts:
-        row = {key: value for key, value in moment.of_host(name).items() if value is not None}
-        heard = row.pop("heard", moment.time)
+    cards: dict[str, list[tuple[int, str]]] = {}
+    for at, (host_name, uuid) in _cards(folder, moment):
+        cards.setdefault(host_name, []).append((at, uuid))
+    most = None if folder.record.mine else _HOSTS_OF_OTHERS
+    for place, name in enumerate(moment.members.hosts[:most]):
+        row = {key: value for key, value in row_at(moment.hosts, place).items() if value is not None}
+        heard = finite(metric(row.pop("heard", None)))
         if "load" in row:
             row["load"] = (row["load"],)
-        silent = now - (heard if isinstance(heard, (int, float)) else moment.time)
+        silent = now - (heard if heard is not None else moment.time)
         host = HostGauges(**{**readable(HostGauges, row), "name": name, "time": moment.time})
         if silent > OFFLINE_S:
             host = replace(host, state=OFFLINE, reason=f"no word from it for {silent:.0f} s")
-        yield host, tuple(_recorded_gpus(name, moment, machines.get(name)))
+        yield host, tuple(_recorded_gpus(name, cards.get(name, ()), moment, machines.get(name)))
 
 
-def _recorded_gpus(host: str, moment: Moment, machine: Any) -> Iterable[GpuGauges]:
+def _cards(folder: RunFolder, moment: Moment) -> Iterable[tuple[int, tuple[str, str]]]:
+    """(place in the columns, (host, uuid))"""
+    return enumerate(moment.members.gpus[: None if folder.record.mine else _CARDS_OF_OTHERS])
+
+
+def _recorded_gpus(host: str, members: Iterable[tuple[int, str]], moment: Moment, machine: Any) -> Iterable[GpuGauges]:
     told = machine.get("gpus") if isinstance(machine, dict) else None
     cards = {one.get("uuid"): one for one in told or () if isinstance(one, dict)} if isinstance(told, list) else {}
     same = ("index", "name", "mig", "mig_parent", "pci", "memory_total")
-    for at, (name, uuid) in enumerate(moment.members.gpus):
-        if name != host:
-            continue
+    for at, uuid in members:
         fixed = {key: cards.get(uuid, {}).get(key) for key in same}
         row = {key: column[at] for key, column in moment.gpus.items() if column[at] is not None}
         if isinstance(row.get("throttle"), list):

@@ -5,6 +5,7 @@ Whatever fails becomes one line on stderr that names the service and its host, a
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shlex
@@ -25,6 +26,7 @@ from stoker.control.show.snapshot import Run, finite
 
 _ANSWER_S = 10.0  # for a connection, and for each part of an answer
 _SUMMARY = 400  # characters
+_SUBJECT = 200
 _DISCORD = 2000  # characters it takes
 _TAGS = {"completed": "white_check_mark", "failed": "rotating_light"}  # else a warning sign
 
@@ -89,7 +91,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def post(kind: str, url: str, text: str, state: str) -> None:
-    address = urllib.parse.urlsplit(url)
+    try:
+        address = urllib.parse.urlsplit(url)
+    except ValueError:  # [::1
+        raise Failed(f"{kind}: the URL of --notify has no host that can be one") from None
     headers = {"User-Agent": "stoker"}
     user, at, host = address.netloc.rpartition("@")
     if at:
@@ -108,7 +113,8 @@ def post(kind: str, url: str, text: str, state: str) -> None:
         raise Failed(f"{service} answered {problem.code} {problem.reason}") from None
     except urllib.error.URLError as problem:
         raise Failed(f"{service} can't be reached: {problem.reason}") from None
-    except (OSError, ValueError) as problem:  # a connection that ends within the answer; a host that can't be one
+    except (OSError, ValueError, http.client.HTTPException) as problem:
+        # A connection that ends within the answer; a host that can't be one; an answer that is no HTTP.
         raise Failed(f"{service}: {type(problem).__name__}: {problem}") from None
 
 
@@ -132,7 +138,7 @@ def mail(to: str, text: str, verdict: Verdict, state: str) -> None:
 
     message = EmailMessage()
     message["To"] = to
-    message["Subject"] = f"stoker: {text.partition(';')[0]} [{verdict.cause}]"
+    message["Subject"] = redact.whole(printable(f"stoker: {text.partition(';')[0]} [{verdict.cause}]", _SUBJECT))
     fixes = [printable(fix) for fix in verdict.fix] if state not in ("completed", "restarting") else []
     message.set_content(redact.whole("\n".join([text, *(f"→ {fix}" for fix in fixes)])) + "\n")
     server = os.environ.get("STOKER_SMTP")
@@ -196,5 +202,5 @@ def _by_smtp(told: str, message: Any) -> None:
                     raise Failed(f"{service} offers no encryption: the password is not sent")
                 made.login(user, urllib.parse.unquote(address.password or ""))
             made.send_message(message)
-    except (smtplib.SMTPException, OSError) as problem:
+    except (smtplib.SMTPException, OSError, ValueError) as problem:  # ValueError: a challenge that is no base64
         raise Failed(f"{service}: {type(problem).__name__}: {problem}") from None

@@ -13,6 +13,7 @@ from stoker.control.show.drawing import Line
 
 # Okabe and Ito's: told apart without red and green.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+_HIGHEST = 1e100  # what is beyond is drawn there: matplotlib's margins and ticks need powers of it
 _STYLES = ("-", "--", "-.", ":")  # nothing is told by colour alone
 _LOOK: Any = {
     "axes.grid": True, "grid.color": "#d4d8dc", "grid.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
@@ -43,7 +44,8 @@ def write_png(path: str, lines: Sequence[Line], metric: str, *, log: bool = Fals
                 "color": _COLOURS[number % len(_COLOURS)],
                 "linestyle": _STYLES[number // len(_COLOURS) % len(_STYLES)],
             }
-            axes.plot([x for x, _ in one.points], [y for _, y in one.points], linewidth=1.4, label=one.name, **look)
+            heights = [max(-_HIGHEST, min(y, _HIGHEST)) for _, y in one.points]
+            axes.plot([x for x, _ in one.points], heights, linewidth=1.4, label=one.name, **look)
         axes.set_xlabel("step")
         axes.set_ylabel(metric)
         if log:

@@ -188,5 +188,10 @@ def as_float(value: float) -> float:
         return math.inf if value > 0 else -math.inf
 
 
+def whole(value: Any) -> int | None:
+    """A whole number of 64 bits; None for all else. JSON has larger ones, which no float can hold."""
+    return value if type(value) is int and -(1 << 63) <= value < 1 << 63 else None
+
+
 def finite(value: Metric) -> float | None:
     return None if value is None or isinstance(value, str) else float(value)

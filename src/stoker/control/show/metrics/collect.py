@@ -51,13 +51,14 @@ class Collector:
     def collect(self) -> None:
         began = time.monotonic()
         try:
-            self._snapshot = self._gather()
-            self._collected = Collected(True, self._snapshot.time, time.monotonic() - began)
-            self._problem = ""
+            snapshot = self._gather()
+            collected = Collected(True, snapshot.time, time.monotonic() - began)
+            self.page = render(snapshot, collected, self._examined, self._dcgm)
+            self._snapshot, self._collected, self._problem = snapshot, collected, ""
         except Exception as problem:  # what is served gets older, and says so; the next collection may succeed
             self._complain("no snapshot", problem)
             self._collected = Collected(False, self._collected.time, time.monotonic() - began)
-        self.page = render(self._snapshot, self._collected, self._examined, self._dcgm)
+            self.page = render(self._snapshot, self._collected, self._examined, self._dcgm)
 
     def _complain(self, what: str, problem: Exception) -> None:
         told = problem.line if isinstance(problem, Refusal) else f"{type(problem).__name__}: {problem}"

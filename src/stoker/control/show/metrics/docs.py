@@ -17,7 +17,7 @@ stoker run --metrics-port 9912 train.py    # one run's, while it runs; 0: a free
 
 A background loop collects a snapshot every 2 s (`--interval`); a scrape gets the last one and asks nothing: a driver that hangs never hangs
 Prometheus. `stoker_last_collect_timestamp_seconds` then grows old, and `StokerMetricsStale` says so. The server listens on loopback
-(`--host` for another address: it has no password), answers GET for `/metrics` and `/` and nothing else, and on loopback refuses a foreign
+(every user of the machine can read it; `--host` for another address: it has no password), answers GET for `/metrics` and `/` and nothing else, and on loopback refuses a foreign
 Host header. From another machine: `ssh -L 9911:127.0.0.1:9911 box`.
 
 A run is exported while it runs and for 15 minutes after its end; then its series end. `--metrics-port` starts a child that ends with the run,

@@ -7,10 +7,12 @@ the 10 ms a second that an exporter may take of a core. The tests read the pages
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from stoker import __version__
+from stoker.contract import redact
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
 from stoker.control.machine.nvml import THROTTLE_REASONS
@@ -23,6 +25,7 @@ CLASSIC, NEW, OFF = "classic", "4.9", "off"  # DCGM's dialects
 STATES = (RUNNING, "completed", "failed", "stopped", "refused", LOST, UNKNOWN, DAMAGED)
 ENDED_S = 900.0  # a run that ended is exported for so long: its verdict is scraped, and its series end
 _LONGEST = 200  # characters of a label
+_LOOKED_AT = 1000  # of one, for secrets. No more is kept: pages to come may have other labels
 MOST_RANKS = 4096  # of one run: run.json may be damaged, or a stranger's
 MOST_METRICS = 100
 _MIB = 1 << 20
@@ -56,7 +59,8 @@ class _Page:
 
     def put(self, name: str, value: Metric | bool, *labels: str) -> None:
         if value is not None:
-            self._series[name][labels] = float(value) if isinstance(value, str) else as_float(value)
+            kept = tuple(text[:_LOOKED_AT] for text in labels)
+            self._series[name][kept] = float(value) if isinstance(value, str) else as_float(value)
 
     def text(self) -> bytes:
         lines: list[str] = []
@@ -76,10 +80,11 @@ def _heads() -> dict[str, str]:
 
 @functools.lru_cache(1 << 16)
 def _labels(keys: tuple[str, ...], values: tuple[str, ...]) -> str:
-    """Of a page most are those of the page before. Names of runs and phases are anybody's texts."""
-    pairs = [
-        f'{key}="{_escaped(printable(text, _LONGEST), quoted=True)}"' for key, text in zip(keys, values, strict=True)
-    ]
+    """Of a page most are those of the page before. Names of runs, metrics and phases are anybody's texts, and whoever can
+    reach the port reads them.
+    """
+    shown = [printable(redact.whole(text), _LONGEST) for text in values]
+    pairs = [f'{key}="{_escaped(text, quoted=True)}"' for key, text in zip(keys, shown, strict=True)]
     return f"{{{','.join(pairs)}}}" if pairs else ""
 
 
@@ -112,8 +117,9 @@ def render(snapshot: Snapshot, collected: Collected, examined: Examined | None =
                 _rank(page, run, rank)
             for slow in run.slow:
                 page.put("stoker_rank_slow_wait_seconds", slow.wait_s or 0.0, run.id, str(slow.rank), slow.cause)
+    cards = Counter(card.host for card in snapshot.gpus if not card.error)
     for host in snapshot.hosts:
-        _host(page, host, sum(card.host == host.name and not card.error for card in snapshot.gpus))
+        _host(page, host, cards[host.name])
     drivers = {host.name: host.driver or "" for host in snapshot.hosts}
     for card in snapshot.gpus:
         _card(page, card)

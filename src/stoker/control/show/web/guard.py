@@ -2,6 +2,9 @@
 
 A page of another site can make a browser here send requests to this port, under our address or under a name of its own that
 leads to it. It has no cookie of ours (SameSite=Strict), gets no answer by a foreign name, and can't read the CSRF token.
+
+Cookies know no ports: a browser sends one of 127.0.0.1:9910 to whoever listens on 127.0.0.1:6006, too. So ours belongs to a
+path that nobody can guess, and everything is below it: no other server is asked for that path, so none sees the cookie.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ CLOSED = f"{_POLICY}; base-uri 'none'; form-action 'none'; frame-ancestors 'none
 SANDBOX = "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
 _REFUSED = b"""<!doctype html><meta charset="utf-8"><title>stoker web</title>
 <h1>403: no access</h1><p>Open the address that <code>stoker web</code> printed: it has a token in it.</p>
-<p>If you have just done so: <a href="/">continue</a>.</p>
+<p>If you have just done so: <a href="">continue</a>.</p>
 """
 
 
@@ -40,9 +43,9 @@ class Guard:
     """`run`: the one that the printed address opens; empty: the list."""
 
     def __init__(self, listening: socket.socket, run: str = "") -> None:
-        self._first = f"/#run/{quote(run, safe='')}" if run else "/"
-        self.token, self._session, self.csrf = (secrets.token_urlsafe(32) for _ in range(3))
-        # Cookies know no ports: two viewers on one machine must not take each other's.
+        self.token, self._session, self.csrf, place = (secrets.token_urlsafe(32) for _ in range(4))
+        self.base = f"/{place}/"  # the page's own address, known to the browser that had the token
+        self._first = f"{self.base}#run/{quote(run, safe='')}" if run else self.base
         self._cookie = f"stoker-web-{listening.getsockname()[1]}"
         self._names: tuple[str, ...] = serving.LOCAL_NAMES
         self._any_address = not serving.is_loopback(listening)
@@ -56,15 +59,16 @@ class Guard:
             return serving.failure(403, *safe())
         if self._is(request.query.get("token", ""), self.token) and (request.method, request.path) == ("GET", "/"):
             return None
-        if not self._is(self._cookies(request).get(self._cookie, ""), self._session):
+        here = self._is(request.path[: len(self.base)], self.base)
+        if not here or not any(self._is(value, self._session) for value in self._cookies(request)):
             return Answer(403, _REFUSED, "text/html; charset=utf-8", safe())
         return None
 
     def exchange(self, request: Request) -> Answer | None:
         """The token becomes a cookie, and leaves the address."""
-        if "token" not in request.query or request.path != "/":
+        if request.path != "/":
             return None
-        cookie = f"{self._cookie}={self._session}; HttpOnly; SameSite=Strict; Path=/"
+        cookie = f"{self._cookie}={self._session}; HttpOnly; SameSite=Strict; Path={self.base}"
         return Answer(303, headers=(*safe(), ("Set-Cookie", cookie), ("Location", self._first)))
 
     def may_act(self, request: Request) -> bool:
@@ -85,11 +89,13 @@ class Guard:
         origin = request.headers.get("origin")
         if origin is not None and origin.lower() != f"http://{request.headers.get('host', '').lower()}":
             return True
-        return request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and request.path != "/"
+        told = request.headers.get("sec-fetch-site", "none")
+        return told not in ("none", "same-origin") and request.path not in ("/", self.base)
 
-    def _cookies(self, request: Request) -> dict[str, str]:
+    def _cookies(self, request: Request) -> list[str]:
+        """All of our name: another server of this host may have set one, too, which must not hide ours."""
         pairs = (part.strip().partition("=") for part in request.headers.get("cookie", "").split(";"))
-        return {name: value for name, _, value in pairs}
+        return [value for name, _, value in pairs if name == self._cookie]
 
     @staticmethod
     def _is(given: str, secret: str) -> bool:

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from stoker.contract import redact
 from stoker.contract.names import Refusal
+from stoker.contract.untrusted import printable
 from stoker.control.show.serving import Stream
 from stoker.control.show.snapshot import Snapshot
 from stoker.control.show.web.state import State, difference, ranks_of, recent, shared
@@ -74,14 +76,16 @@ class Hub:
             self._hurry.clear()
 
     def _tell(self, viewers: tuple[_Viewer, ...]) -> None:
-        watched = tuple(sorted({viewer.run for viewer in viewers if viewer.run}))
         try:
-            snapshot = self._look(watched)
+            self._look_and_tell(viewers)
         except Exception as problem:  # a damaged folder must not end the page: it is shown
             line = problem.line if isinstance(problem, Refusal) else f"{type(problem).__name__}: {problem}"
             for viewer in viewers:
-                self._push(viewer, {"time": time.time(), "problems": [line]})
-            return
+                self._push(viewer, {"time": time.time(), "problems": [redact.whole(printable(line, 500))]})
+
+    def _look_and_tell(self, viewers: tuple[_Viewer, ...]) -> None:
+        watched = tuple(sorted({viewer.run for viewer in viewers if viewer.run}))
+        snapshot = self._look(watched)
         common = shared(snapshot)
         for viewer in viewers:
             state = {**common, "ranks": ranks_of(snapshot.run(viewer.run) if viewer.run else None)}
@@ -96,7 +100,7 @@ class Hub:
             self._push(viewer, message)
 
     def _push(self, viewer: _Viewer, message: dict[str, Any]) -> None:
-        data = b"data: " + json.dumps(message, separators=(",", ":")).encode() + b"\n\n"
+        data = b"data: " + json.dumps(message, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
         self.sent += len(data)
         if viewer.stream is not None:
             viewer.stream.push(data)

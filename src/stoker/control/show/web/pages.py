@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from stoker.contract.shape import replace
 from stoker.contract.untrusted import is_count, parse_json
 from stoker.control.record import reader
 from stoker.control.show.serving import Answer, Request, Stream, Work, failure
@@ -70,6 +71,10 @@ class Pages:
         exchanged = self._guard.exchange(request)
         if exchanged is not None:
             return exchanged
+        return self._within(replace(request, path=request.path[len(self._guard.base) - 1 :]))
+
+    def _within(self, request: Request) -> Answer | Stream | Work:
+        """`request.path`: below the page's own address."""
         if request.path == "/api/stop":
             return self._stopped(request)
         if request.method != "GET":

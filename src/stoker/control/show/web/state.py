@@ -27,6 +27,7 @@ _RANK = (
     "role", "label", "host", "gpu", "pid", "state", "exit_code", "step", "step_s", "waiting", "phase", "collective_age",
     "beat_age", "memory",
 )  # fmt: skip
+_LONGEST, _MOST_WORDS = 1000, 256  # of a text, and of a list: they may be a stranger's, and travel to every viewer
 _WHOLE = frozenset(("step", "total_steps", "world", "attempts", "pid", "exit_code", "cores", "started", "updated"))
 
 
@@ -77,7 +78,13 @@ def _run(run: Run) -> Row:
     suspicion, verdict = run.suspicion, run.verdict
     row["suspicion"] = None
     if suspicion is not None:
-        told = (suspicion.time, suspicion.cause, suspicion.summary, suspicion.rank, list(suspicion.waiting))
+        told = (
+            suspicion.time,
+            suspicion.cause,
+            suspicion.summary,
+            suspicion.rank,
+            list(suspicion.waiting[:_MOST_WORDS]),
+        )
         row["suspicion"] = dict(zip(("time", "cause", "summary", "rank", "waiting"), told, strict=True))
     row["verdict"] = None
     if verdict is not None:
@@ -102,7 +109,9 @@ def _row(thing: Run | HostGauges | GpuGauges | Rank, names: tuple[str, ...]) -> 
 def _plain(value: Any, name: str) -> Any:
     """Numbers with four digits: what nobody sees need not travel, and what is only noise has not changed."""
     if isinstance(value, tuple):
-        return list(value)
+        return [_plain(one, name) for one in value[:_MOST_WORDS]]
+    if isinstance(value, str):
+        return value[:_LONGEST]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
     if isinstance(value, int) and (name in _WHOLE or abs(value) < 10_000):

@@ -35,6 +35,7 @@ _TOLD = (
     "verdict",
 )
 _HISTORY_OF_OTHERS = 4 << 20
+_MOST_RANKS = 4096  # of an answer
 
 
 class Timeline:
@@ -63,6 +64,8 @@ class Timeline:
 
     def _take(self, moments: Iterable[Moment]) -> None:
         for moment in moments:
+            if not moment.ranks:  # nothing is known of them, and a line without columns may name any number
+                continue
             row = "".join(letters(moment))
             shares = [finite(metric(one)) for one in moment.ranks.get("waiting", ())]
             late = late_of(shares)
@@ -73,7 +76,7 @@ class Timeline:
         """`since`: only what is newer."""
         self.look()
         chosen = [one for one in self._columns if one[0] > since]
-        ranks = sorted({rank for _, members, _, _ in chosen for rank in members})
+        ranks = sorted({rank for _, members, _, _ in chosen for rank in members})[:_MOST_RANKS]
         groups = [chosen[at * len(chosen) // COLUMNS : (at + 1) * len(chosen) // COLUMNS] for at in range(COLUMNS)]
         groups = [group for group in groups if group] if len(chosen) > COLUMNS else [[one] for one in chosen]
         rows: dict[int, list[str]] = {rank: [] for rank in ranks}
@@ -81,7 +84,7 @@ class Timeline:
             worst = dict.fromkeys(ranks, ".")
             for _, members, letters, _ in group:
                 for rank, letter in zip(members, letters, strict=True):
-                    if _ORDER.index(letter) > _ORDER.index(worst[rank]):
+                    if rank in worst and _ORDER.index(letter) > _ORDER.index(worst[rank]):
                         worst[rank] = letter
             for rank, letter in worst.items():
                 rows[rank].append(letter)
