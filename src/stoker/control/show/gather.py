@@ -21,6 +21,7 @@ from stoker.control.record import ownership, reader
 from stoker.control.record.history import EVERY_S, Moment
 from stoker.control.show.curves import Curve
 from stoker.control.show.folder import RECENT, Remembering, RunFolder
+from stoker.control.show.job import folder_of
 from stoker.control.show.joined import slow_ranks
 from stoker.control.show.snapshot import DAMAGED, RUNNING, UNKNOWN, Run, Snapshot, finite, metric
 
@@ -110,7 +111,7 @@ class Gatherer:
     def _run(self, record: reader.Run, now: float, watched: Collection[str] | None) -> Run:
         folder = self._folders.get(record.id)
         if folder is None or folder.record.dir != record.dir:
-            folder = self._folders[record.id] = RunFolder(record)
+            folder = self._folders[record.id] = folder_of(record)
         folder.record = record
         close = watched is not None and (record.id in watched or reader.status(record) in (RUNNING, UNKNOWN))
         try:
