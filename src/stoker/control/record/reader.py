@@ -408,7 +408,8 @@ def roles(run: Run) -> dict[str, Run]:
     """The runs of a job's roles that have been started; none of a plain run."""
     if not run.mine or not os.path.isdir(os.path.join(run.dir, layout.ROLES)):
         return {}
-    return {one.name: one for one in look(os.path.join(run.dir, layout.ROLES)).runs}
+    found = {one.name: one for one in look(os.path.join(run.dir, layout.ROLES)).runs}
+    return {name: found[name] for name in sorted(found)}
 
 
 def role_of(run: Run, name: str) -> Run:

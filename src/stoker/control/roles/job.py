@@ -36,6 +36,7 @@ TICK_S = 0.1
 LONGEST_WAIT_S = 30.0
 LIVED_S = 60.0  # one that lived as long was no crash loop
 LOOP, LOOP_S = 5, 600.0  # the same failure so often within this time is a loop
+_CHANCE = ("rank.killed", "rank.signal", "hang.stopped")  # somebody's doing from outside: no sign of a loop
 BEFORE_S = 60.0  # a role that failed this long before one that waits for it is the cause
 
 
@@ -279,7 +280,7 @@ class Running:
             if not watching.run_dir and (run := role.find_record()) is not None:
                 watching.run_dir = run.dir
             if role.state == STARTING and watching.ready.is_set():
-                role.state = UP
+                role.state, role.was_ready = UP, True
                 took = time.time() - role.began
                 self._record.event("role-ready", role=role.name, seconds=round(took, 3))
                 self._say(f"✓ role {role.name} is ready after {span(took)}")
@@ -330,10 +331,11 @@ class Running:
     def _fail(self, role: RoleRun, verdict: Verdict) -> None:
         rule, now = role.spec.restart, time.time()
         role.failures = [one for one in role.failures if now - one[0] < LOOP_S] + [(now, verdict)]
-        same = sum(one.cause == verdict.cause for _, one in role.failures)
+        same = 0 if verdict.cause in _CHANCE else sum(one.cause == verdict.cause for _, one in role.failures)
         if rule == ALWAYS and verdict.status != "refused" and same < LOOP:
-            quick = 0 if now - role.began > LIVED_S else len(role.failures)
-            wait = 0.0 if quick < 2 else min(LONGEST_WAIT_S, 2.0 ** (quick - 2))
+            worked = role.was_ready if role.spec.ready is not None else now - role.began > LIVED_S
+            role.quick = 0 if worked else role.quick + 1
+            wait = 0.0 if role.quick < 2 else min(LONGEST_WAIT_S, 2.0 ** (role.quick - 2))
             then = f" in {wait:.0f} s" if wait else ""
             self._say(f"stoker: role {role.name}: {verdict.summary}; starting it again{then}", colour=WARNING)
             self._record.event("role-restart", role=role.name, cause=verdict.cause, wait_s=wait)
@@ -418,8 +420,9 @@ class Running:
 
     def _stopped_verdict(self) -> Verdict:
         name = signal.Signals(self._stop).name
-        parts = [f"{role.name}: {role.verdict.summary}" for role in self._roles.values() if role.verdict is not None]
-        summary = f"stopped by {name}" + (f" ({'; '.join(parts)})" if parts else "")
+        told = {role.name: role.verdict.summary for role in self._roles.values() if role.spec.required and role.verdict}
+        parts = [f"{role}: {text.removeprefix(f'stopped by {name}').lstrip('; ')}" for role, text in told.items()]
+        summary = "; ".join([f"stopped by {name}", *parts])
         return Verdict("stopped", "launch.stopped", summary, 128 + self._stop)
 
 

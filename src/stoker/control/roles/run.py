@@ -47,6 +47,8 @@ class RoleRun:
         self.stopping = 0  # a signal that we sent
         self.why = ""  # why we ended it, where nobody asked for that
         self.verdict: Verdict | None = None
+        self.was_ready = False  # this start of it
+        self.quick = 0  # failures in a row of starts that got nowhere
         self.failures: list[tuple[float, Verdict]] = []  # newest last
         self.watching: Watching | None = None
         self._root, self._console = root, console
@@ -98,6 +100,7 @@ class RoleRun:
         if not self.given.cards:
             own["CUDA_VISIBLE_DEVICES"] = ""
         self.began, self.state, self.verdict, self.why, self.stopping = time.time(), STARTING, None, "", 0
+        self.was_ready = False
         self._lines.clear()
         self.child = subprocess.Popen(
             stoker_command(self.words()),
