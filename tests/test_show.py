@@ -24,11 +24,13 @@ from stoker.control.record.history import HistoryTail, HistoryWriter, Members, M
 from stoker.control.show.comparison import differing, noise
 from stoker.control.show.curves import Curve, MetricsTail, newest_line
 from stoker.control.show.drawing import Line, chart, columns_of, fitted, short, sparkline
-from stoker.control.show.folder import RunFolder
+from stoker.control.show.folder import EventTail, RunFolder
 from stoker.control.show.gather import Gatherer
 from stoker.control.show.joined import late_rank, why_card, why_host
 from stoker.control.show.replay import Replay
 from stoker.control.show.snapshot import Rank, Run, Snapshot, snapshot_from_json
+from stoker.control.verdict import judge  # noqa: F401 (fills the catalogue)
+from stoker.control.verdict.catalogue import CATALOGUE
 from stoker.control.watch.straggler import waiting_shares
 
 MACHINES = Path(__file__).parent / "machines"
@@ -357,6 +359,15 @@ def test_the_slow_rank_its_card_and_what_the_others_wait(finished: Stoker) -> No
     )
 
 
+def test_a_straggler_that_keeps_up_again_is_shown_no_longer(tmp_path: Path) -> None:
+    events = EventTail(str(tmp_path), mine=True)
+    events.take({"event": "straggler", "time": 5.0, "rank": 2, "cause": "slow.data", "summary": "rank 2 is slow"})
+    events.take({"event": "straggler-over", "time": 6.0, "rank": 1, "summary": "rank 1 is no longer slow"})
+    assert events.suspicion is not None and list(events.slow) == [2]
+    events.take({"event": "straggler-over", "time": 7.0, "rank": 2, "summary": "rank 2 is no longer slow"})
+    assert events.suspicion is None and not events.slow
+
+
 @pytest.mark.parametrize(
     ("gauges", "cause"),
     [
@@ -371,6 +382,7 @@ def test_a_host_is_blamed_for_what_the_others_have_not(gauges: dict[str, Any], c
     others = [HostGauges("b", cpu=0.1, pressure_io=0.0, pressure_memory=0.0, received=1.0, link=1.25e9)]
     found, because = why_host(HostGauges("a", **gauges), others)
     assert found == cause and ("its host a" in because) == bool(cause)
+    assert not cause or cause in CATALOGUE, "docs/verdicts.md says what to do"
     assert why_host(HostGauges("a", **gauges), [HostGauges("b", **gauges)]) == ("", "")
 
 
@@ -562,3 +574,13 @@ def test_viewers_load_nothing_heavy() -> None:
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_lines_that_each_have_other_names_cost_no_more_than_others(tmp_path: Path) -> None:
+    """6 MB of a stranger's: every name of a block was looked for in every line of it, which took minutes."""
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for step in range(1000):
+            file.write(json.dumps({"step": step, "loss": 1.0} | {f"m{step}-{n}": n for n in range(500)}) + "\n")
+    tail, begun = MetricsTail(str(tmp_path)), time.process_time()
+    assert tail.look() and len(tail.curves) <= 200 and len(tail.curves["loss"].steps) == 1000
+    print(f"{time.process_time() - begun:.2f} s of CPU")

@@ -17,7 +17,7 @@ from stoker.control.watch.culprit import explain
 from stoker.control.watch.numbers import Losses
 from stoker.control.watch.progress import Progress
 from stoker.control.watch.snapshot import Snapshot, read
-from stoker.control.watch.straggler import who_is_late, why
+from stoker.control.watch.straggler import Stragglers, who_is_late, why
 from stoker.control.watch.watcher import Inspect, Relieve, Stop, Suspect, Watcher
 
 SCRIPT, TORCH = "/home/me/train.py", "/venv/lib/python3.11/site-packages/torch"
@@ -780,6 +780,43 @@ def test_the_late_one_is_named() -> None:
         and late.step_s == pytest.approx(0.95, abs=0.01)
     )
     assert who_is_late(times({1: 0.9}), after=late.when) is None, "no news since"
+
+
+def test_one_who_keeps_up_again_is_reported_once_and_can_be_named_again() -> None:
+    stragglers = Stragglers(2)
+    clock = steps = 0.0
+
+    def look(late: float) -> None:
+        """Twelve steps, then a look at the collectives and, where it asks why, at the stacks."""
+        nonlocal clock, steps
+        entries: dict[str, Any] = {"0": {"timings": []}, "1": {"timings": []}}
+        for number in range(12):
+            for name, wait in ("0", 0.0), ("1", late):
+                entry = int((clock + number * (0.5 + late) + wait) * 1e9)
+                entries[name]["timings"].append(["0", steps + number, entry])
+        clock, steps = clock + 12 * (0.5 + late) + 61, steps + 12
+        for one in (0, 1):
+            stragglers.stepped(one, int(steps), 12, 0.5, clock)
+        assert stragglers.question(clock, {0: int(steps), 1: int(steps)}) == {"timings": True}
+        stragglers.answered("here", entries)
+        stragglers.conclude({})
+        if stragglers.question(clock, {0: int(steps), 1: int(steps)}) is not None:
+            stragglers.conclude({0: rank(0, frames=BACKWARD), 1: rank(1, frames=at(12))})
+
+    for _ in range(2):
+        look(0.5)
+        look(0.5)
+        assert [one.rank for one in stragglers.found] == [1] and not stragglers.over
+        stragglers.found.clear()
+        look(0.5)
+        assert not stragglers.found and not stragglers.over, "reported once"
+        look(0.0)
+        assert not stragglers.over, "once may be chance"
+        look(0.0)
+        assert stragglers.over == [1] and not stragglers.found
+        stragglers.over.clear()
+        look(0.0)
+        assert not stragglers.over
 
 
 def test_nobody_is_late() -> None:

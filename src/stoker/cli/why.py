@@ -143,12 +143,14 @@ def _another_attempt(verdict: Verdict) -> str:
 
 
 def _suspicions(run: reader.Run) -> list[dict[str, Any]]:
-    """What is suspected of a run that goes on: the newest of each kind, less a stall that is over."""
+    """What is suspected of a run that goes on: the newest of each kind, less what is over."""
     found: dict[str, dict[str, Any]] = {}
     for event in run.events():
         kind = event["event"]
         if kind in ("attempt", "relief"):
             found.pop("suspicion", None)
+        elif kind == "straggler-over" and found.get("straggler", {}).get("rank") == event.get("rank"):
+            del found["straggler"]
         elif kind in ("suspicion", "straggler", "numbers") and event.get("summary"):
             found[kind] = event
     return list(found.values())

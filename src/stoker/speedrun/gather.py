@@ -31,7 +31,9 @@ _EVALUATIONS = {model: link.name for link, kind, model in reversed(_LOADED) if k
 COMPLETIONS = "completions.jsonl"
 SAMPLES_OF_A_KIND = 2  # where result.json has none and the completions are looked at instead
 # Events worth a line in a report.
-_REPORTED = ["restart", "gpu-left-out", "straggler", "suspicion", "numbers", "stop", "verdict", "watch-failed"]
+_REPORTED = [
+    "restart", "gpu-left-out", "straggler", "straggler-over", "suspicion", "numbers", "stop", "verdict", "watch-failed",
+]  # fmt: skip
 
 
 @shape

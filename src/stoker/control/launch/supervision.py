@@ -263,6 +263,13 @@ class Supervision:
             self._say(f"stoker: {line}", colour=WARNING)
             seen = pick(one, "cause", "rank", "step", "wait_s", "step_s", "where")
             self._record.event("straggler", summary=line, **seen)
+        over = self._attempt.watch.stragglers.over
+        while over:
+            rank = over.pop(0)
+            line = f"rank {rank} ({self._attempt.label(rank)}) is no longer slow"
+            self._attempt.notes.append(line)
+            self._say(f"stoker: {line}")
+            self._record.event("straggler-over", rank=rank, summary=line)
 
     def _tell_early(self) -> None:
         early = [rank for rank in self._attempt.left_early(time.time(), EARLY_S) if rank not in self._early]

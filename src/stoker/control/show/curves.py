@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import operator
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from stoker.contract import layout
@@ -46,11 +45,11 @@ class Curve:
         rising = all(map(operator.lt, steps, steps[1:])) and (not self.steps or not steps or self.steps[-1] < steps[0])
         if plain and rising and values:
             try:
-                self.values.extend(values)
-                self.steps.extend(steps)
+                self.values.fromlist(values)
+                self.steps.fromlist(steps)
                 return metric(values[-1])
-            except OverflowError:  # an integer of 400 digits
-                del self.values[len(self.steps) :]
+            except OverflowError:  # an integer of 400 digits: nothing was added
+                pass
         newest: Metric = None
         for step, value in zip(steps, values, strict=True):
             kept = metric(value)
@@ -78,6 +77,10 @@ def thinned(values: Sequence[float], most: int) -> list[int]:
     chosen: list[int] = []
     for bucket in range(buckets):
         begin, end = bucket * count // buckets, (bucket + 1) * count // buckets
+        part = values[begin:end]
+        if math.isfinite(sum(part)):  # all of them are numbers
+            chosen += sorted({begin, begin + part.index(min(part)), begin + part.index(max(part))})
+            continue
         known = [at for at in range(begin, end) if math.isfinite(values[at])]
         wanted = {begin}
         if known:
@@ -171,18 +174,19 @@ class MetricsTail:
         lines = [line for line in block if _is_step(line.get("step"))]
         if not lines:
             return
-        steps = [line["step"] for line in lines]
+        columns = _columns(lines, self.curves)
+        steps = columns.pop("step")
+        times = columns.pop("time", [None] * len(steps))
         self.step = steps[-1]
-        self.clock.extend(steps, [line["time"] if _is_time(line.get("time")) else 0.0 for line in lines])
+        self.clock.extend(steps, [time if _is_time(time) else 0.0 for time in times])
         for line in lines[-_NEWEST:]:
             if _is_time(line.get("time")) and (not self.times or self.times[-1][0] != line["step"]):
                 self.times.append((line["step"], float(line["time"])))
         del self.times[:-_NEWEST]
-        for name in dict.fromkeys(itertools.chain.from_iterable(lines)):
+        for name, values in columns.items():
             if name in _NOT_DRAWN:
                 continue
-            curve = self.curves.get(name) or Curve()
-            values, at = [line.get(name) for line in lines], steps
+            curve, at = self.curves.get(name) or Curve(), steps
             if None in values:
                 at = [step for step, value in zip(steps, values, strict=True) if value is not None]
                 values = [value for value in values if value is not None]
@@ -200,6 +204,27 @@ class MetricsTail:
             if after > before and later > sooner
         ]
         return sorted(gaps)[len(gaps) // 2] if gaps else None
+
+
+def _columns(lines: list[dict[str, Any]], known: Collection[str]) -> dict[str, list[Any]]:
+    """Name -> its value in each line, None where a line has none. Of names that are not `known` yet as many as are kept:
+    lines that each have others cost no more than lines that have the same.
+    """
+    names = list(lines[0])
+    if {*map(len, lines)} == {len(names)} and len(names) > 1:  # the usual case: every line has the same names
+        try:
+            return dict(zip(names, map(list, zip(*map(operator.itemgetter(*names), lines), strict=True)), strict=True))
+        except KeyError:
+            pass
+    columns: dict[str, list[Any]] = {name: [None] * len(lines) for name in ("step", "time", *known)}
+    for at, line in enumerate(lines):
+        for name, value in line.items():
+            if name not in columns:
+                if len(columns) >= MOST_METRICS + len(known):
+                    continue
+                columns[name] = [None] * len(lines)
+            columns[name][at] = value
+    return columns
 
 
 def _is_step(value: Any) -> bool:

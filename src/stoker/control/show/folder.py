@@ -90,6 +90,8 @@ class EventTail:
             self.restarts[cause] = self.restarts.get(cause, 0) + 1
         elif kind == "relief":
             self.suspicions.pop("suspicion", None)
+        elif kind == "straggler-over":
+            self._over(rank)
         elif kind in ("suspicion", "straggler", "numbers") and isinstance(event.get("summary"), str):
             self._suspect(kind, float(when), rank, event)
         elif rank is not None and len(self.up) < _MOST_RANKS:
@@ -112,6 +114,14 @@ class EventTail:
         self.suspicions[kind] = Suspicion(when, kind, cause, summary, rank, ranks, finite(silent))
         if kind == "straggler" and rank is not None:
             self.slow[rank] = {**event, "cause": cause, "summary": summary, "time": float(when)}
+
+    def _over(self, rank: int | None) -> None:
+        """It is no longer slow."""
+        if rank is not None:
+            self.slow.pop(rank, None)
+        told = self.suspicions.get("straggler")
+        if told is not None and told.rank == rank:
+            del self.suspicions["straggler"]
 
     @property
     def suspicion(self) -> Suspicion | None:

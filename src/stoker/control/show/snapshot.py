@@ -46,7 +46,7 @@ class Slow:
     label: str  # GPU0, host/GPU0
     host: str
     gpu: str | None  # uuid
-    cause: str  # slow.throttle, slow.cpu, slow.disk, slow.network, slow.memory ...: ids of docs/verdicts.md where it has one
+    cause: str  # slow.throttle, slow.cpu, slow.disk ...: an id of docs/verdicts.md
     because: str
     wait_s: Real | None  # what each of the others waits a step
     step_s: Real | None

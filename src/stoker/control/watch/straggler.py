@@ -31,6 +31,7 @@ AGAIN = 4  # new ones in the second look
 SHARE = 0.9  # of them that one rank causes, twice in a row, for it to be the one
 WORTH = 0.2  # of a step
 WORTH_S = 0.02
+OVER = 0.1  # of the time or less that the others wait for it, twice in a row: it is no longer slow
 SAMPLES = 10
 PACES = 100
 _GPU_WAITS = ("synchronize", "item", "tolist", "cpu")
@@ -54,6 +55,15 @@ class Late:
     step_s: float
     when: float  # the newest time it was late
     asynchronous: bool = False  # NCCL's times are those of the launch: only a peer that really waits makes it true
+
+
+@shape
+class Named:
+    """Reported as slow, and not yet seen to keep up again."""
+
+    step_s: float
+    since: float  # what happened later counts
+    kept_up: bool = False  # in the look before
 
 
 class Pace:
@@ -90,8 +100,9 @@ class Stragglers:
         self._closely_until = CLOSELY + FIRST_ASK  # in steps
         self._first: Late | None = None  # late once: asked again a few steps later
         self._suspect: Late | None = None
-        self._named: dict[int, str] = {}
+        self._named: dict[int, Named] = {}
         self.found: list[Straggler] = []  # news, taken by the coordinator
+        self.over: list[int] = []  # ranks that are no longer slow: likewise
         self.seconds: dict[int, float] = {}  # rank -> of its newest steps, each
         self.waiting: dict[int, float] = {}  # rank -> share of its time, as of the newest look at the collectives
 
@@ -143,6 +154,7 @@ class Stragglers:
         if mode == "timings":
             for ranks in self._timings.values():
                 self.waiting |= waiting_shares(ranks)
+                self._look_at_named(ranks)
             before = self._first
             since, fewest = (before.when, AGAIN) if before else (0.0, FEWEST)
             found = (who_is_late(ranks, since, fewest) for ranks in self._timings.values())
@@ -155,16 +167,52 @@ class Stragglers:
                 self._suspect = late
             else:
                 self._first = late
-                self._closely_until = max(self._closely_until, min(self._steps.values(), default=0) + CLOSELY)
+                self._look_closely()
         elif mode == "why" and self._suspect is not None:
             late, self._suspect = self._suspect, None
             rank = late.rank
             peer = next((one for other, one in answers.items() if other != rank), None)
             if rank in answers and not (late.asynchronous and (peer is None or not waits_for_others(peer))):
                 cause, because, where = why(answers[rank], peer)
-                self._named[rank] = cause
+                self._named[rank] = Named(late.step_s, late.when)
                 wait_s, step_s, step = round(late.wait_s, 3), round(late.step_s, 3), self._steps.get(rank, 0)
                 self.found.append(Straggler(cause, rank, wait_s, step_s, because, where, step))
+
+    def _look_closely(self) -> None:
+        self._closely_until = max(self._closely_until, min(self._steps.values(), default=0) + CLOSELY)
+
+    def _look_at_named(self, timings: Mapping[int, list[list[Any]]]) -> None:
+        for rank in sorted(timings.keys() & self._named.keys()):
+            named = self._named[rank]
+            cost, begin, until = cost_of(rank, timings, named.since)
+            if until - begin < FEWEST * named.step_s:
+                continue  # too short to say
+            keeps_up = cost <= OVER * (until - begin)
+            if keeps_up and named.kept_up:
+                del self._named[rank]
+                self.over.append(rank)
+                continue
+            self._named[rank] = Named(named.step_s, until, keeps_up)
+            if keeps_up:
+                self._look_closely()
+
+
+def cost_of(rank: int, timings: Mapping[int, list[list[Any]]], since: float) -> tuple[float, float, float]:
+    """(seconds that the others waited for this rank alone, time of the first and of the last collective after `since`)."""
+    tables = _tables(timings)
+    mine, others = tables[rank], [table for other, table in tables.items() if other != rank]
+    common = set(mine).intersection(*others) if others else set()
+    waits = [(mine[key], max(table[key] for table in others)) for key in common]
+    newer = [(entered, before) for entered, before in waits if max(entered, before) > since]
+    if not newer:
+        return 0.0, since, since
+    cost = sum(entered - before for entered, before in newer if entered - before > WORTH_S)
+    return cost, min(map(max, newer)), max(map(max, newer))
+
+
+def _tables(timings: Mapping[int, list[list[Any]]]) -> dict[int, dict[tuple[Any, Any], float]]:
+    """Rank -> collective -> when it was entered, in seconds."""
+    return {rank: {(entry[0], entry[1]): entry[2] / 1e9 for entry in entries} for rank, entries in timings.items()}
 
 
 def who_is_late(timings: Mapping[int, list[list[Any]]], after: float = 0.0, fewest: int = FEWEST) -> Late | None:
@@ -176,7 +224,7 @@ def who_is_late(timings: Mapping[int, list[list[Any]]], after: float = 0.0, fewe
     """
     if len(timings) < 2:
         return None
-    tables = {rank: {(entry[0], entry[1]): entry[2] / 1e9 for entry in entries} for rank, entries in timings.items()}
+    tables = _tables(timings)
     common = set.intersection(*(set(table) for table in tables.values()))
     events: list[tuple[float, int, float]] = []  # when, who came last, how long after the one before
     for key in common:
@@ -205,7 +253,7 @@ def waiting_shares(timings: Mapping[int, list[list[Any]]]) -> dict[int, float]:
     """
     if len(timings) < 2:
         return {}
-    tables = {rank: {(entry[0], entry[1]): entry[2] / 1e9 for entry in entries} for rank, entries in timings.items()}
+    tables = _tables(timings)
     common = set.intersection(*(set(table) for table in tables.values()))
     last = {key: max(table[key] for table in tables.values()) for key in common}
     if len(common) < FEWEST or max(last.values()) <= min(last.values()):

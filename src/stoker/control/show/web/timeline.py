@@ -25,6 +25,7 @@ _TOLD = (
     "suspicion",
     "relief",
     "straggler",
+    "straggler-over",
     "numbers",
     "restart",
     "attempt",

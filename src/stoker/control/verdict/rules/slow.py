@@ -9,7 +9,12 @@ _SEEN = (
     " step or more; "
 )
 
-family = Family(__name__, SEEN=_SEEN)
+_HOST = (
+    "the live view only: a rank that the others wait for, on another host than theirs; its host's gauges, which the other"
+    " hosts' don't show: "
+)
+
+family = Family(__name__, SEEN=_SEEN, HOST=_HOST, PRESSED="40 %", FULL="80 %")
 family.entries("""
 slow.throttle: A rank is slow because its GPU's clock is held down.
   seen: {SEEN}NVML's throttle reasons, which its peers don't have
@@ -34,6 +39,20 @@ slow.data: A rank is slow because it waits for its data loader.
   seen: {SEEN}in half of the samples and more its main thread waits in the DataLoader
   unless: its data is ready and it computes
   fix: more workers for it, faster storage, or data prepared before; is its shard larger, or on another disk?
+slow.memory: A rank is slow because its host is short of memory.
+  seen: {HOST}processes wait for memory (/proc/pressure) for {PRESSED} of the time or more
+  unless: the other hosts wait as much, or the ranks are all on this host
+  fix: what uses its memory (`stoker top`)? fewer data-loader workers or ranks there, or leave the host out
+slow.disk: A rank is slow because its host waits for its disk.
+  seen: {HOST}processes wait for the disk (/proc/pressure) for {PRESSED} of the time or more
+  unless: the other hosts wait as much, or the ranks are all on this host
+  fix: copy the data to that host's own disk first (`--stage`); save checkpoints less often; what else reads or writes
+      there (iotop)?
+slow.network: A rank is slow because its host's network link is full.
+  seen: {HOST}it sends or receives {FULL} of what its link carries, or more
+  unless: the other hosts' links are as full
+  fix: what else sends there (iftop)? data from a network disk goes to a local one first (`--stage`)
+  fix: fewer bytes: gradient accumulation, or local SGD (docs/balance.md)
 slow.code: A rank is slow because of what it does at one line.
   seen: {SEEN}most samples of its main thread are at that line, outside of collectives
   fix: look at that line: work that only this rank does (logging, saving, evaluation) makes all wait
