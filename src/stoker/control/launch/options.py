@@ -162,7 +162,7 @@ class RunOptions:
 
     _roles = section("roles")
     roles: str | None = option(
-        "several programs as one run, described in this file (docs/roles.md); for simple ones --role"
+        "several programs as one run, described in this file (`stoker docs roles`); for simple ones --role"
         " NAME:COUNT:'COMMAND', once for each",
         "FILE",
         default=None,
