@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, at_length_but, gpu_json, machine_json, tagged, wait_for
+from netcluster import NetCluster
 from stoker.cli.roles import by_allocation
 from stoker.contract.names import Refusal
 from stoker.control.roles import allocation, role
@@ -27,7 +28,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_): pass
 port = int(sys.argv[1]) if len(sys.argv) > 1 else int(os.environ["STOKER_PORT"])
 print("serves", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
-http.server.HTTPServer(("127.0.0.1", port), Answer).serve_forever()
+http.server.HTTPServer((os.environ.get("LISTEN", "127.0.0.1"), port), Answer).serve_forever()
 """
 TRAINER = """
 import os, sys, time, urllib.request
@@ -206,6 +207,31 @@ def test_a_port_in_use_is_refused_before_anything_starts(stoker: Stoker) -> None
     assert done.code == 69 and f"role server: port {port} is in use" in done.err and not (stoker.cwd / "runs").exists()
 
 
+@pytest.mark.parametrize("kills", at_length_but([1], [1, 20]))
+def test_roles_on_several_hosts(stoker: Stoker, netcluster: NetCluster, kills: int) -> None:
+    """The server on the first host, a role without a port and trainers on both: each killed, replaced or ended by its own rule."""
+    stoker.script("idle.py", "import time\nwhile True: time.sleep(0.05)\n")
+    roles = {
+        "server": rules(env={"LISTEN": "0.0.0.0"}),
+        "logger": {"command": "idle.py", "restart": "always"},
+        "trainer": {"command": "trainer.py", "count": 3},
+    }
+    hosts = str(netcluster.file(workdir=str(stoker.cwd)))
+    job = stoker.start("run", "--hosts", hosts, "--roles", file_of(stoker, **roles))
+    assert wait_for(lambda: True if len(pids(stoker, "trainer")) == 3 else None, 120), job.kill() or job.communicate()
+    for number in range(kills):
+        assert ready(stoker, number + 1)
+        os.kill(pids(stoker, "server")[-1], signal.SIGKILL)
+    again = ready(stoker, kills + 1)
+    stoker.script("done", "")
+    said = job.communicate(timeout=180)[0].decode()
+    assert again and job.returncode == 0, said
+    first, second = (host.name for host in netcluster.hosts[:2])
+    assert f"[server] {first}/CPU0:serves 0 of 1" in said or "[server] CPU0:serves 0 of 1" in said, said
+    assert f"role server: 1 rank on {first}, port " in said and second in said
+    assert len(pids(stoker, "server")) == kills + 1 and len(pids(stoker, "trainer")) == 3
+
+
 # ---- GPUs and the allocation grammar ----
 
 
@@ -286,13 +312,19 @@ def test_gpus_are_dealt_once_each() -> None:
     cards = [Card(f"u{n}", f"GPU{n}", n) for n in range(4)]
     specs = [RoleSpec("s", ("x",), 1, 2), RoleSpec("t", ("x",), 2), RoleSpec("log", ("x",), 1, 0)]
     dealt = deal(specs, cards)
-    assert {name: [card.index for card in mine] for name, mine in dealt.items()} == {
-        "s": [0, 1],
-        "t": [2, 3],
-        "log": [],
-    }
+    indices = {name: [[card.index for card in seat.cards] for seat in seats] for name, seats in dealt.items()}
+    assert indices == {"s": [[0, 1]], "t": [[2], [3]], "log": [[]]}
     with pytest.raises(Refusal, match=r"the roles need 4 GPUs \(s 2, t 2\) and 3 can be used"):
         deal(specs, cards[:3])
+    far = [Card(f"u{n}", f"{host}/GPU{n}", n, host) for host in "ab" for n in range(3)]
+    two = [RoleSpec("s", ("x",), 2, 2), RoleSpec("t", ("x",), 2)]
+    dealt = deal(two, far, hosts=("a", "b"))
+    assert [seat.host for seat in dealt["s"]] == ["a", "b"], "two GPUs of one process are on one host"
+    assert [(seat.host, seat.cards[0].index) for seat in dealt["t"]] == [("a", 2), ("b", 2)]
+    with pytest.raises(Refusal, match="those of a process on one host"):
+        deal([RoleSpec("s", ("x",), 3, 2)], far, hosts=("a", "b"))
+    spread = deal([RoleSpec("s", ("x",)), RoleSpec("t", ("x",), 3)], [], hosts=("a", "b"))
+    assert {name: [seat.host for seat in seats] for name, seats in spread.items()} == {"s": ["a"], "t": ["a", "b", "b"]}
 
 
 # ---- what can't be a job ----
@@ -349,7 +381,7 @@ def test_files_that_describe_no_job(tmp_path: Path, text: str, said: str) -> Non
 
 def test_options_that_a_job_does_not_take(stoker: Stoker) -> None:
     for words, said in (
-        (["--role", "a:1:x", "--hosts", "b,c"], "--hosts can't be given to a job of roles"),
+        (["--role", "a:1:x", "--nnodes", "2"], "--nnodes can't be given to a job of roles"),
         (["--role", "a:1:x", "train.py"], "a job of roles has no script of its own (train.py)"),
         (["--roles", "none.yaml"], "no roles file none.yaml"),
         (["--roles", "none.yaml", "--role", "a:1:x"], "give one of them"),

@@ -13,20 +13,21 @@ from stoker.cli import run
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build
 from stoker.contract.shape import options_of, replace
-from stoker.control.launch.options import TORCHRUN_VARIABLES, RunOptions
+from stoker.control.cluster.hosts import read
+from stoker.control.launch.options import RANK_VARIABLES, TORCHRUN_VARIABLES, RunOptions
 from stoker.control.launch.ourselves import stoker_command
 from stoker.control.launch.request import Request
 from stoker.control.roles import allocation, role
-from stoker.control.roles.job import JobCoordinator, Plan
+from stoker.control.roles.job import Found, JobCoordinator, Plan
 from stoker.control.roles.placing import Card
 from stoker.control.roles.role import RoleSpec
 
 # What a job of several roles takes besides --role, --roles and --allocation; the rest is each role's own.
 _TAKEN = {
-    "again", "allocation", "detach", "dry_run", "env", "gpu", "gpus", "grace", "hang_timeout", "isolate", "json", "max_restarts", "min_free_memory", "name",
-    "no_preflight", "notify", "on_hangup", "on_nan", "quiet", "role", "roles", "runs_dir", "share_gpus", "show", "wait",
+    "again", "allocation", "detach", "dry_run", "env", "gpu", "gpus", "grace", "hang_timeout", "hosts", "isolate", "json", "max_restarts", "min_free_memory", "name",
+    "no_preflight", "notify", "on_hangup", "on_nan", "python", "quiet", "role", "roles", "runs_dir", "share_gpus", "show", "ssh_option", "stage", "sync", "wait",
 }  # fmt: skip
-_OF_LOOK = ("gpu", "gpus", "min_free_memory", "share_gpus", "wait")
+_OF_LOOK = ("gpu", "gpus", "hosts", "min_free_memory", "python", "share_gpus", "wait")
 
 
 def parser() -> Parser:
@@ -56,13 +57,13 @@ def start_job(argv: list[str], script: str | None) -> int:
     request = _request(told, plan.specs, words)
     from stoker.control.launch import detach
 
-    cards, lines = look(request.options, plan.specs)
+    found = look(request.options, plan.specs)
     if told.get("allocation"):
-        allocation.check(told["allocation"], allocation.parse(told["allocation"]), len(cards) or 1 << 16)
+        allocation.check(told["allocation"], allocation.parse(told["allocation"]), len(found.cards) or 1 << 16)
     report = detach.detach() if request.options.detach and not request.options.dry_run else None
     from stoker.control.launch.coordinator import guarded
 
-    return guarded(JobCoordinator(request, plan, cards, lines, report, None), report)
+    return guarded(JobCoordinator(request, plan, found, report, None), report)
 
 
 def _request(told: dict[str, Any], specs: Sequence[RoleSpec], words: Sequence[str]) -> Request:
@@ -109,26 +110,30 @@ def by_allocation(specs: Sequence[RoleSpec], text: str) -> Plan:
     return Plan(made, share)
 
 
-def look(options: RunOptions, specs: Sequence[RoleSpec]) -> tuple[list[Card], list[str]]:
-    """The GPUs that can be used now, as `stoker run` itself would choose them."""
-    if all(spec.gpus == 0 for spec in specs):
-        return [], []
+def look(options: RunOptions, specs: Sequence[RoleSpec]) -> Found:
+    """The hosts, and the GPUs that can be used now, as `stoker run` itself would choose them."""
+    hosts = read(options.hosts, options.ssh_option) if options.hosts is not None else None
+    no_gpus = all(spec.gpus == 0 for spec in specs)
+    if no_gpus and hosts is None:
+        return Found((), ())
     words = ["run", "--dry-run", "--json"]
     for name in _OF_LOOK:
         value = getattr(options, name)
         if value:
             words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    env = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
-    for name in ("NPROC_PER_NODE", "NUM_GPUS"):
-        env.pop(name, None)
+    words += [f"--ssh-option={word}" for word in options.ssh_option]
+    env = {name: value for name, value in os.environ.items() if name not in (*TORCHRUN_VARIABLES, *RANK_VARIABLES)}
     said = subprocess.run(
         stoker_command([*words, "--no-python", "true"]), env=env, capture_output=True, text=True, check=False
     )
     if said.returncode:
         line = said.stderr.strip().removeprefix("stoker: ") or f"looking at the GPUs failed with {said.returncode}"
         raise Refusal(line, said.returncode)
-    found = json.loads(said.stdout)
-    cards = [
-        Card(place["gpu"]["uuid"], place["label"], place["gpu"]["index"]) for place in found["places"] if place["gpu"]
-    ]
-    return cards, found["lines"] if cards else ["✓ No GPU found: the roles run on the CPU"]
+    told = json.loads(said.stdout)
+    cards = tuple(
+        Card(place["gpu"]["uuid"], place["label"], place["gpu"]["index"], place["host"])
+        for place in told["places"]
+        if place["gpu"] and not no_gpus
+    )
+    lines = told["lines"] if cards else ["✓ No GPU is used: the roles run on the CPU"]
+    return Found(cards, tuple(lines), tuple(told["hosts"]), hosts)

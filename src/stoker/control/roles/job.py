@@ -5,20 +5,24 @@ decided who starts when, what happens when one ends, and when the job is over.
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from stoker.contract import layout, names
 from stoker.contract.names import EX_SOFTWARE, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import counted, span
-from stoker.contract.shape import replace, shape
+from stoker.contract.shape import pick, replace, shape
 from stoker.contract.shapes import Verdict
 from stoker.contract.terminal import WARNING
+from stoker.contract.wholefile import write_json
 from stoker.control.agent.kernel import set_name
 from stoker.control.agent.reservations import GpuLocks
+from stoker.control.cluster.hosts import Hosts
 from stoker.control.launch import description, detach
 from stoker.control.launch.coordinator import Coordinator, Ended
 from stoker.control.launch.plan import Place, Role, RunPlan
@@ -27,7 +31,7 @@ from stoker.control.launch.runplace import RunPlace, abandon, find_place
 from stoker.control.machine.lockfiles import JOB
 from stoker.control.machine.model import Gpu
 from stoker.control.record.writer import RunRecord
-from stoker.control.roles.placing import Card, deal, each
+from stoker.control.roles.placing import Card, Seat, deal, numbered
 from stoker.control.roles.role import ALWAYS, AUTO, NEVER, RoleSpec, in_order, program, variable
 from stoker.control.roles.role import JOB as WITH_JOB
 from stoker.control.roles.run import ENDED, STARTING, UP, WAITING, Given, RoleRun
@@ -37,6 +41,9 @@ LONGEST_WAIT_S = 30.0
 LIVED_S = 60.0  # one that lived as long was no crash loop
 LOOP, LOOP_S = 5, 600.0  # the same failure so often within this time is a loop
 _CHANCE = ("rank.killed", "rank.signal", "hang.stopped")  # somebody's doing from outside: no sign of a loop
+_LOST = re.compile(
+    r"(?i)connect|refused|reset by peer|timed? ?out|unreachable|broken pipe|max retries|\beof\b|disconnected"
+)
 BEFORE_S = 60.0  # a role that failed this long before one that waits for it is the cause
 
 
@@ -48,6 +55,16 @@ class Plan:
     share: Mapping[str, str] = {}
 
 
+@shape
+class Found:
+    """What there is to run on."""
+
+    cards: tuple[Card, ...]  # GPUs that can be used
+    lines: tuple[str, ...]  # what to say of them
+    hosts: tuple[str, ...] = ("",)  # in rank order
+    described: Hosts | None = None  # None: this machine
+
+
 class JobCoordinator(Coordinator):
     """A coordinator whose run is a job: it starts no agent, but runs."""
 
@@ -55,14 +72,12 @@ class JobCoordinator(Coordinator):
         self,
         request: Request,
         plan: Plan,
-        cards: Sequence[Card],
-        lines: Sequence[str],
+        found: Found,
         report: detach.Report | None,
         ended: Ended | None,
     ) -> None:
-        """`cards`: the GPUs that can be used; `lines`: what was said of them."""
         super().__init__(request, None, report, None, ended)
-        self._plan, self._cards, self._lines = plan, tuple(cards), tuple(lines)
+        self._plan, self._found = plan, found
         self._locks = GpuLocks("")
 
     def _open(self) -> None:
@@ -73,13 +88,14 @@ class JobCoordinator(Coordinator):
 
     def _run(self) -> Verdict | None:
         specs = self._plan.specs
-        dealt = deal(specs, self._cards, self._plan.share)
+        found = self._found
+        dealt = deal(specs, found.cards, self._plan.share, found.hosts)
         if self.options.max_restarts < 0:
             raise Refusal(f"--max-restarts {self.options.max_restarts}: give a number from 0 up", EX_USAGE)
         place = find_place(self.request, os.environ)
         try:
-            ports = free_ports(specs)
-            shown = planned(specs, dealt, self._lines)
+            ports = free_ports(specs, here=found.described is None)
+            shown = planned(specs, dealt, found.lines, found.hosts)
             if self.options.dry_run:
                 self._print_plan(shown, place)
                 return None
@@ -90,9 +106,8 @@ class JobCoordinator(Coordinator):
         except BaseException:
             abandon(place)
             raise
-        for line in filter(
-            None, (place.elsewhere, place.notice, notice, *self._lines, *order_lines(specs, dealt, ports))
-        ):
+        said = (place.elsewhere, place.notice, notice, *found.lines, *order_lines(specs, dealt, ports))
+        for line in filter(None, said):
             self._say(line)
         if self._report is not None:
             self._report.started(place.dir)
@@ -101,21 +116,33 @@ class JobCoordinator(Coordinator):
         self._close_record(verdict, place)
         return verdict
 
-    def _role(self, spec: RoleSpec, cards: tuple[Card, ...], port: int, place: RunPlace) -> RoleRun:
+    def _role(self, spec: RoleSpec, seats: tuple[Seat, ...], port: int, place: RunPlace) -> RoleRun:
         o = self.options
         options = ["--hang-timeout", f"{o.hang_timeout:f}", "--on-nan", o.on_nan, "--show", o.show]
         options += ["--grace", f"{o.grace:f}"] if o.grace is not None else []
-        options += [f"--env={word}" for word in o.env]
-        for name in ("quiet", "no_preflight", "share_gpus", "isolate"):
+        options += ["--python", o.python] if o.python is not None else []
+        for name in ("env", "stage", "ssh_option"):
+            options += [f"--{name.replace('_', '-')}={word}" for word in getattr(o, name)]
+        for name in ("quiet", "no_preflight", "share_gpus", "isolate", "sync"):
             options += [f"--{name.replace('_', '-')}"] if getattr(o, name) else []
         restarts = o.max_restarts if spec.restart == NEVER else 0
-        given = Given(cards, each(spec, self._cards) if cards else 0, port, restarts, tuple(options))
-        return RoleRun(spec, given, os.path.join(place.dir, layout.ROLES), self._console)
+        root, described = os.path.join(place.dir, layout.ROLES), self._found.described
+        reached = {"": "127.0.0.1"}
+        file = ""
+        if described is not None:
+            reached = {host.name: host.address or host.target for host in described.hosts}
+            file = os.path.join(root, f"{spec.name}.hosts.json")
+            os.makedirs(root, 0o700, exist_ok=True)
+            write_json(file, hosts_file(described, seats))
+        return RoleRun(spec, Given(seats, port, restarts, tuple(options), reached, file), root, self._console)
 
-    def _lock(self, dealt: Mapping[str, Sequence[Card]], place: RunPlace) -> dict[str, str]:
-        """For the whole job: while a server is replaced nobody else takes its GPU. Returns the roles' environment."""
-        uuids = list(dict.fromkeys(card.uuid for cards in dealt.values() for card in cards))
-        if not uuids or self.options.share_gpus:
+    def _lock(self, dealt: Mapping[str, Sequence[Seat]], place: RunPlace) -> dict[str, str]:
+        """For the whole job: while a server is replaced nobody else takes its GPU. Returns the roles' environment. On other
+        hosts each role's own agent locks them.
+        """
+        cards = (card for seats in dealt.values() for seat in seats for card in seat.cards)
+        uuids = list(dict.fromkeys(card.uuid for card in cards))
+        if not uuids or self.options.share_gpus or self._found.described is not None:
             return dict(os.environ)
         self._locks.run_id = place.id
         set_name(JOB.encode())
@@ -128,38 +155,59 @@ class JobCoordinator(Coordinator):
         return {**os.environ, names.GPU_LENDER: str(os.getpid())}
 
 
-def planned(specs: Sequence[RoleSpec], dealt: Mapping[str, Sequence[Card]], lines: Sequence[str]) -> RunPlan:
+def hosts_file(described: Hosts, seats: Sequence[Seat]) -> dict[str, Any]:
+    """The hosts of one role, with its share of their GPUs."""
+    entries = []
+    for host in described.hosts:
+        mine = [seat for seat in seats if seat.host == host.name]
+        if not mine:
+            continue
+        known = pick(host, "user", "port", "identity", "python", "workdir", "interface", "address")
+        entry = {"host": host.target, **{key: value for key, value in known.items() if value is not None}}
+        entry |= {"slots": len(mine), "local": host.here}
+        cards = [card.uuid for seat in mine for card in seat.cards]
+        entries.append({**entry, **({"gpus": ",".join(cards)} if cards else {})})
+    top = {"ssh_config": described.ssh_config, "ssh_options": list(described.ssh_options), "env": dict(described.env)}
+    return {**{key: value for key, value in top.items() if value}, "hosts": entries}
+
+
+def planned(
+    specs: Sequence[RoleSpec], dealt: Mapping[str, Sequence[Seat]], lines: Sequence[str], hosts: Sequence[str]
+) -> RunPlan:
     """For the record: all roles' ranks, numbered through the job."""
     places: list[Place] = []
     roles = []
     for spec in specs:
-        cards = [Gpu(card.index, card.uuid) for card in dealt[spec.name]]
-        per = len(cards) // spec.count
-        for number in range(spec.count):
-            mine = cards[number * per : (number + 1) * per]
-            label = mine[0].label if mine else f"CPU{number}"
-            first = mine[0] if mine else None
-            places.append(
-                Place(len(places), number, spec.count, 0, "", first, label, spec.name, number, tuple(mine[1:]))
-            )
+        for number, (seat, local) in enumerate(numbered(dealt[spec.name])):
+            gpus = [Gpu(card.index, card.uuid) for card in seat.cards]
+            label = (f"{seat.host}/" if seat.host else "") + (gpus[0].label if gpus else f"CPU{local}")
+            world = sum(other.host == seat.host for other in dealt[spec.name])
+            at = hosts.index(seat.host)
+            first, more = (gpus[0], tuple(gpus[1:])) if gpus else (None, ())
+            places.append(Place(len(places), local, world, at, seat.host, first, label, spec.name, number, more))
         shim = "--no-python" not in program(spec.command)[0]
         roles.append(Role(spec.name, spec.command, spec.count, shim, 0, spec.env))
-    return RunPlan(tuple(places), tuple(roles), ("",), False, False, {}, tuple(lines), {})
+    return RunPlan(tuple(places), tuple(roles), tuple(hosts), False, False, {}, tuple(lines), {})
 
 
-def order_lines(specs: Sequence[RoleSpec], dealt: Mapping[str, Sequence[Card]], ports: Mapping[str, int]) -> list[str]:
+def order_lines(specs: Sequence[RoleSpec], dealt: Mapping[str, Sequence[Seat]], ports: Mapping[str, int]) -> list[str]:
     found = []
     for spec in specs:
-        where = ", ".join(card.label for card in dealt[spec.name]) or "CPU"
+        seats = dealt[spec.name]
+        where = ", ".join(card.label for seat in seats for card in seat.cards)
+        where = where or ", ".join(dict.fromkeys(seat.host for seat in seats if seat.host)) or "CPU"
         port = f", port {ports[spec.name]}" if spec.name in ports else ""
-        more = f"-{ports[spec.name] + spec.count - 1}" if port and spec.count > 1 else ""
+        most = max(number for _, number in numbered(seats))
+        more = f"-{ports[spec.name] + most}" if port and most else ""
         after = f", after {' and '.join(spec.after)}" if spec.after else ""
         found.append(f"role {spec.name}: {counted(spec.count, 'rank')} on {where}{port}{more}{after}")
     return found
 
 
-def free_ports(specs: Sequence[RoleSpec]) -> dict[str, int]:
-    """Role -> the port of its first replica; the others have those that follow. Free now: nobody can promise more."""
+def free_ports(specs: Sequence[RoleSpec], here: bool = True) -> dict[str, int]:
+    """Role -> the port of its first replica; the others have those that follow. Free now: nobody can promise more. Not `here`:
+    what is free on other hosts is not known.
+    """
     found: dict[str, int] = {}
     used: set[int] = set()
     for spec in specs:
@@ -169,7 +217,7 @@ def free_ports(specs: Sequence[RoleSpec]) -> dict[str, int]:
         ports = set(range(wanted, wanted + spec.count))
         if max(ports) > 65535 or ports & used:
             raise Refusal(f"role {spec.name}: port {wanted} and the {spec.count - 1} after it can't be used", EX_USAGE)
-        busy = [port for port in sorted(ports) if not _is_free(port)]
+        busy = [port for port in sorted(ports) if here and not _is_free(port)]
         if busy:
             fix = "write port: auto for a free one"
             line = f"role {spec.name}: port {busy[0]} is in use by another program; {fix}"
@@ -299,7 +347,7 @@ class Running:
     def _ended(self, role: RoleRun) -> None:
         verdict = role.verdict
         assert verdict is not None
-        if role.why:
+        if role.why and verdict.status != "failed":  # it had not ended by itself
             cause = "role.unhealthy" if "no longer" in role.why else "role.not-ready"
             verdict = role.verdict = Verdict("failed", cause, role.why, EX_SOFTWARE, evidence=role.last_lines)
         told = {"cause": verdict.cause, "status": verdict.status, "exit_code": verdict.exit_code}
@@ -356,9 +404,13 @@ class Running:
         where = f"the role's own record: `stoker why {self._place.id}/{role.name}`"
         for name in role.spec.after:
             when, cause = self._roles[name].failures[-1] if self._roles[name].failures else (0.0, verdict)
-            if role.failures[-1][0] - when < BEFORE_S:
+            if role.failures[-1][0] - when >= BEFORE_S:
+                continue
+            if _LOST.search("\n".join((verdict.summary, *verdict.evidence))):
                 echo = f"then role {role.name}: {verdict.summary}"
                 return self._of_role(name, replace(cause, evidence=(*cause.evidence, echo, where)))
+            before = f"role {name} had failed {span(role.failures[-1][0] - when)} before: {cause.summary}"
+            verdict = replace(verdict, evidence=(*verdict.evidence, before))
         if same >= LOOP:
             line = f"it failed {same} times within {span(LOOP_S)}: {verdict.summary}"
             evidence = (f"cause of each: {verdict.cause}", *verdict.evidence, where)

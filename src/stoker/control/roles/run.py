@@ -16,7 +16,7 @@ from stoker.contract.untrusted import printable
 from stoker.control.launch.console import Console, LineCutter
 from stoker.control.launch.ourselves import stoker_command
 from stoker.control.record import reader
-from stoker.control.roles.placing import Card
+from stoker.control.roles.placing import Card, Seat, numbered
 from stoker.control.roles.ready import Watching
 from stoker.control.roles.role import RoleSpec
 
@@ -28,11 +28,16 @@ _LINES = 20  # of its last ones that are kept
 class Given:
     """What the plan gives a role."""
 
-    cards: tuple[Card, ...]
-    each: int  # GPUs of a replica; 0: CPU
-    port: int  # of its first replica; 0: none
+    seats: tuple[Seat, ...]
+    port: int  # of its first replica on each host; 0: none
     max_restarts: int  # within its own run
     options: tuple[str, ...]  # of the job, that every role's run gets, too
+    reached: Mapping[str, str]  # host -> where the others reach it
+    hosts_file: str = ""  # empty: this machine
+
+    @property
+    def cards(self) -> tuple[Card, ...]:
+        return tuple(card for seat in self.seats for card in seat.cards)
 
 
 class RoleRun:
@@ -69,7 +74,8 @@ class RoleRun:
     def addresses(self) -> tuple[tuple[str, int], ...]:
         if not self.given.port:
             return ()
-        return tuple(("127.0.0.1", self.given.port + number) for number in range(self.spec.count))
+        given = self.given
+        return tuple((given.reached[seat.host], given.port + number) for seat, number in numbered(given.seats))
 
     @property
     def last_lines(self) -> tuple[str, ...]:
@@ -82,13 +88,17 @@ class RoleRun:
         spec, given = self.spec, self.given
         flags, command = program(spec.command)
         found = ["run", "--runs-dir", self._root, "--name", spec.name, "--role", spec.name, "--prefix", "always"]
-        found += ["--nproc-per-node", str(spec.count), "--max-restarts", str(given.max_restarts), *given.options]
+        found += ["--max-restarts", str(given.max_restarts), *given.options]
+        if given.hosts_file:
+            found += ["--hosts", given.hosts_file]
+        else:
+            found += ["--nproc-per-node", str(spec.count)]
+            found += ["--gpus", ",".join(card.uuid for card in given.cards)] if given.cards else []
         if self.starts:
             found.append("--again")  # a service that ended with 0 is started again
-        if given.cards:
-            found += ["--gpus", ",".join(card.uuid for card in given.cards)]
-        if given.each > 1:
-            found += ["--gpus-per-rank", str(given.each)]
+        each = len(given.seats[0].cards)
+        if each > 1:
+            found += ["--gpus-per-rank", str(each)]
         if given.port:
             found += ["--port-base", str(given.port)]
         for name, value in spec.env.items():
