@@ -36,8 +36,7 @@ asked = failed = 0
 while not os.path.exists("done"):
     address = os.environ["STOKER_ROLE_SERVER"].split(",")[0]
     try:
-        assert urllib.request.urlopen(f"http://{address}/", timeout=5).read() == b"fine"
-        asked += 1
+        asked += urllib.request.urlopen(f"http://{address}/", timeout=5).read() == b"fine"  # killed in the middle of it: nothing
     except OSError as problem:
         failed += 1
         if "strict" in sys.argv: raise

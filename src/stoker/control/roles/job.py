@@ -406,7 +406,7 @@ class Running:
             when, cause = self._roles[name].failures[-1] if self._roles[name].failures else (0.0, verdict)
             if role.failures[-1][0] - when >= BEFORE_S:
                 continue
-            if _LOST.search("\n".join((verdict.summary, *verdict.evidence))):
+            if _LOST.search(verdict.summary):
                 echo = f"then role {role.name}: {verdict.summary}"
                 return self._of_role(name, replace(cause, evidence=(*cause.evidence, echo, where)))
             before = f"role {name} had failed {span(role.failures[-1][0] - when)} before: {cause.summary}"
