@@ -1,94 +1,395 @@
-"""A plan is a list of roles: ranks are numbered within theirs, and each has its own command, world, environment and restarts."""
+"""Several programs as one run: toy servers and trainers, really started, killed and replaced."""
 
 from __future__ import annotations
 
 import json
-import re
+import os
+import signal
+import socket
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import stoker as package
-from conftest import Stoker
-from stoker.contract.shapes import RankEnd, Verdict
-from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.options import RunOptions
-from stoker.control.launch.plan import Place, Role, RunPlan, Towards, common_environment, start_order
-from stoker.control.launch.restarts import Restarts
-from stoker.control.launch.runplace import RunPlace
+import pytest
 
-TRAIN = Role("train", ("python", "train.py"), 2, True, 1, {"PART": "train"})
-SERVE = Role("serve", ("serve", "--port", "0"), 1, False, 0, {"PART": "serve"})
-PLACES = tuple(
-    Place(rank, rank, 3, 0, "", None, f"CPU{rank}", role, of_role)
-    for rank, (role, of_role) in enumerate([("train", 0), ("train", 1), ("serve", 0)])
+from conftest import Stoker, at_length_but, gpu_json, machine_json, tagged, wait_for
+from netcluster import NetCluster
+from stoker.cli.roles import by_allocation
+from stoker.contract.names import Refusal
+from stoker.control.roles import allocation, role
+from stoker.control.roles.placing import Card, deal
+from stoker.control.roles.role import RoleSpec
+
+SERVER = """
+import http.server, os, signal, sys
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if os.path.exists("deaf"): return
+        self.send_response(200); self.end_headers(); self.wfile.write(b"fine")
+    def log_message(self, *_): pass
+port = int(sys.argv[1]) if len(sys.argv) > 1 else int(os.environ["STOKER_PORT"])
+print("serves", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+http.server.HTTPServer((os.environ.get("LISTEN", "127.0.0.1"), port), Answer).serve_forever()
+"""
+TRAINER = """
+import os, sys, time, urllib.request
+asked = failed = 0
+while not os.path.exists("done"):
+    address = os.environ["STOKER_ROLE_SERVER"].split(",")[0]
+    try:
+        asked += urllib.request.urlopen(f"http://{address}/", timeout=5).read() == b"fine"  # killed in the middle of it: nothing
+    except OSError as problem:
+        failed += 1
+        if "strict" in sys.argv: raise
+    time.sleep(0.05)
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "asked", asked, "failed", failed)
+"""
+
+
+def file_of(stoker: Stoker, **roles: dict[str, Any]) -> str:
+    stoker.script("server.py", SERVER)
+    stoker.script("trainer.py", TRAINER)
+    return stoker.script("job.yaml", json.dumps({"roles": roles}))
+
+
+def rules(**more: Any) -> dict[str, Any]:
+    return {"command": "python server.py", "ready": {"http": "/health", "check": "0.2s"}, "restart": "always", **more}
+
+
+def events(stoker: Stoker, kind: str) -> list[dict[str, Any]]:
+    try:
+        return [event for event in stoker.result().events if event["event"] == kind]
+    except FileNotFoundError:
+        return []
+
+
+def pids(stoker: Stoker, name: str) -> list[int]:
+    found = []
+    for path in sorted(stoker.latest.glob(f"roles/*-{name}/events.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        found += [event["pid"] for event in lines if event["event"] == "rank-up"]
+    return found
+
+
+def ready(stoker: Stoker, times: int) -> bool:
+    found = wait_for(lambda: True if len(events(stoker, "role-ready")) >= times else None, 60)
+    return bool(found)
+
+
+@pytest.mark.parametrize("kills", at_length_but([2], [2, 20]))
+def test_a_dead_server_is_replaced_alone_and_the_trainers_go_on(stoker: Stoker, kills: int) -> None:
+    job = stoker.start("run", "--roles", file_of(stoker, server=rules(), trainer={"command": "trainer.py", "count": 2}))
+    for number in range(kills):
+        assert ready(stoker, number + 1)
+        assert wait_for(lambda: True if len(pids(stoker, "trainer")) == 2 else None, 60)
+        os.kill(pids(stoker, "server")[-1], signal.SIGKILL)
+    assert ready(stoker, kills + 1)
+    stoker.script("done", "")
+    said = job.communicate(timeout=120)[0].decode()
+    done = stoker.result(job.returncode)
+    assert (done.code, done.verdict["summary"]) == (0, "trainer ended with 0; server stopped"), said
+    assert len(pids(stoker, "trainer")) == 2, "the trainers were not started again"
+    assert len(pids(stoker, "server")) == kills + 1
+    assert {event["cause"] for event in events(stoker, "role-restart")} == {"rank.killed"}
+    assert "[server] CPU0:serves 0 of 1" in said and "[trainer] CPU1:rank 1 of 2 asked" in said
+    order = [event["role"] for event in events(stoker, "role-start")][:2]
+    assert order == ["server", "trainer"] and "✓ role server is ready" in said
+    shown = stoker("logs", "--role", "trainer", "--rank", "1")
+    assert shown.code == 0 and shown.out.startswith("rank 1 of 2 asked")
+    assert "is a job of several roles: --role server or trainer" in stoker("logs").err
+    assert "trainer" in stoker("why", f"{done.run_dir.name}/trainer").out
+
+
+def test_a_trainer_that_fails_ends_the_job_with_its_own_code(stoker: Stoker) -> None:
+    stoker.script("bad.py", "import sys, time\ntime.sleep(0.5)\nraise ValueError('no such column')\n")
+    done = stoker("run", "--roles", file_of(stoker, server=rules(), trainer={"command": "bad.py"}))
+    verdict = done.verdict
+    assert (done.code, verdict["cause"], verdict["status"]) == (1, "rank.exception", "failed"), done.err
+    assert verdict["summary"].startswith("role trainer: rank 0 (CPU0): ValueError: no such column at ")
+    assert any("--role trainer" in line for line in verdict["fix"]), verdict["fix"]
+    assert f"stoker why {done.run_dir.name}/trainer" in "".join(verdict["evidence"])
+
+
+def test_what_a_trainer_fails_of_because_its_server_died_is_the_servers_failure(stoker: Stoker) -> None:
+    path = file_of(stoker, server=rules(restart="never"), trainer={"command": "trainer.py strict"})
+    job = stoker.start("run", "--roles", path)
+    assert ready(stoker, 1) and wait_for(lambda: pids(stoker, "trainer") or None, 60)
+    os.kill(pids(stoker, "server")[-1], signal.SIGKILL)
+    said = job.communicate(timeout=120)[0].decode()
+    verdict = stoker.result(job.returncode).verdict
+    assert (job.returncode, verdict["cause"]) == (137, "rank.killed"), said
+    assert verdict["summary"].startswith("role server: rank 0 (CPU0) was killed")
+
+
+def test_a_role_that_never_becomes_ready_is_named_with_its_last_lines(stoker: Stoker) -> None:
+    stoker.script("slow.py", "import time\nprint('loading shard 3 of 9', flush=True)\ntime.sleep(600)\n")
+    slow = {"command": "slow.py", "ready": {"port": True, "timeout": "2s"}}
+    done = stoker("run", "--roles", file_of(stoker, server=slow, trainer={"command": "trainer.py"}))
+    verdict = done.verdict
+    assert (done.code, verdict["cause"]) == (70, "role.not-ready"), done.err
+    assert "role server: it was not ready after 2.0 s: no port to accept connections: 127.0.0.1:" in verdict["summary"]
+    assert any("loading shard 3 of 9" in line for line in verdict["evidence"])
+    assert [event["role"] for event in events(stoker, "role-start")] == ["server"], "the trainer waited for it"
+
+
+def test_a_server_that_no_longer_answers_is_replaced(stoker: Stoker) -> None:
+    job = stoker.start("run", "--roles", file_of(stoker, server=rules(), trainer={"command": "trainer.py"}))
+    assert ready(stoker, 1)
+    stoker.script("deaf", "")
+    assert wait_for(lambda: True if events(stoker, "role-restart") else None, 200)
+    (stoker.cwd / "deaf").unlink()
+    assert ready(stoker, 2)
+    stoker.script("done", "")
+    assert job.communicate(timeout=120) and job.returncode == 0
+    assert [event["cause"] for event in events(stoker, "role-restart")] == ["role.unhealthy"]
+
+
+def test_a_server_that_fails_at_once_again_and_again_is_a_loop(stoker: Stoker) -> None:
+    stoker.script("broken.py", "raise SystemExit(9)\n")
+    broken = rules(command="broken.py")
+    done = stoker("run", "--roles", file_of(stoker, server=broken, trainer={"command": "trainer.py"}))
+    assert (done.code, done.verdict["cause"]) == (9, "role.restart-loop"), done.err
+    assert "role server: it failed 5 times within 10 min" in done.verdict["summary"]
+    assert len(events(stoker, "role-start")) == 5
+
+
+def test_a_failure_starts_the_whole_job_again(stoker: Stoker) -> None:
+    text = "import os, time\nif os.path.exists('second'): open('done', 'w')\nelse: open('second', 'w'); raise SystemExit(4)\n"
+    stoker.script("once.py", text)
+    job = file_of(stoker, server=rules(), trainer={"command": "once.py", "restart": "job"})
+    done = stoker("run", "--max-restarts", "1", "--roles", job)
+    assert done.code == 0, done.err
+    assert [event["role"] for event in events(stoker, "role-start")] == ["server", "trainer", "server", "trainer"]
+    assert "starting all roles again (1 of 1)" in done.err
+
+
+def test_ctrl_c_ends_the_trainers_first_and_nothing_is_left(stoker: Stoker) -> None:
+    job = stoker.start("run", "--roles", file_of(stoker, server=rules(), trainer={"command": "trainer.py"}))
+    assert ready(stoker, 1) and wait_for(lambda: pids(stoker, "trainer") or None, 60)
+    job.send_signal(signal.SIGINT)
+    said = job.communicate(timeout=120)[0].decode()
+    assert job.returncode == 130 and stoker.result().verdict["status"] == "stopped", said
+    assert [event["role"] for event in events(stoker, "role-end")] == ["trainer", "server"]
+    assert "to start it again: the same command with --name" in said or "to start it again: stoker run" in said
+
+
+def test_a_killed_job_takes_its_roles_with_it(stoker: Stoker) -> None:
+    job = stoker.start("run", "--roles", file_of(stoker, server=rules(), trainer={"command": "trainer.py"}))
+    assert ready(stoker, 1) and wait_for(lambda: pids(stoker, "trainer") or None, 60)
+    job.kill()
+    job.wait()
+    assert wait_for(lambda: True if not tagged(stoker.cwd) else None, 30)
+
+
+def test_a_line_a_mark_and_a_file_make_ready(stoker: Stoker) -> None:
+    waits = "import time, os\nwhile not os.path.exists('done'): time.sleep(0.05)\n"
+    stoker.script("a.py", "print('server', 'started', flush=True)\n" + waits)
+    stoker.script("b.py", "import stoker\nstoker.mark('READY')\n" + waits)
+    stoker.script("c.py", "open('there', 'w')\n" + waits)
+    stoker.script("d.py", "open('done', 'w')\n")
+    roles = {
+        "a": {"command": "a.py", "ready": {"line": "server started"}},
+        "b": {"command": "b.py", "count": 2, "ready": {"mark": "READY"}},
+        "c": {"command": "c.py", "ready": {"file": "there"}, "required": False},
+        "d": {"command": "d.py"},
+    }
+    done = stoker("run", "--roles", file_of(stoker, **roles))
+    assert done.code == 0 and [event["role"] for event in events(stoker, "role-ready")] == ["a", "b", "c"], done.err
+    assert done.verdict["summary"] == "a and b and d ended with 0; c stopped"
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(stoker: Stoker) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = stoker("run", "--roles", file_of(stoker, server=rules(port=port), trainer={"command": "trainer.py"}))
+    assert done.code == 69 and f"role server: port {port} is in use" in done.err and not (stoker.cwd / "runs").exists()
+
+
+@pytest.mark.parametrize("kills", at_length_but([1], [1, 20]))
+def test_roles_on_several_hosts(stoker: Stoker, netcluster: NetCluster, kills: int) -> None:
+    """The server on the first host, a role without a port and trainers on both: each killed, replaced or ended by its own rule."""
+    stoker.script("idle.py", "import time\nwhile True: time.sleep(0.05)\n")
+    roles = {
+        "server": rules(env={"LISTEN": "0.0.0.0"}),
+        "logger": {"command": "idle.py", "restart": "always"},
+        "trainer": {"command": "trainer.py", "count": 3},
+    }
+    hosts = str(netcluster.file(workdir=str(stoker.cwd)))
+    job = stoker.start("run", "--hosts", hosts, "--roles", file_of(stoker, **roles))
+    assert wait_for(lambda: True if len(pids(stoker, "trainer")) == 3 else None, 120), job.kill() or job.communicate()
+    for number in range(kills):
+        assert ready(stoker, number + 1)
+        os.kill(pids(stoker, "server")[-1], signal.SIGKILL)
+    again = ready(stoker, kills + 1)
+    stoker.script("done", "")
+    said = job.communicate(timeout=180)[0].decode()
+    assert again and job.returncode == 0, said
+    first, second = (host.name for host in netcluster.hosts[:2])
+    assert f"[server] {first}/CPU0:serves 0 of 1" in said or "[server] CPU0:serves 0 of 1" in said, said
+    assert f"role server: 1 rank on {first}, port " in said and second in said
+    assert len(pids(stoker, "server")) == kills + 1 and len(pids(stoker, "trainer")) == 3
+
+
+# ---- GPUs and the allocation grammar ----
+
+
+def box(stoker: Stoker, dead: tuple[int, ...] = ()) -> dict[str, str]:
+    cards = [gpu_json(n, **({"error": "Unable to determine the device handle"} if n in dead else {})) for n in range(4)]
+    (stoker.cwd / "box.json").write_text(json.dumps(machine_json(cards)))
+    return {"STOKER_MACHINE": str(stoker.cwd / "box.json")}
+
+
+def test_the_notes_allocation_on_four_cards_of_which_one_is_dead(stoker: Stoker) -> None:
+    roles = ("--role", "server:python server.py", "--role", "trainer:train.py --lr 1e-5")
+    stoker.script("train.py", "")
+    stoker.script("server.py", "")
+    done = stoker("run", "--dry-run", "--allocation", "sglang.d1t1p1+d3t1p1", *roles, env=box(stoker))
+    assert done.code == 0 and "rank 0  GPU0" in done.out and "rank 3  GPU3" in done.out, done.out + done.err
+    dead = box(stoker, dead=(0,))
+    done = stoker("run", "--dry-run", "--allocation", "sglang.d1t1p1+d3t1p1", *roles, env=dead)
+    assert done.code == 69 and "needs 4 GPUs and 3 can be used; sglang:d1t1p1+fsdp:d2t1p1 would fit" in done.err
+    done = stoker("run", "--dry-run", "--json", "--allocation", "sglang:d1t2+fsdp:d1", *roles, env=dead)
+    places = json.loads(done.out)["places"]
+    assert [(one["role"], one["gpu"]["index"], len(one["more"])) for one in places] == [
+        ("server", 1, 1),
+        ("trainer", 3, 0),
+    ]
+
+
+def test_a_server_sees_all_its_gpus_and_each_trainer_its_own(stoker: Stoker) -> None:
+    show = "import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'], os.environ['LOCAL_RANK'])\n"
+    stoker.script("see.py", show)
+    words = ("--role", "server:see.py", "--role", "trainer:see.py", "--allocation", "vllm:d1t2+fsdp:d2")
+    done = stoker("run", *words, env=box(stoker))
+    cards = [gpu_json(n)["uuid"] for n in range(4)]
+    assert done.code == 0, done.err
+    assert f"[server] GPU0:sees {cards[0]},{cards[1]} 0" in done.out
+    assert f"[trainer] GPU2:sees {cards[2]},{cards[3]} 0" in done.out
+    assert f"[trainer] GPU3:sees {cards[2]},{cards[3]} 1" in done.out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("foo:d1+d2", "unknown engine 'foo'"),
+        ("sglng:d1+d2", "did you mean sglang"),
+        ("sglang:x1+d2", "unknown dimension 'x'"),
+        ("sglang.d0+d2", "d0: from 1 to"),
+        ("sglang.d1d2", "gives a dimension twice"),
+        ("sglang.+d2", "has no sizes"),
+        ("+d2", "a part is empty"),
+        ("stoker:d1t2+d2", "write stoker:d2, or vllm:d1t2"),
+        ("vllm:d1+fsdp:d4|fsdp:d2", "share their GPUs, and these have 4 and 2"),
+        ("vllm:d1+fsdp:d2+fsdp:d2", "need names"),
+        ("vllm[a]:d1+fsdp[a]:d2", "two parts have one name"),
+        ("vllm[a b]:d1+fsdp:d2", "can't be a name"),
+    ],
 )
-PLAN = RunPlan(PLACES, (TRAIN, SERVE), ("",), False, False, {"": 3}, (), {"": None})
+def test_allocations_that_make_no_sense(text: str, said: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        allocation.parse(text)
+    assert said in refused.value.line and text in refused.value.line
 
 
-def test_each_rank_has_the_number_the_world_and_the_command_of_its_role() -> None:
-    options, place = RunOptions(), RunPlace("/runs/x", "x", "x", 0, False)
-    common = {role.name: common_environment(PLAN, role, options, {}, place, 4) for role in PLAN.roles}
-    order = start_order(PLAN, options, 0, Towards(workdir="/w"), {}, common, {"MASTER_PORT": "1"})
-    told = [
-        {**order["common"], **spec, "env": {**order["common"]["env"], **spec["env"]}} for spec in order["ranks"]
-    ]  # as an agent joins them
-    keys = ("RANK", "WORLD_SIZE", "ROLE_NAME", "PART", "MASTER_PORT")
-    assert [tuple(one["env"][key] for key in keys) for one in told] == [
-        ("0", "2", "train", "train", "1"),
-        ("1", "2", "train", "train", "1"),
-        ("0", "1", "serve", "serve", "1"),
-    ]
-    assert [(one["rank"], one["role"], one["role_rank"], one["argv"][0], one["shim"]) for one in told] == [
-        (0, "train", 0, "python", True),
-        (1, "train", 1, "python", True),
-        (2, "serve", 0, "serve", False),
-    ]
-    assert PLAN.world_size == 3
+def test_allocations_in_both_spellings() -> None:
+    old, new = allocation.parse("sglang.d1t1p1+d3t1p1"), allocation.parse("sglang:d1+fsdp:d3")
+    assert [(part.serves, part.world, part.replicas, part.gpus) for part in old] == [(True, 1, 1, 1), (False, 3, 3, 1)]
+    assert [part.world for part in new] == [1, 3]
+    three = allocation.parse("sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4")
+    assert allocation.needed(three) == 6 and [part.group for part in three] == [0, 1, 1]
+    specs = [RoleSpec(name, ("x",)) for name in ("critic", "rollout", "actor")]
+    plan = by_allocation(specs, "sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4")
+    assert plan.share == {"actor": "critic"} and [spec.count for spec in plan.specs] == [4, 2, 4]
+    with pytest.raises(Refusal, match="12 samples a step do not divide by d8; d6 does"):
+        allocation.check("fsdp:d8", allocation.parse("fsdp:d8"), 8, batch=12)
+    with pytest.raises(Refusal, match="there is no role 'rollout'"):
+        by_allocation([RoleSpec("a", ("x",)), RoleSpec("b", ("x",))], "sglang[rollout]:d1+fsdp:d1")
 
 
-def test_a_failure_costs_a_restart_of_the_role_it_came_from() -> None:
-    restarts, attempt = Restarts(RunOptions()), Attempt(0, PLAN)
-    for rank in range(3):
-        attempt.ends[rank] = RankEnd(rank, "", f"CPU{rank}", 7, 1, 0.0)
-
-    def failure(rank: int) -> Verdict:
-        return Verdict("failed", "rank.killed", "killed", 1, rank=rank, retryable=True)
-
-    assert restarts.decide(failure(2), attempt, 100.0)[1] is None, "serve is never started again"
-    again = restarts.decide(failure(1), attempt, 100.0)[1]
-    assert again is not None and "(1 of 1)" in again.line
-    assert restarts.decide(failure(0), attempt, 100.0)[1] is None
-
-
-def test_a_plain_job_is_one_role_and_its_record_says_so(stoker: Stoker) -> None:
-    script = stoker.script("r.py", "import os; print(os.environ['ROLE_NAME'], os.environ['RANK'], os.environ['A'])")
-    done = stoker("run", "--nproc-per-node", "2", "--role", "worker", "--env", "A=1", script)
-    assert done.code == 0 and {b"worker 0 1\n", b"worker 1 1\n"} == {done.log(0), done.log(1)}
-    plan = json.loads((done.run_dir / "run.json").read_text())["plan"]
-    assert [(role["name"], role["world_size"]) for role in plan["roles"]] == [("worker", 2)]
-    assert plan["argv"] == plan["roles"][0]["argv"]
-    assert [(rank["rank"], rank["role"], rank["role_rank"]) for rank in plan["ranks"]] == [
-        (0, "worker", 0),
-        (1, "worker", 1),
-    ]
+def test_gpus_are_dealt_once_each() -> None:
+    cards = [Card(f"u{n}", f"GPU{n}", n) for n in range(4)]
+    specs = [RoleSpec("s", ("x",), 1, 2), RoleSpec("t", ("x",), 2), RoleSpec("log", ("x",), 1, 0)]
+    dealt = deal(specs, cards)
+    indices = {name: [[card.index for card in seat.cards] for seat in seats] for name, seats in dealt.items()}
+    assert indices == {"s": [[0, 1]], "t": [[2], [3]], "log": [[]]}
+    with pytest.raises(Refusal, match=r"the roles need 4 GPUs \(s 2, t 2\) and 3 can be used"):
+        deal(specs, cards[:3])
+    far = [Card(f"u{n}", f"{host}/GPU{n}", n, host) for host in "ab" for n in range(3)]
+    two = [RoleSpec("s", ("x",), 2, 2), RoleSpec("t", ("x",), 2)]
+    dealt = deal(two, far, hosts=("a", "b"))
+    assert [seat.host for seat in dealt["s"]] == ["a", "b"], "two GPUs of one process are on one host"
+    assert [(seat.host, seat.cards[0].index) for seat in dealt["t"]] == [("a", 2), ("b", 2)]
+    with pytest.raises(Refusal, match="those of a process on one host"):
+        deal([RoleSpec("s", ("x",), 3, 2)], far, hosts=("a", "b"))
+    spread = deal([RoleSpec("s", ("x",)), RoleSpec("t", ("x",), 3)], [], hosts=("a", "b"))
+    assert {name: [seat.host for seat in seats] for name, seats in spread.items()} == {"s": ["a"], "t": ["a", "b", "b"]}
 
 
-def test_a_plan_shows_no_secret_of_its_roles(stoker: Stoker) -> None:
-    script = stoker.script("r.py", "")
-    done = stoker(
-        "run", "--dry-run", "--json", "--env", "API_TOKEN=sk-7f3a9b2c4d5e6f70", script, "--api-key", "q8w7e6r5t4y3"
-    )
-    assert done.code == 0 and "sk-7f3a9b2c4d5e6f70" not in done.out and "q8w7e6r5t4y3" not in done.out
-    plan = cast("dict[str, Any]", json.loads(done.out))
-    assert plan["roles"][0]["env"].keys() == {"API_TOKEN"} and plan["argv"] == plan["roles"][0]["argv"]
+# ---- what can't be a job ----
 
 
-def test_the_page_about_launching_names_what_is_there() -> None:
-    root = Path(package.__file__).parent
-    page = (root.parents[1] / "docs" / "launching.md").read_text()
-    named = re.findall(r"`((?:launch|control|contract|cli)/[\w/]+\.py)(?::([\w.]+))?`", page)
-    assert len(named) > 20
-    for path, name in named:
-        text = (root / (f"control/{path}" if path.startswith("launch/") else path)).read_text()
-        for part in name.split(".") if name else ():
-            assert re.search(rf"^\s*(class|def) {part}\b", text, re.MULTILINE), f"{path}: no {part}"
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["a:x"], "write NAME:COUNT:'COMMAND'"),
+        (["a:0:x"], "'0' is not a number of replicas"),
+        (["a:1:x", "a:1:y"], "two roles are named a"),
+        (["1a:1:x"], "can't be a role's name"),
+        (["../a:1:x"], "can't be a role's name"),
+        (["a:1:'x"], "No closing quotation"),
+        (["a:1: "], "the command is empty"),
+    ],
+)
+def test_words_that_name_no_role(words: list[str], said: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        role.from_words(words)
+    assert said in refused.value.line
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x: 1", "it has no key roles"),
+        ("roles: []", "it has no key roles"),
+        ("roles: {a: {command: x}, b: {command: y, after: [c]}}", "b waits for 'c', and there is no such role"),
+        ("roles: {a: {command: x, after: [b]}, b: {command: y, after: [a]}}", "no role can start first: a waits for b, b waits for a"),
+        ("roles: {a: {comand: x}}", "unknown key 'comand'; did you mean command"),
+        ("roles: {a: {command: x, count: -1}}", "count: -1 is not a whole number"),
+        ("roles: {a: {command: x, count: true}}", "count: True is not a whole number"),
+        ("roles: {a: {command: x, restart: often}}", "'often' is not one of always, never, job"),
+        ("roles: {a: {command: x, ready: {http: health}}}", "is not a path such as /health"),
+        ("roles: {a: {command: x, ready: {http: /a, file: b}}}", "give one of port, http, file, line, mark"),
+        ("roles: {a: {command: x, ready: {http: /a}, port: 0}}", "ready: http needs a port"),
+        ("roles: {a: {command: x, ready: {file: b, timeout: soon}}}", "timeout: "),
+        ("roles: {a: {command: x, port: 70000}}", "port: 70000 is not auto"),
+        ("roles: {a: {command: x, env: {1: b}}}", "1 is not a variable's name"),
+        ("roles: {a: {command: x, restart: always}}", "no role is required"),
+        ("roles: {a: {}}", "command: is missing"),
+        ("roles: {a: [", "not YAML"),
+        ("roles: {1: x}", "a role's name is a text"),
+    ],
+)  # fmt: skip
+def test_files_that_describe_no_job(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(Refusal) as refused:
+        role.from_file(str(path))
+    assert said in refused.value.line and "\n" not in refused.value.line
+
+
+def test_options_that_a_job_does_not_take(stoker: Stoker) -> None:
+    for words, said in (
+        (["--role", "a:1:x", "--nnodes", "2"], "--nnodes can't be given to a job of roles"),
+        (["--role", "a:1:x", "train.py"], "a job of roles has no script of its own (train.py)"),
+        (["--roles", "none.yaml"], "no roles file none.yaml"),
+        (["--roles", "none.yaml", "--role", "a:1:x"], "give one of them"),
+        (["--allocation", "d1+d2", "--role", "a:x"], "has 2 parts, and there are 1 roles: a"),
+    ):
+        done = stoker("run", *words)
+        assert done.code in (64, 66) and said in done.err and done.err.count("\n") == 1, done.err
+
+
+def test_a_role_alone_is_a_plain_run(stoker: Stoker) -> None:
+    done = stoker("run", "--role", "worker", stoker.script("a.py", "import os; print(os.environ['ROLE_NAME'])\n"))
+    assert done.code == 0 and b"worker" in done.log(0) and not (done.run_dir / "roles").exists()

@@ -46,14 +46,15 @@ def _follow(run: reader.Run, lines: int) -> int:
     try:
         while True:
             over = reader.over(run)
-            new = [one for one in follow.rank_logs(run) if one[2] not in open_]
-            labels = follow.labels(run) if new else {}
-            for attempt, rank, path in new:
-                skip = _start_of_last(path, lines) if first else 0
-                label = labels.get((attempt, rank), f"rank {rank}")
-                prefix = f"{label}:".encode()
-                shorten = ShortLines(prefix, steps=not rank) if watched and recipe else None
-                open_[path] = (follow.Tail(path, skip), LineCutter(prefix, shorten))
+            for name, part in {"": run, **reader.roles(run)}.items():
+                new = [one for one in follow.rank_logs(part) if one[2] not in open_]
+                labels = follow.labels(part) if new else {}
+                for attempt, rank, path in new:
+                    skip = _start_of_last(path, lines) if first else 0
+                    label = labels.get((attempt, rank), f"rank {rank}")
+                    prefix = (f"[{name}] " if name else "").encode() + f"{label}:".encode()
+                    shorten = ShortLines(prefix, steps=not rank) if watched and recipe else None
+                    open_[path] = (follow.Tail(path, skip), LineCutter(prefix, shorten))
             first = False
             for tail, cutter in open_.values():
                 while data := tail.new():

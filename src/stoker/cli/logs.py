@@ -1,4 +1,4 @@
-"""stoker logs [RUN] --rank N [--follow]"""
+"""stoker logs [RUN] [--role NAME] --rank N [--follow]"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 
 from stoker.contract import layout
-from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import Parser
 from stoker.control.record import follow, reader
 
@@ -16,6 +16,7 @@ from stoker.control.record import follow, reader
 def parser() -> Parser:
     made = Parser("stoker logs", "What a rank printed, byte for byte.")
     made.run_argument()
+    made.option("--role", "NAME", "of a job of several roles: which one")
     made.option("--rank", "N", "which rank (default: 0)", int, default=0)
     made.option("--attempt", "K", "which attempt (default: the last)", int)
     made.add_argument("--follow", "-f", action="store_true", help="go on until the run ends")
@@ -26,12 +27,15 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     run = reader.find(told.run, layout.runs_root(told.runs_dir, os.environ))
+    run = reader.role_of(run, told.role) if told.role else run
     with reader.of_others(run):
         return _show(run, told)
 
 
 def _show(run: reader.Run, told: argparse.Namespace) -> int:
     attempts = run.attempts
+    if not attempts and (names := reader.roles(run)):
+        raise Refusal(f"run {run.id} is a job of several roles: --role {' or '.join(names)}", EX_USAGE)
     if not attempts:
         raise Refusal(f"run {run.id} has started no rank yet", EX_NOINPUT)
     attempt = attempts[-1] if told.attempt is None else told.attempt

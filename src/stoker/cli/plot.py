@@ -17,6 +17,7 @@ from stoker.control.record import reader
 from stoker.control.show.curves import Curve, smoothed
 from stoker.control.show.drawing import COLOURS, LETTERS, Line, chart, fitted, mean, short
 from stoker.control.show.folder import RunFolder
+from stoker.control.show.job import folder_of
 from stoker.control.show.snapshot import metric
 
 _EPILOG = """  stoker plot                                     the newest run's loss
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> int:
 
 
 def watched(run: reader.Run) -> RunFolder:
-    folder = RunFolder(run)
+    folder = folder_of(run)
     folder.run(run.started, watched=True)
     return folder
 

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from stoker.contract import schedulers
+from stoker.contract import names, schedulers
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build
 from stoker.control.launch.options import RunOptions, from_torchrun_environment
@@ -28,6 +28,7 @@ _EXAMPLES = """examples:
   stoker run --detach --name exp1 --max-restarts 3 --notify 'mail -s done me' train.py
   stoker run --no-python ./a.out                    any program
   stoker run --hosts cluster.yaml --min-hosts 2 train.py   several machines; continues without a lost one
+  stoker run --role server:1:'serve.py --port 8000' --role trainer:3:train.py    two programs as one run (`stoker docs roles`)
   stoker run --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 train.py   by hand on each, as torchrun would
 
 exit codes: the guilty rank's own; 128+n for a signal; 70 where that would be 0 or was our doing; 0 only if every rank ended with 0.
@@ -93,7 +94,10 @@ def _takes_next(made: Parser, word: str) -> bool:
 
 
 def parse(argv: list[str]) -> Request:
-    told, script, args = split(argv)
+    return _request(*split(argv))
+
+
+def _request(told: dict[str, Any], script: str | None, args: list[str]) -> Request:
     layers = [from_torchrun_environment(os.environ), told]
     if told.get("config"):
         layers.insert(0, _read_config(told["config"]))
@@ -104,7 +108,19 @@ def parse(argv: list[str]) -> Request:
 
 
 def main(argv: list[str]) -> int:
-    return start(parse(argv))
+    parent = os.environ.pop(names.PARENT, "")
+    if parent:
+        import signal
+
+        from stoker.control.agent.kernel import die_with_parent
+
+        die_with_parent(int(parent), signal.SIGTERM)
+    told, script, args = split(argv)
+    if "roles" in told or "allocation" in told or ":" in told.get("role", ""):
+        from stoker.cli.roles import start_job
+
+        return start_job(argv, script)
+    return start(_request(told, script, args))
 
 
 def start(request: Request, ended: Ended | None = None) -> int:

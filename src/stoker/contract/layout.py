@@ -19,6 +19,7 @@ METRICS = "metrics.jsonl"
 MEMORY = "memory.json"  # planned and measured, of a run that trains
 PROGRESS = "progress.json"  # where rank 0 is in what takes it long: the bar that `attach` draws
 CHECKPOINTS = "checkpoints"
+ROLES = "roles"  # the runs of a job's roles
 CONSOLE = "stoker.log"  # Stoker's own lines, so that `attach` can show them again
 LATEST = "latest"
 # Of the cache directory tagging specification: backups leave such a folder out, too.

@@ -16,10 +16,13 @@ PICTURES = "STOKER_PICTURES"  # 0: `stoker train` leaves no loss.png
 MACHINE = "STOKER_MACHINE"  # a recorded machine (JSON) that stands in for the real one
 GPU_LOCKS = "STOKER_GPU_LOCKS"  # the folder of the GPUs' lock files, where it is not /tmp/stoker-gpu-locks
 GPU_LENDER = "STOKER_GPU_LENDER"  # a pid above this process: it holds GPU locks for the runs it starts
+JOB = "STOKER_JOB"  # the run of which this one is a role
+PARENT = "STOKER_PARENT"  # a pid: this `stoker run` is a role of that process's job, and ends when it is killed
 RDZV_SECRET = "STOKER_RDZV_SECRET"  # what machines started by hand prove to know where they meet. No rank is given it
 RDZV_SECRET_FILE = "STOKER_RDZV_SECRET_FILE"
 PY_SPY = "STOKER_PY_SPY"  # the py-spy program; empty: none, stacks come from faulthandler
 GPU_RANK = "GPU_RANK"
+PORT = "STOKER_PORT"  # the rank's own, with --port-base
 SHARED_GPU = "STOKER_SHARED_GPU"  # 1: several ranks of this job use one GPU, which NCCL refuses
 MICRO_BATCH_HALVINGS = "STOKER_MICRO_BATCH_HALVINGS"  # set after a recipe ran out of GPU memory
 
@@ -32,7 +35,7 @@ SHIM_GATED = "STOKER_SHIM_GATED"
 SHIM_PYTHONPATH = "STOKER_SHIM_PYTHONPATH"
 
 # What a rank has because it is one: a new job that a rank submits is none.
-OF_A_RANK = (RUN_ID, RUN_DIR, RUN_ORIGIN, KEEP, HOST, TERMINAL, SHARED_GPU, MICRO_BATCH_HALVINGS, GPU_RANK,
+OF_A_RANK = (RUN_ID, RUN_DIR, RUN_ORIGIN, KEEP, HOST, TERMINAL, SHARED_GPU, MICRO_BATCH_HALVINGS, GPU_RANK, PORT,
              SHIM_BEATS, SHIM_SOCKET, SHIM_FILES, SHIM_TRACER, SHIM_GATED, SHIM_PYTHONPATH)  # fmt: skip
 
 STOP_NOW_SIGNAL = 60  # SIGRTMAX - 4: `stoker stop --now` to the launcher

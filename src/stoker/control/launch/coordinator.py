@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from stoker.contract import checkpoints, redact
+from stoker.contract import checkpoints, names, redact
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import counted, span
 from stoker.contract.shape import replace
@@ -70,16 +70,16 @@ class Coordinator:
         try:
             host.raise_files_limit()  # a log file a rank
             self._learn_secrets()
-            self._live = LiveRun(self.request, self._link, self._hosts, self._signals, self._say, self._tell)
-            try:
-                if self.options.notify:
-                    from stoker.control.launch.notify import Notifier
+            if self.options.notify:
+                from stoker.control.launch.notify import Notifier
 
-                    self._notifier = self._live.notifier = Notifier(self.options.notify, self._say)
+                self._notifier = Notifier(self.options.notify, self._say)
+            self._open()
+            try:
                 self._signals.catch()
                 verdict = self._run()
             finally:
-                self._live.agents.members.close()
+                self._close()
                 if self._exporter is not None:
                     self._exporter.close()
             if verdict is None:
@@ -107,6 +107,13 @@ class Coordinator:
             return refusal.code
         finally:
             self._console.close()
+
+    def _open(self) -> None:
+        self._live = LiveRun(self.request, self._link, self._hosts, self._signals, self._say, self._tell)
+        self._live.notifier = self._notifier
+
+    def _close(self) -> None:
+        self._live.agents.members.close()
 
     def _tell_others(self, verdict: Verdict, what: str) -> None:
         """Who waits for the end: --notify, and a scheduler that reads torch's error file."""
@@ -175,7 +182,8 @@ class Coordinator:
         if place.elsewhere:
             self._say(place.elsewhere)
         if self.options.quiet is False:
-            for line in filter(None, (place.notice, notice, *plan.lines)):
+            begins = "" if names.JOB in os.environ else place.notice  # the job says so of its roles
+            for line in filter(None, (begins, notice, *plan.lines)):
                 self._say(line)
             for line in warnings:
                 self._say(line, colour=WARNING)
@@ -208,9 +216,16 @@ class Coordinator:
     def _close_record(self, verdict: Verdict, place: RunPlace) -> None:
         assert self._record is not None
         missing = self._not_written()
-        resume = description.continue_command(self.request, place) if verdict.status == "stopped" else ""
+        alone = names.JOB not in os.environ
+        resume = description.continue_command(self.request, place) if verdict.status == "stopped" and alone else ""
         commands = (f"{resume}   # {_purpose(place)}",) if resume else ()
         self._record.verdict(replace(verdict, evidence=(*verdict.evidence, *missing), fix=(*commands, *verdict.fix)))
+        if alone:  # else the job says how its roles ended
+            self._say_how(verdict, place, resume)
+        for line in (*missing, *self._not_written()):
+            self._say(f"stoker: {line}", colour=WARNING)
+
+    def _say_how(self, verdict: Verdict, place: RunPlace, resume: str) -> None:
         shown = os.path.relpath(place.dir, self._cwd) if place.dir.startswith(self._cwd + os.sep) else place.dir
         took = span(time.time() - self._began)
         if verdict.status == "completed":
@@ -227,8 +242,6 @@ class Coordinator:
             )
             if resume:
                 self._say(f"stoker: {_purpose(place)}: {resume}")
-        for line in (*missing, *self._not_written()):
-            self._say(f"stoker: {line}", colour=WARNING)
 
     def _print_plan(self, plan: RunPlan, place: RunPlace) -> None:
         import json
@@ -288,8 +301,12 @@ def run(
     ended: Ended | None = None,
 ) -> int:
     """`stoker run`, whole. `ended`: called at the end of a run that was started."""
+    return guarded(Coordinator(request, link, report, hosts, ended), report)
+
+
+def guarded(coordinator: Coordinator, report: detach.Report | None) -> int:
     try:
-        code = Coordinator(request, link, report, hosts, ended).run()
+        code = coordinator.run()
     except (OSError, RuntimeError) as problem:  # no thread, no descriptor, no working directory
         print(redact.whole(f"stoker: the system refuses: {problem}"), file=sys.stderr)
         code = EX_OSERR

@@ -52,29 +52,30 @@ def choose(options: RunOptions, environment: Mapping[str, str], machine: Machine
     pool = wanted if wanted is not None else visible
     reasons = {gpu.uuid: why for gpu in pool if (why := _unusable(gpu, options, held))}
     usable = [gpu for gpu in pool if gpu.uuid not in reasons]
-    found = len(machine.gpus)
-    need = count if isinstance(count, int) else len(usable)
+    found, each = len(machine.gpus), options.gpus_per_rank
+    need = count * each if isinstance(count, int) else max(len(usable) // each, 1) * each
     if wanted is not None and reasons:
         unusable = next(gpu for gpu in wanted if gpu.uuid in reasons)
         raise NotFree(_sentence(unusable, reasons), EX_UNAVAILABLE, cause="gpu.busy")
     if wanted is None and any_of is not None:
-        need = any_of
+        need = any_of // each * each
         usable.sort(key=_room, reverse=True)
-    if isinstance(count, int) and any_of is not None and count != any_of:
+    if isinstance(count, int) and any_of is not None and count * each != any_of:
         raise Refusal(f"--gpus any:{any_of} and {source} {count} contradict each other", EX_USAGE)
     if not usable or (need > len(usable) and not options.share_gpus):
-        raise _too_few(max(need, 1), usable, pool, reasons, found, hidden)
+        raise _too_few(max(need, each), each, usable, pool, reasons, found, hidden)
     chosen = [usable[n % len(usable)] for n in range(need)]
     if any_of is not None:
         chosen.sort(key=lambda gpu: (gpu.index, gpu.mig or 0))
     left_out = "; ".join(_sentence(gpu, reasons) for gpu in pool if gpu.uuid in reasons)
     using = len({gpu.uuid for gpu in chosen})
-    line = f"✓ Found {found} GPU(s), using {using} GPUs" + (f" ({need} ranks)" if need != using else "")
+    ranks = need // each
+    line = f"✓ Found {found} GPU(s), using {using} GPUs" + (f" ({counted(ranks, 'rank')})" if ranks != using else "")
     if source and source != "--nproc-per-node":
         line += f" ({source}={count})"
     if wanted is not None or any_of is not None or using < found:
         line += ": " + ", ".join(f"GPU {gpu.label[3:]}" for gpu in dict.fromkeys(chosen))
-    return Choice(tuple(chosen), need, line + (f"; left out: {left_out}" if left_out else ""))
+    return Choice(tuple(chosen), ranks, line + (f"; left out: {left_out}" if left_out else ""))
 
 
 def marked(machine: Machine, bad: Mapping[str, str]) -> Machine:
@@ -212,13 +213,14 @@ def _list(gpus: tuple[Gpu, ...] | list[Gpu]) -> str:
 
 
 def _too_few(
-    need: int, usable: list[Gpu], pool: list[Gpu], reasons: Mapping[str, str], found: int, hidden: str | None
+    need: int, each: int, usable: list[Gpu], pool: list[Gpu], reasons: Mapping[str, str], found: int, hidden: str | None
 ) -> Refusal:
     there = f"{counted(found, 'GPU')} here"
     if hidden is not None:
         there += f", {len(pool)} of them in CUDA_VISIBLE_DEVICES={hidden}"
     busy = "; ".join(_sentence(gpu, reasons) for gpu in pool if gpu.uuid in reasons)
-    text = f"{counted(need, 'rank')} asked for and {counted(len(usable), 'GPU')} usable: {there}"
+    of_each = f" with {each} GPUs each" if each > 1 else ""
+    text = f"{counted(need // each, 'rank')}{of_each} asked for and {counted(len(usable), 'GPU')} usable: {there}"
     text += f"; {busy}" if busy else ""
     if need <= len(pool):
         return NotFree(f"{text}; --wait 10m waits for them", EX_UNAVAILABLE, cause="gpu.busy")

@@ -343,7 +343,7 @@ class Planner:
             return {}
         members = self._agents.members.all
         for member in members:
-            mine = {place.gpu.uuid for place in plan.places if place.gpu and place.host == member.host}
+            mine = {gpu.uuid for place in plan.places if place.host == member.host for gpu in place.cards}
             member.say({"do": "lock", "gpus": sorted(mine - set(self._lent(member)))})
         self._agents.await_all("locked")
         for member in members:

@@ -22,6 +22,14 @@ class RunOptions:
     )
     module: bool = option("the script is a module, started as with python -m", default=False, flags=("-m",))
     no_python: bool = option("the program is not Python: execute it as it is", default=False)
+    gpus_per_rank: int = option(
+        "GPUs that each rank sees, as devices 0 to K-1: a server that splits its model over several (default: 1)",
+        "K",
+        default=1,
+    )
+    port_base: int | None = option(
+        "give each rank a port: STOKER_PORT, and ${port} in its arguments, are N plus its local rank", "N", default=None
+    )
     env: tuple[str, ...] = option(
         "set a variable for the ranks (NAME=VALUE), or pass one on (NAME)", "NAME[=VALUE]", default=(), many=True
     )
@@ -152,6 +160,19 @@ class RunOptions:
     json: bool = option("print the plan as JSON (with --dry-run)", default=False)
     no_preflight: bool = option("skip the checks before the start", default=False)
 
+    _roles = section("roles")
+    roles: str | None = option(
+        "several programs as one run, described in this file (`stoker docs roles`); for simple ones --role"
+        " NAME:COUNT:'COMMAND', once for each",
+        "FILE",
+        default=None,
+    )
+    allocation: str | None = option(
+        "how many GPUs each role gets, as in sglang.d1t1p1+d3t1p1; then --role NAME:'COMMAND', in the same order",
+        "TEXT",
+        default=None,
+    )
+
     _hosts = section("hosts")
     hosts: str | None = option(
         "hosts in rank order: a hosts file (cluster.yaml), or a,b,c reached by ssh", "FILE|A,B", default=None
@@ -209,7 +230,7 @@ class RunOptions:
         " needed",
         default=None,
     )
-    role: str = option("becomes ROLE_NAME", default="default")
+    role: str = option("a name alone becomes ROLE_NAME; NAME:COUNT:'COMMAND': see roles", default="default")
     shutdown_timeout: float | None = option("the same as --grace", "SECONDS", default=None)
     virtual_local_rank: bool = option("the same as --isolate", default=False)
     monitor_interval: float | None = option("not needed: a rank's end is seen at once", default=None)

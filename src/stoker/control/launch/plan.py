@@ -53,6 +53,11 @@ class Place:
     label: str  # GPU0, CPU0, host/GPU0
     role: str
     role_rank: int  # its number in the role's world: what the script sees as RANK
+    more: tuple[Gpu, ...] = ()  # GPUs it has besides (--gpus-per-rank)
+
+    @property
+    def cards(self) -> tuple[Gpu, ...]:
+        return (self.gpu, *self.more) if self.gpu else ()
 
 
 @shape
@@ -66,6 +71,7 @@ class RunPlan:
     lines: tuple[str, ...]  # what to tell the user before the start
     visible: Mapping[str, str | None]  # CUDA_VISIBLE_DEVICES per host; None: leave it alone
     pythons: Mapping[str, str] = {}  # per host, where it is not the first word of argv
+    port_base: int | None = None
     nodes: Nodes | None = None  # other machines have ranks of this job too, started by hand there
 
     @property
@@ -120,6 +126,8 @@ def make_plan(
         isolate = True
         nccl = "NCCL refuses two ranks on one GPU, gloo works"
         lines.append(f"several ranks share a GPU: each sees its own as device 0 (--isolate); {nccl}")
+    each = options.gpus_per_rank
+    isolate = isolate or each > 1
     if len({bool(choice.gpus) for choice in choices.values()}) > 1:
         line = "some hosts have GPUs and some have none: --nproc-per-node cpu uses none anywhere"
         raise Refusal(line, names.EX_UNAVAILABLE, cause="gpu.too-few")
@@ -130,10 +138,11 @@ def make_plan(
         prefix = f"{host}/" if hosts and len(hosts) > 1 else ""
         lines.append(prefix + choice.line)
         for local in range(choice.ranks):
-            gpu = choice.gpus[local] if choice.gpus else None
+            gpu, *more = choice.gpus[local * each : (local + 1) * each] or (None,)
             label = prefix + (gpu.label if gpu else f"CPU{local}")
             rank = len(places)
-            places.append(Place(rank, local, choice.ranks, group, host, gpu, label, options.role, rank))
+            besides = tuple(one for one in more if one is not None)
+            places.append(Place(rank, local, choice.ranks, group, host, gpu, label, options.role, rank, besides))
         slots[host] = _slots(options.init_slots, choice, machines[host])
         visible[host] = _visible(choice, machines[host], _seen_there(environment, about[host]))
     show = options.local_ranks_filter if options.show == "all" and options.local_ranks_filter else options.show
@@ -143,8 +152,9 @@ def make_plan(
     role = Role(options.role, tuple(argv), len(places), not options.no_python, options.max_restarts, asked)
     pythons = _pythons(options, argv, hosts)
     return RunPlan(
-        tuple(places), (role,), tuple(machines), isolate, split, slots, tuple(lines), visible, pythons=pythons
-    )
+        tuple(places), (role,), tuple(machines), isolate, split, slots, tuple(lines), visible, pythons=pythons,
+        port_base=options.port_base,
+    )  # fmt: skip
 
 
 def _choose(
@@ -265,9 +275,11 @@ def rank_environment(place: Place, plan: RunPlan) -> dict[str, str]:
         "ROLE_RANK": str(place.role_rank),
         names.GPU_RANK: str(place.gpu.index if place.gpu else place.local_rank),
     }
+    if plan.port_base is not None:
+        found[names.PORT] = str(plan.port_base + place.local_rank)
     visible = plan.visible[place.host]
     if plan.isolate and place.gpu:
-        visible = place.gpu.uuid
+        visible = ",".join(gpu.uuid for gpu in place.cards)
     if visible is not None:
         found["CUDA_VISIBLE_DEVICES"] = visible
     return found
@@ -276,10 +288,12 @@ def rank_environment(place: Place, plan: RunPlan) -> dict[str, str]:
 def rank_argv(place: Place, plan: RunPlan) -> list[str]:
     """torchrun's one macro, and the host's own Python."""
     words = [word.replace("${local_rank}", str(place.local_rank)) for word in plan.role_of(place.rank).argv]
+    if plan.port_base is not None:
+        words = [word.replace("${port}", str(plan.port_base + place.local_rank)) for word in words]
     return [plan.pythons.get(place.host, words[0]), *words[1:]]
 
 
-_TRAVEL = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "HF_", "OMP_")
+_TRAVEL = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "HF_", "OMP_", "STOKER_ROLE_")
 _STAY = ("CUDA_VISIBLE_DEVICES",)  # says which of this machine's GPUs are meant
 
 

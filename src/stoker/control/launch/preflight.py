@@ -24,7 +24,7 @@ _PLANNED = ("gpu.driver", "gpu.count", "gpu.mig", "host.cores")
 
 def preflight(options: RunOptions, plan: RunPlan, machine: Machine) -> list[str]:
     """Warnings, a line each. A failure that would end the job is a refusal."""
-    cards = {place.gpu.uuid for place in plan.places if place.gpu}
+    cards = {gpu.uuid for place in plan.places for gpu in place.cards}
     used = replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.uuid in cards))
     runs_dir = layout.runs_root(options.runs_dir, os.environ, write=True)
     environment = {name: os.environ[name] for name in KNOWN if name in os.environ}

@@ -234,6 +234,10 @@ def check_numbers(request: Request) -> None:
     options = request.options
     if options.max_restarts < 0:
         raise Refusal(f"--max-restarts {options.max_restarts}: give a number from 0 up", EX_USAGE)
+    if options.gpus_per_rank < 1:
+        raise Refusal(f"--gpus-per-rank {options.gpus_per_rank}: give a number from 1 up", EX_USAGE)
+    if options.port_base is not None and not 1 <= options.port_base <= 65535:
+        raise Refusal(f"--port-base {options.port_base}: give a port from 1 to 65535", EX_USAGE)
     port = wanted_port(request)[0]
     if port and not 1024 <= port <= 65535:
         endpoint = f"--rdzv-endpoint {options.rdzv_endpoint}"

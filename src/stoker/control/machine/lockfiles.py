@@ -19,6 +19,7 @@ from stoker.control.machine.processes import owner, process, user_name
 
 AGENT = "stoker-agent"  # what an agent calls itself: see agent/agent.py
 CHAIN = "stoker-speedrun"  # a chain of runs that holds the locks between them: see speedrun/reserve.py
+JOB = "stoker-job"  # a job of several roles, likewise: see control/roles/job.py
 _DEFAULT = "/tmp/stoker-gpu-locks"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCKS = 4 << 20  # bytes of /proc/locks that are read
@@ -209,7 +210,7 @@ def describe_holder(handle: int) -> str:
     holder = process(actual)
     uid = owner(actual)
     whose = f", user {user_name(uid)}" if uid is not None and uid != os.getuid() else ""
-    if run and actual == pid and holder is not None and holder.name in (AGENT, CHAIN):
+    if run and actual == pid and holder is not None and holder.name in (AGENT, CHAIN, JOB):
         return f"run {run} (agent pid {pid}{whose})"
     name = f" ({printable(holder.name, 40)}{whose})" if holder is not None else ""
     return f"pid {actual}{name}, which is not a Stoker run; --share-gpus starts without GPU locks"

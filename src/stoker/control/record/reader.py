@@ -380,6 +380,8 @@ def find(which: str | None, root: str, exact: bool = False, say: Callable[[str],
             continue  # perhaps another run has this name
         if run is not None and (run.mine or by_path):
             return run
+    if by_path and (role := _role(which, root, exact, say)) is not None:
+        return role
     listing = look(root)
     if listing.skipped:
         say(listing.skipped)
@@ -391,6 +393,31 @@ def find(which: str | None, root: str, exact: bool = False, say: Callable[[str],
     if len(begins) == 1 and not exact and not others:
         return begins[0]
     raise _no_run(which, root, listing)
+
+
+def _role(which: str, root: str, exact: bool, say: Callable[[str], None]) -> Run | None:
+    """JOB/ROLE: the run of one role of a job."""
+    job, _, name = which.rpartition(os.sep)
+    try:
+        return role_of(find(job or None, root, exact, say), name)
+    except names.Refusal:
+        return None
+
+
+def roles(run: Run) -> dict[str, Run]:
+    """The runs of a job's roles that have been started; none of a plain run."""
+    if not run.mine or not os.path.isdir(os.path.join(run.dir, layout.ROLES)):
+        return {}
+    found = {one.name: one for one in look(os.path.join(run.dir, layout.ROLES)).runs}
+    return {name: found[name] for name in sorted(found)}
+
+
+def role_of(run: Run, name: str) -> Run:
+    found = roles(run)
+    if name not in found:
+        there = f"; it has {', '.join(found)}" if found else ", but is a plain run"
+        raise names.Refusal(f"run {run.id} has no role {printable(name, 60)!r}{there}", names.EX_NOINPUT)
+    return found[name]
 
 
 def _newest(root: str, say: Callable[[str], None]) -> Run:

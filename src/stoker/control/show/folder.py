@@ -170,7 +170,7 @@ class RunFolder:
         made = self._made(moment.time, RUNNING)
         ranks = tuple(self._ranks(self.record.data.get("plan") or {}, moment.time, RUNNING))
         points = curve.points(last=metrics.get("step", -1)) if curve.steps else self._told.points()
-        return replace(made, verdict=None, ranks=ranks, roles=_roles(ranks), curve=tuple(points))
+        return replace(made, verdict=None, ranks=ranks, roles=roles_of(ranks), curve=tuple(points))
 
     def _look_closely(self) -> None:
         record = self.record
@@ -185,6 +185,11 @@ class RunFolder:
     def pass_by(self, moment: Moment) -> None:
         self.moments.append(moment)
         self._heard_loss(moment)
+
+    @property
+    def trains(self) -> bool:
+        """It has made steps, as far as is known."""
+        return self._row is not None and (self._row.step is not None or self._row.loss is not None)
 
     def _heard_loss(self, moment: Moment) -> None:
         """Of a script that writes no metrics, but beats or prints its loss: the lowest rank's."""
@@ -306,7 +311,7 @@ class RunFolder:
         assert self.metrics is not None
         plan = self.record.data.get("plan") or {}
         ranks = tuple(self._ranks(plan, now, made.state))
-        return {"ranks": ranks, "roles": _roles(ranks), "curve": tuple(self.curve("loss").points())}
+        return {"ranks": ranks, "roles": roles_of(ranks), "curve": tuple(self.curve("loss").points())}
 
     def curve(self, name: str) -> Curve:
         """Of a run that is watched; without points where it has no such metric."""
@@ -372,7 +377,7 @@ class RunFolder:
         return tuple(found)
 
 
-def _roles(ranks: tuple[Rank, ...]) -> tuple[Role, ...]:
+def roles_of(ranks: tuple[Rank, ...]) -> tuple[Role, ...]:
     by_name: dict[str, list[int]] = {}
     for rank in ranks:
         by_name.setdefault(rank.role, []).append(rank.rank)

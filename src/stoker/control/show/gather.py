@@ -21,6 +21,7 @@ from stoker.control.record import ownership, reader
 from stoker.control.record.history import EVERY_S, Moment, row_at
 from stoker.control.show.curves import Curve
 from stoker.control.show.folder import RECENT, Remembering, RunFolder
+from stoker.control.show.job import folder_of
 from stoker.control.show.joined import slow_ranks
 from stoker.control.show.snapshot import DAMAGED, RUNNING, UNKNOWN, Run, Snapshot, finite, metric
 
@@ -114,7 +115,7 @@ class Gatherer:
         """`unasked`: closely while it is under way, though nobody watches it."""
         folder = self._folders.get(record.id)
         if folder is None or folder.record.dir != record.dir:
-            folder = self._folders[record.id] = RunFolder(record)
+            folder = self._folders[record.id] = folder_of(record)
         folder.record = record
         close = watched is not None and (
             record.id in watched or (unasked and reader.status(record) in (RUNNING, UNKNOWN))

@@ -21,7 +21,7 @@ from stoker.contract.names import Refusal
 from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import printable
 from stoker.control.record import reader
-from stoker.control.show.folder import RunFolder
+from stoker.control.show.job import folder_of
 from stoker.control.show.snapshot import Run, finite
 
 _ANSWER_S = 10.0  # for a connection, and for each part of an answer
@@ -77,7 +77,7 @@ def _run(run_dir: str) -> Run | None:
         record = reader.read(run_dir)
     except (reader.Damaged, Refusal, OSError):
         return None
-    return RunFolder(record).run(time.time(), watched=True) if record is not None else None
+    return folder_of(record).run(time.time(), watched=True) if record is not None else None
 
 
 # ---- by HTTP ----

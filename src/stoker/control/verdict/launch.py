@@ -70,6 +70,18 @@ launch.killed, again: The launcher is gone and left no verdict.
   seen: no verdict.json, and the launcher's process is gone: SIGKILL, or the machine went down
   unless: its process lives on another host
   fix: the agent stopped the ranks when the launcher vanished; start the same command again
+role.not-ready: A role was started and did not become ready.
+  seen: its ready rule (port, http, file, line, mark) was not met within its timeout
+  unless: it ended before: then its end is the cause
+  fix: its last lines are in the evidence; `stoker logs RUN --role NAME` has the rest
+  fix: a large model loads for longer: ready: timeout: 30m in the roles file
+role.unhealthy, again: A role that was ready no longer answers.
+  seen: its process lives, and its ready rule (port, http) failed three times in a row
+  unless: it ended: then its end is the cause
+  fix: `stoker logs RUN --role NAME`; restart: always in the roles file replaces it
+role.restart-loop: A role was started again and again, and failed every time.
+  seen: the same cause five times within ten minutes
+  fix: its cause is in the evidence; start the role alone with `stoker run` to look at it
 gpu.too-few: Fewer GPUs are there, or free, than were asked for.
   seen: before the start: the plan needs more than the machine has
   unless: enough are there and somebody holds them: gpu.busy

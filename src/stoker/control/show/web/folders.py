@@ -10,6 +10,7 @@ from collections import OrderedDict
 from stoker.contract.untrusted import printable
 from stoker.control.record import ownership, reader
 from stoker.control.show.folder import RunFolder
+from stoker.control.show.job import folder_of
 from stoker.control.show.web.timeline import Timeline
 
 _KEPT = 8  # runs whose curves and timelines stay in memory
@@ -54,7 +55,7 @@ class Folders:
     def watched(self, name: str) -> tuple[RunFolder, Timeline]:
         """With all that is new in its files."""
         record = self.record(name)
-        known = self._open.pop(record.dir, None) or (RunFolder(record), Timeline(record))
+        known = self._open.pop(record.dir, None) or (folder_of(record), Timeline(record))
         self._open[record.dir] = known
         while len(self._open) > _KEPT:
             self._open.popitem(last=False)

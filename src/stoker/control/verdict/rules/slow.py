@@ -52,7 +52,7 @@ slow.network: A rank is slow because its host's network link is full.
   seen: {HOST}it sends or receives {FULL} of what its link carries, or more
   unless: the other hosts' links are as full
   fix: what else sends there (iftop)? data from a network disk goes to a local one first (`--stage`)
-  fix: fewer bytes: gradient accumulation, or local SGD (docs/balance.md)
+  fix: fewer bytes: gradient accumulation, or local SGD (`stoker docs balance`)
 slow.code: A rank is slow because of what it does at one line.
   seen: {SEEN}most samples of its main thread are at that line, outside of collectives
   fix: look at that line: work that only this rank does (logging, saving, evaluation) makes all wait

@@ -1,0 +1,139 @@
+"""stoker run --role NAME:COUNT:COMMAND ... | --roles FILE | --allocation TEXT --role NAME:COMMAND ..."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+from stoker.cli import run
+from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.settings import Parser, add_flags, build
+from stoker.contract.shape import options_of, replace
+from stoker.control.cluster.hosts import read
+from stoker.control.launch.options import RANK_VARIABLES, TORCHRUN_VARIABLES, RunOptions
+from stoker.control.launch.ourselves import stoker_command
+from stoker.control.launch.request import Request
+from stoker.control.roles import allocation, role
+from stoker.control.roles.job import Found, JobCoordinator, Plan
+from stoker.control.roles.placing import Card
+from stoker.control.roles.role import RoleSpec
+
+# What a job of several roles takes besides --role, --roles and --allocation; the rest is each role's own.
+_TAKEN = {
+    "again", "allocation", "detach", "dry_run", "env", "gpu", "gpus", "grace", "hang_timeout", "hosts", "isolate", "json", "max_restarts", "min_free_memory", "name",
+    "no_preflight", "notify", "on_hangup", "on_nan", "python", "quiet", "role", "roles", "runs_dir", "share_gpus", "show", "ssh_option", "stage", "sync", "wait",
+}  # fmt: skip
+_OF_LOOK = ("gpu", "gpus", "hosts", "min_free_memory", "python", "share_gpus", "wait")
+
+
+def parser() -> Parser:
+    """As `stoker run`'s, but for --role, which may be given several times."""
+    made = Parser("stoker run", usage="stoker run --role NAME:COUNT:'COMMAND' ...")
+    add_flags(made, RunOptions, without=("role",))
+    made.add_argument("--role", action="append", default=argparse.SUPPRESS, help=options_of(RunOptions)["role"].help)
+    run.add_script(made)
+    return made
+
+
+def start_job(argv: list[str], script: str | None) -> int:
+    told, _, _ = run.split(argv, parser())
+    if script is not None:
+        line = (
+            f"a job of roles has no script of its own ({script}): each role has a command, --role NAME:COUNT:'COMMAND'"
+        )
+        raise Refusal(line, EX_USAGE)
+    useless = sorted(set(told) - _TAKEN)
+    if useless:
+        flag = useless[0].replace("_", "-")
+        raise Refusal(
+            f"--{flag} can't be given to a job of roles; a role's command may be a `stoker run` of its own", EX_USAGE
+        )
+    words = told.pop("role", [])
+    plan = make_plan(words, told.get("roles"), told.get("allocation"))
+    request = _request(told, plan.specs, words)
+    from stoker.control.launch import detach
+
+    found = look(request.options, plan.specs)
+    if told.get("allocation"):
+        allocation.check(told["allocation"], allocation.parse(told["allocation"]), len(found.cards) or 1 << 16)
+    report = detach.detach() if request.options.detach and not request.options.dry_run else None
+    from stoker.control.launch.coordinator import guarded
+
+    return guarded(JobCoordinator(request, plan, found, report, None), report)
+
+
+def _request(told: dict[str, Any], specs: Sequence[RoleSpec], words: Sequence[str]) -> Request:
+    options = build(RunOptions, told)
+    name = "-".join(spec.name for spec in specs)[:40]
+    # The commands make it the same run, or another.
+    commands = tuple(f"{spec.name}:{spec.count}:{' '.join(spec.command)}" for spec in specs)
+    return Request(options, name, commands, frozenset((*told, *(("role",) if words else ()))))
+
+
+def make_plan(words: Sequence[str], path: str | None, text: str | None) -> Plan:
+    if path is not None:
+        if words:
+            raise Refusal("--roles FILE and --role: give one of them", EX_USAGE)
+        specs = role.from_file(path)
+        return Plan(specs) if text is None else by_allocation(specs, text)
+    if text is None:
+        return Plan(role.from_words(words))
+    names = {word.partition(":")[0]: 1 for word in words}
+    return by_allocation(role.from_words(words, names), text)
+
+
+def by_allocation(specs: Sequence[RoleSpec], text: str) -> Plan:
+    """Counts and GPUs as the allocation says: by name where its parts have names, else in order."""
+    parts = allocation.parse(text)
+    named = {part.name: part for part in parts if part.name}
+    known = [spec.name for spec in specs]
+    for name in named:
+        if name not in known:
+            raise Refusal(f"--allocation {text}: there is no role {name!r}; the roles are {', '.join(known)}", EX_USAGE)
+    if len(parts) != len(specs):
+        raise Refusal(
+            f"--allocation {text} has {len(parts)} parts, and there are {len(specs)} roles: {', '.join(known)}",
+            EX_USAGE,
+        )
+    rest = iter(part for part in parts if not part.name)
+    chosen = {spec.name: named.get(spec.name) or next(rest) for spec in specs}
+    made = tuple(replace(spec, count=chosen[spec.name].replicas, gpus=chosen[spec.name].gpus) for spec in specs)
+    first: dict[int, str] = {}
+    share = {}
+    for name, part in chosen.items():
+        if first.setdefault(part.group, name) != name:
+            share[name] = first[part.group]
+    return Plan(made, share)
+
+
+def look(options: RunOptions, specs: Sequence[RoleSpec]) -> Found:
+    """The hosts, and the GPUs that can be used now, as `stoker run` itself would choose them."""
+    hosts = read(options.hosts, options.ssh_option) if options.hosts is not None else None
+    no_gpus = all(spec.gpus == 0 for spec in specs)
+    if no_gpus and hosts is None:
+        return Found((), ())
+    words = ["run", "--dry-run", "--json"]
+    for name in _OF_LOOK:
+        value = getattr(options, name)
+        if value:
+            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    words += [f"--ssh-option={word}" for word in options.ssh_option]
+    env = {name: value for name, value in os.environ.items() if name not in (*TORCHRUN_VARIABLES, *RANK_VARIABLES)}
+    said = subprocess.run(
+        stoker_command([*words, "--no-python", "true"]), env=env, capture_output=True, text=True, check=False
+    )
+    if said.returncode:
+        line = said.stderr.strip().removeprefix("stoker: ") or f"looking at the GPUs failed with {said.returncode}"
+        raise Refusal(line, said.returncode)
+    told = json.loads(said.stdout)
+    cards = tuple(
+        Card(place["gpu"]["uuid"], place["label"], place["gpu"]["index"], place["host"])
+        for place in told["places"]
+        if place["gpu"] and not no_gpus
+    )
+    lines = told["lines"] if cards else ["✓ No GPU is used: the roles run on the CPU"]
+    return Found(cards, tuple(lines), tuple(told["hosts"]), hosts)

@@ -1,0 +1,160 @@
+"""The allocation grammar: `sglang.d1t1p1+d3t1p1`, `vllm:d2t2+fsdp:d4`, `sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4`. Pure.
+
+`+` puts parts on GPUs of their own, `|` on the same ones and binds tighter. d replicas, t tensor, p pipeline, c context, e
+expert parallel; a part has d x t x p x c GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.quantities import counted
+from stoker.contract.settings import suggest
+from stoker.contract.shape import shape
+
+SERVING = ("sglang", "vllm", "stoker")
+TRAINING = ("fsdp", "ddp", "megatron")
+ENGINES = (*SERVING, *TRAINING)
+DIMENSIONS = {"d": "replicas", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
+_PART = re.compile(r"(?:(?P<engine>[A-Za-z_][A-Za-z0-9_]*)(?:\[(?P<name>[^\]]*)\])?(?:[.:]|$))?(?P<sizes>.*)")
+_SIZE = re.compile(r"([A-Za-z])(\d+)")
+_MOST = 1 << 16
+
+
+@shape
+class Part:
+    engine: str  # empty: a trainer of your own
+    name: str
+    sizes: tuple[tuple[str, int], ...]
+    group: int  # parts of one share their GPUs
+
+    def size(self, dimension: str) -> int:
+        return dict(self.sizes).get(dimension, 1)
+
+    @property
+    def serves(self) -> bool:
+        return self.engine in SERVING
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.size(dimension) for dimension in "dtpc")
+
+    @property
+    def replicas(self) -> int:
+        """Processes that are started: a server is one process for all GPUs of a replica, a trainer one for each GPU."""
+        return self.size("d") if self.serves else self.world
+
+    @property
+    def gpus(self) -> int:
+        """Of each of them."""
+        return self.world // self.replicas
+
+    @property
+    def text(self) -> str:
+        named = f"[{self.name}]" if self.name else ""
+        return f"{self.engine or 'fsdp'}{named}:" + "".join(f"{d}{n}" for d, n in self.sizes)
+
+
+def parse(text: str) -> tuple[Part, ...]:
+    found: list[Part] = []
+    pieces = [group.split("|") for group in text.strip().split("+")]
+    for group, parts in enumerate(pieces):
+        for part in parts:
+            found.append(_part(part.strip(), text, group))
+        worlds = {part.world for part in found if part.group == group}
+        if len(worlds) > 1:
+            sizes = " and ".join(str(part.world) for part in found if part.group == group)
+            raise _wrong(text, f"parts joined by | share their GPUs, and these have {sizes}")
+    names = [part.name for part in found if part.name]
+    if len(set(names)) < len(names):
+        raise _wrong(text, "two parts have one name")
+    if len(found) > 2 and len(names) < len(found):
+        raise _wrong(text, "three parts or more need names, such as fsdp[actor]:d4")
+    return tuple(found)
+
+
+def _part(word: str, text: str, group: int) -> Part:
+    if not word:
+        raise _wrong(text, "a part is empty")
+    bare = re.fullmatch(r"(?:[A-Za-z]\d+)+", word)
+    match = None if bare else _PART.fullmatch(word)
+    engine, name, sizes = (
+        ("", "", word) if match is None else (match["engine"] or "", match["name"] or "", match["sizes"])
+    )
+    if engine and engine not in ENGINES:
+        raise _wrong(
+            text, f"unknown engine {engine!r}{suggest(engine, ENGINES) or '; there are ' + ', '.join(ENGINES)}"
+        )
+    if match is not None and match["name"] is not None and not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,39}", name):
+        raise _wrong(text, f"{name!r} can't be a name")
+    pairs = _SIZE.findall(sizes)
+    if not pairs or "".join(f"{d}{n}" for d, n in pairs) != sizes:
+        raise _wrong(text, f"{word!r} has no sizes such as d2t1")
+    for dimension, number in pairs:
+        if dimension not in DIMENSIONS:
+            known = ", ".join(f"{d} ({word})" for d, word in DIMENSIONS.items())
+            raise _wrong(text, f"unknown dimension {dimension!r}; there are {known}")
+        if not 1 <= int(number) <= _MOST:
+            raise _wrong(text, f"{dimension}{number}: from 1 to {_MOST}")
+    if len({d for d, _ in pairs}) < len(pairs):
+        raise _wrong(text, f"{word!r} gives a dimension twice")
+    part = Part(engine, name, tuple((d, int(n)) for d, n in pairs), group)
+    if engine == "stoker" and part.world != part.size("d"):
+        raise _wrong(text, f"stoker serves each replica on one GPU: write stoker:d{part.world}, or vllm:{sizes}")
+    return part
+
+
+def _wrong(text: str, why: str) -> Refusal:
+    return Refusal(f"--allocation {text}: {why}", EX_USAGE)
+
+
+def needed(parts: Sequence[Part]) -> int:
+    """GPUs of all parts together."""
+    return sum({part.group: part.world for part in parts}.values())
+
+
+def check(text: str, parts: Sequence[Part], gpus: int, batch: int = 0) -> None:
+    """Against the usable GPUs, and the samples of a step where that number is known (0: it is not)."""
+    total = needed(parts)
+    if total > gpus:
+        other = smaller(parts, gpus)
+        advice = f"; {other} would fit" if other else ""
+        line = f"--allocation {text} needs {counted(total, 'GPU')} and {gpus} can be used{advice}"
+        raise Refusal(line, EX_UNAVAILABLE, cause="gpu.too-few")
+    trainers = [part for part in parts if not part.serves]
+    for part in trainers:
+        replicas = part.size("d")
+        if batch and batch % replicas:
+            fits = [n for n in range(1, replicas + 1) if batch % n == 0][-1]
+            raise _wrong(text, f"{batch} samples a step do not divide by d{replicas}; d{fits} does")
+
+
+def smaller(parts: Sequence[Part], gpus: int) -> str:
+    """The same with fewer replicas, the trainers' first, that fits; empty: none does."""
+    made = list(parts)
+    while needed(made) > gpus:
+        groups = sorted({part.group for part in made}, key=lambda group: _weight(made, group), reverse=True)
+        for group in groups:
+            mine = [part for part in made if part.group == group]
+            if all(part.size("d") > 1 for part in mine):
+                break
+        else:
+            return ""
+        made = [_with_one_less(part) if part.group == group else part for part in made]
+    by_group: dict[int, list[str]] = {}
+    for part in made:
+        by_group.setdefault(part.group, []).append(part.text)
+    return "+".join("|".join(texts) for texts in by_group.values())
+
+
+def _weight(parts: Sequence[Part], group: int) -> tuple[bool, int]:
+    mine = [part for part in parts if part.group == group]
+    return not mine[0].serves, mine[0].world
+
+
+def _with_one_less(part: Part) -> Part:
+    sizes = tuple((d, n - 1 if d == "d" else n) for d, n in part.sizes)
+    return Part(part.engine, part.name, sizes, part.group)

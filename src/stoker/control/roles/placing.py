@@ -1,0 +1,99 @@
+"""Where each role's processes go: GPUs are dealt out in the order of the roles, each once; those on CPUs are spread over the
+hosts. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.quantities import counted
+from stoker.contract.shape import shape
+from stoker.control.roles.role import RoleSpec
+
+
+@shape
+class Card:
+    """A GPU that can be used."""
+
+    uuid: str
+    label: str
+    index: int
+    host: str = ""  # "" for this machine
+
+
+@shape
+class Seat:
+    """One process's place."""
+
+    host: str
+    cards: tuple[Card, ...] = ()
+
+
+def deal(
+    specs: Sequence[RoleSpec],
+    cards: Sequence[Card],
+    share: Mapping[str, str] | None = None,
+    hosts: Sequence[str] = ("",),
+) -> dict[str, tuple[Seat, ...]]:
+    """`share`: role -> another whose GPUs it uses, too. `hosts`: in rank order."""
+    share = share or {}
+    wanted = {spec.name: spec.count * each(spec, cards) for spec in specs}
+    for name, other in share.items():
+        if wanted[name] != wanted[other]:
+            raise Refusal(f"roles {name} and {other} share GPUs and want {wanted[name]} and {wanted[other]}", EX_USAGE)
+    left = {host: [card for card in cards if card.host == host] for host in hosts}
+    found: dict[str, tuple[Seat, ...]] = {}
+    spread = 0
+    for spec in specs:
+        need = each(spec, cards)
+        if spec.name in share:
+            continue
+        if not need:
+            chosen = sorted(hosts.index(hosts[(spread + number) % len(hosts)]) for number in range(spec.count))
+            spread += spec.count
+            found[spec.name] = tuple(Seat(hosts[at]) for at in chosen)
+            continue
+        seats: list[Seat] = []
+        for host in hosts:
+            while len(seats) < spec.count and len(left[host]) >= need:
+                seats.append(Seat(host, tuple(left[host][:need])))
+                del left[host][:need]
+        if len(seats) < spec.count:
+            raise _too_few({name: number for name, number in wanted.items() if name not in share}, cards, hosts)
+        found[spec.name] = tuple(seats)
+    for name, other in share.items():
+        mine = [card for seat in found[other] for card in seat.cards]
+        spec = next(spec for spec in specs if spec.name == name)
+        need = each(spec, cards)
+        found[name] = tuple(
+            Seat(mine[at].host if mine else "", tuple(mine[at : at + need])) for at in range(0, len(mine), need or 1)
+        )
+    return {spec.name: found[spec.name] for spec in specs}
+
+
+def _too_few(wanted: Mapping[str, int], cards: Sequence[Card], hosts: Sequence[str]) -> Refusal:
+    total = sum(wanted.values())
+    parts = ", ".join(f"{name} {number}" for name, number in wanted.items() if number)
+    line = f"the roles need {counted(total, 'GPU')} ({parts}) and {len(cards)} can be used"
+    if total <= len(cards) and len(hosts) > 1:
+        line = f"the roles need {counted(total, 'GPU')} ({parts}), those of a process on one host: {len(cards)} on {len(hosts)} hosts do not divide so"
+    advice = "lower a count, or gpus: 0 in the roles file for a role that runs on the CPU"
+    return Refusal(f"{line}; {advice}", EX_UNAVAILABLE, cause="gpu.too-few")
+
+
+def each(spec: RoleSpec, cards: Sequence[Card]) -> int:
+    """GPUs of one replica."""
+    if spec.gpus is None:
+        return 1 if cards else 0
+    return spec.gpus
+
+
+def numbered(seats: Sequence[Seat]) -> list[tuple[Seat, int]]:
+    """With its number among the role's processes on its host."""
+    there: dict[str, int] = {}
+    found = []
+    for seat in seats:
+        found.append((seat, there.get(seat.host, 0)))
+        there[seat.host] = there.get(seat.host, 0) + 1
+    return found

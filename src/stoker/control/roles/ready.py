@@ -1,0 +1,111 @@
+"""Is a role ready, and is it still? Looked at in a thread of its own: a server that hangs must not hold up the others."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from stoker.contract.untrusted import printable
+from stoker.control.record import reader
+from stoker.control.roles.role import Ready
+
+LOOK_S = 0.25  # between two looks until it is ready
+ANSWER_S = 30.0  # a first real answer may take as long
+CONNECT_S = 2.0
+MISSES = 3  # looks in a row after which it is not healthy any more
+_MOST = 1 << 20  # bytes of an answer
+
+
+class Watching:
+    """`addresses`: of the role's replicas. All of them must be ready."""
+
+    def __init__(self, rule: Ready, addresses: Sequence[tuple[str, int]], began: float, replicas: int) -> None:
+        self.ready = threading.Event()
+        self.unhealthy = ""  # why, once it was ready
+        self.newest = ""  # what the newest look found
+        self.run_dir = ""  # of the role, once it has one
+        self._rule, self._addresses, self._began, self._replicas = rule, addresses, began, replicas
+        self._lines: set[int] = set()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        if rule.kind != "line":
+            self._thread = threading.Thread(target=self._watch, name="ready", daemon=True)
+            self._thread.start()
+
+    def printed(self, line: bytes) -> None:
+        if self._rule.kind == "line" and self._rule.value.encode() in line:
+            self.ready.set()
+
+    def close(self) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        misses = 0
+        while not self._over.wait(LOOK_S if not self.ready.is_set() else self._rule.check):
+            self.newest = self._wrong()
+            if not self.newest:
+                misses = 0
+                self.ready.set()
+            elif self.ready.is_set():
+                misses += 1
+                if misses == MISSES:
+                    self.unhealthy = self.newest
+                    return
+            if self.ready.is_set() and not self._rule.check:
+                return
+
+    def _wrong(self) -> str:
+        """Empty: it is as it should be."""
+        rule = self._rule
+        if rule.kind == "file":
+            try:
+                fresh = os.stat(rule.value).st_mtime >= self._began - 1.0
+            except OSError as problem:
+                return f"{rule.value}: {problem.strerror}"
+            return "" if fresh else f"{rule.value} is older than this start"
+        if rule.kind == "mark":
+            return self._unmarked()
+        for host, port in self._addresses:
+            wrong = self._unconnected(host, port) if rule.kind == "port" else self._unanswered(host, port)
+            if wrong:
+                return wrong
+        return ""
+
+    def _unmarked(self) -> str:
+        marked = set()
+        for event in reader.events(self.run_dir) if self.run_dir else ():
+            if event["event"] == "mark" and event.get("name") == self._rule.value and event["time"] >= self._began:
+                marked.add(event.get("rank"))
+        return "" if len(marked) >= self._replicas else f"{len(marked)} of {self._replicas} ranks have said so"
+
+    def _unconnected(self, host: str, port: int) -> str:
+        try:
+            with socket.create_connection((host, port), CONNECT_S):
+                return ""
+        except OSError as problem:
+            return f"{host}:{port}: {problem.strerror or problem}"
+
+    def _unanswered(self, host: str, port: int) -> str:
+        rule = self._rule
+        connection = http.client.HTTPConnection(host, port, timeout=ANSWER_S)
+        began = time.monotonic()
+        try:
+            headers = {"Content-Type": "application/json"} if rule.body else {}
+            connection.request("POST" if rule.body else "GET", rule.value, rule.body or None, headers)
+            answer = connection.getresponse()
+            text = answer.read(_MOST)
+        except TimeoutError:
+            return f"{host}:{port}{rule.value}: no answer within {time.monotonic() - began:.0f} s"
+        except (OSError, http.client.HTTPException) as problem:
+            return f"{host}:{port}{rule.value}: {printable(str(problem), 200) or type(problem).__name__}"
+        finally:
+            connection.close()
+        if not 200 <= answer.status < 300:
+            return f"{host}:{port}{rule.value}: HTTP status {answer.status}"
+        if rule.contains and rule.contains.encode() not in text:
+            return f"{host}:{port}{rule.value}: its answer does not contain {rule.contains!r}"
+        return ""

@@ -1,0 +1,209 @@
+"""One role of a job: its `stoker run`, started and ended here, its output shown with the role's name, how it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from stoker.contract import layout, names
+from stoker.contract.shape import shape
+from stoker.contract.shapes import Verdict
+from stoker.contract.untrusted import printable
+from stoker.control.launch.console import Console, LineCutter
+from stoker.control.launch.ourselves import stoker_command
+from stoker.control.record import reader
+from stoker.control.roles.placing import Card, Seat, numbered
+from stoker.control.roles.ready import Watching
+from stoker.control.roles.role import RoleSpec
+
+WAITING, STARTING, UP, ENDED = "waiting", "starting", "up", "ended"
+_LINES = 20  # of its last ones that are kept
+
+
+@shape
+class Given:
+    """What the plan gives a role."""
+
+    seats: tuple[Seat, ...]
+    port: int  # of its first replica on each host; 0: none
+    max_restarts: int  # within its own run
+    options: tuple[str, ...]  # of the job, that every role's run gets, too
+    reached: Mapping[str, str]  # host -> where the others reach it
+    hosts_file: str = ""  # empty: this machine
+
+    @property
+    def cards(self) -> tuple[Card, ...]:
+        return tuple(card for seat in self.seats for card in seat.cards)
+
+
+class RoleRun:
+    def __init__(self, spec: RoleSpec, given: Given, root: str, console: Console) -> None:
+        """`root`: the folder of the job's roles."""
+        self.spec, self.given = spec, given
+        self.state = WAITING
+        self.child: subprocess.Popen[bytes] | None = None
+        self.starts = 0
+        self.began = 0.0
+        self.start_at = 0.0  # not sooner
+        self.stopping = 0  # a signal that we sent
+        self.why = ""  # why we ended it, where nobody asked for that
+        self.verdict: Verdict | None = None
+        self.was_ready = False  # this start of it
+        self.quick = 0  # failures in a row of starts that got nowhere
+        self.failures: list[tuple[float, Verdict]] = []  # newest last
+        self.watching: Watching | None = None
+        self._root, self._console = root, console
+        self._lines: deque[str] = deque(maxlen=_LINES)
+        self._cutters: dict[int, tuple[int, LineCutter]] = {}
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def is_ready(self) -> bool:
+        if self.state == ENDED:
+            return self.verdict is not None and self.verdict.status == "completed"
+        return self.state == UP
+
+    @property
+    def addresses(self) -> tuple[tuple[str, int], ...]:
+        if not self.given.port:
+            return ()
+        given = self.given
+        return tuple((given.reached[seat.host], given.port + number) for seat, number in numbered(given.seats))
+
+    @property
+    def last_lines(self) -> tuple[str, ...]:
+        return tuple(self._lines)
+
+    def words(self) -> list[str]:
+        """Of its `stoker run`."""
+        from stoker.control.roles.role import program
+
+        spec, given = self.spec, self.given
+        flags, command = program(spec.command)
+        found = ["run", "--runs-dir", self._root, "--name", spec.name, "--role", spec.name, "--prefix", "always"]
+        found += ["--max-restarts", str(given.max_restarts), *given.options]
+        if given.hosts_file:
+            found += ["--hosts", given.hosts_file]
+        else:
+            found += ["--nproc-per-node", str(spec.count)]
+            found += ["--gpus", ",".join(card.uuid for card in given.cards)] if given.cards else []
+        if self.starts:
+            found.append("--again")  # a service that ended with 0 is started again
+        each = len(given.seats[0].cards)
+        if each > 1:
+            found += ["--gpus-per-rank", str(each)]
+        if given.port:
+            found += ["--port-base", str(given.port)]
+        for name, value in spec.env.items():
+            found += ["--env", f"{name}={value}"]
+        return [*found, *flags, "--", *command]
+
+    def start(self, environment: Mapping[str, str], handles: Sequence[int]) -> None:
+        own = {**environment, names.PARENT: str(os.getpid())}
+        if not self.given.cards:
+            own["CUDA_VISIBLE_DEVICES"] = ""
+        self.began, self.state, self.verdict, self.why, self.stopping = time.time(), STARTING, None, "", 0
+        self.was_ready = False
+        self._lines.clear()
+        self.child = subprocess.Popen(
+            stoker_command(self.words()),
+            env=own,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,  # Ctrl-C reaches the job alone, which passes it on
+            pass_fds=tuple(handles),
+        )
+        self.starts += 1
+        assert self.child.stdout is not None and self.child.stderr is not None
+        self._cutters = {}
+        for stream, pipe in (1, self.child.stdout), (2, self.child.stderr):
+            os.set_blocking(pipe.fileno(), False)
+            self._cutters[pipe.fileno()] = stream, LineCutter(f"[{self.name}] ".encode())
+        if self.spec.ready is None:
+            self.state = UP
+            return
+        self.watching = Watching(self.spec.ready, self.addresses, self.began, self.spec.count)
+
+    @property
+    def pipes(self) -> list[int]:
+        return list(self._cutters)
+
+    def read(self, pipe: int) -> bool:
+        """What it printed, to the console. False: that stream is over."""
+        stream, cutter = self._cutters[pipe]
+        try:
+            data = os.read(pipe, 1 << 16)
+        except BlockingIOError:
+            return True
+        self._console.put(stream, cutter.feed(data) if data else cutter.flush())
+        for line in data.splitlines():
+            self._lines.append(printable(line.decode("utf-8", "replace"), 300))
+            if self.watching is not None:
+                self.watching.printed(line)
+        if not data:
+            del self._cutters[pipe]
+        return bool(data)
+
+    def find_record(self) -> reader.Run | None:
+        """The newest of its name. Its folder has the time of its first start in its name."""
+        runs = [run for run in reader.look(self._root).runs if run.name == self.name]
+        return runs[-1] if runs else None
+
+    def send(self, signum: int) -> None:
+        """It is our child and not waited for yet: the number is nobody else's."""
+        if self.child is not None and self.child.returncode is None:
+            self.stopping = self.stopping or signum
+            self.child.send_signal(signum)
+
+    def hurry(self) -> None:
+        self.send(names.STOP_NOW_SIGNAL)
+
+    def pause(self) -> None:
+        """Ctrl-Z: its run stops its ranks, then itself."""
+        if self.child is not None:
+            self.child.send_signal(signal.SIGTSTP)
+
+    def resume(self) -> None:
+        if self.child is not None:
+            self.child.send_signal(signal.SIGCONT)
+
+    def collect(self) -> bool:
+        """Has it ended? Then how is known."""
+        if self.child is None or self._cutters or self.child.poll() is None:
+            return False
+        code = self.child.returncode
+        code = code if code >= 0 else 128 - code
+        if self.watching is not None:
+            self.watching.close()
+            self.watching = None
+        for pipe in (self.child.stdout, self.child.stderr):
+            if pipe is not None:
+                pipe.close()
+        self.child = None
+        self.state = ENDED
+        self.verdict = self._verdict(code)
+        return True
+
+    def _verdict(self, code: int) -> Verdict:
+        run = self.find_record()
+        if run is not None and run.verdict is not None and (_written(run.dir) or 0.0) >= self.began - 1.0:
+            return run.verdict
+        said = next((line for line in reversed(self._lines) if line.startswith("stoker: ")), "")
+        summary = said.removeprefix("stoker: ") or f"its launcher ended with {code}"
+        status = "completed" if code == 0 else "refused"
+        return Verdict(status, "completed" if code == 0 else "launch.refused", summary, code)
+
+
+def _written(run_dir: str) -> float | None:
+    try:
+        return os.stat(os.path.join(run_dir, layout.VERDICT)).st_mtime
+    except OSError:
+        return None
