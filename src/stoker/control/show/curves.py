@@ -18,6 +18,7 @@ from stoker.control.show.snapshot import Metric, as_float, metric
 
 POINTS = 400  # of a curve in a snapshot
 MOST_METRICS = 200  # different names that are kept of one run
+_MOST_NEW = 2 * MOST_METRICS  # names of a block that are looked at
 LONGEST = 1 << 20  # bytes of a line
 MOST_OF_OTHERS = 16 << 20  # the last bytes that are read of another user's run
 _BLOCK = 4 << 20
@@ -130,8 +131,8 @@ class MetricsTail:
                 if about.st_ino != self._inode or about.st_size < self._at:
                     self._clear()
                     self._inode = about.st_ino
-                    if not self._mine and about.st_size > MOST_OF_OTHERS:
-                        self._at, self.partial = about.st_size - MOST_OF_OTHERS, True
+                if not self._mine and about.st_size - self._at > MOST_OF_OTHERS:  # at every look, as of events
+                    self._at, self.partial = about.st_size - MOST_OF_OTHERS, True
                 if about.st_size == self._at:
                     return False
                 self.problem = ""
@@ -178,8 +179,11 @@ class MetricsTail:
             if _is_time(line.get("time")) and (not self.times or self.times[-1][0] != line["step"]):
                 self.times.append((line["step"], float(line["time"])))
         del self.times[:-_NEWEST]
+        new = 0
         for name in dict.fromkeys(itertools.chain.from_iterable(lines)):
-            if name in _NOT_DRAWN:
+            if name not in self.curves:
+                new += 1  # each costs a look at every line, and a stranger's lines may have a million names
+            if name in _NOT_DRAWN or (name not in self.curves and new > _MOST_NEW):
                 continue
             curve = self.curves.get(name) or Curve()
             values, at = [line.get(name) for line in lines], steps

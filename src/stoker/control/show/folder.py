@@ -20,6 +20,7 @@ RECENT = 60  # values of a sparkline
 _EVENTS_OF_OTHERS = 1 << 20
 _BLOCK = 16 << 20
 _MOST_RANKS = 100_000
+_MOST_CAUSES = 1000  # of restarts, told apart: there are about a hundred
 _HISTORY_OF_OTHERS = 4 << 20
 _TEXT = 400  # characters of a summary
 
@@ -49,8 +50,8 @@ class EventTail:
                 if about.st_ino != self._inode or about.st_size < self._at:
                     self._clear()
                     self._inode = about.st_ino
-                    if not self._mine:
-                        self._at = max(0, about.st_size - _EVENTS_OF_OTHERS)
+                if not self._mine:  # at every look: it may have grown by a terabyte of nothing since the last
+                    self._at = max(self._at, about.st_size - _EVENTS_OF_OTHERS)
                 while self._at < about.st_size:
                     file.seek(self._at)
                     data = file.read(_BLOCK)
@@ -79,20 +80,24 @@ class EventTail:
             return
         if kind == "run" or not self.starts:
             self.starts.append([when, when])
+            if not self._mine:
+                del self.starts[:-1]
         self.starts[-1][1] = when
-        rank = event.get("rank") if type(event.get("rank")) is int else None
+        told = event.get("rank")
+        rank = told if type(told) is int and 0 <= told < _MOST_RANKS else None
         if kind == "attempt":
             self.attempt = event["attempt"] if type(event.get("attempt")) is int else None
-            for told in (self.up, self.ended, self.phases, self.slow, self.suspicions):
-                told.clear()
+            for known in (self.up, self.ended, self.phases, self.slow, self.suspicions):
+                known.clear()
         elif kind == "restart":
             cause = printable(str(event.get("cause")), 80)
-            self.restarts[cause] = self.restarts.get(cause, 0) + 1
+            if cause in self.restarts or len(self.restarts) < _MOST_CAUSES:
+                self.restarts[cause] = self.restarts.get(cause, 0) + 1
         elif kind == "relief":
             self.suspicions.pop("suspicion", None)
         elif kind in ("suspicion", "straggler", "numbers") and isinstance(event.get("summary"), str):
             self._suspect(kind, float(when), rank, event)
-        elif rank is not None and len(self.up) < _MOST_RANKS:
+        elif rank is not None:
             self._of_rank(kind, rank, event, float(when))
 
     def _of_rank(self, kind: str, rank: int, event: dict[str, Any], when: float) -> None:
