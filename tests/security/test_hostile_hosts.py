@@ -260,3 +260,23 @@ def test_events_of_another_user_fill_no_memory(tmp_path: Path) -> None:
         tail.take({"event": "rank-exit", "time": number, "rank": -number, "code": 0})
         tail.take({"event": "restart", "time": number, "cause": f"c{number}"})
     assert len(tail.starts) < 100 and len(tail.phases) <= 100 and len(tail.ended) < 2 and len(tail.restarts) <= 1000
+
+
+def test_a_far_end_that_complains_without_end_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a copy. Where its complaints go to a file, that file grows: none may be open but the pipes."""
+    from stoker.control.cluster import copying, ssh
+    from stoker.control.cluster.hosts import from_mapping
+
+    source, files = tmp_path / "source", tmp_path / "files"
+    source.mkdir()
+    (source / "a.txt").write_text("a" * 100)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # 8 MB of complaints, what its stderr is, and then it goes.
+    far = f"cat >/dev/null & head -c 8000000 /dev/zero | tr '\\0' x >&2; readlink /proc/$$/fd/2 > {files}; echo the last word >&2; exit 3"
+    monkeypatch.setattr(ssh, "ssh_command", lambda *_: ["sh", "-c", far])
+    hosts = from_mapping({"hosts": [{"host": "far.example", "workdir": "/there"}]}, "cluster.yaml", written=False)
+    load = copying.sync_load(hosts, str(source), lambda line: None)
+    with pytest.raises(copying.NotCopied) as refused:
+        copying.copy(hosts, load, lambda line: None)
+    assert files.read_text().startswith("pipe:"), files.read_text()
+    assert len(str(refused.value)) < 2000 and "far.example" in str(refused.value)
