@@ -162,7 +162,7 @@ RETURNING = """
 _answer = answer
 def answer(order):
     if order["do"] == "open":
-        with open(LIVES, "a") as file: print(len(order["former"]), file=file)
+        with open(LIVES, "a") as file: print("life", len(order["former"]), file=file)
         say({{"is": "host", "machine": MACHINE, "held": {{}}, "selves": [[1 << 20, 2]] * 100_000, "found": ["x"] * 100_000, "visible": None}})
         if order["former"]:
             for number in range(40):
@@ -174,10 +174,7 @@ def answer(order):
         os._exit(1)
     _answer(order)
 LIVES = {lives!r}
-try:
-    main()
-finally:
-    with open(LIVES, "a") as file: print("cut off", file=file)
+main()
 """
 
 
@@ -197,15 +194,15 @@ def test_a_host_that_comes_and_goes_fills_no_memory(stoker: Stoker, tmp_path: Pa
     (folder / "ssh").chmod(0o755)
     script = stoker.script(
         "wait.py",
-        f"import time\nfor _ in range(300):\n    time.sleep(0.1)\n    if open({str(lives)!r}).read().count('cut off'): break\n",
+        f"import time\nfor _ in range(300):\n    time.sleep(0.1)\n    if open({str(lives)!r}).read().count('life') > 2: break\n",
     )
     env = {"PATH": f"{folder}:{stoker.env['PATH']}", "HOSTILE_AT": "none", "HOSTILE_FILE": os.devnull}
     flags = ("--hosts", "localhost,evil.example", "--min-hosts", "1", "--nproc-per-node", "1", "--no-preflight")
     done = stoker("run", *flags, script, env=env)
     words = lives.read_text().splitlines()
-    counts = [int(word) for word in words if word.isdigit()]
-    assert len(counts) > 1 and 0 < max(counts) <= 100, (words[:20], done.err)
-    assert "all taken" not in words and "cut off" in words, words[:20]
+    counts = [int(word.split()[1]) for word in words if word.startswith("life")]
+    # It was cut off in the middle of its answers, and tried again.
+    assert len(counts) > 2 and 0 < max(counts) <= 100 and "all taken" not in words, (words[:20], done.err)
 
 
 # ---- another user's record, looked at again and again ----
