@@ -13,6 +13,7 @@ from stoker.contract.names import EX_SOFTWARE, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import number_at
 from stoker.contract.terminal import say
 from stoker.contract.untrusted import json_text, read_json
+from stoker.control.launch.ourselves import stoker_command
 from stoker.training.fit import text
 from stoker.training.fit.plan import Plan, gib
 from stoker.training.fit.terms import GRPO
@@ -41,7 +42,7 @@ def probe(found: Plan, model: str, data: str, as_json: bool) -> int:
     with tempfile.TemporaryDirectory(prefix="stoker-probe-") as folder:
         more += ["--runs-dir", folder, "--gpus", ",".join(labels)]
         say(f"probe: {shlex.join(['stoker', *words, *more])}")
-        done = subprocess.run([sys.executable, "-m", "stoker", *words, *more], check=False, stdout=sys.stderr.fileno())
+        done = subprocess.run(stoker_command([*words, *more]), check=False, stdout=sys.stderr.fileno())
         told = _measured(folder)
     if done.returncode:
         raise Refusal(f"the probe ended with {done.returncode}: see its lines above", done.returncode)

@@ -114,15 +114,15 @@ def _children(parent: Any) -> Iterator[Any]:
         yield from (value for value in parent if isinstance(value, (dict, list)))
 
 
-def within(found: Any, room: int) -> Any:
-    """A JSON value cut to about so many characters (64 more per value and key): the rest is left out."""
-    return _within(found, [room])
+def within(found: Any, room: int, longest: int = 0) -> Any:
+    """A JSON value cut to about so many characters (64 more per value and key): the rest is left out. `longest`: of a text."""
+    return _within(found, [room], longest or room)
 
 
-def _within(found: Any, room: list[int]) -> Any:
+def _within(found: Any, room: list[int], longest: int) -> Any:
     room[0] -= 64
     if isinstance(found, str):
-        kept = found[: max(room[0], 0)]
+        kept = found[: max(min(room[0], longest), 0)]
         room[0] -= len(kept)
         return kept
     if isinstance(found, dict):
@@ -131,14 +131,14 @@ def _within(found: Any, room: list[int]) -> Any:
             room[0] -= 64 + len(key)
             if room[0] <= 0:
                 break
-            fitting[key] = _within(value, room)
+            fitting[key[:longest]] = _within(value, room, longest)
         return fitting
     if isinstance(found, (list, tuple)):
         items = []
         for item in found:
             if room[0] <= 0:
                 break
-            items.append(_within(item, room))
+            items.append(_within(item, room, longest))
         return items
     return found
 

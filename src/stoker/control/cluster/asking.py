@@ -15,6 +15,9 @@ from stoker.control.cluster import transport
 from stoker.control.cluster.hosts import Hosts
 from stoker.control.cluster.members import Member, Members
 
+_MOST_SAID = 32 << 20  # bytes of all answers of a host; as JSON of empty lists they take twenty times that in memory
+_PER_WORD = 1024  # bytes that a word counts even if it is empty: a probe says a few
+
 
 class Question:
     """Asked of some hosts; filled as they answer."""
@@ -24,7 +27,6 @@ class Question:
         self.what = what
         self.hosts = hosts
         self.asked = time.time()
-        self.received = dict.fromkeys(hosts, 0)  # bytes
         self.more: dict[str, list[Any]] = {host: [] for host in hosts}  # what a probe said before its end
         self.answers: dict[str, Any] = {}
         self.heard: dict[str, float] = {}  # when the answer came, by our clock
@@ -51,6 +53,7 @@ class Asking:
         self.agents = {agent.host: agent for agent in agents}
         self._pump = pump
         self._open: dict[str, Question] = {}
+        self._received: dict[str, int] = {}  # bytes, by host: all answers are kept until the last question is asked
 
     @property
     def here(self) -> list[str]:
@@ -63,8 +66,8 @@ class Asking:
             return False
         if host not in question.more:
             raise protocol.ProtocolError(f"it answers {question.what!r}, which it was not asked")
-        question.received[host] += len(payload)
-        if question.received[host] > protocol.PAYLOAD_LIMIT:
+        self._received[host] = self._received.get(host, 0) + len(payload) + _PER_WORD
+        if self._received[host] > _MOST_SAID:
             raise protocol.ProtocolError(f"it does not come to an end about {question.what!r}")
         if not message.get("more"):
             question.answers[host] = read_answer(question.what, payload)

@@ -21,7 +21,7 @@ from stoker.contract.quantities import amount, counted, span
 from stoker.contract.shape import pick, shape
 from stoker.contract.untrusted import parse_json, printable, printable_lines
 from stoker.control.cluster import agentzip, listing, transport
-from stoker.control.cluster.farend import FarEnd, Refused, Silent, complaints_file, complaints_in
+from stoker.control.cluster.farend import FarEnd, Refused, Silent
 from stoker.control.cluster.hosts import Host, Hosts
 from stoker.control.cluster.ssh import explain
 from stoker.control.machine.hashing import Hashes
@@ -31,6 +31,7 @@ SILENCE_S = 20.0  # nothing heard for so long: each side takes the other for gon
 _LONG = 2 * 10**9  # bytes that take seconds to hash
 _RECEIVER = "stoker.control.agent.receiving"
 _COUNTS = {"written": "int", "removed": "int", "others": "dict[str, int]", "ignored?": "str"}
+_MOST_ORIGINS = 20  # folders that were copied to the same place, of which a host tells
 Say = Callable[[str], None]
 
 
@@ -219,15 +220,14 @@ class _Copy:
     def run(self) -> None:
         self.failure = "the copy was broken off"  # until it is known to be whole
         try:
-            with complaints_file() as complaints:
-                self.failure = self._tried(complaints.fileno())
+            self.failure = self._tried()
         except Exception as problem:  # of a thread nobody would hear of it
             self.failure = f"{type(problem).__name__}: {problem}"
 
-    def _tried(self, complaints: int) -> str:
+    def _tried(self) -> str:
         """Empty: it is there."""
         try:
-            self._talk(complaints)
+            self._talk()
             return ""
         except Refused as refusal:
             return str(refusal)
@@ -236,9 +236,9 @@ class _Copy:
                 return f"no answer to the copy: {silence}"
             return f"the connection was lost in the middle of the copy, after {self.sent / 1e6:.1f} MB: {silence}"
         except protocol.ProtocolError as problem:
-            return f"it is broken: {problem}" if self._greeted else self._why(complaints, problem)
+            return f"it is broken: {problem}" if self._greeted else self._why(problem)
         except (OSError, EOFError) as problem:
-            return self._why(complaints, problem)
+            return self._why(problem)
         finally:
             self.stop()
 
@@ -251,26 +251,24 @@ class _Copy:
             self._process.kill()
             self._process.wait()
 
-    def _why(self, complaints: int, problem: Exception) -> str:
-        assert self._process is None or self._process.stdout is not None
-        if self._process is None:
+    def _why(self, problem: Exception) -> str:
+        if self._process is None or self._far is None:
             return "there is no ssh client on the PATH" if isinstance(problem, FileNotFoundError) else str(problem)
         try:
             code: int | None = self._process.wait(2.0)
         except subprocess.TimeoutExpired:
             code = None
-        said = complaints_in(complaints)
-        said = printable_lines(said)
+        said = printable_lines(self._far.complaints.decode("utf-8", "replace"))
         if self._greeted and not said:
             return f"the connection was lost in the middle of the copy, after {self.sent / 1e6:.1f} MB"
         return explain(self.host.name, said, code)
 
-    def _talk(self, complaints: int) -> None:
+    def _talk(self) -> None:
         packed = agentzip.pack()
         words = ["-I", "-S", "-c", agentzip.unpack(_RECEIVER), agentzip.announced(packed)]
         argv = transport.way_to(self.host, self._hosts).python(self.host, self._hosts, words)
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=complaints, start_new_session=True)
+        self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         # It may need all that it was offered.
         far = self._far = FarEnd(self._process, len(self.load.entries) + protocol.GREETING_LIMIT, SILENCE_S)
         far.send(packed)
@@ -290,7 +288,8 @@ class _Copy:
             raise protocol.ProtocolError(f"its last word can't be read: {problem}") from None
         self.written, self.removed = counts["written"], counts["removed"]
         self.ignored = printable(counts.get("ignored", ""), 400)
-        self.others = {printable(origin, 300): count for origin, count in counts["others"].items()}
+        others = list(counts["others"].items())[:_MOST_ORIGINS]
+        self.others = {printable(origin, 300): count for origin, count in others}
 
     def _send_file(self, far: FarEnd, entry: listing.Entry, offered: str | None) -> None:
         """Hashes what it sends: a file may have changed since it was offered. `offered`: it must not have."""

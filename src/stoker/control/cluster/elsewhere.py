@@ -14,7 +14,7 @@ from stoker.contract.shape import replace, shape
 from stoker.contract.typed import read_shape
 from stoker.contract.untrusted import parse_json, printable, printable_lines
 from stoker.control.cluster import agentzip, transport
-from stoker.control.cluster.farend import FarEnd, Refused, Silent, complaints_file, complaints_in
+from stoker.control.cluster.farend import FarEnd, Refused, Silent
 from stoker.control.cluster.hosts import Host, Hosts
 from stoker.control.cluster.ssh import afresh, explain
 from stoker.control.machine.gauges import Gauges
@@ -68,6 +68,7 @@ class _Watch:
         self._count = 0
         self._reason = ""
         self._process: subprocess.Popen[bytes] | None = None
+        self._far: FarEnd | None = None
         self._closing = threading.Event()
 
     def start(self) -> None:
@@ -124,44 +125,45 @@ class _Watch:
             self._reason = refusal.line
 
     def _look_there(self) -> None:
-        with complaints_file() as complaints:
-            far: FarEnd | None = None
-            try:
-                far = self._connect(complaints.fileno())
-                while not self._closing.is_set():
-                    message, payload = far.answer()
-                    reading = _read(message, payload)
-                    self._take(reading.host, reading.gpus)
-                    far.send(b"\n")
-            except (Refused, Silent, protocol.ProtocolError) as problem:
-                greeted = far is not None and far.greeted
-                self._reason = printable(str(problem), 300) if greeted else self._why(complaints.fileno(), problem)
-            except (OSError, EOFError) as problem:
-                lost = "the connection was lost" if far is not None and far.greeted else ""
-                self._reason = self._why(complaints.fileno(), problem, lost)
-            finally:
-                self._end()
+        self._process = self._far = None
+        try:
+            far = self._connect()
+            while not self._closing.is_set():
+                message, payload = far.answer()
+                reading = _read(message, payload)
+                self._take(reading.host, reading.gpus)
+                far.send(b"\n")
+        except (Refused, Silent, protocol.ProtocolError) as problem:
+            self._reason = printable(str(problem), 300) if self._greeted else self._why(problem)
+        except (OSError, EOFError) as problem:
+            self._reason = self._why(problem, "the connection was lost" if self._greeted else "")
+        finally:
+            self._end()
 
-    def _connect(self, complaints: int) -> FarEnd:
+    @property
+    def _greeted(self) -> bool:
+        return self._far is not None and self._far.greeted
+
+    def _connect(self) -> FarEnd:
         packed = agentzip.pack()
         words = ["-I", "-S", "-c", agentzip.unpack(_FAR_END), agentzip.announced(packed), str(self._interval)]
         argv = transport.way_to(self._host, self._hosts).python(self._host, self._hosts, words)
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=complaints, start_new_session=True)
-        far = FarEnd(self._process, _LARGEST, self._silence_s)
+        self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        far = self._far = FarEnd(self._process, _LARGEST, self._silence_s)
         far.send(packed)
         return far
 
-    def _why(self, complaints: int, problem: Exception, otherwise: str = "") -> str:
+    def _why(self, problem: Exception, otherwise: str = "") -> str:
         """In ssh's words, or those of the login there; `otherwise`: where nothing was said."""
-        if self._process is None:
+        if self._process is None or self._far is None:
             missing = isinstance(problem, FileNotFoundError)
             return "there is no ssh client on the PATH" if missing else printable(str(problem), 300)
         try:
             code: int | None = self._process.wait(2.0)
         except subprocess.TimeoutExpired:
             code = None
-        said = printable_lines(complaints_in(complaints))
+        said = printable_lines(self._far.complaints.decode("utf-8", "replace"))
         if not said and (otherwise or code is None):
             return otherwise or printable(str(problem), 300)
         return explain(self._host.name, said, code).removeprefix(f"host {self._host.name}: ")

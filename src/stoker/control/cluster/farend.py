@@ -3,33 +3,19 @@ reads nothing any more."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import subprocess
 import time
 from collections import deque
-from typing import IO
 
 from stoker.contract import protocol
 from stoker.contract.untrusted import printable
 
 _CHUNK = 1 << 18
-_COMPLAINTS = 1 << 16  # bytes that are kept of what it writes to stderr
+_COMPLAINTS = 1 << 16  # bytes of its stderr that are kept
 _MOST_WAITING = 2  # answers that were not asked for yet
 GREETING_S = 60.0  # a login, and the start of Python from a slow disk
-
-
-def complaints_file() -> IO[bytes]:
-    """For the stderr of ssh. It can't grow: a host that complains without end fills neither disk nor memory."""
-    handle = os.memfd_create("complaints", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(handle, _COMPLAINTS)
-    fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
-    return os.fdopen(handle, "w+b")
-
-
-def complaints_in(handle: int) -> str:
-    return os.pread(handle, _COMPLAINTS, 0).rstrip(b"\0").decode("utf-8", "replace")
 
 
 class Silent(Exception):
@@ -44,9 +30,12 @@ class FarEnd:
     """Listens while it sends, too: else what the far end says could fill the pipe, and both would wait."""
 
     def __init__(self, process: subprocess.Popen[bytes], payload_limit: int, silence_s: float) -> None:
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         self._to, self._from = process.stdin.fileno(), process.stdout.fileno()
+        self._errors = process.stderr.fileno()  # -1: it is closed
+        self._complaints = b""
         os.set_blocking(self._to, False)
+        os.set_blocking(self._errors, False)
         self._decoder = protocol.Decoder(expect_sentinel=True, payload_limit=payload_limit)
         self._answers: deque[tuple[protocol.Message, bytes]] = deque()
         self._silence_s = silence_s
@@ -81,15 +70,37 @@ class FarEnd:
         limit = self._silence_s if self.greeted else GREETING_S
         ready = select.poll()  # select() knows no descriptor above 1023
         ready.register(self._from, select.POLLIN)
+        if self._errors >= 0:
+            ready.register(self._errors, select.POLLIN)
         if sending:
             ready.register(self._to, select.POLLOUT)
         left = self._heard + limit - time.monotonic()
         events = dict(ready.poll(max(0.0, left) * 1000.0))
+        if self._errors in events:
+            self._take_complaint()
         if self._from in events:
             self._take_in()
         elif time.monotonic() - self._heard >= limit:
             raise Silent(f"nothing was heard from it for {limit:.0f} s")
         return self._to in events
+
+    @property
+    def complaints(self) -> bytes:
+        """The beginning of its stderr so far. More is read, so that it does not wait, and not kept: it may have no end."""
+        while self._errors >= 0 and len(self._complaints) < _COMPLAINTS and self._take_complaint():
+            pass
+        return self._complaints
+
+    def _take_complaint(self) -> bool:
+        """Whether there was any."""
+        try:
+            data = os.read(self._errors, _CHUNK)
+        except BlockingIOError:
+            return False
+        self._complaints += data[: _COMPLAINTS - len(self._complaints)]
+        if not data:
+            self._errors = -1
+        return bool(data)
 
     def _take_in(self) -> None:
         data = os.read(self._from, _CHUNK)

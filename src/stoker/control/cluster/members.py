@@ -45,6 +45,7 @@ class Member:
         self.preamble = ""  # its stderr before the agent's first word: a banner, or why there is no agent
         self.answers: dict[str, protocol.Message] = {}  # the newest of each kind
         self.probed: dict[str, Any] = {}  # of one that waits to join: what it answered, by the probe's name
+        self.told = 0  # bytes of those answers
         self.machine: Machine | None = None  # as it was last seen
         self.selves: list[list[int]] = []  # pid and start time of its guardian and agent, there
 

@@ -27,7 +27,13 @@ if TYPE_CHECKING:  # a run on one machine loads neither
     from stoker.control.launch.live import LiveRun
 
 MEET_S = 30.0
+# A host may be hostile, and all of this is kept for as long as the run lives.
 _MOST_PROBES = 64  # different ones that a host which waits to join is asked
+_MOST_PROBED = 8 << 20  # bytes of its answers: the names of 10,000 files have 1 MB
+_MOST_SELVES = 4  # processes that an agent is: its guardian and itself
+_MOST_FOUND = 10  # lines about what was found there
+_LONGEST_LINE = 1 << 16  # characters that are looked through for secrets, of which 2,000 are shown
+_LONGEST_SHARE = 4096  # characters of CUDA_VISIBLE_DEVICES
 
 
 class Agents:
@@ -86,6 +92,8 @@ class Agents:
 
     def _take_share(self, host: str, visible: str | None) -> None:
         """Where a scheduler tells which of a node's GPUs are the job's: those, and no others."""
+        if visible and len(visible) > _LONGEST_SHARE:
+            raise protocol.ProtocolError(f"its CUDA_VISIBLE_DEVICES has {len(visible):,} characters")
         if visible and self.hosts is not None and transport.way_to(self.by_name[host], self.hosts).shows_share:
             self.by_name[host] = replace(self.by_name[host], gpus=visible)
 
@@ -96,8 +104,8 @@ class Agents:
             raise protocol.ProtocolError(f"what it says of its machine is {problem}") from None
         message["held"] = {uuid: printable(who, 300) for uuid, who in message["held"].items()}
         if "selves" in message:
-            message["found"] = [printable(line, 200) for line in message.get("found", [])]
-            member.selves = [pair for pair in message["selves"] if len(pair) == 2]
+            message["found"] = [printable(line, 200) for line in message.get("found", [])[:_MOST_FOUND]]
+            member.selves = [pair for pair in message["selves"][:_MOST_SELVES] if len(pair) == 2]
             self._take_share(member.host, message.get("visible"))
 
     def _forget(self, kind: str) -> None:
@@ -212,7 +220,8 @@ class Agents:
         if kind == "probe" and waiting:
             from stoker.control.cluster.asking import read_answer
 
-            if len(member.probed) > _MOST_PROBES:
+            member.told += len(payload)
+            if len(member.probed) > _MOST_PROBES or member.told > _MOST_PROBED:
                 raise protocol.ProtocolError("it answers what nobody asked")
             member.probed[message["what"]] = read_answer(message["what"], payload)
             return
@@ -221,7 +230,9 @@ class Agents:
         if kind == "host":
             self._note_machine(member, message)
         if kind == "refused":
-            message["line"] = printable(redact.whole(message["line"]), 2000)  # a cut token has no known shape
+            message["line"] = printable(
+                redact.whole(message["line"][:_LONGEST_LINE]), 2000
+            )  # a cut token has no known shape
         if kind != "out":
             member.answers[kind] = message
         if not waiting:

@@ -27,6 +27,7 @@ AGAIN_S = 3.0
 LONGEST_S = 60.0
 ASK_S = 20.0
 SAY_S = 2.0  # a copy that takes longer is mentioned
+_MOST_FORMER = 64  # processes: of 32 lives, AGAIN_S apart
 
 
 class Lost:
@@ -46,6 +47,10 @@ class Lost:
     @property
     def ready(self) -> bool:
         return self.back and self.member is not None and not self.member.gone
+
+    def remember(self, selves: list[list[int]]) -> None:
+        """Of its new life, too. Only the newest: who was there before them has ended by the silence rule."""
+        self.former = [*self.former, *selves][-_MOST_FORMER:]
 
     def part(self, next_try: float) -> None:
         """From its new life, which was none."""
@@ -171,7 +176,7 @@ class Membership:
                 if now >= one.next_try:
                     self._try(name, one)
             elif one.member.gone:
-                one.former = [*one.former, *one.member.selves]
+                one.remember(one.member.selves)
                 self._members.drop(one.member)
                 if one.back:
                     self._say(f"stoker: host {name} is lost again: {short(one.member.gone)}", colour=WARNING)
@@ -209,7 +214,7 @@ class Membership:
             one.unfit = wrong
             self._say(f"stoker: host {name} is back and stays out: {wrong}", colour=WARNING)
             self._tell("host-unfit", on=name, why=wrong)
-        one.former = [*one.former, *member.selves]
+        one.remember(member.selves)
         self._members.drop(member)
         one.part(time.monotonic() + LONGEST_S / 4)
 

@@ -123,7 +123,7 @@ class Reports:
     def _on_unstarted(self, _host: str, message: protocol.Message) -> None:
         from stoker.control.verdict import launch
 
-        self._trouble(launch.not_started(message["rank"], printable(redact.whole(message["text"]), 1000)))
+        self._trouble(launch.not_started(message["rank"], printable(redact.whole(message["text"][:_ROOM]), 1000)))
 
     def _trouble(self, trouble: dict[str, Any]) -> None:
         """The first counts. A host that repeats itself for ever fills no memory."""

@@ -71,6 +71,7 @@ class Machine:
 
 LONGEST_NAME = 200  # of a GPU: NVML gives 96 at most
 MOST_GPUS = 1024  # of a machine: checks compare each with each
+MOST_CORES = 8192  # of a machine: --nproc-per-node cpu starts as many ranks, and a host may be hostile
 
 
 def machine_from_json(data: Any) -> Machine:
@@ -78,6 +79,8 @@ def machine_from_json(data: Any) -> Machine:
     machine = read_recorded(Machine, data, SCHEMA)
     if len(machine.gpus) > MOST_GPUS:
         raise ValueError(f"{len(machine.gpus)} GPUs; no machine has more than {MOST_GPUS}")
+    if not 0 <= machine.cores <= MOST_CORES:
+        raise ValueError(f"{machine.cores} cores; a machine has 0 to {MOST_CORES}")
     longest = max((len(gpu.name or "") for gpu in machine.gpus), default=0)
     if longest > LONGEST_NAME:
         raise ValueError(f"a GPU's name has {longest:,} characters; none has more than {LONGEST_NAME}")

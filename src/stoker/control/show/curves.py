@@ -17,6 +17,7 @@ from stoker.control.show.snapshot import Metric, as_float, metric
 
 POINTS = 400  # of a curve in a snapshot
 MOST_METRICS = 200  # different names that are kept of one run
+_MOST_NEW = 2 * MOST_METRICS  # names of a block that are looked at
 LONGEST = 1 << 20  # bytes of a line
 MOST_OF_OTHERS = 16 << 20  # the last bytes that are read of another user's run
 _BLOCK = 4 << 20
@@ -136,8 +137,8 @@ class MetricsTail:
                 if about.st_ino != self._inode or about.st_size < self._at:
                     self._clear()
                     self._inode = about.st_ino
-                    if not self._mine and about.st_size > MOST_OF_OTHERS:
-                        self._at, self.partial = about.st_size - MOST_OF_OTHERS, True
+                if not self._mine and about.st_size - self._at > MOST_OF_OTHERS:  # at every look, as of events
+                    self._at, self.partial = about.st_size - MOST_OF_OTHERS, True
                 if about.st_size == self._at:
                     return False
                 self.problem = ""
@@ -223,7 +224,7 @@ def _columns(lines: list[dict[str, Any]], known: Collection[str]) -> dict[str, l
     for at, line in enumerate(lines):
         for name, value in line.items():
             if name not in columns:
-                if len(columns) >= 2 * MOST_METRICS + len(known):
+                if len(columns) >= _MOST_NEW + len(known):
                     continue
                 columns[name] = [None] * len(lines)
             columns[name][at] = value

@@ -22,7 +22,7 @@ _BLOCK = 16 << 20
 _MOST_RANKS = 100_000
 _HISTORY_OF_OTHERS = 4 << 20
 _TEXT = 400  # characters of a summary
-_MOST_CAUSES = 100  # of restarts
+_MOST_CAUSES = 1000  # of restarts, told apart: there are about a hundred
 _MOST_WAITING = 4096  # ranks that wait for one
 
 
@@ -51,8 +51,8 @@ class EventTail:
                 if about.st_ino != self._inode or about.st_size < self._at:
                     self._clear()
                     self._inode = about.st_ino
-                    if not self._mine:
-                        self._at = max(0, about.st_size - _EVENTS_OF_OTHERS)
+                if not self._mine:  # at every look: it may have grown by a terabyte of nothing since the last
+                    self._at = max(self._at, about.st_size - _EVENTS_OF_OTHERS)
                 while self._at < about.st_size:
                     file.seek(self._at)
                     data = file.read(_BLOCK)
@@ -81,8 +81,11 @@ class EventTail:
             return
         if kind == "run" or not self.starts:
             self.starts.append([when, when])
+            if not self._mine:
+                del self.starts[:-1]
         self.starts[-1][1] = when
         rank = whole(event.get("rank"))
+        rank = rank if rank is not None and 0 <= rank < _MOST_RANKS else None
         if kind == "attempt":
             self.attempt = whole(event.get("attempt"))
             for told in (self.up, self.ended, self.phases, self.slow, self.suspicions):
@@ -97,7 +100,7 @@ class EventTail:
             self._over(rank)
         elif kind in ("suspicion", "straggler", "numbers") and isinstance(event.get("summary"), str):
             self._suspect(kind, float(when), rank, event)
-        elif rank is not None and len(self.up) < _MOST_RANKS:
+        elif rank is not None:
             self._of_rank(kind, rank, event, float(when))
 
     def _of_rank(self, kind: str, rank: int, event: dict[str, Any], when: float) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 from stoker.contract.shape import shape
 from stoker.contract.typed import readable
 
+_SIZES = 400  # characters of the sizes of an operation: it may have hundreds of tensors
+
 
 @shape
 class Frame:
@@ -48,7 +50,10 @@ class Op:
     usual: bool | None = None  # it is what came next before too (contract/collectives.py)
 
     def __str__(self) -> str:
-        return f"{self.name} {list(self.sizes)}" if self.sizes else self.name
+        if not self.sizes:
+            return self.name
+        sizes = str([one[:_SIZES] if isinstance(one, (list, str)) else one for one in self.sizes[:_SIZES]])
+        return f"{self.name} {sizes if len(sizes) <= _SIZES else sizes[:_SIZES] + '…'}"
 
 
 @shape

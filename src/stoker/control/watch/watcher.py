@@ -10,7 +10,7 @@ from typing import Any
 
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Stall
-from stoker.contract.untrusted import is_count, parse_json
+from stoker.contract.untrusted import is_count, parse_json, within
 from stoker.control.watch import progress, snapshot, stacks
 from stoker.control.watch.culprit import explain
 from stoker.control.watch.diverged import after_the_end
@@ -26,6 +26,8 @@ START_STOP_S = 60.0
 MAX_WAIT_S = 60.0
 _MOST_GROUPS = 10_000  # process groups of a job; a host may be hostile
 _LONGEST_GROUP = 500  # characters of a group's name
+# Of what is told of one rank: ten samples of 60 threads have 90,000 values; and of one text: a path has 4096 characters.
+_ROOM, _LONGEST_TEXT = 16 << 20, 4096
 
 
 @shape
@@ -127,10 +129,10 @@ class Watcher:
         self._ranks[rank].vitals(state, cpu, moved, now)
 
     def groups(self, text: str) -> None:
-        for item in text.split(";"):
+        everybody = tuple(range(self._world))
+        for item in text.split(";", _MOST_GROUPS)[:_MOST_GROUPS]:
             name, _, ranks = item.partition("=")
             if ranks and len(self._members) < _MOST_GROUPS:
-                everybody = tuple(range(self._world))
                 told = (int(word) for word in ranks.split(",", self._world)[: self._world] if is_count(word))
                 self._members[name[:_LONGEST_GROUP]] = everybody if ranks == "*" else tuple(told)
 
@@ -168,6 +170,7 @@ class Watcher:
             told = parse_json(payload or b"{}")
         except ValueError:
             told = {}
+        told = {rank: within(data, _ROOM, _LONGEST_TEXT) for rank, data in told.items()}
         if self.stragglers.asked == ask:
             self.stragglers.answered(host, told)
         for rank, data in told.items():
