@@ -16,6 +16,7 @@ from stoker.contract.untrusted import parse_json
 from stoker.control.record.reader import open_in
 from stoker.control.show.snapshot import Metric, as_float, metric
 
+LARGEST = 1e300  # of a value that is drawn: sums and spans of these are numbers, too
 POINTS = 400  # of a curve in a snapshot
 MOST_METRICS = 200  # different names that are kept of one run
 LONGEST = 1 << 20  # bytes of a line
@@ -91,9 +92,9 @@ def thinned(values: Sequence[float], most: int) -> list[int]:
 
 
 def smoothed(curve: Curve, window: int) -> tuple[tuple[float, float], ...]:
-    """Finite ones, each the mean of it and those before."""
+    """Those that can be added up, each the mean of it and those before."""
     known = [
-        (float(step), value) for step, value in zip(curve.steps, curve.values, strict=True) if metric(value) == value
+        (float(step), value) for step, value in zip(curve.steps, curve.values, strict=True) if abs(value) <= LARGEST
     ]
     if window <= 1:
         return tuple(known)
@@ -178,14 +179,10 @@ class MetricsTail:
             if _is_time(line.get("time")) and (not self.times or self.times[-1][0] != line["step"]):
                 self.times.append((line["step"], float(line["time"])))
         del self.times[:-_NEWEST]
-        for name in dict.fromkeys(itertools.chain.from_iterable(lines)):
-            if name in _NOT_DRAWN:
+        for name, (at, values) in _columns(lines, steps).items():
+            if name not in self.curves and len(self.curves) >= MOST_METRICS:
                 continue
             curve = self.curves.get(name) or Curve()
-            values, at = [line.get(name) for line in lines], steps
-            if None in values:
-                at = [step for step, value in zip(steps, values, strict=True) if value is not None]
-                values = [value for value in values if value is not None]
             newest = curve.extend(at, values)
             if newest is not None and (name in self.curves or len(self.curves) < MOST_METRICS):
                 self.curves[name] = curve
@@ -200,6 +197,27 @@ class MetricsTail:
             if after > before and later > sooner
         ]
         return sorted(gaps)[len(gaps) // 2] if gaps else None
+
+
+def _columns(lines: list[dict[str, Any]], steps: list[int]) -> dict[str, tuple[list[int], list[Any]]]:
+    """Name -> (steps, values) of the lines that have it."""
+    names = [name for name in dict.fromkeys(itertools.chain.from_iterable(lines)) if name not in _NOT_DRAWN]
+    found: dict[str, tuple[list[int], list[Any]]] = {}
+    if len(names) * len(lines) > 4 * sum(map(len, lines)):  # names that few lines have: one value after the other
+        for step, line in zip(steps, lines, strict=True):
+            for name, value in line.items():
+                if value is not None and name not in _NOT_DRAWN:
+                    at, values = found.setdefault(name, ([], []))
+                    at.append(step)
+                    values.append(value)
+        return found
+    for name in names:
+        values, at = [line.get(name) for line in lines], steps
+        if None in values:
+            at = [step for step, value in zip(steps, values, strict=True) if value is not None]
+            values = [value for value in values if value is not None]
+        found[name] = at, values
+    return found
 
 
 def _is_step(value: Any) -> bool:

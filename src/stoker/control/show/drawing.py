@@ -59,7 +59,12 @@ def sparkline(
 
 
 def mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
+    if not values:
+        return None
+    try:
+        return math.fsum(values) / len(values)
+    except OverflowError:  # of numbers next to the largest
+        return math.fsum(value / len(values) for value in values)
 
 
 def chart(
