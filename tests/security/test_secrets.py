@@ -190,6 +190,7 @@ HOSTILE = (
     " ", "\n", "@", "\\n", "\\u00", "%", "%25", "%253D", "%5C", "\x1b[", "[1;", "[0m", "%26api_key%3D", "a:b@", "Bearer ", "Basic YTpi", "authorization: ", "Cookie: true ", "<a>", "<password>", "</", "-----BEGIN " + "PRIVATE KEY-----",
     "-----BEGIN " + "PRIVATE KEY-----\n", "-----END " + "PRIVATE KEY-----", "curl -u ", "login x password ", "docker login -p x ", "--password ", "123456:", "M-",
     "M" * 25 + ".", "secret.x:1/", "a.b:1,", "aB", "AbC=", "$A=", "password=$A", "\npassword: a b", "password=,a", "password=),;&", "é", "\ud800", "AKIA", "?sig=1&",
+    "ntfy://", "ntfy://a/", '"api_keys": ["a",', "password: |\n x\n", '("token", "', "name: a value: ", "Authorization: Digest a=", "\n[r] " + "A" * 20, "%22+",
 )  # fmt: skip
 SIZE = 1 << (20 if EVERYTHING else 18)
 ENOUGH_S = 20 * SIZE / (1 << 20)
@@ -207,6 +208,8 @@ def _hostile() -> Iterator[str]:
         "-----BEGIN " + "PRIVATE KEY-----\n",
         "<password>",
         "curl -u a:",
+        '"api_keys": [',
+        "password: |\n",
     ):
         for piece in ("a", " ", "\n", "=", '"', "\\", "/", "A1", "@"):
             yield head + piece * (SIZE // 16 // len(piece))
@@ -225,6 +228,59 @@ def test_a_long_command_line_is_read_once() -> None:
         began = time.process_time()
         redact.command(piece * (SIZE // 16 // len(piece)))
         assert time.process_time() - began < ENOUGH_S, piece
+
+
+_PEM = "-----BEGIN " + "PRIVATE KEY-----"
+_LINES = [_PEM, *[LONG + LONG] * 3]
+SPREAD = {
+    "json, a line each": '{\n "password":\n  "%s"\n}', "json, padded": '{"password"        :        "%s"}', "ini, padded": "password          =          %s",
+    "json, a list": '{"api_keys": ["first-of-them", "%s"]}', "python, a list": "client(api_keys=['%s', 'another-one'])", "yaml, a block": "password: |\n  %s\n",
+    "yaml, folded": "  db_password: >-\n    two\n    %s\n", "yaml, a list": "api_keys:\n  - one\n  - %s\n", "kubernetes": "- name: HF_TOKEN\n  value: %s",
+    "kubernetes, json": '{"name": "HF_TOKEN", "value": "%s"}', "a pair": "('password', '%s')", "xml": '<add key="ApiKey" value="%s"/>',
+    "digest": 'Authorization: Digest username="me", realm="x", response="%s"', "curl -su": "curl -su me:%s https://example.org",
+    "curl --user=": "curl --user=me:%s https://example.org", "a command in an exception": "RuntimeError(\"curl -u 'me:%s' https://x\")",
+    "netrc": "machine x password %s login me", "a url with #": "postgres://me:p#%s@db/x", "a url with ?": "postgres://me:p?%s@db/x",
+    "a form": "q=%%7B%%22token%%22%%3A+%%22%s%%22%%7D", "runpod": "rpa_%s", "kaggle": "KGAT_%s", "pinecone": "pcsk_%s",
+}  # fmt: skip
+KEYS = {
+    "cut": "\n".join(f"[rank0] {line}" for line in _LINES), "quoted": "\n".join(f"> {line}" for line in _LINES),
+    "with times": "\r\n".join(f"2026-01-01 00:00:00 {line}" for line in _LINES), "its end": "\n".join(f"[rank0] {line}" for line in [*_LINES[1:], _PEM.replace("BEGIN", "END")]),
+    "in an exception": repr(RuntimeError("\n".join(f"> {line}" for line in _LINES))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SPREAD)
+def test_a_value_apart_from_its_name_is_hidden(shape: str) -> None:
+    shown = redact.whole(SPREAD[shape] % LONG)
+    assert LONG not in shown and HIDDEN in shown
+    assert redact.whole(shown) == shown
+    assert LONG not in redact.whole(repr(SPREAD[shape] % LONG))
+
+
+def test_json_within_json_within_json_is_read() -> None:
+    text = json.dumps({"password": BODY})
+    for _ in range(5):
+        assert BODY not in redact.whole(text)
+        text = json.dumps({"body": text})
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_private_key_with_something_before_each_line_is_hidden(key: str) -> None:
+    shown = redact.whole(f"{KEYS[key]}\nthe next line stays")
+    assert LONG not in shown and "the next line stays" in shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "max_tokens", "value": "512"}', "('token', 'tokens')", '["api_key", "password", "username"]', '{"tokens": ["a", "b2345678"]}',
+        'special_tokens = ["<s>", "</s>", "<|im_end|>"]', "stop_tokens:\n  - <|im_end|>\n", "text_key        =        content", '"sort_keys": [1, 2]',
+        "name: pad_token, value: <pad>", "name=lr value=3e-4", "https://host:8080?x=a@b", "https://host:8080#a@b", "tokens:\n  - a\n", "keys: |\n  a\n",
+        '{"name": "tokenizer", "value": "models/gpt2-x1"}', "curl -sS https://example.org/a:b", "rpa_test", "glc_context", "ntn_layers=12", "('text_key', 'content12')",
+    ],
+)  # fmt: skip
+def test_what_only_stands_apart_stays(text: str) -> None:
+    assert redact.whole(text) == text
 
 
 def test_importing_it_compiles_no_pattern() -> None:

@@ -26,7 +26,9 @@ def parser() -> Parser:
     made.option(
         "model", "MODEL", "a folder with weights, a run (path, id or name), a speedrun's folder, or a checkpoint"
     )
-    made.option("out", "OUT", "the folder to write, or with --gguf the file; an earlier export there is replaced")
+    made.option(
+        "out", "OUT", "the folder to write, or with --gguf the file; an earlier export there is replaced, nothing else"
+    )
     made.option("--stage", "NAME", "which stage of a speedrun")
     made.add_argument(
         "--dtype",

@@ -20,7 +20,7 @@ _HEX = "[0-9A-Fa-f]"
 _ESCAPE = (
     rf"{_ESC}\[[0-?]{{0,32}}[ -/]{{0,4}}[@-~]|\[\d{{1,3}}(?:;\d{{1,3}}){{0,8}}m"
     rf"|{_SLASHES}(?:([nrtbfv0])|u({_HEX}{{4}})|x({_HEX}{{2}})|U({_HEX}{{8}}))"
-    rf"|%(?:25){{0,3}}({_HEX}{{2}})"
+    rf"|%(?:25){{0,3}}({_HEX}{{2}})|\\{{9,64}}([\"'])"  # JSON within JSON within JSON
 )
 _MARKS = ("\\", "%", "\x1b", "[")  # what a text must hold for the pattern to be tried
 _LETTERS = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "v": "\v", "0": "\0"}
@@ -42,6 +42,8 @@ class Unescaped:
             self._places.append(place)
             place, done = place + 1, escape.end()
         self.text = "".join((*pieces, text[done:])) if pieces else text
+        if pieces and "+" in text and holds_any(text, ("%22", "%27", "%3A", "%3D", "%3a", "%3d", "%0A", "%0a")):
+            self.text = self.text.replace("+", " ")  # as forms write a blank
 
     def before(self, span: Span) -> Span:
         """Where it was."""
@@ -53,7 +55,9 @@ class Unescaped:
 
 
 def _meaning(escape: re.Match[str]) -> str:
-    letter, *codes = escape.groups()
+    letter, *codes, quote = escape.groups()
+    if quote:
+        return str(quote)
     if letter:
         return _LETTERS[letter]
     code = next((int(code, 16) for code in codes if code), 0x20)  # a colour

@@ -22,6 +22,7 @@ from stoker.contract.secretvalues import (
     commands,
     compiled,
     elements,
+    named,
     opaque,
     pairs,
     plain,
@@ -214,6 +215,9 @@ _TOKENS = {
         r"(?:pypi-|rubygems_|dckr_pat_|(?:do[oprt]|wandb)_v1_|shp(?:at|ss|ca)_|lin_api_|sbp_)[\w-]{16,}",
     ("SG.", "hvs.", "hvb.", "hvr."): r"(?:SG|hv[sbr])\.[\w-]{16,}(?:\.[\w-]+)?",  # SendGrid, Vault
     ("dapi", "key-"): r"(?:dapi|key-)[0-9a-f]{32}",  # Databricks, Mailgun
+    ("rpa_", "KGAT_", "pcsk_", "lsv2_", "tgp_v1_", "ntn_", "figd_", "nfp_", "pscale_tkn_", "dckr_oat_", "glsa_", "glc_"):
+        r"(?:rpa|KGAT|pcsk|lsv2|tgp_v1|ntn|figd|nfp|pscale_tkn|dckr_oat|glsa|glc)_[\w-]{24,}",  # RunPod, Kaggle, Pinecone …
+    ("PMAK-", "NRAK-", "HRKU-", "ATATT3", "ATBB", "sq0"): r"(?:PMAK-|NRAK-|HRKU-|ATATT3|ATBB|sq0(?:csp|atp)-)[\w-]{20,}",
     ("AGE-SECRET-KEY-",): r"AGE-SECRET-KEY-[A-Z0-9]{16,}",
     # Discord's bots
     tuple(first + second for first in "MNO" for second in "DTjz"): r"[MNO][DTjz][\w-]{22,26}\.[\w-]{6}\.[\w-]{27,40}",
@@ -254,27 +258,39 @@ def _private_keys(text: str) -> Iterator[Span]:
         yield begun, _cut_body(text, begun, len(text))
 
 
+_BEFORE_LINE = 60  # characters that logs put before each line: [rank0], a time, >
+
+
 def _cut_body(text: str, begun: int, limit: int) -> int:
     """The end of the base64 lines (and headers) behind a BEGIN line. `limit`: where the next key begins."""
     gap = r"""(?:\\{1,8}[nrt]|[\s"',])"""
+    begins = rf"(?:\\{{1,8}}r|\r)?(?:\\{{1,8}}n|\n)[^\r\n\\]{{1,{_BEFORE_LINE}}}?[ >|\]:]"
+    line = rf"""(?:{gap}*[A-Za-z0-9+/=]{{16,}}|{begins}[A-Za-z0-9+/=]{{16,100}}(?=[\s"',)\\<]|$))"""
     body = (
         rf"-----[A-Z0-9 ]+-----(?:{gap}+[A-Za-z-]{{1,40}}:"
-        rf" [^\r\n\\]{{0,200}})*(?:{gap}*[A-Za-z0-9+/=]{{16,}})*(?:{gap}*[A-Za-z0-9+/]{{1,15}}=+)?"
+        rf" [^\r\n\\]{{0,200}})*{line}*(?:{gap}*[A-Za-z0-9+/]{{1,15}}=+)?"
     )
     found = compiled(body).match(text, begun, limit)
     return found.end() if found else limit
 
 
 def _back(text: str, at: int, limit: int) -> int:
-    """The beginning of the lines of base64 that end here."""
+    """The beginning of the lines of base64 that end here; something may stand before each."""
     while at > limit and (text[at - 1].isalnum() or text[at - 1] in "+/=\r\n\\ \t"):
         at -= 1
+    begin = text.rfind("\n", limit, at) + 1 or limit
+    while begin > limit and at - begin <= 200:  # lines that end in base64, whatever they begin with
+        before = text.rfind("\n", limit, begin - 1) + 1 or limit
+        if not compiled(rf"[^\r\n]{{0,{_BEFORE_LINE}}}?[A-Za-z0-9+/=]{{16,100}}\s*").fullmatch(text, before, begin):
+            break
+        at = begin = before
     return at
 
 
 _HEADER = (
     r"""(?i)(?:authorization|cookie)\\{0,8}["'`]?\s{0,3}[:=]\s{0,3}(?:\\{0,8}["'`])?"""
-    r"""(?:(?:bearer|basic|token|apikey)\s{1,3}([^\s"'`\\]*)|(?:(?:digest|negotiate|oauth|sharedkey|aws4-hmac-sha256)\s{1,3})?([^\r\n"'`\\]*))"""
+    r"""(?:(?:bearer|basic|token|apikey)\s{1,3}([^\s"'`\\]*)|(?:(?:digest|oauth|aws4-hmac-sha256)\s{1,3}((?:[\w\-]{1,40}=(?:\\{0,8}"[^"\\\r\n]*\\{0,8}"|[^\s,"'`\\]*),?\s{0,3})+))"""
+    r"""|(?:(?:digest|negotiate|oauth|sharedkey|aws4-hmac-sha256)\s{1,3})?([^\r\n"'`\\]*))"""
 )
 
 
@@ -285,8 +301,9 @@ def _headers(text: str) -> Iterator[Span]:
         return
     if "authorization" in small or "cookie" in small:
         for found in compiled(_HEADER).finditer(text):
-            if not plain((found[1] or found[2] or "").strip()):
-                yield found.span(1 if found[1] else 2)
+            group = next((number for number in (1, 2, 3) if found[number]), 3)
+            if not plain((found[group] or "").strip()):
+                yield found.span(group)
     if "bearer" in small or "basic" in small:
         for found in compiled(r"(?i)\b(bearer|basic)\s{1,3}([\w.~+/=:%\-]{8,})").finditer(text):
             if opaque(found[2]) if found[1].lower() == "bearer" else _is_user_and_password(found[2]):
@@ -341,9 +358,9 @@ def _user(before: str, user: str, begin: int) -> Iterator[Span]:
 
 
 def _password_with_slash(text: str, begin: int, end: int) -> Iterator[Span]:
-    """redis://:pa/ss@host: what follows the colon is no port."""
+    """redis://:pa/ss@host, or another sign that ends a host: what follows the colon is no port."""
     name, colon, rest = text[begin:end].partition(":")
-    if not colon or rest.isdigit() or not rest or text[end : end + 1] != "/":
+    if not colon or rest.isdigit() or not rest or text[end : end + 1] not in ("/", "?", "#"):
         return
     found = compiled(r"""[^\s"'`<>@\\]{0,200}@""").match(text, end)
     if found:
@@ -358,7 +375,7 @@ def _topic(text: str, at: int, end: int, host: str) -> Iterator[Span]:
         begin = at + 3
     elif not own and host != "ntfy.sh" and not host.startswith("ntfy."):
         return
-    found = compiled(r"""[^\s"'`<>\\,;)]*""").match(text, begin)
+    found = compiled(r"""[^\s"'`<>\\,;)]{0,500}""").match(text, begin)
     topic = found[0] if found else ""
     if not plain(topic) and not topic.isupper():  # in capitals: documentation's
         yield begin, begin + len(topic)
@@ -384,7 +401,7 @@ def _hook(text: str, host: str, at: int) -> Iterator[Span]:
 
 
 _Detector = Callable[[str], Iterator[Span]]
-_DETECTORS: tuple[_Detector, ...] = (_private_keys, _urls, _headers, _tokens, pairs, elements, commands)
+_DETECTORS: tuple[_Detector, ...] = (_private_keys, _urls, _headers, _tokens, pairs, named, elements, commands)
 
 # A variable's value is looked at when secrets are learned, when it is described and when it is written.
 _looked: dict[str, list[Span]] = {}

@@ -49,7 +49,12 @@ def secret_value(rating: int, value: str) -> bool:
     return rating == SURE or (rating == MAYBE and not value.replace(".", "").replace("-", "").isdigit())
 
 
-_SEPARATOR = r"""(?:\\{0,8}["'`]){0,5}\]?[ \t]{0,3}(?:=>|:=|==|=|:(?!:|//))[ \t]{0,3}"""
+_BLANKS = r"[^\S\r\n]{0,40}"  # tables of settings are padded
+_SEPARATOR = (
+    # JSON and Python, with a line end where a value may stand on a line of its own
+    rf"""(?:(?:\\{{0,8}}["'`])\s{{0,40}}:\s{{0,40}}(?=\\{{0,8}}["'\[\d])"""
+    rf"""|(?:\\{{0,8}}["'`]){{0,5}}\]?{_BLANKS}(?:=>|:=|==|=|:(?!:|//))[^\S\r\n]{{0,40}})"""
+)
 _VALUE_END = r"""[\s"'`]|\\{1,8}["'nrt]|[,;&](?=\s|$|["']|[\w.\-]{1,64}\s?[=:])|[)\]}](?=[\s,;.:)\]}"'`\\]|$)|$"""
 _MOST_MAYBE = 400
 
@@ -69,6 +74,13 @@ def pairs(text: str) -> Iterator[Span]:
             or _is_call(text, found)
         ):
             continue
+        several = list(_listed(text, found, rating))
+        if several:
+            yield from several
+            done = several[-1][1]
+            continue
+        if rating == SURE and compiled(r"""\[\s{0,40}\\{0,8}["']""").match(text, found.end()):
+            continue  # a list with nothing to hide
         most = len(text) if rating == SURE else min(len(text), found.end() + _MOST_MAYBE)
         begin, end, quoted = _value(text, found.end(), most)
         if not secret_value(rating, text[begin:end]) or not _meant(text, found, rating, text[begin:end], quoted):
@@ -77,6 +89,28 @@ def pairs(text: str) -> Iterator[Span]:
             end = compiled(r"[^\r\n]*").match(text, end).end()  # type: ignore[union-attr]  # YAML's `password: several words`
         yield begin, end
         done = end
+
+
+def _listed(text: str, found: re.Match[str], rating: int) -> Iterator[Span]:
+    """["VALUE", "VALUE"], and what YAML writes on lines of their own: a block behind | or >, a list."""
+    if rating != SURE:
+        return
+    if text.startswith("[", found.end()):
+        items = compiled(r"""\[(?:\s{0,40}(?:\\{0,8}["'])[^"'\\\r\n]{0,4096}(?:\\{0,8}["'])\s{0,40},?){1,1000}""")
+        several = items.match(text, found.end())
+        for item in compiled(r"""["']([^"'\\\r\n]+)\\{0,8}["']""").finditer(several[0]) if several else ():
+            if not plain(item[1]):
+                yield found.end() + item.start(1), found.end() + item.end(1)
+    elif ":" in found[2]:
+        line = text[max(0, found.start() - 40) : found.start()].rpartition("\n")[2]
+        indent = len(line) - len(line.lstrip(" \t"))
+        deeper = rf"\n[ \t]{{{indent + 1},80}}[^\r\n]+\r?"
+        block = compiled(rf"[|>][+\-\d]{{0,2}}[ \t]{{0,8}}\r?((?:{deeper})+)").match(text, found.end())
+        if not block and not line.strip(" \t-\"'"):
+            block = compiled(rf"\r?((?:\n[ \t]{{{indent},80}}- [^\r\n]+\r?)+)").match(text, found.end())
+        if block:
+            first = compiled(r"\s*(?:- )?").match(text, block.start(1))
+            yield first.end() if first else block.start(1), block.end(1)
 
 
 def _meant(text: str, found: re.Match[str], rating: int, value: str, quoted: bool) -> bool:
@@ -145,6 +179,25 @@ def _begins_line(text: str, at: int) -> bool:
     return before.rpartition("\n")[2].strip() in ("", "-") and ("\n" in before or at <= 40)
 
 
+def named(text: str) -> Iterator[Span]:
+    """{"name": "HF_TOKEN", "value": VALUE}, as Kubernetes has it, and ("password", VALUE)."""
+    if not holds_any(text.lower(), secretnames.SEEDS):
+        return
+    quote = r"""(?:\\{0,32}["'])"""
+    between = rf"""{quote}?[\s,;]{{1,40}}{quote}?[Vv]alue{quote}?\s{{0,8}}[:=]\s{{0,8}}{quote}?"""
+    value = r"""([^\s"'\\,;}]{1,4096})"""
+    for found in compiled(
+        rf"""\b(?:[Nn]ame|[Kk]ey){quote}?\s{{0,8}}[:=]\s{{0,8}}{quote}?([\w.\-]{{1,100}}){between}{value}"""
+    ).finditer(text):
+        if secret_value(secretnames.rate(found[1]), found[2]):
+            yield found.span(2)
+    for found in compiled(rf"""[(\[]b?{quote}([\w.\-]{{1,100}}){quote},\s{{0,8}}b?{quote}{value}{quote}""").finditer(
+        text
+    ):
+        if secretnames.rate(found[1]) == SURE and opaque(found[2]):
+            yield found.span(2)
+
+
 def elements(text: str) -> Iterator[Span]:
     """<password>value</password>, as XML has it."""
     if "</" not in text:
@@ -192,10 +245,14 @@ def word_spans(words: list[tuple[str, int]], prose: frozenset[str] = frozenset()
     for word, place in words:
         flags = _PROGRAMS.get(program, {})
         before = previous[-1]
-        if before == "password" and previous[-3] in ("login", "account"):
+        if before == "password" and previous[-3] in ("login", "account", "machine"):
             yield from _flag_value("value", word, place)
         elif before in flags and not word.startswith("-"):
             yield from _flag_value(flags[before], word, place)
+        elif program == "curl" and compiled(r"-[a-zA-Z]{1,10}u").fullmatch(before):  # curl -su NAME:SECRET
+            yield from _flag_value("user", word, place)
+        elif program == "curl" and word.startswith("--user="):
+            yield from _flag_value("user", word[7:], place + 7)
         elif before.startswith("-") and "=" not in before and not word.startswith("-") and word.lower() not in prose:
             rating = secretnames.rate(before.lstrip("-"))
             if rating == SURE or (rating == MAYBE and opaque(word)):
@@ -208,7 +265,7 @@ def word_spans(words: list[tuple[str, int]], prose: frozenset[str] = frozenset()
 
 def _program(running: str, word: str) -> str:
     """Whose flags count behind this word."""
-    name = word.rpartition("=")[2].rpartition("/")[2]
+    name = compiled(r"""[^=/"'`(\[]*$""").search(word[-40:])[0]  # type: ignore[index]  # it matches nothing, too
     if name in _PROGRAMS or f"{name} login" in _PROGRAMS:
         return name
     if word == "login" and f"{running} login" in _PROGRAMS:

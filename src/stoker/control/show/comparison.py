@@ -19,6 +19,7 @@ PARTS = 10  # it is cut into
 FEWEST = 5  # of them that must hold points of both
 # Student's t, two-sided 95 %, by degrees of freedom.
 _T = {4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+_LARGEST = 1e150  # of a value that is compared: the squares of these are numbers, too
 # Where a run is, and what it derives from that: no settings.
 _LEFT_OUT = ("checkpoint.folder", "run.name", "name")
 
@@ -53,7 +54,7 @@ def noise(first: Curve, second: Curve) -> Noise | None:
     differences, because the same data in the same order moves both runs alike.
     """
     known = [
-        [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if math.isfinite(value)]
+        [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if abs(value) <= _LARGEST]
         for curve in (first, second)
     ]
     if not known[0] or not known[1]:

@@ -80,7 +80,10 @@ def _opened(path: str, packing: str, file: BinaryIO) -> Any:
 def _zstd(path: str, file: BinaryIO) -> Any:
     try:
         zstandard = import_module("zstandard")
-        return _Frames(file, lambda: _Zstandard(zstandard.ZstdDecompressor(max_window_size=_WINDOW)), _ZSTD_READ)
+        decompressor = zstandard.ZstdDecompressor(
+            max_window_size=_WINDOW
+        )  # one for all: making it takes longer than a frame
+        return _Frames(file, lambda: _Zstandard(decompressor), _ZSTD_READ)
     except ImportError:
         pass
     try:

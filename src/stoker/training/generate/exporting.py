@@ -13,7 +13,8 @@ from torch import Tensor
 
 from stoker import __version__
 from stoker.contract import layout, redact
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.effort import reading
+from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.shape import replace, shape
 from stoker.contract.typed import read_fields
 from stoker.contract.untrusted import parse_json, printable, read_text
@@ -28,7 +29,7 @@ from stoker.training.model.config import AdapterConfig, ModelConfig, check_optio
 from stoker.training.model.hf_config import base_of, kept_text, shape_for, shape_of, tokenizer_in
 from stoker.training.model.hf_files import places
 from stoker.training.model.hf_read import Added, Source, added_by
-from stoker.training.model.hf_write import CARD, CARD_MARK, SCORE, beside
+from stoker.training.model.hf_write import CARD, CARD_MARK, EXPORTED, SCORE, beside, refuse_other_models
 from stoker.training.tokenizer.chat import write_template
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
@@ -89,6 +90,14 @@ def export(
     """`trust_remote_code`: Python code of the folder that a checkpoint's model was loaded from may run. `merge`: an adapter
     becomes part of the weights.
     """
+    refuse_other_models(out)
+    with reading(found.folder):
+        _export(found, out, dtype, tokenizer, say, trust_remote_code, merge)
+
+
+def _export(
+    found: Found, out: str, dtype: str | None, tokenizer: str | None, say: Say, trust_remote_code: bool, merge: bool
+) -> None:
     if found.checkpoint:
         return _checkpoint(found.folder, out, dtype, tokenizer, say, trust_remote_code, merge)
     is_adapter = base_of(found.folder) != found.folder
@@ -104,12 +113,11 @@ def export(
 
 
 def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say: Say) -> None:
-    if os.path.realpath(folder) == os.path.realpath(out):
-        raise Refusal(f"{out} is where the model is: give another folder", EX_DATAERR)
     base, scored = base_of(folder), os.path.exists(os.path.join(folder, SCORE))
+    where = tokenizer or tokenizer_in(folder)
+    _refuse_inputs(out, folder, base, where)
     c = replace(shape_of(folder), load=base)
     added = added_by(folder, c, scored, say) if base != folder else None
-    where = tokenizer or tokenizer_in(folder)
     words = load_tokenizer(where)
 
     def more(fresh: str) -> None:
@@ -128,6 +136,12 @@ def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say
     hf.save_from(source.tensors(torch.float32), c, out, context_length=context, more=more, **how)
 
 
+def _refuse_inputs(out: str, *inputs: str) -> None:
+    """An export may be replaced, but not by what is made of it."""
+    if os.path.realpath(out) in map(os.path.realpath, inputs):
+        raise Refusal(f"{out} is where the model is, or a part of it: give another folder", EX_CANTCREAT)
+
+
 def _dtype(asked: str | None, added: Added | None) -> torch.dtype | None:
     """None: as the loaded weights are."""
     if asked:
@@ -137,6 +151,7 @@ def _dtype(asked: str | None, added: Added | None) -> torch.dtype | None:
 
 def _beside(folder: str, words: Tokenizer, run: str, say: Say) -> None:
     """`run`: its directory, or another folder that says nothing."""
+    write_whole(os.path.join(folder, EXPORTED), f"stoker {__version__}\n")
     if line := write_template(folder, words):
         say(line)
     stage = reader.read_json(os.path.join(run, RESULT))
@@ -171,6 +186,7 @@ def _checkpoint(
         )
     check_options(shape, path)
     where = tokenizer or _tokenizer_of(opened)
+    _refuse_inputs(out, path, where, *([shape.load, base_of(shape.load)] if shape.load else []))
     words = load_tokenizer(where)
     if not words.has_digest(opened.meta.get("tokenizer_digest")):
         raise Refusal(

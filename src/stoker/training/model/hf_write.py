@@ -35,6 +35,7 @@ SCORE = "score.safetensors"  # a reward model's head, beside the decoder's weigh
 
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+EXPORTED = ".stoker-export"  # in a folder that `stoker export` wrote: such a one may be replaced
 
 
 def shards(c: ModelConfig, dtype: torch.dtype) -> list[list[Part]]:
@@ -129,7 +130,8 @@ class Export:
 
 
 def write_json(folder: str, name: str, value: Mapping[str, Any]) -> None:
-    write_whole(os.path.join(folder, name), (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    write_whole(os.path.join(folder, name), text)  # half of a surrogate pair stays as JSON spells it
 
 
 def add_files(
@@ -156,17 +158,32 @@ def refuse_foreign_files(folder: str) -> None:
     """What is there will be replaced: only an earlier export may be."""
     if not os.path.lexists(folder):
         return
+    if os.path.islink(folder):
+        raise Refusal(f"{folder} is a symbolic link: give the folder itself, or another one", EX_CANTCREAT)
     if not os.path.isdir(folder):
         raise Refusal(f"{folder} is a file: give a folder for the model", EX_CANTCREAT)
-    ours = (CONFIG, GENERATION, INDEX, SCORE, *ADAPTER_FILES, *TOKENIZER_FILES)
+    ours = (CONFIG, GENERATION, INDEX, SCORE, EXPORTED, *ADAPTER_FILES, *TOKENIZER_FILES)
     for name in sorted(os.listdir(folder)):
-        if name == CARD and _is_ours(os.path.join(folder, name)):
+        path = os.path.join(folder, name)
+        if name == CARD and _is_ours(path):
             continue
-        if name not in ours and not (name.startswith("model") and name.endswith(".safetensors")):
+        known = name in ours or (name.startswith("model") and name.endswith(".safetensors"))
+        if not known or os.path.isdir(path):
             raise Refusal(
                 f"{folder} holds {name}, which no export wrote and a new one would remove: give another folder",
                 EX_CANTCREAT,
             )
+
+
+def refuse_other_models(folder: str) -> None:
+    """Every model's folder has the same names: only the mark tells an export from a model that somebody saved or trained."""
+    refuse_foreign_files(folder)
+    if os.path.isdir(folder) and os.listdir(folder) and not os.path.isfile(os.path.join(folder, EXPORTED)):
+        raise Refusal(
+            f"{folder} holds files that no `stoker export` wrote, and a new one would remove them: give another folder, or"
+            " remove it yourself",
+            EX_CANTCREAT,
+        )
 
 
 def _is_ours(card: str) -> bool:
