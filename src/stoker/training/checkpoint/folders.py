@@ -13,6 +13,7 @@ from stoker.contract import owners
 from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
 from stoker.contract.untrusted import open_lock_file
 from stoker.contract.wholefile import sync_folder
+from stoker.training.checkpoint.manifest import NAME as MANIFEST
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TOKEN = re.compile(r"[A-Za-z0-9_]+")
@@ -106,14 +107,16 @@ def sweep(folder: str, dead: Callable[[str, int], bool]) -> None:
 
 
 def retire(folder: str, step: int, keep: int, scores: dict[int, float | None], keep_best: bool) -> None:
-    """Keeps the newest `keep` complete ones (`scores` has those), the best, and what is later than `step`."""
+    """Keeps the newest `keep` complete ones (`scores` has those), the best, and what is later than `step`. A folder without a
+    manifest is no checkpoint of ours, whatever its name: it stays.
+    """
     complete = sorted((one for one in scores if one <= step), reverse=True)
     staying = {step, *complete[: max(keep, 1)]}
     scored = {one: score for one, score in scores.items() if score is not None}
     if keep_best and scored:
         staying.add(min(scored, key=lambda one: (scored[one], -one)))
     for one, path in steps_in(folder).items():
-        if one < step and one not in staying and is_trusted(path):
+        if one < step and one not in staying and is_trusted(path) and os.path.isfile(os.path.join(path, MANIFEST)):
             remove(path)
 
 
