@@ -52,6 +52,8 @@ DEFERRED: dict[str, dict[str, Any]] = {
     "torch._inductor.config": {},  # torch.use_deterministic_algorithms sets one of its names
 }
 
+ALONE = "torch._dynamo.config"  # recomputing a block asks for it; it needs nothing of its package
+
 
 class Deferred(ModuleType):
     """A module whose file has not run yet."""
@@ -59,7 +61,7 @@ class Deferred(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked of every module by inspect, warnings and pickle
             raise AttributeError(name)
-        if f"{self.__name__}.{name}" in DEFERRED:
+        if f"{self.__name__}.{name}" in (*DEFERRED, ALONE):
             return _imported(f"{self.__name__}.{name}")
         load(self.__name__)
         return getattr(self, name)
@@ -171,7 +173,7 @@ class Finder:
             spec.submodule_search_locations = real.submodule_search_locations
             spec.has_location = True
             return spec
-        if type(sys.modules.get(parent)) is Deferred:
+        if type(sys.modules.get(parent)) is Deferred and name != ALONE:
             load(parent)
             if name in sys.modules:  # its parent imported it: a second copy would be another module
                 return ModuleSpec(name, _There(sys.modules[name]))  # type: ignore[arg-type]

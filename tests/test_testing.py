@@ -73,12 +73,13 @@ def in_lighter_torch(script: str) -> list[str]:
 
 
 STEP = """
-import torch
+import torch, torch.utils.checkpoint
 torch.use_deterministic_algorithms(True)
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.AdamW(model.parameters())
 with torch.compiler.set_stance("force_eager"):
-    model(torch.randn(1, 2, generator=torch.Generator())).sum().backward()
+    inputs = torch.randn(1, 2, generator=torch.Generator())
+    torch.utils.checkpoint.checkpoint(model, inputs, use_reentrant=False).sum().backward()
 optimizer.step()
 print(*(name for name in lighter_torch.DEFERRED if type(sys.modules.get(name)) is lighter_torch.Deferred))
 """
