@@ -24,12 +24,14 @@ from typing import Any
 import pytest
 
 import forked_commands
-from interpreter import without_pythonpath
+from interpreter import own_interpreter
 from order import slowest_first
 from reruns import may_run_again, pytest_runtest_logreport, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401  hooks
 from stoker.control.machine import processes
 
-without_pythonpath()
+EVERYTHING = os.environ.get("STOKER_TEST_ALL") == "1"  # test.sh --all
+GPU_HERE = os.path.exists("/dev/nvidiactl")
+own_interpreter(lighter=not (EVERYTHING or GPU_HERE))
 # Thousands of processes start here: each would compile Stoker's files anew, and each worker of pytest-xdist the tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -39,9 +41,6 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
-
-EVERYTHING = os.environ.get("STOKER_TEST_ALL") == "1"  # test.sh --all
-LIGHT = {} if EVERYTHING else {"WITHOUT_COMPILER": "1"}  # for scripts that ask: tests/faults/compiler.py
 at_length = pytest.mark.skipif(not EVERYTHING, reason="runs with: bash test.sh --all")
 
 
@@ -110,9 +109,6 @@ class Done:
 
     def log(self, rank: int, attempt: int = 0) -> bytes:
         return (self.run_dir / f"attempt-{attempt}" / f"rank-{rank}.log").read_bytes()
-
-
-GPU_HERE = os.path.exists("/dev/nvidiactl")
 
 
 @contextlib.contextmanager

@@ -1,8 +1,10 @@
-"""An interpreter that needs no PYTHONPATH, where the tests were started with one.
+"""The interpreter of the tests and of all that they start: a private virtual environment in front of the one they were started with.
 
-Tests set PYTHONPATH themselves, or compare what a script sees with and without Stoker. With `PYTHONPATH=src pytest` their
-children would lose Stoker. So its entries move into a .pth file of a private virtual environment, which becomes sys.executable:
-the tests start every child, and pytest-xdist its workers, with that.
+- It needs no PYTHONPATH, where the tests were started with one. Tests set PYTHONPATH themselves, or compare what a script sees
+  with and without Stoker. With `PYTHONPATH=src pytest` their children would lose Stoker. So its entries are in a .pth file here.
+- Its torch is lighter_torch.py's, but for `bash test.sh --all` and for a machine with a GPU, where kernels are compiled.
+
+It becomes sys.executable: the tests start every child, and pytest-xdist its workers, with that.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ import tempfile
 import venv
 from pathlib import Path
 
+NAME = "as_the_tests_were_started.pth"
 
-def without_pythonpath() -> None:
+
+def own_interpreter(lighter: bool) -> None:
     path = os.environ.pop("PYTHONPATH", "")
     entries = [os.path.abspath(entry) for entry in path.split(os.pathsep) if entry]
-    if not entries:
+    if os.path.exists(os.path.join(sysconfig.get_path("purelib"), NAME)) or not (entries or lighter):
         return
     home = Path(tempfile.mkdtemp(prefix="stoker-tests-python-"))
     atexit.register(shutil.rmtree, home, ignore_errors=True)
@@ -30,5 +34,8 @@ def without_pythonpath() -> None:
     # PYTHONPATH comes before installed packages; addsitedir reads their own .pth files, too.
     installed = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
     lines = [*entries, *(f"import site; site.addsitedir({folder!r})" for folder in installed if os.path.isdir(folder))]
-    (packages / "as_the_tests_were_started.pth").write_text("\n".join(lines) + "\n")
+    if lighter:
+        shutil.copy(Path(__file__).with_name("lighter_torch.py"), packages)
+        lines.append("import lighter_torch")
+    (packages / NAME).write_text("\n".join(lines) + "\n")
     sys.executable = str(home / "bin" / "python")

@@ -220,7 +220,7 @@ def work(job, rank):
     return stage.run(pretrain.main, job["words"])
 """)
 WORDS = (
-    "--tokenizer.path", "bytes", "--preset", "small", "--model.depth", "2", "--context_length", "32", "--batch.tokens", "768", "--batch.micro", "8",
+    "--tokenizer.path", "bytes", "--preset", "small", "--model.depth", "2", "--model.dim", "64", "--model.heads", "2", "--context_length", "32", "--batch.tokens", "768", "--batch.micro", "8",
     "--data.validation", "0", "--log_every", "1", "--export", "false", "--timeout", "60s", "--eval_every", "0", "--log_samples", "true", "--deterministic", "true",
 )  # fmt: skip
 BATCH = 24

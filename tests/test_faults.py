@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LIGHT, Done, Stoker, alone_on_the_card, at_length_but
+from conftest import Done, Stoker, alone_on_the_card, at_length_but
 from faults.around import cannot
 from faults.cases import CASES, Case
 from stoker.control.verdict import docs
 from stoker.control.verdict.catalogue import CATALOGUE
 
 FAULTS = Path(__file__).parent / "faults"
-SHARED = ("around.py", "cases.py", "compiler.py", "mistakes.py", "moment.py", "training.py")
+SHARED = ("around.py", "cases.py", "mistakes.py", "moment.py", "training.py")
 CHOSEN = [case for case in CASES if case.ci]
 
 
@@ -47,7 +47,7 @@ def launch(stoker: Stoker, case: Case) -> Done:
         done = subprocess.run(
             [*around, *command],
             cwd=stoker.cwd,
-            env=stoker.environment(LIGHT),
+            env=stoker.environment(),
             capture_output=True,
             timeout=90,
             stdin=subprocess.DEVNULL,

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from conftest import Stoker, wait_for  # noqa: E402
+from conftest import Stoker, at_length_but, wait_for  # noqa: E402
 from forked_ranks import Server, program, server  # noqa: E402
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
 from stoker.contract.shape import replace  # noqa: E402
@@ -781,7 +781,7 @@ def test_under_the_launcher_the_verdict_is_the_breakers_line(stoker: Stoker, for
     assert "the reward was exactly 0 for every answer for 2 steps" in done.verdict["summary"]
 
 
-@pytest.mark.parametrize("method", ["--lora", "--qlora"])
+@pytest.mark.parametrize("method", at_length_but(["--qlora"], ["--lora", "--qlora"]))
 def test_adapters_learn_and_the_model_under_them_is_the_reference(method: str, forks: Forks, tmp_path: Path) -> None:
     # The digits' rows of the embedding are almost the same: without these to learn nothing tells a 7 from a 3.
     more = (method, "--lora_rank", "8", "--learning_rate", "3e-3", "--also_train", "embed_tokens")

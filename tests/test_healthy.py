@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LIGHT, Stoker, at_length_but
+from conftest import Stoker, at_length_but
 from healthy.outcome import Outcome, outcome
 from healthy.shapes import HERE, SHAPES, Shape
 
@@ -38,9 +38,7 @@ def busy_neighbours(count: int) -> Iterator[None]:
 def test_it_is_left_alone(stoker: Stoker, shape: Shape) -> None:
     words = shape.command(seed=1, scale=SCALE)
     with busy_neighbours(shape.neighbours):
-        done = stoker.torch(
-            "run", "--nproc-per-node", str(shape.ranks), "--hang-timeout", HANG_TIMEOUT, *words, env=LIGHT
-        )
+        done = stoker.torch("run", "--nproc-per-node", str(shape.ranks), "--hang-timeout", HANG_TIMEOUT, *words)
     assert done.code == 0, done.out + done.err
     assert outcome(done.run_dir).wrong(shape.straggler) == []
 
@@ -57,7 +55,6 @@ def test_a_wrong_outcome_is_seen() -> None:
 def test_every_script_is_in_the_table() -> None:
     scripts = {path.name for path in Path(HERE).glob("*.py")} - {
         "__init__.py",
-        "compiler.py",
         "shapes.py",
         "outcome.py",
         "training.py",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ID_LENGTH, pytest_make_parametrize_id
+from conftest import ID_LENGTH, at_length, pytest_make_parametrize_id
 from faults.cases import CASES
 from healthy.shapes import SHAPES
 
@@ -62,3 +62,43 @@ def test_a_huge_parameter_has_a_short_name(value: str | bytes, request: pytest.F
     assert pytest_make_parametrize_id(value + value, "value") != made
     assert pytest_make_parametrize_id("short", "value") is None
     assert max(len(item.nodeid) for item in request.session.items) < 400
+
+
+def in_lighter_torch(script: str) -> list[str]:
+    """What a process prints whose torch is lighter_torch.py's, whatever this one has."""
+    words = [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import lighter_torch\n" + script]
+    done = subprocess.run([*words, str(ROOT / "tests")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+STEP = """
+import torch, torch.utils.checkpoint
+torch.use_deterministic_algorithms(True)
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+with torch.compiler.set_stance("force_eager"):
+    inputs = torch.randn(1, 2, generator=torch.Generator())
+    torch.utils.checkpoint.checkpoint(model, inputs, use_reentrant=False).sum().backward()
+optimizer.step()
+print(*(name for name in lighter_torch.DEFERRED if type(sys.modules.get(name)) is lighter_torch.Deferred))
+"""
+
+
+def test_a_training_step_needs_nothing_of_what_the_tests_torch_leaves_for_later() -> None:
+    pytest.importorskip("torch")
+    (left,) = in_lighter_torch(STEP)
+    assert {"torch.export", "torch._meta_registrations", "torch._dynamo", "torch._inductor.config"} <= set(left.split())
+
+
+@at_length
+def test_what_the_tests_torch_leaves_for_later_is_there_when_asked_for() -> None:
+    pytest.importorskip("torch")
+    asks = """
+from torch._dynamo.exc import Unsupported
+import torch._dynamo.exc
+print(Unsupported is torch._dynamo.exc.Unsupported, torch._inductor.config.deterministic)
+print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item(), torch.export.export.__name__)
+print(*(name for name in lighter_torch.DEFERRED if type(sys.modules.get(name)) is lighter_torch.Deferred))
+"""
+    assert in_lighter_torch(STEP + asks)[1:] == ["True True", "2.0 export", ""]

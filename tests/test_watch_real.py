@@ -42,7 +42,7 @@ def step(n):
     optimizer.step()
     optimizer.zero_grad()
 """
-# The first DDP or optimizer of a process imports torch's compiler: as many seconds as torch itself.
+# Without DDP and an optimizer, and so without torch's compiler, which they import.
 ALL_REDUCE = """
 import stoker
 def step(n):

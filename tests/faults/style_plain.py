@@ -2,7 +2,6 @@
 
 import time
 
-import compiler
 import torch
 import torch.distributed as dist
 from mistakes import WIDTH, WORKERS, Samples, at_step, guilty, length
@@ -23,7 +22,6 @@ class Model(torch.nn.Module):
 
 def main() -> None:
     torch.set_num_threads(1)
-    compiler.leave_out()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = DistributedDataParallel(Model())

@@ -207,6 +207,7 @@ def test_a_pattern_without_end_is_stopped() -> None:
     assert tokenizer.encode("aab") == [97, 97, 98], "the next text is encoded"
 
 
+@at_length  # test_strangers_templates.py has the sum's limit with a smaller one: this takes all of its 10 s
 def test_many_texts_of_which_each_is_slow_are_stopped() -> None:
     """Each stays below the limit of one text: what counts is the sum."""
     tokenizer = with_pattern(ENDLESS)

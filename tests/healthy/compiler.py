@@ -1,1 +1,0 @@
-../faults/compiler.py
