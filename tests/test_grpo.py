@@ -37,10 +37,11 @@ from stoker.training.optim.loss_scale import LossScale  # noqa: E402
 from stoker.training.optim.optimizer import Optimizer  # noqa: E402
 from stoker.training.parallel.config import ParallelConfig  # noqa: E402
 from stoker.training.parallel.group import Group  # noqa: E402
-from stoker.training.recipes.grpo import reward  # noqa: E402
 from stoker.training.rl import rollout as asking  # noqa: E402
 from stoker.training.rl.config import GrpoConfig  # noqa: E402
+from stoker.training.rl.parts import parts_of  # noqa: E402
 from stoker.training.rl.rollout import Answer  # noqa: E402
+from stoker.training.rl.scoring import Judged, Rewards, Scorer  # noqa: E402
 from stoker.training.rl.task import FIRST, History, Seen, judge  # noqa: E402
 from stoker.training.rl.update import Policy, Row, Updater, advantages, arrange  # noqa: E402
 from stoker.training.tokenizer import chat  # noqa: E402
@@ -139,12 +140,18 @@ def test_a_rank_without_answers_has_a_gradient_of_zero_for_every_parameter() -> 
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
 
 
+def reward(answers: list[Answer], scorer: Scorer | None, weight: float) -> Judged:
+    parts = parts_of(GrpoConfig(reward_model="folder" if scorer else "", reward_weight=weight))
+    return Rewards(parts, [], 8, None, scorer)(answers)
+
+
 def test_an_answer_is_worth_one_if_it_is_right_and_a_share_of_its_score() -> None:
     prompt = asking.Prompt(0, "6 + 1?", (1, 2), "It is 6 + 1 = 7.\n#### 7")
     answers = [Answer(place, prompt, (1,), text, True) for place, text in enumerate(("7", "The answer is 7.", "8", ""))]
-    assert reward(answers, None, 0.5) == ([1.0, 1.0, 0.0, 0.0], [True, True, False, False])
-    rewards, correct = reward(answers, lambda rows: [0.0, 800.0, -800.0, 0.0 * len(rows)], 0.5)
-    assert rewards == pytest.approx([1.25, 1.5, 0.0, 0.25]) and correct == [True, True, False, False]
+    found = reward(answers, None, 0.5)
+    assert (found.rewards, found.correct) == ([1.0, 1.0, 0.0, 0.0], [True, True, False, False])
+    found = reward(answers, lambda rows: [0.0, 800.0, -800.0, 0.0 * len(rows)], 0.5)
+    assert found.rewards == pytest.approx([1.25, 1.5, 0.0, 0.25]) and found.correct == [True, True, False, False]
 
 
 def test_an_update_that_is_no_number_changes_nothing_and_is_not_counted() -> None:
@@ -276,9 +283,11 @@ def test_a_reward_models_scores_count_within_a_prompt_whatever_their_level() -> 
     prompts = [asking.Prompt(row, "?", (1,), "5") for row in range(2)]
     answers = [Answer(place, prompts[place // 3], (1,), "5" if place == 1 else "6", True) for place in range(6)]
     scores = [-50.0, -52.0, -54.0, 7.0, 7.0, 7.0]
-    rewards, correct = reward(answers, lambda asked: scores, 0.1)
-    assert correct == [False, True, False, False, False, False]
-    assert rewards == pytest.approx([0.1 / (1 + math.exp(-2)), 1 + 0.05, 0.1 / (1 + math.exp(2)), 0.05, 0.05, 0.05])
+    found = reward(answers, lambda asked: scores, 0.1)
+    assert found.correct == [False, True, False, False, False, False]
+    assert found.rewards == pytest.approx(
+        [0.1 / (1 + math.exp(-2)), 1 + 0.05, 0.1 / (1 + math.exp(2)), 0.05, 0.05, 0.05]
+    )
 
 
 def test_weights_of_another_file_are_refused() -> None:
@@ -715,6 +724,63 @@ def test_a_reward_model_adds_its_share(forks: Forks, given: Path, tmp_path: Path
     save(judge, str(tmp_path / "other"), Beside(str(tmp_path / "words"), False), lambda line: None, True)
     other = forks(1, tmp_path / "apart", "--max-steps", "2", "--grpo.reward_model", str(tmp_path / "other"))
     assert other.codes == [EX_CONFIG] and "has another tokenizer" in other.said()
+
+
+def test_a_reward_of_ones_own_that_is_the_built_in_one_gives_the_identical_run(
+    forks: Forks, whole: Job, tmp_path: Path
+) -> None:
+    """In two ranks, too: each has its own process. The file has no torch in it, and prints."""
+    (tmp_path / "rewards.py").write_text(
+        "from stoker.training.evaluate.marking import right_in_form\n"
+        "def score(completion, answer, kind):\n    assert kind == 'seven'\n    return right_in_form(completion, answer)\n"
+    )
+    own = ("--max-steps", "8", "--export", "false", "--grpo.reward", f"{tmp_path}/rewards.py:score")
+    job = forks(1, tmp_path / "1", *own)
+    assert job.codes == [0], job.said()
+    for mine, theirs in zip(job.metrics, whole.metrics[:8], strict=True):
+        assert mine == {**theirs, "total_steps": 8, "reward_score": theirs["reward"]}, mine["step"]
+    two = forks(2, tmp_path / "2", *own)
+    assert two.codes == [0, 0] and [line["reward"] for line in two.metrics] == [line["reward"] for line in job.metrics]
+
+
+def test_rows_without_answers_learn_from_a_reward_of_ones_own(forks: Forks, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": str(n), "wanted": "7"}) + "\n" for n in range(10, 50)))
+    (tmp_path / "rewards.py").write_text(
+        "async def score(completions, wanted):\n    return [text.count(w) for text, w in zip(completions, wanted)]\n"
+    )
+    given = ("--grpo.prompts", str(prompts), "--max-steps", "15", "--export", "false")
+    job = forks(
+        1, tmp_path / "own", *given, "--grpo.reward", f"{tmp_path}/rewards.py:score", "--grpo.reward", "length:2=0.5"
+    )
+    assert job.codes == [0] and " | Right: n/a | " in job.said(), job.said()
+    first, last = job.metrics[0], job.metrics[-1]
+    assert first["correct"] is None and last["reward_score"] > first["reward_score"] + 0.2
+    assert last["reward"] == pytest.approx(last["reward_score"] + 0.5 * last["reward_length"])
+    refused = forks(1, tmp_path / "none", *given)
+    assert refused.codes == [EX_DATAERR] and "40 of 40 rows without an answer" in refused.said()
+
+
+def test_a_reward_that_fails_ends_all_ranks_with_its_line_and_a_checkpoint(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "import os\ncalls = 0\ndef score(completions):\n    global calls\n    calls += 1\n"
+        "    if calls == 3 and os.environ['RANK'] == '0':\n        return [1.0, None]\n"
+        "    return [len(text) + 0.1 * n for n, text in enumerate(completions)]\n"
+    )
+    own = ("--max-steps", "8", "--grpo.reward", f"{tmp_path}/rewards.py:score")
+    job = forks(2, tmp_path / "two", *own)
+    assert job.codes == [EX_SOFTWARE] * 2, job.said()
+    for rank in (0, 1):
+        line = "GRPO stopped: reward rewards.py:score returned 2 numbers for 24 answers (step 2); the last good checkpoint is"
+        assert line in job.said(rank) and "Traceback" not in job.said(rank), job.said(rank)
+    assert (job.run / "checkpoints" / "step-00000002").is_dir() and len(job.metrics) == 2
+
+
+def test_a_reward_file_that_cant_be_loaded_is_one_line_and_a_code(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("import nothing_like_this\ndef score(completion): return 1\n")
+    job = forks(2, tmp_path / "job", "--max-steps", "2", "--grpo.reward", f"{tmp_path}/rewards.py:score")
+    assert job.codes == [EX_DATAERR] * 2 and "Traceback" not in job.said()
+    assert "stoker: grpo.reward rewards.py:score failed: rewards.py, line 1: ModuleNotFoundError" in job.said()
 
 
 def test_once_through_asks_every_prompt_once_and_weights_change_that() -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stoker.contract import limits
 from stoker.contract.limits import text
+from stoker.contract.quantities import duration
 from stoker.contract.shape import option, shape
 
 MICRO = 16  # answers a rank learns from at once, where batch.micro is auto
+
+
+def names_code(rewards: Sequence[str]) -> bool:
+    """Whether one of these is a function in a file."""
+    return any(text.partition(":")[0].partition("=")[0].strip().endswith(".py") for text in rewards)
 
 
 @shape
@@ -17,15 +25,23 @@ class GrpoConfig:
     weights: str = text("PATH")(
         "how often each prompt is sampled: weights.jsonl of the density stage (empty: all alike)"
     )
-    reward_model: str = text("DIR")("folder of the reward stage's model (empty: only the answer counts)")
-    reward_weight: float = limits.NOT_NEGATIVE("how much the reward model's score adds to a right answer's 1", 0.1)
-    prompts_per_step: int = limits.FROM_ONE(
-        "prompts a step, all ranks together; any number of ranks may share them", 32
+    reward: tuple[str, ...] = option(
+        "what an answer is worth, in sum: exact (if none is given), number, math, regex:…, format:…, length, model,"
+        " FILE.py:FUNCTION; each with =WEIGHT",
+        "REWARD",
+        default=(),
+        many=True,
     )
+    reward_timeout: float = limits.POSITIVE(
+        "a reward of yours that takes longer for a step's answers has failed", 300.0, parse=duration, metavar="TIME"
+    )
+    reward_model: str = text("DIR")("folder of the reward stage's model (empty: none)")
+    reward_weight: float = limits.NOT_NEGATIVE("how much the reward model's score adds to a right answer's 1", 0.1)
+    prompts_per_step: int = limits.FROM_ONE("prompts a step, all ranks together", 32)
     group: int = limits.FROM_TWO("answers per prompt", 8)
     updates: int = limits.FROM_ONE("optimizer steps per batch of answers", 1)
     clip_ratio: float = limits.POSITIVE("the ratio of new to old probability counts up to 1 ± this", 0.2)
-    kl: float = limits.NOT_NEGATIVE("weight of the divergence from the model it began with", 0.02)
+    kl: float = limits.NOT_NEGATIVE("weight of the KL to the first model", 0.02)
     scale_by_deviation: bool = option("advantages are divided by the group's standard deviation", default=True)
     breaker_steps: int = limits.COUNT(
         "stop after so many steps of a constant reward, with no answer right, or with every answer cut; all right for"

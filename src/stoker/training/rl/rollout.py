@@ -22,6 +22,7 @@ from stoker.training.generate.engine import Engine
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group, split
 from stoker.training.rl.config import GrpoConfig
+from stoker.training.rl.scoring import Judged, RewardFailed, Rewards
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
@@ -36,13 +37,19 @@ class Prompt:
     row: int  # of the file, from 0: what the density stage's weights count in
     asked: Any  # a text, or messages: what the reward model is shown
     ids: tuple[int, ...]
-    answer: str
+    answer: str | None  # None: the row has none
+
+
+def needs_answer(answer: str | None) -> str:
+    return "without an answer" if answer is None else ""
 
 
 def read(
-    rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, room: int, path: str, system: str = ""
-) -> tuple[list[Prompt], list[str]]:
-    """`room`: tokens a prompt may have. `system`: said before each that has no such message.
+    rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, room: int, path: str, system: str = "",
+    lacking: Callable[[str | None], str] = needs_answer,
+) -> tuple[list[Prompt], list[str]]:  # fmt: skip
+    """`room`: tokens a prompt may have. `system`: said before each that has no such message. `lacking`: what is wrong with
+    a row's answer, in words.
 
     Gives the prompts and what to say about those that were left out.
     """
@@ -50,7 +57,7 @@ def read(
     found: list[Prompt] = []
     wrong: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
-        made = _prompt(number, row, tokenizer, system)
+        made = _prompt(number, row, tokenizer, system, lacking)
         problem = made if isinstance(made, str) else ""
         if not isinstance(made, str) and len(made.ids) > room:
             problem = "longer than data.context_length less generate.new_tokens leaves room for"
@@ -65,14 +72,18 @@ def read(
     return found, [f"{line}: left out" for line in lines]
 
 
-def _prompt(number: int, row: Mapping[str, Any], tokenizer: Tokenizer, system: str) -> Prompt | str:
+def _prompt(
+    number: int, row: Mapping[str, Any], tokenizer: Tokenizer, system: str, lacking: Callable[[str | None], str]
+) -> Prompt | str:
     """Or what is wrong with it."""
     asked, answer = row.get("prompt", row.get("question")), row.get("answer")
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str) or not answer.strip():
-        return "without an answer"
-    if len(answer) > LONGEST_ANSWER:
+        answer = None
+    if unfit := lacking(answer):
+        return unfit
+    if answer is not None and len(answer) > LONGEST_ANSWER:
         return f"with an answer of more than {LONGEST_ANSWER:,} characters"
     messages = _messages(asked)
     if isinstance(messages, str):
@@ -233,9 +244,10 @@ class Outcome:
     """Of all answers of a step, on every rank. Each [answers], float64 on the host."""
 
     rewards: Tensor
-    correct: Tensor
+    correct: Tensor  # NaN where the row has no answer
     lengths: Tensor
     whole: Tensor
+    parts: Tensor  # [parts, answers], before their weights
 
     @property
     def constant(self) -> bool:
@@ -252,16 +264,35 @@ class Outcome:
         return float(self.rewards[0] if self.constant else self.rewards.mean())
 
     @property
+    def right(self) -> float | None:
+        """Share of right answers; None: no row of the step has an answer to compare with."""
+        known = self.correct[~self.correct.isnan()]
+        return float(known.mean()) if len(known) else None
+
+    @property
     def spread(self) -> float:
         return 0.0 if self.constant else float(self.rewards.std(unbiased=False))
 
 
-def outcome(
-    answers: Sequence[Answer], rewards: Sequence[float], correct: Sequence[bool], count: int, ranks: Group
-) -> Outcome:
-    """Each rank fills in its own places, and the sum is everybody's: one small exchange a step."""
-    table = torch.zeros(4, count, dtype=torch.float64)
-    for answer, reward, right in zip(answers, rewards, correct, strict=True):
-        numbers = [reward, float(right), float(len(answer.ids)), float(answer.whole)]
-        table[:, answer.place] = torch.tensor(numbers, dtype=torch.float64)
-    return Outcome(*ranks.sum(table.to(ranks.device)).cpu())
+def outcome(answers: Sequence[Answer], rewards: Rewards, count: int, ranks: Group) -> tuple[Judged, Outcome]:
+    """Each rank fills in its own places, and the sum is everybody's: one small exchange a step. A reward that failed on
+    one rank fails on all, with its line.
+    """
+    failure = ""
+    try:
+        judged = rewards(answers)
+    except RewardFailed as problem:
+        failure, judged = str(problem), Judged([], [], [])
+    table = torch.zeros(5 + len(rewards.parts), count, dtype=torch.float64)
+    table[4, 0] = float(bool(failure))
+    for number, answer in enumerate(answers if not failure else ()):
+        right = judged.correct[number]
+        numbers = [judged.rewards[number], math.nan if right is None else float(right)]
+        numbers += [float(len(answer.ids)), float(answer.whole)]
+        table[:4, answer.place] = torch.tensor(numbers, dtype=torch.float64)
+        table[5:, answer.place] = torch.tensor([part[number] for part in judged.parts], dtype=torch.float64)
+    table = ranks.sum(table.to(ranks.device)).cpu()
+    if table[4, 0]:
+        raise RewardFailed(next(line for line in ranks.all(failure) if line))
+    rewarded, correct, lengths, whole = table[:4]
+    return judged, Outcome(rewarded, correct, lengths, whole, table[5:])

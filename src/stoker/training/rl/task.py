@@ -15,6 +15,7 @@ from stoker.training.loop.speed import Speed
 from stoker.training.optim.loss_scale import LossScale
 from stoker.training.parallel.group import Group
 from stoker.training.rl.config import GrpoConfig
+from stoker.training.rl.parts import MARKED, MODEL, parts_of, shown
 from stoker.training.rl.rollout import Outcome
 from stoker.training.rl.update import Learned
 
@@ -29,7 +30,7 @@ class Seen:
     step: int
     reward: float
     spread: float  # standard deviation of all answers' rewards; 0 exactly where all are the same
-    correct: float  # share of right answers
+    correct: float | None  # share of right answers; None: the rows have no answers
     kl: float | None  # None: not measured
     entropy: float | None
     length: float
@@ -86,7 +87,7 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
 
     if not recent:
         return None
-    last = recent[-1]
+    last, counts = recent[-1], counts_right(c)
     if since := lasting(NOT_FINITE_STEPS, lambda seen: not seen.finite):
         return Finding(
             f"the loss or its gradient was no number {since}, and nothing was learned: lower optim.learning_rate, or"
@@ -96,7 +97,7 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
         "give prompts that the model sometimes answers rightly, train sft longer, or raise grpo.group or"
         " generate.temperature"
     )
-    if since := lasting(c.breaker_steps, lambda seen: seen.correct == 1):
+    if since := lasting(c.breaker_steps, lambda seen: seen.correct == 1 and (counts or not seen.unlike)):
         return Finding(
             f"every answer was right {since}: nothing is left to learn from these prompts; give harder ones, or train"
             " fewer steps",
@@ -128,10 +129,20 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
     if since := lasting(c.breaker_steps, lambda seen: seen.cut == 1):
         line = f"every answer was cut at generate.new_tokens {since}, mean length {last.length:.1f}"
         return Finding(f"{line}: raise generate.new_tokens, or begin with a model that ends its answers (stage sft)")
-    if since := lasting(c.breaker_steps, lambda seen: seen.correct == 0):
-        line = f"no answer was right {since}: only the reward model's opinion is learned"
+    if since := lasting(c.breaker_steps, lambda seen: seen.correct == 0 and counts):
+        line = f"no answer was right {since}: only {_others(c)} is learned"
         return Finding(f"{line}; {hint}; where that opinion is all you want, grpo.breaker_steps 0")
     return None
+
+
+def counts_right(c: GrpoConfig) -> bool:
+    """Whether being right is part of the reward: rows may have answers that a reward of one's own never looks at."""
+    return any(part.kind in MARKED for part in parts_of(c))
+
+
+def _others(c: GrpoConfig) -> str:
+    names = [shown(part) for part in parts_of(c) if part.kind not in (*MARKED, MODEL)]
+    return f"what {', '.join(names)} rewards" if names else "the reward model's opinion"
 
 
 def _kl(c: GrpoConfig) -> Callable[[Seen], bool]:
@@ -229,6 +240,13 @@ class GrpoTask(Task):
     def summary(self) -> str:
         return f"reward {self.history.recent[-1].reward:.3f}"
 
+    def _parts(self, outcome: Outcome) -> dict[str, float]:
+        """Each part's mean, where the settings name parts."""
+        if not self._c.reward:
+            return {}
+        means = outcome.parts.mean(1).tolist()
+        return {f"reward_{part.label}": mean for part, mean in zip(parts_of(self._c), means, strict=True)}
+
     def _tell(self, launched: Launched) -> None:
         step, outcome, learned, rate = launched.step, launched.outcome, launched.learned, launched.rate
         tokens = int(outcome.lengths.sum())
@@ -236,7 +254,7 @@ class GrpoTask(Task):
         kl = learned.kl if self._c.kl > 0 and learned.finite else None
         numbers: dict[str, Any] = {
             "reward": outcome.reward,
-            "correct": float(outcome.correct.mean()),
+            "correct": outcome.right,
             "kl": kl,
             "entropy": learned.entropy,
             "length": float(outcome.lengths.mean()),
@@ -265,13 +283,15 @@ class GrpoTask(Task):
             learned.loss,
             self._speed,
             lambda left: (
-                f"Reward: {seen.reward:.3f} | Right: {seen.correct:.0%} | Loss: {learned.loss:.4f} | KL:"
+                f"Reward: {seen.reward:.3f} | Right: {'n/a' if seen.correct is None else f'{seen.correct:.0%}'} | Loss:"
+                f" {learned.loss:.4f} | KL:"
                 f" {'n/a' if kl is None else f'{kl:.4f}'} | Entropy: {learned.entropy:.3f} | Length: {seen.length:.1f} |"
                 f" Cut: {seen.cut:.0%} | LR: {rate:.2e} | Grad Norm: {learned.norm:.4f} | ETA: {left}"
             ),
             every_rank=False,
             **numbers,
             reward_std=seen.spread,
+            **self._parts(outcome),
             tokens=self.position.tokens,
             grad_norm=learned.norm,
             lr=rate,

@@ -8,6 +8,7 @@ from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import number_at
 from stoker.training.config.derived import Learning
 from stoker.training.config.schema import Config
+from stoker.training.rl import parts
 from stoker.training.stages import estimate
 from stoker.training.stages.blocks import Block, Text
 from stoker.training.stages.evaluate import lengths_of_prompts
@@ -43,6 +44,7 @@ def check(c: Config) -> None:
     }
     for line in (line for line, bad in problems.items() if bad):
         raise Refusal(line, EX_USAGE)
+    parts.check(c.grpo)
 
 
 def lengths(c: Config, words: Words) -> list[tuple[str, list[int]]]:
@@ -98,7 +100,7 @@ STAGE = Stage(
     inputs=("model.load", "grpo.prompts"),
     outputs=("hf",),
     common=(
-        *keys_of("grpo", "weights reward_model prompts_per_step group kl"),
+        *keys_of("grpo", "reward weights reward_model prompts_per_step group kl"),
         *keys_of("generate", "new_tokens temperature"),
         "adapter.method",
     ),
