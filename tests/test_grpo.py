@@ -23,6 +23,7 @@ from conftest import Stoker, wait_for  # noqa: E402
 from forked_ranks import Server, program, server  # noqa: E402
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
 from stoker.contract.shape import replace  # noqa: E402
+from stoker.control.record.rollouts import read_rollouts  # noqa: E402
 from stoker.training.checkpoint.reading import open_checkpoint  # noqa: E402
 from stoker.training.data.learn import train  # noqa: E402
 from stoker.training.generate import exporting  # noqa: E402
@@ -544,6 +545,12 @@ def test_the_reward_rises_and_the_result_tells_it(whole: Job, given: Path) -> No
         STEPS,
         None,
     )
+    kept = list(read_rollouts(str(whole.run)))
+    for step, line in enumerate(whole.metrics):
+        mine = [one for one in kept if one.step == step]
+        assert len(mine) == 48 and {one.weights for one in mine} == {step} and sum(one.tokens for one in mine) > 0
+        assert sum(one.reward for one in mine) / 48 == pytest.approx(line["reward"])
+    assert kept[0].parts == {"exact": kept[0].reward} and kept[0].right == bool(kept[0].reward) and kept[0].prompt
     cut = [row["cut"] for row in whole.metrics]
     assert found["metrics"]["cut_first"] == pytest.approx(sum(cut[:5]) / 5) and found["metrics"][
         "cut_last"
@@ -608,6 +615,7 @@ def test_stopped_by_sigterm_and_started_again_it_gives_the_metrics_of_an_uninter
     second = forks(1, tmp_path, *more)
     assert second.codes == [0] and "resumes at step" in second.said()
     assert second.metrics == whole.metrics and second.result["metrics"] == whole.result["metrics"]
+    assert (second.run / "rollouts.jsonl").read_text() == (whole.run / "rollouts.jsonl").read_text()
     again = forks(1, tmp_path, *more)
     assert again.codes == [0] and again.result == second.result, "nothing was left to do"
 

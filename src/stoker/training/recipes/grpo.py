@@ -46,7 +46,7 @@ from stoker.training.rl.config import MICRO
 from stoker.training.rl.parts import lacking, parts_of
 from stoker.training.rl.rollout import Rollout, rollout_of
 from stoker.training.rl.rollout import outcome as outcome_of
-from stoker.training.rl.scoring import RewardFailed, Rewards, Worker, columns_of
+from stoker.training.rl.scoring import RewardFailed, Rewards, RolloutLog, Worker, columns_of
 from stoker.training.rl.task import GrpoTask, Launched, Stopped, result, resumed
 from stoker.training.rl.update import Updater, advantages
 from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -202,6 +202,8 @@ def main(argv: list[str]) -> int:
     task = GrpoTask(
         c.grpo, group, voice, position, history, about=about, loss_scale=scale, planned_bytes=memory.planned_bytes
     )
+    rollouts_mb = c.grpo.rollouts_mb if group.first else 0
+    keep_rollouts = RolloutLog(folder, position.step, rollouts_mb, voice.say)
     profile = Profile(c.train.profile_steps if c.train.profile and group.first else 0, folder, group.device, voice.say)
     loop = Loop(task, keeper, group, voice, profile, first=position.step, steps=steps)
     code, stopped = 0, None
@@ -214,6 +216,7 @@ def main(argv: list[str]) -> int:
                 above = advantages(
                     torch.tensor(judged.rewards, dtype=torch.float64).view(-1, c.grpo.group), c.grpo.scale_by_deviation
                 )
+                keep_rollouts(step, updater.done, answers, judged, rewards.labels)
                 share = rate_share(c.optim, step, steps)
                 lengths = [int(length) for length in outcome.lengths.tolist()]
                 learned = updater.learn(answers, above.flatten().tolist(), lengths, share)

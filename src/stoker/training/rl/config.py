@@ -43,6 +43,10 @@ class GrpoConfig:
     clip_ratio: float = limits.POSITIVE("the ratio of new to old probability counts up to 1 ± this", 0.2)
     kl: float = limits.NOT_NEGATIVE("weight of the KL to the first model", 0.02)
     scale_by_deviation: bool = option("advantages are divided by the group's standard deviation", default=True)
+    rollouts_mb: int = limits.COUNT(
+        "prompts, answers and rewards of rank 0 in rollouts.jsonl: about so many MB at most, thinned by steps (0: none)",
+        64,
+    )
     breaker_steps: int = limits.COUNT(
         "stop after so many steps of a constant reward, with no answer right, or with every answer cut; all right for"
         " so long ends it as done (0: never)",

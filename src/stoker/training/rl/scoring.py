@@ -16,6 +16,7 @@ import stoker
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
+from stoker.control.record.rollouts import Rollout, Rollouts
 from stoker.training.rl.parts import (
     CODE,
     FORMAT,
@@ -180,6 +181,40 @@ class Rewards:
                 rows.append(dict(self._rows[answer.prompt.row]))
         of = [places[answer.prompt.row] for answer in answers]
         return {"prompts": prompts, "rows": rows, "of": of, "completions": [answer.text for answer in answers]}
+
+
+class RolloutLog:
+    """rollouts.jsonl, where it is wanted. A disk that is full ends the file, not the run."""
+
+    def __init__(self, folder: str, resumed_at: int, megabytes: int, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._file: Rollouts | None = None
+        if megabytes:
+            self._try(lambda: self._open(Rollouts(folder, resumed_at, megabytes << 20)))
+
+    def __call__(self, step: int, weights: int, answers: Sequence[Any], judged: Judged, labels: Sequence[str]) -> None:
+        """`weights`: updates behind the weights that wrote the answers."""
+        file = self._file
+        if file is not None:
+            made = (
+                Rollout(
+                    step, weights, answer.prompt.row, answer.prompt.asked, answer.text, judged.rewards[number],
+                    {label: part[number] for label, part in zip(labels, judged.parts, strict=True)},
+                    judged.correct[number], len(answer.ids), not answer.whole,
+                )
+                for number, answer in enumerate(answers)
+            )  # fmt: skip
+            self._try(lambda: file.write(made))
+
+    def _open(self, file: Rollouts) -> None:
+        self._file = file
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (OSError, ValueError) as problem:
+            self._file = None
+            self._say(f"rollouts.jsonl can't be written: {problem}; the run goes on without it")
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
