@@ -155,6 +155,17 @@ def test_an_answer_is_worth_one_if_it_is_right_and_a_share_of_its_score() -> Non
     assert found.rewards == pytest.approx([1.25, 1.5, 0.0, 0.25]) and found.correct == [True, True, False, False]
 
 
+def test_a_steps_answers_are_told_identical_only_where_every_prompts_are() -> None:
+    ranks, rewards = Group(ParallelConfig(device="cpu")), Rewards(parts_of(GrpoConfig()), [], 8, None, None)
+    prompts = [asking.Prompt(row, "?", (1,), "7") for row in range(2)]
+
+    def told(*ids: tuple[int, ...]) -> asking.Outcome:
+        answers = [Answer(place, prompts[place // 2], one, "7", True) for place, one in enumerate(ids)]
+        return asking.outcome(answers, rewards, 4, 2, ranks)[1]
+
+    assert told((1, 2), (1, 2), (3,), (3,)).identical and not told((1, 2), (1, 2), (3,), (4,)).identical
+
+
 def test_an_update_that_is_no_number_changes_nothing_and_is_not_counted() -> None:
     model = Decoder(SHAPE, 64)
     model.start(1)
@@ -338,7 +349,19 @@ BREAKS: list[tuple[str, list[Seen], GrpoConfig, tuple[str, ...] | None]] = [
     ("no length", SOUND + steps(5, 40, length=1.5), GrpoConfig(), ("shrank to 1.5 tokens", "the 20.0 of the first 5 steps", "since step 40")),
     ("short from the beginning", steps(20, 0, length=1.5), GrpoConfig(), None),
     ("endless", SOUND + steps(10, 40, cut=1.0, length=64.0), GrpoConfig(), ("cut at generate.new_tokens for 10 steps", "64.0")),
-    ("nearly endless", SOUND + steps(10, 40, cut=0.99), GrpoConfig(), None),
+    ("nearly endless", SOUND + steps(10, 40, cut=0.97), GrpoConfig(), ("97% of the answers were cut at generate.new_tokens for 10 steps",)),
+    ("nearly endless, but fewer and fewer", SOUND + steps(9, 40, cut=0.99) + steps(1, 49, cut=0.96), GrpoConfig(), None),
+    ("nearly endless, and meant so", SOUND + steps(10, 40, cut=0.97), GrpoConfig(breaker_cut=1.0), None),
+    ("endless, and meant so", SOUND + steps(10, 40, cut=1.0), GrpoConfig(breaker_cut=0.0), None),
+    ("many are cut", SOUND + steps(10, 40, cut=0.9), GrpoConfig(), None),
+    ("the same text", SOUND + steps(10, 40, spread=0.2, unlike=False, identical=True), GrpoConfig(), ("were the same text, for every prompt for 10 steps (since step 40)",)),
+    ("the same text, nothing right", SOUND + steps(10, 40, reward=0.0, spread=0.0, correct=0.0, unlike=False, identical=True), GrpoConfig(), ("the same text",)),
+    ("every answer right, and the same text", SOUND + steps(10, 40, reward=1.0, spread=0.0, correct=1.0, unlike=False, identical=True), GrpoConfig(), ("every answer was right",)),
+    ("right, but another reward counts", SOUND + steps(10, 40, correct=1.0), GrpoConfig(reward=("length",)), None),
+    ("every answer right, and another reward too", SOUND + steps(10, 40, correct=1.0, unlike=False), GrpoConfig(reward=("length",)), ("every answer was right",)),
+    ("never right, but another reward counts", SOUND + steps(10, 40, correct=0.0), GrpoConfig(reward=("length",)), None),
+    ("never right, and two rewards", SOUND + steps(10, 40, correct=0.0), GrpoConfig(reward=("exact", "length")), ("no answer was right", "only what length rewards is learned")),
+    ("without answers", SOUND + steps(10, 40, correct=None), GrpoConfig(reward=("length",)), None),
     ("no number", SOUND + steps(3, 40, finite=False, entropy=None, kl=None), GrpoConfig(), ("no number for 3 steps (since step 40)",)),
     ("no number twice", SOUND + steps(2, 40, finite=False), GrpoConfig(), None),
 ]  # fmt: skip
@@ -641,8 +664,6 @@ def test_the_breaker_stops_with_its_line_a_code_a_result_and_the_last_good_check
         str(prompts),
         "--grpo.breaker_steps",
         "3",
-        "--every_steps",
-        "1",
         "--max-steps",
         "9",
         "--grpo.prompts_per_step",
@@ -660,7 +681,7 @@ def test_the_breaker_stops_with_its_line_a_code_a_result_and_the_last_good_check
     )
     assert (
         "the last good checkpoint is" in job.result["metrics"]["stopped"]
-        and list((job.run / "checkpoints").glob("step-*"))
+        and (job.run / "checkpoints" / "step-00000003").is_dir()
         and not (job.run / "hf").exists()
     )
 
@@ -849,7 +870,7 @@ def test_under_the_launcher_the_verdict_is_the_breakers_line(stoker: Stoker, for
         "--grpo.prompts", str(prompts), "--grpo.breaker_steps", "2", "--max-steps", "9", "--grpo.prompts_per_step", "4"
     )
     done = stoker.torch("run", "--nproc-per-node", "1", "--no-preflight", "-m", "stoker.training.recipes.grpo", *words)
-    assert (done.code, done.verdict["cause"], done.verdict["retryable"]) == (EX_SOFTWARE, "grpo.broken", False), (
+    assert (done.code, done.verdict["cause"], done.verdict["retryable"]) == (EX_SOFTWARE, "grpo.no-signal", False), (
         done.out[-3000:] + done.err[-2000:]
     )
     assert "the reward was exactly 0 for every answer for 2 steps" in done.verdict["summary"]

@@ -212,7 +212,9 @@ def main(argv: list[str]) -> int:
             for step in loop.over(range(position.step, steps)):
                 asked = [prompts[index] for index in draw(step, c.train.seed, c.grpo.prompts_per_step)]
                 answers = rollout(asked, c.train.seed, step)
-                judged, outcome = outcome_of(answers, rewards, c.grpo.prompts_per_step * c.grpo.group, group)
+                judged, outcome = outcome_of(
+                    answers, rewards, c.grpo.prompts_per_step * c.grpo.group, c.grpo.group, group
+                )
                 above = advantages(
                     torch.tensor(judged.rewards, dtype=torch.float64).view(-1, c.grpo.group), c.grpo.scale_by_deviation
                 )

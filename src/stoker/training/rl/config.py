@@ -48,9 +48,12 @@ class GrpoConfig:
         64,
     )
     breaker_steps: int = limits.COUNT(
-        "stop after so many steps of a constant reward, with no answer right, or with every answer cut; all right for"
-        " so long ends it as done (0: never)",
+        "stop after so many steps of a constant reward, of identical answers, with no answer right, or with too many cut;"
+        " all right for so long ends it as done (0: never)",
         10,
+    )
+    breaker_cut: float = limits.SHARE(
+        "stop where this share of the answers or more stays cut at generate.new_tokens (0: never)", 0.95
     )
     breaker_kl: float = limits.NOT_NEGATIVE("stop where the divergence stays above this", 10.0)
     breaker_entropy: float = limits.NOT_NEGATIVE("stop where the entropy per token stays below this", 0.001)

@@ -247,6 +247,7 @@ class Outcome:
     correct: Tensor  # NaN where the row has no answer
     lengths: Tensor
     whole: Tensor
+    same: Tensor  # as the first answer to its prompt
     parts: Tensor  # [parts, answers], before their weights
 
     @property
@@ -257,6 +258,11 @@ class Outcome:
         """Whether a prompt's answers differ in reward: else no advantage is other than 0, and nothing is taught."""
         table = self.rewards.view(-1, group)
         return bool((table != table[:, :1]).any())
+
+    @property
+    def identical(self) -> bool:
+        """All answers to a prompt are the same text, for every prompt."""
+        return bool(self.same.all())
 
     @property
     def reward(self) -> float:
@@ -274,7 +280,9 @@ class Outcome:
         return 0.0 if self.constant else float(self.rewards.std(unbiased=False))
 
 
-def outcome(answers: Sequence[Answer], rewards: Rewards, count: int, ranks: Group) -> tuple[Judged, Outcome]:
+def outcome(
+    answers: Sequence[Answer], rewards: Rewards, count: int, group: int, ranks: Group
+) -> tuple[Judged, Outcome]:
     """Each rank fills in its own places, and the sum is everybody's: one small exchange a step. A reward that failed on
     one rank fails on all, with its line.
     """
@@ -283,16 +291,17 @@ def outcome(answers: Sequence[Answer], rewards: Rewards, count: int, ranks: Grou
         judged = rewards(answers)
     except RewardFailed as problem:
         failure, judged = str(problem), Judged([], [], [])
-    table = torch.zeros(5 + len(rewards.parts), count, dtype=torch.float64)
-    table[4, 0] = float(bool(failure))
+    table = torch.zeros(6 + len(rewards.parts), count, dtype=torch.float64)
+    table[5, 0] = float(bool(failure))
     for number, answer in enumerate(answers if not failure else ()):
         right = judged.correct[number]
         numbers = [judged.rewards[number], math.nan if right is None else float(right)]
-        numbers += [float(len(answer.ids)), float(answer.whole)]
-        table[:4, answer.place] = torch.tensor(numbers, dtype=torch.float64)
-        table[5:, answer.place] = torch.tensor([part[number] for part in judged.parts], dtype=torch.float64)
+        same = answer.ids == answers[number - number % group].ids
+        numbers += [float(len(answer.ids)), float(answer.whole), float(same)]
+        table[:5, answer.place] = torch.tensor(numbers, dtype=torch.float64)
+        table[6:, answer.place] = torch.tensor([part[number] for part in judged.parts], dtype=torch.float64)
     table = ranks.sum(table.to(ranks.device)).cpu()
-    if table[4, 0]:
+    if table[5, 0]:
         raise RewardFailed(next(line for line in ranks.all(failure) if line))
-    rewarded, correct, lengths, whole = table[:4]
-    return judged, Outcome(rewarded, correct, lengths, whole, table[5:])
+    rewarded, correct, lengths, whole, same = table[:5]
+    return judged, Outcome(rewarded, correct, lengths, whole, same, table[6:])

@@ -37,6 +37,7 @@ class Seen:
     cut: float  # share of the answers that new_tokens cut
     finite: bool = True  # else the step changed nothing
     unlike: bool = True  # the answers to some prompt differ in reward; else nothing was taught
+    identical: bool = False  # all answers to a prompt are the same text, for every prompt
 
 
 @shape
@@ -103,6 +104,11 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
             " fewer steps",
             True,
         )
+    if since := lasting(c.breaker_steps, lambda seen: seen.identical):
+        return Finding(
+            f"all answers to a prompt were the same text, for every prompt {since}, so nothing is learned: raise"
+            " generate.temperature or grpo.kl, lower optim.learning_rate, or begin with an earlier model"
+        )
     if since := lasting(c.breaker_steps, lambda seen: seen.spread == 0 and seen.reward == last.reward):
         return Finding(
             f"the reward was exactly {last.reward:g} for every answer {since}, so nothing is learned: {hint}"
@@ -126,8 +132,10 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
             f" first {FIRST} steps, {since}"
         )
         return Finding(f"{line}: lower optim.learning_rate, raise grpo.kl, or look at what the reward pays for")
-    if since := lasting(c.breaker_steps, lambda seen: seen.cut == 1):
-        line = f"every answer was cut at generate.new_tokens {since}, mean length {last.length:.1f}"
+    since = lasting(c.breaker_steps, lambda seen: c.breaker_cut > 0 and seen.cut >= c.breaker_cut)
+    if since and last.cut >= recent[-c.breaker_steps].cut:  # where fewer are cut now than then, it is learning to end
+        share = "every answer was" if last.cut == 1 else f"{last.cut:.0%} of the answers were"
+        line = f"{share} cut at generate.new_tokens {since}, mean length {last.length:.1f}"
         return Finding(f"{line}: raise generate.new_tokens, or begin with a model that ends its answers (stage sft)")
     if since := lasting(c.breaker_steps, lambda seen: seen.correct == 0 and counts):
         line = f"no answer was right {since}: only {_others(c)} is learned"
@@ -261,8 +269,8 @@ class GrpoTask(Task):
             "cut": float(1 - outcome.whole.mean()),
         }
         judged = numbers | {"entropy": learned.entropy if learned.finite else None}
-        unlike = outcome.unlike(self._c.group)
-        seen = Seen(step, spread=outcome.spread, finite=learned.finite, unlike=unlike, **judged)
+        judged |= {"unlike": outcome.unlike(self._c.group), "identical": outcome.identical}
+        seen = Seen(step, spread=outcome.spread, finite=learned.finite, **judged)
         self.history.add(seen)
         self._speed.step(tokens, None)
         # A non-finite loss was skipped: reported, it would look like a run that trains on with it.
