@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.training.generate import plain
-from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, padded, seen
+from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, distinct, padded, seen
 from stoker.training.generate.config import kernels_lack
 from stoker.training.generate.graphed import Graphed
 from stoker.training.generate.sample import Sampling, checked, sample_token, uniforms
@@ -33,6 +33,7 @@ class Borrowed:
 
     def __init__(self, model: Outside, vocab: int) -> None:
         self._model, self._vocab = model, vocab
+        self.prompt_tokens = 0
 
     def forget(self) -> None:
         """Nothing here keeps an address of the weights."""
@@ -43,6 +44,7 @@ class Borrowed:
     ) -> Iterator[Tensor]:  # fmt: skip
         """After each token of a single prompt, else at the end: what is written, [rows, so many]."""
         noise = torch.from_numpy(uniforms(seed, indexes, new_tokens)).to(stop.device)
+        self.prompt_tokens += sum(map(len, prompts))
         written = torch.zeros(len(prompts), new_tokens, dtype=torch.int64, device=stop.device)
         for length in sorted({len(prompt) for prompt in prompts}):
             rows = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
@@ -77,6 +79,7 @@ class Eager:
         self._weights, self._blocks = w, Blocks(w, plain)
         self._angles = self._blocks.angles(lambda table: table[:length])
         self.cache = Cache(w, rows, length)
+        self.prompt_tokens = 0
 
     def forget(self) -> None:
         """Nothing here keeps an address of the weights."""
@@ -92,7 +95,14 @@ class Eager:
         slots = torch.arange(self.cache.length)
         holes = int(lengths.min()) < longest
         ahead = as_mask(seen(slots, lengths, longest, self.cache.length), dtype) if holes else None
-        logits = blocks.prefill(padded(prompts, longest), lengths, self._angles, self.cache.kv, PREFILL_TOKENS)
+        different, of = distinct(prompts)
+        self.prompt_tokens += sum(map(len, different))
+        different_lengths = torch.tensor([len(prompt) for prompt in different])
+        ids = padded(different, longest)
+        logits = blocks.prefill(ids, different_lengths, self._angles, self.cache.kv, PREFILL_TOKENS)
+        if len(different) < len(prompts):
+            self.cache.spread(of, longest)
+            logits = logits[of]
         written = torch.zeros(len(prompts), new_tokens, dtype=torch.int64)
         rows = torch.arange(len(prompts))
         alive = torch.ones(len(prompts), dtype=torch.bool)
@@ -166,6 +176,11 @@ class Engine:
     def merged_bytes(self) -> int:
         """Of the copy that has adapters in it."""
         return 0 if self._weights is None else self._weights.merged_bytes
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of prompts, that were computed so far: equal prompts of a batch count once."""
+        return int(self._runner.prompt_tokens)
 
     @property
     def copied_bytes(self) -> int:

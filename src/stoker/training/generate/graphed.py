@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stoker.training.generate import plain
-from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, padded, seen
+from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, distinct, padded, seen
 from stoker.training.generate.config import BUCKET, PREFILL_TOKENS, ROUND, slots
 from stoker.training.generate.sample import Sampling, sample_token, uniforms
 
@@ -31,6 +31,7 @@ class Graphed:
         self._steps: dict[tuple[int, Sampling], Callable[[], None]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._looking = _Looking(device)
+        self.prompt_tokens = 0
 
         def buffer(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -65,7 +66,10 @@ class Graphed:
         return self.cache.length if self._kernels else -(-(slot + 1) // BUCKET) * BUCKET
 
     def _start(self, prompts: Prompts, lengths: Tensor, begin: int, stop: Tensor, noise: Any) -> Tensor:
-        rows, ids = len(prompts), padded(prompts, begin)
+        rows = len(prompts)
+        different, of = distinct(prompts)
+        self.prompt_tokens += sum(map(len, different))
+        ids = padded(different, begin)
         self._looking.begin()
         if not self._kernels:
             # slots ahead are read and weighed 0, and what an earlier batch left there may be NaN
@@ -79,8 +83,13 @@ class Graphed:
         self._place.zero_()
         self._stop.copy_(stop)
         self._noise[: len(noise), :rows] = torch.from_numpy(noise).to(self._noise.device)
-        ids = ids.to(self._ids.device)
-        return self._blocks.prefill(ids, self._lengths[:rows], self._angles, self.cache.kv, PREFILL_TOKENS)
+        device = self._ids.device
+        ids, own = ids.to(device), torch.tensor([len(prompt) for prompt in different], device=device)
+        logits = self._blocks.prefill(ids, own, self._angles, self.cache.kv, PREFILL_TOKENS)
+        if len(different) == rows:
+            return logits
+        self.cache.spread(of, begin)
+        return logits[torch.tensor(of, device=device)]
 
     def _write(self, logits: Tensor, how: Sampling, rows: int) -> None:
         """Samples a token for each of the first `rows`, writes it, and goes one place on."""
