@@ -143,6 +143,25 @@ def test_a_prompt_asked_several_times_is_computed_once_and_answered_the_same(
     )
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_kept_log_probabilities_are_those_of_the_model(temperature: float) -> None:
+    model = made(SHAPES["qwen3"])
+    asked = prompts()
+    eager = Engine(model, rows=4, length=70, logprobs=True)
+    other = graphed(model, 4, 70)
+    other._keeps_logprobs, other._runner = True, Graphed(other._weights, 4, 70, None, True)
+    for engine in (eager, other):
+        answers = engine.generate(asked, new_tokens=20, stop=STOP, seed=3, temperature=temperature)
+        assert len({len(answer) for answer in answers}) > 2
+        for prompt, answer, kept in zip(asked, answers, engine.logprobs, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + answer]))[0, len(prompt) - 1 : -1] / temperature
+            wanted = torch.log_softmax(logits, -1)[range(len(answer)), answer]
+            torch.testing.assert_close(torch.tensor(kept), wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="plain sampling only"):
+        eager.generate(asked, new_tokens=2, stop=STOP, top_k=3)
+
+
 def test_a_stream_is_the_same_answer_token_by_token() -> None:
     engine = Engine(made(LLAMA), rows=2, length=100)
     (whole,) = engine.generate(prompts((6,)), new_tokens=40, stop=STOP, seed=4)

@@ -68,10 +68,11 @@ def test_advantages_are_normalised_within_their_group_and_constant_groups_give_z
     assert advantages(torch.zeros(0, 4, dtype=torch.float64), True).shape == (0, 4), "a rank may have no prompts"
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("temperature", "tied", "high", "cap"), [(1.0, True, 0.0, 0.0), (0.7, False, 0.0, 0.0), (1.0, False, 0.5, 1.3)]
+)
 def test_the_loss_and_its_gradient_are_those_of_the_plain_formula(
-    temperature: float, tied: bool, monkeypatch: pytest.MonkeyPatch
+    temperature: float, tied: bool, high: float, cap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Right-padded micro-batches, answers only, chunks of three tokens, against whole logits row by row."""
     monkeypatch.setattr(chunked, "chunk_rows", lambda tokens, vocabulary, itemsize: min(tokens, 3))
@@ -90,13 +91,14 @@ def test_the_loss_and_its_gradient_are_those_of_the_plain_formula(
     for batch in arrange(rows, 2, 64, CPU):
         with torch.no_grad():
             far = [
-                torch.randn(len(batch.targets), generator=torch.Generator().manual_seed(n)) * 0.4 - 5.5 for n in (1, 2)
+                torch.randn(len(batch.targets), generator=torch.Generator().manual_seed(n)) * 0.4 - 5.5
+                for n in (1, 2, 3)
             ]
-        batches.append(replace(batch, old=far[0], reference=far[1]))
+        batches.append(replace(batch, old=far[0], reference=far[1], sampled=far[2]))
     assert [tuple(batch.inputs.shape) for batch in batches] == [(2, 32), (2, 32), (1, 48)], (
         "sorted by length, padded to multiples of 16"
     )
-    policy = Policy(model, temperature=temperature, clip_ratio=0.2, kl=0.3)
+    policy = Policy(model, temperature=temperature, clip_ratio=0.2, kl=0.3, clip_high=high, importance_cap=cap)
     tokens = sum(len(row.answer) for row in rows)
     loss = sum(policy(batch, 1 / tokens)[0] for batch in batches)
     seen = sum(policy(batch, 1.0)[1] for batch in batches)
@@ -104,6 +106,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_plain_formula(
     ours = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
     model.zero_grad()
+    capped = 0
     total, divergence, entropy = torch.zeros(()), torch.zeros(()), torch.zeros(())
     ordered = sorted(rows, key=lambda row: len(row.prompt) + len(row.answer))
     at = {
@@ -117,11 +120,16 @@ def test_the_loss_and_its_gradient_are_those_of_the_plain_formula(
         whole = torch.log_softmax(logits, -1)
         logp = whole[range(len(row.answer)), list(row.answer)]
         ratio = torch.exp(logp - batches[number].old[fixed])
-        surrogate = torch.min(ratio * row.advantage, torch.clamp(ratio, 0.8, 1.2) * row.advantage)
+        surrogate = torch.min(ratio * row.advantage, torch.clamp(ratio, 0.8, 1 + (high or 0.2)) * row.advantage)
+        if cap:
+            apart = batches[number].old[fixed] - batches[number].sampled[fixed]
+            capped += int((apart.exp() > cap).sum())
+            surrogate = surrogate * torch.clamp(apart.exp(), max=cap)
         apart = batches[number].reference[fixed] - logp
         k3 = apart.exp() - apart - 1
         total = total + (0.3 * k3 - surrogate).sum()
         divergence, entropy = divergence + k3.sum(), entropy - (whole.exp() * whole).sum()
+    assert 0 < capped < tokens or not cap, "some weigh more than they may"
     (total / tokens).backward()
     assert loss.item() == pytest.approx(total.item() / tokens, rel=1e-5)
     assert seen.tolist() == pytest.approx([divergence.item(), entropy.item()], rel=1e-5)
@@ -874,6 +882,103 @@ def test_under_the_launcher_the_verdict_is_the_breakers_line(stoker: Stoker, for
         done.out[-3000:] + done.err[-2000:]
     )
     assert "the reward was exactly 0 for every answer for 2 steps" in done.verdict["summary"]
+
+
+def prompts_of_two_kinds(path: Path) -> str:
+    """Of half of them every answer is worth the same."""
+    rows = [{"prompt": str(n), "answer": "7" if n % 2 else "no model says this"} for n in range(10, 50)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_groups_without_signal_are_replaced_the_same_on_any_number_of_ranks(forks: Forks, tmp_path: Path) -> None:
+    given = (
+        "--grpo.prompts",
+        prompts_of_two_kinds(tmp_path / "prompts.jsonl"),
+        "--max-steps",
+        "4",
+        "--export",
+        "false",
+    )
+    more = (*given, "--grpo.resample", "3")
+    plain, one, two = forks(1, tmp_path / "0", *given), forks(1, tmp_path / "1", *more), forks(2, tmp_path / "2", *more)
+    assert plain.codes == one.codes == [0] and two.codes == [0, 0], one.said() + two.said(1)
+    for mine, theirs in zip(two.metrics, one.metrics, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5), mine["step"]
+    assert all("replaced" not in line for line in plain.metrics) and sum(line["replaced"] for line in one.metrics) > 8
+
+    def taught(job: Job, step: int) -> int:
+        kept: dict[int, set[float]] = {}
+        for one in read_rollouts(str(job.run)):
+            if one.step == step:
+                kept.setdefault(one.row, set()).add(one.reward)
+        return sum(len(rewards) > 1 for rewards in kept.values())
+
+    assert sum(taught(one, n) for n in range(4)) > 1.4 * sum(taught(plain, n) for n in range(4))
+
+
+def test_prompts_are_replaced_by_others_as_long_as_there_are_others() -> None:
+    prompts = [asking.Prompt(row, "?", (1,), "7") for row in range(10)]
+    asked: list[tuple[tuple[int, ...], frozenset[int] | None]] = []
+
+    def rollout(told: list[asking.Prompt], *seeds: int, only: frozenset[int] | None = None) -> list[Answer]:
+        asked.append((tuple(prompt.row for prompt in told), only))
+        places = [n for n in range(len(told)) if only is None or n in only]
+        # Row 9 alone has a right answer among its two.
+        return [
+            Answer(2 * n + k, told[n], (k,), "7" if told[n].row == 9 and k else "8", True)
+            for n in places
+            for k in (0, 1)
+        ]
+
+    c = GrpoConfig(prompts_per_step=4, group=2, resample=5)
+    draw = asking.draw_of(None, prompts, 10, "")
+    ranks, rewards = Group(ParallelConfig(device="cpu")), Rewards(parts_of(c), [], 8, None, None)
+    step = asking.Asking(prompts, draw, rollout, rewards, c, ranks)(0, 3)  # type: ignore[arg-type]
+    assert len(asked) == 6 and set().union(*(rows for rows, _ in asked)) == set(range(10)), "all of them were asked"
+    found = next(n for n, (rows, _) in enumerate(asked) if 9 in rows)
+    place = asked[found][0].index(9)
+    assert all(rows[place] == 9 for rows, _ in asked[found:]) and place not in (asked[-1][1] or ()), (
+        "and that one stayed"
+    )
+    assert step.outcome.rewards.sum() == 1 and sum(step.judged.rewards) == 1 and step.judged.rewards[2 * place + 1] == 1
+    assert [answer.place for answer in step.answers] == list(range(8)) and step.outcome.without_signal(2) == [
+        n for n in range(4) if n != place
+    ]
+
+
+def test_several_updates_with_a_capped_importance_weight_and_a_higher_clip_learn_with_lora(
+    forks: Forks, tmp_path: Path
+) -> None:
+    more = (
+        "--lora",
+        "--lora_rank",
+        "8",
+        "--learning_rate",
+        "3e-3",
+        "--also_train",
+        "embed_tokens",
+        "--export",
+        "false",
+    )
+    better = (
+        "--grpo.updates",
+        "2",
+        "--grpo.clip_ratio_high",
+        "0.28",
+        "--grpo.importance_cap",
+        "2",
+        "--grpo.resample",
+        "1",
+    )
+    job = forks(1, tmp_path, "--max-steps", "14", *more, *better)
+    assert job.codes == [0], job.said()
+    rewards = [line["reward"] for line in job.metrics]
+    assert sum(rewards[-4:]) > sum(rewards[:4]) + 0.4 and job.metrics[0]["kl"] < 0.1, rewards
+    plain = forks(1, tmp_path / "plain", "--max-steps", "1", *more)
+    weighted = forks(1, tmp_path / "weighted", "--max-steps", "1", *more, "--grpo.importance_cap", "2")
+    # Sampler and trainer agree but for rounding: the weights are all but 1.
+    assert weighted.metrics[0] == pytest.approx(plain.metrics[0], rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("method", ["--lora", "--qlora"])

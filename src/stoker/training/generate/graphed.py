@@ -14,7 +14,7 @@ from torch import Tensor
 from stoker.training.generate import plain
 from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, distinct, padded, seen
 from stoker.training.generate.config import BUCKET, PREFILL_TOKENS, ROUND, slots
-from stoker.training.generate.sample import Sampling, sample_token, uniforms
+from stoker.training.generate.sample import Sampling, sample_token, token_logprobs, uniforms
 
 LOOK = 16
 
@@ -22,7 +22,7 @@ LOOK = 16
 class Graphed:
     """`kernels`: our Triton kernels, or None for plain torch. On a CPU the steps run as they are, for tests."""
 
-    def __init__(self, w: Weights, rows: int, length: int, kernels: Any = None) -> None:
+    def __init__(self, w: Weights, rows: int, length: int, kernels: Any = None, logprobs: bool = False) -> None:
         self._weights, self._kernels, self._blocks = w, kernels, Blocks(w, kernels or plain)
         device = w.embed.device
         # Prompts are filled up past `length` at times: what is there is turned by any angle, and seen by nobody.
@@ -41,6 +41,8 @@ class Graphed:
         self._answers_from, self._slot, self._place = buffer(1), buffer(1), buffer(1)
         self._noise, self._written = buffer(length, rows, dtype=torch.float32), buffer(rows, length)
         self._slots = torch.arange(self.cache.length, device=device)
+        self._keeps, kept = logprobs, length if logprobs else 0
+        self.logprobs, self._logprob = buffer(rows, kept, dtype=torch.float32), buffer(rows, dtype=torch.float32)
 
     def forget(self) -> None:
         """The weights lie elsewhere."""
@@ -99,6 +101,9 @@ class Graphed:
         else:
             token = sample_token(logits, uniform, how)
         token = torch.where(self._alive[:rows], token, 0)
+        if self._keeps:
+            self._logprob[:rows].copy_(token_logprobs(logits, token, how.temperature))
+            self.logprobs.index_copy_(1, self._place, self._logprob[:, None])
         self._ids[:rows].copy_(token)
         self._written.index_copy_(1, self._place, self._ids[:, None])
         self._alive[:rows].logical_and_(~self._stop[token])

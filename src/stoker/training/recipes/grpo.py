@@ -44,8 +44,7 @@ from stoker.training.reward.model import RewardModel, open_reward, scores
 from stoker.training.rl import rollout as asking
 from stoker.training.rl.config import MICRO
 from stoker.training.rl.parts import lacking, parts_of
-from stoker.training.rl.rollout import Rollout, rollout_of
-from stoker.training.rl.rollout import outcome as outcome_of
+from stoker.training.rl.rollout import Asking, Rollout, rollout_of
 from stoker.training.rl.scoring import RewardFailed, Rewards, RolloutLog, Worker, columns_of
 from stoker.training.rl.task import GrpoTask, Launched, Stopped, result, resumed
 from stoker.training.rl.update import Updater, advantages
@@ -177,6 +176,7 @@ def main(argv: list[str]) -> int:
 
     # The steps: sample prompts, write answers, judge them, learn.
     rollout = rollout_of(model, tokenizer, max(len(prompt.ids) for prompt in prompts), c.generate, c.grpo, group)
+    ask = Asking(prompts, draw, rollout, rewards, c.grpo, group)
     words = stage.tokenizer_folder(c)
     about = {
         "optimizer": c.optim.kind,
@@ -210,21 +210,19 @@ def main(argv: list[str]) -> int:
     try:
         with memory.watched():
             for step in loop.over(range(position.step, steps)):
-                asked = [prompts[index] for index in draw(step, c.train.seed, c.grpo.prompts_per_step)]
-                answers = rollout(asked, c.train.seed, step)
-                judged, outcome = outcome_of(
-                    answers, rewards, c.grpo.prompts_per_step * c.grpo.group, c.grpo.group, group
-                )
+                made = ask(step, c.train.seed)
                 above = advantages(
-                    torch.tensor(judged.rewards, dtype=torch.float64).view(-1, c.grpo.group), c.grpo.scale_by_deviation
+                    torch.tensor(made.judged.rewards, dtype=torch.float64).view(-1, c.grpo.group),
+                    c.grpo.scale_by_deviation,
                 )
-                keep_rollouts(step, updater.done, answers, judged, rewards.labels)
+                keep_rollouts(step, updater.done, made.answers, made.judged, rewards.labels)
                 share = rate_share(c.optim, step, steps)
-                lengths = [int(length) for length in outcome.lengths.tolist()]
-                learned = updater.learn(answers, above.flatten().tolist(), lengths, share)
+                lengths = [int(length) for length in made.outcome.lengths.tolist()]
+                learned = updater.learn(made.answers, above.flatten().tolist(), lengths, share)
                 rollout.refresh()
                 rate = c.optim.learning_rate * share
-                loop.launched(Launched(step, outcome, learned, updater.done, rate, loop.words()))
+                told = Launched(step, made.outcome, learned, updater.done, rate, loop.words(), made.replaced)
+                loop.launched(told)
         memory.end(None)
         code = loop.code
     except Stopped as broken:

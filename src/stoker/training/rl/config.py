@@ -41,6 +41,15 @@ class GrpoConfig:
     group: int = limits.FROM_TWO("answers per prompt", 8)
     updates: int = limits.FROM_ONE("optimizer steps per batch of answers", 1)
     clip_ratio: float = limits.POSITIVE("the ratio of new to old probability counts up to 1 ± this", 0.2)
+    clip_ratio_high: float = limits.NOT_NEGATIVE(
+        "up to 1 + this where an answer is better than the others: rare tokens may grow faster (0: as clip_ratio)", 0.0
+    )
+    importance_cap: float = limits.NOT_NEGATIVE(
+        "a token weighs by how likely it is here and was where it was written, up to this; 2, say (0: all weigh 1)", 0.0
+    )
+    resample: int = limits.COUNT(
+        "so many times a step, groups whose answers all have one reward are replaced by other prompts (0: never)", 0
+    )
     kl: float = limits.NOT_NEGATIVE("weight of the KL to the first model", 0.02)
     scale_by_deviation: bool = option("advantages are divided by the group's standard deviation", default=True)
     rollouts_mb: int = limits.COUNT(

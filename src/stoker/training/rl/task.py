@@ -208,6 +208,7 @@ class Launched:
     updates: int  # optimizer steps that counted so far
     rate: float
     words: Words
+    replaced: int = 0  # prompts whose answers taught nothing, and that others stood in for
 
 
 class GrpoTask(Task):
@@ -300,6 +301,7 @@ class GrpoTask(Task):
             **numbers,
             reward_std=seen.spread,
             **self._parts(outcome),
+            **({"replaced": launched.replaced} if self._c.resample else {}),
             tokens=self.position.tokens,
             grad_norm=learned.norm,
             lr=rate,

@@ -34,6 +34,7 @@ class Row:
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     advantage: float
+    sampled: tuple[float, ...] = ()  # the answer's log-probabilities where it was written; empty: not kept
 
 
 @shape
@@ -43,6 +44,7 @@ class Batch:
     targets: Tensor  # [N]
     advantages: Tensor  # [N]
     counted: Tensor  # [N]: 1; 0 in the batch of a rank that has none
+    sampled: Tensor | None = None  # [N]: log-probabilities where the answers were written
     old: Tensor | None = None  # [N]: log-probabilities when the answers were sampled; None: those of this very pass
     reference: Tensor | None = None
 
@@ -70,18 +72,33 @@ def _batch(rows: Sequence[Row], context: int, device: torch.device, counted: flo
     advantages = np.repeat([row.advantage for row in rows], [len(row.answer) for row in rows]).astype(np.float32)
     weights = np.full(len(targets), counted, dtype=np.float32)
     put = [torch.from_numpy(one).to(device) for one in (inputs, np.concatenate(where), targets, advantages, weights)]
-    return Batch(*put)
+    if not all(len(row.sampled) == len(row.answer) for row in rows):
+        return Batch(*put)
+    sampled = np.concatenate([np.asarray(row.sampled, dtype=np.float32) for row in rows])
+    return replace(Batch(*put), sampled=torch.from_numpy(sampled).to(device))
 
 
 # GRPO's loss: each answer token's clipped surrogate, and its divergence from the model it all began with.
 
 
+@shape
+class Clip:
+    low: float
+    high: float
+    importance: float = 0.0  # the most that a token may weigh because the sampler gave it too little; 0: all weigh 1
+
+
 def token_losses(
-    logp: Tensor, old: Tensor, reference: Tensor | None, advantages: Tensor, clip_ratio: float, kl: float
-) -> tuple[Tensor, Tensor]:
-    """(loss, KL) of each token. KL by k3: exp(r − p) − (r − p) − 1, unbiased and never below 0."""
+    logp: Tensor, old: Tensor, reference: Tensor | None, advantages: Tensor, clip: Clip, kl: float,
+    sampled: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(loss, KL) of each token. KL by k3: exp(r − p) − (r − p) − 1, unbiased and never below 0. `sampled`: log-probabilities
+    by which the answers were really sampled, where that is to be corrected for.
+    """
     ratio = torch.exp(logp - old)
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * advantages)
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip.low, 1 + clip.high) * advantages)
+    if sampled is not None:
+        surrogate = surrogate * torch.exp(old - sampled).clamp(max=clip.importance)
     if reference is None:
         return -surrogate, torch.zeros_like(logp)
     apart = reference - logp
@@ -92,16 +109,21 @@ def token_losses(
 class Policy(nn.Module):
     """The decoder with its loss as forward: DDP's exchange hangs on one call of the module it wraps."""
 
-    def __init__(self, decoder: Decoder, *, temperature: float, clip_ratio: float, kl: float) -> None:
+    def __init__(
+        self, decoder: Decoder, *, temperature: float, clip_ratio: float, kl: float, clip_high: float = 0.0,
+        importance_cap: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.decoder = decoder
-        self.temperature, self.clip_ratio, self.kl = temperature, clip_ratio, kl
+        self.temperature, self.kl = temperature, kl
+        self.clip = Clip(clip_ratio, clip_high or clip_ratio, importance_cap)
 
     def forward(self, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
         """(Σ of the token losses × scale, [Σ KL, Σ entropy] without gradient)."""
         logp, entropy = logprobs(self.decoder, batch, self.temperature)
         old = logp.detach() if batch.old is None else batch.old
-        losses, divergence = token_losses(logp, old, batch.reference, batch.advantages, self.clip_ratio, self.kl)
+        sampled = batch.sampled if self.clip.importance else None
+        losses, divergence = token_losses(logp, old, batch.reference, batch.advantages, self.clip, self.kl, sampled)
         seen = torch.stack([(divergence.detach() * batch.counted).sum(), (entropy * batch.counted).sum()])
         return (losses * batch.counted).sum() * scale, seen
 
@@ -165,7 +187,8 @@ class Updater:
         """`before_update`: a checkpoint's snapshot must be out before the weights change. `loss_scale`: of fp16."""
         self._model, self._reference, self._optimizer, self._group, self._c = model, reference, optimizer, group, c
         self._temperature, self._micro, self._attention = temperature, micro, attention
-        self._wrapped = wrap(Policy(model, temperature=temperature, clip_ratio=c.clip_ratio, kl=c.kl), group)
+        clip = {"clip_ratio": c.clip_ratio, "clip_high": c.clip_ratio_high, "importance_cap": c.importance_cap}
+        self._wrapped = wrap(Policy(model, temperature=temperature, kl=c.kl, **clip), group)
         self._before_update, self._loss_scale = before_update, loss_scale
         self.done = 0  # updates that counted: what the optimizer counts
 
@@ -197,7 +220,7 @@ class Updater:
         """Answers dealt out to the updates by place: the same for any number of ranks, with some of every prompt's."""
         count = self._c.updates
         rows = [
-            (answer.place, Row(answer.prompt.ids, answer.ids, advantage))
+            (answer.place, Row(answer.prompt.ids, answer.ids, advantage, answer.sampled))
             for answer, advantage in zip(answers, advantages, strict=True)
         ]
         found = []
