@@ -90,7 +90,9 @@ def _as_json(found: Summary, most: int) -> dict[str, Any]:
 def _print(found: Summary, most: int) -> None:
     first, last = found.steps[0], found.steps[-1]
     print(f"{found.answers:,} answers of {len(found.steps)} steps, {first} to {last}")
-    if len(found.steps) > 1:
+    if len(found.steps) <= ENDS:
+        print(f"mean reward {mean(found.last):.3f}")
+    else:
         print(
             f"mean reward {mean(found.first):.3f} in the first {ENDS} steps, {mean(found.last):.3f} in the last {ENDS}"
         )

@@ -66,8 +66,8 @@ class Worker:
             bufsize=0,
         )
         limits = {"seconds": seconds, "loading_seconds": WARM_UP_S}
-        self._send({"functions": [_told(part) for part in parts], "columns": list(columns), **limits})
         try:
+            self._send({"functions": [_told(part) for part in parts], "columns": list(columns), **limits})
             self._receive(WARM_UP_S)
         except RewardFailed as problem:
             self.close()
@@ -98,10 +98,11 @@ class Worker:
     def _receive(self, more: float = 0.0) -> Any:
         assert self._process.stdout is not None
         pipe, deadline = self._process.stdout.fileno(), time.monotonic() + self._seconds + more + GRACE_S
-        pieces = [self._rest]
+        pieces, ready = [self._rest], select.poll()  # poll, not select: a rank may have more than 1,024 files open
+        ready.register(pipe, select.POLLIN | select.POLLHUP)
         while b"\n" not in pieces[-1]:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([pipe], [], [], left)[0]:
+            if left <= 0 or not ready.poll(1000 * left):
                 names = ", ".join(shown(part) for part in self._parts)
                 raise RewardFailed(f"reward {names} failed: no answer within {self._seconds:g} s (grpo.reward_timeout)")
             piece = os.read(pipe, 1 << 20)
@@ -115,7 +116,11 @@ class Worker:
         return told["made"]
 
     def _died(self) -> RewardFailed:
-        code = self._process.wait()
+        try:
+            code = self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:  # it closed its end, and goes on
+            self._process.kill()
+            code = self._process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         names = ", ".join(shown(part) for part in self._parts)
         return RewardFailed(f"reward {names} failed: its process {how}; what it printed is in the log")
