@@ -22,7 +22,7 @@ ENDS = 5  # steps at both ends that are never thinned
 OF_A_STEP = 16  # a step has no more than this part of the limit: those at both ends always fit
 LONGEST_TEXT = 1 << 17  # characters of a prompt or an answer
 LONGEST = 4 << 20  # bytes of a line
-MOST = 500_000  # lines that are read of a file
+LARGEST = 1 << 30  # bytes of a file that is read: twice what grpo.rollouts_mb allows
 
 
 @shape
@@ -104,15 +104,13 @@ def read_rollouts(folder: str) -> Iterator[Rollout]:
     if not os.path.exists(path):
         line = f"no {layout.ROLLOUTS} in {folder}: stage grpo writes it, unless grpo.rollouts_mb is 0"
         raise Refusal(line, EX_NOINPUT)
-    count = 0
+    if os.path.getsize(path) > LARGEST:
+        raise Refusal(f"{path} is larger than {LARGEST >> 20} MB: no run writes such a file", EX_DATAERR)
     try:
         for _, told in json_lines(path, LONGEST):
             found = _rollout(told)
             if found is not None:
-                count += 1
                 yield found
-            if count >= MOST:
-                return
     except (OSError, ValueError) as problem:  # a named pipe, or a line without end
         why = getattr(problem, "strerror", None) or problem
         raise Refusal(f"{path}: {why}; no run writes such a file", EX_DATAERR) from problem

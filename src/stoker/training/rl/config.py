@@ -52,7 +52,7 @@ class GrpoConfig:
     )
     kl: float = limits.NOT_NEGATIVE("weight of the KL to the first model", 0.02)
     scale_by_deviation: bool = option("advantages are divided by the group's standard deviation", default=True)
-    rollouts_mb: int = limits.COUNT(
+    rollouts_mb: int = limits.Range(0, 512)(
         "prompts, answers and rewards of rank 0 in rollouts.jsonl: about so many MB at most, thinned by steps (0: none)",
         64,
     )

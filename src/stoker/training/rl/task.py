@@ -302,6 +302,7 @@ class GrpoTask(Task):
             reward_std=seen.spread,
             **self._parts(outcome),
             **({"replaced": launched.replaced} if self._c.resample else {}),
+            **({} if learned.mismatch is None else {"sampler_kl": learned.mismatch}),
             tokens=self.position.tokens,
             grad_norm=learned.norm,
             lr=rate,

@@ -119,12 +119,15 @@ class Policy(nn.Module):
         self.clip = Clip(clip_ratio, clip_high or clip_ratio, importance_cap)
 
     def forward(self, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
-        """(Σ of the token losses × scale, [Σ KL, Σ entropy] without gradient)."""
+        """(Σ of the token losses × scale, [Σ KL, Σ entropy] without gradient; with importance weights Σ mismatch, too)."""
         logp, entropy = logprobs(self.decoder, batch, self.temperature)
         old = logp.detach() if batch.old is None else batch.old
         sampled = batch.sampled if self.clip.importance else None
         losses, divergence = token_losses(logp, old, batch.reference, batch.advantages, self.clip, self.kl, sampled)
-        seen = torch.stack([(divergence.detach() * batch.counted).sum(), (entropy * batch.counted).sum()])
+        numbers = [divergence.detach(), entropy]
+        if self.clip.importance:
+            numbers.append(torch.zeros_like(old) if sampled is None else sampled - old)
+        seen = torch.stack([(number * batch.counted).sum() for number in numbers])
         return (losses * batch.counted).sum() * scale, seen
 
 
@@ -159,6 +162,7 @@ class Learned:
     norm: float
     finite: bool  # else one update or more was left out
     skipped: int = 0  # updates left out because a gradient overflowed in fp16
+    mismatch: float | None = None  # KL of the sampler from the weights that learn, where importance weights are used
 
 
 @shape
@@ -214,7 +218,8 @@ class Updater:
         total = sum(part.tokens for part in parts)
         loss, kl, entropy = (sum(one[n] for one in told) / total for n in range(3))
         norm, finite = sum(one[3] for one in told) / len(told), all(one[4] == 0 for one in told)
-        return Learned(loss, kl, entropy, norm, finite, sum(one[5] > 0 for one in told))
+        mismatch = sum(one[6] for one in told) / total if self._c.importance_cap else None
+        return Learned(loss, kl, entropy, norm, finite, sum(one[5] > 0 for one in told), mismatch)
 
     def _parts(self, answers: Sequence[Answer], advantages: Sequence[float], lengths: Sequence[int]) -> list[_Part]:
         """Answers dealt out to the updates by place: the same for any number of ranks, with some of every prompt's."""
@@ -239,8 +244,8 @@ class Updater:
         return replace(batch, old=logprobs(self._model, batch, self._temperature)[0]) if self._c.updates > 1 else batch
 
     def _backward(self, batches: Sequence[Batch], scale: float | Tensor) -> Tensor:
-        """[Σ loss × scale, Σ KL, Σ entropy]."""
-        total = torch.zeros(3, device=self._group.device)
+        """[Σ loss × scale, Σ KL, Σ entropy, and Σ mismatch with importance weights]."""
+        total = torch.zeros(4 if self._c.importance_cap else 3, device=self._group.device)
         for number, batch in enumerate(batches):
             with no_sync(self._wrapped, number == len(batches) - 1):
                 loss, seen = self._wrapped(batch, scale)
@@ -249,7 +254,9 @@ class Updater:
         return total
 
     def _update(self, part: _Part, share: float) -> tuple[float, ...]:
-        """(Σ loss, Σ KL, Σ entropy over all ranks' tokens, gradient norm, whether it was bad, whether it was skipped)."""
+        """(Σ loss, Σ KL, Σ entropy over all ranks' tokens, gradient norm, whether it was bad, whether it was skipped, and
+        Σ mismatch with importance weights).
+        """
         world, scaled = self._group.world, self._loss_scale
         mean = world / part.tokens
         total = self._backward(part.batches, mean if scaled is None else mean * scaled.value)
@@ -260,7 +267,7 @@ class Updater:
         # weights part.
         spoiled = (~(torch.isfinite(norm) & torch.isfinite(total[0]))).float()
         values = self._group.sum(torch.cat([total, spoiled[None]]))
-        bad, skipped = (values[3] > 0).float(), torch.zeros_like(values[3])
+        bad, skipped = (values[-1] > 0).float(), torch.zeros_like(values[-1])
         if scaled is not None:
             skipped = bad * torch.isfinite(values[0])
             bad = torch.maximum(bad - skipped, scaled.lasting(skipped))
@@ -269,7 +276,7 @@ class Updater:
         if scaled is not None:
             scaled.update(skipped, bad)
         self._optimizer.zero()
-        told = torch.cat([values[:3], norm[None], bad[None], skipped[None]])
-        loss, kl, entropy, size, broken, left_out = told.tolist()
+        told = torch.cat([values[:3], norm[None], bad[None], skipped[None], values[3:-1]])
+        loss, kl, entropy, size, broken, left_out, *mismatch = told.tolist()
         self.done += not (broken or left_out)
-        return loss / world * part.tokens, kl, entropy, size, broken, left_out
+        return loss / world * part.tokens, kl, entropy, size, broken, left_out, *mismatch

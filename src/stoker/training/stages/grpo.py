@@ -39,6 +39,9 @@ def check(c: Config) -> None:
         "generate.bits 4 needs --qlora in stage grpo: other weights learn in more bits, and answers must come from those": (
             how.bits == "4" and c.adapter.method != "qlora"
         ),
+        f"grpo.importance_cap {c.grpo.importance_cap:g} would make every token weigh less: 0 switches it off, else from 1 up": (
+            0 < c.grpo.importance_cap < 1
+        ),
         f"grpo.updates {c.grpo.updates} is more than the {answers} answers of a step (grpo.prompts_per_step ×"
         " grpo.group)": c.grpo.updates > answers,
     }

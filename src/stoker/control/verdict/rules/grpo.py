@@ -16,7 +16,7 @@ grpo.reward: A reward function of the user's failed, so nothing could be learned
       grpo.reward_timeout, and ended itself
   unless: an exception of the rank's own, or another exit code than 70
   fix: the line has the file, the line in it, and the prompt and answer it was called with: call the function with these
-  fix: the last step's weights are saved; the same command resumes from them
+  fix: the last step's weights are saved where the line names a checkpoint: checkpoint.resume goes on from it
   fix: --grpo.reward_timeout 20m   # where it is only slow
 """)
 def reward(case: Case) -> Found | None:
