@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from conftest import Stoker, wait_for  # noqa: E402
+from conftest import Stoker, at_length, wait_for  # noqa: E402
 from forked_ranks import Server, program, server  # noqa: E402
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
 from stoker.contract.shape import replace  # noqa: E402
@@ -814,6 +814,35 @@ def test_a_reward_that_fails_ends_all_ranks_with_its_line_and_a_checkpoint(forks
         line = "GRPO stopped: reward rewards.py:score returned 2 numbers for 24 answers (step 2); the last good checkpoint is"
         assert line in job.said(rank) and "Traceback" not in job.said(rank), job.said(rank)
     assert (job.run / "checkpoints" / "step-00000002").is_dir() and len(job.metrics) == 2
+
+
+@at_length
+def test_gsm8ks_file_as_published_learns_from_a_reward_of_ones_own(stoker: Stoker, given: Path, tmp_path: Path) -> None:
+    rows = [
+        {"question": f"{n} clips and 3?", "answer": f"{n}+3=<<{n}+3={n + 3}>>{n + 3}.\n#### {n + 3}"} for n in range(64)
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(
+        "import re\ndef score(completion, question, answer):\n    assert question.endswith('3?')\n"
+        "    wanted = answer.split('####')[-1].strip()\n    return float(re.findall(r'\\d+', completion)[-1:] == [wanted])\n"
+    )
+    files = ("--grpo.prompts", str(tmp_path / "train.jsonl"), "--grpo.reward", f"{tmp_path}/rewards.py:score")
+    small = (
+        "--preset",
+        "small",
+        "--context_length",
+        "96",
+        "--generate.new_tokens",
+        "4",
+        "--grpo.prompts_per_step",
+        "8",
+    )
+    more = ("--grpo.reward", "length=0.1", "--max-steps", "3", "--no-preflight", "--nproc-per-node", "1")
+    done = stoker.torch("train", "grpo", "--model.load", str(given / "hf"), *files, *small, *more)
+    assert done.code == 0, done.out[-3000:] + done.err[-2000:]
+    shown = stoker("rollouts", "--json")
+    told = json.loads(shown.out)
+    assert told["answers"] == 3 * 64 and {"score", "length"} == set(told["best"][0]["parts"]), shown.out
 
 
 def test_a_reward_file_that_cant_be_loaded_is_one_line_and_a_code(forks: Forks, tmp_path: Path) -> None:
