@@ -327,7 +327,8 @@ def traced_grpo(
             trace.phase("answers")
             with torch.inference_mode():
                 stop = torch.zeros(shape.vocab_size, dtype=torch.bool)
-                list(engine.run([[1] * prompt] * rows, range(rows), 8, stop, Sampling(), 0))
+                asked = [[row, *[1] * (prompt - 1)] for row in range(rows)]  # equal ones would be computed once
+                list(engine.run(asked, range(rows), 8, stop, Sampling(), 0))
             trace.phase("merging")
             weights.refresh()
         finally:

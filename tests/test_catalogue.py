@@ -327,7 +327,11 @@ JSON_LOAD = 'Traceback (most recent call last):\n  File "/usr/lib/python3.11/jso
 # (cause, the end, tried again, words of the summary)
 CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
     ("nan.traced", end(err("NonFinite", "step 12: NaN first in aten.bmm of layers.3.attention (forward) on rank 0, samples 17, 18", module="stoker.training.forensics.culprit")), False, ("step 12", "aten.bmm of layers.3.attention", "samples 17, 18")),
-    ("grpo.broken", end(code=70, tail="INFO | [GPU 0] Step [9/60] | Reward: 0.000\nINFO | [GPU 0] GRPO stopped itself: the reward was exactly 0 for every answer for 10 steps (since step 0), so nothing is learned\n"), False, ("the reward was exactly 0", "since step 0")),
+    ("grpo.broken", end(code=70, tail="INFO | [GPU 0] GRPO stopped itself: the divergence from the model it began with stayed above 10 for 3 steps (since step 40), now 12.5\n"), False, ("stayed above 10",)),
+    ("grpo.identical", end(code=70, tail="INFO | [GPU 0] GRPO stopped itself: all answers to a prompt were the same text, for every prompt for 10 steps (since step 4), so nothing is learned\n"), False, ("the same text", "since step 4")),
+    ("grpo.cut", end(code=70, tail="INFO | [GPU 0] GRPO stopped itself: 97% of the answers were cut at generate.new_tokens for 10 steps (since step 4), mean length 64.0\n"), False, ("97% of the answers were cut",)),
+    ("grpo.no-signal", end(code=70, tail="INFO | [GPU 0] Step [9/60] | Reward: 0.000\nINFO | [GPU 0] GRPO stopped itself: the reward was exactly 0 for every answer for 10 steps (since step 0), so nothing is learned\n"), False, ("the reward was exactly 0", "since step 0")),
+    ("grpo.reward", end(code=70, tail="INFO | [GPU 0] GRPO stopped: reward rewards.py:score failed: rewards.py, line 7: ValueError: no digits; prompt '2 + 3?', answer 'five' (step 3)\n"), False, ("rewards.py, line 7: ValueError", "prompt '2 + 3?'")),
     ("rank.exit", end(code=65, tail="starting\nstoker: data.path x.jsonl: no row has messages\n"), False, ("refused: data.path x.jsonl: no row",)),
     ("rank.exit", end(code=69, tail="stoker: this torch sees no GPU\n"), True, ("exit code 69",)),
     ("rank.exit", end(code=65, tail="a script's own code\n"), True, ("exit code 65",)),

@@ -19,6 +19,8 @@ import torch
 from conftest import at_length
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
+from stoker.training.generate import engine as engine_module
+from stoker.training.generate import graphed as graphed_module
 from stoker.training.generate.cached import Blocks
 from stoker.training.generate.engine import Engine
 from stoker.training.generate.graphed import Graphed
@@ -114,6 +116,50 @@ def test_drawn_answers_depend_on_seed_and_index_and_not_on_the_batch(how: dict[s
     )
     assert alone == together == graphed(model, 3, 192).generate(prompts(), new_tokens=40, stop=STOP, seed=21, **how)
     assert Engine(model, rows=7, length=100).generate(prompts(), new_tokens=40, stop=STOP, seed=22, **how) != alone
+
+
+@pytest.mark.parametrize("engine_of", [Engine, graphed], ids=["eager", "graphed"])
+def test_a_prompt_asked_several_times_is_computed_once_and_answered_the_same(
+    engine_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups in a row, as GRPO asks; and the same prompts mixed, where copies lie between others."""
+    model, lengths = made(SHAPES["qwen3"]), (9, 3, 30, 14)
+    for asked in ([p for p in prompts(lengths) for _ in range(4)], prompts(lengths) * 4):
+        engine = engine_of(model, rows=16, length=70)
+        ours = engine.generate(asked, new_tokens=30, stop=STOP, seed=5)
+        assert engine.prompt_tokens == sum(lengths), "once for a group"
+        again = engine.generate(asked, new_tokens=30, stop=STOP, seed=5)
+        assert again == ours and engine.prompt_tokens == 2 * sum(lengths)
+        with monkeypatch.context() as patch:
+            for module in (engine_module, graphed_module):
+                patch.setattr(module, "distinct", lambda prompts: (list(prompts), list(range(len(prompts)))))
+            apart = engine_of(model, rows=16, length=70)
+            assert apart.generate(asked, new_tokens=30, stop=STOP, seed=5) == ours
+            assert apart.prompt_tokens == 4 * sum(lengths) and len(set(map(tuple, ours))) > 8
+    split = engine_of(model, rows=6, length=70)  # a batch ends within a group
+    asked = [p for p in prompts(lengths) for _ in range(4)]
+    assert split.generate(asked, new_tokens=30, stop=STOP, seed=5) == engine_of(model, rows=16, length=70).generate(
+        asked, new_tokens=30, stop=STOP, seed=5
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_kept_log_probabilities_are_those_of_the_model(temperature: float) -> None:
+    model = made(SHAPES["qwen3"])
+    asked = prompts()
+    eager = Engine(model, rows=4, length=70, logprobs=True)
+    other = graphed(model, 4, 70)
+    other._keeps_logprobs, other._runner = True, Graphed(other._weights, 4, 70, None, True)
+    for engine in (eager, other):
+        answers = engine.generate(asked, new_tokens=20, stop=STOP, seed=3, temperature=temperature)
+        assert len({len(answer) for answer in answers}) > 2
+        for prompt, answer, kept in zip(asked, answers, engine.logprobs, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + answer]))[0, len(prompt) - 1 : -1] / temperature
+            wanted = torch.log_softmax(logits, -1)[range(len(answer)), answer]
+            torch.testing.assert_close(torch.tensor(kept), wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="plain sampling only"):
+        eager.generate(asked, new_tokens=2, stop=STOP, top_k=3)
 
 
 def test_a_stream_is_the_same_answer_token_by_token() -> None:

@@ -19,10 +19,11 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from conftest import Stoker, at_length_but, wait_for  # noqa: E402
+from conftest import Stoker, at_length, at_length_but, wait_for  # noqa: E402
 from forked_ranks import Server, program, server  # noqa: E402
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
 from stoker.contract.shape import replace  # noqa: E402
+from stoker.control.record.rollouts import read_rollouts  # noqa: E402
 from stoker.training.checkpoint.reading import open_checkpoint  # noqa: E402
 from stoker.training.data.learn import train  # noqa: E402
 from stoker.training.generate import exporting  # noqa: E402
@@ -37,10 +38,11 @@ from stoker.training.optim.loss_scale import LossScale  # noqa: E402
 from stoker.training.optim.optimizer import Optimizer  # noqa: E402
 from stoker.training.parallel.config import ParallelConfig  # noqa: E402
 from stoker.training.parallel.group import Group  # noqa: E402
-from stoker.training.recipes.grpo import reward  # noqa: E402
 from stoker.training.rl import rollout as asking  # noqa: E402
 from stoker.training.rl.config import GrpoConfig  # noqa: E402
+from stoker.training.rl.parts import parts_of  # noqa: E402
 from stoker.training.rl.rollout import Answer  # noqa: E402
+from stoker.training.rl.scoring import Judged, Rewards, Scorer  # noqa: E402
 from stoker.training.rl.task import FIRST, History, Seen, judge  # noqa: E402
 from stoker.training.rl.update import Policy, Row, Updater, advantages, arrange  # noqa: E402
 from stoker.training.tokenizer import chat  # noqa: E402
@@ -66,10 +68,11 @@ def test_advantages_are_normalised_within_their_group_and_constant_groups_give_z
     assert advantages(torch.zeros(0, 4, dtype=torch.float64), True).shape == (0, 4), "a rank may have no prompts"
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("temperature", "tied", "high", "cap"), [(1.0, True, 0.0, 0.0), (0.7, False, 0.0, 0.0), (1.0, False, 0.5, 1.3)]
+)
 def test_the_loss_and_its_gradient_are_those_of_the_plain_formula(
-    temperature: float, tied: bool, monkeypatch: pytest.MonkeyPatch
+    temperature: float, tied: bool, high: float, cap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Right-padded micro-batches, answers only, chunks of three tokens, against whole logits row by row."""
     monkeypatch.setattr(chunked, "chunk_rows", lambda tokens, vocabulary, itemsize: min(tokens, 3))
@@ -88,13 +91,14 @@ def test_the_loss_and_its_gradient_are_those_of_the_plain_formula(
     for batch in arrange(rows, 2, 64, CPU):
         with torch.no_grad():
             far = [
-                torch.randn(len(batch.targets), generator=torch.Generator().manual_seed(n)) * 0.4 - 5.5 for n in (1, 2)
+                torch.randn(len(batch.targets), generator=torch.Generator().manual_seed(n)) * 0.4 - 5.5
+                for n in (1, 2, 3)
             ]
-        batches.append(replace(batch, old=far[0], reference=far[1]))
+        batches.append(replace(batch, old=far[0], reference=far[1], sampled=far[2]))
     assert [tuple(batch.inputs.shape) for batch in batches] == [(2, 32), (2, 32), (1, 48)], (
         "sorted by length, padded to multiples of 16"
     )
-    policy = Policy(model, temperature=temperature, clip_ratio=0.2, kl=0.3)
+    policy = Policy(model, temperature=temperature, clip_ratio=0.2, kl=0.3, clip_high=high, importance_cap=cap)
     tokens = sum(len(row.answer) for row in rows)
     loss = sum(policy(batch, 1 / tokens)[0] for batch in batches)
     seen = sum(policy(batch, 1.0)[1] for batch in batches)
@@ -102,6 +106,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_plain_formula(
     ours = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
     model.zero_grad()
+    capped = 0
     total, divergence, entropy = torch.zeros(()), torch.zeros(()), torch.zeros(())
     ordered = sorted(rows, key=lambda row: len(row.prompt) + len(row.answer))
     at = {
@@ -115,14 +120,22 @@ def test_the_loss_and_its_gradient_are_those_of_the_plain_formula(
         whole = torch.log_softmax(logits, -1)
         logp = whole[range(len(row.answer)), list(row.answer)]
         ratio = torch.exp(logp - batches[number].old[fixed])
-        surrogate = torch.min(ratio * row.advantage, torch.clamp(ratio, 0.8, 1.2) * row.advantage)
+        surrogate = torch.min(ratio * row.advantage, torch.clamp(ratio, 0.8, 1 + (high or 0.2)) * row.advantage)
+        if cap:
+            apart = batches[number].old[fixed] - batches[number].sampled[fixed]
+            capped += int((apart.exp() > cap).sum())
+            surrogate = surrogate * torch.clamp(apart.exp(), max=cap)
         apart = batches[number].reference[fixed] - logp
         k3 = apart.exp() - apart - 1
         total = total + (0.3 * k3 - surrogate).sum()
         divergence, entropy = divergence + k3.sum(), entropy - (whole.exp() * whole).sum()
+    assert 0 < capped < tokens or not cap, "some weigh more than they may"
     (total / tokens).backward()
     assert loss.item() == pytest.approx(total.item() / tokens, rel=1e-5)
-    assert seen.tolist() == pytest.approx([divergence.item(), entropy.item()], rel=1e-5)
+    assert seen[:2].tolist() == pytest.approx([divergence.item(), entropy.item()], rel=1e-5)
+    assert len(seen) == 2 or seen[2].item() == pytest.approx(
+        sum((b.sampled - b.old).sum().item() for b in batches), rel=1e-5
+    )
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(
             ours[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
@@ -139,12 +152,29 @@ def test_a_rank_without_answers_has_a_gradient_of_zero_for_every_parameter() -> 
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
 
 
+def reward(answers: list[Answer], scorer: Scorer | None, weight: float) -> Judged:
+    parts = parts_of(GrpoConfig(reward_model="folder" if scorer else "", reward_weight=weight))
+    return Rewards(parts, [], 8, None, scorer)(answers)
+
+
 def test_an_answer_is_worth_one_if_it_is_right_and_a_share_of_its_score() -> None:
     prompt = asking.Prompt(0, "6 + 1?", (1, 2), "It is 6 + 1 = 7.\n#### 7")
     answers = [Answer(place, prompt, (1,), text, True) for place, text in enumerate(("7", "The answer is 7.", "8", ""))]
-    assert reward(answers, None, 0.5) == ([1.0, 1.0, 0.0, 0.0], [True, True, False, False])
-    rewards, correct = reward(answers, lambda rows: [0.0, 800.0, -800.0, 0.0 * len(rows)], 0.5)
-    assert rewards == pytest.approx([1.25, 1.5, 0.0, 0.25]) and correct == [True, True, False, False]
+    found = reward(answers, None, 0.5)
+    assert (found.rewards, found.correct) == ([1.0, 1.0, 0.0, 0.0], [True, True, False, False])
+    found = reward(answers, lambda rows: [0.0, 800.0, -800.0, 0.0 * len(rows)], 0.5)
+    assert found.rewards == pytest.approx([1.25, 1.5, 0.0, 0.25]) and found.correct == [True, True, False, False]
+
+
+def test_a_steps_answers_are_told_identical_only_where_every_prompts_are() -> None:
+    ranks, rewards = Group(ParallelConfig(device="cpu")), Rewards(parts_of(GrpoConfig()), [], 8, None, None)
+    prompts = [asking.Prompt(row, "?", (1,), "7") for row in range(2)]
+
+    def told(*ids: tuple[int, ...]) -> asking.Outcome:
+        answers = [Answer(place, prompts[place // 2], one, "7", True) for place, one in enumerate(ids)]
+        return asking.outcome(answers, rewards, 4, 2, ranks)[1]
+
+    assert told((1, 2), (1, 2), (3,), (3,)).identical and not told((1, 2), (1, 2), (3,), (4,)).identical
 
 
 def test_an_update_that_is_no_number_changes_nothing_and_is_not_counted() -> None:
@@ -276,9 +306,11 @@ def test_a_reward_models_scores_count_within_a_prompt_whatever_their_level() -> 
     prompts = [asking.Prompt(row, "?", (1,), "5") for row in range(2)]
     answers = [Answer(place, prompts[place // 3], (1,), "5" if place == 1 else "6", True) for place in range(6)]
     scores = [-50.0, -52.0, -54.0, 7.0, 7.0, 7.0]
-    rewards, correct = reward(answers, lambda asked: scores, 0.1)
-    assert correct == [False, True, False, False, False, False]
-    assert rewards == pytest.approx([0.1 / (1 + math.exp(-2)), 1 + 0.05, 0.1 / (1 + math.exp(2)), 0.05, 0.05, 0.05])
+    found = reward(answers, lambda asked: scores, 0.1)
+    assert found.correct == [False, True, False, False, False, False]
+    assert found.rewards == pytest.approx(
+        [0.1 / (1 + math.exp(-2)), 1 + 0.05, 0.1 / (1 + math.exp(2)), 0.05, 0.05, 0.05]
+    )
 
 
 def test_weights_of_another_file_are_refused() -> None:
@@ -328,7 +360,19 @@ BREAKS: list[tuple[str, list[Seen], GrpoConfig, tuple[str, ...] | None]] = [
     ("no length", SOUND + steps(5, 40, length=1.5), GrpoConfig(), ("shrank to 1.5 tokens", "the 20.0 of the first 5 steps", "since step 40")),
     ("short from the beginning", steps(20, 0, length=1.5), GrpoConfig(), None),
     ("endless", SOUND + steps(10, 40, cut=1.0, length=64.0), GrpoConfig(), ("cut at generate.new_tokens for 10 steps", "64.0")),
-    ("nearly endless", SOUND + steps(10, 40, cut=0.99), GrpoConfig(), None),
+    ("nearly endless", SOUND + steps(10, 40, cut=0.97), GrpoConfig(), ("97% of the answers were cut at generate.new_tokens for 10 steps",)),
+    ("nearly endless, but fewer and fewer", SOUND + steps(9, 40, cut=0.99) + steps(1, 49, cut=0.96), GrpoConfig(), None),
+    ("nearly endless, and meant so", SOUND + steps(10, 40, cut=0.97), GrpoConfig(breaker_cut=1.0), None),
+    ("endless, and meant so", SOUND + steps(10, 40, cut=1.0), GrpoConfig(breaker_cut=0.0), None),
+    ("many are cut", SOUND + steps(10, 40, cut=0.9), GrpoConfig(), None),
+    ("the same text", SOUND + steps(10, 40, spread=0.2, unlike=False, identical=True), GrpoConfig(), ("were the same text, for every prompt for 10 steps (since step 40)",)),
+    ("the same text, nothing right", SOUND + steps(10, 40, reward=0.0, spread=0.0, correct=0.0, unlike=False, identical=True), GrpoConfig(), ("the same text",)),
+    ("every answer right, and the same text", SOUND + steps(10, 40, reward=1.0, spread=0.0, correct=1.0, unlike=False, identical=True), GrpoConfig(), ("every answer was right",)),
+    ("right, but another reward counts", SOUND + steps(10, 40, correct=1.0), GrpoConfig(reward=("length",)), None),
+    ("every answer right, and another reward too", SOUND + steps(10, 40, correct=1.0, unlike=False), GrpoConfig(reward=("length",)), ("every answer was right",)),
+    ("never right, but another reward counts", SOUND + steps(10, 40, correct=0.0), GrpoConfig(reward=("length",)), None),
+    ("never right, and two rewards", SOUND + steps(10, 40, correct=0.0), GrpoConfig(reward=("exact", "length")), ("no answer was right", "only what length rewards is learned")),
+    ("without answers", SOUND + steps(10, 40, correct=None), GrpoConfig(reward=("length",)), None),
     ("no number", SOUND + steps(3, 40, finite=False, entropy=None, kl=None), GrpoConfig(), ("no number for 3 steps (since step 40)",)),
     ("no number twice", SOUND + steps(2, 40, finite=False), GrpoConfig(), None),
 ]  # fmt: skip
@@ -535,6 +579,12 @@ def test_the_reward_rises_and_the_result_tells_it(whole: Job, given: Path) -> No
         STEPS,
         None,
     )
+    kept = list(read_rollouts(str(whole.run)))
+    for step, line in enumerate(whole.metrics):
+        mine = [one for one in kept if one.step == step]
+        assert len(mine) == 48 and {one.weights for one in mine} == {step} and sum(one.tokens for one in mine) > 0
+        assert sum(one.reward for one in mine) / 48 == pytest.approx(line["reward"])
+    assert kept[0].parts == {"exact": kept[0].reward} and kept[0].right == bool(kept[0].reward) and kept[0].prompt
     cut = [row["cut"] for row in whole.metrics]
     assert found["metrics"]["cut_first"] == pytest.approx(sum(cut[:5]) / 5) and found["metrics"][
         "cut_last"
@@ -599,6 +649,7 @@ def test_stopped_by_sigterm_and_started_again_it_gives_the_metrics_of_an_uninter
     second = forks(1, tmp_path, *more)
     assert second.codes == [0] and "resumes at step" in second.said()
     assert second.metrics == whole.metrics and second.result["metrics"] == whole.result["metrics"]
+    assert (second.run / "rollouts.jsonl").read_text() == (whole.run / "rollouts.jsonl").read_text()
     again = forks(1, tmp_path, *more)
     assert again.codes == [0] and again.result == second.result, "nothing was left to do"
 
@@ -624,8 +675,6 @@ def test_the_breaker_stops_with_its_line_a_code_a_result_and_the_last_good_check
         str(prompts),
         "--grpo.breaker_steps",
         "3",
-        "--every_steps",
-        "1",
         "--max-steps",
         "9",
         "--grpo.prompts_per_step",
@@ -643,7 +692,7 @@ def test_the_breaker_stops_with_its_line_a_code_a_result_and_the_last_good_check
     )
     assert (
         "the last good checkpoint is" in job.result["metrics"]["stopped"]
-        and list((job.run / "checkpoints").glob("step-*"))
+        and (job.run / "checkpoints" / "step-00000003").is_dir()
         and not (job.run / "hf").exists()
     )
 
@@ -717,6 +766,92 @@ def test_a_reward_model_adds_its_share(forks: Forks, given: Path, tmp_path: Path
     assert other.codes == [EX_CONFIG] and "has another tokenizer" in other.said()
 
 
+def test_a_reward_of_ones_own_that_is_the_built_in_one_gives_the_identical_run(
+    forks: Forks, whole: Job, tmp_path: Path
+) -> None:
+    """In two ranks, too: each has its own process. The file has no torch in it, and prints."""
+    (tmp_path / "rewards.py").write_text(
+        "from stoker.training.evaluate.marking import right_in_form\n"
+        "def score(completion, answer, kind):\n    assert kind == 'seven'\n    return right_in_form(completion, answer)\n"
+    )
+    own = ("--max-steps", "8", "--export", "false", "--grpo.reward", f"{tmp_path}/rewards.py:score")
+    job = forks(1, tmp_path / "1", *own)
+    assert job.codes == [0], job.said()
+    for mine, theirs in zip(job.metrics, whole.metrics[:8], strict=True):
+        assert mine == {**theirs, "total_steps": 8, "reward_score": theirs["reward"]}, mine["step"]
+    two = forks(2, tmp_path / "2", *own)
+    assert two.codes == [0, 0] and [line["reward"] for line in two.metrics] == [line["reward"] for line in job.metrics]
+
+
+def test_rows_without_answers_learn_from_a_reward_of_ones_own(forks: Forks, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": str(n), "wanted": "7"}) + "\n" for n in range(10, 50)))
+    (tmp_path / "rewards.py").write_text(
+        "async def score(completions, wanted):\n    return [text.count(w) for text, w in zip(completions, wanted)]\n"
+    )
+    given = ("--grpo.prompts", str(prompts), "--max-steps", "15", "--export", "false")
+    job = forks(
+        1, tmp_path / "own", *given, "--grpo.reward", f"{tmp_path}/rewards.py:score", "--grpo.reward", "length:2=0.5"
+    )
+    assert job.codes == [0] and " | Right: n/a | " in job.said(), job.said()
+    first, last = job.metrics[0], job.metrics[-1]
+    assert first["correct"] is None and last["reward_score"] > first["reward_score"] + 0.2
+    assert last["reward"] == pytest.approx(last["reward_score"] + 0.5 * last["reward_length"])
+    refused = forks(1, tmp_path / "none", *given)
+    assert refused.codes == [EX_DATAERR] and "40 of 40 rows without an answer" in refused.said()
+
+
+def test_a_reward_that_fails_ends_all_ranks_with_its_line_and_a_checkpoint(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "import os\ncalls = 0\ndef score(completions):\n    global calls\n    calls += 1\n"
+        "    if calls == 3 and os.environ['RANK'] == '0':\n        return [1.0, None]\n"
+        "    return [len(text) + 0.1 * n for n, text in enumerate(completions)]\n"
+    )
+    own = ("--max-steps", "8", "--grpo.reward", f"{tmp_path}/rewards.py:score")
+    job = forks(2, tmp_path / "two", *own)
+    assert job.codes == [EX_SOFTWARE] * 2, job.said()
+    for rank in (0, 1):
+        line = "GRPO stopped: reward rewards.py:score returned 2 numbers for 24 answers (step 2); the last good checkpoint is"
+        assert line in job.said(rank) and "Traceback" not in job.said(rank), job.said(rank)
+    assert (job.run / "checkpoints" / "step-00000002").is_dir() and len(job.metrics) == 2
+
+
+@at_length
+def test_gsm8ks_file_as_published_learns_from_a_reward_of_ones_own(stoker: Stoker, given: Path, tmp_path: Path) -> None:
+    rows = [
+        {"question": f"{n} clips and 3?", "answer": f"{n}+3=<<{n}+3={n + 3}>>{n + 3}.\n#### {n + 3}"} for n in range(64)
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(
+        "import re\ndef score(completion, question, answer):\n    assert question.endswith('3?')\n"
+        "    wanted = answer.split('####')[-1].strip()\n    return float(re.findall(r'\\d+', completion)[-1:] == [wanted])\n"
+    )
+    files = ("--grpo.prompts", str(tmp_path / "train.jsonl"), "--grpo.reward", f"{tmp_path}/rewards.py:score")
+    small = (
+        "--preset",
+        "small",
+        "--context_length",
+        "96",
+        "--generate.new_tokens",
+        "4",
+        "--grpo.prompts_per_step",
+        "8",
+    )
+    more = ("--grpo.reward", "length=0.1", "--max-steps", "3", "--no-preflight", "--nproc-per-node", "1")
+    done = stoker.torch("train", "grpo", "--model.load", str(given / "hf"), *files, *small, *more)
+    assert done.code == 0, done.out[-3000:] + done.err[-2000:]
+    shown = stoker("rollouts", "--json")
+    told = json.loads(shown.out)
+    assert told["answers"] == 3 * 64 and {"score", "length"} == set(told["best"][0]["parts"]), shown.out
+
+
+def test_a_reward_file_that_cant_be_loaded_is_one_line_and_a_code(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("import nothing_like_this\ndef score(completion): return 1\n")
+    job = forks(2, tmp_path / "job", "--max-steps", "2", "--grpo.reward", f"{tmp_path}/rewards.py:score")
+    assert job.codes == [EX_DATAERR] * 2 and "Traceback" not in job.said()
+    assert "stoker: grpo.reward rewards.py:score failed: rewards.py, line 1: ModuleNotFoundError" in job.said()
+
+
 def test_once_through_asks_every_prompt_once_and_weights_change_that() -> None:
     """2,000 prompts, 32 a step: drawing anew in each step asked 1,297 of them in 63 steps."""
     asked = [asking.Prompt(row, "", (), "") for row in range(2000)]
@@ -762,6 +897,7 @@ def test_bad_input_is_one_line_and_a_code(forks: Forks, given: Path, tmp_path: P
             (("--strategy", "fsdp"), EX_USAGE, "use ddp"),
             (("--generate.new_tokens", "48"), EX_USAGE, "leaves no room"),
             (("--grpo.updates", "49"), EX_USAGE, "more than the 48 answers"),
+            (("--grpo.importance_cap", "0.5"), EX_USAGE, "0 switches it off, else from 1 up"),
         )
     ):
         job = forks(1, tmp_path / str(number), "--max-steps", "2", *words)
@@ -775,10 +911,109 @@ def test_under_the_launcher_the_verdict_is_the_breakers_line(stoker: Stoker, for
         "--grpo.prompts", str(prompts), "--grpo.breaker_steps", "2", "--max-steps", "9", "--grpo.prompts_per_step", "4"
     )
     done = stoker.torch("run", "--nproc-per-node", "1", "--no-preflight", "-m", "stoker.training.recipes.grpo", *words)
-    assert (done.code, done.verdict["cause"], done.verdict["retryable"]) == (EX_SOFTWARE, "grpo.broken", False), (
+    assert (done.code, done.verdict["cause"], done.verdict["retryable"]) == (EX_SOFTWARE, "grpo.no-signal", False), (
         done.out[-3000:] + done.err[-2000:]
     )
     assert "the reward was exactly 0 for every answer for 2 steps" in done.verdict["summary"]
+
+
+def prompts_of_two_kinds(path: Path) -> str:
+    """Of half of them every answer is worth the same."""
+    rows = [{"prompt": str(n), "answer": "7" if n % 2 else "no model says this"} for n in range(10, 50)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_groups_without_signal_are_replaced_the_same_on_any_number_of_ranks(forks: Forks, tmp_path: Path) -> None:
+    given = (
+        "--grpo.prompts",
+        prompts_of_two_kinds(tmp_path / "prompts.jsonl"),
+        "--max-steps",
+        "4",
+        "--export",
+        "false",
+    )
+    more = (*given, "--grpo.resample", "3")
+    plain, one, two = forks(1, tmp_path / "0", *given), forks(1, tmp_path / "1", *more), forks(2, tmp_path / "2", *more)
+    assert plain.codes == one.codes == [0] and two.codes == [0, 0], one.said() + two.said(1)
+    for mine, theirs in zip(two.metrics, one.metrics, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5), mine["step"]
+    assert all("replaced" not in line for line in plain.metrics) and sum(line["replaced"] for line in one.metrics) > 8
+
+    def taught(job: Job, step: int) -> int:
+        kept: dict[int, set[float]] = {}
+        for one in read_rollouts(str(job.run)):
+            if one.step == step:
+                kept.setdefault(one.row, set()).add(one.reward)
+        return sum(len(rewards) > 1 for rewards in kept.values())
+
+    assert sum(taught(one, n) for n in range(4)) > 1.4 * sum(taught(plain, n) for n in range(4))
+
+
+def test_prompts_are_replaced_by_others_as_long_as_there_are_others() -> None:
+    prompts = [asking.Prompt(row, "?", (1,), "7") for row in range(10)]
+    asked: list[tuple[tuple[int, ...], frozenset[int] | None]] = []
+
+    def rollout(told: list[asking.Prompt], *seeds: int, only: frozenset[int] | None = None) -> list[Answer]:
+        asked.append((tuple(prompt.row for prompt in told), only))
+        places = [n for n in range(len(told)) if only is None or n in only]
+        # Row 9 alone has a right answer among its two.
+        return [
+            Answer(2 * n + k, told[n], (k,), "7" if told[n].row == 9 and k else "8", True)
+            for n in places
+            for k in (0, 1)
+        ]
+
+    c = GrpoConfig(prompts_per_step=4, group=2, resample=5)
+    draw = asking.draw_of(None, prompts, 10, "")
+    ranks, rewards = Group(ParallelConfig(device="cpu")), Rewards(parts_of(c), [], 8, None, None)
+    step = asking.Asking(prompts, draw, rollout, rewards, c, ranks)(0, 3)  # type: ignore[arg-type]
+    assert len(asked) == 6 and set().union(*(rows for rows, _ in asked)) == set(range(10)), "all of them were asked"
+    found = next(n for n, (rows, _) in enumerate(asked) if 9 in rows)
+    place = asked[found][0].index(9)
+    assert all(rows[place] == 9 for rows, _ in asked[found:]) and place not in (asked[-1][1] or ()), (
+        "and that one stayed"
+    )
+    assert step.outcome.rewards.sum() == 1 and sum(step.judged.rewards) == 1 and step.judged.rewards[2 * place + 1] == 1
+    assert [answer.place for answer in step.answers] == list(range(8)) and step.outcome.without_signal(2) == [
+        n for n in range(4) if n != place
+    ]
+
+
+def test_several_updates_with_a_capped_importance_weight_and_a_higher_clip_learn_with_lora(
+    forks: Forks, tmp_path: Path
+) -> None:
+    more = (
+        "--lora",
+        "--lora_rank",
+        "8",
+        "--learning_rate",
+        "3e-3",
+        "--also_train",
+        "embed_tokens",
+        "--export",
+        "false",
+    )
+    better = (
+        "--grpo.updates",
+        "2",
+        "--grpo.clip_ratio_high",
+        "0.28",
+        "--grpo.importance_cap",
+        "2",
+        "--grpo.resample",
+        "1",
+    )
+    job = forks(1, tmp_path, "--max-steps", "14", *more, *better)
+    assert job.codes == [0], job.said()
+    rewards = [line["reward"] for line in job.metrics]
+    assert sum(rewards[-4:]) > sum(rewards[:4]) + 0.4 and job.metrics[0]["kl"] < 0.1, rewards
+    plain = forks(1, tmp_path / "plain", "--max-steps", "1", *more)
+    weighted = forks(1, tmp_path / "weighted", "--max-steps", "1", *more, "--grpo.importance_cap", "2")
+    # Sampler and trainer agree but for rounding: the weights are all but 1.
+    assert abs(weighted.metrics[0]["sampler_kl"]) < 1e-5 and "sampler_kl" not in plain.metrics[0]
+    (mine,) = ({key: value for key, value in line.items() if key != "sampler_kl"} for line in weighted.metrics)
+    assert mine == pytest.approx(plain.metrics[0], rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("method", at_length_but(["--qlora"], ["--lora", "--qlora"]))

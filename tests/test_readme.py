@@ -169,6 +169,12 @@ ROWS = [
         needs="torch",
     ),
     Row(
+        "stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl --grpo.reward rewards.py:score",
+        "stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl --grpo.reward rewards.py:score --dry-run",
+        DRY,
+        needs="torch",
+    ),
+    Row(
         "stoker train evaluate --model.load sft/hf --evaluate.tasks gsm8k/test.jsonl",
         "stoker train evaluate --model.load sft/hf --evaluate.tasks gsm8k/test.jsonl --dry-run",
         DRY,
@@ -262,6 +268,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [f"line {number} of a small book about nothing" for number in range(4000)]
     chat = [{"role": "user", "content": "how many?"}, {"role": "assistant", "content": "three"}]
     (folder / "book.txt").write_text("\n".join(lines))
+    (folder / "rewards.py").write_text("def score(completion, answer):\n    return answer in completion\n")
     (folder / "my.yaml").write_text("data: {path: book.txt}\npreset: debug\n")
     rows("texts/a.jsonl", [{"text": line} for line in lines])
     rows("chats.jsonl", [{"messages": chat}] * 200)

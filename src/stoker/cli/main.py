@@ -16,6 +16,7 @@ COMMANDS = {
     "export": "write a model as a folder that transformers opens, with its chat template",
     "runs": "list the runs, with step, loss and speed",
     "plot": "draw the loss, or another metric, of one or several runs",
+    "rollouts": "what a GRPO run answered: best, worst, and what changed",
     "compare": "two runs: settings that differ, results, and whether the difference is more than noise",
     "top": "hosts, GPUs, ranks and the run's loss, live in the terminal",
     "web": "the same as a page in the browser: runs, curves, ranks, GPUs, logs; or a run as one HTML file",

@@ -16,6 +16,7 @@ EVENTS = "events.jsonl"
 VERDICT = "verdict.json"
 RESERVE = ".reserve"  # disk space for the verdict, allocated at the start; becomes verdict.json
 METRICS = "metrics.jsonl"
+ROLLOUTS = "rollouts.jsonl"
 MEMORY = "memory.json"  # planned and measured, of a run that trains
 PROGRESS = "progress.json"  # where rank 0 is in what takes it long: the bar that `attach` draws
 CHECKPOINTS = "checkpoints"

@@ -144,13 +144,23 @@ def right(completion: str, answer: str, others: Alternatives = NO_OTHERS, *, cut
     part = marked_part(completion)
     wanted = stated(answer)
     text = completion if part is None else first_line(part)
-    number = _only_number(wanted)
-    if number is not None:
-        return not (cut and part is None) and _last_number(text) == number
+    if _only_number(wanted) is not None:
+        return right_number(completion, answer, cut=cut)
     listed = _LIST.fullmatch(wanted)
     if listed:
         return not (cut and part is None) and _last_list(text) == _numbers(wanted)
     return _says(first_line(text), wanted, others, cut)
+
+
+def right_number(completion: str, answer: str, *, cut: bool = False) -> bool:
+    """The last number that is stated, behind a mark where there is one, is the answer's."""
+    part, number = marked_part(completion), _only_number(stated(answer))
+    text = completion if part is None else first_line(part)
+    return number is not None and not (cut and part is None) and _last_number(text) == number
+
+
+def states_number(answer: str) -> bool:
+    return _only_number(stated(answer)) is not None
 
 
 def _says(line: str, wanted: str, others: Alternatives, cut: bool) -> bool:

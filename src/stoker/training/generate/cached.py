@@ -208,6 +208,20 @@ class Cache:
         self.kv = torch.zeros(size, dtype=w.embed.dtype, device=w.embed.device)
         self.length = length
 
+    def spread(self, of: Sequence[int], slots: int) -> None:
+        """Row r becomes a copy of row of[r], which is r or one before it. From the last on: no row is overwritten before it
+        is read, and nothing is copied twice over, as an index would.
+        """
+        end = len(of)
+        while end:
+            source = of[end - 1]
+            begin = end - 1
+            while begin and of[begin - 1] == source:
+                begin -= 1
+            target = self.kv[:, :, max(begin, source + 1) : end, :, :slots]
+            target.copy_(self.kv[:, :, source : source + 1, :, :slots].expand_as(target))
+            end = begin
+
     def keep(self, rows: Tensor, slots: int) -> None:
         """These rows move to the front, in their order."""
         self.kv[:, :, : len(rows), :, :slots] = self.kv[:, :, rows, :, :slots]
@@ -305,6 +319,13 @@ class Blocks:
 
 def whole_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def distinct(prompts: Prompts) -> tuple[list[Sequence[int]], list[int]]:
+    """(each prompt once, for each row its place among them): a group's prompt is computed once."""
+    places: dict[tuple[int, ...], int] = {}
+    of = [places.setdefault(tuple(prompt), len(places)) for prompt in prompts]
+    return list(places), of
 
 
 def padded(prompts: Prompts, length: int) -> Tensor:

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.training.generate import plain
-from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, padded, seen
+from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, distinct, padded, seen
 from stoker.training.generate.config import kernels_lack
 from stoker.training.generate.graphed import Graphed
-from stoker.training.generate.sample import Sampling, checked, sample_token, uniforms
+from stoker.training.generate.sample import Sampling, checked, sample_token, token_logprobs, uniforms
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.outside import Outside
 
@@ -33,6 +33,7 @@ class Borrowed:
 
     def __init__(self, model: Outside, vocab: int) -> None:
         self._model, self._vocab = model, vocab
+        self.prompt_tokens = 0
 
     def forget(self) -> None:
         """Nothing here keeps an address of the weights."""
@@ -43,6 +44,7 @@ class Borrowed:
     ) -> Iterator[Tensor]:  # fmt: skip
         """After each token of a single prompt, else at the end: what is written, [rows, so many]."""
         noise = torch.from_numpy(uniforms(seed, indexes, new_tokens)).to(stop.device)
+        self.prompt_tokens += sum(map(len, prompts))
         written = torch.zeros(len(prompts), new_tokens, dtype=torch.int64, device=stop.device)
         for length in sorted({len(prompt) for prompt in prompts}):
             rows = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
@@ -73,10 +75,12 @@ PREFILL_TOKENS = 1 << 13  # at once: the feed-forward layer's activations stay b
 
 
 class Eager:
-    def __init__(self, w: Weights, rows: int, length: int) -> None:
-        self._weights, self._blocks = w, Blocks(w, plain)
+    def __init__(self, w: Weights, rows: int, length: int, logprobs: bool = False) -> None:
+        self._weights, self._blocks, self._keeps = w, Blocks(w, plain), logprobs
+        self.logprobs = torch.empty(0)  # of the last batch: [rows, new tokens]
         self._angles = self._blocks.angles(lambda table: table[:length])
         self.cache = Cache(w, rows, length)
+        self.prompt_tokens = 0
 
     def forget(self) -> None:
         """Nothing here keeps an address of the weights."""
@@ -92,13 +96,23 @@ class Eager:
         slots = torch.arange(self.cache.length)
         holes = int(lengths.min()) < longest
         ahead = as_mask(seen(slots, lengths, longest, self.cache.length), dtype) if holes else None
-        logits = blocks.prefill(padded(prompts, longest), lengths, self._angles, self.cache.kv, PREFILL_TOKENS)
+        different, of = distinct(prompts)
+        self.prompt_tokens += sum(map(len, different))
+        different_lengths = torch.tensor([len(prompt) for prompt in different])
+        ids = padded(different, longest)
+        logits = blocks.prefill(ids, different_lengths, self._angles, self.cache.kv, PREFILL_TOKENS)
+        if len(different) < len(prompts):
+            self.cache.spread(of, longest)
+            logits = logits[of]
         written = torch.zeros(len(prompts), new_tokens, dtype=torch.int64)
+        self.logprobs = torch.zeros(len(prompts), new_tokens) if self._keeps else torch.empty(0)
         rows = torch.arange(len(prompts))
         alive = torch.ones(len(prompts), dtype=torch.bool)
         for place in range(new_tokens):
             token = sample_token(logits, noise[place, rows], how)
             written[rows, place] = token
+            if self._keeps:
+                self.logprobs[rows, place] = token_logprobs(logits, token, how.temperature)
             yield written[:, : place + 1]
             alive &= ~stop[token]
             left = int(alive.sum())
@@ -128,10 +142,11 @@ class Eager:
 
 class Engine:
     def __init__(
-        self, model: Decoder | Outside, *, rows: int, length: int, vocab: int = 0, codes: bool = False
-    ) -> None:
+        self, model: Decoder | Outside, *, rows: int, length: int, vocab: int = 0, codes: bool = False,
+        logprobs: bool = False,
+    ) -> None:  # fmt: skip
         """`rows`: answers at once; `length`: prompt and answer; `vocab`: ids from here on are never written; `codes`: weights
-        in 4 bits stay so, instead of a copy in 16.
+        in 4 bits stay so, instead of a copy in 16; `logprobs`: `generate` leaves those of its tokens in `logprobs`.
         """
         if rows < 1 or length < 2:
             raise Refusal(f"generation with {rows} rows of {length} tokens can't be: at least 1 row of 2", EX_USAGE)
@@ -142,6 +157,8 @@ class Engine:
                 EX_USAGE,
             )
         self.rows, self.length = rows, length
+        self._keeps_logprobs = logprobs
+        self.logprobs: list[list[float]] = []  # of the last answers' tokens, where they are kept
         self._vocab, self._embedded = vocab or model.config.vocab_size, model.config.vocab_size
         self._device = next(model.parameters()).device
         self._runner: Any
@@ -151,9 +168,9 @@ class Engine:
             return
         self._weights = Weights(model, self._vocab, codes)
         if self._device.type == "cuda":
-            self._runner = Graphed(self._weights, rows, length, self._kernels(model))
+            self._runner = Graphed(self._weights, rows, length, self._kernels(model), logprobs)
         else:
-            self._runner = Eager(self._weights, rows, length)
+            self._runner = Eager(self._weights, rows, length, logprobs)
 
     def _kernels(self, model: Decoder) -> Any:
         lacks = kernels_lack(model.config, self.length)
@@ -166,6 +183,11 @@ class Engine:
     def merged_bytes(self) -> int:
         """Of the copy that has adapters in it."""
         return 0 if self._weights is None else self._weights.merged_bytes
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of prompts, that were computed so far: equal prompts of a batch count once."""
+        return int(self._runner.prompt_tokens)
 
     @property
     def copied_bytes(self) -> int:
@@ -200,7 +222,10 @@ class Engine:
         how = checked(**sampling)
         self._check(prompts, new_tokens)
         stops = self._stops(stop)
+        if self._keeps_logprobs and (how.greedy or not how.plain):
+            raise ValueError("log-probabilities are kept of plain sampling only: temperature above 0, top_k 0, top_p 1")
         answers: list[list[int]] = [[] for _ in prompts]
+        self.logprobs = [[] for _ in prompts]
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # like lengths together: short holes
         for begin in range(0, len(order), self.rows):
             some = order[begin : begin + self.rows]
@@ -210,9 +235,11 @@ class Engine:
             for made, written in enumerate(steps, 1):  # noqa: B007  the last one has all
                 if told is not None:
                     told(begin + len(some) * made / new_tokens)
-            for index, answer in zip(some, written.tolist(), strict=True):
+            kept = self._runner.logprobs[: len(some)].tolist() if self._keeps_logprobs else [[]] * len(some)
+            for index, answer, logprobs in zip(some, written.tolist(), kept, strict=True):
                 ended = next((place + 1 for place, token in enumerate(answer) if token in stop), None)
                 answers[index] = answer[:ended]
+                self.logprobs[index] = logprobs[: len(answers[index])]
         return answers
 
     def stream(

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from stoker.training.generate import plain
-from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, padded, seen
+from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, distinct, padded, seen
 from stoker.training.generate.config import BUCKET, PREFILL_TOKENS, ROUND, slots
-from stoker.training.generate.sample import Sampling, sample_token, uniforms
+from stoker.training.generate.sample import Sampling, sample_token, token_logprobs, uniforms
 
 LOOK = 16
 
@@ -22,7 +22,7 @@ LOOK = 16
 class Graphed:
     """`kernels`: our Triton kernels, or None for plain torch. On a CPU the steps run as they are, for tests."""
 
-    def __init__(self, w: Weights, rows: int, length: int, kernels: Any = None) -> None:
+    def __init__(self, w: Weights, rows: int, length: int, kernels: Any = None, logprobs: bool = False) -> None:
         self._weights, self._kernels, self._blocks = w, kernels, Blocks(w, kernels or plain)
         device = w.embed.device
         # Prompts are filled up past `length` at times: what is there is turned by any angle, and seen by nobody.
@@ -31,6 +31,7 @@ class Graphed:
         self._steps: dict[tuple[int, Sampling], Callable[[], None]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._looking = _Looking(device)
+        self.prompt_tokens = 0
 
         def buffer(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -40,6 +41,8 @@ class Graphed:
         self._answers_from, self._slot, self._place = buffer(1), buffer(1), buffer(1)
         self._noise, self._written = buffer(length, rows, dtype=torch.float32), buffer(rows, length)
         self._slots = torch.arange(self.cache.length, device=device)
+        self._keeps, kept = logprobs, length if logprobs else 0
+        self.logprobs, self._logprob = buffer(rows, kept, dtype=torch.float32), buffer(rows, dtype=torch.float32)
 
     def forget(self) -> None:
         """The weights lie elsewhere."""
@@ -65,7 +68,10 @@ class Graphed:
         return self.cache.length if self._kernels else -(-(slot + 1) // BUCKET) * BUCKET
 
     def _start(self, prompts: Prompts, lengths: Tensor, begin: int, stop: Tensor, noise: Any) -> Tensor:
-        rows, ids = len(prompts), padded(prompts, begin)
+        rows = len(prompts)
+        different, of = distinct(prompts)
+        self.prompt_tokens += sum(map(len, different))
+        ids = padded(different, begin)
         self._looking.begin()
         if not self._kernels:
             # slots ahead are read and weighed 0, and what an earlier batch left there may be NaN
@@ -79,8 +85,13 @@ class Graphed:
         self._place.zero_()
         self._stop.copy_(stop)
         self._noise[: len(noise), :rows] = torch.from_numpy(noise).to(self._noise.device)
-        ids = ids.to(self._ids.device)
-        return self._blocks.prefill(ids, self._lengths[:rows], self._angles, self.cache.kv, PREFILL_TOKENS)
+        device = self._ids.device
+        ids, own = ids.to(device), torch.tensor([len(prompt) for prompt in different], device=device)
+        logits = self._blocks.prefill(ids, own, self._angles, self.cache.kv, PREFILL_TOKENS)
+        if len(different) == rows:
+            return logits
+        self.cache.spread(of, begin)
+        return logits[torch.tensor(of, device=device)]
 
     def _write(self, logits: Tensor, how: Sampling, rows: int) -> None:
         """Samples a token for each of the first `rows`, writes it, and goes one place on."""
@@ -90,6 +101,9 @@ class Graphed:
         else:
             token = sample_token(logits, uniform, how)
         token = torch.where(self._alive[:rows], token, 0)
+        if self._keeps:
+            self._logprob[:rows].copy_(token_logprobs(logits, token, how.temperature))
+            self.logprobs.index_copy_(1, self._place, self._logprob[:, None])
         self._ids[:rows].copy_(token)
         self._written.index_copy_(1, self._place, self._ids[:, None])
         self._alive[:rows].logical_and_(~self._stop[token])

@@ -179,6 +179,12 @@ class Loop:
         self._task.meet(whole=True)
         return self._keeper.save(self.done, self._task.meta(self.done), self._task.score, wait=wait)
 
+    def save_before_stop(self) -> None:
+        """For a recipe that ends the run between two steps: all ranks are here. Weights that look broken are not saved."""
+        if self.done > self.first and self._keeper.saved_step != self.done and self._keeper.end_due(False):
+            stoker.phase("save")
+            self._save(wait=True)
+
     def _end(self) -> None:
         keeper = self._keeper
         self._task.meet()  # before an export, too

@@ -2,6 +2,7 @@
 
     stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl --max-steps 60
     stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl --grpo.weights density/weights.jsonl --grpo.reward_model reward/hf
+    stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl --grpo.reward rewards.py:score --grpo.reward length=0.1
 
 Reads top to bottom: settings, prompts, ranks, model, reference, steps. rl/ has a file for each idea: update.py has
 the formula and the learning; loop/run.py saves and stops.
@@ -10,11 +11,9 @@ the formula and the learning; loop/run.py saves and stops.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -24,7 +23,6 @@ from stoker.contract.names import EX_CONFIG, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.shape import as_json
 from stoker.training.config.schema import Config
-from stoker.training.evaluate.marking import right_in_form
 from stoker.training.fit.memory import CACHE, COPY, REFERENCE, SCORER
 from stoker.training.fit.terms import GRPO, StageNeeds
 from stoker.training.loop.keeping import Keeper, newest, tensors_of
@@ -45,15 +43,13 @@ from stoker.training.recipes.memory import Holding, MemoryRecord, bytes_of, of_g
 from stoker.training.reward.model import RewardModel, open_reward, scores
 from stoker.training.rl import rollout as asking
 from stoker.training.rl.config import MICRO
-from stoker.training.rl.rollout import Answer, Rollout, rollout_of
-from stoker.training.rl.rollout import outcome as outcome_of
+from stoker.training.rl.parts import lacking, parts_of
+from stoker.training.rl.rollout import Asking, Rollout, rollout_of
+from stoker.training.rl.scoring import RewardFailed, Rewards, RolloutLog, Worker, columns_of
 from stoker.training.rl.task import GrpoTask, Launched, Stopped, result, resumed
 from stoker.training.rl.update import Updater, advantages
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
-
-# What an answer is worth: 1 if it is right in the expected form, and a share of what the reward model thinks of it.
-Scorer = Callable[[Sequence[tuple[Any, str]]], list[float]]
 
 
 def reward_model_of(c: Config, tokenizer: Tokenizer, device: torch.device) -> RewardModel | None:
@@ -67,27 +63,6 @@ def reward_model_of(c: Config, tokenizer: Tokenizer, device: torch.device) -> Re
             EX_CONFIG,
         )
     return open_reward(folder, c.data.context_length, c.compute, device)
-
-
-def reward(answers: Sequence[Answer], scorer: Scorer | None, weight: float) -> tuple[list[float], list[bool]]:
-    """(rewards, which are right). A score counts by how far it is above the mean of its prompt's."""
-    correct = [right_in_form(answer.text, answer.prompt.answer) for answer in answers]
-    rewards = [float(one) for one in correct]
-    if scorer is not None and answers:
-        scores = scorer([(answer.prompt.asked, answer.text) for answer in answers])
-        of_prompt: dict[int, list[float]] = {}
-        for answer, score in zip(answers, scores, strict=True):
-            of_prompt.setdefault(answer.prompt.row, []).append(score)
-        means = {row: sum(some) / len(some) for row, some in of_prompt.items()}
-        rewards = [
-            one + weight * _sigmoid(score - means[answer.prompt.row])
-            for one, score, answer in zip(rewards, scores, answers, strict=True)
-        ]
-    return rewards, correct
-
-
-def _sigmoid(score: float) -> float:
-    return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))
 
 
 def policy_of(
@@ -138,11 +113,15 @@ def main(argv: list[str]) -> int:
     micro = max((c.batch.micro or MICRO) >> int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0")), 1)
     weights, tokenizer = stage.weights_of(c.model.load), stage.tokenizer_of(c)
 
-    # Prompts as token ids, and how often each is sampled.
+    # Prompts as token ids, what an answer to them is worth, and how often each is sampled.
     rows = stage.rows_of(c.grpo.prompts, "grpo.prompts")
+    parts = parts_of(c.grpo)
     prompts, left_out = asking.read(
-        rows, tokenizer, c.data.context_length - c.generate.new_tokens, c.grpo.prompts, c.generate.system
-    )
+        rows, tokenizer, c.data.context_length - c.generate.new_tokens, c.grpo.prompts, c.generate.system,
+        lacking(parts),
+    )  # fmt: skip
+    apart = [part for part in parts if part.apart]
+    worker = Worker(apart, columns_of(rows), c.grpo.reward_timeout) if apart else None
     prompts = prompts[: c.data.max_samples or None]
     draw = asking.draw_of(
         stage.rows_of(c.grpo.weights, "grpo.weights") if c.grpo.weights else None, prompts, len(rows), c.grpo.weights
@@ -164,6 +143,7 @@ def main(argv: list[str]) -> int:
     optimizer = Optimizer(model, c.optim)
     judge = reward_model_of(c, tokenizer, group.device)
     scorer = None if judge is None else functools.partial(scores, judge, tokenizer, device=group.device, micro=micro)
+    rewards = Rewards(parts, rows, c.generate.new_tokens, worker, scorer)
 
     # Where a checkpoint left them, if there is one.
     found = newest(c.checkpoint, folder, group, voice)
@@ -196,6 +176,7 @@ def main(argv: list[str]) -> int:
 
     # The steps: sample prompts, write answers, judge them, learn.
     rollout = rollout_of(model, tokenizer, max(len(prompt.ids) for prompt in prompts), c.generate, c.grpo, group)
+    ask = Asking(prompts, draw, rollout, rewards, c.grpo, group)
     words = stage.tokenizer_folder(c)
     about = {
         "optimizer": c.optim.kind,
@@ -221,31 +202,41 @@ def main(argv: list[str]) -> int:
     task = GrpoTask(
         c.grpo, group, voice, position, history, about=about, loss_scale=scale, planned_bytes=memory.planned_bytes
     )
+    rollouts_mb = c.grpo.rollouts_mb if group.first else 0
+    keep_rollouts = RolloutLog(folder, position.step, rollouts_mb, voice.say)
     profile = Profile(c.train.profile_steps if c.train.profile and group.first else 0, folder, group.device, voice.say)
     loop = Loop(task, keeper, group, voice, profile, first=position.step, steps=steps)
     code, stopped = 0, None
     try:
         with memory.watched():
             for step in loop.over(range(position.step, steps)):
-                asked = [prompts[index] for index in draw(step, c.train.seed, c.grpo.prompts_per_step)]
-                answers = rollout(asked, c.train.seed, step)
-                rewards, correct = reward(answers, scorer, c.grpo.reward_weight)
-                outcome = outcome_of(answers, rewards, correct, c.grpo.prompts_per_step * c.grpo.group, group)
+                made = ask(step, c.train.seed)
                 above = advantages(
-                    torch.tensor(rewards, dtype=torch.float64).view(-1, c.grpo.group), c.grpo.scale_by_deviation
+                    torch.tensor(made.judged.rewards, dtype=torch.float64).view(-1, c.grpo.group),
+                    c.grpo.scale_by_deviation,
                 )
+                keep_rollouts(step, updater.done, made.answers, made.judged, rewards.labels)
                 share = rate_share(c.optim, step, steps)
-                lengths = [int(length) for length in outcome.lengths.tolist()]
-                learned = updater.learn(answers, above.flatten().tolist(), lengths, share)
+                lengths = [int(length) for length in made.outcome.lengths.tolist()]
+                learned = updater.learn(made.answers, above.flatten().tolist(), lengths, share)
                 rollout.refresh()
                 rate = c.optim.learning_rate * share
-                loop.launched(Launched(step, outcome, learned, updater.done, rate, loop.words()))
+                told = Launched(step, made.outcome, learned, updater.done, rate, loop.words(), made.replaced)
+                loop.launched(told)
         memory.end(None)
         code = loop.code
     except Stopped as broken:
+        loop.save_before_stop()
         code, stopped = EX_SOFTWARE, f"{broken}; {keeper.last_good()}"
         # On every rank: whichever is judged, its last words name the cause.
         voice.say(f"GRPO stopped itself: {stopped}")
+    except RewardFailed as problem:
+        loop.save_before_stop()
+        code, stopped = EX_SOFTWARE, f"{problem} (step {loop.done}); {keeper.last_good()}"
+        voice.say(f"GRPO stopped: {stopped}")
+    finally:
+        if worker is not None:
+            worker.close()
 
     # The model, and the result last.
     whole = loop.whole and code == 0

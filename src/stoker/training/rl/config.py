@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stoker.contract import limits
 from stoker.contract.limits import text
+from stoker.contract.quantities import duration
 from stoker.contract.shape import option, shape
 
 MICRO = 16  # answers a rank learns from at once, where batch.micro is auto
+
+
+def names_code(rewards: Sequence[str]) -> bool:
+    """Whether one of these is a function in a file."""
+    return any(text.partition(":")[0].partition("=")[0].strip().endswith(".py") for text in rewards)
 
 
 @shape
@@ -17,20 +25,44 @@ class GrpoConfig:
     weights: str = text("PATH")(
         "how often each prompt is sampled: weights.jsonl of the density stage (empty: all alike)"
     )
-    reward_model: str = text("DIR")("folder of the reward stage's model (empty: only the answer counts)")
-    reward_weight: float = limits.NOT_NEGATIVE("how much the reward model's score adds to a right answer's 1", 0.1)
-    prompts_per_step: int = limits.FROM_ONE(
-        "prompts a step, all ranks together; any number of ranks may share them", 32
+    reward: tuple[str, ...] = option(
+        "what an answer is worth, in sum: exact (if none is given), number, math, regex:…, format:…, length, model,"
+        " FILE.py:FUNCTION; each with =WEIGHT",
+        "REWARD",
+        default=(),
+        many=True,
     )
+    reward_timeout: float = limits.POSITIVE(
+        "a reward of yours that takes longer for a step's answers has failed", 300.0, parse=duration, metavar="TIME"
+    )
+    reward_model: str = text("DIR")("folder of the reward stage's model (empty: none)")
+    reward_weight: float = limits.NOT_NEGATIVE("how much the reward model's score adds to a right answer's 1", 0.1)
+    prompts_per_step: int = limits.FROM_ONE("prompts a step, all ranks together", 32)
     group: int = limits.FROM_TWO("answers per prompt", 8)
     updates: int = limits.FROM_ONE("optimizer steps per batch of answers", 1)
     clip_ratio: float = limits.POSITIVE("the ratio of new to old probability counts up to 1 ± this", 0.2)
-    kl: float = limits.NOT_NEGATIVE("weight of the divergence from the model it began with", 0.02)
+    clip_ratio_high: float = limits.NOT_NEGATIVE(
+        "up to 1 + this where an answer is better than the others: rare tokens may grow faster (0: as clip_ratio)", 0.0
+    )
+    importance_cap: float = limits.NOT_NEGATIVE(
+        "a token weighs by how likely it is here and was where it was written, up to this; 2, say (0: all weigh 1)", 0.0
+    )
+    resample: int = limits.COUNT(
+        "so many times a step, groups whose answers all have one reward are replaced by other prompts (0: never)", 0
+    )
+    kl: float = limits.NOT_NEGATIVE("weight of the KL to the first model", 0.02)
     scale_by_deviation: bool = option("advantages are divided by the group's standard deviation", default=True)
+    rollouts_mb: int = limits.Range(0, 512)(
+        "prompts, answers and rewards of rank 0 in rollouts.jsonl: about so many MB at most, thinned by steps (0: none)",
+        64,
+    )
     breaker_steps: int = limits.COUNT(
-        "stop after so many steps of a constant reward, with no answer right, or with every answer cut; all right for"
-        " so long ends it as done (0: never)",
+        "stop after so many steps of a constant reward, of identical answers, with no answer right, or with too many cut;"
+        " all right for so long ends it as done (0: never)",
         10,
+    )
+    breaker_cut: float = limits.SHARE(
+        "stop where this share of the answers or more stays cut at generate.new_tokens (0: never)", 0.95
     )
     breaker_kl: float = limits.NOT_NEGATIVE("stop where the divergence stays above this", 10.0)
     breaker_entropy: float = limits.NOT_NEGATIVE("stop where the entropy per token stays below this", 0.001)

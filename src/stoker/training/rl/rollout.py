@@ -22,6 +22,7 @@ from stoker.training.generate.engine import Engine
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group, split
 from stoker.training.rl.config import GrpoConfig
+from stoker.training.rl.scoring import Judged, RewardFailed, Rewards
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
@@ -36,13 +37,19 @@ class Prompt:
     row: int  # of the file, from 0: what the density stage's weights count in
     asked: Any  # a text, or messages: what the reward model is shown
     ids: tuple[int, ...]
-    answer: str
+    answer: str | None  # None: the row has none
+
+
+def needs_answer(answer: str | None) -> str:
+    return "without an answer" if answer is None else ""
 
 
 def read(
-    rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, room: int, path: str, system: str = ""
-) -> tuple[list[Prompt], list[str]]:
-    """`room`: tokens a prompt may have. `system`: said before each that has no such message.
+    rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, room: int, path: str, system: str = "",
+    lacking: Callable[[str | None], str] = needs_answer,
+) -> tuple[list[Prompt], list[str]]:  # fmt: skip
+    """`room`: tokens a prompt may have. `system`: said before each that has no such message. `lacking`: what is wrong with
+    a row's answer, in words.
 
     Gives the prompts and what to say about those that were left out.
     """
@@ -50,7 +57,7 @@ def read(
     found: list[Prompt] = []
     wrong: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
-        made = _prompt(number, row, tokenizer, system)
+        made = _prompt(number, row, tokenizer, system, lacking)
         problem = made if isinstance(made, str) else ""
         if not isinstance(made, str) and len(made.ids) > room:
             problem = "longer than data.context_length less generate.new_tokens leaves room for"
@@ -65,14 +72,18 @@ def read(
     return found, [f"{line}: left out" for line in lines]
 
 
-def _prompt(number: int, row: Mapping[str, Any], tokenizer: Tokenizer, system: str) -> Prompt | str:
+def _prompt(
+    number: int, row: Mapping[str, Any], tokenizer: Tokenizer, system: str, lacking: Callable[[str | None], str]
+) -> Prompt | str:
     """Or what is wrong with it."""
     asked, answer = row.get("prompt", row.get("question")), row.get("answer")
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str) or not answer.strip():
-        return "without an answer"
-    if len(answer) > LONGEST_ANSWER:
+        answer = None
+    if unfit := lacking(answer):
+        return unfit
+    if answer is not None and len(answer) > LONGEST_ANSWER:
         return f"with an answer of more than {LONGEST_ANSWER:,} characters"
     messages = _messages(asked)
     if isinstance(messages, str):
@@ -184,6 +195,7 @@ class Answer:
     ids: tuple[int, ...]  # the stop token is the last, where there is one
     text: str  # without it
     whole: bool  # it ended by itself
+    sampled: tuple[float, ...] = ()  # log-probabilities of its ids where it was written; empty: not kept
 
 
 class Rollout:
@@ -197,10 +209,11 @@ class Rollout:
         self.refresh = engine.refresh  # after the weights changed
         self.merged_bytes = engine.merged_bytes
 
-    def __call__(self, prompts: Sequence[Prompt], *seeds: int) -> list[Answer]:
-        """This rank's answers to the step's prompts, `group` in a row to each."""
+    def __call__(self, prompts: Sequence[Prompt], *seeds: int, only: Collection[int] | None = None) -> list[Answer]:
+        """This rank's answers to the step's prompts, `group` in a row to each. `only`: to those at these places."""
         share = split(len(prompts), self._ranks.world, self._ranks.rank, 1, False)
-        places = range(share.begin * self._group, share.end * self._group)
+        asked_here = [number for number in range(share.begin, share.end) if only is None or number in only]
+        places = [number * self._group + one for number in asked_here for one in range(self._group)]
         asked = [prompts[place // self._group] for place in places]
         written = self.engine.generate(
             [prompt.ids for prompt in asked],
@@ -211,10 +224,10 @@ class Rollout:
             indexes=places,
         )
         found: list[Answer] = []
-        for place, prompt, ids in zip(places, asked, written, strict=True):
+        for place, prompt, ids, sampled in zip(places, asked, written, self.engine.logprobs, strict=True):
             whole = ids[-1] in self._stop
             text = self._tokenizer.decode(ids[:-1] if whole else ids)
-            found.append(Answer(place, prompt, tuple(ids), text, whole))
+            found.append(Answer(place, prompt, tuple(ids), text, whole, tuple(sampled)))
         return found
 
 
@@ -224,7 +237,8 @@ def rollout_of(
     """`longest`: tokens of the longest prompt: the cache need not be larger."""
     share = -(-grpo.prompts_per_step // ranks.world)
     rows, length = min(c.rows, share * grpo.group), longest + c.new_tokens
-    engine = Engine(model, rows=rows, length=length, vocab=tokenizer.vocab_size, codes=c.bits == "4")
+    kept = {"codes": c.bits == "4", "logprobs": grpo.importance_cap > 0}
+    engine = Engine(model, rows=rows, length=length, vocab=tokenizer.vocab_size, **kept)
     return Rollout(engine, tokenizer, tokenizer.stop_ids, c, grpo.group, ranks)
 
 
@@ -233,9 +247,11 @@ class Outcome:
     """Of all answers of a step, on every rank. Each [answers], float64 on the host."""
 
     rewards: Tensor
-    correct: Tensor
+    correct: Tensor  # NaN where the row has no answer
     lengths: Tensor
     whole: Tensor
+    same: Tensor  # as the first answer to its prompt
+    parts: Tensor  # [parts, answers], before their weights
 
     @property
     def constant(self) -> bool:
@@ -246,10 +262,33 @@ class Outcome:
         table = self.rewards.view(-1, group)
         return bool((table != table[:, :1]).any())
 
+    def without_signal(self, group: int) -> list[int]:
+        """Places, among the step's prompts, of those whose answers all have one reward."""
+        table = self.rewards.view(-1, group)
+        return [int(place) for place in (table == table[:, :1]).all(1).nonzero()[:, 0]]
+
+    def replaced(self, other: Outcome, prompts: Sequence[int], group: int) -> Outcome:
+        """With the other's numbers of these prompts' answers."""
+        taken = torch.zeros(len(self.rewards) // group, dtype=torch.bool)
+        taken[list(prompts)] = True
+        taken = taken.repeat_interleave(group)
+        return Outcome(**{name: torch.where(taken, getattr(other, name), mine) for name, mine in vars(self).items()})
+
+    @property
+    def identical(self) -> bool:
+        """All answers to a prompt are the same text, for every prompt."""
+        return bool(self.same.all())
+
     @property
     def reward(self) -> float:
         # The value itself: a mean of equals may differ in its last bit.
         return float(self.rewards[0] if self.constant else self.rewards.mean())
+
+    @property
+    def right(self) -> float | None:
+        """Share of right answers; None: no row of the step has an answer to compare with."""
+        known = self.correct[~self.correct.isnan()]
+        return float(known.mean()) if len(known) else None
 
     @property
     def spread(self) -> float:
@@ -257,11 +296,99 @@ class Outcome:
 
 
 def outcome(
-    answers: Sequence[Answer], rewards: Sequence[float], correct: Sequence[bool], count: int, ranks: Group
-) -> Outcome:
-    """Each rank fills in its own places, and the sum is everybody's: one small exchange a step."""
-    table = torch.zeros(4, count, dtype=torch.float64)
-    for answer, reward, right in zip(answers, rewards, correct, strict=True):
-        numbers = [reward, float(right), float(len(answer.ids)), float(answer.whole)]
-        table[:, answer.place] = torch.tensor(numbers, dtype=torch.float64)
-    return Outcome(*ranks.sum(table.to(ranks.device)).cpu())
+    answers: Sequence[Answer], rewards: Rewards, count: int, group: int, ranks: Group
+) -> tuple[Judged, Outcome]:
+    """Each rank fills in its own places, and the sum is everybody's: one small exchange a step. A reward that failed on
+    one rank fails on all, with its line.
+    """
+    failure = ""
+    try:
+        judged = rewards(answers)
+    except RewardFailed as problem:
+        failure, judged = str(problem), Judged([], [], [])
+    table = torch.zeros(6 + len(rewards.parts), count, dtype=torch.float64)
+    table[5, 0] = float(bool(failure))
+    for number, answer in enumerate(answers if not failure else ()):
+        right = judged.correct[number]
+        numbers = [judged.rewards[number], math.nan if right is None else float(right)]
+        same = answer.ids == answers[number - number % group].ids
+        numbers += [float(len(answer.ids)), float(answer.whole), float(same)]
+        table[:5, answer.place] = torch.tensor(numbers, dtype=torch.float64)
+        table[6:, answer.place] = torch.tensor([part[number] for part in judged.parts], dtype=torch.float64)
+    table = ranks.sum(table.to(ranks.device)).cpu()
+    if table[5, 0]:
+        raise RewardFailed(next(line for line in ranks.all(failure) if line))
+    rewarded, correct, lengths, whole, same = table[:5]
+    return judged, Outcome(rewarded, correct, lengths, whole, same, table[6:])
+
+
+@shape
+class Step:
+    """What a step learns from: this rank's answers, what they are worth, and all ranks' numbers."""
+
+    answers: list[Answer]
+    judged: Judged
+    outcome: Outcome
+    replaced: int = 0  # prompts whose answers taught nothing, and that others stood in for
+
+
+class Asking:
+    """A step's prompts, their answers and rewards. Groups without signal are replaced by other prompts, up to
+    `grpo.resample` times: the same ones on all ranks, since all know all rewards.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], draw: Draw, rollout: Rollout, rewards: Rewards, c: GrpoConfig, ranks: Group
+    ) -> None:
+        self._prompts, self._draw, self._rollout, self._rewards, self._c, self._ranks = (
+            prompts, draw, rollout, rewards, c, ranks,
+        )  # fmt: skip
+
+    def __call__(self, step: int, seed: int) -> Step:
+        count, group = self._c.prompts_per_step, self._c.group
+        drawn = self._draw(step, seed, count)
+        answers = self._rollout([self._prompts[index] for index in drawn], seed, step)
+        made = Step(answers, *outcome(answers, self._rewards, count * group, group, self._ranks))
+        used = set(drawn)
+        for attempt in range(1, self._c.resample + 1):
+            places = made.outcome.without_signal(group)
+            if not places:
+                break
+            kept = {index for place, index in enumerate(drawn) if place not in places}
+            others = self._others(step, number_from("again", seed, attempt) % 2**31, len(places), used, kept)
+            for place, index in zip(places, others, strict=True):
+                drawn[place] = index
+            asked = [self._prompts[index] for index in drawn]
+            fresh = self._rollout(asked, seed, step, attempt, only=frozenset(places))
+            made = _merged(made, fresh, outcome(fresh, self._rewards, count * group, group, self._ranks), places, group)
+        return made
+
+    def _others(self, step: int, seed: int, count: int, used: set[int], kept: Collection[int]) -> list[int]:
+        """Prompts this step has not asked; where all were asked, some again, whose new answers may differ: those that
+        are not `kept` first.
+        """
+        wanted = min(len(self._prompts), count + len(used))
+        drawn = list(dict.fromkeys(self._draw(step, seed, wanted)))
+        fresh = [index for index in drawn if index not in used][:count]
+        used.update(fresh)
+        again = [index for index in drawn if index not in kept] or drawn
+        return [*fresh, *(again[number % len(again)] for number in range(count - len(fresh)))]
+
+
+def _merged(
+    made: Step, fresh: Sequence[Answer], told: tuple[Judged, Outcome], places: Sequence[int], group: int
+) -> Step:
+    judged, numbers = told
+    at = {answer.place: number for number, answer in enumerate(fresh)}
+    taken = [at.get(answer.place) for answer in made.answers]
+
+    def each(mine: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        return [one if number is None else others[number] for one, number in zip(mine, taken, strict=True)]
+
+    before = made.judged
+    parts = [
+        each(mine, others) for mine, others in zip(before.parts, judged.parts or [[]] * len(before.parts), strict=True)
+    ]
+    both = Judged(each(before.rewards, judged.rewards), each(before.correct, judged.correct), parts)
+    outcome = made.outcome.replaced(numbers, places, group)
+    return Step(each(made.answers, fresh), both, outcome, made.replaced + len(places))

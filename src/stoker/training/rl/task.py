@@ -15,6 +15,7 @@ from stoker.training.loop.speed import Speed
 from stoker.training.optim.loss_scale import LossScale
 from stoker.training.parallel.group import Group
 from stoker.training.rl.config import GrpoConfig
+from stoker.training.rl.parts import MARKED, MODEL, parts_of, shown
 from stoker.training.rl.rollout import Outcome
 from stoker.training.rl.update import Learned
 
@@ -29,13 +30,14 @@ class Seen:
     step: int
     reward: float
     spread: float  # standard deviation of all answers' rewards; 0 exactly where all are the same
-    correct: float  # share of right answers
+    correct: float | None  # share of right answers; None: the rows have no answers
     kl: float | None  # None: not measured
     entropy: float | None
     length: float
     cut: float  # share of the answers that new_tokens cut
     finite: bool = True  # else the step changed nothing
     unlike: bool = True  # the answers to some prompt differ in reward; else nothing was taught
+    identical: bool = False  # all answers to a prompt are the same text, for every prompt
 
 
 @shape
@@ -86,7 +88,7 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
 
     if not recent:
         return None
-    last = recent[-1]
+    last, counts = recent[-1], counts_right(c)
     if since := lasting(NOT_FINITE_STEPS, lambda seen: not seen.finite):
         return Finding(
             f"the loss or its gradient was no number {since}, and nothing was learned: lower optim.learning_rate, or"
@@ -96,11 +98,16 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
         "give prompts that the model sometimes answers rightly, train sft longer, or raise grpo.group or"
         " generate.temperature"
     )
-    if since := lasting(c.breaker_steps, lambda seen: seen.correct == 1):
+    if since := lasting(c.breaker_steps, lambda seen: seen.correct == 1 and (counts or not seen.unlike)):
         return Finding(
             f"every answer was right {since}: nothing is left to learn from these prompts; give harder ones, or train"
             " fewer steps",
             True,
+        )
+    if since := lasting(c.breaker_steps, lambda seen: seen.identical):
+        return Finding(
+            f"all answers to a prompt were the same text, for every prompt {since}, so nothing is learned: raise"
+            " generate.temperature or grpo.kl, lower optim.learning_rate, or begin with an earlier model"
         )
     if since := lasting(c.breaker_steps, lambda seen: seen.spread == 0 and seen.reward == last.reward):
         return Finding(
@@ -125,13 +132,25 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
             f" first {FIRST} steps, {since}"
         )
         return Finding(f"{line}: lower optim.learning_rate, raise grpo.kl, or look at what the reward pays for")
-    if since := lasting(c.breaker_steps, lambda seen: seen.cut == 1):
-        line = f"every answer was cut at generate.new_tokens {since}, mean length {last.length:.1f}"
+    since = lasting(c.breaker_steps, lambda seen: c.breaker_cut > 0 and seen.cut >= c.breaker_cut)
+    if since and last.cut >= recent[-c.breaker_steps].cut:  # where fewer are cut now than then, it is learning to end
+        share = "every answer was" if last.cut == 1 else f"{last.cut:.0%} of the answers were"
+        line = f"{share} cut at generate.new_tokens {since}, mean length {last.length:.1f}"
         return Finding(f"{line}: raise generate.new_tokens, or begin with a model that ends its answers (stage sft)")
-    if since := lasting(c.breaker_steps, lambda seen: seen.correct == 0):
-        line = f"no answer was right {since}: only the reward model's opinion is learned"
+    if since := lasting(c.breaker_steps, lambda seen: seen.correct == 0 and counts):
+        line = f"no answer was right {since}: only {_others(c)} is learned"
         return Finding(f"{line}; {hint}; where that opinion is all you want, grpo.breaker_steps 0")
     return None
+
+
+def counts_right(c: GrpoConfig) -> bool:
+    """Whether being right is part of the reward: rows may have answers that a reward of one's own never looks at."""
+    return any(part.kind in MARKED for part in parts_of(c))
+
+
+def _others(c: GrpoConfig) -> str:
+    names = [shown(part) for part in parts_of(c) if part.kind not in (*MARKED, MODEL)]
+    return f"what {', '.join(names)} rewards" if names else "the reward model's opinion"
 
 
 def _kl(c: GrpoConfig) -> Callable[[Seen], bool]:
@@ -189,6 +208,7 @@ class Launched:
     updates: int  # optimizer steps that counted so far
     rate: float
     words: Words
+    replaced: int = 0  # prompts whose answers taught nothing, and that others stood in for
 
 
 class GrpoTask(Task):
@@ -229,6 +249,13 @@ class GrpoTask(Task):
     def summary(self) -> str:
         return f"reward {self.history.recent[-1].reward:.3f}"
 
+    def _parts(self, outcome: Outcome) -> dict[str, float]:
+        """Each part's mean, where the settings name parts."""
+        if not self._c.reward:
+            return {}
+        means = outcome.parts.mean(1).tolist()
+        return {f"reward_{part.label}": mean for part, mean in zip(parts_of(self._c), means, strict=True)}
+
     def _tell(self, launched: Launched) -> None:
         step, outcome, learned, rate = launched.step, launched.outcome, launched.learned, launched.rate
         tokens = int(outcome.lengths.sum())
@@ -236,15 +263,15 @@ class GrpoTask(Task):
         kl = learned.kl if self._c.kl > 0 and learned.finite else None
         numbers: dict[str, Any] = {
             "reward": outcome.reward,
-            "correct": float(outcome.correct.mean()),
+            "correct": outcome.right,
             "kl": kl,
             "entropy": learned.entropy,
             "length": float(outcome.lengths.mean()),
             "cut": float(1 - outcome.whole.mean()),
         }
         judged = numbers | {"entropy": learned.entropy if learned.finite else None}
-        unlike = outcome.unlike(self._c.group)
-        seen = Seen(step, spread=outcome.spread, finite=learned.finite, unlike=unlike, **judged)
+        judged |= {"unlike": outcome.unlike(self._c.group), "identical": outcome.identical}
+        seen = Seen(step, spread=outcome.spread, finite=learned.finite, **judged)
         self.history.add(seen)
         self._speed.step(tokens, None)
         # A non-finite loss was skipped: reported, it would look like a run that trains on with it.
@@ -265,13 +292,17 @@ class GrpoTask(Task):
             learned.loss,
             self._speed,
             lambda left: (
-                f"Reward: {seen.reward:.3f} | Right: {seen.correct:.0%} | Loss: {learned.loss:.4f} | KL:"
+                f"Reward: {seen.reward:.3f} | Right: {'n/a' if seen.correct is None else f'{seen.correct:.0%}'} | Loss:"
+                f" {learned.loss:.4f} | KL:"
                 f" {'n/a' if kl is None else f'{kl:.4f}'} | Entropy: {learned.entropy:.3f} | Length: {seen.length:.1f} |"
                 f" Cut: {seen.cut:.0%} | LR: {rate:.2e} | Grad Norm: {learned.norm:.4f} | ETA: {left}"
             ),
             every_rank=False,
             **numbers,
             reward_std=seen.spread,
+            **self._parts(outcome),
+            **({"replaced": launched.replaced} if self._c.resample else {}),
+            **({} if learned.mismatch is None else {"sampler_kl": learned.mismatch}),
             tokens=self.position.tokens,
             grad_norm=learned.norm,
             lr=rate,

@@ -34,6 +34,7 @@ class Row:
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     advantage: float
+    sampled: tuple[float, ...] = ()  # the answer's log-probabilities where it was written; empty: not kept
 
 
 @shape
@@ -43,6 +44,7 @@ class Batch:
     targets: Tensor  # [N]
     advantages: Tensor  # [N]
     counted: Tensor  # [N]: 1; 0 in the batch of a rank that has none
+    sampled: Tensor | None = None  # [N]: log-probabilities where the answers were written
     old: Tensor | None = None  # [N]: log-probabilities when the answers were sampled; None: those of this very pass
     reference: Tensor | None = None
 
@@ -70,18 +72,33 @@ def _batch(rows: Sequence[Row], context: int, device: torch.device, counted: flo
     advantages = np.repeat([row.advantage for row in rows], [len(row.answer) for row in rows]).astype(np.float32)
     weights = np.full(len(targets), counted, dtype=np.float32)
     put = [torch.from_numpy(one).to(device) for one in (inputs, np.concatenate(where), targets, advantages, weights)]
-    return Batch(*put)
+    if not all(len(row.sampled) == len(row.answer) for row in rows):
+        return Batch(*put)
+    sampled = np.concatenate([np.asarray(row.sampled, dtype=np.float32) for row in rows])
+    return replace(Batch(*put), sampled=torch.from_numpy(sampled).to(device))
 
 
 # GRPO's loss: each answer token's clipped surrogate, and its divergence from the model it all began with.
 
 
+@shape
+class Clip:
+    low: float
+    high: float
+    importance: float = 0.0  # the most that a token may weigh because the sampler gave it too little; 0: all weigh 1
+
+
 def token_losses(
-    logp: Tensor, old: Tensor, reference: Tensor | None, advantages: Tensor, clip_ratio: float, kl: float
-) -> tuple[Tensor, Tensor]:
-    """(loss, KL) of each token. KL by k3: exp(r − p) − (r − p) − 1, unbiased and never below 0."""
+    logp: Tensor, old: Tensor, reference: Tensor | None, advantages: Tensor, clip: Clip, kl: float,
+    sampled: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(loss, KL) of each token. KL by k3: exp(r − p) − (r − p) − 1, unbiased and never below 0. `sampled`: log-probabilities
+    by which the answers were really sampled, where that is to be corrected for.
+    """
     ratio = torch.exp(logp - old)
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * advantages)
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip.low, 1 + clip.high) * advantages)
+    if sampled is not None:
+        surrogate = surrogate * torch.exp(old - sampled).clamp(max=clip.importance)
     if reference is None:
         return -surrogate, torch.zeros_like(logp)
     apart = reference - logp
@@ -92,17 +109,25 @@ def token_losses(
 class Policy(nn.Module):
     """The decoder with its loss as forward: DDP's exchange hangs on one call of the module it wraps."""
 
-    def __init__(self, decoder: Decoder, *, temperature: float, clip_ratio: float, kl: float) -> None:
+    def __init__(
+        self, decoder: Decoder, *, temperature: float, clip_ratio: float, kl: float, clip_high: float = 0.0,
+        importance_cap: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.decoder = decoder
-        self.temperature, self.clip_ratio, self.kl = temperature, clip_ratio, kl
+        self.temperature, self.kl = temperature, kl
+        self.clip = Clip(clip_ratio, clip_high or clip_ratio, importance_cap)
 
     def forward(self, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
-        """(Σ of the token losses × scale, [Σ KL, Σ entropy] without gradient)."""
+        """(Σ of the token losses × scale, [Σ KL, Σ entropy] without gradient; with importance weights Σ mismatch, too)."""
         logp, entropy = logprobs(self.decoder, batch, self.temperature)
         old = logp.detach() if batch.old is None else batch.old
-        losses, divergence = token_losses(logp, old, batch.reference, batch.advantages, self.clip_ratio, self.kl)
-        seen = torch.stack([(divergence.detach() * batch.counted).sum(), (entropy * batch.counted).sum()])
+        sampled = batch.sampled if self.clip.importance else None
+        losses, divergence = token_losses(logp, old, batch.reference, batch.advantages, self.clip, self.kl, sampled)
+        numbers = [divergence.detach(), entropy]
+        if self.clip.importance:
+            numbers.append(torch.zeros_like(old) if sampled is None else sampled - old)
+        seen = torch.stack([(number * batch.counted).sum() for number in numbers])
         return (losses * batch.counted).sum() * scale, seen
 
 
@@ -137,6 +162,7 @@ class Learned:
     norm: float
     finite: bool  # else one update or more was left out
     skipped: int = 0  # updates left out because a gradient overflowed in fp16
+    mismatch: float | None = None  # KL of the sampler from the weights that learn, where importance weights are used
 
 
 @shape
@@ -165,7 +191,8 @@ class Updater:
         """`before_update`: a checkpoint's snapshot must be out before the weights change. `loss_scale`: of fp16."""
         self._model, self._reference, self._optimizer, self._group, self._c = model, reference, optimizer, group, c
         self._temperature, self._micro, self._attention = temperature, micro, attention
-        self._wrapped = wrap(Policy(model, temperature=temperature, clip_ratio=c.clip_ratio, kl=c.kl), group)
+        clip = {"clip_ratio": c.clip_ratio, "clip_high": c.clip_ratio_high, "importance_cap": c.importance_cap}
+        self._wrapped = wrap(Policy(model, temperature=temperature, kl=c.kl, **clip), group)
         self._before_update, self._loss_scale = before_update, loss_scale
         self.done = 0  # updates that counted: what the optimizer counts
 
@@ -191,13 +218,14 @@ class Updater:
         total = sum(part.tokens for part in parts)
         loss, kl, entropy = (sum(one[n] for one in told) / total for n in range(3))
         norm, finite = sum(one[3] for one in told) / len(told), all(one[4] == 0 for one in told)
-        return Learned(loss, kl, entropy, norm, finite, sum(one[5] > 0 for one in told))
+        mismatch = sum(one[6] for one in told) / total if self._c.importance_cap else None
+        return Learned(loss, kl, entropy, norm, finite, sum(one[5] > 0 for one in told), mismatch)
 
     def _parts(self, answers: Sequence[Answer], advantages: Sequence[float], lengths: Sequence[int]) -> list[_Part]:
         """Answers dealt out to the updates by place: the same for any number of ranks, with some of every prompt's."""
         count = self._c.updates
         rows = [
-            (answer.place, Row(answer.prompt.ids, answer.ids, advantage))
+            (answer.place, Row(answer.prompt.ids, answer.ids, advantage, answer.sampled))
             for answer, advantage in zip(answers, advantages, strict=True)
         ]
         found = []
@@ -216,8 +244,8 @@ class Updater:
         return replace(batch, old=logprobs(self._model, batch, self._temperature)[0]) if self._c.updates > 1 else batch
 
     def _backward(self, batches: Sequence[Batch], scale: float | Tensor) -> Tensor:
-        """[Σ loss × scale, Σ KL, Σ entropy]."""
-        total = torch.zeros(3, device=self._group.device)
+        """[Σ loss × scale, Σ KL, Σ entropy, and Σ mismatch with importance weights]."""
+        total = torch.zeros(4 if self._c.importance_cap else 3, device=self._group.device)
         for number, batch in enumerate(batches):
             with no_sync(self._wrapped, number == len(batches) - 1):
                 loss, seen = self._wrapped(batch, scale)
@@ -226,7 +254,9 @@ class Updater:
         return total
 
     def _update(self, part: _Part, share: float) -> tuple[float, ...]:
-        """(Σ loss, Σ KL, Σ entropy over all ranks' tokens, gradient norm, whether it was bad, whether it was skipped)."""
+        """(Σ loss, Σ KL, Σ entropy over all ranks' tokens, gradient norm, whether it was bad, whether it was skipped, and
+        Σ mismatch with importance weights).
+        """
         world, scaled = self._group.world, self._loss_scale
         mean = world / part.tokens
         total = self._backward(part.batches, mean if scaled is None else mean * scaled.value)
@@ -237,7 +267,7 @@ class Updater:
         # weights part.
         spoiled = (~(torch.isfinite(norm) & torch.isfinite(total[0]))).float()
         values = self._group.sum(torch.cat([total, spoiled[None]]))
-        bad, skipped = (values[3] > 0).float(), torch.zeros_like(values[3])
+        bad, skipped = (values[-1] > 0).float(), torch.zeros_like(values[-1])
         if scaled is not None:
             skipped = bad * torch.isfinite(values[0])
             bad = torch.maximum(bad - skipped, scaled.lasting(skipped))
@@ -246,7 +276,7 @@ class Updater:
         if scaled is not None:
             scaled.update(skipped, bad)
         self._optimizer.zero()
-        told = torch.cat([values[:3], norm[None], bad[None], skipped[None]])
-        loss, kl, entropy, size, broken, left_out = told.tolist()
+        told = torch.cat([values[:3], norm[None], bad[None], skipped[None], values[3:-1]])
+        loss, kl, entropy, size, broken, left_out, *mismatch = told.tolist()
         self.done += not (broken or left_out)
-        return loss / world * part.tokens, kl, entropy, size, broken, left_out
+        return loss / world * part.tokens, kl, entropy, size, broken, left_out, *mismatch

@@ -8,6 +8,7 @@ from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import number_at
 from stoker.training.config.derived import Learning
 from stoker.training.config.schema import Config
+from stoker.training.rl import parts
 from stoker.training.stages import estimate
 from stoker.training.stages.blocks import Block, Text
 from stoker.training.stages.evaluate import lengths_of_prompts
@@ -38,11 +39,15 @@ def check(c: Config) -> None:
         "generate.bits 4 needs --qlora in stage grpo: other weights learn in more bits, and answers must come from those": (
             how.bits == "4" and c.adapter.method != "qlora"
         ),
+        f"grpo.importance_cap {c.grpo.importance_cap:g} would make every token weigh less: 0 switches it off, else from 1 up": (
+            0 < c.grpo.importance_cap < 1
+        ),
         f"grpo.updates {c.grpo.updates} is more than the {answers} answers of a step (grpo.prompts_per_step ×"
         " grpo.group)": c.grpo.updates > answers,
     }
     for line in (line for line, bad in problems.items() if bad):
         raise Refusal(line, EX_USAGE)
+    parts.check(c.grpo)
 
 
 def lengths(c: Config, words: Words) -> list[tuple[str, list[int]]]:
@@ -98,7 +103,7 @@ STAGE = Stage(
     inputs=("model.load", "grpo.prompts"),
     outputs=("hf",),
     common=(
-        *keys_of("grpo", "weights reward_model prompts_per_step group kl"),
+        *keys_of("grpo", "reward weights reward_model prompts_per_step group kl"),
         *keys_of("generate", "new_tokens temperature"),
         "adapter.method",
     ),

@@ -9,13 +9,65 @@ from stoker.control.verdict.lastwords import find, last_lines
 ORDER = 15
 family = Family(__name__)
 
-_SAID = r"GRPO stopped itself: (.+)"
+
+@family.cause("""
+grpo.reward: A reward function of the user's failed, so nothing could be learned from the step's answers.
+  seen: stoker's own GRPO reported the function's exception, a value that is no finite number, or that it took longer than
+      grpo.reward_timeout, and ended itself
+  unless: an exception of the rank's own, or another exit code than 70
+  fix: the line has the file, the line in it, and the prompt and answer it was called with: call the function with these
+  fix: the last step's weights are saved where the line names a checkpoint: checkpoint.resume goes on from it
+  fix: --grpo.reward_timeout 20m   # where it is only slow
+""")
+def reward(case: Case) -> Found | None:
+    found = find(case, r"GRPO stopped: (reward .+)") if ended_itself(case) else None
+    return Found(found[1].strip(), last_lines(case.end)) if found else None
 
 
 @family.cause("""
-grpo.broken: GRPO's circuit breaker stopped the run: it learned nothing any more, or was breaking its model.
-  seen: stoker's own GRPO saw for several steps a constant reward, a divergence, entropy or length out of bounds, or
-      no numbers at all, and ended itself
+grpo.no-signal: GRPO stopped the run: the rewards taught nothing for several steps.
+  seen: stoker's own GRPO saw for grpo.breaker_steps steps the same reward for every answer (0, say), the same reward for
+      all answers to each prompt, or no right answer at all, and ended itself after a checkpoint
+  unless: an exception, or another exit code than 70: the run did not end itself
+  fix: stoker rollouts   # what was answered, and what that was worth
+  fix: prompts that the model sometimes answers rightly; a longer sft; a higher grpo.group or generate.temperature
+  fix: a reward of your own that is always 0? call it with a prompt and an answer of rollouts.jsonl; does a server or a
+      file it needs still answer?
+""")
+def no_signal(case: Case) -> Found | None:
+    return _stopped(
+        case, "(?:the reward was exactly|all answers to a prompt had the same reward|no answer was right).+"
+    )
+
+
+@family.cause("""
+grpo.identical: GRPO stopped the run: all answers to a prompt were the same text, for every prompt, for several steps.
+  seen: stoker's own GRPO compared the answers of each group for grpo.breaker_steps steps, and ended itself after a checkpoint
+  unless: an exception, or another exit code than 70; every answer right: that run is complete
+  fix: a higher generate.temperature; a higher grpo.kl or a lower optim.learning_rate from an earlier checkpoint
+  fix: stoker rollouts   # since when
+""")
+def identical(case: Case) -> Found | None:
+    return _stopped(case, "all answers to a prompt were the same text.+")
+
+
+@family.cause("""
+grpo.cut: GRPO stopped the run: too many answers were cut at the token limit for several steps.
+  seen: stoker's own GRPO counted grpo.breaker_cut of the answers or more cut at generate.new_tokens for grpo.breaker_steps
+      steps, and no fewer at the end, and ended itself after a checkpoint
+  unless: an exception, or another exit code than 70
+  fix: a higher generate.new_tokens (and data.context_length, which holds prompt and answer)
+  fix: a model that ends its answers: stage sft, and its own chat template
+  fix: --grpo.reward length=0.1   # or a reward for short answers
+""")
+def cut(case: Case) -> Found | None:
+    return _stopped(case, r".+ cut at generate\.new_tokens.+")
+
+
+@family.cause("""
+grpo.broken: GRPO's stop rules ended the run: it was breaking its model.
+  seen: stoker's own GRPO saw for several steps a divergence, entropy or length out of bounds, or no numbers at all, and
+      ended itself
   unless: an exception, or another exit code than 70: the run did not end itself
   fix: the line says what to change; metrics.jsonl has each step's reward, kl, entropy and length
   fix: a lower optim.learning_rate and a higher grpo.kl; where the line names a checkpoint, checkpoint.resume goes on
@@ -23,5 +75,13 @@ grpo.broken: GRPO's circuit breaker stopped the run: it learned nothing any more
   fix: look at what is asked and what is answered: `stoker chat` with the model it began with
 """)
 def broken(case: Case) -> Found | None:
-    found = find(case, _SAID) if case.end.error is None and case.end.code == EX_SOFTWARE else None
+    return _stopped(case, ".+")
+
+
+def _stopped(case: Case, line: str) -> Found | None:
+    found = find(case, f"GRPO stopped itself: ({line})") if ended_itself(case) else None
     return Found(found[1].strip(), last_lines(case.end)) if found else None
+
+
+def ended_itself(case: Case) -> bool:
+    return case.end.error is None and case.end.code == EX_SOFTWARE

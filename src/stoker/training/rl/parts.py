@@ -1,0 +1,212 @@
+"""What an answer is worth, as settings name it: `--grpo.reward rewards.py:score=1.0 --grpo.reward length=0.1`. No torch.
+
+A part is NAME, NAME:ARGUMENT or FILE.py:FUNCTION, with =WEIGHT behind it where it isn't 1. An answer's reward is the
+weighted sum of its parts.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Sequence
+
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.settings import suggest
+from stoker.contract.shape import shape
+from stoker.contract.untrusted import is_count, printable, read_text
+from stoker.training.evaluate.marking import marked_part, right_in_form, right_number, states_number
+from stoker.training.evaluate.mathematics import same_value
+from stoker.training.rl.config import GrpoConfig
+
+EXACT, NUMBER, MATH, REGEX, FORMAT, LENGTH, MODEL, CODE = (
+    "exact", "number", "math", "regex", "format", "length", "model", "code",
+)  # fmt: skip
+MARKED = (EXACT, NUMBER, MATH)  # these compare with the row's answer
+NAMES = {
+    EXACT: "1 for an answer that is right in the expected form (the default)",
+    NUMBER: "1 where the last number is the answer's",
+    MATH: "1 where the stated value is the answer's: fractions, roots, LaTeX",
+    REGEX: "regex:PATTERN, 1 where it is found",
+    FORMAT: "format:think, format:boxed, format:stated or format:json",
+    LENGTH: "shorter is better; length:N: 1 up to N tokens, 0 from 2 N on",
+    MODEL: "the reward model's score (grpo.reward_model)",
+}
+_THINK = re.compile(r"\s*<think>(.+?)</think>\s*(\S.*)", re.DOTALL)
+_LARGEST = 4 << 20  # bytes of a file of rewards
+
+
+@shape
+class RewardPart:
+    kind: str
+    argument: str  # of code: the function's name
+    weight: float
+    label: str  # in metrics and rollouts
+    file: str = ""  # of code
+
+    @property
+    def apart(self) -> bool:
+        """It runs in a process of its own: a user's code, and patterns that may search without end."""
+        return self.kind in (CODE, REGEX)
+
+
+def parts_of(c: GrpoConfig) -> tuple[RewardPart, ...]:
+    """The parts in the order given, the reward model's last. Nothing given: the answer alone, as ever."""
+    found: list[RewardPart] = []
+    for text in c.reward or (EXACT,):
+        found.append(_part(text, {part.label for part in found}, c))
+    if any(part.kind == MODEL for part in found) and not c.reward_model:
+        raise Refusal("grpo.reward model needs a reward model: name its folder with grpo.reward_model", EX_USAGE)
+    if c.reward_model and not any(part.kind == MODEL for part in found):
+        found.append(RewardPart(MODEL, "", c.reward_weight, MODEL))
+    return tuple(found)
+
+
+def _part(text: str, taken: Collection[str], c: GrpoConfig) -> RewardPart:
+    name, weight = _weighted(text)
+    kind, _, argument = name.partition(":")
+    if kind.endswith(".py"):
+        if not argument.isidentifier():
+            raise Refusal(f"grpo.reward {text!r}: name the function behind the file: {kind}:score", EX_USAGE)
+        return RewardPart(CODE, argument, 1.0 if weight is None else weight, _free(argument, taken), kind)
+    if kind not in NAMES:
+        there = f"{suggest(kind, NAMES)}; there are {', '.join(NAMES)}, or a function of yours: FILE.py:FUNCTION"
+        raise Refusal(f"grpo.reward {text!r}: no such reward{there}", EX_USAGE)
+    _check_argument(text, kind, argument)
+    if weight is None:
+        weight = c.reward_weight if kind == MODEL else 1.0
+    return RewardPart(kind, argument, weight, _free(kind, taken))
+
+
+def _weighted(text: str) -> tuple[str, float | None]:
+    """The last =NUMBER is the weight; of a pattern that ends so, write =1 behind it."""
+    name, sign, number = text.strip().rpartition("=")
+    try:
+        weight = float(number) if sign else math.nan
+    except ValueError:
+        weight = math.nan
+    if sign and not math.isnan(weight) and math.isfinite(weight):
+        return name, weight
+    if sign and name.partition(":")[0] not in (REGEX,):
+        raise Refusal(f"grpo.reward {text!r}: {number!r} is no weight, which is a number: {name}=0.5", EX_USAGE)
+    return text.strip(), None
+
+
+def _free(label: str, taken: Collection[str]) -> str:
+    if label not in taken:
+        return label
+    return next(name for number in range(2, len(taken) + 3) if (name := f"{label}_{number}") not in taken)
+
+
+def _check_argument(text: str, kind: str, argument: str) -> None:
+    problem = ""
+    if kind == REGEX:
+        try:
+            re.compile(argument)
+        except (re.error, OverflowError, RecursionError) as error:
+            problem = f"not a pattern: {error}"
+        problem = problem if argument else "no pattern behind regex:"
+    elif kind == FORMAT and argument not in FORMATS:
+        problem = f"{f'no format {argument!r}' if argument else 'which format?'} there are {', '.join(FORMATS)}"
+    elif kind == LENGTH and argument and not (is_count(argument) and int(argument)):
+        problem = f"{argument!r} is no number of tokens: length:200, say"
+    elif argument and kind not in (REGEX, FORMAT, LENGTH):
+        problem = f"{kind} takes nothing behind a colon"
+    if problem:
+        raise Refusal(f"grpo.reward {text!r}: {problem}", EX_USAGE)
+
+
+def check(c: GrpoConfig) -> None:
+    """Before anything is started: names, weights, files, their syntax. Nothing of a file is executed here."""
+    for part in parts_of(c):
+        if part.kind == CODE:
+            _check_code(part)
+
+
+def _check_code(part: RewardPart) -> None:
+    where = f"grpo.reward {part.file}"
+    try:
+        tree = ast.parse(read_text(part.file, _LARGEST))
+    except OSError as problem:
+        raise Refusal(f"{where} can't be read: {problem.strerror or problem}", EX_NOINPUT) from problem
+    except SyntaxError as problem:
+        raise Refusal(f"{where}, line {problem.lineno}: {problem.msg}", EX_DATAERR) from problem
+    except (ValueError, RecursionError, MemoryError) as problem:
+        raise Refusal(f"{where} is no Python file: {problem or type(problem).__name__}", EX_DATAERR) from problem
+    names = set(_names(tree))
+    if part.argument not in names and "*" not in names:
+        there = suggest(part.argument, names) or f"; there are {printable(', '.join(sorted(names)), 200) or 'none'}"
+        raise Refusal(f"{where} has no function {part.argument!r}{there}", EX_DATAERR)
+
+
+def _names(tree: ast.Module) -> list[str]:
+    """All that a module's code may bind, in whatever branch: what is no function is refused when it is loaded."""
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.append(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found += [alias.asname or alias.name for alias in node.names]
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.append(node.id)
+    return found
+
+
+def lacking(parts: Sequence[RewardPart]) -> Callable[[str | None], str]:
+    """What is wrong with a row's answer, in words; empty: nothing. None: it has no answer."""
+    kinds = {part.kind for part in parts}
+
+    def problem(answer: str | None) -> str:
+        if answer is None:
+            return "without an answer" if kinds & set(MARKED) else ""
+        if NUMBER in kinds and not states_number(answer):
+            return "whose answer is no number, and reward number compares numbers"
+        return ""
+
+    return problem
+
+
+def marker_of(parts: Sequence[RewardPart]) -> Callable[[str, str, bool], bool]:
+    """What `correct` counts: the first of exact, number and math that is asked for; else exact."""
+    return MARKERS[next((part.kind for part in parts if part.kind in MARKED), EXACT)]
+
+
+# Of a completion, the row's answer, and whether the completion was cut at the token limit.
+MARKERS: dict[str, Callable[[str, str, bool], bool]] = {
+    EXACT: lambda text, answer, cut: right_in_form(text, answer),
+    NUMBER: lambda text, answer, cut: right_number(text, answer, cut=cut),
+    MATH: lambda text, answer, cut: same_value(text, answer, cut=cut),
+}
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+FORMATS: dict[str, Callable[[str], bool]] = {
+    "think": lambda text: _THINK.fullmatch(text) is not None and text.count("<think>") == 1,
+    "boxed": lambda text: "\\boxed" in text and marked_part(text) is not None,
+    "stated": lambda text: marked_part(text) is not None,
+    "json": _is_json,
+}
+
+
+def length_reward(tokens: int, argument: str, new_tokens: int) -> float:
+    """`length`: 1 − tokens ÷ generate.new_tokens. `length:N`: 1 up to N tokens, falling to 0 at 2 N."""
+    if not argument:
+        return max(1 - tokens / new_tokens, 0.0)
+    most = int(argument)
+    return min(max(2 - tokens / most, 0.0), 1.0)
+
+
+def shown(part: RewardPart) -> str:
+    """For lines about it."""
+    if part.kind == CODE:
+        return f"{os.path.basename(part.file)}:{part.argument}"
+    return f"{part.kind}:{part.argument}" if part.argument else part.kind

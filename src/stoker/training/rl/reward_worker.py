@@ -1,0 +1,246 @@
+"""A process that computes a user's rewards: what they do, take or break is not the rank's.
+
+python -m stoker.training.rl.reward_worker: a JSON line on stdin says which functions there are, then one per call; a line
+per call comes back. Standard library only: the user's file decides what else is imported.
+
+Arguments are passed by name. A function with a parameter `completions` gets all answers at once: prompts, completions,
+rows, and each column as a list; any other gets one: prompt, completion, row, and the columns of its row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib.util
+import inspect
+import json
+import math
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+SHOWN = 160  # characters of a prompt or an answer in a line
+BATCH = "completions"
+
+
+class Failed(Exception):
+    """One line about a reward."""
+
+
+class TimeIsUp(BaseException):
+    """No Exception: a function that catches everything must not catch this."""
+
+
+class Call:
+    """One step's answers. `of`: for each completion, the place of its prompt and row."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self.completions: list[str] = told["completions"]
+        self.prompts = [told["prompts"][place] for place in told["of"]]
+        self.rows: list[dict[str, Any]] = [told["rows"][place] for place in told["of"]]
+
+    def about(self, place: int) -> str:
+        return f"prompt {_shown(self.prompts[place])}, answer {_shown(self.completions[place])}"
+
+
+class Function:
+    def __init__(self, name: str, function: Callable[..., Any], columns: Sequence[str], file: str = "") -> None:
+        self.name, self.function, self.file = name, function, file
+        self.at: int | None = None  # the answer that is being judged
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError) as problem:
+            raise Failed(f"reward {name} can't be called: {problem}") from problem
+        self.batch = any(parameter.name == BATCH for parameter in parameters)
+        self._all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        given = (
+            parameter
+            for parameter in parameters
+            if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        )
+        self._names = []
+        known = ("prompts", "completions", "rows") if self.batch else ("prompt", "completion", "row")
+        for parameter in given:
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                raise Failed(f"reward {name}: {parameter.name!r} takes no name, and arguments are passed by name")
+            if parameter.name in (*known, *columns):
+                self._names.append(parameter.name)
+            elif parameter.default is parameter.empty:
+                there = ", ".join([*known, *(column for column in columns if column not in known)][:20])
+                raise Failed(f"reward {name} asks for {parameter.name!r}; it can have {there}")
+
+    def __call__(self, call: Call) -> list[float]:
+        is_async = inspect.iscoroutinefunction(self.function)
+        if self.batch:
+            self.at = None
+            made = self.function(**self._of_all(call))
+            return self._numbers(asyncio.run(made) if is_async else made, call)
+        if is_async:
+            return asyncio.run(self._together(call))
+        found = []
+        for place in range(len(call.completions)):
+            self.at = place
+            found.append(self._number(self.function(**self._of_one(call, place)), call, place))
+        return found
+
+    async def _together(self, call: Call) -> list[float]:
+        async def one(place: int) -> float:
+            try:
+                made = await self.function(**self._of_one(call, place))
+            except Exception:
+                self.at = place
+                raise
+            return self._number(made, call, place)
+
+        self.at = None
+        return list(await asyncio.gather(*(one(place) for place in range(len(call.completions)))))
+
+    def _of_one(self, call: Call, place: int) -> dict[str, Any]:
+        row = call.rows[place]
+        return self._some({**row, "prompt": call.prompts[place], "completion": call.completions[place], "row": row})
+
+    def _of_all(self, call: Call) -> dict[str, Any]:
+        names = dict.fromkeys(name for row in call.rows for name in row) | dict.fromkeys(self._names)
+        columns: dict[str, Any] = {name: [row.get(name) for row in call.rows] for name in names}
+        return self._some({**columns, "prompts": call.prompts, "completions": call.completions, "rows": call.rows})
+
+    def _some(self, given: dict[str, Any]) -> dict[str, Any]:
+        return given if self._all else {name: given.get(name) for name in self._names}
+
+    def _numbers(self, made: Any, call: Call) -> list[float]:
+        count = len(call.completions)
+        if hasattr(made, "tolist"):
+            made = made.tolist()  # an array or a tensor
+        if not isinstance(made, (list, tuple)):
+            raise Failed(
+                f"reward {self.name} returned {_kind(made)}; a list of {count} numbers is wanted, one for each answer"
+            )
+        if len(made) != count:
+            raise Failed(f"reward {self.name} returned {len(made)} numbers for {count} answers")
+        return [self._number(value, call, place) for place, value in enumerate(made)]
+
+    def _number(self, value: Any, call: Call, place: int) -> float:
+        if value is None or isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
+            hint = ""
+            if isinstance(value, (list, tuple)):
+                hint = f"; a function that gets all answers at once has a parameter called {BATCH}"
+            elif value is None:
+                hint = "; is there a return in every branch?"
+            raise Failed(f"reward {self.name} returned {_kind(value)}, not a number{hint}; {call.about(place)}")
+        number = float(value)
+        if not math.isfinite(number):
+            raise Failed(f"reward {self.name} returned {number}; {call.about(place)}")
+        return number
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    shown = _shown(value)
+    return f"{shown} ({type(value).__name__})"
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
+    except (TypeError, ValueError, RecursionError):
+        text = object.__repr__(value)
+    return repr(text if len(text) <= SHOWN else text[: SHOWN - 1] + "…")
+
+
+def failure(problem: BaseException, name: str, file: str, about: str) -> str:
+    """One line: where in the user's file, what, and for which prompt."""
+    frames = traceback.extract_tb(problem.__traceback__)
+    own = [frame for frame in frames if os.path.abspath(frame.filename) == file] or [
+        frame for frame in frames if frame.filename != __file__
+    ]
+    line = f"{os.path.basename(own[-1].filename)}, line {own[-1].lineno}: " if own else ""
+    text = " ".join(str(problem).split())
+    kind = "it took longer than grpo.reward_timeout" if isinstance(problem, TimeIsUp) else type(problem).__name__
+    text = "" if isinstance(problem, TimeIsUp) else text[:400]
+    return f"reward {name} failed: {line}{kind}{f': {text}' if text else ''}{f'; {about}' if about else ''}"
+
+
+def load(told: dict[str, Any], columns: Sequence[str]) -> Function:
+    if "pattern" in told:
+        pattern = re.compile(told["pattern"])
+        return Function(told["name"], lambda completion: pattern.search(completion) is not None, columns)
+    file = os.path.abspath(told["file"])
+    folder = os.path.dirname(file)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(os.path.splitext(os.path.basename(file))[0], file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules.get(spec.name)
+    if module is None or getattr(module, "__file__", None) != file:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    function = getattr(module, told["function"], None)
+    if not callable(function):
+        raise Failed(f"reward {told['name']}: {told['function']} is {_kind(function)} there, not a function")
+    return Function(told["name"], function, columns, file)
+
+
+def answer(work: Callable[[], Any], seconds: float, about: Callable[[BaseException], str]) -> dict[str, Any]:
+    """Within the time limit. The alarm is raised in the middle of the user's code, so that the line is known."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return {"made": work()}
+    except Failed as problem:
+        return {"failed": str(problem)}
+    except TimeIsUp as problem:
+        return {"failed": about(problem)}
+    except (Exception, SystemExit, KeyboardInterrupt) as problem:
+        return {"failed": about(problem)}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _time_is_up(number: int, frame: Any) -> None:
+    raise TimeIsUp
+
+
+def main() -> None:
+    # With the rank that asked, whatever a reward is doing: nothing is left running.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # The rank was told to stop, and ends its step first. No SIG_IGN: what a reward starts would inherit it.
+        signal.signal(number, lambda number, frame: None)
+    signal.signal(signal.SIGALRM, _time_is_up)
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    questions = os.fdopen(os.dup(0), "r", encoding="utf-8")
+    os.dup2(2, 1)  # what a reward prints goes to the log
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    told = json.loads(questions.readline())
+    seconds: float = told["seconds"]
+    functions: list[Function] = []
+
+    def load_all() -> bool:
+        for one in told["functions"]:
+            functions.append(load(one, told["columns"]))
+        return True
+
+    def while_loading(problem: BaseException) -> str:
+        one = told["functions"][len(functions)]
+        return failure(problem, one["name"], os.path.abspath(one.get("file", "")), "")
+
+    print(json.dumps(answer(load_all, seconds + told["loading_seconds"], while_loading)), file=answers)
+    for line in questions:
+        asked = json.loads(line)
+        function, call = functions[asked["function"]], Call(asked)
+
+        def about(problem: BaseException, function: Function = function, call: Call = call) -> str:
+            few = f"one of {len(call.completions)} answers at once, the first: " if function.at is None else ""
+            return failure(problem, function.name, function.file, few + call.about(function.at or 0))
+
+        print(json.dumps(answer(lambda f=function, c=call: f(c), seconds, about)), file=answers)  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    main()
