@@ -41,7 +41,8 @@ def same_value(completion: str, answer: str, *, cut: bool = False) -> bool:
     if part is None and cut:
         return False  # the end is missing, and with it the value
     lines = [line for line in completion.splitlines() if line.strip()]
-    said = plain(part if part is not None else lines[-1] if lines else "")
+    last = lines[-1] if lines else ""
+    said = plain(last if part is None else part)
     expected = marked_part(answer)
     wanted = plain(answer if expected is None else expected)
     if not said or not wanted:
