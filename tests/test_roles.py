@@ -390,6 +390,16 @@ def test_options_that_a_job_does_not_take(stoker: Stoker) -> None:
         assert done.code in (64, 66) and said in done.err and done.err.count("\n") == 1, done.err
 
 
+def test_a_run_that_a_role_starts_is_a_run_of_its_own(stoker: Stoker) -> None:
+    stoker.script("inner.py", "print('inner')\n")
+    stoker.script(
+        "outer.py",
+        "import subprocess, sys\nsubprocess.run([sys.executable, '-m', 'stoker', 'run', 'inner.py'], check=True)\n",
+    )
+    done = stoker("run", "--role", "a:1:outer.py")
+    assert done.code == 0 and "the rank ended with 0 in " in done.out + done.err, "it says how it ended"
+
+
 def test_a_role_alone_is_a_plain_run(stoker: Stoker) -> None:
     done = stoker("run", "--role", "worker", stoker.script("a.py", "import os; print(os.environ['ROLE_NAME'])\n"))
     assert done.code == 0 and b"worker" in done.log(0) and not (done.run_dir / "roles").exists()

@@ -9,6 +9,7 @@ from typing import Any
 from stoker.contract import names, schedulers
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build
+from stoker.contract.untrusted import is_count
 from stoker.control.launch.options import RunOptions, from_torchrun_environment
 from stoker.control.launch.request import Request, how_to_run
 
@@ -109,7 +110,9 @@ def _request(told: dict[str, Any], script: str | None, args: list[str]) -> Reque
 
 def main(argv: list[str]) -> int:
     parent = os.environ.pop(names.PARENT, "")
-    if parent:
+    if not is_count(parent):
+        os.environ.pop(names.JOB, None)  # started by a rank of a role: a run of its own
+    else:
         import signal
 
         from stoker.control.agent.kernel import die_with_parent
