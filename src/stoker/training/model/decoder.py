@@ -214,11 +214,14 @@ class Decoder(nn.Module):
             else:
                 x = block(*given)
         if not fused:
-            return self.norm(x), load
+            return self._before_head(self.norm(x)), load
         from stoker.training.model.fused import add_norm
 
         assert delta is not None
-        return add_norm(x, delta, self.norm), load
+        return self._before_head(add_norm(x, delta, self.norm)), load
+
+    def _before_head(self, x: Tensor) -> Tensor:
+        return x if self.head is None else self.head.entered(x)
 
     def _embedded(self, inputs: Tensor) -> Tensor:
         if not self.embed_on_host:

@@ -209,6 +209,10 @@ class Linear(nn.Linear):
         """A quantized weight's product with x [N, inputs], without bias, adapter and gradient."""
         return by_codes(self._joined, x)
 
+    def entered(self, x: Tensor) -> Tensor:
+        """x, before somebody multiplies it by the weight himself: where FSDP2 gathers the weight (parallel/sharded.py)."""
+        return x
+
     def settle(self) -> None:
         """After an adapter was put beside the weight, or codes in its place."""
         self._joined, self.quantized = nf4.join(self.quantized) if self.quantized else ((), ())

@@ -52,7 +52,7 @@ def train(
 
     # Model, optimizer, micro-batch; the weights and the step of a checkpoint, if there is one.
     found = newest(c.checkpoint, folder, group, voice)
-    parts = build.parts_of(c, material, learner, group, voice, found)
+    parts = build.parts_of(c, material, learner, group, voice, found, stage_name)
     tensors = tensors_of(parts.model, parts.optimizer)
     start = build.start_of(c, parts, order, tensors, found, voice)
     first, steps = start.position.step, start.steps

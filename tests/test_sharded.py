@@ -1,0 +1,191 @@
+"""Models in shards (FSDP2) over gloo: they learn what one process learns, and hold what the plan says."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from forked_ranks import Server, program, server
+from stoker.contract.shape import replace
+from stoker.training.fit.accumulation import choose
+from stoker.training.fit.footprint import Footprint
+from stoker.training.fit.terms import Job
+from stoker.training.model.config import AdapterConfig, ModelConfig, parameters
+
+# What a rank counts while its recipe runs goes to counted-RANK.json.
+PROGRAM = program("""
+from importlib import import_module
+import torch, torch._dynamo, torch.distributed.fsdp
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from stoker.training.recipes import stage
+
+groups, counted = [], {"gradients": 0}
+
+def unsharded(param):
+    whole = getattr(param, "_unsharded_param", None)
+    found = (None if whole is None else whole.grad, param.unsharded_accumulated_grad)
+    return sum(one.nbytes for one in found if one is not None)
+
+def live():
+    params = [param for group in groups for param in group.fsdp_params]
+    shards = sum(one.sharded_param.grad.to_local().nbytes for one in params if one.sharded_param.grad is not None)
+    buffers = {id(state): state.reduce_scatter_input.nbytes for group in groups for state in states(group)}
+    return shards + sum(map(unsharded, params)) + sum(buffers.values())
+
+def states(group):
+    found = getattr(group.comm_ctx, "reduce_scatter_states", None)  # torch before 2.13 keeps one
+    return found if found is not None else [one for one in [group.comm_ctx.reduce_scatter_state] if one is not None]
+
+def look(method):
+    def looked(self, *args, **kwargs):
+        counted["gradients"] = max(counted["gradients"], live())
+        found = method(self, *args, **kwargs)
+        counted["gradients"] = max(counted["gradients"], live())
+        return found
+    return looked
+
+def work(job, rank):
+    made = FSDPParamGroup.__init__
+    def init(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        groups.append(self)
+    FSDPParamGroup.__init__ = init
+    FSDPParamGroup.post_backward = look(FSDPParamGroup.post_backward)
+    code = stage.run(import_module("stoker.training.recipes." + job["stage"]).main, job["words"])
+    params = [param for group in groups for param in group.fsdp_params]
+    counted["shard"] = sum(4 * one.sharded_param.to_local().numel() for one in params if one.sharded_param.requires_grad)
+    sizes = [sum(4 * one.sharded_param.numel() for one in group.fsdp_params if one.sharded_param.requires_grad) for group in groups]
+    counted["units"] = sorted(sizes)
+    with open(f"counted-{rank}.json", "w") as file:
+        json.dump(counted, file)
+    return code
+""")
+# 11 samples a step, 2 at a time: micro-steps of unlike size, more on some ranks than others have samples for.
+PRETRAIN = (
+    "--tokenizer.path", "bytes", "--preset", "small", "--model.depth", "6", "--model.dim", "64", "--model.heads", "4",
+    "--model.tied", "false", "--context_length", "32", "--batch.tokens", "352", "--batch.micro", "2", "--data.validation", "0", "--log_every", "1",
+    "--export", "false", "--timeout", "60s", "--max_samples", "201", "--eval_every", "0", "--max-steps", "6", "--learning_rate", "3e-3",
+    "--parallel.device", "cpu",
+)  # fmt: skip
+
+
+class Trained:
+    def __init__(self, folder: Path, codes: list[int]) -> None:
+        self.folder, self.codes = folder, codes
+
+    @property
+    def run(self) -> Path:
+        return next((self.folder / "runs").glob("torchrun-*"))
+
+    @property
+    def losses(self) -> list[float]:
+        lines = map(json.loads, (self.run / "metrics.jsonl").read_text().splitlines())
+        return [line["loss"] for line in lines if "loss" in line]
+
+    def said(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.folder.glob("rank-*.log")))
+
+    def counted(self, rank: int) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / f"counted-{rank}.json").read_text())
+        return found
+
+
+class Ranks:
+    def __init__(self, server: Server, data: Path) -> None:
+        self._server, self._data = server, data
+
+    def pretrain(self, ranks: int, folder: Path, *words: str, fails: bool = False) -> Trained:
+        given = ["--data", str(self._data), "--cache", str(self._data.parent / "cache"), *PRETRAIN, *words]
+        return self.stage("pretrain", ranks, folder, *given, fails=fails)
+
+    def stage(self, stage: str, ranks: int, folder: Path, *words: str, fails: bool = False) -> Trained:
+        self._server.begin(ranks, folder, stage=stage, words=list(words))
+        found = Trained(folder, self._server.codes())
+        assert fails or found.codes == [0] * ranks, found.said()
+        return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    draw = random.Random(0)
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(
+        "\n".join(" ".join(draw.choice(("ab", "cde", "fgh", "ijkl")) for _ in range(12)) for _ in range(600))
+    )
+    with server(PROGRAM) as forked:
+        yield Ranks(forked, path)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process."""
+    found = ranks.pretrain(1, tmp_path_factory.mktemp("alone") / "job").losses
+    assert len(found) == 6 and found[-1] < found[0] - 0.5, "it learns"
+    return found
+
+
+FSDP = ("--strategy", "fsdp")
+
+
+@pytest.mark.parametrize("kept", ["sharded", "whole"])
+def test_gradients_between_micro_batches_are_the_shard_and_two_blocks_or_all(
+    kept: str, ranks: Ranks, alone: list[float], tmp_path: Path
+) -> None:
+    job = ranks.pretrain(2, tmp_path, *FSDP, "--accumulate", kept)
+    assert job.losses == pytest.approx(alone, rel=1e-5)
+    for rank in range(2):
+        seen = job.counted(rank)
+        norm, *blocks = seen["units"]  # the last norm's 64 numbers wait for the end of the backward pass
+        every = norm + sum(blocks)
+        if kept == "sharded":
+            assert seen["gradients"] <= seen["shard"] + sum(blocks[-2:]) + norm < 0.85 * every
+        else:
+            assert seen["gradients"] >= every
+
+
+EIGHT = ModelConfig(
+    family="llama", layers=32, dim=4096, heads=32, kv_heads=8, head_dim=128, ff=14336, vocab_size=128256, tied=False
+)
+GIB = 1 << 30
+
+
+def test_the_plan_counts_the_gradients_that_will_be_there() -> None:
+    footprint, job = Footprint(EIGHT, AdapterConfig()), Job(1, 2048, recomputed=32, world=8, shards=8)
+    alone = footprint.planned(replace(job, world=1, shards=1)).terms
+    sharded, whole = (footprint.planned(replace(job, whole=way)) for way in (False, True))
+    assert sharded.terms["weights"] == pytest.approx(alone["weights"] / 8)
+    assert sharded.terms["optimizer"] == pytest.approx(alone["optimizer"] / 8)
+    each, every = 4 * parameters(EIGHT) // 8, 4 * parameters(EIGHT)
+    block = 4 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    head = 4 * 4096 * 128256
+    assert each < sharded.terms["gradients"] < each + 3.01 * max(block, head)
+    assert whole.total - sharded.total == pytest.approx(every - each, rel=0.05)
+    assert sharded.terms["gathered"] == pytest.approx(block, rel=0.01), "two blocks in 16 bits"
+    unheard = footprint.planned(replace(job, whole=True, accumulates=False))
+    assert unheard.total == pytest.approx(sharded.total, rel=0.01), "one micro-batch: nothing waits"
+
+
+@pytest.mark.parametrize(
+    ("room", "share", "micro", "whole", "why"),
+    [
+        (24, 16, 1, False, "whole ones need"),
+        (141, 16, 1, True, "a step sends"),
+        (141, 1, 1, False, "would not send less"),
+        (141, 64, 0, False, "would not send less"),  # room for all samples at once
+        (80, 4096, 0, True, "a step sends"),
+        (56, 4096, 0, False, "would not send less"),  # micro-batches would be so small that they gather more often
+    ],
+)
+def test_gradients_are_whole_where_that_sends_less_and_fits(
+    room: int, share: int, micro: int, whole: bool, why: str
+) -> None:
+    job = Job(1, 2048, recomputed=32, world=8, shards=8)
+    found = choose(Footprint(EIGHT, AdapterConfig()), job, room * GIB, share, micro)
+    assert found.whole == whole and why in found.why, found
