@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,19 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 from forked_ranks import Server, program, server
 from stoker.contract.shape import replace
 from stoker.training.fit.accumulation import choose
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.terms import Job
+from stoker.training.model import adapters, hf, hf_stream
 from stoker.training.model.config import AdapterConfig, ModelConfig, parameters
+from stoker.training.model.decoder import Decoder
+from stoker.training.model.hf_config import stored_in
+from stoker.training.model.hf_files import places
+from stoker.training.model.hf_read import Added, Source
 
 # What a rank counts while its recipe runs goes to counted-RANK.json.
 PROGRAM = program("""
@@ -26,7 +34,7 @@ import torch, torch._dynamo, torch.distributed.fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from stoker.training.recipes import stage
 
-groups, counted = [], {"gradients": 0}
+groups, counted = [], {"gradients": 0, "read": 0}
 
 def unsharded(param):
     whole = getattr(param, "_unsharded_param", None)
@@ -51,7 +59,15 @@ def look(method):
         return found
     return looked
 
+def read(method):
+    def counting(*args):
+        count = method(*args)
+        counted["read"] += count
+        return count
+    return counting
+
 def work(job, rank):
+    os.preadv = read(os.preadv)
     made = FSDPParamGroup.__init__
     def init(self, *args, **kwargs):
         made(self, *args, **kwargs)
@@ -148,6 +164,61 @@ def test_gradients_between_micro_batches_are_the_shard_and_two_blocks_or_all(
             assert seen["gradients"] <= seen["shard"] + sum(blocks[-2:]) + norm < 0.85 * every
         else:
             assert seen["gradients"] >= every
+
+
+@pytest.fixture(scope="module")
+def base(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder."""
+    return ranks.pretrain(1, tmp_path_factory.mktemp("base") / "job", "--export", "true").run / "hf"
+
+
+def test_a_rank_reads_its_part_of_the_weights(ranks: Ranks, base: Path, tmp_path: Path) -> None:
+    words = ("--model.load", str(base), "--max-steps", "3")
+    one, two = ranks.pretrain(1, tmp_path / "1", *words), ranks.pretrain(2, tmp_path / "2", *words, *FSDP)
+    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+    total = sum(stored.size for stored in stored_in(str(base)).values())
+    assert one.counted(0)["read"] == total
+    read = [two.counted(rank)["read"] for rank in range(2)]
+    assert sum(read) == total and max(read) < 0.51 * total, "260 rows and the norms are even, too"
+
+
+SMALL = ModelConfig(family="llama", layers=1, dim=16, heads=4, kv_heads=2, head_dim=4, ff=24, vocab_size=50, tied=False)
+GPT2 = replace(
+    SMALL, family="gpt2", kv_heads=4, ff=64, positions="learned", position_rows=64, norm_kind="layer", gated=False,
+    activation="gelu_tanh", tied=True, qkv_bias=True, out_bias=True, mlp_bias=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "added tokens", "adapter"])
+def test_any_rows_of_a_weight_are_read_as_the_whole_has_them(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = GPT2 if kind == "columns" else SMALL
+    model = Decoder(c, 32)
+    model.start(1)
+    hf.save(model, str(tmp_path / "hf"), say=lambda line: None)
+    added, wanted = None, replace(c, vocab_size=57) if kind == "added tokens" else c
+    if kind == "adapter":
+        told = AdapterConfig(method="lora", lora_rank=2, also_train="norm")
+        attached = Decoder(c, 32)
+        adapters.freeze(attached, told)
+        attached.start(2)
+        adapters.attach(attached, told, 3)
+        tensors = adapters.peft_tensors(c, told, attached.get_parameter)
+        added = Added(c, told, {name: lambda one=one: one + 0.5 for name, one in tensors.items()})  # type: ignore[misc]
+    counts: list[int] = []
+    real = os.preadv
+    monkeypatch.setattr(hf_stream.os, "preadv", lambda *args: counts.append(real(*args)) or counts[-1])
+    source, draw = Source(str(tmp_path / "hf"), wanted, added), random.Random(0)
+    for place in places(wanted):
+        whole = source.whole(place, torch.float32)
+        for _ in range(6):
+            first, last = sorted((draw.randint(0, len(whole)), draw.randint(0, len(whole))))
+            counts.clear()
+            found = source.fill(place, torch.empty_like(whole[first:last]), first)
+            assert torch.equal(found, whole[first:last])
+            if kind != "added tokens":
+                assert sum(counts) == found.nbytes
 
 
 EIGHT = ModelConfig(

@@ -17,9 +17,10 @@ from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.progress import BYTES, Progress
 from stoker.contract.quantities import amount
 from stoker.contract.shape import replace
+from stoker.training.checkpoint.snapshot import local_block
 from stoker.training.model import adapters, nf4, outside
 from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig
-from stoker.training.model.decoder import Decoder, like
+from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_config import Stored, base_of, config_of, is_adapter, kept_of, shape_of
 from stoker.training.model.hf_files import Part, places
 from stoker.training.model.hf_hub import TOKENIZER_FILES
@@ -40,7 +41,7 @@ def named(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 def load(model: Decoder | outside.Outside, folder: str, say: Say) -> None:
-    """Fills the model, sharded or not. Every rank reads for itself; nothing is exchanged."""
+    """Fills the model, sharded or not. Every rank reads for itself, of shards its own; nothing is exchanged."""
     if isinstance(model, outside.Outside):
         return outside.load(model, folder, say)
     added = added_by(folder, model.config, bool(model.own), say) if is_adapter(folder) else None
@@ -66,7 +67,9 @@ def load_named(
                 assert isinstance(layer, Linear), f"{place.name} is no parameter"
                 adapters.quantize(layer, (_in_4_bits(source, part, model.dtype) for part in place.parts))
             elif hasattr(parameter, "device_mesh"):
-                parameter.copy_(like(source.whole(place, parameter.dtype).to(parameter.device), parameter))
+                block, _ = local_block(place.name, parameter)
+                assert tuple(block.data.shape[1:]) == tuple(parameter.shape[1:]), f"{place.name} is not cut into rows"
+                source.fill(place, block.data, block.offset[0])
             else:
                 source.fill(place, parameter)
             progress.tick(_size(stored[part.name] for part in place.parts))
