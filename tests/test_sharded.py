@@ -166,6 +166,20 @@ def test_gradients_between_micro_batches_are_the_shard_and_two_blocks_or_all(
             assert seen["gradients"] >= every
 
 
+@pytest.mark.parametrize("kind", ["adamw8bit", "muon"])
+def test_optimizers_in_shards_make_the_steps_of_one_process_and_resume_anywhere(
+    kind: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Rows of 64 and 172 numbers, and 260, 192 and 344 rows over three ranks: nothing is even."""
+    words = ("--optimizer", kind, "--model.ff", "172", "--schedule", "constant", "--warmup_steps", "1")
+    kept = ("--checkpoint.folder", str(tmp_path / "kept"))
+    one = ranks.pretrain(1, tmp_path / "1", *words)
+    losses: list[float] = []
+    for number, steps, more in ((2, "3", FSDP), (3, "5", FSDP), (1, "6", ())):
+        losses += ranks.pretrain(number, tmp_path / f"to-{steps}", *words, *kept, "--max-steps", steps, *more).losses
+    assert losses == pytest.approx(one.losses, rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def base(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's folder."""

@@ -27,6 +27,7 @@ from stoker.training.fit.memory import (
 )  # fmt: skip
 from stoker.training.fit.sharded import as_computed, gathered
 from stoker.training.model.config import ModelConfig
+from stoker.training.optim.config import MUON_BYTES
 from stoker.training.parallel.config import HOST_LEAST, RECOMPUTED, block_kinds
 from stoker.training.parallel.config import host_bytes as pinned_bytes
 
@@ -391,6 +392,8 @@ def _update(d: Described, job: Job) -> int:
         for size in one.shapes:
             count[size] = count.get(size, 0) + 1
     # All gradients once more and what is ahead of them; of the largest group of like matrices an fp32 stack, four in bf16,
-    # and their squares.
+    # and their squares. In shards a rank puts a few of them together, in bf16, and sends and receives as much.
+    if job.shards > 1:
+        count = {size: min(many, max(MUON_BYTES // (WIDE * math.prod(size)), 1)) for size, many in count.items()}
     group = max((many * (12 * math.prod(size) + HALF * min(size) ** 2) for size, many in count.items()), default=0)
-    return 2 * gradients + group
+    return 2 * job.part(gradients) + group

@@ -34,7 +34,8 @@ from stoker.training.model.config import OFF, ModelConfig, with_rows
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.reference import Beginning
 from stoker.training.optim.loss_scale import scale_for
-from stoker.training.optim.optimizer import Optimizer, gradient_norm, local
+from stoker.training.optim.muon import local
+from stoker.training.optim.optimizer import Optimizer, gradient_norm
 from stoker.training.parallel.config import local_steps
 from stoker.training.parallel.group import Group, even_micro, largest_share, no_sync
 from stoker.training.parallel.sharded import shard

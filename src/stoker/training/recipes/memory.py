@@ -25,7 +25,8 @@ from stoker.training.loop.step import Parts
 from stoker.training.model.adapters import Beside
 from stoker.training.model.config import OFF, AdapterConfig
 from stoker.training.model.decoder import Decoder
-from stoker.training.optim.optimizer import Optimizer, local
+from stoker.training.optim.muon import local
+from stoker.training.optim.optimizer import Optimizer
 from stoker.training.parallel.config import recomputed_blocks
 from stoker.training.parallel.group import Group
 
