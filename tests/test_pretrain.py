@@ -259,13 +259,6 @@ def test_adapters_on_four_ranks_then_two_then_one_learn_what_one_rank_learns(
     assert all(saved.read(name).any() for name in learned if name.endswith(".adapter.up")), "every B has moved"
 
 
-def test_adapters_are_not_sharded(forks: Forks, base: Path, tmp_path: Path) -> None:
-    words = ("--model.load", str(base), "--lora", "--strategy", "fsdp", "--max-steps", "2")
-    job = forks(2, tmp_path, *words)
-    assert 0 not in job.codes and "adapter.method lora can't do parallel.strategy fsdp yet" in job.said()
-    assert "Traceback" not in job.said()
-
-
 @at_length  # test_checkpoint.py reads shards on other numbers of ranks
 def test_ddp_goes_on_sharded_over_other_ranks_and_back(forks: Forks, whole: Trained, tmp_path: Path) -> None:
     kept = str(tmp_path / "checkpoints")

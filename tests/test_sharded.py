@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -14,18 +15,20 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from safetensors.torch import load_file
 
 from forked_ranks import Server, program, server
 from stoker.contract.shape import replace
 from stoker.training.fit.accumulation import choose
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.terms import Job
-from stoker.training.model import adapters, hf, hf_stream
+from stoker.training.model import adapters, hf, hf_stream, nf4
 from stoker.training.model.config import AdapterConfig, ModelConfig, parameters
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_config import stored_in
 from stoker.training.model.hf_files import places
 from stoker.training.model.hf_read import Added, Source
+from stoker.training.model.nf4_shards import UNIT, Codes
 
 # What a rank counts while its recipe runs goes to counted-RANK.json.
 PROGRAM = program("""
@@ -76,6 +79,7 @@ def work(job, rank):
     FSDPParamGroup.post_backward = look(FSDPParamGroup.post_backward)
     code = stage.run(import_module("stoker.training.recipes." + job["stage"]).main, job["words"])
     params = [param for group in groups for param in group.fsdp_params]
+    counted["frozen"] = sum(one.sharded_param.to_local().nbytes for one in params if not one.sharded_param.requires_grad)
     counted["shard"] = sum(4 * one.sharded_param.to_local().numel() for one in params if one.sharded_param.requires_grad)
     sizes = [sum(4 * one.sharded_param.numel() for one in group.fsdp_params if one.sharded_param.requires_grad) for group in groups]
     counted["units"] = sorted(sizes)
@@ -194,6 +198,55 @@ def test_a_rank_reads_its_part_of_the_weights(ranks: Ranks, base: Path, tmp_path
     assert one.counted(0)["read"] == total
     read = [two.counted(rank)["read"] for rank in range(2)]
     assert sum(read) == total and max(read) < 0.51 * total, "260 rows and the norms are even, too"
+
+
+# Of 4-bit weights: queries have one unit of 64 × 256 elements, keys half of one, gate and up four each.
+WIDE = ("--model.dim", "128", "--model.kv_heads", "2", "--model.ff", "512", "--model.depth", "2")
+
+
+@pytest.fixture(scope="module")
+def wide(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ranks.pretrain(1, tmp_path_factory.mktemp("wide") / "job", *WIDE, "--export", "true").run / "hf"
+
+
+@pytest.mark.parametrize("method", ["--lora", "--qlora"])
+def test_adapters_in_shards_learn_what_one_process_learns(
+    method: str, ranks: Ranks, wide: Path, tmp_path: Path
+) -> None:
+    words = (
+        "--model.load", str(wide), method, "--lora_rank", "4", "--learning_rate", "2e-3", "--export", "true",
+        "--schedule", "constant", "--warmup_steps", "1",
+    )  # fmt: skip
+    one = ranks.pretrain(1, tmp_path / "1", *words)
+    kept = ("--checkpoint.folder", str(tmp_path / "kept"))
+    two = ranks.pretrain(2, tmp_path / "2", *words, *FSDP, *kept, "--max-steps", "3")
+    assert two.losses == pytest.approx(one.losses[:3], rel=1e-5)
+    frozen = [two.counted(rank)["frozen"] for rank in range(2)]
+    assert max(frozen) < 0.6 * sum(frozen), "the half unit of keys and values is the first rank's"
+    three = ranks.pretrain(3, tmp_path / "3", *words, *FSDP, *kept)
+    assert three.losses == pytest.approx(one.losses[3:], rel=1e-5) and one.losses[-1] < one.losses[0]
+    ours, theirs = (load_file(run / "hf" / "adapter_model.safetensors") for run in (one.run, three.run))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [[(128, 128), (256, 64)], [(128, 128), (64, 128), (9, 64)]], ids=["joined", "apart"])
+@pytest.mark.parametrize("given", ["elements", "codes"])
+def test_codes_that_can_be_cut_are_those_of_the_whole(sizes: list[tuple[int, int]], given: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    weights = [torch.randn(size, generator=draw) for size in sizes]
+    wholes = [nf4.quantize(weight) for weight in weights]
+    codes = Codes(sizes, torch.float32)
+    read = [lambda begin, end, one=one: one.flatten()[begin:end] for one in weights]
+    codes.fill(read if given == "elements" else wholes)
+    found, want = codes.joined(), nf4.join(wholes)[0]
+    assert len(found) == len(want) == (1 if len(sizes) == 2 else 3)
+    for one, other in zip(found, want, strict=True):
+        for name in ("codes", "scales", "second", "offsets"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+        assert (one.size, one.dtype) == (other.size, other.dtype)
+    assert all(parameter.shape[0] * UNIT >= math.prod(sizes[0]) for parameter in codes.parameters())
 
 
 SMALL = ModelConfig(family="llama", layers=1, dim=16, heads=4, kv_heads=2, head_dim=4, ff=24, vocab_size=50, tied=False)

@@ -62,7 +62,8 @@ def _adapter(checking: _Checking) -> None:
             "adapter.method",
         )
     impossible = {
-        "parallel.strategy fsdp": config.parallel.strategy == "fsdp",
+        "parallel.strategy fsdp with compute.embedding host": config.parallel.strategy == "fsdp"
+        and config.compute.embedding == "host",
         "optim.kind muon": config.optim.kind == "muon",
         "compute.fp8 tensorwise": config.compute.fp8 != "off",
     }

@@ -14,7 +14,7 @@ from functools import cache
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.block import HALF, WIDE, Block, Layer
 from stoker.training.fit.described import Described
-from stoker.training.fit.memory import GATHERED, GRADIENTS
+from stoker.training.fit.memory import GATHERED, GRADIENTS, rounded
 from stoker.training.model.config import OFF, tensors
 from stoker.training.model.nf4_size import stored_bytes
 from stoker.training.model.targets import targets
@@ -76,6 +76,13 @@ def gathered(d: Described) -> Gathered:
         WIDE * max(size for name, size in learned.items() if name), WIDE * table if d.embedding_learns else 0,
         HALF * table if c.tied and d.head_learns else 0,
     )  # fmt: skip
+
+
+def kept_copies(d: Described) -> int:
+    """Bytes of adapters' 16-bit copies, which every rank has of all blocks."""
+    layers = ((block.qkv, block.out, block.gate_up, block.down) for block in d.blocks)
+    each = [sum(rounded(size) for one in some if one is not None for size in one.copies) for some in layers]
+    return sum(each[kind] for kind in d.kinds)
 
 
 @cache

@@ -14,6 +14,7 @@ from stoker.training.fit.cards import BF16_SINCE
 from stoker.training.fit.described import KIND_MUON, Described
 from stoker.training.fit.memory import (
     ACTIVATIONS,
+    ADAPTERS,
     BUFFERS,
     GATHERED,
     GRADIENTS,
@@ -25,7 +26,7 @@ from stoker.training.fit.memory import (
     added,
     rounded,
 )  # fmt: skip
-from stoker.training.fit.sharded import as_computed, gathered
+from stoker.training.fit.sharded import as_computed, gathered, kept_copies
 from stoker.training.model.config import ModelConfig
 from stoker.training.optim.config import MUON_BYTES
 from stoker.training.parallel.config import HOST_LEAST, RECOMPUTED, block_kinds
@@ -341,6 +342,8 @@ def base_of(d: Described, job: Job) -> dict[str, int]:
     workspace = HANDLES * CUBLAS.get(job.capability, CUBLAS_ELSE)
     there = job.accumulates or job.world > 1  # DDP's buckets are the gradients, and stay
     held = {term: job.part(size) for term, size in d.held.items()}
+    if job.shards > 1:
+        held[ADAPTERS] += kept_copies(d) - job.part(kept_copies(d))
     if job.on_host and d.can_be_on_host:
         held[WEIGHTS] -= rounded(HALF * c.vocab_size * c.dim)
     gradients = d.gradients if job.whole and job.accumulates else job.part(d.gradients)

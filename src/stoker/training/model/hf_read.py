@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from stoker.contract.effort import reading
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.shape import replace
 from stoker.training.model import adapters, nf4
 from stoker.training.model.config import LORA, AdapterConfig, ModelConfig
 from stoker.training.model.hf_files import Part, Place, check, places
@@ -88,6 +90,14 @@ class Source:
         codes = self.codes(part)
         rows = self._stream.read(self.stored[part.name]) if codes is None else nf4.dequantize(codes)
         return rows.t() if part.transposed and rows.dim() == 2 else rows
+
+    def elements(self, part: Part, begin: int, end: int) -> Tensor:
+        """Some of a part's, in their order."""
+        stored = self.stored[part.name]
+        if part.transposed or stored.shape != part.shape:
+            return self.rows(part).flatten()[begin:end]
+        flat = replace(stored, shape=(math.prod(stored.shape),))
+        return self._stream.read(rows_of(flat, begin, end))
 
     def fill(self, place: Place, out: Tensor, first: int = 0) -> Tensor:
         """Into `out`: as many of the weight's rows as it has, from `first` on. No others are read, where they lie apart."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from stoker.training.model import nf4
 from stoker.training.model.config import ModelConfig, gate_up_rows
 from stoker.training.model.maps import Adapted, Adapter, Frozen, Map, Mapped, Whole, by_codes, dequantized
+from stoker.training.model.nf4_shards import Codes
 from stoker.training.model.nf4_size import multipliable
 
 
@@ -191,6 +192,7 @@ class Linear(nn.Linear):
         self.adapter: Adapter | None = None
         self.quantized: tuple[nf4.Quantized, ...] = ()  # instead of the weight
         self._joined: tuple[nf4.Joined, ...] = ()  # the same
+        self.cut: Codes | None = None  # the same, in shards
         self.map: Map = Whole()
 
     def reset_parameters(self) -> None:
@@ -198,7 +200,12 @@ class Linear(nn.Linear):
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The weight in this dtype; a quantized one in a buffer that the next call overwrites."""
-        return dequantized(self._joined, dtype) if self._joined else self.weight.to(dtype)
+        codes = self._joined if self.cut is None else self.cut.joined()
+        return dequantized(codes, dtype) if codes else self.weight.to(dtype)
+
+    @property
+    def has_codes(self) -> bool:
+        return bool(self.quantized) or self.cut is not None
 
     @property
     def has_rows_of_codes(self) -> bool:
@@ -219,7 +226,7 @@ class Linear(nn.Linear):
         if self.adapter is not None:
             self.map = Adapted(self, self.adapter)
         else:
-            self.map = Frozen(self) if self.quantized else Whole()
+            self.map = Frozen(self) if self.has_codes else Whole()
 
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(self.map, Whole):

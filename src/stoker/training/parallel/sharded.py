@@ -13,15 +13,17 @@ import torch
 from stoker.training.parallel.group import Group
 
 
-def shard(model: Any, group: Group, dtype: torch.dtype) -> None:
-    """A decoder, in place."""
+def shard(model: Any, group: Group, dtype: torch.dtype | None) -> None:
+    """A decoder, in place. `dtype`: what weights are gathered in; None: as they are, which adapters beside 16 or 4 bits need:
+    what learns keeps fp32, and codes are no numbers.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(group.device.type, (group.world,))
     # Inputs stay as they are: the loss's scale and the rotary table would lose bits they need.
     policy = MixedPrecisionPolicy(
-        param_dtype=dtype if dtype != torch.float32 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in model.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -32,3 +34,6 @@ def shard(model: Any, group: Group, dtype: torch.dtype) -> None:
         fully_shard(model.head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         register_fsdp_forward_method(model.head, "entered")
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(getattr(module, "sharded", None), bool):
+            module.sharded = True

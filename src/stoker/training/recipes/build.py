@@ -123,6 +123,7 @@ def model_of(
     if own is not None:
         policy: Any = adapted(c, own, shape, learner.kind, dtype, group, voice)
         if learner.compares:
+            _check_beginning(own, sharded)
             policy.begun = Beginning(policy, loaded=own.loaded)
         return cast(Decoder, policy)
     with torch.device("meta" if sharded else group.device):  # sharded: no rank ever holds the whole model
@@ -168,10 +169,17 @@ def adapted(
     if told.lora_dropout and model.fused:
         voice.say_once("adapter.lora_dropout: blocks run as plain torch; without it they are fused, and faster")
         model.fuse(False)
+    sharded = group.strategy == "fsdp"
+    if sharded:  # no rank ever holds all of it
+        adapters.cut_codes(model)
+        adapters.add(model, told, torch.device("meta"))
+        shard(model, group, None)
     model.place(group.device)
     hf.load_named(model, hf.named(model), own.base, voice.say_once)
     model.begin_own(told.continue_from or own.base)
-    adapters.attach(model, told, c.train.seed)
+    if not sharded:
+        adapters.add(model, told, group.device)
+    adapters.start(model, told, c.train.seed)
     if told.continue_from:
         adapters.check_base(told.continue_from, own.base)
         adapters.load(model, told, told.continue_from, voice.say_once)
@@ -181,6 +189,16 @@ def adapted(
         f" learn; frozen weights take {amount(bytes_of['frozen'] + bytes_of['codes'])}"
     )
     return model
+
+
+def _check_beginning(own: adapters.Beside, sharded: bool) -> None:
+    """What was before the first step is swapped in for the reference; FSDP2 gathers what it has."""
+    what = "adapter.also_train" if own.settings.also_train else "an adapter that is trained on"
+    if sharded and (own.loaded or own.settings.also_train):
+        raise Refusal(
+            f"parallel.strategy fsdp can't do {what} in a stage that compares with its beginning (dpo): use ddp",
+            EX_CONFIG,
+        )
 
 
 def _embed_on_host(model: Decoder) -> None:

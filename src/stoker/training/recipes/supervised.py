@@ -179,10 +179,12 @@ def export(c: Config, parts: Parts, folder: str, voice: Voice) -> None:
         where = os.path.join(folder, "hf")
         words = parts.material.tokenizer
         beside = stage.beside(c, words, parts.material.tokenizer_digest, folder, parts.material.train.chat)
-        if parts.adapters is not None:
-            if parts.group.first:
-                own, model = parts.adapters, cast(Any, parts.model)
-                save = outside_adapters.save if isinstance(model, Outside) else adapters.save
-                save(model, own.settings, own.base, where, beside, voice.say_once)
+        own, model, first = parts.adapters, cast(Any, parts.model), parts.group.first
+        if own is not None and isinstance(model, Outside):
+            if first:
+                outside_adapters.save(model, own.settings, own.base, where, beside, voice.say_once)
+            return
+        if own is not None:
+            adapters.save(model, own.settings, own.base, where, beside, voice.say_once, first)
             return
         parts.learner.save(parts.model, where, beside, voice.say_once, parts.group.first)
