@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 import torch
 from safetensors.torch import load_file
 
+from conftest import at_length_but
 from forked_ranks import Server, program, server
 from stoker.contract.shape import replace
 from stoker.training.fit.accumulation import choose
@@ -107,7 +108,7 @@ class Trained:
     @property
     def losses(self) -> list[float]:
         lines = map(json.loads, (self.run / "metrics.jsonl").read_text().splitlines())
-        return [line["loss"] for line in lines if "loss" in line]
+        return [line["loss"] for line in lines if "loss" in line and "val_loss" not in line]
 
     def said(self) -> str:
         return "".join(path.read_text() for path in sorted(self.folder.glob("rank-*.log")))
@@ -229,6 +230,39 @@ def test_adapters_in_shards_learn_what_one_process_learns(
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(theirs[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+STAGES = [(stage, method) for stage in ("sft", "reward", "dpo") for method in ("", "--lora", "--qlora")]
+
+
+@pytest.mark.parametrize("kind", at_length_but([("dpo", "--qlora")], STAGES), ids="".join)
+def test_every_stage_learns_in_shards_what_one_process_learns(
+    kind: tuple[str, str], ranks: Ranks, wide: Path, tmp_path: Path
+) -> None:
+    stage, method = kind
+    draw = random.Random(1)
+    texts = [" ".join(draw.choice(("ab", "cde", "fgh")) for _ in range(draw.randint(1, 4))) for _ in range(120)]
+    pairs = [{"prompt": one, "chosen": f"{one} yes", "rejected": f"no {one}"} for one in texts]
+    chats = [{"messages": [{"role": "user", "content": one}, {"role": "assistant", "content": one}]} for one in texts]
+    data, held_out = tmp_path / "data.jsonl", tmp_path / "other.jsonl"
+    for path, some in ((data, slice(20, None)), (held_out, slice(20))):
+        rows = (chats if stage == "sft" else pairs)[some]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ("--data", str(data), "--data.validation", str(held_out))
+    if stage != "sft":
+        given = (f"--{stage}.pairs", str(data), f"--{stage}.held_out", str(held_out))
+    words = (
+        *given, "--model.load", str(wide), "--tokenizer.path", "bytes", "--preset", "small", "--context_length", "128",
+        "--batch.tokens", "640", "--batch.micro", "1", "--max-steps", "4", "--learning_rate", "1e-3", "--log_every", "1",
+        "--parallel.device", "cpu", "--timeout", "60s", "--eval_every", "0", *((method,) if method else ()),
+    )  # fmt: skip
+    one, two = (
+        ranks.stage(stage, count, tmp_path / f"{count}", *words, *(FSDP if count > 1 else ())) for count in (1, 2)
+    )
+    assert len(one.losses) == 4 and two.losses == pytest.approx(one.losses, rel=1e-5)
+    told = [json.loads((job.run / "result.json").read_text())["metrics"] for job in (one, two)]
+    assert told[0].keys() == told[1].keys() and told[1]["val_loss"] == pytest.approx(told[0]["val_loss"], rel=1e-5)
+    assert sorted(os.listdir(two.run / "hf")) == sorted(os.listdir(one.run / "hf"))
 
 
 @pytest.mark.parametrize("sizes", [[(128, 128), (256, 64)], [(128, 128), (64, 128), (9, 64)]], ids=["joined", "apart"])

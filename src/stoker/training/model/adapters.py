@@ -69,18 +69,18 @@ def freeze(model: Decoder, told: AdapterConfig) -> list[str]:
         place = model.get_submodule(path)
         fresh = torch.empty(getattr(place, leaf).shape, device=getattr(place, leaf).device)
         place.register_parameter(leaf, nn.Parameter(fresh))
-    whole: list[str] = []
+    odd_ones: list[str] = []
     for name, layer in _layers(model) if told.method == QLORA else ():
         odd = next((rows for rows in layer.parts if not storable((rows, layer.in_features))), None)
         if odd is not None:
-            whole.append(f"{name} ({odd} × {layer.in_features})")
+            odd_ones.append(f"{name} ({odd} × {layer.in_features})")
         elif f"{name}.weight" not in learn:
             layer.register_parameter("weight", None)
-    if not whole:
+    if not odd_ones:
         return []
-    more = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
+    more = f" and {len(odd_ones) - 1} more" if len(odd_ones) > 1 else ""
     return [
-        f"qlora: the elements of {whole[0]}{more} are no multiple of {BLOCK}: {'they stay' if more else 'it stays'} in 16 bits"
+        f"qlora: the elements of {odd_ones[0]}{more} are no multiple of {BLOCK}: {'they stay' if more else 'it stays'} in 16 bits"
     ]
 
 
@@ -142,11 +142,13 @@ def learned(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merged(layer: Linear, out: Tensor) -> Tensor:
-    """Into `out`: the weight with its adapter added."""
-    out.copy_(layer.matrix(out.dtype))
+    """Into `out`: the weight with its adapter added. Of shards all ranks ask for it."""
+    out.copy_(layer.whole_matrix(out.dtype))
     adapter = layer.adapter
     if adapter is not None:
-        for (begin, end), a, b in zip(adapter.parts, torch.split(adapter.a, adapter.rank), adapter.b, strict=True):
+        downs = torch.split(whole(adapter.a), adapter.rank)
+        ups = torch.split(whole(adapter.up), [end - begin for begin, end in adapter.parts])
+        for (begin, end), a, b in zip(adapter.parts, downs, ups, strict=True):
             out[begin:end] = out[begin:end].float() + adapter.scale * (b.float() @ a.float())
     return out
 
@@ -158,8 +160,8 @@ def merge(model: Decoder) -> None:
         if adapter is None:
             continue
         size = (layer.out_features, layer.in_features)
-        whole = merged(layer, torch.empty(size, dtype=model.dtype, device=adapter.a.device))
-        layer.register_parameter("weight", nn.Parameter(whole, requires_grad=False))
+        together = merged(layer, torch.empty(size, dtype=model.dtype, device=adapter.a.device))
+        layer.register_parameter("weight", nn.Parameter(together, requires_grad=False))
         layer.adapter, layer.quantized = None, ()
         layer.settle()
 

@@ -106,6 +106,7 @@ def _table(rows: int, width: int) -> nn.Embedding:
 class Decoder(nn.Module):
     """forward(inputs, targets) is the sum of the tokens' losses times `scale`; forward(inputs) the logits."""
 
+    gathered_in: torch.dtype | None = None  # of weights in shards, in a pass; None: as they are
     own: tuple[str, ...] = ()  # names of parameters that no folder of a decoder has
 
     def __init__(self, c: ModelConfig, context_length: int, dtype: torch.dtype = torch.float32) -> None:

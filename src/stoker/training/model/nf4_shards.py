@@ -64,13 +64,13 @@ class Codes(nn.Module):
                 self.register_parameter(f"{kind}{at}", parameter)
         self._offsets: list[Tensor] = []  # of each group: the mean of a part's scales, for each unit
 
-    def joined(self) -> tuple[nf4.Joined, ...]:
-        """While they are gathered."""
-        return tuple(self._joined(at) for at in range(len(self.groups)))
+    def joined(self, get: Callable[[Tensor], Tensor] = lambda parameter: parameter) -> tuple[nf4.Joined, ...]:
+        """While they are gathered; or with what gathers them."""
+        return tuple(self._joined(at, get) for at in range(len(self.groups)))
 
-    def _joined(self, at: int) -> nf4.Joined:
+    def _joined(self, at: int, get: Callable[[Tensor], Tensor]) -> nf4.Joined:
         group = self.groups[at]
-        codes, scales, second = (getattr(self, f"{kind}{at}") for kind in _KINDS)
+        codes, scales, second = (get(getattr(self, f"{kind}{at}")) for kind in _KINDS)
         elements, rows = sum(part.elements for part in group), sum(part.size[0] for part in group)
         four_bits, eight_bits = (tensor.view(-1).view(torch.uint8) for tensor in (codes, scales))
         size = rows, group[0].size[1]

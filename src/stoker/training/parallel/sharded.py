@@ -13,9 +13,9 @@ import torch
 from stoker.training.parallel.group import Group
 
 
-def shard(model: Any, group: Group, dtype: torch.dtype | None) -> None:
+def shard(model: Any, group: Group, dtype: torch.dtype | None, entry: str = "forward") -> None:
     """A decoder, in place. `dtype`: what weights are gathered in; None: as they are, which adapters beside 16 or 4 bits need:
-    what learns keeps fp32, and codes are no numbers.
+    what learns keeps fp32, and codes are no numbers. `entry`: the method that a pass begins with.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -34,6 +34,9 @@ def shard(model: Any, group: Group, dtype: torch.dtype | None) -> None:
         fully_shard(model.head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         register_fsdp_forward_method(model.head, "entered")
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    if entry != "forward":
+        register_fsdp_forward_method(model, entry)
+    model.gathered_in = None if dtype == torch.float32 else dtype
     for module in model.modules():
         if isinstance(getattr(module, "sharded", None), bool):
             module.sharded = True

@@ -123,7 +123,7 @@ def model_of(
     if own is not None:
         policy: Any = adapted(c, own, shape, learner.kind, dtype, group, voice)
         if learner.compares:
-            _check_beginning(own, sharded)
+            check_beginning(own, sharded)
             policy.begun = Beginning(policy, loaded=own.loaded)
         return cast(Decoder, policy)
     with torch.device("meta" if sharded else group.device):  # sharded: no rank ever holds the whole model
@@ -154,8 +154,9 @@ def adapted(
     dtype: torch.dtype,
     group: Group,
     voice: Voice,
+    entry: str = "forward",
 ) -> Decoder:
-    """Frozen weights in 16 or 4 bits, with adapters that learn. A checkpoint has the adapters only."""
+    """Frozen weights in 16 or 4 bits, with adapters that learn. A checkpoint has the adapters only. `entry`: of `shard`."""
     if c.model.vocab_size not in (0, hf_config.shape_of(own.base).vocab_size):
         raise Refusal(f"adapter.method {c.adapter.method} can't do a new model.vocab_size yet: leave it out", EX_CONFIG)
     told = own.settings
@@ -173,7 +174,7 @@ def adapted(
     if sharded:  # no rank ever holds all of it
         adapters.cut_codes(model)
         adapters.add(model, told, torch.device("meta"))
-        shard(model, group, None)
+        shard(model, group, None, entry)
     model.place(group.device)
     hf.load_named(model, hf.named(model), own.base, voice.say_once)
     model.begin_own(told.continue_from or own.base)
@@ -191,12 +192,12 @@ def adapted(
     return model
 
 
-def _check_beginning(own: adapters.Beside, sharded: bool) -> None:
+def check_beginning(own: adapters.Beside, sharded: bool) -> None:
     """What was before the first step is swapped in for the reference; FSDP2 gathers what it has."""
     what = "adapter.also_train" if own.settings.also_train else "an adapter that is trained on"
     if sharded and (own.loaded or own.settings.also_train):
         raise Refusal(
-            f"parallel.strategy fsdp can't do {what} in a stage that compares with its beginning (dpo): use ddp",
+            f"parallel.strategy fsdp can't do {what} in a stage that compares with its beginning (dpo, grpo with a kl): use ddp",
             EX_CONFIG,
         )
 

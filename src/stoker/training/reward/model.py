@@ -31,7 +31,7 @@ from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_write import SCORE as HEAD
 from stoker.training.model.loss import token_logprobs
-from stoker.training.model.pieces import like, whole
+from stoker.training.model.pieces import give_back, like, whole
 from stoker.training.parallel.config import ComputeConfig
 from stoker.training.parallel.group import Group
 from stoker.training.reward.pairs import Prompt, answered, asked
@@ -179,6 +179,7 @@ def _head(folder: str) -> dict[str, Tensor]:
 
 def save(model: Decoder, folder: str, beside: Beside, say: Say, write: bool) -> None:
     assert isinstance(model, RewardModel)
+    give_back(model)  # else these are gathered ones, which it takes away
     own = {name: whole(getattr(model, name)) for name in model.own}
 
     def head(where: str) -> None:
