@@ -232,8 +232,11 @@ def save(
     give_back(model)
     own = {name: whole(model.get_parameter(name)) for name in model.own}
     found = peft_tensors(model.config, told, lambda name: whole(model.get_parameter(name)), model.own)
+
+    def more(fresh: str) -> None:
+        model.write_own(fresh, own)
+
     if writes:
-        more = lambda fresh: model.write_own(fresh, own)  # noqa: E731
         write(model.config, told, base, folder, files, say, found=found, own=model.own, more=more)
 
 
