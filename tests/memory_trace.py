@@ -136,7 +136,7 @@ class _Attention(torch.autograd.Function):
 def pretended() -> Iterator[None]:
     """Kernels that only allocate, in place of the real ones."""
     from stoker.training.model import attention, host_kept, loss, maps, nf4
-    from stoker.training.optim import optimizer
+    from stoker.training.optim import muon
 
     package = sys.modules["stoker.training.model"]
     before = [(key, sys.modules.pop(f"{package.__name__}.{key}", None)) for key in ("fused_kernel", "fused")]
@@ -151,9 +151,9 @@ def pretended() -> Iterator[None]:
     def weight_gradient(g: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return _empty(g.shape[1], x.shape[1], dtype=weight.dtype)
 
-    orthogonal = optimizer.orthogonal
+    orthogonal = muon.orthogonal
     patched: list[tuple[Any, str, Any]] = [
-        (optimizer, "orthogonal", lambda x, dtype: orthogonal(x, torch.bfloat16)),
+        (muon, "orthogonal", lambda x, dtype: orthogonal(x, torch.bfloat16)),
         (attention, "packed_kernel", lambda *args, **kwargs: "varlen"),
         (fused, "attend", attend),
         (host_kept, "copy", lambda to, of: None),

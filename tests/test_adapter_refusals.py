@@ -30,7 +30,10 @@ from test_adapter_folders import adapter, base, chats, sft
         (["--lora", "--lora_targets", "q_pro"], "did you mean q_proj?"),
         (["--lora", "--lora_targets", "wq"], "no linear layer of this model is called that"),
         (["--qlora", "--also_train", "lm_heat"], "did you mean lm_head?"),
-        (["--lora", "--strategy", "fsdp"], "adapter.method lora can't do parallel.strategy fsdp yet"),
+        (
+            ["--lora", "--strategy", "fsdp", "--embedding", "host"],
+            "adapter.method lora can't do parallel.strategy fsdp with compute.embedding host yet",
+        ),
         (["--lora", "--optim.kind", "muon"], "adapter.method lora can't do optim.kind muon yet"),
         (["--lora", "--lora_dropout", "1"], "adapter.lora_dropout 1"),
         (["--adapter.method", "loro"], "'loro' is not one of off, lora, qlora"),

@@ -198,11 +198,9 @@ def test_constants_of_the_kernels_are_those_of_the_plan() -> None:
     assert f"PROGRAMS = {block.PROGRAMS}\n" in text
     pytest.importorskip("torch", reason="torch is not installed")
     from stoker.training.model import loss
-    from stoker.training.optim import optimizer
 
     assert loss.CHUNK_BYTES == terms.CHUNK_BYTES
     assert all(loss.chunk_rows(n, v, 2) == terms.chunk_rows(n, v) for n in (100, 5000, 10**6) for v in (999, 262144))
-    assert optimizer.BLOCK == 256
     from stoker.training.rl import update
 
     assert all(loss.chunk_rows(n, v, 4) == terms.chunk_rows(n, v, 4) for n in (100, 5000) for v in (999, 262144))

@@ -263,14 +263,21 @@ def one_rank() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def test_a_sharded_model_is_refused(one_rank: None) -> None:
+def test_a_sharded_model_writes_by_a_copy_that_follows_it(one_rank: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = made(LLAMA)
+    model, other = made(LLAMA), made(LLAMA)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(Refusal, match="sharded model"):
-        Engine(model, rows=1, length=8)
+    engine = Engine(model, rows=4, length=100)
+    how: dict[str, Any] = {"new_tokens": 25, "stop": STOP, "temperature": 0}
+    for _ in range(2):
+        want = Engine(other, rows=4, length=100).generate(prompts(), **how)
+        assert engine.generate(prompts(), **how) == want
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *other.parameters()):
+                parameter.mul_(-0.7)
+        engine.refresh()
 
 
 @pytest.mark.parametrize("c", SHAPES.values(), ids=SHAPES)

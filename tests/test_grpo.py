@@ -624,6 +624,21 @@ def test_a_rank_without_prompts_takes_part(forks: Forks, tmp_path: Path) -> None
     )
 
 
+@pytest.mark.parametrize("more", at_length_but([()], [(), ("--lora",), ("--qlora",), ("--grpo.updates", "2")]), ids=str)
+def test_ranks_with_a_model_in_shards_give_the_curve_of_one(
+    forks: Forks, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    """Answers are written by a copy of all weights, and learned from in shards: 6 prompts are uneven over 4 calls, too."""
+    words = ("--max-steps", "4", "--batch.micro", "7", *more)
+    one = forks(1, tmp_path / "1", *words)
+    two = forks(2, tmp_path / "2", *words, "--strategy", "fsdp")
+    assert one.codes == [0] and two.codes == [0, 0], two.said()
+    for name in ("loss", "reward", "kl", "entropy", "grad_norm"):
+        ours, theirs = ([line[name] for line in job.metrics] for job in (two, one))
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), name
+    assert sorted(os.listdir(tmp_path / "2" / "run" / "hf")) == sorted(os.listdir(tmp_path / "1" / "run" / "hf"))
+
+
 def test_several_updates_a_step_learn_too_and_do_not_depend_on_the_ranks(forks: Forks, tmp_path: Path) -> None:
     more = ("--max-steps", "12", "--grpo.updates", "3", "--export", "false", "--learning_rate", "1e-3")
     one, two = forks(1, tmp_path / "1", *more), forks(2, tmp_path / "2", *more)
@@ -894,7 +909,7 @@ def test_bad_input_is_one_line_and_a_code(forks: Forks, given: Path, tmp_path: P
             (("--generate.temperature", "0"), EX_USAGE, "generate.temperature 0"),
             (("--generate.top_p", "0.9"), EX_USAGE, "generate.top_p 0.9"),
             (("--generate.top_k", "20"), EX_USAGE, "generate.top_k 20"),
-            (("--strategy", "fsdp"), EX_USAGE, "use ddp"),
+            (("--strategy", "fsdp", "--generate.bits", "4"), EX_USAGE, "or use ddp"),
             (("--generate.new_tokens", "48"), EX_USAGE, "leaves no room"),
             (("--grpo.updates", "49"), EX_USAGE, "more than the 48 answers"),
             (("--grpo.importance_cap", "0.5"), EX_USAGE, "0 switches it off, else from 1 up"),

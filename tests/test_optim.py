@@ -12,12 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stoker.training.optim import loss_scale  # noqa: E402
-from stoker.training.optim.config import OptimConfig, rate_share, warmup_length  # noqa: E402
+from stoker.training.optim.config import BLOCK, OptimConfig, rate_share, warmup_length  # noqa: E402
+from stoker.training.optim.muon import orthogonal  # noqa: E402
 from stoker.training.optim.optimizer import (  # noqa: E402
-    BLOCK,
     Optimizer,
     gradient_norm,
-    orthogonal,
     pack_first,
     pack_second,
     unpack_first,
@@ -243,11 +242,10 @@ def test_eight_bits_learn_a_regression_nearly_as_well_as_thirty_two() -> None:
 
 
 def test_eight_bits_keep_two_bytes_a_parameter_and_two_scales_a_block() -> None:
-    model = torch.nn.Linear(300, 70, bias=False)  # 21,000 numbers: the last block is not full
+    model = torch.nn.Linear(300, 70, bias=False)  # a row is two blocks of 150
     optimizer = Optimizer(model, OptimConfig(kind="adamw8bit"))
     kept = sum(tensor.numel() * tensor.element_size() for _, tensor, _ in optimizer.state())
-    blocks = -(-21_000 // BLOCK)
-    assert kept == blocks * (2 * BLOCK + 2 * 4) and kept < 21_000 * 2.06
+    assert kept == 70 * 2 * (2 * 150 + 2 * 4) and kept < 21_000 * 2.06
 
 
 def test_packed_moments_keep_sign_zero_and_order_of_magnitude() -> None:

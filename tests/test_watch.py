@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from stoker.contract.collectives import digest
 from stoker.contract.quantities import ranks_text
 from stoker.contract.shape import replace
 from stoker.contract.shapes import BadNumber
+from stoker.control.agent.spy import conditions_around
 from stoker.control.verdict.hang import summary
 from stoker.control.verdict.rules import numbers
 from stoker.control.watch.culprit import explain
@@ -878,3 +880,70 @@ def test_a_step_that_was_counted_is_not_called_the_step_of_the_bad_number() -> N
         numbers.summary(replace(bad, counted=True), "CPU0", 2)
         == "the loss is nan, seen after step 14 (printed by rank 0, for all ranks)"
     )
+
+
+# ---- a collective that one rank alone enters: if rank == 0: save_model() ----
+
+SAVES = """import torch.distributed as dist
+def main(rank, model):
+    for step in range(9):
+        train()
+        if rank == 0:
+            save(model)
+        else:
+            print("not me")
+        dist.barrier()
+def save_all(self, model):
+    if not self.is_main_process:
+        return
+    save(model)
+    if step % 10 == 0:
+        log()
+"""
+
+
+def test_conditions_on_the_rank_are_read_from_the_source(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SAVES)
+    around = {line: conditions_around(str(path), line) for line in range(1, 16)}
+    assert around[6] == [[5, "if rank == 0"]] and around[8] == [[5, "else of if rank == 0"]]
+    assert around[13] == around[15] == [[11, "if not self.is_main_process: return"]]
+    assert not any(around[line] for line in (1, 4, 5, 9, 11)), "the condition itself is no line that depends on it"
+    assert around[12] == [[11, "if not self.is_main_process"]]
+    assert conditions_around("/usr/lib/python3.11/selectors.py", 415) == conditions_around("absent.py", 1) == []
+
+
+GATHER = ["all_gather", f"{TORCH}/distributed/distributed_c10d.py", 3900]
+BARRIER = ["barrier", f"{TORCH}/distributed/distributed_c10d.py", 4800]
+ALONE = [GATHER, ["save", SCRIPT, 12, []], ["main", SCRIPT, 44, [30], [[43, "if rank == 0"]]]]
+
+
+def entered(number: int, name: str, frames: Any) -> Snapshot:
+    return rank(number, group(op(25), op(26, name=name, done=False)), frames=frames)
+
+
+def test_a_collective_inside_a_condition_on_the_rank_is_that_ranks_fault() -> None:
+    elsewhere = [BARRIER, ["main", SCRIPT, 46, [30]]]
+    for others in (1, 3):
+        ranks = [entered(number, "gloo:barrier", elsewhere) for number in range(1, others + 1)]
+        stall = found(entered(0, "gloo:all_gather", ALONE), *ranks)
+        assert (stall.kind, stall.rank, stall.proof) == (
+            "rank-only",
+            0,
+            True,
+        ) and stall.where == f"{SCRIPT}:44, in main"
+        said = summary(stall, "GPU 0")
+        assert "rank 0 (GPU 0) entered a collective alone after step 20, inside `if rank == 0`" in said
+        assert "gloo:barrier" in said and "gloo:all_gather" in said
+    ended = found(entered(0, "gloo:all_gather", ALONE), world=2, ended={1: 0})
+    assert (ended.kind, ended.rank) == ("rank-only", 0) and "rank 1 did not come to it" in summary(ended, "GPU 0")
+
+
+def test_ranks_in_the_other_branch_or_on_their_way_are_judged_as_before() -> None:
+    branch = [BARRIER, ["main", SCRIPT, 48, [30], [[43, "else of if rank == 0"]]]]
+    two = found(entered(0, "gloo:all_gather", ALONE), entered(1, "gloo:barrier", branch))
+    assert two.kind == "op-mismatch" and two.rank is None
+    # if rank != 0: barrier(); load(); if rank == 0: barrier(): rank 0 is late, and the others are right to wait.
+    first = [BARRIER, ["main", SCRIPT, 51, [], [[50, "if rank != 0"]]]]
+    late = found(rank(0, DONE, frames=at(12, loops=()), syscall="read"), entered(1, "gloo:barrier", first))
+    assert late.rank == 0 and late.kind == "io"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping
+    from collections.abc import Callable, Container
     from typing import Any, TypeVar, dataclass_transform
 
     T = TypeVar("T")
@@ -151,5 +151,6 @@ def pick(value: Any, *names: str) -> dict[str, Any]:
 
 
 def replace(value: T, **changes: Any) -> T:
-    kept: Mapping[str, Any] = {**value.__dict__, **changes}
-    return type(value)(**kept)
+    """What a cached property computed of the old one stays there."""
+    kept = {name: getattr(value, name) for name in fields_of(type(value))}
+    return type(value)(**{**kept, **changes})

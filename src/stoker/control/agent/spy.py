@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import time
 from typing import Any
 
@@ -105,20 +106,72 @@ def loops_around(file: str, line: int) -> list[int]:
     return [first for first, last in _loops(file) if first < line <= last]
 
 
+def conditions_around(file: str, line: int) -> list[list[Any]]:
+    """[first line, text] of the script's conditions on the rank that a line depends on, outermost first."""
+    return [[at, text] for begin, end, at, text in _conditions(file) if begin <= line <= end]
+
+
 @functools.cache
-def _loops(file: str) -> list[tuple[int, int]]:
+def _nodes(file: str) -> list[Any]:
+    """Of the script's source; none of library code or an unreadable file."""
     import ast
 
     if "/lib/python" in file or not file.endswith(".py"):
         return []
     try:
         with open(file, encoding="utf-8") as source:
-            tree = ast.parse(source.read(1 << 20))
+            return list(ast.walk(ast.parse(source.read(1 << 20))))
     except (OSError, SyntaxError, ValueError):
         return []
-    kinds = (ast.For, ast.While, ast.AsyncFor)
-    found = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+@functools.cache
+def _loops(file: str) -> list[tuple[int, int]]:
+    import ast
+
+    found = [node for node in _nodes(file) if isinstance(node, (ast.For, ast.While, ast.AsyncFor))]
     return sorted((node.lineno, node.end_lineno or node.lineno) for node in found)
+
+
+@functools.cache
+def _conditions(file: str) -> list[tuple[int, int, int, str]]:
+    """(first line, last line that depends on it, its own line, its text). Behind `if rank != 0: return` is the rest of the
+    block.
+    """
+    import ast
+
+    found: list[tuple[int, int, int, str]] = []
+    for node in _nodes(file):
+        blocks = (getattr(node, name, None) for name in ("body", "orelse", "finalbody"))
+        for block in (block for block in blocks if isinstance(block, list)):
+            for one in block:
+                if not isinstance(one, ast.If) or not _asks_for_rank(one.test):
+                    continue
+                text, last = f"if {ast.unparse(one.test)[:80]}", one.end_lineno or one.lineno
+                found.append((one.body[0].lineno, one.body[-1].end_lineno or last, one.lineno, text))
+                if one.orelse:
+                    found.append((one.orelse[0].lineno, last, one.lineno, f"else of {text}"))
+                behind = block[-1].end_lineno or last
+                if isinstance(one.body[-1], (ast.Return, ast.Continue, ast.Break)) and behind > last:
+                    leaves = ast.unparse(one.body[-1]).split()[0]
+                    found.append((last + 1, behind, one.lineno, f"{text}: {leaves}"))
+    return sorted(found)
+
+
+_RANK = re.compile(
+    r"(^|_)rank(s?$|_)|process_index|is_(world|local)_process_zero|is_(local_)?main(_process)?|(main|master)_process|is_(master|chief)"
+)
+
+
+def _asks_for_rank(test: Any) -> bool:
+    import ast
+
+    for node in ast.walk(test):
+        name = {ast.Name: "id", ast.Attribute: "attr", ast.Constant: "value"}.get(type(node))
+        value = getattr(node, name) if name else None
+        if isinstance(value, str) and _RANK.search(value.lower()):
+            return True
+    return False
 
 
 def _thread(one: dict[str, Any]) -> dict[str, Any]:

@@ -73,6 +73,13 @@ hang.shape-mismatch: Ranks have entered the same operation with different shapes
       have ended a rank for it (SIGABRT)
   unless: operations whose sizes may differ (gather, all_to_all); another line: gloo.diverged
   fix: look at {where}: the tensors must have one shape on all ranks; is a last batch shorter here?
+hang.rank-only: Some ranks alone have entered a collective: the call depends on the rank.
+  seen: the stacks and the source: the line is inside a condition like `if rank == 0:`, or behind `if rank != 0: return`, and
+      the ranks that it waits for are in neither branch of it: they are in another collective, or have ended
+  unless: the others are in the other branch: hang.op-mismatch; they are in no collective: then they are late
+  fix: look at {where}: all ranks must make this call; put only what one rank writes into the condition
+  fix: saving a sharded model gathers it from all ranks (state_dict(), full_tensor(), save_model(), save_pretrained()): call
+      it on every rank, and write the file on one
 hang.together, again: All ranks have entered the same operation and it does not end.
   seen: the flight recorder: same number, same operation, same shape everywhere
   unless: one of them has not entered it
@@ -119,6 +126,9 @@ def summary(stall: Stall, label: str) -> str:
         names = f"rank {stall.waiting[0]}" if len(stall.waiting) == 1 else f"{len(stall.waiting)} ranks"
         inside = f" in {stall.operation}" if stall.operation else ""
         others = f"; {names} wait{'s' if len(stall.waiting) == 1 else ''} for it{inside}"
+    if stall.kind == "rank-only":
+        gone = f"; {ranks_text(stall.waiting)} did not come to it"
+        return f"{who} entered a collective alone{step}, inside `{stall.detail}`: {stall.operation}{at}{gone}"
     if stall.kind == "left":
         return f"{who} ended with exit code 0{step}{others}"
     return f"{who} stand{'s' if len(stall.ranks) < 2 else ''} still{step}: {stall.detail}{at}{others}"
@@ -137,6 +147,7 @@ def _parted(stall: Stall, label: str, step: str) -> str:
         return f"{paths}; which of them is wrong can't be seen from outside"
     others = ranks_text(stall.waiting)
     what = {
+        "rank-only": f"entered a collective alone{step}, inside `{stall.detail}`",
         "unequal": f"left the training loop{step}, with fewer batches than {others}",
         "shape-mismatch": f"uses another size than {others}{step}",
     }.get(stall.kind, f"left the path of {others}{step}")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from stoker.contract.quantities import ranks_text
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Stall
-from stoker.control.watch import stacks
+from stoker.control.watch import rank_only, stacks
 from stoker.control.watch.diverged import at_odds, mismatched
 from stoker.control.watch.snapshot import Frame, Members, Snapshot, Snapshots, Worker, main_thread
 from stoker.control.watch.waits import Waits, waits
@@ -56,7 +56,8 @@ def _culprit(
         return odds
     gone = [rank for rank in graph.roots if ended.get(rank) == 0]
     if gone:
-        return _left(gone[0], ended, graph)
+        left = _left(gone[0], ended, graph)
+        return rank_only.instead(left, snapshots, left.waiting, tuple(gone))
     roots = [rank for rank in graph.roots if rank in snapshots and snapshots[rank].state != "Z"]
     if roots:
         best = len(graph.behind(roots[0]))
@@ -120,7 +121,12 @@ def _together(snapshots: Snapshots, graph: Waits) -> Stall:
     frame = stacks.users_frame(snapshots[rank].main)
     waiting, backend = tuple(sorted(graph.pending)), op.name.partition(":")[0]
     detail = f"every rank has entered operation {op.seq} of group {group} and it does not end"
-    return Stall("together", None, (), waiting, str(frame or ""), detail, str(op), backend)
+    found = Stall("together", None, (), waiting, str(frame or ""), detail, str(op), backend)
+    for ranks, _ in stacks.grouped(snapshots.values()):  # one operation, by the recorder, from unlike lines
+        changed = rank_only.instead(found, snapshots, ranks, tuple(sorted(set(waiting) - set(ranks))))
+        if changed is not found:
+            return changed
+    return found
 
 
 def _by_stacks(

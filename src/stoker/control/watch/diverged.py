@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 
 from stoker.contract.collectives import kind_of, likeness
 from stoker.contract.quantities import ranks_text
-from stoker.contract.shape import shape
+from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Stall
-from stoker.control.watch import stacks
+from stoker.control.watch import rank_only, stacks
 from stoker.control.watch.snapshot import Frame, Group, Members, Op, Snapshot, Snapshots
 from stoker.control.watch.waits import Wait, Waits
 
@@ -246,7 +246,19 @@ def _stall(apart: Parting, snapshots: Snapshots, proof: bool, kind: str = "") ->
     lines = [f"{ranks_text(party.ranks)} entered {_operation(party)}" for party in apart.parties]
     operation, backend = str(usual.op or ""), usual.op.name.partition(":")[0] if usual.op else "gloo"
     where, evidence = str(frame or ""), (*lines, apart.how)
-    return Stall(kind, rank, odd, others, where, "", operation, backend, proof, evidence=evidence, parties=told)
+    found = Stall(kind, rank, odd, others, where, "", operation, backend, proof, evidence=evidence, parties=told)
+    return _by_condition(found, apart, snapshots)
+
+
+def _by_condition(found: Stall, apart: Parting, snapshots: Snapshots) -> Stall:
+    """Of parties that wait for each other, the one whose call depends on the rank and the others' do not."""
+    for party in apart.parties:
+        rest = tuple(rank for other in apart.parties if other is not party for rank in other.ranks)
+        changed = rank_only.instead(found, snapshots, party.ranks, rest)
+        if changed is not found:
+            first = tuple(one for one in found.parties if one[0] == party.ranks)
+            return replace(changed, parties=(*first, *(one for one in found.parties if one[0] != party.ranks)))
+    return found
 
 
 def _by_loop(apart: Parting, snapshots: Snapshots) -> tuple[Parting, bool]:

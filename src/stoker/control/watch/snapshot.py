@@ -12,13 +12,24 @@ _SIZES = 400  # characters of the sizes of an operation: it may have hundreds of
 
 
 @shape
+class Condition:
+    """On the rank, in the script: what the code inside is for some ranks alone."""
+
+    line: int
+    text: str  # if rank == 0
+
+    as_list = True  # it travels as [line, text]
+
+
+@shape
 class Frame:
     name: str
     file: str
     line: int
     loops: tuple[int, ...] = ()  # first lines of the loops around it, where the source could be read
+    conditions: tuple[Condition, ...] = ()  # on the rank, around it or before it, outermost first
 
-    as_list = True  # it travels as [name, file, line, loops]
+    as_list = True  # it travels as [name, file, line, loops, conditions]
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}, in {self.name}"

@@ -62,7 +62,8 @@ def _adapter(checking: _Checking) -> None:
             "adapter.method",
         )
     impossible = {
-        "parallel.strategy fsdp": config.parallel.strategy == "fsdp",
+        "parallel.strategy fsdp with compute.embedding host": config.parallel.strategy == "fsdp"
+        and config.compute.embedding == "host",
         "optim.kind muon": config.optim.kind == "muon",
         "compute.fp8 tensorwise": config.compute.fp8 != "off",
     }
@@ -167,15 +168,10 @@ def _combinations(checking: _Checking, on_cpu: bool | None) -> None:
 
 
 def _sharded(checking: _Checking) -> None:
-    compute, parallel, kind = checking.config.compute, checking.config.parallel, checking.config.optim.kind
+    compute, parallel = checking.config.compute, checking.config.parallel
     if compute.cuda_graphs == "on":
         checking.refuse(
             "compute.cuda_graphs on and parallel.strategy fsdp exclude each other: a graph can't hold fsdp's gathers"
-        )
-    if kind != "adamw":
-        checking.refuse(
-            f"optim.kind {kind} needs whole matrices on each rank and parallel.strategy fsdp shards them: use ddp, or"
-            " optim.kind adamw"
         )
     if parallel.balance != "off":
         checking.refuse(

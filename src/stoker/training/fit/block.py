@@ -39,7 +39,7 @@ class Layer:
     @property
     def gradients(self) -> tuple[int, ...]:
         """Bytes of each gradient that it makes."""
-        own = (WIDE * self.rows * self.inputs,) if self.learns else ()
+        own = (self.stored * self.rows * self.inputs,) if self.learns else ()
         bias = (WIDE * self.rows,) if self.bias_learns else ()
         adapter = (WIDE * self.ranks * self.inputs, WIDE * sum(self.adapted) * self.rank) if self.adapted else ()
         return (*own, *bias, *adapter)

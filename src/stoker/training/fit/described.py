@@ -13,9 +13,9 @@ from stoker.training.fit.memory import ADAPTERS, WEIGHTS, rounded
 from stoker.training.model.config import OFF, QLORA, AdapterConfig, ModelConfig, gate_up_rows, tensors
 from stoker.training.model.nf4_size import SECOND_BLOCK, storable, tensor_bytes
 from stoker.training.model.targets import Target, extra, targets
+from stoker.training.optim.config import blocks_of
 
 _QUANTIZED = ("attention.qkv.weight", "attention.out.weight", "mlp.gate_up.weight", "mlp.down.weight")
-_OPTIMIZED_BLOCK = 256  # numbers with one scale in 8-bit AdamW (optim/optimizer.py)
 KIND_ADAMW, KIND_8BIT, KIND_MUON = "adamw", "adamw8bit", "muon"
 
 
@@ -68,8 +68,10 @@ class Described:
 
 def _states(one: Learned, kind: str) -> int:
     if kind == KIND_8BIT and one.matrix:
-        blocks = -(-one.elements // _OPTIMIZED_BLOCK)
-        return 2 * rounded(blocks * _OPTIMIZED_BLOCK) + 2 * rounded(WIDE * blocks)
+        numbers = one.shapes[0][-1]
+        count, size = blocks_of(numbers)
+        blocks = one.elements // numbers * count
+        return 2 * rounded(blocks * size) + 2 * rounded(WIDE * blocks)
     if kind == KIND_MUON and one.matrix and one.inside:
         return rounded(WIDE * one.elements)
     return 2 * rounded(WIDE * one.elements) + rounded(WIDE)  # two moments and a count

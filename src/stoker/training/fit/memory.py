@@ -8,9 +8,10 @@ from collections.abc import Mapping
 WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER = "weights", "adapters", "gradients", "optimizer"
 ACTIVATIONS, WORK, LOSS, BUFFERS = "activations", "work", "loss", "buffers"
 REFERENCE, SCORER, COPY, CACHE, GRAPHS = "reference", "reward model", "answering copy", "cache", "graphs"
+GATHERED = "gathered"
 COMMUNICATION, CONTEXT, MARGIN = "communication", "context", "margin"
 TERMS = (
-    WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER, REFERENCE, SCORER, COPY, CACHE, GRAPHS, ACTIVATIONS, WORK, LOSS, BUFFERS,
+    WEIGHTS, ADAPTERS, GRADIENTS, OPTIMIZER, GATHERED, REFERENCE, SCORER, COPY, CACHE, GRAPHS, ACTIVATIONS, WORK, LOSS, BUFFERS,
     COMMUNICATION, CONTEXT, MARGIN,
 )  # fmt: skip
 GRAIN = 512  # bytes: CUDA's allocator rounds each tensor up to it

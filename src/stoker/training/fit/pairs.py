@@ -11,6 +11,7 @@ from stoker.training.fit.described import Described, Learned
 from stoker.training.fit.memory import (
     ACTIVATIONS,
     ADAPTERS,
+    GATHERED,
     GRADIENTS,
     LOSS,
     REFERENCE,
@@ -157,6 +158,7 @@ class LogprobStep(Step):
         d, c, n, m = self._d, self._d.config, self._job.tokens, Memory(now)
         again = self._kinds[-1] == RECOMPUTED
         entering = [m.take(WORK, self._stream) for _ in range(2 if again else 1)]
+        weight = m.take(GATHERED, self._sharded.loss if self._sharded is not None else 0)
         saved = [m.take(ACTIVATIONS, self._stream), m.take(ACTIVATIONS, WIDE * n)]
         normed = m.take(ACTIVATIONS, self._stream)
         m.give(*entering)
@@ -179,7 +181,7 @@ class LogprobStep(Step):
         found = [m.take(WORK, self._stream) for _ in range(2)]
         shares = m.take(WORK, WIDE * min(PROGRAMS, n) * c.dim)
         self._reach(BACKWARD, m.at_peak)
-        m.give(*saved, gradient, *found, shares)  # the gradient of the stream is part of each block's own pass
+        m.give(*saved, gradient, *found, shares, weight)  # the gradient of the stream is part of each block's own pass
         if dw is not None and not c.tied:  # a tied one waits for the embedding's
             m.give(dw)
             if self._steals:
@@ -203,7 +205,7 @@ class LogprobStep(Step):
 
 class DpoStep(LogprobStep):
     def _base(self) -> dict[str, int]:
-        copy = reference_bytes(self._d, self._job.needs, self._job.context)
+        copy = self._job.part(reference_bytes(self._d, self._job.needs, self._job.context))
         return added(super()._base(), {REFERENCE: copy})
 
     def _forward(self, now: dict[str, int]) -> dict[str, int]:

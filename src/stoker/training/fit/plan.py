@@ -196,7 +196,7 @@ class Search:
     def _largest(self, s: Settings, card: Card) -> int:
         if not self._fits(replace(s, micro=1), card):
             return 0
-        return _last(1, MOST, lambda micro: self._fits(replace(s, micro=micro), card))
+        return last(1, MOST, lambda micro: self._fits(replace(s, micro=micro), card))
 
     def _fewest(self, s: Settings) -> int | None:
         """Blocks that have to be computed again at this micro-batch; None: all of them are not enough."""
@@ -208,7 +208,7 @@ class Search:
         if s.inputs_on_host:  # memory is about the same for all numbers of them
             ways = [replace(s, recompute=again) for again in range(s.recompute + 1)]
             return next(one.recompute for one in sorted(ways, key=self._cost) if self._fits(one, card))
-        kept = _last(0, self._wish.layers, lambda keep: self._fits(replace(s, recompute=s.recompute - keep), card))
+        kept = last(0, self._wish.layers, lambda keep: self._fits(replace(s, recompute=s.recompute - keep), card))
         return s.recompute - kept
 
     def _cost(self, s: Settings) -> float:
@@ -389,10 +389,10 @@ class Search:
         least = SHORTEST // STEP
         if most < least or not self._fits(s, self._tightest, least * STEP):
             return 0
-        return STEP * _last(least, most, lambda steps: self._fits(s, self._tightest, steps * STEP))
+        return STEP * last(least, most, lambda steps: self._fits(s, self._tightest, steps * STEP))
 
 
-def _last(low: int, high: int, holds: Callable[[int], bool]) -> int:
+def last(low: int, high: int, holds: Callable[[int], bool]) -> int:
     """The largest number up to `high` for which it holds; it does for `low`."""
     while low < high:
         middle = (low + high + 1) // 2

@@ -14,7 +14,9 @@ from stoker.training.fit.cards import BF16_SINCE
 from stoker.training.fit.described import KIND_MUON, Described
 from stoker.training.fit.memory import (
     ACTIVATIONS,
+    ADAPTERS,
     BUFFERS,
+    GATHERED,
     GRADIENTS,
     LOSS,
     OPTIMIZER,
@@ -24,7 +26,9 @@ from stoker.training.fit.memory import (
     added,
     rounded,
 )  # fmt: skip
+from stoker.training.fit.sharded import as_computed, gathered, kept_copies
 from stoker.training.model.config import ModelConfig
+from stoker.training.optim.config import MUON_BYTES
 from stoker.training.parallel.config import HOST_LEAST, RECOMPUTED, block_kinds
 from stoker.training.parallel.config import host_bytes as pinned_bytes
 
@@ -74,6 +78,12 @@ class Job:
     on_host: bool = False  # an embedding that does not learn lies in host memory
     inputs_on_host: bool = False  # and so does what blocks keep, but for the last one's
     needs: StageNeeds = StageNeeds()
+    shards: int = 1  # that each tensor is cut into (parallel.strategy fsdp)
+    whole: bool = False  # shards: gradients of all weights wait for the last micro-batch (parallel.accumulate)
+
+    def part(self, size: int) -> int:
+        """A rank's, of what is cut into shards."""
+        return -(-size // self.shards)
 
     @property
     def tokens(self) -> int:
@@ -162,7 +172,8 @@ class Step:
     """The phases of a step, gone through with one block's passes for all blocks that are like it."""
 
     def __init__(self, d: Described, job: Job) -> None:
-        self._d, self._job = d, job
+        self._sharded = gathered(d) if job.shards > 1 else None
+        self._d, self._job = as_computed(d) if self._sharded else d, job
         self._steals = not job.accumulates and job.world == 1
         self._stream = rounded(HALF * job.tokens * d.config.dim)
         self._kinds = job.kinds(d.config.layers)
@@ -196,7 +207,7 @@ class Step:
                 self._reach(BACKWARD, added(added(inside, one.backward), self._coming(at, place)))
             now = added(added(now, one.stays, -count), one.grows, count)
         self._embedding(now)
-        held = {**base, GRADIENTS: self._d.gradients}
+        held = {**base, GRADIENTS: self._job.part(self._d.gradients)}
         self._reach(STEP, added(held, {WORK: _update(self._d, self._job)}))
         totals = {phase: sum(terms.values()) for phase, terms in self._highest.items()}
         phase = max(totals, key=lambda name: totals[name])
@@ -230,6 +241,8 @@ class Step:
         return embedding + kept
 
     def _reach(self, phase: str, now: dict[str, int]) -> None:
+        if self._sharded is not None and phase != STEP:
+            now = added(now, self._sharded.backward() if phase == BACKWARD else self._sharded.forward())
         if phase not in self._highest or sum(now.values()) > sum(self._highest[phase].values()):
             self._highest[phase] = now
 
@@ -273,6 +286,7 @@ class Step:
         d, c, n, m = self._d, self._d.config, self._job.tokens, Memory(now)
         again = self._kinds[-1] == RECOMPUTED
         entering = [m.take(WORK, self._stream) for _ in range(2 if again else 1)]
+        weight = m.take(GATHERED, self._sharded.loss if self._sharded is not None else 0)
         saved = [m.take(ACTIVATIONS, self._stream), m.take(ACTIVATIONS, WIDE * n)]
         normed = m.take(WORK, self._stream)
         m.give(*entering)
@@ -288,7 +302,7 @@ class Step:
         found = [m.take(WORK, self._stream) for _ in range(2)]
         shares = m.take(WORK, WIDE * min(PROGRAMS, n) * c.dim)
         self._reach(BACKWARD, m.at_peak)
-        m.give(*saved, dx, *found, shares)  # the gradient of the stream is part of each block's own pass
+        m.give(*saved, dx, *found, shares, weight)  # the gradient of the stream is part of each block's own pass
         if dw is not None and not c.tied:  # a tied one waits for the embedding's
             m.give(dw)
             if self._steals:
@@ -308,6 +322,8 @@ class Step:
             m.give(wide)
             if self._joined():  # added to the head's, into a third
                 own.append(m.take(GRADIENTS, WIDE * c.vocab_size * c.dim))
+        if self._sharded is not None:
+            m.take(GRADIENTS, self._sharded.embedding)
         self._reach(BACKWARD, m.at_peak)
 
 
@@ -325,13 +341,16 @@ def base_of(d: Described, job: Job) -> dict[str, int]:
     c, tables = d.config, rotary_tables(d.config, job.context)
     workspace = HANDLES * CUBLAS.get(job.capability, CUBLAS_ELSE)
     there = job.accumulates or job.world > 1  # DDP's buckets are the gradients, and stay
-    held = dict(d.held)
+    held = {term: job.part(size) for term, size in d.held.items()}
+    if job.shards > 1:
+        held[ADAPTERS] += kept_copies(d) - job.part(kept_copies(d))
     if job.on_host and d.can_be_on_host:
         held[WEIGHTS] -= rounded(HALF * c.vocab_size * c.dim)
+    gradients = d.gradients if job.whole and job.accumulates else job.part(d.gradients)
     return {
         **held,
-        GRADIENTS: d.gradients if there else 0,
-        OPTIMIZER: d.optimizer(job.optimizer),
+        GRADIENTS: gradients if there else 0,
+        OPTIMIZER: job.part(d.optimizer(job.optimizer)),
         BUFFERS: rounded(d.dequantized) + tables + workspace,
     }
 
@@ -376,6 +395,8 @@ def _update(d: Described, job: Job) -> int:
         for size in one.shapes:
             count[size] = count.get(size, 0) + 1
     # All gradients once more and what is ahead of them; of the largest group of like matrices an fp32 stack, four in bf16,
-    # and their squares.
+    # and their squares. In shards a rank puts a few of them together, in bf16, and sends and receives as much.
+    if job.shards > 1:
+        count = {size: min(many, max(MUON_BYTES // (WIDE * math.prod(size)), 1)) for size, many in count.items()}
     group = max((many * (12 * math.prod(size) + HALF * min(size) ** 2) for size, many in count.items()), default=0)
-    return 2 * gradients + group
+    return 2 * job.part(gradients) + group

@@ -22,6 +22,7 @@ _ABOUT = {
     "activations": "kept for the backward pass",
     "loss": "a chunk of logits",
     "buffers": "one dequantized matrix, cuBLAS",
+    "gathered": "blocks that other ranks hold parts of",
     "reference": "the model as the run begins",
     "reward model": "in fp32",
     "answering copy": "16 bits, adapters merged",

@@ -48,4 +48,4 @@ def refuse_outside(asked: str) -> None:
 
 def coded(model: nn.Module) -> bool:
     """Whether weights of it have 4 bits."""
-    return any(isinstance(module, Linear) and module.quantized for module in model.modules())
+    return any(isinstance(module, Linear) and module.has_codes for module in model.modules())

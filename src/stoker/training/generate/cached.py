@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import shape
 from stoker.training.generate import plain
 from stoker.training.model.adapters import merged
@@ -19,6 +18,7 @@ from stoker.training.model.decoder import Block, Decoder
 from stoker.training.model.experts import mixture
 from stoker.training.model.linear import LayerNorm, Linear, RMSNorm, activation
 from stoker.training.model.loss import capped
+from stoker.training.model.pieces import give_back, whole
 
 # queries [rows · tokens, heads, head_dim], a layer's cache and its view -> [rows · tokens, heads · head_dim]
 Attention = Callable[[Tensor, Tensor, int], Tensor]
@@ -83,15 +83,11 @@ class Layer:
 class Weights:
     """The decoder's weights in the activations' dtype, cast once per update and not once per token. Where a parameter
     has that dtype already (fp32 on CPUs) it is used itself. Copies stay where they are: CUDA graphs keep addresses. A
-    layer with an adapter, or in 4 bits, has a copy that is both together, unless `codes` are to be read as they are.
+    layer with an adapter, or in 4 bits, has a copy that is both together, unless `codes` are to be read as they are. Of a
+    model in shards every weight is a copy, gathered one at a time; all ranks make and refresh theirs together.
     """
 
     def __init__(self, model: Decoder, vocab: int, codes: bool = False) -> None:
-        if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-            raise Refusal(
-                "a sharded model (FSDP) can't generate: use parallel.strategy ddp for stages that write answers",
-                EX_UNAVAILABLE,
-            )
         self._model, self._vocab, self.config = model, vocab, model.config
         self.tables, self.windows, self.embedding_scale = model.tables, model.windows, model.embedding_scale
         self.eps, self._codes = model.config.norm_eps, codes
@@ -100,6 +96,7 @@ class Weights:
     @torch.no_grad()
     def _take(self) -> None:
         model, dtype = self._model, self._model.dtype
+        give_back(model)
         self._copies: list[tuple[Tensor, Tensor, float]] = []
         self._shared: list[tuple[Tensor, Tensor]] = []
         self._merged: list[tuple[Tensor, Linear]] = []
@@ -113,10 +110,11 @@ class Weights:
         self.refresh(first=True)
 
     def _cast(self, parameter: Tensor, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
-        if parameter.dtype == dtype and parameter.is_contiguous() and not offset:
+        sharded = hasattr(parameter, "device_mesh")
+        if not sharded and parameter.dtype == dtype and parameter.is_contiguous() and not offset:
             self._shared.append((parameter.detach(), parameter))
             return self._shared[-1][0]
-        ours = torch.empty_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+        ours = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
         self._copies.append((ours, parameter, offset))
         return ours
 
@@ -129,7 +127,7 @@ class Weights:
 
     def _linear(self, linear: Linear, dtype: torch.dtype) -> Product:
         bias = None if linear.bias is None else self._cast(linear.bias, dtype)
-        if linear.adapter is None and not linear.quantized:
+        if linear.adapter is None and not linear.has_codes:
             return Dense(self._cast(linear.weight, dtype), bias)
         if self._codes and linear.has_rows_of_codes:
             self._coded.append(Coded(linear, bias, dtype))
@@ -154,7 +152,7 @@ class Weights:
             heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
             qk_norm = torch.empty(heads + kv_heads, head_dim, device=attention.q_norm.weight.device)
             for rows, norm in ((qk_norm[:heads], attention.q_norm), (qk_norm[heads:], attention.k_norm)):
-                self._copies.append((rows, norm.weight.view(-1, head_dim), norm.offset))
+                self._copies.append((rows, norm.weight, norm.offset))
         return Layer(
             self._norm(block.attention_norm),
             self._linear(attention.qkv, dtype),
@@ -176,7 +174,8 @@ class Weights:
             self._take()
             return False
         for ours, parameter, offset in self._copies:
-            ours.copy_(parameter)
+            numbers = self._numbers(parameter)
+            ours.copy_(numbers.view(-1, ours.shape[-1]) if numbers.dim() < ours.dim() else numbers)
             if offset:
                 ours += offset
         for ours, linear in self._merged:
@@ -185,6 +184,13 @@ class Weights:
         for product in self._coded:
             product.refresh()
         return True
+
+    def _numbers(self, parameter: Tensor) -> Tensor:
+        """As the model computes with them."""
+        gathered_in = self._model.gathered_in
+        if gathered_in is None or not hasattr(parameter, "device_mesh"):
+            return whole(parameter)
+        return whole(parameter.to(gathered_in))
 
     @property
     def merged_bytes(self) -> int:

@@ -203,7 +203,8 @@ def _checkpoint(
         raise Refusal(f"{path} is of an adapter that peft computes: only hf/ of its finished run is exported", EX_USAGE)
     if added is not None and not merge:
         told, base = added
-        return adapters.write(shape, told, base, out, files, say, get=partial(_read, opened))
+        found = adapters.peft_tensors(shape, told, partial(_read, opened))
+        return adapters.write(shape, told, base, out, files, say, found=found)
     if added is None and merge:
         raise Refusal(f"{path} holds whole weights: there is nothing to merge; leave --merge out", EX_USAGE)
     ends = words.stop_ids[:1] if words.template else words.stop_ids

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from stoker.contract import layout
@@ -137,13 +138,14 @@ def tensors_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def _sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Optimizer state is local pieces; its parameter's mesh around it tells a checkpoint which piece it is."""
+    """Optimizer state is local pieces, cut by rows as their parameter is; its mesh around them tells a checkpoint which."""
     if not hasattr(parameter, "device_mesh") or hasattr(tensor, "device_mesh"):
         return tensor
     from torch.distributed.tensor import DTensor
 
     like: Any = parameter
+    whole = torch.empty((like.shape[0], *tensor.shape[1:]), device="meta")
     wrapped: Tensor = DTensor.from_local(
-        tensor, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        tensor, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
     return wrapped

@@ -156,6 +156,7 @@ class Parts:
     graph: bool  # small models: a step is one CUDA graph
     adapters: Beside | None = None  # None: all weights learn
     loss_scale: LossScale | None = None  # of fp16
+    exchange_each: bool = False  # fsdp: gradients of each micro-batch, so that no rank holds all of them
 
 
 class Stepper:
@@ -170,7 +171,7 @@ class Stepper:
     ) -> None:
         """`look`: sees each step's gradients."""
         self._wrapped, self._optimizer, self._group = parts.wrapped, parts.optimizer, parts.group
-        self._loss_scale = parts.loss_scale
+        self._loss_scale, self._each = parts.loss_scale, parts.exchange_each
         self._dropout, self._chat = parts.model.config.dropout > 0, parts.material.train.chat
         self._clock, self._meeting, self._after_backward = parts.clock, parts.meeting, parts.drill.spoil_gradients
         self._seed, self._check, self._before_update, self._look = seed, check, before_update, look
@@ -217,7 +218,7 @@ class Stepper:
         last = len(batch.micro_batches) - 1
         for number, micro in enumerate(batch.micro_batches):
             self.set_seed(batch.step, number)
-            with no_sync(self._wrapped, number == last):
+            with no_sync(self._wrapped, number == last or self._each):
                 total += self._micro(micro) if self._micro.graphed else self._micro.eager(micro)
         if self._clock is not None:
             self._clock.end()

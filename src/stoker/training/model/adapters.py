@@ -22,14 +22,17 @@ from stoker.training.model.decoder import Decoder
 from stoker.training.model.families import family_of
 from stoker.training.model.families.family import CONFIG
 from stoker.training.model.hf_config import ADAPTER, ADAPTER_WEIGHTS, Stored, base_of, header, is_adapter, stored_in
-from stoker.training.model.hf_files import Part
+from stoker.training.model.hf_files import Part, places
 from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_stream import read_stored
 from stoker.training.model.hf_write import add_files, fresh_folder, write_json
 from stoker.training.model.linear import Linear
 from stoker.training.model.maps import Adapter
+from stoker.training.model.nf4_shards import Codes
 from stoker.training.model.nf4_size import BLOCK, storable
+from stoker.training.model.pieces import give_back, like, whole
 from stoker.training.model.targets import Target, extra, targets
+from stoker.training.optim.muon import local
 
 SETTINGS, WEIGHTS = ADAPTER, ADAPTER_WEIGHTS
 DIGEST = "base_digest"  # in the metadata of WEIGHTS
@@ -66,18 +69,18 @@ def freeze(model: Decoder, told: AdapterConfig) -> list[str]:
         place = model.get_submodule(path)
         fresh = torch.empty(getattr(place, leaf).shape, device=getattr(place, leaf).device)
         place.register_parameter(leaf, nn.Parameter(fresh))
-    whole: list[str] = []
+    odd_ones: list[str] = []
     for name, layer in _layers(model) if told.method == QLORA else ():
         odd = next((rows for rows in layer.parts if not storable((rows, layer.in_features))), None)
         if odd is not None:
-            whole.append(f"{name} ({odd} × {layer.in_features})")
+            odd_ones.append(f"{name} ({odd} × {layer.in_features})")
         elif f"{name}.weight" not in learn:
             layer.register_parameter("weight", None)
-    if not whole:
+    if not odd_ones:
         return []
-    more = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
+    more = f" and {len(odd_ones) - 1} more" if len(odd_ones) > 1 else ""
     return [
-        f"qlora: the elements of {whole[0]}{more} are no multiple of {BLOCK}: {'they stay' if more else 'it stays'} in 16 bits"
+        f"qlora: the elements of {odd_ones[0]}{more} are no multiple of {BLOCK}: {'they stay' if more else 'it stays'} in 16 bits"
     ]
 
 
@@ -87,14 +90,38 @@ def _layers(model: Decoder) -> list[tuple[str, Linear]]:
 
 def attach(model: Decoder, told: AdapterConfig, seed: int) -> None:
     """On the model's device. B is zero: the model begins as it was."""
-    generator = torch.Generator().manual_seed(seed)
+    add(model, told, model.device)
+    start(model, told, seed)
+
+
+def add(model: Decoder, told: AdapterConfig, device: torch.device) -> None:
+    """Without numbers."""
     for target in targets(model.config, told):
         layer = _layer(model, target)
-        adapter = Adapter(target.inputs, layer.out_features, target.parts(), told.lora_rank, told.scale)
+        with device:
+            adapter = Adapter(target.inputs, layer.out_features, target.parts(), told.lora_rank, told.scale)
         adapter.dropout = told.lora_dropout
-        adapter.start(generator)
-        layer.adapter = adapter.to(model.tables[0][0].device)
+        layer.adapter = adapter
         layer.settle()
+
+
+def start(model: Decoder, told: AdapterConfig, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for target in targets(model.config, told):
+        adapter = _layer(model, target).adapter
+        assert adapter is not None
+        adapter.start(generator)
+
+
+def cut_codes(model: Decoder) -> None:
+    """Of a model on the meta device, after `freeze`: weights that will have 4 bits become parameters that can be cut."""
+    for place in places(model.config):
+        path, _, leaf = place.name.rpartition(".")
+        layer = model.get_submodule(path)
+        if leaf == "weight" and isinstance(layer, Linear) and getattr(layer, "weight", None) is None:
+            with torch.device("meta"):
+                layer.cut = Codes([(part.shape[0], part.shape[1]) for part in place.parts], model.dtype)
+            layer.settle()
 
 
 def _layer(model: Decoder, target: Target) -> Linear:
@@ -115,11 +142,13 @@ def learned(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merged(layer: Linear, out: Tensor) -> Tensor:
-    """Into `out`: the weight with its adapter added."""
-    out.copy_(layer.matrix(out.dtype))
+    """Into `out`: the weight with its adapter added. Of shards all ranks ask for it."""
+    out.copy_(layer.whole_matrix(out.dtype))
     adapter = layer.adapter
     if adapter is not None:
-        for (begin, end), a, b in zip(adapter.parts, torch.split(adapter.a, adapter.rank), adapter.b, strict=True):
+        downs = torch.split(whole(adapter.a), adapter.rank)
+        ups = torch.split(whole(adapter.up), [end - begin for begin, end in adapter.parts])
+        for (begin, end), a, b in zip(adapter.parts, downs, ups, strict=True):
             out[begin:end] = out[begin:end].float() + adapter.scale * (b.float() @ a.float())
     return out
 
@@ -131,8 +160,8 @@ def merge(model: Decoder) -> None:
         if adapter is None:
             continue
         size = (layer.out_features, layer.in_features)
-        whole = merged(layer, torch.empty(size, dtype=model.dtype, device=adapter.a.device))
-        layer.register_parameter("weight", nn.Parameter(whole, requires_grad=False))
+        together = merged(layer, torch.empty(size, dtype=model.dtype, device=adapter.a.device))
+        layer.register_parameter("weight", nn.Parameter(together, requires_grad=False))
         layer.adapter, layer.quantized = None, ()
         layer.settle()
 
@@ -195,9 +224,20 @@ class Files(Protocol):
     def write(self, folder: str) -> None: ...
 
 
-def save(model: Decoder, told: AdapterConfig, base: str, folder: str, files: Files | None, say: Say) -> None:
-    """A folder for peft, there when it is complete. `base`: the folder of the model under it."""
-    write(model.config, told, base, folder, files, say, get=model.get_parameter, own=model.own, more=model.write_own)
+def save(
+    model: Decoder, told: AdapterConfig, base: str, folder: str, files: Files | None, say: Say, writes: bool = True
+) -> None:
+    """A folder for peft, there when it is complete. `base`: the folder of the model under it. Of a sharded model all ranks
+    call this, one `writes`."""
+    give_back(model)
+    own = {name: whole(model.get_parameter(name)) for name in model.own}
+    found = peft_tensors(model.config, told, lambda name: whole(model.get_parameter(name)), model.own)
+
+    def more(fresh: str) -> None:
+        model.write_own(fresh, own)
+
+    if writes:
+        write(model.config, told, base, folder, files, say, found=found, own=model.own, more=more)
 
 
 def peft_tensors(c: ModelConfig, told: AdapterConfig, get: Get, own: Collection[str] = ()) -> dict[str, Tensor]:
@@ -221,10 +261,10 @@ def peft_tensors(c: ModelConfig, told: AdapterConfig, get: Get, own: Collection[
 
 def write(
     c: ModelConfig, told: AdapterConfig, base: str, folder: str, files: Files | None, say: Say, *,
-    get: Get, own: Collection[str] = (), more: Say = lambda fresh: None,
+    found: dict[str, Tensor], own: Collection[str] = (), more: Say = lambda fresh: None,
 ) -> None:  # fmt: skip
-    """`get`: a parameter by our name; `own`: what the stage adds to a decoder; `more` writes files of its own."""
-    found, family = peft_tensors(c, told, get, own), family_of(c)
+    """`found`: `peft_tensors`; `own`: what the stage adds to a decoder; `more` writes files of its own."""
+    family = family_of(c)
     saved = [one.rpartition(".")[0].rsplit(".", 1)[-1] for name in extra(c, told) for one in family.tensor(name, c)]
     saved += [SCORE] * (SCORE in own)
     own_keys = {
@@ -337,13 +377,16 @@ def load(model: Decoder, told: AdapterConfig, folder: str, say: Say) -> None:
     for target in targets(model.config, told):
         adapter = _layer(model, target).adapter
         assert adapter is not None
-        for name, a, b in zip(target.names, torch.split(adapter.a, adapter.rank), adapter.b, strict=True):
-            for one, tensor in zip(pair_names(name), (a, b), strict=True):
-                tensor.copy_(read_stored(stored[one]))
+        pairs = [[read_stored(stored[one]) for one in pair_names(name)] for name in target.names]
+        for parameter, pieces in zip((adapter.a, adapter.up), zip(*pairs, strict=True), strict=True):
+            together = torch.cat([piece.float() for piece in pieces])
+            parameter.copy_(like(together.to(parameter.device), parameter))
     c, family = model.config, family_of(model.config)
     for name in extra(c, told):
-        pieces = [read_stored(stored[extra_name(one)]) for one in family.tensor(name, c)]
-        model.get_parameter(name).copy_(torch.cat([piece.t() if family.turned(name) else piece for piece in pieces]))
+        extras = [read_stored(stored[extra_name(one)]) for one in family.tensor(name, c)]
+        together = torch.cat([piece.t() if family.turned(name) else piece for piece in extras]).float()
+        parameter = model.get_parameter(name)
+        parameter.copy_(like(together.to(parameter.device), parameter))
     say(f"adapter from {folder}: rank {told.lora_rank}, {len(stored)} tensors")
 
 
@@ -424,7 +467,7 @@ def held(model: nn.Module) -> Mapping[str, int]:
     """Bytes of what learns, of frozen parameters, and of codes."""
     found = {"learned": 0, "frozen": 0, "codes": 0}
     for parameter in model.parameters():
-        found["learned" if parameter.requires_grad else "frozen"] += parameter.nbytes
+        found["learned" if parameter.requires_grad else "frozen"] += local(parameter).nbytes
     for module in model.modules():
         for part in getattr(module, "quantized", ()):
             found["codes"] += part.codes.nbytes + part.scales.nbytes + part.second.nbytes + part.offset.nbytes

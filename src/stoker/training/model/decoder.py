@@ -8,6 +8,7 @@ tokens, D width, H heads.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from stoker.training.model.config import ModelConfig, check_options
 from stoker.training.model.experts import Experts, balance_loss
 from stoker.training.model.linear import MLP, Linear, RMSNorm, norm_of
 from stoker.training.model.loss import IGNORED, capped, linear_cross_entropy
+from stoker.training.model.pieces import like
 
 _INTO_RESIDUAL = ("attention.out.weight", "mlp.down.weight", "experts.down.weight")
 
@@ -104,6 +106,7 @@ def _table(rows: int, width: int) -> nn.Embedding:
 class Decoder(nn.Module):
     """forward(inputs, targets) is the sum of the tokens' losses times `scale`; forward(inputs) the logits."""
 
+    gathered_in: torch.dtype | None = None  # of weights in shards, in a pass; None: as they are
     own: tuple[str, ...] = ()  # names of parameters that no folder of a decoder has
 
     def __init__(self, c: ModelConfig, context_length: int, dtype: torch.dtype = torch.float32) -> None:
@@ -186,8 +189,8 @@ class Decoder(nn.Module):
     def begin_own(self, folder: str) -> None:
         """First numbers of `own`; from the folder, where that has some."""
 
-    def write_own(self, folder: str) -> None:
-        """Into a folder that `begin_own` reads."""
+    def write_own(self, folder: str, own: Mapping[str, Tensor]) -> None:
+        """Into a folder that `begin_own` reads. `own`: whole."""
 
     def hidden(self, inputs: Tensor, packed: Documents | None = None) -> Tensor:
         return self._run(inputs, packed, None)[0]
@@ -214,11 +217,14 @@ class Decoder(nn.Module):
             else:
                 x = block(*given)
         if not fused:
-            return self.norm(x), load
+            return self._before_head(self.norm(x)), load
         from stoker.training.model.fused import add_norm
 
         assert delta is not None
-        return add_norm(x, delta, self.norm), load
+        return self._before_head(add_norm(x, delta, self.norm)), load
+
+    def _before_head(self, x: Tensor) -> Tensor:
+        return x if self.head is None else self.head.entered(x)
 
     def _embedded(self, inputs: Tensor) -> Tensor:
         if not self.embed_on_host:
@@ -278,12 +284,3 @@ class Decoder(nn.Module):
                 return loss
             aux = c.router_aux * balance_loss(load, counted.sum().clamp(min=1), c) * (goals != IGNORED).sum()
             return loss + (aux if scale is None else aux * scale)
-
-
-def like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Laid out as the parameter is: a rank's shard of a tensor that every rank has."""
-    if not hasattr(parameter, "device_mesh"):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)  # type: ignore[attr-defined]

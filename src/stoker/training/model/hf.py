@@ -17,15 +17,18 @@ from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.progress import BYTES, Progress
 from stoker.contract.quantities import amount
 from stoker.contract.shape import replace
+from stoker.training.checkpoint.snapshot import local_block
 from stoker.training.model import adapters, nf4, outside
 from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig
-from stoker.training.model.decoder import Decoder, like
+from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_config import Stored, base_of, config_of, is_adapter, kept_of, shape_of
 from stoker.training.model.hf_files import Part, places
 from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_read import Added, Source, added_by
 from stoker.training.model.hf_write import DTYPES, Export, add_files, fresh_folder, size_of
 from stoker.training.model.linear import Linear
+from stoker.training.model.nf4_shards import Given
+from stoker.training.model.pieces import give_back, whole
 
 Say = Callable[[str], None]
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what compile and activation checkpointing put into names
@@ -40,7 +43,7 @@ def named(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 def load(model: Decoder | outside.Outside, folder: str, say: Say) -> None:
-    """Fills the model, sharded or not. Every rank reads for itself; nothing is exchanged."""
+    """Fills the model, sharded or not. Every rank reads for itself, of shards its own; nothing is exchanged."""
     if isinstance(model, outside.Outside):
         return outside.load(model, folder, say)
     added = added_by(folder, model.config, bool(model.own), say) if is_adapter(folder) else None
@@ -64,9 +67,14 @@ def load_named(
             if parameter is None:  # 4 bits: one tensor of the folder at a time has more
                 layer = model.get_submodule(place.name.removesuffix(".weight"))
                 assert isinstance(layer, Linear), f"{place.name} is no parameter"
-                adapters.quantize(layer, (_in_4_bits(source, part, model.dtype) for part in place.parts))
+                if layer.cut is not None:
+                    layer.cut.fill([_piece_in_4_bits(source, part, model.dtype) for part in place.parts])
+                else:
+                    adapters.quantize(layer, (_in_4_bits(source, part, model.dtype) for part in place.parts))
             elif hasattr(parameter, "device_mesh"):
-                parameter.copy_(like(source.whole(place, parameter.dtype).to(parameter.device), parameter))
+                block, _ = local_block(place.name, parameter)
+                assert tuple(block.data.shape[1:]) == tuple(parameter.shape[1:]), f"{place.name} is not cut into rows"
+                source.fill(place, block.data, block.offset[0])
             else:
                 source.fill(place, parameter)
             progress.tick(_size(stored[part.name] for part in place.parts))
@@ -90,6 +98,14 @@ def _in_4_bits(source: Source, part: Part, dtype: torch.dtype) -> Tensor | nf4.Q
         return source.rows(part).to(dtype)
     # In fp16 not by way of bf16, which such a card computes slowly and rounds more.
     return replace(codes, dtype=dtype) if dtype == torch.float16 else codes
+
+
+def _piece_in_4_bits(source: Source, part: Part, dtype: torch.dtype) -> Given:
+    """The same of a weight in shards, whose elements are read when a rank knows which it needs."""
+    codes = source.codes(part)
+    if codes is not None:
+        return codes
+    return lambda begin, end: source.elements(part, begin, end).to(dtype)
 
 
 def opened(
@@ -126,10 +142,7 @@ def save(model: Decoder | outside.Outside, folder: str, *, say: Say, without: Se
     """Of a sharded model all ranks call this, one with `write`. `without`: no decoder's; `how`: of `save_from`."""
     if isinstance(model, outside.Outside):
         return outside.save(model, folder, say=say, **how)
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "reshard"):  # after an evaluation FSDP2 still holds the outermost weights gathered
-            module.reshard()
+    give_back(model)
     tensors = ((name, tensor) for name, tensor in named(model) if name not in without)
     save_from(tensors, model.config, folder, context_length=model.context_length, say=say, **how)
 
@@ -164,9 +177,9 @@ def save_from(
             with fresh_folder(folder, size) as fresh:
                 export = Export(fresh, os.path.abspath(folder), c, dtype)
                 with Progress("writing weights", size, unit=BYTES) as progress:
-                    for name, whole in gathered:
-                        export.put(name, whole)
-                        progress.tick(whole.numel() * dtype.itemsize)
+                    for name, tensor in gathered:
+                        export.put(name, tensor)
+                        progress.tick(tensor.numel() * dtype.itemsize)
                     export.finish()
                 add_files(fresh, config, generation, ((tokenizer_folder, name) for name in TOKENIZER_FILES))
                 if more is not None:
@@ -180,5 +193,4 @@ def save_from(
 
 
 def _gathered(name: str, tensor: Tensor, dtype: torch.dtype) -> tuple[str, Tensor]:
-    cast = tensor.detach().to(dtype)  # before it travels
-    return name, cast.full_tensor() if hasattr(cast, "full_tensor") else cast
+    return name, whole(tensor.detach().to(dtype))  # cast before it travels

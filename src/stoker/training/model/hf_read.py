@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor
 
 from stoker.contract.effort import reading
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.shape import replace
 from stoker.training.model import adapters, nf4
 from stoker.training.model.config import LORA, AdapterConfig, ModelConfig
 from stoker.training.model.hf_files import Part, Place, check, places
-from stoker.training.model.hf_stream import Stream, read_stored
+from stoker.training.model.hf_stream import Stream, read_columns, read_stored, rows_of
 from stoker.training.model.nf4_size import NF4_PARTS
 from stoker.training.model.targets import extra, targets
 
@@ -28,15 +30,20 @@ class Added:
         self._targets = {f"{target.name}.weight": target for target in targets(c, told)}
         self._instead = set(extra(c, told))
 
-    def to(self, place: Place, whole: Tensor) -> Tensor:
+    def to(self, place: Place, out: Tensor, first: int = 0) -> Tensor:
+        """`out`: rows of the place's weight, from `first` on."""
+        last = first + len(out)
         if place.name in self._instead:
             pieces = [(self._tensors[adapters.extra_name(part.name)](), part.transposed) for part in place.parts]
-            whole.copy_(torch.cat([piece.t() if turned else piece for piece, turned in pieces]))
+            out.copy_(torch.cat([piece.t() if turned else piece for piece, turned in pieces])[first:last])
         target = self._targets.get(place.name)
         for name, (begin, end) in zip(target.names, target.parts(), strict=True) if target else ():
-            a, b = (self._tensors[one]().to(whole.device).float() for one in adapters.pair_names(name))
-            whole[begin:end] = whole[begin:end].float() + self._scale * (b @ a)
-        return whole
+            low, high = max(begin, first), min(end, last)
+            if low < high:
+                a, b = (self._tensors[one]().to(out.device).float() for one in adapters.pair_names(name))
+                rows = out[low - first : high - first]
+                rows.copy_(rows.float() + self._scale * (b[low - begin : high - begin] @ a))
+        return out
 
 
 def added_by(folder: str, c: ModelConfig, own: bool, say: Say) -> Added:
@@ -84,20 +91,37 @@ class Source:
         rows = self._stream.read(self.stored[part.name]) if codes is None else nf4.dequantize(codes)
         return rows.t() if part.transposed and rows.dim() == 2 else rows
 
-    def fill(self, place: Place, out: Tensor) -> Tensor:
-        begin = 0
+    def elements(self, part: Part, begin: int, end: int) -> Tensor:
+        """Some of a part's, in their order."""
+        stored = self.stored[part.name]
+        if part.transposed or stored.shape != part.shape:
+            return self.rows(part).flatten()[begin:end]
+        flat = replace(stored, shape=(math.prod(stored.shape),))
+        return self._stream.read(rows_of(flat, begin, end))
+
+    def fill(self, place: Place, out: Tensor, first: int = 0) -> Tensor:
+        """Into `out`: as many of the weight's rows as it has, from `first` on. No others are read, where they lie apart."""
+        last, begin = first + len(out), 0
         for part in place.parts:
             end = begin + part.shape[0]
-            stored = self.stored[part.name]
-            if stored.shape == part.shape and not part.transposed and not self._has_codes(part):
-                self._stream.fill(stored, out[begin:end])
-            else:
-                rows = self.rows(part)
-                out[begin : begin + len(rows)] = rows
-                if len(rows) < part.shape[0]:  # padding, or added tokens: equal on all ranks, no louder than the others
-                    out[begin + len(rows) : end] = rows.cpu().mean(0, dtype=torch.float32)
+            low, high = max(begin, first), min(end, last)
+            if low < high:
+                self._fill_part(part, low - begin, out[low - first : high - first])
             begin = end
-        return out if self._added is None else self._added.to(place, out)
+        return out if self._added is None else self._added.to(place, out, first)
+
+    def _fill_part(self, part: Part, low: int, out: Tensor) -> None:
+        stored, high = self.stored[part.name], low + len(out)
+        if self._has_codes(part) or (part.transposed and len(out) == part.shape[0]):
+            out.copy_(self.rows(part)[low:high])
+        elif part.transposed and len(stored.shape) == 2:
+            out.copy_(read_columns(stored, low, high).t())
+        else:
+            there = max(min(high, stored.shape[0]), low)
+            if there > low:
+                self._stream.fill(rows_of(stored, low, there), out[: there - low])
+            if there < high:  # padding, or added tokens: equal on all ranks, no louder than the others
+                out[there - low :] = self.rows(part).cpu().mean(0, dtype=torch.float32)
 
     def whole(self, place: Place, dtype: torch.dtype) -> Tensor:
         size = (sum(part.shape[0] for part in place.parts), *place.parts[0].shape[1:])

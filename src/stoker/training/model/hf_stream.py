@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.shape import replace
 from stoker.training.model.hf_config import Stored
 
 PIECE = 8 << 20  # bytes
@@ -36,6 +37,23 @@ def read_stored(one: Stored) -> Tensor:
     with open(one.path, "rb") as file:
         _read(file, one, one.begin, memoryview(data))
     return torch.frombuffer(data, dtype=dtype).view(one.shape)
+
+
+def rows_of(one: Stored, low: int, high: int) -> Stored:
+    """Rows `low` to `high` of it."""
+    size = one.size // one.shape[0]
+    return replace(one, shape=(high - low, *one.shape[1:]), begin=one.begin + low * size, size=(high - low) * size)
+
+
+def read_columns(one: Stored, low: int, high: int) -> Tensor:
+    """Columns `low` to `high` of a matrix."""
+    dtype, (rows, columns) = dtype_of(one), one.shape
+    width = (high - low) * dtype.itemsize
+    data = memoryview(bytearray(rows * width))
+    with open(one.path, "rb") as file:
+        for row in range(rows):
+            _read(file, one, one.begin + (row * columns + low) * dtype.itemsize, data[row * width : (row + 1) * width])
+    return torch.frombuffer(data, dtype=dtype).view(rows, high - low)
 
 
 def _read(file: BinaryIO, one: Stored, at: int, into: memoryview) -> None:

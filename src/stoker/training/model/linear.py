@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from stoker.training.model import nf4
 from stoker.training.model.config import ModelConfig, gate_up_rows
 from stoker.training.model.maps import Adapted, Adapter, Frozen, Map, Mapped, Whole, by_codes, dequantized
+from stoker.training.model.nf4_shards import Codes
 from stoker.training.model.nf4_size import multipliable
+from stoker.training.model.pieces import whole
 
 
 def rms_norm(wide: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -181,6 +183,20 @@ def swiglu_linear(gate_up: Tensor, weight: Tensor, fp8: bool) -> Tensor:
     return flat.view(*gate_up.shape[:-1], -1)
 
 
+class _Same(torch.autograd.Function):
+    """x itself, and for autograd no view of it: FSDP2 warns of views."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Tensor:
+        (g,) = gradients
+        found: Tensor = g
+        return found
+
+
 class Linear(nn.Linear):
     """The weight is cast to the activations' dtype: fp32 master, bf16 product. `parts`: rows of the maps joined in it."""
 
@@ -191,6 +207,7 @@ class Linear(nn.Linear):
         self.adapter: Adapter | None = None
         self.quantized: tuple[nf4.Quantized, ...] = ()  # instead of the weight
         self._joined: tuple[nf4.Joined, ...] = ()  # the same
+        self.cut: Codes | None = None  # the same, in shards
         self.map: Map = Whole()
 
     def reset_parameters(self) -> None:
@@ -198,7 +215,18 @@ class Linear(nn.Linear):
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The weight in this dtype; a quantized one in a buffer that the next call overwrites."""
-        return dequantized(self._joined, dtype) if self._joined else self.weight.to(dtype)
+        codes = self._joined if self.cut is None else self.cut.joined()
+        return dequantized(codes, dtype) if codes else self.weight.to(dtype)
+
+    def whole_matrix(self, dtype: torch.dtype) -> Tensor:
+        """The same of a weight that may be in shards; all ranks ask for it."""
+        if self.cut is not None:
+            return dequantized(self.cut.joined(whole), dtype)
+        return self.matrix(dtype) if self._joined else whole(self.weight).to(dtype)
+
+    @property
+    def has_codes(self) -> bool:
+        return bool(self.quantized) or self.cut is not None
 
     @property
     def has_rows_of_codes(self) -> bool:
@@ -209,13 +237,20 @@ class Linear(nn.Linear):
         """A quantized weight's product with x [N, inputs], without bias, adapter and gradient."""
         return by_codes(self._joined, x)
 
+    def entered(self, x: Tensor) -> Tensor:
+        """x, before somebody multiplies it by the weight himself: where FSDP2 gathers the weight (parallel/sharded.py)."""
+        if not hasattr(self, "reshard"):  # no unit of FSDP2
+            return x
+        same: Tensor = _Same.apply(x)  # type: ignore[no-untyped-call]
+        return same
+
     def settle(self) -> None:
         """After an adapter was put beside the weight, or codes in its place."""
         self._joined, self.quantized = nf4.join(self.quantized) if self.quantized else ((), ())
         if self.adapter is not None:
             self.map = Adapted(self, self.adapter)
         else:
-            self.map = Frozen(self) if self.quantized else Whole()
+            self.map = Frozen(self) if self.has_codes else Whole()
 
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(self.map, Whole):

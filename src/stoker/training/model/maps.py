@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.training.model import nf4
+from stoker.training.model.pieces import like
 
 Learned = tuple[Tensor | None, ...]
 Kept = tuple[Tensor | None, Tensor | None]
@@ -60,6 +61,7 @@ class Adapter(nn.Module):
         self.outputs = outputs
         self.a = nn.Parameter(torch.empty(rank * len(parts), inputs))
         self.up = nn.Parameter(torch.empty(sum(end - begin for begin, end in parts), rank))
+        self.sharded = False  # FSDP2 gathers what its optimizer step changed, and counts no version
         self._made: tuple[Tensor, Tensor] | None = None
         self._written: tuple[int, int] | None = None  # versions of what they hold
 
@@ -77,7 +79,8 @@ class Adapter(nn.Module):
     def start(self, generator: torch.Generator) -> None:
         """As peft does: A uniform, B zero, so that the model begins as it was."""
         bound = 1 / self.a.shape[1] ** 0.5
-        self.a.uniform_(-bound, bound, generator=generator)
+        drawn = torch.empty(self.a.shape, device="cpu").uniform_(-bound, bound, generator=generator)
+        self.a.copy_(like(drawn.to(self.a.device), self.a))
         self.up.zero_()
 
     def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -89,7 +92,7 @@ class Adapter(nn.Module):
             self._made = empty, empty.new_zeros(self.outputs, len(self.a))
             self._written = None
         versions = (self.a._version, self.up._version)
-        if self._written != versions or _capturing(self.a):
+        if self._written != versions or self.sharded or _capturing(self.a):
             small, wide = self._made
             places = [
                 wide[begin:end, place * self.rank : (place + 1) * self.rank]

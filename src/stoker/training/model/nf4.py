@@ -58,17 +58,22 @@ def second_levels() -> tuple[float, ...]:
 
 
 def quantize(weight: Tensor) -> Quantized:
+    codes, largest = coded(weight)
+    offset = largest.mean()
+    scales, second = scaled(largest - offset)
+    return Quantized(codes, scales, second, offset, tuple(weight.shape), weight.dtype)
+
+
+def coded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, the scale of each block)."""
     elements = weight.numel()
     if elements % BLOCK:
         raise ValueError(f"{elements} elements are no multiple of {BLOCK}")
-    blocks = weight.detach().reshape(-1, BLOCK).float()
+    blocks = weight.detach().reshape(elements // BLOCK, BLOCK).float()
     largest = blocks.abs().amax(dim=1)
-    scaled = _scaled(blocks, largest)
-    levels = torch.bucketize(scaled.flatten(), _on(EDGES, weight.device), out_int32=True).to(torch.uint8)
-    codes = (levels[::2] << 4) | levels[1::2]
-    offset = largest.mean()
-    scales, second = _scales(largest - offset)
-    return Quantized(codes, scales, second, offset, tuple(weight.shape), weight.dtype)
+    levels = torch.bucketize(_scaled(blocks, largest).flatten(), _on(EDGES, weight.device), out_int32=True)
+    levels = levels.to(torch.uint8)
+    return (levels[::2] << 4) | levels[1::2], largest
 
 
 def _scaled(blocks: Tensor, largest: Tensor) -> Tensor:
@@ -81,14 +86,16 @@ def _scaled(blocks: Tensor, largest: Tensor) -> Tensor:
     return blocks * inverse[:, None]
 
 
-def _scales(values: Tensor) -> tuple[Tensor, Tensor]:
+def scaled(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales less their mean → (theirs in 8 bits, the scale of each 256)."""
     count = len(values)
-    blocks = torch.nn.functional.pad(values, (0, -count % SECOND_BLOCK)).view(-1, SECOND_BLOCK)
+    padded = torch.nn.functional.pad(values, (0, -count % SECOND_BLOCK))
+    blocks = padded.view(len(padded) // SECOND_BLOCK, SECOND_BLOCK)
     largest = blocks.abs().amax(dim=1)
-    scaled = _scaled(blocks, largest)
     levels = _on(second_levels(), values.device)
     middles = (levels[:-1] + levels[1:]) * 0.5
-    return torch.bucketize(scaled.flatten(), middles, out_int32=True)[:count].to(torch.uint8), largest
+    codes = torch.bucketize(_scaled(blocks, largest).flatten(), middles, out_int32=True)
+    return codes[:count].to(torch.uint8), largest
 
 
 def moved(q: Quantized, device: torch.device) -> Quantized:

@@ -24,7 +24,7 @@ from stoker.training.model.decoder import Decoder
 from stoker.training.model.experts import ungrouped
 from stoker.training.model.host_kept import HostKept, Input
 from stoker.training.model.outside import Outside
-from stoker.training.optim.optimizer import has_bf16
+from stoker.training.optim.muon import has_bf16
 from stoker.training.parallel.config import RECOMPUTED, ComputeConfig, block_kinds, recomputed_blocks
 
 # What selective recomputation keeps.

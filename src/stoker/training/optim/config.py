@@ -53,6 +53,16 @@ class BatchConfig:
     accumulation: int = limits.FROM_ONE("micro-batches per step and rank, where `tokens` is 0", 1)
 
 
+BLOCK = 256  # numbers with one scale in 8-bit AdamW, at the most
+MUON_BYTES = 1 << 28  # of fp32 matrices in shards that a rank puts together at once
+
+
+def blocks_of(numbers: int) -> tuple[int, int]:
+    """(blocks of a row, numbers of each) in 8-bit AdamW; the last one may be padded."""
+    count = -(-numbers // BLOCK)
+    return count, -(-numbers // count)
+
+
 def warmup_length(c: OptimConfig, steps: int) -> int:
     return c.warmup_steps or round(c.warmup_ratio * steps)
 

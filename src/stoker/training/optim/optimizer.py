@@ -1,38 +1,21 @@
 """One optimizer for a run: AdamW, AdamW with 8-bit moments, or Muon for the matrices and AdamW for the rest.
 
 Clipping and the skip of a bad step happen on the device: the fused kernels divide by `grad_scale` and do nothing where
-`found_inf` is set, so a step needs no word from the GPU. AdamW works on a rank's local piece of a parameter (FSDP2);
-the others need whole ones.
+`found_inf` is set, so a step needs no word from the GPU. All rules work on a rank's own piece of a parameter (FSDP2); Muon
+puts a matrix together for its products (muon.py).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from stoker.contract.names import EX_CONFIG, Refusal
-from stoker.training.optim.config import OptimConfig
+from stoker.training.optim.config import OptimConfig, blocks_of
+from stoker.training.optim.muon import Muon, local
 
-BLOCK = 256
 State = tuple[Tensor, Tensor, Tensor, Tensor]  # both moments' codes and scales
-_A, _B, _C = 3.4445, -4.7750, 2.0315
-_STEPS = 5
-MOMENTUM = 0.95
-
-
-@functools.cache
-def has_bf16(device: torch.device) -> bool:
-    """In hardware: since Ampere (compute capability 8), and in AMD's."""
-    return device.type == "cuda" and bool(torch.version.hip or torch.cuda.get_device_capability(device)[0] >= 8)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """A rank's own piece."""
-    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found
 
 
 class AdamW:
@@ -83,7 +66,7 @@ class AdamW:
 
 
 def pack_first(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[blocks, BLOCK] fp32 → uint8 codes (128 is 0), scales [blocks]."""
+    """[blocks, numbers] fp32 → uint8 codes (128 is 0), scales [blocks]."""
     scale = x.abs().amax(-1, keepdim=True)
     root = torch.sign(x) * (x.abs() / scale.clamp(min=1e-38)).sqrt()
     return (root * 127).round().add_(128).to(torch.uint8), scale[:, 0]
@@ -110,25 +93,29 @@ def _update(
     weight: Tensor, gradient: Tensor, state: State, now: tuple[Tensor, ...], betas: tuple[float, float], eps: float
 ) -> None:
     """`now`: what changes from step to step, on the device."""
-    rate, decay, grad_scale, found_inf, count, correction1, correction2 = now
+    rate, decay, grad_scale, found_inf, steps, correction1, correction2 = now
     codes1, scale1, codes2, scale2 = state
-    size = weight.numel()
-    room = codes1.numel() - size
-    flat = torch.nn.functional.pad((gradient / grad_scale).flatten().float(), (0, room)).view(-1, BLOCK)
+    numbers = weight.shape[-1]
+    count, size = blocks_of(numbers)
+    rows = torch.nn.functional.pad((gradient / grad_scale).float(), (0, count * size - numbers))
+    flat = rows.view(weight.numel() // numbers * count, size)
+    codes1, codes2 = codes1.view_as(flat), codes2.view_as(flat)
+    scale1, scale2 = scale1.view(-1), scale2.view(-1)
     first = torch.lerp(flat, unpack_first(codes1, scale1), betas[0])
     second = torch.lerp(flat.square(), unpack_second(codes2, scale2), betas[1])
     step = (first / correction1) / ((second / correction2).sqrt() + eps)
-    moved = weight * (1 - rate * decay) - rate * step.flatten()[:size].view_as(weight)
+    moved = weight * (1 - rate * decay) - rate * step.view_as(rows)[..., :numbers]
     bad = found_inf > 0
     weight.copy_(torch.where(bad, weight, moved))
-    for kept, new in zip(state, (*pack_first(first), *pack_second(second, count)), strict=True):
-        kept.copy_(torch.where(bad, kept, new))
+    for kept, new in zip(state, (*pack_first(first), *pack_second(second, steps)), strict=True):
+        kept.copy_(torch.where(bad, kept, new.view_as(kept)))
 
 
 class EightBit:
     """AdamW whose two moments take a byte each instead of four; on GPUs one compiled kernel per parameter's shape.
 
-    Each block of 256 numbers has its own scale. The codes are not linear: the first moment is stored as a signed square
+    Each block of up to 256 numbers of a row has its own scale: a block never goes on in the next row, so that ranks that hold
+    rows (FSDP2) compute what one that holds all of them does. The codes are not linear: the first moment is stored as a signed square
     root, the second as a fourth root and never as 0, so that small second moments keep their order of magnitude (a
     linear code makes them 0, and the step infinite). A step changes a second moment by less than one code: rounded up,
     or to the nearest, small ones never decay again (a small regression ended at 1.6 times the loss). Which way they are
@@ -137,19 +124,21 @@ class EightBit:
 
     def __init__(self, named: Mapping[str, Tensor], c: OptimConfig, weight_decay: float) -> None:
         self._c, self._decay, self.named = c, weight_decay, named
+        self._pieces = {name: local(p.detach()) for name, p in named.items()}
         self._state: dict[str, State] = {}
-        self._steps = torch.zeros((), device=next(iter(named.values())).device)
-        for name, p in named.items():
-            blocks = -(-p.numel() // BLOCK)
-            codes = [torch.full((blocks, BLOCK), start, dtype=torch.uint8, device=p.device) for start in (128, 0)]
-            scales = [torch.zeros(blocks, device=p.device) for _ in range(2)]
+        self._steps = torch.zeros((), device=next(iter(self._pieces.values())).device)
+        for name, p in self._pieces.items():
+            count, size = blocks_of(p.shape[-1])
+            shape = (*p.shape[:-1], count * size)
+            codes = [torch.full(shape, start, dtype=torch.uint8, device=p.device) for start in (128, 0)]
+            scales = [torch.zeros((*p.shape[:-1], count), device=p.device) for _ in range(2)]
             self._state[name] = (codes[0], scales[0], codes[1], scales[1])
-        self._run = torch.compile(_update, dynamic=False) if next(iter(named.values())).is_cuda else _update
+        self._run = torch.compile(_update, dynamic=False) if self._steps.is_cuda else _update
 
     def state(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         for name, tensors in self._state.items():
             for kind, tensor in zip(("first", "first_scale", "second", "second_scale"), tensors, strict=True):
-                yield f"{name}.{kind}8", tensor, tensor
+                yield f"{name}.{kind}8", tensor, self.named[name]
 
     def set_count(self, steps: int) -> None:
         self._steps.fill_(float(steps))
@@ -166,70 +155,9 @@ class EightBit:
         now = (rate, decay, grad_scale, found_inf, self._steps, first, second)
         for name, parameter in self.named.items():
             assert parameter.grad is not None, name
-            self._run(parameter.detach(), parameter.grad, self._state[name], now, (c.beta1, c.beta2), c.eps)
-
-
-def orthogonal(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., rows, columns] → its nearest matrix with singular values near 1 (0.7 to 1.2)."""
-    x = x.to(dtype)
-    tall = x.shape[-2] > x.shape[-1]
-    if tall:
-        x = x.mT
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(_STEPS):
-        a = x @ x.mT
-        x = _A * x + (_B * a + _C * a @ a) @ x
-    return x.mT if tall else x
-
-
-class Muon:
-    """Momentum whose singular values are all pushed to 1, for the matrices inside the blocks.
-
-    The two fused matrices (qkv, gate_up) are taken apart: each part is a map of its own. Matrices of one shape are
-    orthogonalised together in one batch of products. https://kellerjordan.github.io/posts/muon/ has the method and the
-    five-step polynomial's coefficients.
-    """
-
-    def __init__(self, named: Mapping[str, Tensor], parts: dict[str, tuple[int, ...]], c: OptimConfig) -> None:
-        self._c, self.named = c, named
-        self._momentum = {name: torch.zeros_like(p) for name, p in named.items()}
-        self._parts: dict[torch.Size, list[tuple[str, int, int]]] = {}
-        for name, p in named.items():
-            begin = 0
-            for rows in parts.get(name, (p.shape[0],)):
-                self._parts.setdefault(torch.Size((rows, p.shape[1])), []).append((name, begin, begin + rows))
-                begin += rows
-
-    def state(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        for name, parameter in self.named.items():
-            yield f"{name}.momentum", self._momentum[name], parameter
-
-    def set_count(self, steps: int) -> None:
-        """Muon does not count its steps."""
-
-    @torch.no_grad()
-    def step(self, share: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        good = 1.0 - found_inf
-        rate = self._c.muon_learning_rate * share
-        names = list(self.named)
-        gradients = []
-        for name in names:
-            gradient = self.named[name].grad
-            assert gradient is not None, name
-            gradients.append(torch.where(found_inf > 0, 0.0, gradient / grad_scale))
-        momentum = [self._momentum[name] for name in names]
-        # With found_inf nothing may move: the momentum's own decay is undone by its weight.
-        torch._foreach_mul_(momentum, 1.0 - good * (1.0 - MOMENTUM))
-        torch._foreach_add_(momentum, torch._foreach_mul(gradients, good))
-        ahead = dict(zip(names, torch._foreach_add(gradients, momentum, alpha=MOMENTUM), strict=True))
-        for size, places in self._parts.items():
-            stacked = torch.stack([ahead[name][begin:end] for name, begin, end in places])
-            update = orthogonal(stacked, torch.bfloat16 if has_bf16(stacked.device) else torch.float32)
-            factor = max(1.0, size[0] / size[1]) ** 0.5
-            for (name, begin, end), one in zip(places, update, strict=True):
-                weight = self.named[name].detach()[begin:end]
-                weight.mul_(1.0 - good * rate * self._c.weight_decay)
-                weight.sub_(one.to(weight.dtype) * (good * rate * factor))
+            if self._pieces[name].numel():  # ranks may have no row of a small one
+                piece, gradient = self._pieces[name], local(parameter.grad)
+                self._run(piece, gradient, self._state[name], now, (c.beta1, c.beta2), c.eps)
 
 
 Rule = AdamW | EightBit | Muon
@@ -241,12 +169,6 @@ class Optimizer:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         matrices = {name: p for name, p in named.items() if p.dim() >= 2}
         vectors = {name: p for name, p in named.items() if p.dim() < 2}
-        if c.kind != "adamw" and any(hasattr(p, "to_local") for p in named.values()):
-            raise Refusal(
-                f"optim.kind {c.kind} needs whole matrices on each rank: use parallel.strategy ddp, or optim.kind"
-                " adamw",
-                EX_CONFIG,
-            )
         self.rules: list[Rule] = []
         if c.kind == "muon":
             inner = {name: p for name, p in matrices.items() if not name.startswith(("embed", "head", "positions"))}

@@ -9,6 +9,7 @@ from stoker.contract.shape import option, shape
 from stoker.contract.untrusted import is_count
 
 PLAIN = ("full", "bf16", "powersgd")
+ACCUMULATE = ("auto", "sharded", "whole")
 
 
 def read_comm(text: str) -> str:
@@ -83,6 +84,10 @@ class ParallelConfig:
     device: str = one_of("auto", "cuda", "cpu")("auto: GPUs where there are some; cuda; cpu")
     balance: str = one_of("off", "auto")(
         "auto: a faster rank takes more of a step's samples, planned anew when imbalance stays; off: equal shares"
+    )
+    accumulate: str = one_of(*ACCUMULATE)(
+        "fsdp: gradients between the micro-batches of a step: sharded (exchanged after each), whole (exchanged once a step; every"
+        " rank holds all of them), auto (what takes less network time and fits, by the memory plan)"
     )
     comm: str = option(
         "how gradients travel: full, bf16 (half the bytes), powersgd (low-rank parts), or local:N (N steps alone, then"

@@ -173,21 +173,6 @@ def _device(c: ParallelConfig, local: int) -> torch.device:
     return torch.device("cuda", local)
 
 
-def shard(model: nn.Module, group: Group, dtype: torch.dtype) -> None:
-    """FSDP2, in place: block by block, then the rest."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = init_device_mesh(group.device.type, (group.world,))
-    # Inputs stay as they are: the loss's scale and the rotary table would lose bits they need.
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtype if dtype != torch.float32 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    for block in model.layers:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
 def wrap(model: nn.Module, group: Group, bucket_mb: int | None = None) -> nn.Module:
     """The module to call. `bucket_mb`: how much of the gradient is exchanged at once; None: as DDP likes it.
 
@@ -205,7 +190,7 @@ def wrap(model: nn.Module, group: Group, bucket_mb: int | None = None) -> nn.Mod
 
 
 def no_sync(wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
-    """Gradients are exchanged with the last micro-batch of a step only."""
+    """Gradients are exchanged with the last micro-batch of a step only; sharded ones perhaps with each (`Parts.exchange_each`)."""
     if hasattr(wrapped, "set_requires_gradient_sync"):
         wrapped.set_requires_gradient_sync(last)  # type: ignore[operator]
         return nullcontext()

@@ -19,6 +19,7 @@ from stoker.training.balance.plan import Plans
 from stoker.training.checkpoint.reading import Checkpoint
 from stoker.training.config.schema import Config
 from stoker.training.data.order import Order
+from stoker.training.fit.terms import SFT
 from stoker.training.forensics.config import parse
 from stoker.training.forensics.replay import Drill
 from stoker.training.loop import resume
@@ -33,19 +34,22 @@ from stoker.training.model.config import OFF, ModelConfig, with_rows
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.reference import Beginning
 from stoker.training.optim.loss_scale import scale_for
-from stoker.training.optim.optimizer import Optimizer, gradient_norm, local
+from stoker.training.optim.muon import local
+from stoker.training.optim.optimizer import Optimizer, gradient_norm
 from stoker.training.parallel.config import local_steps
-from stoker.training.parallel.group import Group, even_micro, largest_share, shard
+from stoker.training.parallel.group import Group, even_micro, largest_share, no_sync
+from stoker.training.parallel.sharded import shard
+from stoker.training.recipes import memory
 
 GRAPH_PARAMETERS = 60_000_000  # below this a step is bound by launches, not by arithmetic: a CUDA graph pays
-SPARE = 0.92  # of what is free: fragments, NCCL's buffers, an evaluation
 WITHOUT_GPU = 8
 MANY = 1024  # samples a micro-batch may have where no batch.tokens limits it
 
 
 def parts_of(
-    c: Config, material: Material, learner: Learner, group: Group, voice: Voice, found: Checkpoint | None
-) -> Parts:
+    c: Config, material: Material, learner: Learner, group: Group, voice: Voice, found: Checkpoint | None,
+    stage_name: str = SFT,
+) -> Parts:  # fmt: skip
     """Model, optimizer, micro-batch and the exchange between ranks. `found`: the checkpoint that the run resumes from."""
     dtype = dtype_of(c, group)
     ready.arithmetic(c.compute, dtype)
@@ -63,7 +67,10 @@ def parts_of(
         )
     model = model_of(c, material.vocab_size, learner, dtype, group, voice, own, fresh=found is None)
     optimizer = Optimizer(model, c.optim)
-    own_micro = micro_batch(c, model, optimizer, group, voice, packed=material.train.packed)
+    packed, share = material.train.packed, share_of(c, group)
+    held = memory.Holding(group, model, optimizer, min(c.batch.micro, share))
+    each = memory.exchanges_each(c, held, stage_name, share, voice, packed=packed)
+    own_micro = micro_batch(c, model, optimizer, group, voice, packed=packed, each=each)
     fits = group.all(own_micro)
     micro = min(fits)
     if len(set(fits)) > 1:
@@ -87,6 +94,7 @@ def parts_of(
         graph=graphed(c, model, group, voice, packed=material.train.packed),
         adapters=own,
         loss_scale=scale_for(dtype, group.device),
+        exchange_each=each,
     )
 
 
@@ -115,6 +123,7 @@ def model_of(
     if own is not None:
         policy: Any = adapted(c, own, shape, learner.kind, dtype, group, voice)
         if learner.compares:
+            check_beginning(own, sharded)
             policy.begun = Beginning(policy, loaded=own.loaded)
         return cast(Decoder, policy)
     with torch.device("meta" if sharded else group.device):  # sharded: no rank ever holds the whole model
@@ -145,8 +154,9 @@ def adapted(
     dtype: torch.dtype,
     group: Group,
     voice: Voice,
+    entry: str = "forward",
 ) -> Decoder:
-    """Frozen weights in 16 or 4 bits, with adapters that learn. A checkpoint has the adapters only."""
+    """Frozen weights in 16 or 4 bits, with adapters that learn. A checkpoint has the adapters only. `entry`: of `shard`."""
     if c.model.vocab_size not in (0, hf_config.shape_of(own.base).vocab_size):
         raise Refusal(f"adapter.method {c.adapter.method} can't do a new model.vocab_size yet: leave it out", EX_CONFIG)
     told = own.settings
@@ -160,10 +170,17 @@ def adapted(
     if told.lora_dropout and model.fused:
         voice.say_once("adapter.lora_dropout: blocks run as plain torch; without it they are fused, and faster")
         model.fuse(False)
+    sharded = group.strategy == "fsdp"
+    if sharded:  # no rank ever holds all of it
+        adapters.cut_codes(model)
+        adapters.add(model, told, torch.device("meta"))
+        shard(model, group, None, entry)
     model.place(group.device)
     hf.load_named(model, hf.named(model), own.base, voice.say_once)
     model.begin_own(told.continue_from or own.base)
-    adapters.attach(model, told, c.train.seed)
+    if not sharded:
+        adapters.add(model, told, group.device)
+    adapters.start(model, told, c.train.seed)
     if told.continue_from:
         adapters.check_base(told.continue_from, own.base)
         adapters.load(model, told, told.continue_from, voice.say_once)
@@ -173,6 +190,16 @@ def adapted(
         f" learn; frozen weights take {amount(bytes_of['frozen'] + bytes_of['codes'])}"
     )
     return model
+
+
+def check_beginning(own: adapters.Beside, sharded: bool) -> None:
+    """What was before the first step is swapped in for the reference; FSDP2 gathers what it has."""
+    what = "adapter.also_train" if own.settings.also_train else "an adapter that is trained on"
+    if sharded and (own.loaded or own.settings.also_train):
+        raise Refusal(
+            f"parallel.strategy fsdp can't do {what} in a stage that compares with its beginning (dpo, grpo with a kl): use ddp",
+            EX_CONFIG,
+        )
 
 
 def _embed_on_host(model: Decoder) -> None:
@@ -261,19 +288,27 @@ def _announce_mask(model: Decoder, context: int, device: torch.device, voice: Vo
         )
 
 
-def micro_batch(c: Config, model: Decoder, optimizer: Optimizer, group: Group, voice: Voice, *, packed: bool) -> int:
-    """Before DDP is around the model: a trial that runs out of memory would leave its exchange half done."""
+def share_of(c: Config, group: Group) -> int:
+    """Samples of the rank that has most of a step; where they depend on what fits: as many as are tried."""
     tokens, micro = c.batch.tokens, c.batch.micro
-    share = (
-        largest_share(tokens // c.data.context_length, group.world) if tokens else micro * c.batch.accumulation or MANY
-    )
+    if tokens:
+        return largest_share(tokens // c.data.context_length, group.world)
+    return micro * c.batch.accumulation or MANY
+
+
+def micro_batch(
+    c: Config, model: Decoder, optimizer: Optimizer, group: Group, voice: Voice, *, packed: bool, each: bool = False
+) -> int:
+    """Before DDP is around the model: a trial that runs out of memory would leave its exchange half done. `each`: gradients
+    in shards are exchanged with each micro-batch."""
+    micro, share = c.batch.micro, share_of(c, group)
     halvings = int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0"))
     sharded = group.strategy == "fsdp"
     if packed and isinstance(model, Decoder):
         _announce_mask(model, c.data.context_length, group.device, voice)
     if not micro:
         again = halvings if sharded else 0
-        micro = largest_micro(c, model, optimizer, group, voice, share=share, packed=packed, halvings=again)
+        micro = largest_micro(c, model, optimizer, group, voice, share=share, packed=packed, each=each, halvings=again)
     if halvings:
         micro = max(micro >> halvings, 1) if c.batch.micro or not sharded else micro
         voice.say_once(f"micro-batch halved {halvings} time(s) after running out of GPU memory: {micro}")
@@ -293,6 +328,7 @@ def largest_micro(
     *,
     share: int,
     packed: bool,
+    each: bool,
     halvings: int,
 ) -> int:
     """micro_batch: auto. The most samples whose worst case fits: full context, gradients kept, an optimizer step. Two small
@@ -310,7 +346,7 @@ def largest_micro(
 
     def peak(micro: int) -> int | None:
         try:
-            found = _trial(c, model, optimizer, device, micro, packed=packed)
+            found = _trial(c, model, optimizer, device, micro, packed=packed, each=each)
         except torch.OutOfMemoryError:
             if sharded:
                 raise
@@ -330,8 +366,7 @@ def largest_micro(
     two = peak(2) if share > 1 else None
     if two is None:
         return 1
-    free, _ = torch.cuda.mem_get_info(device)
-    room = (free + torch.cuda.memory_reserved(device)) * SPARE
+    room = memory.room_on(device)
     guess = agreed(min(share, max(2, int((room - one) // max(two - one, 1)) + 1)))
     guess = even_micro(share, max(guess >> halvings, 1))
     while guess > 2 and peak(guess) is None:
@@ -350,10 +385,13 @@ def random_micro_batch(c: Config, model: Decoder, device: torch.device, micro: i
     model(inputs, targets, torch.zeros((), device=device), whole).backward()
 
 
-def _trial(c: Config, model: Decoder, optimizer: Optimizer, device: torch.device, micro: int, *, packed: bool) -> int:
+def _trial(
+    c: Config, model: Decoder, optimizer: Optimizer, device: torch.device, micro: int, *, packed: bool, each: bool
+) -> int:
     torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(2):  # the second with the gradients of the first
-        random_micro_batch(c, model, device, micro, packed=packed)
+    for last in (False, True):  # the second with the gradients of the first
+        with no_sync(model, last or each):
+            random_micro_batch(c, model, device, micro, packed=packed)
     optimizer.step(0.0, gradient_norm(optimizer.parameters), torch.ones((), device=device))  # "bad": it moves nothing
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)

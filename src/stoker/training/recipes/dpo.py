@@ -37,7 +37,8 @@ from stoker.training.model.config import OFF, ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.loss import token_logprobs
 from stoker.training.model.outside import Outside
-from stoker.training.parallel.group import Group, shard
+from stoker.training.parallel.group import Group
+from stoker.training.parallel.sharded import shard
 from stoker.training.recipes import build, stage
 from stoker.training.recipes.supervised import PairStage, learn_pairs
 from stoker.training.reward.config import DpoConfig

@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -30,14 +31,16 @@ from stoker.training.loop.learner import Learner
 from stoker.training.loop.run import Loop
 from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Profile
-from stoker.training.model import adapters, hf_config, hf_hub, ready
+from stoker.training.model import adapters, hf, hf_config, hf_hub, ready
 from stoker.training.model.config import with_rows
 from stoker.training.model.decoder import Decoder
+from stoker.training.model.pieces import give_back
 from stoker.training.model.reference import Beginning, Reference, copied
 from stoker.training.optim.config import rate_share
 from stoker.training.optim.loss_scale import scale_for
 from stoker.training.optim.optimizer import Optimizer
 from stoker.training.parallel.group import Group
+from stoker.training.parallel.sharded import shard
 from stoker.training.recipes import build, stage
 from stoker.training.recipes.memory import Holding, MemoryRecord, bytes_of, of_grpo
 from stoker.training.reward.model import RewardModel, open_reward, scores
@@ -73,8 +76,15 @@ def policy_of(
     dtype = build.dtype_of(c, group)
     if own is not None:
         ready.arithmetic(c.compute, dtype)
-        model = build.adapted(c, own, hf_config.shape_of(weights), Decoder, dtype, group, voice)
+        if c.grpo.kl > 0:
+            build.check_beginning(own, group.strategy == "fsdp")
+        model = build.adapted(c, own, hf_config.shape_of(weights), Decoder, dtype, group, voice, "hidden")
         return model, Beginning(model, loaded=own.loaded) if c.grpo.kl > 0 else None, None
+    if group.strategy == "fsdp":
+        ready.arithmetic(c.compute, dtype)
+        model = _in_shards(c, weights, dtype, group, voice, learns=True)
+        copy = _in_shards(c, weights, dtype, group, voice, learns=False) if c.grpo.kl > 0 else None
+        return model, None if copy is None else functools.partial(_passing, copy), copy
     model = stage.open_model(c, weights, group.device, dtype=dtype)
     ready.make_ready(model, c.compute, group.device, voice.say_once)
     if c.grpo.kl <= 0:
@@ -82,6 +92,25 @@ def policy_of(
     copy = stage.open_model(c, weights, group.device, dtype=dtype).to(model.dtype).requires_grad_(False)
     ready.make_ready(copy, c.compute, group.device, voice.say_once)
     return model, copied(copy), copy
+
+
+def _in_shards(c: Config, weights: str, dtype: torch.dtype, group: Group, voice: Voice, *, learns: bool) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(hf_config.shape_of(weights), c.data.context_length, dtype)
+    if not learns:
+        model = model.to(dtype).requires_grad_(False)
+    ready.make_ready(model, c.compute, group.device, voice.say_once)
+    shard(model, group, dtype, "hidden")
+    model.place(group.device)
+    hf.load(model, weights, voice.say_once)
+    return model
+
+
+@contextmanager
+def _passing(model: Decoder) -> Iterator[Decoder]:
+    """No backward pass gives its outermost weights back."""
+    yield model
+    give_back(model)
 
 
 def memory_of(
@@ -164,6 +193,7 @@ def main(argv: list[str]) -> int:
         attention=ready.attention(c.compute, group.device),
         before_update=keeper.saver.before_update,
         loss_scale=scale,
+        exchange_each=group.strategy == "fsdp" and c.parallel.accumulate != "whole",
     )
     updater.settle()
     if found is not None:
@@ -247,8 +277,8 @@ def main(argv: list[str]) -> int:
         where = os.path.join(folder, "hf")
         if own is None:
             Learner().save(model, where, beside, voice.say_once, group.first)
-        elif group.first:
-            adapters.save(model, own.settings, own.base, where, beside, voice.say_once)
+        else:
+            adapters.save(model, own.settings, own.base, where, beside, voice.say_once, group.first)
     if group.first and (stopped or whole):
         metrics = result(task.history, task.position, stopped, task.solved)
         stage.finish(c, "grpo", metrics, model="hf" if exported else None)

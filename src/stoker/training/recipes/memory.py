@@ -15,6 +15,7 @@ from stoker.contract.shape import shape
 from stoker.contract.wholefile import write_whole
 from stoker.training.config.keys import values_of
 from stoker.training.config.schema import Config
+from stoker.training.fit.accumulation import Accumulation, choose
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.memory import ADAPTERS, GRADIENTS, OPTIMIZER, REFERENCE, TERMS, WEIGHTS
 from stoker.training.fit.plan import DOCUMENT, FULL, gib
@@ -24,11 +25,13 @@ from stoker.training.loop.step import Parts
 from stoker.training.model.adapters import Beside
 from stoker.training.model.config import OFF, AdapterConfig
 from stoker.training.model.decoder import Decoder
+from stoker.training.optim.muon import local
 from stoker.training.optim.optimizer import Optimizer
 from stoker.training.parallel.config import recomputed_blocks
 from stoker.training.parallel.group import Group
 
 SCHEMA = 1
+SPARE = 0.92  # of what is free: fragments, NCCL's buffers, an evaluation
 SHORT = "ran out of GPU memory"  # `stoker why` looks for the line that begins so
 _LEAST = 32 << 20  # bytes a term has to be over its plan to be named
 
@@ -42,18 +45,52 @@ class Holding:
     optimizer: Optimizer
     micro: int
     more: Mapping[str, Callable[[], int]] = {}  # other terms of the plan: bytes as they are
+    whole: bool = False  # in shards, gradients of all weights wait for the last micro-batch
 
 
 def planned(
     c: Config, adapter: AdapterConfig, held: Holding, job: Job, graph: bool = False
 ) -> tuple[Planned | None, str]:
-    """(the plan, why it is only about that); no plan of what it does not know: CPUs, shards, fp32, blocks that are not fused."""
-    known = held.group.device.type == "cuda" and held.group.strategy == "ddp" and isinstance(held.model, Decoder)
-    if not known or held.model.dtype == torch.float32 or c.compute.recompute == "selective" or not held.model.fused:
+    """(the plan, why it is only about that); no plan of what it does not know: CPUs, fp32, blocks that are not fused."""
+    if not _is_known(c, held.group, held.model):
         return None, ""
     footprint = Footprint(held.model.config, adapter, job.needs.stage)
     why = "a CUDA graph has memory of its own: an estimate" if graph else ""
+    if job.shards > 1:
+        why = "shards were not measured on several GPUs: an estimate"
     return footprint.planned(job), footprint.why_about or why
+
+
+def _is_known(c: Config, group: Group, model: Decoder) -> bool:
+    """Whether the plan goes through what this run computes."""
+    known = group.device.type == "cuda" and isinstance(model, Decoder) and model.dtype != torch.float32
+    return known and c.compute.recompute != "selective" and model.fused
+
+
+def exchanges_each(c: Config, held: Holding, stage: str, share: int, voice: Voice, *, packed: bool) -> bool:
+    """parallel.accumulate. `share`: samples of a rank between two updates; `held.micro`: 0 where it is still to be found.
+    Without a plan sharded: what takes the least memory."""
+    group, asked = held.group, c.parallel.accumulate
+    if group.strategy != "fsdp" or group.world == 1:
+        return False
+    if asked != "auto":
+        return asked == "sharded"
+    found = Accumulation(False, "the memory plan does not know this run")
+    if _is_known(c, group, held.model):
+        job = job_of(c, held, StageNeeds(stage, likelihood=c.reward.likelihood), packed=packed, adds=True)
+        footprint = Footprint(held.model.config, c.adapter, stage)
+        found = choose(footprint, job, room_on(group.device), share, held.micro)
+    whole = all(group.all(found.whole))
+    if held.micro == 0 or held.micro < share:
+        why = found.why if whole == found.whole else "another rank has no room for whole ones"
+        voice.say_once(f"gradients between micro-batches: {'whole' if whole else 'sharded'}; {why}")
+    return not whole
+
+
+def room_on(device: torch.device) -> int:
+    """Bytes of a GPU that this process may fill."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int((free + torch.cuda.memory_reserved(device)) * SPARE)
 
 
 def job_of(c: Config, held: Holding, needs: StageNeeds, *, packed: bool, adds: bool) -> Job:
@@ -63,14 +100,19 @@ def job_of(c: Config, held: Holding, needs: StageNeeds, *, packed: bool, adds: b
     return Job(
         held.micro, c.data.context_length, c.optim.kind, packed, max(c.data.context_length // DOCUMENT, 1), again,
         held.group.world, adds, major, values.get("compute.embedding") == "host", c.compute.activations == "host", needs,
+        held.group.world if held.group.strategy == "fsdp" else 1, held.whole,
     )  # fmt: skip
+
+
+def whole_gradients(parts: Parts) -> bool:
+    return parts.group.strategy == "fsdp" and not parts.exchange_each
 
 
 def of_rows(c: Config, stage: str, parts: Parts, folder: str, voice: Voice) -> MemoryRecord:
     """Of a stage that learns from rows that are there before the run."""
     adapters, reference = parts.adapters, getattr(parts.model, "reference", None)
     more = {REFERENCE: lambda: bytes_of(reference)} if isinstance(reference, Decoder) else {}
-    held = Holding(parts.group, parts.model, parts.optimizer, parts.own_micro, more)
+    held = Holding(parts.group, parts.model, parts.optimizer, parts.own_micro, more, whole_gradients(parts))
     loaded = adapters is not None and adapters.loaded
     needs = StageNeeds(stage, likelihood=c.reward.likelihood, loaded=loaded)
     # Fitting a micro-batch adds gradients to gradients; and so does every step of several micro-batches.
@@ -175,7 +217,7 @@ def measured(held: Holding) -> dict[str, int]:
     grown = (parameter.grad for parameter in held.model.parameters())
     return {
         WEIGHTS: bytes_of(held.model),
-        GRADIENTS: sum(gradient.nbytes for gradient in grown if gradient is not None),
+        GRADIENTS: sum(local(gradient).nbytes for gradient in grown if gradient is not None),
         OPTIMIZER: sum(tensor.nbytes for _, tensor, _ in held.optimizer.state()),
         **{term: size() for term, size in held.more.items()},
     }
@@ -183,7 +225,7 @@ def measured(held: Holding) -> dict[str, int]:
 
 def bytes_of(model: Decoder) -> int:
     """Of its weights where it computes, and of an adapter's copies in 16 bits."""
-    found = sum(parameter.nbytes for parameter in model.parameters() if parameter.device == model.device)
+    found = sum(local(parameter).nbytes for parameter in model.parameters() if parameter.device == model.device)
     for module in model.modules():
         for part in getattr(module, "quantized", ()):
             found += part.codes.nbytes + part.scales.nbytes + 2 * part.second.nbytes

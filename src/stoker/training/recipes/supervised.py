@@ -52,7 +52,7 @@ def train(
 
     # Model, optimizer, micro-batch; the weights and the step of a checkpoint, if there is one.
     found = newest(c.checkpoint, folder, group, voice)
-    parts = build.parts_of(c, material, learner, group, voice, found)
+    parts = build.parts_of(c, material, learner, group, voice, found, stage_name)
     tensors = tensors_of(parts.model, parts.optimizer)
     start = build.start_of(c, parts, order, tensors, found, voice)
     first, steps = start.position.step, start.steps
@@ -179,10 +179,12 @@ def export(c: Config, parts: Parts, folder: str, voice: Voice) -> None:
         where = os.path.join(folder, "hf")
         words = parts.material.tokenizer
         beside = stage.beside(c, words, parts.material.tokenizer_digest, folder, parts.material.train.chat)
-        if parts.adapters is not None:
-            if parts.group.first:
-                own, model = parts.adapters, cast(Any, parts.model)
-                save = outside_adapters.save if isinstance(model, Outside) else adapters.save
-                save(model, own.settings, own.base, where, beside, voice.say_once)
+        own, model, first = parts.adapters, cast(Any, parts.model), parts.group.first
+        if own is not None and isinstance(model, Outside):
+            if first:
+                outside_adapters.save(model, own.settings, own.base, where, beside, voice.say_once)
+            return
+        if own is not None:
+            adapters.save(model, own.settings, own.base, where, beside, voice.say_once, first)
             return
         parts.learner.save(parts.model, where, beside, voice.say_once, parts.group.first)

@@ -10,7 +10,7 @@ loss is −log of that, summed over pairs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -28,9 +28,10 @@ from stoker.training.loop.learner import Beside, Learner, Say, Validation
 from stoker.training.model import adapters, hf, hf_hub, hf_stream, ready
 from stoker.training.model.attention import Documents, begins, documents
 from stoker.training.model.config import ModelConfig
-from stoker.training.model.decoder import Decoder, like
+from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_write import SCORE as HEAD
 from stoker.training.model.loss import token_logprobs
+from stoker.training.model.pieces import give_back, like, whole
 from stoker.training.parallel.config import ComputeConfig
 from stoker.training.parallel.group import Group
 from stoker.training.reward.pairs import Prompt, answered, asked
@@ -75,11 +76,8 @@ class RewardModel(Decoder):
         if self.likelihood:
             self.trust.fill_(TRUST)
 
-    def write_own(self, folder: str) -> None:
-        parts = {name: getattr(self, name).detach() for name in self.own}
-        save_file(
-            {name: tensor.float().cpu().contiguous() for name, tensor in parts.items()}, os.path.join(folder, HEAD)
-        )
+    def write_own(self, folder: str, own: Mapping[str, Tensor]) -> None:
+        save_file({name: tensor.float().cpu().contiguous() for name, tensor in own.items()}, os.path.join(folder, HEAD))
 
     def parts(self, inputs: Tensor, packed: Documents | None) -> tuple[Tensor, Tensor | None]:
         """[B, T] each: w · h of an answer that ends there, and log p of its segment up to there."""
@@ -181,11 +179,11 @@ def _head(folder: str) -> dict[str, Tensor]:
 
 def save(model: Decoder, folder: str, beside: Beside, say: Say, write: bool) -> None:
     assert isinstance(model, RewardModel)
-    here = {name: getattr(model, name).detach() for name in model.own}
-    own = {name: part.full_tensor() if hasattr(part, "full_tensor") else part for name, part in here.items()}
+    give_back(model)  # else these are gathered ones, which it takes away
+    own = {name: whole(getattr(model, name)) for name in model.own}
 
     def head(where: str) -> None:
-        save_file({name: tensor.float().cpu().contiguous() for name, tensor in own.items()}, os.path.join(where, HEAD))
+        model.write_own(where, own)
         beside.write(where)
 
     hf.save(model, folder, tokenizer_folder=beside.tokenizer, say=say, write=write, without=_OWN, more=head)

@@ -187,12 +187,15 @@ class Updater:
         attention: str,
         before_update: Callable[[], None] = lambda: None,
         loss_scale: LossScale | None = None,
+        exchange_each: bool = False,
     ) -> None:
-        """`before_update`: a checkpoint's snapshot must be out before the weights change. `loss_scale`: of fp16."""
+        """`before_update`: a checkpoint's snapshot must be out before the weights change. `loss_scale`: of fp16.
+        `exchange_each`: of a model in shards, gradients of each micro-batch."""
         self._model, self._reference, self._optimizer, self._group, self._c = model, reference, optimizer, group, c
         self._temperature, self._micro, self._attention = temperature, micro, attention
         clip = {"clip_ratio": c.clip_ratio, "clip_high": c.clip_ratio_high, "importance_cap": c.importance_cap}
         self._wrapped = wrap(Policy(model, temperature=temperature, kl=c.kl, **clip), group)
+        self._sharded, self._each = group.strategy == "fsdp", exchange_each
         self._before_update, self._loss_scale = before_update, loss_scale
         self.done = 0  # updates that counted: what the optimizer counts
 
@@ -202,7 +205,7 @@ class Updater:
 
     def settle(self) -> None:
         """As recipes/build.py: without two backwards for nothing, a resume would add in another order."""
-        if self._group.world < 3:
+        if self._group.world < 3 or self._sharded:
             return
         for _ in range(2):
             self._backward(arrange([], self._micro, self._model.context_length, self._group.device), 0.0)
@@ -231,9 +234,17 @@ class Updater:
         found = []
         for number in range(count):
             mine = [row for place, row in rows if place % count == number]
-            batches = arrange(mine, self._micro, self._model.context_length, self._group.device)
+            batches = self._even(arrange(mine, self._micro, self._model.context_length, self._group.device))
             found.append(_Part(tuple(self._with_fixed(batch) for batch in batches), sum(lengths[number::count])))
         return found
+
+    def _even(self, batches: list[Batch]) -> list[Batch]:
+        """In shards all ranks make as many passes: what is short of them is made up with batches that count nothing."""
+        if not self._sharded:
+            return batches
+        most: int = max(self._group.all(len(batches)))
+        nothing = arrange([], self._micro, self._model.context_length, self._group.device)
+        return batches + nothing * (most - len(batches))
 
     @torch.no_grad()
     def _with_fixed(self, batch: Batch) -> Batch:
@@ -247,7 +258,8 @@ class Updater:
         """[Σ loss × scale, Σ KL, Σ entropy, and Σ mismatch with importance weights]."""
         total = torch.zeros(4 if self._c.importance_cap else 3, device=self._group.device)
         for number, batch in enumerate(batches):
-            with no_sync(self._wrapped, number == len(batches) - 1):
+            last = number == len(batches) - 1
+            with no_sync(self._model if self._sharded else self._wrapped, last or self._each):
                 loss, seen = self._wrapped(batch, scale)
                 loss.backward()
             total += torch.cat([loss.detach()[None], seen])

@@ -1,0 +1,363 @@
+"""Models in shards (FSDP2) over gloo: they learn what one process learns, and hold what the plan says."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from safetensors.torch import load_file
+
+from conftest import at_length_but
+from forked_ranks import Server, program, server
+from stoker.contract.shape import replace
+from stoker.training.fit.accumulation import choose
+from stoker.training.fit.footprint import Footprint
+from stoker.training.fit.terms import Job
+from stoker.training.model import adapters, hf, hf_stream, nf4
+from stoker.training.model.config import AdapterConfig, ModelConfig, parameters
+from stoker.training.model.decoder import Decoder
+from stoker.training.model.hf_config import stored_in
+from stoker.training.model.hf_files import places
+from stoker.training.model.hf_read import Added, Source
+from stoker.training.model.nf4_shards import UNIT, Codes
+
+# What a rank counts while its recipe runs goes to counted-RANK.json.
+PROGRAM = program("""
+from importlib import import_module
+import torch, torch._dynamo, torch.distributed.fsdp
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from stoker.training.recipes import stage
+
+groups, counted = [], {"gradients": 0, "read": 0}
+
+def unsharded(param):
+    whole = getattr(param, "_unsharded_param", None)
+    found = (None if whole is None else whole.grad, param.unsharded_accumulated_grad)
+    return sum(one.nbytes for one in found if one is not None)
+
+def live():
+    params = [param for group in groups for param in group.fsdp_params]
+    shards = sum(one.sharded_param.grad.to_local().nbytes for one in params if one.sharded_param.grad is not None)
+    buffers = {id(state): state.reduce_scatter_input.nbytes for group in groups for state in states(group)}
+    return shards + sum(map(unsharded, params)) + sum(buffers.values())
+
+def states(group):
+    found = getattr(group.comm_ctx, "reduce_scatter_states", None)  # torch before 2.13 keeps one
+    return found if found is not None else [one for one in [group.comm_ctx.reduce_scatter_state] if one is not None]
+
+def look(method):
+    def looked(self, *args, **kwargs):
+        counted["gradients"] = max(counted["gradients"], live())
+        found = method(self, *args, **kwargs)
+        counted["gradients"] = max(counted["gradients"], live())
+        return found
+    return looked
+
+def read(method):
+    def counting(*args):
+        count = method(*args)
+        counted["read"] += count
+        return count
+    return counting
+
+def work(job, rank):
+    os.preadv = read(os.preadv)
+    made = FSDPParamGroup.__init__
+    def init(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        groups.append(self)
+    FSDPParamGroup.__init__ = init
+    FSDPParamGroup.post_backward = look(FSDPParamGroup.post_backward)
+    code = stage.run(import_module("stoker.training.recipes." + job["stage"]).main, job["words"])
+    params = [param for group in groups for param in group.fsdp_params]
+    counted["frozen"] = sum(one.sharded_param.to_local().nbytes for one in params if not one.sharded_param.requires_grad)
+    counted["shard"] = sum(4 * one.sharded_param.to_local().numel() for one in params if one.sharded_param.requires_grad)
+    sizes = [sum(4 * one.sharded_param.numel() for one in group.fsdp_params if one.sharded_param.requires_grad) for group in groups]
+    counted["units"] = sorted(sizes)
+    with open(f"counted-{rank}.json", "w") as file:
+        json.dump(counted, file)
+    return code
+""")
+# 11 samples a step, 2 at a time: micro-steps of unlike size, more on some ranks than others have samples for.
+PRETRAIN = (
+    "--tokenizer.path", "bytes", "--preset", "small", "--model.depth", "6", "--model.dim", "64", "--model.heads", "4",
+    "--model.tied", "false", "--context_length", "32", "--batch.tokens", "352", "--batch.micro", "2", "--data.validation", "0", "--log_every", "1",
+    "--export", "false", "--timeout", "60s", "--max_samples", "201", "--eval_every", "0", "--max-steps", "6", "--learning_rate", "3e-3",
+    "--parallel.device", "cpu",
+)  # fmt: skip
+
+
+class Trained:
+    def __init__(self, folder: Path, codes: list[int]) -> None:
+        self.folder, self.codes = folder, codes
+
+    @property
+    def run(self) -> Path:
+        return next((self.folder / "runs").glob("torchrun-*"))
+
+    @property
+    def losses(self) -> list[float]:
+        lines = map(json.loads, (self.run / "metrics.jsonl").read_text().splitlines())
+        return [line["loss"] for line in lines if "loss" in line and "val_loss" not in line]
+
+    def said(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.folder.glob("rank-*.log")))
+
+    def counted(self, rank: int) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / f"counted-{rank}.json").read_text())
+        return found
+
+
+class Ranks:
+    def __init__(self, server: Server, data: Path) -> None:
+        self._server, self._data = server, data
+
+    def pretrain(self, ranks: int, folder: Path, *words: str, fails: bool = False) -> Trained:
+        given = ["--data", str(self._data), "--cache", str(self._data.parent / "cache"), *PRETRAIN, *words]
+        return self.stage("pretrain", ranks, folder, *given, fails=fails)
+
+    def stage(self, stage: str, ranks: int, folder: Path, *words: str, fails: bool = False) -> Trained:
+        self._server.begin(ranks, folder, stage=stage, words=list(words))
+        found = Trained(folder, self._server.codes())
+        assert fails or found.codes == [0] * ranks, found.said()
+        return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    draw = random.Random(0)
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(
+        "\n".join(" ".join(draw.choice(("ab", "cde", "fgh", "ijkl")) for _ in range(12)) for _ in range(600))
+    )
+    with server(PROGRAM) as forked:
+        yield Ranks(forked, path)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process."""
+    found = ranks.pretrain(1, tmp_path_factory.mktemp("alone") / "job").losses
+    assert len(found) == 6 and found[-1] < found[0] - 0.5, "it learns"
+    return found
+
+
+FSDP = ("--strategy", "fsdp")
+
+
+@pytest.mark.parametrize("kept", ["sharded", "whole"])
+def test_gradients_between_micro_batches_are_the_shard_and_two_blocks_or_all(
+    kept: str, ranks: Ranks, alone: list[float], tmp_path: Path
+) -> None:
+    job = ranks.pretrain(2, tmp_path, *FSDP, "--accumulate", kept)
+    assert job.losses == pytest.approx(alone, rel=1e-5)
+    for rank in range(2):
+        seen = job.counted(rank)
+        norm, *blocks = seen["units"]  # the last norm's 64 numbers wait for the end of the backward pass
+        every = norm + sum(blocks)
+        if kept == "sharded":
+            assert seen["gradients"] <= seen["shard"] + sum(blocks[-2:]) + norm < 0.85 * every
+        else:
+            assert seen["gradients"] >= every
+
+
+@pytest.mark.parametrize("kind", ["adamw8bit", "muon"])
+def test_optimizers_in_shards_make_the_steps_of_one_process_and_resume_anywhere(
+    kind: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Rows of 64 and 172 numbers, and 260, 192 and 344 rows over three ranks: nothing is even."""
+    words = ("--optimizer", kind, "--model.ff", "172", "--schedule", "constant", "--warmup_steps", "1")
+    kept = ("--checkpoint.folder", str(tmp_path / "kept"))
+    one = ranks.pretrain(1, tmp_path / "1", *words)
+    losses: list[float] = []
+    for number, steps, more in ((2, "3", FSDP), (3, "5", FSDP), (1, "6", ())):
+        losses += ranks.pretrain(number, tmp_path / f"to-{steps}", *words, *kept, "--max-steps", steps, *more).losses
+    assert losses == pytest.approx(one.losses, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def base(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder."""
+    return ranks.pretrain(1, tmp_path_factory.mktemp("base") / "job", "--export", "true").run / "hf"
+
+
+def test_a_rank_reads_its_part_of_the_weights(ranks: Ranks, base: Path, tmp_path: Path) -> None:
+    words = ("--model.load", str(base), "--max-steps", "3")
+    one, two = ranks.pretrain(1, tmp_path / "1", *words), ranks.pretrain(2, tmp_path / "2", *words, *FSDP)
+    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+    total = sum(stored.size for stored in stored_in(str(base)).values())
+    assert one.counted(0)["read"] == total
+    read = [two.counted(rank)["read"] for rank in range(2)]
+    assert sum(read) == total and max(read) < 0.51 * total, "260 rows and the norms are even, too"
+
+
+# Of 4-bit weights: queries have one unit of 64 × 256 elements, keys half of one, gate and up four each.
+WIDE = ("--model.dim", "128", "--model.kv_heads", "2", "--model.ff", "512", "--model.depth", "2")
+
+
+@pytest.fixture(scope="module")
+def wide(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ranks.pretrain(1, tmp_path_factory.mktemp("wide") / "job", *WIDE, "--export", "true").run / "hf"
+
+
+@pytest.mark.parametrize("method", at_length_but(["--qlora"], ["--lora", "--qlora"]))
+def test_adapters_in_shards_learn_what_one_process_learns(
+    method: str, ranks: Ranks, wide: Path, tmp_path: Path
+) -> None:
+    words = (
+        "--model.load", str(wide), method, "--lora_rank", "4", "--learning_rate", "2e-3", "--export", "true",
+        "--schedule", "constant", "--warmup_steps", "1",
+    )  # fmt: skip
+    one = ranks.pretrain(1, tmp_path / "1", *words)
+    kept = ("--checkpoint.folder", str(tmp_path / "kept"))
+    two = ranks.pretrain(2, tmp_path / "2", *words, *FSDP, *kept, "--max-steps", "3")
+    assert two.losses == pytest.approx(one.losses[:3], rel=1e-5)
+    frozen = [two.counted(rank)["frozen"] for rank in range(2)]
+    assert max(frozen) < 0.6 * sum(frozen), "the half unit of keys and values is the first rank's"
+    three = ranks.pretrain(3, tmp_path / "3", *words, *FSDP, *kept)
+    assert three.losses == pytest.approx(one.losses[3:], rel=1e-5) and one.losses[-1] < one.losses[0]
+    ours, theirs = (load_file(run / "hf" / "adapter_model.safetensors") for run in (one.run, three.run))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+STAGES = [(stage, method) for stage in ("sft", "reward", "dpo") for method in ("", "--lora", "--qlora")]
+
+
+@pytest.mark.parametrize("kind", at_length_but([("reward", "--lora")], STAGES), ids="".join)
+def test_every_stage_learns_in_shards_what_one_process_learns(
+    kind: tuple[str, str], ranks: Ranks, wide: Path, tmp_path: Path
+) -> None:
+    stage, method = kind
+    draw = random.Random(1)
+    texts = [" ".join(draw.choice(("ab", "cde", "fgh")) for _ in range(draw.randint(1, 4))) for _ in range(120)]
+    pairs = [{"prompt": one, "chosen": f"{one} yes", "rejected": f"no {one}"} for one in texts]
+    chats = [{"messages": [{"role": "user", "content": one}, {"role": "assistant", "content": one}]} for one in texts]
+    data, held_out = tmp_path / "data.jsonl", tmp_path / "other.jsonl"
+    for path, some in ((data, slice(20, None)), (held_out, slice(20))):
+        rows = (chats if stage == "sft" else pairs)[some]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ("--data", str(data), "--data.validation", str(held_out))
+    if stage != "sft":
+        given = (f"--{stage}.pairs", str(data), f"--{stage}.held_out", str(held_out))
+    words = (
+        *given, "--model.load", str(wide), "--tokenizer.path", "bytes", "--preset", "small", "--context_length", "128",
+        "--batch.tokens", "640", "--batch.micro", "1", "--max-steps", "4", "--learning_rate", "1e-3", "--log_every", "1",
+        "--parallel.device", "cpu", "--timeout", "60s", "--eval_every", "0", *((method,) if method else ()),
+    )  # fmt: skip
+    one, two = (
+        ranks.stage(stage, count, tmp_path / f"{count}", *words, *(FSDP if count > 1 else ())) for count in (1, 2)
+    )
+    assert len(one.losses) == 4 and two.losses == pytest.approx(one.losses, rel=1e-5)
+    told = [json.loads((job.run / "result.json").read_text())["metrics"] for job in (one, two)]
+    assert told[0].keys() == told[1].keys() and told[1]["val_loss"] == pytest.approx(told[0]["val_loss"], rel=1e-5)
+    assert sorted(os.listdir(two.run / "hf")) == sorted(os.listdir(one.run / "hf"))
+
+
+@pytest.mark.parametrize("sizes", [[(128, 128), (256, 64)], [(128, 128), (64, 128), (9, 64)]], ids=["joined", "apart"])
+@pytest.mark.parametrize("given", ["elements", "codes"])
+def test_codes_that_can_be_cut_are_those_of_the_whole(sizes: list[tuple[int, int]], given: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    weights = [torch.randn(size, generator=draw) for size in sizes]
+    wholes = [nf4.quantize(weight) for weight in weights]
+    codes = Codes(sizes, torch.float32)
+    read = [lambda begin, end, one=one: one.flatten()[begin:end] for one in weights]
+    codes.fill(read if given == "elements" else wholes)
+    found, want = codes.joined(), nf4.join(wholes)[0]
+    assert len(found) == len(want) == (1 if len(sizes) == 2 else 3)
+    for one, other in zip(found, want, strict=True):
+        for name in ("codes", "scales", "second", "offsets"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+        assert (one.size, one.dtype) == (other.size, other.dtype)
+    assert all(parameter.shape[0] * UNIT >= math.prod(sizes[0]) for parameter in codes.parameters())
+
+
+SMALL = ModelConfig(family="llama", layers=1, dim=16, heads=4, kv_heads=2, head_dim=4, ff=24, vocab_size=50, tied=False)
+GPT2 = replace(
+    SMALL, family="gpt2", kv_heads=4, ff=64, positions="learned", position_rows=64, norm_kind="layer", gated=False,
+    activation="gelu_tanh", tied=True, qkv_bias=True, out_bias=True, mlp_bias=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "added tokens", "adapter"])
+def test_any_rows_of_a_weight_are_read_as_the_whole_has_them(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = GPT2 if kind == "columns" else SMALL
+    model = Decoder(c, 32)
+    model.start(1)
+    hf.save(model, str(tmp_path / "hf"), say=lambda line: None)
+    added, wanted = None, replace(c, vocab_size=57) if kind == "added tokens" else c
+    if kind == "adapter":
+        told = AdapterConfig(method="lora", lora_rank=2, also_train="norm")
+        attached = Decoder(c, 32)
+        adapters.freeze(attached, told)
+        attached.start(2)
+        adapters.attach(attached, told, 3)
+        tensors = adapters.peft_tensors(c, told, attached.get_parameter)
+        added = Added(c, told, {name: lambda one=one: one + 0.5 for name, one in tensors.items()})  # type: ignore[misc]
+    counts: list[int] = []
+    real = os.preadv
+    monkeypatch.setattr(hf_stream.os, "preadv", lambda *args: counts.append(real(*args)) or counts[-1])
+    source, draw = Source(str(tmp_path / "hf"), wanted, added), random.Random(0)
+    for place in places(wanted):
+        whole = source.whole(place, torch.float32)
+        for _ in range(6):
+            first, last = sorted((draw.randint(0, len(whole)), draw.randint(0, len(whole))))
+            counts.clear()
+            found = source.fill(place, torch.empty_like(whole[first:last]), first)
+            assert torch.equal(found, whole[first:last])
+            if kind != "added tokens":
+                assert sum(counts) == found.nbytes
+
+
+EIGHT = ModelConfig(
+    family="llama", layers=32, dim=4096, heads=32, kv_heads=8, head_dim=128, ff=14336, vocab_size=128256, tied=False
+)
+GIB = 1 << 30
+
+
+def test_the_plan_counts_the_gradients_that_will_be_there() -> None:
+    footprint, job = Footprint(EIGHT, AdapterConfig()), Job(1, 2048, recomputed=32, world=8, shards=8)
+    alone = footprint.planned(replace(job, world=1, shards=1)).terms
+    sharded, whole = (footprint.planned(replace(job, whole=way)) for way in (False, True))
+    assert sharded.terms["weights"] == pytest.approx(alone["weights"] / 8)
+    assert sharded.terms["optimizer"] == pytest.approx(alone["optimizer"] / 8)
+    each, every = 4 * parameters(EIGHT) // 8, 4 * parameters(EIGHT)
+    block = 4 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    head = 4 * 4096 * 128256
+    assert each < sharded.terms["gradients"] < each + 3.01 * max(block, head)
+    assert whole.total - sharded.total == pytest.approx(every - each, rel=0.05)
+    assert sharded.terms["gathered"] == pytest.approx(block, rel=0.01), "two blocks in 16 bits"
+    unheard = footprint.planned(replace(job, whole=True, accumulates=False))
+    assert unheard.total == pytest.approx(sharded.total, rel=0.01), "one micro-batch: nothing waits"
+
+
+@pytest.mark.parametrize(
+    ("room", "share", "micro", "whole", "why"),
+    [
+        (24, 16, 1, False, "whole ones need"),
+        (141, 16, 1, True, "a step sends"),
+        (141, 1, 1, False, "would not send less"),
+        (141, 64, 0, False, "would not send less"),  # room for all samples at once
+        (80, 4096, 0, True, "a step sends"),
+        (56, 4096, 0, False, "would not send less"),  # micro-batches would be so small that they gather more often
+    ],
+)
+def test_gradients_are_whole_where_that_sends_less_and_fits(
+    room: int, share: int, micro: int, whole: bool, why: str
+) -> None:
+    job = Job(1, 2048, recomputed=32, world=8, shards=8)
+    found = choose(Footprint(EIGHT, AdapterConfig()), job, room * GIB, share, micro)
+    assert found.whole == whole and why in found.why, found
