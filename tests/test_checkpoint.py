@@ -23,7 +23,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 import stoker  # noqa: E402
 from conftest import EVERYTHING, wait_for  # noqa: E402
 from stoker.contract.names import Refusal  # noqa: E402
-from stoker.training.checkpoint import folders, part, snapshot  # noqa: E402
+from stoker.training.checkpoint import part, snapshot  # noqa: E402
 from stoker.training.checkpoint.reading import find, open_checkpoint, verify  # noqa: E402
 from stoker.training.checkpoint.saver import Saver  # noqa: E402
 
@@ -707,14 +707,3 @@ def test_on_a_gpu_the_snapshot_is_of_the_moment_and_the_host_does_not_wait(job: 
     assert same({name: tensor.cpu() for name, tensor in back.items()}, want)
     open_checkpoint(str(one.folder / "step-00000002")).read_into(back)
     assert all(torch.equal(back[name].cpu(), want[name] + 1) for name in want)
-
-
-def test_a_folder_of_another_program_stays_whatever_its_name(tmp_path: Path) -> None:
-    foreign = tmp_path / "step-00000001"
-    foreign.mkdir()
-    (foreign / "weights.bin").write_text("a week of work")
-    old = tmp_path / "step-00000002"
-    old.mkdir()
-    (old / "manifest.json").write_text("{}")
-    folders.retire(str(tmp_path), step=9, keep=1, scores={9: None}, keep_best=False)
-    assert (foreign / "weights.bin").exists() and not old.exists()

@@ -17,7 +17,8 @@ from stoker.cli.roles import by_allocation
 from stoker.contract.names import Refusal
 from stoker.control.roles import allocation, role
 from stoker.control.roles.placing import Card, deal
-from stoker.control.roles.role import RoleSpec
+from stoker.control.roles.ready import Watching
+from stoker.control.roles.role import Ready, RoleSpec
 
 SERVER = """
 import http.server, os, signal, sys
@@ -403,3 +404,67 @@ def test_a_run_that_a_role_starts_is_a_run_of_its_own(stoker: Stoker) -> None:
 def test_a_role_alone_is_a_plain_run(stoker: Stoker) -> None:
     done = stoker("run", "--role", "worker", stoker.script("a.py", "import os; print(os.environ['ROLE_NAME'])\n"))
     assert done.code == 0 and b"worker" in done.log(0) and not (done.run_dir / "roles").exists()
+
+
+def test_a_roles_variables_are_on_no_command_line_and_in_no_record(stoker: Stoker) -> None:
+    """Command lines are visible to all users, and what a rank prints is quoted in verdicts."""
+    secret = "quietwombat88squared"
+    look = (
+        "import glob, os\n"
+        "for path in glob.glob('/proc/[0-9]*/cmdline'):\n"
+        "    try: text = open(path).read()\n"
+        "    except OSError: continue\n"
+        f"    assert {secret[:8]!r} + {secret[8:]!r} not in text, path\n"
+        "print('I have', os.environ['DB_PASSWORD'], flush=True)\n"
+        "raise SystemExit(3)\n"
+    )
+    stoker.script("look.py", look)
+    job = file_of(stoker, server={"command": "look.py", "env": {"DB_PASSWORD": secret}})
+    done = stoker("run", "--roles", job)
+    assert done.code == 3 and secret in done.out, done.err
+    own = [path for path in stoker.latest.rglob("*") if path.is_file() and path.suffix == ".json"]
+    assert own and not [path for path in own if secret in path.read_text()]
+    assert secret not in (stoker.latest / "events.jsonl").read_text() + stoker("why").out
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
+def test_another_users_server_or_file_makes_no_role_ready(stoker: Stoker, tmp_path: Path) -> None:
+    def listen() -> None:
+        os.setuid(65534)
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            os.write(told[1], str(other.getsockname()[1]).encode())
+            signal.pause()
+
+    told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        listen()
+    try:
+        port = int(os.read(told[0], 10))
+        watching = Watching(Ready("port", ""), [("127.0.0.1", port)], 0.0, 1)
+        assert wait_for(lambda: watching.newest or None, 10) == f"port {port} is in use by nobody"
+        assert not watching.ready.is_set()
+        watching.close()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    file = tmp_path / "there"
+    file.write_text("")
+    os.chown(file, 65534, 65534)
+    watching = Watching(Ready("file", str(file)), [], 0.0, 1)
+    assert wait_for(lambda: watching.newest or None, 10) == f"{file} belongs to nobody" and not watching.ready.is_set()
+    watching.close()
+
+
+def test_a_job_whose_folder_was_exchanged_starts_no_more_roles(stoker: Stoker) -> None:
+    job = stoker.start("run", "--roles", file_of(stoker, server=rules(), trainer={"command": "trainer.py"}))
+    assert ready(stoker, 1) and wait_for(lambda: pids(stoker, "trainer") or None, 60)
+    folder, server = stoker.latest, pids(stoker, "server")[-1]
+    folder.rename(folder.with_name("moved"))
+    folder.mkdir()
+    os.kill(server, signal.SIGKILL)
+    said = job.communicate(timeout=120)[0].decode()
+    assert job.returncode == 73 and "somebody moved or replaced the run directory" in said, said
+    assert not list(folder.iterdir())

@@ -290,10 +290,10 @@ def test_a_copy_is_for_those_that_are_there_and_min_hosts_goes_on_without_the_re
 
 
 def test_a_copy_that_breaks_for_any_reason_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+    def broken(_self: object) -> None:
         raise MemoryError("none left")
 
-    monkeypatch.setattr(copying.tempfile, "TemporaryFile", broken)
+    monkeypatch.setattr(copying._Copy, "_talk", broken)
     one = copying._Copy(cast(Any, SimpleNamespace(name="a")), cast(Any, None), cast(Any, None), "/there")
     one.run()
     assert one.failure == "MemoryError: none left"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from hostile_files import write_model
 
 from conftest import Stoker
 from localuser import VICTIM, do_as
-from stoker.contract import owners
+from stoker.contract import layout, owners
 from stoker.contract.names import Refusal
 from stoker.contract.shape import as_json, replace
 from stoker.contract.shapes import RankEnd, RankError
@@ -315,6 +316,24 @@ def test_root_in_a_folder_of_a_user_trusts_that_user(tmp_path: Path, monkeypatch
     assert owners.is_trusted(STRANGER, str(tmp_path)) and not owners.is_trusted(STRANGER + 1, str(tmp_path))
     tmp_path.chmod(0o777)
     assert not owners.is_trusted(STRANGER, str(tmp_path))
+
+
+@needs_root
+def test_root_in_the_folder_of_a_user_of_this_machine_trusts_nobody_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That user may be at work: what root resumes from there could be exchanged for code of theirs."""
+    nobody = pwd.getpwnam("nobody").pw_uid
+    (tmp_path / "runs").mkdir()
+    for folder in (tmp_path, tmp_path / "runs"):
+        os.chown(folder, nobody, nobody)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(owners, "_CONTAINER", (str(tmp_path / "mark"),))
+    assert not owners.is_trusted(nobody, str(tmp_path))
+    with pytest.raises(Refusal, match="belongs to nobody, so others can exchange your runs"):
+        layout.runs_root(None, {}, write=True)
+    (tmp_path / "mark").touch()
+    assert owners.is_trusted(nobody, str(tmp_path)), "a container's root"
 
 
 @needs_root

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +27,10 @@ from browser import browsing
 from conftest import Stoker, wait_for
 from localuser import ATTACKER, start_as
 from stoker.contract.shapes import Verdict
+from stoker.control.doctor import debris
 from stoker.control.launch.notify import Notifier
 from stoker.control.show import serving
+from stoker.control.show.web import texts
 
 CPU_S = 20  # of a command that takes one or two
 HUGE = 10**400  # JSON, and beyond every float
@@ -409,3 +412,29 @@ def test_a_host_that_complains_without_end_fills_nothing(stoker: Stoker) -> None
     done = stoker("top", "--once", "--hosts", "far", env={"PATH": f"{ssh.parent}:{os.environ['PATH']}"})
     assert done.code == 0 and "OFFLINE" in done.out, (done.out, done.err)
     assert (stoker.cwd / "kind").read_text() == "True"
+
+
+def test_a_run_of_countless_files_is_listed_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """800,000 links in folders of 1,000 each held the page up for half a minute, and everybody's requests with it."""
+    looked = 0
+    scan = os.scandir
+
+    def counted(path: Any) -> Any:
+        nonlocal looked
+        looked += 1
+        return scan(path)
+
+    for number in range(300):
+        (tmp_path / "checkpoints" / f"{number}" / "a").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"{number}" / "a" / "x").touch()
+    monkeypatch.setattr(texts, "_MOST_ENTRIES", 100)
+    monkeypatch.setattr(os, "scandir", counted)
+    folders = SimpleNamespace(place=lambda _run: str(tmp_path), record=lambda _run: SimpleNamespace(mine=False))
+    found = texts.listing(folders, "run")  # type: ignore[arg-type]
+    assert looked < 300 and len(found["checkpoints"]) == 100
+
+
+def test_processes_with_countless_mappings_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert any("libc.so" in path for path in debris._mapped(os.getpid(), ("/lib",)))
+    monkeypatch.setattr(debris, "_MAPPINGS", 10)
+    assert not debris._mapped(os.getpid(), ("/lib",))

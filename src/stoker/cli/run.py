@@ -118,7 +118,12 @@ def main(argv: list[str]) -> int:
         from stoker.control.agent.kernel import die_with_parent
 
         die_with_parent(int(parent), signal.SIGTERM)
+    given = os.environ.pop(names.GIVEN, "") if is_count(parent) else ""
     told, script, args = split(argv)
+    if given:
+        import json
+
+        told["env"] = [*json.loads(given), *told.get("env", [])]
     if "roles" in told or "allocation" in told or ":" in told.get("role", ""):
         from stoker.cli.roles import start_job
 

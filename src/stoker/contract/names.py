@@ -17,6 +17,7 @@ MACHINE = "STOKER_MACHINE"  # a recorded machine (JSON) that stands in for the r
 GPU_LOCKS = "STOKER_GPU_LOCKS"  # the folder of the GPUs' lock files, where it is not /tmp/stoker-gpu-locks
 GPU_LENDER = "STOKER_GPU_LENDER"  # a pid above this process: it holds GPU locks for the runs it starts
 JOB = "STOKER_JOB"  # the run of which this one is a role
+GIVEN = "STOKER_GIVEN"  # a role's own variables, as JSON: command lines are visible to all users
 PARENT = "STOKER_PARENT"  # a pid: this `stoker run` is a role of that process's job, and ends when it is killed
 RDZV_SECRET = "STOKER_RDZV_SECRET"  # what machines started by hand prove to know where they meet. No rank is given it
 RDZV_SECRET_FILE = "STOKER_RDZV_SECRET_FILE"

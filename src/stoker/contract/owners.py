@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 
+_CONTAINER = ("/.dockerenv", "/run/.containerenv", "/var/run/secrets/kubernetes.io")
 _given: dict[str, int] = {}  # folder -> the uid of what we make there
 
 
@@ -26,8 +27,26 @@ def is_own(path: str) -> bool:
 
 
 def is_trusted(uid: int, folder: str) -> bool:
-    """Ours or root's. For root also the owner's of the working folder: a container's root in its host's folder."""
-    return uid == 0 or is_mine(uid, folder) or (os.geteuid() == 0 and uid == _owner_of_working_folder())
+    """Ours or root's. For a container's root also the owner's of the working folder, which is its host's."""
+    if uid == 0 or is_mine(uid, folder):
+        return True
+    return os.geteuid() == 0 and uid == _owner_of_working_folder() and (in_container() or not _is_user(uid))
+
+
+def in_container() -> bool:
+    """One of a single application, whose users are root's own affair. The marks are root's to make."""
+    return any(map(os.path.exists, _CONTAINER))
+
+
+def _is_user(uid: int) -> bool:
+    """One of this machine's, who may be at work here."""
+    import pwd
+
+    try:
+        pwd.getpwuid(uid)
+    except KeyError:
+        return False
+    return True
 
 
 def _uid_given_in(folder: str) -> int:

@@ -111,15 +111,29 @@ def _is_telling(value: str) -> bool:
 
 
 def _forms(value: str) -> set[str]:
-    """As it is, as Python and JSON quote it, as a URL has it, and each of its lines."""
+    """As it is, as Python and JSON quote it, as a URL has it in its three ways, as HTML has it, and each of its lines."""
     raw = value.encode("utf-8", "surrogateescape")
-    quoted = "".join(
-        chr(byte) if byte < 128 and (chr(byte).isalnum() or byte in b"-_.~") else f"%{byte:02X}" for byte in raw
-    )
+    in_url = {_in_url(raw, safe, form) for safe in (b"-_.~", b"-_.~/") for form in ("%{:02X}", "%{:02x}")}
+    in_url |= {form.replace("%20", "+") for form in in_url}
+    in_html = value.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    in_html = in_html.replace('"', "&quot;").replace("'", "&#x27;")
     lines = value.splitlines() if "\n" in value else []
     long = (line for line in lines if len(line) >= _SHORTEST_LINE and not line.startswith("-----"))
     as_json = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return {value, repr(value)[1:-1], as_json, quoted, *long}
+    in_ascii = "".join(sign if sign.isascii() else _escape(sign) for sign in as_json)
+    return {value, repr(value)[1:-1], as_json, in_ascii, *in_url, in_html, *long}
+
+
+def _in_url(raw: bytes, safe: bytes, form: str) -> str:
+    return "".join(
+        chr(byte) if byte < 128 and (chr(byte).isalnum() or byte in safe) else form.format(byte) for byte in raw
+    )
+
+
+def _escape(sign: str) -> str:
+    """As JSON writes it where it keeps to ASCII."""
+    units = sign.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at] << 8 | units[at + 1]:04x}" for at in range(0, len(units), 2))
 
 
 def _without(value: str, hidden: list[Span]) -> str:

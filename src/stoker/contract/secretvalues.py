@@ -101,6 +101,11 @@ def _listed(text: str, found: re.Match[str], rating: int) -> Iterator[Span]:
         for item in compiled(r"""["']([^"'\\\r\n]+)\\{0,8}["']""").finditer(several[0]) if several else ():
             if not plain(item[1]):
                 yield found.end() + item.start(1), found.end() + item.end(1)
+        if several is None and ":" in found[2]:
+            flow = compiled(r"\[([^\[\]{}()\"'\r\n]{1,4096})\]").match(text, found.end())
+            for item in compiled(r"[^\s,]+").finditer(flow[1]) if flow else ():
+                if not plain(item[0]) and opaque(item[0]):
+                    yield found.end() + 1 + item.start(), found.end() + 1 + item.end()
     elif ":" in found[2]:
         line = text[max(0, found.start() - 40) : found.start()].rpartition("\n")[2]
         indent = len(line) - len(line.lstrip(" \t"))
@@ -108,6 +113,11 @@ def _listed(text: str, found: re.Match[str], rating: int) -> Iterator[Span]:
         block = compiled(rf"[|>][+\-\d]{{0,2}}[ \t]{{0,8}}\r?((?:{deeper})+)").match(text, found.end())
         if not block and not line.strip(" \t-\"'"):
             block = compiled(rf"\r?((?:\n[ \t]{{{indent},80}}- [^\r\n]+\r?)+)").match(text, found.end())
+        if not block and not line.strip(" \t-"):  # YAML's value on the next line, deeper; no mapping
+            alone = compiled(rf"[ \t]{{0,8}}\r?\n[ \t]{{{indent + 1},80}}([^\s:#\-][^\s:]{{3,}})[ \t]*(?:\r|\n|$)")
+            below = alone.match(text, found.end())
+            if below and not plain(below[1]):
+                yield below.span(1)
         if block:
             first = compiled(r"\s*(?:- )?").match(text, block.start(1))
             yield first.end() if first else block.start(1), block.end(1)
@@ -184,7 +194,9 @@ def named(text: str) -> Iterator[Span]:
     if not holds_any(text.lower(), secretnames.SEEDS):
         return
     quote = r"""(?:\\{0,32}["'])"""
-    between = rf"""{quote}?[\s,;]{{1,40}}{quote}?[Vv]alue{quote}?\s{{0,8}}[:=]\s{{0,8}}{quote}?"""
+    between = (
+        rf"""{quote}?[\s,;]{{1,40}}{quote}?[Vv]alue{quote}?\s{{0,8}}[:=]\s{{0,8}}(?:[|>][+\-]?\s{{1,80}})?{quote}?"""
+    )
     value = r"""([^\s"'\\,;}]{1,4096})"""
     for found in compiled(
         rf"""\b(?:[Nn]ame|[Kk]ey){quote}?\s{{0,8}}[:=]\s{{0,8}}{quote}?([\w.\-]{{1,100}}){between}{value}"""

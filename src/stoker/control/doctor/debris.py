@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from stoker.contract import layout
-from stoker.contract.process import of_kernel
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
 from stoker.control.machine import lockfiles
@@ -24,6 +23,7 @@ from stoker.control.machine.processes import open_files, pids_here, process
 MOST_LOCKS = 1000  # files looked at: no machine has so many GPUs
 FRESH_S = 60.0  # a file younger than this may be about to be opened
 _SHM = re.compile(r"torch_(\d+)_\d+_\d+|pym-(\d+)-\w+|nccl-\w+")
+_MAPPINGS = 4 << 20  # characters of a process's mappings that are read: a rank has 1 MB of them
 _AGENT_FOLDER = re.compile(r"stoker-[a-z0-9_]{8}")  # tempfile's eight random characters
 _AGENT_FILE = re.compile(r"s|\d+-\d+(" + "|".join(map(re.escape, layout.scratch_files("").values())) + r")(\.tmp)?")
 
@@ -155,11 +155,25 @@ def paths_in_use(prefixes: tuple[str, ...]) -> set[str]:
                 links.append(os.readlink(f"/proc/{pid}/{what}"))
             except OSError:
                 continue
-        mapped = of_kernel(f"/proc/{pid}/maps")
-        if any(prefix in mapped for prefix in prefixes):
-            lines = [line for line in mapped.split("\n") if any(prefix in line for prefix in prefixes)]
-            links += [line.split(None, 5)[5] for line in lines]
+        links += _mapped(pid, prefixes)
         found |= {link for link in links if link.startswith(prefixes)}
+    return found
+
+
+def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[str]:
+    """Paths that begin so among its mappings. Line by line: a process may have 65,000, with names of 4 KB."""
+    found: set[str] = set()
+    try:
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+            room = _MAPPINGS
+            for line in file:
+                room -= len(line)
+                if room < 0:
+                    break  # what is removed is asked for once more: alone_with
+                if any(prefix in line for prefix in prefixes):
+                    found.add(line.rstrip("\n").split(None, 5)[5])
+    except OSError:  # it has ended, or is not ours to look into
+        pass
     return found
 
 

@@ -9,13 +9,23 @@ _LISTEN = "0A"
 _TIME_WAIT = "06"
 
 
-def _sockets(port: int, state: str) -> set[str]:
-    """Inodes of the sockets on this local port in this state."""
-    found: set[str] = set()
+def _rows(port: int, state: str) -> list[list[str]]:
+    """The kernel's rows of the sockets on this local port in this state."""
+    found: list[list[str]] = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         rows = [line.split() for line in kernel_lines(table)][1:]
-        found |= {row[9] for row in rows if row[3] == state and int(row[1].rsplit(":", 1)[1], 16) == port}
+        found += [row for row in rows if row[3] == state and int(row[1].rsplit(":", 1)[1], 16) == port]
     return found
+
+
+def _sockets(port: int, state: str) -> set[str]:
+    """Their inodes."""
+    return {row[9] for row in _rows(port, state)}
+
+
+def listening_users(port: int) -> set[int]:
+    """Whose sockets accept connections there, on any address."""
+    return {int(row[7]) for row in _rows(port, _LISTEN)}
 
 
 def closing(port: int) -> bool:

@@ -109,13 +109,17 @@ class RunRecord:
         except OSError:
             return False
 
-    def attempt(self, number: int) -> None:
-        """Its folder. Refused where ranks would find another run directory, and resume from what lies in that."""
+    def require_place(self) -> None:
+        """Refused where ranks would find another run directory, and resume from what lies in that."""
         if not self._is_in_place():
             moved = f"somebody moved or replaced the run directory {printable(self.dir)} while the run was going on"
             fix = "start the run again with --runs-dir and a folder that is yours alone"
             line = f"{moved}: no ranks are started there; {fix}"
             raise names.Refusal(line, names.EX_CANTCREAT, cause="launch.runs-dir")
+
+    def attempt(self, number: int) -> None:
+        """Its folder."""
+        self.require_place()
         try:
             os.makedirs(layout.attempt_dir(self.dir, number), exist_ok=True)
             self._forget_progress()

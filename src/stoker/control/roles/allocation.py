@@ -14,6 +14,7 @@ from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import printable
 
 SERVING = ("sglang", "vllm", "stoker")
 TRAINING = ("fsdp", "ddp", "megatron")
@@ -97,8 +98,8 @@ def _part(word: str, text: str, group: int) -> Part:
         if dimension not in DIMENSIONS:
             known = ", ".join(f"{d} ({word})" for d, word in DIMENSIONS.items())
             raise _wrong(text, f"unknown dimension {dimension!r}; there are {known}")
-        if not 1 <= int(number) <= _MOST:
-            raise _wrong(text, f"{dimension}{number}: from 1 to {_MOST}")
+        if len(number) > 6 or not 1 <= int(number) <= _MOST:
+            raise _wrong(text, f"{dimension}{number[:12]}: from 1 to {_MOST}")
     if len({d for d, _ in pairs}) < len(pairs):
         raise _wrong(text, f"{word!r} gives a dimension twice")
     part = Part(engine, name, tuple((d, int(n)) for d, n in pairs), group)
@@ -108,7 +109,7 @@ def _part(word: str, text: str, group: int) -> Part:
 
 
 def _wrong(text: str, why: str) -> Refusal:
-    return Refusal(f"--allocation {text}: {why}", EX_USAGE)
+    return Refusal(f"--allocation {printable(text, 200)}: {why}", EX_USAGE)
 
 
 def needed(parts: Sequence[Part]) -> int:

@@ -10,10 +10,11 @@ import selectors
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.contract import layout, names
+from stoker.contract import layout, names, redact
 from stoker.contract.names import EX_SOFTWARE, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import counted, span
 from stoker.contract.shape import pick, replace, shape
@@ -35,6 +36,7 @@ from stoker.control.roles.placing import Card, Seat, deal, numbered
 from stoker.control.roles.role import ALWAYS, AUTO, NEVER, RoleSpec, in_order, program, variable
 from stoker.control.roles.role import JOB as WITH_JOB
 from stoker.control.roles.run import ENDED, STARTING, UP, WAITING, Given, RoleRun
+from stoker.control.verdict import launch
 
 TICK_S = 0.1
 LONGEST_WAIT_S = 30.0
@@ -86,6 +88,13 @@ class JobCoordinator(Coordinator):
     def _close(self) -> None:
         self._locks.release()
 
+    def _learn_secrets(self) -> None:
+        super()._learn_secrets()
+        for spec in self._plan.specs:
+            redact.learn(spec.env, spec.command)
+        if self._found.described is not None:
+            redact.learn(self._found.described.env)
+
     def _run(self) -> Verdict | None:
         specs = self._plan.specs
         found = self._found
@@ -121,7 +130,7 @@ class JobCoordinator(Coordinator):
         options = ["--hang-timeout", f"{o.hang_timeout:f}", "--on-nan", o.on_nan, "--show", o.show]
         options += ["--grace", f"{o.grace:f}"] if o.grace is not None else []
         options += ["--python", o.python] if o.python is not None else []
-        for name in ("env", "stage", "ssh_option"):
+        for name in ("stage", "ssh_option"):
             options += [f"--{name.replace('_', '-')}={word}" for word in getattr(o, name)]
         for name in ("quiet", "no_preflight", "share_gpus", "isolate", "sync"):
             options += [f"--{name.replace('_', '-')}"] if getattr(o, name) else []
@@ -134,7 +143,10 @@ class JobCoordinator(Coordinator):
             file = os.path.join(root, f"{spec.name}.hosts.json")
             os.makedirs(root, 0o700, exist_ok=True)
             write_json(file, hosts_file(described, seats))
-        return RoleRun(spec, Given(seats, port, restarts, tuple(options), reached, file), root, self._console)
+        variables = {} if described is None else described.env
+        env = (*(f"{name}={value}" for name, value in variables.items()), *o.env)
+        given = Given(seats, port, restarts, tuple(options), reached, env, file)
+        return RoleRun(spec, given, root, self._console)
 
     def _lock(self, dealt: Mapping[str, Sequence[Seat]], place: RunPlace) -> dict[str, str]:
         """For the whole job: while a server is replaced nobody else takes its GPU. Returns the roles' environment. On other
@@ -156,7 +168,9 @@ class JobCoordinator(Coordinator):
 
 
 def hosts_file(described: Hosts, seats: Sequence[Seat]) -> dict[str, Any]:
-    """The hosts of one role, with its share of their GPUs."""
+    """The hosts of one role, with its share of their GPUs. Without the file's `env`: that may hold secrets, and goes another
+    way.
+    """
     entries = []
     for host in described.hosts:
         mine = [seat for seat in seats if seat.host == host.name]
@@ -167,7 +181,7 @@ def hosts_file(described: Hosts, seats: Sequence[Seat]) -> dict[str, Any]:
         entry |= {"slots": len(mine), "local": host.here}
         cards = [card.uuid for seat in mine for card in seat.cards]
         entries.append({**entry, **({"gpus": ",".join(cards)} if cards else {})})
-    top = {"ssh_config": described.ssh_config, "ssh_options": list(described.ssh_options), "env": dict(described.env)}
+    top = {"ssh_config": described.ssh_config, "ssh_options": list(described.ssh_options)}
     return {**{key: value for key, value in top.items() if value}, "hosts": entries}
 
 
@@ -178,10 +192,11 @@ def planned(
     places: list[Place] = []
     roles = []
     for spec in specs:
+        there = Counter(seat.host for seat in dealt[spec.name])
         for number, (seat, local) in enumerate(numbered(dealt[spec.name])):
             gpus = [Gpu(card.index, card.uuid) for card in seat.cards]
             label = (f"{seat.host}/" if seat.host else "") + (gpus[0].label if gpus else f"CPU{local}")
-            world = sum(other.host == seat.host for other in dealt[spec.name])
+            world = there[seat.host]
             at = hosts.index(seat.host)
             first, more = (gpus[0], tuple(gpus[1:])) if gpus else (None, ())
             places.append(Place(len(places), local, world, at, seat.host, first, label, spec.name, number, more))
@@ -305,6 +320,8 @@ class Running:
         for other in self._roles.values():
             if other is not role and other.addresses:
                 environment[variable(other.name)] = ",".join(f"{host}:{port}" for host, port in other.addresses)
+        if self._exchanged():
+            return
         self._record.event("role-start", role=role.name, start=role.starts)
         try:
             role.start(environment, self._handles)
@@ -317,6 +334,15 @@ class Running:
             self._selector.register(pipe, selectors.EVENT_READ, role)
         if role.spec.ready is not None:
             self._say(f"stoker: role {role.name} is started; waiting for {role.spec.ready.words}")
+
+    def _exchanged(self) -> bool:
+        """Somebody has put another folder in the place of the job's: nothing is started or believed there."""
+        try:
+            self._record.require_place()
+        except Refusal as refusal:
+            self._outcome = self._outcome or replace(launch.refused(refusal), status="failed")
+            return True
+        return False
 
     # ---- following ----
 
@@ -352,7 +378,7 @@ class Running:
             verdict = role.verdict = Verdict("failed", cause, role.why, EX_SOFTWARE, evidence=role.last_lines)
         told = {"cause": verdict.cause, "status": verdict.status, "exit_code": verdict.exit_code}
         self._record.event("role-end", role=role.name, **told, summary=verdict.summary)
-        if self._outcome is not None or self._again or self._stop:
+        if self._exchanged() or self._outcome is not None or self._again or self._stop:
             self._settle()
             return
         if verdict.status == "completed" and role.spec.restart != ALWAYS:

@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Sequence
 
+from stoker.contract import owners
 from stoker.contract.untrusted import printable
+from stoker.control.machine import ports
 from stoker.control.record import reader
 from stoker.control.roles.role import Ready
 
@@ -21,14 +23,18 @@ _MOST = 1 << 20  # bytes of an answer
 
 
 class Watching:
-    """`addresses`: of the role's replicas. All of them must be ready."""
+    """`addresses`: of the role's replicas. All of them must be ready. `here`: they are on this machine, where anybody may
+    take a port before the role does.
+    """
 
-    def __init__(self, rule: Ready, addresses: Sequence[tuple[str, int]], began: float, replicas: int) -> None:
+    def __init__(
+        self, rule: Ready, addresses: Sequence[tuple[str, int]], began: float, replicas: int, here: bool = True
+    ) -> None:
         self.ready = threading.Event()
         self.unhealthy = ""  # why, once it was ready
         self.newest = ""  # what the newest look found
         self.run_dir = ""  # of the role, once it has one
-        self._rule, self._addresses, self._began, self._replicas = rule, addresses, began, replicas
+        self._rule, self._addresses, self._began, self._replicas, self._here = rule, addresses, began, replicas, here
         self._lines: set[int] = set()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -46,7 +52,10 @@ class Watching:
     def _watch(self) -> None:
         misses = 0
         while not self._over.wait(LOOK_S if not self.ready.is_set() else self._rule.check):
-            self.newest = self._wrong()
+            try:
+                self.newest = self._wrong()
+            except Exception as problem:  # of a thread nobody would hear of it
+                self.newest = f"{type(problem).__name__}: {printable(str(problem), 200)}"
             if not self.newest:
                 misses = 0
                 self.ready.set()
@@ -63,14 +72,17 @@ class Watching:
         rule = self._rule
         if rule.kind == "file":
             try:
-                fresh = os.stat(rule.value).st_mtime >= self._began - 1.0
+                about = os.stat(rule.value)
             except OSError as problem:
                 return f"{rule.value}: {problem.strerror}"
-            return "" if fresh else f"{rule.value} is older than this start"
+            if not owners.is_trusted(about.st_uid, os.path.dirname(rule.value)):
+                return f"{rule.value} belongs to {owners.user_name(about.st_uid)}"
+            return "" if about.st_mtime >= self._began - 1.0 else f"{rule.value} is older than this start"
         if rule.kind == "mark":
             return self._unmarked()
         for host, port in self._addresses:
-            wrong = self._unconnected(host, port) if rule.kind == "port" else self._unanswered(host, port)
+            wrong = self._foreign(port)
+            wrong = wrong or (self._unconnected(host, port) if rule.kind == "port" else self._unanswered(host, port))
             if wrong:
                 return wrong
         return ""
@@ -81,6 +93,12 @@ class Watching:
             if event["event"] == "mark" and event.get("name") == self._rule.value and event["time"] >= self._began:
                 marked.add(event.get("rank"))
         return "" if len(marked) >= self._replicas else f"{len(marked)} of {self._replicas} ranks have said so"
+
+    def _foreign(self, port: int) -> str:
+        """Another user who listens there could be asked in the role's place."""
+        uids = ports.listening_users(port) if self._here else set()
+        others = sorted(uid for uid in uids if not owners.is_trusted(uid, os.curdir))
+        return f"port {port} is in use by {owners.user_name(others[0])}" if others else ""
 
     def _unconnected(self, host: str, port: int) -> str:
         try:

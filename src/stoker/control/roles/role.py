@@ -212,7 +212,9 @@ def _ready(value: Any, where: str) -> Ready:
         told = ""
     elif not isinstance(told, str) or not told:
         _refuse(where, f"{kind}: {told!r} is not a text")
-    if kind == "http" and not told.startswith("/"):
+    if isinstance(told, str) and not told.isprintable():
+        _refuse(where, f"{kind}: {told!a} has characters that can't be printed")
+    if kind == "http" and (not told.startswith("/") or not told.isascii() or " " in told):
         _refuse(where, f"http: {told!r} is not a path such as /health")
     if kind != "http" and ("body" in value or "contains" in value):
         _refuse(where, "body and contains belong to http")
@@ -253,12 +255,18 @@ def checked(specs: Sequence[RoleSpec], where: str, code: int) -> tuple[RoleSpec,
     """With the roles that each waits for. Refuses two of one name, unknown ones, and an order that can't be."""
     names: list[str] = []
     made: list[RoleSpec] = []
+    total = sum(spec.count for spec in specs)
+    if total > _MOST:
+        raise Refusal(f"{where}: the roles have {total} processes together, and {_MOST} are allowed", code)
     for spec in specs:
         if not _NAME.fullmatch(spec.name):
             rule = "a letter, then letters, digits, - and _, at most 40"
             raise Refusal(f"{where}: {printable(spec.name, 60)!r} can't be a role's name: {rule}", code)
         if spec.name in names:
             raise Refusal(f"{where}: two roles are named {spec.name}", code)
+        like = next((name for name in names if variable(name) == variable(spec.name)), "")
+        if like:
+            raise Refusal(f"{where}: {like} and {spec.name} would both be {variable(spec.name)}: rename one", code)
         waits = spec.after or tuple(one.name for one in made if one.ready is not None)
         names.append(spec.name)
         made.append(replace(spec, after=tuple(name for name in waits if name)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -33,6 +34,7 @@ class Given:
     max_restarts: int  # within its own run
     options: tuple[str, ...]  # of the job, that every role's run gets, too
     reached: Mapping[str, str]  # host -> where the others reach it
+    env: tuple[str, ...] = ()  # NAME=VALUE and NAME, of all roles
     hosts_file: str = ""  # empty: this machine
 
     @property
@@ -101,12 +103,11 @@ class RoleRun:
             found += ["--gpus-per-rank", str(each)]
         if given.port:
             found += ["--port-base", str(given.port)]
-        for name, value in spec.env.items():
-            found += ["--env", f"{name}={value}"]
         return [*found, *flags, "--", *command]
 
     def start(self, environment: Mapping[str, str], handles: Sequence[int]) -> None:
-        own = {**environment, names.PARENT: str(os.getpid())}
+        variables = [*self.given.env, *(f"{name}={value}" for name, value in self.spec.env.items())]
+        own = {**environment, names.PARENT: str(os.getpid()), names.GIVEN: json.dumps(variables)}
         if not self.given.cards:
             own["CUDA_VISIBLE_DEVICES"] = ""
         self.began, self.state, self.verdict, self.why, self.stopping = time.time(), STARTING, None, "", 0
@@ -130,7 +131,8 @@ class RoleRun:
         if self.spec.ready is None:
             self.state = UP
             return
-        self.watching = Watching(self.spec.ready, self.addresses, self.began, self.spec.count)
+        here = not self.given.hosts_file
+        self.watching = Watching(self.spec.ready, self.addresses, self.began, self.spec.count, here)
 
     @property
     def pipes(self) -> list[int]:

@@ -18,6 +18,7 @@ from stoker.training.checkpoint.manifest import NAME as MANIFEST
 _STEP = re.compile(r"step-(\d{8,})")
 _TOKEN = re.compile(r"[A-Za-z0-9_]+")
 _UNFINISHED = re.compile(r"step-\d{8,}\.([A-Za-z0-9_]+)-(\d+)\.tmp")
+_BEING_DELETED = re.compile(r"\.gone-(\.replaced-)?step-\d{8,}[^/]*-\d+")
 _GONE, _REPLACED, LOCK = ".gone-", ".replaced-", ".writer"
 
 
@@ -102,13 +103,18 @@ def sweep(folder: str, dead: Callable[[str, int], bool]) -> None:
         match = _UNFINISHED.fullmatch(name)
         if match and dead(match[1], int(match[2])):
             remove(os.path.join(folder, name))
-        elif name.startswith(_GONE):
+        elif _BEING_DELETED.fullmatch(name):
             shutil.rmtree(os.path.join(folder, name))
 
 
+def is_checkpoint(path: str) -> bool:
+    """It has a manifest: nothing else is ours, whatever its name."""
+    return os.path.isfile(os.path.join(path, MANIFEST))
+
+
 def retire(folder: str, step: int, keep: int, scores: dict[int, float | None], keep_best: bool) -> None:
-    """Keeps the newest `keep` complete ones (`scores` has those), the best, and what is later than `step`. A folder without a
-    manifest is no checkpoint of ours, whatever its name: it stays.
+    """Keeps the newest `keep` complete ones (`scores` has those), the best, what is later than `step`, and what is not in
+    `scores`: it is damaged, another run's, or no checkpoint at all.
     """
     complete = sorted((one for one in scores if one <= step), reverse=True)
     staying = {step, *complete[: max(keep, 1)]}
@@ -116,7 +122,7 @@ def retire(folder: str, step: int, keep: int, scores: dict[int, float | None], k
     if keep_best and scored:
         staying.add(min(scored, key=lambda one: (scored[one], -one)))
     for one, path in steps_in(folder).items():
-        if one < step and one not in staying and is_trusted(path) and os.path.isfile(os.path.join(path, MANIFEST)):
+        if one < step and one in scores and one not in staying and is_trusted(path):
             remove(path)
 
 

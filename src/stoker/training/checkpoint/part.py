@@ -17,7 +17,7 @@ from stoker.contract.typed import read_shape
 from stoker.contract.untrusted import read_json
 from stoker.contract.wholefile import sync_folder, write_whole
 from stoker.training.checkpoint import manifest
-from stoker.training.checkpoint.folders import put_in_place
+from stoker.training.checkpoint.folders import is_checkpoint, put_in_place
 from stoker.training.checkpoint.manifest import Entry, Manifest, Piece, SummedFile, Sums, sizes_wrong_in
 
 if TYPE_CHECKING:
@@ -175,4 +175,6 @@ def commit(unfinished: str, final: str, parts: Sequence[Part], wanted: Manifest)
     for rank in range(wanted.world):
         os.unlink(os.path.join(unfinished, name_of(rank, NOTE)))  # the manifest has what they said
     sync_folder(unfinished)
+    if os.path.lexists(final) and not is_checkpoint(final):
+        raise GivenUp(f"{final} is there and is no checkpoint: move it away, or give another --checkpoint.folder")
     put_in_place(unfinished, final)

@@ -42,7 +42,11 @@ class _Job:
 class _Store:
     """The checkpoints' folder as one rank writes to it: a save becomes a checkpoint, or leaves nothing and says why."""
 
-    def __init__(self, folder: str, rank: int, world: int, token: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: str, rank: int, world: int, token: str, say: Callable[[str], None], only: str | None
+    ) -> None:
+        """`only`: the run whose checkpoints are counted and removed; None: all that are there."""
+        self._only = only
         self.folder, self._rank, self._world, self._token, self._say = os.path.abspath(folder), rank, world, token, say
         folders.unfinished_name(0, token, 0)  # a token that can't be part of a name is refused now
         self.problem: str | None = None
@@ -129,7 +133,9 @@ class _Store:
         for one, path in folders.steps_in(self.folder).items():
             try:
                 if folders.is_trusted(path):
-                    scores[one] = open_checkpoint(path).score
+                    found = open_checkpoint(path)
+                    if self._only is None or found.meta.get("run") == self._only:
+                        scores[one] = found.score
             except Refusal as problem:
                 self._say(f"{problem.line}; it does not count among those that are kept")
         try:
@@ -180,7 +186,7 @@ class _Store:
 class Saver:
     """`token`: the same on all ranks, and never used before in this folder. `say`: one line for people.
 
-    `patience`: how many seconds rank 0 waits for the other ranks' parts. `keep_best`: the lowest score stays.
+    `only`: the run whose checkpoints are counted and removed; None: all in the folder. `patience`: how many seconds rank 0 waits for the other ranks' parts. `keep_best`: the lowest score stays.
     """
 
     def __init__(
@@ -194,8 +200,9 @@ class Saver:
         keep: int = 2,
         keep_best: bool = True,
         patience: float = 300.0,
+        only: str | None = None,
     ) -> None:
-        self._store = _Store(folder, rank, world, token, say)
+        self._store = _Store(folder, rank, world, token, say, only)
         self._rank, self._world, self._token, self._say = rank, world, token, say
         self._keep, self._keep_best, self._patience = keep, keep_best, patience
         self._buffers = Buffers(say)

@@ -17,10 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker import __version__
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.progress import BYTES, Progress
 from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import open_regular
 from stoker.contract.wholefile import sync_folder, temporary_name
 from stoker.training.model import hf_stream
 from stoker.training.model.config import ModelConfig, lacking
@@ -33,6 +35,7 @@ from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
 ENDING = ".gguf"
+_MARK = "stoker.export"  # a key of every file that we write
 _OPTIONS = ("qkv_bias", "out_bias", "mlp_bias", "rope_kind")
 _HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 Say = Callable[[str], None]
@@ -52,6 +55,9 @@ def write(folder: str, out: str, dtype: str | None, tokenizer: str | None, say: 
         raise Refusal(f"{out}: a GGUF file's name ends in {ENDING}", EX_CANTCREAT)
     if os.path.isdir(out):
         raise Refusal(f"{out} is a folder: give a file", EX_CANTCREAT)
+    if os.path.lexists(out) and not _is_ours(out):
+        line = f"{out} is there and was not written by stoker export: give another name, or remove it first"
+        raise Refusal(line, EX_CANTCREAT)
     if base_of(folder) != folder or is_quantized(folder):
         what = "an adapter: export it with --merge first" if base_of(folder) != folder else "in 4 bits: export it first"
         raise Refusal(f"{folder} is {what}, and then that folder with --gguf", EX_USAGE)
@@ -76,6 +82,15 @@ def write(folder: str, out: str, dtype: str | None, tokenizer: str | None, say: 
         if os.path.exists(fresh):
             os.unlink(fresh)
     say(f"wrote {out}: {amount(os.path.getsize(out))} as {kind}, {len(entries)} tensors")
+
+
+def _is_ours(path: str) -> bool:
+    """A file that an earlier export wrote, not a link to one."""
+    if os.path.islink(path):
+        return False
+    with os.fdopen(open_regular(path), "rb") as file:
+        begin = file.read(1 << 16)
+    return begin.startswith(b"GGUF") and _MARK.encode() in begin
 
 
 def _library() -> Any:
@@ -129,6 +144,7 @@ def _entries(library: Any, folder: str, c: ModelConfig, dtype: str | None) -> It
 
 
 def _describe(library: Any, writer: Any, folder: str, c: ModelConfig) -> None:
+    writer.add_string(_MARK, __version__)
     writer.add_name(os.path.basename(os.path.abspath(folder)))
     writer.add_context_length(c.longest or 2048)
     writer.add_embedding_length(c.dim)

@@ -118,7 +118,9 @@ class Keeper:
         """Rank 0 takes the folder first: if it can't, all refuse with its line, and nobody waits for anybody."""
         group = self._group
         about = {"rank": group.rank, "world": group.world, "token": group.from_first(os.urandom(4).hex())}
-        make = partial(Saver, self.folder, say=self._voice.say, keep=keep, keep_best=keep_best, **about)
+        # A run that continued no other leaves the others' checkpoints in its folder alone.
+        only = run_of(self._run) if self._c.folder and self._c.resume == "never" else None
+        make = partial(Saver, self.folder, say=self._voice.say, keep=keep, keep_best=keep_best, only=only, **about)
         made: list[Saver] = []
         group.agreed(lambda: made.append(make()))
         return made[0] if made else make()

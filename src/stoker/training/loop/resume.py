@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -154,7 +155,9 @@ def position(found: Mapping[str, Any], data: Data) -> tuple[Position, str]:
     """(where to go on, a line to say or nothing)."""
     best = found.get("best")
     theirs, mine = found.get("data", {}), as_json(data)
-    if not isinstance(theirs, dict) or not all(type(found.get(key)) is int for key in ("step", "samples", "tokens")):
+    counts = [found.get(key) for key in ("step", "samples", "tokens")]
+    told = best is None or (type(best) in (int, float) and math.isfinite(best))
+    if not isinstance(theirs, dict) or not told or not all(type(one) is int and 0 <= one < 1 << 62 for one in counts):
         raise Refusal("the checkpoint does not say how far it is: it was written by something else", EX_CONFIG)
     other = [key for key in mine if theirs.get(key) != mine[key]]
     words = {"key": "the data", "seed": "its order", "context": "the context length", "count": "the number of samples"}

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import stoker
+from stoker.contract.effort import reading
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.shape import as_json, shape
+from stoker.contract.typed import read_shape
 from stoker.training.checkpoint.reading import Checkpoint
 from stoker.training.loop.run import Answers, Task, Words, agree
 from stoker.training.loop.say import Voice
@@ -66,7 +68,7 @@ class History:
 
     @classmethod
     def from_json(cls, c: GrpoConfig, told: dict[str, list[dict[str, object]]]) -> History:
-        return cls(c, *([Seen(**one) for one in told[part]] for part in ("first", "recent")))  # type: ignore[arg-type]
+        return cls(c, *([read_shape(Seen, one) for one in told[part]] for part in ("first", "recent")))
 
     def finding(self) -> Finding | None:
         return judge(self.first, self.recent, self._c)
@@ -195,7 +197,11 @@ def resumed(found: Checkpoint | None, optimizer: str, c: GrpoConfig) -> tuple[Po
         raise Refusal(
             f"checkpoint {found.path} has the state of optim.kind {meta.get('optimizer')}, not {optimizer}", EX_CONFIG
         )
-    return Position(int(meta["step"]), int(meta["updates"]), int(meta["tokens"])), History.from_json(c, meta["history"])
+    with reading(f"checkpoint {found.path}"):
+        counts = [meta[name] for name in ("step", "updates", "tokens")]
+        if not all(type(one) is int and 0 <= one < 1 << 62 for one in counts):
+            raise ValueError("it does not say how far it is")
+        return Position(*counts), History.from_json(c, meta["history"])
 
 
 @shape

@@ -5,6 +5,7 @@ Control characters are escaped here; the page puts texts in as text. So a log fu
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import stat
@@ -24,6 +25,7 @@ _MATCHES = 300
 _STACK_BYTES = 128 << 10
 _MOST_TEXTS = 20
 _MOST_FILES = 1000
+_MOST_ENTRIES = 10_000  # of all folders of a run, that one answer looks at
 _DEPTH = 3
 _ROWS = 40
 _ROW_BYTES = 64 << 10
@@ -172,15 +174,17 @@ def _stacks(record: reader.Run) -> Iterator[dict[str, Any]]:
 
 def listing(folders: Folders, run: str) -> dict[str, Any]:
     place = folders.place(run)
-    found = sorted(_walk(place, ""), key=lambda one: str(one["path"]))
+    room = _Room()
+    found = sorted(_walk(room, place, ""), key=lambda one: str(one["path"]))
     newest = checkpoints.newest(place) if folders.record(run).mine else None
     folder = os.path.join(place, layout.CHECKPOINTS)
     saved = []
     try:
-        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name)[:_MOST_FILES]:
+        room = _Room()
+        for entry in sorted(room.take(folder), key=lambda entry: entry.name):
             about = entry.stat(follow_symlinks=False)
             inside = entry.is_dir(follow_symlinks=False)
-            size = sum(one["size"] for one in _walk(entry.path, "")) if inside else about.st_size
+            size = sum(one["size"] for one in _walk(room, entry.path, "")) if inside else about.st_size
             is_newest = newest is not None and os.path.basename(newest.path) == entry.name
             name = printable(entry.name, 200)
             saved.append({"name": name, "size": size, "time": about.st_mtime, "newest": is_newest})
@@ -189,9 +193,22 @@ def listing(folders: Folders, run: str) -> dict[str, Any]:
     return {"files": [one for one in found if one["kind"] != "checkpoint"][:_MOST_FILES], "checkpoints": saved}
 
 
-def _walk(place: str, below: str, depth: int = 0) -> Iterator[dict[str, Any]]:
+class _Room:
+    """How many entries of a run's folders one answer looks at."""
+
+    def __init__(self) -> None:
+        self.left = _MOST_ENTRIES
+
+    def take(self, folder: str) -> list[os.DirEntry[str]]:
+        with os.scandir(folder) as entries:
+            found = list(itertools.islice(entries, min(_MOST_FILES, self.left)))
+        self.left -= len(found)
+        return found
+
+
+def _walk(room: _Room, place: str, below: str, depth: int = 0) -> Iterator[dict[str, Any]]:
     try:
-        entries = list(os.scandir(os.path.join(place, below)))[:_MOST_FILES]
+        entries = room.take(os.path.join(place, below))
     except OSError:
         return
     for entry in entries:
@@ -201,7 +218,7 @@ def _walk(place: str, below: str, depth: int = 0) -> Iterator[dict[str, Any]]:
         except OSError:
             continue  # gone meanwhile
         if stat.S_ISDIR(about.st_mode) and depth < _DEPTH:
-            yield from _walk(place, path + "/", depth + 1)
+            yield from _walk(room, place, path + "/", depth + 1)
         elif stat.S_ISREG(about.st_mode):
             kind = "" if printable(path) != path else kind_of(path)
             yield {"path": printable(path, 300), "size": about.st_size, "time": about.st_mtime, "kind": kind}

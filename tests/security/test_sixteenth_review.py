@@ -1,0 +1,132 @@
+"""What the sixteenth review found: folders and files of other programs, bent checkpoints, secrets in other clothes."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import urllib.parse
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from stoker.contract import redact  # noqa: E402
+from stoker.contract.names import Refusal  # noqa: E402
+from stoker.training.checkpoint import folders  # noqa: E402
+from stoker.training.checkpoint.saver import Saver  # noqa: E402
+from stoker.training.generate import gguf_file  # noqa: E402
+from stoker.training.loop.resume import position  # noqa: E402
+from stoker.training.rl.config import GrpoConfig  # noqa: E402
+from stoker.training.rl.task import resumed  # noqa: E402
+
+
+def saver(folder: Path, said: list[str], **more: Any) -> Saver:
+    return Saver(str(folder), rank=0, world=1, token=os.urandom(4).hex(), say=said.append, keep=1, **more)
+
+
+def test_what_is_no_checkpoint_of_ours_stays(tmp_path: Path) -> None:
+    """A folder of another program may have a checkpoint's name, or that of one that is being deleted."""
+    for name in ("step-00000001", "step-00000002", ".gone-holiday"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.tex").write_text("a year of work")
+    said: list[str] = []
+    one = saver(tmp_path, said, keep_best=False)
+    for step in (2, 3, 4, 5):
+        one.save(step, {"w": torch.ones(3)}, {}, None, wait=True)
+    one.close()
+    assert all(
+        (tmp_path / name / "thesis.tex").exists() for name in ("step-00000001", "step-00000002", ".gone-holiday")
+    )
+    assert "step-00000002 is there and is no checkpoint" in "\n".join(said)
+    assert sorted(folders.steps_in(str(tmp_path))) == [1, 2, 5], "and ours are kept and removed as asked"
+
+
+def test_a_run_that_continues_no_other_leaves_its_checkpoints_alone(tmp_path: Path) -> None:
+    said: list[str] = []
+    for run, steps in (("a", (10, 20)), ("b", (30, 40))):
+        one = saver(tmp_path, said, only=run, keep_best=False)
+        for step in steps:
+            one.save(step, {"w": torch.ones(3)}, {"run": run}, None, wait=True)
+        one.close()
+    assert sorted(folders.steps_in(str(tmp_path))) == [20, 40]
+
+
+def test_an_export_writes_over_no_file_of_others(tmp_path: Path) -> None:
+    out = tmp_path / "big.gguf"
+    out.write_bytes(b"GGUF and the weights of somebody")
+    link = tmp_path / "link.gguf"
+    link.symlink_to(out)
+    for path in (out, link):
+        with pytest.raises(Refusal, match="was not written by stoker export"):
+            gguf_file.write(str(tmp_path / "model"), str(path), None, None, print)
+    assert out.read_bytes().endswith(b"of somebody") and link.is_symlink()
+
+
+@pytest.mark.parametrize(
+    "bent", [{"best": []}, {"best": "x"}, {"best": float("nan")}, {"samples": 10**38}, {"step": -5}]
+)
+def test_positions_that_can_not_be(bent: dict[str, Any]) -> None:
+    meta = {"step": 1, "samples": 2, "tokens": 3, "best": None, "data": {}, **bent}
+    with pytest.raises(Refusal, match="does not say how far it is"):
+        position(meta, SimpleNamespace())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "bent",
+    [
+        {"history": 5},
+        {"history": {"first": [], "recent": [{"strange": 1}]}},
+        {"history": {"first": [], "recent": ["x"]}},
+        {"step": "x"},
+        {"updates": None},
+    ],
+)
+def test_histories_that_can_not_be(bent: dict[str, Any]) -> None:
+    meta = {
+        "stage": "grpo", "optimizer": "adamw", "step": 1, "updates": 1, "tokens": 1,
+        "history": {"first": [], "recent": []}, **bent,
+    }  # fmt: skip
+    with pytest.raises(Refusal) as refused:
+        resumed(SimpleNamespace(meta=meta, path="ck"), "adamw", GrpoConfig())  # type: ignore[arg-type]
+    assert "ck" in refused.value.line and "\n" not in refused.value.line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "password:\n    VALUE",
+        "a: 1\npassword:\n  VALUE\nb: 2",
+        "api_keys: [x8Jq2, VALUE]",
+        "- name: HF_TOKEN\n  value: |\n    VALUE",
+    ],
+)
+def test_values_that_yaml_puts_elsewhere(text: str) -> None:
+    assert "k3yOf9Somebody21" not in redact.whole(text.replace("VALUE", "k3yOf9Somebody21"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "password:\n    min_length: 8",
+        "tokens: [eos, bos]",
+        "token:\n\nnext paragraph",
+        "keys: [loss, step]",
+    ],
+)
+def test_look_alikes_stay(text: str) -> None:
+    assert redact.whole(text) == text
+
+
+def test_a_known_secret_in_other_clothes() -> None:
+    secret = "wJalr/XUtn&FEMI <K7>MDENG== pässwört"
+    redact.learn({"SVC_PASSWORD": secret})
+    worn = [
+        urllib.parse.quote(secret), urllib.parse.quote(secret, safe=""), urllib.parse.quote_plus(secret),
+        json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1], html.escape(secret), repr(secret),
+    ]  # fmt: skip
+    for text in worn:
+        assert "MDENG" not in redact.whole(f"failed with {text} there"), text
