@@ -158,7 +158,7 @@ def test_questions_that_hold_more_than_they_ask_end_the_reading(
         "q.csv.gz": ("a," * 400_000 + '"\n",') * 7,  # one row: a quote is open at the end of each line
     }
     path.write_bytes(gzip.compress(text[name].encode()))
-    with pytest.raises(Refusal, match=r"too much memory|s of CPU time"):  # whichever comes first
+    with pytest.raises(Refusal, match=r"too much memory|s of CPU time|2800008 cells"):  # whichever comes first
         read_tasks((str(path),), 0)
 
 
@@ -223,7 +223,7 @@ def test_a_table_that_transformers_computes_entry_by_entry_ends(stoker: Stoker) 
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
     bytes_tokenizer().save(str(folder))
-    done = stoker("chat", "model", timeout=110)
+    done = stoker("chat", "model", timeout=280)
     assert done.code != 0 and "Traceback" not in done.err
     assert "s of CPU time to look at" in done.err, done.err[-600:]
 
