@@ -306,7 +306,7 @@ class Running:
     # ---- starting ----
 
     def _start_those_that_can(self) -> None:
-        if self._outcome is not None or self._again:
+        if self._outcome is not None or self._again or self._stop:
             return
         now = time.time()
         for role in self._roles.values():
