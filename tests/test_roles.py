@@ -364,6 +364,7 @@ def test_words_that_name_no_role(words: list[str], said: str) -> None:
         ("roles: {a: {command: x, ready: {http: /a}, port: 0}}", "ready: http needs a port"),
         ("roles: {a: {command: x, ready: {file: b, timeout: soon}}}", "timeout: "),
         ("roles: {a: {command: x, port: 70000}}", "port: 70000 is not auto"),
+        ("roles: {a: {command: x, ready: {http: /a, body: {b: 2020-01-01}}}}", "body: "),
         ("roles: {a: {command: x, env: {1: b}}}", "1 is not a variable's name"),
         ("roles: {a: {command: x, restart: always}}", "no role is required"),
         ("roles: {a: {}}", "command: is missing"),
@@ -451,8 +452,8 @@ def test_another_users_server_or_file_makes_no_role_ready(stoker: Stoker, tmp_pa
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     file = tmp_path / "there"
-    file.write_text("")
-    os.chown(file, 65534, 65534)
+    file.symlink_to("/tmp")
+    os.chown(file, 65534, 65534, follow_symlinks=False)
     watching = Watching(Ready("file", str(file)), [], 0.0, 1)
     assert wait_for(lambda: watching.newest or None, 10) == f"{file} belongs to nobody" and not watching.ready.is_set()
     watching.close()

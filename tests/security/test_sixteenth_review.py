@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import json
 import os
+import shlex
+import time
 import urllib.parse
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +16,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from stoker.cli import rollouts  # noqa: E402
 from stoker.contract import redact  # noqa: E402
 from stoker.contract.names import Refusal  # noqa: E402
 from stoker.training.checkpoint import folders  # noqa: E402
 from stoker.training.checkpoint.saver import Saver  # noqa: E402
 from stoker.training.generate import gguf_file  # noqa: E402
-from stoker.training.loop.resume import position  # noqa: E402
-from stoker.training.rl.config import GrpoConfig  # noqa: E402
+from stoker.training.loop.resume import located, position  # noqa: E402
+from stoker.training.recipes.build import samples_per_step  # noqa: E402
+from stoker.training.rl.config import GrpoConfig, names_code  # noqa: E402
 from stoker.training.rl.task import resumed  # noqa: E402
 
 
@@ -43,6 +47,30 @@ def test_what_is_no_checkpoint_of_ours_stays(tmp_path: Path) -> None:
     )
     assert "step-00000002 is there and is no checkpoint" in "\n".join(said)
     assert sorted(folders.steps_in(str(tmp_path))) == [1, 2, 5], "and ours are kept and removed as asked"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
+def test_a_checkpoint_of_another_user_is_not_replaced(tmp_path: Path) -> None:
+    said: list[str] = []
+    one = saver(tmp_path, said)
+    one.save(2, {"w": torch.ones(3)}, {}, None, wait=True)
+    one.close()
+    theirs = tmp_path / "step-00000002"
+    os.chown(theirs, 65534, 65534)
+    before = (theirs / "manifest.json").read_bytes()
+    two = saver(tmp_path, said)
+    two.save(2, {"w": torch.zeros(3)}, {}, None, wait=True)
+    two.close()
+    assert theirs.stat().st_uid == 65534 and (theirs / "manifest.json").read_bytes() == before
+    assert "step-00000002 is there and is another user's" in "\n".join(said)
+
+
+def test_a_flood_of_empty_lines_among_rollouts_costs_little(tmp_path: Path) -> None:
+    (tmp_path / "rollouts.jsonl").write_bytes(b"\n" * (9 << 20))
+    begun = time.process_time()
+    with pytest.raises(Refusal, match="has no answers"):
+        rollouts.main([str(tmp_path)])
+    assert time.process_time() - begun < 30, "it took a minute"
 
 
 def test_a_run_that_continues_no_other_leaves_its_checkpoints_alone(tmp_path: Path) -> None:
@@ -122,11 +150,41 @@ def test_look_alikes_stay(text: str) -> None:
 
 
 def test_a_known_secret_in_other_clothes() -> None:
-    secret = "wJalr/XUtn&FEMI <K7>MDENG== pässwört"
+    secret = "wJalr/XUtn&FEM'I <K7>MDENG== pässwört"
     redact.learn({"SVC_PASSWORD": secret})
     worn = [
         urllib.parse.quote(secret), urllib.parse.quote(secret, safe=""), urllib.parse.quote_plus(secret),
         json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1], html.escape(secret), repr(secret),
+        ascii(secret), repr(secret.encode()), shlex.quote(secret), html.escape(secret).replace("&#x27;", "&#39;"),
     ]  # fmt: skip
     for text in worn:
         assert "MDENG" not in redact.whole(f"failed with {text} there"), text
+
+
+@pytest.mark.parametrize("reward", ["rewards.py:score", "a=b.py:score=1", "lang=en/r.py:score=1", "r.py:score=0.5"])
+def test_a_config_file_names_no_code(reward: str) -> None:
+    """However a weight is cut off it."""
+    assert names_code([reward]) and names_code((reward,)) and names_code(reward)
+    assert not names_code(["exact", "regex:a.py=1", "length=0.1"])
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
+def test_a_checkpoint_of_another_user_is_not_resumed_from_by_name(tmp_path: Path) -> None:
+    said: list[str] = []
+    one = saver(tmp_path, said)
+    one.save(9, {"w": torch.ones(3)}, {}, None, wait=True)
+    one.close()
+    theirs = tmp_path / "step-00000009"
+    os.chown(theirs, 65534, 65534)
+    with pytest.raises(Refusal, match="belongs to nobody, who may change it"):
+        located(str(theirs))
+    with pytest.raises(Refusal, match="there is no checkpoint"):
+        located(str(tmp_path))
+
+
+@pytest.mark.parametrize("stored", ["a", 0, -4, 10**12, True])
+def test_a_batch_that_no_run_has(stored: object) -> None:
+    c = SimpleNamespace(batch=SimpleNamespace(tokens=0, micro=0, accumulation=1))
+    found = SimpleNamespace(meta={"batch": [stored, 1]}, path="ck")
+    with pytest.raises(Refusal, match="samples a step"):
+        samples_per_step(c, 4, 1, found)  # type: ignore[arg-type]

@@ -14,8 +14,10 @@ from stoker.contract.shape import as_json
 from stoker.contract.untrusted import is_count, json_text, printable
 from stoker.control.record import reader
 from stoker.control.record.rollouts import ENDS, Change, Rollout, Summary, mean, read_rollouts, summary, typical
+from stoker.control.record.writer import OURS
 
 _ABOUT = "What a GRPO run answered: the best and the worst of the last steps, and what changed since the first ones."
+_PARTS = 20  # of a reward, that are shown
 _TEXT = 300  # characters of a prompt or an answer
 
 
@@ -38,13 +40,13 @@ def _count(text: str) -> int:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     folder = _folder(told.run, layout.runs_root(told.runs_dir, os.environ))
-    with effort.reading(folder):
+    with effort.LookingAt(folder):
         found = summary(one for one in read_rollouts(folder) if told.step is None or one.step == told.step)
         if not found.answers:
             of_step = "" if told.step is None else f" of step {told.step}"
             raise Refusal(f"{os.path.join(folder, layout.ROLLOUTS)} has no answers{of_step} yet", EX_NOINPUT)
         if told.json:
-            print(json_text(_as_json(found, told.most)))
+            print(json_text(redact.data(_as_json(found, told.most), OURS)))
         else:
             _print(found, told.most)
     return 0
@@ -111,7 +113,8 @@ def _print(found: Summary, most: int) -> None:
 
 
 def _about(one: Rollout) -> str:
-    parts = ", ".join(f"{printable(name, 60)} {value:g}" for name, value in one.parts.items())
+    some = list(one.parts.items())[:_PARTS]
+    parts = ", ".join(f"{printable(redact.whole(name), 60)} {value:g}" for name, value in some)
     marks = [f"step {one.step}", f"{one.tokens} tokens"]
     marks += ["right" if one.right else "wrong"] if one.right is not None else []
     marks += ["cut at the token limit"] if one.cut else []

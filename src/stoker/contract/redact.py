@@ -115,13 +115,16 @@ def _forms(value: str) -> set[str]:
     raw = value.encode("utf-8", "surrogateescape")
     in_url = {_in_url(raw, safe, form) for safe in (b"-_.~", b"-_.~/") for form in ("%{:02X}", "%{:02x}")}
     in_url |= {form.replace("%20", "+") for form in in_url}
-    in_html = value.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    in_html = in_html.replace('"', "&quot;").replace("'", "&#x27;")
+    html = value.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    html = html.replace('"', "&quot;").replace("'", "&#x27;")
     lines = value.splitlines() if "\n" in value else []
     long = (line for line in lines if len(line) >= _SHORTEST_LINE and not line.startswith("-----"))
     as_json = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     in_ascii = "".join(sign if sign.isascii() else _escape(sign) for sign in as_json)
-    return {value, repr(value)[1:-1], as_json, in_ascii, *in_url, in_html, *long}
+    in_shell = value.replace("'", "'\"'\"'")
+    as_python = {repr(value)[1:-1], ascii(value)[1:-1], repr(raw)[2:-1]}
+    in_html = {html, html.replace("&#x27;", "&#39;")}
+    return {value, *as_python, as_json, in_ascii, *in_url, *in_html, in_shell, *long}
 
 
 def _in_url(raw: bytes, safe: bytes, form: str) -> str:

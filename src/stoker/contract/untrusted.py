@@ -274,6 +274,8 @@ def json_lines(path: str, longest: int = LONGEST_LINE) -> Iterator[tuple[str, di
     if not os.path.exists(path):
         return
     for raw in lines_of(path, longest):
+        if raw.lstrip()[:1] != b"{":
+            continue  # no object; of millions of empty lines none is worth a look
         line = raw.decode("utf-8", "replace")
         try:
             found = parse_json(line)

@@ -121,7 +121,7 @@ def _nodes(file: str) -> list[Any]:
     try:
         with open(file, encoding="utf-8") as source:
             return list(ast.walk(ast.parse(source.read(1 << 20))))
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []
 
 
@@ -147,7 +147,10 @@ def _conditions(file: str) -> list[tuple[int, int, int, str]]:
             for one in block:
                 if not isinstance(one, ast.If) or not _asks_for_rank(one.test):
                     continue
-                text, last = f"if {ast.unparse(one.test)[:80]}", one.end_lineno or one.lineno
+                try:
+                    text, last = f"if {ast.unparse(one.test)[:80]}", one.end_lineno or one.lineno
+                except RecursionError:  # hundreds of terms
+                    continue
                 found.append((one.body[0].lineno, one.body[-1].end_lineno or last, one.lineno, text))
                 if one.orelse:
                     found.append((one.orelse[0].lineno, last, one.lineno, f"else of {text}"))

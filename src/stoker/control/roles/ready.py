@@ -72,11 +72,12 @@ class Watching:
         rule = self._rule
         if rule.kind == "file":
             try:
-                about = os.stat(rule.value)
+                link, about = os.lstat(rule.value), os.stat(rule.value)
             except OSError as problem:
                 return f"{rule.value}: {problem.strerror}"
-            if not owners.is_trusted(about.st_uid, os.path.dirname(rule.value)):
-                return f"{rule.value} belongs to {owners.user_name(about.st_uid)}"
+            for uid in (link.st_uid, about.st_uid):  # another user's link leads where they like
+                if not owners.is_trusted(uid, os.path.dirname(rule.value)):
+                    return f"{rule.value} belongs to {owners.user_name(uid)}"
             return "" if about.st_mtime >= self._began - 1.0 else f"{rule.value} is older than this start"
         if rule.kind == "mark":
             return self._unmarked()

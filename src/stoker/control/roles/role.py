@@ -221,6 +221,10 @@ def _ready(value: Any, where: str) -> Ready:
     import json
 
     body = value.get("body", "")
+    try:
+        posted = body if isinstance(body, str) else json.dumps(body)
+    except (TypeError, ValueError) as problem:  # a date, or what YAML calls binary
+        _refuse(where, f"body: {printable(str(problem), 100)}; put such a value in quotes")
     times = {}
     for key, default in (("timeout", READY_S), ("check", CHECK_S)):
         try:
@@ -230,7 +234,7 @@ def _ready(value: Any, where: str) -> Ready:
     return Ready(
         kind,
         told,
-        body if isinstance(body, str) else json.dumps(body),
+        posted,
         str(value.get("contains", "")),
         times["timeout"],
         times["check"] if kind in ("port", "http") else 0.0,

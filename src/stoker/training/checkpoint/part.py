@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from stoker.contract import owners
 from stoker.contract.quantities import amount, span
 from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.tensorheader import pack_header
@@ -175,6 +176,7 @@ def commit(unfinished: str, final: str, parts: Sequence[Part], wanted: Manifest)
     for rank in range(wanted.world):
         os.unlink(os.path.join(unfinished, name_of(rank, NOTE)))  # the manifest has what they said
     sync_folder(unfinished)
-    if os.path.lexists(final) and not is_checkpoint(final):
-        raise GivenUp(f"{final} is there and is no checkpoint: move it away, or give another --checkpoint.folder")
+    if os.path.lexists(final) and not (is_checkpoint(final) and owners.is_own(final)):
+        what = "is another user's" if is_checkpoint(final) else "is no checkpoint"
+        raise GivenUp(f"{final} is there and {what}: move it away, or give another --checkpoint.folder")
     put_in_place(unfinished, final)

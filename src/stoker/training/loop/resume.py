@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract import layout, names
-from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_NOINPUT, Refusal
+from stoker.contract import layout, names, owners
+from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_NOINPUT, EX_NOPERM, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.untrusted import read_bytes
@@ -81,9 +81,13 @@ def check(found: Mapping[str, Any], where: str, model: ModelConfig, tokenizer: s
 def located(told: str) -> str:
     """A checkpoint's folder; of a run directory or its checkpoints/, the newest in it."""
     if os.path.exists(os.path.join(told, "manifest.json")):
+        if not folders.is_trusted(told):
+            whose = owners.user_name(os.lstat(told).st_uid)
+            line = f"checkpoint.resume {told} belongs to {whose}, who may change it: copy it, and name the copy"
+            raise Refusal(line, EX_NOPERM)
         return told
     for folder in (told, os.path.join(told, layout.CHECKPOINTS)):
-        steps = folders.steps_in(folder)
+        steps = {step: path for step, path in folders.steps_in(folder).items() if folders.is_trusted(path)}
         if steps:
             return steps[max(steps)]
     near = suggest(told, ("auto", "never")) if os.sep not in told else ""

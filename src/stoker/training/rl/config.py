@@ -13,8 +13,8 @@ MICRO = 16  # answers a rank learns from at once, where batch.micro is auto
 
 
 def names_code(rewards: Sequence[str]) -> bool:
-    """Whether one of these is a function in a file."""
-    return any(text.partition(":")[0].partition("=")[0].strip().endswith(".py") for text in rewards)
+    """Whether one of these may be a function in a file, however its weight is cut off."""
+    return any(".py" in text.partition(":")[0] for text in ([rewards] if isinstance(rewards, str) else rewards))
 
 
 @shape

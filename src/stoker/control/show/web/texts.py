@@ -279,9 +279,9 @@ def _json_or_text(line: str) -> Any:
     from stoker.contract.untrusted import parse_json, within
 
     try:
-        return _shown_deep(within(parse_json(line), 16_000))
+        return _shown_deep(redact.data(within(parse_json(line), 16_000)))
     except ValueError:
-        return printable(line.rstrip("\n"), 4000)
+        return printable(redact.whole(line.rstrip("\n")[:16_000]), 4000)
 
 
 def reports(folders: Folders) -> dict[str, Any]:
