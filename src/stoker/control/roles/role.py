@@ -208,7 +208,7 @@ def _ready(value: Any, where: str) -> Ready:
     told = value[kind]
     if kind == "port":
         if told is not True:
-            _refuse(where, "port: true; which one is said by the role's own key port")
+            _refuse(where, f"port: {told!r} is not true; its number belongs to the role's own key port")
         told = ""
     elif not isinstance(told, str) or not told:
         _refuse(where, f"{kind}: {told!r} is not a text")

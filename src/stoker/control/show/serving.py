@@ -215,7 +215,7 @@ class _Client:
 
 
 class Server:
-    """`handler` must not block; what it gives as Work may. `failed` is told of an exception in either."""
+    """`handler` must not block; what it gives as Work may. `failed` gets an exception of either."""
 
     def __init__(
         self, server: socket.socket, handler: Handler, failed: Callable[[Exception], None] = lambda _: None

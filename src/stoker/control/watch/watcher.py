@@ -26,7 +26,7 @@ START_STOP_S = 60.0
 MAX_WAIT_S = 60.0
 _MOST_GROUPS = 10_000  # process groups of a job; a host may be hostile
 _LONGEST_GROUP = 500  # characters of a group's name
-# Of what is told of one rank: ten samples of 60 threads have 90,000 values; and of one text: a path has 4096 characters.
+# Of a host's words about one rank: ten samples of 60 threads have 90,000 values; and of one text: a path has 4096 characters.
 _ROOM, _LONGEST_TEXT = 16 << 20, 4096
 
 
