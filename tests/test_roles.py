@@ -198,6 +198,17 @@ def test_a_line_a_mark_and_a_file_make_ready(stoker: Stoker) -> None:
     assert done.verdict["summary"] == "a and b and d ended with 0; c stopped"
 
 
+def test_a_job_that_waits_for_a_server_without_end_says_so(stoker: Stoker) -> None:
+    stoker.script("short.py", "")
+    stoker.script("long.py", "import os, time\nwhile not os.path.exists('done'): time.sleep(0.05)\n")
+    job = stoker.start("run", "--role", "server:1:long.py", "--role", "trainer:1:short.py")
+    line = "the job continues until server ended, too; a server that never ends needs `required: false`"
+    log = stoker.cwd / "runs" / "latest" / "stoker.log"
+    assert wait_for(lambda: True if log.exists() and line in log.read_text() else None, 60)
+    stoker.script("done", "")
+    assert job.communicate(timeout=60) and job.returncode == 0
+
+
 def test_a_port_in_use_is_refused_before_anything_starts(stoker: Stoker) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -154,8 +154,16 @@ class Running:
         if verdict.status == "completed" and role.spec.restart != ALWAYS:
             self._say(f"✓ role {role.name}: {verdict.summary}")
             self._settle()
+            self._say_what_is_left()
             return
         self._fail(role, verdict)
+
+    def _say_what_is_left(self) -> None:
+        """A server that never ends would keep the job going for ever, and nobody would know why."""
+        left = [role.name for role in self._roles.values() if role.spec.required and role.child is not None]
+        if left and self._outcome is None:
+            hint = "a server that never ends needs `required: false` in a roles file (`stoker docs roles`)"
+            self._say(f"stoker: the job continues until {' and '.join(left)} ended, too; {hint}")
 
     def _settle(self) -> None:
         """Is the job over?"""
