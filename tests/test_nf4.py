@@ -56,6 +56,14 @@ def test_codes_and_numbers_are_those_of_bitsandbytes(dtype: torch.dtype, device:
             torch.testing.assert_close(nf4.dequantize(stored), numbers, rtol=2e-3, atol=1e-7)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_scale_in_the_middle_of_two_gets_the_code_that_bitsandbytes_gives_it() -> None:
+    levels = torch.tensor(nf4.second_levels())
+    values = torch.cat([(levels[:-1] + levels[1:]) * 0.5, levels[-1:]]).cuda()  # the last: so they are scaled by 1
+    codes, _ = theirs().quantize_blockwise(values, blocksize=256)
+    assert torch.equal(nf4.scaled(values)[0], codes)
+
+
 def tensors_of(codes: Tensor, state: Any) -> dict[str, Tensor]:
     return {"w": codes, **{f"w.{part}": tensor for part, tensor in state.as_dict(packed=True).items()}}
 

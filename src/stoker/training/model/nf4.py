@@ -94,6 +94,8 @@ def scaled(values: Tensor) -> tuple[Tensor, Tensor]:
     largest = blocks.abs().amax(dim=1)
     levels = _on(second_levels(), values.device)
     middles = (levels[:-1] + levels[1:]) * 0.5
+    if values.is_cuda:  # bitsandbytes' kernel: what lies in the middle gets the even code
+        middles[1::2] = middles[1::2].nextafter(levels.new_tensor(-1.0))
     codes = torch.bucketize(_scaled(blocks, largest).flatten(), middles, out_int32=True)
     return codes[:count].to(torch.uint8), largest
 
