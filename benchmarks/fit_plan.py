@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -161,6 +162,13 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="REGEX", help="configurations whose name it is found in")
     parser.add_argument("--largest", action="store_true", help="largest micro-batches under a cap of memory, too")
     parser.add_argument("--attention", action="store_true", help="what attention kernels allocate, too")
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=1,
+        metavar="N",
+        help="configurations at a time, on a GPU as large as all of them",
+    )
     parser.add_argument("--seconds", type=float, default=540.0, help="no configuration begins later than this")
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)  # in a process of its own: this configuration
     told = parser.parse_args()
@@ -180,14 +188,18 @@ def main() -> int:
     cells, began = [], time.monotonic()
     if told.attention:
         subprocess.run([sys.executable, __file__, "--one", ATTENTION], check=False, timeout=LONGEST)
-    for at, case in enumerate(CASES):
-        if not wanted.search(case.words) or time.monotonic() - began > told.seconds:
-            continue
-        cell = _apart(at, told.largest)
-        cells.append(cell)
-        if told.json:
-            with open(told.json, "a") as file:
-                file.write(json.dumps(cell) + "\n")
+
+    def measured(at: int) -> dict[str, Any] | None:
+        return None if time.monotonic() - began > told.seconds else _apart(at, told.largest)
+
+    with ThreadPoolExecutor(told.together) as pool:
+        for cell in pool.map(measured, [at for at, case in enumerate(CASES) if wanted.search(case.words)]):
+            if cell is None:
+                continue
+            cells.append(cell)
+            if told.json:
+                with open(told.json, "a") as file:
+                    file.write(json.dumps(cell) + "\n")
     _summary([cell for cell in cells if "error" in cell])
     failed = [cell for cell in cells if "error" not in cell]
     print(f"{len(cells)} configurations in {time.monotonic() - began:.0f} s; without a result: {len(failed)}")
@@ -222,9 +234,8 @@ def _apart(at: int, largest: bool) -> dict[str, Any]:
 
 
 def _one(case: Case, largest: bool) -> int:
-    idle = _used()  # before there is a context of ours
     capability = torch.cuda.get_device_capability(CUDA)[0]
-    print(CELL + json.dumps(_cell(case, capability, largest, idle)), flush=True)
+    print(CELL + json.dumps(_cell(case, capability, largest)), flush=True)
     return 0
 
 
@@ -232,7 +243,7 @@ def _planned(case: Case, job: Job) -> Planned:
     return Footprint(case.config, AdapterConfig(method=case.method), case.stage).planned(job)
 
 
-def _cell(case: Case, capability: int, largest: bool, idle: int) -> dict[str, Any]:
+def _cell(case: Case, capability: int, largest: bool) -> dict[str, Any]:
     job = case.job(capability)
     planned = _planned(case, job)
     began = time.perf_counter()
@@ -244,7 +255,7 @@ def _cell(case: Case, capability: int, largest: bool, idle: int) -> dict[str, An
         print(f"{case.words}: out of memory ({str(problem)[:80]})", flush=True)
         return {"case": case.words, "planned": planned.total, "failed": "out of memory"}
     error = planned.total / seen["peak"] - 1
-    seen["device"] = _used() - idle
+    seen["device"] = _used()
     billions = parameters(case.config) / 1e9
     rules = {"accelerate": 4e9 * billions * {"off": 4, "lora": 2, "qlora": 0.5}[case.method]}
     rules["llama_factory"] = 1e9 * billions * {"off": 18, "lora": 2, "qlora": 0.5}[case.method]
@@ -439,11 +450,12 @@ def _needs(case: Case, job: Job, micro: int) -> int:
 
 
 def _used() -> int:
-    """Bytes in use on the card, by whoever."""
+    """Bytes that this process has on the card, by NVML; 0 where it does not say."""
     import pynvml
 
     pynvml.nvmlInit()
-    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
+    there = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0))
+    return next((int(one.usedGpuMemory or 0) for one in there if one.pid == os.getpid()), 0)
 
 
 def _clear() -> None:
@@ -509,12 +521,16 @@ def _summary(cells: list[dict[str, Any]]) -> None:
         f"{len(cells)} configurations: median {statistics.median(errors):.2%}, 95th percentile {p95:.2%}, worst under"
         f" {worst[0]:.2%} ({worst[1] / (1 << 20):.0f} MiB: {worst[2]})"
     )
-    devices = sorted(abs(cell["planned_device"] / max(cell["measured"]["device"], 1) - 1) for cell in cells)
-    contexts = [cell["measured"]["device"] - cell["measured"]["reserved"] for cell in cells]
+    listed = [cell for cell in cells if cell["measured"]["device"]]
     print(
-        f"device memory (NVML): median {statistics.median(devices):.2%}, worst {devices[-1]:.2%}; beside the allocator's"
+        f"device memory by NVML: of {len(listed)} configurations"
+        + ("" if listed else ", whose processes it does not list")
     )
-    print(f"  {min(contexts) / GIB:.2f} to {max(contexts) / GIB:.2f} GiB (planned {CONTEXT / GIB:.2f})")
+    if listed:
+        devices = sorted(abs(cell["planned_device"] / cell["measured"]["device"] - 1) for cell in listed)
+        contexts = [cell["measured"]["device"] - cell["measured"]["reserved"] for cell in listed]
+        print(f"  median {statistics.median(devices):.2%}, worst {devices[-1]:.2%}; beside the allocator's")
+        print(f"  {min(contexts) / GIB:.2f} to {max(contexts) / GIB:.2f} GiB (planned {CONTEXT / GIB:.2f})")
     for name in ("accelerate", "llama_factory"):
         theirs = sorted(abs(cell[name] / cell["peak"] - 1) for cell in cells)
         print(

@@ -214,9 +214,8 @@ def measured(step: Any, tokens: int, steps: int, begun: float) -> dict[str, Any]
     return found
 
 
-def cap(gib: float, less: int = 0) -> int:
-    """As on a card of that size: its memory less what the context and the kernels of this process take, which is returned, and
-    `less` bytes."""
+def taken() -> tuple[int, int]:
+    """(what the context and the kernels of this process take on the card, where nobody else is; all it has)."""
     import torch
 
     from stoker.training.model import ready
@@ -227,10 +226,18 @@ def cap(gib: float, less: int = 0) -> int:
     del square
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    context = total - free - torch.cuda.memory_reserved()
-    torch.cuda.set_per_process_memory_fraction((gib * 2**30 - context - less) / total)
-    print(f"context {context / 2**30:.2f} GiB", file=sys.stderr)
-    return context
+    return total - free - torch.cuda.memory_reserved(), total
+
+
+def cap(gib: float, less: int) -> None:
+    """As on a card of that size, of which `less` bytes are not for tensors."""
+    import torch
+
+    from stoker.training.model import ready
+
+    ready.environment(print)
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((gib * 2**30 - less) / total)
 
 
 def run_cell(peer: str, text: str, steps: int) -> dict[str, Any]:
@@ -279,7 +286,7 @@ def main() -> int:
     if given.one:
         peer, _, text = given.one.partition("=")
         if given.cap:
-            cap(given.cap)
+            cap(given.cap, taken()[0])
         print(CELL + json.dumps(run_cell(peer, text, given.steps)), flush=True)
         return 0
     failed, seen = False, set()

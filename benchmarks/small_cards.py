@@ -1,6 +1,7 @@
 """Fine-tuning on cards of a stated size, by a hard limit on torch's memory: does it run, and did the plan say so?
 
     PYTHONPATH=src python benchmarks/small_cards.py --json cards.jsonl       one GPU, at least as large as the largest of those cards
+    PYTHONPATH=src python benchmarks/small_cards.py --together 5             at most five rows at a time, as the GPU has place: no speeds
     PYTHONPATH=src python benchmarks/small_cards.py --dry                    plans alone; no GPU
 
 A row is a size of card with a context, and settings by the plan (`stoker fit`); or a shipped config (its context, rank, micro-batch and recomputing) at the
@@ -17,6 +18,10 @@ import dataclasses
 import json
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import qlora
@@ -97,9 +102,9 @@ def about(row: Row, taken: int) -> tuple[dict[str, Any], Plan]:
     return found, one_rank
 
 
-def run(row: Row) -> dict[str, Any]:
+def run(row: Row, taken: int) -> dict[str, Any]:
     """In a process of its own. Where the plan finds nothing that fits, with the settings that take the least."""
-    taken = qlora.cap(row.gib * SHOWN, NCCL if row.cards > 1 else 0)
+    qlora.cap(row.gib * SHOWN, taken + (NCCL if row.cards > 1 else 0))
     found, plan = about(row, taken)
     s = plan.settings
     cell = qlora.Cell(
@@ -113,41 +118,83 @@ def run(row: Row) -> dict[str, Any]:
     return {**found, "context_gib": round(taken / GIB, 2), **off, **seen}
 
 
-def tried(at: int, row: Row) -> tuple[dict[str, Any], str]:
-    seen, said = qlora.apart([os.path.abspath(__file__), "--one", str(at), "--context", str(row.context)])
-    return seen or {**about(row, CONTEXT)[0], "failed": True}, said
+class Place:
+    """GiB of the GPU that no row has."""
+
+    def __init__(self, gib: int) -> None:
+        self._free, self._changed = gib, threading.Condition()
+
+    @contextmanager
+    def for_card(self, gib: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= gib)
+            self._free -= gib
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += gib
+                self._changed.notify_all()
+
+
+def tried(at: int, row: Row, taken: int) -> tuple[dict[str, Any], str]:
+    argv = [os.path.abspath(__file__), "--one", str(at), "--context", str(row.context), "--taken", str(taken)]
+    seen, said = qlora.apart(argv)
+    return seen or {**about(row, taken)[0], "failed": True}, said
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose name or size holds this")
     parser.add_argument("--dry", action="store_true", help="plans alone")
+    parser.add_argument("--together", type=int, default=1, metavar="N", help="rows at a time")
     parser.add_argument("--json", default="")
     parser.add_argument("--commit", default="")
     parser.add_argument("--one", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--context", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--taken", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.one >= 0:
-        print(qlora.CELL + json.dumps(run(dataclasses.replace(ROWS[given.one], context=given.context))), flush=True)
+    if given.alone:
+        taken, total = qlora.taken()
+        print(qlora.CELL + json.dumps({"taken": taken, "total": total}), flush=True)
         return 0
+    if given.one >= 0:
+        row = dataclasses.replace(ROWS[given.one], context=given.context)
+        print(qlora.CELL + json.dumps(run(row, given.taken)), flush=True)
+        return 0
+    rows = [(at, row) for at, row in enumerate(ROWS) if given.only in f"{row.name} {row.size}"]
+    if given.dry:
+        for _, row in rows:
+            qlora.keep({**about(row, CONTEXT)[0], "commit": given.commit}, given.json)
+        return 0
+    seen, said = qlora.apart([os.path.abspath(__file__), "--alone"])  # before others are on the card
+    if seen is None:
+        print(qlora.tail(said), file=sys.stderr)
+        return 69
+    taken, place = int(seen["taken"]), Place(int(seen["total"] / GIB))
+
+    def measured(one: tuple[int, Row]) -> tuple[dict[str, Any], str]:
+        with place.for_card(one[1].gib):
+            return tried(*one, taken)
+
     wrong = 0
-    for at, row in enumerate(ROWS):
-        if given.only not in f"{row.name} {row.size}":
-            continue
-        found, said = (about(row, CONTEXT)[0], "") if given.dry else tried(at, row)
-        qlora.keep({**found, "commit": given.commit}, given.json)
-        if "failed" in found:
-            wrong += 1
-            print(qlora.tail(said), flush=True)
-        if given.dry or row.fixed or "failed" in found:
-            continue
-        for context in (found["refuses"] - STEP, found["refuses"]):
-            more, said = tried(at, dataclasses.replace(row, context=context))
-            qlora.keep({**more, "commit": given.commit}, given.json)
-            if "failed" in more:
-                print(qlora.tail("\n".join(said.splitlines()[-4:])), flush=True)
-            wrong += more["plan_fits"] and "failed" in more
+    with ThreadPoolExecutor(given.together) as pool:
+        for found, said in pool.map(measured, list(contexts(rows, taken))):
+            qlora.keep({**found, "commit": given.commit}, given.json)
+            if "failed" in found:
+                print(qlora.tail(said), flush=True)
+            wrong += found["plan_fits"] and "failed" in found
     return int(wrong > 0)
+
+
+def contexts(rows: list[tuple[int, Row]], taken: int) -> Iterator[tuple[int, Row]]:
+    """Each row; of those without a config also the longest context that the plan accepts, and the next."""
+    yield from rows
+    for at, row in rows:
+        if not row.fixed:
+            first = refused(row, taken)
+            yield from ((at, dataclasses.replace(row, context=context)) for context in (first - STEP, first))
 
 
 if __name__ == "__main__":
