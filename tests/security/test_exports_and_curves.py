@@ -131,6 +131,18 @@ def test_metrics_with_other_names_in_every_line_take_time_in_proportion(tmp_path
     assert len(tail.curves["loss"].steps) == 6000
 
 
+@pytest.mark.parametrize("line", [b"[\n", b"{}}\n"])
+def test_a_flood_of_damaged_metrics_costs_little(tmp_path: Path, line: bytes) -> None:
+    """10 MB of them took 34 s. What is whole before them is shown."""
+    whole = b"".join(b'{"step": %d, "loss": 1.0}\n{"step"\n' % step for step in range(2000))
+    (tmp_path / layout.METRICS).write_bytes(whole + line * (9_800_000 // len(line)))
+    tail = MetricsTail(str(tmp_path))
+    began = time.process_time()
+    assert tail.look()
+    assert time.process_time() - began < ENOUGH_S
+    assert len(tail.curves["loss"].steps) == 2000
+
+
 @pytest.mark.parametrize("values", [[1e308, -1e308], [1e308, 1e308], [-1.7e308, 1e308, 2.0]])
 def test_the_largest_numbers_are_drawn_or_left_out(values: list[float]) -> None:
     curve = Curve()
