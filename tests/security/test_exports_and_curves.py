@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from hostile_files import write_model
 
+from conftest import Stoker
 from stoker.contract import layout
 from stoker.contract.names import Refusal
 from stoker.contract.shape import as_json
+from stoker.contract.wholefile import refuse_other_kind
 from stoker.control.show.comparison import noise
 from stoker.control.show.curves import MOST_METRICS, Curve, MetricsTail, smoothed
 from stoker.control.show.drawing import Line, chart, mean, sparkline
@@ -129,6 +131,57 @@ def test_metrics_with_other_names_in_every_line_take_time_in_proportion(tmp_path
     assert time.process_time() - began < ENOUGH_S
     assert len(tail.curves) == MOST_METRICS
     assert len(tail.curves["loss"].steps) == 6000
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
+def test_an_export_of_another_user_is_not_replaced(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from stoker.training.model.hf_write import refuse_anothers, refuse_other_models
+
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / ".stoker-export").write_text("stoker\n")
+    refuse_other_models(str(theirs))
+    refuse_anothers(str(theirs))
+    os.chown(theirs, 65534, 65534)
+    for refuse in (refuse_other_models, refuse_anothers):
+        with pytest.raises(Refusal, match="theirs belongs to nobody"):
+            refuse(str(theirs))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("web", "--save", "nosuch", "thesis"),
+        ("doctor", "--only", "host.disk", "--no-probe", "--bundle", "thesis"),
+        ("doctor", "--only", "host.disk", "--no-probe", "--record", "thesis"),
+    ],
+)
+def test_a_mistyped_name_costs_no_other_file(stoker: Stoker, words: tuple[str, ...]) -> None:
+    thesis = stoker.cwd / "thesis"
+    thesis.write_text("a year of work")
+    done = stoker(*words)
+    assert done.code == 73 and "thesis is there and is no " in done.err and thesis.read_text() == "a year of work"
+
+
+def test_a_file_of_the_same_kind_is_replaced(tmp_path: Path) -> None:
+    for name, data in (("page", b"<!DOCTYPE html><p>"), ("empty", b"")):
+        (tmp_path / name).write_bytes(data)
+        refuse_other_kind(str(tmp_path / name), b"<!doctype html", "HTML page")
+    with pytest.raises(Refusal, match="page is there and is no PNG picture"):
+        refuse_other_kind(str(tmp_path / "page"), b"\x89PNG", "PNG picture")
+
+
+@pytest.mark.parametrize("line", [b"[\n", b"{}}\n"])
+def test_a_flood_of_damaged_metrics_costs_little(tmp_path: Path, line: bytes) -> None:
+    """10 MB of them took 34 s. What is whole before them is shown."""
+    whole = b"".join(b'{"step": %d, "loss": 1.0}\n{"step"\n' % step for step in range(2000))
+    (tmp_path / layout.METRICS).write_bytes(whole + line * (9_800_000 // len(line)))
+    tail = MetricsTail(str(tmp_path))
+    began = time.process_time()
+    assert tail.look()
+    assert time.process_time() - began < ENOUGH_S
+    assert len(tail.curves["loss"].steps) == 2000
 
 
 @pytest.mark.parametrize("values", [[1e308, -1e308], [1e308, 1e308], [-1.7e308, 1e308, 2.0]])

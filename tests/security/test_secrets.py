@@ -191,6 +191,8 @@ HOSTILE = (
     "-----BEGIN " + "PRIVATE KEY-----\n", "-----END " + "PRIVATE KEY-----", "curl -u ", "login x password ", "docker login -p x ", "--password ", "123456:", "M-",
     "M" * 25 + ".", "secret.x:1/", "a.b:1,", "aB", "AbC=", "$A=", "password=$A", "\npassword: a b", "password=,a", "password=),;&", "é", "\ud800", "AKIA", "?sig=1&",
     "ntfy://", "ntfy://a/", '"api_keys": ["a",', "password: |\n x\n", '("token", "', "name: a value: ", "Authorization: Digest a=", "\n[r] " + "A" * 20, "%22+",
+    'password="a\\', "password='\"'\"'", "password=\"\"\"\n", "password='x''", 'api_keys: ["a\\"', "api_keys: [a(", "password: |\n\n", '"password":\n ', "password=a(b)", 'Cookie: a="x"; ',
+    "&quot;password&quot;:", "%2526password%253D",
 )  # fmt: skip
 SIZE = 1 << (20 if EVERYTHING else 18)
 ENOUGH_S = 20 * SIZE / (1 << 20)

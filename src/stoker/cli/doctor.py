@@ -15,7 +15,7 @@ from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
 from stoker.contract.terminal import ERROR, SUCCESS, WARNING, paint
 from stoker.contract.untrusted import json_text, printable, read_json
-from stoker.contract.wholefile import WholeFile
+from stoker.contract.wholefile import WholeFile, refuse_other_kind
 from stoker.control.doctor import check
 from stoker.control.machine.examine import NOT_ASKED, PARTS, examine
 from stoker.control.machine.facts import Examination, examination_from_json
@@ -55,6 +55,10 @@ def main(argv: list[str]) -> int:
     runs_dir = layout.runs_root(told.runs_dir, os.environ)
     if told.no_probe:
         checks = [one for one in checks if "probes" not in one.needs]
+    if told.record:
+        refuse_other_kind(told.record, b"{", "recorded machine")
+    if told.bundle:
+        refuse_other_kind(told.bundle, b"\x1f\x8b", "bundle (tar.gz)")
     whole = bool(told.record or told.bundle)
     parts = PARTS if whole else frozenset(part for one in checks for part in one.needs if part in PARTS)
 

@@ -65,9 +65,10 @@ def main(argv: list[str]) -> int:
 
 def _save(root: str, which: str, path: str) -> int:
     from stoker.cli.why import verdict_of
-    from stoker.contract.wholefile import write_whole
+    from stoker.contract.wholefile import refuse_other_kind, write_whole
     from stoker.control.show.web.saved import saved_page
 
+    refuse_other_kind(path, b"<!doctype html", "HTML page")
     run = reader.find(which, root)
     data = saved_page(run, verdict_of)
     try:

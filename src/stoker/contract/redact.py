@@ -14,21 +14,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
-from stoker.contract.escapes import Unescaped
-from stoker.contract.secretnames import NO, holds_any, rate, word_set
+from stoker.contract.escapes import readings
+from stoker.contract.secretnames import NO, rate
+from stoker.contract.secretshapes import headers, private_keys, tokens, urls
 from stoker.contract.secretvalues import (
     HIDDEN,
-    Span,
     commands,
-    compiled,
     elements,
+    is_flag,
     named,
-    opaque,
     pairs,
     plain,
     secret_value,
     word_spans,
 )
+from stoker.contract.valuetext import Span, quoted
 
 __all__ = ["HIDDEN", "arguments", "command", "data", "environment", "learn", "text", "whole"]
 
@@ -77,7 +77,11 @@ def data(value: Any, keep: frozenset[str] = frozenset(), depth: int = _DEPTH) ->
     if isinstance(value, str):
         return whole(value)
     if isinstance(value, Mapping):
-        return {key: item if key in keep else _entry(str(key), item, keep, depth) for key, item in value.items()}
+        names = _names(value)
+        return {
+            key: item if key in keep else _entry(names.get(key, str(key)), item, keep, depth)
+            for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [data(item, keep, depth - 1) for item in value] if depth else HIDDEN
     return value
@@ -167,14 +171,19 @@ def _argument_spans(words: list[str]) -> list[list[Span]]:
     found: list[list[Span]] = []
     flag = ""
     for word in words:
-        if flag and not word.startswith("-") and secret_value(rate(flag), word):
+        if flag and not is_flag(word) and secret_value(rate(flag), word):
             found.append([(0, len(word))])
         else:
             found.append(_assignment(word, 0))
         flag = word.lstrip("-+~") if word.startswith("-") and "=" not in word and len(word) > 2 else ""
     starts = list(accumulate((len(word) + 1 for word in words), initial=0))[:-1]
     # `curl -u`, and what a shell without quotes took apart.
-    across = [*spans(" ".join(words)), *word_spans(list(zip(words, starts, strict=True)))]
+    line = " ".join(words)
+    across = [*spans(line), *word_spans(list(zip(words, starts, strict=True)))]
+    for hidden, start in zip(found, starts, strict=True):
+        several = quoted(line, start + hidden[0][0], len(line)) if hidden else None
+        if several and several.after > several.end:
+            across.append(several[:2])
     for begin, end in across:
         for number in range(bisect_right(starts, begin) - 1, bisect_left(starts, end)):
             first, last = max(0, begin - starts[number]), min(len(words[number]), end - starts[number])
@@ -196,6 +205,16 @@ def _assignment(word: str, at: int) -> list[Span]:
     return []
 
 
+def _names(entries: Mapping[Any, Any]) -> dict[Any, str]:
+    """{"name": "HF_TOKEN", "value": VALUE}, as Kubernetes has it: the keys that stand for others."""
+    small = {key.lower(): key for key in entries if isinstance(key, str) and len(key) < 6}
+    for key in ("name", "key"):
+        name = entries.get(small.get(key))
+        if "value" in small and isinstance(name, str) and rate(name) != NO:
+            return {small["value"]: name, small[key]: ""}
+    return {}
+
+
 def _entry(key: str, value: Any, keep: frozenset[str], depth: int) -> Any:
     if not depth:
         return HIDDEN
@@ -208,217 +227,8 @@ def _entry(key: str, value: Any, keep: frozenset[str], depth: int) -> Any:
     return data(value, keep, depth - 1)
 
 
-# ---- by shape: where secrets stand in a text. Each detector gives the spans to hide; a new shape is one more line ----
-#
-# Texts may be hostile and long. Each detector reads a text once: what follows a beginning is taken as a whole (so that no
-# position is tried twice) or has a bounded length, and no pattern can fail after an unbounded run and begin again within
-# it.
-
-_SHORTEST_TOKEN = 16
-# What a text must hold for the pattern to be tried -> the pattern.
-_TOKENS = {
-    ("hf_", "api_org_"): r"(?:hf|api_org)_[A-Za-z0-9]{16,}",  # Hugging Face
-    # OpenAI, Anthropic and others
-    ("sk-", "xai-", "pplx-", "gsk_", "r8_", "nvapi-", "tskey-"): r"(?:sk-|xai-|pplx-|gsk_|r8_|nvapi-|tskey-)[\w-]{16,}",
-    ("k_live_", "k_test_", "whsec_"): r"(?:[sr]k_(?:live|test)|whsec)_[A-Za-z0-9]{10,}",  # Stripe
-    ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"): r"(?:gh[pousr]|github_pat)_\w{16,}",
-    ("glpat-", "glptt-", "gldt-", "glrt-", "glcbt-", "glsoat-"): r"gl(?:pat|ptt|dt|rt|cbt|soat)-[\w-]{16,}",
-    ("AKIA", "ASIA", "ABIA", "ACCA"): r"A(?:KI|SI|BI|CC)A[A-Z0-9]{12,}",  # AWS
-    ("AIza", "ya29.", "GOCSPX-"): r"(?:AIza|ya29\.|GOCSPX-)[\w-]{16,}",  # Google
-    ("xox", "xapp-"): r"(?:xox[abeoprs]|xapp)-[\w-]{10,}",  # Slack
-    ("eyJ",): r"eyJ[\w-]*(?:\.[\w-]*)*",  # JWT
-    ("npm_",): r"npm_[A-Za-z0-9]{30,}",
-    ("pypi-", "rubygems_", "dckr_pat_", "_v1_", "shpat_", "shpss_", "shpca_", "lin_api_", "sbp_"):
-        r"(?:pypi-|rubygems_|dckr_pat_|(?:do[oprt]|wandb)_v1_|shp(?:at|ss|ca)_|lin_api_|sbp_)[\w-]{16,}",
-    ("SG.", "hvs.", "hvb.", "hvr."): r"(?:SG|hv[sbr])\.[\w-]{16,}(?:\.[\w-]+)?",  # SendGrid, Vault
-    ("dapi", "key-"): r"(?:dapi|key-)[0-9a-f]{32}",  # Databricks, Mailgun
-    ("rpa_", "KGAT_", "pcsk_", "lsv2_", "tgp_v1_", "ntn_", "figd_", "nfp_", "pscale_tkn_", "dckr_oat_", "glsa_", "glc_"):
-        r"(?:rpa|KGAT|pcsk|lsv2|tgp_v1|ntn|figd|nfp|pscale_tkn|dckr_oat|glsa|glc)_[\w-]{24,}",  # RunPod, Kaggle, Pinecone …
-    ("PMAK-", "NRAK-", "HRKU-", "ATATT3", "ATBB", "sq0"): r"(?:PMAK-|NRAK-|HRKU-|ATATT3|ATBB|sq0(?:csp|atp)-)[\w-]{20,}",
-    ("AGE-SECRET-KEY-",): r"AGE-SECRET-KEY-[A-Z0-9]{16,}",
-    # Discord's bots
-    tuple(first + second for first in "MNO" for second in "DTjz"): r"[MNO][DTjz][\w-]{22,26}\.[\w-]{6}\.[\w-]{27,40}",
-    (":AA", "/bot"): r"(?:bot)?\d{6,12}:[\w-]{30,64}",  # Telegram's bots
-}  # fmt: skip
-
-
-def _tokens(text: str) -> Iterator[Span]:
-    if len(text) < _SHORTEST_TOKEN:
-        return
-    for marks, pattern in _TOKENS.items():
-        if not holds_any(text, marks):
-            continue
-        for found in compiled(rf"(?<![A-Za-z0-9])(?:{pattern})").finditer(text):
-            word = found[0]
-            if word.startswith("eyJ") and word.count(".") < 2:  # JSON in base64, and not three parts of it
-                continue
-            if "sk-" in marks and not any(sign.isdigit() for sign in word[3:]):  # sk-learn-contrib-lightning
-                continue
-            yield found.start() + (3 if word.startswith("bot") else 0), found.end()
-
-
-def _private_keys(text: str) -> Iterator[Span]:
-    """From the BEGIN line to the END line; where one of them was cut off, as far as the key's letters go."""
-    if "PRIVATE KEY" not in text:
-        return
-    begun: int | None = None
-    after = 0
-    for found in compiled(r"-----(BEGIN|END) [A-Z0-9 ]{0,40}PRIVATE KEY[A-Z ]{0,20}-----").finditer(text):
-        if found[1] == "BEGIN":
-            if begun is not None:
-                yield begun, _cut_body(text, begun, found.start())
-            begun = found.start()
-        else:
-            yield _back(text, found.start(), after) if begun is None else begun, found.end()
-            begun, after = None, found.end()
-    if begun is not None:
-        yield begun, _cut_body(text, begun, len(text))
-
-
-_BEFORE_LINE = 60  # characters that logs put before each line: [rank0], a time, >
-
-
-def _cut_body(text: str, begun: int, limit: int) -> int:
-    """The end of the base64 lines (and headers) behind a BEGIN line. `limit`: where the next key begins."""
-    gap = r"""(?:\\{1,8}[nrt]|[\s"',])"""
-    begins = rf"(?:\\{{1,8}}r|\r)?(?:\\{{1,8}}n|\n)[^\r\n\\]{{1,{_BEFORE_LINE}}}?[ >|\]:]"
-    line = rf"""(?:{gap}*[A-Za-z0-9+/=]{{16,}}|{begins}[A-Za-z0-9+/=]{{16,100}}(?=[\s"',)\\<]|$))"""
-    body = (
-        rf"-----[A-Z0-9 ]+-----(?:{gap}+[A-Za-z-]{{1,40}}:"
-        rf" [^\r\n\\]{{0,200}})*{line}*(?:{gap}*[A-Za-z0-9+/]{{1,15}}=+)?"
-    )
-    found = compiled(body).match(text, begun, limit)
-    return found.end() if found else limit
-
-
-def _back(text: str, at: int, limit: int) -> int:
-    """The beginning of the lines of base64 that end here; something may stand before each."""
-    while at > limit and (text[at - 1].isalnum() or text[at - 1] in "+/=\r\n\\ \t"):
-        at -= 1
-    begin = text.rfind("\n", limit, at) + 1 or limit
-    while begin > limit and at - begin <= 200:  # lines that end in base64, whatever they begin with
-        before = text.rfind("\n", limit, begin - 1) + 1 or limit
-        if not compiled(rf"[^\r\n]{{0,{_BEFORE_LINE}}}?[A-Za-z0-9+/=]{{16,100}}\s*").fullmatch(text, before, begin):
-            break
-        at = begin = before
-    return at
-
-
-_HEADER = (
-    r"""(?i)(?:authorization|cookie)\\{0,8}["'`]?\s{0,3}[:=]\s{0,3}(?:\\{0,8}["'`])?"""
-    r"""(?:(?:bearer|basic|token|apikey)\s{1,3}([^\s"'`\\]*)|(?:(?:digest|oauth|aws4-hmac-sha256)\s{1,3}((?:[\w\-]{1,40}=(?:\\{0,8}"[^"\\\r\n]*\\{0,8}"|[^\s,"'`\\]*),?\s{0,3})+))"""
-    r"""|(?:(?:digest|negotiate|oauth|sharedkey|aws4-hmac-sha256)\s{1,3})?([^\r\n"'`\\]*))"""
-)
-
-
-def _headers(text: str) -> Iterator[Span]:
-    """Authorization: SCHEME VALUE, Cookie: VALUE; and a scheme with its value alone."""
-    small = text.lower()
-    if not holds_any(small, ("authorization", "cookie", "bearer", "basic")):
-        return
-    if "authorization" in small or "cookie" in small:
-        for found in compiled(_HEADER).finditer(text):
-            group = next((number for number in (1, 2, 3) if found[number]), 3)
-            if not plain((found[group] or "").strip()):
-                yield found.span(group)
-    if "bearer" in small or "basic" in small:
-        for found in compiled(r"(?i)\b(bearer|basic)\s{1,3}([\w.~+/=:%\-]{8,})").finditer(text):
-            if opaque(found[2]) if found[1].lower() == "bearer" else _is_user_and_password(found[2]):
-                yield found.span(2)
-
-
-def _is_user_and_password(word: str) -> bool:
-    """HTTP's Basic: base64 of user:password."""
-    import binascii
-
-    word = word[:400].rstrip("=")
-    try:
-        decoded = binascii.a2b_base64(word + "=" * (-len(word) % 4)).decode()
-    except ValueError:
-        return False
-    return ":" in decoded and decoded.isprintable()
-
-
-_HOOK_HOSTS = ("hooks.slack.com", "discord.com", "discordapp.com", "webhook.office.com", "outlook.office.com", "outlook.office365.com", "hooks.zapier.com",
-               "make.com", "maker.ifttt.com", "feishu.cn", "larksuite.com")  # fmt: skip
-_HOOKS = word_set("services workflows triggers webhook webhooks webhookb2 hook hooks catch key incomingwebhook")
-
-
-def _urls(text: str) -> Iterator[Span]:
-    """scheme://user:PASSWORD@host, https://TOKEN@host, and paths that let anybody post: hooks.slack.com/services/..."""
-    at = text.find("://")
-    while at >= 0:
-        begin = at + 3
-        end = compiled(r"""[^\s/?#"'`<>\\]*""").match(text, begin).end()  # type: ignore[union-attr]
-        user, sign, host = text[begin:end].rpartition("@")
-        if sign:
-            yield from _user(text[max(0, at - 12) : at], user, begin)
-        else:
-            yield from _password_with_slash(text, begin, end)
-        yield from _hook(text, host.partition(":")[0].lower(), end)
-        yield from _topic(text, at, end, host.partition(":")[0].lower())
-        at = text.find("://", begin)
-    if "@" in text:  # a proxy without a scheme: user:PASSWORD@host:3128
-        proxy = compiled(r"""(?<![\w/.:\-])[\w.\-]{1,64}:([^\s:/@"'`<>]{6,200})@[\w.\-]{1,253}:\d{2,5}\b""")
-        for found in proxy.finditer(text):
-            if opaque(found[1]):
-                yield found.span(1)
-
-
-def _user(before: str, user: str, begin: int) -> Iterator[Span]:
-    name, colon, password = user.partition(":")
-    if colon and not plain(password):
-        yield begin + len(name) + 1, begin + len(user)
-    web = before.lower().endswith(("http", "https", "ftp", "ws", "wss"))
-    if (len(name) >= 16 or opaque(name)) and (web or colon) and not plain(name):
-        yield begin, begin + len(name)
-
-
-def _password_with_slash(text: str, begin: int, end: int) -> Iterator[Span]:
-    """redis://:pa/ss@host, or another sign that ends a host: what follows the colon is no port."""
-    name, colon, rest = text[begin:end].partition(":")
-    if not colon or rest.isdigit() or not rest or text[end : end + 1] not in ("/", "?", "#"):
-        return
-    found = compiled(r"""[^\s"'`<>@\\]{0,200}@""").match(text, end)
-    if found:
-        yield begin + len(name) + 1, found.end() - 1
-
-
-def _topic(text: str, at: int, end: int, host: str) -> Iterator[Span]:
-    """ntfy://TOPIC, ntfy://host/TOPIC and https://ntfy.sh/TOPIC: who knows the topic can read and write it."""
-    own = text[max(0, at - 12) : at].lower().endswith("ntfy")
-    begin = end + 1
-    if own and text[end : end + 1] != "/":
-        begin = at + 3
-    elif not own and host != "ntfy.sh" and not host.startswith("ntfy."):
-        return
-    found = compiled(r"""[^\s"'`<>\\,;)]{0,500}""").match(text, begin)
-    topic = found[0] if found else ""
-    if not plain(topic) and not topic.isupper():  # in capitals: documentation's
-        yield begin, begin + len(topic)
-
-
-def _hook(text: str, host: str, at: int) -> Iterator[Span]:
-    path = compiled(r"""/[^\s?#"'`<>\\,;:)]{0,500}""").match(text, at)
-    if path is None:
-        return
-    known = host.endswith(_HOOK_HOSTS)
-    armed = False
-    place = at
-    for segment in path[0].split("/")[1:]:
-        place += 1
-        if armed and known:
-            if not plain(segment):
-                yield place, path.end()
-            return
-        if armed and opaque(segment) and not plain(segment):
-            yield place, place + len(segment)
-        armed = armed or segment.lower() in _HOOKS
-        place += len(segment)
-
-
 _Detector = Callable[[str], Iterator[Span]]
-_DETECTORS: tuple[_Detector, ...] = (_private_keys, _urls, _headers, _tokens, pairs, named, elements, commands)
+_DETECTORS: tuple[_Detector, ...] = (private_keys, urls, headers, tokens, pairs, named, elements, commands)
 
 # A variable's value is looked at when secrets are learned, when it is described and when it is written.
 _looked: dict[str, list[Span]] = {}
@@ -440,9 +250,8 @@ def spans(text: str) -> list[Span]:
 def _found(text: str) -> list[Span]:
     """In the text as it is, and in what its escapes stand for."""
     found = [span for detector in _DETECTORS for span in detector(text)]
-    unescaped = Unescaped(text)
-    if unescaped.text is not text:
-        found += [unescaped.before(span) for detector in _DETECTORS for span in detector(unescaped.text)]
+    for reading in readings(text):
+        found += [reading.before(span) for detector in _DETECTORS for span in detector(reading.text)]
     return merged(span for span in found if span[0] < span[1])
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator
 
-from stoker.contract import secretnames
+from stoker.contract import secretnames, valuetext
 from stoker.contract.secretnames import MAYBE, SURE, holds_any, word_set
-
-Span = tuple[int, int]
+from stoker.contract.valuetext import Span, compiled
 
 HIDDEN = "<redacted>"
 _SWITCHES = word_set("0 1 true false yes no on off none null nil *** ****")
@@ -26,10 +26,12 @@ def plain(value: str) -> bool:
 
 
 def _variable(value: str) -> bool:
-    """$TOKEN, ${TOKEN}, %TOKEN% and {token}, which stand for a value."""
-    for begin, end in (("${", "}"), ("$", ""), ("%", "%"), ("{", "}")):
+    """$TOKEN, ${TOKEN}, %TOKEN%, {token} and {self.token!r}, which stand for a value."""
+    if value.startswith("{") and value.endswith("}") and len(value) < 100:
+        return compiled(r"\{[A-Za-z_]\w*\}|\{[A-Za-z_.]+(?:![rsa])?\}").fullmatch(value) is not None
+    for begin, end in (("${", "}"), ("$", ""), ("%", "%")):
         inner = value[len(begin) : len(value) - len(end)]
-        named = inner.replace("_", "a").isalnum() and not inner[0].isdigit() and (inner.isupper() or begin == "{")
+        named = inner.replace("_", "a").isalnum() and not inner[0].isdigit() and inner.isupper()
         if named and value.startswith(begin) and value.endswith(end):
             return True
     return False
@@ -55,7 +57,6 @@ _SEPARATOR = (
     rf"""(?:(?:\\{{0,8}}["'`])\s{{0,40}}:\s{{0,40}}(?=\\{{0,8}}["'\[\d])"""
     rf"""|(?:\\{{0,8}}["'`]){{0,5}}\]?{_BLANKS}(?:=>|:=|==|=|:(?!:|//))[^\S\r\n]{{0,40}})"""
 )
-_VALUE_END = r"""[\s"'`]|\\{1,8}["'nrt]|[,;&](?=\s|$|["']|[\w.\-]{1,64}\s?[=:])|[)\]}](?=[\s,;.:)\]}"'`\\]|$)|$"""
 _MOST_MAYBE = 400
 
 
@@ -71,56 +72,60 @@ def pairs(text: str) -> Iterator[Span]:
             or found.start() < done
             or text.startswith(HIDDEN, found.end())
             or _is_of_others(text, found)
-            or _is_call(text, found)
+            or _is_code(text, found)
         ):
             continue
-        several = list(_listed(text, found, rating))
-        if several:
-            yield from several
-            done = several[-1][1]
-            continue
-        if rating == SURE and compiled(r"""\[\s{0,40}\\{0,8}["']""").match(text, found.end()):
-            continue  # a list with nothing to hide
         most = len(text) if rating == SURE else min(len(text), found.end() + _MOST_MAYBE)
-        begin, end, quoted = _value(text, found.end(), most)
+        if text.startswith("[", found.end()):
+            items, done = valuetext.listed(text, found.end(), most)
+            yield from (item[:2] for item in items if _is_secret_item(text, found, rating, item))
+            continue
+        below = valuetext.below(text, found.start(), found.end()) if rating == SURE and ":" in found[2] else None
+        if below:
+            if _is_secret_below(text, found, below):
+                yield below[:2]
+                done = below.after
+            continue
+        begin, end, after, quoted = valuetext.value(text, found.end(), most)
         if not secret_value(rating, text[begin:end]) or not _meant(text, found, rating, text[begin:end], quoted):
             continue
         if not quoted and ":" in found[2] and _begins_line(text, found.start()) and secretnames.is_phrase(found[1]):
-            end = compiled(r"[^\r\n]*").match(text, end).end()  # type: ignore[union-attr]  # YAML's `password: several words`
+            end = after = _line_end(text, end)  # YAML's `password: several words`
         yield begin, end
-        done = end
+        done = after
 
 
-def _listed(text: str, found: re.Match[str], rating: int) -> Iterator[Span]:
-    """["VALUE", "VALUE"], and what YAML writes on lines of their own: a block behind | or >, a list."""
-    if rating != SURE:
-        return
-    if text.startswith("[", found.end()):
-        items = compiled(r"""\[(?:\s{0,40}(?:\\{0,8}["'])[^"'\\\r\n]{0,4096}(?:\\{0,8}["'])\s{0,40},?){1,1000}""")
-        several = items.match(text, found.end())
-        for item in compiled(r"""["']([^"'\\\r\n]+)\\{0,8}["']""").finditer(several[0]) if several else ():
-            if not plain(item[1]):
-                yield found.end() + item.start(1), found.end() + item.end(1)
-        if several is None and ":" in found[2]:
-            flow = compiled(r"\[([^\[\]{}()\"'\r\n]{1,4096})\]").match(text, found.end())
-            for item in compiled(r"[^\s,]+").finditer(flow[1]) if flow else ():
-                if not plain(item[0]) and opaque(item[0]):
-                    yield found.end() + 1 + item.start(), found.end() + 1 + item.end()
-    elif ":" in found[2]:
-        line = text[max(0, found.start() - 40) : found.start()].rpartition("\n")[2]
-        indent = len(line) - len(line.lstrip(" \t"))
-        deeper = rf"\n[ \t]{{{indent + 1},80}}[^\r\n]+\r?"
-        block = compiled(rf"[|>][+\-\d]{{0,2}}[ \t]{{0,8}}\r?((?:{deeper})+)").match(text, found.end())
-        if not block and not line.strip(" \t-\"'"):
-            block = compiled(rf"\r?((?:\n[ \t]{{{indent},80}}- [^\r\n]+\r?)+)").match(text, found.end())
-        if not block and not line.strip(" \t-"):  # YAML's value on the next line, deeper; no mapping
-            alone = compiled(rf"[ \t]{{0,8}}\r?\n[ \t]{{{indent + 1},80}}([^\s:#\-][^\s:]{{3,}})[ \t]*(?:\r|\n|$)")
-            below = alone.match(text, found.end())
-            if below and not plain(below[1]):
-                yield below.span(1)
-        if block:
-            first = compiled(r"\s*(?:- )?").match(text, block.start(1))
-            yield first.end() if first else block.start(1), block.end(1)
+def _is_secret_item(text: str, found: re.Match[str], rating: int, item: valuetext.Value) -> bool:
+    """Of ["VALUE", "VALUE"], and of YAML's [VALUE, VALUE]; source code has names in its lists."""
+    word = text[item.begin : item.end]
+    if plain(word) or (rating == MAYBE and not secret_value(rating, word)):
+        return False
+    if item.quoted:
+        return rating == SURE or opaque(word)
+    if compiled(r"[A-Za-z_.]+\([A-Za-z_.\s]*\)").fullmatch(word) or compiled(r"\s(?:for|if|in|is|or|and)\s").search(
+        word
+    ):
+        return False
+    if opaque(word) and " " not in word:
+        return True
+    return rating == SURE and ":" in found[2] and word.lower() not in _PROSE
+
+
+def _is_secret_below(text: str, found: re.Match[str], value: valuetext.Value) -> bool:
+    """A block and a list are; a value alone is one word, or a phrase where people write them, and not the next key."""
+    word = text[value.begin : value.end]
+    if plain(word) or word.lower() in _PROSE:
+        return False
+    if value.quoted or "\n" in text[value.begin : value.after] or text[value.begin - 2 : value.begin] == "- ":
+        return True
+    rest = text[value.end : _line_end(text, value.end)]
+    if rest.strip(" \t\r,;}])"):
+        return secretnames.is_phrase(found[1]) and not rest.strip().startswith((":", "="))
+    return len(word) >= 4 and word.rpartition(".")[2] != found[1] and not _is_code(text, found, value.begin)
+
+
+def _line_end(text: str, at: int) -> int:
+    return compiled(r"[^\r\n]*").match(text, at).end()  # type: ignore[union-attr]
 
 
 def _meant(text: str, found: re.Match[str], rating: int, value: str, quoted: bool) -> bool:
@@ -132,7 +137,7 @@ def _meant(text: str, found: re.Match[str], rating: int, value: str, quoted: boo
     if quoted:
         word = secretnames.is_also_a_word(name) and name.lower().endswith("key")  # input_ids_key="tokens"
         return (rating == SURE and not word) or separator[0] in "\"'`\\" or name.isupper() or telling
-    if value.lower().rstrip(".,:;)") in _PROSE:
+    if value.lower().strip(".,:;()[]{}") in _PROSE or not value.strip("()[]{}"):
         return False
     if not name.isupper() and len(value) <= _MOST_MAYBE and value.rpartition(".")[2] == name:  # token=self.token.
         return False
@@ -147,30 +152,39 @@ def _meant(text: str, found: re.Match[str], rating: int, value: str, quoted: boo
     return rating == SURE or telling
 
 
-def _is_call(text: str, found: re.Match[str]) -> bool:
-    """key=int(x), of source code. Seen before its end is looked for, which may be far: a text may hold many."""
-    if found[1].isupper() or text[found.start() - 1 : found.start()] in ("?", "&", ";"):
+def _is_code(text: str, found: re.Match[str], at: int = -1) -> bool:
+    """key=int(x), token = draw(a).b[0], token: list[int]. Not what only has brackets in it: ab(1)cd, ab(cd."""
+    at = found.end() if at < 0 else at
+    before, separator = text[max(0, found.start() - 2) : found.start()], found[2]
+    callee = compiled(r"[A-Za-z_][\w.]{0,100}(?=[(\[])").match(text, at)
+    if callee is None or (found[1].isupper() and separator[0] not in "\"'") or before[-1:] in ("?", "&", ";"):
         return False
-    return compiled(r"[A-Za-z_][\w.]*[(\[]").match(text, found.end()) is not None
+    if secretnames.is_phrase(found[1]):  # of which people make up any kind
+        call = text[callee.end()] == "("
+        if call and (":" in separator and _begins_line(text, found.start())):
+            return False
+        first = text[callee.end() + 1 : callee.end() + 2]
+        if call and "." not in callee[0] and (first.isdigit() or opaque(callee[0])):
+            return False
+    argument = separator != "=" or before.rstrip()[-1:] in ("(", ",")  # or a statement; else a shell's word
+    if not argument and not compiled(r"[A-Za-z_.]+[(\[][A-Za-z_.,=\s\"']{0,80}[)\]]").match(text, at):
+        return False
+    return _is_chain(text, callee.end())
 
 
-def _value(text: str, at: int, limit: int) -> tuple[int, int, bool]:
-    """(begin, end, was it in quotes)."""
-    quote = compiled(r"""[bBrRuUfF]{0,2}((\\{0,8})(["'`])(?:\\{0,8}["'`])*)""").match(text, at)
-    if quote is None:
-        found = compiled(_VALUE_END).search(text, at, limit)
-        return at, found.start() if found else limit, False
-    escape, mark = quote[2], quote[3]
-    begin = quote.end()
-    if quote[1] in (2 * mark, 2 * (escape + mark)):
-        return begin, begin, True  # nothing in it
-    if len(quote[1]) > len(escape) + 1:  # quotes within a shell's quotes: '"'"'VALUE'"'"'
-        found = compiled(r"""[^"'`\r\n\\]*""").match(text, begin, limit)
-        return begin, found.end() if found else limit, True
-    # Up to the same quote, escaped as often, on the same line; one that is never closed: to the line's end.
-    inner = rf"[^\r\n]*?(?={re.escape(escape + mark)}|[\r\n]|$)" if escape else rf"(?:[^{mark}\\\r\n]|\\.)*"
-    found = compiled(inner).match(text, begin, limit)
-    return begin, found.end() if found else limit, True
+def _is_chain(text: str, at: int) -> bool:
+    """(...), [...] and .name up to where an expression ends, or cut off at the end of a line."""
+    depth = 0
+    for sign in compiled(r"[()\[\]\r\n]").finditer(text, at, at + 200):
+        if sign[0] in "([":
+            depth += 1
+        elif sign[0] in "\r\n":
+            return text[sign.start() - 1] in "(,["
+        else:
+            depth -= 1
+            if not depth and not compiled(r"[(\[]|\.[A-Za-z_]\w{0,60}[(\[]").match(text, sign.end()):
+                return compiled(r"[^\s.,;:)\]}\"'`\\]").match(text, sign.end()) is None
+    return False
 
 
 def _is_of_others(text: str, found: re.Match[str]) -> bool:
@@ -194,20 +208,24 @@ def named(text: str) -> Iterator[Span]:
     if not holds_any(text.lower(), secretnames.SEEDS):
         return
     quote = r"""(?:\\{0,32}["'])"""
-    between = (
-        rf"""{quote}?[\s,;]{{1,40}}{quote}?[Vv]alue{quote}?\s{{0,8}}[:=]\s{{0,8}}(?:[|>][+\-]?\s{{1,80}})?{quote}?"""
-    )
-    value = r"""([^\s"'\\,;}]{1,4096})"""
-    for found in compiled(
-        rf"""\b(?:[Nn]ame|[Kk]ey){quote}?\s{{0,8}}[:=]\s{{0,8}}{quote}?([\w.\-]{{1,100}}){between}{value}"""
-    ).finditer(text):
-        if secret_value(secretnames.rate(found[1]), found[2]):
-            yield found.span(2)
-    for found in compiled(rf"""[(\[]b?{quote}([\w.\-]{{1,100}}){quote},\s{{0,8}}b?{quote}{value}{quote}""").finditer(
-        text
-    ):
-        if secretnames.rate(found[1]) == SURE and opaque(found[2]):
-            yield found.span(2)
+    name = rf"""\b(?:[Nn]ame|[Kk]ey){quote}?\s{{0,8}}[:=]\s{{0,8}}{quote}?([\w.\-]{{1,100}}){quote}?[\s,;]{{1,40}}{quote}?"""
+    done = 0
+    for found in compiled(rf"""{name}([Vv]alue{quote}?[^\S\n]{{0,8}}[:=])\s{{0,8}}""").finditer(text):
+        if secretnames.rate(found[1]) == secretnames.NO or found.start() < done:
+            continue
+        value = valuetext.value(text, found.end(), len(text))
+        value = valuetext.below(text, found.start(2), found.end()) or value
+        if secret_value(secretnames.rate(found[1]), text[value.begin : value.end]):
+            yield value[:2]
+            done = value.after
+    for found in compiled(rf"""[(\[]b?{quote}([\w.\-]{{1,100}}){quote},\s{{0,8}}(?=b?\\{{0,8}}["'])""").finditer(text):
+        if secretnames.rate(found[1]) != SURE or found.start() < done:
+            continue
+        value = valuetext.value(text, found.end(), len(text))
+        word = text[value.begin : value.end]
+        if not plain(word) and (opaque(word) or (" " in word.strip() and not secretnames.is_also_a_word(found[1]))):
+            yield value[:2]
+            done = value.after
 
 
 def elements(text: str) -> Iterator[Span]:
@@ -244,10 +262,11 @@ def commands(text: str) -> Iterator[Span]:
         # A sentence about `--password`, no command with it.
         named = found[0][0] == "`" and word.rstrip(".,;:)")[-1:] == "`"
         words.append(("" if named else word.rstrip("\"'`)]},\\"), found.end() - len(word)))
+    places = [place for _, place in words]
     for begin, end in word_spans(words, _PROSE):
-        quote = text[begin - 1 : begin]
-        closing = text.find(quote, end, end + 400) if quote in ('"', "'") else -1
-        yield begin, closing if closing > 0 else end  # several words in quotes
+        quote = places[bisect_right(places, begin) - 1] - 1
+        several = valuetext.quoted(text, quote, min(len(text), end + _MOST_MAYBE)) if text[quote] in "\"'" else None
+        yield begin, max(end, several.end) if several and several.after > several.end else end
 
 
 def word_spans(words: list[tuple[str, int]], prose: frozenset[str] = frozenset()) -> Iterator[Span]:
@@ -259,13 +278,13 @@ def word_spans(words: list[tuple[str, int]], prose: frozenset[str] = frozenset()
         before = previous[-1]
         if before == "password" and previous[-3] in ("login", "account", "machine"):
             yield from _flag_value("value", word, place)
-        elif before in flags and not word.startswith("-"):
+        elif before in flags and not is_flag(word):
             yield from _flag_value(flags[before], word, place)
         elif program == "curl" and compiled(r"-[a-zA-Z]{1,10}u").fullmatch(before):  # curl -su NAME:SECRET
             yield from _flag_value("user", word, place)
         elif program == "curl" and word.startswith("--user="):
             yield from _flag_value("user", word[7:], place + 7)
-        elif before.startswith("-") and "=" not in before and not word.startswith("-") and word.lower() not in prose:
+        elif before.startswith("-") and "=" not in before and not is_flag(word) and word.lower() not in prose:
             rating = secretnames.rate(before.lstrip("-"))
             if rating == SURE or (rating == MAYBE and opaque(word)):
                 yield from _flag_value("value", word, place)
@@ -275,9 +294,21 @@ def word_spans(words: list[tuple[str, int]], prose: frozenset[str] = frozenset()
         previous = [*previous[1:], word]
 
 
+def is_flag(word: str) -> bool:
+    """-x, --max-tokens. Not the value -Zx7f00Lk9."""
+    if not word.startswith("-"):
+        return False
+    name = word.partition("=")[0]
+    if name.startswith("--"):
+        return compiled(r"--[a-z0-9]*(?:[-_.][a-z0-9]+)*|--[A-Z0-9_]+").fullmatch(name[:100]) is not None or not opaque(
+            name
+        )
+    return not opaque(name[1:])
+
+
 def _program(running: str, word: str) -> str:
     """Whose flags count behind this word."""
-    name = compiled(r"""[^=/"'`(\[]*$""").search(word[-40:])[0]  # type: ignore[index]  # it matches nothing, too
+    name = compiled(r"""[^=/"'`(\[<>]*$""").search(word[-40:])[0]  # type: ignore[index]  # it matches nothing, too
     if name in _PROGRAMS or f"{name} login" in _PROGRAMS:
         return name
     if word == "login" and f"{running} login" in _PROGRAMS:
@@ -292,14 +323,3 @@ def _flag_value(kind: str, word: str, place: int) -> Iterator[Span]:
         name, colon, secret = word.partition(":" if ":" in word else "%")  # smbclient's -U NAME%SECRET
         if colon and not plain(secret):
             yield place + len(name) + 1, place + len(word)
-
-
-_patterns: dict[str, re.Pattern[str]] = {}
-
-
-def compiled(pattern: str) -> re.Pattern[str]:
-    """Once, and only where a text needs it: a launch needs few."""
-    made = _patterns.get(pattern)
-    if made is None:
-        made = _patterns[pattern] = re.compile(pattern)
-    return made

@@ -51,6 +51,25 @@ class WholeFile:
             pass
 
 
+def refuse_other_kind(path: str, begins: bytes, kind: str) -> None:
+    """A file that somebody named is replaced by one of the same kind alone: a mistyped name costs no other file. What
+    holds nothing (a link, a pipe, an empty file) may go.
+    """
+    from stoker.contract.names import EX_CANTCREAT, Refusal
+    from stoker.contract.untrusted import open_regular, printable
+
+    if os.path.islink(path) or not os.path.isfile(path) or not os.path.getsize(path):
+        return
+    try:
+        with os.fdopen(open_regular(path, follow=False), "rb") as file:
+            same = file.read(len(begins)).lower() == begins.lower()
+    except OSError as problem:
+        raise Refusal(f"{printable(path)} is there and can't be read: {problem.strerror}", EX_CANTCREAT) from problem
+    if not same:
+        line = f"{printable(path)} is there and is no {kind}: give another name, or remove it first"
+        raise Refusal(line, EX_CANTCREAT)
+
+
 def write_whole(path: str, data: bytes | str, durable: bool = True) -> None:
     with WholeFile(path, durable=durable) as file:
         # Names that aren't UTF-8: \\udc80 is JSON.

@@ -8,7 +8,7 @@ from typing import Any
 
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
 from stoker.contract.untrusted import printable
-from stoker.contract.wholefile import WholeFile
+from stoker.contract.wholefile import WholeFile, refuse_other_kind
 from stoker.control.show.drawing import Line
 
 # Okabe and Ito's: told apart without red and green.
@@ -36,6 +36,7 @@ def write_png(path: str, lines: Sequence[Line], metric: str, *, log: bool = Fals
     except ImportError as problem:
         line = f"no picture: matplotlib can't be imported ({problem}); pip install matplotlib, or leave --png out"
         raise Refusal(printable(line), EX_UNAVAILABLE) from problem
+    refuse_other_kind(path, b"\x89PNG", "PNG picture")
     with matplotlib.rc_context(_LOOK):
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.subplots()

@@ -29,6 +29,7 @@ from stoker.training.model.config import ModelConfig, lacking
 from stoker.training.model.families import family_of
 from stoker.training.model.hf_config import Stored, base_of, is_quantized, shape_of
 from stoker.training.model.hf_files import check, places
+from stoker.training.model.hf_write import refuse_anothers
 from stoker.training.tokenizer.definition import GGUF_BYTE_LEVEL, GGUF_SPLITTERS, GGUF_SPLITTERS_WHOLE_WORDS
 from stoker.training.tokenizer.template import DEFAULT, templates_of
 from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -58,6 +59,8 @@ def write(folder: str, out: str, dtype: str | None, tokenizer: str | None, say: 
     if os.path.lexists(out) and not _is_ours(out):
         line = f"{out} is there and was not written by stoker export: give another name, or remove it first"
         raise Refusal(line, EX_CANTCREAT)
+    if os.path.lexists(out):
+        refuse_anothers(out)
     if base_of(folder) != folder or is_quantized(folder):
         what = "an adapter: export it with --merge first" if base_of(folder) != folder else "in 4 bits: export it first"
         raise Refusal(f"{folder} is {what}, and then that folder with --gguf", EX_USAGE)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stoker.contract.names import EX_CANTCREAT, Refusal
-from stoker.contract.owners import is_own
+from stoker.contract.owners import is_own, is_trusted, user_name
 from stoker.contract.quantities import amount
 from stoker.contract.tensorheader import pack_header
 from stoker.contract.untrusted import is_count, open_regular, read_bytes
@@ -178,12 +178,22 @@ def refuse_foreign_files(folder: str) -> None:
 def refuse_other_models(folder: str) -> None:
     """Every model's folder has the same names: only the mark tells an export from a model that somebody saved or trained."""
     refuse_foreign_files(folder)
+    if os.path.lexists(folder):
+        refuse_anothers(folder)
     if os.path.isdir(folder) and os.listdir(folder) and not os.path.isfile(os.path.join(folder, EXPORTED)):
         raise Refusal(
             f"{folder} holds files that no `stoker export` wrote, and a new one would remove them: give another folder, or"
             " remove it yourself",
             EX_CANTCREAT,
         )
+
+
+def refuse_anothers(path: str) -> None:
+    """An export that bears our mark may be another user's, which root could replace."""
+    owner = os.lstat(path).st_uid
+    if not is_trusted(owner, os.path.dirname(os.path.abspath(path))):
+        line = f"{path} belongs to {user_name(owner)}: give another name, or remove it first"
+        raise Refusal(line, EX_CANTCREAT)
 
 
 def _is_ours(card: str) -> bool:

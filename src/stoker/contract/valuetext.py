@@ -1,0 +1,194 @@
+"""One value as texts write it: in quotes of any kind and depth, bare, several in brackets, on the lines below its name.
+
+Texts may be hostile and long: whatever is read moves `after`, from where a caller goes on, or has a bounded length.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+Span = tuple[int, int]
+
+
+class Value(NamedTuple):
+    begin: int
+    end: int
+    after: int  # behind its closing quote; the same as `end` where there is none
+    quoted: bool
+
+
+_patterns: dict[str, re.Pattern[str]] = {}
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    """Once, and only where a text needs it: a launch needs few."""
+    made = _patterns.get(pattern)
+    if made is None:
+        made = _patterns[pattern] = re.compile(pattern)
+    return made
+
+
+# A quote within a shell's quotes: 'it'"'"'s' and 'it'\''s'. Quoted again it has more of the same.
+_S, _D = r"\\{0,8}'", r"""\\{0,8}\""""
+_SHELL = rf"""(?:{_S}{_D}){{2,64}}{_S}|(?:{_D}{_S}){{2,64}}{_D}|(?<!\\)(?P<outer>\\{{0,8}})'(?P=outer)\\{{1,8}}'(?P=outer)'"""
+_OPENING = rf"""(?:[bBrRuUfF]{{1,2}}|\$)?(?:(?P<shell>{_SHELL})|(?P<escape>\\{{0,8}})(?P<quote>["'`“‘«]))"""
+_CLOSING = {"“": "”", "‘": "’", "«": "»"}
+_LATER = 2000  # characters behind the line's end in which a quote may still be closed
+
+
+def value(text: str, at: int, limit: int) -> Value:
+    return quoted(text, at, limit) or bare(text, at, limit)
+
+
+def quoted(text: str, at: int, limit: int) -> Value | None:
+    """To the same quote, escaped as often: one within is escaped once more, doubled or in a shell's quotes.
+
+    One that is closed on no line near: to the line's end.
+    """
+    opening = compiled(_OPENING).match(text, at, limit)
+    if opening is None:
+        return None
+    if opening["shell"]:
+        return _shell_quoted(text, opening["shell"], opening.end(), limit)
+    escape, mark = opening["escape"], _CLOSING.get(opening["quote"], opening["quote"])
+    begin, depth = opening.end(), len(escape)
+    three = 3 * (escape + mark)
+    if text.startswith(three, opening.start("escape")):  # Python's, over several lines
+        begin = opening.start("escape") + len(three)
+        end = text.find(three, begin, limit)
+        if end >= 0:
+            return Value(begin, end, end + len(three), True)
+    place, line_end, most = begin, -1, limit
+    # The lookbehind: a run of backslashes is read once.
+    marks = compiled(rf"(?P<shell>{_SHELL})|(?<!\\)(?P<slashes>\\*){mark}|\n")
+    while found := marks.search(text, place, most):
+        place = found.end()
+        if found["shell"]:
+            continue
+        if found["slashes"] is None:
+            if line_end < 0:
+                line_end, most = found.start(), min(limit, found.end() + _LATER)
+            continue
+        # n backslashes before the opening quote: those of the value come in units of 2n + 2, unless a repr escaped the
+        # backslash and not the quote.
+        more = len(found["slashes"]) - depth
+        if more < 0 or more % (2 * depth + 2):
+            continue
+        if more and not compiled(r"\s{0,40}(?:[,)\]}]|$)").match(text, place, limit):
+            continue
+        end = place - 1 - depth
+        if line_end >= 0:
+            if text[end - 1] in " \t([{=,:" or not compiled(r"[\s,;)\]}]|$").match(text, place, limit):
+                break  # another's opening quote
+            return Value(begin, end, place, True)
+        if end == begin or not text.startswith(escape + mark, place):
+            return Value(begin, end, place, True)
+        place += depth + 1  # doubled
+    end = line_end if line_end >= 0 else limit
+    return Value(begin, end, end, True)
+
+
+def _shell_quoted(text: str, quote: str, begin: int, limit: int) -> Value:
+    """To the same sequence, on the same line."""
+    for found in compiled(rf"{_SHELL}|\n").finditer(text, begin, limit):
+        if found[0] in (quote, "\n"):
+            return Value(begin, found.start(), found.end() - (found[0] == "\n"), True)
+    return Value(begin, limit, limit, True)
+
+
+_QUOTE_WITHIN = r"""(?<![\w\\])["'`]|["'`](?!\w)"""  # it's: no quote
+_BARE_END = (
+    rf"""(?<!\\) |[^\S ]|{_QUOTE_WITHIN}|(?<!\w)\\{{1,8}}["']|\\{{1,8}}(?:["'](?!\w)|[nrt])|[,;&](?=\s|$|["']|[\w.\-]{{1,64}}\s?[=:])"""
+    r"""|[)\]}](?=[\s,;.:)\]}"'`\\]|$)"""
+)
+LINE_END = rf"""[\r\n]|(?<!\w)\\|\\(?!\\{{0,7}}["']\w)|{_QUOTE_WITHIN}"""
+
+
+def bare(text: str, at: int, limit: int, ends: str = _BARE_END) -> Value:
+    """To what ends a word (or, with LINE_END, a line). Brackets within it and what is quoted behind a = belong to it."""
+    place, counted, opened = at, at, 0
+    while found := compiled(ends).search(text, place, limit):
+        end = found.start()
+        if text[end] in ")]}":
+            for sign in text[counted:end]:
+                opened = max(0, opened + (sign in "([{") - (sign in ")]}"))
+            place = counted = end + 1
+            if opened:
+                opened -= 1
+                continue
+        elif text[end] in "\"'`\\" and end > at and text[end - 1] in "=:":
+            part = quoted(text, end, limit)
+            if part:
+                place = part.after
+                continue
+        return Value(at, end, end, False)
+    return Value(at, limit, limit, False)
+
+
+def listed(text: str, at: int, limit: int) -> tuple[list[Value], int]:
+    """What is in the brackets that begin here, and where they end: or where it is no list any more."""
+    items: list[Value] = []
+    place, depth = at, 0
+    while place < limit:
+        sign = text[place]
+        if sign in "[(":
+            depth, place = depth + 1, place + 1
+        elif sign in "])":
+            depth, place = depth - 1, place + 1
+            if not depth:
+                break
+        elif sign in ", \t\r\n":
+            place = compiled(r"[,\s]+").match(text, place, limit).end()  # type: ignore[union-attr]
+        else:
+            item = quoted(text, place, limit) or _bare_item(text, place, limit, depth)
+            if item is None:
+                break
+            items.append(item)
+            place = item.after
+            closed = item.after > item.end or not item.quoted
+            if not closed or not compiled(r"""\s*(?:[,\])]|\\{0,8}["']|$)""").match(text, place, limit):
+                break
+    return items, place
+
+
+def _bare_item(text: str, at: int, limit: int, depth: int) -> Value | None:
+    signs = r"""[^,\[\]{}"'`\r\n\\]+""" if depth == 1 else r"""[^,\[\](){}"'`\r\n\\]+"""  # within a tuple ) ends it
+    found = compiled(signs).match(text, at, limit)
+    if found is None or text[at] == "&" or text[found.end() : found.end() + 1] in ("(", "[", "{"):
+        return None
+    if found[0].endswith("("):  # a call, of source code
+        return None
+    return Value(at, at + len(found[0].rstrip()), found.end(), False)
+
+
+def below(text: str, name_at: int, at: int) -> Value | None:
+    """What YAML writes on the lines under a name: a block behind | or >, a list; a value alone."""
+    line = text[max(0, name_at - 40) : name_at].rpartition("\n")[2]
+    indent = len(line) - len(line.lstrip(" \t"))
+    head = compiled(r"([|>][+\-\d]{0,2})?[ \t]{0,40}(?:#[^\r\n]{0,200})?\r?(?=\n)").match(text, at)
+    if head is None:
+        return None
+    empty = r"[ \t]{0,40}\r?(?=\n)"
+    if head[1]:
+        rows = rf"(?:\n(?:{empty}|[ \t]{{{indent + 1}}}[^\n]*))+"
+        return _rows(text, rows, head.end())
+    if line.strip(" \t-") and line[-1] not in "\"'>=":  # within a line, and no string's or element's first word
+        return None
+    more = rf"(?:\n[ \t]{{{indent + 2}}}[^\n]*)*"  # lines of an item
+    items = _rows(text, rf"(?:\n{empty})*(?:\n(?:{empty}|[ \t]{{{indent},80}}- [^\n]*{more}))+", head.end())
+    if items and text[items.begin - 2 : items.begin] == "- ":
+        return items
+    deeper = 0 if line.strip(" \t-") else indent + 1  # JSON's lines begin where they like
+    found = compiled(rf"(?:\n{empty}){{0,8}}\n[ \t]{{{deeper},80}}(?=[^\s#])").match(text, head.end())
+    if found is None or compiled(r"""- |(["']?)[\w.\-]{1,100}\1\s?:(?:\s|$)""").match(text, found.end()):
+        return None
+    return value(text, found.end(), len(text))
+
+
+def _rows(text: str, rows: str, at: int) -> Value | None:
+    found = compiled(rows).match(text, at)
+    if found is None or not found[0].strip():
+        return None
+    first = compiled(r"\s*(?:- )?").match(text, at)
+    return Value(first.end() if first else at, at + len(found[0].rstrip()), found.end(), False)
