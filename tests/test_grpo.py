@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -930,6 +931,60 @@ def test_under_the_launcher_the_verdict_is_the_breakers_line(stoker: Stoker, for
         done.out[-3000:] + done.err[-2000:]
     )
     assert "the reward was exactly 0 for every answer for 2 steps" in done.verdict["summary"]
+
+
+JUDGE = """
+import http.server, json, os, signal, time
+if os.path.exists("killed"): time.sleep(600)  # a large model loads for longer than ten steps take
+calls = 0
+class Judge(http.server.BaseHTTPRequestHandler):
+    def do_GET(self): self.reply({})
+    def do_POST(self):
+        global calls
+        calls += 1
+        texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if calls == 4:
+            open("killed", "w")
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.reply([text.count("7") for text in texts])
+    def reply(self, data):
+        body = json.dumps(data).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", int(os.environ["STOKER_PORT"])), Judge).serve_forever()
+"""
+
+
+def test_a_role_whose_reward_is_zero_since_its_server_died_stops_after_ten_steps_with_that_cause(
+    stoker: Stoker, forks: Forks
+) -> None:
+    """As a reward of one's own often is: a lost connection is worth 0. The server is started again and not ready in time."""
+    stoker.script("judge.py", JUDGE)
+    stoker.script(
+        "rewards.py",
+        "import json, os, urllib.request\ndef score(completions):\n    try:\n"
+        "        told = json.dumps(completions).encode()\n"
+        "        return json.load(urllib.request.urlopen(f'http://{os.environ[\"STOKER_ROLE_JUDGE\"]}/', told))\n"
+        "    except OSError:\n        return [0.0] * len(completions)\n",
+    )
+    words = shlex.join(forks.words("--grpo.reward", "rewards.py:score", "--max-steps", "500"))
+    roles = {
+        "judge": {"command": "judge.py", "ready": {"http": "/"}, "restart": "always"},
+        "trainer": {"command": f"stoker train grpo {words}"},
+    }
+    done = stoker.torch("run", "--roles", stoker.script("job.yaml", json.dumps({"roles": roles})))
+    assert (done.code, done.verdict["cause"]) == (137, "rank.killed"), done.out[-3000:] + done.err[-2000:]
+    assert done.verdict["summary"].startswith("role judge: rank 0 (CPU0) was killed")
+    echo = "then role trainer: the reward was exactly 0 for every answer for 10 steps (since step 3)"
+    assert any(line.startswith(echo) for line in done.verdict["evidence"]), done.verdict
+    (metrics,) = done.run_dir.glob("roles/*-trainer/metrics.jsonl")
+    assert [json.loads(line)["reward"] > 0 for line in metrics.read_text().splitlines()] == [True] * 3 + [False] * 10
+    own = json.loads(stoker("why", f"{done.run_dir.name}/trainer", "--json").out)
+    assert (own["cause"], own["exit_code"], own["retryable"]) == ("grpo.no-signal", EX_SOFTWARE, False)
+    assert stoker("rollouts").out.startswith("624 answers of 13 steps"), "of the role that has some"
 
 
 def prompts_of_two_kinds(path: Path) -> str:

@@ -121,6 +121,61 @@ def test_what_a_trainer_fails_of_because_its_server_died_is_the_servers_failure(
     assert verdict["summary"].startswith("role server: rank 0 (CPU0) was killed")
 
 
+# A reward that makes 0 of a lost connection, and the stop rule of stoker's own GRPO.
+REWARDED = """
+import os, time, urllib.request
+zeros = 0
+while zeros < 10:
+    try:
+        text = urllib.request.urlopen(f"http://{os.environ['STOKER_ROLE_SERVER']}/", timeout=0.2).read()
+    except OSError:
+        text = b""
+    zeros = 0 if text == b"fine" else zeros + 1
+    with open("steps", "a") as steps: steps.write(f"{zeros}\\n")
+    time.sleep(0.05)
+print("GRPO stopped itself: the reward was exactly 0 for every answer for 10 steps", flush=True)
+raise SystemExit(70)
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "killed for good", "stopped", "ended with 0"])
+def test_zero_reward_after_the_servers_end_stops_within_ten_steps_and_names_the_server(
+    stoker: Stoker, end: str
+) -> None:
+    stoker.script("rewarded.py", REWARDED)
+    loads = "import os, time\nif os.path.exists('loads'): time.sleep(600)\n"
+    quits = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+    path = file_of(
+        stoker,
+        server=rules(
+            command="slow.py",
+            restart="always" if end == "killed for good" else "never",
+            required=False,
+            ready={"http": "/health", "check": "1m", "answer": "2s"},
+        ),
+        trainer={"command": "rewarded.py"},
+    )
+    stoker.script("slow.py", loads + quits + SERVER)
+    job = stoker.start("run", "--roles", path)
+    steps = stoker.cwd / "steps"
+    assert ready(stoker, 1) and wait_for(lambda: True if steps.exists() else None, 60)
+    stoker.script("loads", "")
+    server = pids(stoker, "server")[-1]
+    os.kill(server, {"stopped": signal.SIGSTOP, "ended with 0": signal.SIGTERM}.get(end, signal.SIGKILL))
+    said = job.communicate(timeout=120)[0].decode()
+    verdict = stoker.result(job.returncode).verdict
+    assert int(steps.read_text().split()[-1]) <= 10
+    wanted = {
+        "killed": (137, "rank.killed", "role server: rank 0 (CPU0) was killed"),
+        "killed for good": (137, "rank.killed", "role server: rank 0 (CPU0) was killed"),
+        "stopped": (70, "role.unhealthy", "role server: it no longer answers: 127.0.0.1:"),
+        "ended with 0": (70, "role.ended", "role server: it ended with 0 while trainer still needed it"),
+    }[end]
+    assert (job.returncode, verdict["cause"]) == wanted[:2] and verdict["summary"].startswith(wanted[2]), said
+    echo = "then role trainer: the reward was exactly 0 for every answer for 10 steps"
+    assert end == "killed" or echo in verdict["evidence"], verdict
+
+
 def test_a_role_that_never_becomes_ready_is_named_with_its_last_lines(stoker: Stoker) -> None:
     stoker.script("slow.py", "import time\nprint('loading shard 3 of 9', flush=True)\ntime.sleep(600)\n")
     slow = {"command": "slow.py", "ready": {"port": True, "timeout": "2s"}}
@@ -374,6 +429,8 @@ def test_words_that_name_no_role(words: list[str], said: str) -> None:
         ("roles: {a: {command: x, ready: {http: /a, file: b}}}", "give one of port, http, file, line, mark"),
         ("roles: {a: {command: x, ready: {http: /a}, port: 0}}", "ready: http needs a port"),
         ("roles: {a: {command: x, ready: {file: b, timeout: soon}}}", "timeout: "),
+        ("roles: {a: {command: x, ready: {port: true, answer: 3s}}}", "answer belong to http"),
+        ("roles: {a: {command: x, ready: {http: /a, answer: 0}}}", "answer: 0 s"),
         ("roles: {a: {command: x, port: 70000}}", "port: 70000 is not auto"),
         ("roles: {a: {command: x, ready: {http: /a, body: {b: 2020-01-01}}}}", "body: "),
         ("roles: {a: {command: x, env: {1: b}}}", "1 is not a variable's name"),
@@ -397,6 +454,7 @@ def test_options_that_a_job_does_not_take(stoker: Stoker) -> None:
         (["--role", "a:1:x", "train.py"], "a job of roles has no script of its own (train.py)"),
         (["--roles", "none.yaml"], "no roles file none.yaml"),
         (["--roles", "none.yaml", "--role", "a:1:x"], "give one of them"),
+        (["--role", "a:2:stoker train grpo --nproc-per-node 2"], "a: leave --nproc-per-node out of its command"),
         (["--allocation", "d1+d2", "--role", "a:x"], "has 2 parts, and there are 1 roles: a"),
     ):
         done = stoker("run", *words)

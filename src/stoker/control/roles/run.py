@@ -19,7 +19,7 @@ from stoker.control.launch.ourselves import stoker_command
 from stoker.control.record import reader
 from stoker.control.roles.placing import Card, Seat, numbered
 from stoker.control.roles.ready import Watching
-from stoker.control.roles.role import RoleSpec
+from stoker.control.roles.role import RoleSpec, program, trains
 
 WAITING, STARTING, UP, ENDED = "waiting", "starting", "up", "ended"
 _LINES = 20  # of its last ones that are kept
@@ -51,6 +51,7 @@ class RoleRun:
         self.starts = 0
         self.began = 0.0
         self.start_at = 0.0  # not sooner
+        self.ended = 0.0
         self.stopping = 0  # a signal that we sent
         self.why = ""  # why we ended it, where nobody asked for that
         self.verdict: Verdict | None = None
@@ -84,12 +85,9 @@ class RoleRun:
         return tuple(self._lines)
 
     def words(self) -> list[str]:
-        """Of its `stoker run`."""
-        from stoker.control.roles.role import program
-
+        """Of its `stoker run`, or `stoker train`."""
         spec, given = self.spec, self.given
-        flags, command = program(spec.command)
-        found = ["run", "--runs-dir", self._root, "--name", spec.name, "--role", spec.name, "--prefix", "always"]
+        found = ["--runs-dir", self._root, "--name", spec.name, "--role", spec.name, "--prefix", "always"]
         found += ["--max-restarts", str(given.max_restarts), *given.options]
         if given.hosts_file:
             found += ["--hosts", given.hosts_file]
@@ -103,7 +101,10 @@ class RoleRun:
             found += ["--gpus-per-rank", str(each)]
         if given.port:
             found += ["--port-base", str(given.port)]
-        return [*found, *flags, "--", *command]
+        if trains(spec.command):
+            return [*spec.command[1:], *found]
+        flags, command = program(spec.command)
+        return ["run", *found, *flags, "--", *command]
 
     def start(self, environment: Mapping[str, str], handles: Sequence[int]) -> None:
         variables = [*self.given.env, *(f"{name}={value}" for name, value in self.spec.env.items())]
@@ -190,7 +191,7 @@ class RoleRun:
             if pipe is not None:
                 pipe.close()
         self.child = None
-        self.state = ENDED
+        self.state, self.ended = ENDED, time.time()
         self.verdict = self._verdict(code)
         return True
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from stoker.contract import names
 from stoker.contract.names import EX_SOFTWARE, Refusal
 from stoker.contract.quantities import span
-from stoker.contract.shape import replace
+from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Verdict
 from stoker.contract.terminal import WARNING
 from stoker.control.launch.signals import Signals
@@ -29,6 +29,21 @@ _LOST = re.compile(
     r"(?i)connect|refused|reset by peer|timed? ?out|unreachable|broken pipe|max retries|\beof\b|disconnected"
 )
 BEFORE_S = 60.0  # a role that failed this long before one that waits for it is the cause
+# Rewards that teach nothing may be those of a dead server: a reward of the user's own often makes 0 of a lost connection.
+_TAUGHT_NOTHING = ("grpo.no-signal", "grpo.identical")
+_STOP_RULES = "grpo."  # a run that ended itself for a reason that stays: nobody starts it again
+DOUBT_S = 2.0  # a server's end is known so much later than what its clients make of it
+
+
+@shape
+class Doubt:
+    """A role's failure that may be only the echo of another's: decided when that is known, or is not."""
+
+    role: RoleRun
+    verdict: Verdict
+    same: int  # failures of this cause in a short time; 0: not counted
+    when: float
+    looks: Mapping[str, int]  # role it waits for -> looks at its health until then
 
 
 class Running:
@@ -55,6 +70,7 @@ class Running:
         self._restarts = 0  # of the whole job
         self._outcome: Verdict | None = None  # known; what still runs is being stopped
         self._again = ""  # the role for whose failure all are started again
+        self._doubt: Doubt | None = None
         self._stop = 0  # a signal that we got
 
     def run(self) -> Verdict:
@@ -66,6 +82,7 @@ class Running:
             self._heed_signals()
             for role in self._roles.values():
                 self._look_at(role)
+            self._decide()
             if all(role.child is None for role in self._roles.values()) and (self._outcome or self._again):
                 if self._outcome is not None:
                     return replace(self._outcome, run=self._id)
@@ -76,7 +93,7 @@ class Running:
     # ---- starting ----
 
     def _start_those_that_can(self) -> None:
-        if self._outcome is not None or self._again or self._stop:
+        if self._outcome is not None or self._again or self._stop or self._doubt is not None:
             return
         now = time.time()
         for role in self._roles.values():
@@ -145,7 +162,7 @@ class Running:
         assert verdict is not None
         if role.why and verdict.status != "failed":  # it had not ended by itself
             cause = "role.unhealthy" if "no longer" in role.why else "role.not-ready"
-            verdict = role.verdict = Verdict("failed", cause, role.why, EX_SOFTWARE, evidence=role.last_lines)
+            verdict = role.verdict = launch.of_role(cause, role.why, role.last_lines)
         told = {"cause": verdict.cause, "status": verdict.status, "exit_code": verdict.exit_code}
         self._record.event("role-end", role=role.name, **told, summary=verdict.summary)
         if self._exchanged() or self._outcome is not None or self._again or self._stop:
@@ -154,12 +171,18 @@ class Running:
         if verdict.status == "completed" and role.spec.restart != ALWAYS:
             self._say(f"✓ role {role.name}: {verdict.summary}")
             self._settle()
-            self._say_what_is_left()
+            self._say_what_is_left(role)
             return
         self._fail(role, verdict)
 
-    def _say_what_is_left(self) -> None:
-        """A server that never ends would keep the job going for ever, and nobody would know why."""
+    def _say_what_is_left(self, ended: RoleRun) -> None:
+        """A server that never ends would keep the job going for ever, and nobody would know why. One that ended with 0 may be
+        missed: its clients are left alone, since they may have told it to end.
+        """
+        asking = [role.name for role in self._living() if ended.name in role.spec.after]
+        if asking and ended.spec.serves and self._outcome is None:
+            line = f"role {ended.name} has ended with 0 while {' and '.join(asking)} may still need it"
+            self._say(f"stoker: {line}", colour=WARNING)
         left = [role.name for role in self._roles.values() if role.spec.required and role.child is not None]
         if left and self._outcome is None:
             hint = "a server that never ends needs `required: false` in a roles file (`stoker docs roles`)"
@@ -184,7 +207,8 @@ class Running:
         rule, now = role.spec.restart, time.time()
         role.failures = [one for one in role.failures if now - one[0] < LOOP_S] + [(now, verdict)]
         same = 0 if verdict.cause in _CHANCE else sum(one.cause == verdict.cause for _, one in role.failures)
-        if rule == ALWAYS and verdict.status != "refused" and same < LOOP:
+        final = verdict.status == "refused" or verdict.cause.startswith(_STOP_RULES)
+        if rule == ALWAYS and not final and same < LOOP:
             worked = role.was_ready if role.spec.ready is not None else now - role.began > LIVED_S
             role.quick = 0 if worked else role.quick + 1
             wait = 0.0 if role.quick < 2 else min(LONGEST_WAIT_S, 2.0 ** (role.quick - 2))
@@ -193,7 +217,7 @@ class Running:
             self._record.event("role-restart", role=role.name, cause=verdict.cause, wait_s=wait)
             role.state, role.start_at = WAITING, now + wait
             return
-        if rule == JOB and verdict.status != "refused" and self._restarts < self._most_restarts:
+        if rule == JOB and not final and self._restarts < self._most_restarts:
             self._restarts += 1
             times = f"({self._restarts} of {self._most_restarts})"
             line = f"role {role.name}: {verdict.summary}; starting all roles again {times}"
@@ -201,35 +225,80 @@ class Running:
             self._record.event("restart", role=role.name, cause=verdict.cause, attempt=self._restarts)
             self._again = role.name
             return
-        self._outcome = self._failed_verdict(role, verdict, same if rule == ALWAYS else 0)
+        doubt = Doubt(role, verdict, same if rule == ALWAYS else 0, now, self._look_again(role))
+        if _is_echo(verdict) and doubt.looks and self._doubt is None:
+            self._doubt = doubt
+        else:
+            self._outcome = self._failed_verdict(doubt)
 
-    def _failed_verdict(self, role: RoleRun, verdict: Verdict, same: int) -> Verdict:
-        """Of the role that is to blame: one that failed just before, and that this one waits for, comes first."""
-        where = f"the role's own record: `stoker why {self._id}/{role.name}`"
+    def _look_again(self, role: RoleRun) -> dict[str, int]:
+        """At the servers that it asks: each with the number of looks before."""
+        found = {}
         for name in role.spec.after:
-            when, cause = self._roles[name].failures[-1] if self._roles[name].failures else (0.0, verdict)
-            if role.failures[-1][0] - when >= BEFORE_S:
+            watching = self._roles[name].watching
+            if watching is not None and watching.goes_on:
+                found[name] = watching.looks
+                watching.look_now()
+        return found
+
+    def _decide(self) -> None:
+        """What was in doubt, once the servers that the failed role asks have been looked at."""
+        doubt = self._doubt
+        if doubt is None or self._outcome is not None:
+            return
+        waited = time.time() - doubt.when
+        guilty = any(self._trouble(name, doubt) is not None for name in doubt.looks)
+        if guilty or (waited > DOUBT_S and all(self._is_looked_at(*look, waited) for look in doubt.looks.items())):
+            self._doubt, self._outcome = None, self._failed_verdict(doubt)
+
+    def _is_looked_at(self, name: str, before: int, waited: float) -> bool:
+        watching = self._roles[name].watching
+        return watching is None or watching.looks > before or waited > watching.longest_look_s
+
+    def _trouble(self, name: str, doubt: Doubt) -> tuple[float, Verdict] | None:
+        """What is wrong with a role that this one waits for, or was just before, and since when."""
+        other = self._roles[name]
+        if other.state == ENDED and other.is_ready and other.spec.serves:
+            line = f"it ended with 0 while {doubt.role.name} still needed it"
+            return other.ended, launch.of_role("role.ended", line, other.last_lines)
+        if other.failures and (not other.is_ready or doubt.when - other.failures[-1][0] < BEFORE_S):
+            return other.failures[-1]
+        watching = other.watching
+        if watching is not None and other.state == UP and watching.newest:
+            line = f"it no longer answers: {watching.newest}"
+            return watching.wrong_since, launch.of_role("role.unhealthy", line, other.last_lines)
+        return None
+
+    def _failed_verdict(self, doubt: Doubt) -> Verdict:
+        """Of the role that is to blame: one that failed before, and that this one waits for, comes first."""
+        role, verdict, same = doubt.role, doubt.verdict, doubt.same
+        for name in role.spec.after:
+            trouble = self._trouble(name, doubt)
+            if trouble is None:
                 continue
-            if _LOST.search(verdict.summary):
+            when, cause = trouble
+            down = not self._roles[name].is_ready or cause.cause.startswith("role.")
+            if _is_echo(verdict) and (down or verdict.cause not in _TAUGHT_NOTHING):
                 echo = f"then role {role.name}: {verdict.summary}"
-                return self._of_role(name, replace(cause, evidence=(*cause.evidence, echo, where)))
-            before = f"role {name} had failed {span(role.failures[-1][0] - when)} before: {cause.summary}"
+                return self._of_role(name, replace(cause, evidence=(*cause.evidence, echo)))
+            before = f"role {name} had failed {span(max(doubt.when - when, 0.0))} before: {cause.summary}"
             verdict = replace(verdict, evidence=(*verdict.evidence, before))
         if same >= LOOP:
             line = f"it failed {same} times within {span(LOOP_S)}: {verdict.summary}"
-            evidence = (f"cause of each: {verdict.cause}", *verdict.evidence, where)
+            evidence = (f"cause of each: {verdict.cause}", *verdict.evidence)
             return self._of_role(
                 role.name,
                 Verdict("failed", "role.restart-loop", line, verdict.exit_code, evidence=evidence, fix=verdict.fix),
             )
-        return self._of_role(role.name, replace(verdict, evidence=(*verdict.evidence, where)))
+        return self._of_role(role.name, verdict)
 
     def _of_role(self, name: str, verdict: Verdict) -> Verdict:
         code, log = verdict.exit_code or EX_SOFTWARE, f"stoker logs {self._id} --role {name}"
-        fix = tuple(line.replace("stoker logs", log) for line in verdict.fix)
-        return replace(
-            verdict, status="failed", summary=f"role {name}: {verdict.summary}", exit_code=code, rank=None, fix=fix
-        )
+        fix = tuple(line.replace("stoker logs RUN --role NAME", "stoker logs") for line in verdict.fix)
+        fix = tuple(line.replace("stoker logs", log) for line in fix)
+        evidence = (*verdict.evidence, f"the role's own record: `stoker why {self._id}/{name}`")
+        summary = f"role {name}: {verdict.summary}"
+        return replace(verdict, status="failed", summary=summary, exit_code=code, rank=None, evidence=evidence, fix=fix)
 
     # ---- stopping ----
 
@@ -280,6 +349,11 @@ class Running:
         parts = [f"{role}: {text.removeprefix(f'stopped by {name}').lstrip('; ')}" for role, text in told.items()]
         summary = "; ".join([f"stopped by {name}", *parts])
         return Verdict("stopped", "launch.stopped", summary, 128 + self._stop)
+
+
+def _is_echo(verdict: Verdict) -> bool:
+    """It may be what a role makes of another's end."""
+    return verdict.cause in _TAUGHT_NOTHING or _LOST.search(verdict.summary) is not None
 
 
 def _short(words: str) -> str:
