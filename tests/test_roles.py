@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from conftest import Stoker, at_length_but, gpu_json, machine_json, tagged, wait_for
+from conftest import Stoker, at_length, at_length_but, gpu_json, machine_json, tagged, wait_for
 from netcluster import NetCluster
 from stoker.cli.roles import by_allocation
 from stoker.contract.names import Refusal
 from stoker.control.roles import allocation, role
-from stoker.control.roles.placing import Card, deal
+from stoker.control.roles.placing import Card, deal, moved
 from stoker.control.roles.ready import Watching
 from stoker.control.roles.role import Ready, RoleSpec
 
@@ -37,7 +37,9 @@ asked = failed = 0
 while not os.path.exists("done"):
     address = os.environ["STOKER_ROLE_SERVER"].split(",")[0]
     try:
-        asked += urllib.request.urlopen(f"http://{address}/", timeout=5).read() == b"fine"  # killed in the middle of it: nothing
+        told = urllib.request.urlopen(f"http://{address}/", timeout=5).read()
+        asked += told == b"fine"  # killed in the middle of it: nothing
+        if asked == 1: open(f"asked-{address}", "w")
     except OSError as problem:
         failed += 1
         if "strict" in sys.argv: raise
@@ -298,6 +300,47 @@ def test_roles_on_several_hosts(stoker: Stoker, netcluster: NetCluster, kills: i
     assert len(pids(stoker, "server")) == kills + 1 and len(pids(stoker, "trainer")) == 3
 
 
+def test_a_role_whose_host_is_lost_moves_and_its_trainers_learn_the_new_address(
+    stoker: Stoker, netcluster: NetCluster
+) -> None:
+    second = netcluster.hosts[1].name
+    roles = {"server": rules(env={"LISTEN": "0.0.0.0"}), "trainer": {"command": "trainer.py"}}
+    hosts = str(netcluster.file((1, 1), workdir=str(stoker.cwd)))
+    job = stoker.start("run", "--hosts", hosts, "--roles", file_of(stoker, **roles))
+    assert ready(stoker, 1) and wait_for(lambda: pids(stoker, "trainer") or None, 60)
+    netcluster.cut(0)
+    again = wait_for(lambda: list(stoker.cwd.glob(f"asked-{second}:*")) or None, 120)
+    stoker.script("done", "")
+    said = job.communicate(timeout=120)[0].decode()
+    assert again and job.returncode == 0, said
+    assert [(event["role"], event["hosts"]) for event in events(stoker, "role-moved")] == [("server", [second])]
+    assert f"[server] {second}/CPU0:serves 0 of 1" in said or "[server] CPU0:serves 0 of 1" in said
+    assert "role trainer is started again: server has other addresses now" in said
+    starts = [event["role"] for event in events(stoker, "role-start")]
+    assert starts == ["server", "trainer", "server", "trainer"], "the trainer waits until the server is ready"
+    assert "rank 0 of 1 asked" in said
+    assert wait_for(lambda: True if not netcluster.pids(0) and not netcluster.pids(1) else None, 60), "nothing is left"
+
+
+@at_length
+def test_a_role_that_finds_no_other_host_ends_the_job_and_says_so(stoker: Stoker, netcluster: NetCluster) -> None:
+    """One GPU on each of two hosts, both in use. Shared: on this machine both hosts' are one."""
+    (stoker.cwd / "box.json").write_text(json.dumps(machine_json([gpu_json(0)])))
+    roles = {"server": rules(env={"LISTEN": "0.0.0.0"}), "trainer": {"command": "trainer.py"}}
+    words = ("--hosts", str(netcluster.file((1, 1), workdir=str(stoker.cwd))), "--roles", file_of(stoker, **roles))
+    job = stoker.start(
+        "run", "--no-preflight", "--share-gpus", *words, env={"STOKER_MACHINE": str(stoker.cwd / "box.json")}
+    )
+    assert ready(stoker, 1) and wait_for(lambda: pids(stoker, "trainer") or None, 60), job.kill() or job.communicate()
+    netcluster.cut(0)
+    said = job.communicate(timeout=120)[0].decode()
+    verdict = stoker.result(job.returncode).verdict
+    assert (job.returncode, verdict["cause"]) == (70, "host.lost"), said
+    lost = f"role server: the agent on host {netcluster.hosts[0].name} was lost: "
+    assert verdict["summary"].startswith(lost) and "none of the 1 other host has free GPUs for it" in verdict["summary"]
+    assert [event["role"] for event in events(stoker, "role-start")] == ["server", "trainer", "server"]
+
+
 # ---- GPUs and the allocation grammar ----
 
 
@@ -389,6 +432,11 @@ def test_gpus_are_dealt_once_each() -> None:
     assert [(seat.host, seat.cards[0].index) for seat in dealt["t"]] == [("a", 2), ("b", 2)]
     with pytest.raises(Refusal, match="those of a process on one host"):
         deal([RoleSpec("s", ("x",), 3, 2)], far, hosts=("a", "b"))
+    assert moved(two[0], dealt, far[3:], ("b",)) is None, "host b has one GPU that is free of s, and t has it"
+    one = deal([RoleSpec("s", ("x",), 2)], far, hosts=("a", "b"))
+    assert [seat.host for seat in one["s"]] == ["a", "a"]
+    seats = moved(RoleSpec("s", ("x",), 2), one, far[3:], ("b",))
+    assert seats is not None and [(seat.host, seat.cards[0].uuid) for seat in seats] == [("b", "u0"), ("b", "u1")]
     spread = deal([RoleSpec("s", ("x",)), RoleSpec("t", ("x",), 3)], [], hosts=("a", "b"))
     assert {name: [seat.host for seat in seats] for name, seats in spread.items()} == {"s": ["a"], "t": ["a", "b", "b"]}
 

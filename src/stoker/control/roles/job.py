@@ -31,6 +31,7 @@ from stoker.control.roles.placing import Card, Seat, deal, numbered
 from stoker.control.roles.role import AUTO, NEVER, RoleSpec, in_order, program
 from stoker.control.roles.run import Given, RoleRun
 from stoker.control.roles.running import Running
+from stoker.control.roles.seating import Seating
 
 
 @shape
@@ -104,16 +105,20 @@ class JobCoordinator(Coordinator):
             self._say(line)
         if self._report is not None:
             self._report.started(place.dir)
-        roles = [self._role(spec, dealt[spec.name], ports.get(spec.name, 0), place) for spec in in_order(specs, "", 0)]
+        root = os.path.join(place.dir, layout.ROLES)
+        seating = Seating(
+            specs, dealt, found.cards, found.hosts, self._plan.share, lambda spec, seats: self._write(root, spec, seats)
+        )
+        roles = [self._role(spec, seating, ports.get(spec.name, 0), root) for spec in in_order(specs, "", 0)]
         started_with = environment, self._locks.handles
         running = Running(
-            roles, self._record, place.id, self._signals, self._say, self.options.max_restarts, *started_with
+            roles, seating, self._record, place.id, self._signals, self._say, self.options.max_restarts, *started_with
         )
         verdict = running.run()
         self._close_record(verdict, place)
         return verdict
 
-    def _role(self, spec: RoleSpec, seats: tuple[Seat, ...], port: int, place: RunPlace) -> RoleRun:
+    def _role(self, spec: RoleSpec, seating: Seating, port: int, root: str) -> RoleRun:
         o = self.options
         options = ["--hang-timeout", f"{o.hang_timeout:f}", "--on-nan", o.on_nan, "--show", o.show]
         options += ["--grace", f"{o.grace:f}"] if o.grace is not None else []
@@ -123,18 +128,25 @@ class JobCoordinator(Coordinator):
         for name in ("quiet", "no_preflight", "share_gpus", "isolate", "sync"):
             options += [f"--{name.replace('_', '-')}"] if getattr(o, name) else []
         restarts = o.max_restarts if spec.restart == NEVER else 0
-        root, described = os.path.join(place.dir, layout.ROLES), self._found.described
+        described = self._found.described
         reached = {"": "127.0.0.1"}
-        file = ""
         if described is not None:
             reached = {host.name: host.address or host.target for host in described.hosts}
-            file = os.path.join(root, f"{spec.name}.hosts.json")
-            os.makedirs(root, 0o700, exist_ok=True)
-            write_json(file, hosts_file(described, seats))
         variables = {} if described is None else described.env
         env = (*(f"{name}={value}" for name, value in variables.items()), *o.env)
-        given = Given(seats, port, restarts, tuple(options), reached, env, file)
-        return RoleRun(spec, given, root, self._console)
+        file = self._write(root, spec, seating.seats[spec.name])
+        given = Given(port, restarts, tuple(options), reached, env, file)
+        return RoleRun(spec, given, seating, root, self._console)
+
+    def _write(self, root: str, spec: RoleSpec, seats: Sequence[Seat]) -> str:
+        """Its hosts file; empty where it runs on this machine."""
+        described = self._found.described
+        if described is None:
+            return ""
+        path = os.path.join(root, f"{spec.name}.hosts.json")
+        os.makedirs(root, 0o700, exist_ok=True)
+        write_json(path, hosts_file(described, seats))
+        return path
 
     def _lock(self, dealt: Mapping[str, Sequence[Seat]], place: RunPlace) -> dict[str, str]:
         """For the whole job: while a server is replaced nobody else takes its GPU. Returns the roles' environment. On other

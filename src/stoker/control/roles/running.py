@@ -18,6 +18,7 @@ from stoker.control.launch.signals import Signals
 from stoker.control.record.writer import RunRecord
 from stoker.control.roles.role import ALWAYS, JOB, variable
 from stoker.control.roles.run import ENDED, STARTING, UP, WAITING, RoleRun
+from stoker.control.roles.seating import Seating
 from stoker.control.verdict import launch
 
 TICK_S = 0.1
@@ -31,6 +32,7 @@ _LOST = re.compile(
 BEFORE_S = 60.0  # a role that failed this long before one that waits for it is the cause
 # Rewards that teach nothing may be those of a dead server: a reward of the user's own often makes 0 of a lost connection.
 _TAUGHT_NOTHING = ("grpo.no-signal", "grpo.identical")
+_HOST_GONE = ("host.lost", "host.agent-lost")
 _STOP_RULES = "grpo."  # a run that ended itself for a reason that stays: nobody starts it again
 DOUBT_S = 2.0  # a server's end is known so much later than what its clients make of it
 
@@ -52,6 +54,7 @@ class Running:
     def __init__(
         self,
         roles: Sequence[RoleRun],
+        seating: Seating,
         record: RunRecord,
         run_id: str,
         signals: Signals,
@@ -62,6 +65,7 @@ class Running:
     ) -> None:
         """`environment` and `handles`: what each role is started with. `max_restarts`: of the whole job."""
         self._roles = {role.name: role for role in roles}
+        self._seating = seating
         self._record, self._id = record, run_id
         self._say, self._signals = say, signals
         self._most_restarts = max_restarts
@@ -168,6 +172,11 @@ class Running:
         if self._exchanged() or self._outcome is not None or self._again or self._stop:
             self._settle()
             return
+        if role.follows and (verdict.status == "stopped" or (verdict.status == "failed" and _is_echo(verdict))):
+            self._say(f"stoker: role {role.name} is started again: {role.follows} has other addresses now")
+            self._record.event("role-restart", role=role.name, cause="host.lost", wait_s=0.0)
+            role.state, role.start_at = WAITING, 0.0
+            return
         if verdict.status == "completed" and role.spec.restart != ALWAYS:
             self._say(f"✓ role {role.name}: {verdict.summary}")
             self._settle()
@@ -205,9 +214,10 @@ class Running:
 
     def _fail(self, role: RoleRun, verdict: Verdict) -> None:
         rule, now = role.spec.restart, time.time()
+        verdict = self._without_lost_host(role, verdict)
         role.failures = [one for one in role.failures if now - one[0] < LOOP_S] + [(now, verdict)]
         same = 0 if verdict.cause in _CHANCE else sum(one.cause == verdict.cause for _, one in role.failures)
-        final = verdict.status == "refused" or verdict.cause.startswith(_STOP_RULES)
+        final = verdict.status == "refused" or verdict.cause.startswith(_STOP_RULES) or bool(role.stranded)
         if rule == ALWAYS and not final and same < LOOP:
             worked = role.was_ready if role.spec.ready is not None else now - role.began > LIVED_S
             role.quick = 0 if worked else role.quick + 1
@@ -216,20 +226,61 @@ class Running:
             self._say(f"stoker: role {role.name}: {verdict.summary}; starting it again{then}", colour=WARNING)
             self._record.event("role-restart", role=role.name, cause=verdict.cause, wait_s=wait)
             role.state, role.start_at = WAITING, now + wait
+            self._leave_lost_hosts(role, verdict)
             return
         if rule == JOB and not final and self._restarts < self._most_restarts:
-            self._restarts += 1
-            times = f"({self._restarts} of {self._most_restarts})"
-            line = f"role {role.name}: {verdict.summary}; starting all roles again {times}"
-            self._say(f"stoker: {line}", colour=WARNING)
-            self._record.event("restart", role=role.name, cause=verdict.cause, attempt=self._restarts)
-            self._again = role.name
-            return
+            why = self._seating.move_all() if self._seating.sits_on_lost(role.name) else ""
+            if not why:
+                self._restarts += 1
+                times = f"({self._restarts} of {self._most_restarts})"
+                line = f"role {role.name}: {verdict.summary}; starting all roles again {times}"
+                self._say(f"stoker: {line}", colour=WARNING)
+                self._record.event("restart", role=role.name, cause=verdict.cause, attempt=self._restarts)
+                self._again = role.name
+                return
+            verdict = replace(verdict, summary=f"{verdict.summary}; without it: {why}")
         doubt = Doubt(role, verdict, same if rule == ALWAYS else 0, now, self._look_again(role))
         if _is_echo(verdict) and doubt.looks and self._doubt is None:
             self._doubt = doubt
         else:
             self._outcome = self._failed_verdict(doubt)
+
+    def _without_lost_host(self, role: RoleRun, verdict: Verdict) -> Verdict:
+        """Notes a host that is lost. A role that could be started once, and now can't since a host does not answer, has lost
+        it, too.
+        """
+        gone = (verdict.host or "") if verdict.cause in _HOST_GONE else ""
+        if verdict.status == "refused" and role.starts > 1:
+            gone = next((seat.host for seat in role.seats if seat.host and seat.host in verdict.summary), "")
+            if gone:
+                summary = role.stranded or f"host {gone} is lost: {verdict.summary}"
+                verdict = replace(launch.of_role("host.lost", summary, (verdict.summary,)), host=gone)
+        if gone:
+            self._seating.lose(gone)
+        elif verdict.status != "refused":
+            role.stranded = ""
+            self._seating.regain(role.name)
+        return verdict
+
+    def _leave_lost_hosts(self, role: RoleRun, verdict: Verdict) -> None:
+        """Its processes there go to other hosts. Where they have no place it is tried once more where it was: an agent may
+        have died on a host that lives.
+        """
+        if not self._seating.sits_on_lost(role.name):
+            return
+        before = role.addresses
+        why = self._seating.move(role.spec)
+        role.stranded = f"{verdict.summary}; {why}" if why else ""
+        if why:
+            self._say(f"stoker: role {role.name} stays where it was: {why}", colour=WARNING)
+            return
+        hosts = list(dict.fromkeys(seat.host for seat in role.seats))
+        self._record.event("role-moved", role=role.name, hosts=hosts)
+        self._say(f"stoker: role {role.name} moves: it is on {' and '.join(hosts)} now")
+        for other in self._living():
+            if role.name in other.spec.after and role.addresses != before and not other.stopping:
+                other.follows = role.name
+                other.send(signal.SIGTERM)
 
     def _look_again(self, role: RoleRun) -> dict[str, int]:
         """At the servers that it asks: each with the number of looks before."""
@@ -353,6 +404,8 @@ class Running:
 
 def _is_echo(verdict: Verdict) -> bool:
     """It may be what a role makes of another's end."""
+    if verdict.cause in _HOST_GONE:
+        return False
     return verdict.cause in _TAUGHT_NOTHING or _LOST.search(verdict.summary) is not None
 
 
