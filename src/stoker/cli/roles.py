@@ -13,7 +13,7 @@ from stoker.cli import run
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build
 from stoker.contract.shape import options_of, replace
-from stoker.control.cluster.hosts import read
+from stoker.control.launch.nodes import hosts_of
 from stoker.control.launch.options import RANK_VARIABLES, TORCHRUN_VARIABLES, RunOptions
 from stoker.control.launch.ourselves import stoker_command
 from stoker.control.launch.request import Request
@@ -39,8 +39,9 @@ def parser() -> Parser:
     return made
 
 
-def start_job(argv: list[str], script: str | None) -> int:
-    told, _, _ = run.split(argv, parser())
+def request_of(argv: list[str]) -> tuple[Request, Plan]:
+    """Refuses what can't be, before anything is looked at."""
+    told, script, _ = run.split(argv, parser())
     if script is not None:
         line = (
             f"a job of roles has no script of its own ({script}): each role has a command, --role NAME:COUNT:'COMMAND'"
@@ -54,12 +55,17 @@ def start_job(argv: list[str], script: str | None) -> int:
         )
     words = told.pop("role", [])
     plan = make_plan(words, told.get("roles"), told.get("allocation"))
-    request = _request(told, plan.specs, words)
+    return _request(told, plan.specs, words), plan
+
+
+def start_job(argv: list[str]) -> int:
+    request, plan = request_of(argv)
     from stoker.control.launch import detach
 
-    found = look(request.options, plan.specs)
-    if told.get("allocation"):
-        allocation.check(told["allocation"], allocation.parse(told["allocation"]), len(found.cards) or 1 << 16)
+    found = look(request, plan.specs)
+    text = request.options.allocation
+    if text:
+        allocation.check(text, allocation.parse(text), len(found.cards) or 1 << 16)
     report = detach.detach() if request.options.detach and not request.options.dry_run else None
     from stoker.control.launch.coordinator import guarded
 
@@ -110,9 +116,10 @@ def by_allocation(specs: Sequence[RoleSpec], text: str) -> Plan:
     return Plan(made, share)
 
 
-def look(options: RunOptions, specs: Sequence[RoleSpec]) -> Found:
+def look(request: Request, specs: Sequence[RoleSpec]) -> Found:
     """The hosts, and the GPUs that can be used now, as `stoker run` itself would choose them."""
-    hosts = read(options.hosts, options.ssh_option) if options.hosts is not None else None
+    options = request.options
+    _, hosts = hosts_of(request, os.environ)
     no_gpus = all(spec.gpus == 0 for spec in specs)
     if no_gpus and hosts is None:
         return Found((), ())

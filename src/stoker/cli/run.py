@@ -127,15 +127,20 @@ def given_by_job() -> list[str]:
     return list(json.loads(given))
 
 
+def is_job(told: dict[str, Any]) -> bool:
+    """Of several roles."""
+    return "roles" in told or "allocation" in told or ":" in told.get("role", "")
+
+
 def main(argv: list[str]) -> int:
     given = given_by_job()
     told, script, args = split(argv)
     if given:
         told["env"] = [*given, *told.get("env", [])]
-    if "roles" in told or "allocation" in told or ":" in told.get("role", ""):
+    if is_job(told):
         from stoker.cli.roles import start_job
 
-        return start_job(argv, script)
+        return start_job(argv)
     return start(_request(told, script, args))
 
 

@@ -18,7 +18,7 @@ from stoker.contract.shapes import Verdict
 from stoker.contract.wholefile import write_json
 from stoker.control.agent.kernel import set_name
 from stoker.control.agent.reservations import GpuLocks
-from stoker.control.cluster.hosts import Hosts
+from stoker.control.cluster.hosts import NO_GPUS, Hosts
 from stoker.control.launch import description, detach
 from stoker.control.launch.coordinator import Coordinator, Ended
 from stoker.control.launch.plan import Place, Role, RunPlan
@@ -180,8 +180,12 @@ def hosts_file(described: Hosts, seats: Sequence[Seat]) -> dict[str, Any]:
         entry = {"host": host.target, **{key: value for key, value in known.items() if value is not None}}
         entry |= {"slots": len(mine), "local": host.here}
         cards = [card.uuid for seat in mine for card in seat.cards]
-        entries.append({**entry, **({"gpus": ",".join(cards)} if cards else {})})
-    top = {"ssh_config": described.ssh_config, "ssh_options": list(described.ssh_options)}
+        entries.append({**entry, "gpus": ",".join(cards) or NO_GPUS})
+    top = {
+        "ssh_config": described.ssh_config,
+        "ssh_options": list(described.ssh_options),
+        "scheduler": described.scheduler or None,
+    }
     return {**{key: value for key, value in top.items() if value}, "hosts": entries}
 
 

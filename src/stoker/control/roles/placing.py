@@ -70,6 +70,11 @@ def deal(
         found[name] = tuple(
             Seat(mine[at].host if mine else "", tuple(mine[at : at + need])) for at in range(0, len(mine), need or 1)
         )
+    for spec in specs:
+        there = len({seat.host for seat in found[spec.name]})
+        if spec.min_hosts > there:
+            line = f"role {spec.name}: min_hosts: {spec.min_hosts}, and its processes are on {counted(there, 'host')}"
+            raise Refusal(f"{line}; raise its count, or leave min_hosts out", EX_USAGE)
     return {spec.name: found[spec.name] for spec in specs}
 
 

@@ -40,7 +40,7 @@ ANSWER_S = 30.0  # a first real answer may take as long
 CHECK_S = 10.0  # between two looks at the health of a role that is ready
 AUTO = -1
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
-_KEYS = ("command", "count", "gpus", "port", "env", "ready", "restart", "required", "after")
+_KEYS = ("command", "count", "gpus", "port", "env", "ready", "restart", "required", "after", "min_hosts")
 _READY_KEYS = (*KINDS, "body", "contains", "answer", "timeout", "check")
 _MOST = 4096
 _OF_JOB = {  # what a role's `stoker train` is given by its job
@@ -86,6 +86,7 @@ class RoleSpec:
     restart: str = NEVER
     required: bool = True
     after: tuple[str, ...] = ()
+    min_hosts: int = 0  # its run goes on with so many of its hosts; 0: it needs all
 
     @property
     def serves(self) -> bool:
@@ -168,6 +169,7 @@ def _role(name: Any, about: Any, where: str) -> RoleSpec:
         restart,
         required,
         _after(about["after"], where) if "after" in about else (),
+        _number(about, "min_hosts", 0, where, 0),
     )
 
 

@@ -99,6 +99,8 @@ class RoleRun:
         found += ["--max-restarts", str(given.max_restarts), *given.options]
         if given.hosts_file:
             found += ["--hosts", given.hosts_file]
+            hosts = len({seat.host for seat in self.seats})  # fewer than at first, where it has moved
+            found += ["--min-hosts", str(min(spec.min_hosts, hosts))] if spec.min_hosts else []
         else:
             found += ["--nproc-per-node", str(spec.count)]
             found += ["--gpus", ",".join(card.uuid for card in self.cards)] if self.cards else []
