@@ -6,19 +6,23 @@ import json
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conftest import Stoker, at_length, at_length_but, gpu_json, machine_json, tagged, wait_for
-from netcluster import NetCluster
+from netcluster import NetCluster, why_not
 from stoker.cli.roles import by_allocation
 from stoker.contract.names import Refusal
 from stoker.control.roles import allocation, role
 from stoker.control.roles.placing import Card, deal, moved
 from stoker.control.roles.ready import Watching
 from stoker.control.roles.role import Ready, RoleSpec
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import roles
 
 SERVER = """
 import http.server, os, signal, sys
@@ -244,13 +248,13 @@ def test_a_line_a_mark_and_a_file_make_ready(stoker: Stoker) -> None:
     stoker.script("b.py", "import stoker\nstoker.mark('READY')\n" + waits)
     stoker.script("c.py", "open('there', 'w')\n" + waits)
     stoker.script("d.py", "open('done', 'w')\n")
-    roles = {
+    parts = {
         "a": {"command": "a.py", "ready": {"line": "server started"}},
         "b": {"command": "b.py", "count": 2, "ready": {"mark": "READY"}},
         "c": {"command": "c.py", "ready": {"file": "there"}, "required": False},
         "d": {"command": "d.py"},
     }
-    done = stoker("run", "--roles", file_of(stoker, **roles))
+    done = stoker("run", "--roles", file_of(stoker, **parts))
     assert done.code == 0 and [event["role"] for event in events(stoker, "role-ready")] == ["a", "b", "c"], done.err
     assert done.verdict["summary"] == "a and b and d ended with 0; c stopped"
 
@@ -275,38 +279,44 @@ def test_a_port_in_use_is_refused_before_anything_starts(stoker: Stoker) -> None
     assert done.code == 69 and f"role server: port {port} is in use" in done.err and not (stoker.cwd / "runs").exists()
 
 
-@pytest.mark.parametrize("kills", at_length_but([1], [1, 20]))
-def test_roles_on_several_hosts(stoker: Stoker, netcluster: NetCluster, kills: int) -> None:
-    """The server on the first host, a role without a port and trainers on both: each killed, replaced or ended by its own rule."""
-    stoker.script("idle.py", "import time\nwhile True: time.sleep(0.05)\n")
-    roles = {
-        "server": rules(env={"LISTEN": "0.0.0.0"}),
-        "logger": {"command": "idle.py", "restart": "always"},
-        "trainer": {"command": "trainer.py", "count": 3},
+@pytest.mark.parametrize("kills", at_length_but([1], [1, 5]))
+def test_four_roles_on_two_hosts_are_each_replaced_or_ended_by_their_own_rule(tmp_path: Path, kills: int) -> None:
+    """Twenty times each in benchmarks/roles.py."""
+    if reason := why_not():
+        pytest.skip(f"no test cluster here: {reason}")
+    rows = roles.kill_roles(tmp_path, kills, print, ends=0)
+    assert [line for row in rows for line in row.wrong] == []
+    assert [(row.role, row.kills, len(row.seconds)) for row in rows] == [
+        *((name, kills, kills) for name in ("server", "logger", "judge", "trainer")),
+        ("trainer", 1, 1),
+    ]
+
+
+@at_length
+def test_a_role_on_a_host_that_cant_start_reports_its_own_reason(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(f"no test cluster here: {reason}")
+    found = roles.cant_start(tmp_path)
+    assert {name: verdict["cause"] for name, verdict in found.items()} == {
+        "port in use": "net.port-in-use",
+        "memory": "oom.host-allocation",
+        "missing file": "data.file-missing",
+        "missing program": "launch.refused",
     }
-    hosts = str(netcluster.file(workdir=str(stoker.cwd)))
-    job = stoker.start("run", "--hosts", hosts, "--roles", file_of(stoker, **roles))
-    assert wait_for(lambda: True if len(pids(stoker, "trainer")) == 3 else None, 120), job.kill() or job.communicate()
-    for number in range(kills):
-        assert ready(stoker, number + 1)
-        os.kill(pids(stoker, "server")[-1], signal.SIGKILL)
-    again = ready(stoker, kills + 1)
-    stoker.script("done", "")
-    said = job.communicate(timeout=180)[0].decode()
-    assert again and job.returncode == 0, said
-    first, second = (host.name for host in netcluster.hosts[:2])
-    assert f"[server] {first}/CPU0:serves 0 of 1" in said or "[server] CPU0:serves 0 of 1" in said, said
-    assert f"role server: 1 rank on {first}, port " in said and second in said
-    assert len(pids(stoker, "server")) == kills + 1 and len(pids(stoker, "trainer")) == 3
+    assert "its port is 28123; port: auto takes a free one" in found["port in use"]["evidence"]
+    assert "weights.bin is not there" in found["missing file"]["summary"]
+    assert "no program nothing-like-this" in found["missing program"]["summary"]
+    for verdict in found.values():
+        assert verdict["summary"].startswith("role server: ") and verdict["started"] == ["server"], verdict
 
 
 def test_a_role_whose_host_is_lost_moves_and_its_trainers_learn_the_new_address(
     stoker: Stoker, netcluster: NetCluster
 ) -> None:
     second = netcluster.hosts[1].name
-    roles = {"server": rules(env={"LISTEN": "0.0.0.0"}), "trainer": {"command": "trainer.py"}}
+    parts = {"server": rules(env={"LISTEN": "0.0.0.0"}), "trainer": {"command": "trainer.py"}}
     hosts = str(netcluster.file((1, 1), workdir=str(stoker.cwd)))
-    job = stoker.start("run", "--hosts", hosts, "--roles", file_of(stoker, **roles))
+    job = stoker.start("run", "--hosts", hosts, "--roles", file_of(stoker, **parts))
     assert ready(stoker, 1) and wait_for(lambda: pids(stoker, "trainer") or None, 60)
     netcluster.cut(0)
     again = wait_for(lambda: list(stoker.cwd.glob(f"asked-{second}:*")) or None, 120)
@@ -326,8 +336,8 @@ def test_a_role_whose_host_is_lost_moves_and_its_trainers_learn_the_new_address(
 def test_a_role_that_finds_no_other_host_ends_the_job_and_says_so(stoker: Stoker, netcluster: NetCluster) -> None:
     """One GPU on each of two hosts, both in use. Shared: on this machine both hosts' are one."""
     (stoker.cwd / "box.json").write_text(json.dumps(machine_json([gpu_json(0)])))
-    roles = {"server": rules(env={"LISTEN": "0.0.0.0"}), "trainer": {"command": "trainer.py"}}
-    words = ("--hosts", str(netcluster.file((1, 1), workdir=str(stoker.cwd))), "--roles", file_of(stoker, **roles))
+    parts = {"server": rules(env={"LISTEN": "0.0.0.0"}), "trainer": {"command": "trainer.py"}}
+    words = ("--hosts", str(netcluster.file((1, 1), workdir=str(stoker.cwd))), "--roles", file_of(stoker, **parts))
     job = stoker.start(
         "run", "--no-preflight", "--share-gpus", *words, env={"STOKER_MACHINE": str(stoker.cwd / "box.json")}
     )
@@ -351,15 +361,15 @@ def box(stoker: Stoker, dead: tuple[int, ...] = ()) -> dict[str, str]:
 
 
 def test_the_notes_allocation_on_four_cards_of_which_one_is_dead(stoker: Stoker) -> None:
-    roles = ("--role", "server:python server.py", "--role", "trainer:train.py --lr 1e-5")
+    words = ("--role", "server:python server.py", "--role", "trainer:train.py --lr 1e-5")
     stoker.script("train.py", "")
     stoker.script("server.py", "")
-    done = stoker("run", "--dry-run", "--allocation", "sglang.d1t1p1+d3t1p1", *roles, env=box(stoker))
+    done = stoker("run", "--dry-run", "--allocation", "sglang.d1t1p1+d3t1p1", *words, env=box(stoker))
     assert done.code == 0 and "rank 0  GPU0" in done.out and "rank 3  GPU3" in done.out, done.out + done.err
     dead = box(stoker, dead=(0,))
-    done = stoker("run", "--dry-run", "--allocation", "sglang.d1t1p1+d3t1p1", *roles, env=dead)
+    done = stoker("run", "--dry-run", "--allocation", "sglang.d1t1p1+d3t1p1", *words, env=dead)
     assert done.code == 69 and "needs 4 GPUs and 3 can be used; sglang:d1t1p1+fsdp:d2t1p1 would fit" in done.err
-    done = stoker("run", "--dry-run", "--json", "--allocation", "sglang:d1t2+fsdp:d1", *roles, env=dead)
+    done = stoker("run", "--dry-run", "--json", "--allocation", "sglang:d1t2+fsdp:d1", *words, env=dead)
     places = json.loads(done.out)["places"]
     assert [(one["role"], one["gpu"]["index"], len(one["more"])) for one in places] == [
         ("server", 1, 1),

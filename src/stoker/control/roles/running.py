@@ -347,7 +347,11 @@ class Running:
         code, log = verdict.exit_code or EX_SOFTWARE, f"stoker logs {self._id} --role {name}"
         fix = tuple(line.replace("stoker logs RUN --role NAME", "stoker logs") for line in verdict.fix)
         fix = tuple(line.replace("stoker logs", log) for line in fix)
-        evidence = (*verdict.evidence, f"the role's own record: `stoker why {self._id}/{name}`")
+        port = self._roles[name].given.port
+        known = (
+            (f"its port is {port}; port: auto takes a free one",) if verdict.cause == "net.port-in-use" and port else ()
+        )
+        evidence = (*verdict.evidence, *known, f"the role's own record: `stoker why {self._id}/{name}`")
         summary = f"role {name}: {verdict.summary}"
         return replace(verdict, status="failed", summary=summary, exit_code=code, rank=None, evidence=evidence, fix=fix)
 
