@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -532,6 +533,21 @@ def test_a_run_that_a_role_starts_is_a_run_of_its_own(stoker: Stoker) -> None:
 def test_a_role_alone_is_a_plain_run(stoker: Stoker) -> None:
     done = stoker("run", "--role", "worker", stoker.script("a.py", "import os; print(os.environ['ROLE_NAME'])\n"))
     assert done.code == 0 and b"worker" in done.log(0) and not (done.run_dir / "roles").exists()
+
+
+def test_a_plain_run_loads_nothing_of_roles(stoker: Stoker) -> None:
+    """Launch time and memory of one program are what they were before there were roles."""
+    stoker.script("a.py", "")
+    code = (
+        "import sys\nfrom stoker.cli.main import main\nassert main(['run', *sys.argv[1:]]) == 0\n"
+        "print([one for one in sys.modules if 'roles' in one.split('.') or one == 'stoker.control.cluster.hosts'])\n"
+    )
+    for words in ((), ("--role", "worker")):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words, "a.py"],
+            cwd=stoker.cwd, env=stoker.environment(), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
 
 
 def test_a_roles_variables_are_on_no_command_line_and_in_no_record(stoker: Stoker) -> None:
