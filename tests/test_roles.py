@@ -271,6 +271,19 @@ def test_a_job_that_waits_for_a_server_without_end_says_so(stoker: Stoker) -> No
     assert job.communicate(timeout=60) and job.returncode == 0
 
 
+def test_a_program_that_is_not_there_is_refused_before_anything_starts(stoker: Stoker) -> None:
+    stoker.script("bad.py", "def f(:\n")
+    for command, code, line in (
+        ("trianer.py", 66, "stoker: role trainer: no script trianer.py; did you mean trainer.py?"),
+        ("nothing-like-this --x", 66, "stoker: role trainer: no program 'nothing-like-this' on the PATH"),
+        ("python -m nothing_like_this", 66, "stoker: role trainer: no module nothing_like_this"),
+        ("bad.py", 65, "stoker: role trainer: bad.py does not parse; nothing was started"),
+    ):
+        done = stoker("run", "--roles", file_of(stoker, server=rules(), trainer={"command": command}))
+        assert done.code == code and done.err.startswith(line), done.err
+    assert not (stoker.cwd / "runs").exists()
+
+
 def test_a_port_in_use_is_refused_before_anything_starts(stoker: Stoker) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -13,14 +13,15 @@ from typing import Any
 from stoker.contract import layout, names, redact
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import counted
-from stoker.contract.shape import pick, shape
+from stoker.contract.shape import pick, replace, shape
 from stoker.contract.shapes import Verdict
 from stoker.contract.wholefile import write_json
 from stoker.control.agent.kernel import set_name
 from stoker.control.agent.reservations import GpuLocks
 from stoker.control.cluster.hosts import NO_GPUS, Hosts
-from stoker.control.launch import description, detach
+from stoker.control.launch import description, detach, request
 from stoker.control.launch.coordinator import Coordinator, Ended
+from stoker.control.launch.options import RunOptions
 from stoker.control.launch.plan import Place, Role, RunPlan
 from stoker.control.launch.request import Request
 from stoker.control.launch.runplace import RunPlace, abandon, find_place
@@ -28,7 +29,7 @@ from stoker.control.machine.lockfiles import JOB
 from stoker.control.machine.model import Gpu
 from stoker.control.record.writer import RunRecord
 from stoker.control.roles.placing import Card, Seat, deal, numbered
-from stoker.control.roles.role import AUTO, NEVER, RoleSpec, in_order, program
+from stoker.control.roles.role import AUTO, NEVER, RoleSpec, in_order, program, trains
 from stoker.control.roles.run import Given, RoleRun
 from stoker.control.roles.running import Running
 from stoker.control.roles.seating import Seating
@@ -86,6 +87,7 @@ class JobCoordinator(Coordinator):
         dealt = deal(specs, found.cards, self._plan.share, found.hosts)
         if self.options.max_restarts < 0:
             raise Refusal(f"--max-restarts {self.options.max_restarts}: give a number from 0 up", EX_USAGE)
+        check_programs(specs, self.options)
         place = find_place(self.request, os.environ)
         try:
             ports = free_ports(specs, here=found.described is None)
@@ -165,6 +167,21 @@ class JobCoordinator(Coordinator):
         for notice in self._locks.notices:
             self._say(f"stoker: {notice}")
         return {**os.environ, names.GPU_LENDER: str(os.getpid())}
+
+
+def check_programs(specs: Sequence[RoleSpec], options: RunOptions) -> None:
+    """Before anything starts: a trainer that is not there should not be known only when its server has loaded a model."""
+    for spec in specs:
+        if trains(spec.command):
+            continue  # its start checks more than this
+        flags, words = program(spec.command)
+        python = flags[flags.index("--python") + 1] if "--python" in flags else options.python
+        own = replace(options, no_python="--no-python" in flags, module="--module" in flags, python=python)
+        try:
+            request.program(Request(own, words[0], tuple(words[1:]), frozenset()))
+        except Refusal as refusal:
+            line, *more = refusal.line.removeprefix("--no-python: ").split("\n")
+            raise Refusal(f"role {spec.name}: {line}", refusal.code, cause=refusal.cause, more=more) from refusal
 
 
 def hosts_file(described: Hosts, seats: Sequence[Seat]) -> dict[str, Any]:
