@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+import test_guide  # noqa: E402
 from conftest import Stoker, at_length, at_length_but, wait_for  # noqa: E402
 from forked_ranks import Server, program, server  # noqa: E402
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
@@ -834,15 +835,15 @@ def test_a_reward_that_fails_ends_all_ranks_with_its_line_and_a_checkpoint(forks
 
 @at_length
 def test_gsm8ks_file_as_published_learns_from_a_reward_of_ones_own(stoker: Stoker, given: Path, tmp_path: Path) -> None:
+    """By the command and the reward file of docs/grpo.md."""
     rows = [
         {"question": f"{n} clips and 3?", "answer": f"{n}+3=<<{n}+3={n + 3}>>{n + 3}.\n#### {n + 3}"} for n in range(64)
     ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rewards.py").write_text(
-        "import re\ndef score(completion, question, answer):\n    assert question.endswith('3?')\n"
-        "    wanted = answer.split('####')[-1].strip()\n    return float(re.findall(r'\\d+', completion)[-1:] == [wanted])\n"
-    )
-    files = ("--grpo.prompts", str(tmp_path / "train.jsonl"), "--grpo.reward", f"{tmp_path}/rewards.py:score")
+    (tmp_path / "rewards.py").write_text(test_guide.FILES["rewards.py"])
+    told = test_guide.COMMANDS[0].split()[3:]
+    assert told[:4] == ["--config", "gsm8k_2000samples_4GPUs", "--grpo.prompts", "gsm8k/train.jsonl"]
+    files = ("--grpo.prompts", "train.jsonl", *told[4:])
     small = (
         "--preset",
         "small",
@@ -853,7 +854,7 @@ def test_gsm8ks_file_as_published_learns_from_a_reward_of_ones_own(stoker: Stoke
         "--grpo.prompts_per_step",
         "8",
     )
-    more = ("--grpo.reward", "length=0.1", "--max-steps", "3", "--no-preflight", "--nproc-per-node", "1")
+    more = ("--max-steps", "3", "--no-preflight", "--nproc-per-node", "1")
     done = stoker.torch("train", "grpo", "--model.load", str(given / "hf"), *files, *small, *more)
     assert done.code == 0, done.out[-3000:] + done.err[-2000:]
     shown = stoker("rollouts", "--json")
