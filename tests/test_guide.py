@@ -126,7 +126,11 @@ def test_a_dead_gpu_0_is_refused_with_what_the_page_says(stoker: Stoker) -> None
     assert (done.code, done.err.strip()) == (69, line)
     fits = line.split("; ")[1].split()[0]
     done = stoker("run", "--allocation", fits, "--roles", "sglang.yaml", "--dry-run", env=env)
-    assert done.code == 0 and "rank 0  GPU1" in done.out and "rank 2  GPU3" in done.out, done.out + done.err
+    assert (
+        done.code == 0
+        and "role server: 1 rank on GPU1" in done.out
+        and "role trainer: 2 ranks on GPU2, GPU3" in done.out
+    ), done.out + done.err
     (other,) = [line for line in COMMANDS if "vllm:d1t2" in line]
     done = stoker(*(word.strip("'") for word in other.split()[1:]), env=env)
     assert done.code == 69 and "vllm:d1t2+fsdp:d1 would fit" in done.err, done.err

@@ -379,7 +379,8 @@ def test_the_notes_allocation_on_four_cards_of_which_one_is_dead(stoker: Stoker)
     stoker.script("train.py", "")
     stoker.script("server.py", "")
     done = stoker("run", "--dry-run", "--allocation", "sglang.d1t1p1+d3t1p1", *words, env=box(stoker))
-    assert done.code == 0 and "rank 0  GPU0" in done.out and "rank 3  GPU3" in done.out, done.out + done.err
+    assert done.code == 0 and "role server: 1 rank on GPU0: python server.py\n" in done.out, done.out + done.err
+    assert "role trainer: 3 ranks on GPU1, GPU2, GPU3: train.py --lr 1e-5\n  rank 0  GPU1  NVIDIA A40 GPU-1" in done.out
     dead = box(stoker, dead=(0,))
     done = stoker("run", "--dry-run", "--allocation", "sglang.d1t1p1+d3t1p1", *words, env=dead)
     assert done.code == 69 and "needs 4 GPUs and 3 can be used; sglang:d1t1p1+fsdp:d2t1p1 would fit" in done.err
@@ -439,6 +440,27 @@ def test_allocations_in_both_spellings() -> None:
         allocation.check("fsdp:d8", allocation.parse("fsdp:d8"), 8, batch=12)
     with pytest.raises(Refusal, match="there is no role 'rollout'"):
         by_allocation([RoleSpec("a", ("x",)), RoleSpec("b", ("x",))], "sglang[rollout]:d1+fsdp:d1")
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "fits"),
+    [
+        ("sglang.d1t1p1+d3t1p1", 3, "sglang:d1t1p1+fsdp:d2t1p1"),
+        ("vllm:d2t2+fsdp:d4", 4, "vllm:d1t2+fsdp:d2"),
+        ("vllm:d1t8+d2", 4, "vllm:d1t2+fsdp:d2 would fit, if the model fits so few GPUs"),
+        ("vllm:d1t2p2+d2", 4, "vllm:d1t2p1+fsdp:d2 would fit, if"),
+        ("vllm:d3t2|fsdp:d6", 5, "vllm:d2t2|fsdp:d4"),
+        ("sglang[a]:d2+fsdp[b]:d4|fsdp[c]:d4", 4, "sglang[a]:d2+fsdp[b]:d2|fsdp[c]:d2"),
+        ("vllm:d1t3+d2", 3, ""),
+    ],
+)
+def test_an_allocation_that_does_not_fit_is_refused_with_one_that_does(text: str, gpus: int, fits: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        allocation.check(text, allocation.parse(text), gpus)
+    assert (f"; {fits}" in refused.value.line) if fits else refused.value.line.endswith("can be used")
+    if fits:
+        other = allocation.parse(fits.split()[0])
+        allocation.check(fits, other, gpus)
 
 
 def test_gpus_are_dealt_once_each() -> None:

@@ -138,7 +138,7 @@ def look(request: Request, specs: Sequence[RoleSpec]) -> Found:
         raise Refusal(line, said.returncode)
     told = json.loads(said.stdout)
     cards = tuple(
-        Card(place["gpu"]["uuid"], place["label"], place["gpu"]["index"], place["host"])
+        Card(place["gpu"]["uuid"], place["label"], place["gpu"]["index"], place["host"], place["gpu"].get("name"))
         for place in told["places"]
         if place["gpu"] and not no_gpus
     )

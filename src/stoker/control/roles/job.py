@@ -15,6 +15,7 @@ from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.shape import pick, replace, shape
 from stoker.contract.shapes import Verdict
+from stoker.contract.untrusted import printable
 from stoker.contract.wholefile import write_json
 from stoker.control.agent.kernel import set_name
 from stoker.control.agent.reservations import GpuLocks
@@ -93,7 +94,7 @@ class JobCoordinator(Coordinator):
             ports = free_ports(specs, here=found.described is None)
             shown = planned(specs, dealt, found.lines, found.hosts)
             if self.options.dry_run:
-                self._print_plan(shown, place)
+                self._print_job(shown, place, order_lines(specs, dealt, ports))
                 return None
             environment = self._lock(dealt, place)
             self._record = RunRecord(place.dir, os.uname().nodename, place.reopened)
@@ -119,6 +120,21 @@ class JobCoordinator(Coordinator):
         verdict = running.run()
         self._close_record(verdict, place)
         return verdict
+
+    def _print_job(self, plan: RunPlan, place: RunPlace, order: Sequence[str]) -> None:
+        if self.options.json:
+            self._print_plan(plan, place)
+            return
+        lines = list(plan.lines)
+        for role, line in zip(plan.roles, order, strict=True):
+            lines.append(f"{line}: {' '.join(redact.arguments(role.argv))}")
+            for one in plan.places:
+                if one.role == role.name:
+                    cards = [gpu for gpu in (one.gpu, *one.more) if gpu is not None]
+                    which = "; ".join(f"{gpu.name or 'GPU'} {gpu.uuid}" for gpu in cards)
+                    lines.append(f"  rank {one.role_rank}  {one.label}{f'  {which}' if which else ''}")
+        record = f"record: {os.path.relpath(place.dir, self._cwd)}"
+        self._console.say(1, "\n".join(map(printable, (*lines, record))))
 
     def _role(self, spec: RoleSpec, seating: Seating, port: int, root: str) -> RoleRun:
         o = self.options
@@ -215,7 +231,7 @@ def planned(
     for spec in specs:
         there = Counter(seat.host for seat in dealt[spec.name])
         for number, (seat, local) in enumerate(numbered(dealt[spec.name])):
-            gpus = [Gpu(card.index, card.uuid) for card in seat.cards]
+            gpus = [Gpu(card.index, card.uuid, card.name) for card in seat.cards]
             label = (f"{seat.host}/" if seat.host else "") + (gpus[0].label if gpus else f"CPU{local}")
             world = there[seat.host]
             at = hosts.index(seat.host)

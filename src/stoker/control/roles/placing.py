@@ -21,6 +21,7 @@ class Card:
     label: str
     index: int
     host: str = ""  # "" for this machine
+    name: str | None = None  # the model
 
 
 @shape
