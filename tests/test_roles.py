@@ -436,8 +436,10 @@ def test_allocations_in_both_spellings() -> None:
     specs = [RoleSpec(name, ("x",)) for name in ("critic", "rollout", "actor")]
     plan = by_allocation(specs, "sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4")
     assert plan.share == {"actor": "critic"} and [spec.count for spec in plan.specs] == [4, 2, 4]
-    with pytest.raises(Refusal, match="12 samples a step do not divide by d8; d6 does"):
-        allocation.check("fsdp:d8", allocation.parse("fsdp:d8"), 8, batch=12)
+    uneven = [RoleSpec("s", ("x",)), RoleSpec("t", ("x",), batch=12)]
+    assert by_allocation(uneven, "sglang:d5+fsdp:d2t4").specs[1].count == 8, "8 processes, 2 replicas"
+    with pytest.raises(Refusal, match=r"role t: 12 samples a step \(batch\) do not divide by 8; 6 would"):
+        by_allocation(uneven, "sglang:d1+fsdp:d8")
     with pytest.raises(Refusal, match="there is no role 'rollout'"):
         by_allocation([RoleSpec("a", ("x",)), RoleSpec("b", ("x",))], "sglang[rollout]:d1+fsdp:d1")
 
@@ -543,16 +545,18 @@ def test_files_that_describe_no_job(tmp_path: Path, text: str, said: str) -> Non
 
 
 def test_options_that_a_job_does_not_take(stoker: Stoker) -> None:
+    stoker.script("uneven.yaml", "roles: {t: {command: train.py, count: 3, batch: 256}}")
     for words, said in (
         (["--role", "a:1:x", "--nnodes", "2"], "--nnodes can't be given to a job of roles"),
         (["--role", "a:1:x", "train.py"], "a job of roles has no script of its own (train.py)"),
         (["--roles", "none.yaml"], "no roles file none.yaml"),
+        (["--roles", "uneven.yaml"], "role t: 256 samples a step (batch) do not divide by 3; 2 would"),
         (["--roles", "none.yaml", "--role", "a:1:x"], "give one of them"),
         (["--role", "a:2:stoker train grpo --nproc-per-node 2"], "a: leave --nproc-per-node out of its command"),
         (["--allocation", "d1+d2", "--role", "a:x"], "has 2 parts, and there are 1 roles: a"),
     ):
         done = stoker("run", *words)
-        assert done.code in (64, 66) and said in done.err and done.err.count("\n") == 1, done.err
+        assert done.code in (64, 66, 78) and said in done.err and done.err.count("\n") == 1, done.err
 
 
 def test_a_run_that_a_role_starts_is_a_run_of_its_own(stoker: Stoker) -> None:

@@ -85,7 +85,11 @@ def make_plan(words: Sequence[str], path: str | None, text: str | None) -> Plan:
         if words:
             raise Refusal("--roles FILE and --role: give one of them", EX_USAGE)
         specs = role.from_file(path)
-        return Plan(specs) if text is None else by_allocation(specs, text)
+        if text is not None:
+            return by_allocation(specs, text)
+        for spec in specs:
+            role.check_batch(spec, spec.count)
+        return Plan(specs)
     if text is None:
         return Plan(role.from_words(words))
     names = {word.partition(":")[0]: 1 for word in words}
@@ -107,6 +111,8 @@ def by_allocation(specs: Sequence[RoleSpec], text: str) -> Plan:
         )
     rest = iter(part for part in parts if not part.name)
     chosen = {spec.name: named.get(spec.name) or next(rest) for spec in specs}
+    for spec in specs:
+        role.check_batch(spec, chosen[spec.name].size("d"))
     made = tuple(replace(spec, count=chosen[spec.name].replicas, gpus=chosen[spec.name].gpus) for spec in specs)
     first: dict[int, str] = {}
     share = {}

@@ -117,8 +117,8 @@ def needed(parts: Sequence[Part]) -> int:
     return sum({part.group: part.world for part in parts}.values())
 
 
-def check(text: str, parts: Sequence[Part], gpus: int, batch: int = 0) -> None:
-    """Against the usable GPUs, and the samples of a step where that number is known (0: it is not)."""
+def check(text: str, parts: Sequence[Part], gpus: int) -> None:
+    """Against the usable GPUs."""
     total = needed(parts)
     if total > gpus:
         other = smaller(parts, gpus)
@@ -126,12 +126,6 @@ def check(text: str, parts: Sequence[Part], gpus: int, batch: int = 0) -> None:
         advice = f"; {other} would fit{', if the model fits so few GPUs' * held}" if other else ""
         line = f"--allocation {text} needs {counted(total, 'GPU')} and {gpus} can be used{advice}"
         raise Refusal(line, EX_UNAVAILABLE, cause="gpu.too-few")
-    trainers = [part for part in parts if not part.serves]
-    for part in trainers:
-        replicas = part.size("d")
-        if batch and batch % replicas:
-            fits = [n for n in range(1, replicas + 1) if batch % n == 0][-1]
-            raise _wrong(text, f"{batch} samples a step do not divide by d{replicas}; d{fits} does")
 
 
 def _of(text: str) -> tuple[Part, ...]:

@@ -40,7 +40,7 @@ ANSWER_S = 30.0  # a first real answer may take as long
 CHECK_S = 10.0  # between two looks at the health of a role that is ready
 AUTO = -1
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
-_KEYS = ("command", "count", "gpus", "port", "env", "ready", "restart", "required", "after", "min_hosts")
+_KEYS = ("command", "count", "gpus", "port", "env", "ready", "restart", "required", "after", "min_hosts", "batch")
 _READY_KEYS = (*KINDS, "body", "contains", "answer", "timeout", "check")
 _MOST = 4096
 _OF_JOB = {  # what a role's `stoker train` is given by its job
@@ -87,6 +87,7 @@ class RoleSpec:
     required: bool = True
     after: tuple[str, ...] = ()
     min_hosts: int = 0  # its run goes on with so many of its hosts; 0: it needs all
+    batch: int = 0  # samples a step, which its replicas share; 0: not known
 
     @property
     def serves(self) -> bool:
@@ -170,14 +171,22 @@ def _role(name: Any, about: Any, where: str) -> RoleSpec:
         required,
         _after(about["after"], where) if "after" in about else (),
         _number(about, "min_hosts", 0, where, 0),
+        _number(about, "batch", 0, where, 0, 1 << 30),
     )
 
 
-def _number(about: Mapping[str, Any], key: str, default: int, where: str, least: int) -> int:
+def _number(about: Mapping[str, Any], key: str, default: int, where: str, least: int, most: int = _MOST) -> int:
     value = about.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
-        _refuse(where, f"{key}: {value!r} is not a whole number from {least} to {_MOST}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        _refuse(where, f"{key}: {value!r} is not a whole number from {least} to {most}")
     return value
+
+
+def check_batch(spec: RoleSpec, replicas: int) -> None:
+    if spec.batch % replicas:
+        fits = next(number for number in range(replicas, 0, -1) if spec.batch % number == 0)
+        line = f"role {spec.name}: {spec.batch} samples a step (batch) do not divide by {replicas}; {fits} would"
+        raise Refusal(line, EX_CONFIG)
 
 
 def _port(value: Any, where: str) -> int:
