@@ -145,7 +145,10 @@ raise SystemExit(70)
 """
 
 
-@pytest.mark.parametrize("end", ["killed", "killed for good", "stopped", "ended with 0"])
+@pytest.mark.parametrize(
+    "end",
+    at_length_but(["killed", "stopped", "ended with 0"], ["killed", "killed for good", "stopped", "ended with 0"]),
+)
 def test_zero_reward_after_the_servers_end_stops_within_ten_steps_and_names_the_server(
     stoker: Stoker, end: str
 ) -> None:

@@ -1,8 +1,7 @@
-"""A job under way: who starts when, what happens when a role ends, whose failure was the cause, and when the job is over."""
+"""A job under way: who starts when, what happens when a role ends, and when the job is over."""
 
 from __future__ import annotations
 
-import re
 import selectors
 import signal
 import time
@@ -11,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from stoker.contract import names
 from stoker.contract.names import EX_SOFTWARE, Refusal
 from stoker.contract.quantities import span
-from stoker.contract.shape import replace, shape
+from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
 from stoker.contract.terminal import WARNING
 from stoker.control.launch.signals import Signals
 from stoker.control.record.writer import RunRecord
+from stoker.control.roles.blame import HOST_GONE, Blame, is_echo
 from stoker.control.roles.role import ALWAYS, JOB, variable
 from stoker.control.roles.run import ENDED, STARTING, UP, WAITING, RoleRun
 from stoker.control.roles.seating import Seating
@@ -26,26 +26,7 @@ LONGEST_WAIT_S = 30.0
 LIVED_S = 60.0  # one that lived as long was no crash loop
 LOOP, LOOP_S = 5, 600.0  # the same failure so often within this time is a loop
 _CHANCE = ("rank.killed", "rank.signal", "hang.stopped")  # somebody's doing from outside: no sign of a loop
-_LOST = re.compile(
-    r"(?i)connect|refused|reset by peer|timed? ?out|unreachable|broken pipe|max retries|\beof\b|disconnected"
-)
-BEFORE_S = 60.0  # a role that failed this long before one that waits for it is the cause
-# Rewards that teach nothing may be those of a dead server: a reward of the user's own often makes 0 of a lost connection.
-_TAUGHT_NOTHING = ("grpo.no-signal", "grpo.identical")
-_HOST_GONE = ("host.lost", "host.agent-lost")
 _STOP_RULES = "grpo."  # a run that ended itself for a reason that stays: nobody starts it again
-DOUBT_S = 2.0  # a server's end is known so much later than what its clients make of it
-
-
-@shape
-class Doubt:
-    """A role's failure that may be only the echo of another's: decided when that is known, or is not."""
-
-    role: RoleRun
-    verdict: Verdict
-    same: int  # failures of this cause in a short time; 0: not counted
-    when: float
-    looks: Mapping[str, int]  # role it waits for -> looks at its health until then
 
 
 class Running:
@@ -74,7 +55,7 @@ class Running:
         self._restarts = 0  # of the whole job
         self._outcome: Verdict | None = None  # known; what still runs is being stopped
         self._again = ""  # the role for whose failure all are started again
-        self._doubt: Doubt | None = None
+        self._blame = Blame(self._roles, run_id)
         self._stop = 0  # a signal that we got
 
     def run(self) -> Verdict:
@@ -86,7 +67,7 @@ class Running:
             self._heed_signals()
             for role in self._roles.values():
                 self._look_at(role)
-            self._decide()
+            self._outcome = self._outcome or self._blame.decided()
             if all(role.child is None for role in self._roles.values()) and (self._outcome or self._again):
                 if self._outcome is not None:
                     return replace(self._outcome, run=self._id)
@@ -97,7 +78,7 @@ class Running:
     # ---- starting ----
 
     def _start_those_that_can(self) -> None:
-        if self._outcome is not None or self._again or self._stop or self._doubt is not None:
+        if self._outcome is not None or self._again or self._stop or self._blame.in_doubt:
             return
         now = time.time()
         for role in self._roles.values():
@@ -172,7 +153,7 @@ class Running:
         if self._exchanged() or self._outcome is not None or self._again or self._stop:
             self._settle()
             return
-        if role.follows and (verdict.status == "stopped" or (verdict.status == "failed" and _is_echo(verdict))):
+        if role.follows and (verdict.status == "stopped" or (verdict.status == "failed" and is_echo(verdict))):
             self._say(f"stoker: role {role.name} is started again: {role.follows} has other addresses now")
             self._record.event("role-restart", role=role.name, cause="host.lost", wait_s=0.0)
             role.state, role.start_at = WAITING, 0.0
@@ -239,17 +220,21 @@ class Running:
                 self._again = role.name
                 return
             verdict = replace(verdict, summary=f"{verdict.summary}; without it: {why}")
-        doubt = Doubt(role, verdict, same if rule == ALWAYS else 0, now, self._look_again(role))
-        if _is_echo(verdict) and doubt.looks and self._doubt is None:
-            self._doubt = doubt
-        else:
-            self._outcome = self._failed_verdict(doubt)
+        self._outcome = self._blame.judge(role, self._as_loop(verdict, same) if rule == ALWAYS else verdict)
+
+    def _as_loop(self, verdict: Verdict, same: int) -> Verdict:
+        """`same`: failures of this cause."""
+        if same < LOOP:
+            return verdict
+        line = f"it failed {same} times within {span(LOOP_S)}: {verdict.summary}"
+        evidence = (f"cause of each: {verdict.cause}", *verdict.evidence)
+        return Verdict("failed", "role.restart-loop", line, verdict.exit_code, evidence=evidence, fix=verdict.fix)
 
     def _without_lost_host(self, role: RoleRun, verdict: Verdict) -> Verdict:
         """Notes a host that is lost. A role that could be started once, and now can't since a host does not answer, has lost
         it, too.
         """
-        gone = (verdict.host or "") if verdict.cause in _HOST_GONE else ""
+        gone = (verdict.host or "") if verdict.cause in HOST_GONE else ""
         if verdict.status == "refused" and role.starts > 1:
             gone = next((seat.host for seat in role.seats if seat.host and seat.host in verdict.summary), "")
             if gone:
@@ -281,79 +266,6 @@ class Running:
             if role.name in other.spec.after and role.addresses != before and not other.stopping:
                 other.follows = role.name
                 other.send(signal.SIGTERM)
-
-    def _look_again(self, role: RoleRun) -> dict[str, int]:
-        """At the servers that it asks: each with the number of looks before."""
-        found = {}
-        for name in role.spec.after:
-            watching = self._roles[name].watching
-            if watching is not None and watching.goes_on:
-                found[name] = watching.looks
-                watching.look_now()
-        return found
-
-    def _decide(self) -> None:
-        """What was in doubt, once the servers that the failed role asks have been looked at."""
-        doubt = self._doubt
-        if doubt is None or self._outcome is not None:
-            return
-        waited = time.time() - doubt.when
-        guilty = any(self._trouble(name, doubt) is not None for name in doubt.looks)
-        if guilty or (waited > DOUBT_S and all(self._is_looked_at(*look, waited) for look in doubt.looks.items())):
-            self._doubt, self._outcome = None, self._failed_verdict(doubt)
-
-    def _is_looked_at(self, name: str, before: int, waited: float) -> bool:
-        watching = self._roles[name].watching
-        return watching is None or watching.looks > before or waited > watching.longest_look_s
-
-    def _trouble(self, name: str, doubt: Doubt) -> tuple[float, Verdict] | None:
-        """What is wrong with a role that this one waits for, or was just before, and since when."""
-        other = self._roles[name]
-        if other.state == ENDED and other.is_ready and other.spec.serves:
-            line = f"it ended with 0 while {doubt.role.name} still needed it"
-            return other.ended, launch.of_role("role.ended", line, other.last_lines)
-        if other.failures and (not other.is_ready or doubt.when - other.failures[-1][0] < BEFORE_S):
-            return other.failures[-1]
-        watching = other.watching
-        if watching is not None and other.state == UP and watching.newest:
-            line = f"it no longer answers: {watching.newest}"
-            return watching.wrong_since, launch.of_role("role.unhealthy", line, other.last_lines)
-        return None
-
-    def _failed_verdict(self, doubt: Doubt) -> Verdict:
-        """Of the role that is to blame: one that failed before, and that this one waits for, comes first."""
-        role, verdict, same = doubt.role, doubt.verdict, doubt.same
-        for name in role.spec.after:
-            trouble = self._trouble(name, doubt)
-            if trouble is None:
-                continue
-            when, cause = trouble
-            down = not self._roles[name].is_ready or cause.cause.startswith("role.")
-            if _is_echo(verdict) and (down or verdict.cause not in _TAUGHT_NOTHING):
-                echo = f"then role {role.name}: {verdict.summary}"
-                return self._of_role(name, replace(cause, evidence=(*cause.evidence, echo)))
-            before = f"role {name} had failed {span(max(doubt.when - when, 0.0))} before: {cause.summary}"
-            verdict = replace(verdict, evidence=(*verdict.evidence, before))
-        if same >= LOOP:
-            line = f"it failed {same} times within {span(LOOP_S)}: {verdict.summary}"
-            evidence = (f"cause of each: {verdict.cause}", *verdict.evidence)
-            return self._of_role(
-                role.name,
-                Verdict("failed", "role.restart-loop", line, verdict.exit_code, evidence=evidence, fix=verdict.fix),
-            )
-        return self._of_role(role.name, verdict)
-
-    def _of_role(self, name: str, verdict: Verdict) -> Verdict:
-        code, log = verdict.exit_code or EX_SOFTWARE, f"stoker logs {self._id} --role {name}"
-        fix = tuple(line.replace("stoker logs RUN --role NAME", "stoker logs") for line in verdict.fix)
-        fix = tuple(line.replace("stoker logs", log) for line in fix)
-        port = self._roles[name].given.port
-        known = (
-            (f"its port is {port}; port: auto takes a free one",) if verdict.cause == "net.port-in-use" and port else ()
-        )
-        evidence = (*verdict.evidence, *known, f"the role's own record: `stoker why {self._id}/{name}`")
-        summary = f"role {name}: {verdict.summary}"
-        return replace(verdict, status="failed", summary=summary, exit_code=code, rank=None, evidence=evidence, fix=fix)
 
     # ---- stopping ----
 
@@ -404,13 +316,6 @@ class Running:
         parts = [f"{role}: {text.removeprefix(f'stopped by {name}').lstrip('; ')}" for role, text in told.items()]
         summary = "; ".join([f"stopped by {name}", *parts])
         return Verdict("stopped", "launch.stopped", summary, 128 + self._stop)
-
-
-def _is_echo(verdict: Verdict) -> bool:
-    """It may be what a role makes of another's end."""
-    if verdict.cause in _HOST_GONE:
-        return False
-    return verdict.cause in _TAUGHT_NOTHING or _LOST.search(verdict.summary) is not None
 
 
 def _short(words: str) -> str:
