@@ -281,6 +281,11 @@ def test_a_program_that_is_not_there_is_refused_before_anything_starts(stoker: S
         ("nothing-like-this --x", 66, "stoker: role trainer: no program 'nothing-like-this' on the PATH"),
         ("python -m nothing_like_this", 66, "stoker: role trainer: no module nothing_like_this"),
         ("bad.py", 65, "stoker: role trainer: bad.py does not parse; nothing was started"),
+        (
+            "stoker train sft --max-stpes 3",
+            64,
+            "stoker: role trainer: unknown option --max-stpes; did you mean --max-steps",
+        ),
     ):
         done = stoker("run", "--roles", file_of(stoker, server=rules(), trainer={"command": command}))
         assert done.code == code and done.err.startswith(line), done.err

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker.contract import layout, names, redact
-from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.shape import pick, replace, shape
 from stoker.contract.shapes import Verdict
@@ -23,6 +24,7 @@ from stoker.control.cluster.hosts import NO_GPUS, Hosts
 from stoker.control.launch import description, detach, request
 from stoker.control.launch.coordinator import Coordinator, Ended
 from stoker.control.launch.options import RunOptions
+from stoker.control.launch.ourselves import stoker_command
 from stoker.control.launch.plan import Place, Role, RunPlan
 from stoker.control.launch.request import Request
 from stoker.control.launch.runplace import RunPlace, abandon, find_place
@@ -88,7 +90,7 @@ class JobCoordinator(Coordinator):
         dealt = deal(specs, found.cards, self._plan.share, found.hosts)
         if self.options.max_restarts < 0:
             raise Refusal(f"--max-restarts {self.options.max_restarts}: give a number from 0 up", EX_USAGE)
-        check_programs(specs, self.options)
+        check_programs(specs, self.options, here=found.described is None)
         place = find_place(self.request, os.environ)
         try:
             ports = free_ports(specs, here=found.described is None)
@@ -185,11 +187,13 @@ class JobCoordinator(Coordinator):
         return {**os.environ, names.GPU_LENDER: str(os.getpid())}
 
 
-def check_programs(specs: Sequence[RoleSpec], options: RunOptions) -> None:
+def check_programs(specs: Sequence[RoleSpec], options: RunOptions, here: bool) -> None:
     """Before anything starts: a trainer that is not there should not be known only when its server has loaded a model."""
     for spec in specs:
         if trains(spec.command):
-            continue  # its start checks more than this
+            if spec.after and here:
+                _check_training(spec)
+            continue
         flags, words = program(spec.command)
         python = flags[flags.index("--python") + 1] if "--python" in flags else options.python
         own = replace(options, no_python="--no-python" in flags, module="--module" in flags, python=python)
@@ -198,6 +202,18 @@ def check_programs(specs: Sequence[RoleSpec], options: RunOptions) -> None:
         except Refusal as refusal:
             line, *more = refusal.line.removeprefix("--no-python: ").split("\n")
             raise Refusal(f"role {spec.name}: {line}", refusal.code, cause=refusal.cause, more=more) from refusal
+
+
+def _check_training(spec: RoleSpec) -> None:
+    """One that waits for others: a wrong flag or setting should not be known only when they are ready. What is missing may be
+    made by them.
+    """
+    words = [*spec.command[1:], "--nproc-per-node", str(spec.count), "--dry-run"]
+    done = subprocess.run(stoker_command(words), capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if done.returncode in (EX_USAGE, EX_DATAERR, EX_CONFIG):
+        said = [line for line in done.stderr.splitlines() if line.startswith("stoker: ")]
+        line = said[-1].removeprefix("stoker: ") if said else f"its dry run ended with {done.returncode}"
+        raise Refusal(f"role {spec.name}: {line}", done.returncode)
 
 
 def hosts_file(described: Hosts, seats: Sequence[Seat]) -> dict[str, Any]:
