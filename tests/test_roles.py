@@ -355,6 +355,31 @@ def test_a_role_whose_host_is_lost_moves_and_its_trainers_learn_the_new_address(
 
 
 @at_length
+@pytest.mark.parametrize("rule", ["min_hosts", "job"])
+def test_trainers_go_on_without_a_lost_host(stoker: Stoker, netcluster: NetCluster, rule: str) -> None:
+    """With min_hosts by their own run, on fewer ranks; with restart: job all roles anew, as many ranks as before."""
+    second = netcluster.hosts[1].name
+    own = {"min_hosts": 1} if rule == "min_hosts" else {"restart": "job"}
+    parts = {"server": rules(env={"LISTEN": "0.0.0.0"}), "trainer": {"command": "trainer.py", "count": 3, **own}}
+    words = ("--hosts", str(netcluster.file((1, 1), workdir=str(stoker.cwd))), "--max-restarts", "1")
+    job = stoker.start("run", *words, "--roles", file_of(stoker, **parts))
+    assert ready(stoker, 1) and wait_for(lambda: True if len(pids(stoker, "trainer")) == 3 else None, 60)
+    netcluster.cut(1)
+    ranks = 4 if rule == "min_hosts" else 6
+    again = wait_for(lambda: True if len(pids(stoker, "trainer")) == ranks else None, 120)
+    stoker.script("done", "")
+    said = job.communicate(timeout=120)[0].decode()
+    assert again and job.returncode == 0, said
+    starts = [event["role"] for event in events(stoker, "role-start")]
+    if rule == "min_hosts":
+        assert starts == ["server", "trainer"] and "going on with 1 of 2 hosts" in said and "rank 0 of 1 asked" in said
+    else:
+        assert starts == ["server", "trainer"] * 2 and f"host {second} is lost" in said and "rank 2 of 3 asked" in said
+        assert len(pids(stoker, "server")) == 2
+    assert wait_for(lambda: True if not netcluster.pids(0) and not netcluster.pids(1) else None, 60), "nothing is left"
+
+
+@at_length
 def test_a_role_that_finds_no_other_host_ends_the_job_and_says_so(stoker: Stoker, netcluster: NetCluster) -> None:
     """One GPU on each of two hosts, both in use. Shared: on this machine both hosts' are one."""
     (stoker.cwd / "box.json").write_text(json.dumps(machine_json([gpu_json(0)])))
