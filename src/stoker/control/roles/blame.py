@@ -10,6 +10,7 @@ from stoker.contract.names import EX_SOFTWARE
 from stoker.contract.quantities import span
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Verdict
+from stoker.control.roles.role import AUTO
 from stoker.control.roles.run import ENDED, UP, RoleRun
 from stoker.control.verdict import launch
 
@@ -120,7 +121,9 @@ class Blame:
         fix = tuple(line.replace("stoker logs RUN --role NAME", "stoker logs") for line in verdict.fix)
         fix = tuple(line.replace("stoker logs", log) for line in fix)
         port = self._roles[name].given.port if verdict.cause == "net.port-in-use" else 0
-        known = (f"its port is {port}; port: auto takes a free one",) if port else ()
+        fixed = self._roles[name].spec.port != AUTO
+        other = "port: auto takes a free one" if fixed else "it was free on this machine; write a number for port"
+        known = (f"its port is {port}; {other}",) if port else ()
         evidence = (*verdict.evidence, *known, f"the role's own record: `stoker why {self._id}/{name}`")
         summary = f"role {name}: {verdict.summary}"
         return replace(verdict, status="failed", summary=summary, exit_code=code, rank=None, evidence=evidence, fix=fix)
