@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+import test_guide  # noqa: E402
 from conftest import Stoker, at_length, at_length_but, wait_for  # noqa: E402
 from forked_ranks import Server, program, server  # noqa: E402
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
@@ -833,15 +835,15 @@ def test_a_reward_that_fails_ends_all_ranks_with_its_line_and_a_checkpoint(forks
 
 @at_length
 def test_gsm8ks_file_as_published_learns_from_a_reward_of_ones_own(stoker: Stoker, given: Path, tmp_path: Path) -> None:
+    """By the command and the reward file of docs/grpo.md."""
     rows = [
         {"question": f"{n} clips and 3?", "answer": f"{n}+3=<<{n}+3={n + 3}>>{n + 3}.\n#### {n + 3}"} for n in range(64)
     ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rewards.py").write_text(
-        "import re\ndef score(completion, question, answer):\n    assert question.endswith('3?')\n"
-        "    wanted = answer.split('####')[-1].strip()\n    return float(re.findall(r'\\d+', completion)[-1:] == [wanted])\n"
-    )
-    files = ("--grpo.prompts", str(tmp_path / "train.jsonl"), "--grpo.reward", f"{tmp_path}/rewards.py:score")
+    (tmp_path / "rewards.py").write_text(test_guide.FILES["rewards.py"])
+    told = test_guide.COMMANDS[0].split()[3:]
+    assert told[:4] == ["--config", "gsm8k_2000samples_4GPUs", "--grpo.prompts", "gsm8k/train.jsonl"]
+    files = ("--grpo.prompts", "train.jsonl", *told[4:])
     small = (
         "--preset",
         "small",
@@ -852,7 +854,7 @@ def test_gsm8ks_file_as_published_learns_from_a_reward_of_ones_own(stoker: Stoke
         "--grpo.prompts_per_step",
         "8",
     )
-    more = ("--grpo.reward", "length=0.1", "--max-steps", "3", "--no-preflight", "--nproc-per-node", "1")
+    more = ("--max-steps", "3", "--no-preflight", "--nproc-per-node", "1")
     done = stoker.torch("train", "grpo", "--model.load", str(given / "hf"), *files, *small, *more)
     assert done.code == 0, done.out[-3000:] + done.err[-2000:]
     shown = stoker("rollouts", "--json")
@@ -930,6 +932,60 @@ def test_under_the_launcher_the_verdict_is_the_breakers_line(stoker: Stoker, for
         done.out[-3000:] + done.err[-2000:]
     )
     assert "the reward was exactly 0 for every answer for 2 steps" in done.verdict["summary"]
+
+
+JUDGE = """
+import http.server, json, os, signal, time
+if os.path.exists("killed"): time.sleep(600)  # a large model loads for longer than ten steps take
+calls = 0
+class Judge(http.server.BaseHTTPRequestHandler):
+    def do_GET(self): self.reply({})
+    def do_POST(self):
+        global calls
+        calls += 1
+        texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if calls == 4:
+            open("killed", "w")
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.reply([text.count("7") for text in texts])
+    def reply(self, data):
+        body = json.dumps(data).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", int(os.environ["STOKER_PORT"])), Judge).serve_forever()
+"""
+
+
+def test_a_role_whose_reward_is_zero_since_its_server_died_stops_after_ten_steps_with_that_cause(
+    stoker: Stoker, forks: Forks
+) -> None:
+    """As a reward of one's own often is: a lost connection is worth 0. The server is started again and not ready in time."""
+    stoker.script("judge.py", JUDGE)
+    stoker.script(
+        "rewards.py",
+        "import json, os, urllib.request\ndef score(completions):\n    try:\n"
+        "        told = json.dumps(completions).encode()\n"
+        "        return json.load(urllib.request.urlopen(f'http://{os.environ[\"STOKER_ROLE_JUDGE\"]}/', told))\n"
+        "    except OSError:\n        return [0.0] * len(completions)\n",
+    )
+    words = shlex.join(forks.words("--grpo.reward", "rewards.py:score", "--max-steps", "500"))
+    roles = {
+        "judge": {"command": "judge.py", "ready": {"http": "/"}, "restart": "always"},
+        "trainer": {"command": f"stoker train grpo {words}"},
+    }
+    done = stoker.torch("run", "--roles", stoker.script("job.yaml", json.dumps({"roles": roles})))
+    assert (done.code, done.verdict["cause"]) == (137, "rank.killed"), done.out[-3000:] + done.err[-2000:]
+    assert done.verdict["summary"].startswith("role judge: rank 0 (CPU0) was killed")
+    echo = "then role trainer: the reward was exactly 0 for every answer for 10 steps (since step 3)"
+    assert any(line.startswith(echo) for line in done.verdict["evidence"]), done.verdict
+    (metrics,) = done.run_dir.glob("roles/*-trainer/metrics.jsonl")
+    assert [json.loads(line)["reward"] > 0 for line in metrics.read_text().splitlines()] == [True] * 3 + [False] * 10
+    own = json.loads(stoker("why", f"{done.run_dir.name}/trainer", "--json").out)
+    assert (own["cause"], own["exit_code"], own["retryable"]) == ("grpo.no-signal", EX_SOFTWARE, False)
+    assert stoker("rollouts").out.startswith("624 answers of 13 steps"), "of the role that has some"
 
 
 def prompts_of_two_kinds(path: Path) -> str:

@@ -6,19 +6,24 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conftest import Stoker, at_length_but, gpu_json, machine_json, tagged, wait_for
-from netcluster import NetCluster
+from conftest import Stoker, at_length, at_length_but, gpu_json, machine_json, tagged, wait_for
+from netcluster import NetCluster, why_not
 from stoker.cli.roles import by_allocation
 from stoker.contract.names import Refusal
 from stoker.control.roles import allocation, role
-from stoker.control.roles.placing import Card, deal
+from stoker.control.roles.placing import Card, deal, moved
 from stoker.control.roles.ready import Watching
 from stoker.control.roles.role import Ready, RoleSpec
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import roles
 
 SERVER = """
 import http.server, os, signal, sys
@@ -37,7 +42,9 @@ asked = failed = 0
 while not os.path.exists("done"):
     address = os.environ["STOKER_ROLE_SERVER"].split(",")[0]
     try:
-        asked += urllib.request.urlopen(f"http://{address}/", timeout=5).read() == b"fine"  # killed in the middle of it: nothing
+        told = urllib.request.urlopen(f"http://{address}/", timeout=5).read()
+        asked += told == b"fine"  # killed in the middle of it: nothing
+        if asked == 1: open(f"asked-{address}", "w")
     except OSError as problem:
         failed += 1
         if "strict" in sys.argv: raise
@@ -121,6 +128,64 @@ def test_what_a_trainer_fails_of_because_its_server_died_is_the_servers_failure(
     assert verdict["summary"].startswith("role server: rank 0 (CPU0) was killed")
 
 
+# A reward that makes 0 of a lost connection, and the stop rule of stoker's own GRPO.
+REWARDED = """
+import os, time, urllib.request
+zeros = 0
+while zeros < 10:
+    try:
+        text = urllib.request.urlopen(f"http://{os.environ['STOKER_ROLE_SERVER']}/", timeout=0.2).read()
+    except OSError:
+        text = b""
+    zeros = 0 if text == b"fine" else zeros + 1
+    with open("steps", "a") as steps: steps.write(f"{zeros}\\n")
+    time.sleep(0.05)
+print("GRPO stopped itself: the reward was exactly 0 for every answer for 10 steps", flush=True)
+raise SystemExit(70)
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    at_length_but(["killed", "stopped", "ended with 0"], ["killed", "killed for good", "stopped", "ended with 0"]),
+)
+def test_zero_reward_after_the_servers_end_stops_within_ten_steps_and_names_the_server(
+    stoker: Stoker, end: str
+) -> None:
+    stoker.script("rewarded.py", REWARDED)
+    loads = "import os, time\nif os.path.exists('loads'): time.sleep(600)\n"
+    quits = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+    path = file_of(
+        stoker,
+        server=rules(
+            command="slow.py",
+            restart="always" if end == "killed for good" else "never",
+            required=False,
+            ready={"http": "/health", "check": "1m", "answer": "2s"},
+        ),
+        trainer={"command": "rewarded.py"},
+    )
+    stoker.script("slow.py", loads + quits + SERVER)
+    job = stoker.start("run", "--roles", path)
+    steps = stoker.cwd / "steps"
+    assert ready(stoker, 1) and wait_for(lambda: True if steps.exists() else None, 60)
+    stoker.script("loads", "")
+    server = pids(stoker, "server")[-1]
+    os.kill(server, {"stopped": signal.SIGSTOP, "ended with 0": signal.SIGTERM}.get(end, signal.SIGKILL))
+    said = job.communicate(timeout=120)[0].decode()
+    verdict = stoker.result(job.returncode).verdict
+    assert int(steps.read_text().split()[-1]) <= 10
+    wanted = {
+        "killed": (137, "rank.killed", "role server: rank 0 (CPU0) was killed"),
+        "killed for good": (137, "rank.killed", "role server: rank 0 (CPU0) was killed"),
+        "stopped": (70, "role.unhealthy", "role server: it no longer answers: 127.0.0.1:"),
+        "ended with 0": (70, "role.ended", "role server: it ended with 0 while trainer still needed it"),
+    }[end]
+    assert (job.returncode, verdict["cause"]) == wanted[:2] and verdict["summary"].startswith(wanted[2]), said
+    echo = "then role trainer: the reward was exactly 0 for every answer for 10 steps"
+    assert end == "killed" or echo in verdict["evidence"], verdict
+
+
 def test_a_role_that_never_becomes_ready_is_named_with_its_last_lines(stoker: Stoker) -> None:
     stoker.script("slow.py", "import time\nprint('loading shard 3 of 9', flush=True)\ntime.sleep(600)\n")
     slow = {"command": "slow.py", "ready": {"port": True, "timeout": "2s"}}
@@ -187,13 +252,13 @@ def test_a_line_a_mark_and_a_file_make_ready(stoker: Stoker) -> None:
     stoker.script("b.py", "import stoker\nstoker.mark('READY')\n" + waits)
     stoker.script("c.py", "open('there', 'w')\n" + waits)
     stoker.script("d.py", "open('done', 'w')\n")
-    roles = {
+    parts = {
         "a": {"command": "a.py", "ready": {"line": "server started"}},
         "b": {"command": "b.py", "count": 2, "ready": {"mark": "READY"}},
         "c": {"command": "c.py", "ready": {"file": "there"}, "required": False},
         "d": {"command": "d.py"},
     }
-    done = stoker("run", "--roles", file_of(stoker, **roles))
+    done = stoker("run", "--roles", file_of(stoker, **parts))
     assert done.code == 0 and [event["role"] for event in events(stoker, "role-ready")] == ["a", "b", "c"], done.err
     assert done.verdict["summary"] == "a and b and d ended with 0; c stopped"
 
@@ -209,6 +274,24 @@ def test_a_job_that_waits_for_a_server_without_end_says_so(stoker: Stoker) -> No
     assert job.communicate(timeout=60) and job.returncode == 0
 
 
+def test_a_program_that_is_not_there_is_refused_before_anything_starts(stoker: Stoker) -> None:
+    stoker.script("bad.py", "def f(:\n")
+    for command, code, line in (
+        ("trianer.py", 66, "stoker: role trainer: no script trianer.py; did you mean trainer.py?"),
+        ("nothing-like-this --x", 66, "stoker: role trainer: no program 'nothing-like-this' on the PATH"),
+        ("python -m nothing_like_this", 66, "stoker: role trainer: no module nothing_like_this"),
+        ("bad.py", 65, "stoker: role trainer: bad.py does not parse; nothing was started"),
+        (
+            "stoker train sft --max-stpes 3",
+            64,
+            "stoker: role trainer: unknown option --max-stpes; did you mean --max-steps",
+        ),
+    ):
+        done = stoker("run", "--roles", file_of(stoker, server=rules(), trainer={"command": command}))
+        assert done.code == code and done.err.startswith(line), done.err
+    assert not (stoker.cwd / "runs").exists()
+
+
 def test_a_port_in_use_is_refused_before_anything_starts(stoker: Stoker) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -218,29 +301,101 @@ def test_a_port_in_use_is_refused_before_anything_starts(stoker: Stoker) -> None
     assert done.code == 69 and f"role server: port {port} is in use" in done.err and not (stoker.cwd / "runs").exists()
 
 
-@pytest.mark.parametrize("kills", at_length_but([1], [1, 20]))
-def test_roles_on_several_hosts(stoker: Stoker, netcluster: NetCluster, kills: int) -> None:
-    """The server on the first host, a role without a port and trainers on both: each killed, replaced or ended by its own rule."""
-    stoker.script("idle.py", "import time\nwhile True: time.sleep(0.05)\n")
-    roles = {
-        "server": rules(env={"LISTEN": "0.0.0.0"}),
-        "logger": {"command": "idle.py", "restart": "always"},
-        "trainer": {"command": "trainer.py", "count": 3},
+@pytest.mark.parametrize("kills", at_length_but([1], [1, 5]))
+def test_four_roles_on_two_hosts_are_each_replaced_or_ended_by_their_own_rule(tmp_path: Path, kills: int) -> None:
+    """Twenty times each in benchmarks/roles.py."""
+    if reason := why_not():
+        pytest.skip(f"no test cluster here: {reason}")
+    rows = roles.kill_roles(tmp_path, kills, print, ends=0)
+    assert [line for row in rows for line in row.wrong] == []
+    assert [(row.role, row.kills, len(row.seconds)) for row in rows] == [
+        *((name, kills, kills) for name in ("server", "logger", "judge", "trainer")),
+        ("trainer", 1, 1),
+    ]
+
+
+@at_length
+def test_a_role_on_a_host_that_cant_start_reports_its_own_reason(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(f"no test cluster here: {reason}")
+    found = roles.cant_start(tmp_path)
+    assert {name: verdict["cause"] for name, verdict in found.items()} == {
+        "port in use": "net.port-in-use",
+        "memory": "oom.host-allocation",
+        "missing file": "data.file-missing",
+        "missing program": "launch.refused",
     }
-    hosts = str(netcluster.file(workdir=str(stoker.cwd)))
-    job = stoker.start("run", "--hosts", hosts, "--roles", file_of(stoker, **roles))
-    assert wait_for(lambda: True if len(pids(stoker, "trainer")) == 3 else None, 120), job.kill() or job.communicate()
-    for number in range(kills):
-        assert ready(stoker, number + 1)
-        os.kill(pids(stoker, "server")[-1], signal.SIGKILL)
-    again = ready(stoker, kills + 1)
+    assert "its port is 28123; port: auto takes a free one" in found["port in use"]["evidence"]
+    assert "weights.bin is not there" in found["missing file"]["summary"]
+    assert "no program nothing-like-this" in found["missing program"]["summary"]
+    for verdict in found.values():
+        assert verdict["summary"].startswith("role server: ") and verdict["started"] == ["server"], verdict
+
+
+def test_a_role_whose_host_is_lost_moves_and_its_trainers_learn_the_new_address(
+    stoker: Stoker, netcluster: NetCluster
+) -> None:
+    second = netcluster.hosts[1].name
+    parts = {"server": rules(env={"LISTEN": "0.0.0.0"}), "trainer": {"command": "trainer.py"}}
+    hosts = str(netcluster.file((1, 1), workdir=str(stoker.cwd)))
+    job = stoker.start("run", "--hosts", hosts, "--roles", file_of(stoker, **parts))
+    assert ready(stoker, 1) and wait_for(lambda: pids(stoker, "trainer") or None, 60)
+    netcluster.cut(0)
+    again = wait_for(lambda: list(stoker.cwd.glob(f"asked-{second}:*")) or None, 120)
     stoker.script("done", "")
-    said = job.communicate(timeout=180)[0].decode()
+    said = job.communicate(timeout=120)[0].decode()
     assert again and job.returncode == 0, said
-    first, second = (host.name for host in netcluster.hosts[:2])
-    assert f"[server] {first}/CPU0:serves 0 of 1" in said or "[server] CPU0:serves 0 of 1" in said, said
-    assert f"role server: 1 rank on {first}, port " in said and second in said
-    assert len(pids(stoker, "server")) == kills + 1 and len(pids(stoker, "trainer")) == 3
+    assert [(event["role"], event["hosts"]) for event in events(stoker, "role-moved")] == [("server", [second])]
+    assert f"[server] {second}/CPU0:serves 0 of 1" in said or "[server] CPU0:serves 0 of 1" in said
+    assert "role trainer is started again: server has other addresses now" in said
+    starts = [event["role"] for event in events(stoker, "role-start")]
+    assert starts == ["server", "trainer", "server", "trainer"], "the trainer waits until the server is ready"
+    assert "rank 0 of 1 asked" in said
+    assert wait_for(lambda: True if not netcluster.pids(0) and not netcluster.pids(1) else None, 60), "nothing is left"
+
+
+@at_length
+@pytest.mark.parametrize("rule", ["min_hosts", "job"])
+def test_trainers_go_on_without_a_lost_host(stoker: Stoker, netcluster: NetCluster, rule: str) -> None:
+    """With min_hosts by their own run, on fewer ranks; with restart: job all roles anew, as many ranks as before."""
+    second = netcluster.hosts[1].name
+    own = {"min_hosts": 1} if rule == "min_hosts" else {"restart": "job"}
+    parts = {"server": rules(env={"LISTEN": "0.0.0.0"}), "trainer": {"command": "trainer.py", "count": 3, **own}}
+    words = ("--hosts", str(netcluster.file((1, 1), workdir=str(stoker.cwd))), "--max-restarts", "1")
+    job = stoker.start("run", *words, "--roles", file_of(stoker, **parts))
+    assert ready(stoker, 1) and wait_for(lambda: True if len(pids(stoker, "trainer")) == 3 else None, 60)
+    netcluster.cut(1)
+    ranks = 4 if rule == "min_hosts" else 6
+    again = wait_for(lambda: True if len(pids(stoker, "trainer")) == ranks else None, 120)
+    stoker.script("done", "")
+    said = job.communicate(timeout=120)[0].decode()
+    assert again and job.returncode == 0, said
+    starts = [event["role"] for event in events(stoker, "role-start")]
+    if rule == "min_hosts":
+        assert starts == ["server", "trainer"] and "going on with 1 of 2 hosts" in said and "rank 0 of 1 asked" in said
+    else:
+        assert starts == ["server", "trainer"] * 2 and f"host {second} is lost" in said and "rank 2 of 3 asked" in said
+        assert len(pids(stoker, "server")) == 2
+    assert wait_for(lambda: True if not netcluster.pids(0) and not netcluster.pids(1) else None, 60), "nothing is left"
+
+
+@at_length
+def test_a_role_that_finds_no_other_host_ends_the_job_and_says_so(stoker: Stoker, netcluster: NetCluster) -> None:
+    """One GPU on each of two hosts, both in use. Shared: on this machine both hosts' are one."""
+    (stoker.cwd / "box.json").write_text(json.dumps(machine_json([gpu_json(0)])))
+    parts = {"server": rules(env={"LISTEN": "0.0.0.0"}), "trainer": {"command": "trainer.py"}}
+    words = ("--hosts", str(netcluster.file((1, 1), workdir=str(stoker.cwd))), "--roles", file_of(stoker, **parts))
+    job = stoker.start(
+        "run", "--no-preflight", "--share-gpus", *words, env={"STOKER_MACHINE": str(stoker.cwd / "box.json")}
+    )
+    assert ready(stoker, 1) and wait_for(lambda: pids(stoker, "trainer") or None, 60), job.kill() or job.communicate()
+    netcluster.cut(0)
+    said = job.communicate(timeout=120)[0].decode()
+    verdict = stoker.result(job.returncode).verdict
+    assert (job.returncode, verdict["cause"]) == (70, "host.lost"), said
+    lost = f"role server: the agent on host {netcluster.hosts[0].name} was lost: "
+    assert verdict["summary"].startswith(lost) and "none of the 1 other host has free GPUs for it" in verdict["summary"]
+    assert [event["role"] for event in events(stoker, "role-start")] == ["server", "trainer", "server"]
 
 
 # ---- GPUs and the allocation grammar ----
@@ -253,15 +408,16 @@ def box(stoker: Stoker, dead: tuple[int, ...] = ()) -> dict[str, str]:
 
 
 def test_the_notes_allocation_on_four_cards_of_which_one_is_dead(stoker: Stoker) -> None:
-    roles = ("--role", "server:python server.py", "--role", "trainer:train.py --lr 1e-5")
+    words = ("--role", "server:python server.py", "--role", "trainer:train.py --lr 1e-5")
     stoker.script("train.py", "")
     stoker.script("server.py", "")
-    done = stoker("run", "--dry-run", "--allocation", "sglang.d1t1p1+d3t1p1", *roles, env=box(stoker))
-    assert done.code == 0 and "rank 0  GPU0" in done.out and "rank 3  GPU3" in done.out, done.out + done.err
+    done = stoker("run", "--dry-run", "--allocation", "sglang.d1t1p1+d3t1p1", *words, env=box(stoker))
+    assert done.code == 0 and "role server: 1 rank on GPU0: python server.py\n" in done.out, done.out + done.err
+    assert "role trainer: 3 ranks on GPU1, GPU2, GPU3: train.py --lr 1e-5\n  rank 0  GPU1  NVIDIA A40 GPU-1" in done.out
     dead = box(stoker, dead=(0,))
-    done = stoker("run", "--dry-run", "--allocation", "sglang.d1t1p1+d3t1p1", *roles, env=dead)
+    done = stoker("run", "--dry-run", "--allocation", "sglang.d1t1p1+d3t1p1", *words, env=dead)
     assert done.code == 69 and "needs 4 GPUs and 3 can be used; sglang:d1t1p1+fsdp:d2t1p1 would fit" in done.err
-    done = stoker("run", "--dry-run", "--json", "--allocation", "sglang:d1t2+fsdp:d1", *roles, env=dead)
+    done = stoker("run", "--dry-run", "--json", "--allocation", "sglang:d1t2+fsdp:d1", *words, env=dead)
     places = json.loads(done.out)["places"]
     assert [(one["role"], one["gpu"]["index"], len(one["more"])) for one in places] == [
         ("server", 1, 1),
@@ -313,10 +469,33 @@ def test_allocations_in_both_spellings() -> None:
     specs = [RoleSpec(name, ("x",)) for name in ("critic", "rollout", "actor")]
     plan = by_allocation(specs, "sglang[rollout]:d2+fsdp[actor]:d4|fsdp[critic]:d4")
     assert plan.share == {"actor": "critic"} and [spec.count for spec in plan.specs] == [4, 2, 4]
-    with pytest.raises(Refusal, match="12 samples a step do not divide by d8; d6 does"):
-        allocation.check("fsdp:d8", allocation.parse("fsdp:d8"), 8, batch=12)
+    uneven = [RoleSpec("s", ("x",)), RoleSpec("t", ("x",), batch=12)]
+    assert by_allocation(uneven, "sglang:d5+fsdp:d2t4").specs[1].count == 8, "8 processes, 2 replicas"
+    with pytest.raises(Refusal, match=r"role t: 12 samples a step \(batch\) do not divide by 8; 6 would"):
+        by_allocation(uneven, "sglang:d1+fsdp:d8")
     with pytest.raises(Refusal, match="there is no role 'rollout'"):
         by_allocation([RoleSpec("a", ("x",)), RoleSpec("b", ("x",))], "sglang[rollout]:d1+fsdp:d1")
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "fits"),
+    [
+        ("sglang.d1t1p1+d3t1p1", 3, "sglang:d1t1p1+fsdp:d2t1p1"),
+        ("vllm:d2t2+fsdp:d4", 4, "vllm:d1t2+fsdp:d2"),
+        ("vllm:d1t8+d2", 4, "vllm:d1t2+fsdp:d2 would fit, if the model fits so few GPUs"),
+        ("vllm:d1t2p2+d2", 4, "vllm:d1t2p1+fsdp:d2 would fit, if"),
+        ("vllm:d3t2|fsdp:d6", 5, "vllm:d2t2|fsdp:d4"),
+        ("sglang[a]:d2+fsdp[b]:d4|fsdp[c]:d4", 4, "sglang[a]:d2+fsdp[b]:d2|fsdp[c]:d2"),
+        ("vllm:d1t3+d2", 3, ""),
+    ],
+)
+def test_an_allocation_that_does_not_fit_is_refused_with_one_that_does(text: str, gpus: int, fits: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        allocation.check(text, allocation.parse(text), gpus)
+    assert (f"; {fits}" in refused.value.line) if fits else refused.value.line.endswith("can be used")
+    if fits:
+        other = allocation.parse(fits.split()[0])
+        allocation.check(fits, other, gpus)
 
 
 def test_gpus_are_dealt_once_each() -> None:
@@ -334,6 +513,11 @@ def test_gpus_are_dealt_once_each() -> None:
     assert [(seat.host, seat.cards[0].index) for seat in dealt["t"]] == [("a", 2), ("b", 2)]
     with pytest.raises(Refusal, match="those of a process on one host"):
         deal([RoleSpec("s", ("x",), 3, 2)], far, hosts=("a", "b"))
+    assert moved(two[0], dealt, far[3:], ("b",)) is None, "host b has one GPU that is free of s, and t has it"
+    one = deal([RoleSpec("s", ("x",), 2)], far, hosts=("a", "b"))
+    assert [seat.host for seat in one["s"]] == ["a", "a"]
+    seats = moved(RoleSpec("s", ("x",), 2), one, far[3:], ("b",))
+    assert seats is not None and [(seat.host, seat.cards[0].uuid) for seat in seats] == [("b", "u0"), ("b", "u1")]
     spread = deal([RoleSpec("s", ("x",)), RoleSpec("t", ("x",), 3)], [], hosts=("a", "b"))
     assert {name: [seat.host for seat in seats] for name, seats in spread.items()} == {"s": ["a"], "t": ["a", "b", "b"]}
 
@@ -374,6 +558,8 @@ def test_words_that_name_no_role(words: list[str], said: str) -> None:
         ("roles: {a: {command: x, ready: {http: /a, file: b}}}", "give one of port, http, file, line, mark"),
         ("roles: {a: {command: x, ready: {http: /a}, port: 0}}", "ready: http needs a port"),
         ("roles: {a: {command: x, ready: {file: b, timeout: soon}}}", "timeout: "),
+        ("roles: {a: {command: x, ready: {port: true, answer: 3s}}}", "answer belong to http"),
+        ("roles: {a: {command: x, ready: {http: /a, answer: 0}}}", "answer: 0 s"),
         ("roles: {a: {command: x, port: 70000}}", "port: 70000 is not auto"),
         ("roles: {a: {command: x, ready: {http: /a, body: {b: 2020-01-01}}}}", "body: "),
         ("roles: {a: {command: x, env: {1: b}}}", "1 is not a variable's name"),
@@ -392,15 +578,18 @@ def test_files_that_describe_no_job(tmp_path: Path, text: str, said: str) -> Non
 
 
 def test_options_that_a_job_does_not_take(stoker: Stoker) -> None:
+    stoker.script("uneven.yaml", "roles: {t: {command: train.py, count: 3, batch: 256}}")
     for words, said in (
         (["--role", "a:1:x", "--nnodes", "2"], "--nnodes can't be given to a job of roles"),
         (["--role", "a:1:x", "train.py"], "a job of roles has no script of its own (train.py)"),
         (["--roles", "none.yaml"], "no roles file none.yaml"),
+        (["--roles", "uneven.yaml"], "role t: 256 samples a step (batch) do not divide by 3; 2 would"),
         (["--roles", "none.yaml", "--role", "a:1:x"], "give one of them"),
+        (["--role", "a:2:stoker train grpo --nproc-per-node 2"], "a: leave --nproc-per-node out of its command"),
         (["--allocation", "d1+d2", "--role", "a:x"], "has 2 parts, and there are 1 roles: a"),
     ):
         done = stoker("run", *words)
-        assert done.code in (64, 66) and said in done.err and done.err.count("\n") == 1, done.err
+        assert done.code in (64, 66, 78) and said in done.err and done.err.count("\n") == 1, done.err
 
 
 def test_a_run_that_a_role_starts_is_a_run_of_its_own(stoker: Stoker) -> None:
@@ -416,6 +605,21 @@ def test_a_run_that_a_role_starts_is_a_run_of_its_own(stoker: Stoker) -> None:
 def test_a_role_alone_is_a_plain_run(stoker: Stoker) -> None:
     done = stoker("run", "--role", "worker", stoker.script("a.py", "import os; print(os.environ['ROLE_NAME'])\n"))
     assert done.code == 0 and b"worker" in done.log(0) and not (done.run_dir / "roles").exists()
+
+
+def test_a_plain_run_loads_nothing_of_roles(stoker: Stoker) -> None:
+    """Launch time and memory of one program are what they were before there were roles."""
+    stoker.script("a.py", "")
+    code = (
+        "import sys\nfrom stoker.cli.main import main\nassert main(['run', *sys.argv[1:]]) == 0\n"
+        "print([one for one in sys.modules if 'roles' in one.split('.') or one == 'stoker.control.cluster.hosts'])\n"
+    )
+    for words in ((), ("--role", "worker")):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words, "a.py"],
+            cwd=stoker.cwd, env=stoker.environment(), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
 
 
 def test_a_roles_variables_are_on_no_command_line_and_in_no_record(stoker: Stoker) -> None:

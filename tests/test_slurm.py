@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import stoker as package
-from conftest import Done, Stoker, forget_verdict, tagged, wait_for
+from conftest import Done, Stoker, forget_verdict, gpu_json, tagged, wait_for
 from forked_ranks import free_port
 from slurmcluster import SlurmCluster
 from stoker.contract.names import Refusal
@@ -118,6 +118,43 @@ def test_a_recipe_of_ours_trains_on_two_nodes(stoker: Stoker, slurm: SlurmCluste
     assert done.code == 0 and "on 2 × cpu" in done.out and (done.run_dir / "hf" / "config.json").exists(), (
         done.out + done.err
     )
+
+
+def test_roles_are_spread_over_the_nodes(stoker: Stoker, slurm: SlurmCluster) -> None:
+    """The server on the first node, the trainers' own world on both; a killed server is replaced there."""
+    serve = (
+        "import http.server, os, sys\n"
+        "class Answer(http.server.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self):\n        self.send_response(200); self.end_headers(); self.wfile.write(b'fine')\n"
+        "        if self.path == '/end': os.kill(os.getpid(), 9)\n"
+        "    def log_message(self, *_): pass\n"
+        "print('serves on', os.environ['SLURMD_NODENAME'], flush=True)\n"
+        "http.server.HTTPServer(('127.0.0.1', int(os.environ['STOKER_PORT'])), Answer).serve_forever()\n"
+    )
+    train = (
+        "import os, time, urllib.request\n"
+        "def ask(path): return urllib.request.urlopen(f'http://{os.environ[\"STOKER_ROLE_SERVER\"]}/{path}').read()\n"
+        "if os.environ['RANK'] == '0':\n    ask('end')\n"
+        "    while True:\n        time.sleep(0.1)\n"
+        "        try: ask('')\n        except OSError: continue\n        break\n"
+        "print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], 'on', os.environ['SLURMD_NODENAME'], flush=True)\n"
+    )
+    stoker.script("serve.py", serve)
+    stoker.script("train.py", train)
+    roles = {
+        "server": {"command": "serve.py", "ready": {"http": "/"}, "restart": "always"},
+        "trainer": {"command": "train.py", "count": 3, "min_hosts": 1},
+    }
+    job = stoker.script("job.yaml", json.dumps({"roles": roles}))
+    done = submit(stoker, slurm, "--nodes", "2", "--time", "5m", "--", "--roles", job)
+    assert done.out.count("[server] node1/CPU0:serves on node1") == 2 or done.out.count("serves on node1") == 2, (
+        done.out
+    )
+    for rank, node in enumerate(("node1", "node2", "node2")):
+        assert f"rank {rank} of 3 on {node}" in done.out, done.out + done.err
+    assert done.verdict["summary"] == "trainer ended with 0; server stopped"
+    refused = stoker("submit", "--nodes", "2", "--", "--roles", job, "train.py", env=slurm.env)
+    assert refused.code == 64 and "a job of roles has no script of its own" in refused.err
 
 
 def test_the_guilty_ranks_exit_code_is_the_jobs_and_the_commands(stoker: Stoker, slurm: SlurmCluster) -> None:
@@ -303,6 +340,23 @@ def test_each_node_uses_the_gpus_slurm_gave_it_and_no_others(stoker: Stoker, slu
         done = _inside(stoker, slurm, ["salloc", "--quiet", *asked], "run", "--dry-run", "--json", script)
         assert done.code == 0, done.err
         assert [place["label"] for place in json.loads(done.out)["places"]] == ranks
+
+
+def test_roles_share_the_gpus_slurm_gave(stoker: Stoker, slurm: SlurmCluster, box) -> None:  # type: ignore[no-untyped-def]
+    """Of three: one serves and two train; a role on the CPU sees none. Shared: both nodes are this machine."""
+    stoker.env.update(box(4))
+    show = "import os\nprint('sees', os.environ['CUDA_VISIBLE_DEVICES'] or 'none', os.environ['SLURMD_NODENAME'])\n"
+    stoker.script("see.py", show)
+    roles = {name: {"command": "see.py", **more} for name, more in (("server", {}), ("trainer", {"count": 2}), ("log", {"gpus": 0}))}  # fmt: skip
+    job = stoker.script("job.yaml", json.dumps({"roles": roles}))
+    words = ("run", "--share-gpus", "--no-preflight", "--roles", job)
+    done = _inside(stoker, slurm, ["salloc", "--quiet", "-N2", "-G3"], *words)
+    assert done.code == 0, done.out + done.err
+    cards = [gpu_json(number)["uuid"] for number in range(2)]
+    assert f"[server] GPU0:sees {cards[0]} node1" in done.out, done.out
+    assert f"[trainer] node1/GPU1:sees {cards[1]} node1" in done.out
+    assert f"[trainer] node2/GPU0:sees {cards[0]} node2" in done.out
+    assert "[log] CPU0:sees none node" in done.out
 
 
 def test_started_once_per_task_it_refuses_in_one_line(stoker: Stoker, slurm: SlurmCluster) -> None:

@@ -13,7 +13,7 @@ from stoker.cli import run
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build
 from stoker.contract.shape import options_of, replace
-from stoker.control.cluster.hosts import read
+from stoker.control.launch.nodes import hosts_of
 from stoker.control.launch.options import RANK_VARIABLES, TORCHRUN_VARIABLES, RunOptions
 from stoker.control.launch.ourselves import stoker_command
 from stoker.control.launch.request import Request
@@ -39,8 +39,9 @@ def parser() -> Parser:
     return made
 
 
-def start_job(argv: list[str], script: str | None) -> int:
-    told, _, _ = run.split(argv, parser())
+def request_of(argv: list[str]) -> tuple[Request, Plan]:
+    """Refuses what can't be, before anything is looked at."""
+    told, script, _ = run.split(argv, parser())
     if script is not None:
         line = (
             f"a job of roles has no script of its own ({script}): each role has a command, --role NAME:COUNT:'COMMAND'"
@@ -54,12 +55,17 @@ def start_job(argv: list[str], script: str | None) -> int:
         )
     words = told.pop("role", [])
     plan = make_plan(words, told.get("roles"), told.get("allocation"))
-    request = _request(told, plan.specs, words)
+    return _request(told, plan.specs, words), plan
+
+
+def start_job(argv: list[str]) -> int:
+    request, plan = request_of(argv)
     from stoker.control.launch import detach
 
-    found = look(request.options, plan.specs)
-    if told.get("allocation"):
-        allocation.check(told["allocation"], allocation.parse(told["allocation"]), len(found.cards) or 1 << 16)
+    found = look(request, plan.specs)
+    text = request.options.allocation
+    if text:
+        allocation.check(text, allocation.parse(text), len(found.cards) or 1 << 16)
     report = detach.detach() if request.options.detach and not request.options.dry_run else None
     from stoker.control.launch.coordinator import guarded
 
@@ -79,7 +85,11 @@ def make_plan(words: Sequence[str], path: str | None, text: str | None) -> Plan:
         if words:
             raise Refusal("--roles FILE and --role: give one of them", EX_USAGE)
         specs = role.from_file(path)
-        return Plan(specs) if text is None else by_allocation(specs, text)
+        if text is not None:
+            return by_allocation(specs, text)
+        for spec in specs:
+            role.check_batch(spec, spec.count)
+        return Plan(specs)
     if text is None:
         return Plan(role.from_words(words))
     names = {word.partition(":")[0]: 1 for word in words}
@@ -101,6 +111,8 @@ def by_allocation(specs: Sequence[RoleSpec], text: str) -> Plan:
         )
     rest = iter(part for part in parts if not part.name)
     chosen = {spec.name: named.get(spec.name) or next(rest) for spec in specs}
+    for spec in specs:
+        role.check_batch(spec, chosen[spec.name].size("d"))
     made = tuple(replace(spec, count=chosen[spec.name].replicas, gpus=chosen[spec.name].gpus) for spec in specs)
     first: dict[int, str] = {}
     share = {}
@@ -110,9 +122,10 @@ def by_allocation(specs: Sequence[RoleSpec], text: str) -> Plan:
     return Plan(made, share)
 
 
-def look(options: RunOptions, specs: Sequence[RoleSpec]) -> Found:
+def look(request: Request, specs: Sequence[RoleSpec]) -> Found:
     """The hosts, and the GPUs that can be used now, as `stoker run` itself would choose them."""
-    hosts = read(options.hosts, options.ssh_option) if options.hosts is not None else None
+    options = request.options
+    _, hosts = hosts_of(request, os.environ)
     no_gpus = all(spec.gpus == 0 for spec in specs)
     if no_gpus and hosts is None:
         return Found((), ())
@@ -131,7 +144,7 @@ def look(options: RunOptions, specs: Sequence[RoleSpec]) -> Found:
         raise Refusal(line, said.returncode)
     told = json.loads(said.stdout)
     cards = tuple(
-        Card(place["gpu"]["uuid"], place["label"], place["gpu"]["index"], place["host"])
+        Card(place["gpu"]["uuid"], place["label"], place["gpu"]["index"], place["host"], place["gpu"].get("name"))
         for place in told["places"]
         if place["gpu"] and not no_gpus
     )

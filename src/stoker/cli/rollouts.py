@@ -55,7 +55,12 @@ def main(argv: list[str]) -> int:
 def _folder(where: str | None, root: str) -> str:
     if where is not None and os.path.exists(os.path.join(where, layout.ROLLOUTS)):
         return where
-    return reader.find(where, root).dir
+    found = reader.find(where, root).dir
+    if not os.path.exists(os.path.join(found, layout.ROLLOUTS)):
+        for role in reader.look(os.path.join(found, layout.ROLES)).runs:  # of a job: its trainers
+            if os.path.exists(os.path.join(role.dir, layout.ROLLOUTS)):
+                return role.dir
+    return found
 
 
 def best(rollouts: Iterable[Rollout], most: int, *, worst: bool = False) -> list[Rollout]:

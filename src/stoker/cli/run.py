@@ -108,26 +108,39 @@ def _request(told: dict[str, Any], script: str | None, args: list[str]) -> Reque
     return Request(how_to_run(build(RunOptions, *layers)), script, tuple(args), given)
 
 
-def main(argv: list[str]) -> int:
+def given_by_job() -> list[str]:
+    """Where a job started this run as one of its roles: ends with it, and has these variables (NAME=VALUE) for its ranks."""
     parent = os.environ.pop(names.PARENT, "")
     if not is_count(parent):
         os.environ.pop(names.JOB, None)  # started by a rank of a role: a run of its own
-    else:
-        import signal
+        return []
+    import signal
 
-        from stoker.control.agent.kernel import die_with_parent
+    from stoker.control.agent.kernel import die_with_parent
 
-        die_with_parent(int(parent), signal.SIGTERM)
-    given = os.environ.pop(names.GIVEN, "") if is_count(parent) else ""
+    die_with_parent(int(parent), signal.SIGTERM)
+    given = os.environ.pop(names.GIVEN, "")
+    if not given:
+        return []
+    import json
+
+    return list(json.loads(given))
+
+
+def is_job(told: dict[str, Any]) -> bool:
+    """Of several roles."""
+    return "roles" in told or "allocation" in told or ":" in told.get("role", "")
+
+
+def main(argv: list[str]) -> int:
+    given = given_by_job()
     told, script, args = split(argv)
     if given:
-        import json
-
-        told["env"] = [*json.loads(given), *told.get("env", [])]
-    if "roles" in told or "allocation" in told or ":" in told.get("role", ""):
+        told["env"] = [*given, *told.get("env", [])]
+    if is_job(told):
         from stoker.cli.roles import start_job
 
-        return start_job(argv, script)
+        return start_job(argv)
     return start(_request(told, script, args))
 
 

@@ -84,11 +84,17 @@ def main(argv: list[str]) -> int:
 
 def _check_run(words: list[str]) -> tuple[str, bool]:
     """Refuses now what would be refused hours later. (The job's name, does it go on without a lost node.)"""
-    from stoker.cli.run import parse, split
+    from stoker.cli.run import is_job, parse, split
     from stoker.control.launch.plan import default_name
     from stoker.control.launch.request import program
 
-    _refuse_ours(split(words)[0])
+    told = split(words)[0]
+    _refuse_ours(told)
+    if is_job(told):
+        from stoker.cli.roles import request_of
+
+        job, plan = request_of(words)
+        return default_name(job), any(spec.min_hosts for spec in plan.specs)
     request = parse(words)
     program(request)
     return default_name(request), bool(request.options.min_hosts)

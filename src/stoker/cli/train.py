@@ -125,6 +125,10 @@ def main(argv: list[str]) -> int:
     if extra:
         made.unknown(extra)
     told = vars(found)
+    from stoker.cli.run import given_by_job
+
+    if given := given_by_job():
+        told["env"] = [*given, *told.get("env", [])]
     layers = gather(told.pop("keys", ()), os.environ)
     _refuse_keys_of_others(stage, layers)
     return _train(stage, layers, told)

@@ -14,9 +14,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from stoker.contract import schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import suggest
-from stoker.contract.shape import shape
+from stoker.contract.shape import replace, shape
 from stoker.contract.untrusted import read_text
 from stoker.contract.yamltext import NotYaml, parse_yaml
 
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
     from stoker.control.cluster.transport import Transport
 
 _FILE = (".yaml", ".yml", ".json")
-_TOP = ("ssh_config", "ssh_options", "defaults", "hosts", "env")
+_TOP = ("ssh_config", "ssh_options", "defaults", "hosts", "env", "scheduler")
 _TEXT = ("user", "identity", "python", "venv", "workdir", "interface", "address")
 _KEYS = ("host", *_TEXT, "gpus", "port", "slots", "local")
 _PATHS = ("identity", "python", "venv", "workdir")
 # ssh puts user and host into the commands of ProxyCommand and Match exec, which a shell runs.
 _ACTED_ON = re.compile(r"""[\s'"`$;&|<>()\[\]{}*?!#~^\\,=\x00-\x1f\x7f]""")
 _MOST_SLOTS = 4096
+NO_GPUS = "none"  # of a host: its ranks run on the CPU
 _LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
 
 
@@ -45,10 +47,14 @@ class Host:
     identity: str | None = None
     python: str | None = None  # a leading ~ is expanded there
     workdir: str | None = None  # None: the coordinator's own; a leading ~ is expanded there
-    gpus: str | None = None
+    gpus: str | None = None  # NO_GPUS: none of those it has
     interface: str | None = None
     slots: int | None = None
     here: bool = False  # this very machine: a pipe instead of ssh
+
+    @property
+    def no_gpus(self) -> bool:
+        return self.gpus == NO_GPUS
 
 
 @shape
@@ -59,6 +65,7 @@ class Hosts:
     path: str | None = None
     env: dict[str, str] = {}  # noqa: RUF012  frozen: what measurably helps on this network, given to all ranks
     transports: dict[str, Transport] = {}  # noqa: RUF012  where a scheduler has its own; the others are reached by ssh
+    scheduler: str = ""  # whose nodes they are; transports: once it was asked
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -110,7 +117,11 @@ def from_mapping(data: Mapping[Any, Any], path: str, more_options: tuple[str, ..
         base = {key: value for key, value in defaults.items() if not (own_python and key in ("python", "venv"))}
         hosts.append(_host({**base, **entry}, where, folder, ssh_options, config))
     env = _environment(data.get("env") or {}, path)
-    return _checked(hosts, path, config, ssh_options, path if written else None, env)
+    scheduler = data.get("scheduler", "")
+    if scheduler not in ("", *(one.name for one in schedulers.KNOWN)):
+        _refuse(path, f"scheduler: {_found(scheduler)}; there is {', '.join(one.name for one in schedulers.KNOWN)}")
+    made = _checked(hosts, path, config, ssh_options, path if written else None, env)
+    return replace(made, scheduler=scheduler)
 
 
 def _parse(path: str) -> dict[Any, Any]:
@@ -271,7 +282,7 @@ def _gpus(told: Any, where: str) -> str | None:
     if isinstance(told, list) and all(isinstance(one, (int, str)) and not isinstance(one, bool) for one in told):
         told = ",".join(str(one) for one in told)
     if told is not None and (isinstance(told, bool) or not isinstance(told, (int, str)) or told == ""):
-        _refuse(where, f"gpus: {_found(told)}; write 0,3 or UUIDs or any:2, as --gpus has it")
+        _refuse(where, f"gpus: {_found(told)}; write 0,3 or UUIDs or any:2, as --gpus has it, or none")
     return None if told is None else str(told)
 
 

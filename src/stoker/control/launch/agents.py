@@ -91,10 +91,12 @@ class Agents:
         self.await_all("host")
 
     def _take_share(self, host: str, visible: str | None) -> None:
-        """Where a scheduler tells which of a node's GPUs are the job's: those, and no others."""
+        """Where a scheduler tells which of a node's GPUs are the job's: those, and no others. A role has its share of them."""
         if visible and len(visible) > _LONGEST_SHARE:
             raise protocol.ProtocolError(f"its CUDA_VISIBLE_DEVICES has {len(visible):,} characters")
-        if visible and self.hosts is not None and transport.way_to(self.by_name[host], self.hosts).shows_share:
+        if not visible or self.hosts is None or self.by_name[host].gpus is not None:
+            return
+        if transport.way_to(self.by_name[host], self.hosts).shows_share:
             self.by_name[host] = replace(self.by_name[host], gpus=visible)
 
     def _note_machine(self, member: Member, message: protocol.Message) -> None:

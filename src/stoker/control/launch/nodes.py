@@ -170,7 +170,7 @@ def hosts_of(request: Request, environment: Mapping[str, str]) -> tuple[Request,
     meeting(request, environment)
     hosts: Hosts | None = None
     if options.hosts is not None:
-        hosts = _with_python(read(options.hosts, options.ssh_option), options.python)
+        hosts = _with_python(_reached(read(options.hosts, options.ssh_option), environment), options.python)
     elif options.nnodes == "1" and (scheduler := schedulers.found(environment)) is not None:
         # What the user names (--hosts, --nnodes by hand) wins over the job's nodes.
         from stoker.control.scheduler import engine
@@ -182,6 +182,22 @@ def hosts_of(request: Request, environment: Mapping[str, str]) -> tuple[Request,
         there = counted(len(hosts.hosts), "host")
         raise Refusal(f"--min-hosts {options.min_hosts}: the run has {there}; give a number from 1 to that", EX_USAGE)
     return request, hosts
+
+
+def _reached(hosts: Hosts, environment: Mapping[str, str]) -> Hosts:
+    """Where the file names nodes of a scheduler's job: by its way to them."""
+    if not hosts.scheduler:
+        return hosts
+    from stoker.control.scheduler import engine
+
+    scheduler = schedulers.named(hosts.scheduler)
+    assert scheduler is not None
+    ours = engine(scheduler).allocation(environment)
+    missing = [host.name for host in hosts.hosts if ours is None or host.name not in ours.transports]
+    if ours is None or missing:
+        line = f"{hosts.path}: {missing[0]} is no node of a {scheduler.title} job that this is started in"
+        raise Refusal(line, EX_USAGE, cause="launch.hosts")
+    return replace(hosts, transports={host.name: ours.transports[host.name] for host in hosts.hosts})
 
 
 def _given(request: Request, hosts: Hosts | None, environment: Mapping[str, str]) -> tuple[Request, Hosts | None]:

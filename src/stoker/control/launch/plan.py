@@ -165,7 +165,7 @@ def _choose(
     if host.slots is not None:
         options = replace(options, nproc_per_node=str(host.slots))
     if host.gpus is not None:
-        options = replace(options, gpus=host.gpus, gpu=None)
+        options = replace(options, gpus=None if host.no_gpus else host.gpus, gpu=None)
     try:
         return gpus.choose(options, _seen_there(environment, host), machine, held)
     except Refusal as refusal:
@@ -175,6 +175,8 @@ def _choose(
 
 def _seen_there(environment: Mapping[str, str], host: Host | None) -> Mapping[str, str]:
     """Which of this machine's GPUs are hidden says nothing of another's."""
+    if host is not None and host.no_gpus:
+        return {**environment, "CUDA_VISIBLE_DEVICES": ""}
     if host is None or host.here:
         return environment
     return {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}

@@ -117,38 +117,79 @@ def needed(parts: Sequence[Part]) -> int:
     return sum({part.group: part.world for part in parts}.values())
 
 
-def check(text: str, parts: Sequence[Part], gpus: int, batch: int = 0) -> None:
-    """Against the usable GPUs, and the samples of a step where that number is known (0: it is not)."""
+def check(text: str, parts: Sequence[Part], gpus: int) -> None:
+    """Against the usable GPUs."""
     total = needed(parts)
     if total > gpus:
         other = smaller(parts, gpus)
-        advice = f"; {other} would fit" if other else ""
+        held = [dict(one.sizes) | {"d": 1} for one in parts] != [dict(one.sizes) | {"d": 1} for one in _of(other)]
+        advice = f"; {other} would fit{', if the model fits so few GPUs' * held}" if other else ""
         line = f"--allocation {text} needs {counted(total, 'GPU')} and {gpus} can be used{advice}"
         raise Refusal(line, EX_UNAVAILABLE, cause="gpu.too-few")
-    trainers = [part for part in parts if not part.serves]
-    for part in trainers:
-        replicas = part.size("d")
-        if batch and batch % replicas:
-            fits = [n for n in range(1, replicas + 1) if batch % n == 0][-1]
-            raise _wrong(text, f"{batch} samples a step do not divide by d{replicas}; d{fits} does")
+
+
+def _of(text: str) -> tuple[Part, ...]:
+    return parse(text) if text else ()
 
 
 def smaller(parts: Sequence[Part], gpus: int) -> str:
-    """The same with fewer replicas, the trainers' first, that fits; empty: none does."""
+    """The same with fewer replicas, the trainers' first, that fits; where one of each does not fit, each on fewer GPUs. Empty:
+    nothing does.
+    """
     made = list(parts)
-    while needed(made) > gpus:
-        groups = sorted({part.group for part in made}, key=lambda group: _weight(made, group), reverse=True)
-        for group in groups:
-            mine = [part for part in made if part.group == group]
-            if all(part.size("d") > 1 for part in mine):
-                break
-        else:
+    while sum(_step(made, group) for group in _groups(made)) > gpus:
+        halved = _halved(made)
+        if halved is None:
             return ""
-        made = [_with_one_less(part) if part.group == group else part for part in made]
+        made = halved
+    while needed(made) > gpus:
+        groups = sorted(_groups(made), key=lambda group: _weight(made, group), reverse=True)
+        group = next((one for one in groups if _world(made, one) > _step(made, one)), None)
+        if group is None:
+            return ""
+        made = _grown(made, group, -1)
+    for group in sorted(_groups(made), key=lambda group: _weight(made, group), reverse=True):
+        while _world(made, group) < _world(parts, group) and needed(grown := _grown(made, group, 1)) <= gpus:
+            made = grown
     by_group: dict[int, list[str]] = {}
     for part in made:
         by_group.setdefault(part.group, []).append(part.text)
     return "+".join("|".join(texts) for texts in by_group.values())
+
+
+def _halved(parts: Sequence[Part]) -> list[Part] | None:
+    """The replicas that have the most GPUs, with half of them: fewer pipeline stages, context shares, tensor shares."""
+    group = max(_groups(parts), key=lambda one: _step(parts, one))
+    made = []
+    for part in parts:
+        dimension = next((one for one in "pct" if part.size(one) % 2 == 0), "")
+        if part.group == group and not dimension:
+            return None
+        made.append(_with(part, dimension, part.size(dimension) // 2) if part.group == group else part)
+    return made
+
+
+def _grown(parts: Sequence[Part], group: int, steps: int) -> list[Part]:
+    world = _world(parts, group) + steps * _step(parts, group)
+    return [_with(part, "d", world // _each(part)) if part.group == group else part for part in parts]
+
+
+def _groups(parts: Sequence[Part]) -> list[int]:
+    return sorted({part.group for part in parts})
+
+
+def _each(part: Part) -> int:
+    """GPUs of one replica, d."""
+    return part.world // part.size("d")
+
+
+def _world(parts: Sequence[Part], group: int) -> int:
+    return next(part.world for part in parts if part.group == group)
+
+
+def _step(parts: Sequence[Part], group: int) -> int:
+    """By so many GPUs a group can shrink: parts that share them keep whole replicas."""
+    return math.lcm(*(_each(part) for part in parts if part.group == group))
 
 
 def _weight(parts: Sequence[Part], group: int) -> tuple[bool, int]:
@@ -156,6 +197,6 @@ def _weight(parts: Sequence[Part], group: int) -> tuple[bool, int]:
     return not mine[0].serves, mine[0].world
 
 
-def _with_one_less(part: Part) -> Part:
-    sizes = tuple((d, n - 1 if d == "d" else n) for d, n in part.sizes)
+def _with(part: Part, dimension: str, size: int) -> Part:
+    sizes = tuple((d, size if d == dimension else n) for d, n in part.sizes)
     return Part(part.engine, part.name, sizes, part.group)

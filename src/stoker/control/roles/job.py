@@ -6,21 +6,25 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker.contract import layout, names, redact
-from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import counted
-from stoker.contract.shape import pick, shape
+from stoker.contract.shape import pick, replace, shape
 from stoker.contract.shapes import Verdict
+from stoker.contract.untrusted import printable
 from stoker.contract.wholefile import write_json
 from stoker.control.agent.kernel import set_name
 from stoker.control.agent.reservations import GpuLocks
-from stoker.control.cluster.hosts import Hosts
-from stoker.control.launch import description, detach
+from stoker.control.cluster.hosts import NO_GPUS, Hosts
+from stoker.control.launch import description, detach, request
 from stoker.control.launch.coordinator import Coordinator, Ended
+from stoker.control.launch.options import RunOptions
+from stoker.control.launch.ourselves import stoker_command
 from stoker.control.launch.plan import Place, Role, RunPlan
 from stoker.control.launch.request import Request
 from stoker.control.launch.runplace import RunPlace, abandon, find_place
@@ -28,9 +32,10 @@ from stoker.control.machine.lockfiles import JOB
 from stoker.control.machine.model import Gpu
 from stoker.control.record.writer import RunRecord
 from stoker.control.roles.placing import Card, Seat, deal, numbered
-from stoker.control.roles.role import AUTO, NEVER, RoleSpec, in_order, program
+from stoker.control.roles.role import AUTO, NEVER, RoleSpec, in_order, program, trains
 from stoker.control.roles.run import Given, RoleRun
 from stoker.control.roles.running import Running
+from stoker.control.roles.seating import Seating
 
 
 @shape
@@ -85,12 +90,13 @@ class JobCoordinator(Coordinator):
         dealt = deal(specs, found.cards, self._plan.share, found.hosts)
         if self.options.max_restarts < 0:
             raise Refusal(f"--max-restarts {self.options.max_restarts}: give a number from 0 up", EX_USAGE)
+        check_programs(specs, self.options, here=found.described is None)
         place = find_place(self.request, os.environ)
         try:
             ports = free_ports(specs, here=found.described is None)
             shown = planned(specs, dealt, found.lines, found.hosts)
             if self.options.dry_run:
-                self._print_plan(shown, place)
+                self._print_job(shown, place, order_lines(specs, dealt, ports))
                 return None
             environment = self._lock(dealt, place)
             self._record = RunRecord(place.dir, os.uname().nodename, place.reopened)
@@ -104,16 +110,35 @@ class JobCoordinator(Coordinator):
             self._say(line)
         if self._report is not None:
             self._report.started(place.dir)
-        roles = [self._role(spec, dealt[spec.name], ports.get(spec.name, 0), place) for spec in in_order(specs, "", 0)]
+        root = os.path.join(place.dir, layout.ROLES)
+        seating = Seating(
+            specs, dealt, found.cards, found.hosts, self._plan.share, lambda spec, seats: self._write(root, spec, seats)
+        )
+        roles = [self._role(spec, seating, ports.get(spec.name, 0), root) for spec in in_order(specs, "", 0)]
         started_with = environment, self._locks.handles
         running = Running(
-            roles, self._record, place.id, self._signals, self._say, self.options.max_restarts, *started_with
+            roles, seating, self._record, place.id, self._signals, self._say, self.options.max_restarts, *started_with
         )
         verdict = running.run()
         self._close_record(verdict, place)
         return verdict
 
-    def _role(self, spec: RoleSpec, seats: tuple[Seat, ...], port: int, place: RunPlace) -> RoleRun:
+    def _print_job(self, plan: RunPlan, place: RunPlace, order: Sequence[str]) -> None:
+        if self.options.json:
+            self._print_plan(plan, place)
+            return
+        lines = list(plan.lines)
+        for role, line in zip(plan.roles, order, strict=True):
+            lines.append(f"{line}: {' '.join(redact.arguments(role.argv))}")
+            for one in plan.places:
+                if one.role == role.name:
+                    cards = [gpu for gpu in (one.gpu, *one.more) if gpu is not None]
+                    which = "; ".join(f"{gpu.name or 'GPU'} {gpu.uuid}" for gpu in cards)
+                    lines.append(f"  rank {one.role_rank}  {one.label}{f'  {which}' if which else ''}")
+        record = f"record: {os.path.relpath(place.dir, self._cwd)}"
+        self._console.say(1, "\n".join(map(printable, (*lines, record))))
+
+    def _role(self, spec: RoleSpec, seating: Seating, port: int, root: str) -> RoleRun:
         o = self.options
         options = ["--hang-timeout", f"{o.hang_timeout:f}", "--on-nan", o.on_nan, "--show", o.show]
         options += ["--grace", f"{o.grace:f}"] if o.grace is not None else []
@@ -123,18 +148,25 @@ class JobCoordinator(Coordinator):
         for name in ("quiet", "no_preflight", "share_gpus", "isolate", "sync"):
             options += [f"--{name.replace('_', '-')}"] if getattr(o, name) else []
         restarts = o.max_restarts if spec.restart == NEVER else 0
-        root, described = os.path.join(place.dir, layout.ROLES), self._found.described
+        described = self._found.described
         reached = {"": "127.0.0.1"}
-        file = ""
         if described is not None:
             reached = {host.name: host.address or host.target for host in described.hosts}
-            file = os.path.join(root, f"{spec.name}.hosts.json")
-            os.makedirs(root, 0o700, exist_ok=True)
-            write_json(file, hosts_file(described, seats))
         variables = {} if described is None else described.env
         env = (*(f"{name}={value}" for name, value in variables.items()), *o.env)
-        given = Given(seats, port, restarts, tuple(options), reached, env, file)
-        return RoleRun(spec, given, root, self._console)
+        file = self._write(root, spec, seating.seats[spec.name])
+        given = Given(port, restarts, tuple(options), reached, env, file)
+        return RoleRun(spec, given, seating, root, self._console)
+
+    def _write(self, root: str, spec: RoleSpec, seats: Sequence[Seat]) -> str:
+        """Its hosts file; empty where it runs on this machine."""
+        described = self._found.described
+        if described is None:
+            return ""
+        path = os.path.join(root, f"{spec.name}.hosts.json")
+        os.makedirs(root, 0o700, exist_ok=True)
+        write_json(path, hosts_file(described, seats))
+        return path
 
     def _lock(self, dealt: Mapping[str, Sequence[Seat]], place: RunPlace) -> dict[str, str]:
         """For the whole job: while a server is replaced nobody else takes its GPU. Returns the roles' environment. On other
@@ -155,6 +187,35 @@ class JobCoordinator(Coordinator):
         return {**os.environ, names.GPU_LENDER: str(os.getpid())}
 
 
+def check_programs(specs: Sequence[RoleSpec], options: RunOptions, here: bool) -> None:
+    """Before anything starts: a trainer that is not there should not be known only when its server has loaded a model."""
+    for spec in specs:
+        if trains(spec.command):
+            if spec.after and here:
+                _check_training(spec)
+            continue
+        flags, words = program(spec.command)
+        python = flags[flags.index("--python") + 1] if "--python" in flags else options.python
+        own = replace(options, no_python="--no-python" in flags, module="--module" in flags, python=python)
+        try:
+            request.program(Request(own, words[0], tuple(words[1:]), frozenset()))
+        except Refusal as refusal:
+            line, *more = refusal.line.removeprefix("--no-python: ").split("\n")
+            raise Refusal(f"role {spec.name}: {line}", refusal.code, cause=refusal.cause, more=more) from refusal
+
+
+def _check_training(spec: RoleSpec) -> None:
+    """One that waits for others: a wrong flag or setting should not be known only when they are ready. What is missing may be
+    made by them.
+    """
+    words = [*spec.command[1:], "--nproc-per-node", str(spec.count), "--dry-run"]
+    done = subprocess.run(stoker_command(words), capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if done.returncode in (EX_USAGE, EX_DATAERR, EX_CONFIG):
+        said = [line for line in done.stderr.splitlines() if line.startswith("stoker: ")]
+        line = said[-1].removeprefix("stoker: ") if said else f"its dry run ended with {done.returncode}"
+        raise Refusal(f"role {spec.name}: {line}", done.returncode)
+
+
 def hosts_file(described: Hosts, seats: Sequence[Seat]) -> dict[str, Any]:
     """The hosts of one role, with its share of their GPUs. Without the file's `env`: that may hold secrets, and goes another
     way.
@@ -168,8 +229,12 @@ def hosts_file(described: Hosts, seats: Sequence[Seat]) -> dict[str, Any]:
         entry = {"host": host.target, **{key: value for key, value in known.items() if value is not None}}
         entry |= {"slots": len(mine), "local": host.here}
         cards = [card.uuid for seat in mine for card in seat.cards]
-        entries.append({**entry, **({"gpus": ",".join(cards)} if cards else {})})
-    top = {"ssh_config": described.ssh_config, "ssh_options": list(described.ssh_options)}
+        entries.append({**entry, "gpus": ",".join(cards) or NO_GPUS})
+    top = {
+        "ssh_config": described.ssh_config,
+        "ssh_options": list(described.ssh_options),
+        "scheduler": described.scheduler or None,
+    }
     return {**{key: value for key, value in top.items() if value}, "hosts": entries}
 
 
@@ -182,7 +247,7 @@ def planned(
     for spec in specs:
         there = Counter(seat.host for seat in dealt[spec.name])
         for number, (seat, local) in enumerate(numbered(dealt[spec.name])):
-            gpus = [Gpu(card.index, card.uuid) for card in seat.cards]
+            gpus = [Gpu(card.index, card.uuid, card.name) for card in seat.cards]
             label = (f"{seat.host}/" if seat.host else "") + (gpus[0].label if gpus else f"CPU{local}")
             world = there[seat.host]
             at = hosts.index(seat.host)

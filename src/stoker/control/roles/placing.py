@@ -4,6 +4,7 @@ hosts. Pure.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
@@ -20,6 +21,7 @@ class Card:
     label: str
     index: int
     host: str = ""  # "" for this machine
+    name: str | None = None  # the model
 
 
 @shape
@@ -69,7 +71,34 @@ def deal(
         found[name] = tuple(
             Seat(mine[at].host if mine else "", tuple(mine[at : at + need])) for at in range(0, len(mine), need or 1)
         )
+    for spec in specs:
+        there = len({seat.host for seat in found[spec.name]})
+        if spec.min_hosts > there:
+            line = f"role {spec.name}: min_hosts: {spec.min_hosts}, and its processes are on {counted(there, 'host')}"
+            raise Refusal(f"{line}; raise its count, or leave min_hosts out", EX_USAGE)
     return {spec.name: found[spec.name] for spec in specs}
+
+
+def moved(
+    spec: RoleSpec, dealt: Mapping[str, Sequence[Seat]], cards: Sequence[Card], hosts: Sequence[str]
+) -> tuple[Seat, ...] | None:
+    """Its seats, with those on other hosts than `hosts` put on these: on GPUs that no role has, or where the fewest processes
+    are. None: they do not fit.
+    """
+    seats = [seat for seat in dealt[spec.name] if seat.host in hosts]
+    need = max(len(seat.cards) for seat in dealt[spec.name])
+    taken = {(card.host, card.uuid) for mine in dealt.values() for seat in mine for card in seat.cards}
+    free = {host: [card for card in cards if card.host == host and (host, card.uuid) not in taken] for host in hosts}
+    load = Counter(seat.host for mine in dealt.values() for seat in mine)
+    while len(seats) < spec.count:
+        able = [host for host in hosts if len(free[host]) >= need]
+        if not able:
+            return None
+        host = min(able, key=lambda one: load[one])
+        seats.append(Seat(host, tuple(free[host][:need])))
+        del free[host][:need]
+        load[host] += 1
+    return tuple(sorted(seats, key=lambda seat: hosts.index(seat.host)))
 
 
 def _too_few(wanted: Mapping[str, int], cards: Sequence[Card], hosts: Sequence[str]) -> Refusal:

@@ -16,7 +16,6 @@ from stoker.control.record import reader
 from stoker.control.roles.role import Ready
 
 LOOK_S = 0.25  # between two looks until it is ready
-ANSWER_S = 30.0  # a first real answer may take as long
 CONNECT_S = 2.0
 MISSES = 3  # looks in a row after which it is not healthy any more
 _MOST = 1 << 20  # bytes of an answer
@@ -33,10 +32,12 @@ class Watching:
         self.ready = threading.Event()
         self.unhealthy = ""  # why, once it was ready
         self.newest = ""  # what the newest look found
+        self.wrong_since = 0.0  # the first of the looks in a row that found something
+        self.looks = 0
         self.run_dir = ""  # of the role, once it has one
         self._rule, self._addresses, self._began, self._replicas, self._here = rule, addresses, began, replicas, here
         self._lines: set[int] = set()
-        self._over = threading.Event()
+        self._over, self._now = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         if rule.kind != "line":
             self._thread = threading.Thread(target=self._watch, name="ready", daemon=True)
@@ -48,14 +49,37 @@ class Watching:
 
     def close(self) -> None:
         self._over.set()
+        self._now.set()
+
+    @property
+    def longest_look_s(self) -> float:
+        """At most; one may be under way."""
+        return 2 * self._rule.answer if self._rule.kind == "http" else 2 * CONNECT_S
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is looked at again once it is ready."""
+        return self._rule.check > 0
+
+    def look_now(self) -> None:
+        """Not only when it is time to."""
+        self._now.set()
 
     def _watch(self) -> None:
         misses = 0
-        while not self._over.wait(LOOK_S if not self.ready.is_set() else self._rule.check):
+        while True:
+            self._now.wait(LOOK_S if not self.ready.is_set() else self._rule.check)
+            if self._over.is_set():
+                return
+            self._now.clear()
+            began = time.time()
             try:
-                self.newest = self._wrong()
+                found = self._wrong()
             except Exception as problem:  # of a thread nobody would hear of it
-                self.newest = f"{type(problem).__name__}: {printable(str(problem), 200)}"
+                found = f"{type(problem).__name__}: {printable(str(problem), 200)}"
+            self.wrong_since = self.wrong_since if self.newest else began
+            self.newest = found
+            self.looks += 1
             if not self.newest:
                 misses = 0
                 self.ready.set()
@@ -110,7 +134,7 @@ class Watching:
 
     def _unanswered(self, host: str, port: int) -> str:
         rule = self._rule
-        connection = http.client.HTTPConnection(host, port, timeout=ANSWER_S)
+        connection = http.client.HTTPConnection(host, port, timeout=rule.answer)
         began = time.monotonic()
         try:
             headers = {"Content-Type": "application/json"} if rule.body else {}

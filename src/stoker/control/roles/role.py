@@ -36,12 +36,17 @@ ALWAYS, NEVER, JOB = "always", "never", "job"
 RESTARTS = (ALWAYS, NEVER, JOB)
 KINDS = ("port", "http", "file", "line", "mark")
 READY_S = 600.0  # a model of 32 B from a network disk takes minutes
+ANSWER_S = 30.0  # a first real answer may take as long
 CHECK_S = 10.0  # between two looks at the health of a role that is ready
 AUTO = -1
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
-_KEYS = ("command", "count", "gpus", "port", "env", "ready", "restart", "required", "after")
-_READY_KEYS = (*KINDS, "body", "contains", "timeout", "check")
+_KEYS = ("command", "count", "gpus", "port", "env", "ready", "restart", "required", "after", "min_hosts", "batch")
+_READY_KEYS = (*KINDS, "body", "contains", "answer", "timeout", "check")
 _MOST = 4096
+_OF_JOB = {  # what a role's `stoker train` is given by its job
+    "--detach", "--gpu", "--gpus", "--gpus-per-rank", "--hosts", "--max-restarts", "--min-hosts", "--name", "--nnodes", "--nproc-per-node",
+    "--port-base", "--prefix", "--role", "--runs-dir",
+}  # fmt: skip
 
 
 @shape
@@ -54,6 +59,7 @@ class Ready:
     contains: str = ""  # http: what the answer must hold
     timeout: float = READY_S
     check: float = CHECK_S  # 0: not looked at again
+    answer: float = ANSWER_S  # http: an answer that takes longer is none
 
     @property
     def words(self) -> str:
@@ -80,6 +86,13 @@ class RoleSpec:
     restart: str = NEVER
     required: bool = True
     after: tuple[str, ...] = ()
+    min_hosts: int = 0  # its run goes on with so many of its hosts; 0: it needs all
+    batch: int = 0  # samples a step, which its replicas share; 0: not known
+
+    @property
+    def serves(self) -> bool:
+        """The others ask it something while they run."""
+        return self.ready is not None and self.ready.kind in ("port", "http")
 
 
 def from_words(words: Sequence[str], counts: Mapping[str, int] | None = None) -> tuple[RoleSpec, ...]:
@@ -157,14 +170,23 @@ def _role(name: Any, about: Any, where: str) -> RoleSpec:
         restart,
         required,
         _after(about["after"], where) if "after" in about else (),
+        _number(about, "min_hosts", 0, where, 0),
+        _number(about, "batch", 0, where, 0, 1 << 30),
     )
 
 
-def _number(about: Mapping[str, Any], key: str, default: int, where: str, least: int) -> int:
+def _number(about: Mapping[str, Any], key: str, default: int, where: str, least: int, most: int = _MOST) -> int:
     value = about.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
-        _refuse(where, f"{key}: {value!r} is not a whole number from {least} to {_MOST}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        _refuse(where, f"{key}: {value!r} is not a whole number from {least} to {most}")
     return value
+
+
+def check_batch(spec: RoleSpec, replicas: int) -> None:
+    if spec.batch % replicas:
+        fits = next(number for number in range(replicas, 0, -1) if spec.batch % number == 0)
+        line = f"role {spec.name}: {spec.batch} samples a step (batch) do not divide by {replicas}; {fits} would"
+        raise Refusal(line, EX_CONFIG)
 
 
 def _port(value: Any, where: str) -> int:
@@ -216,8 +238,8 @@ def _ready(value: Any, where: str) -> Ready:
         _refuse(where, f"{kind}: {told!a} has characters that can't be printed")
     if kind == "http" and (not told.startswith("/") or not told.isascii() or " " in told):
         _refuse(where, f"http: {told!r} is not a path such as /health")
-    if kind != "http" and ("body" in value or "contains" in value):
-        _refuse(where, "body and contains belong to http")
+    if kind != "http" and not value.keys().isdisjoint(("body", "contains", "answer")):
+        _refuse(where, "body, contains and answer belong to http")
     import json
 
     body = value.get("body", "")
@@ -226,11 +248,13 @@ def _ready(value: Any, where: str) -> Ready:
     except (TypeError, ValueError) as problem:  # a date, or what YAML calls binary
         _refuse(where, f"body: {printable(str(problem), 100)}; put such a value in quotes")
     times = {}
-    for key, default in (("timeout", READY_S), ("check", CHECK_S)):
+    for key, default in (("timeout", READY_S), ("check", CHECK_S), ("answer", ANSWER_S)):
         try:
             times[key] = duration(str(value[key])) if key in value else default
         except ValueError as problem:
             _refuse(where, f"{key}: {problem}")
+    if times["answer"] <= 0:
+        _refuse(where, "answer: 0 s; no server is that fast")
     return Ready(
         kind,
         told,
@@ -238,6 +262,7 @@ def _ready(value: Any, where: str) -> Ready:
         str(value.get("contains", "")),
         times["timeout"],
         times["check"] if kind in ("port", "http") else 0.0,
+        times["answer"],
     )
 
 
@@ -271,6 +296,9 @@ def checked(specs: Sequence[RoleSpec], where: str, code: int) -> tuple[RoleSpec,
         like = next((name for name in names if variable(name) == variable(spec.name)), "")
         if like:
             raise Refusal(f"{where}: {like} and {spec.name} would both be {variable(spec.name)}: rename one", code)
+        flag = next((word for word in spec.command if word.partition("=")[0].replace("_", "-") in _OF_JOB), "")
+        if flag and trains(spec.command):
+            raise Refusal(f"{where}: {spec.name}: leave {flag} out of its command: the job decides that", code)
         waits = spec.after or tuple(one.name for one in made if one.ready is not None)
         names.append(spec.name)
         made.append(replace(spec, after=tuple(name for name in waits if name)))
@@ -312,6 +340,11 @@ def program(command: Sequence[str]) -> tuple[list[str], list[str]]:
             return flags, words[1:]
         return ["--no-python"], words
     return ([] if words[0].endswith(".py") else ["--no-python"]), words
+
+
+def trains(command: Sequence[str]) -> bool:
+    """`stoker train STAGE ...`: the role is that run, and no process that starts one."""
+    return os.path.basename(command[0]) == "stoker" and command[1:2] == ("train",) and len(command) > 2
 
 
 def variable(name: str) -> str:

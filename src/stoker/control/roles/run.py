@@ -19,7 +19,8 @@ from stoker.control.launch.ourselves import stoker_command
 from stoker.control.record import reader
 from stoker.control.roles.placing import Card, Seat, numbered
 from stoker.control.roles.ready import Watching
-from stoker.control.roles.role import RoleSpec
+from stoker.control.roles.role import RoleSpec, program, trains
+from stoker.control.roles.seating import Seating
 
 WAITING, STARTING, UP, ENDED = "waiting", "starting", "up", "ended"
 _LINES = 20  # of its last ones that are kept
@@ -29,7 +30,6 @@ _LINES = 20  # of its last ones that are kept
 class Given:
     """What the plan gives a role."""
 
-    seats: tuple[Seat, ...]
     port: int  # of its first replica on each host; 0: none
     max_restarts: int  # within its own run
     options: tuple[str, ...]  # of the job, that every role's run gets, too
@@ -37,34 +37,43 @@ class Given:
     env: tuple[str, ...] = ()  # NAME=VALUE and NAME, of all roles
     hosts_file: str = ""  # empty: this machine
 
-    @property
-    def cards(self) -> tuple[Card, ...]:
-        return tuple(card for seat in self.seats for card in seat.cards)
-
 
 class RoleRun:
-    def __init__(self, spec: RoleSpec, given: Given, root: str, console: Console) -> None:
+    def __init__(self, spec: RoleSpec, given: Given, seating: Seating, root: str, console: Console) -> None:
         """`root`: the folder of the job's roles."""
         self.spec, self.given = spec, given
+        self._seating = seating
         self.state = WAITING
         self.child: subprocess.Popen[bytes] | None = None
         self.starts = 0
         self.began = 0.0
         self.start_at = 0.0  # not sooner
+        self.ended = 0.0
         self.stopping = 0  # a signal that we sent
         self.why = ""  # why we ended it, where nobody asked for that
+        self.follows = ""  # another that has moved: it is ended, and started again with that one's new addresses
+        self.stranded = ""  # why it can't leave a lost host
         self.verdict: Verdict | None = None
         self.was_ready = False  # this start of it
         self.quick = 0  # failures in a row of starts that got nowhere
         self.failures: list[tuple[float, Verdict]] = []  # newest last
         self.watching: Watching | None = None
         self._root, self._console = root, console
+        self._former: tuple[int, int] | None = None  # the verdict of the start before
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._cutters: dict[int, tuple[int, LineCutter]] = {}
 
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        return self._seating.seats[self.name]
+
+    @property
+    def cards(self) -> tuple[Card, ...]:
+        return tuple(card for seat in self.seats for card in seat.cards)
 
     @property
     def is_ready(self) -> bool:
@@ -77,42 +86,46 @@ class RoleRun:
         if not self.given.port:
             return ()
         given = self.given
-        return tuple((given.reached[seat.host], given.port + number) for seat, number in numbered(given.seats))
+        return tuple((given.reached[seat.host], given.port + number) for seat, number in numbered(self.seats))
 
     @property
     def last_lines(self) -> tuple[str, ...]:
         return tuple(self._lines)
 
     def words(self) -> list[str]:
-        """Of its `stoker run`."""
-        from stoker.control.roles.role import program
-
+        """Of its `stoker run`, or `stoker train`."""
         spec, given = self.spec, self.given
-        flags, command = program(spec.command)
-        found = ["run", "--runs-dir", self._root, "--name", spec.name, "--role", spec.name, "--prefix", "always"]
+        found = ["--runs-dir", self._root, "--name", spec.name, "--role", spec.name, "--prefix", "always"]
         found += ["--max-restarts", str(given.max_restarts), *given.options]
         if given.hosts_file:
             found += ["--hosts", given.hosts_file]
+            hosts = len({seat.host for seat in self.seats})  # fewer than at first, where it has moved
+            found += ["--min-hosts", str(min(spec.min_hosts, hosts))] if spec.min_hosts else []
         else:
             found += ["--nproc-per-node", str(spec.count)]
-            found += ["--gpus", ",".join(card.uuid for card in given.cards)] if given.cards else []
+            found += ["--gpus", ",".join(card.uuid for card in self.cards)] if self.cards else []
         if self.starts:
             found.append("--again")  # a service that ended with 0 is started again
-        each = len(given.seats[0].cards)
+        each = len(self.seats[0].cards)
         if each > 1:
             found += ["--gpus-per-rank", str(each)]
         if given.port:
             found += ["--port-base", str(given.port)]
-        return [*found, *flags, "--", *command]
+        if trains(spec.command):
+            return [*spec.command[1:], *found]
+        flags, command = program(spec.command)
+        return ["run", *found, *flags, "--", *command]
 
     def start(self, environment: Mapping[str, str], handles: Sequence[int]) -> None:
         variables = [*self.given.env, *(f"{name}={value}" for name, value in self.spec.env.items())]
         own = {**environment, names.PARENT: str(os.getpid()), names.GIVEN: json.dumps(variables)}
-        if not self.given.cards:
+        if not self.cards:
             own["CUDA_VISIBLE_DEVICES"] = ""
         self.began, self.state, self.verdict, self.why, self.stopping = time.time(), STARTING, None, "", 0
-        self.was_ready = False
+        self.was_ready, self.follows = False, ""
         self._lines.clear()
+        run = self.find_record()
+        self._former = _written(run.dir) if run is not None else None
         self.child = subprocess.Popen(
             stoker_command(self.words()),
             env=own,
@@ -190,13 +203,13 @@ class RoleRun:
             if pipe is not None:
                 pipe.close()
         self.child = None
-        self.state = ENDED
+        self.state, self.ended = ENDED, time.time()
         self.verdict = self._verdict(code)
         return True
 
     def _verdict(self, code: int) -> Verdict:
         run = self.find_record()
-        if run is not None and run.verdict is not None and (_written(run.dir) or 0.0) >= self.began - 1.0:
+        if run is not None and run.verdict is not None and _written(run.dir) != self._former:
             return run.verdict
         said = next((line for line in reversed(self._lines) if line.startswith("stoker: ")), "")
         summary = said.removeprefix("stoker: ") or f"its launcher ended with {code}"
@@ -204,8 +217,10 @@ class RoleRun:
         return Verdict(status, "completed" if code == 0 else "launch.refused", summary, code)
 
 
-def _written(run_dir: str) -> float | None:
+def _written(run_dir: str) -> tuple[int, int] | None:
+    """Which verdict that is."""
     try:
-        return os.stat(os.path.join(run_dir, layout.VERDICT)).st_mtime
+        about = os.stat(os.path.join(run_dir, layout.VERDICT))
     except OSError:
         return None
+    return about.st_ino, about.st_mtime_ns

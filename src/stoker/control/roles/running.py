@@ -1,8 +1,7 @@
-"""A job under way: who starts when, what happens when a role ends, whose failure was the cause, and when the job is over."""
+"""A job under way: who starts when, what happens when a role ends, and when the job is over."""
 
 from __future__ import annotations
 
-import re
 import selectors
 import signal
 import time
@@ -16,8 +15,10 @@ from stoker.contract.shapes import Verdict
 from stoker.contract.terminal import WARNING
 from stoker.control.launch.signals import Signals
 from stoker.control.record.writer import RunRecord
+from stoker.control.roles.blame import HOST_GONE, Blame, is_echo
 from stoker.control.roles.role import ALWAYS, JOB, variable
 from stoker.control.roles.run import ENDED, STARTING, UP, WAITING, RoleRun
+from stoker.control.roles.seating import Seating
 from stoker.control.verdict import launch
 
 TICK_S = 0.1
@@ -25,10 +26,7 @@ LONGEST_WAIT_S = 30.0
 LIVED_S = 60.0  # one that lived as long was no crash loop
 LOOP, LOOP_S = 5, 600.0  # the same failure so often within this time is a loop
 _CHANCE = ("rank.killed", "rank.signal", "hang.stopped")  # somebody's doing from outside: no sign of a loop
-_LOST = re.compile(
-    r"(?i)connect|refused|reset by peer|timed? ?out|unreachable|broken pipe|max retries|\beof\b|disconnected"
-)
-BEFORE_S = 60.0  # a role that failed this long before one that waits for it is the cause
+_STOP_RULES = "grpo."  # a run that ended itself for a reason that stays: nobody starts it again
 
 
 class Running:
@@ -37,6 +35,7 @@ class Running:
     def __init__(
         self,
         roles: Sequence[RoleRun],
+        seating: Seating,
         record: RunRecord,
         run_id: str,
         signals: Signals,
@@ -47,6 +46,7 @@ class Running:
     ) -> None:
         """`environment` and `handles`: what each role is started with. `max_restarts`: of the whole job."""
         self._roles = {role.name: role for role in roles}
+        self._seating = seating
         self._record, self._id = record, run_id
         self._say, self._signals = say, signals
         self._most_restarts = max_restarts
@@ -55,6 +55,7 @@ class Running:
         self._restarts = 0  # of the whole job
         self._outcome: Verdict | None = None  # known; what still runs is being stopped
         self._again = ""  # the role for whose failure all are started again
+        self._blame = Blame(self._roles, run_id)
         self._stop = 0  # a signal that we got
 
     def run(self) -> Verdict:
@@ -66,6 +67,7 @@ class Running:
             self._heed_signals()
             for role in self._roles.values():
                 self._look_at(role)
+            self._outcome = self._outcome or self._blame.decided()
             if all(role.child is None for role in self._roles.values()) and (self._outcome or self._again):
                 if self._outcome is not None:
                     return replace(self._outcome, run=self._id)
@@ -76,7 +78,7 @@ class Running:
     # ---- starting ----
 
     def _start_those_that_can(self) -> None:
-        if self._outcome is not None or self._again or self._stop:
+        if self._outcome is not None or self._again or self._stop or self._blame.in_doubt:
             return
         now = time.time()
         for role in self._roles.values():
@@ -145,21 +147,32 @@ class Running:
         assert verdict is not None
         if role.why and verdict.status != "failed":  # it had not ended by itself
             cause = "role.unhealthy" if "no longer" in role.why else "role.not-ready"
-            verdict = role.verdict = Verdict("failed", cause, role.why, EX_SOFTWARE, evidence=role.last_lines)
+            verdict = role.verdict = launch.of_role(cause, role.why, role.last_lines)
         told = {"cause": verdict.cause, "status": verdict.status, "exit_code": verdict.exit_code}
         self._record.event("role-end", role=role.name, **told, summary=verdict.summary)
         if self._exchanged() or self._outcome is not None or self._again or self._stop:
             self._settle()
             return
+        if role.follows and (verdict.status == "stopped" or (verdict.status == "failed" and is_echo(verdict))):
+            self._say(f"stoker: role {role.name} is started again: {role.follows} has other addresses now")
+            self._record.event("role-restart", role=role.name, cause="host.lost", wait_s=0.0)
+            role.state, role.start_at = WAITING, 0.0
+            return
         if verdict.status == "completed" and role.spec.restart != ALWAYS:
             self._say(f"✓ role {role.name}: {verdict.summary}")
             self._settle()
-            self._say_what_is_left()
+            self._say_what_is_left(role)
             return
         self._fail(role, verdict)
 
-    def _say_what_is_left(self) -> None:
-        """A server that never ends would keep the job going for ever, and nobody would know why."""
+    def _say_what_is_left(self, ended: RoleRun) -> None:
+        """A server that never ends would keep the job going for ever, and nobody would know why. One that ended with 0 may be
+        missed: its clients are left alone, since they may have told it to end.
+        """
+        asking = [role.name for role in self._living() if ended.name in role.spec.after]
+        if asking and ended.spec.serves and self._outcome is None:
+            line = f"role {ended.name} has ended with 0 while {' and '.join(asking)} may still need it"
+            self._say(f"stoker: {line}", colour=WARNING)
         left = [role.name for role in self._roles.values() if role.spec.required and role.child is not None]
         if left and self._outcome is None:
             hint = "a server that never ends needs `required: false` in a roles file (`stoker docs roles`)"
@@ -182,9 +195,11 @@ class Running:
 
     def _fail(self, role: RoleRun, verdict: Verdict) -> None:
         rule, now = role.spec.restart, time.time()
+        verdict = self._without_lost_host(role, verdict)
         role.failures = [one for one in role.failures if now - one[0] < LOOP_S] + [(now, verdict)]
         same = 0 if verdict.cause in _CHANCE else sum(one.cause == verdict.cause for _, one in role.failures)
-        if rule == ALWAYS and verdict.status != "refused" and same < LOOP:
+        final = verdict.status == "refused" or verdict.cause.startswith(_STOP_RULES) or bool(role.stranded)
+        if rule == ALWAYS and not final and same < LOOP:
             worked = role.was_ready if role.spec.ready is not None else now - role.began > LIVED_S
             role.quick = 0 if worked else role.quick + 1
             wait = 0.0 if role.quick < 2 else min(LONGEST_WAIT_S, 2.0 ** (role.quick - 2))
@@ -192,44 +207,65 @@ class Running:
             self._say(f"stoker: role {role.name}: {verdict.summary}; starting it again{then}", colour=WARNING)
             self._record.event("role-restart", role=role.name, cause=verdict.cause, wait_s=wait)
             role.state, role.start_at = WAITING, now + wait
+            self._leave_lost_hosts(role, verdict)
             return
-        if rule == JOB and verdict.status != "refused" and self._restarts < self._most_restarts:
-            self._restarts += 1
-            times = f"({self._restarts} of {self._most_restarts})"
-            line = f"role {role.name}: {verdict.summary}; starting all roles again {times}"
-            self._say(f"stoker: {line}", colour=WARNING)
-            self._record.event("restart", role=role.name, cause=verdict.cause, attempt=self._restarts)
-            self._again = role.name
+        if rule == JOB and not final and self._restarts < self._most_restarts:
+            why = self._seating.move_all() if self._seating.sits_on_lost(role.name) else ""
+            if not why:
+                self._restarts += 1
+                times = f"({self._restarts} of {self._most_restarts})"
+                line = f"role {role.name}: {verdict.summary}; starting all roles again {times}"
+                self._say(f"stoker: {line}", colour=WARNING)
+                self._record.event("restart", role=role.name, cause=verdict.cause, attempt=self._restarts)
+                self._again = role.name
+                return
+            verdict = replace(verdict, summary=f"{verdict.summary}; without it: {why}")
+        self._outcome = self._blame.judge(role, self._as_loop(verdict, same) if rule == ALWAYS else verdict)
+
+    def _as_loop(self, verdict: Verdict, same: int) -> Verdict:
+        """`same`: failures of this cause."""
+        if same < LOOP:
+            return verdict
+        line = f"it failed {same} times within {span(LOOP_S)}: {verdict.summary}"
+        evidence = (f"cause of each: {verdict.cause}", *verdict.evidence)
+        return Verdict("failed", "role.restart-loop", line, verdict.exit_code, evidence=evidence, fix=verdict.fix)
+
+    def _without_lost_host(self, role: RoleRun, verdict: Verdict) -> Verdict:
+        """Notes a host that is lost. A role that could be started once, and now can't since a host does not answer, has lost
+        it, too.
+        """
+        gone = (verdict.host or "") if verdict.cause in HOST_GONE else ""
+        if verdict.status == "refused" and role.starts > 1:
+            gone = next((seat.host for seat in role.seats if seat.host and seat.host in verdict.summary), "")
+            if gone:
+                summary = role.stranded or f"host {gone} is lost: {verdict.summary}"
+                verdict = replace(launch.of_role("host.lost", summary, (verdict.summary,)), host=gone)
+        if gone:
+            self._seating.lose(gone)
+        elif verdict.status != "refused":
+            role.stranded = ""
+            self._seating.regain(role.name)
+        return verdict
+
+    def _leave_lost_hosts(self, role: RoleRun, verdict: Verdict) -> None:
+        """Its processes there go to other hosts. Where they have no place it is tried once more where it was: an agent may
+        have died on a host that lives.
+        """
+        if not self._seating.sits_on_lost(role.name):
             return
-        self._outcome = self._failed_verdict(role, verdict, same if rule == ALWAYS else 0)
-
-    def _failed_verdict(self, role: RoleRun, verdict: Verdict, same: int) -> Verdict:
-        """Of the role that is to blame: one that failed just before, and that this one waits for, comes first."""
-        where = f"the role's own record: `stoker why {self._id}/{role.name}`"
-        for name in role.spec.after:
-            when, cause = self._roles[name].failures[-1] if self._roles[name].failures else (0.0, verdict)
-            if role.failures[-1][0] - when >= BEFORE_S:
-                continue
-            if _LOST.search(verdict.summary):
-                echo = f"then role {role.name}: {verdict.summary}"
-                return self._of_role(name, replace(cause, evidence=(*cause.evidence, echo, where)))
-            before = f"role {name} had failed {span(role.failures[-1][0] - when)} before: {cause.summary}"
-            verdict = replace(verdict, evidence=(*verdict.evidence, before))
-        if same >= LOOP:
-            line = f"it failed {same} times within {span(LOOP_S)}: {verdict.summary}"
-            evidence = (f"cause of each: {verdict.cause}", *verdict.evidence, where)
-            return self._of_role(
-                role.name,
-                Verdict("failed", "role.restart-loop", line, verdict.exit_code, evidence=evidence, fix=verdict.fix),
-            )
-        return self._of_role(role.name, replace(verdict, evidence=(*verdict.evidence, where)))
-
-    def _of_role(self, name: str, verdict: Verdict) -> Verdict:
-        code, log = verdict.exit_code or EX_SOFTWARE, f"stoker logs {self._id} --role {name}"
-        fix = tuple(line.replace("stoker logs", log) for line in verdict.fix)
-        return replace(
-            verdict, status="failed", summary=f"role {name}: {verdict.summary}", exit_code=code, rank=None, fix=fix
-        )
+        before = role.addresses
+        why = self._seating.move(role.spec)
+        role.stranded = f"{verdict.summary}; {why}" if why else ""
+        if why:
+            self._say(f"stoker: role {role.name} stays where it was: {why}", colour=WARNING)
+            return
+        hosts = list(dict.fromkeys(seat.host for seat in role.seats))
+        self._record.event("role-moved", role=role.name, hosts=hosts)
+        self._say(f"stoker: role {role.name} moves: it is on {' and '.join(hosts)} now")
+        for other in self._living():
+            if role.name in other.spec.after and role.addresses != before and not other.stopping:
+                other.follows = role.name
+                other.send(signal.SIGTERM)
 
     # ---- stopping ----
 

@@ -69,7 +69,7 @@ def allocation(environ: Mapping[str, str]) -> Hosts | None:
         node: Srun((*base, *((f"--gpus={gpus[node]}",) if gpus.get(node) else ()), f"--nodelist={node}"))
         for node in nodes
     }
-    return Hosts(hosts, transports=ways)
+    return Hosts(hosts, transports=ways, scheduler="slurm")
 
 
 def _whole_job(environ: Mapping[str, str]) -> bool:

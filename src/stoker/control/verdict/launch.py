@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 from stoker.contract.checkpoints import SavedCheckpoint
@@ -79,6 +80,11 @@ role.unhealthy, again: A role that was ready no longer answers.
   seen: its process lives, and its ready rule (port, http) failed three times in a row
   unless: it ended: then its end is the cause
   fix: `stoker logs RUN --role NAME`; restart: always in the roles file replaces it
+role.ended: A server ended with 0 while another role still needed it.
+  seen: its ready rule is a port or an HTTP path, it ended by itself, and a role that waits for it failed afterwards: it
+      lost its connection, or its rewards taught nothing any more
+  unless: its clients went on without it: they may have told it to end
+  fix: its last lines are in the evidence; restart: always in the roles file starts it again
 role.restart-loop: A role was started again and again, and failed every time.
   seen: the same cause five times within ten minutes
   fix: its cause is in the evidence; start the role alone with `stoker run` to look at it
@@ -218,6 +224,14 @@ def agent_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
 def host_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
     summary = f"host {host} is lost: {why.removeprefix('it ended: ')}"
     return report("host.lost", summary, [complaint] if complaint and complaint not in why else [], host=host)
+
+
+def of_role(cause: str, summary: str, evidence: Sequence[str] = ()) -> Verdict:
+    """Of a role that a job watches from outside."""
+    known = CATALOGUE[cause]
+    return Verdict(
+        "failed", cause, summary, EX_SOFTWARE, evidence=tuple(evidence), retryable=known.retryable, fix=known.fix
+    )
 
 
 def regrouped(host: str) -> Verdict:

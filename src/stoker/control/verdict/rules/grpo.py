@@ -65,6 +65,18 @@ def cut(case: Case) -> Found | None:
 
 
 @family.cause("""
+grpo.other-weights: GRPO stopped the run: the server that writes the answers has other weights than the trainers.
+  seen: the trainers compared how likely the tokens of a test prompt are with what the server says, and ended the run after a
+      checkpoint
+  unless: an exception, or another exit code than 70; a server that does not answer at all
+  fix: does the server serve the model that the trainers began with, and the same tokenizer?
+  fix: does it load what they publish? its log says when it last took new weights: `stoker logs RUN --role NAME`
+""")
+def other_weights(case: Case) -> Found | None:
+    return _stopped(case, "the server at .+ answers with other weights.+")
+
+
+@family.cause("""
 grpo.broken: GRPO's stop rules ended the run: it was breaking its model.
   seen: stoker's own GRPO saw for several steps a divergence, entropy or length out of bounds, or no numbers at all, and
       ended itself
