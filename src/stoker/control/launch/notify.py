@@ -102,7 +102,7 @@ class Notifier:
         else:
             argv = own_program("stoker.control.show.notice", "entry")
             to = {"kind": self._target.kind, "to": self._target.to}
-            message = {"target": to, "verdict": shown, "what": what, "run_dir": run_dir}
+            message = {"target": to, "verdict": shown, "what": what, "run_dir": run_dir, "seconds": NOTIFY_S}
         env = {**os.environ, "STOKER_NOTIFY": what, "STOKER_RUN_ID": verdict.run} if asked else dict(os.environ)
         try:
             self._sent.append(_Sent(*_start(argv, message, env), what != "restarting"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import sys
+
 from stoker.contract.process import kernel_lines
 from stoker.control.machine import processes
 
@@ -23,9 +26,40 @@ def _sockets(port: int, state: str) -> set[str]:
     return {row[9] for row in _rows(port, state)}
 
 
-def listening_users(port: int) -> set[int]:
-    """Whose sockets accept connections there, on any address."""
-    return {int(row[7]) for row in _rows(port, _LISTEN)}
+def listening_users(host: str, port: int) -> set[int]:
+    """Whose sockets get a connection to this address, which is one of this machine's. As the kernel chooses: one that listens
+    on that very address goes before one that listens on all. Others may have the port on other addresses, 127.0.0.2 say.
+    """
+    rows = _rows(port, _LISTEN)
+    return {uid for family, address in _resolved(host, port) for uid in _taking(rows, family, address)}
+
+
+def _resolved(host: str, port: int) -> set[tuple[socket.AddressFamily, str]]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return set()  # whoever connects says why
+    return {(family, str(address[0]).partition("%")[0]) for family, _, _, _, address in found}
+
+
+def _taking(rows: list[list[str]], family: socket.AddressFamily, address: str) -> set[int]:
+    if family == socket.AF_INET:
+        places = [(address, f"::ffff:{address}"), ("0.0.0.0",), ("::",)]
+    else:
+        places = [(address,), ("::",)]
+    for same in places:
+        wanted = {_as_kernel_writes(one) for one in same}
+        uids = {int(row[7]) for row in rows if row[1].rpartition(":")[0] in wanted}
+        if uids:
+            return uids
+    return set()
+
+
+def _as_kernel_writes(address: str) -> str:
+    """In hexadecimal, each 32 bits as a number of this machine."""
+    packed = socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET, address)
+    words = (packed[at : at + 4] for at in range(0, len(packed), 4))
+    return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
 
 
 def closing(port: int) -> bool:

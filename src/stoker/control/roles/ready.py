@@ -106,7 +106,7 @@ class Watching:
         if rule.kind == "mark":
             return self._unmarked()
         for host, port in self._addresses:
-            wrong = self._foreign(port)
+            wrong = self._foreign(host, port)
             wrong = wrong or (self._unconnected(host, port) if rule.kind == "port" else self._unanswered(host, port))
             if wrong:
                 return wrong
@@ -119,9 +119,9 @@ class Watching:
                 marked.add(event.get("rank"))
         return "" if len(marked) >= self._replicas else f"{len(marked)} of {self._replicas} ranks have said so"
 
-    def _foreign(self, port: int) -> str:
+    def _foreign(self, host: str, port: int) -> str:
         """Another user who listens there could be asked in the role's place."""
-        uids = ports.listening_users(port) if self._here else set()
+        uids = ports.listening_users(host, port) if self._here else set()
         others = sorted(uid for uid in uids if not owners.is_trusted(uid, os.curdir))
         return f"port {port} is in use by {owners.user_name(others[0])}" if others else ""
 

@@ -9,6 +9,7 @@ import http.client
 import json
 import os
 import shlex
+import signal
 import sys
 import time
 import urllib.error
@@ -17,6 +18,7 @@ import urllib.request
 from typing import Any
 
 from stoker.contract import redact
+from stoker.contract.memory import Bounded
 from stoker.contract.names import Refusal
 from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import printable
@@ -25,6 +27,7 @@ from stoker.control.show.job import folder_of
 from stoker.control.show.snapshot import Run, finite
 
 _ANSWER_S = 10.0  # for a connection, and for each part of an answer
+_ROOM = 256 << 20  # bytes that talking to a service may take: smtplib keeps an answer without end
 _SUMMARY = 400  # characters
 _SUBJECT = 200
 _DISCORD = 2000  # characters it takes
@@ -37,6 +40,7 @@ class Failed(Exception):
 
 def entry() -> None:
     told = json.loads(sys.stdin.buffer.read())
+    _end_after(told["seconds"], told["target"]["kind"])
     verdict = Verdict.from_json(told["verdict"])
     state = told["what"] if told["what"] == "restarting" else verdict.status
     text = line(verdict, state, told["run_dir"])
@@ -49,6 +53,19 @@ def entry() -> None:
     except Failed as problem:
         print(redact.whole(printable(str(problem))), file=sys.stderr)
         sys.exit(1)
+
+
+def _end_after(seconds: float, kind: str) -> None:
+    """A service that answers a byte now and then would keep this process as long as it likes. Not by an exception: taking leave
+    of a mail server asks it once more.
+    """
+
+    def end(_number: int, _frame: object) -> None:
+        os.write(2, f"{kind} did not answer within {seconds:.0f} s\n".encode())
+        os._exit(1)
+
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def line(verdict: Verdict, state: str, run_dir: str) -> str:
@@ -107,8 +124,11 @@ def post(kind: str, url: str, text: str, state: str) -> None:
     request = urllib.request.Request(address.geturl(), body, {**headers, **more}, method="POST")
     service = f"{kind} at {host}"
     try:
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=_ANSWER_S) as answer:
+        opener = urllib.request.build_opener(_NoRedirect)
+        with Bounded(_ROOM), opener.open(request, timeout=_ANSWER_S) as answer:
             answer.read(1024)
+    except MemoryError:
+        raise Failed(f"{service} answers without end") from None
     except urllib.error.HTTPError as problem:
         raise Failed(f"{service} answered {problem.code} {problem.reason}") from None
     except urllib.error.URLError as problem:
@@ -185,13 +205,14 @@ def _by_smtp(told: str, message: Any) -> None:
         raise Failed("mail: STOKER_SMTP is not smtp://user:password@host:587 or smtps://user:password@host:465")
     message["From"] = user if "@" in user else f"stoker@{os.uname().nodename}"
     secure = ssl.create_default_context()
-    try:
-        made: smtplib.SMTP
+
+    def connected() -> smtplib.SMTP:
         if address.scheme == "smtps":
-            made = smtplib.SMTP_SSL(host, port or 465, timeout=_ANSWER_S, context=secure)
-        else:
-            made = smtplib.SMTP(host, port or (587 if user else 25), timeout=_ANSWER_S)
-        with made:
+            return smtplib.SMTP_SSL(host, port or 465, timeout=_ANSWER_S, context=secure)
+        return smtplib.SMTP(host, port or (587 if user else 25), timeout=_ANSWER_S)
+
+    try:
+        with Bounded(_ROOM), connected() as made:
             made.ehlo_or_helo_if_needed()
             encrypted = address.scheme == "smtps"
             if not encrypted and made.has_extn("starttls"):
@@ -202,5 +223,7 @@ def _by_smtp(told: str, message: Any) -> None:
                     raise Failed(f"{service} offers no encryption: the password is not sent")
                 made.login(user, urllib.parse.unquote(address.password or ""))
             made.send_message(message)
+    except MemoryError:
+        raise Failed(f"{service} answers without end") from None
     except (smtplib.SMTPException, OSError, ValueError) as problem:  # ValueError: a challenge that is no base64
         raise Failed(f"{service}: {type(problem).__name__}: {problem}") from None

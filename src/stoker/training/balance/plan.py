@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 from stoker.contract.shape import as_json, shape
+from stoker.contract.typed import read_fields, read_shape
 
 
 @shape
@@ -92,14 +94,25 @@ class Plans:
                 "plans": [as_json(one) for one in (self._at(step), *kept)],
             }
 
-    def go_on(self, told: Mapping[str, Any] | None) -> bool:
-        """Whether a checkpoint's plans hold here: another number of ranks or another batch begins with equal shares."""
-        if told is None or told.get("ranks") != self.ranks or told.get("batch") != self.batch:
+    def go_on(self, told: Any) -> bool:
+        """Whether a checkpoint's plans hold here: another number of ranks or another batch begins with equal shares.
+        ValueError: they are no plans.
+        """
+        if told is None:
             return False
+        kept = read_fields({"ranks": "Count", "batch": "Count", "plans": "list[Any]"}, told)
+        if kept["ranks"] != self.ranks or kept["batch"] != self.batch:
+            return False
+        plans = [read_shape(Plan, one) for one in kept["plans"]]
+        least = 1 if self.batch >= self.ranks else 0
+        for plan in plans:
+            if len(plan.shares) != self.ranks or sum(plan.shares) != self.batch or min(plan.shares) < least:
+                raise ValueError(f"{self.batch} samples of a step are shared by {self.ranks} ranks as {plan.shares}")
+        if not plans or any(later.step < sooner.step for sooner, later in itertools.pairwise(plans)):
+            raise ValueError("its plans of the ranks' shares are not in order")
         with self._lock:
-            self._plans = [Plan(int(one["step"]), tuple(map(int, one["shares"]))) for one in told["plans"]]
-            self._plans[0] = Plan(0, self._plans[0].shares)
-        return self._plans[-1].shares != equal(self.batch, self.ranks)
+            self._plans = [Plan(0, plans[0].shares), *plans[1:]]
+        return plans[-1].shares != equal(self.batch, self.ranks)
 
 
 IMBALANCE = 0.05  # the slowest rank takes this much longer than the mean of all

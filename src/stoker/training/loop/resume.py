@@ -161,12 +161,13 @@ def position(found: Mapping[str, Any], data: Data) -> tuple[Position, str]:
     theirs, mine = found.get("data", {}), as_json(data)
     counts = [found.get(key) for key in ("step", "samples", "tokens")]
     told = best is None or (type(best) in (int, float) and math.isfinite(best))
-    if not isinstance(theirs, dict) or not told or not all(type(one) is int and 0 <= one < 1 << 62 for one in counts):
+    waited, skipped = (found[key] if type(found.get(key)) is int else 0 for key in ("waited", "skipped"))
+    whole = all(type(one) is int and 0 <= one < 1 << 62 for one in (*counts, waited, skipped))
+    if not isinstance(theirs, dict) or not told or not whole or skipped > found["step"]:
         raise Refusal("the checkpoint does not say how far it is: it was written by something else", EX_CONFIG)
     other = [key for key in mine if theirs.get(key) != mine[key]]
     words = {"key": "the data", "seed": "its order", "context": "the context length", "count": "the number of samples"}
     lowest = float(best) if best is not None else None
-    waited, skipped = (found[key] if type(found.get(key)) is int else 0 for key in ("waited", "skipped"))
     if not other:
         return Position(found["step"], found["samples"], found["tokens"], lowest, waited, skipped), ""
     changed = ", ".join(words[key] for key in other)

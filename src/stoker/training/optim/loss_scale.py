@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stoker.contract.typed import read_fields
+
 START, SMALLEST, LARGEST = 65536.0, 1.0, 2.0**24
 GROWS_AFTER = 2000  # steps
 
@@ -37,10 +39,11 @@ class LossScale:
         return {"value": float(self.value), "good": int(self._good)}
 
     def go_on(self, told: Any) -> None:
-        """As a checkpoint has it; one of a run without a scale says nothing."""
-        if isinstance(told, dict):
-            self.value.fill_(min(max(float(told["value"]), SMALLEST), LARGEST))
-            self._good.fill_(int(told["good"]))
+        """As a checkpoint has it; one of a run without a scale says nothing. ValueError: it is no scale."""
+        if told is not None:
+            kept = read_fields({"value": "float", "good": "Count"}, told)
+            self.value.fill_(min(max(kept["value"], SMALLEST), LARGEST))
+            self._good.fill_(min(kept["good"], GROWS_AFTER))
 
 
 def scale_for(dtype: torch.dtype, device: torch.device) -> LossScale | None:

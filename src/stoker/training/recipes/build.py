@@ -10,6 +10,7 @@ import torch
 
 import stoker
 from stoker.contract import names
+from stoker.contract.effort import reading
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.shape import replace
@@ -446,13 +447,16 @@ def start_of(
         voice.say_once(f"resumes at step {position.step} from {found.path}")
         if line:
             voice.say_once(line)
-        if parts.plans is not None and parts.plans.go_on(found.meta.get("balance")):
+        with reading(f"checkpoint {found.path}"):
+            planned = parts.plans is not None and parts.plans.go_on(found.meta.get("balance"))
+            if parts.loss_scale is not None:
+                parts.loss_scale.go_on(found.meta.get("loss_scale"))
+        if planned:
+            assert parts.plans is not None
             shares = ", ".join(map(str, parts.plans.at(position.step).shares))
             voice.say_once(f"balance: continuing with {shares} of {parts.batch} samples")
         found.read_into(tensors)
         parts.optimizer.set_count(position.step - position.skipped)
-        if parts.loss_scale is not None:
-            parts.loss_scale.go_on(found.meta.get("loss_scale"))
     total = 0 if c.train.max_steps else max(round(c.train.epochs * order.count), 1)
     left = max(total - position.samples, 0)
     steps = c.train.max_steps or position.step + -(-left // parts.batch)

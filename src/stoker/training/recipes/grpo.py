@@ -20,6 +20,7 @@ import torch
 
 import stoker
 from stoker.contract import names
+from stoker.contract.effort import reading
 from stoker.contract.names import EX_CONFIG, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.shape import as_json
@@ -200,7 +201,8 @@ def main(argv: list[str]) -> int:
         found.read_into(tensors)
         voice.say_once(f"resumes at step {position.step} from {found.path}")
         if scale is not None:
-            scale.go_on(found.meta.get("loss_scale"))
+            with reading(f"checkpoint {found.path}"):
+                scale.go_on(found.meta.get("loss_scale"))
     updater.resume(position.updates)
     voice.begin(folder, steps, c.train.log_to, as_json(c), position.step)
 
