@@ -26,11 +26,18 @@ _ALL = (
 )
 _HTML = rf"{_AND}(?:(quot|apos|lt|gt|amp|nbsp)|#0{{0,4}}(\d{{1,6}})|#[xX]0{{0,4}}({_HEX}{{1,6}})){_END}"
 _URL = rf"%({_HEX}{{2}})"
+# What logs put before each line, and one blank: a value may begin on the line before.
+_BEFORE = (
+    r"(?:\[[^\[\]\n]{1,60}\]:?|\([^()\n]{1,60}\)|\d[\d:.,TZ/+\-]{5,30}|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b:?"
+    r"|[\w./\-]{1,40} ?[|>]|[|>│]|\d{1,6}[:\t])"
+)
+_LINES = rf"(?:\A|\n)(?:{_BEFORE} ?){{1,6}}"
 # What a text must hold for the pattern to be tried.
 _MARKS = {
     _ALL: ("\\", "%", "\x1b", "["),
     _HTML: ("&quot", "&apos", "&lt", "&gt", "&amp", "&#", "u0026", "%26", "%2526"),
     _URL: ("%25",),
+    _LINES: ("\n",),
 }
 _MOST_PAGES = 3
 _FORMS = ("%22", "%27", "%3A", "%3D", "%3a", "%3d", "%0A", "%0a")
@@ -83,10 +90,17 @@ def readings(text: str) -> Iterator[Unescaped]:
         every = Unescaped(base, _ALL, _meaning)
         if every.escapes:
             yield every
+        lines = Unescaped(every if every.escapes else base, _LINES, _line_begin)
+        if lines.escapes > 1:
+            yield lines
         outer = Unescaped(base, _URL, _meaning_in_url)
         if outer.escapes:
             yield outer
             yield Unescaped(outer, _ALL, _meaning)
+
+
+def _line_begin(_: re.Match[str]) -> str:
+    return "\n"
 
 
 def _entity(escape: re.Match[str]) -> str:

@@ -15,13 +15,15 @@ from itertools import accumulate
 from typing import Any
 
 from stoker.contract.escapes import readings
-from stoker.contract.secretnames import NO, rate
+from stoker.contract.secretnames import NO, SURE, rate
 from stoker.contract.secretshapes import headers, private_keys, tokens, urls
 from stoker.contract.secretvalues import (
     HIDDEN,
     commands,
     elements,
     is_flag,
+    is_secret_member,
+    is_secret_second,
     named,
     pairs,
     plain,
@@ -79,12 +81,30 @@ def data(value: Any, keep: frozenset[str] = frozenset(), depth: int = _DEPTH) ->
     if isinstance(value, Mapping):
         names = _names(value)
         return {
-            key: item if key in keep else _entry(names.get(key, str(key)), item, keep, depth)
+            _key(key): item if key in keep else _entry(names.get(key, str(key)), item, keep, depth)
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
+        if depth and len(value) > 1 and all(isinstance(item, str) for item in value):
+            return _several(list(value))
         return [data(item, keep, depth - 1) for item in value] if depth else HIDDEN
     return value
+
+
+def _key(key: Any) -> Any:
+    return whole(key) if isinstance(key, str) else key
+
+
+def _several(texts: list[str]) -> list[str]:
+    """Lines of a log, words of a command, a name and its value: what one begins, another may hold."""
+    found: list[list[Span]] = [[] for _ in texts]
+    starts = _starts(texts)
+    _share(spans("\n".join(texts)), texts, starts, found)
+    if any(text.startswith("-") for text in texts):
+        _share(word_spans(list(zip(texts, starts, strict=True))), texts, starts, found)
+    if len(texts) == 2 and is_secret_second(*texts):
+        found[1].append((0, len(texts[1])))
+    return [whole(_without(text, merged(hidden))) for text, hidden in zip(texts, found, strict=True)]
 
 
 def learn(variables: Mapping[str, str], argv: Iterable[str] = ()) -> None:
@@ -176,7 +196,7 @@ def _argument_spans(words: list[str]) -> list[list[Span]]:
         else:
             found.append(_assignment(word, 0))
         flag = word.lstrip("-+~") if word.startswith("-") and "=" not in word and len(word) > 2 else ""
-    starts = list(accumulate((len(word) + 1 for word in words), initial=0))[:-1]
+    starts = _starts(words)
     # `curl -u`, and what a shell without quotes took apart.
     line = " ".join(words)
     across = [*spans(line), *word_spans(list(zip(words, starts, strict=True)))]
@@ -184,12 +204,22 @@ def _argument_spans(words: list[str]) -> list[list[Span]]:
         several = quoted(line, start + hidden[0][0], len(line)) if hidden else None
         if several and several.after > several.end:
             across.append(several[:2])
+    _share(across, words, starts, found)
+    return [merged(hidden) for hidden in found]
+
+
+def _starts(texts: list[str]) -> list[int]:
+    """Where each begins when one character stands between them."""
+    return list(accumulate((len(text) + 1 for text in texts), initial=0))[:-1]
+
+
+def _share(across: Iterable[Span], texts: list[str], starts: list[int], found: list[list[Span]]) -> None:
+    """Adds to `found` what each text has of these spans."""
     for begin, end in across:
         for number in range(bisect_right(starts, begin) - 1, bisect_left(starts, end)):
-            first, last = max(0, begin - starts[number]), min(len(words[number]), end - starts[number])
+            first, last = max(0, begin - starts[number]), min(len(texts[number]), end - starts[number])
             if first < last:
                 found[number].append((first, last))
-    return [merged(hidden) for hidden in found]
 
 
 def _assignment(word: str, at: int) -> list[Span]:
@@ -224,7 +254,21 @@ def _entry(key: str, value: Any, keep: frozenset[str], depth: int) -> Any:
             return HIDDEN
         if isinstance(value, (list, tuple)):
             return [_entry(key, item, keep, depth - 1) for item in value]
+        if isinstance(value, Mapping) and rating == SURE:
+            return {_key(name): _member(key, str(name), item, keep, depth - 1) for name, item in value.items()}
     return data(value, keep, depth - 1)
+
+
+def _member(of: str, name: str, value: Any, keep: frozenset[str], depth: int) -> Any:
+    """passwords: {db: VALUE}, api_key: {value: VALUE}: names that say nothing have the outer one's meaning."""
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        if is_secret_member(of, name, str(value)):
+            return HIDDEN
+    elif isinstance(value, (list, tuple)) and depth:
+        return [_member(of, name, item, keep, depth - 1) for item in value]
+    elif isinstance(value, Mapping) and depth and rate(name) == NO:
+        return {_key(inner): _member(of, str(inner), item, keep, depth - 1) for inner, item in value.items()}
+    return _entry(name, value, keep, depth)
 
 
 _Detector = Callable[[str], Iterator[Span]]

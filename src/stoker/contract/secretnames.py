@@ -28,12 +28,13 @@ _ANYWHERE = word_set(
 # Words written as one: PGPASSWORD, authToken in lower case.
 _ENDS = (
     "password", "passwd", "passphrase", "passcode", "secret", "apikey", "apitoken", "authtoken", "accesstoken", "refreshtoken", "accesskey", "secretkey",
-    "privatekey", "accountkey", "sessionkey", "sessiontoken", "sessionid", "sessid", "credential", "credentials",
+    "privatekey", "accountkey", "identitytoken", "registrytoken", "sessionkey", "sessiontoken", "sessionid", "sessid", "credential", "credentials",
     "rootpw", "adminpw", "userpw", "dbpw", "bindpw",
 )  # fmt: skip
 _PAIRS = word_set(
     "api-key access-key secret-key private-key account-key signing-key encryption-key auth-token access-token"
     " bearer-token refresh-token session-token session-key connection-string conn-str auth-header mfa-code fa-code"
+    " client-key preshared-key"
 )
 # The last word counts, unless the word before it says that it is about something else.
 _LAST = {
@@ -70,8 +71,8 @@ _TRAILING = word_set("b backup base current dev env hex main old pem plain prod 
 _ABOUT = word_set(
     "age alg algo algorithm attempts backend check class count dim dir disabled domain enabled endpoint errors error"
     " exception expiration expires expiry failed field fields file files folder format helper host hosts index kind len"
-    " length limit manager method missing mode name names parallelism path paths policy port process prompt provider"
-    " required rotation size sock socket source store strategy timeout ttl type types uri url version"
+    " length limit manager method missing mode name names parallelism path paths policy port process prompt provider ref"
+    " refs required rotation size sock socket source store strategy timeout ttl type types uri url version"
 )
 _FILES = word_set(
     "c cc cfg com conf cpp crt dev example go h html ini internal io js json local log md net org pem py rs sh toml ts"
@@ -156,6 +157,18 @@ def is_also_a_word(name: str) -> bool:
     if len(words) == 1:
         return words[0] in _LAST
     return words[-1:] == ["key"] and "-".join(words[-2:]) not in _PAIRS
+
+
+_OPEN = word_set(
+    "account audience bucket client comment created desc description email id issuer label labels login namespace owner"
+    " profile project region retries role scope scopes tenant title updated user username zone"
+)
+
+
+def is_public(name: str) -> bool:
+    """Of an entry among secrets: who they belong to, how they are kept."""
+    words = words_of(name[-_LONGEST:])
+    return bool(words) and (words[-1] in _ABOUT or words[-1] in _OPEN)
 
 
 def is_phrase(name: str) -> bool:

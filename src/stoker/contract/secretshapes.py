@@ -66,16 +66,35 @@ def private_keys(text: str) -> Iterator[Span]:
     for found in compiled(r"-----(BEGIN|END) [A-Z0-9 ]{0,40}PRIVATE KEY[A-Z ]{0,20}-----").finditer(text):
         if found[1] == "BEGIN":
             if begun is not None:
-                yield begun, _cut_body(text, begun, found.start())
+                yield from _cut_key(text, begun, found.start())
             begun = found.start()
         else:
-            yield _back(text, found.start(), after) if begun is None else begun, found.end()
+            if begun is None:
+                yield from _pieces(text, max(after, found.start() - _AROUND), found.start())
+                begun = _back(text, found.start(), after)
+            yield begun, found.end()
             begun, after = None, found.end()
     if begun is not None:
-        yield begun, _cut_body(text, begun, len(text))
+        yield from _cut_key(text, begun, len(text))
 
 
 _BEFORE_LINE = 60  # characters that logs put before each line: [rank0], a time, >
+_AROUND = 1 << 16  # characters among which the lines of a cut key may lie: several ranks print between them
+
+
+def _cut_key(text: str, begun: int, limit: int) -> Iterator[Span]:
+    end = _cut_body(text, begun, limit)
+    yield begun, end
+    yield from _pieces(text, end, min(limit, end + _AROUND))
+
+
+def _pieces(text: str, begin: int, end: int) -> Iterator[Span]:
+    """Of a key whose other end is cut off: words of base64, whatever stands between them."""
+    for found in compiled(r"[A-Za-z0-9+/=]{16,}").finditer(text, begin, end):
+        word = found[0]
+        path = word[0] == "/" and len(word) < 40
+        if not path and not (word.islower() or word.isupper()) and compiled(r"[A-Za-z]\d|\d[A-Za-z]").search(word):
+            yield found.span()
 
 
 def _cut_body(text: str, begun: int, limit: int) -> int:
@@ -165,6 +184,11 @@ def urls(text: str) -> Iterator[Span]:
         yield from _hook(text, host.partition(":")[0].lower(), end)
         yield from _topic(text, at, end, host.partition(":")[0].lower())
         at = text.find("://", begin)
+    if "/services/T" in text or "/webhooks/" in text:  # without its host, as in messages of requests
+        for found in compiled(
+            r"/services/T\w{6,40}/B\w{6,40}/(\w{16,100})|/webhooks/\d{6,30}/([\w-]{16,200})"
+        ).finditer(text):
+            yield found.span(1) if found[1] else found.span(2)
     if "@" in text:  # a proxy without a scheme: user:PASSWORD@host:3128
         proxy = compiled(r"""(?<![\w/.:\-])[\w.\-]{1,64}:([^\s:/@"'`<>]{6,200})@[\w.\-]{1,253}:\d{2,5}\b""")
         for found in proxy.finditer(text):

@@ -51,6 +51,22 @@ def secret_value(rating: int, value: str) -> bool:
     return rating == SURE or (rating == MAYBE and not value.replace(".", "").replace("-", "").isdigit())
 
 
+def is_secret_member(of: str, name: str, value: str) -> bool:
+    """Of NAME: VALUE in a mapping under a secret's name."""
+    rating = secretnames.rate(name)
+    if rating == SURE or plain(value) or secretnames.is_public(name):
+        return rating == SURE and secret_value(rating, value)
+    digits = value.replace(".", "").replace("-", "")
+    return opaque(value) or not (secretnames.is_also_a_word(of) or (digits.isdigit() and len(digits) < 6))
+
+
+def is_secret_second(name: str, value: str) -> bool:
+    """Of ("password", VALUE). Lists have two names too: what is no more than a word stays."""
+    if secretnames.rate(name) != SURE or plain(value) or not compiled(r"[\w.\-]{1,100}").fullmatch(name):
+        return False
+    return opaque(value) or (" " in value.strip() and not secretnames.is_also_a_word(name))
+
+
 _BLANKS = r"[^\S\r\n]{0,40}"  # tables of settings are padded
 _SEPARATOR = (
     # JSON and Python, with a line end where a value may stand on a line of its own
@@ -64,9 +80,16 @@ def pairs(text: str) -> Iterator[Span]:
     """NAME=VALUE, name: value, "name": "value", ?name=value& and --name=value within a text."""
     if ("=" not in text and ":" not in text) or not holds_any(text.lower(), secretnames.SEEDS):
         return
-    done = 0
+    done = below_until = 0
     for found in compiled(rf"(?<![\w.\-])([\w.\-]+)({_SEPARATOR})").finditer(text):
         rating = secretnames.rate(found[1])
+        if found[1] == "PWD" and text[found.start() - 1 : found.start()] == ";":  # of ODBC, not of a shell
+            rating = SURE
+        if rating == SURE and found.start() >= below_until:
+            inside = valuetext.members(text, found.start(), found.end())
+            if inside:
+                yield from _members(text, found, *inside)
+                below_until = inside[1]
         if (
             rating == secretnames.NO
             or found.start() < done
@@ -76,7 +99,7 @@ def pairs(text: str) -> Iterator[Span]:
         ):
             continue
         most = len(text) if rating == SURE else min(len(text), found.end() + _MOST_MAYBE)
-        if text.startswith("[", found.end()):
+        if compiled(r"""\[|\(\s{0,80}b?["']""").match(text, found.end()):
             items, done = valuetext.listed(text, found.end(), most)
             yield from (item[:2] for item in items if _is_secret_item(text, found, rating, item))
             continue
@@ -86,13 +109,44 @@ def pairs(text: str) -> Iterator[Span]:
                 yield below[:2]
                 done = below.after
             continue
-        begin, end, after, quoted = valuetext.value(text, found.end(), most)
+        heredoc = compiled(r"<<[-~]?\s{0,4}[\"']?(\w{1,40})[\"']?[^\S\n]{0,40}\n").match(text, found.end())
+        goes_on = compiled(r"\\\r?\n[ \t]{0,80}").match(text, found.end())
+        at = heredoc.end() if heredoc else goes_on.end() if goes_on else found.end()
+        if heredoc and rating == SURE:
+            close = text.find("\n" + heredoc[1], at - 1)
+            yield at, close if close >= 0 else _line_end(text, at)
+            done = max(close, at)
+            continue
+        begin, end, after, quoted = valuetext.joined(text, valuetext.value(text, at, most), most)
         if not secret_value(rating, text[begin:end]) or not _meant(text, found, rating, text[begin:end], quoted):
             continue
-        if not quoted and ":" in found[2] and _begins_line(text, found.start()) and secretnames.is_phrase(found[1]):
-            end = after = _line_end(text, end)  # YAML's `password: several words`
+        if not quoted and found[2].strip() in (":", "=") and _begins_line(text, found.start()):
+            if secretnames.is_phrase(found[1]) and found[2] != "=":
+                end = after = _line_end(text, end)  # YAML's and INI's `password: several words`
+            if ":" in found[2] and rating == SURE:
+                end = after = valuetext.more_lines(text, found.start(), end)
         yield begin, end
         done = after
+
+
+def _members(text: str, of: re.Match[str], begin: int, end: int) -> Iterator[Span]:
+    """What the entries of a mapping under a secret's name hold, where their own names say nothing."""
+    place = begin
+    entry = compiled(r"""(?<![\w.\-])(\\{0,8}["']?)([\w.\-]{1,100})\1\s?[:=](?=\s|\\{0,8}["'])\s{0,8}""")
+    yaml = ":" in of[2] and _begins_line(text, of.start())
+    while found := entry.search(text, place, end):
+        place = found.end()
+        if "\n" in found[0] or text[place : place + 1] in ("{", "|", ">"):
+            continue
+        if text.startswith("[", place):
+            values, place = valuetext.listed(text, place, end)
+        else:
+            values = [valuetext.value(text, place, end)]
+            place = max(place, values[0].after)
+        for value in values:
+            word = text[value.begin : value.end]
+            if is_secret_member(of[1], found[2], word) and (value.quoted or opaque(word) or yaml):
+                yield value[:2]
 
 
 def _is_secret_item(text: str, found: re.Match[str], rating: int, item: valuetext.Value) -> bool:
@@ -131,7 +185,8 @@ def _line_end(text: str, at: int) -> int:
 def _meant(text: str, found: re.Match[str], rating: int, value: str, quoted: bool) -> bool:
     """Whether the name is a secret's here: sentences and lines of source code have `token` and `key` too."""
     name, separator = found[1], found[2]
-    telling = opaque(value) or (rating == SURE and value.isdigit() and len(value) >= 4)
+    digits = value.lstrip("-").replace(".", "", 1)
+    telling = opaque(value) or (rating == SURE and digits.isdigit() and len(digits) >= 4)
     if text[found.start() - 1 : found.start()] in ("?", "&", ";"):
         return True
     if quoted:
@@ -209,6 +264,20 @@ def named(text: str) -> Iterator[Span]:
         return
     quote = r"""(?:\\{0,32}["'])"""
     name = rf"""\b(?:[Nn]ame|[Kk]ey){quote}?\s{{0,8}}[:=]\s{{0,8}}{quote}?([\w.\-]{{1,100}}){quote}?[\s,;]{{1,40}}{quote}?"""
+    # Other fields may stand between them.
+    name += rf"""(?:(?:#[^\n]{{0,200}}|\w{{1,40}}{quote}?\s?[:=]\s{{0,8}}{quote}?[^\s,;:={{}}"'\\]{{0,100}}{quote}?)[\s,;]{{1,40}}{quote}?){{0,3}}?"""
+    done = 0
+    first = rf"""\b([Vv]alue{quote}?[^\S\n]{{0,8}}[:=])\s{{0,8}}(?=[^\s{{\[])"""
+    for found in compiled(first).finditer(text):
+        if found.start() < done:
+            continue
+        value = valuetext.value(text, found.end(), min(len(text), found.end() + _MOST_MAYBE))
+        behind = compiled(
+            rf"""[\s,;]{{1,40}}{quote}?(?:[Nn]ame|[Kk]ey){quote}?\s{{0,8}}[:=]\s{{0,8}}{quote}?([\w.\-]{{1,100}})"""
+        ).match(text, value.after)
+        if behind and secret_value(secretnames.rate(behind[1]), text[value.begin : value.end]):
+            yield value[:2]
+            done = value.after
     done = 0
     for found in compiled(rf"""{name}([Vv]alue{quote}?[^\S\n]{{0,8}}[:=])\s{{0,8}}""").finditer(text):
         if secretnames.rate(found[1]) == secretnames.NO or found.start() < done:
@@ -222,8 +291,7 @@ def named(text: str) -> Iterator[Span]:
         if secretnames.rate(found[1]) != SURE or found.start() < done:
             continue
         value = valuetext.value(text, found.end(), len(text))
-        word = text[value.begin : value.end]
-        if not plain(word) and (opaque(word) or (" " in word.strip() and not secretnames.is_also_a_word(found[1]))):
+        if is_secret_second(found[1], text[value.begin : value.end]):
             yield value[:2]
             done = value.after
 
@@ -232,8 +300,9 @@ def elements(text: str) -> Iterator[Span]:
     """<password>value</password>, as XML has it."""
     if "</" not in text:
         return
-    for found in compiled(r"<([\w.\-]{1,100})>([^<]*)</").finditer(text):
-        if secret_value(secretnames.rate(found[1]), found[2].strip()):
+    element = r"<(?:\w{1,40}:)?([\w.\-]{1,100})(?:\s[^<>]{0,200})?>\s{0,40}(?:<!\[CDATA\[)?([^<]*)(?:<!|</)"
+    for found in compiled(element).finditer(text):
+        if secret_value(secretnames.rate(found[1]), found[2].strip().removesuffix("]]>")):
             yield found.span(2)
 
 
@@ -241,15 +310,17 @@ def elements(text: str) -> Iterator[Span]:
 
 # Flags that carry a secret under a name that does not say so. "user": NAME:SECRET.
 _PROGRAMS = {
-    "curl": {"-u": "user", "--user": "user", "-U": "user", "--proxy-user": "user"},
+    "curl": {"-u": "user", "--user": "user", "-U": "user", "--proxy-user": "user", "-E": "user", "--cert": "user"},
     "http": {"-a": "user", "--auth": "user"}, "https": {"-a": "user", "--auth": "user"},
     "sshpass": {"-p": "value"}, "redis-cli": {"-a": "value"}, "smbclient": {"-U": "user"},
     "mysql": {"-p": "attached"}, "mysqldump": {"-p": "attached"}, "mysqladmin": {"-p": "attached"}, "mariadb": {"-p": "attached"},
     "ldapsearch": {"-w": "value"}, "ldapmodify": {"-w": "value"}, "mosquitto_pub": {"-P": "value"}, "mosquitto_sub": {"-P": "value"},
+    "openssl": {"-pass": "user", "-passin": "user", "-passout": "user"}, "mongo": {"-p": "value"}, "mongosh": {"-p": "value"},
+    "zip": {"-P": "value"}, "unzip": {"-P": "value"}, "az login": {"-p": "value"}, "wandb login": {"login": "key"}, "vault login": {"login": "key"},
     "docker login": {"-p": "value"}, "podman login": {"-p": "value"}, "helm login": {"-p": "value"},
 }  # fmt: skip
 _COMMAND_MARKS = ("--", "curl", "http", "sshpass", "redis-cli", "smbclient", "mysql", "mariadb", "ldap", "mosquitto", "docker",
-                  "podman", "helm", "login")  # fmt: skip
+                  "podman", "helm", "login", "openssl", "mongo", "zip")  # fmt: skip
 
 
 def commands(text: str) -> Iterator[Span]:
@@ -258,6 +329,8 @@ def commands(text: str) -> Iterator[Span]:
         return
     words = []
     for found in compiled(r"\S+").finditer(text):
+        if found[0] == "\\":  # the command goes on
+            continue
         word = found[0].lstrip("\"'`([{\\")
         # A sentence about `--password`, no command with it.
         named = found[0][0] == "`" and word.rstrip(".,;:)")[-1:] == "`"
@@ -317,7 +390,7 @@ def _program(running: str, word: str) -> str:
 
 
 def _flag_value(kind: str, word: str, place: int) -> Iterator[Span]:
-    if kind == "value" and not plain(word):
+    if (kind == "value" or (kind == "key" and opaque(word))) and not plain(word):
         yield place, place + len(word)
     elif kind == "user":
         name, colon, secret = word.partition(":" if ":" in word else "%")  # smbclient's -U NAME%SECRET

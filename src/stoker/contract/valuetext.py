@@ -34,6 +34,7 @@ _S, _D = r"\\{0,8}'", r"""\\{0,8}\""""
 _SHELL = rf"""(?:{_S}{_D}){{2,64}}{_S}|(?:{_D}{_S}){{2,64}}{_D}|(?<!\\)(?P<outer>\\{{0,8}})'(?P=outer)\\{{1,8}}'(?P=outer)'"""
 _OPENING = rf"""(?:[bBrRuUfF]{{1,2}}|\$)?(?:(?P<shell>{_SHELL})|(?P<escape>\\{{0,8}})(?P<quote>["'`“‘«]))"""
 _CLOSING = {"“": "”", "‘": "’", "«": "»"}
+_MOST_MEMBERS = 4000  # characters in braces
 _LATER = 2000  # characters behind the line's end in which a quote may still be closed
 
 
@@ -61,14 +62,16 @@ def quoted(text: str, at: int, limit: int) -> Value | None:
             return Value(begin, end, end + len(three), True)
     place, line_end, most = begin, -1, limit
     # The lookbehind: a run of backslashes is read once.
-    marks = compiled(rf"(?P<shell>{_SHELL})|(?<!\\)(?P<slashes>\\*){mark}|\n")
+    later = rf"(?P<shell>{_SHELL})|(?<!\\)(?P<slashes>\\*){mark}"
+    marks = compiled(rf"{later}|\n")
     while found := marks.search(text, place, most):
         place = found.end()
         if found["shell"]:
             continue
         if found["slashes"] is None:
-            if line_end < 0:
-                line_end, most = found.start(), min(limit, found.end() + _LATER)
+            line_end, most, marks = found.start(), min(limit, found.end() + _LATER), compiled(later)
+            if text.find(mark, place, most) < 0:
+                break
             continue
         # n backslashes before the opening quote: those of the value come in units of 2n + 2, unless a repr escaped the
         # backslash and not the quote.
@@ -166,7 +169,9 @@ def below(text: str, name_at: int, at: int) -> Value | None:
     """What YAML writes on the lines under a name: a block behind | or >, a list; a value alone."""
     line = text[max(0, name_at - 40) : name_at].rpartition("\n")[2]
     indent = len(line) - len(line.lstrip(" \t"))
-    head = compiled(r"([|>][+\-\d]{0,2})?[ \t]{0,40}(?:#[^\r\n]{0,200})?\r?(?=\n)").match(text, at)
+    head = compiled(
+        r"(?:[!&][\w!./:\-]{0,80}[ \t]{1,8}){0,2}([|>][+\-\d]{0,2})?[ \t]{0,40}(?:#[^\r\n]{0,200})?\r?(?=\n)"
+    ).match(text, at)
     if head is None:
         return None
     empty = r"[ \t]{0,40}\r?(?=\n)"
@@ -184,6 +189,51 @@ def below(text: str, name_at: int, at: int) -> Value | None:
     if found is None or compiled(r"""- |(["']?)[\w.\-]{1,100}\1\s?:(?:\s|$)""").match(text, found.end()):
         return None
     return value(text, found.end(), len(text))
+
+
+def more_lines(text: str, name_at: int, at: int) -> int:
+    """The end of YAML's plain value that goes on below: lines that are deeper than its name, and no entries."""
+    line = text[max(0, name_at - 40) : name_at].rpartition("\n")[2]
+    if line.strip(" \t-"):
+        return at
+    entry = r"""(?!- |["']?[\w.\-]{1,100}["']?\s?[:=]|#)"""
+    found = compiled(rf"[^\S\n]*(?:\n[ \t]{{{len(line) + 1},80}}{entry}[^\s][^\n]*)+").match(text, at)
+    return at + len(found[0].rstrip()) if found else at
+
+
+def joined(text: str, value: Value, limit: int) -> Value:
+    """With the strings that source code joins to it: 'one' + 'two', and one on the next line without a comma."""
+    while value.after > value.end:
+        between = compiled(r"""\s{0,4}\+\s{0,80}(?=[bfru]?\\{0,8}["'])|[ \t]{0,8}\r?\n[ \t]{0,200}(?=["'])""").match(
+            text, value.after
+        )
+        more = quoted(text, between.end(), limit) if between else None
+        if more is None or more.after == more.end or compiled(r"\s?[:=]").match(text, more.after):
+            break
+        value = Value(value.begin, more.end, more.after, True)
+    return value
+
+
+def members(text: str, name_at: int, at: int) -> Span | None:
+    """Where the entries of a mapping under a name stand: in the braces that begin here, or on YAML's deeper lines."""
+    if text.startswith("{", at):
+        place, depth, limit = at, 0, min(len(text), at + _MOST_MEMBERS)
+        while found := compiled(r"""[{}]|\\{0,8}["']""").search(text, place, limit):
+            place = found.end()
+            if found[0] in "{}":
+                depth += 1 if found[0] == "{" else -1
+                if not depth:
+                    return at + 1, found.start()
+            else:
+                inner = quoted(text, found.start(), limit)
+                place = max(place, inner.after if inner else place)
+        return at + 1, limit
+    line = text[max(0, name_at - 40) : name_at].rpartition("\n")[2]
+    head = compiled(r"""["']?[ \t]{0,40}(?:#[^\r\n]{0,200})?\r?(?=\n)""").match(text, at)
+    if head is None or line.strip(" \t-\"'"):
+        return None
+    rows = compiled(rf"(?:\n(?:[ \t]{{0,40}}\r?(?=\n)|[ \t]{{{len(line) + 1}}}[^\n]*))+").match(text, head.end())
+    return rows.span() if rows else None
 
 
 def _rows(text: str, rows: str, at: int) -> Value | None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from stoker.contract import redact
 from stoker.contract.names import EX_NOINPUT, EX_SOFTWARE, Refusal
 from stoker.contract.process import send_to_group
 from stoker.contract.shape import shape
@@ -160,7 +161,7 @@ def try_imports(
         if verdict is not None or stopped() or (code == 0 and under_way is None):
             return verdict
         noise.seek(0)
-        tail = noise.read().decode("utf-8", "replace").strip().splitlines()[-8:]
+        tail = redact.whole(noise.read().decode("utf-8", "replace")).strip().splitlines()[-8:]
     return _died(under_way, path, code, late, tail)
 
 
@@ -211,7 +212,8 @@ def _failed_import(one: Import, path: str, answer: dict[str, Any], problem: str)
     fix: tuple[str, ...] = (f"pip install {missing}   # the package may have another name",) if missing else ()
     fix = (*fix, "is it the right Python environment? the ranks use the one that runs Stoker, or --python")
     summary = f"import {one.name} fails at {path}:{one.line}: {problem.partition(chr(10))[0]}"
-    return _failed(summary, 1, answer["traceback"].strip().splitlines()[-6:], fix)
+    # Without its secrets before it is cut: the last lines of a private key have no known shape.
+    return _failed(summary, 1, redact.whole(answer["traceback"]).strip().splitlines()[-6:], fix)
 
 
 def _failed(summary: str, code: int, evidence: list[str], fix: tuple[str, ...]) -> Verdict:
