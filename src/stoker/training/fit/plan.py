@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterator
 from stoker.contract.effort import SECONDS, LookingAt
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.cards import LINK_ELSE, Card
-from stoker.training.fit.cost import HALF_SPEED, Copies, flops_per_token
+from stoker.training.fit.cost import ASSUMED, HALF_SPEED, SHARE, Copies, exchange_seconds, flops_per_token
 from stoker.training.fit.footprint import Footprint
+from stoker.training.fit.sharded import sent
 from stoker.training.fit.terms import GRPO, Job, Planned, StageNeeds, reserved
 from stoker.training.model.config import LORA, OFF, QLORA, AdapterConfig, ModelConfig
 
 AUTO, FULL = "auto", "full"
 METHODS = (FULL, LORA, QLORA)
+DDP, FSDP = "ddp", "fsdp"  # parallel.strategy
+SHARDS_ABOUT = "shards were not measured on several GPUs: an estimate"
 DOCUMENT = 512  # tokens of a text in packed rows, where nobody counted
 SHORTEST = 128  # tokens of context that a plan proposes
 CONTEXT_FLAG = "context-length"
@@ -49,6 +52,7 @@ class Wish:
     inputs_on_host: bool | None = None  # what blocks keep
     needs: StageNeeds = StageNeeds()
     kept: bool = False  # the optimizer is that of a checkpoint: no other can go on with it
+    strategy: str = DDP
 
     @property
     def layers(self) -> int:
@@ -69,6 +73,7 @@ class Settings:
     inputs_on_host: bool = False
     rows: int = 0  # GRPO: answers that are written at once
     bits: int = 0  # GRPO: of a weight meanwhile
+    strategy: str = DDP
 
 
 @shape
@@ -137,17 +142,16 @@ class Search:
             kinds: tuple[str, ...] = ("adamw", "adamw8bit") if wish.optimizer == AUTO else (wish.optimizer,)
             if method != FULL:
                 kinds = tuple(kind for kind in kinds if kind != "muon") or ("adamw",)
-            moved, footprint = bool(wish.inputs_on_host), self._footprint(method)
+            moved = bool(wish.inputs_on_host)
             for bits in self._bits(method):
-                s = self._written(
-                    Settings(method, kinds[-1], recompute, bool(wish.on_host), max(wish.micro, 1), moved), bits
-                )
+                s = Settings(method, kinds[-1], recompute, bool(wish.on_host), max(wish.micro, 1), moved)
+                s = self._written(replace(s, strategy=wish.strategy), bits)
                 for kind in kinds:
                     yield replace(s, optimizer=kind)
-                if wish.on_host is None and method != FULL and footprint.can_be_on_host():
+                if wish.on_host is None and method != FULL and self._can_be_on_host(s):
                     s = replace(s, on_host=True)
                     yield s
-                if wish.inputs_on_host is None and footprint.can_move_kept():
+                if wish.inputs_on_host is None and self._can_move_kept(s):
                     yield replace(s, inputs_on_host=True)
 
     def _bits(self, method: str) -> tuple[int, ...]:
@@ -155,13 +159,24 @@ class Search:
         needs = self._wish.needs
         if needs.stage != GRPO:
             return (0,)
-        if method != QLORA:
+        if method != QLORA or self._wish.strategy == FSDP:  # of a model in shards every rank has a copy
             return (16,)
         return (needs.bits,) if needs.bits else (16, 4)
+
+    def can_shard(self, method: str) -> bool:
+        """Not what transformers computes."""
+        return self._footprint(method).described is not None
 
     def _written(self, s: Settings, bits: int) -> Settings:
         """With so many bits of a weight while answers are written."""
         return replace(s, bits=bits, rows=self._wish.needs.rows) if bits else s
+
+    def _can_be_on_host(self, s: Settings) -> bool:
+        return s.strategy == DDP and self._footprint(s.method).can_be_on_host()
+
+    def _can_move_kept(self, s: Settings) -> bool:
+        """Autograd saves a block's gathered weights, too, where it is in shards: they would go to the host with the rest."""
+        return s.strategy == DDP and self._footprint(s.method).can_move_kept()
 
     def _footprint(self, method: str) -> Footprint:
         if method not in self._footprints:
@@ -176,6 +191,7 @@ class Search:
         return Job(
             s.micro, context or wish.context, s.optimizer, wish.packed, wish.documents, s.recompute, self._world,
             tries or wish.share(self._world) > s.micro, card.capability, s.on_host, s.inputs_on_host, needs,
+            self._world if s.strategy == FSDP else 1,
         )  # fmt: skip
 
     def _needs(self, s: Settings, card: Card, context: int = 0) -> int:
@@ -216,6 +232,12 @@ class Search:
         wish, passes = self._wish, PASSES[s.method]
         tokens, again = s.micro * wish.context, s.recompute / wish.layers
         slower = 1 + HALF_SPEED / tokens
+        if s.strategy == FSDP:
+            speed = SHARE * min(card.peak or ASSUMED for card in self._cards)
+            alone = tokens * flops_per_token(wish.model, wish.context, passes) / speed
+            described = self._footprint(s.method).described
+            assert described is not None
+            return max((1 + again / passes) * slower, exchange_seconds(sent(described), self._cards) / alone)
         if not s.inputs_on_host or not self._peaks_known:
             return (1 + again / passes) * slower
         work = tokens * flops_per_token(wish.model, wish.context, passes) * slower
@@ -237,9 +259,9 @@ class Search:
 
     def _faster(self, s: Settings) -> Settings:
         """As fast as it gets; what blocks keep is in host memory where that is sure to be faster."""
-        found, footprint = self._fastest(s), self._footprint(s.method)
+        found = self._fastest(s)
         sure = self._peaks_known and all(card.link is not None for card in self._cards)
-        if s.inputs_on_host or self._wish.inputs_on_host is not None or not sure or not footprint.can_move_kept():
+        if s.inputs_on_host or self._wish.inputs_on_host is not None or not sure or not self._can_move_kept(s):
             return found
         frugal = replace(s, inputs_on_host=True)
         if not found.recompute or not self._fits(frugal, self._tightest):
@@ -267,7 +289,7 @@ class Search:
             needs = reserved(planned.total) + card.free - card.room(self._world)
             shares.append(Share(card, planned, needs, self._largest(s, card), self._host_bytes(s, card)))
         reasons = tuple(self._reasons(s)) if fits else ()
-        about = self._footprint(s.method).why_about
+        about = self._footprint(s.method).why_about or (SHARDS_ABOUT if s.strategy == FSDP else "")
         if self.dtype == "fp16":
             about = about or "no card before Ampere was measured: an estimate"
         return Plan(self._wish, fits, s, tuple(shares), reasons, change, about, self.dtype)
@@ -329,7 +351,7 @@ class Search:
 
     def _frugal(self, method: str) -> Settings:
         frugal = Settings(method, "adamw8bit", self._wish.layers, False, 1)
-        return self._written(frugal, self._bits(method)[-1])
+        return self._written(replace(frugal, strategy=self._wish.strategy), self._bits(method)[-1])
 
     def _change(self, s: Settings) -> Change:
         """One change that is enough, the smallest first; then a card that is."""
@@ -351,7 +373,7 @@ class Search:
     def _larger_card(self) -> str:
         card = self._tightest
         frugal = self._frugal(QLORA if self._wish.method == AUTO else self._wish.method)
-        needs = self._needs(replace(frugal, on_host=self._footprint(frugal.method).can_be_on_host()), card)
+        needs = self._needs(replace(frugal, on_host=self._can_be_on_host(frugal)), card)
         missing = needs - card.room(self._world)
         if card.held_bytes >= missing:
             who = f" ({card.held[0]})" if card.held else ""
@@ -368,11 +390,13 @@ class Search:
             yield again, replace(s, recompute=layers)
         if s.micro > 1 and s.recompute < layers:
             yield one | again, replace(s, micro=1, recompute=layers)
+        if s.strategy == DDP and self._world > 1 and self.can_shard(s.method):
+            yield {"parallel": FSDP}, replace(s, strategy=FSDP, on_host=False, inputs_on_host=False)
         if s.optimizer != "adamw8bit" and not self._wish.kept:
             yield {"optimizer": "adamw8bit"}, replace(s, optimizer="adamw8bit")
-        if not s.on_host and self._footprint(s.method).can_be_on_host():
+        if not s.on_host and self._can_be_on_host(s):
             yield {"embedding": "host"}, replace(s, on_host=True)
-        if not s.inputs_on_host and self._footprint(s.method).can_move_kept():
+        if not s.inputs_on_host and self._can_move_kept(s):
             yield {"activations": "host"}, replace(s, inputs_on_host=True)
         if s.inputs_on_host:  # what the host has no memory for
             yield {"activations": "device"}, replace(s, inputs_on_host=False)

@@ -78,6 +78,9 @@ class Group:
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         self.local = int(os.environ.get("LOCAL_RANK", "0"))
         self.device = _device(c, self.local)
+        if c.strategy == "auto":
+            line = "parallel.strategy auto is decided by `stoker train` before there are ranks"
+            raise Refusal(f"{line}: start them with it, or say ddp or fsdp", EX_USAGE)
         self.strategy = c.strategy
         self._meetings = 0
         card = os.environ.get("GPU_RANK", str(self.local))

@@ -18,7 +18,7 @@ from stoker.training.config.schema import Config
 from stoker.training.fit.accumulation import Accumulation, choose
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.memory import ADAPTERS, GRADIENTS, OPTIMIZER, REFERENCE, TERMS, WEIGHTS
-from stoker.training.fit.plan import DOCUMENT, FULL, gib
+from stoker.training.fit.plan import DOCUMENT, FULL, SHARDS_ABOUT, gib
 from stoker.training.fit.terms import GRPO, Job, Planned, StageNeeds
 from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
@@ -57,7 +57,7 @@ def planned(
     footprint = Footprint(held.model.config, adapter, job.needs.stage)
     why = "a CUDA graph has memory of its own: an estimate" if graph else ""
     if job.shards > 1:
-        why = "shards were not measured on several GPUs: an estimate"
+        why = SHARDS_ABOUT
     return footprint.planned(job), footprint.why_about or why
 
 
@@ -178,7 +178,7 @@ class MemoryRecord:
         told = {
             "schema": SCHEMA, "stage": self._stage, "model": os.path.realpath(c.model.load) if os.path.isdir(c.model.load) else c.model.load,
             "method": FULL if c.adapter.method == OFF else c.adapter.method, "context": c.data.context_length,
-            "micro": held.micro, "recompute": str(c.compute.recompute), "optimizer": c.optim.kind,
+            "strategy": held.group.strategy, "micro": held.micro, "recompute": str(c.compute.recompute), "optimizer": c.optim.kind,
             "cards": self._cards, "planned_bytes": self.planned_bytes,
             "planned_terms": self.planned.terms if self.planned is not None else None, **more,
         }  # fmt: skip
