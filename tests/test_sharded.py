@@ -6,6 +6,8 @@ import json
 import math
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from safetensors.torch import load_file
 from conftest import at_length_but
 from forked_ranks import Server, program, server
 from stoker.contract.shape import replace
+from stoker.contract.shapes import Evidence, RankEnd, RankError
+from stoker.control.verdict.judge import judge
 from stoker.training.fit.accumulation import choose
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.terms import Job
@@ -361,3 +365,89 @@ def test_gradients_are_whole_where_that_sends_less_and_fits(
     job = Job(1, 2048, recomputed=32, world=8, shards=8)
     found = choose(Footprint(EIGHT, AdapterConfig()), job, room * GIB, share, micro)
     assert found.whole == whole and why in found.why, found
+
+
+# An allocation fails inside FSDP2's own code, in each phase of a step; prints the tracebacks.
+SHORT_OF_MEMORY = """
+import json, traceback
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import _api
+
+def short(*args, **kwargs):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB of which 0.50 GiB is free. Of the allocated memory 22.00 GiB is allocated by PyTorch, and 0.10 GiB is reserved by PyTorch but unallocated.")
+
+class Short(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        short()
+
+def fails(phase, module, name, work):
+    real = getattr(module, name)
+    setattr(module, name, short)
+    try:
+        work()
+    except torch.OutOfMemoryError:
+        found.append((phase, traceback.format_exc()))
+    finally:
+        setattr(module, name, real)
+
+def sharded():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+def step(make):
+    model = make()
+    loss = model(x).sum()
+    return model, loss
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x, found = torch.randn(4, 8), []
+model = sharded()
+fails("gather", torch, "empty", lambda: model(x))
+model, loss = step(sharded)
+fails("backward", torch, "empty", loss.backward)  # of the buffer that gradients are reduced from
+model, loss = step(sharded)
+fails("in an operation", torch, "is_complex", Short.apply(loss).backward)
+loss.backward()
+optimizer = torch.optim.AdamW(model.parameters())
+fails("optimizer", torch, "zeros_like", optimizer.step)
+fails("save", _api.Redistribute, "apply", lambda: [p.full_tensor() for p in model.parameters()])
+print(json.dumps(found))
+"""
+OWN = (
+    "INFO | [GPU 0] ran out of GPU memory at 22.0 GiB in tensors of a model in 4 shards, 20.0 GiB were planned; no term"
+)
+
+
+def test_out_of_memory_in_shards_names_the_phase_and_what_helps() -> None:
+    done = subprocess.run([sys.executable, "-c", SHORT_OF_MEMORY], capture_output=True, text=True, check=True)
+    traces = json.loads(done.stdout.splitlines()[-1])
+    assert [phase for phase, _ in traces] == ["gather", "backward", "in an operation", "optimizer", "save"]
+    words = {"gather": "weights were gathered", "optimizer": "in the optimizer step", "save": "the model was saved"}
+    helps = {
+        "gather": ("reshard_after_forward", "--compute.recompute full"),
+        "optimizer": ("8-bit optimizer", "--optimizer adamw8bit"),
+        "save": ("StateDictOptions", "one tensor at a time"),
+    }
+    for phase, trace in traces:
+        message = trace.splitlines()[-1].partition(": ")[2]
+        error = RankError("OutOfMemoryError", message, "train.py", 7, "main", trace, int(5e9), module="torch")
+        theirs, ours = (
+            judge(Evidence(2, (RankEnd(0, "", "GPU0", 100, 1, 5.0, error=error, tail=tail),))) for tail in ("", OWN)
+        )
+        assert theirs.cause == ours.cause == "oom.gpu"
+        for verdict in (theirs, ours):
+            assert f"out of GPU memory {'' if phase != 'gather' and phase != 'save' else 'while '}" in verdict.summary
+            assert words.get(phase, "in the backward pass") in verdict.summary, verdict.summary
+        script, recipe = helps.get(phase, ("set_requires_gradient_sync", "--parallel.accumulate sharded"))
+        assert recipe in ours.fix[0]
+        if phase in ("gather", "backward", "save"):  # of others the traceback does not show that the model is in shards
+            assert script in theirs.fix[0]

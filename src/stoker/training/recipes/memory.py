@@ -192,7 +192,18 @@ class MemoryRecord:
         except torch.OutOfMemoryError:
             if self.planned is not None:
                 self._voice.say(self._short(self.planned))
+            elif self._in_shards:
+                self._voice.say(f"{self._at()}; there was no memory plan")
             raise
+
+    @property
+    def _in_shards(self) -> str:
+        group = self._held.group
+        return f" of a model in {group.world} shards" if group.strategy == "fsdp" and group.world > 1 else ""
+
+    def _at(self) -> str:
+        now = torch.cuda.memory_allocated(self._held.group.device) if torch.cuda.is_available() else 0
+        return f"{SHORT} at {gib(now)} in tensors{self._in_shards}"
 
     def _short(self, planned: Planned) -> str:
         held = self._held
@@ -206,7 +217,7 @@ class MemoryRecord:
             "activations and working memory": rest - others
         }
         worst = max(over, key=lambda term: over[term])
-        line = f"{SHORT} at {gib(now)} in tensors, {gib(planned.total)} were planned"
+        line = f"{self._at()}, {gib(planned.total)} were planned"
         if over[worst] < _LEAST:
             return f"{line}; no term is above its plan: the card had less room than that, or it is in pieces"
         return f"{line}; underestimated: {worst}, by {gib(over[worst])} so far"
