@@ -415,6 +415,27 @@ def test_the_fastest_way_is_chosen_where_several_fit() -> None:
     assert {way.strategy: way.seconds or 0 for way in near.ways}["ddp"] < 0.1 * by["ddp"]
 
 
+def test_shards_go_to_the_host_where_they_do_not_fit_the_cards() -> None:
+    found = decided("4x24GB", Wish(EIGHT, 2048, "full"))
+    s, share = found.plan.settings, found.plan.shares[0]
+    assert (found.way.strategy, s.offload, s.optimizer) == ("fsdp", "optimizer", "adamw8bit")
+    assert "optimizer" not in share.planned.terms and share.host_bytes == pytest.approx(
+        2 * parameters(EIGHT) / 4, rel=0.05
+    )
+    off = decided("4x24GB", Wish(EIGHT, 2048, "full", offload="off"))
+    assert not off.plan.fits and off.plan.change is not None
+    lora = decided("2x24GB", Wish(THIRTY_TWO, 2048, "lora"))
+    share = lora.plan.shares[0]
+    assert lora.plan.settings.offload == "all" and "weights" not in share.planned.terms
+    assert share.host_bytes == pytest.approx(2 * parameters(THIRTY_TWO) / 2, rel=0.05)
+    assert "--offload all" in " ".join(text_lines(lora.plan))
+    small = [replace(card, host_free=48 * GIB) for card in cards("2x24GB")]
+    assert not decide(small, Wish(THIRTY_TWO, 2048, "lora")).plan.fits, "the host has no memory for it"
+    assert all(way.plan.settings.offload == "off" for way in decided("4xH100", Wish(EIGHT, 2048, "lora")).ways)
+    by = decided("4x24GB", Wish(THIRTY_TWO, 2048, "lora", offload="all")).ways
+    assert {way.strategy: way.plan.settings.offload for way in by} == {"ddp": "off", "fsdp": "all", "one": "off"}
+
+
 def test_a_card_that_others_fill_is_left_out() -> None:
     free, full = cards("2x24GB")
     found = decide([replace(full, free=2 * GIB), free], Wish(EIGHT, 2048, "qlora"))

@@ -40,6 +40,7 @@ PROGRAM = program("""
 from importlib import import_module
 import torch, torch._dynamo, torch.distributed.fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from stoker.training.optim import host
 from stoker.training.recipes import stage
 
 groups, counted = [], {"gradients": 0, "read": 0}
@@ -74,8 +75,15 @@ def read(method):
         return count
     return counting
 
+def visits(method):
+    def counting(*args, **kwargs):
+        counted["visits"] += 1
+        return method(*args, **kwargs)
+    return counting
+
 def work(job, rank):
     os.preadv = read(os.preadv)
+    counted["visits"], host.Visit.bring = 0, visits(host.Visit.bring)
     made = FSDPParamGroup.__init__
     def init(self, *args, **kwargs):
         made(self, *args, **kwargs)
@@ -88,6 +96,7 @@ def work(job, rank):
     counted["shard"] = sum(4 * one.sharded_param.to_local().numel() for one in params if one.sharded_param.requires_grad)
     sizes = [sum(4 * one.sharded_param.numel() for one in group.fsdp_params if one.sharded_param.requires_grad) for group in groups]
     counted["units"] = sorted(sizes)
+    counted["offloads"] = bool(params) and all(one.offload_to_cpu for one in params)
     with open(f"counted-{rank}.json", "w") as file:
         json.dump(counted, file)
     return code
@@ -189,6 +198,21 @@ def test_optimizers_in_shards_make_the_steps_of_one_process_and_resume_anywhere(
     assert losses == pytest.approx(one.losses, rel=1e-5)
 
 
+@pytest.mark.parametrize("kept", ["optimizer", "all"])
+@pytest.mark.parametrize("kind", at_length_but(["adamw8bit"], ["adamw", "adamw8bit"]))
+def test_what_lives_on_the_host_learns_the_same_to_the_bit(
+    kind: str, kept: str, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--optimizer", kind, *FSDP, "--schedule", "constant", "--warmup_steps", "1", "--max-steps")
+    there = ranks.pretrain(2, tmp_path / "there", *words, "4")
+    folder = ("--checkpoint.folder", str(tmp_path / "kept"))
+    moved = ranks.pretrain(2, tmp_path / "moved", *words, "2", "--offload", kept, *folder)
+    on = ranks.pretrain(3, tmp_path / "on", *words, "4", "--offload", kept, *folder)
+    assert moved.losses == there.losses[:2] and on.losses == pytest.approx(there.losses[2:], rel=1e-6)
+    assert moved.counted(0)["visits"] > 0 and there.counted(0)["visits"] == 0
+    assert moved.counted(0)["offloads"] == (kept == "all")
+
+
 @pytest.fixture(scope="module")
 def base(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's folder."""
@@ -234,6 +258,29 @@ def test_adapters_in_shards_learn_what_one_process_learns(
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(theirs[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", at_length_but(["--lora"], ["--lora", "--qlora"]))
+def test_a_frozen_model_on_the_host_has_adapters_that_learn_the_same(
+    method: str, ranks: Ranks, wide: Path, tmp_path: Path
+) -> None:
+    words = (
+        "--model.load",
+        str(wide),
+        method,
+        "--lora_rank",
+        "4",
+        *FSDP,
+        "--optimizer",
+        "adamw8bit",
+        "--export",
+        "true",
+    )
+    there = ranks.pretrain(2, tmp_path / "there", *words)
+    moved = ranks.pretrain(2, tmp_path / "moved", *words, "--offload", "all")
+    assert moved.losses == there.losses and moved.counted(0)["offloads"] and moved.losses[-1] < moved.losses[0]
+    ours, theirs = (load_file(run / "hf" / "adapter_model.safetensors") for run in (moved.run, there.run))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 STAGES = [(stage, method) for stage in ("sft", "reward", "dpo") for method in ("", "--lora", "--qlora")]

@@ -19,6 +19,7 @@ from stoker.training.fit.scorer import with_scorer
 from stoker.training.fit.terms import DPO, GRPO, REWARD, SFT, StageNeeds, asked_bits
 from stoker.training.model import hf_config, hf_hub
 from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig
+from stoker.training.parallel.config import EVERYTHING, NOTHING, OFFLOAD
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -56,6 +57,12 @@ def parser() -> Parser:
     ways = (plan.AUTO, *strategy.STRATEGIES)
     made.add_argument(
         "--parallel", choices=ways, default=plan.AUTO, help="auto: one card, ddp or fsdp, what is fastest"
+    )
+    made.add_argument(
+        "--offload",
+        choices=("auto", *OFFLOAD),
+        default="auto",
+        help="fsdp: what lives in host memory; auto: what does not fit",
     )
     made.option("--hosts", "HOSTS", "a hosts file, or a,b,c: the GPUs of these hosts", default="")
     made.option("--machine", "FILE", "a machine that `stoker doctor --record` kept, instead of this one", default="")
@@ -148,6 +155,12 @@ def _check(told: argparse.Namespace) -> None:
         raise Refusal("--hosts and --machine: give one of them", EX_USAGE)
     if told.parallel == plan.FSDP and told.embedding == "host":
         raise Refusal("--embedding host: a model in shards has its embedding in shards, too; leave it out", EX_USAGE)
+    if told.offload not in ("auto", NOTHING) and told.parallel not in (plan.AUTO, plan.FSDP):
+        raise Refusal(f"--offload {told.offload} is for --parallel fsdp: it moves shards", EX_USAGE)
+    if told.offload == EVERYTHING and told.stage == GRPO:
+        raise Refusal(
+            "--offload all: stage grpo writes answers by a copy on the GPU; use --offload optimizer", EX_USAGE
+        )
     if told.probe and not told.data:
         raise Refusal("--probe trains five steps: it needs --data", EX_USAGE)
 
@@ -218,6 +231,7 @@ def _wish(told: argparse.Namespace, model: ModelConfig) -> plan.Wish:
         samples=samples,
         inputs_on_host={"auto": None, "device": False, "host": True}[told.activations],
         needs=_needs(told, context, samples),
+        offload=None if told.offload == "auto" else told.offload,
     )
 
 

@@ -224,6 +224,7 @@ def _wish(stage: str, resolved: Resolved, world: int, ready: Prepared | None) ->
         model, context, plan.FULL if config.adapter.method == OFF else config.adapter.method, config.adapter,
         config.optim.kind, again, micro, host[values["compute.embedding"]] if "compute.embedding" in values else False,
         packed, documents, samples, moved[config.compute.activations], needs,
+        offload=config.parallel.offload if "parallel.offload" in given else None,
         kept="optim.kind" in given and given["optim.kind"].words.startswith("checkpoint "),
     )  # fmt: skip
 
@@ -277,6 +278,8 @@ def _filled(config: Config, given: Any, found: Plan, say: Callable[[str], None])
         changed["optim.kind"] = s.optimizer
     if s.on_host and "compute.embedding" not in given:
         changed["compute.embedding"] = "host"
+    if s.offload != config.parallel.offload:
+        changed["parallel.offload"] = s.offload
     if s.inputs_on_host and config.compute.activations != "host":
         changed["compute.activations"] = "host"
     if s.bits == 4 and config.generate.bits == "auto":

@@ -33,7 +33,7 @@ _WORDS = {
 _HELPS = {
     GATHER: (
         "--compute.recompute full, or a smaller --batch.micro: activations and two gathered blocks are there at a time; with"
-        " --qlora a gathered block is a quarter of its 16-bit size",
+        " --qlora a gathered block is a quarter of its 16-bit size, with --parallel.offload all shards are in host memory",
         "fully_shard every block, the embedding and the head by itself, with reshard_after_forward=True: what is one unit is"
         " gathered at once; then activation checkpointing",
     ),
@@ -43,7 +43,7 @@ _HELPS = {
         " checkpointing",
     ),
     OPTIMIZER: (
-        "--optimizer adamw8bit: 2 bytes of moments a number instead of 8; or more ranks, each with a smaller shard",
+        "--optimizer adamw8bit: 2 bytes of moments a number instead of 8; or --parallel.offload optimizer: moments in host memory",
         "an 8-bit optimizer, or fully_shard(..., offload_policy=CPUOffloadPolicy()): moments in host memory",
     ),
     SAVE: (

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from stoker.contract.shape import shape
-from stoker.training.fit.cards import NETWORK, Card
+from stoker.training.fit.cards import LINK_ELSE, NETWORK, Card
 from stoker.training.model.config import ModelConfig, matmul_parameters
 
 # Tokens of a micro-batch at which kernels reach half of their speed: 8B QLoRA at 2,048 and 8,192 tokens (an H200).
 HALF_SPEED = 1024
 # Of a card's peak that fused blocks reach at best (8B QLoRA, 8,192 tokens, an H200): the faster they are the less they hide.
 FASTEST = 0.7
+HOST_LINKS = 100e9  # bytes/s that a host's memory gives to all its cards
 SHARE = 0.4  # of a card's peak that training reaches, where nothing was measured
 ASSUMED = 100e12  # FLOP/s of a card that no table has, where ways to use it are compared
 
@@ -29,6 +31,12 @@ def exchange_seconds(size: float, cards: Sequence[Card]) -> float:
     inside = min(card.peers for card in cards)
     link = min(inside, NETWORK) if len({card.host for card in cards}) > 1 else inside
     return size * (len(cards) - 1) / len(cards) / link
+
+
+def host_seconds(size: float, cards: Sequence[Card]) -> float:
+    """Of copying so many bytes to each card, or back, at the speed of the slowest."""
+    beside = Counter(card.host for card in cards)
+    return max(size / min(card.link or LINK_ELSE, HOST_LINKS / beside[card.host]) for card in cards)
 
 
 @shape

@@ -7,11 +7,11 @@ from typing import Any
 from stoker.contract.quantities import number_at
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.block import WIDE
-from stoker.training.fit.cost import ASSUMED, HALF_SPEED, SHARE, exchange_seconds, flops_per_token
+from stoker.training.fit.cost import ASSUMED, HALF_SPEED, SHARE, exchange_seconds, flops_per_token, host_seconds
 from stoker.training.fit.described import Described, describe
 from stoker.training.fit.plan import FSDP, FULL, PASSES, Plan
 from stoker.training.fit.runs import recorded
-from stoker.training.fit.sharded import sent
+from stoker.training.fit.sharded import fetched, sent, visiting
 from stoker.training.fit.terms import DPO, GRPO, SFT
 from stoker.training.model.config import OFF, matmul_parameters, parameters
 
@@ -47,7 +47,9 @@ def step_seconds(plan: Plan) -> float | None:
     described = _described(plan)
     trained = parameters(wish.model) if described is None else described.trained
     if s.strategy == FSDP and described is not None:  # with each micro-batch, while it computes
-        return max(computing, steps * exchange_seconds(sent(described), cards))
+        moved = steps * host_seconds(fetched(described, world, s.offload), cards)
+        update = 2 * host_seconds(visiting(described, s.optimizer, world, s.offload), cards)
+        return max(computing, steps * exchange_seconds(sent(described), cards), moved) + update
     exchanging = exchange_seconds(2 * WIDE * trained, cards)  # with the last micro-batch's backward pass
     return computing + max(exchanging - BACKWARD_SHARE * computing / steps, 0)
 

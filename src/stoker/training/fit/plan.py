@@ -13,15 +13,26 @@ from collections.abc import Callable, Iterator
 from stoker.contract.effort import SECONDS, LookingAt
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.cards import LINK_ELSE, Card
-from stoker.training.fit.cost import ASSUMED, HALF_SPEED, SHARE, Copies, exchange_seconds, flops_per_token
+from stoker.training.fit.cost import (
+    ASSUMED,
+    HALF_SPEED,
+    HOST_LINKS,
+    SHARE,
+    Copies,
+    exchange_seconds,
+    flops_per_token,
+    host_seconds,
+)
 from stoker.training.fit.footprint import Footprint
-from stoker.training.fit.sharded import sent
+from stoker.training.fit.sharded import fetched, sent
 from stoker.training.fit.terms import GRPO, Job, Planned, StageNeeds, reserved
 from stoker.training.model.config import LORA, OFF, QLORA, AdapterConfig, ModelConfig
+from stoker.training.parallel.config import EVERYTHING, MOMENTS, NOTHING
 
 AUTO, FULL = "auto", "full"
 METHODS = (FULL, LORA, QLORA)
 DDP, FSDP = "ddp", "fsdp"  # parallel.strategy
+OFFLOADED_WORDS = {MOMENTS: "moments", EVERYTHING: "weights, gradients and moments"}
 SHARDS_ABOUT = "shards were not measured on several GPUs: an estimate"
 DOCUMENT = 512  # tokens of a text in packed rows, where nobody counted
 SHORTEST = 128  # tokens of context that a plan proposes
@@ -30,7 +41,6 @@ HOST_SHARE = 0.75  # of the host memory that is available: processes and the pag
 STEP = 64  # a proposed context is a multiple of it
 MOST = 1024  # samples that are looked at as one micro-batch
 PASSES = {FULL: 3, LORA: 2, QLORA: 2}  # products of each weight: one of them is computed again with a block
-HOST_LINKS = 100e9  # bytes/s that a host's memory gives to all its cards
 GAIN = 0.97  # of the time without: what copies to the host have to come to before a plan makes them for speed alone
 
 
@@ -53,6 +63,7 @@ class Wish:
     needs: StageNeeds = StageNeeds()
     kept: bool = False  # the optimizer is that of a checkpoint: no other can go on with it
     strategy: str = DDP
+    offload: str | None = None  # shards: what lives in host memory
 
     @property
     def layers(self) -> int:
@@ -74,6 +85,7 @@ class Settings:
     rows: int = 0  # GRPO: answers that are written at once
     bits: int = 0  # GRPO: of a weight meanwhile
     strategy: str = DDP
+    offload: str = NOTHING
 
 
 @shape
@@ -145,9 +157,12 @@ class Search:
             moved = bool(wish.inputs_on_host)
             for bits in self._bits(method):
                 s = Settings(method, kinds[-1], recompute, bool(wish.on_host), max(wish.micro, 1), moved)
-                s = self._written(replace(s, strategy=wish.strategy), bits)
+                kept = (wish.offload or NOTHING) if wish.strategy == FSDP else NOTHING
+                s = self._written(replace(s, strategy=wish.strategy, offload=kept), bits)
                 for kind in kinds:
                     yield replace(s, optimizer=kind)
+                for what in self._offloads(s):
+                    yield replace(s, offload=what)
                 if wish.on_host is None and method != FULL and self._can_be_on_host(s):
                     s = replace(s, on_host=True)
                     yield s
@@ -171,6 +186,12 @@ class Search:
         """With so many bits of a weight while answers are written."""
         return replace(s, bits=bits, rows=self._wish.needs.rows) if bits else s
 
+    def _offloads(self, s: Settings) -> tuple[str, ...]:
+        """More that can live in host memory, least first."""
+        if s.strategy != FSDP or self._wish.offload is not None or s.optimizer == "muon":
+            return ()
+        return (MOMENTS,) if self._wish.needs.stage == GRPO else (MOMENTS, EVERYTHING)
+
     def _can_be_on_host(self, s: Settings) -> bool:
         return s.strategy == DDP and self._footprint(s.method).can_be_on_host()
 
@@ -191,7 +212,7 @@ class Search:
         return Job(
             s.micro, context or wish.context, s.optimizer, wish.packed, wish.documents, s.recompute, self._world,
             tries or wish.share(self._world) > s.micro, card.capability, s.on_host, s.inputs_on_host, needs,
-            self._world if s.strategy == FSDP else 1,
+            self._world if s.strategy == FSDP else 1, offload=s.offload,
         )  # fmt: skip
 
     def _needs(self, s: Settings, card: Card, context: int = 0) -> int:
@@ -202,7 +223,7 @@ class Search:
 
     def _host_has(self, s: Settings, card: Card, context: int = 0) -> bool:
         """Memory for what all its cards move there. True where nobody knows how much there is."""
-        if not s.inputs_on_host or card.host_free is None:
+        if not (s.inputs_on_host or s.offload != NOTHING) or card.host_free is None:
             return True
         return self._beside(card) * self._host_bytes(s, card, context) <= HOST_SHARE * card.host_free
 
@@ -237,7 +258,10 @@ class Search:
             alone = tokens * flops_per_token(wish.model, wish.context, passes) / speed
             described = self._footprint(s.method).described
             assert described is not None
-            return max((1 + again / passes) * slower, exchange_seconds(sent(described), self._cards) / alone)
+            moved = host_seconds(fetched(described, self._world, s.offload), self._cards)
+            return max(
+                (1 + again / passes) * slower, max(exchange_seconds(sent(described), self._cards), moved) / alone
+            )
         if not s.inputs_on_host or not self._peaks_known:
             return (1 + again / passes) * slower
         work = tokens * flops_per_token(wish.model, wish.context, passes) * slower
@@ -315,6 +339,8 @@ class Search:
             yield "8-bit optimizer: with moments in fp32 it does not fit"
         if s.on_host and wish.on_host is None:
             yield "embedding in host memory: on the card it does not fit"
+        if s.offload != NOTHING and wish.offload is None:
+            yield f"{OFFLOADED_WORDS[s.offload]} in host memory: on the card they do not fit"
         if s.inputs_on_host and wish.inputs_on_host is None:
             yield f"activations in host memory: {self._why_host(s)}"
         if s.bits == 4 and not wish.needs.bits:
@@ -394,6 +420,9 @@ class Search:
             yield {"parallel": FSDP}, replace(s, strategy=FSDP, on_host=False, inputs_on_host=False)
         if s.optimizer != "adamw8bit" and not self._wish.kept:
             yield {"optimizer": "adamw8bit"}, replace(s, optimizer="adamw8bit")
+        for what in self._offloads(s):
+            if s.offload == NOTHING:
+                yield {"offload": what}, replace(s, offload=what)
         if not s.on_host and self._can_be_on_host(s):
             yield {"embedding": "host"}, replace(s, on_host=True)
         if not s.inputs_on_host and self._can_move_kept(s):

@@ -18,6 +18,7 @@ from stoker.training.fit.memory import GATHERED, GRADIENTS, rounded
 from stoker.training.model.config import OFF, tensors
 from stoker.training.model.nf4_size import stored_bytes
 from stoker.training.model.targets import targets
+from stoker.training.parallel.config import EVERYTHING, NOTHING
 
 UNITS = 2  # of weights, gathered at a time
 GATHERS = 2  # of each weight, with each micro-batch: forward and backward
@@ -86,6 +87,19 @@ def gathered(d: Described) -> Gathered:
 def sent(d: Described) -> int:
     """Bytes of all weights and gradients that go around with a micro-batch."""
     return GATHERS * gathered(d).every(d.config.layers) + WIDE * d.trained
+
+
+def fetched(d: Described, shards: int, offload: str) -> int:
+    """Bytes that a rank brings from host memory with a micro-batch: its shards, as they are stored."""
+    return GATHERS * -(-sum(d.held.values()) // shards) if offload == EVERYTHING else 0
+
+
+def visiting(d: Described, optimizer: str, shards: int, offload: str) -> int:
+    """Bytes that go to the device and back for an update: moments, and with weights on the host those and their gradients."""
+    if offload == NOTHING:
+        return 0
+    weights = WIDE * d.trained * 3 // 2 if offload == EVERYTHING else 0  # gradients one way only
+    return -(-(d.optimizer(optimizer) + weights) // shards)
 
 
 def kept_copies(d: Described) -> int:

@@ -11,10 +11,11 @@ from stoker.contract.shape import as_json
 from stoker.training.fit.cards import NCCL, Card
 from stoker.training.fit.memory import COMMUNICATION, CONTEXT, MARGIN, TERMS
 from stoker.training.fit.pace import Pace
-from stoker.training.fit.plan import FSDP, FULL, Plan, Share, gib
+from stoker.training.fit.plan import FSDP, FULL, OFFLOADED_WORDS, Plan, Share, gib
 from stoker.training.fit.strategy import Decision
 from stoker.training.fit.terms import DPO, GRPO, REWARD, StageNeeds
 from stoker.training.model.config import LORA, QLORA, AdapterConfig
+from stoker.training.parallel.config import NOTHING
 
 SCHEMA = 1
 BAR = 42
@@ -120,6 +121,8 @@ def _settings_words(plan: Plan) -> str:
         parts.append("activations in host memory")
     if s.strategy == FSDP:
         parts.append(f"in {len(plan.shares)} shards")
+    if s.offload != NOTHING:
+        parts.append(f"{OFFLOADED_WORDS[s.offload]} in host memory")
     return ", ".join(parts)
 
 
@@ -150,6 +153,8 @@ def command(plan: Plan, model: str, data: str) -> str:
         words += ["--compute.activations", "host"]
     if s.strategy == FSDP:
         words += ["--parallel", FSDP]
+    if s.offload != NOTHING:
+        words += ["--offload", s.offload]
     if own:
         words += ["--balance", "auto"]
     return shlex.join(words)

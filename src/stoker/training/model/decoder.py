@@ -153,14 +153,15 @@ class Decoder(nn.Module):
         cos, sin = rotary_table(self.context_length, self.config, theta or 0.0)
         return (cos, sin) if theta is not None else (torch.ones_like(cos), torch.zeros_like(sin))
 
-    def place(self, device: torch.device) -> None:
-        """Onto its device; one of the meta device gets memory here, and numbers from `start` or a checkpoint."""
+    def place(self, device: torch.device, home: torch.device | None = None) -> None:
+        """Onto its device; one of the meta device gets memory here, and numbers from `start` or a checkpoint. `home`: where its
+        weights lie, if not there."""
         if self.embed.weight.is_meta:
             if self.embed_on_host:
                 self.embed.to_empty(device="cpu")
                 self._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)  # type: ignore[no-untyped-call]
             else:
-                self.to_empty(device=device)
+                self.to_empty(device=home or device)
         self.tables = [(cos.to(device), sin.to(device)) for cos, sin in self.tables]
 
     @property

@@ -10,6 +10,7 @@ from stoker.contract.untrusted import is_count
 
 PLAIN = ("full", "bf16", "powersgd")
 ACCUMULATE = ("auto", "sharded", "whole")
+OFFLOAD = NOTHING, MOMENTS, EVERYTHING = ("off", "optimizer", "all")
 
 
 def read_comm(text: str) -> str:
@@ -90,6 +91,10 @@ class ParallelConfig:
     accumulate: str = one_of(*ACCUMULATE)(
         "fsdp: gradients between the micro-batches of a step: sharded (exchanged after each), whole (exchanged once a step; every"
         " rank holds all of them), auto (what takes less network time and fits, by the memory plan)"
+    )
+    offload: str = one_of(*OFFLOAD)(
+        "fsdp: what lies in host memory: off (nothing), optimizer (moments, which visit the GPU for an update), all (weights and"
+        " gradients in shards, too: a block is on the GPU while it computes)"
     )
     comm: str = option(
         "how gradients travel: full, bf16 (half the bytes), powersgd (low-rank parts), or local:N (N steps alone, then"

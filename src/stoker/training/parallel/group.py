@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stoker.contract import names
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import shape
-from stoker.training.parallel.config import ParallelConfig
+from stoker.training.parallel.config import EVERYTHING, NOTHING, ParallelConfig
 
 
 @shape
@@ -81,7 +81,7 @@ class Group:
         if c.strategy == "auto":
             line = "parallel.strategy auto is decided by `stoker train` before there are ranks"
             raise Refusal(f"{line}: start them with it, or say ddp or fsdp", EX_USAGE)
-        self.strategy = c.strategy
+        self.strategy, self.offload = c.strategy, c.offload
         self._meetings = 0
         card = os.environ.get("GPU_RANK", str(self.local))
         self.label = f"GPU {card}" if self.device.type == "cuda" else f"CPU {self.rank}"
@@ -97,6 +97,16 @@ class Group:
         elif c.strategy == "fsdp":
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
+
+    @property
+    def home(self) -> torch.device:
+        """Of weights in shards, between the passes of their block."""
+        return torch.device("cpu") if self.offload == EVERYTHING else self.device
+
+    @property
+    def visited(self) -> torch.device | None:
+        """Where an update computes whose moments live in host memory; None: they don't."""
+        return None if self.offload == NOTHING else self.device
 
     @property
     def first(self) -> bool:

@@ -100,7 +100,7 @@ def job_of(c: Config, held: Holding, needs: StageNeeds, *, packed: bool, adds: b
     return Job(
         held.micro, c.data.context_length, c.optim.kind, packed, max(c.data.context_length // DOCUMENT, 1), again,
         held.group.world, adds, major, values.get("compute.embedding") == "host", c.compute.activations == "host", needs,
-        held.group.world if held.group.strategy == "fsdp" else 1, held.whole,
+        held.group.world if held.group.strategy == "fsdp" else 1, held.whole, held.group.offload,
     )  # fmt: skip
 
 
@@ -229,7 +229,7 @@ def measured(held: Holding) -> dict[str, int]:
     return {
         WEIGHTS: bytes_of(held.model),
         GRADIENTS: sum(local(gradient).nbytes for gradient in grown if gradient is not None),
-        OPTIMIZER: sum(tensor.nbytes for _, tensor, _ in held.optimizer.state()),
+        OPTIMIZER: sum(one.nbytes for _, one, _ in held.optimizer.state() if one.device == held.model.device),
         **{term: size() for term, size in held.more.items()},
     }
 
