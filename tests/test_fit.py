@@ -20,6 +20,7 @@ from stoker.training.fit import answers, block, terms
 from stoker.training.fit.cards import Card, written
 from stoker.training.fit.described import describe
 from stoker.training.fit.footprint import Footprint
+from stoker.training.fit.pace import step_seconds
 from stoker.training.fit.pairs import COMPARED
 from stoker.training.fit.plan import METHODS, Plan, Search, Wish, make
 from stoker.training.fit.strategy import Decision, decide
@@ -434,6 +435,19 @@ def test_shards_go_to_the_host_where_they_do_not_fit_the_cards() -> None:
     assert all(way.plan.settings.offload == "off" for way in decided("4xH100", Wish(EIGHT, 2048, "lora")).ways)
     by = decided("4x24GB", Wish(THIRTY_TWO, 2048, "lora", offload="all")).ways
     assert {way.strategy: way.plan.settings.offload for way in by} == {"ddp": "off", "fsdp": "all", "one": "off"}
+
+
+def test_hosts_far_apart_hold_copies_where_these_fit() -> None:
+    far = [replace(card, host=f"host-{at // 4}") for at, card in enumerate(cards("8xH100"))]
+    found = decide(far, Wish(EIGHT, 2048, "full", samples=64), "fsdp")
+    s, share = found.plan.settings, found.plan.shares[0]
+    assert s.sharding == "host" and share.planned.terms["weights"] == pytest.approx(4 * parameters(EIGHT) / 4, rel=0.01)
+    assert "fsdp inside hosts 7" in found.line() and "in 4 shards on each host" in " ".join(text_lines(found.plan))
+    assert "--parallel fsdp --sharding host" in " ".join(text_lines(found.plan))
+    over = make(far, Wish(EIGHT, 2048, "full", samples=64, strategy="fsdp"))
+    assert (step_seconds(over) or 0) > 1.5 * (found.way.seconds or 0), "weights over 10 Gbit/s, with each micro-batch"
+    assert decide(cards("8xH100"), Wish(EIGHT, 2048, "full"), "fsdp").plan.settings.sharding == "all"
+    assert decide(far[:7], Wish(EIGHT, 2048, "full"), "fsdp").plan.settings.sharding == "all", "hosts of 4 and 3"
 
 
 def test_a_card_that_others_fill_is_left_out() -> None:

@@ -82,6 +82,8 @@ def visits(method):
     return counting
 
 def work(job, rank):
+    if "local" in job:  # ranks of a host
+        os.environ.update(LOCAL_WORLD_SIZE=str(job["local"]), LOCAL_RANK=str(rank % job["local"]))
     os.preadv = read(os.preadv)
     counted["visits"], host.Visit.bring = 0, visits(host.Visit.bring)
     made = FSDPParamGroup.__init__
@@ -135,12 +137,12 @@ class Ranks:
     def __init__(self, server: Server, data: Path) -> None:
         self._server, self._data = server, data
 
-    def pretrain(self, ranks: int, folder: Path, *words: str, fails: bool = False) -> Trained:
+    def pretrain(self, ranks: int, folder: Path, *words: str, fails: bool = False, **job: Any) -> Trained:
         given = ["--data", str(self._data), "--cache", str(self._data.parent / "cache"), *PRETRAIN, *words]
-        return self.stage("pretrain", ranks, folder, *given, fails=fails)
+        return self.stage("pretrain", ranks, folder, *given, fails=fails, **job)
 
-    def stage(self, stage: str, ranks: int, folder: Path, *words: str, fails: bool = False) -> Trained:
-        self._server.begin(ranks, folder, stage=stage, words=list(words))
+    def stage(self, stage: str, ranks: int, folder: Path, *words: str, fails: bool = False, **job: Any) -> Trained:
+        self._server.begin(ranks, folder, stage=stage, words=list(words), **job)
         found = Trained(folder, self._server.codes())
         assert fails or found.codes == [0] * ranks, found.said()
         return found
@@ -196,6 +198,31 @@ def test_optimizers_in_shards_make_the_steps_of_one_process_and_resume_anywhere(
     for number, steps, more in ((2, "3", FSDP), (3, "5", FSDP), (1, "6", ())):
         losses += ranks.pretrain(number, tmp_path / f"to-{steps}", *words, *kept, "--max-steps", steps, *more).losses
     assert losses == pytest.approx(one.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", at_length_but(["muon"], ["adamw", "adamw8bit", "muon"]))
+def test_shards_inside_hosts_that_hold_copies_learn_what_one_process_learns(
+    kind: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Four ranks as two hosts of two; then from their checkpoint on two ranks that share one model, and on one."""
+    words = ("--optimizer", kind, "--schedule", "constant", "--warmup_steps", "1")
+    kept, hosts = ("--checkpoint.folder", str(tmp_path / "kept")), ("--sharding", "host")
+    one = ranks.pretrain(1, tmp_path / "1", *words)
+    losses: list[float] = []
+    for number, steps, more in ((4, "3", (*FSDP, *hosts)), (2, "4", FSDP), (4, "5", (*FSDP, *hosts)), (1, "6", ())):
+        job = ranks.pretrain(
+            number, tmp_path / f"to-{steps}", *words, *kept, "--max-steps", steps, *more, local=min(number, 2)
+        )
+        losses += job.losses
+        if number == 4:
+            shards = [job.counted(rank)["shard"] for rank in range(4)]
+            assert sum(shards) == pytest.approx(2 * sum(shards[:2])) and max(shards) < 0.51 * sum(shards[:2])
+    assert losses == pytest.approx(one.losses, rel=1e-5)
+
+
+def test_hosts_that_hold_copies_need_as_many_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    job = ranks.pretrain(3, tmp_path, *FSDP, "--sharding", "host", fails=True, local=2)
+    assert set(job.codes) == {64} and "needs as many ranks on every host" in job.said()
 
 
 @pytest.mark.parametrize("kept", ["optimizer", "all"])

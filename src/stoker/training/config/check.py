@@ -146,6 +146,9 @@ def _combinations(checking: _Checking, on_cpu: bool | None) -> None:
     compute, parallel, kind = config.compute, config.parallel, config.optim.kind
     if parallel.strategy == "fsdp":
         _sharded(checking)
+    elif parallel.sharding != "all":
+        line = f"parallel.sharding {parallel.sharding} needs parallel.strategy fsdp: ddp cuts nothing"
+        checking.refuse(line, "parallel.sharding", "parallel.strategy")
     elif parallel.offload != "off":
         line = f"parallel.offload {parallel.offload} needs parallel.strategy fsdp: it moves shards"
         checking.refuse(line, "parallel.offload", "parallel.strategy")

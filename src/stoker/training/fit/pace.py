@@ -7,9 +7,10 @@ from typing import Any
 from stoker.contract.quantities import number_at
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.block import WIDE
+from stoker.training.fit.cards import Card
 from stoker.training.fit.cost import ASSUMED, HALF_SPEED, SHARE, exchange_seconds, flops_per_token, host_seconds
 from stoker.training.fit.described import Described, describe
-from stoker.training.fit.plan import FSDP, FULL, PASSES, Plan
+from stoker.training.fit.plan import FSDP, FULL, PASSES, Plan, sharing
 from stoker.training.fit.runs import recorded
 from stoker.training.fit.sharded import fetched, sent, visiting
 from stoker.training.fit.terms import DPO, GRPO, SFT
@@ -47,11 +48,22 @@ def step_seconds(plan: Plan) -> float | None:
     described = _described(plan)
     trained = parameters(wish.model) if described is None else described.trained
     if s.strategy == FSDP and described is not None:  # with each micro-batch, while it computes
-        moved = steps * host_seconds(fetched(described, world, s.offload), cards)
-        update = 2 * host_seconds(visiting(described, s.optimizer, world, s.offload), cards)
-        return max(computing, steps * exchange_seconds(sent(described), cards), moved) + update
-    exchanging = exchange_seconds(2 * WIDE * trained, cards)  # with the last micro-batch's backward pass
-    return computing + max(exchanging - BACKWARD_SHARE * computing / steps, 0)
+        among = sharing(s, cards)
+        moved = steps * host_seconds(fetched(described, len(among), s.offload), cards)
+        update = 2 * host_seconds(visiting(described, s.optimizer, len(among), s.offload), cards)
+        computing = max(computing, steps * exchange_seconds(sent(described), among), moved)
+        heads = (
+            list({card.host: card for card in cards}.values()) if len(among) < world else []
+        )  # hosts that hold copies
+        return computing + update + _unhidden(trained, heads, computing / steps)
+    return computing + _unhidden(trained, cards, computing / steps)
+
+
+def _unhidden(trained: int, cards: list[Card], micro_batch: float) -> float:
+    """Of exchanging all gradients, what the last micro-batch's backward pass does not hide."""
+    if len(cards) < 2:
+        return 0.0
+    return max(exchange_seconds(2 * WIDE * trained, cards) - BACKWARD_SHARE * micro_batch, 0.0)
 
 
 def _described(plan: Plan) -> Described | None:

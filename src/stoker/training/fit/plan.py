@@ -8,7 +8,7 @@ memory where that is faster than computing them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from stoker.contract.effort import SECONDS, LookingAt
 from stoker.contract.shape import replace, shape
@@ -27,7 +27,7 @@ from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.sharded import fetched, sent
 from stoker.training.fit.terms import GRPO, Job, Planned, StageNeeds, reserved
 from stoker.training.model.config import LORA, OFF, QLORA, AdapterConfig, ModelConfig
-from stoker.training.parallel.config import EVERYTHING, MOMENTS, NOTHING
+from stoker.training.parallel.config import EVERYTHING, MOMENTS, NOTHING, OVER_ALL
 
 AUTO, FULL = "auto", "full"
 METHODS = (FULL, LORA, QLORA)
@@ -64,6 +64,7 @@ class Wish:
     kept: bool = False  # the optimizer is that of a checkpoint: no other can go on with it
     strategy: str = DDP
     offload: str | None = None  # shards: what lives in host memory
+    sharding: str = OVER_ALL  # shards: over which ranks
 
     @property
     def layers(self) -> int:
@@ -86,6 +87,7 @@ class Settings:
     bits: int = 0  # GRPO: of a weight meanwhile
     strategy: str = DDP
     offload: str = NOTHING
+    sharding: str = OVER_ALL
 
 
 @shape
@@ -129,6 +131,11 @@ class Plan:
     dtype: str = "bf16"  # of products and activations
 
 
+def sharing(s: Settings, cards: Sequence[Card]) -> list[Card]:
+    """The cards among which a model is cut: all, or those of one host."""
+    return [card for card in cards if s.sharding == OVER_ALL or card.host == cards[0].host]
+
+
 def gib(size: float) -> str:
     return f"{size / (1 << 30):.1f} GiB"
 
@@ -158,7 +165,7 @@ class Search:
             for bits in self._bits(method):
                 s = Settings(method, kinds[-1], recompute, bool(wish.on_host), max(wish.micro, 1), moved)
                 kept = (wish.offload or NOTHING) if wish.strategy == FSDP else NOTHING
-                s = self._written(replace(s, strategy=wish.strategy, offload=kept), bits)
+                s = self._written(replace(s, strategy=wish.strategy, offload=kept, sharding=wish.sharding), bits)
                 for kind in kinds:
                     yield replace(s, optimizer=kind)
                 for what in self._offloads(s):
@@ -212,7 +219,7 @@ class Search:
         return Job(
             s.micro, context or wish.context, s.optimizer, wish.packed, wish.documents, s.recompute, self._world,
             tries or wish.share(self._world) > s.micro, card.capability, s.on_host, s.inputs_on_host, needs,
-            self._world if s.strategy == FSDP else 1, offload=s.offload,
+            len(sharing(s, self._cards)) if s.strategy == FSDP else 1, offload=s.offload,
         )  # fmt: skip
 
     def _needs(self, s: Settings, card: Card, context: int = 0) -> int:
@@ -258,10 +265,9 @@ class Search:
             alone = tokens * flops_per_token(wish.model, wish.context, passes) / speed
             described = self._footprint(s.method).described
             assert described is not None
-            moved = host_seconds(fetched(described, self._world, s.offload), self._cards)
-            return max(
-                (1 + again / passes) * slower, max(exchange_seconds(sent(described), self._cards), moved) / alone
-            )
+            among = sharing(s, self._cards)
+            moved = host_seconds(fetched(described, len(among), s.offload), self._cards)
+            return max((1 + again / passes) * slower, max(exchange_seconds(sent(described), among), moved) / alone)
         if not s.inputs_on_host or not self._peaks_known:
             return (1 + again / passes) * slower
         work = tokens * flops_per_token(wish.model, wish.context, passes) * slower
@@ -377,7 +383,9 @@ class Search:
 
     def _frugal(self, method: str) -> Settings:
         frugal = Settings(method, "adamw8bit", self._wish.layers, False, 1)
-        return self._written(replace(frugal, strategy=self._wish.strategy), self._bits(method)[-1])
+        return self._written(
+            replace(frugal, strategy=self._wish.strategy, sharding=self._wish.sharding), self._bits(method)[-1]
+        )
 
     def _change(self, s: Settings) -> Change:
         """One change that is enough, the smallest first; then a card that is."""

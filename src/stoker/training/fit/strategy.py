@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 from stoker.contract.effort import SECONDS, LookingAt
@@ -11,6 +12,7 @@ from stoker.training.fit.cards import Card
 from stoker.training.fit.cost import ASSUMED
 from stoker.training.fit.pace import step_seconds
 from stoker.training.fit.plan import AUTO, DDP, FSDP, METHODS, Plan, Search, Wish, gib
+from stoker.training.parallel.config import IN_HOST, OVER_ALL
 
 ONE = "one"
 STRATEGIES = (DDP, FSDP, ONE)  # in this order where nothing else decides
@@ -49,10 +51,11 @@ class Decision:
         parts = []
         for way in self.ways:
             method = f" {way.plan.settings.method}" if auto else ""
+            inside = " inside hosts" if way.plan.settings.sharding == IN_HOST else ""
             time = "" if way.seconds is None else f", {way.seconds:.3g} s a step"
             time = time if way.plan.fits else ", does not fit"
             parts.append(
-                f"{_WORDS[way.strategy]}{method} {gib(way.needs)}{' a card' if way.strategy != ONE else ''}{time}"
+                f"{_WORDS[way.strategy]}{inside}{method} {gib(way.needs)}{' a card' if way.strategy != ONE else ''}{time}"
             )
         unknown = any(share.card.peak is None for way in self.ways for share in way.plan.shares)
         timed = unknown and any(way.seconds is not None and way.plan.fits for way in self.ways)
@@ -83,7 +86,17 @@ def _way(name: str, cards: list[Card], wish: Wish) -> Way | None:
     search = Search(cards, replace(wish, strategy=name))
     if name == FSDP and not search.can_shard(METHODS[0] if wish.method == AUTO else wish.method):
         return None
-    return _made(name, search.plan())
+    found = _made(name, search.plan())
+    if name == FSDP and wish.sharding == OVER_ALL and _alike(cards):
+        inside = _made(name, Search(cards, replace(wish, strategy=name, sharding=IN_HOST)).plan())
+        found = _best([found, inside])
+    return found
+
+
+def _alike(cards: list[Card]) -> bool:
+    """Several hosts of as many cards each, more than one."""
+    counts = Counter(card.host for card in cards)
+    return len(counts) > 1 and len(set(counts.values())) == 1 and counts[cards[0].host] > 1
 
 
 def _made(name: str, plan: Plan) -> Way:

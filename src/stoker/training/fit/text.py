@@ -11,11 +11,11 @@ from stoker.contract.shape import as_json
 from stoker.training.fit.cards import NCCL, Card
 from stoker.training.fit.memory import COMMUNICATION, CONTEXT, MARGIN, TERMS
 from stoker.training.fit.pace import Pace
-from stoker.training.fit.plan import FSDP, FULL, OFFLOADED_WORDS, Plan, Share, gib
+from stoker.training.fit.plan import FSDP, FULL, OFFLOADED_WORDS, Plan, Share, gib, sharing
 from stoker.training.fit.strategy import Decision
 from stoker.training.fit.terms import DPO, GRPO, REWARD, StageNeeds
 from stoker.training.model.config import LORA, QLORA, AdapterConfig
-from stoker.training.parallel.config import NOTHING
+from stoker.training.parallel.config import NOTHING, OVER_ALL
 
 SCHEMA = 1
 BAR = 42
@@ -120,7 +120,8 @@ def _settings_words(plan: Plan) -> str:
     if s.inputs_on_host:
         parts.append("activations in host memory")
     if s.strategy == FSDP:
-        parts.append(f"in {len(plan.shares)} shards")
+        among = len(sharing(s, [share.card for share in plan.shares]))
+        parts.append(f"in {among} shards{' on each host' if among < len(plan.shares) else ''}")
     if s.offload != NOTHING:
         parts.append(f"{OFFLOADED_WORDS[s.offload]} in host memory")
     return ", ".join(parts)
@@ -153,6 +154,8 @@ def command(plan: Plan, model: str, data: str) -> str:
         words += ["--compute.activations", "host"]
     if s.strategy == FSDP:
         words += ["--parallel", FSDP]
+    if s.sharding != OVER_ALL:
+        words += ["--sharding", s.sharding]
     if s.offload != NOTHING:
         words += ["--offload", s.offload]
     if own:

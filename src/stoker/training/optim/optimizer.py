@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stoker.training.optim.config import OptimConfig, blocks_of
 from stoker.training.optim.host import Visit, at_home, chunks
-from stoker.training.optim.muon import Muon, local
+from stoker.training.optim.muon import Muon, cut_over, local
 
 State = tuple[Tensor, Tensor, Tensor, Tensor]  # both moments' codes and scales
 
@@ -265,6 +265,6 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
     norms = torch.stack(torch._foreach_norm([local(g) for g in gradients], 2.0, dtype=torch.float32))
     if gradients and hasattr(gradients[0], "to_local"):
         square = norms.square().sum().to(gradients[0].device_mesh.device_type)  # type: ignore[attr-defined]
-        torch.distributed.all_reduce(square)
+        torch.distributed.all_reduce(square, group=cut_over(gradients[0])[0])
         return square.sqrt()
     return norms.square().sum().sqrt()

@@ -10,6 +10,7 @@ from stoker.contract.untrusted import is_count
 
 PLAIN = ("full", "bf16", "powersgd")
 ACCUMULATE = ("auto", "sharded", "whole")
+SHARDING = OVER_ALL, IN_HOST = ("all", "host")
 OFFLOAD = NOTHING, MOMENTS, EVERYTHING = ("off", "optimizer", "all")
 
 
@@ -91,6 +92,10 @@ class ParallelConfig:
     accumulate: str = one_of(*ACCUMULATE)(
         "fsdp: gradients between the micro-batches of a step: sharded (exchanged after each), whole (exchanged once a step; every"
         " rank holds all of them), auto (what takes less network time and fits, by the memory plan)"
+    )
+    sharding: str = one_of(*SHARDING)(
+        "fsdp: over which ranks the model is cut: all, or host (those of a host: each host holds all of it, and hosts exchange"
+        " gradients only)"
     )
     offload: str = one_of(*OFFLOAD)(
         "fsdp: what lies in host memory: off (nothing), optimizer (moments, which visit the GPU for an update), all (weights and"

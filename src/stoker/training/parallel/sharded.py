@@ -27,7 +27,9 @@ def shard(model: Any, group: Group, dtype: torch.dtype | None, entry: str = "for
         register_fsdp_forward_method,
     )
 
-    mesh = init_device_mesh(group.device.type, (group.world,))
+    copies = group.world // group.shards  # hosts hold them
+    sizes = (group.world,) if copies == 1 else (copies, group.shards)
+    mesh = init_device_mesh(group.device.type, sizes, mesh_dim_names=("copies", "shards")[-len(sizes) :])
     # Inputs stay as they are: the loss's scale and the rotary table would lose bits they need.
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False

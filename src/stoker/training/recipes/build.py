@@ -400,7 +400,7 @@ def _trial(
 ) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     for last in (False, True):  # the second with the gradients of the first
-        with no_sync(model, last or each):
+        with no_sync(model, last or each, last):
             random_micro_batch(c, model, device, micro, packed=packed)
     optimizer.step(0.0, gradient_norm(optimizer.parameters), torch.ones((), device=device))  # "bad": it moves nothing
     torch.cuda.synchronize(device)

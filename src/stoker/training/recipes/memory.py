@@ -100,7 +100,7 @@ def job_of(c: Config, held: Holding, needs: StageNeeds, *, packed: bool, adds: b
     return Job(
         held.micro, c.data.context_length, c.optim.kind, packed, max(c.data.context_length // DOCUMENT, 1), again,
         held.group.world, adds, major, values.get("compute.embedding") == "host", c.compute.activations == "host", needs,
-        held.group.world if held.group.strategy == "fsdp" else 1, held.whole, held.group.offload,
+        held.group.shards, held.whole, held.group.offload,
     )  # fmt: skip
 
 
@@ -199,7 +199,7 @@ class MemoryRecord:
     @property
     def _in_shards(self) -> str:
         group = self._held.group
-        return f" of a model in {group.world} shards" if group.strategy == "fsdp" and group.world > 1 else ""
+        return f" of a model in {group.shards} shards" if group.shards > 1 else ""
 
     def _at(self) -> str:
         now = torch.cuda.memory_allocated(self._held.group.device) if torch.cuda.is_available() else 0
