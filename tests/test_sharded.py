@@ -40,6 +40,7 @@ PROGRAM = program("""
 from importlib import import_module
 import torch, torch._dynamo, torch.distributed.fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 from stoker.training.optim import host
 from stoker.training.recipes import stage
 
@@ -85,6 +86,10 @@ def work(job, rank):
     if "local" in job:  # ranks of a host
         os.environ.update(LOCAL_WORLD_SIZE=str(job["local"]), LOCAL_RANK=str(rank % job["local"]))
     os.preadv = read(os.preadv)
+    def whole(self, *args, **kwargs):
+        counted["whole"] += 1
+        return full_tensor(self, *args, **kwargs)
+    counted["whole"], full_tensor, DTensor.full_tensor = 0, DTensor.full_tensor, whole
     counted["visits"], host.Visit.bring = 0, visits(host.Visit.bring)
     made = FSDPParamGroup.__init__
     def init(self, *args, **kwargs):
@@ -246,6 +251,22 @@ def base(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ranks.pretrain(1, tmp_path_factory.mktemp("base") / "job", "--export", "true").run / "hf"
 
 
+@pytest.mark.parametrize("hosts", ["one", "two"])
+def test_an_export_is_collected_by_the_rank_that_writes_it(
+    hosts: str, ranks: Ranks, base: Path, tmp_path: Path
+) -> None:
+    """Three ranks have uneven rows of 260; of two hosts the second sends nothing."""
+    words = ("--model.load", str(base), "--max-steps", "2", "--export", "true")
+    one = ranks.pretrain(1, tmp_path / "1", *words)
+    number, more, job = (3, (), {}) if hosts == "one" else (4, ("--sharding", "host"), {"local": 2})
+    several = ranks.pretrain(number, tmp_path / "several", *words, *FSDP, *more, **job)
+    assert all(several.counted(rank)["whole"] == 0 for rank in range(number)), "no rank gathered a whole tensor"
+    ours, theirs = (load_file(job.run / "hf" / "model.safetensors") for job in (several, one))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-5)
+
+
 def test_a_rank_reads_its_part_of_the_weights(ranks: Ranks, base: Path, tmp_path: Path) -> None:
     words = ("--model.load", str(base), "--max-steps", "3")
     one, two = ranks.pretrain(1, tmp_path / "1", *words), ranks.pretrain(2, tmp_path / "2", *words, *FSDP)
@@ -338,6 +359,9 @@ def test_every_stage_learns_in_shards_what_one_process_learns(
         ranks.stage(stage, count, tmp_path / f"{count}", *words, *(FSDP if count > 1 else ())) for count in (1, 2)
     )
     assert len(one.losses) == 4 and two.losses == pytest.approx(one.losses, rel=1e-5)
+    if stage != "reward":
+        one_says, two_says = ((job.run / "samples.jsonl").read_text() for job in (one, two))
+        assert two_says == one_says and len(one_says.splitlines()) >= 2
     told = [json.loads((job.run / "result.json").read_text())["metrics"] for job in (one, two)]
     assert told[0].keys() == told[1].keys() and told[1]["val_loss"] == pytest.approx(told[0]["val_loss"], rel=1e-5)
     assert sorted(os.listdir(two.run / "hf")) == sorted(os.listdir(one.run / "hf"))

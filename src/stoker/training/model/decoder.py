@@ -196,6 +196,11 @@ class Decoder(nn.Module):
     def hidden(self, inputs: Tensor, packed: Documents | None = None) -> Tensor:
         return self._run(inputs, packed, None)[0]
 
+    def logits_at(self, inputs: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        """After the token in each row's place."""
+        x = self._run(inputs, None, None)[0][rows, places]
+        return capped(F.linear(x, self.head_weight.to(x.dtype)), self.config.final_cap)
+
     def _run(self, inputs: Tensor, packed: Documents | None, counted: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(what the head reads, the experts' load summed over layers)."""
         x = self._embedded(inputs).to(self.dtype)

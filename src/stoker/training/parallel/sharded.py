@@ -46,6 +46,7 @@ def shard(model: Any, group: Group, dtype: torch.dtype | None, entry: str = "for
         fully_shard(model.head, reshard_after_forward=False, **how)
         register_fsdp_forward_method(model.head, "entered")
     fully_shard(model, **how)
+    register_fsdp_forward_method(model, "logits_at")
     if entry != "forward":
         register_fsdp_forward_method(model, entry)
     model.gathered_in = None if dtype == torch.float32 else dtype
