@@ -37,6 +37,7 @@ from stoker.training.fit.terms import (
 from stoker.training.generate.config import PREFILL_TOKENS, ROUND, kernels_lack, slots
 from stoker.training.model.config import OFF, ModelConfig, tensors
 from stoker.training.model.nf4_size import multipliable
+from stoker.training.model.nf4_size import stored_bytes as stored_codes
 from stoker.training.model.targets import targets
 
 ANSWERS, SCORES = "answers", "scores of the reward model"  # phases
@@ -74,6 +75,7 @@ class Writing:
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 continue  # together, below
             if name in self._coded:
+                found += sum(map(stored_codes, map(math.prod, sizes))) if self._sharded else 0
                 continue
             if "norm" in name:
                 found += rounded(WIDE * elements) if c.norm_offset or c.norm_kind == "layer" else 0

@@ -181,7 +181,7 @@ class Search:
         needs = self._wish.needs
         if needs.stage != GRPO:
             return (0,)
-        if method != QLORA or self._wish.strategy == FSDP:  # of a model in shards every rank has a copy
+        if method != QLORA:
             return (16,)
         return (needs.bits,) if needs.bits else (16, 4)
 
