@@ -718,7 +718,7 @@ def test_train_takes_from_the_plan_what_nobody_set(tmp_path: Path, small: Path) 
     assert config.compute.recompute == "off"
 
 
-def test_train_takes_the_strategy_from_the_plan(tmp_path: Path, small: Path) -> None:
+def test_train_takes_the_strategy_from_the_plan(tmp_path: Path, small: Path, folder: Path) -> None:
     from stoker.cli.train_fit import refuse_too_large, with_memory_plan
     from stoker.control.launch.options import RunOptions
     from stoker.control.machine.model import machine_from_json
@@ -726,9 +726,10 @@ def test_train_takes_the_strategy_from_the_plan(tmp_path: Path, small: Path) -> 
     from stoker.training.config.layers import gather
     from stoker.training.config.resolve import settle
 
-    def planned(total: int, *flags: str, **options: Any) -> tuple[Any, Any, list[str]]:
+    def planned(total: int, *flags: str, host: int = 0, **options: Any) -> tuple[Any, Any, list[str]]:
         gpus = [gpu_json(at, memory_total=total, memory_used=0) for at in range(4)]
         machine = machine_from_json(machine_json(gpus))
+        machine = replace(machine, memory_available=host) if host else machine
         given = (f"model.load={small}", "data.kind=chat", "data.context_length=512", "batch.tokens=8192", *flags)
         resolved = settle(gather(parse([f"--{flag}" for flag in given]), {}), True)
         lines, asked = list[str](), RunOptions(runs_dir=str(tmp_path), **options)
@@ -743,6 +744,10 @@ def test_train_takes_the_strategy_from_the_plan(tmp_path: Path, small: Path) -> 
     strategy, gpus, lines = planned(2150 * MIB, "optim.kind=adamw")
     assert strategy == "ddp" and "may not fit" in lines[0] and lines[0].endswith("smallest change: --parallel fsdp")
     assert planned(80 * GIB, "parallel=auto", "lora")[0] == "ddp"
+    with pytest.raises(Refusal, match=r"can't fit: a gathered block and the buffer .* however many ranks .* --qlora"):
+        planned(1400 * MIB, "parallel=fsdp", f"model.load={folder}")
+    with pytest.raises(Refusal, match=r"can't fit: parallel.offload all needs .* of host memory, and 0\.1 GiB are"):
+        planned(2150 * MIB, "parallel=fsdp", "offload=all", host=64 << 20)
     # 1.3 GB of gradients over PCIe take longer than 512 tokens: one card, unless somebody says how many.
     strategy, gpus, lines = planned(80 * GIB, "parallel=auto", "batch.tokens=2048")
     assert (strategy, gpus) == ("ddp", "0") and lines[0].startswith("parallel auto: one card: "), lines

@@ -47,11 +47,31 @@ def refuse_too_large(stage: str, resolved: Resolved, options: RunOptions, machin
     least_wish = replace(wish, micro=0, recompute=None, optimizer=kind, needs=least)
     found = _decided(cards, least_wish, resolved, options).plan
     tightest = max(found.shares, key=lambda share: share.needs - share.card.free)
+    _refuse_shards(found, cards)
     # An estimate refuses nothing, and what is close may fit.
     if not found.fits and not found.about and tightest.planned.total + _SURELY > tightest.card.free:
         of_stage = "" if stage == "sft" else f" --stage {stage}"
         line = f"{_too_much(found)} (`stoker fit {resolved.config.model.load}{of_stage}` shows more)"
         raise Refusal(f"this can't fit: {line}", EX_UNAVAILABLE)
+
+
+def _refuse_shards(found: Plan, cards: list[Card]) -> None:
+    """What no estimate of shards can be wrong about: a gathered block that is larger than a card, shards than the host."""
+    from stoker.training.fit.memory import GATHERED
+    from stoker.training.fit.plan import FSDP, gib
+
+    if found.settings.strategy != FSDP or found.fits:
+        return
+    for share in found.shares:
+        card, size = share.card, share.planned.terms.get(GATHERED, 0)
+        if size + _SURELY > card.free:
+            line = f"a gathered block and the buffer of the next take {gib(size)}, and {card.label} has {gib(card.free)} free"
+            more = "" if found.settings.method == "qlora" else "; with --qlora they are a quarter of that"
+            raise Refusal(f"this can't fit: {line}, however many ranks there are{more}", EX_UNAVAILABLE)
+    needed, (host_free, *_) = sum(share.host_bytes for share in found.shares), [card.host_free for card in cards]
+    if host_free is not None and needed > host_free:
+        line = f"parallel.offload {found.settings.offload} needs {gib(needed)} of host memory, and {gib(host_free)} are available"
+        raise Refusal(f"this can't fit: {line}; use fewer ranks of this host, or parallel.offload off", EX_UNAVAILABLE)
 
 
 def with_kept_optimizer(resolved: Resolved, request: Request) -> Resolved:

@@ -407,6 +407,8 @@ class Search:
     def _larger_card(self) -> str:
         card = self._tightest
         frugal = self._frugal(QLORA if self._wish.method == AUTO else self._wish.method)
+        if frugal.strategy == FSDP:
+            frugal = replace(frugal, offload=(self._wish.offload or NOTHING, *self._offloads(frugal))[-1])
         needs = self._needs(replace(frugal, on_host=self._can_be_on_host(frugal)), card)
         missing = needs - card.room(self._world)
         if card.held_bytes >= missing:
