@@ -367,6 +367,41 @@ def test_every_stage_learns_in_shards_what_one_process_learns(
     assert sorted(os.listdir(two.run / "hf")) == sorted(os.listdir(one.run / "hf"))
 
 
+@pytest.mark.parametrize("number", at_length_but([3], [2, 3]))
+def test_an_evaluation_in_shards_finds_what_one_process_finds(
+    number: int, ranks: Ranks, wide: Path, tmp_path: Path
+) -> None:
+    """Open questions, choices, sampled answers and text: no rank has all weights, and all make the same passes."""
+    listed = [{"text": text, "label": label} for text, label in (("ab cde", "A"), ("fgh", "B"))]
+    rows = [{"question": f"What follows {n}?", "answer": "ab" if n % 2 else "cde"} for n in range(7)]
+    rows += [
+        {"id": f"{n}", "question": {"stem": f"{n}?", "choices": listed}, "answerKey": "AB"[n % 2]} for n in range(5)
+    ]
+    tasks, texts = tmp_path / "tasks.jsonl", tmp_path / "texts.jsonl"
+    for path, some in (
+        (tasks, rows[:7]),
+        (tmp_path / "choices.jsonl", rows[7:]),
+        (texts, [{"text": "ab cde fgh " * 9}]),
+    ):
+        path.write_text("".join(json.dumps(row) + "\n" for row in some))
+    words = (
+        "--model.load", str(wide), "--tokenizer.path", "bytes", "--evaluate.tasks", str(tasks), "--evaluate.tasks",
+        str(tmp_path / "choices.jsonl"), "--evaluate.texts", str(texts), "--evaluate.draws", "2", "--generate.new_tokens", "6",
+        "--context_length", "128", "--parallel.device", "cpu", "--timeout", "60s",
+    )  # fmt: skip
+    one, several = (
+        ranks.stage("evaluate", count, tmp_path / f"{count}", *words, *(FSDP if count > 1 else ()))
+        for count in (1, number)
+    )
+    told = [json.loads((job.run / "result.json").read_text())["metrics"] for job in (one, several)]
+    assert told[1]["tasks"] == told[0]["tasks"]
+    assert told[1]["bits_per_byte"] == pytest.approx(told[0]["bits_per_byte"], rel=1e-5)
+    texts_of = [(job.run / "completions.jsonl").read_text() for job in (one, several)]
+    assert texts_of[0] == texts_of[1] and len(texts_of[0].splitlines()) == 12
+    held = [several.counted(rank)["frozen"] for rank in range(number)]
+    assert max(held) < 0.6 * sum(held) if number == 2 else max(held) < 0.45 * sum(held)
+
+
 @pytest.mark.parametrize("sizes", [[(128, 128), (256, 64)], [(128, 128), (64, 128), (9, 64)]], ids=["joined", "apart"])
 @pytest.mark.parametrize("given", ["elements", "codes"])
 def test_codes_that_can_be_cut_are_those_of_the_whole(sizes: list[tuple[int, int]], given: str) -> None:

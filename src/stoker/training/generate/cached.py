@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -100,8 +100,9 @@ class Weights:
     model in shards every weight is a copy, gathered one at a time, codes as codes; all ranks make and refresh theirs together.
     """
 
-    def __init__(self, model: Decoder, vocab: int, codes: bool = False) -> None:
-        self._model, self._vocab, self.config = model, vocab, model.config
+    def __init__(self, model: Decoder, vocab: int, codes: bool = False, streamed: bool = False) -> None:
+        """`streamed`: of a model in shards, a block's weights are gathered whenever it computes, and given up then."""
+        self._model, self._vocab, self.config, self._streamed = model, vocab, model.config, streamed
         self.tables, self.windows, self.embedding_scale = model.tables, model.windows, model.embedding_scale
         self.eps, self._codes = model.config.norm_eps, codes
         self._take()
@@ -119,8 +120,22 @@ class Weights:
         self.head = head[: self._vocab]
         self.positions = None if model.positions is None else self._cast(model.positions.weight, dtype)
         self.norm = self._norm(model.norm)
-        self.layers = [self._layer(block, dtype) for block in model.layers if isinstance(block, Block)]
+        blocks = [block for block in model.layers if isinstance(block, Block)]
+        self.layers: Iterable[Layer] = _Streamed(self, blocks)
+        if not self._streamed:
+            self.layers = [self._layer(block, dtype) for block in blocks]
         self.refresh(first=True)
+
+    @torch.inference_mode(False)  # whose tensors FSDP2's are not
+    @torch.no_grad()
+    def gathered(self, block: Block) -> Layer:
+        """A copy of its own, which nobody refreshes. All ranks ask for it."""
+        kept = self._copies, self._shared, self._merged, self._coded
+        self._copies, self._shared, self._merged, self._coded = [], [], [], []
+        layer = self._layer(block, self._model.dtype)
+        self.refresh(first=True)
+        self._copies, self._shared, self._merged, self._coded = kept
+        return layer
 
     def _cast(self, parameter: Tensor, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
         sharded = hasattr(parameter, "device_mesh")
@@ -223,6 +238,16 @@ class Weights:
         """Of all that is not the model's own."""
         coded = sum(product.copied_bytes for product in self._coded)
         return self.merged_bytes + coded + sum(ours.nbytes for ours, _, _ in self._copies)
+
+
+class _Streamed:
+    """Blocks, one after the other."""
+
+    def __init__(self, weights: Weights, blocks: Sequence[Block]) -> None:
+        self._weights, self._blocks = weights, blocks
+
+    def __iter__(self) -> Iterator[Layer]:
+        return map(self._weights.gathered, self._blocks)
 
 
 class Cache:

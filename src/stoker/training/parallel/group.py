@@ -130,6 +130,12 @@ class Group:
     def first(self) -> bool:
         return self.rank == 0
 
+    def turns(self, count: int) -> range:
+        """Which of so many this rank works on where nothing is learned: its share; of a model in shards all, as every rank does."""
+        if self.strategy == "fsdp":
+            return range(count)
+        return range(self.rank, count, self.world)
+
     def sum(self, tensor: Tensor) -> Tensor:
         if self.world > 1:
             dist.all_reduce(tensor)
