@@ -182,11 +182,11 @@ def whole_lines(path: Path) -> list[str]:
     return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
-def wait(there: Callable[[], bool], what: str, every: float = 0.01) -> None:
-    deadline = time.monotonic() + CAP_S
+def wait(there: Callable[[], bool], what: str, every: float = 0.01, cap: float = CAP_S) -> None:
+    deadline = time.monotonic() + cap
     while not there():
         if time.monotonic() > deadline:
-            raise WentWrong(f"waited {CAP_S:.0f} s in vain for {what}")
+            raise WentWrong(f"waited {cap:.0f} s in vain for {what}")
         time.sleep(every)
 
 

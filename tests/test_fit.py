@@ -20,8 +20,10 @@ from stoker.training.fit import answers, block, terms
 from stoker.training.fit.cards import Card, written
 from stoker.training.fit.described import describe
 from stoker.training.fit.footprint import Footprint
+from stoker.training.fit.pace import step_seconds
 from stoker.training.fit.pairs import COMPARED
 from stoker.training.fit.plan import METHODS, Plan, Search, Wish, make
+from stoker.training.fit.strategy import Decision, decide
 from stoker.training.fit.terms import BACKWARD, DPO, FORWARD, GRPO, REWARD, STEP, Job, StageNeeds, predict
 from stoker.training.fit.text import lines
 from stoker.training.model.config import AdapterConfig, ModelConfig, parameters
@@ -374,6 +376,94 @@ def test_what_others_hold_is_named_where_it_decides() -> None:
     assert both.change is not None and both.change.settings == {"gpus": "1"}
 
 
+# ---- one card, DDP or FSDP ----
+
+
+THIRTY_TWO = replace(
+    EIGHT, family="qwen2", layers=64, dim=5120, heads=40, ff=27648, vocab_size=152064, qkv_bias=True
+)  # fmt: skip
+
+
+def decided(gpus: str, wish: Wish, asked: str = "auto") -> Decision:
+    found = decide(cards(gpus), wish, asked)
+    assert found.plan.fits == held(found.plan)
+    return found
+
+
+def test_shards_are_chosen_where_nothing_else_fits() -> None:
+    found = decided("4x24GB", Wish(THIRTY_TWO, 2048, "lora"))
+    assert found.way.strategy == "fsdp" and found.plan.fits
+    by = {way.strategy: way for way in found.ways}
+    assert not by["ddp"].plan.fits and not by["one"].plan.fits and by["ddp"].needs > 2.5 * by["fsdp"].needs
+    line = found.line()
+    assert line.startswith("fsdp: ddp 6") and line.count("does not fit") == 2 and line.endswith("theirs is not known)")
+    told = text_lines(found.plan)
+    assert any("gathered" in one for one in told) and "--parallel fsdp" in " ".join(told)
+    ddp = make(cards("4x24GB"), Wish(THIRTY_TWO, 2048, "lora"))
+    assert ddp.change is not None and ddp.change.settings == {"parallel": "fsdp"}, "a plan for ddp says so"
+
+
+def test_the_fastest_way_is_chosen_where_several_fit() -> None:
+    small = replace(EIGHT, layers=8)
+    assert decided("4xH100", Wish(small, 2048, "full")).way.strategy == "ddp"
+    slow = decided("2xRTX 3090", Wish(small, 256, "lora", samples=2))
+    assert slow.way.strategy == "ddp", "adapters are little to exchange"
+    far = [replace(card, host=f"host-{at}") for at, card in enumerate(cards("2xH100"))]
+    found = decide(far, Wish(small, 512, "full", samples=2))
+    by = {way.strategy: way.seconds or 0 for way in found.ways}
+    assert found.way.strategy == "one" and by["one"] < 0.2 * by["ddp"], "10 Gbit/s between hosts"
+    near = decide(cards("2xH100"), Wish(small, 512, "full", samples=2))
+    assert {way.strategy: way.seconds or 0 for way in near.ways}["ddp"] < 0.1 * by["ddp"]
+
+
+def test_shards_go_to_the_host_where_they_do_not_fit_the_cards() -> None:
+    found = decided("4x24GB", Wish(EIGHT, 2048, "full"))
+    s, share = found.plan.settings, found.plan.shares[0]
+    assert (found.way.strategy, s.offload, s.optimizer) == ("fsdp", "optimizer", "adamw8bit")
+    assert "optimizer" not in share.planned.terms and share.host_bytes == pytest.approx(
+        2 * parameters(EIGHT) / 4, rel=0.05
+    )
+    off = decided("4x24GB", Wish(EIGHT, 2048, "full", offload="off"))
+    assert not off.plan.fits and off.plan.change is not None
+    lora = decided("2x24GB", Wish(THIRTY_TWO, 2048, "lora"))
+    share = lora.plan.shares[0]
+    assert lora.plan.settings.offload == "all" and "weights" not in share.planned.terms
+    assert share.host_bytes == pytest.approx(2 * parameters(THIRTY_TWO) / 2, rel=0.05)
+    assert "--offload all" in " ".join(text_lines(lora.plan))
+    small = [replace(card, host_free=48 * GIB) for card in cards("2x24GB")]
+    assert not decide(small, Wish(THIRTY_TWO, 2048, "lora")).plan.fits, "the host has no memory for it"
+    assert all(way.plan.settings.offload == "off" for way in decided("4xH100", Wish(EIGHT, 2048, "lora")).ways)
+    by = decided("4x24GB", Wish(THIRTY_TWO, 2048, "lora", offload="all")).ways
+    assert {way.strategy: way.plan.settings.offload for way in by} == {"ddp": "off", "fsdp": "all", "one": "off"}
+
+
+def test_hosts_far_apart_hold_copies_where_these_fit() -> None:
+    far = [replace(card, host=f"host-{at // 4}") for at, card in enumerate(cards("8xH100"))]
+    found = decide(far, Wish(EIGHT, 2048, "full", samples=64), "fsdp")
+    s, share = found.plan.settings, found.plan.shares[0]
+    assert s.sharding == "host" and share.planned.terms["weights"] == pytest.approx(4 * parameters(EIGHT) / 4, rel=0.01)
+    assert "fsdp inside hosts 7" in found.line() and "in 4 shards on each host" in " ".join(text_lines(found.plan))
+    assert "--parallel fsdp --sharding host" in " ".join(text_lines(found.plan))
+    over = make(far, Wish(EIGHT, 2048, "full", samples=64, strategy="fsdp"))
+    assert (step_seconds(over) or 0) > 1.5 * (found.way.seconds or 0), "weights over 10 Gbit/s, with each micro-batch"
+    assert decide(cards("8xH100"), Wish(EIGHT, 2048, "full"), "fsdp").plan.settings.sharding == "all"
+    assert decide(far[:7], Wish(EIGHT, 2048, "full"), "fsdp").plan.settings.sharding == "all", "hosts of 4 and 3"
+
+
+def test_a_card_that_others_fill_is_left_out() -> None:
+    free, full = cards("2x24GB")
+    found = decide([replace(full, free=2 * GIB), free], Wish(EIGHT, 2048, "qlora"))
+    assert found.way.strategy == "one" and found.plan.fits and found.plan.shares[0].card.label == free.label
+
+
+def test_grpo_in_shards_has_a_copy_of_every_weight() -> None:
+    wish = Wish(EIGHT, 1024, "lora", needs=StageNeeds("grpo", rows=8), samples=32)
+    by = {way.strategy: way.plan.shares[0].planned.terms for way in decided("4xH100", wish).ways}
+    assert by["fsdp"]["weights"] < 0.3 * by["ddp"]["weights"]
+    assert by["fsdp"]["answering copy"] == pytest.approx(2 * parameters(EIGHT), rel=0.01)
+    assert by["fsdp"]["answering copy"] > by["ddp"]["answering copy"]
+
+
 # ---- the command ----
 
 
@@ -405,6 +495,21 @@ def test_json_has_each_gpu_with_its_terms(stoker: Stoker, folder: Path) -> None:
     for gpu in told["gpus"]:
         assert sum(gpu["terms"].values()) == gpu["needs_bytes"] <= gpu["free"]
         assert gpu["planned_bytes"] == max(gpu["phases"].values())
+
+
+def test_several_cards_get_a_line_with_each_way(stoker: Stoker, folder: Path) -> None:
+    words = ("fit", str(folder), "--gpus", "8x24GB", "--method", "full")
+    done = stoker(*words)
+    (line,) = [line for line in done.out.splitlines() if line.startswith("parallel ")]
+    assert done.code == 0 and line.startswith("parallel fsdp: ddp ") and "; one card " in line
+    told = json.loads(stoker(*words, "--json").out)
+    assert told["strategy"] == "fsdp" and "--parallel fsdp" in told["command"]
+    assert {way["strategy"]: way["fits"] for way in told["strategies"]} == {"ddp": False, "fsdp": True, "one": False}
+    assert all(way["needs_bytes"] > 0 for way in told["strategies"])
+    ddp = stoker(*words, "--parallel", "ddp")
+    assert ddp.code == 1 and "smallest change: --parallel fsdp" in ddp.out and "\nparallel " not in ddp.out
+    refused = stoker(*words, "--parallel", "fsdp", "--embedding", "host")
+    assert refused.code == 64 and refused.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -601,7 +706,7 @@ def test_train_takes_from_the_plan_what_nobody_set(tmp_path: Path, small: Path) 
         machine = machine_from_json(machine_json([gpu_json(0, memory_total=total, memory_used=0)]))
         lines: list[str] = []
         resolved = settle(gather(parse([f"--{flag}" for flag in flags]), {}), True)
-        found = with_memory_plan("sft", resolved, RunOptions(runs_dir=str(tmp_path)), machine, None, lines.append)
+        found, _ = with_memory_plan("sft", resolved, RunOptions(runs_dir=str(tmp_path)), machine, None, lines.append)
         return found.config, lines
 
     load = f"model.load={small}"
@@ -611,6 +716,43 @@ def test_train_takes_from_the_plan_what_nobody_set(tmp_path: Path, small: Path) 
     assert config.compute.recompute not in ("auto", "off") and "recompute" in lines[0], lines
     config, lines = planned(2600 * MIB, load, "data.kind=chat", "data.context_length=8192", "compute.recompute=off")
     assert config.compute.recompute == "off"
+
+
+def test_train_takes_the_strategy_from_the_plan(tmp_path: Path, small: Path, folder: Path) -> None:
+    from stoker.cli.train_fit import refuse_too_large, with_memory_plan
+    from stoker.control.launch.options import RunOptions
+    from stoker.control.machine.model import machine_from_json
+    from stoker.training.config.flags import parse
+    from stoker.training.config.layers import gather
+    from stoker.training.config.resolve import settle
+
+    def planned(total: int, *flags: str, host: int = 0, **options: Any) -> tuple[Any, Any, list[str]]:
+        gpus = [gpu_json(at, memory_total=total, memory_used=0) for at in range(4)]
+        machine = machine_from_json(machine_json(gpus))
+        machine = replace(machine, memory_available=host) if host else machine
+        given = (f"model.load={small}", "data.kind=chat", "data.context_length=512", "batch.tokens=8192", *flags)
+        resolved = settle(gather(parse([f"--{flag}" for flag in given]), {}), True)
+        lines, asked = list[str](), RunOptions(runs_dir=str(tmp_path), **options)
+        refuse_too_large("sft", resolved, asked, machine)
+        found, run = with_memory_plan("sft", resolved, asked, machine, None, lines.append)
+        return found.config.parallel.strategy, run.gpus, lines
+
+    strategy, gpus, lines = planned(2150 * MIB, "parallel=auto")
+    assert strategy == "fsdp" and lines[0].startswith("parallel auto: fsdp: ddp ") and "does not fit" in lines[0]
+    strategy, gpus, lines = planned(2150 * MIB, "parallel=auto", "compute.compile=on")
+    assert strategy == "ddp" and "no memory plan knows this run" in lines[0]
+    strategy, gpus, lines = planned(2150 * MIB, "optim.kind=adamw")
+    assert strategy == "ddp" and "may not fit" in lines[0] and lines[0].endswith("smallest change: --parallel fsdp")
+    assert planned(80 * GIB, "parallel=auto", "lora")[0] == "ddp"
+    with pytest.raises(Refusal, match=r"can't fit: a gathered block and the buffer .* however many ranks .* --qlora"):
+        planned(1400 * MIB, "parallel=fsdp", f"model.load={folder}")
+    with pytest.raises(Refusal, match=r"can't fit: parallel.offload all needs .* of host memory, and 0\.1 GiB are"):
+        planned(2150 * MIB, "parallel=fsdp", "offload=all", host=64 << 20)
+    # 1.3 GB of gradients over PCIe take longer than 512 tokens: one card, unless somebody says how many.
+    strategy, gpus, lines = planned(80 * GIB, "parallel=auto", "batch.tokens=2048")
+    assert (strategy, gpus) == ("ddp", "0") and lines[0].startswith("parallel auto: one card: "), lines
+    strategy, gpus, lines = planned(80 * GIB, "parallel=auto", "batch.tokens=2048", gpus="0,1")
+    assert gpus == "0,1" and "one card" not in lines[0]
 
 
 def test_train_plans_pairs_and_prompts_too(tmp_path: Path, small: Path) -> None:
@@ -630,7 +772,7 @@ def test_train_plans_pairs_and_prompts_too(tmp_path: Path, small: Path) -> None:
         resolved = settle(gather(parse([f"--{flag}" for flag in (f"model.load={small}", *flags)]), {}), True)
         options = RunOptions(runs_dir=str(tmp_path))
         refuse_too_large(stage, resolved, options, machine)
-        found = with_memory_plan(stage, resolved, options, machine, None, lines.append)
+        found, _ = with_memory_plan(stage, resolved, options, machine, None, lines.append)
         return found.config, lines[0]
 
     for stage in ("reward", "dpo"):

@@ -626,7 +626,12 @@ def test_a_rank_without_prompts_takes_part(forks: Forks, tmp_path: Path) -> None
     )
 
 
-@pytest.mark.parametrize("more", at_length_but([()], [(), ("--lora",), ("--qlora",), ("--grpo.updates", "2")]), ids=str)
+BY_CODES = ("--qlora", "--generate.bits", "4")
+
+
+@pytest.mark.parametrize(
+    "more", at_length_but([()], [(), ("--lora",), ("--qlora",), BY_CODES, ("--grpo.updates", "2")]), ids=str
+)
 def test_ranks_with_a_model_in_shards_give_the_curve_of_one(
     forks: Forks, tmp_path: Path, more: tuple[str, ...]
 ) -> None:
@@ -911,7 +916,7 @@ def test_bad_input_is_one_line_and_a_code(forks: Forks, given: Path, tmp_path: P
             (("--generate.temperature", "0"), EX_USAGE, "generate.temperature 0"),
             (("--generate.top_p", "0.9"), EX_USAGE, "generate.top_p 0.9"),
             (("--generate.top_k", "20"), EX_USAGE, "generate.top_k 20"),
-            (("--strategy", "fsdp", "--generate.bits", "4"), EX_USAGE, "or use ddp"),
+            (("--strategy", "fsdp", "--offload", "all"), EX_USAGE, "use parallel.offload optimizer"),
             (("--generate.new_tokens", "48"), EX_USAGE, "leaves no room"),
             (("--grpo.updates", "49"), EX_USAGE, "more than the 48 answers"),
             (("--grpo.importance_cap", "0.5"), EX_USAGE, "0 switches it off, else from 1 up"),

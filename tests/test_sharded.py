@@ -6,6 +6,8 @@ import json
 import math
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from safetensors.torch import load_file
 from conftest import at_length_but
 from forked_ranks import Server, program, server
 from stoker.contract.shape import replace
+from stoker.contract.shapes import Evidence, RankEnd, RankError
+from stoker.control.verdict.judge import judge
 from stoker.training.fit.accumulation import choose
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.terms import Job
@@ -36,6 +40,8 @@ PROGRAM = program("""
 from importlib import import_module
 import torch, torch._dynamo, torch.distributed.fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from stoker.training.optim import host
 from stoker.training.recipes import stage
 
 groups, counted = [], {"gradients": 0, "read": 0}
@@ -70,8 +76,21 @@ def read(method):
         return count
     return counting
 
+def visits(method):
+    def counting(*args, **kwargs):
+        counted["visits"] += 1
+        return method(*args, **kwargs)
+    return counting
+
 def work(job, rank):
+    if "local" in job:  # ranks of a host
+        os.environ.update(LOCAL_WORLD_SIZE=str(job["local"]), LOCAL_RANK=str(rank % job["local"]))
     os.preadv = read(os.preadv)
+    def whole(self, *args, **kwargs):
+        counted["whole"] += 1
+        return full_tensor(self, *args, **kwargs)
+    counted["whole"], full_tensor, DTensor.full_tensor = 0, DTensor.full_tensor, whole
+    counted["visits"], host.Visit.bring = 0, visits(host.Visit.bring)
     made = FSDPParamGroup.__init__
     def init(self, *args, **kwargs):
         made(self, *args, **kwargs)
@@ -84,6 +103,7 @@ def work(job, rank):
     counted["shard"] = sum(4 * one.sharded_param.to_local().numel() for one in params if one.sharded_param.requires_grad)
     sizes = [sum(4 * one.sharded_param.numel() for one in group.fsdp_params if one.sharded_param.requires_grad) for group in groups]
     counted["units"] = sorted(sizes)
+    counted["offloads"] = bool(params) and all(one.offload_to_cpu for one in params)
     with open(f"counted-{rank}.json", "w") as file:
         json.dump(counted, file)
     return code
@@ -122,12 +142,12 @@ class Ranks:
     def __init__(self, server: Server, data: Path) -> None:
         self._server, self._data = server, data
 
-    def pretrain(self, ranks: int, folder: Path, *words: str, fails: bool = False) -> Trained:
+    def pretrain(self, ranks: int, folder: Path, *words: str, fails: bool = False, **job: Any) -> Trained:
         given = ["--data", str(self._data), "--cache", str(self._data.parent / "cache"), *PRETRAIN, *words]
-        return self.stage("pretrain", ranks, folder, *given, fails=fails)
+        return self.stage("pretrain", ranks, folder, *given, fails=fails, **job)
 
-    def stage(self, stage: str, ranks: int, folder: Path, *words: str, fails: bool = False) -> Trained:
-        self._server.begin(ranks, folder, stage=stage, words=list(words))
+    def stage(self, stage: str, ranks: int, folder: Path, *words: str, fails: bool = False, **job: Any) -> Trained:
+        self._server.begin(ranks, folder, stage=stage, words=list(words), **job)
         found = Trained(folder, self._server.codes())
         assert fails or found.codes == [0] * ranks, found.said()
         return found
@@ -185,10 +205,66 @@ def test_optimizers_in_shards_make_the_steps_of_one_process_and_resume_anywhere(
     assert losses == pytest.approx(one.losses, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", at_length_but(["muon"], ["adamw", "adamw8bit", "muon"]))
+def test_shards_inside_hosts_that_hold_copies_learn_what_one_process_learns(
+    kind: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Four ranks as two hosts of two; then from their checkpoint on two ranks that share one model, and on one."""
+    words = ("--optimizer", kind, "--schedule", "constant", "--warmup_steps", "1")
+    kept, hosts = ("--checkpoint.folder", str(tmp_path / "kept")), ("--sharding", "host")
+    one = ranks.pretrain(1, tmp_path / "1", *words)
+    losses: list[float] = []
+    for number, steps, more in ((4, "3", (*FSDP, *hosts)), (2, "4", FSDP), (4, "5", (*FSDP, *hosts)), (1, "6", ())):
+        job = ranks.pretrain(
+            number, tmp_path / f"to-{steps}", *words, *kept, "--max-steps", steps, *more, local=min(number, 2)
+        )
+        losses += job.losses
+        if number == 4:
+            shards = [job.counted(rank)["shard"] for rank in range(4)]
+            assert sum(shards) == pytest.approx(2 * sum(shards[:2])) and max(shards) < 0.51 * sum(shards[:2])
+    assert losses == pytest.approx(one.losses, rel=1e-5)
+
+
+def test_hosts_that_hold_copies_need_as_many_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    job = ranks.pretrain(3, tmp_path, *FSDP, "--sharding", "host", fails=True, local=2)
+    assert set(job.codes) == {64} and "needs as many ranks on every host" in job.said()
+
+
+@pytest.mark.parametrize("kept", ["optimizer", "all"])
+@pytest.mark.parametrize("kind", at_length_but(["adamw8bit"], ["adamw", "adamw8bit"]))
+def test_what_lives_on_the_host_learns_the_same_to_the_bit(
+    kind: str, kept: str, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--optimizer", kind, *FSDP, "--schedule", "constant", "--warmup_steps", "1", "--max-steps")
+    there = ranks.pretrain(2, tmp_path / "there", *words, "4")
+    folder = ("--checkpoint.folder", str(tmp_path / "kept"))
+    moved = ranks.pretrain(2, tmp_path / "moved", *words, "2", "--offload", kept, *folder)
+    on = ranks.pretrain(3, tmp_path / "on", *words, "4", "--offload", kept, *folder)
+    assert moved.losses == there.losses[:2] and on.losses == pytest.approx(there.losses[2:], rel=1e-6)
+    assert moved.counted(0)["visits"] > 0 and there.counted(0)["visits"] == 0
+    assert moved.counted(0)["offloads"] == (kept == "all")
+
+
 @pytest.fixture(scope="module")
 def base(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's folder."""
     return ranks.pretrain(1, tmp_path_factory.mktemp("base") / "job", "--export", "true").run / "hf"
+
+
+@pytest.mark.parametrize("hosts", ["one", "two"])
+def test_an_export_is_collected_by_the_rank_that_writes_it(
+    hosts: str, ranks: Ranks, base: Path, tmp_path: Path
+) -> None:
+    """Three ranks have uneven rows of 260; of two hosts the second sends nothing."""
+    words = ("--model.load", str(base), "--max-steps", "2", "--export", "true")
+    one = ranks.pretrain(1, tmp_path / "1", *words)
+    number, more, job = (3, (), {}) if hosts == "one" else (4, ("--sharding", "host"), {"local": 2})
+    several = ranks.pretrain(number, tmp_path / "several", *words, *FSDP, *more, **job)
+    assert all(several.counted(rank)["whole"] == 0 for rank in range(number)), "no rank gathered a whole tensor"
+    ours, theirs = (load_file(job.run / "hf" / "model.safetensors") for job in (several, one))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-5)
 
 
 def test_a_rank_reads_its_part_of_the_weights(ranks: Ranks, base: Path, tmp_path: Path) -> None:
@@ -232,6 +308,29 @@ def test_adapters_in_shards_learn_what_one_process_learns(
         torch.testing.assert_close(theirs[name], tensor, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("method", at_length_but(["--lora"], ["--lora", "--qlora"]))
+def test_a_frozen_model_on_the_host_has_adapters_that_learn_the_same(
+    method: str, ranks: Ranks, wide: Path, tmp_path: Path
+) -> None:
+    words = (
+        "--model.load",
+        str(wide),
+        method,
+        "--lora_rank",
+        "4",
+        *FSDP,
+        "--optimizer",
+        "adamw8bit",
+        "--export",
+        "true",
+    )
+    there = ranks.pretrain(2, tmp_path / "there", *words)
+    moved = ranks.pretrain(2, tmp_path / "moved", *words, "--offload", "all")
+    assert moved.losses == there.losses and moved.counted(0)["offloads"] and moved.losses[-1] < moved.losses[0]
+    ours, theirs = (load_file(run / "hf" / "adapter_model.safetensors") for run in (moved.run, there.run))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 STAGES = [(stage, method) for stage in ("sft", "reward", "dpo") for method in ("", "--lora", "--qlora")]
 
 
@@ -260,9 +359,47 @@ def test_every_stage_learns_in_shards_what_one_process_learns(
         ranks.stage(stage, count, tmp_path / f"{count}", *words, *(FSDP if count > 1 else ())) for count in (1, 2)
     )
     assert len(one.losses) == 4 and two.losses == pytest.approx(one.losses, rel=1e-5)
+    if stage != "reward":
+        one_says, two_says = ((job.run / "samples.jsonl").read_text() for job in (one, two))
+        assert two_says == one_says and len(one_says.splitlines()) >= 2
     told = [json.loads((job.run / "result.json").read_text())["metrics"] for job in (one, two)]
     assert told[0].keys() == told[1].keys() and told[1]["val_loss"] == pytest.approx(told[0]["val_loss"], rel=1e-5)
     assert sorted(os.listdir(two.run / "hf")) == sorted(os.listdir(one.run / "hf"))
+
+
+@pytest.mark.parametrize("number", at_length_but([3], [2, 3]))
+def test_an_evaluation_in_shards_finds_what_one_process_finds(
+    number: int, ranks: Ranks, wide: Path, tmp_path: Path
+) -> None:
+    """Open questions, choices, sampled answers and text: no rank has all weights, and all make the same passes."""
+    listed = [{"text": text, "label": label} for text, label in (("ab cde", "A"), ("fgh", "B"))]
+    rows = [{"question": f"What follows {n}?", "answer": "ab" if n % 2 else "cde"} for n in range(7)]
+    rows += [
+        {"id": f"{n}", "question": {"stem": f"{n}?", "choices": listed}, "answerKey": "AB"[n % 2]} for n in range(5)
+    ]
+    tasks, texts = tmp_path / "tasks.jsonl", tmp_path / "texts.jsonl"
+    for path, some in (
+        (tasks, rows[:7]),
+        (tmp_path / "choices.jsonl", rows[7:]),
+        (texts, [{"text": "ab cde fgh " * 9}]),
+    ):
+        path.write_text("".join(json.dumps(row) + "\n" for row in some))
+    words = (
+        "--model.load", str(wide), "--tokenizer.path", "bytes", "--evaluate.tasks", str(tasks), "--evaluate.tasks",
+        str(tmp_path / "choices.jsonl"), "--evaluate.texts", str(texts), "--evaluate.draws", "2", "--generate.new_tokens", "6",
+        "--context_length", "128", "--parallel.device", "cpu", "--timeout", "60s",
+    )  # fmt: skip
+    one, several = (
+        ranks.stage("evaluate", count, tmp_path / f"{count}", *words, *(FSDP if count > 1 else ()))
+        for count in (1, number)
+    )
+    told = [json.loads((job.run / "result.json").read_text())["metrics"] for job in (one, several)]
+    assert told[1]["tasks"] == told[0]["tasks"]
+    assert told[1]["bits_per_byte"] == pytest.approx(told[0]["bits_per_byte"], rel=1e-5)
+    texts_of = [(job.run / "completions.jsonl").read_text() for job in (one, several)]
+    assert texts_of[0] == texts_of[1] and len(texts_of[0].splitlines()) == 12
+    held = [several.counted(rank)["frozen"] for rank in range(number)]
+    assert max(held) < 0.6 * sum(held) if number == 2 else max(held) < 0.45 * sum(held)
 
 
 @pytest.mark.parametrize("sizes", [[(128, 128), (256, 64)], [(128, 128), (64, 128), (9, 64)]], ids=["joined", "apart"])
@@ -361,3 +498,89 @@ def test_gradients_are_whole_where_that_sends_less_and_fits(
     job = Job(1, 2048, recomputed=32, world=8, shards=8)
     found = choose(Footprint(EIGHT, AdapterConfig()), job, room * GIB, share, micro)
     assert found.whole == whole and why in found.why, found
+
+
+# An allocation fails inside FSDP2's own code, in each phase of a step; prints the tracebacks.
+SHORT_OF_MEMORY = """
+import json, traceback
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import _api
+
+def short(*args, **kwargs):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB of which 0.50 GiB is free. Of the allocated memory 22.00 GiB is allocated by PyTorch, and 0.10 GiB is reserved by PyTorch but unallocated.")
+
+class Short(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        short()
+
+def fails(phase, module, name, work):
+    real = getattr(module, name)
+    setattr(module, name, short)
+    try:
+        work()
+    except torch.OutOfMemoryError:
+        found.append((phase, traceback.format_exc()))
+    finally:
+        setattr(module, name, real)
+
+def sharded():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+def step(make):
+    model = make()
+    loss = model(x).sum()
+    return model, loss
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x, found = torch.randn(4, 8), []
+model = sharded()
+fails("gather", torch, "empty", lambda: model(x))
+model, loss = step(sharded)
+fails("backward", torch, "empty", loss.backward)  # of the buffer that gradients are reduced from
+model, loss = step(sharded)
+fails("in an operation", torch, "is_complex", Short.apply(loss).backward)
+loss.backward()
+optimizer = torch.optim.AdamW(model.parameters())
+fails("optimizer", torch, "zeros_like", optimizer.step)
+fails("save", _api.Redistribute, "apply", lambda: [p.full_tensor() for p in model.parameters()])
+print(json.dumps(found))
+"""
+OWN = (
+    "INFO | [GPU 0] ran out of GPU memory at 22.0 GiB in tensors of a model in 4 shards, 20.0 GiB were planned; no term"
+)
+
+
+def test_out_of_memory_in_shards_names_the_phase_and_what_helps() -> None:
+    done = subprocess.run([sys.executable, "-c", SHORT_OF_MEMORY], capture_output=True, text=True, check=True)
+    traces = json.loads(done.stdout.splitlines()[-1])
+    assert [phase for phase, _ in traces] == ["gather", "backward", "in an operation", "optimizer", "save"]
+    words = {"gather": "weights were gathered", "optimizer": "in the optimizer step", "save": "the model was saved"}
+    helps = {
+        "gather": ("reshard_after_forward", "--compute.recompute full"),
+        "optimizer": ("8-bit optimizer", "--optimizer adamw8bit"),
+        "save": ("StateDictOptions", "one tensor at a time"),
+    }
+    for phase, trace in traces:
+        message = trace.splitlines()[-1].partition(": ")[2]
+        error = RankError("OutOfMemoryError", message, "train.py", 7, "main", trace, int(5e9), module="torch")
+        theirs, ours = (
+            judge(Evidence(2, (RankEnd(0, "", "GPU0", 100, 1, 5.0, error=error, tail=tail),))) for tail in ("", OWN)
+        )
+        assert theirs.cause == ours.cause == "oom.gpu"
+        for verdict in (theirs, ours):
+            assert f"out of GPU memory {'' if phase != 'gather' and phase != 'save' else 'while '}" in verdict.summary
+            assert words.get(phase, "in the backward pass") in verdict.summary, verdict.summary
+        script, recipe = helps.get(phase, ("set_requires_gradient_sync", "--parallel.accumulate sharded"))
+        assert recipe in ours.fix[0]
+        if phase in ("gather", "backward", "save"):  # of others the traceback does not show that the model is in shards
+            assert script in theirs.fix[0]

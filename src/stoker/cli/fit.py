@@ -12,13 +12,14 @@ from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import replace
 from stoker.contract.terminal import say
 from stoker.contract.untrusted import is_count, json_text
-from stoker.training.fit import pace, plan, text
+from stoker.training.fit import pace, plan, strategy, text
 from stoker.training.fit.footprint import STAGES
 from stoker.training.fit.runs import contexts
 from stoker.training.fit.scorer import with_scorer
 from stoker.training.fit.terms import DPO, GRPO, REWARD, SFT, StageNeeds, asked_bits
 from stoker.training.model import hf_config, hf_hub
 from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig
+from stoker.training.parallel.config import EVERYTHING, NOTHING, OFFLOAD
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ examples:
   stoker fit ./model-8b --gpus 8GB --context-length 2048
   stoker fit ./model-14b --gpus 2xH100 --method lora --data chats.jsonl --price 2.5
   stoker fit ./model-8b --stage grpo --gpus 80GB --rows 32 --new-tokens 512
+  stoker fit ./model-32b --gpus 4x24GB --method lora     one card, ddp or fsdp: what each would take
   stoker fit ./model-14b --machine box.json --json       for a machine that `stoker doctor --record` kept
   stoker fit ./model-14b --data chats.jsonl --probe      five real steps: planned against measured"""
 _CONTEXT = 2048  # tokens, where nobody says
@@ -52,6 +54,16 @@ def parser() -> Parser:
     made.add_argument("--method", choices=methods, default=plan.AUTO, help="auto: full, else lora, else qlora")
     gpus = "GPUs to plan for: 4x24GB, 2xH100, 12GB,8GB; or numbers of those here: 0,1 (default: all here)"
     made.option("--gpus", "GPUS", gpus, default="")
+    ways = (plan.AUTO, *strategy.STRATEGIES)
+    made.add_argument(
+        "--parallel", choices=ways, default=plan.AUTO, help="auto: one card, ddp or fsdp, what is fastest"
+    )
+    made.add_argument(
+        "--offload",
+        choices=("auto", *OFFLOAD),
+        default="auto",
+        help="fsdp: what lives in host memory; auto: what does not fit",
+    )
     made.option("--hosts", "HOSTS", "a hosts file, or a,b,c: the GPUs of these hosts", default="")
     made.option("--machine", "FILE", "a machine that `stoker doctor --record` kept, instead of this one", default="")
     made.option("--context-length --context", "N", f"tokens of a sample (default: {_CONTEXT:,})", int, default=0)
@@ -96,7 +108,8 @@ def main(argv: list[str]) -> int:
     rows = _amount(told, model, wish.context)
     if rows is not None and rows.unit in ("conversations", "pairs"):
         wish = replace(wish, documents=max(-(-rows.count // rows.samples), 1) * _texts(told.stage))
-    found = plan.make(cards, wish)
+    decision = strategy.decide(cards, wish, told.parallel, () if told.embedding != "host" else (plan.FSDP,))
+    found = decision.plan
     tokens, exact = (rows.tokens, rows.exact) if rows is not None else (0, True)
     rate = (
         (pace.measured(runs, found, (told.model, os.path.realpath(folder))) or pace.from_table(found))
@@ -109,12 +122,14 @@ def main(argv: list[str]) -> int:
 
         return probe(found, told.model, data, told.json)
     if told.json:
-        print(json_text(text.as_dict(found, told.model, data, rate, tokens, told.price)))
+        print(json_text(text.as_dict(decision, told.model, data, rate, tokens, told.price)))
     else:
         for line in text.lines(found, told.model, data):
             print(line)
+        if decision.others:
+            print(f"parallel {decision.line()}")
         if found.fits:
-            for line in text.pace_lines(rate, tokens, exact, told.price, len(cards)):
+            for line in text.pace_lines(rate, tokens, exact, told.price, len(found.shares)):
                 print(line)
     return 0 if found.fits else 1
 
@@ -138,6 +153,14 @@ def _check(told: argparse.Namespace) -> None:
         raise Refusal(f"--recompute {told.recompute}: give a number of blocks, off or full", EX_USAGE)
     if sum(bool(one) for one in (told.hosts, told.machine)) > 1:
         raise Refusal("--hosts and --machine: give one of them", EX_USAGE)
+    if told.parallel == plan.FSDP and told.embedding == "host":
+        raise Refusal("--embedding host: a model in shards has its embedding in shards, too; leave it out", EX_USAGE)
+    if told.offload not in ("auto", NOTHING) and told.parallel not in (plan.AUTO, plan.FSDP):
+        raise Refusal(f"--offload {told.offload} is for --parallel fsdp: it moves shards", EX_USAGE)
+    if told.offload == EVERYTHING and told.stage == GRPO:
+        raise Refusal(
+            "--offload all: stage grpo writes answers by a copy on the GPU; use --offload optimizer", EX_USAGE
+        )
     if told.probe and not told.data:
         raise Refusal("--probe trains five steps: it needs --data", EX_USAGE)
 
@@ -208,6 +231,7 @@ def _wish(told: argparse.Namespace, model: ModelConfig) -> plan.Wish:
         samples=samples,
         inputs_on_host={"auto": None, "device": False, "host": True}[told.activations],
         needs=_needs(told, context, samples),
+        offload=None if told.offload == "auto" else told.offload,
     )
 
 

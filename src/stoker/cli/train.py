@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.cli.sight import gpus_to_use, look
-from stoker.cli.train_fit import refuse_too_large, with_kept_optimizer, with_memory_plan
+from stoker.cli.train_fit import refuse_too_large, with_kept_optimizer, with_memory_plan, without_memory_plan
 from stoker.contract import names, redact, schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build, from_mapping, suggest
@@ -176,7 +176,11 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     request = Request(options, STAGES[stage].recipe, (), given, identity)
     if STAGES[stage].learning is not None:
         resolved = with_kept_optimizer(resolved, request)
-    resolved = with_memory_plan(stage, resolved, options, machine, ready, _say) if gpus else resolved
+    if gpus:
+        resolved, options = with_memory_plan(stage, resolved, options, machine, ready, _say)
+        request = replace(request, options=options)
+    else:
+        resolved = without_memory_plan(resolved, options, _say)
     if ready is not None:
         _check_resume(resolved.config, ready)
     if resolved.config.parallel.device == "cpu":

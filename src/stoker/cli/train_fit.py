@@ -27,8 +27,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.training.data.shards import Prepared
     from stoker.training.fit.plan import Plan, Wish
+    from stoker.training.fit.strategy import Decision
 
 _PLANNED_KINDS = ("adamw", "adamw8bit")  # optimizers that the plan chooses from
+ONE = "one"  # of fit/strategy.py
 _SURELY = 400 << 20  # bytes: no context was smaller. A refusal must be right
 
 
@@ -42,13 +44,34 @@ def refuse_too_large(stage: str, resolved: Resolved, options: RunOptions, machin
     wish = _wish(stage, resolved, len(cards), None)
     kind = plan.AUTO if "optim.kind" not in resolved.given else wish.optimizer
     least = replace(wish.needs, length=wish.needs.length or wish.needs.new_tokens + 1)
-    found = plan.make(cards, replace(wish, micro=0, recompute=None, optimizer=kind, needs=least))
+    least_wish = replace(wish, micro=0, recompute=None, optimizer=kind, needs=least)
+    found = _decided(cards, least_wish, resolved, options).plan
     tightest = max(found.shares, key=lambda share: share.needs - share.card.free)
+    _refuse_shards(found, cards)
     # An estimate refuses nothing, and what is close may fit.
     if not found.fits and not found.about and tightest.planned.total + _SURELY > tightest.card.free:
         of_stage = "" if stage == "sft" else f" --stage {stage}"
         line = f"{_too_much(found)} (`stoker fit {resolved.config.model.load}{of_stage}` shows more)"
         raise Refusal(f"this can't fit: {line}", EX_UNAVAILABLE)
+
+
+def _refuse_shards(found: Plan, cards: list[Card]) -> None:
+    """What no estimate of shards can be wrong about: a gathered block that is larger than a card, shards than the host."""
+    from stoker.training.fit.memory import GATHERED
+    from stoker.training.fit.plan import FSDP, gib
+
+    if found.settings.strategy != FSDP or found.fits:
+        return
+    for share in found.shares:
+        card, size = share.card, share.planned.terms.get(GATHERED, 0)
+        if size + _SURELY > card.free:
+            line = f"a gathered block and the buffer of the next take {gib(size)}, and {card.label} has {gib(card.free)} free"
+            more = "" if found.settings.method == "qlora" else "; with --qlora they are a quarter of that"
+            raise Refusal(f"this can't fit: {line}, however many ranks there are{more}", EX_UNAVAILABLE)
+    needed, (host_free, *_) = sum(share.host_bytes for share in found.shares), [card.host_free for card in cards]
+    if host_free is not None and needed > host_free:
+        line = f"parallel.offload {found.settings.offload} needs {gib(needed)} of host memory, and {gib(host_free)} are available"
+        raise Refusal(f"this can't fit: {line}; use fewer ranks of this host, or parallel.offload off", EX_UNAVAILABLE)
 
 
 def with_kept_optimizer(resolved: Resolved, request: Request) -> Resolved:
@@ -88,28 +111,63 @@ def _checkpoint(config: Config, request: Request) -> str | None:
 def with_memory_plan(
     stage: str, resolved: Resolved, options: RunOptions, machine: Machine, ready: Prepared | None,
     say: Callable[[str], None],
-) -> Resolved:  # fmt: skip
-    """Where a model is loaded onto GPUs of this machine: what nobody set, as the plan has it. Else as it was."""
+) -> tuple[Resolved, RunOptions]:  # fmt: skip
+    """Where a model is loaded onto GPUs of this machine: what nobody set, as the plan has it. Else as it was. The options with
+    one GPU where parallel.strategy auto chose one card."""
     config = resolved.config
     cards = _cards(options, machine) if _known(stage, config, options) else []
     if not cards:
-        return resolved
+        return without_memory_plan(resolved, options, say), options
     from stoker.training.fit import plan
+
+    def planned(wish: Wish) -> Decision:
+        return _decided(cards, wish, resolved, options)
 
     wish = _wish(stage, resolved, len(cards), ready)
     if stage == GRPO and not config.batch.micro:
         # Fewer answers at once cost less than activations in host memory, or a decoding step by codes.
-        found = plan.make(cards, replace(wish, inputs_on_host=bool(wish.inputs_on_host), needs=_by_copy(wish.needs)))
-        if not found.fits:
+        found = planned(replace(wish, inputs_on_host=bool(wish.inputs_on_host), needs=_by_copy(wish.needs)))
+        if not found.plan.fits:
             wish = replace(wish, micro=0)
-            found = plan.make(cards, wish)
+            found = planned(wish)
     else:
-        found = plan.make(cards, wish)
-    if not found.fits and "optim.kind" not in resolved.given and wish.optimizer == "adamw":
-        found = plan.make(cards, replace(wish, optimizer=plan.AUTO))
-    if not found.fits:
-        say(f"memory plan: this may not fit: {_too_much(found)}")
-    return replace(resolved, config=_filled(config, resolved.given, found, say))
+        found = planned(wish)
+    if not found.plan.fits and "optim.kind" not in resolved.given and wish.optimizer == "adamw":
+        found = planned(replace(wish, optimizer=plan.AUTO))
+    if config.parallel.strategy == "auto":
+        say(f"parallel auto: {found.line()}")
+    if not found.plan.fits:
+        say(f"memory plan: this may not fit: {_too_much(found.plan)}")
+    resolved = replace(resolved, config=_filled(config, resolved.given, found.plan, say))
+    if found.way.strategy == ONE and len(cards) > 1:
+        options = replace(options, gpus=found.plan.shares[0].card.label.removeprefix("GPU "))
+    return resolved, options
+
+
+def _decided(cards: list[Card], wish: Wish, resolved: Resolved, options: RunOptions) -> Decision:
+    from stoker.training.fit.plan import DDP, FSDP
+    from stoker.training.fit.strategy import decide
+
+    config, given = resolved.config, resolved.given
+    p, but = config.parallel, set[str]()
+    # As config/check.py has it. One card is no choice where somebody says how many, or where a step's samples follow from that.
+    if p.balance != "off" or p.comm != "full" or config.compute.cuda_graphs == "on" or wish.on_host:
+        but.add(FSDP)
+    counted = options.nproc_per_node or options.gpus or options.gpu or "parallel.balance" in given
+    if counted or not config.batch.tokens or wish.needs.stage == GRPO:
+        but.add(ONE)
+    return decide(cards, wish, p.strategy if p.strategy in (DDP, FSDP) else "auto", but)
+
+
+def without_memory_plan(resolved: Resolved, options: RunOptions, say: Callable[[str], None]) -> Resolved:
+    """parallel.strategy auto is ddp there."""
+    config = resolved.config
+    if config.parallel.strategy != "auto" or options.dry_run:
+        return resolved
+    say(
+        "parallel auto: ddp; no memory plan knows this run (`stoker docs fit`), --parallel fsdp cuts the model into shards"
+    )
+    return replace(resolved, config=config_of(config.preset, values_of(config) | {"parallel.strategy": "ddp"}))
 
 
 def _by_copy(needs: StageNeeds) -> StageNeeds:
@@ -133,11 +191,10 @@ def _too_much(found: Plan) -> str:
 def _known(stage: str, config: Config, options: RunOptions) -> bool:
     here = options.hosts is None and options.nnodes == "1" and not options.dry_run
     compute = config.compute
-    ours = (
-        config.parallel.strategy == "ddp" and config.parallel.device != "cpu" and compute.compile in ("auto", "fused")
-    )
+    ours = config.parallel.device != "cpu" and compute.compile in ("auto", "fused")
     fused = compute.fp8 == "off" and compute.dtype != "fp32" and compute.recompute != "selective"
-    return stage in STAGES and bool(config.model.load) and here and ours and fused
+    there = bool(config.model.load) or (stage == "pretrain" and config.parallel.strategy != "ddp")
+    return stage in STAGES and there and here and ours and fused
 
 
 def _cards(options: RunOptions, machine: Machine) -> list[Card]:
@@ -160,11 +217,15 @@ def _cards(options: RunOptions, machine: Machine) -> list[Card]:
 def _wish(stage: str, resolved: Resolved, world: int, ready: Prepared | None) -> Wish:
     from stoker.training.fit import plan
     from stoker.training.model import hf_config, hf_hub
+    from stoker.training.model.config import with_rows
     from stoker.training.parallel.config import recomputed_blocks
 
     config, given = resolved.config, resolved.given
-    folder = hf_hub.folder_of(config.model.load, lambda line: None, code=config.model.trust_remote_code)
-    model, values, context = hf_config.shape_for(config.model, folder), values_of(config), config.data.context_length
+    values, context = values_of(config), config.data.context_length
+    folder, model = "", with_rows(config.model, ready.vocab_size if ready is not None else 0)
+    if config.model.load:
+        folder = hf_hub.folder_of(config.model.load, lambda line: None, code=config.model.trust_remote_code)
+        model = hf_config.shape_for(config.model, folder)
     told, batch = str(config.compute.recompute), config.batch
     again = None if told == "auto" else recomputed_blocks(told, model.layers)
     packed = stage in (REWARD, DPO) or (stage != GRPO and (config.data.kind == "chat" or config.data.documents))
@@ -183,6 +244,7 @@ def _wish(stage: str, resolved: Resolved, world: int, ready: Prepared | None) ->
         model, context, plan.FULL if config.adapter.method == OFF else config.adapter.method, config.adapter,
         config.optim.kind, again, micro, host[values["compute.embedding"]] if "compute.embedding" in values else False,
         packed, documents, samples, moved[config.compute.activations], needs,
+        offload=config.parallel.offload if "parallel.offload" in given else None,
         kept="optim.kind" in given and given["optim.kind"].words.startswith("checkpoint "),
     )  # fmt: skip
 
@@ -227,6 +289,8 @@ def _filled(config: Config, given: Any, found: Plan, say: Callable[[str], None])
 
     s, layers = found.settings, found.wish.layers
     values, changed = values_of(config), dict[str, Any]()
+    if config.parallel.strategy == "auto":
+        changed["parallel.strategy"] = s.strategy
     if values["compute.recompute"] == "auto" and s.recompute:
         counted = KEYS["compute.recompute"].spec.choices is None
         changed["compute.recompute"] = str(s.recompute) if counted and s.recompute < layers else "full"
@@ -234,6 +298,8 @@ def _filled(config: Config, given: Any, found: Plan, say: Callable[[str], None])
         changed["optim.kind"] = s.optimizer
     if s.on_host and "compute.embedding" not in given:
         changed["compute.embedding"] = "host"
+    if s.offload != config.parallel.offload:
+        changed["parallel.offload"] = s.offload
     if s.inputs_on_host and config.compute.activations != "host":
         changed["compute.activations"] = "host"
     if s.bits == 4 and config.generate.bits == "auto":

@@ -36,6 +36,7 @@ SECTION_VALUES = {
     "optimizer": "optim.kind",
     "optim": "optim.kind",
     "adapter": "adapter.method",
+    "parallel": "parallel.strategy",
 }
 
 

@@ -146,6 +146,12 @@ def _combinations(checking: _Checking, on_cpu: bool | None) -> None:
     compute, parallel, kind = config.compute, config.parallel, config.optim.kind
     if parallel.strategy == "fsdp":
         _sharded(checking)
+    elif parallel.sharding != "all":
+        line = f"parallel.sharding {parallel.sharding} needs parallel.strategy fsdp: ddp cuts nothing"
+        checking.refuse(line, "parallel.sharding", "parallel.strategy")
+    elif parallel.offload != "off":
+        line = f"parallel.offload {parallel.offload} needs parallel.strategy fsdp: it moves shards"
+        checking.refuse(line, "parallel.offload", "parallel.strategy")
     if compute.compile == "fused" and compute.fp8 != "off":
         checking.refuse(
             f"compute.compile fused and compute.fp8 {compute.fp8} exclude each other: our own kernels know no fp8; auto"
@@ -178,6 +184,9 @@ def _sharded(checking: _Checking) -> None:
             "parallel.balance auto needs parallel.strategy ddp: fsdp's ranks wait for each other inside their work, and"
             " nobody's own speed shows"
         )
+    if parallel.offload != "off" and checking.config.optim.kind == "muon":
+        line = f"parallel.offload {parallel.offload} can't do optim.kind muon, whose ranks put matrices together: use adamw8bit"
+        checking.refuse(line, "parallel.offload", "optim.kind")
     if parallel.comm != "full":
         checking.refuse(
             f"parallel.comm {parallel.comm} needs parallel.strategy ddp: fsdp exchanges weights and gradients in its"

@@ -19,6 +19,7 @@ from stoker.training.data.units import split
 from stoker.training.density.points import Vectors, unit
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.loss import capped, chunk_rows
+from stoker.training.model.pieces import give_back, whole
 from stoker.training.parallel.group import Group
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
@@ -57,17 +58,17 @@ def log_likelihoods(model: Decoder, rows: Sequence[Continuation]) -> list[float]
     """Σ log p of each row's second part, given its first (at least one token)."""
     found = [0.0] * len(rows)
     device = model.device
-    weight = model.head_weight.to(model.dtype)
+    weight = whole(model.head_weight).to(model.dtype)
     for batch in _counted(batches([len(given) + len(asked) for given, asked in rows]), len(rows), "evaluation"):
-        whole = [[*rows[place][0], *rows[place][1]] for place in batch]
-        hidden = model.hidden(padded([one[:-1] for one in whole], device))
+        texts = [[*rows[place][0], *rows[place][1]] for place in batch]
+        hidden = model.hidden(padded([one[:-1] for one in texts], device))
         places = [
-            (row, at) for row, place in enumerate(batch) for at in range(len(rows[place][0]) - 1, len(whole[row]) - 1)
+            (row, at) for row, place in enumerate(batch) for at in range(len(rows[place][0]) - 1, len(texts[row]) - 1)
         ]
         if not places:
             continue
         index = torch.tensor(places, device=device)
-        wanted = torch.tensor([whole[row][at + 1] for row, at in places], device=device)
+        wanted = torch.tensor([texts[row][at + 1] for row, at in places], device=device)
         picked = hidden[index[:, 0], index[:, 1]]
         step = chunk_rows(len(picked), len(weight), 4)
         losses = [
@@ -83,6 +84,7 @@ def log_likelihoods(model: Decoder, rows: Sequence[Continuation]) -> list[float]
         )
         for place, total in zip(batch, totals.tolist(), strict=True):
             found[place] = -total
+    give_back(model)
     return found
 
 
@@ -131,7 +133,7 @@ def measure(
     rows, sizes = windows(tokenizer, documents(path, data, say), data.context_length, tokens)
     if not rows:
         raise Refusal(f"evaluate.texts {path} holds no text", EX_DATAERR)
-    mine = range(group.rank, len(rows), group.world)
+    mine = group.turns(len(rows))
     found = sum(log_likelihoods(model, [rows[place] for place in mine]))
     totals = group.sum(
         torch.tensor([found, float(sum(sizes[place] for place in mine))], dtype=torch.float64, device=group.device)

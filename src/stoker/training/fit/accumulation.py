@@ -6,10 +6,8 @@ from stoker.contract.shape import replace, shape
 from stoker.training.fit.block import WIDE
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.plan import MOST, gib, last
-from stoker.training.fit.sharded import gathered
+from stoker.training.fit.sharded import GATHERS, gathered
 from stoker.training.fit.terms import Job, reserved
-
-GATHERS = 2  # of each weight, with each micro-batch: forward and backward
 
 
 @shape
@@ -37,8 +35,7 @@ def choose(footprint: Footprint, job: Job, room: int, share: int, micro: int) ->
     sizes = {whole: largest(whole) for whole in (False, True)}
     if not sizes[True]:
         return Accumulation(False, f"whole ones need {gib(needs[True])}, and {gib(room)} can be used")
-    g = gathered(footprint.described)
-    weights = g.root + 2 * g.head + footprint.config.layers * g.block
+    weights = gathered(footprint.described).every(footprint.config.layers)
     sent = {}
     for whole, size in sizes.items():
         steps = -(-share // max(size, 1))

@@ -37,6 +37,7 @@ from stoker.training.fit.terms import (
 from stoker.training.generate.config import PREFILL_TOKENS, ROUND, kernels_lack, slots
 from stoker.training.model.config import OFF, ModelConfig, tensors
 from stoker.training.model.nf4_size import multipliable
+from stoker.training.model.nf4_size import stored_bytes as stored_codes
 from stoker.training.model.targets import targets
 
 ANSWERS, SCORES = "answers", "scores of the reward model"  # phases
@@ -48,10 +49,12 @@ CHUNK = 1024  # words of the vocabulary that one program of the sampling kernel 
 
 class Writing:
     """The engine of one rank. `rows` answers at once of `length` tokens with their prompts; `codes`: by 4-bit weights where
-    they have them."""
+    they have them; `sharded`: nothing of the model's own can be read in place."""
 
-    def __init__(self, d: Described, rows: int, length: int, new_tokens: int, codes: bool = False) -> None:
-        self._d, self._c = d, d.config
+    def __init__(
+        self, d: Described, rows: int, length: int, new_tokens: int, codes: bool = False, sharded: bool = False
+    ) -> None:
+        self._d, self._c, self._sharded = d, d.config, sharded
         self._rows, self._length = rows, length
         self._prompt = -(-max(length - new_tokens, 1) // ROUND) * ROUND
         self._plain = bool(kernels_lack(self._c, length))
@@ -72,10 +75,11 @@ class Writing:
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 continue  # together, below
             if name in self._coded:
+                found += sum(map(stored_codes, map(math.prod, sizes))) if self._sharded else 0
                 continue
             if "norm" in name:
                 found += rounded(WIDE * elements) if c.norm_offset or c.norm_kind == "layer" else 0
-            elif d.stored[name] != HALF or name in adapted:
+            elif self._sharded or d.stored[name] != HALF or name in adapted:
                 found += rounded(HALF * elements)
         if c.qk_norm:
             found += c.layers * rounded(WIDE * (c.heads + c.kv_heads) * c.head_dim)
@@ -192,7 +196,8 @@ class GrpoStep(LogprobStep):
         micro = min(job.micro, self._answers)
         row = min(-(-(length - 1) // MULTIPLE) * MULTIPLE, job.context)  # the last token is predicted, not read
         super().__init__(d, replace(job, micro=micro, context=row, packed=False, documents=1))
-        self._writing = Writing(self._d, min(needs.rows, self._answers), length, self._new, needs.bits == 4)
+        rows = min(needs.rows, self._answers)
+        self._writing = Writing(self._d, rows, length, self._new, needs.bits == 4, job.shards > 1)
 
     def _asked(self) -> tuple[int, bool]:
         return self._job.micro * self._new, True
@@ -201,7 +206,7 @@ class GrpoStep(LogprobStep):
         d, needs, job = self._d, self._job.needs, self._whole
         found = added(base_of(d, job), self._writing.held())
         if needs.reference:
-            found = added(found, {REFERENCE: reference_bytes(d, needs, job.context)})
+            found = added(found, {REFERENCE: job.part(reference_bytes(d, needs, job.context))})
         if needs.scorer is not None:
             found = added(found, {SCORER: scorer_bytes(needs.scorer, job.context)})
         workspace = _STREAMS * CUBLAS.get(job.capability, CUBLAS_ELSE) if HANDLES else 0

@@ -32,6 +32,13 @@ BF16_SINCE = 8  # compute capability: Ampere
 # PCIe 5 x16 (50 GB/s and more). Elsewhere it may be any slot: PCIe 4 x16 gives 25 GB/s.
 LINKS = {9: 40e9, 10: 40e9}
 LINK_ELSE = 20e9
+# Bytes/s that a ring of collectives reaches between the cards of a host: NVLink of servers' cards, else PCIe (GeForce cards go
+# through host memory); and between hosts where nobody says: 10 Gbit/s.
+PEERS = {
+    "B200": 500e9, "GB200": 500e9, "B300": 500e9, "H200": 300e9, "GH200": 300e9, "H100": 300e9, "H800": 150e9, "H20": 300e9,
+    "A100": 200e9, "A800": 150e9, "V100": 100e9,
+}  # fmt: skip
+PEERS_ELSE, NETWORK = 10e9, 1.1e9
 
 
 @shape
@@ -62,6 +69,11 @@ class Card:
     def link(self) -> float | None:
         """Bytes/s to host memory; None: nobody knows its slot."""
         return LINKS.get(self.capability)
+
+    @property
+    def peers(self) -> float:
+        """Bytes/s to the other cards of its host, about."""
+        return PEERS.get(_known(self.name) or "", PEERS_ELSE)
 
     @property
     def dtype(self) -> str:

@@ -8,18 +8,32 @@ memory where that is faster than computing them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from stoker.contract.effort import SECONDS, LookingAt
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.cards import LINK_ELSE, Card
-from stoker.training.fit.cost import HALF_SPEED, Copies, flops_per_token
+from stoker.training.fit.cost import (
+    ASSUMED,
+    HALF_SPEED,
+    HOST_LINKS,
+    SHARE,
+    Copies,
+    exchange_seconds,
+    flops_per_token,
+    host_seconds,
+)
 from stoker.training.fit.footprint import Footprint
+from stoker.training.fit.sharded import fetched, sent
 from stoker.training.fit.terms import GRPO, Job, Planned, StageNeeds, reserved
 from stoker.training.model.config import LORA, OFF, QLORA, AdapterConfig, ModelConfig
+from stoker.training.parallel.config import EVERYTHING, MOMENTS, NOTHING, OVER_ALL
 
 AUTO, FULL = "auto", "full"
 METHODS = (FULL, LORA, QLORA)
+DDP, FSDP = "ddp", "fsdp"  # parallel.strategy
+OFFLOADED_WORDS = {MOMENTS: "moments", EVERYTHING: "weights, gradients and moments"}
+SHARDS_ABOUT = "shards were not measured on several GPUs: an estimate"
 DOCUMENT = 512  # tokens of a text in packed rows, where nobody counted
 SHORTEST = 128  # tokens of context that a plan proposes
 CONTEXT_FLAG = "context-length"
@@ -27,7 +41,6 @@ HOST_SHARE = 0.75  # of the host memory that is available: processes and the pag
 STEP = 64  # a proposed context is a multiple of it
 MOST = 1024  # samples that are looked at as one micro-batch
 PASSES = {FULL: 3, LORA: 2, QLORA: 2}  # products of each weight: one of them is computed again with a block
-HOST_LINKS = 100e9  # bytes/s that a host's memory gives to all its cards
 GAIN = 0.97  # of the time without: what copies to the host have to come to before a plan makes them for speed alone
 
 
@@ -49,6 +62,9 @@ class Wish:
     inputs_on_host: bool | None = None  # what blocks keep
     needs: StageNeeds = StageNeeds()
     kept: bool = False  # the optimizer is that of a checkpoint: no other can go on with it
+    strategy: str = DDP
+    offload: str | None = None  # shards: what lives in host memory
+    sharding: str = OVER_ALL  # shards: over which ranks
 
     @property
     def layers(self) -> int:
@@ -69,6 +85,9 @@ class Settings:
     inputs_on_host: bool = False
     rows: int = 0  # GRPO: answers that are written at once
     bits: int = 0  # GRPO: of a weight meanwhile
+    strategy: str = DDP
+    offload: str = NOTHING
+    sharding: str = OVER_ALL
 
 
 @shape
@@ -112,6 +131,11 @@ class Plan:
     dtype: str = "bf16"  # of products and activations
 
 
+def sharing(s: Settings, cards: Sequence[Card]) -> list[Card]:
+    """The cards among which a model is cut: all, or those of one host."""
+    return [card for card in cards if s.sharding == OVER_ALL or card.host == cards[0].host]
+
+
 def gib(size: float) -> str:
     return f"{size / (1 << 30):.1f} GiB"
 
@@ -137,17 +161,19 @@ class Search:
             kinds: tuple[str, ...] = ("adamw", "adamw8bit") if wish.optimizer == AUTO else (wish.optimizer,)
             if method != FULL:
                 kinds = tuple(kind for kind in kinds if kind != "muon") or ("adamw",)
-            moved, footprint = bool(wish.inputs_on_host), self._footprint(method)
+            moved = bool(wish.inputs_on_host)
             for bits in self._bits(method):
-                s = self._written(
-                    Settings(method, kinds[-1], recompute, bool(wish.on_host), max(wish.micro, 1), moved), bits
-                )
+                s = Settings(method, kinds[-1], recompute, bool(wish.on_host), max(wish.micro, 1), moved)
+                kept = (wish.offload or NOTHING) if wish.strategy == FSDP else NOTHING
+                s = self._written(replace(s, strategy=wish.strategy, offload=kept, sharding=wish.sharding), bits)
                 for kind in kinds:
                     yield replace(s, optimizer=kind)
-                if wish.on_host is None and method != FULL and footprint.can_be_on_host():
+                for what in self._offloads(s):
+                    yield replace(s, offload=what)
+                if wish.on_host is None and method != FULL and self._can_be_on_host(s):
                     s = replace(s, on_host=True)
                     yield s
-                if wish.inputs_on_host is None and footprint.can_move_kept():
+                if wish.inputs_on_host is None and self._can_move_kept(s):
                     yield replace(s, inputs_on_host=True)
 
     def _bits(self, method: str) -> tuple[int, ...]:
@@ -159,9 +185,26 @@ class Search:
             return (16,)
         return (needs.bits,) if needs.bits else (16, 4)
 
+    def can_shard(self, method: str) -> bool:
+        """Not what transformers computes."""
+        return self._footprint(method).described is not None
+
     def _written(self, s: Settings, bits: int) -> Settings:
         """With so many bits of a weight while answers are written."""
         return replace(s, bits=bits, rows=self._wish.needs.rows) if bits else s
+
+    def _offloads(self, s: Settings) -> tuple[str, ...]:
+        """More that can live in host memory, least first."""
+        if s.strategy != FSDP or self._wish.offload is not None or s.optimizer == "muon":
+            return ()
+        return (MOMENTS,) if self._wish.needs.stage == GRPO else (MOMENTS, EVERYTHING)
+
+    def _can_be_on_host(self, s: Settings) -> bool:
+        return s.strategy == DDP and self._footprint(s.method).can_be_on_host()
+
+    def _can_move_kept(self, s: Settings) -> bool:
+        """Autograd saves a block's gathered weights, too, where it is in shards: they would go to the host with the rest."""
+        return s.strategy == DDP and self._footprint(s.method).can_move_kept()
 
     def _footprint(self, method: str) -> Footprint:
         if method not in self._footprints:
@@ -176,6 +219,7 @@ class Search:
         return Job(
             s.micro, context or wish.context, s.optimizer, wish.packed, wish.documents, s.recompute, self._world,
             tries or wish.share(self._world) > s.micro, card.capability, s.on_host, s.inputs_on_host, needs,
+            len(sharing(s, self._cards)) if s.strategy == FSDP else 1, offload=s.offload,
         )  # fmt: skip
 
     def _needs(self, s: Settings, card: Card, context: int = 0) -> int:
@@ -186,7 +230,7 @@ class Search:
 
     def _host_has(self, s: Settings, card: Card, context: int = 0) -> bool:
         """Memory for what all its cards move there. True where nobody knows how much there is."""
-        if not s.inputs_on_host or card.host_free is None:
+        if not (s.inputs_on_host or s.offload != NOTHING) or card.host_free is None:
             return True
         return self._beside(card) * self._host_bytes(s, card, context) <= HOST_SHARE * card.host_free
 
@@ -216,6 +260,14 @@ class Search:
         wish, passes = self._wish, PASSES[s.method]
         tokens, again = s.micro * wish.context, s.recompute / wish.layers
         slower = 1 + HALF_SPEED / tokens
+        if s.strategy == FSDP:
+            speed = SHARE * min(card.peak or ASSUMED for card in self._cards)
+            alone = tokens * flops_per_token(wish.model, wish.context, passes) / speed
+            described = self._footprint(s.method).described
+            assert described is not None
+            among = sharing(s, self._cards)
+            moved = host_seconds(fetched(described, len(among), s.offload), self._cards)
+            return max((1 + again / passes) * slower, max(exchange_seconds(sent(described), among), moved) / alone)
         if not s.inputs_on_host or not self._peaks_known:
             return (1 + again / passes) * slower
         work = tokens * flops_per_token(wish.model, wish.context, passes) * slower
@@ -237,9 +289,9 @@ class Search:
 
     def _faster(self, s: Settings) -> Settings:
         """As fast as it gets; what blocks keep is in host memory where that is sure to be faster."""
-        found, footprint = self._fastest(s), self._footprint(s.method)
+        found = self._fastest(s)
         sure = self._peaks_known and all(card.link is not None for card in self._cards)
-        if s.inputs_on_host or self._wish.inputs_on_host is not None or not sure or not footprint.can_move_kept():
+        if s.inputs_on_host or self._wish.inputs_on_host is not None or not sure or not self._can_move_kept(s):
             return found
         frugal = replace(s, inputs_on_host=True)
         if not found.recompute or not self._fits(frugal, self._tightest):
@@ -267,7 +319,7 @@ class Search:
             needs = reserved(planned.total) + card.free - card.room(self._world)
             shares.append(Share(card, planned, needs, self._largest(s, card), self._host_bytes(s, card)))
         reasons = tuple(self._reasons(s)) if fits else ()
-        about = self._footprint(s.method).why_about
+        about = self._footprint(s.method).why_about or (SHARDS_ABOUT if s.strategy == FSDP else "")
         if self.dtype == "fp16":
             about = about or "no card before Ampere was measured: an estimate"
         return Plan(self._wish, fits, s, tuple(shares), reasons, change, about, self.dtype)
@@ -293,6 +345,8 @@ class Search:
             yield "8-bit optimizer: with moments in fp32 it does not fit"
         if s.on_host and wish.on_host is None:
             yield "embedding in host memory: on the card it does not fit"
+        if s.offload != NOTHING and wish.offload is None:
+            yield f"{OFFLOADED_WORDS[s.offload]} in host memory: on the card they do not fit"
         if s.inputs_on_host and wish.inputs_on_host is None:
             yield f"activations in host memory: {self._why_host(s)}"
         if s.bits == 4 and not wish.needs.bits:
@@ -329,7 +383,9 @@ class Search:
 
     def _frugal(self, method: str) -> Settings:
         frugal = Settings(method, "adamw8bit", self._wish.layers, False, 1)
-        return self._written(frugal, self._bits(method)[-1])
+        return self._written(
+            replace(frugal, strategy=self._wish.strategy, sharding=self._wish.sharding), self._bits(method)[-1]
+        )
 
     def _change(self, s: Settings) -> Change:
         """One change that is enough, the smallest first; then a card that is."""
@@ -351,7 +407,9 @@ class Search:
     def _larger_card(self) -> str:
         card = self._tightest
         frugal = self._frugal(QLORA if self._wish.method == AUTO else self._wish.method)
-        needs = self._needs(replace(frugal, on_host=self._footprint(frugal.method).can_be_on_host()), card)
+        if frugal.strategy == FSDP:
+            frugal = replace(frugal, offload=(self._wish.offload or NOTHING, *self._offloads(frugal))[-1])
+        needs = self._needs(replace(frugal, on_host=self._can_be_on_host(frugal)), card)
         missing = needs - card.room(self._world)
         if card.held_bytes >= missing:
             who = f" ({card.held[0]})" if card.held else ""
@@ -368,11 +426,16 @@ class Search:
             yield again, replace(s, recompute=layers)
         if s.micro > 1 and s.recompute < layers:
             yield one | again, replace(s, micro=1, recompute=layers)
+        if s.strategy == DDP and self._world > 1 and self.can_shard(s.method):
+            yield {"parallel": FSDP}, replace(s, strategy=FSDP, on_host=False, inputs_on_host=False)
         if s.optimizer != "adamw8bit" and not self._wish.kept:
             yield {"optimizer": "adamw8bit"}, replace(s, optimizer="adamw8bit")
-        if not s.on_host and self._footprint(s.method).can_be_on_host():
+        for what in self._offloads(s):
+            if s.offload == NOTHING:
+                yield {"offload": what}, replace(s, offload=what)
+        if not s.on_host and self._can_be_on_host(s):
             yield {"embedding": "host"}, replace(s, on_host=True)
-        if not s.inputs_on_host and self._footprint(s.method).can_move_kept():
+        if not s.inputs_on_host and self._can_move_kept(s):
             yield {"activations": "host"}, replace(s, inputs_on_host=True)
         if s.inputs_on_host:  # what the host has no memory for
             yield {"activations": "device"}, replace(s, inputs_on_host=False)

@@ -18,8 +18,10 @@ from stoker.training.fit.memory import GATHERED, GRADIENTS, rounded
 from stoker.training.model.config import OFF, tensors
 from stoker.training.model.nf4_size import stored_bytes
 from stoker.training.model.targets import targets
+from stoker.training.parallel.config import EVERYTHING, NOTHING
 
 UNITS = 2  # of weights, gathered at a time
+GATHERS = 2  # of each weight, with each micro-batch: forward and backward
 
 
 @shape
@@ -32,6 +34,10 @@ class Gathered:
     exchanged: int  # of the largest unit's gradients, as they are reduced
     embedding: int  # of the embedding's, the same
     waiting: int  # of the gradient that an embedding has as the head, while blocks go backward
+
+    def every(self, layers: int) -> int:
+        """Of all weights, once."""
+        return self.root + 2 * self.head + layers * self.block
 
     def forward(self) -> dict[str, int]:
         return {GATHERED: self.root + UNITS * self.block}
@@ -76,6 +82,24 @@ def gathered(d: Described) -> Gathered:
         WIDE * max(size for name, size in learned.items() if name), WIDE * table if d.embedding_learns else 0,
         HALF * table if c.tied and d.head_learns else 0,
     )  # fmt: skip
+
+
+def sent(d: Described) -> int:
+    """Bytes of all weights and gradients that go around with a micro-batch."""
+    return GATHERS * gathered(d).every(d.config.layers) + WIDE * d.trained
+
+
+def fetched(d: Described, shards: int, offload: str) -> int:
+    """Bytes that a rank brings from host memory with a micro-batch: its shards, as they are stored."""
+    return GATHERS * -(-sum(d.held.values()) // shards) if offload == EVERYTHING else 0
+
+
+def visiting(d: Described, optimizer: str, shards: int, offload: str) -> int:
+    """Bytes that go to the device and back for an update: moments, and with weights on the host those and their gradients."""
+    if offload == NOTHING:
+        return 0
+    weights = WIDE * d.trained * 3 // 2 if offload == EVERYTHING else 0  # gradients one way only
+    return -(-(d.optimizer(optimizer) + weights) // shards)
 
 
 def kept_copies(d: Described) -> int:

@@ -28,8 +28,8 @@ from stoker.training.fit.memory import (
 )  # fmt: skip
 from stoker.training.fit.sharded import as_computed, gathered, kept_copies
 from stoker.training.model.config import ModelConfig
-from stoker.training.optim.config import MUON_BYTES
-from stoker.training.parallel.config import HOST_LEAST, RECOMPUTED, block_kinds
+from stoker.training.optim.config import CHUNK, MUON_BYTES
+from stoker.training.parallel.config import EVERYTHING, HOST_LEAST, NOTHING, RECOMPUTED, block_kinds
 from stoker.training.parallel.config import host_bytes as pinned_bytes
 
 CHUNK_BYTES = 1 << 29  # of logits (model/loss.py)
@@ -80,6 +80,7 @@ class Job:
     needs: StageNeeds = StageNeeds()
     shards: int = 1  # that each tensor is cut into (parallel.strategy fsdp)
     whole: bool = False  # shards: gradients of all weights wait for the last micro-batch (parallel.accumulate)
+    offload: str = NOTHING  # shards: what lives in host memory (parallel.offload)
 
     def part(self, size: int) -> int:
         """A rank's, of what is cut into shards."""
@@ -208,7 +209,7 @@ class Step:
                 self._reach(BACKWARD, added(added(inside, one.backward), self._coming(at, place)))
             now = added(added(now, one.stays, -count), one.grows, count)
         self._embedding(now)
-        held = {**base, GRADIENTS: self._job.part(self._d.gradients)}
+        held = base if self._job.offload == EVERYTHING else {**base, GRADIENTS: self._job.part(self._d.gradients)}
         self._reach(STEP, added(held, {WORK: _update(self._d, self._job)}))
         totals = {phase: sum(terms.values()) for phase, terms in self._highest.items()}
         phase = max(totals, key=lambda name: totals[name])
@@ -239,11 +240,24 @@ class Step:
         columns = zip_longest(*(saved for saved, _ in others), fillvalue=0)
         pieces = sum(count for _, count in others)
         kept = pinned_bytes(self._stream, inputs) + sum(pinned_bytes(max(column), pieces) for column in columns)
-        return embedding + kept
+        return embedding + kept + self._offloaded()
+
+    def _offloaded(self) -> int:
+        d, job = self._d, self._job
+        moments = job.part(d.optimizer(job.optimizer)) if job.offload != NOTHING else 0
+        if job.offload != EVERYTHING:
+            return moments
+        return moments + job.part(sum(d.held.values()) - kept_copies(d) + d.gradients)
 
     def _reach(self, phase: str, now: dict[str, int]) -> None:
         if self._sharded is not None and phase != STEP:
             now = added(now, self._sharded.backward() if phase == BACKWARD else self._sharded.forward())
+            if (
+                self._job.offload == EVERYTHING
+            ):  # a unit's shard on its way up, and that of its gradients on its way down
+                now = added(now, {GATHERED: self._job.part(max(self._sharded.block, self._sharded.head))})
+                if phase == BACKWARD:
+                    now = added(now, {GRADIENTS: self._job.part(self._sharded.exchanged)})
         if phase not in self._highest or sum(now.values()) > sum(self._highest[phase].values()):
             self._highest[phase] = now
 
@@ -343,15 +357,19 @@ def base_of(d: Described, job: Job) -> dict[str, int]:
     workspace = HANDLES * CUBLAS.get(job.capability, CUBLAS_ELSE)
     there = job.accumulates or job.world > 1  # DDP's buckets are the gradients, and stay
     held = {term: job.part(size) for term, size in d.held.items()}
-    if job.shards > 1:
+    if job.offload == EVERYTHING:
+        held = {term: 0 for term in held} | {ADAPTERS: kept_copies(d)}
+    elif job.shards > 1:
         held[ADAPTERS] += kept_copies(d) - job.part(kept_copies(d))
     if job.on_host and d.can_be_on_host:
         held[WEIGHTS] -= rounded(HALF * c.vocab_size * c.dim)
     gradients = d.gradients if job.whole and job.accumulates else job.part(d.gradients)
+    if job.offload == EVERYTHING and not job.whole:
+        gradients = 0
     return {
         **held,
         GRADIENTS: gradients if there else 0,
-        OPTIMIZER: job.part(d.optimizer(job.optimizer)),
+        OPTIMIZER: job.part(d.optimizer(job.optimizer)) if job.offload == NOTHING else 0,
         BUFFERS: rounded(d.dequantized) + tables + workspace,
     }
 
@@ -387,6 +405,9 @@ def chunk_rows(tokens: int, vocabulary: int, width: int = HALF) -> int:
 
 def _update(d: Described, job: Job) -> int:
     """What an optimizer step takes for itself. Fused kernels take nothing; Muon's products do."""
+    if job.offload != NOTHING:  # what visits: weights, gradients and both moments
+        largest = max((one.elements for one in d.learned), default=0)
+        return max(CHUNK, job.part(4 * WIDE * largest))
     if job.optimizer != KIND_MUON:
         return 0
     inside = [one for one in d.learned if one.matrix and one.inside]

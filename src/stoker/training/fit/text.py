@@ -11,9 +11,11 @@ from stoker.contract.shape import as_json
 from stoker.training.fit.cards import NCCL, Card
 from stoker.training.fit.memory import COMMUNICATION, CONTEXT, MARGIN, TERMS
 from stoker.training.fit.pace import Pace
-from stoker.training.fit.plan import FULL, Plan, Share, gib
+from stoker.training.fit.plan import FSDP, FULL, OFFLOADED_WORDS, Plan, Share, gib, sharing
+from stoker.training.fit.strategy import Decision
 from stoker.training.fit.terms import DPO, GRPO, REWARD, StageNeeds
 from stoker.training.model.config import LORA, QLORA, AdapterConfig
+from stoker.training.parallel.config import NOTHING, OVER_ALL
 
 SCHEMA = 1
 BAR = 42
@@ -117,6 +119,11 @@ def _settings_words(plan: Plan) -> str:
         parts.append("embedding in host memory")
     if s.inputs_on_host:
         parts.append("activations in host memory")
+    if s.strategy == FSDP:
+        among = len(sharing(s, [share.card for share in plan.shares]))
+        parts.append(f"in {among} shards{' on each host' if among < len(plan.shares) else ''}")
+    if s.offload != NOTHING:
+        parts.append(f"{OFFLOADED_WORDS[s.offload]} in host memory")
     return ", ".join(parts)
 
 
@@ -135,7 +142,8 @@ def command(plan: Plan, model: str, data: str) -> str:
         words += ["--lora-rank", str(wish.adapter.lora_rank)]
     if s.method != FULL and wish.adapter.lora_targets != default.lora_targets:
         words += ["--lora-targets", wish.adapter.lora_targets]
-    micro = "auto" if _unlike(plan) else str(s.micro)  # each card as much as it can take
+    own = _unlike(plan) and s.strategy != FSDP  # each card as much as it can take
+    micro = "auto" if own else str(s.micro)
     words += ["--context-length", str(wish.context), "--micro", micro]
     words += ["--recompute", {0: "off", wish.layers: "full"}.get(s.recompute, str(s.recompute))]
     if s.optimizer != "adamw":
@@ -144,7 +152,13 @@ def command(plan: Plan, model: str, data: str) -> str:
         words += ["--compute.embedding", "host"]
     if s.inputs_on_host:
         words += ["--compute.activations", "host"]
-    if _unlike(plan):
+    if s.strategy == FSDP:
+        words += ["--parallel", FSDP]
+    if s.sharding != OVER_ALL:
+        words += ["--sharding", s.sharding]
+    if s.offload != NOTHING:
+        words += ["--offload", s.offload]
+    if own:
         words += ["--balance", "auto"]
     return shlex.join(words)
 
@@ -184,7 +198,8 @@ def pace_lines(pace: Pace | None, tokens: int, exact: bool, price: float, gpus: 
     yield f"one epoch: {about}{tokens:,} tokens, {span(seconds)}{cost}"
 
 
-def as_dict(plan: Plan, model: str, data: str, pace: Pace | None, tokens: int, price: float) -> dict[str, Any]:
+def as_dict(decision: Decision, model: str, data: str, pace: Pace | None, tokens: int, price: float) -> dict[str, Any]:
+    plan = decision.plan
     ranks = len(plan.shares)
     gpus = [
         {
@@ -208,6 +223,17 @@ def as_dict(plan: Plan, model: str, data: str, pace: Pace | None, tokens: int, p
         "unavailable": [],  # of schema 1: levers that nothing here can pull
         "estimate": plan.about or None,
         "dtype": plan.dtype,
+        "strategy": decision.way.strategy,
+        "strategies": [
+            {
+                "strategy": way.strategy,
+                "fits": way.plan.fits,
+                "method": way.plan.settings.method,
+                "needs_bytes": way.needs,
+                "step_seconds": way.seconds,
+            }
+            for way in decision.ways
+        ],
         "command": command(plan, model, data) if plan.fits else None,
         "gpus": gpus,
         "pace": None if pace is None else as_json(pace),

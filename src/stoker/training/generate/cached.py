@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from stoker.training.model.decoder import Block, Decoder
 from stoker.training.model.experts import mixture
 from stoker.training.model.linear import LayerNorm, Linear, RMSNorm, activation
 from stoker.training.model.loss import capped
+from stoker.training.model.maps import by_codes
+from stoker.training.model.nf4 import Joined
 from stoker.training.model.pieces import give_back, whole
 
 # queries [rows · tokens, heads, head_dim], a layer's cache and its view -> [rows · tokens, heads · head_dim]
@@ -44,20 +46,31 @@ class Coded:
     layer: Linear
     bias: Tensor | None
     dtype: torch.dtype
+    codes: tuple[Joined, ...] = ()  # of a layer in shards: all of them
+    made: tuple[Tensor, Tensor] | None = None  # the same of its adapter, in this dtype
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self.layer.by_codes(x)
+        y = by_codes(self.codes, x) if self.codes else self.layer.by_codes(x)
         if self.bias is not None:
             y += self.bias
         adapter = self.layer.adapter
-        if adapter is not None and adapter.made is not None:
-            small, wide = adapter.made
+        made = None if adapter is None else self.made or adapter.made
+        if adapter is not None and made is not None:
+            small, wide = made
             y.addmm_(x @ small.t(), wide.t(), alpha=adapter.scale)
         return y
 
     def refresh(self) -> None:
-        if self.layer.adapter is not None:
-            self.layer.adapter.matrices(self.dtype)
+        adapter = self.layer.adapter
+        if adapter is not None and self.made is not None:
+            adapter.put(self.made, whole(adapter.a), whole(adapter.up))
+        elif adapter is not None:
+            adapter.matrices(self.dtype)
+
+    @property
+    def copied_bytes(self) -> int:
+        tensors = [tensor for one in self.codes for tensor in (one.codes, one.scales, one.second)]
+        return sum(tensor.nbytes for tensor in (*tensors, *(self.made or ())))
 
 
 Product = Dense | Coded
@@ -84,11 +97,12 @@ class Weights:
     """The decoder's weights in the activations' dtype, cast once per update and not once per token. Where a parameter
     has that dtype already (fp32 on CPUs) it is used itself. Copies stay where they are: CUDA graphs keep addresses. A
     layer with an adapter, or in 4 bits, has a copy that is both together, unless `codes` are to be read as they are. Of a
-    model in shards every weight is a copy, gathered one at a time; all ranks make and refresh theirs together.
+    model in shards every weight is a copy, gathered one at a time, codes as codes; all ranks make and refresh theirs together.
     """
 
-    def __init__(self, model: Decoder, vocab: int, codes: bool = False) -> None:
-        self._model, self._vocab, self.config = model, vocab, model.config
+    def __init__(self, model: Decoder, vocab: int, codes: bool = False, streamed: bool = False) -> None:
+        """`streamed`: of a model in shards, a block's weights are gathered whenever it computes, and given up then."""
+        self._model, self._vocab, self.config, self._streamed = model, vocab, model.config, streamed
         self.tables, self.windows, self.embedding_scale = model.tables, model.windows, model.embedding_scale
         self.eps, self._codes = model.config.norm_eps, codes
         self._take()
@@ -106,8 +120,22 @@ class Weights:
         self.head = head[: self._vocab]
         self.positions = None if model.positions is None else self._cast(model.positions.weight, dtype)
         self.norm = self._norm(model.norm)
-        self.layers = [self._layer(block, dtype) for block in model.layers if isinstance(block, Block)]
+        blocks = [block for block in model.layers if isinstance(block, Block)]
+        self.layers: Iterable[Layer] = _Streamed(self, blocks)
+        if not self._streamed:
+            self.layers = [self._layer(block, dtype) for block in blocks]
         self.refresh(first=True)
+
+    @torch.inference_mode(False)  # whose tensors FSDP2's are not
+    @torch.no_grad()
+    def gathered(self, block: Block) -> Layer:
+        """A copy of its own, which nobody refreshes. All ranks ask for it."""
+        kept = self._copies, self._shared, self._merged, self._coded
+        self._copies, self._shared, self._merged, self._coded = [], [], [], []
+        layer = self._layer(block, self._model.dtype)
+        self.refresh(first=True)
+        self._copies, self._shared, self._merged, self._coded = kept
+        return layer
 
     def _cast(self, parameter: Tensor, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
         sharded = hasattr(parameter, "device_mesh")
@@ -130,12 +158,21 @@ class Weights:
         if linear.adapter is None and not linear.has_codes:
             return Dense(self._cast(linear.weight, dtype), bias)
         if self._codes and linear.has_rows_of_codes:
-            self._coded.append(Coded(linear, bias, dtype))
+            self._coded.append(self._gathered(linear, bias, dtype) if linear.cut else Coded(linear, bias, dtype))
             return self._coded[-1]
         size = (linear.out_features, linear.in_features)
         weight = torch.empty(size, dtype=dtype, device=self.embed.device)
         self._merged.append((weight, linear))
         return Dense(weight, bias)
+
+    def _gathered(self, linear: Linear, bias: Tensor | None, dtype: torch.dtype) -> Coded:
+        """Codes never change: they are gathered once."""
+        assert linear.cut is not None
+        codes, adapter, made = linear.cut.joined(whole), linear.adapter, None
+        if adapter is not None:
+            small = torch.empty(adapter.a.shape, dtype=dtype, device=self.embed.device)
+            made = small, small.new_zeros(adapter.outputs, len(small))
+        return Coded(linear, bias, dtype, codes, made)
 
     def _layer(self, block: Block, dtype: torch.dtype) -> Layer:
         attention, experts, qk_norm = block.attention, block.experts, None
@@ -199,7 +236,18 @@ class Weights:
     @property
     def copied_bytes(self) -> int:
         """Of all that is not the model's own."""
-        return self.merged_bytes + sum(ours.nbytes for ours, _, _ in self._copies)
+        coded = sum(product.copied_bytes for product in self._coded)
+        return self.merged_bytes + coded + sum(ours.nbytes for ours, _, _ in self._copies)
+
+
+class _Streamed:
+    """Blocks, one after the other."""
+
+    def __init__(self, weights: Weights, blocks: Sequence[Block]) -> None:
+        self._weights, self._blocks = weights, blocks
+
+    def __iter__(self) -> Iterator[Layer]:
+        return map(self._weights.gathered, self._blocks)
 
 
 class Cache:

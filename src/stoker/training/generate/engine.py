@@ -143,10 +143,11 @@ class Eager:
 class Engine:
     def __init__(
         self, model: Decoder | Outside, *, rows: int, length: int, vocab: int = 0, codes: bool = False,
-        logprobs: bool = False,
+        logprobs: bool = False, streamed: bool = False,
     ) -> None:  # fmt: skip
         """`rows`: answers at once; `length`: prompt and answer; `vocab`: ids from here on are never written; `codes`: weights
-        in 4 bits stay so, instead of a copy in 16; `logprobs`: `generate` leaves those of its tokens in `logprobs`.
+        in 4 bits stay so, instead of a copy in 16; `logprobs`: `generate` leaves those of its tokens in `logprobs`; `streamed`: of a model in shards no
+        rank holds all weights: all ranks write the same answers, and gather each block for each token.
         """
         if rows < 1 or length < 2:
             raise Refusal(f"generation with {rows} rows of {length} tokens can't be: at least 1 row of 2", EX_USAGE)
@@ -166,8 +167,8 @@ class Engine:
             self._weights: Weights | None = None
             self._runner = Borrowed(model, self._vocab)
             return
-        self._weights = Weights(model, self._vocab, codes)
-        if self._device.type == "cuda":
+        self._weights = Weights(model, self._vocab, codes, streamed)
+        if self._device.type == "cuda" and not streamed:  # a graph can't hold gathers
             self._runner = Graphed(self._weights, rows, length, self._kernels(model), logprobs)
         else:
             self._runner = Eager(self._weights, rows, length, logprobs)

@@ -147,6 +147,13 @@ def _sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
     like: Any = parameter
     whole = torch.empty((like.shape[0], *tensor.shape[1:]), device="meta")
+    if tensor.device.type != like.device_mesh.device_type:  # from_local would bring it to the mesh's device
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+        about = TensorMeta(whole.shape, whole.stride(), tensor.dtype)
+        spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=about)
+        lying: Tensor = DTensor(tensor, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return lying
     wrapped: Tensor = DTensor.from_local(
         tensor, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stoker.contract import layout
@@ -23,8 +22,8 @@ from stoker.contract.shape import shape
 from stoker.contract.wholefile import APPEND
 from stoker.training.data.reader import IGNORED
 from stoker.training.loop.feeder import Rows
-from stoker.training.model.loss import capped
 from stoker.training.model.outside import Outside
+from stoker.training.model.pieces import give_back
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 FILE = "samples.jsonl"
@@ -68,7 +67,8 @@ def chosen(found: Iterator[Example], count: int, context: int) -> list[Example]:
 @torch.no_grad()
 def answers(model: Any, prompts: Sequence[Sequence[int]], stop: Sequence[int], vocab: int) -> list[list[int]]:
     """Greedy, NEW_TOKENS at most."""
-    device, rows = next(model.parameters()).device, torch.arange(len(prompts))
+    device = next(model.parameters()).device if isinstance(model, Outside) else model.device
+    rows = torch.arange(len(prompts))
     longest = max(map(len, prompts)) + NEW_TOKENS
     ids = torch.zeros(len(prompts), min(-(-longest // MULTIPLE) * MULTIPLE, model.context_length), dtype=torch.int64)
     for row, prompt in enumerate(prompts):
@@ -87,6 +87,7 @@ def answers(model: Any, prompts: Sequence[Sequence[int]], stop: Sequence[int], v
             alive &= ~torch.isin(token, ends)
             if not alive.any():
                 break
+    give_back(model)
     model.train(training)
     written = [row[len(prompt) : len(prompt) + place + 1] for row, prompt in zip(ids.tolist(), prompts, strict=True)]
     return [row[: next((end for end, one in enumerate(row) if one in stop), None)] for row in written]
@@ -96,8 +97,8 @@ def _logits(model: Any, ids: Tensor, rows: Tensor, at: Tensor) -> Tensor:
     """After the token at place `at` of each row. What lies behind it is not seen."""
     if isinstance(model, Outside):
         return model.logits(ids)[rows, at]
-    x = model.hidden(ids)[rows, at]
-    return capped(F.linear(x, model.head_weight.to(x.dtype)), model.config.final_cap)
+    logits: Tensor = model.logits_at(ids, rows, at)
+    return logits
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
@@ -110,12 +111,15 @@ def _uncompiled() -> AbstractContextManager[Any]:
 
 class SampleLog:
     def __init__(self, folder: str, examples: Sequence[Example], words: Tokenizer, say: Callable[[str], None]) -> None:
-        self._path, self._examples, self._words, self._say = os.path.join(folder, FILE), examples, words, say
+        """`folder`: nothing on ranks that only compute."""
+        self._path, self._examples, self._words, self._say = folder and os.path.join(folder, FILE), examples, words, say
 
     def write(self, model: Any, step: int) -> None:
         words = self._words
         stop = [token for token in words.stop_ids if token >= 0]
         written = answers(model, [example.prompt for example in self._examples], stop, words.vocab_size)
+        if not self._path:
+            return
         handle = os.open(self._path, APPEND, 0o600)
         with os.fdopen(handle, "a", encoding="utf-8") as file:
             for number, (example, ids) in enumerate(zip(self._examples, written, strict=True), 1):

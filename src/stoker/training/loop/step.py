@@ -218,7 +218,7 @@ class Stepper:
         last = len(batch.micro_batches) - 1
         for number, micro in enumerate(batch.micro_batches):
             self.set_seed(batch.step, number)
-            with no_sync(self._wrapped, number == last or self._each):
+            with no_sync(self._wrapped, number == last or self._each, number == last):
                 total += self._micro(micro) if self._micro.graphed else self._micro.eager(micro)
         if self._clock is not None:
             self._clock.end()

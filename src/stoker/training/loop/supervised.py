@@ -244,17 +244,17 @@ class Supervised(Task):
         return better and self._c.keep_best
 
     def _prompts(self) -> SampleLog | None:
-        """train.samples, of a loaded model that learns to answer. Rank 0 asks alone: it has the whole model."""
+        """train.samples, of a loaded model that learns to answer. Rank 0 asks alone; of a model in shards all ranks make its
+        passes, and rank 0 writes down what comes of them."""
         parts, count, rows = self._parts, self._c.train.samples, self._material.held_out
         examples = parts.learner.examples
         if not (count and rows is not None and rows.chat and examples and parts.model.config.load):
             return None
-        if self._group.strategy == "fsdp":
-            self._voice.say_once("train.samples: no prompts are answered, because no rank has the whole model (fsdp)")
-            return None
-        some = chosen(examples(rows, count), count, parts.model.context_length) if self._group.first else []
+        asks = self._group.first or self._group.strategy == "fsdp"
+        some = chosen(examples(rows, count), count, parts.model.context_length) if asks else []
         words = load_tokenizer(self._material.tokenizer) if some else None
-        return SampleLog(self._c.folder, some, words, self._voice.say_once) if words is not None else None
+        folder = self._c.folder if self._group.first else ""
+        return SampleLog(folder, some, words, self._voice.say_once) if words is not None else None
 
     def _measure(self, rows: Rows) -> Validation:
         parts, tokens = self._parts, self._c.train.eval_tokens

@@ -153,14 +153,15 @@ class Decoder(nn.Module):
         cos, sin = rotary_table(self.context_length, self.config, theta or 0.0)
         return (cos, sin) if theta is not None else (torch.ones_like(cos), torch.zeros_like(sin))
 
-    def place(self, device: torch.device) -> None:
-        """Onto its device; one of the meta device gets memory here, and numbers from `start` or a checkpoint."""
+    def place(self, device: torch.device, home: torch.device | None = None) -> None:
+        """Onto its device; one of the meta device gets memory here, and numbers from `start` or a checkpoint. `home`: where its
+        weights lie, if not there."""
         if self.embed.weight.is_meta:
             if self.embed_on_host:
                 self.embed.to_empty(device="cpu")
                 self._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)  # type: ignore[no-untyped-call]
             else:
-                self.to_empty(device=device)
+                self.to_empty(device=home or device)
         self.tables = [(cos.to(device), sin.to(device)) for cos, sin in self.tables]
 
     @property
@@ -194,6 +195,11 @@ class Decoder(nn.Module):
 
     def hidden(self, inputs: Tensor, packed: Documents | None = None) -> Tensor:
         return self._run(inputs, packed, None)[0]
+
+    def logits_at(self, inputs: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        """After the token in each row's place."""
+        x = self._run(inputs, None, None)[0][rows, places]
+        return capped(F.linear(x, self.head_weight.to(x.dtype)), self.config.final_cap)
 
     def _run(self, inputs: Tensor, packed: Documents | None, counted: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(what the head reads, the experts' load summed over layers)."""

@@ -28,7 +28,7 @@ from stoker.training.model.hf_read import Added, Source, added_by
 from stoker.training.model.hf_write import DTYPES, Export, add_files, fresh_folder, size_of
 from stoker.training.model.linear import Linear
 from stoker.training.model.nf4_shards import Given
-from stoker.training.model.pieces import give_back, whole
+from stoker.training.model.pieces import collected, give_back
 
 Say = Callable[[str], None]
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what compile and activation checkpointing put into names
@@ -193,4 +193,4 @@ def save_from(
 
 
 def _gathered(name: str, tensor: Tensor, dtype: torch.dtype) -> tuple[str, Tensor]:
-    return name, whole(tensor.detach().to(dtype))  # cast before it travels
+    return name, collected(tensor.detach().to(dtype))  # cast before it travels

@@ -231,7 +231,7 @@ class Linear(nn.Linear):
     @property
     def has_rows_of_codes(self) -> bool:
         """Whether `by_codes` works."""
-        return bool(self._joined) and multipliable(self.in_features)
+        return self.has_codes and multipliable(self.in_features)
 
     def by_codes(self, x: Tensor) -> Tensor:
         """A quantized weight's product with x [N, inputs], without bias, adapter and gradient."""

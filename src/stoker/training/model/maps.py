@@ -93,14 +93,18 @@ class Adapter(nn.Module):
             self._written = None
         versions = (self.a._version, self.up._version)
         if self._written != versions or self.sharded or _capturing(self.a):
-            small, wide = self._made
-            places = [
-                wide[begin:end, place * self.rank : (place + 1) * self.rank]
-                for place, (begin, end) in enumerate(self.parts)
-            ]
-            torch._foreach_copy_([small, *places], [self.a.detach(), *(b.detach() for b in self.b)])
+            self.put(self._made, self.a.detach(), self.up.detach())
             self._written = versions
         return self._made
+
+    def put(self, made: tuple[Tensor, Tensor], a: Tensor, up: Tensor) -> None:
+        """Both, whole, into what `matrices` makes."""
+        small, wide = made
+        places = [
+            wide[begin:end, place * self.rank : (place + 1) * self.rank]
+            for place, (begin, end) in enumerate(self.parts)
+        ]
+        torch._foreach_copy_([small, *places], [a, *torch.split(up, [end - begin for begin, end in self.parts])])
 
 
 def _capturing(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from stoker.contract.shape import shape
 from stoker.training.checkpoint.snapshot import local_block
 from stoker.training.model import nf4
 from stoker.training.model.nf4_size import BLOCK, SECOND_BLOCK
+from stoker.training.optim.muon import cut_over
 
 UNIT = BLOCK * SECOND_BLOCK  # elements
 _WORD = 4  # bytes of a parameter's number
@@ -90,15 +92,18 @@ class Codes(nn.Module):
         for at, group in enumerate(self.groups):
             here = [local_block(kind, getattr(self, f"{kind}{at}")) for kind in _KINDS]
             first, count = here[0][0].offset[0], len(here[0][0].data)
-            pieces = [block.data for block, _ in here]
+            pieces, codes = [block.data for block, _ in here], getattr(self, f"{_KINDS[0]}{at}")
+            among = cut_over(codes)[0] if hasattr(codes, "device_mesh") else None
+            # Where they are computed with, which is not where they lie (parallel.offload).
+            device = torch.device(codes.device_mesh.device_type) if among is not None else codes.device
             offsets = []
             for part in group:
                 low, high = (min(max(edge - part.first, 0), part.units) for edge in (first, first + count))
                 rows = slice(part.first + low - first, part.first + high - first) if high > low else slice(0, 0)
-                q = _quantized(next(parts), part, low, high, pieces[0].device)
+                q = _quantized(next(parts), part, low, high, device, among)
                 for piece, data in zip(pieces, (q.codes, q.scales, q.second.view(torch.uint8)), strict=True):
                     _put(data, piece[rows])
-                offsets.append(q.offset.to(pieces[0].device).expand(part.units))
+                offsets.append(q.offset.to(device).expand(part.units))
             self._offsets.append(torch.cat(offsets))
 
 
@@ -110,8 +115,8 @@ def _put(data: Tensor, into: Tensor) -> None:
         flat[len(data) :] = 0
 
 
-def _quantized(given: Given, part: Part, low: int, high: int, device: torch.device) -> nf4.Quantized:
-    """Units `low` to `high` of a part."""
+def _quantized(given: Given, part: Part, low: int, high: int, device: torch.device, among: Any) -> nf4.Quantized:
+    """Units `low` to `high` of a part. `among`: the ranks that have the others; None: nobody."""
     begin, end = (min(edge * UNIT, part.elements) for edge in (low, high))
     if isinstance(given, nf4.Quantized):
         codes, scales = given.codes[begin // 2 : end // 2], given.scales[begin // BLOCK : end // BLOCK]
@@ -121,8 +126,8 @@ def _quantized(given: Given, part: Part, low: int, high: int, device: torch.devi
     # The mean is that of all blocks, in their order: ranks have the same bits as one that holds all of them.
     every = torch.zeros(part.elements // BLOCK, device=device)
     every[begin // BLOCK : end // BLOCK] = largest
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(every)
+    if among is not None:
+        dist.all_reduce(every, group=among)
     offset = every.mean()
     scales, second = nf4.scaled(largest - offset)
     return nf4.Quantized(codes, scales, second, offset, part.size, elements.dtype)

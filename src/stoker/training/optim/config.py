@@ -54,6 +54,7 @@ class BatchConfig:
 
 
 BLOCK = 256  # numbers with one scale in 8-bit AdamW, at the most
+CHUNK = 256 << 20  # bytes of what visits the GPU at a time, of tensors that live in host memory (parallel.offload)
 MUON_BYTES = 1 << 28  # of fp32 matrices in shards that a rank puts together at once
 
 

@@ -36,6 +36,12 @@ def local(tensor: Tensor) -> Tensor:
     return found
 
 
+def cut_over(tensor: Any) -> tuple[Any, int, int]:
+    """(process group, this rank in it, ranks) among which its rows are cut; other groups of a mesh hold copies."""
+    mesh, (dim,) = tensor.device_mesh, [dim for dim, one in enumerate(tensor.placements) if one.is_shard()]
+    return mesh.get_group(dim), mesh.get_local_rank(dim), mesh.size(dim)
+
+
 def orthogonal(x: Tensor, dtype: torch.dtype) -> Tensor:
     """[..., rows, columns] → its nearest matrix with singular values near 1 (0.7 to 1.2)."""
     x = x.to(dtype)
@@ -63,9 +69,8 @@ class Spread:
     """The ranks among which parameters are cut by rows, as torch.chunk cuts them."""
 
     def __init__(self, parameter: Any) -> None:
-        mesh = parameter.device_mesh
-        assert mesh.ndim == 1 and parameter.placements[0].is_shard(0), "a parameter is not cut into rows"
-        self._group, self._rank, self.world = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        assert any(one.is_shard(0) for one in parameter.placements), "a parameter is not cut into rows"
+        self._group, self._rank, self.world = cut_over(parameter)
 
     def _rows(self, place: Place, rank: int) -> tuple[int, int]:
         """Of the matrix, that a rank has."""

@@ -13,21 +13,26 @@ import torch
 from torch import Tensor, nn
 
 from stoker.training.optim.config import OptimConfig, blocks_of
-from stoker.training.optim.muon import Muon, local
+from stoker.training.optim.host import Visit, at_home, chunks
+from stoker.training.optim.muon import Muon, cut_over, local
 
 State = tuple[Tensor, Tensor, Tensor, Tensor]  # both moments' codes and scales
 
 
 class AdamW:
-    """Over parameters with the same weight decay; torch's fused kernel, on CPUs too."""
+    """Over parameters with the same weight decay; torch's fused kernel, on CPUs too. `visits`: where an update computes, if
+    moments live in host memory."""
 
-    def __init__(self, named: Mapping[str, Tensor], c: OptimConfig, weight_decay: float) -> None:
-        self._c, self._decay = c, weight_decay
+    def __init__(
+        self, named: Mapping[str, Tensor], c: OptimConfig, weight_decay: float, visits: torch.device | None = None
+    ) -> None:
+        self._c, self._decay, self._visits = c, weight_decay, visits
         self.named = named
         self._parameters = [local(p.detach()) for p in named.values()]
-        self._first = [torch.zeros_like(p) for p in self._parameters]
-        self._second = [torch.zeros_like(p) for p in self._parameters]
-        self._counts = [torch.zeros((), dtype=torch.float32, device=p.device) for p in self._parameters]
+        empty = torch.zeros_like if visits is None else at_home
+        self._first = [empty(p) for p in self._parameters]
+        self._second = [empty(p) for p in self._parameters]
+        self._counts = [torch.zeros((), dtype=torch.float32, device=visits or p.device) for p in self._parameters]
 
     def state(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(name, tensor, the parameter whose layout it has)."""
@@ -45,13 +50,45 @@ class AdamW:
         gradients = [local(p.grad) for p in self.named.values() if p.grad is not None]
         assert len(gradients) == len(self._parameters), "a parameter has no gradient"
         torch._foreach_add_(self._counts, 1.0)
+        if self._visits is None:
+            self._fused(
+                self._parameters, gradients, self._first, self._second, self._counts, share, grad_scale, found_inf
+            )
+        else:
+            self._by_visits(self._visits, gradients, share, grad_scale, found_inf)
+        torch._foreach_sub_(self._counts, [found_inf] * len(self._counts))
+
+    def _by_visits(
+        self, device: torch.device, gradients: list[Tensor], share: float, grad_scale: Tensor, found_inf: Tensor
+    ) -> None:
+        visit = Visit(device)
+        for some in chunks([4 * p.nbytes for p in self._parameters]):
+            first, second = ([visit.bring(kept[n]) for n in some] for kept in (self._first, self._second))
+            away = self._parameters[some[0]].device != device  # and with them their gradients
+            weights = [visit.bring(self._parameters[n]) if away else self._parameters[n] for n in some]
+            given = [visit.bring(gradients[n], back=False) if away else gradients[n] for n in some]
+            counts = [self._counts[n] for n in some]
+            self._fused(weights, given, first, second, counts, share, grad_scale, found_inf)
+            visit.leave()
+
+    def _fused(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        first: list[Tensor],
+        second: list[Tensor],
+        counts: list[Tensor],
+        share: float,
+        grad_scale: Tensor,
+        found_inf: Tensor,
+    ) -> None:
         torch._fused_adamw_(
-            self._parameters,
+            parameters,
             gradients,
-            self._first,
-            self._second,
+            first,
+            second,
             [],
-            self._counts,
+            counts,
             lr=self._c.learning_rate * share,
             beta1=self._c.beta1,
             beta2=self._c.beta2,
@@ -62,7 +99,6 @@ class AdamW:
             grad_scale=grad_scale,
             found_inf=found_inf,
         )
-        torch._foreach_sub_(self._counts, [found_inf] * len(self._counts))
 
 
 def pack_first(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,16 +158,18 @@ class EightBit:
     rounded is spread evenly over places and steps, and depends on nothing else: a resumed run has the same bits.
     """
 
-    def __init__(self, named: Mapping[str, Tensor], c: OptimConfig, weight_decay: float) -> None:
-        self._c, self._decay, self.named = c, weight_decay, named
+    def __init__(
+        self, named: Mapping[str, Tensor], c: OptimConfig, weight_decay: float, visits: torch.device | None = None
+    ) -> None:
+        self._c, self._decay, self.named, self._visits = c, weight_decay, named, visits
         self._pieces = {name: local(p.detach()) for name, p in named.items()}
         self._state: dict[str, State] = {}
-        self._steps = torch.zeros((), device=next(iter(self._pieces.values())).device)
+        self._steps = torch.zeros((), device=visits or next(iter(self._pieces.values())).device)
         for name, p in self._pieces.items():
             count, size = blocks_of(p.shape[-1])
-            shape = (*p.shape[:-1], count * size)
-            codes = [torch.full(shape, start, dtype=torch.uint8, device=p.device) for start in (128, 0)]
-            scales = [torch.zeros((*p.shape[:-1], count), device=p.device) for _ in range(2)]
+            shape, home = (*p.shape[:-1], count * size), p.device if visits is None else torch.device("cpu")
+            codes = [torch.full(shape, start, dtype=torch.uint8, device=home) for start in (128, 0)]
+            scales = [torch.zeros((*p.shape[:-1], count), device=home) for _ in range(2)]
             self._state[name] = (codes[0], scales[0], codes[1], scales[1])
         self._run = torch.compile(_update, dynamic=False) if self._steps.is_cuda else _update
 
@@ -157,14 +195,23 @@ class EightBit:
             assert parameter.grad is not None, name
             if self._pieces[name].numel():  # ranks may have no row of a small one
                 piece, gradient = self._pieces[name], local(parameter.grad)
-                self._run(piece, gradient, self._state[name], now, (c.beta1, c.beta2), c.eps)
+                if self._visits is None:
+                    self._run(piece, gradient, self._state[name], now, (c.beta1, c.beta2), c.eps)
+                    continue
+                visit = Visit(self._visits)
+                codes1, scale1, codes2, scale2 = map(visit.bring, self._state[name])
+                if piece.device != self._visits:
+                    piece, gradient = visit.bring(piece), visit.bring(gradient, back=False)
+                self._run(piece, gradient, (codes1, scale1, codes2, scale2), now, (c.beta1, c.beta2), c.eps)
+                visit.leave()
 
 
 Rule = AdamW | EightBit | Muon
 
 
 class Optimizer:
-    def __init__(self, model: nn.Module, c: OptimConfig) -> None:
+    def __init__(self, model: nn.Module, c: OptimConfig, visits: torch.device | None = None) -> None:
+        """`visits`: moments, and what of the model is there, live in host memory and are updated on this device."""
         self._c = c
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         matrices = {name: p for name, p in named.items() if p.dim() >= 2}
@@ -178,9 +225,9 @@ class Optimizer:
             }
             self.rules = [Muon(inner, parts, c), AdamW(outer, c, 0.0), AdamW(vectors, c, 0.0)]
         elif c.kind == "adamw8bit":
-            self.rules = [EightBit(matrices, c, c.weight_decay), AdamW(vectors, c, 0.0)]
+            self.rules = [EightBit(matrices, c, c.weight_decay, visits), AdamW(vectors, c, 0.0, visits)]
         else:
-            self.rules = [AdamW(matrices, c, c.weight_decay), AdamW(vectors, c, 0.0)]
+            self.rules = [AdamW(matrices, c, c.weight_decay, visits), AdamW(vectors, c, 0.0, visits)]
         self.parameters = list(named.values())
         self._whole = [p for p in self.parameters if not hasattr(p, "to_local")]
 
@@ -217,7 +264,7 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
     norms = torch.stack(torch._foreach_norm([local(g) for g in gradients], 2.0, dtype=torch.float32))
     if gradients and hasattr(gradients[0], "to_local"):
-        square = norms.square().sum()
-        torch.distributed.all_reduce(square)
+        square = norms.square().sum().to(gradients[0].device_mesh.device_type)  # type: ignore[attr-defined]
+        torch.distributed.all_reduce(square, group=cut_over(gradients[0])[0])
         return square.sqrt()
     return norms.square().sum().sqrt()

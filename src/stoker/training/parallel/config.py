@@ -10,6 +10,8 @@ from stoker.contract.untrusted import is_count
 
 PLAIN = ("full", "bf16", "powersgd")
 ACCUMULATE = ("auto", "sharded", "whole")
+SHARDING = OVER_ALL, IN_HOST = ("all", "host")
+OFFLOAD = NOTHING, MOMENTS, EVERYTHING = ("off", "optimizer", "all")
 
 
 def read_comm(text: str) -> str:
@@ -80,7 +82,9 @@ def host_bytes(size: int, pieces: int) -> int:
 
 @shape
 class ParallelConfig:
-    strategy: str = one_of("ddp", "fsdp")("ddp: every rank holds the model; fsdp: sharded (FSDP2)")
+    strategy: str = one_of("ddp", "fsdp", "auto")(
+        "ddp: every rank holds the model; fsdp: sharded (FSDP2); auto: one card, ddp or fsdp, by the memory plan"
+    )
     device: str = one_of("auto", "cuda", "cpu")("auto: GPUs where there are some; cuda; cpu")
     balance: str = one_of("off", "auto")(
         "auto: a faster rank takes more of a step's samples, planned anew when imbalance stays; off: equal shares"
@@ -88,6 +92,14 @@ class ParallelConfig:
     accumulate: str = one_of(*ACCUMULATE)(
         "fsdp: gradients between the micro-batches of a step: sharded (exchanged after each), whole (exchanged once a step; every"
         " rank holds all of them), auto (what takes less network time and fits, by the memory plan)"
+    )
+    sharding: str = one_of(*SHARDING)(
+        "fsdp: over which ranks the model is cut: all, or host (those of a host: each host holds all of it, and hosts exchange"
+        " gradients only)"
+    )
+    offload: str = one_of(*OFFLOAD)(
+        "fsdp: what lies in host memory: off (nothing), optimizer (moments, which visit the GPU for an update), all (weights and"
+        " gradients in shards, too: a block is on the GPU while it computes)"
     )
     comm: str = option(
         "how gradients travel: full, bf16 (half the bytes), powersgd (low-rank parts), or local:N (N steps alone, then"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stoker.contract import names
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import shape
-from stoker.training.parallel.config import ParallelConfig
+from stoker.training.parallel.config import EVERYTHING, IN_HOST, NOTHING, ParallelConfig
 
 
 @shape
@@ -78,7 +78,11 @@ class Group:
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         self.local = int(os.environ.get("LOCAL_RANK", "0"))
         self.device = _device(c, self.local)
-        self.strategy = c.strategy
+        if c.strategy == "auto":
+            line = "parallel.strategy auto is decided by `stoker train` before there are ranks"
+            raise Refusal(f"{line}: start them with it, or say ddp or fsdp", EX_USAGE)
+        self.strategy, self.offload, self.sharding = c.strategy, c.offload, c.sharding
+        self.beside = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))  # ranks of this host, with it
         self._meetings = 0
         card = os.environ.get("GPU_RANK", str(self.local))
         self.label = f"GPU {card}" if self.device.type == "cuda" else f"CPU {self.rank}"
@@ -94,10 +98,43 @@ class Group:
         elif c.strategy == "fsdp":
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
+        self.check_hosts()
+
+    @property
+    def shards(self) -> int:
+        """That each tensor of a model is cut into."""
+        if self.strategy != "fsdp":
+            return 1
+        return self.beside if self.sharding == IN_HOST else self.world
+
+    def check_hosts(self) -> None:
+        """parallel.sharding host: all hosts must have as many ranks, one after the other."""
+        if self.sharding == IN_HOST and self.strategy == "fsdp":
+            places = self.all((self.beside, self.local))
+            uneven = any(place != (self.beside, rank % self.beside) for rank, place in enumerate(places))
+            if uneven or self.world % self.beside:
+                line = f"parallel.sharding host needs as many ranks on every host: {self.world} are not hosts of {self.beside}"
+                raise Refusal(f"{line}; use the same number everywhere, or parallel.sharding all", EX_USAGE)
+
+    @property
+    def home(self) -> torch.device:
+        """Of weights in shards, between the passes of their block."""
+        return torch.device("cpu") if self.offload == EVERYTHING else self.device
+
+    @property
+    def visited(self) -> torch.device | None:
+        """Where an update computes whose moments live in host memory; None: they don't."""
+        return None if self.offload == NOTHING else self.device
 
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    def turns(self, count: int) -> range:
+        """Which of so many this rank works on where nothing is learned: its share; of a model in shards all, as every rank does."""
+        if self.strategy == "fsdp":
+            return range(count)
+        return range(self.rank, count, self.world)
 
     def sum(self, tensor: Tensor) -> Tensor:
         if self.world > 1:
@@ -189,10 +226,12 @@ def wrap(model: nn.Module, group: Group, bucket_mb: int | None = None) -> nn.Mod
     )
 
 
-def no_sync(wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
-    """Gradients are exchanged with the last micro-batch of a step only; sharded ones perhaps with each (`Parts.exchange_each`)."""
+def no_sync(wrapped: nn.Module, last: bool, of_step: bool = True) -> AbstractContextManager[Any]:
+    """Gradients are exchanged with the last micro-batch of a step only; sharded ones perhaps with each (`Parts.exchange_each`), but
+    between hosts that hold copies with the last `of_step`."""
     if hasattr(wrapped, "set_requires_gradient_sync"):
         wrapped.set_requires_gradient_sync(last)  # type: ignore[operator]
+        wrapped.set_requires_all_reduce(of_step)  # type: ignore[operator]
         return nullcontext()
     if isinstance(wrapped, nn.parallel.DistributedDataParallel) and not last:
         return wrapped.no_sync()

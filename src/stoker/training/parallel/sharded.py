@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from stoker.training.parallel.config import EVERYTHING
 from stoker.training.parallel.group import Group
 
 
@@ -18,22 +19,34 @@ def shard(model: Any, group: Group, dtype: torch.dtype | None, entry: str = "for
     what learns keeps fp32, and codes are no numbers. `entry`: the method that a pass begins with.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
-    mesh = init_device_mesh(group.device.type, (group.world,))
+    copies = group.world // group.shards  # hosts hold them
+    sizes = (group.world,) if copies == 1 else (copies, group.shards)
+    mesh = init_device_mesh(group.device.type, sizes, mesh_dim_names=("copies", "shards")[-len(sizes) :])
     # Inputs stay as they are: the loss's scale and the rotary table would lose bits they need.
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    # We lock the memory ourselves (optim/host.py).
+    offload = CPUOffloadPolicy(pin_memory=False) if group.offload == EVERYTHING else OffloadPolicy()
+    how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     for block in model.layers:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, **how)
     if model.head is not None:
-        fully_shard(model.embed, mesh=mesh, mp_policy=policy)
+        fully_shard(model.embed, **how)
         model.embed.set_unshard_in_backward(False)  # its gradient needs no weight
         # The loss reads the weight after `entered`; it is given back when its gradient is there.
-        fully_shard(model.head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(model.head, reshard_after_forward=False, **how)
         register_fsdp_forward_method(model.head, "entered")
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, **how)
+    register_fsdp_forward_method(model, "logits_at")
     if entry != "forward":
         register_fsdp_forward_method(model, entry)
     model.gathered_in = None if dtype == torch.float32 else dtype

@@ -34,6 +34,7 @@ from stoker.training.model.attention import FLEX_BLOCK, documents, packed_kernel
 from stoker.training.model.config import OFF, ModelConfig, with_rows
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.reference import Beginning
+from stoker.training.optim.host import locked
 from stoker.training.optim.loss_scale import scale_for
 from stoker.training.optim.muon import local
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
@@ -68,7 +69,8 @@ def parts_of(
             EX_CONFIG,
         )
     model = model_of(c, material.vocab_size, learner, dtype, group, voice, own, fresh=found is None)
-    optimizer = Optimizer(model, c.optim)
+    optimizer = Optimizer(model, c.optim, group.visited)
+    lock_memory(model, optimizer, group, voice)
     packed, share = material.train.packed, share_of(c, group)
     held = memory.Holding(group, model, optimizer, min(c.batch.micro, share))
     each = memory.exchanges_each(c, held, stage_name, share, voice, packed=packed)
@@ -98,6 +100,13 @@ def parts_of(
         loss_scale=scale_for(dtype, group.device),
         exchange_each=each,
     )
+
+
+def lock_memory(model: Decoder, optimizer: Optimizer, group: Group, voice: Voice) -> None:
+    """Of what lives on the host (parallel.offload)."""
+    if group.device.type == "cuda" and group.visited is not None:
+        kept = [local(p.detach()) for p in model.parameters()] + [tensor for _, tensor, _ in optimizer.state()]
+        locked(kept, voice.say_once)
 
 
 def dtype_of(c: Config, group: Group) -> torch.dtype:
@@ -133,7 +142,7 @@ def model_of(
     ready.make_ready(model, c.compute, group.device, voice.say_once)
     if sharded:
         shard(model, group, dtype)
-    model.place(group.device)
+    model.place(group.device, group.home)
     if fresh:
         model.start(c.train.seed)
         if weights:
@@ -177,7 +186,7 @@ def adapted(
         adapters.cut_codes(model)
         adapters.add(model, told, torch.device("meta"))
         shard(model, group, None, entry)
-    model.place(group.device)
+    model.place(group.device, group.home)
     hf.load_named(model, hf.named(model), own.base, voice.say_once)
     model.begin_own(told.continue_from or own.base)
     if not sharded:
@@ -392,7 +401,7 @@ def _trial(
 ) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     for last in (False, True):  # the second with the gradients of the first
-        with no_sync(model, last or each):
+        with no_sync(model, last or each, last):
             random_micro_batch(c, model, device, micro, packed=packed)
     optimizer.step(0.0, gradient_norm(optimizer.parameters), torch.ones((), device=device))  # "bad": it moves nothing
     torch.cuda.synchronize(device)

@@ -240,7 +240,9 @@ def reference_of(c: Config, vocab_size: int, group: Group, voice: Voice) -> Refe
     ready.make_ready(model, c.compute, group.device, lambda line: None)
     if group.strategy == "fsdp" and isinstance(model, Reference):
         shard(model, group, dtype)
-    model.place(group.device)
+        model.place(group.device, group.home)
+    else:
+        model.place(group.device)
     hf.load(model, weights, lambda line: None)
     model.requires_grad_(False)
     stored = next(model.parameters()).dtype

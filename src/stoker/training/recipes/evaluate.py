@@ -146,16 +146,22 @@ def main(argv: list[str]) -> int:
     group = Group(c.parallel)
     with kernels(ready.attention(c.compute, group.device)), torch.no_grad():
         stoker.phase("eval")
-        model = stage.open_model(c, folder, group.device, c.generate.bits).eval()
-        answerer = _answerer(c, tasks, model, tokenizer, manner)
+        sharded = group.strategy == "fsdp" and group.world > 1
+        if sharded:
+            model = stage.open_in_shards(c, folder, group, ready.dtype_of(c.compute, group.device), learns=False).eval()
+            stage.from_rank_0(f"the model is in {group.shards} shards: all ranks answer the same, block by block")
+        else:
+            model = stage.open_model(c, folder, group.device, c.generate.bits).eval()
+        answerer = _answerer(c, tasks, model, tokenizer, manner, sharded)
         mine: list[Outcome] = []
         for asked in tasks:
-            mine += choose(asked, asked.closed[group.rank :: group.world], model, tokenizer, manner)
+            closed = [asked.closed[at] for at in group.turns(len(asked.closed))]
+            mine += choose(asked, closed, model, tokenizer, manner)
             mine += _answers(c, asked, answerer, group) if answerer is not None and asked.open else []
         texts, tokens = c.evaluate.texts, c.train.eval_tokens
         per_byte = measure(texts, c.data, tokens, model, tokenizer, group, stage.from_rank_0) if texts else None
 
-    together = [one for part in group.all(mine) for one in part]
+    together = [one for part in group.all(mine if group.first or not sharded else []) for one in part]
     if group.first:
         names = [asked.task.name for asked in tasks]
         _report(c, sorted(together, key=lambda one: (names.index(one.task), one.index)), per_byte)
@@ -174,7 +180,7 @@ def _announce(asked: Asked) -> None:
 
 
 def _answerer(
-    c: Config, tasks: Sequence[Asked], model: Decoder, tokenizer: Tokenizer, manner: Manner
+    c: Config, tasks: Sequence[Asked], model: Decoder, tokenizer: Tokenizer, manner: Manner, sharded: bool
 ) -> Answerer | None:
     """One for all tasks: on a GPU its shapes are captured once."""
     lengths = [len(asked.prompts[place]) for asked in tasks for place in asked.open]
@@ -182,16 +188,17 @@ def _answerer(
         return None
     length = max(lengths) + c.generate.new_tokens
     rows, vocab = c.generate.rows, tokenizer.vocab_size
-    engine = Engine(model, rows=rows, length=length, vocab=vocab, codes=coded(model))
+    engine = Engine(model, rows=rows, length=length, vocab=vocab, codes=coded(model), streamed=sharded)
     return Answerer(engine, tokenizer, manner, c.generate)
 
 
 def _answers(c: Config, asked: Asked, answerer: Answerer, group: Group) -> list[Outcome]:
     """This rank's: greedy ones by question, sampled ones by block, as they depend on their place in a call."""
     if not c.evaluate.draws:
-        return answerer.write(asked, asked.open[group.rank :: group.world])
+        return answerer.write(asked, [asked.open[at] for at in group.turns(len(asked.open))])
     prompts = [asked.prompts[place] for place in asked.open]
-    sampled = answerer.sample(prompts, c.evaluate.draws, c.train.seed, lambda block: block % group.world == group.rank)
+    mine = group.turns(len(prompts))  # of blocks there are fewer
+    sampled = answerer.sample(prompts, c.evaluate.draws, c.train.seed, mine.__contains__)
     answers = {asked.open[number]: written for number, written in sampled.items()}
     marker = Marker(asked.task)
     return [

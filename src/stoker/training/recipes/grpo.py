@@ -32,7 +32,7 @@ from stoker.training.loop.learner import Learner
 from stoker.training.loop.run import Loop
 from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Profile
-from stoker.training.model import adapters, hf, hf_config, hf_hub, ready
+from stoker.training.model import adapters, hf_config, hf_hub, ready
 from stoker.training.model.config import with_rows
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.pieces import give_back
@@ -41,7 +41,6 @@ from stoker.training.optim.config import rate_share
 from stoker.training.optim.loss_scale import scale_for
 from stoker.training.optim.optimizer import Optimizer
 from stoker.training.parallel.group import Group
-from stoker.training.parallel.sharded import shard
 from stoker.training.recipes import build, stage
 from stoker.training.recipes.memory import Holding, MemoryRecord, bytes_of, of_grpo
 from stoker.training.reward.model import RewardModel, open_reward, scores
@@ -83,8 +82,8 @@ def policy_of(
         return model, Beginning(model, loaded=own.loaded) if c.grpo.kl > 0 else None, None
     if group.strategy == "fsdp":
         ready.arithmetic(c.compute, dtype)
-        model = _in_shards(c, weights, dtype, group, voice, learns=True)
-        copy = _in_shards(c, weights, dtype, group, voice, learns=False) if c.grpo.kl > 0 else None
+        model = stage.open_in_shards(c, weights, group, dtype, learns=True)
+        copy = stage.open_in_shards(c, weights, group, dtype, learns=False) if c.grpo.kl > 0 else None
         return model, None if copy is None else functools.partial(_passing, copy), copy
     model = stage.open_model(c, weights, group.device, dtype=dtype)
     ready.make_ready(model, c.compute, group.device, voice.say_once)
@@ -93,18 +92,6 @@ def policy_of(
     copy = stage.open_model(c, weights, group.device, dtype=dtype).to(model.dtype).requires_grad_(False)
     ready.make_ready(copy, c.compute, group.device, voice.say_once)
     return model, copied(copy), copy
-
-
-def _in_shards(c: Config, weights: str, dtype: torch.dtype, group: Group, voice: Voice, *, learns: bool) -> Decoder:
-    with torch.device("meta"):
-        model = Decoder(hf_config.shape_of(weights), c.data.context_length, dtype)
-    if not learns:
-        model = model.to(dtype).requires_grad_(False)
-    ready.make_ready(model, c.compute, group.device, voice.say_once)
-    shard(model, group, dtype, "hidden")
-    model.place(group.device)
-    hf.load(model, weights, voice.say_once)
-    return model
 
 
 @contextmanager
@@ -170,7 +157,8 @@ def main(argv: list[str]) -> int:
     own = build.adapters_of(c, voice)
     model, reference, copy = policy_of(c, weights, own, group, voice)
     with_rows(model.config, tokenizer.vocab_size)
-    optimizer = Optimizer(model, c.optim)
+    optimizer = Optimizer(model, c.optim, group.visited)
+    build.lock_memory(model, optimizer, group, voice)
     judge = reward_model_of(c, tokenizer, group.device)
     scorer = None if judge is None else functools.partial(scores, judge, tokenizer, device=group.device, micro=micro)
     rewards = Rewards(parts, rows, c.generate.new_tokens, worker, scorer)

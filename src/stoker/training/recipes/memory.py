@@ -18,7 +18,7 @@ from stoker.training.config.schema import Config
 from stoker.training.fit.accumulation import Accumulation, choose
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.memory import ADAPTERS, GRADIENTS, OPTIMIZER, REFERENCE, TERMS, WEIGHTS
-from stoker.training.fit.plan import DOCUMENT, FULL, gib
+from stoker.training.fit.plan import DOCUMENT, FULL, SHARDS_ABOUT, gib
 from stoker.training.fit.terms import GRPO, Job, Planned, StageNeeds
 from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
@@ -57,7 +57,7 @@ def planned(
     footprint = Footprint(held.model.config, adapter, job.needs.stage)
     why = "a CUDA graph has memory of its own: an estimate" if graph else ""
     if job.shards > 1:
-        why = "shards were not measured on several GPUs: an estimate"
+        why = SHARDS_ABOUT
     return footprint.planned(job), footprint.why_about or why
 
 
@@ -100,7 +100,7 @@ def job_of(c: Config, held: Holding, needs: StageNeeds, *, packed: bool, adds: b
     return Job(
         held.micro, c.data.context_length, c.optim.kind, packed, max(c.data.context_length // DOCUMENT, 1), again,
         held.group.world, adds, major, values.get("compute.embedding") == "host", c.compute.activations == "host", needs,
-        held.group.world if held.group.strategy == "fsdp" else 1, held.whole,
+        held.group.shards, held.whole, held.group.offload,
     )  # fmt: skip
 
 
@@ -178,7 +178,7 @@ class MemoryRecord:
         told = {
             "schema": SCHEMA, "stage": self._stage, "model": os.path.realpath(c.model.load) if os.path.isdir(c.model.load) else c.model.load,
             "method": FULL if c.adapter.method == OFF else c.adapter.method, "context": c.data.context_length,
-            "micro": held.micro, "recompute": str(c.compute.recompute), "optimizer": c.optim.kind,
+            "strategy": held.group.strategy, "micro": held.micro, "recompute": str(c.compute.recompute), "optimizer": c.optim.kind,
             "cards": self._cards, "planned_bytes": self.planned_bytes,
             "planned_terms": self.planned.terms if self.planned is not None else None, **more,
         }  # fmt: skip
@@ -192,7 +192,18 @@ class MemoryRecord:
         except torch.OutOfMemoryError:
             if self.planned is not None:
                 self._voice.say(self._short(self.planned))
+            elif self._in_shards:
+                self._voice.say(f"{self._at()}; there was no memory plan")
             raise
+
+    @property
+    def _in_shards(self) -> str:
+        group = self._held.group
+        return f" of a model in {group.shards} shards" if group.shards > 1 else ""
+
+    def _at(self) -> str:
+        now = torch.cuda.memory_allocated(self._held.group.device) if torch.cuda.is_available() else 0
+        return f"{SHORT} at {gib(now)} in tensors{self._in_shards}"
 
     def _short(self, planned: Planned) -> str:
         held = self._held
@@ -206,7 +217,7 @@ class MemoryRecord:
             "activations and working memory": rest - others
         }
         worst = max(over, key=lambda term: over[term])
-        line = f"{SHORT} at {gib(now)} in tensors, {gib(planned.total)} were planned"
+        line = f"{self._at()}, {gib(planned.total)} were planned"
         if over[worst] < _LEAST:
             return f"{line}; no term is above its plan: the card had less room than that, or it is in pieces"
         return f"{line}; underestimated: {worst}, by {gib(over[worst])} so far"
@@ -218,7 +229,7 @@ def measured(held: Holding) -> dict[str, int]:
     return {
         WEIGHTS: bytes_of(held.model),
         GRADIENTS: sum(local(gradient).nbytes for gradient in grown if gradient is not None),
-        OPTIMIZER: sum(tensor.nbytes for _, tensor, _ in held.optimizer.state()),
+        OPTIMIZER: sum(one.nbytes for _, one, _ in held.optimizer.state() if one.device == held.model.device),
         **{term: size() for term, size in held.more.items()},
     }
 

@@ -34,6 +34,7 @@ from stoker.training.loop.supervised import BEFORE
 from stoker.training.model import hf, hf_config, hf_hub, ready
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group
+from stoker.training.parallel.sharded import shard
 from stoker.training.stages.registry import STAGES
 from stoker.training.stages.situation import situation, with_defaults
 from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -108,6 +109,19 @@ def open_model(
     shape, length = hf_config.shape_of(folder), c.data.context_length
     narrow = bits.four(asked_bits, shape, c.generate.rows, length, device, from_rank_0)
     return (hf.opened_in_4_bits if narrow else hf.opened)(folder, length, dtype, device, from_rank_0)
+
+
+def open_in_shards(c: Config, folder: str, group: Group, dtype: torch.dtype, *, learns: bool) -> Decoder:
+    """The same of which each rank has its part. Passes begin with `hidden`."""
+    with torch.device("meta"):
+        model = Decoder(hf_config.shape_of(folder), c.data.context_length, dtype)
+    if not learns:
+        model = model.to(dtype).requires_grad_(False)
+    ready.make_ready(model, c.compute, group.device, from_rank_0)
+    shard(model, group, dtype, "hidden")
+    model.place(group.device, group.home)
+    hf.load(model, folder, from_rank_0)
+    return model
 
 
 def rows_of(path: str, key: str) -> list[dict[str, Any]]:

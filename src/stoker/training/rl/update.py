@@ -259,7 +259,7 @@ class Updater:
         total = torch.zeros(4 if self._c.importance_cap else 3, device=self._group.device)
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
-            with no_sync(self._model if self._sharded else self._wrapped, last or self._each):
+            with no_sync(self._model if self._sharded else self._wrapped, last or self._each, last):
                 loss, seen = self._wrapped(batch, scale)
                 loss.backward()
             total += torch.cat([loss.detach()[None], seen])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import number_at
 from stoker.training.config.schema import Config
 from stoker.training.stages import estimate
@@ -32,6 +33,17 @@ def lengths_of_prompts(c: Config, words: Words, path: str, key: str, *, chat: bo
     questions = prompts_of(path, key).questions
     asked = as_asked(questions, words, Manner(chat, system=c.generate.system), c.generate.new_tokens)
     return [(f"prompts of {path} with room for the answer", [length for _, length in asked])]
+
+
+def check(c: Config) -> None:
+    if c.parallel.strategy != "fsdp":
+        return
+    for key, asked in {
+        "parallel.offload": c.parallel.offload != "off",
+        "generate.bits 4": c.generate.bits == "4",
+    }.items():
+        if asked:
+            raise Refusal(f"stage evaluate of a model in shards can't do {key}: leave it out, or use ddp", EX_USAGE)
 
 
 def headline(metrics: Metrics) -> str:
@@ -67,4 +79,5 @@ STAGE = Stage(
     estimate=estimate.evaluate,
     headline=headline,
     lengths=lengths,
+    check=check,
 )

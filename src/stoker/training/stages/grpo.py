@@ -20,8 +20,8 @@ def check(c: Config) -> None:
     answers, how = c.grpo.prompts_per_step * c.grpo.group, c.generate
     shared = c.parallel.balance != "off" or c.parallel.comm != "full"
     problems = {
-        "generate.bits 4 and parallel.strategy fsdp: answers are written by a 16-bit copy, which every rank has; leave"
-        " generate.bits out, or use ddp": c.parallel.strategy == "fsdp" and how.bits == "4",
+        "parallel.offload all: answers are written by a copy on the GPU, which needs weights there; use parallel.offload"
+        " optimizer": c.parallel.offload == "all",
         "stage grpo shares answers, not samples: parallel.balance and parallel.comm are for pretrain, midtrain, sft and"
         " reward": shared,
         "stage grpo writes its answers with the embedding on the GPU: leave compute.embedding host out": (

@@ -8,6 +8,7 @@ from typing import Any
 from stoker.contract.shape import shape
 from stoker.control.verdict.catalogue import Case, Family, Found
 from stoker.control.verdict.lastwords import find, line_of, place, said, torch_size
+from stoker.control.verdict.memory_phase import phase_of
 
 ORDER = 25
 
@@ -233,7 +234,8 @@ def fragmentation(case: Case) -> Found | None:
 oom.gpu: The model, the batch or the optimizer is too big for the GPU.
   seen: torch.OutOfMemoryError, CUDA error 2 (out of memory), CUBLAS_STATUS_ALLOC_FAILED, and neither others nor
       fragments account for it; of `stoker train` with a model that was loaded, which term of its memory plan was
-      underestimated
+      underestimated; the phase that the traceback shows (gather, backward, optimizer, save), and what helps there
+      where the model is in shards (FSDP)
   unless: others hold the card: oom.gpu-foreign; as much as needed is reserved and unused: oom.gpu-fragmentation
   fix: {SMALLER}
 """)
@@ -245,24 +247,27 @@ def too_big(case: Case) -> Found | None:
     refused = card.refused
     planned = _planned(case)
     evidence = (*evidence, *planned)
+    phase = phase_of(case.end)
+    when = f"{case.who}: out of GPU memory{f' {phase.words}' if phase else ''}"
+    helps = (phase.helps, *_SMALLER) if phase and phase.helps else _SMALLER
     if refused is None:
-        return Found(f"{case.who}: out of GPU memory", evidence)
+        return Found(when, evidence, helps)
     if refused.allowed is not None and refused.cached + refused.needed > refused.allowed:
         limit = (
             f"the script allows itself {torch_size(refused.allowed)} only (torch.cuda.set_per_process_memory_fraction)"
         )
-        summary = f"{case.who}: out of GPU memory: {card.sentence()}; {limit}"
-        return Found(summary, evidence, (f"raise that limit: {limit}", *_SMALLER))
+        summary = f"{when}: {card.sentence()}; {limit}"
+        return Found(summary, evidence, (f"raise that limit: {limit}", *helps))
     if refused.free is not None and refused.free > refused.needed + _SLACK:
         limit = "a limit on address space (ulimit -v must say unlimited), or a slice or quota of the card"
         odd = f"the driver refused although there is room: {limit}"
-        return Found(f"{case.who}: out of GPU memory: {card.sentence()}", (*evidence, odd), (odd, *_SMALLER))
+        return Found(f"{when}: {card.sentence()}", (*evidence, odd), (odd, *helps))
     unused = refused.unused or 0
     enough = unused >= _PIECES and (refused.free or 0) + unused >= refused.needed
     pieces = (f"{_EXPANDABLE}: free and unused together would have been enough",) if enough else ()
     short = re.search(r"underestimated: [^;]*", planned[0]) if planned else None
     against = f"; the memory plan {short[0].replace(':', '', 1)}" if short else ""
-    return Found(f"{case.who}: out of GPU memory: {card.sentence()}{against}", evidence, (*pieces, *_SMALLER))
+    return Found(f"{when}: {card.sentence()}{against}", evidence, (*pieces, *helps))
 
 
 def _planned(case: Case) -> tuple[str, ...]:
