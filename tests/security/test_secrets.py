@@ -192,7 +192,7 @@ HOSTILE = (
     "M" * 25 + ".", "secret.x:1/", "a.b:1,", "aB", "AbC=", "$A=", "password=$A", "\npassword: a b", "password=,a", "password=),;&", "é", "\ud800", "AKIA", "?sig=1&",
     "ntfy://", "ntfy://a/", '"api_keys": ["a",', "password: |\n x\n", '("token", "', "name: a value: ", "Authorization: Digest a=", "\n[r] " + "A" * 20, "%22+",
 )  # fmt: skip
-SIZE = 1 << (20 if EVERYTHING else 18)
+SIZE = 1 << (20 if EVERYTHING else 17)
 ENOUGH_S = 20 * SIZE / (1 << 20)
 
 
