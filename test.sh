@@ -32,4 +32,6 @@ step imports python -c 'from importlinter.cli import lint_imports_command; lint_
 wait
 trap - EXIT
 # Six workers on two cores, a file each, the slowest first: half of the suite waits for processes and timeouts.
-step pytest python -m pytest -q -n 6 --dist loadfile --no-loadscope-reorder "$@"
+workers=(--workers 6)
+if [[ -e /dev/nvidiactl ]]; then workers=(-n 6 --dist loadfile --no-loadscope-reorder); fi # CUDA survives no fork
+step pytest python -m pytest -q "${workers[@]}" "$@"

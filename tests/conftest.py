@@ -28,11 +28,12 @@ from interpreter import own_interpreter
 from order import slowest_first
 from reruns import may_run_again, pytest_runtest_logreport, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401  hooks
 from stoker.control.machine import processes
+from workers import pytest_addoption, pytest_runtestloop  # noqa: F401  hooks
 
 EVERYTHING = os.environ.get("STOKER_TEST_ALL") == "1"  # test.sh --all
 GPU_HERE = os.path.exists("/dev/nvidiactl")
 own_interpreter(lighter=not (EVERYTHING or GPU_HERE))
-# Thousands of processes start here: each would compile Stoker's files anew, and each worker of pytest-xdist the tests.
+# Thousands of processes start here: each would compile Stoker's files anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -70,6 +71,8 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
+        if {"lighter_torch", "torch"} <= sys.modules.keys():  # tests compute with tensors that have no data
+            sys.modules["lighter_torch"].load("torch._meta_registrations")
         gc.freeze()
         gc.enable()
 

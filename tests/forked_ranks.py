@@ -9,11 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NoReturn
 
 PATIENCE_S = 200.0  # less than a test's
 
@@ -55,17 +57,14 @@ def program(before: str) -> str:
 class Server:
     """One job at a time: `begin`, then `codes`."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+    def __init__(self, stdin: IO[str], stdout: IO[str]) -> None:
+        self._stdin, self._stdout = stdin, stdout
 
     def begin(self, ranks: int, folder: Path, **job: Any) -> list[int]:
         """The ranks' pids."""
-        assert self._process.stdin is not None
         folder.mkdir(parents=True, exist_ok=True)
-        self._process.stdin.write(
-            json.dumps({"ranks": ranks, "folder": str(folder), "port": free_port(), **job}) + "\n"
-        )
-        self._process.stdin.flush()
+        self._stdin.write(json.dumps({"ranks": ranks, "folder": str(folder), "port": free_port(), **job}) + "\n")
+        self._stdin.flush()
         self._pids: list[int] = self._read()
         return self._pids
 
@@ -85,8 +84,7 @@ class Server:
                 os.kill(pid, signal.SIGKILL)
 
     def _read(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
+        return json.loads(self._stdout.readline())
 
 
 @contextmanager
@@ -98,13 +96,89 @@ def server(text: str) -> Iterator[Server]:
         if not key.startswith(("STOKER_", "RANK", "WORLD_SIZE", "MASTER_", "CUDA_"))
     }
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if _template is not None:
+        with _template.forked(text, env) as (stdin, stdout):
+            yield Server(stdin, stdout)
+        return
     process = subprocess.Popen(
         [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
     )
-    yield Server(process)
-    assert process.stdin is not None
+    assert process.stdin is not None and process.stdout is not None
+    yield Server(process.stdin, process.stdout)
     process.stdin.close()
     process.wait(30)
+
+
+class _Template:
+    """A fork of this process as it is now: programs begin as forks of that, with all that is imported here already."""
+
+    def __init__(self) -> None:
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            self._ours.close()
+            _begin_programs(theirs)
+        theirs.close()
+
+    @contextmanager
+    def forked(self, text: str, env: dict[str, str]) -> Iterator[tuple[IO[str], IO[str]]]:
+        (its_stdin, stdin), (stdout, its_stdout) = os.pipe(), os.pipe()
+        with tempfile.TemporaryFile() as job:  # an environment may be too large for a message
+            job.write(json.dumps({"text": text, "env": env}).encode())
+            job.flush()
+            socket.send_fds(self._ours, [b"begin"], [job.fileno(), its_stdin, its_stdout])
+        os.close(its_stdin)
+        os.close(its_stdout)
+        with open(stdout) as answers:
+            with open(stdin, "w") as orders:
+                yield orders, answers
+            answers.read()  # until it has ended
+
+
+_template: _Template | None = None
+
+
+def warm() -> None:
+    """From here on, what `server` starts is forked. To be called before anything that a program must not inherit."""
+    global _template
+    _template = _Template()
+
+
+def _begin_programs(line: socket.socket) -> NoReturn:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    while True:
+        _, handles, _, _ = socket.recv_fds(line, 16, 3)
+        if not handles:
+            os._exit(0)
+        if os.fork() == 0:
+            line.close()
+            _become_program(*handles)
+        for handle in handles:
+            os.close(handle)
+
+
+def _become_program(job: int, stdin: int, stdout: int) -> NoReturn:
+    code = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.dup2(stdin, 0)
+        os.dup2(stdout, 1)
+        sys.stdin = os.fdopen(0, closefd=False)
+        sys.stdout, sys.stderr = (os.fdopen(handle, "w", closefd=False) for handle in (1, 2))
+        with open(job) as file:
+            file.seek(0)
+            told = json.load(file)
+        os.environ.clear()
+        os.environ.update(told["env"])
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(1)
+        sys.argv = ["-c"]
+        exec(compile(told["text"], "<string>", "exec"), {"__name__": "__main__"})
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def free_port() -> int:

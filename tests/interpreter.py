@@ -4,7 +4,7 @@
   with and without Stoker. With `PYTHONPATH=src pytest` their children would lose Stoker. So its entries are in a .pth file here.
 - Its torch is lighter_torch.py's, but for `bash test.sh --all` and for a machine with a GPU, where kernels are compiled.
 
-It becomes sys.executable: the tests start every child, and pytest-xdist its workers, with that.
+It becomes sys.executable: the tests start every child with that.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def own_interpreter(lighter: bool) -> None:
     installed = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
     lines = [*entries, *(f"import site; site.addsitedir({folder!r})" for folder in installed if os.path.isdir(folder))]
     if lighter:
+        import lighter_torch  # noqa: F401  # for this process, and for workers that are forked from it
+
         shutil.copy(Path(__file__).with_name("lighter_torch.py"), packages)
         lines.append("import lighter_torch")
     (packages / NAME).write_text("\n".join(lines) + "\n")

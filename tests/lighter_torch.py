@@ -39,20 +39,34 @@ class _Stance:
     __enter__ = __exit__ = _nothing
 
 
-COMPILER = ("torch._dynamo", "torch._inductor")
+COMPILER = ("torch._dynamo", "torch._inductor", "torch._export")
 # In torch's own order. What each of them answers before it is loaded.
 DEFERRED: dict[str, dict[str, Any]] = {
     "torch.export": {},
     "torch.distributed._meta_registrations": {},
     "torch._meta_registrations": {},
-    "torch._dynamo": {"disable": _as_it_is, "graph_break": _nothing, "set_stance": _Stance},
+    "torch._export": {},
+    "torch._export.wrappers": {
+        "allow_in_pre_dispatch_graph": _as_it_is,
+        "mark_subclass_constructor_exportable_experimental": _as_it_is,
+    },
+    "torch._dynamo": {
+        "allow_in_graph": _as_it_is,
+        "assume_constant_result": _as_it_is,
+        "disable": _as_it_is,
+        "graph_break": _nothing,
+        "set_stance": _Stance,
+    },
     "torch._dynamo.utils": {"get_optimize_ddp_mode": lambda: "ddp_optimizer"},
     "torch._dynamo.trace_rules": {"clear_lru_cache": _nothing},
     "torch._inductor": {},
     "torch._inductor.config": {},  # torch.use_deterministic_algorithms sets one of its names
 }
 
-ALONE = "torch._dynamo.config"  # recomputing a block asks for it; it needs nothing of its package
+# These need nothing of their package. Recomputing a block asks for the first, a model of transformers for the other.
+ALONE = ("torch._dynamo.config", "torch._dynamo._trace_wrapped_higher_order_op")
+
+GARBAGE = 20_000  # objects between two looks for it, in place of 700: a fifth of importing transformers was that
 
 
 class Deferred(ModuleType):
@@ -61,7 +75,7 @@ class Deferred(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked of every module by inspect, warnings and pickle
             raise AttributeError(name)
-        if f"{self.__name__}.{name}" in (*DEFERRED, ALONE):
+        if f"{self.__name__}.{name}" in (*DEFERRED, *ALONE):
             return _imported(f"{self.__name__}.{name}")
         load(self.__name__)
         return getattr(self, name)
@@ -133,6 +147,27 @@ def bind_generator(torch: Any) -> None:
         bind(OpaqueBaseMeta)
 
 
+def compile_when_called(torch: Any) -> None:
+    """bitsandbytes compiles functions as it is imported, and no test calls those: torch.compile loads the compiler with the first call."""
+    compiles = torch.compile
+
+    def compiled(model: Any = None, **options: Any) -> Any:
+        if "torch._dynamo" in _ran or isinstance(model, torch.nn.Module):
+            return compiles(model, **options)
+        if model is None:
+            return lambda function: compiled(function, **options)
+
+        def call(*words: Any, **more: Any) -> Any:
+            nonlocal made
+            made = made or compiles(model, **options)
+            return made(*words, **more)
+
+        made = None
+        return call
+
+    torch.compile = compiled
+
+
 class _Uncollected:
     """Loads torch itself: hundreds of thousands of objects, none of them garbage, now or at the end of the process."""
 
@@ -148,8 +183,10 @@ class _Uncollected:
         try:
             self._loader.exec_module(module)
             bind_generator(module)
+            compile_when_called(module)
         finally:
             gc.freeze()
+            gc.set_threshold(GARBAGE, *gc.get_threshold()[1:])
             if collects:
                 gc.enable()
 
@@ -173,7 +210,7 @@ class Finder:
             spec.submodule_search_locations = real.submodule_search_locations
             spec.has_location = True
             return spec
-        if type(sys.modules.get(parent)) is Deferred and name != ALONE:
+        if type(sys.modules.get(parent)) is Deferred and name not in ALONE:
             load(parent)
             if name in sys.modules:  # its parent imported it: a second copy would be another module
                 return ModuleSpec(name, _There(sys.modules[name]))  # type: ignore[arg-type]

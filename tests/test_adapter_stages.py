@@ -129,7 +129,7 @@ def test_dpo_trains_an_adapter_and_a_second_run_compares_with_the_first_ones_mod
     stoker: Stoker, tmp_path: Path
 ) -> None:
     folder = given(tmp_path)
-    done = stoker.torch(*words("dpo", folder, folder / "base", "first", "--qlora", "--lora-rank", "4"))
+    done = trained(stoker, words("dpo", folder, folder / "base", "first", "--qlora", "--lora-rank", "4"))
     assert done.code == 0 and "without a copy of its own" in done.out, done.out + done.err
     first = run_of(stoker, "first")
     assert json.loads((first / "result.json").read_text())["metrics"]["accuracy"] >= 0.9

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from conftest import at_length, wait_for
+from conftest import at_length, at_length_but, wait_for
 from netcluster import HOSTNAME, NetCluster, _run
 from stoker.contract.shapes import Finding
 from stoker.control.cluster import hosts as hostlist
@@ -174,7 +174,8 @@ def test_an_mtu_hole_on_the_way_to_a_host(netcluster: NetCluster) -> None:
     )
 
 
-def test_another_torch_version_in_a_second_environment(netcluster: NetCluster) -> None:
+@pytest.mark.parametrize("flags", at_length_but([("--quick",)], [(), ("--quick",)]), ids=["whole", "quick"])
+def test_another_torch_version_in_a_second_environment(netcluster: NetCluster, flags: tuple[str, ...]) -> None:
     venv = netcluster.folder / "second venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     package = next((venv / "lib").glob("python3*")) / "site-packages" / "torch"
@@ -188,14 +189,13 @@ def test_another_torch_version_in_a_second_environment(netcluster: NetCluster) -
         (package / f"{name}.py").write_text(text)
     file = netcluster.file(per_host=[{}, {}, {"python": str(venv / "bin" / "python")}])
     first, _, third = netcluster.hosts
-    for flags in ([], ["--quick"]):
-        report = check(netcluster, *flags, file=file)
-        text = report.only("between.torch")
-        assert (
-            text.startswith(f"{third.name} has torch 2.12.0; {first.name} and ")
-            and report.code == 2
-            and report.json["facts"]["reduce"] is None
-        )
+    report = check(netcluster, *flags, file=file)
+    text = report.only("between.torch")
+    assert (
+        text.startswith(f"{third.name} has torch 2.12.0; {first.name} and ")
+        and report.code == 2
+        and report.json["facts"]["reduce"] is None
+    )
 
 
 def test_another_script(netcluster: NetCluster) -> None:

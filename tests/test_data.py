@@ -21,7 +21,7 @@ pytest.importorskip("tiktoken")
 
 import numpy as np
 
-from conftest import Stoker, wait_for
+from conftest import EVERYTHING, Stoker, wait_for
 from stoker.contract.names import Refusal
 from stoker.training.data import shards, units
 from stoker.training.data.build import best_fit
@@ -117,12 +117,12 @@ def test_the_number_of_processes_changes_nothing(place: Place, monkeypatch: pyte
         place.prepare(
             text, rows, tokenizer=tokenizer, validation="0.2", num_workers=count, cache=str(place.folder / f"c{count}")
         )
-        for count in (1, 2, 3)
+        for count in ((1, 2, 3) if EVERYTHING else (1, 3))
     ]
     assert len(units.jobs_of(units.split(units_sources(text, rows), 0.2)[0])) > 10
     assert len({one.key for one in made}) == 1
     for split in ("train", "validation"):
-        assert tokens(made[0], split) == tokens(made[1], split) == tokens(made[2], split) != []
+        assert tokens(made[0], split) != [] and all(tokens(one, split) == tokens(made[0], split) for one in made)
     whole = load(made[0].tokenizer).decode_bytes(
         one for one in tokens(made[0]) + tokens(made[0], "validation") if one != made[0].end_id
     )

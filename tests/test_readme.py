@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -326,6 +326,10 @@ def test_a_command_of_the_readme(stoker: Stoker, material: Path, row: Row, reque
             ["bash", "-c", line], cwd=stoker.cwd, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=240
         )  # fmt: skip
 
+    trained = material.with_name(f"{material.name}-trained")  # a run of TINY_QLORA, once for all rows that need it
+    if row.before == TINY_QLORA and trained.exists():
+        shutil.copytree(trained, stoker.cwd / "runs", symlinks=True)
+        row = replace(row, before="")
     if row.command in ("stoker why", "stoker logs --rank 1", "stoker runs"):
         assert run("stoker run --nproc-per-node 2 train.py").returncode == 0
     if row.before:
@@ -336,6 +340,8 @@ def test_a_command_of_the_readme(stoker: Stoker, material: Path, row: Row, reque
     assert row.says in done.stdout + done.stderr, done.stdout + done.stderr
     if row.after:
         assert run(row.after).returncode == 0
+    if row.instead == TINY_QLORA:
+        shutil.copytree(stoker.cwd / "runs", trained, symlinks=True)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.why.startswith(PARSED)], ids=lambda row: row.command[:70])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from conftest import at_length_but
+
 TESTS = Path(__file__).parent
 UNLUCKY = """
 import pathlib, pytest
@@ -26,13 +28,13 @@ def test_fails_once(stoker, number):
 """
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", at_length_but(["-n0", "--workers=2"], ["-n0", "-n2", "--workers=2"]))
 @pytest.mark.parametrize(("count", "code"), [(3, 0), (4, 1)])
 def test_reruns_are_listed_and_too_many_fail_the_run(tmp_path: Path, count: int, code: int, workers: str) -> None:
     pytest.importorskip("pytest_rerunfailures")
     pytest.importorskip("xdist")
     (tmp_path / "conftest.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nimport reruns\nreruns.DELAY_S = 0\nfrom reruns import *\npytest_collection_modifyitems = may_run_again\n"
+        f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nimport reruns\nreruns.DELAY_S = 0\nfrom reruns import *\nfrom workers import *\npytest_collection_modifyitems = may_run_again\n"
     )
     (tmp_path / "test_unlucky.py").write_text(UNLUCKY.format(count=count))
     done = subprocess.run(
@@ -41,7 +43,6 @@ def test_reruns_are_listed_and_too_many_fail_the_run(tmp_path: Path, count: int,
             "-m",
             "pytest",
             "-q",
-            "-n",
             workers,
             "-p",
             "no:cacheprovider",

@@ -190,7 +190,7 @@ def test_rows_that_are_no_pairs_are_named_and_left_out_only_when_they_are_few(ro
 
 # One and three ranks as torchrun would start them, forked from a process that has torch already; two under the launcher.
 FORKS = program("""
-import torch, torch._dynamo, torch.distributed.fsdp  # DDP imports the second when it is made
+import torch, torch._dynamo  # DDP imports the second when it is made
 from stoker.training.recipes import reward, stage
 
 def work(job, rank):

@@ -95,7 +95,7 @@ def test_60_chats_are_passed_over_three_times_and_that_is_printed_before_the_sta
 
 # One and three ranks as torchrun would start them, forked from a process that has torch already; two under the launcher.
 FORKS = program("""
-import torch, torch._dynamo, torch.distributed.fsdp  # DDP imports the second when it is made
+import torch, torch._dynamo  # DDP imports the second when it is made
 from stoker.training.recipes import sft, stage
 
 def work(job, rank):
@@ -103,7 +103,7 @@ def work(job, rank):
 """)
 
 
-def test_one_two_and_three_ranks_give_the_same_sft_curve(stoker: Stoker, tmp_path: Path, begin: Path) -> None:
+def test_one_two_and_three_ranks_give_the_same_sft_curve(tmp_path: Path, begin: Path) -> None:
     (tmp_path / "chats.jsonl").write_text(chats(240, 0))
     (tmp_path / "other.jsonl").write_text(chats(40, 1))
     given = [
@@ -113,14 +113,11 @@ def test_one_two_and_three_ranks_give_the_same_sft_curve(stoker: Stoker, tmp_pat
     ]  # fmt: skip
     runs = {}
     with server(FORKS) as forked:
-        for ranks in (1, 3):
+        for ranks in (1, 2, 3):
             folder = tmp_path / f"forked-{ranks}"
             forked.begin(ranks, folder, words=given)
             assert forked.codes() == [0] * ranks, (folder / "rank-0.log").read_text()
             (runs[ranks],) = (folder / "runs").glob("torchrun-*")
-    done = stoker.torch("train", "sft", "--nproc-per-node", "2", "--name", "r2", *given)
-    assert done.code == 0, done.out + done.err
-    (runs[2],) = (stoker.cwd / "runs").glob("*-r2")
     curves, held_out = [], []
     for ranks in (1, 2, 3):
         lines = [json.loads(line) for line in (runs[ranks] / "metrics.jsonl").read_text().splitlines()]

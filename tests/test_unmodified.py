@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Done, Stoker, at_length
+from conftest import Done, Stoker, at_length, at_length_but
 
 SCRIPTS = Path(__file__).parent / "scripts" / "unmodified"
 
@@ -265,9 +265,17 @@ def test_a_program_started_under_nohup_keeps_ignoring_sighup(pair: Pair) -> None
     assert python["signals"]["SIGHUP"] == "1"
 
 
-@pytest.mark.parametrize("path", ["", ":", "HERE", "HERE:", "HERE:missing:HERE", "HERE:../elsewhere"])
-@pytest.mark.parametrize("form", ["absolute", "module"])
-def test_pythonpath_is_the_user_s_own(pair: Pair, form: str, path: str) -> None:
+PATHS = ["", ":", "HERE", "HERE:", "HERE:missing:HERE", "HERE:../elsewhere"]
+FORMS_AND_PATHS = [(form, path) for form in ("absolute", "module") for path in PATHS]
+
+
+# With -m only those that end in the working folder, which it puts in front itself.
+@pytest.mark.parametrize(
+    "case",
+    at_length_but([*(("absolute", path) for path in PATHS), ("module", ":"), ("module", "HERE:")], FORMS_AND_PATHS),
+)
+def test_pythonpath_is_the_user_s_own(pair: Pair, case: tuple[str, str]) -> None:
+    form, path = case
     mine = pair.stoker.cwd / "mine"
     mine.mkdir()
     python, _ = pair.assert_same(program(form, pair.stoker.cwd), env={"PYTHONPATH": path.replace("HERE", str(mine))})

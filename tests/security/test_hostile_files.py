@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hostile_files import CASES
 
-from conftest import machine_json
+from conftest import at_length_but, machine_json
 from stoker.cli.main import main
 
 pytestmark = pytest.mark.timeout(60)
@@ -37,7 +37,16 @@ def check_refusal(code: int, err: str) -> None:
 HANGS_S = 120.0  # alone each takes below 5 s; a busy machine takes its time
 
 
-@pytest.mark.parametrize("case", CASES)
+# Each takes seconds, and test_memory_stays_below_a_gigabyte has them with the real command.
+LARGE = {
+    "prepare --data: a row of ten million lists",
+    "prepare --data: a row without end",
+    "prepare --data: one text of 8 MB in 1,000 rows",
+    "prepare --data: one text of 700 MB",
+}
+
+
+@pytest.mark.parametrize("case", at_length_but(CASES.keys() - LARGE, CASES))
 def test_a_hostile_file_is_refused_in_one_line(case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     where = tmp_path / "hostile"
     where.mkdir()

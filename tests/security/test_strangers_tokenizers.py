@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("tiktoken")
 
-from conftest import Stoker, at_length
+from conftest import EVERYTHING, Stoker, at_length
 from stoker.contract.names import Refusal
 from stoker.training.tokenizer import confined
 from stoker.training.tokenizer.confined import Confined
@@ -194,7 +194,16 @@ def test_a_normalizer_without_a_type_is_not_left_out() -> None:
     assert tokenizer.encode("x") == [300] and not tokenizer.told.is_exact and isinstance(tokenizer.plan, str)
 
 
-def test_a_pattern_without_end_is_stopped() -> None:
+HASTY = """#!/bin/sh
+exec "{python}" -c "from stoker.training.tokenizer import confined; confined.BURST_S = 1; confined.main()"
+"""
+
+
+def test_a_pattern_without_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not EVERYTHING:  # a second of CPU time in place of ten
+        (tmp_path / "python").write_text(HASTY.format(python=sys.executable))
+        (tmp_path / "python").chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     tokenizer = with_pattern(ENDLESS)
     tokenizer.use(None)
     assert tokenizer.encode("aab") == [97, 97, 98]
