@@ -182,7 +182,7 @@ def test_an_answer_ends_where_a_stop_text_appears_whatever_tokens_it_is_made_of(
         return b"<%d>" % token
 
     engine = PagedEngine(
-        model, Sizes(slots=2, length=64, memory=128), text_of=lambda stops: Text(decode, stops, hidden={5})
+        model, Sizes(slots=2, length=64, memory=128), text_of=lambda asked: Text(decode, asked.stop_texts, hidden={5})
     )
     (whole,) = answers(engine, [Request("whole", (8, 9), 30, Sampling(0.0))])
     assert whole.text == "".join(f"<{token}>" for token in whole.tokens if token != 5) and whole.finish == LENGTH

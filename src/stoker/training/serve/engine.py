@@ -88,10 +88,10 @@ class PagedEngine:
         *,
         vocab: int = 0,
         codes: bool = False,
-        text_of: Callable[[Sequence[str]], Text] | None = None,
+        text_of: Callable[[Request], Text] | None = None,
     ) -> None:
-        """`vocab`: ids from here on are never written; `codes`: weights in 4 bits stay so; `text_of`: makes the reader of an
-        answer that ends at given texts. Without it events have no text.
+        """`vocab`: ids from here on are never written; `codes`: weights in 4 bits stay so; `text_of`: what reads a
+        request's answer. Without it events have no text.
         """
         slots, length, memory = sizes.slots, sizes.length, sizes.memory
         if slots < 1 or length < 2 or memory < length:
@@ -119,7 +119,7 @@ class PagedEngine:
         """Refused where it can't be answered."""
         self._check(request)
         writing = self.schedule.add(request.prompt)
-        text = None if self._text_of is None else self._text_of(request.stop_texts)
+        text = None if self._text_of is None else self._text_of(request)
         self._open[request.id] = self._of[writing] = _Open(request, writing, text)
 
     def abort(self, name: str) -> bool:

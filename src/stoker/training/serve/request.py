@@ -28,6 +28,7 @@ class Request:
     stop_texts: tuple[str, ...] = ()  # end it where they appear, and are not part of its text
     logprobs: int = -1  # -1: none; 0: of each token; more: of so many of the most likely ones, too
     on_update: str = FINISH
+    strips: bool = False  # a blank before the whole text is no part of it
 
 
 class Event(NamedTuple):  # made for each token: a tenth of the time of a shape
