@@ -302,8 +302,7 @@ def traced_grpo(
     """One step of stage grpo: answers by Graphed with kernels that only allocate, their copy made anew, and the update."""
     from stoker.training.generate import cached, graphed
     from stoker.training.generate.cached import Weights
-    from stoker.training.generate.config import kernels_lack
-    from stoker.training.generate.sample import Sampling
+    from stoker.training.generate.config import Sampling, kernels_lack
     from stoker.training.model.config import AdapterConfig
     from stoker.training.model.decoder import Decoder
     from stoker.training.model.reference import Beginning, copied

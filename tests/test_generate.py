@@ -335,7 +335,8 @@ KERNELS = """
 import torch
 from stoker.training.generate import kernel, plain
 from stoker.training.generate.cached import whole_heads as angles
-from stoker.training.generate.sample import Sampling, sample_token
+from stoker.training.generate.config import Sampling
+from stoker.training.generate.sample import sample_token
 if torch.cuda.is_available(): torch.set_default_device("cuda")
 torch.manual_seed(0)
 R, H, KV, L, D = 3, 4, 2, 160, 16

@@ -79,9 +79,9 @@ def main(argv: list[str]) -> int:
 def _opened(told: argparse.Namespace, folder: str) -> Conversation:
     # torch: seconds, so only once there is a model
     from stoker.training.generate.bits import coded
+    from stoker.training.generate.config import checked
     from stoker.training.generate.conversation import Conversation, Manner, context_of, device_of, opened
     from stoker.training.generate.engine import Engine
-    from stoker.training.generate.sample import checked
     from stoker.training.model.ready import parameters
 
     checked(told.temperature, 0, told.top_p)

@@ -13,6 +13,7 @@ COMMANDS = {
     "prepare": "make data ready for training: tokenizer and token shards, once",
     "data": "show: what training would make of a file, and which rows it would leave out",
     "chat": "talk to a model in the terminal",
+    "serve": "answer requests for a model over HTTP, as OpenAI's API does",
     "export": "write a model as a folder that transformers opens, with its chat template",
     "runs": "list the runs, with step, loss and speed",
     "plot": "draw the loss, or another metric, of one or several runs",

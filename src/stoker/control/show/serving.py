@@ -1,8 +1,9 @@
-"""The HTTP server of `stoker metrics` and `stoker web`: one thread, one select loop.
+"""The HTTP server of `stoker metrics`, `stoker web` and `stoker serve`: one thread, one select loop.
 
 A client that sends its request a byte a minute costs a descriptor for 5 s, and where all places are taken it gives up its
 place to the next one: a local user who opens connections and says nothing keeps nobody out. Work that reads files is done by a second
-thread, so that a disk that hangs holds up no other answer. A stream (server-sent events) is an answer without an end.
+thread, so that a disk that hangs holds up no other answer. A stream (server-sent events) is an answer that others write,
+piece by piece, until they end it or the client goes.
 """
 
 from __future__ import annotations
@@ -34,15 +35,20 @@ REASONS = {
     200: "OK",
     303: "See Other",
     400: "Bad Request",
+    401: "Unauthorized",
     403: "Forbidden",
     404: "Not Found",
     405: "Method Not Allowed",
     409: "Conflict",
     413: "Content Too Large",
+    415: "Unsupported Media Type",
+    429: "Too Many Requests",
     431: "Request Header Fields Too Large",
     500: "Internal Server Error",
     503: "Service Unavailable",
 }
+READ = 65536  # bytes at once
+MOST_THROWN_AWAY = 32 << 20  # bytes of a request that was refused: who still sends does not see why otherwise
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 PLAIN = "text/plain; charset=utf-8"
 
@@ -132,7 +138,7 @@ def head(status: int, content_type: str, headers: Iterable[tuple[str, str]]) -> 
     return "\r\n".join([*lines, "", ""]).encode("ascii")
 
 
-def parse(data: bytes) -> Request | int | None:
+def parse(data: bytes, longest_body: int = LONGEST_BODY) -> Request | int | None:
     """A whole request, the status of one that can't be taken, or None: there is more to come."""
     end = min((at for at in (data.find(b"\r\n\r\n"), data.find(b"\n\n")) if at >= 0), default=-1)
     if end < 0:
@@ -152,8 +158,8 @@ def parse(data: bytes) -> Request | int | None:
             return 400
         headers[name] = value.strip()
     size = _body_size(headers)
-    if not 0 <= size <= LONGEST_BODY:
-        return 413 if size > LONGEST_BODY else 400
+    if not 0 <= size <= longest_body:
+        return 413 if size > longest_body else 400
     if len(body) < size:
         return None
     path, _, query = words[1].partition("?")
@@ -176,17 +182,25 @@ def _body_size(headers: Mapping[str, str]) -> int:
 
 
 class Stream:
-    """Pushed to from any thread. `over` is called when the client is gone."""
+    """Pushed to from any thread. `over` is called when the client is gone, or has all of it. Without a content type whoever
+    pushes begins with the head.
+    """
 
     def __init__(self, content_type: str, headers: tuple[tuple[str, str], ...], over: Callable[[], None]) -> None:
         self.over = over
+        self.ended = False
         self._wake: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
-        self._pending = [head(200, content_type, headers)]
+        self._pending = [head(200, content_type, headers)] if content_type else []
 
     def push(self, data: bytes) -> None:
         with self._lock:
             self._pending.append(data)
+        self._wake()
+
+    def end(self) -> None:
+        """After the last push."""
+        self.ended = True
         self._wake()
 
     def bind(self, wake: Callable[[], None]) -> None:
@@ -210,17 +224,29 @@ class _Client:
         self.stream: Stream | None = None
         self.open = True
         self.asked = False  # all it can do now is leave
+        self.refused = False  # before all of the request was read
+        self.thrown_away = 0
         self.events = selectors.EVENT_READ
         self.deadline = time.monotonic() + REQUEST_S
+
+
+@shape
+class Limits:
+    clients: int = MOST_CLIENTS
+    body: int = LONGEST_BODY
 
 
 class Server:
     """`handler` must not block; what it gives as Work may. `failed` gets an exception of either."""
 
     def __init__(
-        self, server: socket.socket, handler: Handler, failed: Callable[[Exception], None] = lambda _: None
+        self,
+        server: socket.socket,
+        handler: Handler,
+        failed: Callable[[Exception], None] = lambda _: None,
+        limits: Limits = Limits(),  # noqa: B008  frozen
     ) -> None:
-        self._server, self._handler, self._failed = server, handler, failed
+        self._server, self._handler, self._failed, self._limits = server, handler, failed, limits
         self._clients: set[_Client] = set()
         self._selector = selectors.DefaultSelector()
         self._accepting = False
@@ -275,8 +301,11 @@ class Server:
 
     def _refill(self, client: _Client) -> None:
         assert client.stream is not None
+        ended = client.stream.ended  # asked first: what is pushed after the look waits for another
         more = client.stream.take()
         if not more:
+            if ended and client.answer is None:
+                self._close(client)
             return
         left = bytes(client.answer or b"")
         if len(left) + len(more) > MOST_PENDING:
@@ -286,7 +315,7 @@ class Server:
 
     def _accept_if_room(self) -> None:
         """Others wait in the kernel's queue where all clients have asked and wait for their answers."""
-        room = len(self._clients) < MOST_CLIENTS or self._idle() is not None
+        room = len(self._clients) < self._limits.clients or self._idle() is not None
         if room and not self._accepting:
             self._selector.register(self._server, selectors.EVENT_READ)
         elif self._accepting and not room:
@@ -295,15 +324,16 @@ class Server:
 
     def _idle(self) -> _Client | None:
         """Who has waited longest without a whole request; else who does not take its answer."""
-        silent = [client for client in self._clients if not client.asked]
+        silent = [client for client in self._clients if not client.asked or (client.refused and client.answer is None)]
         slow = [client for client in self._clients if client.answer is not None and client.stream is None]
         return min(silent or slow, key=lambda client: client.deadline, default=None)
 
     def _accept(self) -> None:
         """A few at once: whoever has just come and asks is read before those who follow could make it the oldest."""
         for _ in range(MOST_CLIENTS // 4):
-            idle = self._idle() if len(self._clients) >= MOST_CLIENTS else None
-            if len(self._clients) >= MOST_CLIENTS and idle is None:
+            full = len(self._clients) >= self._limits.clients
+            idle = self._idle() if full else None
+            if full and idle is None:
                 return
             try:
                 connection, _ = self._server.accept()
@@ -336,13 +366,14 @@ class Server:
             self._close(client)
 
     def _read(self, client: _Client) -> None:
-        data = client.socket.recv(LONGEST_REQUEST)
+        data = client.socket.recv(READ)
         if client.asked:
-            if not data:
+            client.thrown_away += len(data)
+            if not data or client.thrown_away > MOST_THROWN_AWAY:
                 self._close(client)
             return
         client.request += data
-        request = parse(client.request)
+        request = parse(client.request, self._limits.body)
         if request is None:
             if not data:
                 self._close(client)
@@ -352,6 +383,7 @@ class Server:
 
     def _answer(self, client: _Client, request: Request | int) -> None:
         if isinstance(request, int):
+            client.refused = True
             self._begin(client, failure(request).to_bytes(), ANSWER_S)
             return
         try:
@@ -364,6 +396,7 @@ class Server:
         elif isinstance(answer, Stream):
             client.stream = answer
             answer.bind(self.wake)
+            client.deadline = float("inf")  # it may wait for its first piece
             self._refill(client)
         elif self._work.full():
             self._begin(client, failure(503).to_bytes(), ANSWER_S)
@@ -398,10 +431,15 @@ class Server:
         client.answer = client.answer[client.socket.send(client.answer) :]
         if client.answer:
             return
-        if client.stream is None:
+        if client.stream is None and not client.refused:
             self._close(client)
             return
         client.answer = None
         client.events = selectors.EVENT_READ
         client.deadline = float("inf")
         self._selector.modify(client.socket, selectors.EVENT_READ, client)
+        if client.stream is None:
+            client.socket.shutdown(socket.SHUT_WR)
+            client.deadline = time.monotonic() + REQUEST_S
+        elif client.stream.ended:
+            self._refill(client)

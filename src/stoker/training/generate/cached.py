@@ -297,10 +297,10 @@ def as_mask(slots_seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Blocks:
-    """`ops`: plain or kernel, what lies between the products."""
+    """`ops`: plain or kernel, what lies between the products. `captured`: on GPUs, `run` is part of a CUDA graph."""
 
-    def __init__(self, w: Weights, ops: Any) -> None:
-        self._weights, self._ops = w, ops
+    def __init__(self, w: Weights, ops: Any, captured: bool = False) -> None:
+        self._weights, self._ops, self._captured = w, ops, captured
         c = w.config
         self._activate = ops.swiglu if (c.activation, c.gated) == ("silu", True) else activation(c)
         self._turn = functools.partial(plain.turn, whole=True) if c.qk_norm_whole else ops.turn
@@ -313,7 +313,9 @@ class Blocks:
         self, ids: Tensor, places: Tensor, angles: Angles, kv: Tensor, begin: int | Tensor, tokens: int,
         attention: Attention,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """(residual stream, what is still to be added to it) of ids [rows · tokens], which are at `places` of their rows."""
+        """(residual stream, what is still to be added to it) of ids [rows · tokens], which are at `places` of their rows.
+        Their keys and values go to slots of `kv` from `begin` on; of a single row, to the slots [tokens] that `begin` has.
+        """
         w, ops, heads = self._weights, self._ops, self._weights.config.heads
         x = F.embedding(ids, w.embed)
         if w.embedding_scale != 1.0:
@@ -330,15 +332,15 @@ class Blocks:
             if layer.attention_post_norm is not None:
                 delta = plain.add_norm(delta, None, layer.attention_post_norm, w.eps)[1]
             x, normed = ops.add_norm(x, delta, layer.mlp_norm, w.eps)
-            delta = self._mlp(layer, normed, tokens)
+            delta = self._mlp(layer, normed)
             if layer.mlp_post_norm is not None:
                 delta = plain.add_norm(delta, None, layer.mlp_post_norm, w.eps)[1]
         return x, delta
 
-    def _mlp(self, layer: Layer, x: Tensor, tokens: int) -> Tensor:
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         if layer.router is None:
             return layer.down(self._activate(layer.gate_up(x)))
-        captured = tokens == 1 and x.is_cuda
+        captured = self._captured and x.is_cuda
         assert isinstance(layer.gate_up, Dense) and isinstance(layer.down, Dense), "experts have 16 bits"
         weights = (layer.router, layer.gate_up.weight, layer.down.weight)
         return mixture(self._weights.config, x, *weights, captured=captured)[0]

@@ -6,6 +6,7 @@ from typing import Any
 
 from stoker.contract import limits
 from stoker.contract.limits import one_of, text
+from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import replace, shape
 from stoker.training.model.config import ModelConfig, lacking
 
@@ -36,6 +37,32 @@ class GenerateConfig:
     @property
     def sampling(self) -> dict[str, Any]:
         return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+
+
+@shape
+class Sampling:
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0  # 1: all
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Nothing is left out."""
+        return self.top_k == 0 and self.top_p >= 1.0
+
+
+def checked(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Sampling:
+    if not 0.0 <= temperature < float("inf"):
+        raise Refusal(f"temperature {temperature:g} can't be: 0 (greedy) or above", EX_USAGE)
+    if top_k < 0 or not 0.0 < top_p <= 1.0:
+        raise Refusal(
+            f"top_k {top_k}, top_p {top_p:g} can't be: top_k is 0 (all) or above, top_p above 0 and up to 1", EX_USAGE
+        )
+    return Sampling(temperature, top_k, top_p)
 
 
 def slots(length: int) -> int:

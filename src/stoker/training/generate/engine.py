@@ -21,9 +21,9 @@ from torch import Tensor
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.training.generate import plain
 from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, distinct, padded, seen
-from stoker.training.generate.config import kernels_lack
+from stoker.training.generate.config import Sampling, checked, kernels_lack
 from stoker.training.generate.graphed import Graphed
-from stoker.training.generate.sample import Sampling, checked, sample_token, token_logprobs, uniforms
+from stoker.training.generate.sample import sample_token, token_logprobs, uniforms
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.outside import Outside
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from stoker.training.generate import plain
 from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, distinct, padded, seen
-from stoker.training.generate.config import BUCKET, PREFILL_TOKENS, ROUND, slots
-from stoker.training.generate.sample import Sampling, sample_token, token_logprobs, uniforms
+from stoker.training.generate.config import BUCKET, PREFILL_TOKENS, ROUND, Sampling, slots
+from stoker.training.generate.sample import sample_token, token_logprobs, uniforms
 
 LOOK = 16
 
@@ -24,6 +24,7 @@ class Graphed:
 
     def __init__(self, w: Weights, rows: int, length: int, kernels: Any = None, logprobs: bool = False) -> None:
         self._weights, self._kernels, self._blocks = w, kernels, Blocks(w, kernels or plain)
+        self._step_blocks = Blocks(w, kernels or plain, captured=True)
         device = w.embed.device
         # Prompts are filled up past `length` at times: what is there is turned by any angle, and seen by nobody.
         self._angles = self._blocks.angles(lambda table: torch.cat([table[:length], table[:1].expand(ROUND, -1)]))
@@ -125,8 +126,8 @@ class Graphed:
             def attention(q: Tensor, kv: Tensor, view: int) -> Tensor:
                 return plain.attend(q, kv, masks[view], scale, c.attention_cap)
 
-        x, delta = self._blocks.run(self._ids, self._positions, self._angles, cached, self._slot, 1, attention)
-        self._write(self._blocks.logits(x, delta), how, len(self._ids))
+        x, delta = self._step_blocks.run(self._ids, self._positions, self._angles, cached, self._slot, 1, attention)
+        self._write(self._step_blocks.logits(x, delta), how, len(self._ids))
 
     def _step(self, end: int, how: Sampling) -> Callable[[], None]:
         if (end, how) not in self._steps:
@@ -142,16 +143,21 @@ class Graphed:
         for counter in (self._ids, self._positions, self._slot, self._place, self._answers_from):
             counter.zero_()
         self._lengths.fill_(1)
-        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):  # compiles kernels, gives cuBLAS its workspace: a capture may do neither
-            step()
-        torch.cuda.current_stream().wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: NCCL's watchdog and loaders that pin memory go on meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            step()
-        return graph.replay
+        return captured(step, self._pool)
+
+
+def captured(step: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """The step as one CUDA graph. It runs once before: what it reads must be valid."""
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):  # compiles kernels, gives cuBLAS its workspace: a capture may do neither
+        step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL's watchdog and loaders that pin memory go on meanwhile
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
 
 
 class _Looking:

@@ -13,34 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.shape import shape
-
-
-@shape
-class Sampling:
-    temperature: float = 1.0  # 0: greedy
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0  # 1: all
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def plain(self) -> bool:
-        """Nothing is left out."""
-        return self.top_k == 0 and self.top_p >= 1.0
-
-
-def checked(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Sampling:
-    if not 0.0 <= temperature < float("inf"):
-        raise Refusal(f"temperature {temperature:g} can't be: 0 (greedy) or above", EX_USAGE)
-    if top_k < 0 or not 0.0 < top_p <= 1.0:
-        raise Refusal(
-            f"top_k {top_k}, top_p {top_p:g} can't be: top_k is 0 (all) or above, top_p above 0 and up to 1", EX_USAGE
-        )
-    return Sampling(temperature, top_k, top_p)
+from stoker.training.generate.config import Sampling
 
 
 def uniforms(seed: int, indexes: Sequence[int], count: int) -> NDArray[np.float32]:
@@ -73,6 +46,24 @@ def sample_token(logits: Tensor, uniform: Tensor, how: Sampling) -> Tensor:
         before = chances.cumsum(-1) - chances  # the first is always kept
         chances = chances.masked_fill(before >= how.top_p, 0.0)
     return ids.gather(-1, _place(chances, uniform)[:, None])[:, 0]
+
+
+def sample_rows(
+    logits: Tensor, uniform: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, filtered: bool
+) -> Tensor:
+    """sample_token where each row has settings of its own, all [rows]. `filtered`: some row leaves tokens out."""
+    likeliest = logits.argmax(-1)
+    wide = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    token = _place(torch.softmax(wide, -1), uniform)
+    if filtered:
+        values, ids = wide.sort(dim=-1, descending=True)
+        behind = torch.arange(wide.shape[-1], device=wide.device) >= top_k[:, None]
+        chances = torch.softmax(values.masked_fill(behind & (top_k > 0)[:, None], float("-inf")), -1)
+        before = chances.cumsum(-1) - chances
+        chances = chances.masked_fill((before >= top_p[:, None]) & (top_p < 1)[:, None], 0.0)
+        kept = ids.gather(-1, _place(chances, uniform)[:, None])[:, 0]
+        token = torch.where((top_k > 0) | (top_p < 1), kept, token)
+    return torch.where(temperature > 0, token, likeliest)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:

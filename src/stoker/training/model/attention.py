@@ -171,8 +171,20 @@ def seen_by(
     allowed = (allowed.triu(1 - window) if window else allowed)[None, None]
     if packed is not None:
         allowed = allowed & (packed.segments[:, :, None] == packed.segments[:, None, :])[:, None]
-    bias = torch.zeros(allowed.shape, dtype=x_BTD.dtype, device=device)
-    return Seen(window, bias=bias.masked_fill_(~allowed, float("-inf")))
+    return Seen(window, bias=_bias(allowed, x_BTD))
+
+
+def seen_behind(before: int, window: int, x_BTD: Tensor) -> Seen:
+    """What tokens see that follow `before` others of the same text, whose keys and values are known."""
+    length = x_BTD.shape[1]
+    allowed = torch.ones(length, before + length, dtype=torch.bool, device=x_BTD.device).tril(before)
+    allowed = (allowed.triu(before + 1 - window) if window else allowed)[None, None]
+    return Seen(window, bias=_bias(allowed, x_BTD))
+
+
+def _bias(allowed: Tensor, x_BTD: Tensor) -> Tensor:
+    bias = torch.zeros(allowed.shape, dtype=x_BTD.dtype, device=allowed.device)
+    return bias.masked_fill_(~allowed, float("-inf"))
 
 
 def _whole_rows(rows: int, length: int, device: torch.device) -> Documents:

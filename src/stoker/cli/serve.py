@@ -1,0 +1,182 @@
+"""stoker serve [MODEL] [--stage NAME] [--host ADDRESS] [--port N] [--slots N] [--context N] [--memory TOKENS]"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from stoker.contract import layout, redact
+from stoker.contract.names import EX_SOFTWARE, EX_USAGE, Refusal
+from stoker.contract.settings import Parser
+from stoker.contract.terminal import say
+from stoker.contract.untrusted import printable, read_text
+from stoker.control.show import serving
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.training.serve.api import Served
+    from stoker.training.serve.driver import Driver
+
+PORT = 8000
+KEY = "STOKER_API_KEY"
+LONGEST_BODY = 1 << 20
+MORE_CLIENTS = 64  # than answers: those who ask for metrics, or are told to come later
+_MODEL = "a folder with weights, a run (path, id or name), a speedrun's folder, or a hub id (default: the newest)"
+_EPILOG = f"""examples:
+  stoker serve                                     the newest run or speedrun that has a model, on http://127.0.0.1:{PORT}/v1
+  stoker serve my-model --slots 32 --context 2048
+  {KEY}=… stoker serve my-model --host 0.0.0.0      others need the key: Authorization: Bearer …
+
+It has /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics. Ctrl-C ends it."""
+
+
+def parser() -> Parser:
+    made = Parser(
+        "stoker serve", "Answers requests for a model over HTTP, as OpenAI's API does, until Ctrl-C.", _EPILOG
+    )
+    made.option("model", "MODEL", _MODEL, nargs="?")
+    made.option("--stage", "NAME", "which stage's model of a speedrun (default: the last one of the chain)")
+    made.option("--name", "NAME", "what clients call the model (default: its folder's name)")
+    made.option(
+        "--host", "ADDRESS", "address to listen on (default: 127.0.0.1, this machine only)", default="127.0.0.1"
+    )
+    made.option("--port", "N", f"port to listen on (default: {PORT}; 0: a free one)", int, default=PORT)
+    made.option("--api-key-file", "FILE", f"clients must send the key in it (or in {KEY}); needed beyond this machine")
+    made.option("--slots", "N", "answers that are written at once (default: 16)", int, default=16)
+    made.option("--queue", "N", "requests that may wait for a slot; more get a 429 (default: 4 per slot)", int)
+    context = "tokens of a prompt and its answer (default: what the model was trained for, up to 4096)"
+    made.option("--context", "N", context, int, default=0)
+    memory = "tokens whose keys and values are kept, of all answers together (default: half of slots × context)"
+    made.option("--memory", "TOKENS", memory, int)
+    made.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU where there is one)"
+    )
+    made.runs_dir()
+    return made
+
+
+def main(argv: list[str]) -> int:
+    told = parser().parse_args(argv)
+    if not 0 <= told.port <= 65535:
+        raise Refusal(f"--port {told.port}: a port is a number from 0 to 65535", EX_USAGE)
+    if told.slots < 1 or (told.queue is not None and told.queue < 0):
+        raise Refusal(
+            f"--slots {told.slots}, --queue {told.queue}: at least 1 slot, and a queue of 0 or more", EX_USAGE
+        )
+    key = _key(told.api_key_file)
+    from stoker.training.generate.finding import find
+    from stoker.training.model import hf_config, hf_files
+    from stoker.training.model.config import ModelConfig
+
+    found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), say)
+    shape = hf_config.shape_for(ModelConfig(), found.folder)
+    if shape.engine == "transformers":
+        raise Refusal(
+            f"{found.folder}: stoker serve has only architectures of Stoker's own; `stoker chat` opens it", EX_USAGE
+        )
+    hf_files.check(found.folder, shape)
+    listening = serving.listen(told.host, told.port)
+    if not serving.is_loopback(listening) and not key:
+        listening.close()
+        raise Refusal(
+            f"--host {told.host} is open to others: an API key is needed, in {KEY} or --api-key-file", EX_USAGE
+        )
+    with listening:
+        return _serve(told, found.folder, listening, key)
+
+
+def _key(path: str | None) -> str:
+    if path is None:
+        return os.environ.get(KEY, "")
+    key = read_text(path).strip()
+    if not key:
+        raise Refusal(f"--api-key-file {printable(path)} is empty", EX_USAGE)
+    return key
+
+
+class _Http:
+    """training/serve/front.py's Carrier, by the loop of `stoker web`."""
+
+    def answer(self, status: int, body: bytes, content_type: str, headers: Any) -> serving.Answer:
+        return serving.Answer(status, body, content_type, headers)
+
+    def to_bytes(self, status: int, body: bytes, content_type: str, headers: Any) -> bytes:
+        return serving.Answer(status, body, content_type, headers).to_bytes()
+
+    def head(self, content_type: str) -> bytes:
+        return serving.head(200, content_type, ())
+
+    def pipe(self, gone: Callable[[], None]) -> serving.Stream:
+        return serving.Stream("", (), gone)
+
+
+def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key: str) -> int:
+    from stoker.training.serve.driver import metrics
+    from stoker.training.serve.front import Front
+
+    over: list[int] = []
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, lambda number, _frame: over.append(number))
+    served, driver = _opened(told, folder)
+    local = serving.is_loopback(listening)
+    front = Front(
+        served,
+        driver,
+        _Http(),
+        key=key,
+        names=serving.LOCAL_NAMES if local else (),
+        numbers=lambda: metrics(driver, front.turned_away),
+    )
+    limits = serving.Limits(clients=driver.most + MORE_CLIENTS, body=LONGEST_BODY)
+    server = serving.Server(listening, front.answer, _failed, limits)
+    driver.start()
+    front.start()
+    print(f"{serving.url(listening, '/v1')}  model {served.name}", flush=True)
+    if not local:
+        say("anybody who sees the traffic sees the key and the texts: it is not encrypted")
+    server.serve(lambda: bool(over or driver.failure))
+    front.stop()
+    if driver.failure:
+        raise Refusal(f"the engine failed: {printable(driver.failure, 500)}", EX_SOFTWARE)
+    driver.stop()
+    return 0
+
+
+def _failed(problem: Exception) -> None:
+    say(redact.whole(printable(f"stoker serve: an answer failed: {type(problem).__name__}: {problem}", 500)))
+
+
+def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver]:
+    # torch: seconds, so only once there is a model and a port
+    from stoker.training.generate.conversation import context_of, device_of, opened
+    from stoker.training.model.decoder import Decoder
+    from stoker.training.model.ready import parameters
+    from stoker.training.serve.api import Served
+    from stoker.training.serve.driver import Driver
+    from stoker.training.serve.engine import PagedEngine, Sizes
+    from stoker.training.serve.request import Request
+    from stoker.training.serve.text import Text
+
+    device, context = device_of(told.device), context_of(folder, told.context)
+    model, words = opened(folder, context, device, say)
+    assert isinstance(model, Decoder)
+    marks, strips = frozenset(words.special.values()), words.told.decoding.strips
+
+    def text_of(request: Request) -> Text:
+        return Text(lambda token: words.decode_bytes([token]), request.stop_texts, marks, strips and request.strips)
+
+    memory = told.memory or max(told.slots * context // 2, context)
+    engine = PagedEngine(model, Sizes(told.slots, context, memory), vocab=words.vocab_size, text_of=text_of)
+    name = told.name or os.path.basename(os.path.realpath(folder))
+    if name == "hf" and not told.name:
+        name = os.path.basename(os.path.dirname(os.path.realpath(folder)))
+    size = f"{parameters(model) / 1e6:,.1f} M parameters"
+    say(f"{folder}: {size}, {told.slots} slots of {context} tokens, memory for {memory} tokens, on {device.type}")
+    if device.type == "cuda":
+        say("serving on GPUs is not measured yet: plain torch, without the kernels of `stoker chat`")
+    queued = 4 * told.slots if told.queue is None else told.queue
+    return Served(name, words, context), Driver(engine, told.slots + queued)

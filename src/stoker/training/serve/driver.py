@@ -1,0 +1,142 @@
+"""The engine in a thread of its own: requests go in from any thread, their events come out in the engine's."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from stoker.contract.names import Refusal
+from stoker.training.serve.engine import PagedEngine
+from stoker.training.serve.request import ABORTED, LENGTH, STOP, Event, Request
+
+Sink = Callable[[Event], None]
+Failed = Callable[[str, bool], None]  # a line, and whether the client is to blame
+
+
+class _Sent(NamedTuple):
+    sink: Sink
+    failed: Failed
+
+
+class Driver:
+    """`most`: requests that run or wait at a time; more are turned away."""
+
+    def __init__(self, engine: PagedEngine, most: int, died: Callable[[], None] = lambda: None) -> None:
+        self.engine, self.most, self._died = engine, most, died
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._sent: dict[str, _Sent] = {}
+        self._lock = threading.Lock()
+        self._count = 0
+        self.failure = ""  # why nothing is answered any more
+        self.finished: Counter[str] = Counter()
+        self.tokens = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """What is open is dropped."""
+        self._commands.put(None)
+        self._thread.join()
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def reserve(self, count: int) -> bool:
+        """Places for so many requests; False: there are not enough. `send` uses them up, or `give_back` does."""
+        with self._lock:
+            if self.failure or self._count + count > self.most:
+                return False
+            self._count += count
+            return True
+
+    def give_back(self, count: int) -> None:
+        with self._lock:
+            self._count -= count
+
+    def send(self, requests: Sequence[Request], sink: Sink, failed: Failed) -> None:
+        """For whom places are reserved. After `failed`, which is called once at most, only aborts may follow."""
+        self._commands.put(lambda: self._add(requests, _Sent(sink, failed)))
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        self._commands.put(lambda: self._abort(requests))
+
+    def _add(self, requests: Sequence[Request], sent: _Sent) -> None:
+        for place, request in enumerate(requests):
+            try:
+                self.engine.add(request)
+            except Refusal as refusal:
+                self._abort(requests[:place])  # their events give their places back
+                self.give_back(len(requests) - place)
+                sent.failed(refusal.line, True)
+                return
+            self._sent[request.id] = sent
+
+    def _abort(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.engine.abort(request.id)
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                if self.engine.busy:
+                    for event in self.engine.step():
+                        self._pass_on(event)
+        except Exception as problem:  # whoever waits must hear of it, and the process ends
+            self.failure = f"{type(problem).__name__}: {problem}"
+            for sent in {id(sent): sent for sent in self._sent.values()}.values():
+                sent.failed("the engine failed; see the server's log", False)
+            self._died()
+
+    def _take_commands(self) -> bool:
+        """False: it is over. Waits where there is nothing to compute."""
+        wait = not self.engine.busy
+        while wait or not self._commands.empty():
+            command = self._commands.get()
+            if command is None:
+                return False
+            command()
+            wait = wait and not self.engine.busy
+        return True
+
+    def _pass_on(self, event: Event) -> None:
+        sent = self._sent[event.id]
+        self.tokens += event.token is not None
+        if event.finish:
+            self.finished[event.finish] += 1
+            del self._sent[event.id]
+            self.give_back(1)
+        sent.sink(event)
+
+
+def metrics(driver: Driver, turned_away: int) -> str:
+    """As Prometheus reads them."""
+    return "\n".join(_lines(driver, turned_away)) + "\n"
+
+
+def _lines(driver: Driver, turned_away: int) -> Iterator[str]:
+    engine, schedule = driver.engine, driver.engine.schedule
+    for name, kind, text, value in (
+        ("running", "gauge", "answers that are being written", len(schedule.running)),
+        ("waiting", "gauge", "requests that wait for a slot or for memory", len(schedule.waiting)),
+        ("blocks_held", "gauge", "blocks of the cache that running answers hold", engine.pool.held),
+        ("blocks", "gauge", "blocks of the cache", engine.pool.count),
+        ("weights_version", "gauge", "how often the weights changed", engine.version),
+        ("tokens_total", "counter", "tokens written", driver.tokens),
+        ("prompt_tokens_total", "counter", "tokens of prompts that were computed", schedule.prompt_tokens),
+        ("shared_tokens_total", "counter", "tokens whose keys and values were there already", schedule.shared_tokens),
+        ("preemptions_total", "counter", "answers whose tokens had to be computed again", schedule.preemptions),
+        ("turned_away_total", "counter", "bodies that got a 429", turned_away),
+    ):
+        yield f"# HELP stoker_serve_{name} {text}"
+        yield f"# TYPE stoker_serve_{name} {kind}"
+        yield f"stoker_serve_{name} {value}"
+    yield "# HELP stoker_serve_answers_total answers by how they ended"
+    yield "# TYPE stoker_serve_answers_total counter"
+    for finish in (STOP, LENGTH, ABORTED):
+        yield f'stoker_serve_answers_total{{finish="{finish}"}} {driver.finished[finish]}'

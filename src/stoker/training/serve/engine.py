@@ -1,0 +1,250 @@
+"""Answers to requests that come and go, one step at a time.
+
+    engine = PagedEngine(model, Sizes(slots=64, length=4096, memory=65536))
+    engine.add(Request("a", prompt, new_tokens=128, stop=frozenset({end})))
+    while engine.busy:
+        for event in engine.step():
+            …
+
+An answer depends on its request alone: not on what else runs, when it arrived, or whether its tokens had to be computed
+twice; up to the rounding of products of another size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.shape import shape
+from stoker.training.generate.cached import Weights
+from stoker.training.generate.sample import uniforms
+from stoker.training.model.decoder import Decoder
+from stoker.training.serve.blocks import Pool
+from stoker.training.serve.paged import (
+    FILTERED,
+    GREEDY,
+    NO_LOGPROBS,
+    OF_ALTERNATIVES,
+    OF_TOKENS,
+    PLAIN,
+    Kind,
+    Paged,
+    Part,
+    Row,
+    Written,
+)
+from stoker.training.serve.request import (
+    ABORTED,
+    FINISH,
+    LENGTH,
+    MOST_ALTERNATIVES,
+    STOP,
+    Answer,
+    Event,
+    Request,
+    answer_of,
+)
+from stoker.training.serve.schedule import Schedule, Writing
+from stoker.training.serve.text import Text
+
+
+class _Open:
+    """A request that is not answered yet."""
+
+    def __init__(self, request: Request, writing: Writing, text: Text | None) -> None:
+        self.request, self.writing, self.text = request, writing, text
+        self.is_fed = False  # its slot has its last token
+        how = request.sampling
+        count = 0 if how.greedy else request.new_tokens
+        self._uniforms = uniforms(request.seed, [request.index], count)[:, 0].tolist()
+
+    @property
+    def written(self) -> int:
+        return len(self.writing.tokens) - self.writing.prompt
+
+    def row(self, end: int) -> Row:
+        how, uniform = self.request.sampling, self._uniforms[self.written] if self._uniforms else 0.0
+        assert self.writing.table is not None
+        blocks = self.writing.table.blocks
+        return Row(self.writing.slot, blocks, end - 1, uniform, how.temperature, how.top_k, how.top_p)
+
+
+@shape
+class Sizes:
+    slots: int  # answers at once
+    length: int  # tokens of a prompt and its answer
+    memory: int  # tokens whose keys and values are kept, of all answers together
+    block: int = 16  # tokens that are kept, shared and given back together
+    prompt_tokens: int = 2048  # of prompts, computed in one step beside a token of each answer
+
+
+class PagedEngine:
+    def __init__(
+        self,
+        model: Decoder,
+        sizes: Sizes,
+        *,
+        vocab: int = 0,
+        codes: bool = False,
+        text_of: Callable[[Request], Text] | None = None,
+    ) -> None:
+        """`vocab`: ids from here on are never written; `codes`: weights in 4 bits stay so; `text_of`: what reads a
+        request's answer. Without it events have no text.
+        """
+        slots, length, memory = sizes.slots, sizes.length, sizes.memory
+        if slots < 1 or length < 2 or memory < length:
+            line = f"{slots} answers of {length} tokens at once with memory for {memory} tokens can't be"
+            raise Refusal(f"{line}: at least 1 answer of 2 tokens, and memory for one of full length", EX_USAGE)
+        if length > model.context_length:
+            line = f"answers of {length} tokens with their prompts: the model was opened for {model.context_length}"
+            raise Refusal(line, EX_USAGE)
+        self.length, self._embedded, self._text_of = length, model.config.vocab_size, text_of
+        self._weights = Weights(model, vocab or model.config.vocab_size, codes)
+        self.pool = Pool(-(-memory // sizes.block), sizes.block)
+        self.schedule = Schedule(slots, self.pool, sizes.prompt_tokens)
+        self._paged = Paged(self._weights, slots, length, self.pool)
+        self._open: dict[str, _Open] = {}
+        self._of: dict[Writing, _Open] = {}
+        self._ended: list[Event] = []
+        self._changes: list[Callable[[], None]] = []
+        self.version = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._open or self._ended or self._changes)
+
+    def add(self, request: Request) -> None:
+        """Refused where it can't be answered."""
+        self._check(request)
+        writing = self.schedule.add(request.prompt)
+        text = None if self._text_of is None else self._text_of(request)
+        self._open[request.id] = self._of[writing] = _Open(request, writing, text)
+
+    def abort(self, name: str) -> bool:
+        """Its last event comes with the next step. False: there is no such request, or it is answered."""
+        asked = self._open.get(name)
+        if asked is None:
+            return False
+        self._close(asked)
+        self._ended.append(Event(name, None, self.version, finish=ABORTED))
+        return True
+
+    def update(self, change: Callable[[], None]) -> None:
+        """`change` gives the model new weights. It is called before a step, once no answer is open that is to be finished with
+        those of before; until then nothing new begins.
+        """
+        self._changes.append(change)
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """A token of every running answer, and as much of new prompts as fits in."""
+        events, self._ended = self._ended, []
+        if self._changes and not any(map(self._finishes, self._of.values())):
+            self._change()
+        closing = bool(self._changes)
+        plan = self.schedule.plan(lambda writing: not closing or self._finishes(self._of[writing]))
+        for writing in plan.left_out:
+            self._of[writing].is_fed = False
+        self._paged.copy(plan.copies)
+        parts = [
+            Part(self._of[piece.writing].row(piece.end), piece.writing.tokens[piece.begin : piece.end], piece.is_last)
+            for piece in plan.pieces
+        ]
+        prompted = [self._of[piece.writing] for piece in plan.pieces if piece.is_last]
+        stepped = [self._of[writing] for writing in plan.rows]
+        written: list[tuple[_Open, Written, int]] = []
+        if parts:
+            made = self._paged.prompts(parts, _kind(prompted))
+            written += [(asked, made, place) for place, asked in enumerate(prompted)]
+        if stepped:
+            for asked in stepped:
+                if not asked.is_fed:
+                    self._paged.start(asked.writing.slot, asked.writing.tokens[-1])
+            rows = [asked.row(len(asked.writing.tokens)) for asked in stepped]
+            made = self._paged.step(rows, _kind(stepped))
+            written += [(asked, made, place) for place, asked in enumerate(stepped)]
+        self.schedule.computed(plan)
+        return events + [self._event(*one) for one in written]
+
+    def _finishes(self, asked: _Open) -> bool:
+        return asked.request.on_update == FINISH and asked.writing.begun
+
+    def _change(self) -> None:
+        """All tokens so far are computed again: every token is written by one version's weights alone."""
+        for change in self._changes:
+            change()
+        self.version += len(self._changes)
+        self._changes.clear()
+        if not self._weights.refresh():
+            self._paged.forget()
+        self._paged.clear()
+        self.schedule.restart(str(self.version))
+        for asked in self._of.values():
+            asked.is_fed = False
+
+    def _event(self, asked: _Open, made: Written, place: int) -> Event:
+        request, token, text, finish = asked.request, made.tokens[place], "", ""
+        asked.writing.tokens.append(token)
+        asked.is_fed = True
+        if token in request.stop:
+            finish = STOP
+        elif asked.text is not None:
+            text = asked.text.feed(token)
+            finish = STOP if asked.text.stopped else ""
+        if not finish and asked.written == request.new_tokens:
+            finish = LENGTH
+        if finish:
+            if asked.text is not None:
+                text += asked.text.rest()
+            self._close(asked)
+        logprob = made.logprobs[place] if request.logprobs >= 0 else None
+        others = tuple(made.alternatives[place][: request.logprobs]) if request.logprobs > 0 else ()
+        return Event(request.id, token, self.version, text, logprob, others, finish)
+
+    def _close(self, asked: _Open) -> None:
+        self.schedule.end(asked.writing)
+        del self._open[asked.request.id], self._of[asked.writing]
+
+    def _check(self, request: Request) -> None:
+        prompt, new_tokens = request.prompt, request.new_tokens
+        if request.id in self._open:
+            raise Refusal(f"a request {request.id!r} is being answered already", EX_USAGE)
+        if new_tokens < 1 or not prompt:
+            raise Refusal(f"a prompt of {len(prompt)} tokens and {new_tokens} new ones: at least 1 of each", EX_USAGE)
+        if len(prompt) + new_tokens > self.length:
+            line = f"the prompt has {len(prompt)} tokens, with {new_tokens} of an answer more than the {self.length}"
+            raise Refusal(f"{line} there is room for", EX_USAGE)
+        if max(prompt) >= self._embedded or min(prompt) < 0:
+            line = f"the prompt has the id {max(prompt) if min(prompt) >= 0 else min(prompt)}"
+            raise Refusal(f"{line}, the model {self._embedded} rows: another tokenizer's?", EX_USAGE)
+        if request.stop_texts and self._text_of is None:
+            raise Refusal("stop texts need a tokenizer; this engine was given none", EX_USAGE)
+        if not -1 <= request.logprobs <= MOST_ALTERNATIVES:
+            line = f"log-probabilities of {request.logprobs} tokens at each place: at most {MOST_ALTERNATIVES}"
+            raise Refusal(line, EX_USAGE)
+
+
+def _kind(asked: Sequence[_Open]) -> Kind:
+    """The least that gives all of them what they want."""
+    hows = [one.request.sampling for one in asked]
+    sampling = GREEDY if all(how.greedy for how in hows) else PLAIN
+    if any(not how.greedy and not how.plain for how in hows):
+        sampling = FILTERED
+    most = max((one.request.logprobs for one in asked), default=-1)
+    logprobs = NO_LOGPROBS if most < 0 else OF_TOKENS
+    return Kind(sampling, OF_ALTERNATIVES if most > 0 else logprobs)
+
+
+def answers(engine: PagedEngine, requests: Sequence[Request]) -> list[Answer]:
+    """To all of them, in their order."""
+    events: dict[str, list[Event]] = {}
+    for request in requests:
+        engine.add(request)
+        events[request.id] = []
+    while any(not listed or not listed[-1].finish for listed in events.values()):
+        for event in engine.step():
+            if event.id in events:
+                events[event.id].append(event)
+    return [answer_of(events[request.id]) for request in requests]

@@ -1,0 +1,269 @@
+"""The decoder over a paged cache: generate/cached.py's execution, with the slots of one long row shared out in blocks.
+
+Everything a token step reads or writes has a fixed place, so that on a GPU it can be one CUDA graph. The host writes the
+rows' blocks, positions and settings, and reads tokens; the token that the next step begins with stays on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stoker.contract.shape import shape
+from stoker.training.generate import plain
+from stoker.training.generate.cached import Blocks, Cache, Weights, as_mask, seen
+from stoker.training.generate.config import BUCKET
+from stoker.training.generate.graphed import captured
+from stoker.training.generate.sample import sample_rows
+from stoker.training.model.attention import Seen, attend, seen_behind, seen_by
+from stoker.training.serve.blocks import Copy, Pool
+from stoker.training.serve.request import MOST_ALTERNATIVES
+
+GREEDY, PLAIN, FILTERED = range(3)  # what the rows of a step need: each kind is a graph of its own
+NO_LOGPROBS, OF_TOKENS, OF_ALTERNATIVES = range(3)
+
+
+class Row(NamedTuple):  # made for each token: a tenth of the time of a shape
+    """What a step needs of a slot's sequence: the token at `place` is computed, and the next one sampled by the rest."""
+
+    slot: int
+    blocks: Sequence[int]
+    place: int
+    uniform: float
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+@shape
+class Part:
+    """A row's tokens before the one at its `place`, and that, whose keys and values are computed."""
+
+    row: Row
+    ids: Sequence[int]
+    is_last: bool  # a token is written behind it
+
+
+@shape
+class Written:
+    """A token for each row, and what was asked for beside it."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    alternatives: list[list[tuple[int, float]]]
+
+
+@shape
+class Kind:
+    sampling: int
+    logprobs: int
+
+
+class Paged:
+    def __init__(self, w: Weights, slots: int, length: int, pool: Pool) -> None:
+        self._weights, self._size, self._nobody = w, pool.size, pool.count
+        self._prompts, self._tokens = Blocks(w, plain), Blocks(w, plain, captured=True)
+        self._angles = self._prompts.angles(lambda table: table[:length])
+        self.cache = Cache(
+            w, 1, (pool.count + 1) * pool.size
+        )  # the last block is nobody's: rows that are not used write there
+        self._device = w.embed.device
+        self._across = pool.needed(length)
+        self._steps: dict[tuple[int, int, Kind], Callable[[], None]] = {}
+        self._graphs = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        self._ids = torch.zeros(slots, dtype=torch.int64, device=self._device)
+        # of each slot: place, top_k, then its blocks; uniform, temperature, top_p
+        self._whole = self._both(slots, 2 + self._across, torch.int64)
+        self._real = self._both(slots, 3, torch.float32)
+        self._whole[0][:, 2:] = self._nobody
+        self._shown: dict[int, list[int]] = {}  # the blocks that each slot's row has there
+        self._logprob = torch.zeros(slots, device=self._device)
+        count = min(MOST_ALTERNATIVES, len(w.head))
+        self._top = torch.zeros(slots, count, device=self._device)
+        self._top_ids = torch.zeros(slots, count, dtype=torch.int64, device=self._device)
+
+    def _both(self, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(on the host, on the device)."""
+        host = torch.zeros(rows, columns, dtype=dtype, pin_memory=self._device.type == "cuda")
+        return host, host.to(self._device)
+
+    def forget(self) -> None:
+        """The weights lie elsewhere."""
+        self._steps.clear()
+
+    def clear(self) -> None:
+        """What weights of before computed may be no number, and that times 0 is none either."""
+        self.cache.kv.zero_()
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        if copies:
+            blocks = self.cache.kv.view(*self.cache.kv.shape[:4], -1, self._size, self.cache.kv.shape[5])
+            sources, targets = (
+                torch.tensor(which, device=self._device)
+                for which in ([copy.source for copy in copies], [copy.target for copy in copies])
+            )
+            blocks[:, :, :, :, targets] = blocks[:, :, :, :, sources]
+
+    def prompts(self, parts: Sequence[Part], kind: Kind) -> Written:
+        """A token for each part that is the last of its row."""
+        ids = torch.tensor([token for part in parts for token in part.ids], device=self._device)
+        spans: list[tuple[int, int]] = []
+        places, where = [], []
+        for part in parts:
+            end = part.row.place + 1
+            spans.append((end - len(part.ids), end))
+            own = torch.arange(*spans[-1], device=self._device)
+            places.append(own)
+            where.append(self._slots_of(part.row.blocks, own))
+        attention = self._attention_of(parts, spans)
+        args = (torch.cat(places), self._angles, self.cache.kv, torch.cat(where), len(ids), attention)
+        x, delta = self._prompts.run(ids, *args)
+        ends = torch.tensor([len(part.ids) for part in parts]).cumsum(0) - 1
+        last = ends[[part.is_last for part in parts]].to(self._device)
+        rows = [part.row for part in parts if part.is_last]
+        if not rows:
+            return Written([], [], [])
+        self._tell(rows)
+        slots = torch.tensor([row.slot for row in rows], device=self._device)
+        logits = self._prompts.logits(x[last], None if delta is None else delta[last])
+        self._write(logits, slots, kind)
+        return self._read([row.slot for row in rows], kind)
+
+    def _slots_of(self, blocks: Sequence[int], places: Tensor) -> Tensor:
+        """Of the cache, where tokens at these places of a row lie."""
+        table = torch.tensor(blocks, device=self._device)
+        return table[places // self._size] * self._size + places % self._size
+
+    def _attention_of(self, parts: Sequence[Part], spans: Sequence[tuple[int, int]]) -> Callable[..., Tensor]:
+        """Each part's queries over all of its row so far."""
+        c, windows = self._weights.config, self._weights.windows
+        before = [
+            self._slots_of(part.row.blocks, torch.arange(end, device=self._device))
+            for part, (_, end) in zip(parts, spans, strict=True)
+        ]
+        lengths = [end - begin for begin, end in spans]
+        looks: dict[tuple[int, int], Seen] = {}  # the same in all layers of a view
+
+        def look(number: int, view: int, queries: Tensor) -> Seen:
+            begin = spans[number][0]
+            if begin:
+                return seen_behind(begin, windows[view], queries)
+            return seen_by(None, windows[view], queries, head_dim=c.head_dim, cap=c.attention_cap, compiled=False)
+
+        def attention(q: Tensor, cached: Tensor, view: int) -> Tensor:
+            found = []
+            for number, (queries, slots) in enumerate(zip(torch.split(q, lengths), before, strict=True)):
+                k, v = (part[:, :, slots].transpose(1, 2) for part in cached)
+                queries = queries[None]
+                if (number, view) not in looks:
+                    looks[number, view] = look(number, view, queries)
+                y = attend(queries, k, v, looks[number, view], 0.0, c.attention_scale or None, c.attention_cap)
+                found.append(y.reshape(queries.shape[1], -1))
+            return torch.cat(found)
+
+        return attention
+
+    def start(self, slot: int, token: int) -> None:
+        """The token that the slot's next step computes."""
+        self._ids[slot] = token
+
+    def step(self, rows: Sequence[Row], kind: Kind) -> Written:
+        """A token for each row."""
+        self._show(rows)
+        self._tell(rows)
+        width = max(row.slot for row in rows) + 1
+        if self._graphs is not None:
+            width = min(1 << (width - 1).bit_length(), len(self._ids))
+        longest = max(row.place for row in rows) + 1
+        looked_at = min(-(-(-(-longest // BUCKET) * BUCKET) // self._size), self._across)
+        self._step(width, looked_at, kind)()
+        return self._read([row.slot for row in rows], kind)
+
+    def _show(self, rows: Sequence[Row]) -> None:
+        """The rows' blocks, and nobody's for slots that are not among them. Few change from step to step."""
+        tables = self._whole[0].numpy()[:, 2:]
+        for slot in self._shown.keys() - {row.slot for row in rows}:
+            tables[slot] = self._nobody
+            del self._shown[slot]
+        for slot, blocks, *_ in rows:
+            if self._shown.get(slot) != blocks:
+                tables[slot, : len(blocks)] = blocks
+                tables[slot, len(blocks) :] = self._nobody
+                self._shown[slot] = list(blocks)
+
+    def _tell(self, rows: Sequence[Row]) -> None:
+        slots, _, places, uniforms, temperatures, top_k, top_p = zip(*rows, strict=True)
+        whole, real = self._whole[0].numpy(), self._real[0].numpy()
+        whole[:, 0] = 0
+        for column, values in ((0, places), (1, top_k)):
+            whole[slots, column] = values
+        for column, numbers in enumerate((uniforms, temperatures, top_p)):
+            real[slots, column] = numbers
+        for host, device in (self._whole, self._real):
+            if host is not device:
+                device.copy_(host, non_blocking=True)
+
+    def _step(self, width: int, looked_at: int, kind: Kind) -> Callable[[], None]:
+        if (width, looked_at, kind) not in self._steps:
+
+            def step() -> None:
+                self._one(width, looked_at, kind)
+
+            if self._graphs is None:
+                return step
+            self._steps[width, looked_at, kind] = captured(step, self._graphs)
+        return self._steps[width, looked_at, kind]
+
+    def _one(self, width: int, looked_at: int, kind: Kind) -> None:
+        c, size = self._weights.config, self._size
+        told = self._whole[1][:width]
+        places, tables = told[:, 0], told[:, 2:]
+        where = tables.gather(1, (places // size)[:, None])[:, 0] * size + places % size
+        slots = torch.arange(looked_at * size, device=self._device)
+        index = (tables[:, :looked_at, None] * size + slots[:size]).flatten(1)
+        # What is not a row's own is not read: it may be no number.
+        index = torch.where(slots <= places[:, None], index, index[:, :1])
+        end = len(slots)
+        masks = [
+            as_mask(seen(slots, places + 1, end, end - 1, window), self.cache.kv.dtype)
+            for window in self._weights.windows
+        ]
+
+        def attention(q: Tensor, cached: Tensor, view: int) -> Tensor:
+            own = cached[:, 0][:, :, index].transpose(1, 2)  # [2, rows, kv_heads, slots, head_dim]
+            return plain.attend(q, own, masks[view], c.attention_scale or None, c.attention_cap)
+
+        args = (places, self._angles, self.cache.kv, where, width, attention)
+        x, delta = self._tokens.run(self._ids[:width], *args)
+        whose = tables[:, 0] != self._nobody
+        self._write(self._tokens.logits(x, delta), torch.arange(width, device=self._device), kind, whose)
+
+    def _write(self, logits: Tensor, slots: Tensor, kind: Kind, whose: Tensor | None = None) -> None:
+        """Samples a token for each of these slots, and leaves it there; `whose`: only in those that are somebody's."""
+        uniform, temperature, top_p = self._real[1][slots].unbind(1)
+        if kind.sampling == GREEDY:
+            token = logits.argmax(-1)
+        else:
+            top_k = self._whole[1][slots, 1]
+            token = sample_rows(logits, uniform, temperature, top_k, top_p, kind.sampling == FILTERED)
+        self._ids[slots] = token if whose is None else torch.where(whose, token, self._ids[slots])
+        if kind.logprobs != NO_LOGPROBS:
+            warmth = torch.where(temperature > 0, temperature, 1.0)[:, None]
+            every = torch.log_softmax(logits.float() / warmth, -1)
+            self._logprob[slots] = every.gather(-1, token[:, None])[:, 0]
+            if kind.logprobs == OF_ALTERNATIVES:
+                self._top[slots], self._top_ids[slots] = every.topk(self._top.shape[1], dim=-1)
+
+    def _read(self, slots: list[int], kind: Kind) -> Written:
+        """The only wait for the device."""
+        tokens = self._ids[slots].tolist()
+        if kind.logprobs == NO_LOGPROBS:
+            return Written(tokens, [], [])
+        logprobs = self._logprob[slots].tolist()
+        if kind.logprobs == OF_TOKENS:
+            return Written(tokens, logprobs, [])
+        pairs = zip(self._top_ids[slots].tolist(), self._top[slots].tolist(), strict=True)
+        return Written(tokens, logprobs, [list(zip(ids, values, strict=True)) for ids, values in pairs])

@@ -1,0 +1,67 @@
+"""What is asked of the engine and what it answers. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from stoker.contract.shape import shape
+from stoker.training.generate.config import Sampling
+
+# What happens to an answer that is being written when the weights change.
+FINISH = "finish"  # the change waits until it is written
+CONTINUE = "continue"  # its next tokens are the new weights'; each token has its version
+# Why an answer ended.
+STOP, LENGTH, ABORTED = "stop", "length", "abort"
+MOST_ALTERNATIVES = 20  # per token
+
+
+@shape
+class Request:
+    id: str
+    prompt: tuple[int, ...]
+    new_tokens: int
+    sampling: Sampling = Sampling()
+    seed: int = 0
+    index: int = 0  # which of the answers to a prompt: another one samples otherwise
+    stop: frozenset[int] = frozenset()  # ids that end the answer and are its last
+    stop_texts: tuple[str, ...] = ()  # end it where they appear, and are not part of its text
+    logprobs: int = -1  # -1: none; 0: of each token; more: of so many of the most likely ones, too
+    on_update: str = FINISH
+    strips: bool = False  # a blank before the whole text is no part of it
+
+
+class Event(NamedTuple):  # made for each token: a tenth of the time of a shape
+    """A token of an answer. An abort has none."""
+
+    id: str
+    token: int | None
+    version: int  # of the weights that wrote it
+    text: str = ""  # what is now certain to be part of the answer
+    logprob: float | None = None  # at the request's temperature (greedy: at 1), nothing left out
+    alternatives: tuple[tuple[int, float], ...] = ()
+    finish: str = ""  # why the answer ended; empty: it goes on
+
+
+@shape
+class Answer:
+    id: str
+    tokens: tuple[int, ...]
+    text: str
+    finish: str
+    versions: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+
+
+def answer_of(events: Iterable[Event]) -> Answer:
+    """Of all events of a request, in their order."""
+    listed = list(events)
+    written = [event for event in listed if event.token is not None]
+    return Answer(
+        listed[-1].id,
+        tuple(event.token for event in written if event.token is not None),
+        "".join(event.text for event in listed),
+        listed[-1].finish,
+        tuple(event.version for event in written),
+        tuple(event.logprob for event in written if event.logprob is not None),
+    )
