@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,10 +18,11 @@ from conftest import Stoker, at_length, at_length_but, gpu_json, machine_json, t
 from netcluster import NetCluster, why_not
 from stoker.cli.roles import by_allocation
 from stoker.contract.names import Refusal
-from stoker.control.roles import allocation, role
+from stoker.control.roles import allocation, role, served
 from stoker.control.roles.placing import Card, deal, moved
 from stoker.control.roles.ready import Watching
 from stoker.control.roles.role import Ready, RoleSpec
+from stoker.control.roles.served import Served
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import roles
@@ -684,3 +686,54 @@ def test_a_job_whose_folder_was_exchanged_starts_no_more_roles(stoker: Stoker) -
     said = job.communicate(timeout=120)[0].decode()
     assert job.returncode == 73 and "somebody moved or replaced the run directory" in said, said
     assert not list(folder.iterdir())
+
+
+COUNTS = """
+import http.server, os, sys
+asked = 0
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        global asked
+        self.send_response(200); self.end_headers()
+        if self.path == "/metrics":
+            page = '# TYPE vllm:request_success_total counter\\n' + ''.join(
+                f'vllm:request_success_total{{finished_reason="{why}"}} {asked}.0\\n' for why in ("stop", "length"))
+            self.wfile.write((page + f"vllm:generation_tokens_total {asked * 7}\\nother 5\\n").encode())
+        else:
+            asked += 1
+            self.wfile.write(b"fine")
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", int(os.environ["STOKER_PORT"])), Answer).serve_forever()
+"""
+
+
+def test_a_servers_progress_is_its_requests_and_tokens(stoker: Stoker) -> None:
+    told = file_of(
+        stoker,
+        server=rules(command="python counts.py", ready={"http": "/health", "check": "0.2s", "metrics": "/metrics"}),
+        trainer={"command": "trainer.py"},
+    )
+    stoker.script("counts.py", COUNTS)
+    job = stoker.start("run", "--roles", told, "--name", "rl")
+    assert wait_for(lambda: True if len(events(stoker, "role-served")) > 2 else None, 200)
+    top = json.loads(stoker("top", "--json").out)
+    phases = {rank["role"]: rank["phase"] for run in top["runs"] for rank in run["ranks"]}
+    stoker.script("done", "")
+    assert job.communicate(timeout=120) and job.returncode == 0
+    assert re.fullmatch(r"[\d,]+ requests, [\d,]+ tokens", phases["server"]) and phases["trainer"] == ""
+    newest = events(stoker, "role-served")[-1]["replicas"][0]
+    assert newest["requests"] > 2 and newest["tokens"] * 2 == newest["requests"] * 7
+
+
+@pytest.mark.parametrize(
+    ("page", "found"),
+    [
+        ("", None),
+        ("# requests_total 5\nnothing\n", None),
+        ("requests_total 5\r\nrequests_total{a=\"b c} 1\"} 2 1700000000\n", Served(7, 0)),
+        ("sglang:generation_tokens_total{model=\"x\"} 1.5e3\n", Served(0, 1500)),
+        ("requests_total NaN\nrequests_total -1\nrequests_total +Inf\nrequests_total 1e99\ngenerated_tokens_total 3", Served(0, 3)),
+    ],
+)  # fmt: skip
+def test_what_a_page_of_metrics_counts(page: str, found: Served | None) -> None:
+    assert served.parse(page) == found

@@ -14,6 +14,7 @@ from stoker.contract.untrusted import printable
 from stoker.control.machine import ports
 from stoker.control.record import reader
 from stoker.control.roles.role import Ready
+from stoker.control.roles.served import Served, parse
 
 LOOK_S = 0.25  # between two looks until it is ready
 CONNECT_S = 2.0
@@ -34,6 +35,7 @@ class Watching:
         self.newest = ""  # what the newest look found
         self.wrong_since = 0.0  # the first of the looks in a row that found something
         self.looks = 0
+        self.served: tuple[Served | None, ...] = ()  # by replica, where the rule names a page that counts
         self.run_dir = ""  # of the role, once it has one
         self._rule, self._addresses, self._began, self._replicas, self._here = rule, addresses, began, replicas, here
         self._lines: set[int] = set()
@@ -83,6 +85,8 @@ class Watching:
             if not self.newest:
                 misses = 0
                 self.ready.set()
+                if self._rule.metrics:
+                    self.served = tuple(self._counted(host, port) for host, port in self._addresses)
             elif self.ready.is_set():
                 misses += 1
                 if misses == MISSES:
@@ -131,6 +135,19 @@ class Watching:
                 return ""
         except OSError as problem:
             return f"{host}:{port}: {problem.strerror or problem}"
+
+    def _counted(self, host: str, port: int) -> Served | None:
+        """A page that is not there says nothing about the role's health: `ready` does."""
+        connection = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
+        try:
+            connection.request("GET", self._rule.metrics)
+            answer = connection.getresponse()
+            text = answer.read(_MOST)
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+        return parse(text.decode("utf-8", "replace")) if answer.status == 200 else None
 
     def _unanswered(self, host: str, port: int) -> str:
         rule = self._rule

@@ -41,7 +41,7 @@ CHECK_S = 10.0  # between two looks at the health of a role that is ready
 AUTO = -1
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
 _KEYS = ("command", "count", "gpus", "port", "env", "ready", "restart", "required", "after", "min_hosts", "batch")
-_READY_KEYS = (*KINDS, "body", "contains", "answer", "timeout", "check")
+_READY_KEYS = (*KINDS, "body", "contains", "answer", "timeout", "check", "metrics")
 _MOST = 4096
 _OF_JOB = {  # what a role's `stoker train` is given by its job
     "--detach", "--gpu", "--gpus", "--gpus-per-rank", "--hosts", "--max-restarts", "--min-hosts", "--name", "--nnodes", "--nproc-per-node",
@@ -60,6 +60,7 @@ class Ready:
     timeout: float = READY_S
     check: float = CHECK_S  # 0: not looked at again
     answer: float = ANSWER_S  # http: an answer that takes longer is none
+    metrics: str = ""  # the path of a page that counts requests and tokens
 
     @property
     def words(self) -> str:
@@ -240,6 +241,13 @@ def _ready(value: Any, where: str) -> Ready:
         _refuse(where, f"http: {told!r} is not a path such as /health")
     if kind != "http" and not value.keys().isdisjoint(("body", "contains", "answer")):
         _refuse(where, "body, contains and answer belong to http")
+    page = value.get("metrics", "")
+    if page and kind not in ("port", "http"):
+        _refuse(where, "metrics belongs to port and http: a server's page that counts requests and tokens")
+    if page and not (
+        isinstance(page, str) and page.startswith("/") and page.isascii() and page.isprintable() and " " not in page
+    ):
+        _refuse(where, f"metrics: {page!r} is not a path such as /metrics")
     import json
 
     body = value.get("body", "")
@@ -263,6 +271,7 @@ def _ready(value: Any, where: str) -> Ready:
         times["timeout"],
         times["check"] if kind in ("port", "http") else 0.0,
         times["answer"],
+        page,
     )
 
 

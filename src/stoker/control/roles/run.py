@@ -21,6 +21,7 @@ from stoker.control.roles.placing import Card, Seat, numbered
 from stoker.control.roles.ready import Watching
 from stoker.control.roles.role import RoleSpec, program, trains
 from stoker.control.roles.seating import Seating
+from stoker.control.roles.served import Served
 
 WAITING, STARTING, UP, ENDED = "waiting", "starting", "up", "ended"
 _LINES = 20  # of its last ones that are kept
@@ -58,6 +59,7 @@ class RoleRun:
         self.quick = 0  # failures in a row of starts that got nowhere
         self.failures: list[tuple[float, Verdict]] = []  # newest last
         self.watching: Watching | None = None
+        self.served: tuple[Served | None, ...] = ()  # as it was last recorded
         self._root, self._console = root, console
         self._former: tuple[int, int] | None = None  # the verdict of the start before
         self._lines: deque[str] = deque(maxlen=_LINES)

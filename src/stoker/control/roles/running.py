@@ -130,6 +130,10 @@ class Running:
                 took = time.time() - role.began
                 self._record.event("role-ready", role=role.name, seconds=round(took, 3))
                 self._say(f"✓ role {role.name} is ready after {span(took)}")
+            if watching.served != role.served and any(watching.served):
+                role.served = watching.served
+                counts = [{"requests": one.requests, "tokens": one.tokens} if one else None for one in role.served]
+                self._record.event("role-served", role=role.name, replicas=counts)
             rule = role.spec.ready
             assert rule is not None
             if role.state == STARTING and not role.stopping and time.time() - role.began > rule.timeout:

@@ -22,6 +22,7 @@ _BLOCK = 16 << 20
 _MOST_RANKS = 100_000
 _HISTORY_OF_OTHERS = 4 << 20
 _TEXT = 400  # characters of a summary
+_MOST_ROLES = 64
 _MOST_CAUSES = 1000  # of restarts, told apart: there are about a hundred
 _MOST_WAITING = 4096  # ranks that wait for one
 
@@ -43,6 +44,7 @@ class EventTail:
         self.phases: dict[int, tuple[float, str]] = {}  # rank -> when it entered it
         self.suspicions: dict[str, Suspicion] = {}
         self.slow: dict[int, dict[str, Any]] = {}  # rank -> what the watch found out
+        self.served: dict[str, list[Any]] = {}  # role of a job -> what each of its replicas has counted
 
     def look(self) -> None:
         try:
@@ -96,6 +98,9 @@ class EventTail:
                 self.restarts[cause] = self.restarts.get(cause, 0) + 1
         elif kind == "relief":
             self.suspicions.pop("suspicion", None)
+        elif kind == "role-served" and isinstance(event.get("replicas"), list) and isinstance(event.get("role"), str):
+            if event["role"] in self.served or len(self.served) < _MOST_ROLES:
+                self.served[event["role"]] = event["replicas"]
         elif kind == "straggler-over":
             self._over(rank)
         elif kind in ("suspicion", "straggler", "numbers") and isinstance(event.get("summary"), str):

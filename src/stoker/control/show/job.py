@@ -9,7 +9,7 @@ from stoker.contract.shape import replace
 from stoker.control.record import reader
 from stoker.control.show.curves import Curve
 from stoker.control.show.folder import RunFolder, roles_of
-from stoker.control.show.snapshot import RUNNING, UNKNOWN, Rank, Run
+from stoker.control.show.snapshot import RUNNING, UNKNOWN, Rank, Run, whole
 
 _LOOK_S = 1.0  # between two looks for roles that have been started
 _TOLD = (
@@ -75,7 +75,18 @@ class JobFolder(RunFolder):
         known = next((one for one in part.ranks if one.rank == planned.role_rank), None) if part is not None else None
         if known is None:
             return planned
-        return replace(known, rank=planned.rank, role=planned.role, role_rank=planned.role_rank)
+        known = replace(known, rank=planned.rank, role=planned.role, role_rank=planned.role_rank)
+        return known if known.phase else replace(known, phase=self._served(planned.role, planned.role_rank))
+
+    def _served(self, role: str, replica: int) -> str:
+        """A server makes no steps: what it has answered is how far it is."""
+        counts = self.events.served.get(role, [])
+        counted = counts[replica] if 0 <= replica < len(counts) else None
+        numbers = [whole(counted.get(key)) for key in ("requests", "tokens")] if isinstance(counted, dict) else []
+        if not numbers or any(number is None or not 0 <= number < 10**18 for number in numbers):
+            return ""
+        requests, tokens = (number or 0 for number in numbers)
+        return f"{requests:,} requests, {tokens:,} tokens"
 
     def _look(self) -> None:
         for record in reader.look(os.path.join(self.record.dir, layout.ROLES)).runs:
