@@ -133,18 +133,26 @@ def _update(
     codes1, scale1, codes2, scale2 = state
     numbers = weight.shape[-1]
     count, size = blocks_of(numbers)
-    rows = torch.nn.functional.pad((gradient / grad_scale).float(), (0, count * size - numbers))
-    flat = rows.view(weight.numel() // numbers * count, size)
+    blocks, missing = weight.numel() // numbers * count, count * size - numbers
+    rows = (gradient / grad_scale).float()
+    if missing:
+        rows = torch.nn.functional.pad(rows, (0, missing))
+    else:  # in one shape from here on: a compiler makes one kernel of it, and keeps no moments in fp32 between two
+        weight, rows = weight.view(blocks, size), rows.view(blocks, size)
+    flat = rows.view(blocks, size)
     codes1, codes2 = codes1.view_as(flat), codes2.view_as(flat)
     scale1, scale2 = scale1.view(-1), scale2.view(-1)
     first = torch.lerp(flat, unpack_first(codes1, scale1), betas[0])
     second = torch.lerp(flat.square(), unpack_second(codes2, scale2), betas[1])
     step = (first / correction1) / ((second / correction2).sqrt() + eps)
-    moved = weight * (1 - rate * decay) - rate * step.view_as(rows)[..., :numbers]
+    by = step.view_as(rows)[..., :numbers] if missing else step
+    moved = weight * (1 - rate * decay) - rate * by
     bad = found_inf > 0
     weight.copy_(torch.where(bad, weight, moved))
-    for kept, new in zip(state, (*pack_first(first), *pack_second(second, steps)), strict=True):
-        kept.copy_(torch.where(bad, kept, new.view_as(kept)))
+    for kept, new in zip(
+        (codes1, scale1, codes2, scale2), (*pack_first(first), *pack_second(second, steps)), strict=True
+    ):
+        kept.copy_(torch.where(bad, kept, new))
 
 
 class EightBit:
