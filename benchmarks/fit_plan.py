@@ -34,7 +34,7 @@ from shapes import SHAPES, built, fill
 
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.answers import ANSWERS, SCORES
-from stoker.training.fit.cards import CONTEXT
+from stoker.training.fit.cards import Card
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.pairs import COMPARED
 from stoker.training.fit.terms import (
@@ -262,13 +262,17 @@ def _cell(case: Case, capability: int, largest: bool) -> dict[str, Any]:
     cell: dict[str, Any] = {
         "case": case.words, "planned": planned.total, "peak": seen["peak"], "error": error, "terms": planned.terms,
         "phases": planned.phases, "measured": seen,
-        "planned_device": reserved(planned.total) + CONTEXT, **{name: int(value) for name, value in rules.items()},
+        "planned_device": reserved(planned.total) + _context(), **{name: int(value) for name, value in rules.items()},
     }  # fmt: skip
     more = _largest(case, job, planned) if largest else {}
     cell.update(more)
     _clear()
     print(_line(case, planned, cell, time.perf_counter() - began), flush=True)
     return cell
+
+
+def _context() -> int:
+    return Card(torch.cuda.get_device_name(CUDA), 0, 0).takes
 
 
 def gib(size: float) -> str:
@@ -410,7 +414,7 @@ def _largest(case: Case, job: Job, planned: Planned) -> dict[str, Any]:
     if case.stage == GRPO:
         return {}  # its micro-batch is at most a step's answers
     more = _planned(case, replace(job, micro=job.micro + 2)).total - planned.total
-    cap = int(planned.total + 0.75 * more) + (256 << 20)
+    cap = reserved(int(planned.total + 0.75 * more))
     fits = max(m for m in range(1, 4 * job.micro + 4) if _needs(case, job, m) <= cap)
     runs = functools.partial(_runs, case, cap)
     true = true_largest(fits, runs)
@@ -530,7 +534,7 @@ def _summary(cells: list[dict[str, Any]]) -> None:
         devices = sorted(abs(cell["planned_device"] / cell["measured"]["device"] - 1) for cell in listed)
         contexts = [cell["measured"]["device"] - cell["measured"]["reserved"] for cell in listed]
         print(f"  median {statistics.median(devices):.2%}, worst {devices[-1]:.2%}; beside the allocator's")
-        print(f"  {min(contexts) / GIB:.2f} to {max(contexts) / GIB:.2f} GiB (planned {CONTEXT / GIB:.2f})")
+        print(f"  {min(contexts) / GIB:.2f} to {max(contexts) / GIB:.2f} GiB (planned {_context() / GIB:.2f})")
     for name in ("accelerate", "llama_factory"):
         theirs = sorted(abs(cell[name] / cell["peak"] - 1) for cell in cells)
         print(

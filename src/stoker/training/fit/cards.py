@@ -25,8 +25,10 @@ _BEFORE_AMPERE = {"t4", "v100", "1650", "1660", "2060", "2070", "2080"}  # words
 _OTHER_CARD = {"laptop", "max", "mig", "ti", "super", "d"}
 # A card shows a little less than its name says: 24,564 MiB of 24 GB, 81,559 of 80.
 SHOWN = 0.995
-# A CUDA context with kernels loaded took 0.47 to 0.92 GiB, NCCL 0.3 to 1.4 besides, on the machines that were measured.
+# A CUDA context with kernels loaded took 0.47 to 0.92 GiB, NCCL 0.3 to 1.4 besides, on the machines that were measured; on an
+# H200, with the kernels of a training step, 0.72 to 0.81.
 CONTEXT, NCCL = 576 << 20, 512 << 20
+CONTEXTS = {9: 784 << 20, 10: 784 << 20}  # by compute capability: a card with more multiprocessors takes more
 BF16_SINCE = 8  # compute capability: Ampere
 # Bytes/s of copies between a card and pinned host memory, one way, by compute capability: servers with Hopper or Blackwell have
 # PCIe 5 x16 (50 GB/s and more). Elsewhere it may be any slot: PCIe 4 x16 gives 25 GB/s.
@@ -50,7 +52,7 @@ class Card:
     host: str = ""
     held: tuple[str, ...] = ()  # who holds the rest
     held_bytes: int = 0
-    context: int = CONTEXT
+    context: int = 0  # bytes that a process takes besides its tensors, where that was measured
     host_free: int | None = None  # bytes of its host's memory that are available; None: nobody knows
 
     @property
@@ -64,6 +66,11 @@ class Card:
         if known is None and _BEFORE_AMPERE & set(_words(self.name)):  # a 2080 Ti, say
             return 7
         return CARDS[known][2] if known else 8
+
+    @property
+    def takes(self) -> int:
+        """Bytes of a process besides its tensors."""
+        return self.context or CONTEXTS.get(self.capability, CONTEXT)
 
     @property
     def link(self) -> float | None:
@@ -82,7 +89,7 @@ class Card:
 
     def room(self, ranks: int) -> int:
         """For tensors."""
-        return self.free - self.context - (NCCL if ranks > 1 else 0)
+        return self.free - self.takes - (NCCL if ranks > 1 else 0)
 
 
 def _known(name: str) -> str | None:

@@ -38,7 +38,7 @@ _ABOUT = {
 
 def terms_of(share: Share, ranks: int) -> dict[str, int]:
     """With what is not torch's: the context, communication, and a margin for the allocator."""
-    found = {**share.planned.terms, CONTEXT: share.card.context, MARGIN: share.needs - share.planned.total}
+    found = {**share.planned.terms, CONTEXT: share.card.takes, MARGIN: share.needs - share.planned.total}
     if ranks > 1:
         found[COMMUNICATION] = NCCL
     found[MARGIN] -= found[CONTEXT] + found.get(COMMUNICATION, 0)
