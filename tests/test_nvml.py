@@ -14,6 +14,7 @@ SOURCE = r"""
 #include <stdint.h>
 typedef struct { void *device; unsigned long long type, data; unsigned gi, ci; } event_t;
 typedef struct { unsigned long long total, free, used; } memory_t;
+typedef struct { unsigned version; unsigned long long total, reserved, free, used; } memory_v2_t;
 static int card, sent;
 int nvmlInitWithFlags(unsigned f) { return 0; }
 int nvmlInit_v2(void) { return 0; }
@@ -22,6 +23,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **h) { if (i == 1) return 15;
 int nvmlDeviceGetUUID(void *h, char *b, unsigned n) { strncpy(b, "GPU-fake-0", n); return 0; }
 int nvmlDeviceGetName(void *h, char *b, unsigned n) { strncpy(b, "Half a Card", n); return 0; }
 int nvmlDeviceGetMemoryInfo(void *h, memory_t *m) { m->total = 8000000000ull; m->used = 100000000ull; m->free = m->total - m->used; return 0; }
+int nvmlDeviceGetMemoryInfo_v2(void *h, memory_v2_t *m) { m->total = 8000000000ull; m->reserved = 60000000ull; m->used = 40000000ull; m->free = 7900000000ull; return 0; }
 int nvmlDeviceGetTemperature(void *h, int s, unsigned *t) { return 3; }                                    /* 3: not supported */
 int nvmlEventSetCreate(void **s) { *s = &sent; return 0; }
 int nvmlDeviceRegisterEvents(void *h, unsigned long long t, void *s) { return 0; }
@@ -78,3 +80,10 @@ def test_a_run_uses_the_half_card_and_leaves_the_lost_one_out(half_a_card: Stoke
     done = half_a_card("run", script)
     assert done.code == 0 and done.out == "ran on 0 GPU-fake-0\n", done.err
     assert "Found 2 GPU(s), using 1 GPUs: GPU 0; left out: GPU 1 does not answer" in done.err
+
+
+def test_memory_that_the_driver_keeps_is_not_shown_as_used(half_a_card: Stoker) -> None:
+    """As in nvidia-smi. A plan counts with what is free, and has it as used."""
+    shown = json.loads(half_a_card("top", "--json").out)["gpus"][0]
+    planned = json.loads(half_a_card("doctor", "--json", "--only", "gpu.").out)["examination"]["machine"]["gpus"][0]
+    assert (shown["memory_used"], planned["memory_used"]) == (40_000_000, 100_000_000)

@@ -72,6 +72,7 @@ class Nvml:
         self._nvml = _library()
         self._handles: dict[str, Any] = {}
         self._fixed: dict[str, dict[str, Any]] = {}  # by uuid: what does not change, and costs a question each
+        self._kept: dict[str, int] = {}  # by uuid: bytes that the driver keeps for itself
         self._listener: Any = None  # of Xid events
         self._heard: set[str] = set()  # cards it listens to
         # nvidia-ml-py's own complaint when the driver is older than it, which is no NVMLError.
@@ -141,6 +142,12 @@ class Nvml:
             holders=self._holders(handle),
         )
 
+    def _reserved(self, handle: Any) -> int:
+        """By the driver, for itself: in `memory`, but not in what nvidia-smi and DCGM call used. 0: it does not tell."""
+        version = getattr(self._nvml, "nvmlMemory_v2", None)
+        memory = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, handle, version) if version is not None else None
+        return int(memory.reserved) if memory else 0
+
     def _holders(self, handle: Any) -> tuple[Holder, ...] | None:
         found = self._running(handle)
         return None if found is None else tuple(_holder(one) for one in found)
@@ -197,6 +204,7 @@ class Nvml:
                 "temperature_slowdown": ask(nvml.nvmlDeviceGetTemperatureThreshold, handle, 1),
                 "pcie_width_max": ask(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
             }
+            self._kept[gpu.uuid] = self._reserved(handle)
         use, memory = ask(nvml.nvmlDeviceGetUtilizationRates, handle), self.memory(gpu.uuid)
         power, reasons = (
             ask(nvml.nvmlDeviceGetPowerUsage, handle),
@@ -210,7 +218,7 @@ class Nvml:
         return GpuGauges(
             uuid=gpu.uuid,
             utilization=use.gpu / 100 if use else None,
-            memory_used=memory[0] if memory else None,
+            memory_used=max(memory[0] - self._kept[gpu.uuid], 0) if memory else None,
             memory_total=memory[1] if memory else None,
             temperature=ask(nvml.nvmlDeviceGetTemperature, handle, 0),
             power=None if power is None else power / 1000,
