@@ -111,7 +111,7 @@ def pairs(text: str) -> Iterator[Span]:
             continue
         heredoc = compiled(r"<<[-~]?\s{0,4}[\"']?(\w{1,40})[\"']?[^\S\n]{0,40}\n").match(text, found.end())
         goes_on = compiled(r"\\\r?\n[ \t]{0,80}").match(text, found.end())
-        at = heredoc.end() if heredoc else goes_on.end() if goes_on else found.end()
+        at = (heredoc or goes_on or found).end()
         if heredoc and rating == SURE:
             close = text.find("\n" + heredoc[1], at - 1)
             yield at, close if close >= 0 else _line_end(text, at)

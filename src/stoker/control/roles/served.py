@@ -8,17 +8,16 @@ import re
 from stoker.contract.shape import shape
 
 # Counters of requests answered and tokens written, by who counts them. vLLM, SGLang, TGI; and a server of one's own.
-_REQUESTS = (
-    "vllm:request_success_total",
-    "sglang:num_requests_total",
-    "tgi_request_success",
-    "requests_total",
-    "stoker_serve_answers_total",
-)
-_TOKENS = (
-    "vllm:generation_tokens_total", "sglang:generation_tokens_total", "tgi_request_generated_tokens_sum",
-    "generated_tokens_total", "stoker_serve_tokens_total",
-)  # fmt: skip
+_COUNTERS = {
+    "requests": (
+        "vllm:request_success_total", "sglang:num_requests_total", "tgi_request_success", "requests_total",
+        "stoker_serve_answers_total",
+    ),
+    "tokens": (
+        "vllm:generation_tokens_total", "sglang:generation_tokens_total", "tgi_request_generated_tokens_sum",
+        "generated_tokens_total", "stoker_serve_tokens_total",
+    ),
+}  # fmt: skip
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]{0,199})(?:\{[^\n]*\})?[ \t]+(\S{1,40})(?:[ \t]+-?\d{1,20})?[ \t\r]*", re.ASCII)
 
 
@@ -35,7 +34,7 @@ def parse(text: str) -> Served | None:
         if line.startswith("#") or not (sample := _SAMPLE.fullmatch(line)):
             continue
         name, told = sample.groups()
-        kind = "requests" if name in _REQUESTS else "tokens" if name in _TOKENS else ""
+        kind = next((kind for kind, names in _COUNTERS.items() if name in names), "")
         try:
             value = float(told) if kind else 0.0
         except ValueError:

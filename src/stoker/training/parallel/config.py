@@ -83,7 +83,7 @@ def host_bytes(size: int, pieces: int) -> int:
 @shape
 class ParallelConfig:
     strategy: str = one_of("ddp", "fsdp", "auto")(
-        "ddp: every rank holds the model; fsdp: sharded (FSDP2); auto: one card, ddp or fsdp, by the memory plan"
+        "ddp: each rank holds the model; fsdp: in shards (FSDP2); auto: by the memory plan"
     )
     device: str = one_of("auto", "cuda", "cpu")("auto: GPUs where there are some; cuda; cpu")
     balance: str = one_of("off", "auto")(
