@@ -87,7 +87,7 @@ class RoleSpec:
     restart: str = NEVER
     required: bool = True
     after: tuple[str, ...] = ()
-    min_hosts: int = 0  # its run goes on with so many of its hosts; 0: it needs all
+    min_hosts: int = 0  # its run continues with so many of its hosts; 0: it needs all
     batch: int = 0  # samples a step, which its replicas share; 0: not known
 
     @property

@@ -91,7 +91,7 @@ def make_script(
     cwd: str,
     shrinks: bool = False,
 ) -> JobScript:
-    """`command`: what starts Stoker's `run` or `train`; `words`: its own; `shrinks`: it goes on without a lost node."""
+    """`command`: what starts Stoker's `run` or `train`; `words`: its own; `shrinks`: it continues without a lost node."""
     check(options)
     folder = own_folder(root, job.FOLDER)
     log = os.path.join(folder, "%A_%a.out" if options.array_seeds else "%j.out")
@@ -175,7 +175,7 @@ done
 """
 
 _REQUEUE = """
-# 143: it was stopped by our SIGTERM. The next start goes on with the run of this name, from its last checkpoint.
+# 143: it was stopped by our SIGTERM. The next start continues the run of this name, from its last checkpoint.
 if [ -e "$notice" ] && [ "$code" -eq 143 ]; then
     echo "stoker: the job's time is nearly up: back to the queue, to go on with run $name"
     scontrol requeue "$SLURM_JOB_ID" && exit 0

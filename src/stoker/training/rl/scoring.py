@@ -219,7 +219,7 @@ class RolloutLog:
             work()
         except (OSError, ValueError) as problem:
             self._file = None
-            self._say(f"rollouts.jsonl can't be written: {problem}; the run goes on without it")
+            self._say(f"rollouts.jsonl can't be written: {problem}; the run continues without it")
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
