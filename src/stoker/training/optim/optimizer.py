@@ -138,7 +138,7 @@ def _update(
     if missing:
         rows = torch.nn.functional.pad(rows, (0, missing))
     else:  # in one shape from here on: a compiler makes one kernel of it, and keeps no moments in fp32 between two
-        weight, rows = weight.view(blocks, size), rows.view(blocks, size)
+        weight, rows = weight.view(blocks, size), rows.reshape(blocks, size)
     flat = rows.view(blocks, size)
     codes1, codes2 = codes1.view_as(flat), codes2.view_as(flat)
     scale1, scale2 = scale1.view(-1), scale2.view(-1)
