@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 
 from conftest import wait_for  # noqa: E402
 from localuser import ATTACKER, needs_root, start_as  # noqa: E402
+from measuring import measured  # noqa: E402
 from stoker.contract.names import Refusal  # noqa: E402
 from stoker.contract.shape import as_json  # noqa: E402
 from stoker.contract.shapes import Verdict  # noqa: E402
@@ -139,15 +140,13 @@ def _sent(kind: str, to: str, seconds: float) -> tuple[int, str, int]:
         "run_dir": "",
         "seconds": seconds,
     }
-    with tempfile.TemporaryFile() as message, tempfile.TemporaryFile() as errors:
+    with tempfile.TemporaryFile() as message:
         message.write(json.dumps(told).encode())
         message.seek(0)
         argv = own_program("stoker.control.show.notice", "entry")
-        child = subprocess.Popen(argv, stdin=message, stderr=errors)
-        _, status, used = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        errors.seek(0)
-        return child.returncode, errors.read().decode(), used.ru_maxrss >> 10
+        done = subprocess.run(measured(argv), stdin=message, capture_output=True, text=True, check=True)
+    code, _, kilobytes = json.loads(done.stdout)
+    return code, done.stderr, kilobytes >> 10
 
 
 @pytest.mark.parametrize("talker", [(b"220-" + b"A" * 8000 + b"\r\n",)], indirect=True)

@@ -14,6 +14,7 @@ import pytest
 from hostile_files import CASES
 
 from conftest import at_length_but, machine_json
+from measuring import measured
 from stoker.cli.main import main
 
 pytestmark = pytest.mark.timeout(60)
@@ -74,15 +75,6 @@ print(json.dumps(CASES[sys.argv[2]](Path(sys.argv[3]))))
 """
 
 
-# By way of a small process: a child's largest size counts what its parent had when it was made.
-MEASURE = """
-import json, os, subprocess, sys
-process = subprocess.Popen([sys.executable, "-m", "stoker", *sys.argv[1:]], stdout=subprocess.DEVNULL)
-_, status, used = os.wait4(process.pid, 0)
-print(json.dumps([os.waitstatus_to_exitcode(status), used.ru_maxrss, used.ru_utime + used.ru_stime]))
-"""
-
-
 @pytest.mark.parametrize("case", FEW)
 def test_memory_stays_below_a_gigabyte(case: str, tmp_path: Path) -> None:
     (tmp_path / "hostile").mkdir()
@@ -92,9 +84,9 @@ def test_memory_stays_below_a_gigabyte(case: str, tmp_path: Path) -> None:
         check=True,
     )
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *json.loads(made.stdout)], capture_output=True, check=True, text=True
+        measured([sys.executable, "-m", "stoker", *json.loads(made.stdout)]), capture_output=True, check=True, text=True
     )
-    code, kilobytes, seconds = json.loads(done.stdout)
+    code, seconds, kilobytes = json.loads(done.stdout)
     check_refusal(code, done.stderr)
     assert kilobytes < 1_000_000 and seconds < HANGS_S, f"{kilobytes / 1000:.0f} MB, {seconds:.1f} s of CPU"
 
