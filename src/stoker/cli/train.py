@@ -189,6 +189,8 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
         del os.environ[name]  # what they say is in the ranks' flags by now
     if sys.stderr.isatty() and not options.detach:
         os.environ[names.TERMINAL] = "1"
+    if gpus and STAGES[stage].learning is not None:
+        os.environ[names.EARLY_CONTEXT] = "1"
     from stoker.cli.run import start
 
     keep = (*STAGES[stage].defaults, *derivable(STAGES[stage].learning))

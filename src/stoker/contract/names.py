@@ -12,6 +12,9 @@ RUN_ORIGIN = "STOKER_RUN_ORIGIN"  # which agent started the rank, and where (con
 KEEP = "STOKER_KEEP"  # set by a user inside a rank: what has it is not stopped when the run ends
 HOST = "STOKER_HOST"  # the host's name in the hosts file, of a run with several: two of them may be one machine
 TERMINAL = "STOKER_TERMINAL"  # 1: somebody watches the launcher's terminal: rank 0 may draw a bar
+EARLY_CONTEXT = (
+    "STOKER_EARLY_CONTEXT"  # 1: `stoker train` uses GPUs: a rank makes its CUDA context while it imports torch
+)
 PICTURES = "STOKER_PICTURES"  # 0: `stoker train` leaves no loss.png
 MACHINE = "STOKER_MACHINE"  # a recorded machine (JSON) that stands in for the real one
 GPU_LOCKS = "STOKER_GPU_LOCKS"  # the folder of the GPUs' lock files, where it is not /tmp/stoker-gpu-locks

@@ -1,1 +1,10 @@
 """One readable script per stage, started as the ranks of a run."""
+
+import os
+
+from stoker.contract import names
+
+if os.environ.pop(names.EARLY_CONTEXT, ""):  # not for programs that a rank starts
+    from stoker.training.recipes.context import begin
+
+    begin()
