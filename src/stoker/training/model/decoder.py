@@ -7,6 +7,7 @@ tokens, D width, H heads.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -98,6 +99,17 @@ class Block(nn.Module):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
+def _memory(device: torch.device, of: Tensor) -> Tensor:
+    """For a tensor of the meta device, which has none."""
+    if not of.is_meta:
+        return of
+    if hasattr(of, "device_mesh"):
+        return torch.empty_like(of, device=device)
+    return torch.empty(
+        of.shape, dtype=of.dtype, device=device
+    )  # empty_like of meta tensors imports half a second of sympy
+
+
 def _table(rows: int, width: int) -> nn.Embedding:
     """Without numbers, as `Linear` is."""
     return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
@@ -158,10 +170,8 @@ class Decoder(nn.Module):
         weights lie, if not there."""
         if self.embed.weight.is_meta:
             if self.embed_on_host:
-                self.embed.to_empty(device="cpu")
-                self._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)  # type: ignore[no-untyped-call]
-            else:
-                self.to_empty(device=home or device)
+                self.embed._apply(functools.partial(_memory, torch.device("cpu")))  # type: ignore[no-untyped-call]
+            self._apply(functools.partial(_memory, home or device))  # type: ignore[no-untyped-call]
         self.tables = [(cos.to(device), sin.to(device)) for cos, sin in self.tables]
 
     @property
