@@ -26,6 +26,7 @@ EVERY_S = 2.0
 TIERS: dict[str, tuple[float, int]] = {"seconds": (EVERY_S, 1800), "minutes": (60.0, 1440), "hours": (1200.0, 1008)}
 _FED = {"minutes": EVERY_S, "hours": TIERS["minutes"][0]}  # what each is made from
 MOST_BYTES = 64 << 20  # of one file: 512 ranks on 64 hosts take 30 KB a line
+MOST_OF_OTHERS = 4 << 20  # of one file of another user's run
 _LONGEST = 4 << 20  # bytes of a line
 _MOST_MEMBERS = {"ranks": 65_536, "gpus": 16_384, "hosts": 2048}  # no more are believed
 _LONGEST_NAME = 255  # of a host or a card
@@ -331,8 +332,17 @@ def read_history(run_dir: str, tier: str = "seconds") -> list[Moment]:
     return HistoryTail(run_dir, tier).new()
 
 
-def whole_history(run_dir: str) -> list[Moment]:
-    """From the run's beginning, as fine as it is still known: hours, then minutes, then seconds."""
+def newest_history(run_dir: str, mine: bool) -> HistoryTail:
+    """The moments of the last hours; of another user's run the last of them only."""
+    return HistoryTail(run_dir, most=MOST_BYTES if mine else MOST_OF_OTHERS)
+
+
+def whole_history(run_dir: str, mine: bool = True) -> list[Moment]:
+    """From the run's beginning, as fine as it is still known: hours, then minutes, then seconds. Of another user's run only
+    `newest_history`.
+    """
+    if not mine:
+        return newest_history(run_dir, mine).new()
     found: list[Moment] = []
     for tier in reversed(TIERS):
         moments = read_history(run_dir, tier)

@@ -12,7 +12,7 @@ from stoker.contract import layout
 from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
 from stoker.control.record import reader
-from stoker.control.record.history import MOST_BYTES, Columns, HistoryTail, Moment, newest_columns
+from stoker.control.record.history import Columns, HistoryTail, Moment, newest_columns, newest_history
 from stoker.control.show.curves import Curve, MetricsTail, newest_line, parsed
 from stoker.control.show.snapshot import RUNNING, UNKNOWN, Metric, Rank, Role, Run, Suspicion, finite, metric, whole
 
@@ -20,7 +20,6 @@ RECENT = 60  # values of a sparkline
 _EVENTS_OF_OTHERS = 1 << 20
 _BLOCK = 16 << 20
 _MOST_RANKS = 100_000
-_HISTORY_OF_OTHERS = 4 << 20
 _TEXT = 400  # characters of a summary
 _MOST_ROLES = 64
 _MOST_CAUSES = 1000  # of restarts, told apart: there are about a hundred
@@ -184,7 +183,7 @@ class RunFolder:
         record = self.record
         if self.metrics is None:
             self.metrics = MetricsTail(record.dir, record.mine)
-            self._history = HistoryTail(record.dir, most=MOST_BYTES if record.mine else _HISTORY_OF_OTHERS)
+            self._history = newest_history(record.dir, record.mine)
         self.metrics.look()
         assert self._history is not None
         for moment in self._history.new():

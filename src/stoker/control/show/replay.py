@@ -20,7 +20,7 @@ class Replay:
 
     def __init__(self, record: reader.Run) -> None:
         self._record = record
-        self.moments = whole_history(record.dir)
+        self.moments = whole_history(record.dir, record.mine)
         self._events = list(record.events())
         self._metrics = MetricsTail(record.dir, record.mine)
         self._metrics.look()

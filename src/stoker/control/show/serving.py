@@ -308,7 +308,7 @@ class Server:
                 self._close(client)
             return
         left = bytes(client.answer or b"")
-        if len(left) + len(more) > MOST_PENDING:
+        if left and len(left) + len(more) > MOST_PENDING:  # one that is idle gets whatever was pushed at once
             self._close(client)
             return
         self._begin(client, left + more, STREAM_S if not left else client.deadline - time.monotonic())

@@ -24,6 +24,7 @@ from stoker.training.tokenizer.tokenizer import Tokenizer
 
 MOST_ANSWERS = 128  # of one body: prompts times n
 MOST_STOPS, LONGEST_STOP = 16, 512
+MOST_LOGPROBS = 1 << 18  # of one body's answers: in JSON 20 MB, while they are written 100 MB
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's; a chat's answer may fill the context
 _BOTH = (
     "model", "stream", "stream_options", "n", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "max_tokens", "logprobs",
@@ -99,6 +100,10 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
             requests.append(
                 Request(f"{name}-{number}", tuple(prompt), tokens, seed=seed, index=index, strips=is_chat, **shared)
             )
+    logprobs = sum((1 + request.logprobs) * request.new_tokens for request in requests)
+    if logprobs > MOST_LOGPROBS:
+        line = f"{logprobs} log-probabilities: at most {MOST_LOGPROBS} in one body; ask for fewer answers, tokens or alternatives"
+        raise Problem(line, key="logprobs")
     options = told.get("stream_options") or {}
     if not isinstance(options, dict):
         raise Problem("stream_options: an object", key="stream_options")

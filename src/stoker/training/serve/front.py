@@ -165,14 +165,23 @@ class _Exchange:
         """The client left, or has everything."""
         with self._lock:
             self._is_gone = True
-            asked = self._asked
+            asked, self._body = self._asked, b""
         if asked is not None and self._reply is not None and not self._reply.is_done:
             self._front._driver.abort(asked.requests)
 
+    def _taken(self) -> bytes | None:
+        """The body. None: its client left; who sends bodies and leaves must not make others wait."""
+        with self._lock:
+            body, self._body = self._body, b""
+            return None if self._is_gone else body
+
     def begin(self) -> None:
         front, driver = self._front, self._front._driver
+        body = self._taken()
+        if body is None:
+            return
         try:
-            asked = api.read(self._body, self._is_chat, front._served)
+            asked = api.read(body, self._is_chat, front._served)
             if len(asked.requests) > driver.most:
                 raise api.Problem(f"{len(asked.requests)} answers: this server takes {driver.most} at a time", key="n")
         except api.Problem as problem:
@@ -181,7 +190,6 @@ class _Exchange:
         except Exception as problem:  # one body must not end the thread that reads all
             self._fail(f"the request could not be read: {type(problem).__name__}", 500)
             return
-        self._body = b""
         if not driver.reserve(len(asked.requests)):
             front.turned_away += 1
             line = f"{driver.most} answers run or wait already: try again later"

@@ -11,7 +11,7 @@ from stoker.contract.quantities import span
 from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
 from stoker.control.record import reader
-from stoker.control.record.history import Moment
+from stoker.control.record.history import Columns, Moment
 from stoker.control.show.folder import RECENT
 from stoker.control.show.gather import GPU_SERIES, HOST_SERIES
 from stoker.control.show.replay import Replay
@@ -73,10 +73,9 @@ class Player:
         """The last moment has how the run ended, too."""
         made = self._replay.snapshot(number)
         past = self._moments[max(0, number - RECENT + 1) : number + 1]
-        hosts = tuple(replace(host, recent=_recent(past, "hosts", host.name, HOST_SERIES)) for host in made.hosts)
-        gpus = tuple(
-            replace(card, recent=_recent(past, "gpus", (card.host, card.uuid), GPU_SERIES)) for card in made.gpus
-        )
+        of_hosts, of_gpus = _columns(past, "hosts"), _columns(past, "gpus")
+        hosts = tuple(replace(host, recent=_recent(of_hosts, host.name, HOST_SERIES)) for host in made.hosts)
+        gpus = tuple(replace(card, recent=_recent(of_gpus, (card.host, card.uuid), GPU_SERIES)) for card in made.gpus)
         runs = made.runs
         if number == len(self._moments) - 1:
             state = reader.status(self._record)
@@ -85,12 +84,22 @@ class Player:
         return replace(made, hosts=hosts, gpus=gpus, runs=runs)
 
 
-def _recent(past: list[Moment], part: str, key: Any, names: tuple[str, ...]) -> dict[str, tuple[float | None, ...]]:
-    """`part`: gpus or hosts. Its newest values, None for a moment it was not there."""
-    found: dict[str, list[float | None]] = {name: [] for name in names}
+def _columns(past: list[Moment], part: str) -> list[tuple[dict[Any, int], Columns]]:
+    """`part`: gpus or hosts. Of each moment where each of them stands in the columns, and those: 500 cards are looked for."""
+    places: dict[int, dict[Any, int]] = {}  # moments share their members
     for moment in past:
-        members, columns = getattr(moment.members, part), getattr(moment, part)
-        at = members.index(key) if key in members else -1
+        if id(moment.members) not in places:
+            places[id(moment.members)] = {key: at for at, key in enumerate(getattr(moment.members, part))}
+    return [(places[id(moment.members)], getattr(moment, part)) for moment in past]
+
+
+def _recent(
+    past: list[tuple[dict[Any, int], Columns]], key: Any, names: tuple[str, ...]
+) -> dict[str, tuple[float | None, ...]]:
+    """Its newest values, None for a moment it was not there."""
+    found: dict[str, list[float | None]] = {name: [] for name in names}
+    for places, columns in past:
+        at = places.get(key, -1)
         for name, values in found.items():
             values.append(finite(metric(columns[name][at])) if at >= 0 and name in columns else None)
     return {name: tuple(values) for name, values in found.items()}

@@ -11,7 +11,7 @@ from typing import Any
 
 from stoker.contract.untrusted import printable
 from stoker.control.record import reader
-from stoker.control.record.history import HistoryTail, Moment, read_history
+from stoker.control.record.history import HistoryTail, Moment, newest_history, read_history
 from stoker.control.show.joined import late_of
 from stoker.control.show.snapshot import finite, metric
 
@@ -34,7 +34,6 @@ _TOLD = (
     "stop",
     "verdict",
 )
-_HISTORY_OF_OTHERS = 4 << 20
 _MOST_RANKS = 4096  # of an answer
 
 
@@ -46,11 +45,7 @@ class Timeline:
 
     def look(self) -> None:
         if self._tail is None:
-            self._tail = (
-                HistoryTail(self._record.dir)
-                if self._record.mine
-                else HistoryTail(self._record.dir, most=_HISTORY_OF_OTHERS)
-            )
+            self._tail = newest_history(self._record.dir, self._record.mine)
             newest = self._tail.new()
             begun = newest[0].time if newest else float("inf")
             for tier in ("hours", "minutes") if self._record.mine else ():
