@@ -1,12 +1,15 @@
-"""What the nineteenth review found: a secret on a line of its own that is no deeper than its name."""
+"""What the nineteenth review found: a secret on a line of its own that is no deeper than its name, a server's impossible numbers."""
 
 from __future__ import annotations
 
+import http.server
 import json
+import threading
 
 import pytest
 
 from stoker.contract import redact
+from stoker.training.rl.server_match import Unanswered, served_logprobs
 
 SECRET = "Qw7xR2pLm9" + "Kd4TzVb8Ns"
 ABOVE = ("Password:\n", "Enter password:\n", "token =\n", "HF_TOKEN=\n", "api_key:\r\n", "client_secret: \n")
@@ -37,3 +40,26 @@ def test_a_value_below_its_name_is_hidden(above: str, value: str) -> None:
 )  # fmt: skip
 def test_a_line_below_a_name_that_is_no_value_stays(text: str) -> None:
     assert redact.whole(text) == text
+
+
+@pytest.mark.parametrize(
+    "told", [10**400, -(10**400), True, float("nan"), float("inf"), "-1", None, [-1.0]], ids=lambda told: str(told)[:8]
+)
+def test_impossible_numbers_of_a_server_are_no_answer(told: object) -> None:
+    """A number of 400 digits was an OverflowError in whoever asked."""
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"choices": [{"logprobs": {"token_logprobs": [None, told]}}]}).encode())
+
+        def log_message(self, *told: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        with pytest.raises(Unanswered, match="are not those of the 2 tokens"):
+            served_logprobs(f"127.0.0.1:{server.server_port}", "m", [1, 2])
+        thread.join()
