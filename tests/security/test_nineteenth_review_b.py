@@ -1,9 +1,11 @@
-"""What the nineteenth review found: a secret on a line of its own that is no deeper than its name, a server's impossible numbers."""
+"""What the nineteenth review found: secrets below their names, a server's impossible numbers, frames behind the report of a NaN."""
 
 from __future__ import annotations
 
 import http.server
 import json
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -63,3 +65,22 @@ def test_impossible_numbers_of_a_server_are_no_answer(told: object) -> None:
         with pytest.raises(Unanswered, match="are not those of the 2 tokens"):
             served_logprobs(f"127.0.0.1:{server.server_port}", "m", [1, 2])
         thread.join()
+
+
+_ENDS = """
+import sys
+from stoker.training.forensics.culprit import NonFinite
+from stoker.training.recipes import stage
+
+def main(argv):
+    raise NonFinite("step 0: NaN first in parameter norm.weight")
+
+sys.exit(stage.run(main, []))
+"""
+
+
+def test_a_models_nan_ends_in_its_line_and_in_no_frames() -> None:
+    """A folder whose weights hold one makes it at the first step."""
+    done = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and 'File "' not in done.stderr, done.stderr
+    assert done.stderr.endswith("culprit.NonFinite: step 0: NaN first in parameter norm.weight\n")
