@@ -109,6 +109,12 @@ def pairs(text: str) -> Iterator[Span]:
                 yield below[:2]
                 done = below.after
             continue
+        alone = valuetext.alone(text, found.end()) if rating == SURE else None
+        if alone:
+            if _is_secret_alone(found[1], text[alone[0] : alone[1]]):
+                yield alone
+                done = alone[1]
+            continue
         heredoc = compiled(r"<<[-~]?\s{0,4}[\"']?(\w{1,40})[\"']?[^\S\n]{0,40}\n").match(text, found.end())
         goes_on = compiled(r"\\\r?\n[ \t]{0,80}").match(text, found.end())
         at = (heredoc or goes_on or found).end()
@@ -176,6 +182,15 @@ def _is_secret_below(text: str, found: re.Match[str], value: valuetext.Value) ->
     if rest.strip(" \t\r,;}])"):
         return secretnames.is_phrase(found[1]) and not rest.strip().startswith((":", "="))
     return len(word) >= 4 and word.rpartition(".")[2] != found[1] and not _is_code(text, found, value.begin)
+
+
+def _is_secret_alone(name: str, word: str) -> bool:
+    """Of a line that is no deeper than the name above it, and may be about anything: made by a machine, by the look of it."""
+    if not any(map(str.isdigit, word)) or not any(map(str.isalpha, word)) or plain(word):
+        return False
+    if "/" in word and (word[0] == "/" or word == word.lower()):  # a path
+        return False
+    return len(word) >= (16 if secretnames.is_also_a_word(name) else 8)
 
 
 def _line_end(text: str, at: int) -> int:

@@ -191,6 +191,16 @@ def below(text: str, name_at: int, at: int) -> Value | None:
     return value(text, found.end(), len(text))
 
 
+def alone(text: str, at: int) -> Span | None:
+    """The one word of the next line, where nothing more stands on this one. Calls, entries and names with dots are no values."""
+    sign = r"""[^\s.<>(){}\[\]"'`=:,;|\\]"""
+    behind = r"""[ \t]{0,40}(?:\r?\n|\\{0,8}["']|$)"""
+    found = compiled(rf"""[ \t]{{0,40}}\r?\n[ \t]{{0,80}}(?:\\{{0,8}}["'])?({sign}{{8,400}}={{0,2}}){behind}""").match(
+        text, at
+    )
+    return found.span(1) if found else None
+
+
 def more_lines(text: str, name_at: int, at: int) -> int:
     """The end of YAML's plain value that goes on below: lines that are deeper than its name, and no entries."""
     line = text[max(0, name_at - 40) : name_at].rpartition("\n")[2]

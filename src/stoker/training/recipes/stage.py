@@ -194,6 +194,7 @@ def run(main: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
     try:
         return main(sys.argv[1:] if argv is None else argv)
     except NonFinite as found:
+        sys.tracebacklimit = 0  # those of this file and of runpy, too
         raise found.with_traceback(None) from None
     except Refusal as refusal:
         print(redact.whole(f"stoker: {refusal.line}"), file=sys.stderr, flush=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ LEAST = 0.1  # afterwards, or
 TIMES = 4.0  # so many times that of the start, whichever is more
 IN_A_ROW = 2  # one check may come while it takes new weights
 _MOST = 4 << 20  # bytes of an answer
+_LARGEST = 1e30  # a log-probability's size: far less than a number of JSON may have
 
 
 class Unanswered(Exception):
@@ -61,7 +61,7 @@ def _read(data: bytes, count: int, address: str) -> list[float]:
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         raise Unanswered(f"{address}/v1/completions: its answer has no token_logprobs (echo and logprobs)") from None
     good = isinstance(told, list) and len(told) == count - 1
-    if not good or not all(isinstance(one, (int, float)) and math.isfinite(one) for one in told):
+    if not good or not all(type(one) in (int, float) and -_LARGEST < one < _LARGEST for one in told):
         raise Unanswered(
             f"{address}/v1/completions: its token_logprobs are not those of the {count} tokens it was asked"
         )
