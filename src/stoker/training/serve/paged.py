@@ -7,14 +7,14 @@ rows' blocks, positions and settings, and reads tokens; the token that the next 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stoker.contract.shape import shape
 from stoker.training.generate import plain
-from stoker.training.generate.cached import Blocks, Cache, Weights, as_mask, seen
+from stoker.training.generate.cached import Attention, Blocks, Cache, Weights, as_mask, seen
 from stoker.training.generate.config import BUCKET
 from stoker.training.generate.graphed import captured
 from stoker.training.generate.sample import sample_rows
@@ -24,6 +24,7 @@ from stoker.training.serve.request import MOST_ALTERNATIVES
 
 GREEDY, PLAIN, FILTERED = range(3)  # what the rows of a step need: each kind is a graph of its own
 NO_LOGPROBS, OF_TOKENS, OF_ALTERNATIVES = range(3)
+FIRST_BLOCK = 2  # column of what a slot is told: place, top_k, its blocks
 
 
 class Row(NamedTuple):  # made for each token: a tenth of the time of a shape
@@ -62,10 +63,20 @@ class Kind:
     logprobs: int
 
 
+@shape
+class Kernels:
+    """Modules of Triton kernels: generate/kernel.py, and serve/kernel.py."""
+
+    between: Any
+    paged: Any
+
+
 class Paged:
-    def __init__(self, w: Weights, slots: int, length: int, pool: Pool) -> None:
-        self._weights, self._size, self._nobody = w, pool.size, pool.count
-        self._prompts, self._tokens = Blocks(w, plain), Blocks(w, plain, captured=True)
+    def __init__(self, w: Weights, slots: int, length: int, pool: Pool, kernels: Kernels | None = None) -> None:
+        """`kernels`: of Triton; without them plain torch."""
+        self._weights, self._size, self._nobody, self._kernels = w, pool.size, pool.count, kernels
+        ops = kernels.between if kernels else plain
+        self._prompts, self._tokens = Blocks(w, ops), Blocks(w, ops, captured=True)
         self._angles = self._prompts.angles(lambda table: table[:length])
         self.cache = Cache(
             w, 1, (pool.count + 1) * pool.size
@@ -76,9 +87,9 @@ class Paged:
         self._graphs = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         self._ids = torch.zeros(slots, dtype=torch.int64, device=self._device)
         # of each slot: place, top_k, then its blocks; uniform, temperature, top_p
-        self._whole = self._both(slots, 2 + self._across, torch.int64)
+        self._whole = self._both(slots, FIRST_BLOCK + self._across, torch.int64)
         self._real = self._both(slots, 3, torch.float32)
-        self._whole[0][:, 2:] = self._nobody
+        self._whole[0][:, FIRST_BLOCK:] = self._nobody
         self._shown: dict[int, list[int]] = {}  # the blocks that each slot's row has there
         self._logprob = torch.zeros(slots, device=self._device)
         count = min(MOST_ALTERNATIVES, len(w.head))
@@ -179,12 +190,14 @@ class Paged:
             width = min(1 << (width - 1).bit_length(), len(self._ids))
         longest = max(row.place for row in rows) + 1
         looked_at = min(-(-(-(-longest // BUCKET) * BUCKET) // self._size), self._across)
+        if self._kernels:  # which read as much as there is
+            looked_at = self._across
         self._step(width, looked_at, kind)()
         return self._read([row.slot for row in rows], kind)
 
     def _show(self, rows: Sequence[Row]) -> None:
         """The rows' blocks, and nobody's for slots that are not among them. Few change from step to step."""
-        tables = self._whole[0].numpy()[:, 2:]
+        tables = self._whole[0].numpy()[:, FIRST_BLOCK:]
         for slot in self._shown.keys() - {row.slot for row in rows}:
             tables[slot] = self._nobody
             del self._shown[slot]
@@ -218,10 +231,27 @@ class Paged:
         return self._steps[width, looked_at, kind]
 
     def _one(self, width: int, looked_at: int, kind: Kind) -> None:
-        c, size = self._weights.config, self._size
-        told = self._whole[1][:width]
-        places, tables = told[:, 0], told[:, 2:]
+        size, told = self._size, self._whole[1][:width]
+        places, tables = told[:, 0], told[:, FIRST_BLOCK:]
         where = tables.gather(1, (places // size)[:, None])[:, 0] * size + places % size
+        attention = self._by_kernel(told) if self._kernels else self._by_gathering(places, tables, looked_at)
+        args = (places, self._angles, self.cache.kv, where, width, attention)
+        x, delta = self._tokens.run(self._ids[:width], *args)
+        whose = tables[:, 0] != self._nobody
+        self._write(self._tokens.logits(x, delta), torch.arange(width, device=self._device), kind, whose)
+
+    def _by_kernel(self, told: Tensor) -> Attention:
+        assert self._kernels is not None
+        paged, scale = self._kernels.paged, self._weights.config.attention_scale or None
+
+        def attention(q: Tensor, cached: Tensor, view: int) -> Tensor:
+            y: Tensor = paged.attend(q, cached, told, FIRST_BLOCK, self._size, scale)
+            return y
+
+        return attention
+
+    def _by_gathering(self, places: Tensor, tables: Tensor, looked_at: int) -> Attention:
+        c, size = self._weights.config, self._size
         slots = torch.arange(looked_at * size, device=self._device)
         index = (tables[:, :looked_at, None] * size + slots[:size]).flatten(1)
         # What is not a row's own is not read: it may be no number.
@@ -236,10 +266,7 @@ class Paged:
             own = cached[:, 0][:, :, index].transpose(1, 2)  # [2, rows, kv_heads, slots, head_dim]
             return plain.attend(q, own, masks[view], c.attention_scale or None, c.attention_cap)
 
-        args = (places, self._angles, self.cache.kv, where, width, attention)
-        x, delta = self._tokens.run(self._ids[:width], *args)
-        whose = tables[:, 0] != self._nobody
-        self._write(self._tokens.logits(x, delta), torch.arange(width, device=self._device), kind, whose)
+        return attention
 
     def _write(self, logits: Tensor, slots: Tensor, kind: Kind, whose: Tensor | None = None) -> None:
         """Samples a token for each of these slots, and leaves it there; `whose`: only in those that are somebody's."""
@@ -247,8 +274,9 @@ class Paged:
         if kind.sampling == GREEDY:
             token = logits.argmax(-1)
         else:
-            top_k = self._whole[1][slots, 1]
-            token = sample_rows(logits, uniform, temperature, top_k, top_p, kind.sampling == FILTERED)
+            top_k, filtered = self._whole[1][slots, 1], kind.sampling == FILTERED
+            draw = self._kernels.between.sample_token if self._kernels else None
+            token = sample_rows(logits, uniform, temperature, top_k, top_p, filtered, draw)
         self._ids[slots] = token if whose is None else torch.where(whose, token, self._ids[slots])
         if kind.logprobs != NO_LOGPROBS:
             warmth = torch.where(temperature > 0, temperature, 1.0)[:, None]
