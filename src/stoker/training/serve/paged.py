@@ -7,6 +7,7 @@ rows' blocks, positions and settings, and reads tokens; the token that the next 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from stoker.training.generate.cached import Attention, Blocks, Cache, Weights, a
 from stoker.training.generate.config import BUCKET
 from stoker.training.generate.graphed import captured
 from stoker.training.generate.sample import sample_rows
-from stoker.training.model.attention import Seen, attend, seen_behind, seen_by
+from stoker.training.model.attention import Documents, Seen, attend, documents, seen_behind, seen_by
 from stoker.training.serve.blocks import Copy, Pool
 from stoker.training.serve.request import MOST_ALTERNATIVES
 
@@ -69,6 +70,16 @@ class Kernels:
 
     between: Any
     paged: Any
+
+
+@shape
+class _Group:
+    """Parts whose attention is computed together. `begin`: how many tokens of a single part's row came before."""
+
+    queries: Tensor  # which of the step's
+    slots: Tensor  # of the cache
+    begin: int
+    packed: Documents | None = None
 
 
 class Paged:
@@ -132,8 +143,7 @@ class Paged:
         attention = self._attention_of(parts, spans)
         args = (torch.cat(places), self._angles, self.cache.kv, torch.cat(where), len(ids), attention)
         x, delta = self._prompts.run(ids, *args)
-        ends = torch.tensor([len(part.ids) for part in parts]).cumsum(0) - 1
-        last = ends[[part.is_last for part in parts]].to(self._device)
+        last = torch.tensor(_ends(parts))[[part.is_last for part in parts]].to(self._device) - 1
         rows = [part.row for part in parts if part.is_last]
         if not rows:
             return Written([], [], [])
@@ -148,34 +158,50 @@ class Paged:
         table = torch.tensor(blocks, device=self._device)
         return table[places // self._size] * self._size + places % self._size
 
-    def _attention_of(self, parts: Sequence[Part], spans: Sequence[tuple[int, int]]) -> Callable[..., Tensor]:
+    def _attention_of(self, parts: Sequence[Part], spans: Sequence[tuple[int, int]]) -> Attention:
         """Each part's queries over all of its row so far."""
         c, windows = self._weights.config, self._weights.windows
-        before = [
-            self._slots_of(part.row.blocks, torch.arange(end, device=self._device))
-            for part, (_, end) in zip(parts, spans, strict=True)
-        ]
-        lengths = [end - begin for begin, end in spans]
+        groups = self._groups(parts, spans)
         looks: dict[tuple[int, int], Seen] = {}  # the same in all layers of a view
 
-        def look(number: int, view: int, queries: Tensor) -> Seen:
-            begin = spans[number][0]
-            if begin:
-                return seen_behind(begin, windows[view], queries)
-            return seen_by(None, windows[view], queries, head_dim=c.head_dim, cap=c.attention_cap, compiled=False)
+        def look(group: _Group, view: int, queries: Tensor) -> Seen:
+            if group.begin:
+                return seen_behind(group.begin, windows[view], queries)
+            more: dict[str, Any] = {"head_dim": c.head_dim, "cap": c.attention_cap, "compiled": False}
+            return seen_by(group.packed, windows[view], queries, **more)
 
         def attention(q: Tensor, cached: Tensor, view: int) -> Tensor:
-            found = []
-            for number, (queries, slots) in enumerate(zip(torch.split(q, lengths), before, strict=True)):
-                k, v = (part[:, :, slots].transpose(1, 2) for part in cached)
-                queries = queries[None]
+            found = torch.empty(len(q), q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+            for number, group in enumerate(groups):
+                k, v = (part[:, :, group.slots].transpose(1, 2) for part in cached)
+                queries = q[group.queries][None]
                 if (number, view) not in looks:
-                    looks[number, view] = look(number, view, queries)
+                    looks[number, view] = look(group, view, queries)
                 y = attend(queries, k, v, looks[number, view], 0.0, c.attention_scale or None, c.attention_cap)
-                found.append(y.reshape(queries.shape[1], -1))
-            return torch.cat(found)
+                found[group.queries] = y.reshape(queries.shape[1], -1)
+            return found
 
         return attention
+
+    def _groups(self, parts: Sequence[Part], spans: Sequence[tuple[int, int]]) -> list[_Group]:
+        """Each part alone; but by kernels, all that begin their rows are documents of one packed row."""
+        firsts = [number for number, (begin, _) in enumerate(spans) if not begin] if self._kernels else []
+        together = firsts if len(firsts) > 1 else []
+        ends = _ends(parts)
+        queries = [torch.arange(end - len(part.ids), end) for part, end in zip(parts, ends, strict=True)]
+        rows = [torch.arange(end, device=self._device) for _, end in spans]
+        slots = [self._slots_of(part.row.blocks, row) for part, row in zip(parts, rows, strict=True)]
+        found = [
+            _Group(queries[number].to(self._device), slots[number], spans[number][0])
+            for number in range(len(parts))
+            if number not in together
+        ]
+        if together:
+            segments = torch.cat([torch.full_like(queries[number], number) for number in together])
+            packed = documents(segments[None], self._device)
+            own = torch.cat([queries[number] for number in together]).to(self._device)
+            found.append(_Group(own, torch.cat([slots[number] for number in together]), 0, packed))
+        return found
 
     def start(self, slot: int, token: int) -> None:
         """The token that the slot's next step computes."""
@@ -295,3 +321,8 @@ class Paged:
             return Written(tokens, logprobs, [])
         pairs = zip(self._top_ids[slots].tolist(), self._top[slots].tolist(), strict=True)
         return Written(tokens, logprobs, [list(zip(ids, values, strict=True)) for ids, values in pairs])
+
+
+def _ends(parts: Sequence[Part]) -> list[int]:
+    """Where each part's tokens end among those of all."""
+    return list(accumulate(len(part.ids) for part in parts))
