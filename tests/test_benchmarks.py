@@ -84,3 +84,14 @@ def test_a_planned_micro_batch_is_judged_by_those_that_run(monkeypatch: pytest.M
     ):
         found = fit_plan.true_largest(planned, lambda micro, most=true: micro <= most)
         assert fit_plan.verdict(planned, found) == verdict
+
+
+@at_length
+def test_the_benchmark_of_serving_runs_at_a_size_for_cpus(tmp_path: Path) -> None:
+    told = ("--shape", "tiny", "--requests", "6", "--slots", "3", "--shorter", "32", "--rounds", "1")
+    command = [sys.executable, str(ROOT / "benchmarks" / "serve.py"), *told, "--json", str(tmp_path / "rows")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, check=False, timeout=300)
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert done.returncode == 0 and [row["way"] for row in rows] == ["paged", "batches", "generate"], done.stderr
+    assert len({row["tokens"] for row in rows}) == 1, rows

@@ -177,6 +177,6 @@ def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver]:
     size = f"{parameters(model) / 1e6:,.1f} M parameters"
     say(f"{folder}: {size}, {told.slots} slots of {context} tokens, memory for {memory} tokens, on {device.type}")
     if device.type == "cuda":
-        say("serving on GPUs is not measured yet: plain torch, without the kernels of `stoker chat`")
+        say("serving on GPUs is not measured yet")
     queued = 4 * told.slots if told.queue is None else told.queue
     return Served(name, words, context), Driver(engine, told.slots + queued)

@@ -24,6 +24,7 @@ from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_
 from stoker.training.generate.config import Sampling, checked, kernels_lack
 from stoker.training.generate.graphed import Graphed
 from stoker.training.generate.sample import sample_token, token_logprobs, uniforms
+from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.outside import Outside
 
@@ -140,6 +141,17 @@ class Eager:
             logits = blocks.logits(x, delta)
 
 
+def kernels_for(c: ModelConfig, length: int, device: torch.device) -> Any:
+    """The module of kernels that answers of that model are written with, prompt and answer of `length`; None: plain torch."""
+    if device.type != "cuda":
+        return None
+    lacks = kernels_lack(c, length)
+    if lacks:
+        print(f"the generation kernels have no {lacks} yet; using plain torch", file=sys.stderr, flush=True)
+        return None
+    return import_module("stoker.training.generate.kernel")  # Triton: on GPUs only
+
+
 class Engine:
     def __init__(
         self, model: Decoder | Outside, *, rows: int, length: int, vocab: int = 0, codes: bool = False,
@@ -169,16 +181,11 @@ class Engine:
             return
         self._weights = Weights(model, self._vocab, codes, streamed)
         if self._device.type == "cuda" and not streamed:  # a graph can't hold gathers
-            self._runner = Graphed(self._weights, rows, length, self._kernels(model), logprobs)
+            self._runner = Graphed(
+                self._weights, rows, length, kernels_for(model.config, length, self._device), logprobs
+            )
         else:
             self._runner = Eager(self._weights, rows, length, logprobs)
-
-    def _kernels(self, model: Decoder) -> Any:
-        lacks = kernels_lack(model.config, self.length)
-        if lacks:
-            print(f"the generation kernels have no {lacks} yet; using plain torch", file=sys.stderr, flush=True)
-            return None
-        return import_module("stoker.training.generate.kernel")  # Triton: on GPUs only
 
     @property
     def merged_bytes(self) -> int:

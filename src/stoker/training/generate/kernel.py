@@ -26,7 +26,7 @@ swiglu = fused_kernel.swiglu
 @triton.jit  # type: ignore[untyped-decorator]
 def _turn(  # type: ignore[no-untyped-def]
     qkv, cos, sin, norm, queries, kv, begin, heads, kv_heads, tokens, plane, row_stride, head_stride, slot_stride, eps,
-    with_norm: tl.constexpr, begin_is_told: tl.constexpr, half: tl.constexpr,
+    with_norm: tl.constexpr, begin_is_told: tl.constexpr, each_is_told: tl.constexpr, half: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -51,7 +51,10 @@ def _turn(  # type: ignore[no-untyped-def]
         tl.store(target, a)
         tl.store(target + half, b)
     else:
-        slot = token % tokens + (tl.load(begin) if begin_is_told else begin)
+        if each_is_told:
+            slot = tl.load(begin + token)
+        else:
+            slot = token % tokens + (tl.load(begin) if begin_is_told else begin)
         which = (head - heads) // kv_heads
         target = (
             kv
@@ -70,10 +73,12 @@ def turn(
     begin: int | Tensor, tokens: int,
 ) -> Tensor:  # fmt: skip
     kv_heads, head_dim = kv.shape[2], kv.shape[4]
+    told = not isinstance(begin, int)
+    each = not isinstance(begin, int) and begin.numel() > 1
     queries = torch.empty(qkv.shape[0], heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     _turn[(qkv.shape[0], heads + 2 * kv_heads)](
         qkv, cos, sin, qkv if qk_norm is None else qk_norm, queries, kv, begin, heads, kv_heads, tokens,
-        *kv.stride()[:4], eps, qk_norm is not None, not isinstance(begin, int), head_dim // 2, num_warps=1,
+        *kv.stride()[:4], eps, qk_norm is not None, told, each, head_dim // 2, num_warps=1,
     )  # fmt: skip
     return queries
 
@@ -137,13 +142,12 @@ def attend(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _chunks(logits, peaks, sums, width, temperature, chunk: tl.constexpr):  # type: ignore[no-untyped-def]
+def _chunks(logits, peaks, sums, width, temperatures, chunk: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1)
     column = number * chunk + tl.arange(0, chunk)
-    value = (
-        tl.load(logits + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32) / temperature
-    )
+    value = tl.load(logits + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32)
+    value = value / tl.load(temperatures + row)
     peak = tl.max(value)
     tl.store(peaks + row * tl.num_programs(1) + number, peak)
     tl.store(sums + row * tl.num_programs(1) + number, tl.sum(tl.exp(value - peak)))
@@ -151,7 +155,7 @@ def _chunks(logits, peaks, sums, width, temperature, chunk: tl.constexpr):  # ty
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _pick(  # type: ignore[no-untyped-def]
-    logits, peaks, sums, uniform, out, width, chunks, temperature, chunk: tl.constexpr, chunk_block: tl.constexpr
+    logits, peaks, sums, uniform, out, width, chunks, temperatures, chunk: tl.constexpr, chunk_block: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, chunk_block)
@@ -162,9 +166,8 @@ def _pick(  # type: ignore[no-untyped-def]
     which = tl.minimum(tl.sum((running <= at).to(tl.int32)), chunks - 1)
     rest = at - tl.max(tl.where(running <= at, running, 0.0))
     column = which * chunk + tl.arange(0, chunk)
-    value = (
-        tl.load(logits + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32) / temperature
-    )
+    value = tl.load(logits + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32)
+    value = value / tl.load(temperatures + row)
     chance = tl.exp(value - top)
     found = tl.sum((tl.cumsum(chance, 0) <= rest).to(tl.int32))
     # The chunk's sum was rounded another way: `rest` may lie just behind its end.
@@ -172,12 +175,15 @@ def _pick(  # type: ignore[no-untyped-def]
     tl.store(out + row, (which * chunk + tl.minimum(found, last)).to(tl.int64))
 
 
-def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
-    """sample.sample_token where nothing is left out: the chunk that `uniform` falls in, then the word within it."""
+def sample_token(logits: Tensor, uniform: Tensor, temperature: float | Tensor) -> Tensor:
+    """sample.sample_token where nothing is left out: the chunk that `uniform` falls in, then the word within it. Temperatures:
+    one, or one for each row; above 0."""
     rows, width = logits.shape
     count = triton.cdiv(width, CHUNK)
     peaks = torch.empty(2, rows, count, dtype=torch.float32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if not isinstance(temperature, Tensor):
+        temperature = torch.full((rows,), temperature, dtype=torch.float32, device=logits.device)
     _chunks[(rows, count)](logits, peaks[0], peaks[1], width, temperature, CHUNK, num_warps=4)
     block = triton.next_power_of_2(count)
     _pick[(rows,)](logits, peaks[0], peaks[1], uniform, out, width, count, temperature, CHUNK, block, num_warps=4)

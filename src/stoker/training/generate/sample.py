@@ -6,7 +6,7 @@ Noise per word of the vocabulary (Gumbel's) would be as good and cost 150,000 ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -49,11 +49,20 @@ def sample_token(logits: Tensor, uniform: Tensor, how: Sampling) -> Tensor:
 
 
 def sample_rows(
-    logits: Tensor, uniform: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, filtered: bool
+    logits: Tensor,
+    uniform: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    filtered: bool,
+    draw: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """sample_token where each row has settings of its own, all [rows]. `filtered`: some row leaves tokens out."""
-    likeliest = logits.argmax(-1)
-    wide = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    """sample_token where each row has settings of its own, all [rows]. `filtered`: some row leaves tokens out. `draw`: a kernel
+    that does it by logits, uniform and temperature where no row does."""
+    likeliest, warmth = logits.argmax(-1), torch.where(temperature > 0, temperature, 1.0)
+    if draw is not None and not filtered:
+        return torch.where(temperature > 0, draw(logits, uniform.contiguous(), warmth), likeliest)
+    wide = logits.float() / warmth[:, None]
     token = _place(torch.softmax(wide, -1), uniform)
     if filtered:
         values, ids = wide.sort(dim=-1, descending=True)

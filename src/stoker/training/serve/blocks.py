@@ -107,6 +107,10 @@ class Pool:
         """Makes room for tokens[begin:end] to be written: blocks behind the last, and one's own for those that others hold,
         too. None: there are not enough, and nothing has changed.
         """
+        if end <= len(table.blocks) * self.size and begin // self.size == len(table.blocks) - 1:
+            last = table.blocks[-1]
+            if self._holders[last] == 1 and not self._keys[last]:  # what most tokens find
+                return []
         shared = [
             place
             for place in range(begin // self.size, min(self.needed(end), len(table.blocks)))

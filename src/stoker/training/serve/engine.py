@@ -13,12 +13,14 @@ twice; up to the rounding of products of another size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import torch
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.training.generate.cached import Weights
+from stoker.training.generate.engine import kernels_for
 from stoker.training.generate.sample import uniforms
 from stoker.training.model.decoder import Decoder
 from stoker.training.serve.blocks import Pool
@@ -29,6 +31,7 @@ from stoker.training.serve.paged import (
     OF_ALTERNATIVES,
     OF_TOKENS,
     PLAIN,
+    Kernels,
     Kind,
     Paged,
     Part,
@@ -104,7 +107,7 @@ class PagedEngine:
         self._weights = Weights(model, vocab or model.config.vocab_size, codes)
         self.pool = Pool(-(-memory // sizes.block), sizes.block)
         self.schedule = Schedule(slots, self.pool, sizes.prompt_tokens)
-        self._paged = Paged(self._weights, slots, length, self.pool)
+        self._paged = Paged(self._weights, slots, length, self.pool, _kernels(model, length))
         self._open: dict[str, _Open] = {}
         self._of: dict[Writing, _Open] = {}
         self._ended: list[Event] = []
@@ -224,6 +227,11 @@ class PagedEngine:
         if not -1 <= request.logprobs <= MOST_ALTERNATIVES:
             line = f"log-probabilities of {request.logprobs} tokens at each place: at most {MOST_ALTERNATIVES}"
             raise Refusal(line, EX_USAGE)
+
+
+def _kernels(model: Decoder, length: int) -> Kernels | None:
+    between = kernels_for(model.config, length, model.device)
+    return Kernels(between, import_module("stoker.training.serve.kernel")) if between else None
 
 
 def _kind(asked: Sequence[_Open]) -> Kind:

@@ -7,23 +7,25 @@ rows' blocks, positions and settings, and reads tokens; the token that the next 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stoker.contract.shape import shape
 from stoker.training.generate import plain
-from stoker.training.generate.cached import Blocks, Cache, Weights, as_mask, seen
+from stoker.training.generate.cached import Attention, Blocks, Cache, Weights, as_mask, seen
 from stoker.training.generate.config import BUCKET
 from stoker.training.generate.graphed import captured
 from stoker.training.generate.sample import sample_rows
-from stoker.training.model.attention import Seen, attend, seen_behind, seen_by
+from stoker.training.model.attention import Documents, Seen, attend, documents, seen_behind, seen_by
 from stoker.training.serve.blocks import Copy, Pool
 from stoker.training.serve.request import MOST_ALTERNATIVES
 
 GREEDY, PLAIN, FILTERED = range(3)  # what the rows of a step need: each kind is a graph of its own
 NO_LOGPROBS, OF_TOKENS, OF_ALTERNATIVES = range(3)
+FIRST_BLOCK = 2  # column of what a slot is told: place, top_k, its blocks
 
 
 class Row(NamedTuple):  # made for each token: a tenth of the time of a shape
@@ -62,10 +64,30 @@ class Kind:
     logprobs: int
 
 
+@shape
+class Kernels:
+    """Modules of Triton kernels: generate/kernel.py, and serve/kernel.py."""
+
+    between: Any
+    paged: Any
+
+
+@shape
+class _Group:
+    """Parts whose attention is computed together. `begin`: how many tokens of a single part's row came before."""
+
+    queries: Tensor  # which of the step's
+    slots: Tensor  # of the cache
+    begin: int
+    packed: Documents | None = None
+
+
 class Paged:
-    def __init__(self, w: Weights, slots: int, length: int, pool: Pool) -> None:
-        self._weights, self._size, self._nobody = w, pool.size, pool.count
-        self._prompts, self._tokens = Blocks(w, plain), Blocks(w, plain, captured=True)
+    def __init__(self, w: Weights, slots: int, length: int, pool: Pool, kernels: Kernels | None = None) -> None:
+        """`kernels`: of Triton; without them plain torch."""
+        self._weights, self._size, self._nobody, self._kernels = w, pool.size, pool.count, kernels
+        ops = kernels.between if kernels else plain
+        self._prompts, self._tokens = Blocks(w, ops), Blocks(w, ops, captured=True)
         self._angles = self._prompts.angles(lambda table: table[:length])
         self.cache = Cache(
             w, 1, (pool.count + 1) * pool.size
@@ -76,9 +98,9 @@ class Paged:
         self._graphs = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         self._ids = torch.zeros(slots, dtype=torch.int64, device=self._device)
         # of each slot: place, top_k, then its blocks; uniform, temperature, top_p
-        self._whole = self._both(slots, 2 + self._across, torch.int64)
+        self._whole = self._both(slots, FIRST_BLOCK + self._across, torch.int64)
         self._real = self._both(slots, 3, torch.float32)
-        self._whole[0][:, 2:] = self._nobody
+        self._whole[0][:, FIRST_BLOCK:] = self._nobody
         self._shown: dict[int, list[int]] = {}  # the blocks that each slot's row has there
         self._logprob = torch.zeros(slots, device=self._device)
         count = min(MOST_ALTERNATIVES, len(w.head))
@@ -121,8 +143,7 @@ class Paged:
         attention = self._attention_of(parts, spans)
         args = (torch.cat(places), self._angles, self.cache.kv, torch.cat(where), len(ids), attention)
         x, delta = self._prompts.run(ids, *args)
-        ends = torch.tensor([len(part.ids) for part in parts]).cumsum(0) - 1
-        last = ends[[part.is_last for part in parts]].to(self._device)
+        last = torch.tensor(_ends(parts))[[part.is_last for part in parts]].to(self._device) - 1
         rows = [part.row for part in parts if part.is_last]
         if not rows:
             return Written([], [], [])
@@ -137,34 +158,50 @@ class Paged:
         table = torch.tensor(blocks, device=self._device)
         return table[places // self._size] * self._size + places % self._size
 
-    def _attention_of(self, parts: Sequence[Part], spans: Sequence[tuple[int, int]]) -> Callable[..., Tensor]:
+    def _attention_of(self, parts: Sequence[Part], spans: Sequence[tuple[int, int]]) -> Attention:
         """Each part's queries over all of its row so far."""
         c, windows = self._weights.config, self._weights.windows
-        before = [
-            self._slots_of(part.row.blocks, torch.arange(end, device=self._device))
-            for part, (_, end) in zip(parts, spans, strict=True)
-        ]
-        lengths = [end - begin for begin, end in spans]
+        groups = self._groups(parts, spans)
         looks: dict[tuple[int, int], Seen] = {}  # the same in all layers of a view
 
-        def look(number: int, view: int, queries: Tensor) -> Seen:
-            begin = spans[number][0]
-            if begin:
-                return seen_behind(begin, windows[view], queries)
-            return seen_by(None, windows[view], queries, head_dim=c.head_dim, cap=c.attention_cap, compiled=False)
+        def look(group: _Group, view: int, queries: Tensor) -> Seen:
+            if group.begin:
+                return seen_behind(group.begin, windows[view], queries)
+            more: dict[str, Any] = {"head_dim": c.head_dim, "cap": c.attention_cap, "compiled": False}
+            return seen_by(group.packed, windows[view], queries, **more)
 
         def attention(q: Tensor, cached: Tensor, view: int) -> Tensor:
-            found = []
-            for number, (queries, slots) in enumerate(zip(torch.split(q, lengths), before, strict=True)):
-                k, v = (part[:, :, slots].transpose(1, 2) for part in cached)
-                queries = queries[None]
+            found = torch.empty(len(q), q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+            for number, group in enumerate(groups):
+                k, v = (part[:, :, group.slots].transpose(1, 2) for part in cached)
+                queries = q[group.queries][None]
                 if (number, view) not in looks:
-                    looks[number, view] = look(number, view, queries)
+                    looks[number, view] = look(group, view, queries)
                 y = attend(queries, k, v, looks[number, view], 0.0, c.attention_scale or None, c.attention_cap)
-                found.append(y.reshape(queries.shape[1], -1))
-            return torch.cat(found)
+                found[group.queries] = y.reshape(queries.shape[1], -1)
+            return found
 
         return attention
+
+    def _groups(self, parts: Sequence[Part], spans: Sequence[tuple[int, int]]) -> list[_Group]:
+        """Each part alone; but by kernels, all that begin their rows are documents of one packed row."""
+        firsts = [number for number, (begin, _) in enumerate(spans) if not begin] if self._kernels else []
+        together = firsts if len(firsts) > 1 else []
+        ends = _ends(parts)
+        queries = [torch.arange(end - len(part.ids), end) for part, end in zip(parts, ends, strict=True)]
+        rows = [torch.arange(end, device=self._device) for _, end in spans]
+        slots = [self._slots_of(part.row.blocks, row) for part, row in zip(parts, rows, strict=True)]
+        found = [
+            _Group(queries[number].to(self._device), slots[number], spans[number][0])
+            for number in range(len(parts))
+            if number not in together
+        ]
+        if together:
+            segments = torch.cat([torch.full_like(queries[number], number) for number in together])
+            packed = documents(segments[None], self._device)
+            own = torch.cat([queries[number] for number in together]).to(self._device)
+            found.append(_Group(own, torch.cat([slots[number] for number in together]), 0, packed))
+        return found
 
     def start(self, slot: int, token: int) -> None:
         """The token that the slot's next step computes."""
@@ -179,12 +216,14 @@ class Paged:
             width = min(1 << (width - 1).bit_length(), len(self._ids))
         longest = max(row.place for row in rows) + 1
         looked_at = min(-(-(-(-longest // BUCKET) * BUCKET) // self._size), self._across)
+        if self._kernels:  # which read as much as there is
+            looked_at = self._across
         self._step(width, looked_at, kind)()
         return self._read([row.slot for row in rows], kind)
 
     def _show(self, rows: Sequence[Row]) -> None:
         """The rows' blocks, and nobody's for slots that are not among them. Few change from step to step."""
-        tables = self._whole[0].numpy()[:, 2:]
+        tables = self._whole[0].numpy()[:, FIRST_BLOCK:]
         for slot in self._shown.keys() - {row.slot for row in rows}:
             tables[slot] = self._nobody
             del self._shown[slot]
@@ -218,10 +257,27 @@ class Paged:
         return self._steps[width, looked_at, kind]
 
     def _one(self, width: int, looked_at: int, kind: Kind) -> None:
-        c, size = self._weights.config, self._size
-        told = self._whole[1][:width]
-        places, tables = told[:, 0], told[:, 2:]
+        size, told = self._size, self._whole[1][:width]
+        places, tables = told[:, 0], told[:, FIRST_BLOCK:]
         where = tables.gather(1, (places // size)[:, None])[:, 0] * size + places % size
+        attention = self._by_kernel(told) if self._kernels else self._by_gathering(places, tables, looked_at)
+        args = (places, self._angles, self.cache.kv, where, width, attention)
+        x, delta = self._tokens.run(self._ids[:width], *args)
+        whose = tables[:, 0] != self._nobody
+        self._write(self._tokens.logits(x, delta), torch.arange(width, device=self._device), kind, whose)
+
+    def _by_kernel(self, told: Tensor) -> Attention:
+        assert self._kernels is not None
+        paged, scale = self._kernels.paged, self._weights.config.attention_scale or None
+
+        def attention(q: Tensor, cached: Tensor, view: int) -> Tensor:
+            y: Tensor = paged.attend(q, cached, told, FIRST_BLOCK, self._size, scale)
+            return y
+
+        return attention
+
+    def _by_gathering(self, places: Tensor, tables: Tensor, looked_at: int) -> Attention:
+        c, size = self._weights.config, self._size
         slots = torch.arange(looked_at * size, device=self._device)
         index = (tables[:, :looked_at, None] * size + slots[:size]).flatten(1)
         # What is not a row's own is not read: it may be no number.
@@ -236,10 +292,7 @@ class Paged:
             own = cached[:, 0][:, :, index].transpose(1, 2)  # [2, rows, kv_heads, slots, head_dim]
             return plain.attend(q, own, masks[view], c.attention_scale or None, c.attention_cap)
 
-        args = (places, self._angles, self.cache.kv, where, width, attention)
-        x, delta = self._tokens.run(self._ids[:width], *args)
-        whose = tables[:, 0] != self._nobody
-        self._write(self._tokens.logits(x, delta), torch.arange(width, device=self._device), kind, whose)
+        return attention
 
     def _write(self, logits: Tensor, slots: Tensor, kind: Kind, whose: Tensor | None = None) -> None:
         """Samples a token for each of these slots, and leaves it there; `whose`: only in those that are somebody's."""
@@ -247,8 +300,9 @@ class Paged:
         if kind.sampling == GREEDY:
             token = logits.argmax(-1)
         else:
-            top_k = self._whole[1][slots, 1]
-            token = sample_rows(logits, uniform, temperature, top_k, top_p, kind.sampling == FILTERED)
+            top_k, filtered = self._whole[1][slots, 1], kind.sampling == FILTERED
+            draw = self._kernels.between.sample_token if self._kernels else None
+            token = sample_rows(logits, uniform, temperature, top_k, top_p, filtered, draw)
         self._ids[slots] = token if whose is None else torch.where(whose, token, self._ids[slots])
         if kind.logprobs != NO_LOGPROBS:
             warmth = torch.where(temperature > 0, temperature, 1.0)[:, None]
@@ -267,3 +321,8 @@ class Paged:
             return Written(tokens, logprobs, [])
         pairs = zip(self._top_ids[slots].tolist(), self._top[slots].tolist(), strict=True)
         return Written(tokens, logprobs, [list(zip(ids, values, strict=True)) for ids, values in pairs])
+
+
+def _ends(parts: Sequence[Part]) -> list[int]:
+    """Where each part's tokens end among those of all."""
+    return list(accumulate(len(part.ids) for part in parts))

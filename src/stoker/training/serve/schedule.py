@@ -187,8 +187,12 @@ class Schedule:
         return writing.chain
 
     def _advance(self, writing: Writing, end: int) -> None:
+        size, before = self.pool.size, writing.computed
+        if end % size and before // size == end // size and before >= writing.prompt:  # within a block of the answer
+            writing.computed = end
+            return
         assert writing.table is not None
-        size, chain, before = self.pool.size, self._chain(writing), writing.computed
+        chain = self._chain(writing)
         keys = chain.full(writing.tokens, end)
         for place in range(before // size, end // size):
             self.pool.name(writing.table, keys[place], (place + 1) * size)
