@@ -1,4 +1,4 @@
-"""README.md's commands, run: as they are written, or as this table says and why."""
+"""The commands of README.md and of the guides, run: as they are written, or as this table says and why."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ import pytest
 from conftest import Stoker, machine_json
 
 ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/launching.md", "docs/diagnosis.md", "docs/training.md")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A command of the README. Without `instead` it is run as written."""
+    """A command of those pages. Without `instead` it is run as written."""
 
     command: str
     instead: str = ""
@@ -78,7 +79,9 @@ ROWS = [
     Row("bash setup.sh", why=SETUP),
     Row("stoker run train.py --lr 3e-4"),
     Row("stoker run --nproc-per-node 2 train.py"),
+    Row("stoker run --dry-run train.py"),
     Row("stoker why"),
+    Row("stoker why --json", says='"cause"'),
     Row("stoker logs --rank 1"),
     Row("stoker doctor", codes=FINDINGS),
     Row('eval "$(stoker completion bash)"', needs="shtab"),
@@ -93,6 +96,7 @@ ROWS = [
         "there is no such server",
         after="stoker attach exp1",
     ),
+    Row("stoker run --detach --name exp1 --max-restarts 3 train.py", after="stoker attach exp1"),
     Row(
         "stoker run --notify ntfy://my-secret-topic train.py",
         "stoker run --notify mailto:me@example.org train.py",
@@ -206,50 +210,51 @@ ROWS = [
         says="added to the weights",
         needs="torch",
     ),
-    Row(
-        "stoker cluster init gpu1 gpu2 gpu3",
-        "stoker cluster init --help",
-        "there are no such hosts (tests/test_hosts.py runs it on a test cluster)",
-    ),
-    Row(
-        "stoker cluster check --hosts cluster.yaml train.py",
-        why=f"{PARSED}tests/test_cluster_check.py runs it on a test cluster",
-    ),
-    Row(
-        "stoker run --hosts cluster.yaml --sync --min-hosts 2 train.py",
-        why=f"{PARSED}tests/test_multihost.py runs it on a test cluster",
-    ),
-    Row(
-        "stoker submit --nodes 2 --gpus-per-node 4 --time 12h --requeue -- train.py",
-        "stoker submit --dry-run --nodes 2 --gpus-per-node 4 --time 12h --requeue -- train.py",
-        "there is no Slurm (tests/test_slurm.py starts one)",
-        says="#SBATCH --nodes=2",
-    ),
     Row("stoker doctor --bundle ticket.tar.gz", codes=FINDINGS),
     Row("stoker clean", codes=FINDINGS),
     Row("stoker clean --pid 4711", why=f"{PARSED}pid 4711 may be anybody's"),
     Row("stoker ladder train.py", "stoker ladder --dry-run train.py", "the rungs: tests/test_ladder.py climbs them"),
     Row("stoker burnin --minutes 10", why=f"{PARSED}tests/test_burnin.py runs it for some steps"),
     Row("stoker run --exclude-bad train.py"),
-    Row("bash test.sh", why="it runs this test"),
-    Row("bash test.sh --all", why="it runs this test"),
 ]
 
 
-def readme_commands() -> list[str]:
+def written_commands() -> list[str]:
     """Once each, without their comments."""
-    found = []
-    for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S):
-        for line in block.splitlines():
-            command = re.split(r"\s+# ", line)[0].strip()
-            if command and not command.startswith("#"):
-                found.append(command)
-    return list(dict.fromkeys(found))
+    commands = []
+    for page in PAGES:
+        for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S):
+            for line in block.splitlines():
+                command = re.split(r"\s+# ", line)[0].strip()
+                if command and not command.startswith("#"):
+                    commands.append(command)
+    return list(dict.fromkeys(commands))
 
 
-def test_every_command_of_the_readme_is_in_the_table_and_no_other() -> None:
-    assert sorted(readme_commands()) == sorted(row.command for row in ROWS)
+def test_every_command_is_in_the_table_and_no_other() -> None:
+    assert sorted(written_commands()) == sorted(row.command for row in ROWS)
     assert all(row.why for row in ROWS if row.instead), "a replacement has a reason"
+
+
+def test_the_readme_is_short_and_its_figures_are_those_of_the_benchmarks() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    sections = {
+        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-"): text
+        for title, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/benchmarks.md").read_text(), re.M | re.S)
+    }  # fmt: skip
+    checked = 0
+    for line in lines:
+        for cell in line.split("|") if "benchmarks.md#" in line else ():
+            for claim, anchor in re.findall(
+                r"([^()]*(?:\([^()]*\)[^()]*)*)\(\[[^]]*\]\(docs/benchmarks\.md#([^)]+)\)\)", cell
+            ):
+                for figure in re.findall(r"\d[\d.,]*\d|\d", claim):
+                    assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", sections[anchor]), (
+                        f"{figure} is not in {anchor}"
+                    )
+                    checked += 1
+    assert checked >= 15
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +304,7 @@ def tiny_model(material: Path) -> Path:
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.instead or not row.why], ids=lambda row: row.command[:70])
-def test_a_command_of_the_readme(stoker: Stoker, material: Path, row: Row, request: pytest.FixtureRequest) -> None:
+def test_a_command(stoker: Stoker, material: Path, row: Row, request: pytest.FixtureRequest) -> None:
     if row.needs:
         pytest.importorskip(row.needs)
     if "sft/hf" in (row.instead or row.command):
@@ -330,7 +335,7 @@ def test_a_command_of_the_readme(stoker: Stoker, material: Path, row: Row, reque
     if row.before == TINY_QLORA and trained.exists():
         shutil.copytree(trained, stoker.cwd / "runs", symlinks=True)
         row = replace(row, before="")
-    if row.command in ("stoker why", "stoker logs --rank 1", "stoker runs"):
+    if row.command in ("stoker why", "stoker why --json", "stoker logs --rank 1", "stoker runs"):
         assert run("stoker run --nproc-per-node 2 train.py").returncode == 0
     if row.before:
         before = run(row.before)
