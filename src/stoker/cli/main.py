@@ -67,9 +67,9 @@ def _main(argv: list[str] | None) -> int:
         print(_HELP.format(commands="\n".join(f"  {name:<11}{text}" for name, text in COMMANDS.items())), end="")
         return 0 if words else 64
     if words[0] in ("-V", "--version"):
-        from stoker import __version__
+        from stoker.cli import version
 
-        print(f"stoker {__version__}")
+        print(version.line())
         return 0
     from stoker.contract.names import EX_DATAERR, EX_OSERR, EX_USAGE, Refusal
     from stoker.contract.untrusted import printable
