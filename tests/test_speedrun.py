@@ -249,7 +249,7 @@ def test_a_preset_sets_all_that_its_stages_would_derive(preset: str, samples: in
         ("world:size=0.5", set(NAMES)),
         ("train.eval_tokens=1000", {name for name in NAMES if name.startswith("eval-")} | {"report"}),
         ("train.log_every=3", set()),
-        ("checkpoint.every=3", set()),
+        ("checkpoint.every=3s", set()),
         (f"sft:optim.learning_rate={SFT_RATE:.6f}", set()),
         (f"sft:optim.learning_rate={SFT_RATE:e}", set()),
     ],
