@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Stoker, machine_json
+from conftest import Stoker, at_length, at_length_but, machine_json
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/launching.md", "docs/diagnosis.md", "docs/training.md")
+GUIDES = ("quickstart", "launching", "diagnosis", "training", "smallcard", "a40s", "pods", "lan", "startup", "nan")
+PAGES = ("README.md", *(f"docs/{name}.md" for name in GUIDES))
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Row:
     gpus: int = 0
     says: str = ""
     needs: str = ""  # a package
+    repeats: bool = False  # nearly another row: with test.sh --all only
 
 
 PLAN = "a plan: the chain itself takes minutes (tests/test_speedrun.py runs one)"
@@ -96,7 +98,7 @@ ROWS = [
         "there is no such server",
         after="stoker attach exp1",
     ),
-    Row("stoker run --detach --name exp1 --max-restarts 3 train.py", after="stoker attach exp1"),
+    Row("stoker run --detach --name exp1 --max-restarts 3 train.py", after="stoker attach exp1", repeats=True),
     Row(
         "stoker run --notify ntfy://my-secret-topic train.py",
         "stoker run --notify mailto:me@example.org train.py",
@@ -210,6 +212,69 @@ ROWS = [
         says="added to the weights",
         needs="torch",
     ),
+    Row(
+        "stoker cluster init gpu1 gpu2 gpu3",
+        "stoker cluster init --help",
+        "there are no such hosts (tests/test_hosts.py runs it on a test cluster)",
+    ),
+    Row(
+        "stoker cluster check --hosts cluster.yaml train.py",
+        why=f"{PARSED}tests/test_cluster_check.py runs it on a test cluster",
+    ),
+    Row(
+        "stoker run --hosts cluster.yaml --sync --min-hosts 2 train.py",
+        why=f"{PARSED}tests/test_multihost.py runs it on a test cluster",
+    ),
+    Row(
+        "stoker train sft --hosts cluster.yaml --preset production --model.load path/to/llama --data chats.jsonl --qlora --balance auto",
+        why=f"{PARSED}there are no such hosts (tests/test_multihost.py has a test cluster)",
+    ),
+    Row("stoker top --hosts cluster.yaml", why=f"{PARSED}there are no such hosts (tests/test_top.py has some)"),
+    Row(
+        "stoker fit path/to/llama --gpus 8GB",
+        "stoker fit sft/hf --gpus 8GB",
+        "a model of two layers in place of a Llama",
+        needs="torch",
+        says="fits: full",
+        repeats=True,
+    ),
+    Row(
+        "stoker train sft --config qlora_8GB --data chats.jsonl",
+        "stoker train sft --config qlora_8GB --data chats.jsonl --model.load sft/hf --dry-run",
+        f"{DRY}; a model of two layers",
+        gpus=1,
+        needs="torch",
+    ),
+    Row(
+        "stoker run --gpus 1,2,3 train.py",
+        "stoker run --gpus 1,2,3 --dry-run train.py",
+        "there are no GPUs",
+        gpus=4,
+        says="using 3 GPUs",
+    ),
+    Row(
+        "stoker train grpo --config gsm8k_2000samples_4GPUs --grpo.prompts gsm8k/train.jsonl",
+        "stoker train grpo --config gsm8k_2000samples_4GPUs --grpo.prompts gsm8k/test.jsonl --model.load sft/hf --dry-run",
+        f"{DRY}; a model of two layers",
+        gpus=4,
+        needs="torch",
+    ),
+    Row("git clone REPOSITORY stoker && cd stoker", why="nothing is fetched here"),
+    Row("export STOKER_RUNS=/workspace/runs"),
+    Row(
+        "stoker train pretrain --detach --name base --max-restarts 3 --data /workspace/texts --data.cache /workspace/cache",
+        "stoker train pretrain --name base --max-restarts 3 --data texts/a.jsonl --data.cache cache --dry-run",
+        f"{DRY}; there is no /workspace",
+    ),
+    Row("stoker attach base", before="stoker run --name base train.py", repeats=True),
+    Row("stoker why base", before="stoker run --name base train.py", says="completed", repeats=True),
+    Row("stoker run --init-slots 1 train.py", repeats=True),
+    Row("stoker run --ram-limit 20GB train.py", repeats=True),
+    Row("stoker nan runs/latest", why=f"{PARSED}tests/test_forensics.py has such runs"),
+    Row(
+        "stoker train pretrain --debug --data book.txt --nan.inject layers.1.attention@5",
+        why=f"{PARSED}tests/test_forensics.py runs it",
+    ),
     Row("stoker doctor --bundle ticket.tar.gz", codes=FINDINGS),
     Row("stoker clean", codes=FINDINGS),
     Row("stoker clean --pid 4711", why=f"{PARSED}pid 4711 may be anybody's"),
@@ -303,7 +368,12 @@ def tiny_model(material: Path) -> Path:
     return material
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.instead or not row.why], ids=lambda row: row.command[:70])
+RUN = [row for row in ROWS if row.instead or not row.why]
+
+
+@pytest.mark.parametrize(
+    "row", at_length_but([row for row in RUN if not row.repeats], RUN), ids=lambda row: row.command[:70]
+)
 def test_a_command(stoker: Stoker, material: Path, row: Row, request: pytest.FixtureRequest) -> None:
     if row.needs:
         pytest.importorskip(row.needs)
@@ -363,3 +433,10 @@ def test_the_words_of_a_command_that_is_not_run(row: Row) -> None:
     command = import_module(f"stoker.cli.{words.pop(0)}")
     sub = getattr(command, f"{words[0]}_parser", None) if words else None  # of a command of a command
     assert sub().parse_args(words[1:]) if sub else command.parser().parse_args(words)
+
+
+@at_length
+def test_the_quick_starts_script_runs(stoker: Stoker) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/quickstart.md").read_text(), re.S)
+    done = stoker.torch("run", "--nproc-per-node", "2", stoker.script("train.py", script))
+    assert done.code == 0 and "step 150 loss" in done.out, done.out + done.err
