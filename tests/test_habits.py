@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import stoker as package
 from conftest import Stoker
 from stoker.cli import chat, main
 from stoker.contract.names import Refusal
 from stoker.contract.quantities import duration
 from stoker.training.config.flags import parse
 from stoker.training.config.layers import gather
+
+SOURCE = Path(package.__file__).parents[1]
 
 
 @pytest.mark.parametrize(("word", "command"), main.ALIASES.items())
@@ -101,3 +105,30 @@ def test_another_system_is_refused_in_a_line(
     assert main.main(["run", "train.py"]) == 69
     line = capsys.readouterr().err
     assert way_out in line and line.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", ["--help", "docs", "docs verdicts", "no-such-command"])
+def test_a_reader_that_is_gone_gets_no_traceback(stoker: Stoker, words: str) -> None:
+    command = f'"{sys.executable}" -m stoker {words} | true; echo "${{PIPESTATUS[0]}}"'
+    env = stoker.environment()
+    done = subprocess.run(["bash", "-c", command], cwd=stoker.cwd, env=env, capture_output=True, text=True, check=False)
+    assert done.stdout == ("64\n" if "such" in words else "0\n") and "Error" not in done.stderr, done.stderr
+    assert "Exception" not in done.stderr
+
+
+def test_output_that_can_not_be_written_is_one_line(stoker: Stoker) -> None:
+    command = [sys.executable, "-m", "stoker", "docs", "verdicts"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, env=stoker.environment(), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 71 and done.stderr.count("\n") == 1 and "No space left" in done.stderr, done.stderr
+
+
+def test_a_package_that_only_training_needs_is_named(stoker: Stoker) -> None:
+    (stoker.cwd / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')\n")
+    stoker.script("book.txt", "a line\n" * 2000)
+    done = stoker("train", "pretrain", "--debug", "--data", "book.txt", env={"PYTHONPATH": f"{stoker.cwd}:{SOURCE}"})
+    assert done.code == 69 and done.err.splitlines()[-1].endswith(
+        "needs the package numpy, which is not installed here: pip install 'stoker[train]'"
+    ), done.err

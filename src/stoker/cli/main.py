@@ -61,6 +61,9 @@ MEANT = {
     "estimate": "stoker fit", "memory": "stoker fit",
 }  # fmt: skip
 
+# Packages of the extra `train`: the launcher works without them.
+EXTRA = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "pyarrow", "huggingface_hub", "jinja2")
+
 _HELP = """Stoker trains language models on whatever GPUs there are. One command starts
 only what can work, keeps it running, and explains failures.
 
@@ -84,8 +87,22 @@ def main(argv: list[str] | None = None) -> int:
         return 69
     from stoker.contract.terminal import own_lines
 
+    code = 0
     with own_lines():
-        return _main(argv)
+        try:
+            code = _main(argv)
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, and not when Python ends: what goes wrong then is a traceback
+        except BrokenPipeError:
+            # `stoker logs | head`: the reader has enough. Python would complain once more when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        except OSError as problem:  # a full disk
+            from stoker.contract.names import EX_OSERR
+
+            print(f"stoker: standard output: {problem.strerror}", file=sys.stderr)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return EX_OSERR
+    return code
 
 
 def _elsewhere(platform: str) -> str:
@@ -109,7 +126,7 @@ def _main(argv: list[str] | None) -> int:
 
         print(version.line())
         return 0
-    from stoker.contract.names import EX_DATAERR, EX_OSERR, EX_USAGE, Refusal
+    from stoker.contract.names import EX_DATAERR, EX_OSERR, EX_UNAVAILABLE, EX_USAGE, Refusal
     from stoker.contract.untrusted import printable
 
     command, rest = ALIASES.get(words[0], words[0]), words[1:]
@@ -120,11 +137,14 @@ def _main(argv: list[str] | None) -> int:
 
         return int(import_module(f"stoker.cli.{command}").main(rest))
     except BrokenPipeError:
-        # `stoker logs | head`: the reader has enough. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+        raise  # not an error: see main
     except Refusal as refusal:
         line, code = refusal.line, refusal.code
+    except ModuleNotFoundError as problem:
+        if problem.name not in EXTRA:
+            raise
+        line = f"stoker {command} needs the package {problem.name}, which is not installed here: pip install 'stoker[train]'"
+        code = EX_UNAVAILABLE
     except OSError as problem:
         line, code = printable(str(problem)), EX_OSERR
     except RecursionError as problem:
