@@ -172,3 +172,4 @@ fi
 printf '%s\n' "$base" "$files" "$extent" >"$stamp.new"
 mv "$stamp.new" "$stamp"
 say "done in $((SECONDS - started)) s"
+if [[ $extent == plain ]]; then say "next: . .venv/bin/activate && stoker doctor"; fi

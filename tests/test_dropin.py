@@ -58,7 +58,7 @@ DIFFERENCES = (
     Difference("record of the job", "none; `/tmp/torchelastic_*` stays behind", "`runs/ID/` with every rank's output, verdict and events; elsewhere if that can't be written, and it says where", "test_dropin.py::test_an_unwritable_folder"),
     Difference("`error.json` and the launcher's `TORCHELASTIC_ERROR_FILE`", "only from a script with `@record`", "from every failure", "test_dropin.py::test_error_files_without_record"),
     Difference("`--signals-to-handle` without SIGTERM, SIGINT, SIGHUP or SIGQUIT", "that signal kills the launcher and leaves the ranks running", "the four always stop the run, and the ranks may save", "test_dropin.py::test_a_signal_that_is_not_listed"),
-    Difference("a second signal while ranks save", "the 30 s begin anew", "the ranks are killed at once", "test_stopping.py::test_a_second_signal_ends_it_at_once"),
+    Difference("a second signal while ranks save", "the 30 s start again", "the ranks are killed at once", "test_stopping.py::test_a_second_signal_ends_it_at_once"),
     Difference("`nohup`", "SIGHUP ends the job all the same", "SIGHUP is ignored", "test_stopping.py::test_nohup_is_respected"),
     Difference("after one rank failed, the others have", "30 s", "5 s, or `--grace`", "test_stopping.py::test_a_rank_that_ignores_sigterm_is_killed_after_its_grace"),
     Difference("a launcher that is killed (SIGKILL)", "leaves its ranks running", "leaves nothing", "test_stopping.py::test_kill_minus_nine_leaves_nothing"),
@@ -66,7 +66,7 @@ DIFFERENCES = (
     Difference("more ranks than GPUs, or GPUs in use", "started", "refused with the reason: 69 (`--share-gpus`, `--wait`)", "test_gpus.py::test_refusal"),
     Difference("a job that makes no progress for 5 minutes", "runs on", "stopped with a verdict (`--hang-timeout`, 0: never)", "test_watch_real.py::test_a_sleeping_rank_is_named_with_its_line"),
     Difference("a loss that stays NaN or infinite", "runs on", "stopped with a verdict (`--on-nan warn`: not)", "test_watch_real.py::test_on_nan"),
-    Difference("`--monitor-interval`, `--start-method`, `--run-path`, `--local-addr`, `--event-log-handler`, `--logs-specs default`, `--duplicate-*-filters`", "used", "accepted, no effect, and a line says so", "test_dropin.py::test_flags_without_effect"),
+    Difference("`--monitor-interval`, `--start-method`, `--run-path`, `--local-addr`, `--event-log-handler`, `--logs-specs default`, `--duplicate-*-filters`", "used", "accepted, without effect; a line reports it", "test_dropin.py::test_flags_without_effect"),
     Difference("`--numa-binding socket`, `exclusive`, `core-complex`", "different bindings", "taken as `node`", "test_dropin.py::test_flags_without_effect"),
     Difference("`--rdzv-backend etcd`, `etcd-v2`", "meet in etcd", "taken as c10d: the machines meet at `--rdzv-endpoint`", "test_dropin.py::test_flags_without_effect"),
 )  # fmt: skip

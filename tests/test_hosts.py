@@ -108,7 +108,7 @@ def test_the_test_cluster_is_not_this_machine_but_its_bridge_is(netcluster: NetC
         ("hosts: [{host: a}]\ndefaults: {host: b}", "defaults: unknown key 'host'"),
         ("hosts: [{host: a}, b, {host: a}]", "host a is there twice"),
         ("hosts: [x@a, y@a]", "host a is there twice"),
-        ("hosts: [localhost, 127.0.0.1]", "localhost and 127.0.0.1 are all this very machine"),
+        ("hosts: [localhost, 127.0.0.1]", "localhost and 127.0.0.1 are all this machine"),
         ("hosts: []", "hosts: found []"),
         ("defaults: {user: a}", "hosts: nothing"),
         ("", "nothing; a hosts file has a key hosts:"),

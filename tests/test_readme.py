@@ -1,4 +1,4 @@
-"""README.md's commands, run: as they are written, or as this table says and why."""
+"""The commands of README.md and of the guides, run: as they are written, or as this table says and why."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Stoker, machine_json
+from conftest import Stoker, at_length, at_length_but, machine_json
 
 ROOT = Path(__file__).parents[1]
+GUIDES = ("quickstart", "launching", "diagnosis", "training", "smallcard", "a40s", "pods", "lan", "startup", "nan")
+PAGES = ("README.md", *(f"docs/{name}.md" for name in GUIDES))
 
 
 @dataclass(frozen=True)
 class Row:
-    """A command of the README. Without `instead` it is run as written."""
+    """A command of those pages. Without `instead` it is run as written."""
 
     command: str
     instead: str = ""
@@ -34,6 +36,7 @@ class Row:
     gpus: int = 0
     says: str = ""
     needs: str = ""  # a package
+    repeats: bool = False  # nearly another row: with test.sh --all only
 
 
 PLAN = "a plan: the chain itself takes minutes (tests/test_speedrun.py runs one)"
@@ -78,7 +81,9 @@ ROWS = [
     Row("bash setup.sh", why=SETUP),
     Row("stoker run train.py --lr 3e-4"),
     Row("stoker run --nproc-per-node 2 train.py"),
+    Row("stoker run --dry-run train.py"),
     Row("stoker why"),
+    Row("stoker why --json", says='"cause"'),
     Row("stoker logs --rank 1"),
     Row("stoker doctor", codes=FINDINGS),
     Row('eval "$(stoker completion bash)"', needs="shtab"),
@@ -93,6 +98,7 @@ ROWS = [
         "there is no such server",
         after="stoker attach exp1",
     ),
+    Row("stoker run --detach --name exp1 --max-restarts 3 train.py", after="stoker attach exp1", repeats=True),
     Row(
         "stoker run --notify ntfy://my-secret-topic train.py",
         "stoker run --notify mailto:me@example.org train.py",
@@ -220,10 +226,54 @@ ROWS = [
         why=f"{PARSED}tests/test_multihost.py runs it on a test cluster",
     ),
     Row(
-        "stoker submit --nodes 2 --gpus-per-node 4 --time 12h --requeue -- train.py",
-        "stoker submit --dry-run --nodes 2 --gpus-per-node 4 --time 12h --requeue -- train.py",
-        "there is no Slurm (tests/test_slurm.py starts one)",
-        says="#SBATCH --nodes=2",
+        "stoker train sft --hosts cluster.yaml --preset production --model.load path/to/llama --data chats.jsonl --qlora --balance auto",
+        why=f"{PARSED}there are no such hosts (tests/test_multihost.py has a test cluster)",
+    ),
+    Row("stoker top --hosts cluster.yaml", why=f"{PARSED}there are no such hosts (tests/test_top.py has some)"),
+    Row(
+        "stoker fit path/to/llama --gpus 8GB",
+        "stoker fit sft/hf --gpus 8GB",
+        "a model of two layers in place of a Llama",
+        needs="torch",
+        says="fits: full",
+        repeats=True,
+    ),
+    Row(
+        "stoker train sft --config qlora_8GB --data chats.jsonl",
+        "stoker train sft --config qlora_8GB --data chats.jsonl --model.load sft/hf --dry-run",
+        f"{DRY}; a model of two layers",
+        gpus=1,
+        needs="torch",
+    ),
+    Row(
+        "stoker run --gpus 1,2,3 train.py",
+        "stoker run --gpus 1,2,3 --dry-run train.py",
+        "there are no GPUs",
+        gpus=4,
+        says="using 3 GPUs",
+    ),
+    Row(
+        "stoker train grpo --config gsm8k_2000samples_4GPUs --grpo.prompts gsm8k/train.jsonl",
+        "stoker train grpo --config gsm8k_2000samples_4GPUs --grpo.prompts gsm8k/test.jsonl --model.load sft/hf --dry-run",
+        f"{DRY}; a model of two layers",
+        gpus=4,
+        needs="torch",
+    ),
+    Row("git clone REPOSITORY stoker && cd stoker", why="nothing is fetched here"),
+    Row("export STOKER_RUNS=/workspace/runs"),
+    Row(
+        "stoker train pretrain --detach --name base --max-restarts 3 --data /workspace/texts --data.cache /workspace/cache",
+        "stoker train pretrain --name base --max-restarts 3 --data texts/a.jsonl --data.cache cache --dry-run",
+        f"{DRY}; there is no /workspace",
+    ),
+    Row("stoker attach base", before="stoker run --name base train.py", repeats=True),
+    Row("stoker why base", before="stoker run --name base train.py", says="completed", repeats=True),
+    Row("stoker run --init-slots 1 train.py", repeats=True),
+    Row("stoker run --ram-limit 20GB train.py", repeats=True),
+    Row("stoker nan runs/latest", why=f"{PARSED}tests/test_forensics.py has such runs"),
+    Row(
+        "stoker train pretrain --debug --data book.txt --nan.inject layers.1.attention@5",
+        why=f"{PARSED}tests/test_forensics.py runs it",
     ),
     Row("stoker doctor --bundle ticket.tar.gz", codes=FINDINGS),
     Row("stoker clean", codes=FINDINGS),
@@ -231,25 +281,45 @@ ROWS = [
     Row("stoker ladder train.py", "stoker ladder --dry-run train.py", "the rungs: tests/test_ladder.py climbs them"),
     Row("stoker burnin --minutes 10", why=f"{PARSED}tests/test_burnin.py runs it for some steps"),
     Row("stoker run --exclude-bad train.py"),
-    Row("bash test.sh", why="it runs this test"),
-    Row("bash test.sh --all", why="it runs this test"),
 ]
 
 
-def readme_commands() -> list[str]:
+def written_commands() -> list[str]:
     """Once each, without their comments."""
-    found = []
-    for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S):
-        for line in block.splitlines():
-            command = re.split(r"\s+# ", line)[0].strip()
-            if command and not command.startswith("#"):
-                found.append(command)
-    return list(dict.fromkeys(found))
+    commands = []
+    for page in PAGES:
+        for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S):
+            for line in block.splitlines():
+                command = re.split(r"\s+# ", line)[0].strip()
+                if command and not command.startswith("#"):
+                    commands.append(command)
+    return list(dict.fromkeys(commands))
 
 
-def test_every_command_of_the_readme_is_in_the_table_and_no_other() -> None:
-    assert sorted(readme_commands()) == sorted(row.command for row in ROWS)
+def test_every_command_is_in_the_table_and_no_other() -> None:
+    assert sorted(written_commands()) == sorted(row.command for row in ROWS)
     assert all(row.why for row in ROWS if row.instead), "a replacement has a reason"
+
+
+def test_the_readme_is_short_and_its_figures_are_those_of_the_benchmarks() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    sections = {
+        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-"): text
+        for title, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/benchmarks.md").read_text(), re.M | re.S)
+    }  # fmt: skip
+    checked = 0
+    for line in lines:
+        for cell in line.split("|") if "benchmarks.md#" in line else ():
+            for claim, anchor in re.findall(
+                r"([^()]*(?:\([^()]*\)[^()]*)*)\(\[[^]]*\]\(docs/benchmarks\.md#([^)]+)\)\)", cell
+            ):
+                for figure in re.findall(r"\d[\d.,]*\d|\d", claim):
+                    assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", sections[anchor]), (
+                        f"{figure} is not in {anchor}"
+                    )
+                    checked += 1
+    assert checked >= 15
 
 
 @pytest.fixture(scope="module")
@@ -298,8 +368,13 @@ def tiny_model(material: Path) -> Path:
     return material
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.instead or not row.why], ids=lambda row: row.command[:70])
-def test_a_command_of_the_readme(stoker: Stoker, material: Path, row: Row, request: pytest.FixtureRequest) -> None:
+RUN = [row for row in ROWS if row.instead or not row.why]
+
+
+@pytest.mark.parametrize(
+    "row", at_length_but([row for row in RUN if not row.repeats], RUN), ids=lambda row: row.command[:70]
+)
+def test_a_command(stoker: Stoker, material: Path, row: Row, request: pytest.FixtureRequest) -> None:
     if row.needs:
         pytest.importorskip(row.needs)
     if "sft/hf" in (row.instead or row.command):
@@ -330,7 +405,7 @@ def test_a_command_of_the_readme(stoker: Stoker, material: Path, row: Row, reque
     if row.before == TINY_QLORA and trained.exists():
         shutil.copytree(trained, stoker.cwd / "runs", symlinks=True)
         row = replace(row, before="")
-    if row.command in ("stoker why", "stoker logs --rank 1", "stoker runs"):
+    if row.command in ("stoker why", "stoker why --json", "stoker logs --rank 1", "stoker runs"):
         assert run("stoker run --nproc-per-node 2 train.py").returncode == 0
     if row.before:
         before = run(row.before)
@@ -358,3 +433,10 @@ def test_the_words_of_a_command_that_is_not_run(row: Row) -> None:
     command = import_module(f"stoker.cli.{words.pop(0)}")
     sub = getattr(command, f"{words[0]}_parser", None) if words else None  # of a command of a command
     assert sub().parse_args(words[1:]) if sub else command.parser().parse_args(words)
+
+
+@at_length
+def test_the_quick_starts_script_runs(stoker: Stoker) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/quickstart.md").read_text(), re.S)
+    done = stoker.torch("run", "--nproc-per-node", "2", stoker.script("train.py", script))
+    assert done.code == 0 and "step 150 loss" in done.out, done.out + done.err

@@ -471,7 +471,7 @@ def _inside(stoker: Stoker, slurm: SlurmCluster, around: list[str], *args: str) 
         (["--name", "a b;c", "--", "ok.py"], 64, "--name 'a b;c'"),
         (["--partition", "x\ny", "--", "ok.py"], 64, "--partition"),
         (["ok.py"], 64, "put -- before the run"),
-        (["--"], 64, "what shall run?"),
+        (["--"], 64, "no script given"),
         (["--", "okay.py"], 66, "no script okay.py; did you mean ok.py?"),
         (["--", "--nproc-per-host", "2", "ok.py"], 64, "did you mean --nproc-per-node?"),
         (["--", "--name", "x", "ok.py"], 64, "--name belongs before the --"),

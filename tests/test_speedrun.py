@@ -249,7 +249,7 @@ def test_a_preset_sets_all_that_its_stages_would_derive(preset: str, samples: in
         ("world:size=0.5", set(NAMES)),
         ("train.eval_tokens=1000", {name for name in NAMES if name.startswith("eval-")} | {"report"}),
         ("train.log_every=3", set()),
-        ("checkpoint.every=3", set()),
+        ("checkpoint.every=3s", set()),
         (f"sft:optim.learning_rate={SFT_RATE:.6f}", set()),
         (f"sft:optim.learning_rate={SFT_RATE:e}", set()),
     ],
@@ -618,7 +618,7 @@ def test_a_signal_reaches_the_stage_and_the_same_command_goes_on(speedrun: Speed
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number, out.decode()
-    assert b"stopped in stage base; the same command goes on" in out
+    assert b"stopped in stage base; the same command resumes it" in out
     assert speedrun.entries["base"]["status"] == "stopped"
     speedrun.order()
     assert speedrun("--until", "base") == 0

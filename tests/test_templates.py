@@ -295,5 +295,5 @@ def test_a_row_with_tools_is_read_with_them_and_calls_make_turns_unlike() -> Non
         "assistant", b"", {"tool_calls": call["tool_calls"]}
     )
     assert turns[1] != ("assistant", b"") and turns[1:] != [("assistant", b"")] and turns[0] == ("user", b"add")
-    with pytest.raises(Unusable, match="'tools' is no JSON"):
+    with pytest.raises(Unusable, match="'tools' is not JSON"):
         made.conversation({**row, "tools": "[add"})

@@ -590,7 +590,7 @@ def test_files_are_counted_before_they_are_prepared(tmp_path: Path) -> None:
         (["--head-dim", "7", "--heads", "2"], "model.head_dim 7 is odd"),
         (["--dim", "101"], "--dim: model.dim 101 is odd"),
         (["--max-steps", "0", "--epochs", "0"], "neither train.max_steps nor train.epochs"),
-        (["--batch.tokens", "1000"], "batch.tokens 1000 is no multiple of data.context_length 256: 768 or 1024 is"),
+        (["--batch.tokens", "1000"], "batch.tokens 1000 is not a multiple of data.context_length 256: 768 or 1024 is"),
         (["--batch.tokens", "100"], "data.context_length 256: 256 is"),
         (["--fp8", "tensorwise"], "--fp8: compute.fp8 tensorwise needs a GPU"),
         (["--strategy", "fsdp", "--cuda-graphs", "on"], "exclude each other"),

@@ -18,9 +18,11 @@ import pytest
 import stoker as package
 from conftest import Done, Stoker, machine_json
 from netcluster import NetCluster
+from stoker.cli import version
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "stoker"
+COMMIT = version.commit()
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"no {name} here: bash setup.sh --test installs what tests need")
     folder = tmp_path_factory.mktemp("wheel")
-    words = ("wheel", "--no-index", "--no-build-isolation", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
+    # As `python -m build` does: a source archive, and the wheel from that.
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(folder)], cwd=ROOT, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (archive,) = folder.glob("*.tar.gz")
+    words = ("wheel", "--no-index", "--no-build-isolation", "--no-deps", "--wheel-dir", str(folder), str(archive))
     done = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (made,) = folder.glob("*.whl")
@@ -91,7 +99,8 @@ def test_every_tracked_file_and_every_page_is_in_it(wheel: Path) -> None:
         if path.is_file() and "__pycache__" not in path.parts and SOURCE / "docs" not in path.parents
     }
     pages = {f"stoker/docs/{path.name}" for path in (ROOT / "docs").iterdir() if path.is_file()}
-    assert {name for name in names if not name.startswith("stoker-")} == tracked | pages
+    recorded = {"stoker/commit.txt"} if COMMIT else set()
+    assert {name for name in names if not name.startswith("stoker-")} == tracked | pages | recorded
     assert "stoker/py.typed" in names
 
 
@@ -104,8 +113,9 @@ def test_the_version_has_one_source(wheel: Path) -> None:
 
 
 def test_ranks_run_and_the_last_ones_end_is_explained(installed: Installed) -> None:
-    version = installed("--version")
-    assert (version.code, version.out) == (0, f"stoker {package.__version__}\n")
+    told = installed("--version")
+    made_of = f" (commit {COMMIT})" if COMMIT else ""
+    assert (told.code, told.out) == (0, f"stoker {package.__version__}{made_of}\n")
     script = installed.script("where.py", "import os, stoker; print(os.environ['RANK'], stoker.__file__)")
     done = installed("run", "--nproc-per-node", "2", "--prefix", "never", script)
     assert done.code == 0, done.err

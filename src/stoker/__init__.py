@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["LaunchFailed", "__version__", "beat", "launch", "mark", "phase", "resume"]
 
 

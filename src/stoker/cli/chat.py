@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import time
@@ -104,7 +105,7 @@ def _converse(talk: Conversation) -> int:
     if watched:
         import readline  # noqa: F401  input() edits lines and remembers them
 
-        say("Ctrl-C stops an answer, Ctrl-D leaves")
+        say("Ctrl-C stops an answer, Ctrl-D leaves; /help")
     while True:
         try:
             text = input("> " if watched else "").strip()
@@ -114,10 +115,27 @@ def _converse(talk: Conversation) -> int:
             return 0
         if not text:
             continue
+        if text in ("/quit", "/exit"):
+            return 0
+        if re.fullmatch(r"/[a-z?]+", text):
+            _obey(talk, text)
+            continue
         try:
             _answer(talk, text, stoppable=True)
         except Refusal as refusal:
             say(refusal.line)
+
+
+def _obey(talk: Conversation, word: str) -> None:
+    if word == "/new":
+        talk.forget()
+        say("the conversation is forgotten; the system prompt stays")
+        return
+    if word not in ("/help", "/?"):
+        say(f"no command {word}")
+    say(
+        "/new starts a new conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer; `stoker chat --help` has the options"
+    )
 
 
 def _answer(talk: Conversation, text: str, stoppable: bool = False) -> None:

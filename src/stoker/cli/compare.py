@@ -10,7 +10,7 @@ from typing import Any
 from stoker.cli.plot import watched
 from stoker.contract import layout
 from stoker.contract.quantities import amount, span
-from stoker.contract.settings import Parser
+from stoker.contract.settings import Parser, names_run
 from stoker.contract.shape import as_json
 from stoker.contract.terminal import paint
 from stoker.contract.untrusted import json_text, printable
@@ -32,8 +32,8 @@ def parser() -> Parser:
         "Two runs: settings that differ, results side by side, and whether the difference is more than noise.",
         _EPILOG,
     )
-    made.add_argument("first", metavar="A", help="id, name or path of a run")
-    made.add_argument("second", metavar="B", help="id, name or path of the run to hold against it")
+    names_run(made.add_argument("first", metavar="A", help="id, name or path of a run"))
+    names_run(made.add_argument("second", metavar="B", help="id, name or path of the run to compare it with"))
     made.option("--metric", "NAME", "what is compared (default: loss)", default="loss")
     made.runs_dir()
     made.switch("--json", "the comparison as JSON")

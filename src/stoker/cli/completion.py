@@ -13,6 +13,14 @@ zsh:   eval "$(stoker completion zsh)"                                        # 
 tcsh:  stoker completion tcsh > ~/.stoker.tcsh; source ~/.stoker.tcsh         # in ~/.tcshrc"""
 
 
+# Runs by id and by name, in the folder that commands look in.
+_NAMES = """ls -1 "${STOKER_RUNS:-runs}" 2>/dev/null | sed -nE 's/^[0-9]{8}-[0-9]{6}-(.+)$/\\1\\n&/p'"""
+_PREAMBLE = {
+    "bash": f"""_stoker_runs() {{ compgen -f -- "$1"; compgen -W "latest $({_NAMES})" -- "$1"; }}""",
+    "zsh": f"""_stoker_runs() {{ local -a names; names=(latest ${{(f)"$({_NAMES})"}}); _alternative 'runs:run:($names)' 'files:file:_files'; }}""",
+}
+
+
 def parser() -> Parser:
     made = Parser("stoker completion", "Prints a completion script.", _USE)
     made.add_argument("shell", choices=("bash", "zsh", "tcsh"))
@@ -35,7 +43,7 @@ def main(argv: list[str]) -> int:
         import shtab
     except ModuleNotFoundError:
         raise Refusal("no package shtab, which writes the script; pip install shtab", EX_UNAVAILABLE) from None
-    script = shtab.complete(whole_parser(), shell)
+    script = shtab.complete(whole_parser(), shell, preamble=_PREAMBLE.get(shell, ""))
     if shell == "bash":  # else no file names
         script = script.replace("complete -o bashdefault ", "complete -o bashdefault -o default ")
     print(script)

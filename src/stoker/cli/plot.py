@@ -10,7 +10,7 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
-from stoker.contract.settings import Parser, suggest
+from stoker.contract.settings import Parser, names_run, suggest
 from stoker.contract.terminal import in_colour, paint
 from stoker.contract.untrusted import is_count, json_text, printable
 from stoker.control.record import reader
@@ -27,7 +27,9 @@ _EPILOG = """  stoker plot                                     the newest run's 
 
 def parser() -> Parser:
     made = Parser("stoker plot", "Draws a metric of one or several runs in the terminal, or into a PNG file.", _EPILOG)
-    made.add_argument("runs", nargs="*", metavar="RUN", help="ids, names or paths of runs (default: the newest)")
+    names_run(
+        made.add_argument("runs", nargs="*", metavar="RUN", help="ids, names or paths of runs (default: the newest)")
+    )
     made.option("--metric", "NAME", "what to draw: any name in metrics.jsonl (default: loss)", default="loss")
     made.switch("--log", "a logarithmic axis for the values")
     made.option("--smooth", "N", "the mean of the last N values (default: 1, as they are)", _count, default=1)

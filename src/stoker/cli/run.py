@@ -33,7 +33,7 @@ _EXAMPLES = """examples:
   stoker run --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 train.py   by hand on each, as torchrun would
 
 exit codes: the guilty rank's own; 128+n for a signal; 70 where that would be 0 or was our doing; 0 only if every rank ended with 0.
-refusals: 64 usage, 65 script or config does not parse, 66 not found, 69 GPUs, driver or port not to be had, 71 system error,
+refusals: 64 usage, 65 syntax error in script or config, 66 not found, 69 GPUs, driver or port not available, 71 system error,
           73 runs folder can't be written, 75 --wait ran out, 78 bad config value."""
 
 

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
             raise Refusal(line, EX_USAGE)
         return _follow(root, options.follow)
     if not words:
-        raise Refusal("what shall run? stoker submit [options] -- [run options] script.py [args]", EX_USAGE)
+        raise Refusal("no script given: stoker submit [options] -- [run options] script.py [args]", EX_USAGE)
     submit.check(options)
     training = words[0] == "train"
     base, shrinks = _check_training(words) if training else _check_run(words)

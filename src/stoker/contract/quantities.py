@@ -11,7 +11,7 @@ from typing import Any
 _LONGEST = 60  # characters: a longer number is no float any more, and finding its parts takes their number squared
 _SIZE = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _YEARS = 1e11  # seconds
-_TIME = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_TIME = {"ms": 0.001, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def size(text: str) -> int:
@@ -29,8 +29,9 @@ def duration(text: str) -> float:
         raise ValueError(f"{text[:_LONGEST]!r}… is not a duration; write it like 30s, 10m or 1h30m")
     if re.fullmatch(r"[0-9]*\.?[0-9]+", word):
         return float(word)
-    parts = re.findall(r"([0-9]*\.?[0-9]+)(ms|s|m|h|d)", word)
-    if not parts or "".join(n + u for n, u in parts) != word.replace(" ", ""):
+    word = word.replace(" ", "")
+    parts = re.findall(r"([0-9]*\.?[0-9]+)(ms|sec|s|min|m|h|d)", word)
+    if not parts or "".join(n + u for n, u in parts) != word:
         raise ValueError(f"{text!r} is not a duration; write it like 30s, 10m or 1h30m")
     return float(sum(float(n) * _TIME[u] for n, u in parts))
 

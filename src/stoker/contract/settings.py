@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
                 self._add_action(action)
 
     def run_argument(self, kinds: str = "id, name or path of a run", default: str = "the newest") -> None:
-        self.add_argument("run", nargs="?", metavar="RUN", help=f"{kinds} (default: {default})")
+        names_run(self.add_argument("run", nargs="?", metavar="RUN", help=f"{kinds} (default: {default})"))
 
     def runs_dir(self) -> None:
         self.option("--runs-dir", "DIR", "folder of the run directories (default: $STOKER_RUNS, else ./runs)")
@@ -52,6 +52,11 @@ class Parser(argparse.ArgumentParser):
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         first = next((word for word in words if word.startswith("-")), words[0])
         raise Refusal(f"unknown option {first}{suggest(first.partition('=')[0], flags)}", EX_USAGE)
+
+
+def names_run(argument: argparse.Action) -> None:
+    """TAB then offers runs: functions of `stoker completion`'s script."""
+    argument.complete = {"bash": "_stoker_runs", "zsh": "_stoker_runs", "tcsh": "f:*"}  # type: ignore[attr-defined]
 
 
 def _of_one_word(type: Callable[[str], Any]) -> Callable[[str], Any]:

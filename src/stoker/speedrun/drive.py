@@ -238,7 +238,7 @@ class Drive:
     def _ended_early(self, stage: Stage, unreached: Sequence[Stage], code: int, stopped: int) -> int:
         if stopped:
             where = f" in stage {stage.name}" if code else ""
-            self.say(f"stopped{where}; the same command goes on from there")
+            self.say(f"stopped{where}; the same command resumes it")
             return code or 128 + stopped
         hindered = dependents(self.course.stages, stage.name)
         others = [one.name for one in unreached if one.name not in hindered and one.name != REPORT]
@@ -249,9 +249,7 @@ class Drive:
         if others:
             why = "it does" if len(others) == 1 else "they do"
             self.say(f"not reached, though {why} not need {stage.name}: {', '.join(others)} (--only STAGE runs one)")
-        self.say(
-            f"the same command goes on from there; `{command(self._argv, '--only', REPORT)}` reports on what there is"
-        )
+        self.say(f"the same command resumes it; `{command(self._argv, '--only', REPORT)}` reports on what there is")
         return code
 
     def _command(self, stage: Stage) -> list[str]:

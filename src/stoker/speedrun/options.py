@@ -23,8 +23,7 @@ class SpeedrunOptions:
         group=_WHAT,
     )
     set: tuple[str, ...] = option(
-        "a config key for every stage that has a use for it (optim.learning_rate=1e-3), or for one"
-        " (sft:train.max_steps=200)",
+        "a config key for every stage that has it (optim.learning_rate=1e-3), or for one (sft:train.max_steps=200)",
         default=(),
         metavar="[STAGE:]KEY=VALUE",
         many=True,

@@ -319,7 +319,7 @@ def _checked(
         seen.add(host.name)
     ours = [host.name for host in hosts if host.here]
     if len(ours) > 1:
-        _refuse(where, f"{' and '.join(ours)} are all this very machine; name it once", EX_CONFIG if path else EX_USAGE)
+        _refuse(where, f"{' and '.join(ours)} are all this machine; name it once", EX_CONFIG if path else EX_USAGE)
     return Hosts(tuple(hosts), config, options, path, env)
 
 

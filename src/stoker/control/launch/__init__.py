@@ -1,1 +1,1 @@
-"""Request and machine become a plan; the live run carries it out: agents, attempts, when to stop (docs/launching.md)."""
+"""Request and machine become a plan; the live run carries it out: agents, attempts, when to stop (docs/internals.md)."""

@@ -53,9 +53,7 @@ class SubmitOptions:
         "SEEDS",
         default=None,
     )
-    requeue: bool = option(
-        "before its time is up: save, go back to the queue, and go on with the same run", default=False
-    )
+    requeue: bool = option("before its time is up: save, go back to the queue, and resume the same run", default=False)
     signal_before: float = option(
         "the ranks get SIGTERM this long before the time limit or a preemption, and --grace to save (default: 60s)",
         "TIME",
@@ -177,7 +175,7 @@ done
 _REQUEUE = """
 # 143: it was stopped by our SIGTERM. The next start continues the run of this name, from its last checkpoint.
 if [ -e "$notice" ] && [ "$code" -eq 143 ]; then
-    echo "stoker: the job's time is nearly up: back to the queue, to go on with run $name"
+    echo "stoker: the job's time is nearly up: back to the queue, to resume run $name"
     scontrol requeue "$SLURM_JOB_ID" && exit 0
     echo "stoker: scontrol requeue failed; submit it again to go on" >&2
 fi

@@ -130,7 +130,7 @@ def stopped(evidence: Evidence, known: str = "", seen: tuple[str, ...] = (), fix
     elif evidence.ends and all(end.code is not None and end.code < 0 for end in evidence.ends):
         how = "; the ranks have no handler for it and ended without saving"
     else:
-        how = "; the ranks ended by themselves"
+        how = "; the ranks ended on their own"
     ends = [f"rank {end.rank} ended with {end.code}" for end in evidence.ends[:8]]
     summary = f"stopped by {name}{how}; {_kept(evidence)}" + (f". Known by then: {known}" if known else "")
     return Verdict(

@@ -193,7 +193,7 @@ class _Exchange:
                 found = f"a batch of {args[0].shape[0]} rows where this rank's share of step {given.step} is {share}"
                 raise RuntimeError(
                     f"balance: {found}: each batch of the Sampler needs one forward and one backward (rows=False: rows"
-                    " are no samples)"
+                    " are not samples)"
                 )
 
     def hook(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP reads the annotations, and refuses them as text

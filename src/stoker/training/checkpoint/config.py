@@ -8,14 +8,22 @@ from stoker.contract.quantities import duration
 from stoker.contract.shape import option, shape
 
 
+def interval(text: str) -> float:
+    """Seconds. `500` could be steps: a number needs its unit, but for 0, and for 600.0, which is how config.yaml has it."""
+    if text.strip().isdecimal() and int(text):
+        number = text.strip()
+        raise ValueError(f"{number} of what? write {number}s, {number}m or '{number} steps'")
+    return duration(text)
+
+
 @shape
 class CheckpointConfig:
     every_steps: int = limits.COUNT("save every so many steps (0: by time only)", 0)
     every: float = limits.NOT_NEGATIVE(
-        "save when this much time has passed since the last one (0: never by time)",
+        "save this often: 5min, 1h, '500 steps' (0: never by time)",
         600.0,
-        parse=duration,
-        metavar="TIME",
+        parse=interval,
+        metavar="TIME|STEPS",
     )
     keep: int = limits.FROM_ONE("the newest so many stay", 2)
     keep_best: bool = option("the one with the best validation loss stays too", default=True)

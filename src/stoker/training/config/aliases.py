@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ RENAMED = {
     "n_heads": "model.heads", "n_head": "model.heads", "num_heads": "model.heads", "num_attention_heads": "model.heads",
     "n_kv_heads": "model.kv_heads", "num_kv_heads": "model.kv_heads", "num_key_value_heads": "model.kv_heads", "rms_norm_eps": "model.norm_eps",
     "num_epochs": "train.epochs", "num_train_epochs": "train.epochs", "num_steps": "train.max_steps",
+    "steps": "train.max_steps", "max_iters": "train.max_steps", "total_steps": "train.max_steps",
     "log_interval": "train.log_every", "logging_steps": "train.log_every", "eval_interval": "train.eval_every",
     "save_interval": "checkpoint.every_steps", "save_steps": "checkpoint.every_steps",
 }  # fmt: skip
@@ -48,6 +50,20 @@ def _warmup(value: Any) -> dict[str, Any]:
     return {"optim.warmup_steps": value} if number >= 1 else {"optim.warmup_steps": 0, "optim.warmup_ratio": value}
 
 
+def _every(value: Any) -> dict[str, Any]:
+    """500 steps: then no longer by time."""
+    steps = re.fullmatch(r"\s*(\d+)\s*steps?\s*", str(value).lower())
+    return {"checkpoint.every_steps": steps[1], "checkpoint.every": 0} if steps else {"checkpoint.every": value}
+
+
+def _dtype(name: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {"compute.dtype": name if truth(value) else "auto"}
+
+
+def _logger(name: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {"train.log_to": name if truth(value) else ""}
+
+
 def _device_id(value: Any) -> dict[str, Any]:
     if isinstance(value, bool) or not is_count(str(value)):
         raise ValueError(f"{value!r} is not the number of a GPU")
@@ -57,12 +73,15 @@ def _device_id(value: Any) -> dict[str, Any]:
 TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "use_amp": lambda value: {"compute.dtype": "auto" if truth(value) else "fp32"},
     "gradient_checkpointing": lambda value: {"compute.recompute": "full" if truth(value) else "off"},
+    **{name: _dtype(name) for name in ("bf16", "fp16", "fp32")},
+    **{name: _logger(name) for name in ("tensorboard", "wandb", "trackio", "mlflow")},
     "lora": lambda value: {"adapter.method": "lora" if truth(value) else "off"},
     "qlora": lambda value: {"adapter.method": "qlora" if truth(value) else "off"},
     "debug": lambda value: {PRESET: "debug"} if truth(value) else {},
     "warmup": _warmup,
     "device_id": _device_id,
 }
+SWITCHES = tuple(name for name in TRANSLATED if name not in ("warmup", "device_id"))  # a flag of these needs no value
 
 
 def names() -> list[str]:
@@ -72,7 +91,9 @@ def names() -> list[str]:
 
 def meaning(name: str, value: Any) -> dict[str, Any] | None:
     """The keys (or PRESET, GPU) a name stands for, their values read; None: unknown. ValueError: a bad value."""
-    if name in KEYS:
+    if (BARE.get(name) or name) == "checkpoint.every":
+        found = _every(value)
+    elif name in KEYS:
         found = {name: value}
     elif name in BARE or name in RENAMED:
         found = {BARE.get(name) or RENAMED[name]: value}

@@ -107,7 +107,7 @@ def _run_length_and_batch(checking: _Checking) -> None:
     if batch.tokens % context:
         low = batch.tokens // context * context
         legal = f"{low} or {low + context}" if low else f"{context}"
-        checking.refuse(f"batch.tokens {batch.tokens} is no multiple of data.context_length {context}: {legal} is")
+        checking.refuse(f"batch.tokens {batch.tokens} is not a multiple of data.context_length {context}: {legal} is")
 
 
 def _words(checking: _Checking) -> None:

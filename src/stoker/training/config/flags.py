@@ -9,13 +9,12 @@ from typing import Any
 from stoker.contract.settings import Parser
 from stoker.contract.shape import shape
 from stoker.training.config import presets
-from stoker.training.config.aliases import RENAMED, SECTION_VALUES, TRANSLATED
+from stoker.training.config.aliases import RENAMED, SECTION_VALUES, SWITCHES, TRANSLATED
 from stoker.training.config.derived import BATCH, LENGTH, RATES
 from stoker.training.config.keys import BARE, KEYS, LEAVES
 from stoker.training.config.schema import ABOUT, SECTIONS
 
 DERIVED = (*RATES, *LENGTH, *BATCH)  # a stage that trains derives these
-STANDS_ALONE = ("use_amp", "gradient_checkpointing", "debug", "lora", "qlora")  # aliases that may come without a value
 
 
 @shape
@@ -78,7 +77,7 @@ def add_key_flags(parser: argparse.ArgumentParser, shown: Shown | None = None) -
         _add(groups[key.section] if text else parser, dotted, [f"--{dotted}"], text, metavar, alone)
         _add(parser, dotted, _spellings(dotted)[1:], None, metavar, alone)
     for name in (*LEAVES, *RENAMED, *TRANSLATED, *SECTION_VALUES):
-        alone = name in STANDS_ALONE or (name in BARE and KEYS[BARE[name]].kind == "bool")
+        alone = name in SWITCHES or (name in BARE and KEYS[BARE[name]].kind == "bool")
         if name not in ("debug", "data"):
             _add(parser, name, _spellings(name), None, None, alone)
 

@@ -92,6 +92,10 @@ class Conversation:
         self._marks = frozenset(tokenizer.special.values())
         self._stop = {tokenizer.end_id} if manner.raw else set(tokenizer.stop_ids)
 
+    def forget(self) -> None:
+        self._turns.clear()
+        self._dropped = False
+
     def answer(self, text: str) -> Generator[str, None, None]:
         """Piece by piece. Whoever stops listening keeps what was said as the answer."""
         self._turns.append(("user", text.encode("utf-8", "surrogateescape")))

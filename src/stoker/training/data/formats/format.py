@@ -58,7 +58,7 @@ def turns_of(
         try:
             value = parse_json(value)
         except ValueError as problem:
-            raise Unusable(f"{what} is text that is no JSON: {problem}") from problem
+            raise Unusable(f"{what} is text that is not JSON: {problem}") from problem
     if not isinstance(value, (list, tuple)):
         raise Unusable(f"{what} is {'missing' if value is None else type(value).__name__}, not a list of messages")
     turns: list[Turn] = []
@@ -79,7 +79,7 @@ def tools_of(value: Any) -> list[Any]:
     try:
         tools = parse_json(value.encode()) if isinstance(value, str) else value
     except ValueError as problem:
-        raise Unusable(f"'tools' is no JSON: {problem}") from problem
+        raise Unusable(f"'tools' is not JSON: {problem}") from problem
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Unusable("'tools' is not a list of objects")
     return tools
