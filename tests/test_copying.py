@@ -380,11 +380,9 @@ def test_a_host_that_comes_late_is_offered_what_the_others_got(
     copy = copying.Late(read.hosts[1], read, loads)
     assert wait_for(lambda: copy.over or None, 30)
     assert copy.failure == f"{data} could not be copied: {data}/a.bin has changed here since the run began"
-    assert (
-        (late.workdir / "train.py").read_text() == "edited"
-        and _tree(late.workdir).keys() == WANTED
-        and not _tree(first.workdir)
-    )
+    # The half-written file stays there until its end notices that the connection is gone.
+    assert wait_for(lambda: True if _tree(late.workdir).keys() == WANTED else None, 30), _tree(late.workdir).keys()
+    assert (late.workdir / "train.py").read_text() == "edited" and not _tree(first.workdir)
     (data / "a.bin").write_text("old")
     copy = copying.Late(read.hosts[1], read, loads)
     assert wait_for(lambda: copy.over or None, 30) and not copy.failure
