@@ -234,10 +234,10 @@ def test_exactly_these_variables_travel(far: Callable[..., Done], stoker: Stoker
 def test_what_a_login_prints_is_explained_in_no_time_and_printable(text: str) -> None:
     import time
 
-    began = time.monotonic()
+    began = time.process_time()
     for code in (None, 0, 1, 126, 127, 255):
         assert explain("far", text, code).isprintable()
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 # ---- the shared connection's folder ----
