@@ -6,7 +6,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -152,7 +151,7 @@ def test_a_flood_blocks_nobody_and_loses_no_byte(stoker: Stoker) -> None:
         shown = b""
         while data := os.read(read, 1 << 20):
             shown += data
-        assert run.wait(20) == 0
+        assert run.wait(100) == 0
     finally:
         os.close(read)
     lines = [line for line in shown.split(b"\n") if b"CPU0:" in line]
@@ -176,12 +175,10 @@ def test_a_dead_console_does_not_end_the_run(stoker: Stoker) -> None:
 
 
 def test_output_is_seen_while_it_is_printed(stoker: Stoker) -> None:
-    script = stoker.script("slow.py", "import time\nprint('early')\ntime.sleep(30)\n")
+    script = stoker.script("slow.py", "import time\nprint('early')\ntime.sleep(600)\n")
     run = stoker.start("run", "--quiet", script)
     assert run.stdout is not None
-    began = time.monotonic()
     while b"early" not in run.stdout.readline():
         continue
-    assert time.monotonic() - began < 20
     run.terminate()
-    assert run.wait(25) == 143
+    assert run.wait(100) == 143

@@ -540,7 +540,7 @@ def test_a_killed_rank_a_stop_and_a_killed_job_end_in_the_run_that_nobody_touche
     victims = [job.pid, *ranks().values()]
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
-    job.wait(30)
+    job.wait(100)
     assert f"resumes at step {last + 1} from".encode() in stoker.result().log(0, attempt=2)
 
     job = go()

@@ -438,7 +438,7 @@ def test_a_host_that_answers_nonsense_gets_nothing_and_ends_nothing(
     thread.start()
     thread.join(2.0)
     one.stop()
-    thread.join(5.0)
+    thread.join(100)
     assert not thread.is_alive() and one.failure and one.failure.isprintable(), one.failure
     assert not heard.exists() or b"only-here-8c1f" not in heard.read_bytes()
 

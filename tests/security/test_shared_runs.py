@@ -228,7 +228,7 @@ def test_every_command_gets_past_all_of_them(stoker: Stoker) -> None:
     for kind in DAMAGED:
         for command in ("why", "logs", "stop", "attach"):
             if DAMAGED[kind][1]:
-                done = stoker(command, f"runs/20260101-000000-{kind.replace(' ', '-')}", timeout=30)
+                done = stoker(command, f"runs/20260101-000000-{kind.replace(' ', '-')}")
                 assert done.code == 65 and done.err.count("\n") == 1 and "Traceback" not in done.err, (
                     kind,
                     command,

@@ -197,7 +197,7 @@ def page_of(stoker: Stoker, *words: str) -> Iterator[Page]:
         yield Page(int(found[1]), found[2])
     finally:
         child.send_signal(signal.SIGTERM)
-        assert child.wait(30) == 0
+        assert child.wait(100) == 0
         child.stdout.close()
 
 
