@@ -554,7 +554,7 @@ def test_who_else_is_on_the_gpus(stoker: Stoker, box: Callable[..., dict[str, st
 def test_a_driver_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "BOOT", "import time; time.sleep(60)")
     began = time.monotonic()
-    assert leftovers.look_at_gpus(None, 0.3) == "NVML has not answered within 0 s" and time.monotonic() - began < 20
+    assert leftovers.look_at_gpus(None, 0.3) == "NVML has not answered within 0 s" and time.monotonic() - began < 50
     monkeypatch.setattr(gather, "BOOT", "1 // 0")
     assert "ZeroDivisionError" in str(leftovers.look_at_gpus(None))
 
