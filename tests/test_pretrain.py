@@ -426,6 +426,7 @@ def unharmed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[int
     return found.losses
 
 
+@at_length  # kills in the middle of saves: test_checkpoint.py; of a rank and of a whole job, bit for bit: the test below
 def test_kills_during_saves_never_leave_a_damaged_checkpoint_and_lose_no_step(
     forks: Forks, unharmed: dict[int, float], tmp_path: Path
 ) -> None:
