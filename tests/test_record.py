@@ -123,7 +123,7 @@ def test_a_name_goes_on_with_an_unfinished_run(stoker: Stoker) -> None:
 
 
 def test_two_starts_of_one_name_do_not_share_it(stoker: Stoker) -> None:
-    run = stoker.start("run", "--name", "exp", stoker.script("c.py", COUNT), "100")
+    run = stoker.start("run", "--name", "exp", stoker.script("c.py", COUNT), "4000")
     assert wait_for(lambda: True if list(stoker.cwd.glob("runs/2*/attempt-0/rank-0.log")) else None, 20)
     refused = stoker("run", "--name", "exp", "c.py", "100")
     assert refused.code == 69 and "is running" in refused.err
