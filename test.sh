@@ -31,7 +31,7 @@ step mypy python -m mypy
 step imports python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 wait
 trap - EXIT
-# Six workers on two cores, a file each, the slowest first: half of the suite waits for processes and timeouts.
-workers=(--workers 6)
+# Ten workers on two cores, a file each, the slowest first: two thirds of a test's time it waits for processes and timeouts.
+workers=(--workers 10)
 if [[ -e /dev/nvidiactl ]]; then workers=(-n 6 --dist loadfile --no-loadscope-reorder); fi # CUDA survives no fork
 step pytest python -m pytest -q "${workers[@]}" "$@"

@@ -1,4 +1,5 @@
-"""torch as it is, but for parts that are loaded when something first asks for them: what only its compiler and exporter need.
+"""torch as it is, but for parts that are loaded when something first asks for them: what only its compiler and exporter need, and
+what torch imports for nobody here.
 
 Importing torch takes 1.5 s of a core, and the first optimizer or DDP of a process imports torch._dynamo for as long again. The tests
 start hundreds of such processes, and no test here compiles on a CPU. So these modules are empty until one of their names is
@@ -39,9 +40,18 @@ class _Stance:
     __enter__ = __exit__ = _nothing
 
 
-COMPILER = ("torch._dynamo", "torch._inductor", "torch._export")
+# Of these only what is asked for is loaded, and its package.
+APART = (
+    "torch._dynamo", "torch._inductor", "torch._export",
+    "numpy._core._add_newdocs", "numpy._core._add_newdocs_scalars", "pynvml", "torchgen.model",
+)  # fmt: skip
 # In torch's own order. What each of them answers before it is loaded.
 DEFERRED: dict[str, dict[str, Any]] = {
+    "numpy._core._add_newdocs": {},
+    "numpy._core._add_newdocs_scalars": {},
+    "pynvml": {},
+    "torchgen.model": {},
+    "torch.masked": {},
     "torch.export": {},
     "torch.distributed._meta_registrations": {},
     "torch._meta_registrations": {},
@@ -90,10 +100,10 @@ _ran: set[str] = set()  # names of deferred modules that were loaded
 
 
 def load(wanted: str) -> None:
-    """First all that torch imports by itself; of the compiler only what is wanted, and its package."""
+    """First all that torch imports by itself; of what is apart only what is wanted, and its package."""
     for name in DEFERRED:
         module = sys.modules.get(name)
-        needed = not name.startswith(COMPILER) or f"{wanted}.".startswith(f"{name}.")
+        needed = not name.startswith(APART) or f"{wanted}.".startswith(f"{name}.")
         if type(module) is Deferred and needed:
             _ran.add(name)
             module.__class__ = ModuleType
@@ -112,7 +122,8 @@ def load(wanted: str) -> None:
 
 def _spec(name: str) -> ModuleSpec | None:
     """Of the real module."""
-    return PathFinder.find_spec(name, sys.modules[name.rpartition(".")[0]].__path__)
+    package = name.rpartition(".")[0]
+    return PathFinder.find_spec(name, sys.modules[package].__path__ if package else None)
 
 
 class _Later:
@@ -168,6 +179,16 @@ def compile_when_called(torch: Any) -> None:
     torch.compile = compiled
 
 
+def module_of_a_frame(otherwise: Any) -> Any:
+    """inspect.getmodule, which compares a frame's file with those of all modules: a tenth of importing torch was that."""
+
+    def found(thing: Any, filename: str | None = None) -> Any:
+        frame = hasattr(thing, "f_globals")
+        return sys.modules.get(thing.f_globals["__name__"]) if frame else otherwise(thing, filename)
+
+    return found
+
+
 class _Uncollected:
     """Loads torch itself: hundreds of thousands of objects, none of them garbage, now or at the end of the process."""
 
@@ -178,13 +199,17 @@ class _Uncollected:
         return getattr(self._loader, name)
 
     def exec_module(self, module: ModuleType) -> None:
-        collects = gc.isenabled()
+        import inspect
+
+        collects, searches = gc.isenabled(), inspect.getmodule
         gc.disable()
+        inspect.getmodule = module_of_a_frame(searches)
         try:
             self._loader.exec_module(module)
             bind_generator(module)
             compile_when_called(module)
         finally:
+            inspect.getmodule = searches
             gc.freeze()
             gc.set_threshold(GARBAGE, *gc.get_threshold()[1:])
             if collects:

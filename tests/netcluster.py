@@ -26,6 +26,7 @@ from conftest import wait_for
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin")
 SSH_PORT = 22
 HOSTNAME = "stk-clone"
+_DRAW = random.SystemRandom()  # tests seed the shared one: two workers would build the same cluster
 _SET_NAME = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
 
 
@@ -81,7 +82,7 @@ class NetCluster:
     def __init__(self, folder: Path, count: int = 3) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.tag = f"stk{random.randrange(16**6):06x}"
+        self.tag = f"stk{_DRAW.randrange(16**6):06x}"
         self.bridge = f"{self.tag}b"
         self.net = self._free_net()
         self.address = f"{self.net}.254"  # the test's own, on the bridge
@@ -100,7 +101,7 @@ class NetCluster:
         """A 10.x.y.0/24 that no interface here has."""
         taken = _run("ip", "-4", "-o", "addr", "show")
         while True:
-            net = f"10.{random.randrange(180, 250)}.{random.randrange(1, 255)}"
+            net = f"10.{_DRAW.randrange(180, 250)}.{_DRAW.randrange(1, 255)}"
             if f" {net}." not in taken:
                 return net
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 SLOWEST = (
-    "test_fit", "test_pretrain", "test_unmodified", "test_grpo", "test_speedrun", "test_faults", "test_engine", "test_hostile_files",
-    "test_strangers_tokenizers", "test_readme", "test_templates", "test_cluster_check", "test_watch_real", "test_adapter_stages", "test_viewers",
-    "test_sharded", "test_multihost", "test_families", "test_protocol", "test_slurm", "test_eleventh_review", "test_dropin", "test_roles",
-    "test_bad_input", "test_balance", "test_ninth_review", "test_elastic", "test_forensics", "test_stages", "test_shared_runs", "test_copying",
-    "test_data", "test_locks", "test_secrets", "test_host_failures", "test_sft", "test_refusals", "test_second_review", "test_review",
-    "test_strangers_templates", "test_wheel", "test_train_config", "test_ladder", "test_record", "test_exports", "test_endings", "test_report",
-    "test_remote_agent", "test_burnin", "test_samples", "test_generate", "test_adapter_folders", "test_show", "test_stopping", "test_clean",
-    "test_fuzz", "test_web", "test_hosts", "test_twelfth_review", "test_adapter_refusals",
+    "test_pretrain", "test_grpo", "test_roles", "test_sharded", "test_faults", "test_fit", "test_multihost", "test_cluster_check",
+    "test_slurm", "test_watch_real", "test_unmodified", "test_templates", "test_engine", "test_balance", "test_dropin", "test_speedrun",
+    "test_bad_input", "test_shared_runs", "test_families", "test_ninth_review", "test_strangers_tokenizers", "test_readme", "test_viewers",
+    "test_copying", "test_eleventh_review", "test_elastic", "test_protocol", "test_forensics", "test_adapter_stages",
+    "test_hostile_files", "test_stages", "test_sft", "test_refusals", "test_second_review", "test_secrets", "test_data", "test_locks",
+    "test_review", "test_strangers_templates", "test_wheel", "test_train_config", "test_record", "test_exports", "test_endings",
+    "test_checkpoint", "test_stopping", "test_report", "test_remote_agent", "test_burnin", "test_serve_engine", "test_evaluate",
+    "test_samples", "test_generate", "test_adapter_folders", "test_show", "test_clean", "test_fuzz", "test_web", "test_hosts",
+    "test_twelfth_review", "test_adapter_refusals", "test_ladder", "test_serve", "test_restarts",
 )  # fmt: skip
 
 

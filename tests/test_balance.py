@@ -384,6 +384,7 @@ def test_a_rank_with_less_memory_computes_smaller_micro_batches_and_the_others_d
     close(job.losses, other.losses, 1e-5)
 
 
+@at_length  # who gets how much is decided as above, and the next test counts what ranks with adapters exchange
 def test_unlike_ranks_share_the_training_of_an_adapter(forks: Forks, tmp_path: Path) -> None:
     base = forks(1, tmp_path / "base", "--max-steps", "2", "--export", "true").run / "hf"
     words = ("--model.load", str(base), "--qlora", "--lora_rank", "4", "--max-steps", "32", "--learning_rate", "3e-3")

@@ -212,7 +212,7 @@ def test_stopped_by_the_user(stoker: Stoker) -> None:
         60,
     )
     run.send_signal(signal.SIGINT)
-    out, _ = run.communicate(timeout=20)
+    out, _ = run.communicate(timeout=100)
     assert run.returncode == 130 and b"FAIL" not in out and b"could not be checked" in out
 
 

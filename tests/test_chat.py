@@ -379,7 +379,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(stoker: Stoker, tmp_path: Pat
         place = until("> ", place)
         assert seen.count("\n") < 3900, "it wrote the whole answer"
         os.write(ours, b"\x04")
-        assert process.wait(30) == 0
+        assert process.wait(100) == 0
     finally:
         process.kill()
         process.wait()

@@ -197,7 +197,7 @@ def test_training_may_write_the_tensors_as_soon_as_save_returns(
     """And a save that is asked for while one is under way is skipped, said once, and never queued."""
     go = threading.Event()
     written = part.write_whole
-    monkeypatch.setattr(part, "write_whole", lambda path, data: (go.wait(20), written(path, data)))
+    monkeypatch.setattr(part, "write_whole", lambda path, data: (go.wait(100), written(path, data)))
     one, weight = job(), torch.full((1000,), 1.0)
     saver = one.savers[0]
     assert saver.save(1, {"w": weight}, {})
@@ -222,7 +222,7 @@ def test_a_rank_that_skips_what_another_began_costs_only_that_checkpoint(
         place, name = os.path.split(path)
         gate = gates.get(f"{int(os.path.basename(place)[5:13])} {name.partition('.')[0]}")
         if gate is not None:
-            gate.wait(20)
+            gate.wait(100)
         written(path, data)
 
     monkeypatch.setattr(part, "write_whole", gated)

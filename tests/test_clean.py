@@ -119,7 +119,7 @@ def test_leftovers_are_shown_and_then_stopped(stoker: Stoker, start: Start) -> N
 
     code, said = look(stoker, "--yes")
     assert code == 0 and said["stopped"]["survivors"] == [] and said["stopped"]["killed"] == []
-    assert one.wait(30) == -signal.SIGTERM and stopped.wait(30) == -signal.SIGTERM
+    assert one.wait(100) == -signal.SIGTERM and stopped.wait(100) == -signal.SIGTERM
     assert look(stoker)[0] == 0
     assert "nothing to clean" in stoker("clean", "--runs-dir", "runs").out
 
@@ -137,7 +137,7 @@ def test_ignored_sigterm_and_children_without_a_tag(stoker: Stoker, start: Start
     why = {entry["pid"]: entry["why"] for entry in said["leftovers"]}
     assert why[child] == f"started by pid {family.pid}"
     assert code == 0 and said["stopped"]["killed"] == [stubborn.pid] and said["stopped"]["seconds"] >= 0.5
-    assert stubborn.wait(30) == -signal.SIGKILL and family.wait(30) == -signal.SIGTERM
+    assert stubborn.wait(100) == -signal.SIGKILL and family.wait(100) == -signal.SIGTERM
     assert process(child) is None or process(child).state == "Z"  # type: ignore[union-attr]
 
 
@@ -145,7 +145,7 @@ def test_run_directory_gone(stoker: Stoker, start: Start) -> None:
     gone = start(["sleep", "600"], tag_of("20260101-gone", stoker.cwd / "runs" / "20260101-gone"))
     code, said = look(stoker, "--yes")
     assert code == 0 and said["leftovers"][0]["why"] == "its run directory is gone"
-    assert gone.wait(30) == -signal.SIGTERM
+    assert gone.wait(100) == -signal.SIGTERM
 
 
 def test_what_a_real_run_leaves_when_all_its_keepers_die(stoker: Stoker) -> None:
@@ -168,7 +168,7 @@ def test_what_a_real_run_leaves_when_all_its_keepers_die(stoker: Stoker) -> None
     for signum in (signal.SIGSTOP, signal.SIGKILL):
         for pid in keepers:
             os.kill(pid, signum)
-    run.wait(25)
+    run.wait(100)
     assert wait_for(lambda: True if all(process(pid) is None for pid in keepers[1:]) else None, 5)
     code, said = look(stoker, "--yes")
     assert code == 0 and left in {entry["pid"] for entry in said["leftovers"]} and not said["stopped"]["survivors"]
@@ -235,7 +235,7 @@ def test_never_itself_nor_its_parents(stoker: Stoker, start: Start) -> None:
     )
     assert done.returncode == 0 and done.stdout.endswith("still here\n"), done
     said = json.loads(done.stdout.removesuffix("still here\n"))
-    assert [entry["pid"] for entry in said["leftovers"]] == [other.pid] and other.wait(30) == -signal.SIGTERM
+    assert [entry["pid"] for entry in said["leftovers"]] == [other.pid] and other.wait(100) == -signal.SIGTERM
     assert {"this command runs inside it"} <= {entry["why"] for entry in said["left_alone"]}
 
 
@@ -291,7 +291,7 @@ def test_200_strangers_and_a_living_run_survive(stoker: Stoker, start: Start) ->
         assert (
             code == 0
             and [entry["pid"] for entry in said["leftovers"]] == [inner.pid]
-            and inner.wait(30) == -signal.SIGTERM
+            and inner.wait(100) == -signal.SIGTERM
         )
         assert all(alive(one) for one in strangers) and len(strangers) == 200
         assert run.poll() is None and all(processes.run_tag(pid) == tag for pid in ranks)
@@ -303,7 +303,7 @@ def test_200_strangers_and_a_living_run_survive(stoker: Stoker, start: Start) ->
             one.wait()
     finally:
         run.terminate()
-        run.communicate(timeout=30)
+        run.communicate(timeout=100)
 
 
 def test_a_reused_pid_is_not_hit(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +317,7 @@ def test_a_reused_pid_is_not_hit(start: Start, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr("stoker.contract.process.owner", lambda pid: 12345)
         assert not send(me, signal.SIGKILL)
     assert alive(one)
-    assert send(me, signal.SIGKILL) and one.wait(30) == -signal.SIGKILL
+    assert send(me, signal.SIGKILL) and one.wait(100) == -signal.SIGKILL
     assert not send(me, signal.SIGKILL)
 
 
@@ -347,7 +347,7 @@ def test_named_pids(stoker: Stoker, start: Start) -> None:
     done = stoker("clean", "--json", "--pid", str(one.pid))
     assert done.code == 1 and json.loads(done.out)["named"][0]["pid"] == one.pid and alive(one)
     done = stoker("clean", "--yes", "--pid", str(one.pid), "--pid", str(two.pid))
-    assert done.code == 0 and one.wait(30) == two.wait(30) == -signal.SIGTERM
+    assert done.code == 0 and one.wait(100) == two.wait(100) == -signal.SIGTERM
     for pid, code, word in (
         (one.pid, 66, "no such process"),
         (1, 64, "init"),
@@ -377,7 +377,7 @@ def test_named_pids_are_confirmed_at_a_terminal(stoker: Stoker, start: Start, ty
         said += os.read(mine, 4096)
     assert alive(one)
     os.write(mine, typed)
-    assert asking.wait(20) == code
+    assert asking.wait(100) == code
     os.close(mine)
     assert alive(one) == (code != 0)
 
@@ -554,7 +554,7 @@ def test_who_else_is_on_the_gpus(stoker: Stoker, box: Callable[..., dict[str, st
 def test_a_driver_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "BOOT", "import time; time.sleep(60)")
     began = time.monotonic()
-    assert leftovers.look_at_gpus(None, 0.3) == "NVML has not answered within 0 s" and time.monotonic() - began < 20
+    assert leftovers.look_at_gpus(None, 0.3) == "NVML has not answered within 0 s" and time.monotonic() - began < 50
     monkeypatch.setattr(gather, "BOOT", "1 // 0")
     assert "ZeroDivisionError" in str(leftovers.look_at_gpus(None))
 
@@ -719,7 +719,7 @@ def test_memory_of_a_real_gpu_comes_back(stoker: Stoker, start: Start) -> None:
         assert one.stdout is not None and one.stdout.readline() == b"holding\n"
     began = time.monotonic()
     code, said = look(stoker, "--yes")
-    assert code == 0 and ours.wait(30) == -signal.SIGTERM and time.monotonic() - began < 5
+    assert code == 0 and ours.wait(100) == -signal.SIGTERM and time.monotonic() - began < 5
     listed = {entry["pid"]: entry for entry in said["others"]}
     assert alive(stranger) and stranger.pid in listed and f"--pid {stranger.pid}" in listed[stranger.pid]["advice"]
     assert [entry["pid"] for entry in said["leftovers"]] == [ours.pid]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -276,7 +277,18 @@ def test_a_host_cut_off_in_the_middle_is_named_and_the_rest_have_it(
     monkeypatch.setattr(copying, "SILENCE_S", 5.0)
     (source / "weights.bin").write_bytes(os.urandom(20 << 20))
     netcluster.slow(0, 20)
-    cut = threading.Timer(2.0, netcluster.cut, [0])
+    first = netcluster.hosts[0].workdir
+
+    def begun() -> bool | None:
+        with contextlib.suppress(FileNotFoundError):  # a small file, and whole by now
+            return any(part.stat().st_size > 1 << 20 for part in first.glob(".stoker-part-*")) or None
+        return None
+
+    def cut_in_the_middle() -> None:
+        wait_for(begun, 60)
+        netcluster.cut(0)
+
+    cut = threading.Thread(target=cut_in_the_middle)
     cut.start()
     said = Said()
     with pytest.raises(Refusal) as refused:
@@ -380,11 +392,9 @@ def test_a_host_that_comes_late_is_offered_what_the_others_got(
     copy = copying.Late(read.hosts[1], read, loads)
     assert wait_for(lambda: copy.over or None, 30)
     assert copy.failure == f"{data} could not be copied: {data}/a.bin has changed here since the run began"
-    assert (
-        (late.workdir / "train.py").read_text() == "edited"
-        and _tree(late.workdir).keys() == WANTED
-        and not _tree(first.workdir)
-    )
+    # The half-written file stays there until its end notices that the connection is gone.
+    assert wait_for(lambda: True if _tree(late.workdir).keys() == WANTED else None, 30), _tree(late.workdir).keys()
+    assert (late.workdir / "train.py").read_text() == "edited" and not _tree(first.workdir)
     (data / "a.bin").write_text("old")
     copy = copying.Late(read.hosts[1], read, loads)
     assert wait_for(lambda: copy.over or None, 30) and not copy.failure

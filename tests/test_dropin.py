@@ -551,7 +551,7 @@ def test_the_log_files_are_there_from_the_start(stoker: Stoker) -> None:
         )
     finally:
         run.terminate()
-        run.communicate(timeout=30)
+        run.communicate(timeout=100)
 
 
 def test_log_dir_dev_null(stoker: Stoker) -> None:
@@ -768,7 +768,7 @@ def test_torchrun_waits_and_leaves_helpers(both: Both) -> None:
     )
     child = both.start("torchrun", "flood.py")
     with pytest.raises(subprocess.TimeoutExpired):
-        child.wait(20)
+        child.wait(100)
     assert not (both.folder("torchrun") / "flooded").exists()
     assert child.communicate(timeout=60)[0].count(b"\n") == 300 and child.returncode == 0
 

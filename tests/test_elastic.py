@@ -145,11 +145,12 @@ def stop_agent(cluster: NetCluster) -> None:
 @pytest.mark.parametrize(
     ("fault", "all_reduce"),
     [
-        (cut, GLOO),
+        (cut, SOCKETS),
+        pytest.param(cut, GLOO, marks=at_length),  # a cut is found by the agents' silence, whatever the ranks use
         pytest.param(kill_agent, SOCKETS, marks=at_length),
         pytest.param(stop_agent, SOCKETS, marks=at_length),
     ],
-    ids=["cut", "kill_agent", "stop_agent"],
+    ids=["cut", "cut_gloo", "kill_agent", "stop_agent"],
 )
 def test_a_lost_host_is_named_and_the_run_goes_on_without_it_until_it_is_back(
     stoker: Stoker, netcluster: NetCluster, fault: Any, all_reduce: str
@@ -199,7 +200,7 @@ def test_below_min_hosts_the_lost_host_is_the_verdict(
 ) -> None:
     run = begin(stoker, netcluster, *asked, "--max-restarts", "3", job=COUNTING)
     kill_agent(netcluster)
-    assert run.wait(30) == 70, console(stoker)
+    assert run.wait(100) == 70, console(stoker)
     verdict = stoker.result().verdict
     assert (verdict["cause"], verdict["host"]) == ("host.lost", netcluster.hosts[1].name)
     assert f"2 of 3 hosts left, and {says}" in verdict["summary"]
@@ -216,7 +217,7 @@ def test_a_coordinator_whose_own_network_is_cut_ends_with_that_word_and_the_host
     for n in range(3):
         netcluster.cut(n)
     assert wait_for(lambda: True if not any(netcluster.pids(n) for n in range(3)) else None, 15), "no half may go on"
-    assert run.wait(30) == 70, console(stoker)
+    assert run.wait(100) == 70, console(stoker)
     assert stoker.result().verdict["cause"] == "host.lost" and "all 3 hosts are lost at once" in console(stoker)
 
 
@@ -234,7 +235,7 @@ def test_a_host_whose_agent_and_guardian_are_frozen_is_taken_over(stoker: Stoker
     print(f"nothing left after {time.monotonic() - began:.1f} s")
     assert wait_for(lambda: events(stoker, "host-back") or None, 20), console(stoker)
     run.terminate()
-    assert run.wait(30) == 128 + signal.SIGTERM
+    assert run.wait(100) == 128 + signal.SIGTERM
     assert wait_for(lambda: True if not any(netcluster.pids(n) for n in range(3)) else None, 15)
 
 
@@ -282,4 +283,4 @@ def test_a_host_that_comes_late_gets_what_sync_and_stage_brought_the_others(
     ).read_text() == "1 2 3"
     assert f"tokens to {late.name} (1 files, 0.0 MB)" in console(stoker)
     run.terminate()
-    assert run.wait(30) == 143, console(stoker)
+    assert run.wait(100) == 143, console(stoker)

@@ -149,7 +149,7 @@ def test_stoker_stop_saves(stoker: Stoker) -> None:
     run = stoker.start(*own_script(stoker, "saves"))
     assert wait_for(lambda: is_ready(stoker), 30)
     assert stoker("stop").code == 0
-    assert run.wait(20) == 143 and "gracefully; saved" in why(stoker)["summary"]
+    assert run.wait(100) == 143 and "gracefully; saved" in why(stoker)["summary"]
 
 
 def test_a_killed_launcher_is_called_lost_with_its_checkpoint(stoker: Stoker) -> None:
@@ -183,7 +183,7 @@ def test_a_closed_terminal_saves(stoker: Stoker) -> None:
     assert wait_for(lambda: is_ready(stoker), 30)
     os.close(terminal)
     assert (
-        run.wait(30) == 129 and why(stoker)["summary"] == "stopped by SIGHUP gracefully; saved: checkpoints/step-20.pt"
+        run.wait(100) == 129 and why(stoker)["summary"] == "stopped by SIGHUP gracefully; saved: checkpoints/step-20.pt"
     )
 
 
@@ -195,7 +195,7 @@ def test_on_hangup_detach_continues(stoker: Stoker) -> None:
     os.close(terminal)
     assert wait_for(lambda: True if any(event["event"] == "hangup" for event in stoker.result().events) else None, 10)
     assert run.poll() is None
-    assert stoker("stop").code == 0 and run.wait(20) == 143
+    assert stoker("stop").code == 0 and run.wait(100) == 143
 
 
 def test_a_running_job_can_be_detached(stoker: Stoker) -> None:
@@ -207,7 +207,7 @@ def test_a_running_job_can_be_detached(stoker: Stoker) -> None:
     os.close(terminal)
     assert wait_for(lambda: True if any(event["event"] == "hangup" for event in stoker.result().events) else None, 10)
     assert run.poll() is None
-    assert stoker("stop").code == 0 and run.wait(20) == 143
+    assert stoker("stop").code == 0 and run.wait(100) == 143
 
 
 def test_a_closed_tmux_saves(stoker: Stoker) -> None:
@@ -385,7 +385,7 @@ def test_a_full_disk_and_a_stop(stoker: Stoker, small_disk: Path) -> None:
     )
     fill(small_disk)
     run.send_signal(signal.SIGTERM)
-    out, _ = run.communicate(timeout=30)
+    out, _ = run.communicate(timeout=100)
     assert run.returncode == 143 and b"gracefully" not in out
     assert json.loads(stoker("why", *runs, "--json").out)["summary"].startswith("stopped by SIGTERM")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 from conftest import Stoker, machine_json
 from stoker.control.agent.spawn import Gate
@@ -76,18 +75,26 @@ def test_one_slot_lets_ranks_through_one_by_one(stoker: Stoker) -> None:
     assert [event["name"] for event in done.events if event["event"] == "mark"] == ["POST-MODEL"] * 3
 
 
+UNTIL_BOTH_RUN = """
+import os, time
+print(time.time(), flush=True)
+open("runs-" + os.environ["RANK"], "w").close()
+while not (os.path.exists("runs-0") and os.path.exists("runs-1")):
+    time.sleep(0.05)
+"""
+
+
 def test_a_slot_comes_back_when_its_time_is_over(stoker: Stoker) -> None:
-    script = stoker.script("never.py", "import time\nprint(time.time(), flush=True)\ntime.sleep(2)\n")
+    script = stoker.script("never.py", UNTIL_BOTH_RUN)
     done = stoker("run", "--nproc-per-node", "2", "--init-slots", "1", "--init-timeout", "0.5s", script)
     starts = [float(done.log(rank)) for rank in (0, 1)]
-    assert done.code == 0 and starts[1] - starts[0] >= 0.4 and starts[1] - starts[0] < 2
+    assert done.code == 0 and starts[1] - starts[0] >= 0.4
     assert "LOCK: released (deadline of 0.5 s over)" in done.err
 
 
 def test_a_dead_rank_gives_its_slot_back_and_ends_the_job(stoker: Stoker) -> None:
-    began = time.monotonic()
     done = stoker("run", "--nproc-per-node", "2", "--init-slots", "1", stoker.script("die.py", "raise SystemExit(9)"))
-    assert done.code == 9 and time.monotonic() - began < 20
+    assert done.code == 9 and "deadline" not in done.err
 
 
 def test_ram_limit_stops_the_job_with_a_verdict(stoker: Stoker) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conftest import at_length_but
+from conftest import at_length
 from netcluster import why_not
 
 pytest.importorskip("torch")
@@ -19,7 +19,8 @@ import host_failures
 SEED = 7
 
 
-@pytest.mark.parametrize("failures", at_length_but([2], [2, 5]))
+@at_length  # each kind alone: test_elastic.py, test_multihost.py
+@pytest.mark.parametrize("failures", [2, 5])
 def test_host_failures_end_in_finished_runs_or_true_verdicts_and_leave_nothing_running(
     tmp_path: Path, failures: int
 ) -> None:

@@ -323,7 +323,7 @@ def served(page: bytes | None = b"stoker_up 1\n") -> Iterator[int]:
         yield port
     finally:
         over.set()
-        thread.join(10)
+        thread.join(100)
         assert not thread.is_alive()
 
 
@@ -420,7 +420,7 @@ def exporter(stoker: Stoker, *words: str, **more: Any) -> Iterator[tuple[int, su
         yield port, child
     finally:
         child.send_signal(signal.SIGTERM)
-        assert child.wait(30) == 0, child.stdout.read()
+        assert child.wait(100) == 0, child.stdout.read()
         child.stdout.close()
 
 
@@ -582,7 +582,7 @@ def test_a_real_prometheus_scrapes_it(stoker: Stoker, box: Any) -> None:
             assert ask("count(DCGM_FI_DEV_GPU_UTIL)")
         finally:
             prometheus.terminate()
-            prometheus.wait(30)
+            prometheus.wait(100)
 
 
 def test_several_hosts_from_one_endpoint(stoker: Stoker, netcluster: NetCluster) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -143,20 +142,24 @@ def test_a_flood_blocks_nobody_and_loses_no_byte(stoker: Stoker) -> None:
     try:
         run = stoker.start("run", "--nproc-per-node", "2", script, stdout=write, stderr=write)
         os.close(write)
-        done = stoker.result()
-        assert wait_for(lambda: True if (stoker.cwd / "runs/latest/verdict.json").exists() else None, 60)
-        size = (done.run_dir / "attempt-0/rank-0.log").stat().st_size
-        assert size == 200 * 10_000 * 100
-        ticks = [float(line.split()[2]) for line in done.log(1).splitlines()]
-        assert len(ticks) == 20
+        logs = [stoker.cwd / f"runs/latest/attempt-0/rank-{rank}.log" for rank in (0, 1)]
+
+        def whole() -> bool | None:
+            """Before the run's end: it waits 2 s for a console that reads nothing."""
+            if not all(log.exists() for log in logs):
+                return None
+            return (logs[0].stat().st_size >= 200 * 10_000 * 100 and logs[1].read_bytes().count(b"tick") == 20) or None
+
+        assert wait_for(whole, 60)
         shown = b""
         while data := os.read(read, 1 << 20):
             shown += data
-        assert run.wait(20) == 0
+        assert run.wait(100) == 0 and logs[0].stat().st_size == 200 * 10_000 * 100
     finally:
         os.close(read)
     lines = [line for line in shown.split(b"\n") if b"CPU0:" in line]
-    assert all(line == b"CPU0:" + b"x" * 99 for line in lines), "a torn line on the console"
+    torn = [line for line in lines if line != b"CPU0:" + b"x" * 99]
+    assert not torn, "torn lines on the console"
     skipped = [int(line.split()[1]) for line in shown.split(b"\n") if b"lines skipped here" in line]
     assert sum(skipped) + len(lines) + shown.count(b"CPU1:") == 2_000_020
 
@@ -176,12 +179,10 @@ def test_a_dead_console_does_not_end_the_run(stoker: Stoker) -> None:
 
 
 def test_output_is_seen_while_it_is_printed(stoker: Stoker) -> None:
-    script = stoker.script("slow.py", "import time\nprint('early')\ntime.sleep(30)\n")
+    script = stoker.script("slow.py", "import time\nprint('early')\ntime.sleep(600)\n")
     run = stoker.start("run", "--quiet", script)
     assert run.stdout is not None
-    began = time.monotonic()
     while b"early" not in run.stdout.readline():
         continue
-    assert time.monotonic() - began < 20
     run.terminate()
-    assert run.wait(25) == 143
+    assert run.wait(100) == 143

@@ -426,6 +426,7 @@ def unharmed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[int
     return found.losses
 
 
+@at_length  # kills in the middle of saves: test_checkpoint.py; of a rank and of a whole job, bit for bit: the test below
 def test_kills_during_saves_never_leave_a_damaged_checkpoint_and_lose_no_step(
     forks: Forks, unharmed: dict[int, float], tmp_path: Path
 ) -> None:
@@ -540,7 +541,7 @@ def test_a_killed_rank_a_stop_and_a_killed_job_end_in_the_run_that_nobody_touche
     victims = [job.pid, *ranks().values()]
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
-    job.wait(30)
+    job.wait(100)
     assert f"resumes at step {last + 1} from".encode() in stoker.result().log(0, attempt=2)
 
     job = go()

@@ -266,15 +266,24 @@ def test_gpus_end_to_end_on_a_recorded_machine(stoker: Stoker, box: Callable[...
     )
 
 
+UNTIL_FOUR_RUN = """
+import glob, os, time
+print("on", os.environ["GPU_RANK"], flush=True)
+open("up-" + os.environ["GPU_RANK"], "w").close()
+while len(glob.glob("up-*")) < 4:
+    time.sleep(0.05)
+"""
+
+
 def test_two_launches_never_share_a_gpu(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
-    script = stoker.script("hold.py", "import os, time; print('on', os.environ['GPU_RANK'], flush=True); time.sleep(3)")
+    script = stoker.script("hold.py", UNTIL_FOUR_RUN)
     unique = [gpu_json(n, uuid=f"GPU-test-{os.getpid()}-{n}") for n in range(4)]
     env = box(unique)
     runs = [
         stoker.start("run", "--gpus", "any:1", "--quiet", "--name", f"r{n}", script, env=env, stderr=subprocess.PIPE)
         for n in range(4)
     ]
-    shown = [run.communicate(timeout=40)[0].decode() for run in runs]
+    shown = [run.communicate(timeout=100)[0].decode() for run in runs]
     assert [run.returncode for run in runs] == [0] * 4
     assert sorted(text.split()[1] for text in shown) == ["0", "1", "2", "3"]
 

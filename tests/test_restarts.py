@@ -207,7 +207,7 @@ def test_preempted_and_started_again_by_its_container(stoker: Stoker) -> None:
         20,
     )
     os.kill(launcher.pid, signal.SIGTERM)
-    launcher.communicate(timeout=20)
+    launcher.communicate(timeout=100)
     assert launcher.returncode == 143 and stoker.result().verdict["status"] == "stopped"
     again = stoker(*command)
     assert again.code == 0 and "starting run" in again.err

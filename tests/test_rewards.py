@@ -276,7 +276,7 @@ def test_it_ends_with_the_rank_whatever_it_is_doing(tmp_path: Path) -> None:
     )
     assert pid and Path(f"/proc/{int(pid)}").exists()
     os.kill(rank.pid, signal.SIGKILL)
-    rank.wait(30)
+    rank.wait(100)
     assert wait_for(lambda: True if not Path(f"/proc/{int(pid)}").exists() else None, 30), (
         "the worker outlived its rank"
     )

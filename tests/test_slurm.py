@@ -194,7 +194,7 @@ def test_a_cancelled_job_leaves_nothing_and_its_verdict_says_who_ended_it(stoker
     begun(stoker, 2)
     job = number(stoker)
     slurm.ask("scancel", job)
-    out, _ = run.communicate(timeout=40)
+    out, _ = run.communicate(timeout=100)
     assert run.returncode == 143, out.decode()
     assert f"Slurm job {job} was cancelled" in out.decode()
     assert wait_for(lambda: True if not tagged(stoker.cwd) else None, 12)
@@ -232,7 +232,7 @@ def test_a_notice_without_requeue_stops_the_run_and_the_verdict_says_why(stoker:
     )
     begun(stoker, 1)
     slurm.ask("scancel", "--batch", "--signal=USR1", number(stoker))
-    out, _ = run.communicate(timeout=40)
+    out, _ = run.communicate(timeout=100)
     assert run.returncode == 143 and b"CPU0:saved" in out, out.decode()
     told = json.loads(stoker("why", "long", "--json", env=slurm.env).out)
     assert (told["cause"], told["status"], told["exit_code"]) == (
@@ -278,12 +278,12 @@ def test_ctrl_c_leaves_the_job_and_follow_takes_it_up_again(stoker: Stoker, slur
     begun(stoker, 1)
     job = number(stoker)
     run.send_signal(signal.SIGINT)
-    out, _ = run.communicate(timeout=20)
+    out, _ = run.communicate(timeout=100)
     assert run.returncode == 0 and f"left job {job}; it goes on. `stoker submit --follow {job}`".encode() in out
     assert slurm.state(job) == "RUNNING"
     again = stoker.start("submit", "--follow", job, env=slurm.env)
     slurm.ask("scancel", job)
-    out, _ = again.communicate(timeout=40)
+    out, _ = again.communicate(timeout=100)
     assert again.returncode == 143 and b"CPU0:begins" in out
 
 
@@ -389,7 +389,7 @@ def test_a_killed_launcher_leaves_nothing_on_any_node(stoker: Stoker, slurm: Slu
     begun(stoker, 2)
     (run_dir,) = stoker.cwd.glob("runs/2*")
     os.kill(json.loads((run_dir / "run.json").read_text())["launcher"]["pid"], signal.SIGKILL)
-    out, _ = run.communicate(timeout=40)
+    out, _ = run.communicate(timeout=100)
     assert run.returncode == 137, out.decode()
     assert wait_for(lambda: True if not tagged(stoker.cwd) else None, 12)
     assert json.loads(stoker("why", "long", "--json", env=slurm.env).out)["cause"] == "launch.killed"

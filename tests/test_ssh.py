@@ -98,7 +98,7 @@ def test_a_killed_ssh_connection_leaves_nothing_there(stoker: Stoker, host: list
     client = int(subprocess.check_output(["pgrep", "-P", str(run.pid)]).split()[0])
     os.kill(client, signal.SIGKILL)
     assert wait_for(lambda: True if not tagged(stoker.cwd) else None, 12)
-    assert run.wait(20) == 70 and stoker.result().verdict["cause"] == "host.agent-lost"
+    assert run.wait(100) == 70 and stoker.result().verdict["cause"] == "host.agent-lost"
 
 
 @pytest.mark.parametrize(

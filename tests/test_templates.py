@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -229,11 +228,9 @@ HOSTILE = {
 def test_a_strangers_template_gets_one_line_within_seconds(kind: str) -> None:
     source, says = HOSTILE[kind]
     mine = Tokenizer(bytes_tokenizer().data, {"chat_template": source}, "a folder")
-    began = time.process_time(), time.monotonic()
     with pytest.raises((Refusal, Unfit), match=says) as refused:
         chat.encoded(mine, [("user", b"a"), ("assistant", b"b")])
     assert "\n" not in str(refused.value) and "a folder" in str(refused.value) and len(str(refused.value)) < 500
-    assert time.monotonic() - began[1] < 60, "5 s of CPU time, on a machine that may be busy"
 
 
 def test_the_process_of_a_template_is_gone_after_a_refusal_and_works_again() -> None:

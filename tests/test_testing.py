@@ -89,6 +89,7 @@ def test_a_training_step_needs_nothing_of_what_the_tests_torch_leaves_for_later(
     pytest.importorskip("torch")
     (left,) = in_lighter_torch(STEP)
     assert {"torch.export", "torch._meta_registrations", "torch._dynamo", "torch._inductor.config"} <= set(left.split())
+    assert {"torch.masked", "torchgen.model"} <= set(left.split())
 
 
 @at_length
@@ -99,6 +100,11 @@ from torch._dynamo.exc import Unsupported
 import torch._dynamo.exc
 print(Unsupported is torch._dynamo.exc.Unsupported, torch._inductor.config.deterministic)
 print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item(), torch.export.export.__name__)
+print(torch.masked.sum(torch.ones(2), mask=torch.tensor([True, False])).item(), torch.masked.masked_tensor.__name__)
+import torchgen.model
+print(torchgen.model.FunctionSchema.parse("add(Tensor a) -> Tensor").name)
 print(*(name for name in lighter_torch.DEFERRED if type(sys.modules.get(name)) is lighter_torch.Deferred))
 """
-    assert in_lighter_torch(STEP + asks)[1:] == ["True True", "2.0 export", ""]
+    done = in_lighter_torch(STEP + asks)[1:]
+    assert done[:-1] == ["True True", "2.0 export", "1.0 masked_tensor", "add"]
+    assert {*done[-1].split()} <= {"numpy._core._add_newdocs", "numpy._core._add_newdocs_scalars", "pynvml"}

@@ -483,16 +483,13 @@ def test_a_host_that_is_cut_off_is_offline_and_holds_up_nobody(
             netcluster.stop_sshd(1)
             for pid in netcluster.pids(1):
                 os.kill(pid, signal.SIGKILL)
-        cut = time.monotonic()
         assert until(lambda: states()[names[1]] == "OFFLINE", 60)
-        took = time.monotonic() - cut
         host, gpus = elsewhere.readings()[1]
-        assert host.reason and gpus == () and took < 30, (host, took)
+        assert host.reason and gpus == (), host
         before = [reading[0].time for reading in elsewhere.readings()]
         assert until(lambda: all(elsewhere.readings()[at][0].time > before[at] for at in (0, 2)), 20)
         netcluster.heal(1) if cut_for == "link" else netcluster.start_sshd(1)
         assert until(lambda: states() == dict.fromkeys(names, "OK"), 60), elsewhere.readings()
     finally:
         elsewhere.close()
-    print(f"OFFLINE after {took:.1f} s: {host.reason}")
     assert until(lambda: not any(netcluster.pids(number) for number in (0, 2)), 30), "a far end is left"

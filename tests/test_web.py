@@ -84,7 +84,7 @@ def web(stoker: Stoker, *words: str, **more: Any) -> Iterator[Page]:
         yield Page(found[1], found[2], child)
     finally:
         child.send_signal(signal.SIGTERM)
-        assert child.wait(30) == 0
+        assert child.wait(100) == 0
         left = child.stdout.read().decode()
         child.stdout.close()
         assert "failed" not in left, left
@@ -452,7 +452,7 @@ def test_on_all_addresses_a_foreign_name_is_refused_still(stoker: Stoker) -> Non
             connection.close()
     finally:
         child.send_signal(signal.SIGINT)
-        assert child.wait(30) == 0
+        assert child.wait(100) == 0
         child.stdout.close()
 
 

@@ -1,4 +1,4 @@
-"""`pytest --workers 6`: the tests in six processes, a file each, forked from one that has collected them.
+"""`pytest --workers 10`: the tests in ten processes, a file each, forked from one that has collected them.
 
 Importing torch and all test files takes 10 s of a core, and pytest-xdist does that in every worker. Forked ones have it all. The
 files are handed out in the order of the items. A worker that dies fails the test it was running, and another goes on behind it.

@@ -41,7 +41,7 @@ def spin(seconds: float) -> None:
 def test_time_and_memory_are_limited() -> None:
     def look() -> None:
         with pytest.raises(Refusal, match="a file takes too much memory"), LookingAt("a file", room=64 << 20):
-            bytearray(256 << 20)
+            bytearray(2 << 30)  # more than a process that has run many tests may hold without using it
         done.append(True)
 
     done: list[bool] = []
@@ -201,7 +201,7 @@ def test_a_checkpoint_of_impossible_experts_is_refused(stoker: Stoker) -> None:
         model = {**size, "family": "mixtral", "experts": experts, "layers": layers}
         meta = {"model": model, "data": {"context": 64}, "stage": "pretrain"}
         (folder / "manifest.json").write_bytes(encode(Manifest(1, 1, "t", {}, {}, meta)))
-        done = stoker("export", str(folder), f"out{experts}")
+        done = stoker.torch("export", str(folder), f"out{experts}")
         assert done.code != 0 and "Traceback" not in done.err, done.err
         assert words in done.err, done.err
 
@@ -223,7 +223,7 @@ def test_a_table_that_transformers_computes_entry_by_entry_ends(stoker: Stoker) 
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
     bytes_tokenizer().save(str(folder))
-    done = stoker("chat", "model", timeout=280)
+    done = stoker.torch("chat", "model")
     assert done.code != 0 and "Traceback" not in done.err
     assert "s of CPU time to look at" in done.err, done.err[-600:]
 

@@ -17,7 +17,7 @@ from conftest import at_length_but, machine_json
 from measuring import measured
 from stoker.cli.main import main
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(250)
 
 
 @pytest.fixture(autouse=True)

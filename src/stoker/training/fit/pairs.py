@@ -60,8 +60,7 @@ def reference_bytes(d: Described, needs: StageNeeds, context: int) -> int:
     c = d.config
     if d.adapter.method == OFF:
         return stored_bytes(c, HALF) + rotary_tables(c, context)
-    adapters = [one for one in d.learned if one.matrix and one.inside]
-    whole = [one for one in d.learned if one not in adapters]  # adapter.also_train
+    whole = [one for one in d.learned if not (one.matrix and one.inside)]  # adapter.also_train
     copies = sum(rounded(WIDE * one.elements) for one in whole)
     if needs.loaded:
         copies += d.held[ADAPTERS]

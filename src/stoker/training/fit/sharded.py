@@ -17,7 +17,6 @@ from stoker.training.fit.described import Described
 from stoker.training.fit.memory import GATHERED, GRADIENTS, rounded
 from stoker.training.model.config import OFF, tensors
 from stoker.training.model.nf4_size import stored_bytes
-from stoker.training.model.targets import targets
 from stoker.training.parallel.config import EVERYTHING, NOTHING
 
 UNITS = 2  # of weights, gathered at a time
@@ -70,7 +69,7 @@ def gathered(d: Described) -> Gathered:
             count(name, sum(stored_bytes(math.prod(size)) for size in sizes), 0)
         else:
             count(name, elements * (HALF if whole else width), elements if whole else 0)
-    for target in () if whole else targets(c, d.adapter):
+    for target in d.adapted:
         rows = sum(end - begin for begin, end in target.parts())
         elements = d.adapter.lora_rank * (len(target.parts()) * target.inputs + rows)
         count(target.name, WIDE * elements, elements)
