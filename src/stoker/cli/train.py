@@ -10,7 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.cli.sight import gpus_to_use, look
-from stoker.cli.train_fit import refuse_too_large, with_kept_optimizer, with_memory_plan, without_memory_plan
+from stoker.cli.train_fit import (
+    machines_to_plan,
+    refuse_too_large,
+    with_kept_optimizer,
+    with_memory_plan,
+    without_memory_plan,
+)
 from stoker.contract import names, redact, schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build, from_mapping, suggest
@@ -158,10 +164,12 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     _refuse_what_can_be(stage, resolved, options, machine, gpus)
     for line in resolved.lines:
         _say(line)
+    learns = STAGES[stage].learning is not None
+    machines = machines_to_plan(resolved.config, options, machine, _say) if learns and (gpus or options.hosts) else {}
     if resolved.config.model.load and STAGES[stage].learning is not None and not options.dry_run:
         _check_model(resolved.config)
-        if gpus:
-            refuse_too_large(stage, resolved, options, machine)
+        if machines:
+            refuse_too_large(stage, resolved, options, machines)
     if resolved.config.model.load and not resolved.config.tokenizer.path:
         resolved = replace(resolved, config=with_tokenizer(resolved.config, _say))
     if not options.dry_run:
@@ -176,8 +184,8 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     request = Request(options, STAGES[stage].recipe, (), given, identity)
     if STAGES[stage].learning is not None:
         resolved = with_kept_optimizer(resolved, request)
-    if gpus:
-        resolved, options = with_memory_plan(stage, resolved, options, machine, ready, _say)
+    if machines:
+        resolved, options = with_memory_plan(stage, resolved, options, machines, ready, _say)
         request = replace(request, options=options)
     else:
         resolved = without_memory_plan(resolved, options, _say)
