@@ -323,7 +323,8 @@ def _with_stage_defaults(
 def _check_resume(config: Config, ready: Prepared) -> None:
     from stoker.training.loop.resume import check_before_launch, nothing_left
 
-    begins = check_before_launch(config.checkpoint, config.model, config.optim.kind, ready)
+    model = _loaded_shape(config.model) if config.model.load else config.model
+    begins = check_before_launch(config.checkpoint, model, config.optim.kind, ready)
     if begins is not None and config.checkpoint.resume != "auto":  # auto: the same command again, whose run may be done
         line = nothing_left(begins, config.train.max_steps)
         if line:
@@ -349,16 +350,24 @@ def _check_model(config: Config) -> None:
         targets.extra(shape, adapter)
 
 
+def _loaded_shape(model: ModelConfig) -> ModelConfig:
+    """By its folder, with the rows that were asked for."""
+    from stoker.training.model import hf_config, hf_hub
+
+    folder = hf_hub.folder_of(model.load, lambda line: None, code=model.trust_remote_code)
+    shape = hf_config.shape_for(model, folder)
+    return replace(shape, vocab_size=model.vocab_size or shape.vocab_size)
+
+
 def _check_weights(model: ModelConfig, ready: Prepared) -> None:
     """Whether they go with the data's tokenizer."""
-    from stoker.training.model import hf_config, hf_files, hf_hub
+    from stoker.training.model import hf_files, hf_hub
     from stoker.training.model.config import with_rows
     from stoker.training.tokenizer import place, tokenizer
 
     folder = hf_hub.folder_of(model.load, lambda line: None, code=model.trust_remote_code)
-    shape = hf_config.shape_for(model, folder)
-    wanted = with_rows(replace(shape, vocab_size=model.vocab_size or shape.vocab_size), ready.vocab_size)
-    if shape.engine != "transformers":
+    wanted = with_rows(_loaded_shape(model), ready.vocab_size)
+    if wanted.engine != "transformers":
         hf_files.check(folder, wanted)
     if os.path.exists(os.path.join(folder, place.FILES[0])):
         other = tokenizer.differs(tokenizer.load(folder), tokenizer.load(ready.tokenizer))
