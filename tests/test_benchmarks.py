@@ -50,6 +50,7 @@ def test_the_pretraining_benchmark_measures_stokers_cell(tmp_path: Path) -> None
 FINE_TUNING = {
     "qlora.py": ("--cells", "tiny:2:64:1:adamw8bit:host:host", "--peers", "stoker,stoker-lora", "--steps", "3"),
     "small_cards.py": ("--dry",),
+    "sharded_cards.py": ("--only", "tiny, moments"),
     "qlora_learning.py": ("--size", "tiny", "--context", "32", "--micro", "2", "--steps", "4"),
     "qlora_first.py": ("--size", "tiny", "--context", "256", "--micro", "2", "--rounds", "1", "--ways", "stoker,peft"),
 }
