@@ -401,13 +401,13 @@ def _words(stage: str, folder: str) -> list[str]:
     hf.save(model, load, say=lambda line: None, tokenizer_folder=told, dtype=torch.bfloat16)
     texts = [f"{'ab cde fgh '[: 3 + at % 8]}{at}" for at in range(80)]
     rows: list[dict[str, Any]] = [{"text": " ".join([text] * 8)} for text in texts]
-    if stage == "sft":
+    if stage in ("midtrain", "sft"):
         rows = [
             {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]} for text in texts
         ]
     elif stage in ("reward", "dpo"):
         rows = [{"prompt": text, "chosen": f"{text} yes", "rejected": f"no {text}"} for text in texts]
-    elif stage not in ("pretrain", "midtrain"):
+    elif stage != "pretrain":
         rows = [
             {"question": f"What follows {text}?", "prompt": f"What follows {text}?", "answer": "ab"}
             for text in texts[:12]
