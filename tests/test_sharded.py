@@ -21,7 +21,7 @@ pytest.importorskip("torch")
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import at_length_but
+from conftest import EVERYTHING, at_length, at_length_but
 from forked_ranks import Server, program, server
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, RankError
@@ -391,40 +391,80 @@ def test_a_frozen_model_on_the_host_has_adapters_that_learn_the_same(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-STAGES = [(stage, method) for stage in ("sft", "reward", "dpo") for method in ("", "--lora", "--qlora")]
+STAGES = [(stage, method) for stage in ("midtrain", "sft", "reward", "dpo") for method in ("", "--lora", "--qlora")]
 
 
-@pytest.mark.parametrize("kind", at_length_but([("reward", "--lora")], STAGES), ids="".join)
-def test_every_stage_learns_in_shards_what_one_process_learns(
-    kind: tuple[str, str], ranks: Ranks, wide: Path, tmp_path: Path
-) -> None:
-    stage, method = kind
+def words_of(stage: str, method: str, wide: Path, tmp_path: Path) -> tuple[str, ...]:
+    """Four steps of five samples each."""
     draw = random.Random(1)
     texts = [" ".join(draw.choice(("ab", "cde", "fgh")) for _ in range(draw.randint(1, 4))) for _ in range(120)]
     pairs = [{"prompt": one, "chosen": f"{one} yes", "rejected": f"no {one}"} for one in texts]
     chats = [{"messages": [{"role": "user", "content": one}, {"role": "assistant", "content": one}]} for one in texts]
     data, held_out = tmp_path / "data.jsonl", tmp_path / "other.jsonl"
     for path, some in ((data, slice(20, None)), (held_out, slice(20))):
-        rows = (chats if stage == "sft" else pairs)[some]
+        rows = chats[some]
+        rows = pairs[some] if stage in ("reward", "dpo") else rows
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ("--data", str(data), "--data.validation", str(held_out))
-    if stage != "sft":
+    if stage in ("reward", "dpo"):
         given = (f"--{stage}.pairs", str(data), f"--{stage}.held_out", str(held_out))
-    words = (
+    return (
         *given, "--model.load", str(wide), "--tokenizer.path", "bytes", "--preset", "small", "--context_length", "128",
         "--batch.tokens", "640", "--batch.micro", "1", "--max-steps", "4", "--learning_rate", "1e-3", "--log_every", "1",
         "--parallel.device", "cpu", "--timeout", "60s", "--eval_every", "0", *((method,) if method else ()),
     )  # fmt: skip
-    one, two = (
-        ranks.stage(stage, count, tmp_path / f"{count}", *words, *(FSDP if count > 1 else ())) for count in (1, 2)
-    )
-    assert len(one.losses) == 4 and two.losses == pytest.approx(one.losses, rel=1e-5)
-    if stage != "reward":
-        one_says, two_says = ((job.run / "samples.jsonl").read_text() for job in (one, two))
-        assert two_says == one_says and len(one_says.splitlines()) >= 2
-    told = [json.loads((job.run / "result.json").read_text())["metrics"] for job in (one, two)]
-    assert told[0].keys() == told[1].keys() and told[1]["val_loss"] == pytest.approx(told[0]["val_loss"], rel=1e-5)
-    assert sorted(os.listdir(two.run / "hf")) == sorted(os.listdir(one.run / "hf"))
+
+
+@pytest.mark.parametrize("kind", at_length_but([("reward", "--lora")], STAGES), ids="".join)
+def test_every_stage_learns_in_shards_what_one_process_learns(
+    kind: tuple[str, str], ranks: Ranks, wide: Path, tmp_path: Path
+) -> None:
+    """Two ranks, at length three and four, too. Pretraining is above, GRPO in test_grpo.py."""
+    stage, method = kind
+    words = words_of(stage, method, wide, tmp_path)
+    one = ranks.stage(stage, 1, tmp_path / "1", *words)
+    assert len(one.losses) == 4
+    for number in (2, 3, 4) if EVERYTHING else (2,):
+        several = ranks.stage(stage, number, tmp_path / f"{number}", *words, *FSDP)
+        assert several.losses == pytest.approx(one.losses, rel=1e-5)
+        if stage in ("sft", "dpo"):
+            one_says, they_say = ((job.run / "samples.jsonl").read_text() for job in (one, several))
+            assert they_say == one_says and len(one_says.splitlines()) >= 2
+        told = [json.loads((job.run / "result.json").read_text())["metrics"] for job in (one, several)]
+        assert told[0].keys() == told[1].keys()
+        assert told[1]["val_loss"] == pytest.approx(told[0]["val_loss"], rel=1e-5)
+        assert sorted(os.listdir(several.run / "hf")) == sorted(os.listdir(one.run / "hf"))
+
+
+@at_length
+@pytest.mark.parametrize(
+    "kind", [("pretrain", ""), ("pretrain", "--lora"), ("pretrain", "--qlora"), *STAGES], ids="".join
+)
+def test_a_run_goes_on_by_ddp_and_in_shards_of_any_number(
+    kind: tuple[str, str], ranks: Ranks, wide: Path, tmp_path: Path
+) -> None:
+    """Two ranks that hold copies, then 4, 3 and 2 that hold shards, then one."""
+    stage, method = kind
+    kept = ("--checkpoint.folder", str(tmp_path / "kept"), "--schedule", "constant", "--warmup_steps", "1")
+    words = words_of(stage, method, wide, tmp_path)
+    if stage == "pretrain":
+        words = (
+            "--model.load",
+            str(wide),
+            *((method, "--lora_rank", "4") if method else ()),
+            "--learning_rate",
+            "1e-3",
+        )
+
+    def job(number: int, folder: str, *more: str) -> Trained:
+        if stage == "pretrain":
+            return ranks.pretrain(number, tmp_path / folder, *words, *more)
+        return ranks.stage(stage, number, tmp_path / folder, *words, *more)
+
+    one, losses = job(1, "alone", *kept[2:], "--max-steps", "5"), list[float]()
+    for steps, (number, more) in enumerate(((2, ()), (4, FSDP), (3, FSDP), (2, FSDP), (1, ())), start=1):
+        losses += job(number, f"to-{steps}", *kept, "--max-steps", str(steps), *more).losses
+    assert len(one.losses) == 5 and losses == pytest.approx(one.losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("number", at_length_but([3], [2, 3]))
