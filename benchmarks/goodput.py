@@ -66,8 +66,8 @@ class Step:
 class Trial(Job):
     """A job that is watched, and hurt, while it runs."""
 
-    def __init__(self, bench: Trials, way: str, *argv: object) -> None:
-        super().__init__(bench, way, str(argv[0]), *argv[1:])
+    def __init__(self, bench: Trials, way: str, *argv: object, env: dict[str, str] | None = None) -> None:
+        super().__init__(bench, way, str(argv[0]), *argv[1:], env=env)
         self._read = 0
         self._torn = ""
         self._steps: list[Step] = []

@@ -50,6 +50,7 @@ def test_the_pretraining_benchmark_measures_stokers_cell(tmp_path: Path) -> None
 FINE_TUNING = {
     "qlora.py": ("--cells", "tiny:2:64:1:adamw8bit:host:host", "--peers", "stoker,stoker-lora", "--steps", "3"),
     "small_cards.py": ("--dry",),
+    "sharded_cards.py": ("--only", "tiny, moments"),
     "qlora_learning.py": ("--size", "tiny", "--context", "32", "--micro", "2", "--steps", "4"),
     "qlora_first.py": ("--size", "tiny", "--context", "256", "--micro", "2", "--rounds", "1", "--ways", "stoker,peft"),
 }
@@ -70,6 +71,28 @@ def test_a_benchmark_of_fine_tuning_runs_at_a_size_for_cpus(name: str, tmp_path:
         assert rows[0]["losses"]["most_apart"] < 1e-3 and rows[0]["ours_in_peft"]["rms"] < 1e-3, rows
     else:
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@at_length
+def test_many_ranks_lose_a_host_and_go_on_in_the_benchmark(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "many_ranks.py"),
+        "--hosts",
+        "2",
+        "--torch",
+        "2",
+        "--plain",
+        "2",
+    ]
+    command += ["--seconds", "3", "--json", str(tmp_path / "found.json")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    torch, plain = json.loads((tmp_path / "found.json").read_text())["found"]
+    assert [loss["ranks_left"] for loss in torch["losses"]] == [1, 1] and not plain["losses"]
+    assert all(0 < loss["step_next"] <= loss["step_lost"] + 5 for loss in torch["losses"]), torch
+    assert 0 < torch["first_line_s"] <= torch["last_line_s"] <= torch["first_step_s"] and plain["coordinator_mb"] < 60
 
 
 def test_a_planned_micro_batch_is_judged_by_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:

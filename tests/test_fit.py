@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -709,7 +710,9 @@ def test_train_takes_from_the_plan_what_nobody_set(tmp_path: Path, small: Path) 
         machine = machine_from_json(machine_json([gpu_json(0, memory_total=total, memory_used=0)]))
         lines: list[str] = []
         resolved = settle(gather(parse([f"--{flag}" for flag in flags]), {}), True)
-        found, _ = with_memory_plan("sft", resolved, RunOptions(runs_dir=str(tmp_path)), machine, None, lines.append)
+        found, _ = with_memory_plan(
+            "sft", resolved, RunOptions(runs_dir=str(tmp_path)), {"": machine}, None, lines.append
+        )
         return found.config, lines
 
     load = f"model.load={small}"
@@ -736,8 +739,8 @@ def test_train_takes_the_strategy_from_the_plan(tmp_path: Path, small: Path, fol
         given = (f"model.load={small}", "data.kind=chat", "data.context_length=512", "batch.tokens=8192", *flags)
         resolved = settle(gather(parse([f"--{flag}" for flag in given]), {}), True)
         lines, asked = list[str](), RunOptions(runs_dir=str(tmp_path), **options)
-        refuse_too_large("sft", resolved, asked, machine)
-        found, run = with_memory_plan("sft", resolved, asked, machine, None, lines.append)
+        refuse_too_large("sft", resolved, asked, {"": machine})
+        found, run = with_memory_plan("sft", resolved, asked, {"": machine}, None, lines.append)
         return found.config.parallel.strategy, run.gpus, lines
 
     strategy, gpus, lines = planned(2150 * MIB, "parallel=auto")
@@ -758,6 +761,71 @@ def test_train_takes_the_strategy_from_the_plan(tmp_path: Path, small: Path, fol
     assert gpus == "0,1" and "one card" not in lines[0]
 
 
+# In place of ssh: starts the agent here, as on a host whose machine was recorded in HOST.json.
+SSH = """#!/bin/sh
+while [ "$1" != "--" ]; do shift; done
+[ -e "{folder}/$2.json" ] || {{ echo "ssh: connect to host $2 port 22: No route to host" >&2; exit 255; }}
+export STOKER_MACHINE="{folder}/$2.json" HOME="{folder}"
+exec sh -c "$3"
+"""
+
+
+def test_train_takes_the_strategy_of_several_hosts_from_what_they_say(
+    tmp_path: Path, small: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stoker.cli.train_fit import machines_to_plan, refuse_too_large, with_memory_plan
+    from stoker.control.launch.options import RunOptions
+    from stoker.control.machine.model import machine_from_json
+    from stoker.training.config.flags import parse
+    from stoker.training.config.layers import gather
+    from stoker.training.config.resolve import settle
+
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(SSH.format(folder=tmp_path))
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+    here = machine_from_json(machine_json(0))
+
+    def planned(
+        totals: dict[str, int], *flags: str, hosts: str = "a,b", host: dict[str, int] | None = None, **options: Any
+    ) -> tuple[Any, list[str]]:
+        for path in tmp_path.glob("[ab].json"):
+            path.unlink()
+        for name, total in totals.items():
+            machine = machine_json([gpu_json(at, memory_total=total, memory_used=0) for at in range(2)])
+            machine["memory_available"] = (host or {}).get(name, machine["memory_available"])
+            (tmp_path / f"{name}.json").write_text(json.dumps(machine))
+        given = (f"model.load={small}", "data.kind=chat", "data.context_length=512", "batch.tokens=8192", *flags)
+        resolved = settle(gather(parse([f"--{flag}" for flag in given]), {}), True)
+        lines, asked = list[str](), RunOptions(runs_dir=str(tmp_path), hosts=hosts, python=sys.executable, **options)
+        machines = machines_to_plan(resolved.config, asked, here, lines.append)
+        refuse_too_large("sft", resolved, asked, machines)
+        found, run = with_memory_plan("sft", resolved, asked, machines, None, lines.append)
+        assert run.gpus is None
+        return found.config.parallel, lines
+
+    both = {"a": 2150 * MIB, "b": 2150 * MIB}
+    chosen, lines = planned(both, "parallel=auto")
+    assert chosen.strategy == "fsdp" and lines[0].startswith("parallel auto: fsdp: ddp ") and "does not fit" in lines[0]
+    assert "one card" not in lines[0], "hosts were named: all of them take part"
+    large = dict.fromkeys(both, 80 * GIB)
+    chosen, lines = planned(large, "parallel=fsdp")
+    assert (chosen.sharding, chosen.offload) == ("host", "off") and "sharding host" in lines[-1], lines
+    assert planned(large, "parallel=fsdp", "sharding=all")[0].sharding == "all"
+    assert planned(large, "parallel=auto", "lora")[0].strategy == "ddp"
+    assert planned({}, "optim.kind=adamw")[0].strategy == "ddp", "nobody asked the hosts"
+    with pytest.raises(Refusal, match="host b: no route to it"):
+        planned({"a": 80 * GIB}, "parallel=auto")
+    chosen, lines = planned({"a": 80 * GIB}, "parallel=auto", min_hosts=1)
+    assert lines[0].startswith("memory plan: without host b: no route") and lines[1].startswith("parallel auto: ")
+    # The second host's memory and card, not the first's.
+    with pytest.raises(Refusal, match=r"offload all needs .* of host memory on b, and 0\.1 GiB are available"):
+        planned(both, "parallel=fsdp", "offload=all", host={"b": 64 << 20})
+    with pytest.raises(Refusal, match=r"a gathered block .* b's GPU 0 has 1\.4 GiB free, however many ranks"):
+        planned({"a": 80 * GIB, "b": 1400 * MIB}, "parallel=fsdp", f"model.load={folder}")
+
+
 def test_train_plans_pairs_and_prompts_too(tmp_path: Path, small: Path) -> None:
     from stoker.cli.train_fit import refuse_too_large, with_memory_plan
     from stoker.control.launch.options import RunOptions
@@ -774,8 +842,8 @@ def test_train_plans_pairs_and_prompts_too(tmp_path: Path, small: Path) -> None:
         lines: list[str] = []
         resolved = settle(gather(parse([f"--{flag}" for flag in (f"model.load={small}", *flags)]), {}), True)
         options = RunOptions(runs_dir=str(tmp_path))
-        refuse_too_large(stage, resolved, options, machine)
-        found, _ = with_memory_plan(stage, resolved, options, machine, None, lines.append)
+        refuse_too_large(stage, resolved, options, {"": machine})
+        found, _ = with_memory_plan(stage, resolved, options, {"": machine}, None, lines.append)
         return found.config, lines[0]
 
     for stage in ("reward", "dpo"):

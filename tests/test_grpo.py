@@ -632,18 +632,35 @@ BY_CODES = ("--qlora", "--generate.bits", "4")
 @pytest.mark.parametrize(
     "more", at_length_but([()], [(), ("--lora",), ("--qlora",), BY_CODES, ("--grpo.updates", "2")]), ids=str
 )
+@pytest.mark.parametrize("number", at_length_but([2], [2, 3, 4]))
 def test_ranks_with_a_model_in_shards_give_the_curve_of_one(
-    forks: Forks, tmp_path: Path, more: tuple[str, ...]
+    forks: Forks, tmp_path: Path, number: int, more: tuple[str, ...]
 ) -> None:
     """Answers are written by a copy of all weights, and learned from in shards: 6 prompts are uneven over 4 calls, too."""
     words = ("--max-steps", "4", "--batch.micro", "7", *more)
     one = forks(1, tmp_path / "1", *words)
-    two = forks(2, tmp_path / "2", *words, "--strategy", "fsdp")
-    assert one.codes == [0] and two.codes == [0, 0], two.said()
+    two = forks(number, tmp_path / "2", *words, "--strategy", "fsdp")
+    assert one.codes == [0] and two.codes == [0] * number, two.said()
     for name in ("loss", "reward", "kl", "entropy", "grad_norm"):
         ours, theirs = ([line[name] for line in job.metrics] for job in (two, one))
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), name
     assert sorted(os.listdir(tmp_path / "2" / "run" / "hf")) == sorted(os.listdir(tmp_path / "1" / "run" / "hf"))
+
+
+@at_length
+@pytest.mark.parametrize("method", [(), ("--lora",), ("--qlora",)], ids=str)
+def test_a_run_goes_on_by_ddp_and_in_shards_of_any_number(
+    forks: Forks, tmp_path: Path, method: tuple[str, ...]
+) -> None:
+    """Two ranks that hold copies, then 4 and 3 that hold shards, then one."""
+    words = ("--batch.micro", "7", "--export", "false", "--schedule", "constant", "--warmup_steps", "1", *method)
+    kept, shards, losses = ("--checkpoint.folder", str(tmp_path / "kept")), ("--strategy", "fsdp"), list[float]()
+    one = forks(1, tmp_path / "alone", *words, "--max-steps", "4")
+    for steps, (number, more) in enumerate(((2, ()), (4, shards), (3, shards), (1, ())), start=1):
+        job = forks(number, tmp_path / f"to-{steps}", *words, *kept, *more, "--max-steps", str(steps))
+        assert job.codes == [0] * number, job.said()
+        losses += [line["loss"] for line in job.metrics]
+    assert losses == pytest.approx([line["loss"] for line in one.metrics], rel=1e-4, abs=1e-6) and len(losses) == 4
 
 
 def test_several_updates_a_step_learn_too_and_do_not_depend_on_the_ranks(forks: Forks, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import random
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,9 +19,9 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from conftest import at_length_but
+from conftest import EVERYTHING, at_length, at_length_but
 from forked_ranks import Server, program, server
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, RankError
@@ -247,6 +249,63 @@ def test_what_lives_on_the_host_learns_the_same_to_the_bit(
     assert moved.counted(0)["offloads"] == (kept == "all")
 
 
+@pytest.mark.parametrize("kind", at_length_but(["shape"], ["shape", "adapter", "dtype"]))
+def test_a_checkpoint_of_another_model_ends_all_ranks_with_one_line(
+    kind: str, ranks: Ranks, wide: Path, tmp_path: Path
+) -> None:
+    """What the launcher can't know before there are ranks: no rank waits for one that has gone."""
+    kept = ("--checkpoint.folder", str(tmp_path / "kept"), *FSDP)
+    first, then, says = {
+        "shape": ((), ("--model.depth", "5"), "is of another model: model.layers is 6 there and 5 here"),
+        "adapter": (
+            ("--model.load", str(wide), "--lora", "--lora_rank", "4"),
+            ("--model.load", str(wide), "--lora", "--lora_rank", "8"),
+            "adapter.lora_rank is 4 there and 8 here",
+        ),
+        "dtype": (
+            ("--optimizer", "adamw8bit"),
+            ("--optimizer", "adamw"),
+            "has the state of optim.kind adamw8bit, not adamw",
+        ),
+    }[kind]
+    ranks.pretrain(2, tmp_path / "first", *kept, *first, "--max-steps", "2")
+    job = ranks.pretrain(3, tmp_path / "then", *kept, *then, "--max-steps", "4", fails=True)
+    assert set(job.codes) <= {65, 78} and len(job.codes) == 3, job.said()
+    assert re.search(says, job.said()) and "Traceback" not in job.said(), job.said()
+
+
+@pytest.mark.parametrize("number", at_length_but([4], [2, 3, 4]))
+@pytest.mark.parametrize("method", at_length_but(["--qlora"], ["", "--lora", "--qlora"]))
+def test_a_model_that_does_not_divide_learns_the_same(number: int, method: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Rows of 18, 22 and 6 over four ranks; the last of them may have none. Too few elements for units of 4 bits."""
+    odd = ("--model.dim", "18", "--model.heads", "3", "--model.kv_heads", "1", "--model.ff", "22", "--model.depth", "2")
+    words: tuple[str, ...] = (*odd, "--max-steps", "3")
+    if method:
+        base = ranks.pretrain(1, tmp_path / "base", *odd, "--export", "true", "--max-steps", "2").run / "hf"
+        words = ("--model.load", str(base), method, "--lora_rank", "3", "--max-steps", "3")
+    one, several = ranks.pretrain(1, tmp_path / "1", *words), ranks.pretrain(number, tmp_path / "n", *words, *FSDP)
+    assert len(one.losses) == 3 and several.losses == pytest.approx(one.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", at_length_but(["--qlora"], ["", "--lora", "--qlora"]))
+def test_a_folder_of_mixed_dtypes_is_read_in_shards_as_by_one_process(
+    method: str, ranks: Ranks, wide: Path, tmp_path: Path
+) -> None:
+    """Norms in fp32, every other matrix in fp16, the rest in bf16: FSDP2 would refuse to gather them together."""
+    folder = tmp_path / "mixed"
+    shutil.copytree(wide, folder)
+    tensors = load_file(folder / "model.safetensors")
+    kinds = (torch.bfloat16, torch.float16)
+    mixed = {
+        name: tensor.to(torch.float32 if tensor.dim() == 1 else kinds[at % 2])
+        for at, (name, tensor) in enumerate(sorted(tensors.items()))
+    }
+    save_file(mixed, folder / "model.safetensors", metadata={"format": "pt"})
+    words = ("--model.load", str(folder), "--max-steps", "3", *((method,) if method else ()))
+    one, two = ranks.pretrain(1, tmp_path / "1", *words), ranks.pretrain(2, tmp_path / "2", *words, *FSDP)
+    assert len(one.losses) == 3 and two.losses == pytest.approx(one.losses, rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def base(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's folder."""
@@ -303,6 +362,7 @@ def test_adapters_in_shards_learn_what_one_process_learns(
     frozen = [two.counted(rank)["frozen"] for rank in range(2)]
     assert max(frozen) < 0.6 * sum(frozen), "the half unit of keys and values is the first rank's"
     three = ranks.pretrain(3, tmp_path / "3", *words, *FSDP, *kept)
+    assert all(three.counted(rank)["whole"] == 0 for rank in range(3)), "no rank gathered a whole tensor"
     assert three.losses == pytest.approx(one.losses[3:], rel=1e-5) and one.losses[-1] < one.losses[0]
     ours, theirs = (load_file(run / "hf" / "adapter_model.safetensors") for run in (one.run, three.run))
     assert ours.keys() == theirs.keys()
@@ -333,40 +393,80 @@ def test_a_frozen_model_on_the_host_has_adapters_that_learn_the_same(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-STAGES = [(stage, method) for stage in ("sft", "reward", "dpo") for method in ("", "--lora", "--qlora")]
+STAGES = [(stage, method) for stage in ("midtrain", "sft", "reward", "dpo") for method in ("", "--lora", "--qlora")]
 
 
-@pytest.mark.parametrize("kind", at_length_but([("reward", "--lora")], STAGES), ids="".join)
-def test_every_stage_learns_in_shards_what_one_process_learns(
-    kind: tuple[str, str], ranks: Ranks, wide: Path, tmp_path: Path
-) -> None:
-    stage, method = kind
+def words_of(stage: str, method: str, wide: Path, tmp_path: Path) -> tuple[str, ...]:
+    """Four steps of five samples each."""
     draw = random.Random(1)
     texts = [" ".join(draw.choice(("ab", "cde", "fgh")) for _ in range(draw.randint(1, 4))) for _ in range(120)]
     pairs = [{"prompt": one, "chosen": f"{one} yes", "rejected": f"no {one}"} for one in texts]
     chats = [{"messages": [{"role": "user", "content": one}, {"role": "assistant", "content": one}]} for one in texts]
     data, held_out = tmp_path / "data.jsonl", tmp_path / "other.jsonl"
     for path, some in ((data, slice(20, None)), (held_out, slice(20))):
-        rows = (chats if stage == "sft" else pairs)[some]
+        rows = chats[some]
+        rows = pairs[some] if stage in ("reward", "dpo") else rows
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ("--data", str(data), "--data.validation", str(held_out))
-    if stage != "sft":
+    if stage in ("reward", "dpo"):
         given = (f"--{stage}.pairs", str(data), f"--{stage}.held_out", str(held_out))
-    words = (
+    return (
         *given, "--model.load", str(wide), "--tokenizer.path", "bytes", "--preset", "small", "--context_length", "128",
         "--batch.tokens", "640", "--batch.micro", "1", "--max-steps", "4", "--learning_rate", "1e-3", "--log_every", "1",
         "--parallel.device", "cpu", "--timeout", "60s", "--eval_every", "0", *((method,) if method else ()),
     )  # fmt: skip
-    one, two = (
-        ranks.stage(stage, count, tmp_path / f"{count}", *words, *(FSDP if count > 1 else ())) for count in (1, 2)
-    )
-    assert len(one.losses) == 4 and two.losses == pytest.approx(one.losses, rel=1e-5)
-    if stage != "reward":
-        one_says, two_says = ((job.run / "samples.jsonl").read_text() for job in (one, two))
-        assert two_says == one_says and len(one_says.splitlines()) >= 2
-    told = [json.loads((job.run / "result.json").read_text())["metrics"] for job in (one, two)]
-    assert told[0].keys() == told[1].keys() and told[1]["val_loss"] == pytest.approx(told[0]["val_loss"], rel=1e-5)
-    assert sorted(os.listdir(two.run / "hf")) == sorted(os.listdir(one.run / "hf"))
+
+
+@pytest.mark.parametrize("kind", at_length_but([("reward", "--lora")], STAGES), ids="".join)
+def test_every_stage_learns_in_shards_what_one_process_learns(
+    kind: tuple[str, str], ranks: Ranks, wide: Path, tmp_path: Path
+) -> None:
+    """Two ranks, at length three and four, too. Pretraining is above, GRPO in test_grpo.py."""
+    stage, method = kind
+    words = words_of(stage, method, wide, tmp_path)
+    one = ranks.stage(stage, 1, tmp_path / "1", *words)
+    assert len(one.losses) == 4
+    for number in (2, 3, 4) if EVERYTHING else (2,):
+        several = ranks.stage(stage, number, tmp_path / f"{number}", *words, *FSDP)
+        assert several.losses == pytest.approx(one.losses, rel=1e-5)
+        if stage in ("sft", "dpo"):
+            one_says, they_say = ((job.run / "samples.jsonl").read_text() for job in (one, several))
+            assert they_say == one_says and len(one_says.splitlines()) >= 2
+        told = [json.loads((job.run / "result.json").read_text())["metrics"] for job in (one, several)]
+        assert told[0].keys() == told[1].keys()
+        assert told[1]["val_loss"] == pytest.approx(told[0]["val_loss"], rel=1e-5)
+        assert sorted(os.listdir(several.run / "hf")) == sorted(os.listdir(one.run / "hf"))
+
+
+@at_length
+@pytest.mark.parametrize(
+    "kind", [("pretrain", ""), ("pretrain", "--lora"), ("pretrain", "--qlora"), *STAGES], ids="".join
+)
+def test_a_run_goes_on_by_ddp_and_in_shards_of_any_number(
+    kind: tuple[str, str], ranks: Ranks, wide: Path, tmp_path: Path
+) -> None:
+    """Two ranks that hold copies, then 4, 3 and 2 that hold shards, then one."""
+    stage, method = kind
+    kept = ("--checkpoint.folder", str(tmp_path / "kept"), "--schedule", "constant", "--warmup_steps", "1")
+    words = words_of(stage, method, wide, tmp_path)
+    if stage == "pretrain":
+        words = (
+            "--model.load",
+            str(wide),
+            *((method, "--lora_rank", "4") if method else ()),
+            "--learning_rate",
+            "1e-3",
+        )
+
+    def job(number: int, folder: str, *more: str) -> Trained:
+        if stage == "pretrain":
+            return ranks.pretrain(number, tmp_path / folder, *words, *more)
+        return ranks.stage(stage, number, tmp_path / folder, *words, *more)
+
+    one, losses = job(1, "alone", *kept[2:], "--max-steps", "5"), list[float]()
+    for steps, (number, more) in enumerate(((2, ()), (4, FSDP), (3, FSDP), (2, FSDP), (1, ())), start=1):
+        losses += job(number, f"to-{steps}", *kept, "--max-steps", str(steps), *more).losses
+    assert len(one.losses) == 5 and losses == pytest.approx(one.losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("number", at_length_but([3], [2, 3]))
@@ -402,6 +502,34 @@ def test_an_evaluation_in_shards_finds_what_one_process_finds(
     assert texts_of[0] == texts_of[1] and len(texts_of[0].splitlines()) == 12
     held = [several.counted(rank)["frozen"] for rank in range(number)]
     assert max(held) < 0.6 * sum(held) if number == 2 else max(held) < 0.45 * sum(held)
+
+
+@pytest.mark.parametrize("kind", at_length_but(["density"], ["density", "diversity"]))
+def test_density_and_diversity_in_shards_find_what_one_process_finds(
+    kind: str, ranks: Ranks, wide: Path, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    texts = [f"What follows {'ab cde '[: n % 7]} {n}?" for n in range(9)]
+    prompts.write_text("".join(json.dumps({"question": text, "answer": "ab"}) + "\n" for text in texts))
+    words: tuple[str, ...] = (
+        "--model.load", str(wide), "--tokenizer.path", "bytes", f"--{kind}.prompts", str(prompts), f"--{kind}.clusters", "3",
+        "--context_length", "128", "--parallel.device", "cpu", "--timeout", "60s",
+    )  # fmt: skip
+    written = "weights.jsonl"
+    if kind == "diversity":
+        other = ranks.pretrain(1, tmp_path / "other", *WIDE, "--export", "true", "--max-steps", "9").run / "hf"
+        words += ("--diversity.baseline", str(wide), "--diversity.compared", str(other), "--diversity.answers", "2")
+        words += ("--generate.new_tokens", "6", "--diversity.rounds", "50")
+        written = "completions.jsonl"
+    one, two = (
+        ranks.stage(kind, count, tmp_path / f"{count}", *words, *(FSDP if count > 1 else ())) for count in (1, 2)
+    )
+    lines = [list(map(json.loads, (job.run / written).read_text().splitlines())) for job in (one, two)]
+    assert len(lines[0]) == (9 if kind == "density" else 18)
+    for ours, theirs in zip(*lines, strict=True):
+        assert ours == (pytest.approx(theirs, rel=1e-4) if kind == "density" else theirs)
+    held = [two.counted(rank)["frozen"] for rank in range(2)]
+    assert max(held) < 0.6 * sum(held), "each has its part"
 
 
 @pytest.mark.parametrize("sizes", [[(128, 128), (256, 64)], [(128, 128), (64, 128), (9, 64)]], ids=["joined", "apart"])

@@ -12,6 +12,10 @@ from stoker.control.launch.gpus import CONTEXT as LEAST
 from stoker.control.machine.model import Gpu, Machine, machine_from_json
 from stoker.training.fit.cards import CONTEXT, Card, written
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.cluster.hosts import Hosts
+
 _LONGEST = 40  # of a holder's command
 
 
@@ -91,12 +95,26 @@ def _machine(path: str) -> Machine:
 
 
 def _of_hosts(told: str, contexts: Mapping[str, int]) -> list[Card]:
-    from stoker.control.cluster.asking import meeting
     from stoker.control.cluster.hosts import read
+
+    cards = [
+        card_of(gpu, name, contexts, machine.memory_available)
+        for name, machine in machines_of(read(told)).items()
+        for gpu in machine.gpus
+        if not gpu.error
+    ]
+    if not cards:
+        raise Refusal(f"--hosts {told}: no GPU on these hosts", EX_UNAVAILABLE)
+    return cards
+
+
+def machines_of(hosts: Hosts, without: Callable[[str], None] | None = None) -> dict[str, Machine]:
+    """Each host's, as it says itself. One that does not answer is refused, or left out where `without` is told why."""
+    from stoker.control.cluster.asking import meeting
     from stoker.control.cluster.init import MEET_S
     from stoker.control.machine.facts import examination_from_json
 
-    hosts, cards = read(told), list[Card]()
+    found = dict[str, Machine]()
     with meeting(hosts) as asking:
         parts = {name: {"runs_dir": "", "port": 0, "parts": []} for name in hosts.names}
         answers = asking.answers(asking.ask("examine", parts, MEET_S), MEET_S)
@@ -104,12 +122,12 @@ def _of_hosts(told: str, contexts: Mapping[str, int]) -> list[Card]:
         if "error" in answer:
             why = answer["error"]
             line = why if why.startswith(f"host {name}: ") else f"host {name}: {why}"
-            raise Refusal(line, EX_UNAVAILABLE, cause="host.agent")
-        machine = examination_from_json(answer).machine
-        cards += [card_of(gpu, name, contexts, machine.memory_available) for gpu in machine.gpus if not gpu.error]
-    if not cards:
-        raise Refusal(f"--hosts {told}: no GPU on these hosts", EX_UNAVAILABLE)
-    return cards
+            if without is None:
+                raise Refusal(line, EX_UNAVAILABLE, cause="host.agent")
+            without(line)
+            continue
+        found[name] = examination_from_json(answer).machine
+    return found
 
 
 def card_of(gpu: Gpu, host: str, contexts: Mapping[str, int], host_free: int | None = None) -> Card:

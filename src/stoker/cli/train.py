@@ -10,7 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.cli.sight import gpus_to_use, look
-from stoker.cli.train_fit import refuse_too_large, with_kept_optimizer, with_memory_plan, without_memory_plan
+from stoker.cli.train_fit import (
+    machines_to_plan,
+    refuse_too_large,
+    with_kept_optimizer,
+    with_memory_plan,
+    without_memory_plan,
+)
 from stoker.contract import names, redact, schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build, from_mapping, suggest
@@ -158,10 +164,12 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     _refuse_what_can_be(stage, resolved, options, machine, gpus)
     for line in resolved.lines:
         _say(line)
+    learns = STAGES[stage].learning is not None
+    machines = machines_to_plan(resolved.config, options, machine, _say) if learns and (gpus or options.hosts) else {}
     if resolved.config.model.load and STAGES[stage].learning is not None and not options.dry_run:
         _check_model(resolved.config)
-        if gpus:
-            refuse_too_large(stage, resolved, options, machine)
+        if machines:
+            refuse_too_large(stage, resolved, options, machines)
     if resolved.config.model.load and not resolved.config.tokenizer.path:
         resolved = replace(resolved, config=with_tokenizer(resolved.config, _say))
     if not options.dry_run:
@@ -176,8 +184,8 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     request = Request(options, STAGES[stage].recipe, (), given, identity)
     if STAGES[stage].learning is not None:
         resolved = with_kept_optimizer(resolved, request)
-    if gpus:
-        resolved, options = with_memory_plan(stage, resolved, options, machine, ready, _say)
+    if machines:
+        resolved, options = with_memory_plan(stage, resolved, options, machines, ready, _say)
         request = replace(request, options=options)
     else:
         resolved = without_memory_plan(resolved, options, _say)
@@ -317,7 +325,8 @@ def _with_stage_defaults(
 def _check_resume(config: Config, ready: Prepared) -> None:
     from stoker.training.loop.resume import check_before_launch, nothing_left
 
-    begins = check_before_launch(config.checkpoint, config.model, config.optim.kind, ready)
+    model = _loaded_shape(config.model) if config.model.load else config.model
+    begins = check_before_launch(config.checkpoint, model, config.optim.kind, ready)
     if begins is not None and config.checkpoint.resume != "auto":  # auto: the same command again, whose run may be done
         line = nothing_left(begins, config.train.max_steps)
         if line:
@@ -343,16 +352,24 @@ def _check_model(config: Config) -> None:
         targets.extra(shape, adapter)
 
 
+def _loaded_shape(model: ModelConfig) -> ModelConfig:
+    """By its folder, with the rows that were asked for."""
+    from stoker.training.model import hf_config, hf_hub
+
+    folder = hf_hub.folder_of(model.load, lambda line: None, code=model.trust_remote_code)
+    shape = hf_config.shape_for(model, folder)
+    return replace(shape, vocab_size=model.vocab_size or shape.vocab_size)
+
+
 def _check_weights(model: ModelConfig, ready: Prepared) -> None:
     """Whether they go with the data's tokenizer."""
-    from stoker.training.model import hf_config, hf_files, hf_hub
+    from stoker.training.model import hf_files, hf_hub
     from stoker.training.model.config import with_rows
     from stoker.training.tokenizer import place, tokenizer
 
     folder = hf_hub.folder_of(model.load, lambda line: None, code=model.trust_remote_code)
-    shape = hf_config.shape_for(model, folder)
-    wanted = with_rows(replace(shape, vocab_size=model.vocab_size or shape.vocab_size), ready.vocab_size)
-    if shape.engine != "transformers":
+    wanted = with_rows(_loaded_shape(model), ready.vocab_size)
+    if wanted.engine != "transformers":
         hf_files.check(folder, wanted)
     if os.path.exists(os.path.join(folder, place.FILES[0])):
         other = tokenizer.differs(tokenizer.load(folder), tokenizer.load(ready.tokenizer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from stoker.contract import layout
@@ -25,6 +25,7 @@ from stoker.training.rl.config import MICRO
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from stoker.control.cluster.hosts import Host, Hosts
     from stoker.training.data.shards import Prepared
     from stoker.training.fit.plan import Plan, Wish
     from stoker.training.fit.strategy import Decision
@@ -34,9 +35,34 @@ ONE = "one"  # of fit/strategy.py
 _SURELY = 400 << 20  # bytes: no context was smaller. A refusal must be right
 
 
-def refuse_too_large(stage: str, resolved: Resolved, options: RunOptions, machine: Machine) -> None:
+def machines_to_plan(
+    config: Config, options: RunOptions, machine: Machine, say: Callable[[str], None]
+) -> dict[str, Machine]:
+    """By host: this machine (""), or those that --hosts names, where the model may be cut into shards. Others are not asked."""
+    if options.hosts is None:
+        return {"": machine}
+    if config.parallel.strategy == "ddp" or config.parallel.device == "cpu" or options.dry_run:
+        return {}
+    from stoker.cli.cards import machines_of
+
+    def left_out(line: str) -> None:
+        say(f"memory plan: without {line}")
+
+    return machines_of(_hosts(options), left_out if options.min_hosts else None)
+
+
+def _hosts(options: RunOptions) -> Hosts:
+    """Those that --hosts names."""
+    from stoker.control.launch.nodes import hosts_of
+
+    _, hosts = hosts_of(Request(options, "", (), frozenset()), os.environ)
+    assert hosts is not None
+    return hosts
+
+
+def refuse_too_large(stage: str, resolved: Resolved, options: RunOptions, machines: Mapping[str, Machine]) -> None:
     """Before data is prepared for hours: what can't fit, however little is computed at once."""
-    cards = _cards(options, machine) if _known(stage, resolved.config, options) else []
+    cards = _cards(options, machines) if _known(stage, resolved.config, options) else []
     if not cards:
         return
     from stoker.training.fit import plan
@@ -65,13 +91,17 @@ def _refuse_shards(found: Plan, cards: list[Card]) -> None:
     for share in found.shares:
         card, size = share.card, share.planned.terms.get(GATHERED, 0)
         if size + _SURELY > card.free:
-            line = f"a gathered block and the buffer of the next take {gib(size)}, and {card.label} has {gib(card.free)} free"
+            line = f"a gathered block and the buffer of the next take {gib(size)}, and {_named(card)} has {gib(card.free)} free"
             more = "" if found.settings.method == "qlora" else "; with --qlora they are a quarter of that"
             raise Refusal(f"this can't fit: {line}, however many ranks there are{more}", EX_UNAVAILABLE)
-    needed, (host_free, *_) = sum(share.host_bytes for share in found.shares), [card.host_free for card in cards]
-    if host_free is not None and needed > host_free:
-        line = f"parallel.offload {found.settings.offload} needs {gib(needed)} of host memory, and {gib(host_free)} are available"
-        raise Refusal(f"this can't fit: {line}; use fewer ranks of this host, or parallel.offload off", EX_UNAVAILABLE)
+    for host, free in {card.host: card.host_free for card in cards}.items():
+        needed = sum(share.host_bytes for share in found.shares if share.card.host == host)
+        if free is not None and needed > free:
+            there = f" on {host}" if host else ""
+            line = f"parallel.offload {found.settings.offload} needs {gib(needed)} of host memory{there}, and {gib(free)} are available"
+            raise Refusal(
+                f"this can't fit: {line}; use fewer ranks of this host, or parallel.offload off", EX_UNAVAILABLE
+            )
 
 
 def with_kept_optimizer(resolved: Resolved, request: Request) -> Resolved:
@@ -109,13 +139,13 @@ def _checkpoint(config: Config, request: Request) -> str | None:
 
 
 def with_memory_plan(
-    stage: str, resolved: Resolved, options: RunOptions, machine: Machine, ready: Prepared | None,
+    stage: str, resolved: Resolved, options: RunOptions, machines: Mapping[str, Machine], ready: Prepared | None,
     say: Callable[[str], None],
 ) -> tuple[Resolved, RunOptions]:  # fmt: skip
-    """Where a model is loaded onto GPUs of this machine: what nobody set, as the plan has it. Else as it was. The options with
+    """Where a model is loaded onto GPUs that are known: what nobody set, as the plan has it. Else as it was. The options with
     one GPU where parallel.strategy auto chose one card."""
     config = resolved.config
-    cards = _cards(options, machine) if _known(stage, config, options) else []
+    cards = _cards(options, machines) if _known(stage, config, options) else []
     if not cards:
         return without_memory_plan(resolved, options, say), options
     from stoker.training.fit import plan
@@ -153,7 +183,7 @@ def _decided(cards: list[Card], wish: Wish, resolved: Resolved, options: RunOpti
     # As config/check.py has it. One card is no choice where somebody says how many, or where a step's samples follow from that.
     if p.balance != "off" or p.comm != "full" or config.compute.cuda_graphs == "on" or wish.on_host:
         but.add(FSDP)
-    counted = options.nproc_per_node or options.gpus or options.gpu or "parallel.balance" in given
+    counted = options.nproc_per_node or options.gpus or options.gpu or options.hosts or "parallel.balance" in given
     if counted or not config.batch.tokens or wish.needs.stage == GRPO:
         but.add(ONE)
     return decide(cards, wish, p.strategy if p.strategy in (DDP, FSDP) else "auto", but)
@@ -170,6 +200,10 @@ def without_memory_plan(resolved: Resolved, options: RunOptions, say: Callable[[
     return replace(resolved, config=config_of(config.preset, values_of(config) | {"parallel.strategy": "ddp"}))
 
 
+def _named(card: Card) -> str:
+    return f"{card.host}'s {card.label}" if card.host else card.label
+
+
 def _by_copy(needs: StageNeeds) -> StageNeeds:
     return needs if needs.bits else replace(needs, bits=16)
 
@@ -183,13 +217,13 @@ def _too_much(found: Plan) -> str:
     change = found.change
     words = "" if change is None else change.flags(train=True) or change.words
     return (
-        f"{card.label} has {gib(card.free)} free, and {s.method} with {s.micro} sample{'' if s.micro == 1 else 's'} at"
+        f"{_named(card)} has {gib(card.free)} free, and {s.method} with {s.micro} sample{'' if s.micro == 1 else 's'} at"
         f" once{again} needs {gib(tightest.needs)}; smallest change: {words}"
     )
 
 
 def _known(stage: str, config: Config, options: RunOptions) -> bool:
-    here = options.hosts is None and options.nnodes == "1" and not options.dry_run
+    here = options.nnodes == "1" and not options.dry_run
     compute = config.compute
     ours = config.parallel.device != "cpu" and compute.compile in ("auto", "fused")
     fused = compute.fp8 == "off" and compute.dtype != "fp32" and compute.recompute != "selective"
@@ -197,21 +231,25 @@ def _known(stage: str, config: Config, options: RunOptions) -> bool:
     return stage in STAGES and there and here and ours and fused
 
 
-def _cards(options: RunOptions, machine: Machine) -> list[Card]:
+def _cards(options: RunOptions, machines: Mapping[str, Machine]) -> list[Card]:
     """Those that the run will get; none where it gets none, and says why itself."""
     from stoker.cli.cards import card_of
-    from stoker.control.launch.gpus import choose
+    from stoker.control.launch.plan import choose_on
     from stoker.training.fit.runs import contexts
 
+    about: dict[str, Host | None] = {"": None}
+    if options.hosts is not None:
+        about = {host.name: host for host in _hosts(options).hosts}
+    seen, cards = contexts(layout.runs_root(options.runs_dir, os.environ)), list[Card]()
     try:
-        gpus = choose(options, os.environ, machine, {}).gpus
-        seen = contexts(layout.runs_root(options.runs_dir, os.environ))
-        cards = [card_of(gpu, "", seen, machine.memory_available) for gpu in gpus]
+        for host, machine in machines.items():
+            gpus = choose_on(options, os.environ, machine, {}, about[host]).gpus
+            cards += [card_of(gpu, host, seen, machine.memory_available) for gpu in gpus]
     except Refusal:
         return []
     if options.wait:  # until whoever holds the rest is gone
         cards = [replace(card, free=card.total) for card in cards]
-    return cards if len({card.label for card in cards}) == len(cards) else []  # not those that share one
+    return cards if len({(card.host, card.label) for card in cards}) == len(cards) else []  # not those that share one
 
 
 def _wish(stage: str, resolved: Resolved, world: int, ready: Prepared | None) -> Wish:
@@ -245,6 +283,7 @@ def _wish(stage: str, resolved: Resolved, world: int, ready: Prepared | None) ->
         config.optim.kind, again, micro, host[values["compute.embedding"]] if "compute.embedding" in values else False,
         packed, documents, samples, moved[config.compute.activations], needs,
         offload=config.parallel.offload if "parallel.offload" in given else None,
+        sharding=config.parallel.sharding if "parallel.sharding" in given else None,
         kept="optim.kind" in given and given["optim.kind"].words.startswith("checkpoint "),
     )  # fmt: skip
 
@@ -300,6 +339,8 @@ def _filled(config: Config, given: Any, found: Plan, say: Callable[[str], None])
         changed["compute.embedding"] = "host"
     if s.offload != config.parallel.offload:
         changed["parallel.offload"] = s.offload
+    if s.sharding != config.parallel.sharding:
+        changed["parallel.sharding"] = s.sharding
     if s.inputs_on_host and config.compute.activations != "host":
         changed["compute.activations"] = "host"
     if s.bits == 4 and config.generate.bits == "auto":
@@ -312,7 +353,7 @@ def _filled(config: Config, given: Any, found: Plan, say: Callable[[str], None])
     named = {name: "optimizer" if name == "optim.kind" else KEYS[name].name for name in changed}
     words = ", ".join(f"{named[name]} {value}" for name, value in changed.items()) or "nothing to change"
     say(
-        f"memory plan: {gib(tightest.planned.total)} of {gib(tightest.card.free)} free on {tightest.card.label} with"
+        f"memory plan: {gib(tightest.planned.total)} of {gib(tightest.card.free)} free on {_named(tightest.card)} with"
         f" micro-batch {s.micro}{about}; {words}"
     )
     return config_of(config.preset, values | changed) if changed else config

@@ -13,8 +13,9 @@ from typing import Any
 
 from stoker.contract.names import MACHINE
 from stoker.contract.process import of_kernel
+from stoker.contract.shape import replace
 from stoker.contract.untrusted import NOT_FROM_HERE, is_count
-from stoker.control.machine.observe import Observer
+from stoker.control.machine.observe import Observer, read_recorded
 
 _LOOK = """
 import importlib.util, json, os, sys
@@ -74,10 +75,13 @@ def _python(word: str) -> dict[str, Any] | None:
 
 
 def examine(runs_dir: str, port: int, parts: list[str]) -> Any:
-    """For the doctor, whose checks run on the coordinator's side."""
+    """For the doctor, whose checks run on the coordinator's side; without parts, the machine as a run on it is planned for."""
     from stoker.control.machine.examine import examine as look
 
-    return look(runs_dir, port, frozenset(parts)).to_json()
+    found, recorded = look(runs_dir, port, frozenset(parts)), os.environ.get(MACHINE)
+    if recorded and not parts:
+        found = replace(found, machine=read_recorded(recorded))
+    return found.to_json()
 
 
 def names(of: list[str], interfaces: list[str]) -> Any:

@@ -117,7 +117,7 @@ def make_plan(
     lines = notices(request)
     isolate = options.isolate or options.virtual_local_rank
     about = {host: hosts[host] if hosts else None for host in machines}
-    choices = {host: _choose(options, environment, machines[host], held[host], about[host]) for host in machines}
+    choices = {host: choose_on(options, environment, machines[host], held[host], about[host]) for host in machines}
     if any(gpu.mig is not None for choice in choices.values() for gpu in choice.gpus) and not isolate:
         isolate = True
         why = "CUDA shows a process one slice only"
@@ -157,9 +157,10 @@ def make_plan(
     )  # fmt: skip
 
 
-def _choose(
+def choose_on(
     options: RunOptions, environment: Mapping[str, str], machine: Machine, held: Mapping[str, str], host: Host | None
 ) -> gpus.Choice:
+    """The GPUs of a host of the hosts file; None: of this machine."""
     if host is None:
         return gpus.choose(options, environment, machine, held)
     if host.slots is not None:

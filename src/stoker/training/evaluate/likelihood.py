@@ -154,13 +154,16 @@ def embed(model: Decoder, rows: Sequence[Sequence[int]]) -> Vectors:
         lengths = torch.tensor([len(row) for row in picked], device=device)
         within = torch.arange(hidden.shape[1], device=device) < lengths[:, None]
         found[batch] = ((hidden * within[:, :, None]).sum(1) / lengths[:, None]).cpu()
+    give_back(model)
     place = {row: number for number, row in enumerate(different)}
     return unit(found.numpy()[[place[tuple(row[:room])] for row in rows]])
 
 
 def embed_shared(model: Decoder, rows: Sequence[Sequence[int]], group: Group) -> Vectors:
-    """Ranks share the rows; all get all."""
-    mine = range(group.rank, len(rows), group.world)
+    """Ranks share the rows; all get all. Of a model in shards every rank embeds all of them."""
+    if group.strategy == "fsdp":
+        return embed(model, rows)
+    mine = group.turns(len(rows))
     parts = group.all(embed(model, [rows[place] for place in mine]) if mine else None)
     whole = np.zeros((len(rows), model.config.dim), dtype=np.float32)
     for rank, part in enumerate(parts):

@@ -64,7 +64,7 @@ class Wish:
     kept: bool = False  # the optimizer is that of a checkpoint: no other can go on with it
     strategy: str = DDP
     offload: str | None = None  # shards: what lives in host memory
-    sharding: str = OVER_ALL  # shards: over which ranks
+    sharding: str | None = None  # shards: over which ranks; None: decide (fit/strategy.py)
 
     @property
     def layers(self) -> int:
@@ -165,7 +165,9 @@ class Search:
             for bits in self._bits(method):
                 s = Settings(method, kinds[-1], recompute, bool(wish.on_host), max(wish.micro, 1), moved)
                 kept = (wish.offload or NOTHING) if wish.strategy == FSDP else NOTHING
-                s = self._written(replace(s, strategy=wish.strategy, offload=kept, sharding=wish.sharding), bits)
+                s = self._written(
+                    replace(s, strategy=wish.strategy, offload=kept, sharding=wish.sharding or OVER_ALL), bits
+                )
                 for kind in kinds:
                     yield replace(s, optimizer=kind)
                 for what in self._offloads(s):
@@ -229,10 +231,15 @@ class Search:
         return self._needs(s, card, context) <= card.room(self._world) and self._host_has(s, card, context)
 
     def _host_has(self, s: Settings, card: Card, context: int = 0) -> bool:
-        """Memory for what all its cards move there. True where nobody knows how much there is."""
-        if not (s.inputs_on_host or s.offload != NOTHING) or card.host_free is None:
+        """Every host: memory for what all its cards move there. True where nobody knows how much there is."""
+        if not (s.inputs_on_host or s.offload != NOTHING):
             return True
-        return self._beside(card) * self._host_bytes(s, card, context) <= HOST_SHARE * card.host_free
+        each, hosts = self._host_bytes(s, card, context), {one.host: one for one in self._cards}
+        return all(
+            self._beside(one) * each <= HOST_SHARE * one.host_free
+            for one in hosts.values()
+            if one.host_free is not None
+        )
 
     def _host_bytes(self, s: Settings, card: Card, context: int = 0) -> int:
         return self._footprint(s.method).host_bytes(self._job(s, card, context))
@@ -384,7 +391,8 @@ class Search:
     def _frugal(self, method: str) -> Settings:
         frugal = Settings(method, "adamw8bit", self._wish.layers, False, 1)
         return self._written(
-            replace(frugal, strategy=self._wish.strategy, sharding=self._wish.sharding), self._bits(method)[-1]
+            replace(frugal, strategy=self._wish.strategy, sharding=self._wish.sharding or OVER_ALL),
+            self._bits(method)[-1],
         )
 
     def _change(self, s: Settings) -> Change:

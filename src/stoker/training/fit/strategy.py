@@ -12,7 +12,7 @@ from stoker.training.fit.cards import Card
 from stoker.training.fit.cost import ASSUMED
 from stoker.training.fit.pace import step_seconds
 from stoker.training.fit.plan import AUTO, DDP, FSDP, METHODS, Plan, Search, Wish, gib
-from stoker.training.parallel.config import IN_HOST, OVER_ALL
+from stoker.training.parallel.config import IN_HOST
 
 ONE = "one"
 STRATEGIES = (DDP, FSDP, ONE)  # in this order where nothing else decides
@@ -87,7 +87,7 @@ def _way(name: str, cards: list[Card], wish: Wish) -> Way | None:
     if name == FSDP and not search.can_shard(METHODS[0] if wish.method == AUTO else wish.method):
         return None
     found = _made(name, search.plan())
-    if name == FSDP and wish.sharding == OVER_ALL and _alike(cards):
+    if name == FSDP and wish.sharding is None and _alike(cards):
         inside = _made(name, Search(cards, replace(wish, strategy=name, sharding=IN_HOST)).plan())
         found = _best([found, inside])
     return found

@@ -99,7 +99,8 @@ def located(told: str) -> str:
 
 
 def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: str, made: Prepared) -> int | None:
-    """Refuses a checkpoint to resume from that does not fit. Gives its step, None where that is not known here."""
+    """Refuses a checkpoint to resume from that does not fit. `model`: its shape, of a model that is loaded that of its folder.
+    Gives the checkpoint's step, None where that is not known here."""
     if told.folder:
         try:
             os.makedirs(told.folder, exist_ok=True)
@@ -111,7 +112,7 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
             raise Refusal(
                 f"checkpoint.folder {told.folder} can't be made: {problem.strerror}", EX_CANTCREAT
             ) from problem
-    if told.resume == "never" or (told.resume == "auto" and (model.load or not told.folder)):
+    if told.resume == "never" or (told.resume == "auto" and not told.folder):
         return None
     where = told.resume if told.resume == "auto" else located(told.resume)
     if where == "auto":
@@ -125,7 +126,7 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
         if told.resume == "auto":
             return None  # damaged: the ranks say so and take the one before
         raise Refusal(f"checkpoint.resume {where} is no checkpoint: {problem}", EX_NOINPUT) from problem
-    if not model.load:  # else its shape is in a file that the ranks read
+    if model.engine != "transformers":  # else its module knows
         check(found.meta, where, with_rows(model, made.vocab_size), made.tokenizer_digest, optimizer)
     step = found.meta.get("step")
     return step if isinstance(step, int) else None

@@ -30,7 +30,7 @@ from stoker.training.model.linear import Linear
 from stoker.training.model.maps import Adapter
 from stoker.training.model.nf4_shards import Codes
 from stoker.training.model.nf4_size import BLOCK, storable
-from stoker.training.model.pieces import give_back, like, whole
+from stoker.training.model.pieces import collected, give_back, like, whole
 from stoker.training.model.targets import Target, extra, targets
 from stoker.training.optim.muon import local
 
@@ -230,13 +230,16 @@ def save(
     """A folder for peft, there when it is complete. `base`: the folder of the model under it. Of a sharded model all ranks
     call this, one `writes`."""
     give_back(model)
-    own = {name: whole(model.get_parameter(name)) for name in model.own}
-    found = peft_tensors(model.config, told, lambda name: whole(model.get_parameter(name)), model.own)
+    pairs = (f"{target.name}.adapter.{part}" for target in targets(model.config, told) for part in ("a", "up"))
+    needed = (*pairs, *extra(model.config, told), *model.own)
+    parts = {name: collected(model.get_parameter(name)) for name in needed}  # of rank 0: others only send
+    own = {name: parts[name] for name in model.own}
 
     def more(fresh: str) -> None:
         model.write_own(fresh, own)
 
     if writes:
+        found = peft_tensors(model.config, told, parts.__getitem__, model.own)
         write(model.config, told, base, folder, files, say, found=found, own=model.own, more=more)
 
 

@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
     group = Group(c.parallel)
     with kernels(ready.attention(c.compute, group.device)):
         stoker.phase("eval")
-        vectors = embed_shared(stage.open_model(c, folder, group.device).eval(), rows, group)
+        vectors = embed_shared(stage.open_to_ask(c, folder, group), rows, group)
     if group.first:
         _weigh(c, prompts, centred(vectors))
     group.close()

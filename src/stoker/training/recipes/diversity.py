@@ -96,12 +96,14 @@ def _answers(c: Config, folder: str, questions: Sequence[Question], group: Group
         Manner(c.evaluate.chat, system=c.generate.system),
     )
     prompts = [prompt_ids(tokenizer, question, manner) for question in questions]
-    model = stage.open_model(c, folder, group.device, c.generate.bits).eval()
+    model = stage.open_to_ask(c, folder, group, c.generate.bits)
     length = max(map(len, prompts)) + c.generate.new_tokens
     rows, vocab = c.generate.rows, tokenizer.vocab_size
-    engine = Engine(model, rows=rows, length=length, vocab=vocab, codes=coded(model))
+    sharded = group.strategy == "fsdp" and group.world > 1
+    engine = Engine(model, rows=rows, length=length, vocab=vocab, codes=coded(model), streamed=sharded)
     answerer = Answerer(engine, tokenizer, manner, c.generate)
-    mine = answerer.sample(prompts, c.diversity.answers, c.train.seed, lambda block: block % group.world == group.rank)
+    blocks = group.turns(len(prompts))  # of blocks there are fewer
+    mine = answerer.sample(prompts, c.diversity.answers, c.train.seed, blocks.__contains__)
     together = {place: answers for part in group.all(mine) for place, answers in part.items()}
     cut = sum(answer.cut for answers in together.values() for answer in answers)
     about_cut = f", {cut} cut at {c.generate.new_tokens} tokens" if cut else ""
@@ -112,7 +114,7 @@ def _answers(c: Config, folder: str, questions: Sequence[Question], group: Group
 def _embedded(c: Config, folder: str, texts: Sequence[str], group: Group) -> Vectors:
     tokenizer = stage.tokenizer_of(c)
     rows = [[tokenizer.end_id, *tokenizer.encode(text)] for text in texts]  # an empty answer has a place, too
-    return centred(embed_shared(stage.open_model(c, folder, group.device).eval(), rows, group))
+    return centred(embed_shared(stage.open_to_ask(c, folder, group), rows, group))
 
 
 def _compare(c: Config, prompts: list[str], baseline: Answers, compared: Answers, vectors: Vectors) -> None:

@@ -147,11 +147,7 @@ def main(argv: list[str]) -> int:
     with kernels(ready.attention(c.compute, group.device)), torch.no_grad():
         stoker.phase("eval")
         sharded = group.strategy == "fsdp" and group.world > 1
-        if sharded:
-            model = stage.open_in_shards(c, folder, group, ready.dtype_of(c.compute, group.device), learns=False).eval()
-            stage.from_rank_0(f"the model is in {group.shards} shards: all ranks answer the same, block by block")
-        else:
-            model = stage.open_model(c, folder, group.device, c.generate.bits).eval()
+        model = stage.open_to_ask(c, folder, group, c.generate.bits)
         answerer = _answerer(c, tasks, model, tokenizer, manner, sharded)
         mine: list[Outcome] = []
         for asked in tasks:

@@ -111,6 +111,15 @@ def open_model(
     return (hf.opened_in_4_bits if narrow else hf.opened)(folder, length, dtype, device, from_rank_0)
 
 
+def open_to_ask(c: Config, folder: str, group: Group, asked_bits: str = "16") -> Decoder:
+    """The same where nothing learns: whole on every rank; of a model in shards (parallel.strategy fsdp) all ranks make the same
+    passes."""
+    if not (group.strategy == "fsdp" and group.world > 1):
+        return open_model(c, folder, group.device, asked_bits).eval()
+    from_rank_0(f"the model is in {group.shards} shards: all ranks answer the same, block by block")
+    return open_in_shards(c, folder, group, ready.dtype_of(c.compute, group.device), learns=False).eval()
+
+
 def open_in_shards(c: Config, folder: str, group: Group, dtype: torch.dtype, *, learns: bool) -> Decoder:
     """The same of which each rank has its part. Passes begin with `hidden`."""
     with torch.device("meta"):
