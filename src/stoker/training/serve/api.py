@@ -336,6 +336,8 @@ class Reply:
         request = self._asked.requests[place]
         choice = {"index": place, **said, "finish_reason": events[-1].finish or None}
         choice["logprobs"] = self._logprobs(events) if request.logprobs >= 0 else None
+        if events[-1].finish:
+            choice["weights"] = {"version": events[-1].version, "digest": events[-1].digest}
         if self._asked.with_ids:
             written = [event for event in events if event.token is not None]
             choice["token_ids"] = [event.token for event in written]

@@ -13,6 +13,7 @@ twice; up to the rounding of products of another size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -80,6 +81,13 @@ class Sizes:
     prompt_tokens: int = 2048  # of prompts, computed in one step beside a token of each answer
 
 
+class _Change(NamedTuple):
+    apply: Callable[[], None]
+    version: int | None
+    digest: str
+    applied: Callable[[int], None]
+
+
 class PagedEngine:
     def __init__(
         self,
@@ -89,9 +97,10 @@ class PagedEngine:
         vocab: int = 0,
         codes: bool = False,
         text_of: Callable[[Request], Text] | None = None,
+        digest: str = "",
     ) -> None:
         """`vocab`: ids from here on are never written; `codes`: weights in 4 bits stay so; `text_of`: what reads a
-        request's answer. Without it events have no text.
+        request's answer. Without it events have no text. `digest`: of the weights, which events have, too.
         """
         slots, length, memory = sizes.slots, sizes.length, sizes.memory
         if slots < 1 or length < 2 or memory < length:
@@ -108,8 +117,8 @@ class PagedEngine:
         self._open: dict[str, _Open] = {}
         self._of: dict[Writing, _Open] = {}
         self._ended: list[Event] = []
-        self._changes: list[Callable[[], None]] = []
-        self.version = 0
+        self._changes: list[_Change] = []
+        self.version, self.digest = 0, digest
 
     @property
     def busy(self) -> bool:
@@ -128,14 +137,21 @@ class PagedEngine:
         if asked is None:
             return False
         self._close(asked)
-        self._ended.append(Event(name, None, self.version, finish=ABORTED))
+        self._ended.append(Event(name, None, self.version, finish=ABORTED, digest=self.digest))
         return True
 
-    def update(self, change: Callable[[], None]) -> None:
+    def update(
+        self,
+        change: Callable[[], None],
+        version: int | None = None,
+        digest: str = "",
+        applied: Callable[[int], None] = lambda version: None,
+    ) -> None:
         """`change` gives the model new weights. It is called before a step, once no answer is open that is to be finished with
-        those of before; until then nothing new begins.
+        those of before; until then nothing new begins. `version`: what they are called from then on; None: one more than
+        before. `applied` is called with it when that is so.
         """
-        self._changes.append(change)
+        self._changes.append(_Change(change, version, digest, applied))
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -173,16 +189,21 @@ class PagedEngine:
 
     def _change(self) -> None:
         """All tokens so far are computed again: every token is written by one version's weights alone."""
-        for change in self._changes:
-            change()
-        self.version += len(self._changes)
-        self._changes.clear()
+        changes, self._changes = self._changes, []
+        versions: list[int] = []
+        for change in changes:
+            change.apply()
+            self.version = self.version + 1 if change.version is None else change.version
+            self.digest = change.digest
+            versions.append(self.version)
         if not self._weights.refresh():
             self._paged.forget()
         self._paged.clear()
         self.schedule.restart(str(self.version))
         for asked in self._of.values():
             asked.is_fed = False
+        for change, version in zip(changes, versions, strict=True):
+            change.applied(version)
 
     def _event(self, asked: _Open, made: Written, place: int) -> Event:
         request, token, text, finish = asked.request, made.tokens[place], "", ""
@@ -201,7 +222,7 @@ class PagedEngine:
             self._close(asked)
         logprob = made.logprobs[place] if request.logprobs >= 0 else None
         others = tuple(made.alternatives[place][: request.logprobs]) if request.logprobs > 0 else ()
-        return Event(request.id, token, self.version, text, logprob, others, finish)
+        return Event(request.id, token, self.version, text, logprob, others, finish, self.digest)
 
     def _close(self, asked: _Open) -> None:
         self.schedule.end(asked.writing)

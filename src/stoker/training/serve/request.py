@@ -41,6 +41,7 @@ class Event(NamedTuple):  # made for each token: a tenth of the time of a shape
     logprob: float | None = None  # at the request's temperature (greedy: at 1), nothing left out
     alternatives: tuple[tuple[int, float], ...] = ()
     finish: str = ""  # why the answer ended; empty: it goes on
+    digest: str = ""  # of those weights
 
 
 @shape
