@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from conftest import wait_for
 from stoker.contract.shape import replace
@@ -82,6 +83,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 if getattr(target, "adapter", None) is not None:
                     target.adapter.up.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(seed))
         adapters.save(model, told, str(base), str(pushed / name), None, lambda _: None)
+    shutil.copytree(pushed / "adapter", pushed / "stranger")
+    tensors = load_file(pushed / "adapter" / "adapter_model.safetensors")
+    save_file(tensors, pushed / "stranger" / "adapter_model.safetensors", {adapters.DIGEST: "0" * 32})
     cut = shutil.copytree(pushed / "seed-6", pushed / "cut")
     with open(cut / "model.safetensors", "r+b") as file:
         file.truncate(os.path.getsize(cut / "model.safetensors") - 100)
@@ -125,8 +129,10 @@ def test_answers_are_the_new_weights_whole_or_an_adapters_and_carry_version_and_
         assert tokens == wanted(pushed / name) and weights == told, name
         seen.add(tuple(tokens))
     assert len(seen) == 5, "each model answers otherwise"
-    status, told = server.push("adapter")
-    assert status == 409 and "beside other weights" in told["error"]["message"], "it is for base, and seed-7 is served"
+    assert server.push("adapter", version=13)[0] == 200, "whatever is served: it is for what the server began with"
+    assert server.answer()[0] == wanted(pushed / "adapter")
+    status, told = server.push("stranger")
+    assert status == 409 and "beside other weights" in told["error"]["message"]
     assert server.push(pushed / "seed-6")[1]["version"] == 14, "a whole path, and one more than the last"
     assert server.answer()[0] == wanted(pushed / "seed-6")
 

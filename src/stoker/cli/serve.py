@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.contract import layout, redact
-from stoker.contract.names import EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal
+from stoker.contract.names import API_KEY, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser
 from stoker.contract.terminal import say
 from stoker.contract.untrusted import printable, read_text
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stoker.training.serve.driver import Driver
 
 PORT = 8000
-KEY = "STOKER_API_KEY"
+KEY = API_KEY
 LONGEST_BODY = 1 << 20
 MORE_CLIENTS = 64  # than answers: those who ask for metrics, or are told to come later
 _MODEL = "a folder with weights, a run (path, id or name), a speedrun's folder, or a hub id (default: the newest)"

@@ -1,6 +1,6 @@
 """OpenAI's completions and chat completions: a body becomes requests, and events become what its clients read. No torch.
 
-Beside OpenAI's keys there are `return_token_ids`, `top_k`, `stop_token_ids` and `on_update` (finish, continue). A key that
+Beside OpenAI's keys there are `return_token_ids`, `top_k`, `stop_token_ids`, `first_index` and `on_update` (finish, continue). A key that
 nobody here reads is refused: an answer that silently ignores a setting is a wrong one.
 """
 
@@ -27,7 +27,7 @@ MOST_STOPS, LONGEST_STOP = 16, 512
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's; a chat's answer may fill the context
 _BOTH = (
     "model", "stream", "stream_options", "n", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "max_tokens", "logprobs",
-    "return_token_ids", "on_update", "user",
+    "return_token_ids", "on_update", "first_index", "user",
 )  # fmt: skip
 _COMPLETION = (*_BOTH, "prompt")
 _CHAT = (*_BOTH, "messages", "max_completion_tokens", "top_logprobs")
@@ -70,7 +70,8 @@ class Asked:
     @property
     def prompt_tokens(self) -> int:
         """Of each prompt once."""
-        return sum(len(request.prompt) for request in self.requests if request.index == 0)
+        first = self.requests[0].index
+        return sum(len(request.prompt) for request in self.requests if request.index == first)
 
 
 def read(body: bytes, is_chat: bool, served: Served) -> Asked:
@@ -85,6 +86,7 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
     shared = _settings(told, is_chat, served)
     name = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
     seed = _whole(told, "seed", secrets.randbits(63), -(2**63), 2**63 - 1)
+    first = _whole(told, "first_index", 0, 0, 2**62)
     requests: list[Request] = []
     for prompt in prompts:
         room = served.length - len(prompt)
@@ -94,7 +96,7 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
             )
             raise Problem(line, key="messages" if is_chat else "prompt")
         tokens = _new_tokens(told, is_chat, room)
-        for index in range(count):
+        for index in range(first, first + count):
             number = len(requests)
             requests.append(
                 Request(f"{name}-{number}", tuple(prompt), tokens, seed=seed, index=index, strips=is_chat, **shared)

@@ -1,6 +1,6 @@
 """New weights for a model that is being served: read beside the old ones, and put in their place in one go.
 
-A body names a folder below the one that the server was started with: whole weights, or an adapter for those it has. The
+A body names a folder below the one given for that: whole weights, or an adapter for those that the server began with. The
 old weights stay until all of the new ones are in memory, so whatever is wrong with a folder changes nothing.
 """
 
@@ -60,7 +60,7 @@ class Loader:
 
     def __init__(self, model: Decoder, folder: str, root: str, engine: Engine, say: Callable[[str], None]) -> None:
         self._model, self._root, self._engine, self._say = model, os.path.realpath(root), engine, say
-        self._base = base_of(folder)  # what an adapter is for
+        self._base = base_of(folder)  # what adapters are for: folders that were pushed may be gone
         self._bodies: queue.Queue[tuple[bytes, Reply] | None] = queue.Queue(MOST_WAITING)
         self._lock = threading.Lock()
         self._newest: _Coming | None = None
@@ -116,7 +116,7 @@ class Loader:
             for one in waiting:
                 one(200, in_place(version, digest))
 
-        self._newest, self._base = coming, base
+        self._newest = coming
         self._say(f"new weights from {folder}{'' if asked.version is None else f': version {asked.version}'}")
         self._engine.update(change, asked.version, digest, applied)
 
