@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,8 +17,9 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from conftest import at_length_but, wait_for  # noqa: E402
+from conftest import Stoker, at_length_but, wait_for  # noqa: E402
 from forked_ranks import program, server  # noqa: E402
+from stoker.cli import train  # noqa: E402
 from stoker.contract.names import EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
 from stoker.control.record.rollouts import read_rollouts  # noqa: E402
 from stoker.training.rl.remote import addresses_of  # noqa: E402
@@ -195,3 +197,50 @@ def test_servers_are_urls_or_a_role_of_the_job() -> None:
         with pytest.raises(Refusal) as refused:
             addresses_of(text, {})
         assert refused.value.code == EX_USAGE and "grpo.server" in refused.value.line
+
+
+def test_one_command_starts_the_server_and_the_trainers(stoker: Stoker, given: Path, forks: Forks) -> None:
+    words = forks.words("--max-steps", "3")
+    done = stoker(
+        "train", "grpo", "--allocation", "stoker:d1+ddp:d2", *words, "--name", "job",
+        env={"STOKER_API_KEY": KEY, "OMP_NUM_THREADS": "1"}, timeout=600,
+    )  # fmt: skip
+    assert done.code == 0, done.out + done.err
+    (trainer,) = (stoker.latest / "roles").glob("*-trainer")
+    metrics = [json.loads(line) for line in (trainer / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) == 3 and all(line["staleness_max"] <= 1 for line in metrics)
+    assert (trainer / "hf" / "model.safetensors").exists() and not (trainer / "published").exists()
+    assert "trainer ended with 0; server stopped" in done.out + done.err
+    files = [path for path in stoker.latest.rglob("*") if path.is_file()]
+    assert len(files) > 15 and not [path for path in files if KEY.encode() in path.read_bytes()], (
+        "the key is in no record"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("grpo", "--allocation", "vllm:d1+fsdp:d3"), "here stoker serves"),
+        (("grpo", "--allocation", "fsdp:d3"), "one part serves and one trains"),
+        (("grpo", "--allocation", "stoker:d1+fsdp:d2t2"), "write fsdp:d4"),
+        (("grpo", "--allocation", "stoker:d1+fsdp:d1", "--grpo.server", "http://a:1"), "leave grpo.server out"),
+        (("grpo", "--allocation", "stoker:d1+fsdp:d1", "--hosts", "h.yaml"), "stoker run --roles"),
+        (("grpo", "--allocation", "stoker:d1+fsdp:d1", "--nproc-per-node", "2"), "--nproc-per-node can't be given"),
+        (("grpo", "--allocation", "stoker:d1+fsdp:d1"), "no model"),
+        (("sft", "--allocation", "stoker:d1+fsdp:d1"), "stage sft has one role alone"),
+    ],
+)  # fmt: skip
+def test_allocations_that_cannot_be_are_refused(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        train.main(list(words))
+    assert said in refused.value.line and refused.value.code == EX_USAGE
+
+
+def test_stale_answers_and_4_bits_are_refused_where_they_cannot_be(forks: Forks, tmp_path: Path) -> None:
+    for more, said in (
+        (("--grpo.staleness", "1"), "grpo.staleness 1 needs grpo.server"),
+        (("--grpo.server", "http://a:1", "--qlora"), "use --lora"),
+        (("--grpo.server", "nobody"), "neither a URL"),
+    ):
+        job = forks(1, tmp_path / more[-1].strip("-"), "--max-steps", "1", *more)
+        assert job.codes == [EX_USAGE] and said in job.said() and "Traceback" not in job.said()
