@@ -58,12 +58,17 @@ class _Open:
         self.request, self.writing, self.text = request, writing, text
         self.is_fed = False  # its slot has its last token
         how = request.sampling
+        self.echo = [float("nan")] * (len(request.prompt) - 1 if request.echo else 0)
         count = 0 if how.greedy else request.new_tokens
         self._uniforms = uniforms(request.seed, [request.index], count)[:, 0].tolist()
 
     @property
     def written(self) -> int:
         return len(self.writing.tokens) - self.writing.prompt
+
+    def following(self, begin: int, end: int) -> Sequence[int]:
+        """Of the prompt's tokens, those behind the ones from `begin` to `end`, where they are to be told."""
+        return self.request.prompt[begin + 1 : end + 1] if self.request.echo else ()
 
     def row(self, end: int) -> Row:
         how, uniform = self.request.sampling, self._uniforms[self.written] if self._uniforms else 0.0
@@ -127,7 +132,7 @@ class PagedEngine:
     def add(self, request: Request) -> None:
         """Refused where it can't be answered."""
         self._check(request)
-        writing = self.schedule.add(request.prompt)
+        writing = self.schedule.add(request.prompt, request.echo)
         text = None if self._text_of is None else self._text_of(request)
         self._open[request.id] = self._of[writing] = _Open(request, writing, text)
 
@@ -165,7 +170,12 @@ class PagedEngine:
             self._of[writing].is_fed = False
         self._paged.copy(plan.copies)
         parts = [
-            Part(self._of[piece.writing].row(piece.end), piece.writing.tokens[piece.begin : piece.end], piece.is_last)
+            Part(
+                self._of[piece.writing].row(piece.end),
+                piece.writing.tokens[piece.begin : piece.end],
+                piece.is_last,
+                self._of[piece.writing].following(piece.begin, piece.end),
+            )
             for piece in plan.pieces
         ]
         prompted = [self._of[piece.writing] for piece in plan.pieces if piece.is_last]
@@ -173,6 +183,8 @@ class PagedEngine:
         written: list[tuple[_Open, Written, int]] = []
         if parts:
             made = self._paged.prompts(parts, _kind(prompted))
+            for piece, values in zip(plan.pieces, made.following, strict=True):
+                self._of[piece.writing].echo[piece.begin : piece.begin + len(values)] = values
             written += [(asked, made, place) for place, asked in enumerate(prompted)]
         if stepped:
             for asked in stepped:
@@ -222,7 +234,8 @@ class PagedEngine:
             self._close(asked)
         logprob = made.logprobs[place] if request.logprobs >= 0 else None
         others = tuple(made.alternatives[place][: request.logprobs]) if request.logprobs > 0 else ()
-        return Event(request.id, token, self.version, text, logprob, others, finish, self.digest)
+        echo = tuple(asked.echo) if asked.written == 1 else ()
+        return Event(request.id, token, self.version, text, logprob, others, finish, self.digest, echo)
 
     def _close(self, asked: _Open) -> None:
         self.schedule.end(asked.writing)
