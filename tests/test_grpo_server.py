@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,7 +115,7 @@ def test_with_no_staleness_a_server_makes_the_run_that_the_trainers_make_alone(
     assert (job.run / "rollouts.jsonl").read_bytes() == (alone.run / "rollouts.jsonl").read_bytes()
     ours, theirs = (load_file(one.run / "hf" / "model.safetensors") for one in (job, alone))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "bit for bit"
-    assert not (job.run / "published").exists()
+    assert not (job.run / "published").exists() and "could not be checked" not in job.said()
 
 
 def test_ranks_in_shards_with_adapters_publish_these_alone(forks: Forks, serving: Serving, tmp_path: Path) -> None:
@@ -188,6 +190,42 @@ def test_what_a_server_refuses_ends_the_run_with_its_sentence(
     gone = forks(1, tmp_path / "gone", "--max-steps", "2", "--grpo.server", other.url, "--grpo.server_timeout", "1s")
     assert gone.codes == [EX_SOFTWARE] and "did not answer /v1/weights for 1.0 s" in gone.said()
     assert "Connection refused" in gone.said() and "Traceback" not in gone.said()
+
+
+class Liar(http.server.BaseHTTPRequestHandler):
+    """Takes all weights, and answers with others'."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        told: dict[str, Any] = {}
+        if self.path == "/v1/completions":
+            one = {"token_ids": [55], "versions": [0], "logprobs": {"token_logprobs": [-1.0]}}
+            weights = {"version": 0, "digest": "0" * 32}
+            told = {"choices": [{**one, "index": number, "weights": weights} for number in range(asked["n"])]}
+        body = json.dumps(told).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_server_that_answers_with_other_weights_ends_the_run(forks: Forks, tmp_path: Path) -> None:
+    liar = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Liar)
+    thread = threading.Thread(target=liar.serve_forever)
+    thread.start()
+    try:
+        job = forks(2, tmp_path, "--max-steps", "2", "--grpo.server", f"http://127.0.0.1:{liar.server_address[1]}")
+    finally:
+        liar.shutdown()
+        thread.join()
+        liar.server_close()
+    assert job.codes == [EX_SOFTWARE] * 2
+    for rank in (0, 1):
+        assert "GRPO stopped itself: the server at" in job.said(rank) and "Traceback" not in job.said(rank)
+        assert "answers with other weights than the trainers'" in job.said(rank)
 
 
 def test_servers_are_urls_or_a_role_of_the_job() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -52,10 +52,13 @@ from stoker.training.rl.remote import OtherWeights, ServerFailed, Servers, Wante
 from stoker.training.rl.rollout import Answer, Asking, Rollout
 from stoker.training.rl.sampler import Sampler
 from stoker.training.rl.scoring import RewardFailed, Rewards, RolloutLog, Worker, columns_of
+from stoker.training.rl.server_match import Unanswered, WeightsCheck, own_logprobs
 from stoker.training.rl.task import GrpoTask, Launched, Stopped, result, resumed
 from stoker.training.rl.update import Updater, advantages
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
+
+CHECK_EVERY, CHECK_TOKENS = 25, 256  # steps between two looks at the servers' weights, and tokens of the test prompt
 
 
 def reward_model_of(c: Config, tokenizer: Tokenizer, device: torch.device) -> RewardModel | None:
@@ -124,6 +127,26 @@ def servers_of(c: Config, tokenizer: Tokenizer, longest: int, publish: Publisher
     wanted = Wanted(how.new_tokens, how.temperature, stop, tokenizer.vocab_size, length)
     addresses, key = addresses_of(c.grpo.server, os.environ), os.environ.get(API_KEY, "")
     return Servers(addresses, key, wanted, publish, staleness=c.grpo.staleness, patience_s=c.grpo.server_timeout)
+
+
+class WeightsChecks:
+    """Whether each server says what the model that learns does of a test prompt."""
+
+    def __init__(self, addresses: Sequence[str], ids: Sequence[int], key: str) -> None:
+        self._ids = tuple(ids)
+        self._checks = [WeightsCheck(address, "", self._ids, key) for address in addresses]
+
+    def __call__(self, model: Decoder, group: Group, voice: Voice) -> None:
+        """All ranks call it; raises OtherWeights on all."""
+        own = own_logprobs(model, self._ids)
+        line = ""
+        for check in self._checks if group.first else ():
+            try:
+                line = line or check(own)
+            except Unanswered as problem:
+                voice.say(f"the servers' weights could not be checked: {problem}")
+        if line := group.from_first(line):
+            raise OtherWeights(line)
 
 
 def writer(bits: str, merged_bytes: int) -> str:
@@ -209,8 +232,11 @@ def main(argv: list[str]) -> int:
     longest = max(len(prompt.ids) for prompt in prompts)
     publish = Publisher(model, own, folder, group, c.grpo.staleness + 2) if c.grpo.server else None
     sampler: Sampler
+    checks: WeightsChecks | None = None
     if publish is not None:
         sampler = servers_of(c, tokenizer, longest, publish)
+        ids = max((prompt.ids for prompt in prompts), key=len)[:CHECK_TOKENS]
+        checks = WeightsChecks(addresses_of(c.grpo.server, os.environ), ids, os.environ.get(API_KEY, ""))
     else:
         sampler = asking.in_trainer(model, tokenizer, longest, c.generate, c.grpo, group)
     rollout = Rollout(sampler, tokenizer, c.grpo.group, group)
@@ -260,6 +286,8 @@ def main(argv: list[str]) -> int:
                 updates_at[step] = updater.done
                 sampler.refresh(step)
                 made = ask(step, c.train.seed)
+                if checks is not None and (step - position.step) % CHECK_EVERY == 0:
+                    checks(model, group, voice)
                 above = advantages(
                     torch.tensor(made.judged.rewards, dtype=torch.float64).view(-1, c.grpo.group),
                     c.grpo.scale_by_deviation,
