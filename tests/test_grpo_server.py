@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from conftest import Stoker, at_length_but, wait_for  # noqa: E402
+from conftest import Stoker, at_length, at_length_but, wait_for  # noqa: E402
 from forked_ranks import program, server  # noqa: E402
 from stoker.cli import train  # noqa: E402
 from stoker.contract.names import EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
@@ -282,3 +282,50 @@ def test_stale_answers_and_4_bits_are_refused_where_they_cannot_be(forks: Forks,
     ):
         job = forks(1, tmp_path / more[-1].strip("-"), "--max-steps", "1", *more)
         assert job.codes == [EX_USAGE] and said in job.said() and "Traceback" not in job.said()
+
+
+def ranks_of(job: Path, word: bytes) -> list[int]:
+    """The pids of processes that are ranks of that job's and have the word on their command line."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
+            variables = Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # another user's, or it has just ended
+        run = next((one for one in variables if one.startswith(b"STOKER_RUN_DIR=")), b"")
+        if word in words and str(job).encode() in run and any(one.startswith(b"RANK=") for one in variables):
+            found.append(int(entry))
+    return sorted(found)
+
+
+@at_length
+def test_server_and_trainers_are_killed_again_and_again_and_no_sample_is_lost_or_learned_twice(
+    stoker: Stoker, forks: Forks
+) -> None:
+    words = forks.words(
+        "--max-steps", "60", "--every_steps", "3", "--learning_rate", "3e-4", "--grpo.breaker_steps", "0"
+    )
+    more = ("--allocation", "stoker:d1+ddp:d1", "--name", "killed", "--max-restarts", "9")
+    job = stoker.start("train", "grpo", *more, *words, env={"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+
+    def steps() -> int:
+        files = list(stoker.cwd.glob("runs/*-killed/roles/*-trainer/metrics.jsonl"))
+        return files[0].read_text().count("\n") if files else 0
+
+    killed = 0
+    while job.poll() is None and killed < 8:
+        at = 3 + 6 * killed
+        if not wait_for(lambda at=at: steps() >= at or job.poll() is not None or None, 120):
+            break
+        word = (b"serve", b"stoker.training.recipes.grpo")[killed % 2]
+        pids = wait_for(lambda word=word: ranks_of(stoker.latest, word) or None, 120)
+        assert pids, "there is one to kill"
+        os.kill(pids[-1], signal.SIGKILL)
+        killed += 1
+    assert killed == 8 and job.wait(600) == 0
+    (run,) = (stoker.latest / "roles").glob("*-trainer")
+    rows = [one.step for one in read_rollouts(str(run))]
+    assert [rows.count(step) for step in range(60)] == [48] * 60

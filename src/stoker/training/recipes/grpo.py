@@ -126,7 +126,10 @@ def servers_of(c: Config, tokenizer: Tokenizer, longest: int, publish: Publisher
     stop, length = frozenset(tokenizer.stop_ids), longest + how.new_tokens
     wanted = Wanted(how.new_tokens, how.temperature, stop, tokenizer.vocab_size, length)
     addresses, key = addresses_of(c.grpo.server, os.environ), os.environ.get(API_KEY, "")
-    return Servers(addresses, key, wanted, publish, staleness=c.grpo.staleness, patience_s=c.grpo.server_timeout)
+    grpo = c.grpo
+    return Servers(
+        addresses, key, wanted, publish, staleness=grpo.staleness, patience_s=grpo.server_timeout, phase=stoker.phase
+    )
 
 
 class WeightsChecks:

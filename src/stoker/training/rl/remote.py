@@ -14,8 +14,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from stoker.contract.names import EX_USAGE, Refusal
@@ -31,7 +31,11 @@ MOST_A_BODY = 16  # answers
 MOST_BYTES, BYTES_A_TOKEN = 2 << 20, 200  # of a body's answer: the server closes on a client that is far behind
 TRIES = 3  # with new weights published to it in between, before a server counts as one with other weights
 KNOWN_S = 5.0  # another rank may have published just before this one knows of it
+WAITING_S = 20.0  # between two words of a rank that waits
 _PAUSE_S = (0.1, 2.0)  # between two tries: at first, and at most
+
+
+T = TypeVar("T")
 
 
 class ServerFailed(Exception):
@@ -83,7 +87,7 @@ def _address(url: str) -> str:
 
 class Servers:
     """A Sampler. `publish`: writes the weights of a version, all ranks together; `patience_s`: for an answer, or for a server
-    that is being replaced; `staleness`: how many steps ahead answers are begun.
+    that is being replaced; `staleness`: how many steps ahead answers are begun; `phase`: told what the rank does.
     """
 
     engine = None
@@ -97,9 +101,11 @@ class Servers:
         *,
         staleness: int,
         patience_s: float,
+        phase: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._addresses, self._wanted, self._publish = tuple(addresses), wanted, publish
         self.length, self._patience_s = wanted.length, patience_s
+        self._phase, self._is_waiting = phase, False
         self._staleness, self._policy = staleness, FINISH if staleness < 2 else CONTINUE
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._known: dict[int, Published] = {}
@@ -125,7 +131,20 @@ class Servers:
 
     def take(self, ask: Ask) -> list[Written]:
         self.begin(ask)
-        return [written for part in self._begun.pop(ask.seeds).result() for written in part.result()]
+        parts = self._awaited(self._begun.pop(ask.seeds))
+        found = [written for part in parts for written in self._awaited(part)]
+        if self._is_waiting:
+            self._is_waiting = False
+            self._phase("train")
+        return found
+
+    def _awaited(self, future: Future[T]) -> T:
+        """Says from time to time that it waits: it gives up by itself, and is not taken for one that hangs."""
+        while not future.done():
+            if not wait([future], WAITING_S).done:
+                self._is_waiting = True
+                self._phase("waiting for answers")
+        return future.result()
 
     @property
     def ready(self) -> int:
