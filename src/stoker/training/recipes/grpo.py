@@ -242,7 +242,7 @@ def main(argv: list[str]) -> int:
         checks = WeightsChecks(addresses_of(c.grpo.server, os.environ), ids, os.environ.get(API_KEY, ""))
     else:
         sampler = asking.in_trainer(model, tokenizer, longest, c.generate, c.grpo, group)
-    rollout = Rollout(sampler, tokenizer, c.grpo.group, group)
+    rollout = Rollout(sampler, tokenizer, tokenizer.stop_ids, c.grpo.group, group)
     ask = Asking(prompts, draw, rollout, rewards, c.grpo, group, steps)
     words = stage.tokenizer_folder(c)
     about = {

@@ -204,8 +204,8 @@ class Answer:
 class Rollout:
     """An answer depends on the seeds and its own place in the step: on no number of ranks or rows."""
 
-    def __init__(self, sampler: Sampler, tokenizer: Tokenizer, group: int, ranks: Group) -> None:
-        self.sampler, self._tokenizer, self._stop = sampler, tokenizer, frozenset(tokenizer.stop_ids)
+    def __init__(self, sampler: Sampler, tokenizer: Tokenizer, stop: Collection[int], group: int, ranks: Group) -> None:
+        self.sampler, self._tokenizer, self._stop = sampler, tokenizer, frozenset(stop)
         self._group, self._ranks = group, ranks
 
     def begin(self, prompts: Sequence[Prompt], *seeds: int) -> None:
