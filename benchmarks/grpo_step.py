@@ -125,7 +125,8 @@ def stoker(folder: Path, size: Size, told: argparse.Namespace) -> Iterator[dict[
     from stoker.training.parallel.config import ComputeConfig, ParallelConfig
     from stoker.training.parallel.group import Group
     from stoker.training.rl.config import GrpoConfig
-    from stoker.training.rl.rollout import Prompt, Rollout, outcome
+    from stoker.training.rl.rollout import Prompt, Rollout
+    from stoker.training.rl.sampler import InTrainer
     from stoker.training.rl.update import Updater, advantages
     from stoker.training.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 
@@ -162,9 +163,8 @@ def stoker(folder: Path, size: Size, told: argparse.Namespace) -> Iterator[dict[
     answers_a_step = size.prompts * size.group
     engine = Engine(model, rows=answers_a_step, length=size.prompt + size.new)
     bare = bytes_tokenizer()
-    rollout = Rollout(
-        engine, Bytes(bare.data, bare.config, bare.where), {END}, GenerateConfig(new_tokens=size.new), size.group, group
-    )
+    sampler = InTrainer(engine, size.new, {END}, GenerateConfig(new_tokens=size.new).sampling)
+    rollout = Rollout(sampler, Bytes(bare.data, bare.config, bare.where), {END}, size.group, group)
     prompts = [Prompt(number, text, tuple(text.encode()), "") for number, text in enumerate(texts(size))]
 
     def now() -> float:
@@ -177,9 +177,9 @@ def stoker(folder: Path, size: Size, told: argparse.Namespace) -> Iterator[dict[
         answers = rollout([prompts[(step * size.prompts + n) % len(prompts)] for n in range(size.prompts)], 0, step)
         written = now()
         rewards = [reward(answer.text) for answer in answers]
-        found = outcome(answers, rewards, [False] * len(answers), answers_a_step, group)
+        lengths = [len(answer.ids) for answer in answers]
         above = advantages(torch.tensor(rewards, dtype=torch.float64).view(-1, size.group), True).flatten().tolist()
-        learned = updater.learn(answers, above, [int(one) for one in found.lengths.tolist()], 1.0)
+        learned = updater.learn(answers, above, lengths, 1.0)
         engine.refresh()
         assert learned.finite, "a loss that is no number"
         ended = now()
@@ -187,7 +187,7 @@ def stoker(folder: Path, size: Size, told: argparse.Namespace) -> Iterator[dict[
             "step_s": ended - began,
             "generate_s": written - began,
             "learn_s": ended - written,
-            "tokens": float(found.lengths.sum()),
+            "tokens": float(sum(lengths)),
         }
 
 

@@ -333,6 +333,7 @@ CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
     ("grpo.cut", end(code=70, tail="INFO | [GPU 0] GRPO stopped itself: 97% of the answers were cut at generate.new_tokens for 10 steps (since step 4), mean length 64.0\n"), False, ("97% of the answers were cut",)),
     ("grpo.no-signal", end(code=70, tail="INFO | [GPU 0] Step [9/60] | Reward: 0.000\nINFO | [GPU 0] GRPO stopped itself: the reward was exactly 0 for every answer for 10 steps (since step 0), so nothing is learned\n"), False, ("the reward was exactly 0", "since step 0")),
     ("grpo.reward", end(code=70, tail="INFO | [GPU 0] GRPO stopped: reward rewards.py:score failed: rewards.py, line 7: ValueError: no digits; prompt '2 + 3?', answer 'five' (step 3)\n"), False, ("rewards.py, line 7: ValueError", "prompt '2 + 3?'")),
+    ("grpo.server", end(code=70, tail="INFO | [GPU 0] GRPO stopped: the server at 127.0.0.1:8000 did not answer /v1/completions for 10 min: [Errno 111] Connection refused (step 3)\n"), True, ("Connection refused",)),
     ("rank.exit", end(code=65, tail="starting\nstoker: data.path x.jsonl: no row has messages\n"), False, ("refused: data.path x.jsonl: no row",)),
     ("rank.exit", end(code=69, tail="stoker: this torch sees no GPU\n"), True, ("exit code 69",)),
     ("rank.exit", end(code=65, tail="a script's own code\n"), True, ("exit code 65",)),

@@ -30,6 +30,7 @@ from stoker.training.generate.engine import Engine
 from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
+from stoker.training.rl.server_match import own_logprobs, served_logprobs
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer, load
 
@@ -140,6 +141,25 @@ def test_a_completion_is_the_engines_whole_or_in_pieces(server: Server, alone: t
     _, cut = server.ask("/v1/completions", {**body, "stop": [stop]})
     assert cut["choices"][0]["text"] == choice["text"][: choice["text"].index(stop)]
     assert cut["choices"][0]["finish_reason"] == "stop"
+
+
+def test_an_echo_has_the_prompt_and_how_likely_its_tokens_are(server: Server, folder: Path) -> None:
+    model = hf.opened(str(folder), CONTEXT, torch.float32, torch.device("cpu"), lambda _: None)
+    ids = load(str(folder)).encode("she sells sea shells")
+    own = own_logprobs(model, ids)
+    for name in ("small", ""):
+        assert served_logprobs(f"127.0.0.1:{server.port}", name, ids) == pytest.approx(own, abs=1e-4)
+    body = {"prompt": "she sells", "max_tokens": 5, "temperature": 0}
+    plain, echoed = (
+        server.ask("/v1/completions", {**body, "echo": echo, "logprobs": 1})[1]["choices"][0] for echo in (False, True)
+    )
+    assert echoed["text"].endswith("she sells" + plain["text"])
+    ours, more = plain["logprobs"], echoed["logprobs"]
+    count = len(more["tokens"]) - len(ours["tokens"])
+    assert count > 1 and more["tokens"][count:] == ours["tokens"] and more["token_logprobs"][0] is None
+    assert len(more["token_logprobs"]) == len(more["top_logprobs"]) == len(more["tokens"])
+    streamed = pieces(server.ask("/v1/completions", {**body, "echo": True, "stream": True})[1])
+    assert "".join(piece["choices"][0]["text"] for piece in streamed) == echoed["text"]
 
 
 def test_a_chat_has_seeds_several_answers_and_log_probabilities(

@@ -175,6 +175,31 @@ def test_log_probabilities_are_the_models_and_those_who_want_none_get_none() -> 
     assert len({answer_of(listed).tokens for listed in events.values()}) == 3, "another index samples otherwise"
 
 
+def test_a_prompts_own_log_probabilities_are_the_models_however_it_is_cut_and_shared() -> None:
+    """Prompts that begin alike, in pieces of few tokens, with memory for little more than one."""
+    model, draw = made(BLOCKS["windows, caps and norms behind"]), random.Random(4)
+    requests = [replace(one, echo=True) for one in requests_of(draw, 12, (Sampling(0.0), Sampling(0.7)))]
+    plain = [replace(one, id=f"plain {one.id}", echo=False) for one in requests]
+    engine = PagedEngine(model, Sizes(slots=4, length=64, memory=72, block=4, prompt_tokens=10))
+    first: dict[str, Event] = {}
+    tokens: dict[str, list[int | None]] = {}
+    for pair in zip(plain, requests, strict=True):
+        for request in pair:
+            engine.add(request)
+    while engine.busy:
+        for event in engine.step():
+            first.setdefault(event.id, event)
+            tokens.setdefault(event.id, []).append(event.token)
+            assert event is first[event.id] or not event.echo
+    assert engine.schedule.preemptions > 0
+    for request in requests:
+        with torch.no_grad():
+            logits = model(torch.tensor([request.prompt]))[0, :-1] / (request.sampling.temperature or 1.0)
+        want = torch.log_softmax(logits, -1)[range(len(request.prompt) - 1), request.prompt[1:]]
+        torch.testing.assert_close(torch.tensor(first[request.id].echo), want, rtol=1e-4, atol=1e-4)
+        assert tokens[request.id] == tokens[f"plain {request.id}"] and not first[f"plain {request.id}"].echo
+
+
 def test_an_answer_ends_where_a_stop_text_appears_whatever_tokens_it_is_made_of() -> None:
     model = made(SMALL)
 

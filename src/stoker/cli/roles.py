@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker.cli import run
@@ -47,19 +47,26 @@ def request_of(argv: list[str]) -> tuple[Request, Plan]:
             f"a job of roles has no script of its own ({script}): each role has a command, --role NAME:COUNT:'COMMAND'"
         )
         raise Refusal(line, EX_USAGE)
+    refuse_useless(told)
+    words = told.pop("role", [])
+    plan = make_plan(words, told.get("roles"), told.get("allocation"))
+    return request_for(told, plan.specs, words), plan
+
+
+def refuse_useless(told: Mapping[str, Any]) -> None:
     useless = sorted(set(told) - _TAKEN)
     if useless:
         flag = useless[0].replace("_", "-")
         raise Refusal(
             f"--{flag} can't be given to a job of roles; a role's command may be a `stoker run` of its own", EX_USAGE
         )
-    words = told.pop("role", [])
-    plan = make_plan(words, told.get("roles"), told.get("allocation"))
-    return _request(told, plan.specs, words), plan
 
 
 def start_job(argv: list[str]) -> int:
-    request, plan = request_of(argv)
+    return start_plan(*request_of(argv))
+
+
+def start_plan(request: Request, plan: Plan) -> int:
     from stoker.control.launch import detach
 
     found = look(request, plan.specs)
@@ -72,7 +79,7 @@ def start_job(argv: list[str]) -> int:
     return guarded(JobCoordinator(request, plan, found, report, None), report)
 
 
-def _request(told: dict[str, Any], specs: Sequence[RoleSpec], words: Sequence[str]) -> Request:
+def request_for(told: dict[str, Any], specs: Sequence[RoleSpec], words: Sequence[str]) -> Request:
     options = build(RunOptions, told)
     name = "-".join(spec.name for spec in specs)[:40]
     # The commands make it the same run, or another.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import signal
 import socket
 from collections.abc import Callable
 from typing import Any
 
 from stoker.contract import layout, redact
-from stoker.contract.names import EX_SOFTWARE, EX_USAGE, Refusal
+from stoker.contract.names import API_KEY, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser
 from stoker.contract.terminal import say
 from stoker.contract.untrusted import printable, read_text
@@ -18,11 +19,12 @@ from stoker.control.show import serving
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from stoker.training.model.decoder import Decoder
     from stoker.training.serve.api import Served
     from stoker.training.serve.driver import Driver
 
 PORT = 8000
-KEY = "STOKER_API_KEY"
+KEY = API_KEY
 LONGEST_BODY = 1 << 20
 MORE_CLIENTS = 64  # than answers: those who ask for metrics, or are told to come later
 _MODEL = "a folder with weights, a run (path, id or name), a speedrun's folder, or a hub id (default: the newest)"
@@ -30,8 +32,9 @@ _EPILOG = f"""examples:
   stoker serve                                     the newest run or speedrun that has a model, on http://127.0.0.1:{PORT}/v1
   stoker serve my-model --slots 32 --context 2048
   {KEY}=… stoker serve my-model --host 0.0.0.0      others need the key: Authorization: Bearer …
+  stoker serve my-model --weights-from runs        takes what a training run publishes there
 
-It has /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics. Ctrl-C ends it."""
+It has /v1/completions, /v1/chat/completions, /v1/models, /v1/weights, /health and /metrics. Ctrl-C ends it."""
 
 
 def parser() -> Parser:
@@ -46,6 +49,9 @@ def parser() -> Parser:
     )
     made.option("--port", "N", f"port to listen on (default: {PORT}; 0: a free one)", int, default=PORT)
     made.option("--api-key-file", "FILE", f"clients must send the key in it (or in {KEY}); needed beyond this machine")
+    made.option(
+        "--weights-from", "FOLDER", "POST /v1/weights may load folders below it while the server runs (default: none)"
+    )
     made.option("--slots", "N", "answers that are written at once (default: 16)", int, default=16)
     made.option("--queue", "N", "requests that may wait for a slot; more get a 429 (default: 4 per slot)", int)
     context = "tokens of a prompt and its answer (default: what the model was trained for, up to 4096)"
@@ -68,6 +74,8 @@ def main(argv: list[str]) -> int:
             f"--slots {told.slots}, --queue {told.queue}: at least 1 slot, and a queue of 0 or more", EX_USAGE
         )
     key = _key(told.api_key_file)
+    if told.weights_from is not None and not os.path.isdir(told.weights_from):
+        raise Refusal(f"--weights-from {printable(told.weights_from)}: there is no such folder", EX_NOINPUT)
     from stoker.training.generate.finding import find
     from stoker.training.model import hf_config, hf_files
     from stoker.training.model.config import ModelConfig
@@ -117,12 +125,15 @@ class _Http:
 def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key: str) -> int:
     from stoker.training.serve.driver import metrics
     from stoker.training.serve.front import Front
+    from stoker.training.serve.weights import Loader
 
     over: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda number, _frame: over.append(number))
-    served, driver = _opened(told, folder)
+    served, driver, model = _opened(told, folder)
     local = serving.is_loopback(listening)
+    weights = None if told.weights_from is None else Loader(model, folder, told.weights_from, driver, say)
+    token = secrets.token_urlsafe(24) if weights is not None and not key else ""
     front = Front(
         served,
         driver,
@@ -130,12 +141,19 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
         key=key,
         names=serving.LOCAL_NAMES if local else (),
         numbers=lambda: metrics(driver, front.turned_away),
+        weights=weights,
+        token=token,
+        now=lambda: (driver.engine.version, driver.engine.digest),
     )
     limits = serving.Limits(clients=driver.most + MORE_CLIENTS, body=LONGEST_BODY)
     server = serving.Server(listening, front.answer, _failed, limits)
     driver.start()
     front.start()
+    if weights is not None:
+        weights.start()
     print(f"{serving.url(listening, '/v1')}  model {served.name}", flush=True)
+    if token:
+        print(f"token for POST /v1/weights: {token}", flush=True)
     if not local:
         say("anybody who sees the traffic sees the key and the texts: it is not encrypted")
     server.serve(lambda: bool(over or driver.failure))
@@ -150,9 +168,10 @@ def _failed(problem: Exception) -> None:
     say(redact.whole(printable(f"stoker serve: an answer failed: {type(problem).__name__}: {problem}", 500)))
 
 
-def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver]:
+def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver, Decoder]:
     # torch: seconds, so only once there is a model and a port
     from stoker.training.generate.conversation import context_of, device_of, opened
+    from stoker.training.model.adapters import weights_digest
     from stoker.training.model.decoder import Decoder
     from stoker.training.model.ready import parameters
     from stoker.training.serve.api import Served
@@ -170,7 +189,13 @@ def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver]:
         return Text(lambda token: words.decode_bytes([token]), request.stop_texts, marks, strips and request.strips)
 
     memory = told.memory or max(told.slots * context // 2, context)
-    engine = PagedEngine(model, Sizes(told.slots, context, memory), vocab=words.vocab_size, text_of=text_of)
+    engine = PagedEngine(
+        model,
+        Sizes(told.slots, context, memory),
+        vocab=words.vocab_size,
+        text_of=text_of,
+        digest=weights_digest(folder),
+    )
     name = told.name or os.path.basename(os.path.realpath(folder))
     if name == "hf" and not told.name:
         name = os.path.basename(os.path.dirname(os.path.realpath(folder)))
@@ -179,4 +204,4 @@ def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver]:
     if device.type == "cuda":
         say("serving on GPUs is not measured yet")
     queued = 4 * told.slots if told.queue is None else told.queue
-    return Served(name, words, context), Driver(engine, told.slots + queued)
+    return Served(name, words, context), Driver(engine, told.slots + queued), model

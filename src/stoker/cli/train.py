@@ -135,8 +135,13 @@ def main(argv: list[str]) -> int:
 
     if given := given_by_job():
         told["env"] = [*given, *told.get("env", [])]
-    layers = gather(told.pop("keys", ()), os.environ)
+    keys = told.pop("keys", ())
+    layers = gather(keys, os.environ)
     _refuse_keys_of_others(stage, layers)
+    if "allocation" in told:
+        from stoker.cli.train_job import start as start_job
+
+        return start_job(stage, keys, layers, told)
     return _train(stage, layers, told)
 
 

@@ -42,6 +42,7 @@ REASONS = {
     409: "Conflict",
     413: "Content Too Large",
     415: "Unsupported Media Type",
+    422: "Unprocessable Content",
     429: "Too Many Requests",
     431: "Request Header Fields Too Large",
     500: "Internal Server Error",

@@ -15,7 +15,7 @@ from stoker.contract.effort import looking_at_file
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.shape import as_json, shape
 from stoker.contract.tensorheader import read_header
-from stoker.contract.untrusted import read_json
+from stoker.contract.untrusted import read_bytes, read_json
 from stoker.training.model import nf4
 from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig, tensors
 from stoker.training.model.decoder import Decoder
@@ -42,6 +42,7 @@ SCORE = "score"  # a reward model's head, as transformers' models for sequence c
 _SCORE_NAME, _SCORES = f"{_PREFIX}{SCORE}.weight", "SEQ_CLS"
 _SAMPLE = 4096  # bytes of a tensor's beginning and of its end that make up a base's digest
 _MOST_BYTES = 1 << 34
+_LONGEST_SETTINGS = 1 << 20
 _MOST_NAMES = 4096  # of layers that an adapter's settings name; peft may write each one's whole name
 Get = Callable[[str], Tensor]
 Say = Callable[[str], None]
@@ -205,8 +206,21 @@ def check_same(found: Any, run: Beside | None, where: str) -> None:
 
 def base_digest(folder: str) -> str:
     """Of a model's folder: names, shapes and some bytes of every tensor. Another fine-tune of the same shape differs."""
+    return _digest(stored_in(folder))
+
+
+def weights_digest(folder: str, base: str = "") -> str:
+    """Of the weights that a model has which is filled from the folder. `base`: of an adapter's; empty: the one it names."""
+    if not is_adapter(folder):
+        return base_digest(folder)
+    both = base_digest(base or base_of(folder)) + _digest(stored_tensors(folder))
+    settings = read_bytes(os.path.join(folder, SETTINGS), _LONGEST_SETTINGS, inside=True)
+    return hashlib.sha256(both.encode() + settings).hexdigest()[:32]
+
+
+def _digest(tensors: Mapping[str, Stored]) -> str:
     digest = hashlib.sha256()
-    for name, stored in sorted(stored_in(folder).items()):
+    for name, stored in sorted(tensors.items()):
         digest.update(f"{name} {stored.dtype} {stored.shape}\n".encode())
         with open(stored.path, "rb") as file:
             for place in (stored.begin, stored.begin + max(stored.size - _SAMPLE, 0)):

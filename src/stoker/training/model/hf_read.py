@@ -46,9 +46,11 @@ class Added:
         return out
 
 
-def added_by(folder: str, c: ModelConfig, own: bool, say: Say) -> Added:
-    """The adapter of that folder. `own`: a model with a score is filled."""
-    adapters.check_base(folder)
+def added_by(folder: str, c: ModelConfig, own: bool, say: Say, base: str = "") -> Added:
+    """The adapter of that folder. `own`: a model with a score is filled; `base`: of the weights it is added to; empty: those
+    that it names.
+    """
+    adapters.check_base(folder, base)
     told, _ = adapters.settings_of(folder, LORA)
     stored = adapters.checked(c, told, folder, scored=own)
     say(f"adapter from {folder}: rank {told.lora_rank}, {len(stored)} tensors, added to the weights")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,7 +21,7 @@ import torch
 import stoker
 from stoker.contract import names
 from stoker.contract.effort import reading
-from stoker.contract.names import EX_CONFIG, EX_SOFTWARE, Refusal
+from stoker.contract.names import API_KEY, EX_CONFIG, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.shape import as_json
 from stoker.training.config.schema import Config
@@ -47,12 +47,18 @@ from stoker.training.reward.model import RewardModel, open_reward, scores
 from stoker.training.rl import rollout as asking
 from stoker.training.rl.config import MICRO
 from stoker.training.rl.parts import lacking, parts_of
-from stoker.training.rl.rollout import Asking, Rollout, rollout_of
+from stoker.training.rl.publish import Publisher
+from stoker.training.rl.remote import OtherWeights, ServerFailed, Servers, Wanted, addresses_of
+from stoker.training.rl.rollout import Answer, Asking, Rollout
+from stoker.training.rl.sampler import Sampler
 from stoker.training.rl.scoring import RewardFailed, Rewards, RolloutLog, Worker, columns_of
+from stoker.training.rl.server_match import Unanswered, WeightsCheck, own_logprobs
 from stoker.training.rl.task import GrpoTask, Launched, Stopped, result, resumed
 from stoker.training.rl.update import Updater, advantages
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
+
+CHECK_EVERY, CHECK_TOKENS = 25, 256  # steps between two looks at the servers' weights, and tokens of the test prompt
 
 
 def reward_model_of(c: Config, tokenizer: Tokenizer, device: torch.device) -> RewardModel | None:
@@ -108,11 +114,42 @@ def memory_of(
     world, how = held.group.world, c.generate
     needs = StageNeeds(
         GRPO, reference=c.grpo.kl > 0, loaded=own is not None and own.loaded, rows=how.rows, new_tokens=how.new_tokens,
-        length=rollout.engine.length, answers=-(-c.grpo.prompts_per_step // world) * c.grpo.group * world,
+        length=rollout.sampler.length, answers=-(-c.grpo.prompts_per_step // world) * c.grpo.group * world,
         updates=c.grpo.updates, bits=4 if how.bits == "4" else 16, scorer=judge.config if judge is not None else None,
         scorer_likelihood=judge is not None and judge.likelihood,
     )  # fmt: skip
     return of_grpo(c, own, held, needs, folder, voice)
+
+
+def servers_of(c: Config, tokenizer: Tokenizer, longest: int, publish: Publisher) -> Servers:
+    how = c.generate
+    stop, length = frozenset(tokenizer.stop_ids), longest + how.new_tokens
+    wanted = Wanted(how.new_tokens, how.temperature, stop, tokenizer.vocab_size, length)
+    addresses, key = addresses_of(c.grpo.server, os.environ), os.environ.get(API_KEY, "")
+    grpo = c.grpo
+    return Servers(
+        addresses, key, wanted, publish, staleness=grpo.staleness, patience_s=grpo.server_timeout, phase=stoker.phase
+    )
+
+
+class WeightsChecks:
+    """Whether each server says what the model that learns does of a test prompt."""
+
+    def __init__(self, addresses: Sequence[str], ids: Sequence[int], key: str) -> None:
+        self._ids = tuple(ids)
+        self._checks = [WeightsCheck(address, "", self._ids, key) for address in addresses]
+
+    def __call__(self, model: Decoder, group: Group, voice: Voice) -> None:
+        """All ranks call it; raises OtherWeights on all."""
+        own = own_logprobs(model, self._ids)
+        line = ""
+        for check in self._checks if group.first else ():
+            try:
+                line = line or check(own)
+            except Unanswered as problem:
+                voice.say(f"the servers' weights could not be checked: {problem}")
+        if line := group.from_first(line):
+            raise OtherWeights(line)
 
 
 def writer(bits: str, merged_bytes: int) -> str:
@@ -194,9 +231,19 @@ def main(argv: list[str]) -> int:
     updater.resume(position.updates)
     voice.begin(folder, steps, c.train.log_to, as_json(c), position.step)
 
-    # The steps: sample prompts, write answers, judge them, learn.
-    rollout = rollout_of(model, tokenizer, max(len(prompt.ids) for prompt in prompts), c.generate, c.grpo, group)
-    ask = Asking(prompts, draw, rollout, rewards, c.grpo, group)
+    # The steps: sample prompts, write answers (here, or by a server), judge them, learn.
+    longest = max(len(prompt.ids) for prompt in prompts)
+    publish = Publisher(model, own, folder, group, c.grpo.staleness + 2) if c.grpo.server else None
+    sampler: Sampler
+    checks: WeightsChecks | None = None
+    if publish is not None:
+        sampler = servers_of(c, tokenizer, longest, publish)
+        ids = max((prompt.ids for prompt in prompts), key=len)[:CHECK_TOKENS]
+        checks = WeightsChecks(addresses_of(c.grpo.server, os.environ), ids, os.environ.get(API_KEY, ""))
+    else:
+        sampler = asking.in_trainer(model, tokenizer, longest, c.generate, c.grpo, group)
+    rollout = Rollout(sampler, tokenizer, tokenizer.stop_ids, c.grpo.group, group)
+    ask = Asking(prompts, draw, rollout, rewards, c.grpo, group, steps)
     words = stage.tokenizer_folder(c)
     about = {
         "optimizer": c.optim.kind,
@@ -207,12 +254,15 @@ def main(argv: list[str]) -> int:
     }
     if own is not None:
         about["adapter"] = own.about
-        voice.say_once(f"answers are written by {writer(c.generate.bits, rollout.merged_bytes)}")
+        if sampler.engine is not None:
+            voice.say_once(f"answers are written by {writer(c.generate.bits, sampler.engine.merged_bytes)}")
     voice.say_once(
         f"prompts: {len(prompts):,}, {c.grpo.prompts_per_step} a step with {c.grpo.group} answers each, {steps} steps"
     )
-    engine, others = rollout.engine, {REFERENCE: copy, SCORER: judge}
-    more: dict[str, Callable[[], int]] = {COPY: lambda: engine.copied_bytes, CACHE: lambda: engine.cache_bytes}
+    engine, others = sampler.engine, {REFERENCE: copy, SCORER: judge}
+    more: dict[str, Callable[[], int]] = {}
+    if engine is not None:
+        more = {COPY: lambda: engine.copied_bytes, CACHE: lambda: engine.cache_bytes}
     more |= {term: functools.partial(bytes_of, one) for term, one in others.items() if one is not None}
     memory = memory_of(c, own, Holding(group, model, optimizer, micro, more), judge, rollout, folder, voice)
     memory.begin()
@@ -224,42 +274,54 @@ def main(argv: list[str]) -> int:
     )
     rollouts_mb = c.grpo.rollouts_mb if group.first else 0
     keep_rollouts = RolloutLog(folder, position.step, rollouts_mb, voice.say)
+    updates_at: dict[int, int] = {}
+
+    def updates_of(answer: Answer) -> int:
+        """Behind the weights that wrote its first token."""
+        return updates_at.get(answer.versions[0], updater.done) if answer.versions else updater.done
+
     profile = Profile(c.train.profile_steps if c.train.profile and group.first else 0, folder, group.device, voice.say)
     loop = Loop(task, keeper, group, voice, profile, first=position.step, steps=steps)
     code, stopped = 0, None
     try:
         with memory.watched():
             for step in loop.over(range(position.step, steps)):
+                updates_at[step] = updater.done
+                sampler.refresh(step)
                 made = ask(step, c.train.seed)
+                if checks is not None and (step - position.step) % CHECK_EVERY == 0:
+                    checks(model, group, voice)
                 above = advantages(
                     torch.tensor(made.judged.rewards, dtype=torch.float64).view(-1, c.grpo.group),
                     c.grpo.scale_by_deviation,
                 )
-                keep_rollouts(step, updater.done, made.answers, made.judged, rewards.labels)
+                keep_rollouts(step, updates_of, made.answers, made.judged, rewards.labels)
                 share = rate_share(c.optim, step, steps)
                 lengths = [int(length) for length in made.outcome.lengths.tolist()]
                 learned = updater.learn(made.answers, above.flatten().tolist(), lengths, share)
-                rollout.refresh()
                 rate = c.optim.learning_rate * share
-                told = Launched(step, made.outcome, learned, updater.done, rate, loop.words(), made.replaced)
+                told = Launched(step, made.outcome, learned, updater.done, rate, loop.words(), made.replaced, made.age)
                 loop.launched(told)
         memory.end(None)
         code = loop.code
-    except Stopped as broken:
+    except (Stopped, OtherWeights) as broken:
         loop.save_before_stop()
         code, stopped = EX_SOFTWARE, f"{broken}; {keeper.last_good()}"
         # On every rank: whichever is judged, its last words name the cause.
         voice.say(f"GRPO stopped itself: {stopped}")
-    except RewardFailed as problem:
+    except (RewardFailed, ServerFailed) as problem:
         loop.save_before_stop()
         code, stopped = EX_SOFTWARE, f"{problem} (step {loop.done}); {keeper.last_good()}"
         voice.say(f"GRPO stopped: {stopped}")
     finally:
+        sampler.close()
         if worker is not None:
             worker.close()
 
     # The model, and the result last.
     whole = loop.whole and code == 0
+    if publish is not None and whole:
+        publish.close()
     exported = whole and c.checkpoint.export
     if exported:
         copied = _tokenizer_folder(words, tokenizer, folder) if group.first else words

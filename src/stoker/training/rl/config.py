@@ -9,6 +9,7 @@ from stoker.contract.limits import text
 from stoker.contract.quantities import duration
 from stoker.contract.shape import option, shape
 
+STALE_CAP = 2.0  # of importance weights, where answers are of older weights and nobody gave one
 MICRO = 16  # answers a rank learns from at once, where batch.micro is auto
 
 
@@ -47,6 +48,17 @@ class GrpoConfig:
     importance_cap: float = limits.NOT_NEGATIVE(
         "a token weighs by how likely it is here and was where it was written, up to this; 2, say (0: all weigh 1)", 0.0
     )
+    server: str = text("URL")(
+        "who writes the answers: `stoker serve` with --weights-from, several with commas, or a role of the job (empty: the"
+        " trainers); its key or token in STOKER_API_KEY"
+    )
+    server_timeout: float = limits.POSITIVE(
+        "a server that does not answer for so long has failed", 600.0, parse=duration, metavar="TIME"
+    )
+    staleness: int = limits.Range(0, 64)(
+        "with a server: answers may be of weights so many steps behind; it writes them while the trainers learn (0: none)",
+        0,
+    )
     resample: int = limits.COUNT(
         "so many times a step, groups whose answers all have one reward are replaced by other prompts (0: never)", 0
     )
@@ -69,3 +81,8 @@ class GrpoConfig:
     breaker_length: float = limits.SHARE(
         "stop where answers stay shorter than this share of those at the beginning", 0.1
     )
+
+    @property
+    def weight_cap(self) -> float:
+        """grpo.importance_cap; answers of older weights always have one."""
+        return self.importance_cap or (STALE_CAP if self.staleness else 0.0)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.shape import shape
+from stoker.contract.shape import replace, shape
 from stoker.training.data.order import Order
 from stoker.training.evaluate.marking import LONGEST_ANSWER
 from stoker.training.generate.config import GenerateConfig
@@ -22,6 +22,8 @@ from stoker.training.generate.engine import Engine
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group, split
 from stoker.training.rl.config import GrpoConfig
+from stoker.training.rl.remote import OtherWeights, ServerFailed
+from stoker.training.rl.sampler import Ask, InTrainer, Sampler
 from stoker.training.rl.scoring import Judged, RewardFailed, Rewards
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -196,50 +198,49 @@ class Answer:
     text: str  # without it
     whole: bool  # it ended by itself
     sampled: tuple[float, ...] = ()  # log-probabilities of its ids where it was written; empty: not kept
+    versions: tuple[int, ...] = ()  # steps behind the weights that wrote each id; empty: all before this one
 
 
 class Rollout:
     """An answer depends on the seeds and its own place in the step: on no number of ranks or rows."""
 
-    def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, stop: Collection[int], c: GenerateConfig, group: int, ranks: Group
-    ) -> None:
-        self.engine, self._tokenizer, self._stop = engine, tokenizer, frozenset(stop)
-        self._c, self._group, self._ranks = c, group, ranks
-        self.refresh = engine.refresh  # after the weights changed
-        self.merged_bytes = engine.merged_bytes
+    def __init__(self, sampler: Sampler, tokenizer: Tokenizer, stop: Collection[int], group: int, ranks: Group) -> None:
+        self.sampler, self._tokenizer, self._stop = sampler, tokenizer, frozenset(stop)
+        self._group, self._ranks = group, ranks
+
+    def begin(self, prompts: Sequence[Prompt], *seeds: int) -> None:
+        """They will be asked for: whoever can may write their answers from now on."""
+        self.sampler.begin(self._ask(prompts, seeds, None))
 
     def __call__(self, prompts: Sequence[Prompt], *seeds: int, only: Collection[int] | None = None) -> list[Answer]:
         """This rank's answers to the step's prompts, `group` in a row to each. `only`: to those at these places."""
+        ask = self._ask(prompts, seeds, only)
+        found: list[Answer] = []
+        for place, written in zip(ask.places, self.sampler.take(ask), strict=True):
+            ids = written.ids
+            whole = ids[-1] in self._stop
+            text = self._tokenizer.decode(ids[:-1] if whole else ids)
+            prompt = prompts[place // self._group]
+            found.append(Answer(place, prompt, ids, text, whole, written.logprobs, written.versions))
+        return found
+
+    def _ask(self, prompts: Sequence[Prompt], seeds: tuple[int, ...], only: Collection[int] | None) -> Ask:
         share = split(len(prompts), self._ranks.world, self._ranks.rank, 1, False)
         asked_here = [number for number in range(share.begin, share.end) if only is None or number in only]
         places = [number * self._group + one for number in asked_here for one in range(self._group)]
-        asked = [prompts[place // self._group] for place in places]
-        written = self.engine.generate(
-            [prompt.ids for prompt in asked],
-            new_tokens=self._c.new_tokens,
-            stop=self._stop,
-            **self._c.sampling,
-            seed=number_from("answers", *seeds),
-            indexes=places,
-        )
-        found: list[Answer] = []
-        for place, prompt, ids, sampled in zip(places, asked, written, self.engine.logprobs, strict=True):
-            whole = ids[-1] in self._stop
-            text = self._tokenizer.decode(ids[:-1] if whole else ids)
-            found.append(Answer(place, prompt, tuple(ids), text, whole, tuple(sampled)))
-        return found
+        asked = tuple(prompts[place // self._group].ids for place in places)
+        return Ask(seeds, number_from("answers", *seeds), asked, tuple(places))
 
 
-def rollout_of(
+def in_trainer(
     model: Decoder, tokenizer: Tokenizer, longest: int, c: GenerateConfig, grpo: GrpoConfig, ranks: Group
-) -> Rollout:
+) -> InTrainer:
     """`longest`: tokens of the longest prompt: the cache need not be larger."""
     share = -(-grpo.prompts_per_step // ranks.world)
     rows, length = min(c.rows, share * grpo.group), longest + c.new_tokens
     kept = {"codes": c.bits == "4", "logprobs": grpo.importance_cap > 0}
     engine = Engine(model, rows=rows, length=length, vocab=tokenizer.vocab_size, **kept)
-    return Rollout(engine, tokenizer, tokenizer.stop_ids, c, grpo.group, ranks)
+    return InTrainer(engine, c.new_tokens, frozenset(tokenizer.stop_ids), c.sampling)
 
 
 @shape
@@ -295,17 +296,21 @@ class Outcome:
         return 0.0 if self.constant else float(self.rewards.std(unbiased=False))
 
 
+Failure = RewardFailed | ServerFailed | OtherWeights
+FAILURES: tuple[type[Failure], ...] = (RewardFailed, ServerFailed, OtherWeights)
+
+
 def outcome(
-    answers: Sequence[Answer], rewards: Rewards, count: int, group: int, ranks: Group
+    answers: Sequence[Answer], rewards: Rewards, count: int, group: int, ranks: Group, failure: Failure | None = None
 ) -> tuple[Judged, Outcome]:
     """Each rank fills in its own places, and the sum is everybody's: one small exchange a step. A reward that failed on
-    one rank fails on all, with its line.
+    one rank fails on all, with its line. `failure`: why this rank has no answers; so it fails, too.
     """
-    failure = ""
+    judged = Judged([], [], [])
     try:
-        judged = rewards(answers)
+        judged = judged if failure else rewards(answers)
     except RewardFailed as problem:
-        failure, judged = str(problem), Judged([], [], [])
+        failure = problem
     table = torch.zeros(6 + len(rewards.parts), count, dtype=torch.float64)
     table[5, 0] = float(bool(failure))
     for number, answer in enumerate(answers if not failure else ()):
@@ -317,7 +322,9 @@ def outcome(
         table[6:, answer.place] = torch.tensor([part[number] for part in judged.parts], dtype=torch.float64)
     table = ranks.sum(table.to(ranks.device)).cpu()
     if table[5, 0]:
-        raise RewardFailed(next(line for line in ranks.all(failure) if line))
+        own = None if failure is None else (FAILURES.index(type(failure)), str(failure))
+        kind, line = next(one for one in ranks.all(own) if one is not None)
+        raise FAILURES[kind](line)
     rewarded, correct, lengths, whole, same = table[:5]
     return judged, Outcome(rewarded, correct, lengths, whole, same, table[6:])
 
@@ -330,25 +337,47 @@ class Step:
     judged: Judged
     outcome: Outcome
     replaced: int = 0  # prompts whose answers taught nothing, and that others stood in for
+    age: Age | None = None  # None: all of it was written by the newest weights
+
+
+@shape
+class Age:
+    """Of a step's tokens, of all ranks: by how many steps the weights that wrote them are behind those that learn."""
+
+    mean: float
+    most: int
+    ready: int  # answers of later steps that are here already
+
+
+def age_of(answers: Sequence[Answer], step: int, ready: int, ranks: Group) -> Age:
+    behind = [step - version for answer in answers for version in answer.versions]
+    told = ranks.all((sum(behind), len(behind), max(behind, default=0), ready))
+    total, tokens, most, here = zip(*told, strict=True)
+    return Age(sum(total) / max(sum(tokens), 1), max(most), sum(here))
 
 
 class Asking:
     """A step's prompts, their answers and rewards. Groups without signal are replaced by other prompts, up to
-    `grpo.resample` times: the same ones on all ranks, since all know all rewards.
+    `grpo.resample` times: the same ones on all ranks, since all know all rewards. `steps`: of the run; answers of steps
+    ahead are begun, `grpo.staleness` of them.
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], draw: Draw, rollout: Rollout, rewards: Rewards, c: GrpoConfig, ranks: Group
-    ) -> None:
+        self, prompts: Sequence[Prompt], draw: Draw, rollout: Rollout, rewards: Rewards, c: GrpoConfig, ranks: Group,
+        steps: int = 0,
+    ) -> None:  # fmt: skip
         self._prompts, self._draw, self._rollout, self._rewards, self._c, self._ranks = (
             prompts, draw, rollout, rewards, c, ranks,
         )  # fmt: skip
+        self._steps = steps
 
     def __call__(self, step: int, seed: int) -> Step:
         count, group = self._c.prompts_per_step, self._c.group
+        last = min(step + self._c.staleness, self._steps - 1)
+        for ahead in range(step, last + 1) if self._c.staleness else ():
+            self._rollout.begin([self._prompts[index] for index in self._draw(ahead, seed, count)], seed, ahead)
         drawn = self._draw(step, seed, count)
-        answers = self._rollout([self._prompts[index] for index in drawn], seed, step)
-        made = Step(answers, *outcome(answers, self._rewards, count * group, group, self._ranks))
+        made = self._judged([self._prompts[index] for index in drawn], (seed, step), None)
         used = set(drawn)
         for attempt in range(1, self._c.resample + 1):
             places = made.outcome.without_signal(group)
@@ -359,9 +388,20 @@ class Asking:
             for place, index in zip(places, others, strict=True):
                 drawn[place] = index
             asked = [self._prompts[index] for index in drawn]
-            fresh = self._rollout(asked, seed, step, attempt, only=frozenset(places))
-            made = _merged(made, fresh, outcome(fresh, self._rewards, count * group, group, self._ranks), places, group)
-        return made
+            made = _merged(made, self._judged(asked, (seed, step, attempt), frozenset(places)), places, group)
+        if not self._c.server:
+            return made
+        return replace(made, age=age_of(made.answers, step, self._rollout.sampler.ready, self._ranks))
+
+    def _judged(self, asked: Sequence[Prompt], seeds: tuple[int, ...], only: frozenset[int] | None) -> Step:
+        answers: list[Answer] = []
+        failure: Failure | None = None
+        try:
+            answers = self._rollout(asked, *seeds, only=only)
+        except (ServerFailed, OtherWeights) as problem:  # all ranks hear of it where they exchange their numbers
+            failure = problem
+        count, group = len(asked) * self._c.group, self._c.group
+        return Step(answers, *outcome(answers, self._rewards, count, group, self._ranks, failure))
 
     def _others(self, step: int, seed: int, count: int, used: set[int], kept: Collection[int]) -> list[int]:
         """Prompts this step has not asked; where all were asked, some again, whose new answers may differ: those that
@@ -375,11 +415,9 @@ class Asking:
         return [*fresh, *(again[number % len(again)] for number in range(count - len(fresh)))]
 
 
-def _merged(
-    made: Step, fresh: Sequence[Answer], told: tuple[Judged, Outcome], places: Sequence[int], group: int
-) -> Step:
-    judged, numbers = told
-    at = {answer.place: number for number, answer in enumerate(fresh)}
+def _merged(made: Step, fresh: Step, places: Sequence[int], group: int) -> Step:
+    judged = fresh.judged
+    at = {answer.place: number for number, answer in enumerate(fresh.answers)}
     taken = [at.get(answer.place) for answer in made.answers]
 
     def each(mine: Sequence[Any], others: Sequence[Any]) -> list[Any]:
@@ -390,5 +428,5 @@ def _merged(
         each(mine, others) for mine, others in zip(before.parts, judged.parts or [[]] * len(before.parts), strict=True)
     ]
     both = Judged(each(before.rewards, judged.rewards), each(before.correct, judged.correct), parts)
-    outcome = made.outcome.replaced(numbers, places, group)
-    return Step(each(made.answers, fresh), both, outcome, made.replaced + len(places))
+    outcome = made.outcome.replaced(fresh.outcome, places, group)
+    return Step(each(made.answers, fresh.answers), both, outcome, made.replaced + len(places))

@@ -197,13 +197,15 @@ class RolloutLog:
         if megabytes:
             self._try(lambda: self._open(Rollouts(folder, resumed_at, megabytes << 20)))
 
-    def __call__(self, step: int, weights: int, answers: Sequence[Any], judged: Judged, labels: Sequence[str]) -> None:
-        """`weights`: updates behind the weights that wrote the answers."""
+    def __call__(
+        self, step: int, weights: Callable[[Any], int], answers: Sequence[Any], judged: Judged, labels: Sequence[str]
+    ) -> None:
+        """`weights`: updates behind those that began an answer."""
         file = self._file
         if file is not None:
             made = (
                 Rollout(
-                    step, weights, answer.prompt.row, answer.prompt.asked, answer.text, judged.rewards[number],
+                    step, weights(answer), answer.prompt.row, answer.prompt.asked, answer.text, judged.rewards[number],
                     {label: part[number] for label, part in zip(labels, judged.parts, strict=True)},
                     judged.correct[number], len(answer.ids), not answer.whole,
                 )

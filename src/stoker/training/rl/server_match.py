@@ -34,13 +34,17 @@ class Unanswered(Exception):
     """The server did not say how likely the tokens are: that is no word about its weights."""
 
 
-def served_logprobs(address: str, model: str, ids: Sequence[int], seconds: float = ANSWER_S) -> list[float]:
-    """How likely each token after the first is, as the server has it. `address`: HOST:PORT."""
-    asked = {"model": model, "prompt": [*ids], "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
+def served_logprobs(
+    address: str, model: str, ids: Sequence[int], seconds: float = ANSWER_S, key: str = ""
+) -> list[float]:
+    """How likely each token after the first is, as the server has it. `address`: HOST:PORT; `model`: empty: its only one."""
+    asked = {"prompt": [*ids], "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
+    asked |= {"model": model} if model else {}
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     connection = http.client.HTTPConnection(address, timeout=seconds)
     try:
         body = json.dumps(asked)
-        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        connection.request("POST", "/v1/completions", body, headers)
         answer = connection.getresponse()
         data = answer.read(_MOST)
     except (OSError, http.client.HTTPException) as problem:
@@ -84,10 +88,10 @@ def own_logprobs(decoder: Decoder, ids: Sequence[int]) -> list[float]:
 class WeightsCheck:
     """`ids`: the test prompt, the same in every check."""
 
-    def __init__(self, address: str, model: str, ids: Sequence[int]) -> None:
+    def __init__(self, address: str, model: str, ids: Sequence[int], key: str = "") -> None:
         if len(ids) < 2:
             raise ValueError("a test prompt has two tokens or more: nothing comes before the first")
-        self._address, self._model, self._ids = address, model, tuple(ids)
+        self._address, self._model, self._ids, self._key = address, model, tuple(ids), key
         self._floor: float | None = None  # the difference of the first check: both have what the run began with
         self._wrong = 0  # checks in a row
 
@@ -95,7 +99,7 @@ class WeightsCheck:
         """`own`: this model's (own_logprobs). A line, once the server has other weights; empty: it has the same, or one more
         check must say so. Raises Unanswered.
         """
-        served = served_logprobs(self._address, self._model, self._ids)
+        served = served_logprobs(self._address, self._model, self._ids, key=self._key)
         apart = sum(abs(a - b) for a, b in zip(served, own, strict=True)) / len(served)
         if self._floor is None:
             self._floor = apart

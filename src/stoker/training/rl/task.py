@@ -18,7 +18,7 @@ from stoker.training.optim.loss_scale import LossScale
 from stoker.training.parallel.group import Group
 from stoker.training.rl.config import GrpoConfig
 from stoker.training.rl.parts import MARKED, MODEL, parts_of, shown
-from stoker.training.rl.rollout import Outcome
+from stoker.training.rl.rollout import Age, Outcome
 from stoker.training.rl.update import Learned
 
 FIRST = 5  # steps that say how it began
@@ -215,6 +215,7 @@ class Launched:
     rate: float
     words: Words
     replaced: int = 0  # prompts whose answers taught nothing, and that others stood in for
+    age: Age | None = None  # of the answers, where a server wrote them
 
 
 class GrpoTask(Task):
@@ -309,12 +310,21 @@ class GrpoTask(Task):
             **self._parts(outcome),
             **({"replaced": launched.replaced} if self._c.resample else {}),
             **({} if learned.mismatch is None else {"sampler_kl": learned.mismatch}),
+            **_aged(launched.age, learned.capped),
             tokens=self.position.tokens,
             grad_norm=learned.norm,
             lr=rate,
             **scale,
             **{name: value for name, value in memory.items() if value is not None},
         )
+
+
+def _aged(age: Age | None, capped: float | None) -> dict[str, float]:
+    """Of answers that a server wrote."""
+    if age is None:
+        return {}
+    found = {"staleness": age.mean, "staleness_max": age.most, "queue": age.ready}
+    return found if capped is None else {**found, "cap_rate": capped}
 
 
 def result(history: History, position: Position, stopped: str | None, solved: Finding | None = None) -> dict[str, Any]:

@@ -119,14 +119,17 @@ class Policy(nn.Module):
         self.clip = Clip(clip_ratio, clip_high or clip_ratio, importance_cap)
 
     def forward(self, batch: Batch, scale: float) -> tuple[Tensor, Tensor]:
-        """(Σ of the token losses × scale, [Σ KL, Σ entropy] without gradient; with importance weights Σ mismatch, too)."""
+        """(Σ of the token losses × scale, [Σ KL, Σ entropy] without gradient; with importance weights Σ mismatch and how many
+        were capped, too).
+        """
         logp, entropy = logprobs(self.decoder, batch, self.temperature)
         old = logp.detach() if batch.old is None else batch.old
         sampled = batch.sampled if self.clip.importance else None
         losses, divergence = token_losses(logp, old, batch.reference, batch.advantages, self.clip, self.kl, sampled)
         numbers = [divergence.detach(), entropy]
         if self.clip.importance:
-            numbers.append(torch.zeros_like(old) if sampled is None else sampled - old)
+            apart = torch.zeros_like(old) if sampled is None else sampled - old
+            numbers += [apart, (torch.exp(-apart) > self.clip.importance).to(apart.dtype)]
         seen = torch.stack([(number * batch.counted).sum() for number in numbers])
         return (losses * batch.counted).sum() * scale, seen
 
@@ -163,6 +166,7 @@ class Learned:
     finite: bool  # else one update or more was left out
     skipped: int = 0  # updates left out because a gradient overflowed in fp16
     mismatch: float | None = None  # KL of the sampler from the weights that learn, where importance weights are used
+    capped: float | None = None  # share of the tokens whose importance weight was capped
 
 
 @shape
@@ -193,7 +197,7 @@ class Updater:
         `exchange_each`: of a model in shards, gradients of each micro-batch."""
         self._model, self._reference, self._optimizer, self._group, self._c = model, reference, optimizer, group, c
         self._temperature, self._micro, self._attention = temperature, micro, attention
-        clip = {"clip_ratio": c.clip_ratio, "clip_high": c.clip_ratio_high, "importance_cap": c.importance_cap}
+        clip = {"clip_ratio": c.clip_ratio, "clip_high": c.clip_ratio_high, "importance_cap": c.weight_cap}
         self._wrapped = wrap(Policy(model, temperature=temperature, kl=c.kl, **clip), group)
         self._sharded, self._each = group.strategy == "fsdp", exchange_each
         self._before_update, self._loss_scale = before_update, loss_scale
@@ -221,8 +225,10 @@ class Updater:
         total = sum(part.tokens for part in parts)
         loss, kl, entropy = (sum(one[n] for one in told) / total for n in range(3))
         norm, finite = sum(one[3] for one in told) / len(told), all(one[4] == 0 for one in told)
-        mismatch = sum(one[6] for one in told) / total if self._c.importance_cap else None
-        return Learned(loss, kl, entropy, norm, finite, sum(one[5] > 0 for one in told), mismatch)
+        beyond: list[float | None] = [None, None]
+        if self._c.weight_cap:
+            beyond = [sum(one[n] for one in told) / total for n in (6, 7)]
+        return Learned(loss, kl, entropy, norm, finite, sum(one[5] > 0 for one in told), *beyond)
 
     def _parts(self, answers: Sequence[Answer], advantages: Sequence[float], lengths: Sequence[int]) -> list[_Part]:
         """Answers dealt out to the updates by place: the same for any number of ranks, with some of every prompt's."""
@@ -255,8 +261,8 @@ class Updater:
         return replace(batch, old=logprobs(self._model, batch, self._temperature)[0]) if self._c.updates > 1 else batch
 
     def _backward(self, batches: Sequence[Batch], scale: float | Tensor) -> Tensor:
-        """[Σ loss × scale, Σ KL, Σ entropy, and Σ mismatch with importance weights]."""
-        total = torch.zeros(4 if self._c.importance_cap else 3, device=self._group.device)
+        """[Σ loss × scale, Σ KL, Σ entropy, and with importance weights Σ mismatch, Σ capped]."""
+        total = torch.zeros(5 if self._c.weight_cap else 3, device=self._group.device)
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
             with no_sync(self._model if self._sharded else self._wrapped, last or self._each, last):
@@ -267,7 +273,7 @@ class Updater:
 
     def _update(self, part: _Part, share: float) -> tuple[float, ...]:
         """(Σ loss, Σ KL, Σ entropy over all ranks' tokens, gradient norm, whether it was bad, whether it was skipped, and
-        Σ mismatch with importance weights).
+        with importance weights Σ mismatch, Σ capped).
         """
         world, scaled = self._group.world, self._loss_scale
         mean = world / part.tokens

@@ -1,6 +1,6 @@
 """OpenAI's completions and chat completions: a body becomes requests, and events become what its clients read. No torch.
 
-Beside OpenAI's keys there are `return_token_ids`, `top_k`, `stop_token_ids` and `on_update` (finish, continue). A key that
+Beside OpenAI's keys there are `return_token_ids`, `top_k`, `stop_token_ids`, `first_index` and `on_update` (finish, continue). A key that
 nobody here reads is refused: an answer that silently ignores a setting is a wrong one.
 """
 
@@ -28,9 +28,9 @@ MOST_LOGPROBS = 1 << 18  # of one body's answers: in JSON 20 MB, while they are 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's; a chat's answer may fill the context
 _BOTH = (
     "model", "stream", "stream_options", "n", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "max_tokens", "logprobs",
-    "return_token_ids", "on_update", "user",
+    "return_token_ids", "on_update", "first_index", "user",
 )  # fmt: skip
-_COMPLETION = (*_BOTH, "prompt")
+_COMPLETION = (*_BOTH, "prompt", "echo")
 _CHAT = (*_BOTH, "messages", "max_completion_tokens", "top_logprobs")
 # What OpenAI has and we don't, with the values that change nothing.
 _IDLE: dict[str, tuple[Any, ...]] = {
@@ -71,7 +71,8 @@ class Asked:
     @property
     def prompt_tokens(self) -> int:
         """Of each prompt once."""
-        return sum(len(request.prompt) for request in self.requests if request.index == 0)
+        first = self.requests[0].index
+        return sum(len(request.prompt) for request in self.requests if request.index == first)
 
 
 def read(body: bytes, is_chat: bool, served: Served) -> Asked:
@@ -83,9 +84,10 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
     count = _whole(told, "n", 1, 1, MOST_ANSWERS)
     if len(prompts) * count > MOST_ANSWERS:
         raise Problem(f"{len(prompts)} prompts with {count} answers each: at most {MOST_ANSWERS} at once", key="n")
-    shared = _settings(told, is_chat, served)
+    shared = {**_settings(told, is_chat, served), "echo": not is_chat and _flag(told, "echo")}
     name = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
     seed = _whole(told, "seed", secrets.randbits(63), -(2**63), 2**63 - 1)
+    first = _whole(told, "first_index", 0, 0, 2**62)
     requests: list[Request] = []
     for prompt in prompts:
         room = served.length - len(prompt)
@@ -95,7 +97,7 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
             )
             raise Problem(line, key="messages" if is_chat else "prompt")
         tokens = _new_tokens(told, is_chat, room)
-        for index in range(count):
+        for index in range(first, first + count):
             number = len(requests)
             requests.append(
                 Request(f"{name}-{number}", tuple(prompt), tokens, seed=seed, index=index, strips=is_chat, **shared)
@@ -340,7 +342,12 @@ class Reply:
     def _with_numbers(self, place: int, events: list[Event], said: dict[str, Any]) -> dict[str, Any]:
         request = self._asked.requests[place]
         choice = {"index": place, **said, "finish_reason": events[-1].finish or None}
-        choice["logprobs"] = self._logprobs(events) if request.logprobs >= 0 else None
+        echoed = request.prompt if request.echo and events[0] is self._events[place][0] else ()
+        if echoed:
+            choice["text"] = b"".join(map(self._bytes, echoed)).decode("utf-8", "replace") + choice["text"]
+        choice["logprobs"] = self._logprobs(events, echoed) if request.logprobs >= 0 else None
+        if events[-1].finish:
+            choice["weights"] = {"version": events[-1].version, "digest": events[-1].digest}
         if self._asked.with_ids:
             written = [event for event in events if event.token is not None]
             choice["token_ids"] = [event.token for event in written]
@@ -349,7 +356,8 @@ class Reply:
                 choice["prompt_token_ids"] = list(request.prompt)
         return choice
 
-    def _logprobs(self, events: list[Event]) -> dict[str, Any]:
+    def _logprobs(self, events: list[Event], echoed: Sequence[int]) -> dict[str, Any]:
+        """`echoed`: the prompt's tokens, where they are told, too: the first has no log-probability."""
         written = [event for event in events if event.token is not None]
         if self._asked.is_chat:
             return {
@@ -362,11 +370,11 @@ class Reply:
                 ]
             }
         return {
-            "tokens": [self._text(event.token) for event in written],
-            "token_logprobs": [_finite(event.logprob) for event in written],
-            "top_logprobs": [
-                {self._text(token): _finite(value) for token, value in event.alternatives} for event in written
-            ],
+            "tokens": [*map(self._text, echoed), *(self._text(event.token) for event in written)],
+            "token_logprobs": [*([None] if echoed else []), *map(_finite, events[0].echo if echoed else ())]
+            + [_finite(event.logprob) for event in written],
+            "top_logprobs": [None for _ in echoed]
+            + [{self._text(token): _finite(value) for token, value in event.alternatives} for event in written],
         }
 
     def _entry(self, token: int | None, logprob: float | None) -> dict[str, Any]:

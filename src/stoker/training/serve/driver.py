@@ -66,6 +66,12 @@ class Driver:
     def abort(self, requests: Sequence[Request]) -> None:
         self._commands.put(lambda: self._abort(requests))
 
+    def update(
+        self, change: Callable[[], None], version: int | None, digest: str, applied: Callable[[int], None]
+    ) -> None:
+        """As the engine's, in whose thread both are called."""
+        self._commands.put(lambda: self.engine.update(change, version, digest, applied))
+
     def _add(self, requests: Sequence[Request], sent: _Sent) -> None:
         for place, request in enumerate(requests):
             try:
@@ -126,7 +132,7 @@ def _lines(driver: Driver, turned_away: int) -> Iterator[str]:
         ("waiting", "gauge", "requests that wait for a slot or for memory", len(schedule.waiting)),
         ("blocks_held", "gauge", "blocks of the cache that running answers hold", engine.pool.held),
         ("blocks", "gauge", "blocks of the cache", engine.pool.count),
-        ("weights_version", "gauge", "how often the weights changed", engine.version),
+        ("weights_version", "gauge", "version of the weights", engine.version),
         ("tokens_total", "counter", "tokens written", driver.tokens),
         ("prompt_tokens_total", "counter", "tokens of prompts that were computed", schedule.prompt_tokens),
         ("shared_tokens_total", "counter", "tokens whose keys and values were there already", schedule.shared_tokens),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import NamedTuple
 
 import torch
 
@@ -60,12 +61,17 @@ class _Open:
         self.request, self.writing, self.text = request, writing, text
         self.is_fed = False  # its slot has its last token
         how = request.sampling
+        self.echo = [float("nan")] * (len(request.prompt) - 1 if request.echo else 0)
         count = 0 if how.greedy else request.new_tokens
         self._uniforms = uniforms(request.seed, [request.index], count)[:, 0].tolist()
 
     @property
     def written(self) -> int:
         return len(self.writing.tokens) - self.writing.prompt
+
+    def following(self, begin: int, end: int) -> Sequence[int]:
+        """Of the prompt's tokens, those behind the ones from `begin` to `end`, where they are to be told."""
+        return self.request.prompt[begin + 1 : end + 1] if self.request.echo else ()
 
     def row(self, end: int) -> Row:
         how, uniform = self.request.sampling, self._uniforms[self.written] if self._uniforms else 0.0
@@ -83,6 +89,13 @@ class Sizes:
     prompt_tokens: int = 2048  # of prompts, computed in one step beside a token of each answer
 
 
+class _Change(NamedTuple):
+    apply: Callable[[], None]
+    version: int | None
+    digest: str
+    applied: Callable[[int], None]
+
+
 class PagedEngine:
     def __init__(
         self,
@@ -92,9 +105,10 @@ class PagedEngine:
         vocab: int = 0,
         codes: bool = False,
         text_of: Callable[[Request], Text] | None = None,
+        digest: str = "",
     ) -> None:
         """`vocab`: ids from here on are never written; `codes`: weights in 4 bits stay so; `text_of`: what reads a
-        request's answer. Without it events have no text.
+        request's answer. Without it events have no text. `digest`: of the weights, which events have, too.
         """
         slots, length, memory = sizes.slots, sizes.length, sizes.memory
         if slots < 1 or length < 2 or memory < length:
@@ -111,8 +125,8 @@ class PagedEngine:
         self._open: dict[str, _Open] = {}
         self._of: dict[Writing, _Open] = {}
         self._ended: list[Event] = []
-        self._changes: list[Callable[[], None]] = []
-        self.version = 0
+        self._changes: list[_Change] = []
+        self.version, self.digest = 0, digest
 
     @property
     def busy(self) -> bool:
@@ -121,7 +135,7 @@ class PagedEngine:
     def add(self, request: Request) -> None:
         """Refused where it can't be answered."""
         self._check(request)
-        writing = self.schedule.add(request.prompt)
+        writing = self.schedule.add(request.prompt, request.echo)
         text = None if self._text_of is None else self._text_of(request)
         self._open[request.id] = self._of[writing] = _Open(request, writing, text)
 
@@ -131,14 +145,21 @@ class PagedEngine:
         if asked is None:
             return False
         self._close(asked)
-        self._ended.append(Event(name, None, self.version, finish=ABORTED))
+        self._ended.append(Event(name, None, self.version, finish=ABORTED, digest=self.digest))
         return True
 
-    def update(self, change: Callable[[], None]) -> None:
+    def update(
+        self,
+        change: Callable[[], None],
+        version: int | None = None,
+        digest: str = "",
+        applied: Callable[[int], None] = lambda version: None,
+    ) -> None:
         """`change` gives the model new weights. It is called before a step, once no answer is open that is to be finished with
-        those of before; until then nothing new begins.
+        those of before; until then nothing new begins. `version`: what they are called from then on; None: one more than
+        before. `applied` is called with it when that is so.
         """
-        self._changes.append(change)
+        self._changes.append(_Change(change, version, digest, applied))
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -152,7 +173,12 @@ class PagedEngine:
             self._of[writing].is_fed = False
         self._paged.copy(plan.copies)
         parts = [
-            Part(self._of[piece.writing].row(piece.end), piece.writing.tokens[piece.begin : piece.end], piece.is_last)
+            Part(
+                self._of[piece.writing].row(piece.end),
+                piece.writing.tokens[piece.begin : piece.end],
+                piece.is_last,
+                self._of[piece.writing].following(piece.begin, piece.end),
+            )
             for piece in plan.pieces
         ]
         prompted = [self._of[piece.writing] for piece in plan.pieces if piece.is_last]
@@ -160,6 +186,8 @@ class PagedEngine:
         written: list[tuple[_Open, Written, int]] = []
         if parts:
             made = self._paged.prompts(parts, _kind(prompted))
+            for piece, values in zip(plan.pieces, made.following, strict=True):
+                self._of[piece.writing].echo[piece.begin : piece.begin + len(values)] = values
             written += [(asked, made, place) for place, asked in enumerate(prompted)]
         if stepped:
             for asked in stepped:
@@ -176,16 +204,21 @@ class PagedEngine:
 
     def _change(self) -> None:
         """All tokens so far are computed again: every token is written by one version's weights alone."""
-        for change in self._changes:
-            change()
-        self.version += len(self._changes)
-        self._changes.clear()
+        changes, self._changes = self._changes, []
+        versions: list[int] = []
+        for change in changes:
+            change.apply()
+            self.version = self.version + 1 if change.version is None else change.version
+            self.digest = change.digest
+            versions.append(self.version)
         if not self._weights.refresh():
             self._paged.forget()
         self._paged.clear()
         self.schedule.restart(str(self.version))
         for asked in self._of.values():
             asked.is_fed = False
+        for change, version in zip(changes, versions, strict=True):
+            change.applied(version)
 
     def _event(self, asked: _Open, made: Written, place: int) -> Event:
         request, token, text, finish = asked.request, made.tokens[place], "", ""
@@ -204,7 +237,8 @@ class PagedEngine:
             self._close(asked)
         logprob = made.logprobs[place] if request.logprobs >= 0 else None
         others = tuple(made.alternatives[place][: request.logprobs]) if request.logprobs > 0 else ()
-        return Event(request.id, token, self.version, text, logprob, others, finish)
+        echo = tuple(asked.echo) if asked.written == 1 else ()
+        return Event(request.id, token, self.version, text, logprob, others, finish, self.digest, echo)
 
     def _close(self, asked: _Open) -> None:
         self.schedule.end(asked.writing)

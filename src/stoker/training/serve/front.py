@@ -16,6 +16,7 @@ from stoker.training.serve.request import ABORTED, Event, Request
 JSON, EVENTS, PLAIN = "application/json", "text/event-stream; charset=utf-8", "text/plain; version=0.0.4; charset=utf-8"
 Headers = tuple[tuple[str, str], ...]
 RETRY_S = 1
+WEIGHTS = "/v1/weights"
 
 
 class Incoming(Protocol):
@@ -61,9 +62,16 @@ class Answerer(Protocol):
     def abort(self, requests: tuple[Request, ...]) -> None: ...
 
 
+class Weights(Protocol):
+    """weights.Loader."""
+
+    def load(self, body: bytes, reply: Callable[[int, bytes], None]) -> None: ...
+
+
 class Front:
     """`names`: hosts that a client may call us by without a key (empty: any); `key`: the API key (empty: none is needed);
-    `numbers`: the page of /metrics.
+    `numbers`: the page of /metrics; `weights`: what loads new ones (None: nobody may), and `token`, where there is no key,
+    what those have to send who ask for it; `now`: the version and digest of the weights.
     """
 
     def __init__(
@@ -75,9 +83,13 @@ class Front:
         key: str = "",
         names: tuple[str, ...] = (),
         numbers: Callable[[], str] = str,
+        weights: Weights | None = None,
+        token: str = "",
+        now: Callable[[], tuple[int, str]] = lambda: (0, ""),
     ) -> None:
         self._served, self._driver, self._carrier = served, driver, carrier
         self._key, self._names, self._numbers = key, names, numbers
+        self._weights, self._token, self._now = weights, token, now
         self.turned_away = 0
         self._bodies: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read_bodies, name="reading", daemon=True)
@@ -95,32 +107,59 @@ class Front:
             return self._error(*refused)
         pages = {"/health": self._health, "/metrics": self._metrics, "/v1/models": self._models}
         posts = {"/v1/completions": False, "/v1/chat/completions": True}
+        if request.path == WEIGHTS and request.method in ("GET", "POST"):
+            return self._said(self._versions()) if request.method == "GET" else self._new_weights(request)
         if request.path in pages or request.path in posts:
             wanted = "GET" if request.path in pages else "POST"
             if request.method != wanted:
                 return self._error(405, f"{request.path} takes {wanted}", (("Allow", wanted),))
             return pages[request.path]() if wanted == "GET" else self._ask(request, posts[request.path])
-        there = ", ".join([*posts, *pages])
+        if request.path == WEIGHTS:
+            return self._error(405, f"{WEIGHTS} takes GET and POST", (("Allow", "GET, POST"),))
+        there = ", ".join([*posts, *pages, WEIGHTS])
         return self._error(404, f"nothing at {printable(request.path, 80)}; there are {there}")
 
     def _refused(self, request: Incoming) -> tuple[int, str] | None:
         if self._key:
-            scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            # headers are read as latin-1, whatever their bytes mean
-            is_known = hmac.compare_digest(given.strip().encode("latin-1"), self._key.encode())
-            if not (scheme.lower() == "bearer" and is_known) and request.path != "/health":
+            if not _has_key(request, self._key) and request.path != "/health":
                 return 401, "a wrong or missing API key: send it as `Authorization: Bearer KEY`"
         elif self._names and request.host not in self._names:
             # a page of another site whose name was turned to this machine
             return 403, f"this server answers to {', '.join(self._names)} only"
         return None
 
-    def _ask(self, request: Incoming, is_chat: bool) -> Any:
+    def _unfit(self, request: Incoming) -> Any:
+        """What is wrong with a POST as such; None: nothing."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != JSON:  # a page of another site can't send this without asking first
             return self._error(415, f"the body must be {JSON}")
         if self._driver.failure:
             return self._error(503, "the engine failed; see the server's log")
+        return None
+
+    def _versions(self) -> dict[str, Any]:
+        version, digest = self._now()
+        return {"version": version, "digest": digest}
+
+    def _new_weights(self, request: Incoming) -> Any:
+        if self._weights is None:
+            return self._error(403, "this server takes no new weights: start it with --weights-from FOLDER")
+        if not self._key and not (self._token and _has_key(request, self._token)):
+            return self._error(401, "a wrong or missing token: the server printed it when it started")
+        if unfit := self._unfit(request):
+            return unfit
+        pipe = self._carrier.pipe(lambda: None)  # who leaves does not change what was asked for
+
+        def reply(status: int, body: bytes) -> None:
+            pipe.push(self._carrier.to_bytes(status, body, JSON, ()))
+            pipe.end()
+
+        self._weights.load(request.body, reply)
+        return pipe
+
+    def _ask(self, request: Incoming, is_chat: bool) -> Any:
+        if unfit := self._unfit(request):
+            return unfit
         exchange = _Exchange(self, request.body, is_chat)
         exchange.pipe = self._carrier.pipe(exchange.gone)
         self._bodies.put(exchange)
@@ -148,6 +187,13 @@ class Front:
 
     def _error(self, status: int, line: str, headers: Headers = ()) -> Any:
         return self._carrier.answer(status, api.error(line, status), JSON, headers)
+
+
+def _has_key(request: Incoming, key: str) -> bool:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # headers are read as latin-1, whatever their bytes mean
+    is_known = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
+    return scheme.lower() == "bearer" and is_known
 
 
 class _Exchange:

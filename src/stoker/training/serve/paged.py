@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stoker.contract.shape import shape
+from stoker.contract.shape import replace, shape
 from stoker.training.generate import plain
 from stoker.training.generate.cached import Attention, Blocks, Cache, Weights, as_mask, seen
 from stoker.training.generate.config import BUCKET
 from stoker.training.generate.graphed import captured
-from stoker.training.generate.sample import sample_rows
+from stoker.training.generate.sample import sample_rows, token_logprobs
 from stoker.training.model.attention import Documents, Seen, attend, documents, seen_behind, seen_by
 from stoker.training.serve.blocks import Copy, Pool
 from stoker.training.serve.request import MOST_ALTERNATIVES
@@ -26,6 +26,7 @@ from stoker.training.serve.request import MOST_ALTERNATIVES
 GREEDY, PLAIN, FILTERED = range(3)  # what the rows of a step need: each kind is a graph of its own
 NO_LOGPROBS, OF_TOKENS, OF_ALTERNATIVES = range(3)
 FIRST_BLOCK = 2  # column of what a slot is told: place, top_k, its blocks
+AT_ONCE = 256  # tokens whose logits are in memory
 
 
 class Row(NamedTuple):  # made for each token: a tenth of the time of a shape
@@ -47,6 +48,7 @@ class Part:
     row: Row
     ids: Sequence[int]
     is_last: bool  # a token is written behind it
+    following: Sequence[int] = ()  # tokens behind its first ids, whose log-probabilities are wanted
 
 
 @shape
@@ -56,6 +58,7 @@ class Written:
     tokens: list[int]
     logprobs: list[float]
     alternatives: list[list[tuple[int, float]]]
+    following: tuple[list[float], ...] = ()  # of each part's
 
 
 @shape
@@ -143,15 +146,29 @@ class Paged:
         attention = self._attention_of(parts, spans)
         args = (torch.cat(places), self._angles, self.cache.kv, torch.cat(where), len(ids), attention)
         x, delta = self._prompts.run(ids, *args)
+        following = self._following(parts, x, delta)
         last = torch.tensor(_ends(parts))[[part.is_last for part in parts]].to(self._device) - 1
         rows = [part.row for part in parts if part.is_last]
         if not rows:
-            return Written([], [], [])
+            return Written([], [], [], following)
         self._tell(rows)
         slots = torch.tensor([row.slot for row in rows], device=self._device)
         logits = self._prompts.logits(x[last], None if delta is None else delta[last])
         self._write(logits, slots, kind)
-        return self._read([row.slot for row in rows], kind)
+        return replace(self._read([row.slot for row in rows], kind), following=following)
+
+    def _following(self, parts: Sequence[Part], x: Tensor, delta: Tensor | None) -> tuple[list[float], ...]:
+        found, begin = [], 0
+        for part in parts:
+            values: list[float] = []
+            for first in range(0, len(part.following), AT_ONCE):
+                tokens = torch.tensor(part.following[first : first + AT_ONCE], device=self._device)
+                which = slice(begin + first, begin + first + len(tokens))
+                logits = self._prompts.logits(x[which], None if delta is None else delta[which])
+                values += token_logprobs(logits, tokens, part.row.temperature or 1.0).tolist()
+            found.append(values)
+            begin += len(part.ids)
+        return tuple(found)
 
     def _slots_of(self, blocks: Sequence[int], places: Tensor) -> Tensor:
         """Of the cache, where tokens at these places of a row lie."""

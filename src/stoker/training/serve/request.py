@@ -28,6 +28,7 @@ class Request:
     stop_texts: tuple[str, ...] = ()  # end it where they appear, and are not part of its text
     logprobs: int = -1  # -1: none; 0: of each token; more: of so many of the most likely ones, too
     on_update: str = FINISH
+    echo: bool = False  # how likely each token of the prompt is, too: none of them is shared with others then
     strips: bool = False  # a blank before the whole text is no part of it
 
 
@@ -41,6 +42,8 @@ class Event(NamedTuple):  # made for each token: a tenth of the time of a shape
     logprob: float | None = None  # at the request's temperature (greedy: at 1), nothing left out
     alternatives: tuple[tuple[int, float], ...] = ()
     finish: str = ""  # why the answer ended; empty: it goes on
+    digest: str = ""  # of those weights
+    echo: tuple[float, ...] = ()  # of the prompt's tokens behind its first, with an answer's first token
 
 
 @shape

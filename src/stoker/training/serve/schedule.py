@@ -18,8 +18,9 @@ from stoker.training.serve.blocks import Chain, Copy, Key, Pool, Table
 class Writing:
     """A prompt and its answer so far. `computed`: how many of the tokens have keys and values in the cache."""
 
-    def __init__(self, number: int, prompt: Iterable[int]) -> None:
-        self.number, self.tokens = number, list(prompt)
+    def __init__(self, number: int, prompt: Iterable[int], alone: bool = False) -> None:
+        """`alone`: all of it is computed, whoever begins alike."""
+        self.number, self.tokens, self.alone = number, list(prompt), alone
         self.prompt, self.computed, self.slot = len(self.tokens), 0, -1
         self.table: Table | None = None
         self.chain: Chain | None = None
@@ -69,8 +70,8 @@ class Schedule:
         self.running: list[Writing] = []  # both in the order of arrival
         self.preemptions = self.shared_tokens = self.prompt_tokens = 0
 
-    def add(self, prompt: Iterable[int]) -> Writing:
-        writing = Writing(self._count, prompt)
+    def add(self, prompt: Iterable[int], alone: bool = False) -> Writing:
+        writing = Writing(self._count, prompt, alone)
         self._count += 1
         self.waiting.append(writing)
         return writing
@@ -183,7 +184,7 @@ class Schedule:
 
     def _chain(self, writing: Writing) -> Chain:
         if writing.chain is None:
-            writing.chain = Chain(self.pool.size, self._root)
+            writing.chain = Chain(self.pool.size, f"{self._root} {writing.number}" if writing.alone else self._root)
         return writing.chain
 
     def _advance(self, writing: Writing, end: int) -> None:

@@ -41,6 +41,10 @@ def check(c: Config) -> None:
         f"grpo.importance_cap {c.grpo.importance_cap:g} would make every token weigh less: 0 switches it off, else from 1 up": (
             0 < c.grpo.importance_cap < 1
         ),
+        f"grpo.staleness {c.grpo.staleness} needs grpo.server: trainers that write the answers themselves have them of the"
+        " newest weights": c.grpo.staleness and not c.grpo.server,
+        "grpo.server with --qlora: the server has the weights in 16 bits, and answers must come from those that learn; use"
+        " --lora": c.grpo.server and c.adapter.method == "qlora",
         f"grpo.updates {c.grpo.updates} is more than the {answers} answers of a step (grpo.prompts_per_step ×"
         " grpo.group)": c.grpo.updates > answers,
     }

@@ -25,6 +25,21 @@ def reward(case: Case) -> Found | None:
 
 
 @family.cause("""
+grpo.server, again: The server that writes GRPO's answers refused, or did not answer.
+  seen: stoker's own GRPO reported the server's status and sentence, or that it did not answer for grpo.server_timeout, and
+      ended itself after a checkpoint
+  unless: an exception of the rank's own, or another exit code than 70
+  fix: a refusal says what to change: the key in STOKER_API_KEY, or the server's --weights-from, which the run directory must
+      be below
+  fix: does it live? its record and log say what became of it: `stoker logs RUN --role NAME`
+  fix: --grpo.server_timeout 30m   # where it is only slow, or takes long to be replaced
+""")
+def server(case: Case) -> Found | None:
+    found = find(case, r"GRPO stopped: (the server at .+)") if ended_itself(case) else None
+    return Found(found[1].strip(), last_lines(case.end)) if found else None
+
+
+@family.cause("""
 grpo.no-signal: GRPO stopped the run: the rewards taught nothing for several steps.
   seen: stoker's own GRPO saw for grpo.breaker_steps steps the same reward for every answer (0, say), the same reward for
       all answers to each prompt, or no right answer at all, and ended itself after a checkpoint
@@ -66,7 +81,8 @@ def cut(case: Case) -> Found | None:
 
 @family.cause("""
 grpo.other-weights: GRPO stopped the run: the server that writes the answers has other weights than the trainers.
-  seen: the trainers compared how likely the tokens of a test prompt are with what the server says, and ended the run after a
+  seen: the server's answers carried the digest of weights that the trainers never published, again after these were pushed;
+      or it said otherwise than the trainers how likely the tokens of a test prompt are; and they ended the run after a
       checkpoint
   unless: an exception, or another exit code than 70; a server that does not answer at all
   fix: does the server serve the model that the trainers began with, and the same tokenizer?

@@ -1,0 +1,289 @@
+"""Answers from `stoker serve`: prompts go as token ids, and ids come back with their log-probabilities and the version of the
+weights that wrote each. Nothing is tokenized twice.
+
+New weights are published as a folder, which every server is told to load before it is asked for answers that need it. A
+server that was replaced answers with weights that nobody published: it is told the newest, and asked again.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.quantities import span
+from stoker.contract.shape import shape
+from stoker.contract.untrusted import printable
+from stoker.training.rl.sampler import Ask, Written
+from stoker.training.serve.request import CONTINUE, FINISH
+
+ROLE = "STOKER_ROLE_"
+CONNECTIONS = 32  # of a rank
+MOST_A_BODY = 16  # answers
+MOST_BYTES, BYTES_A_TOKEN = 2 << 20, 200  # of a body's answer: the server closes on a client that is far behind
+TRIES = 3  # with new weights published to it in between, before a server counts as one with other weights
+KNOWN_S = 5.0  # another rank may have published just before this one knows of it
+WAITING_S = 20.0  # between two words of a rank that waits
+_PAUSE_S = (0.1, 2.0)  # between two tries: at first, and at most
+
+
+T = TypeVar("T")
+
+
+class ServerFailed(Exception):
+    """A line: the server refused, answered nonsense, or did not answer for too long."""
+
+
+class OtherWeights(Exception):
+    """A line: the server answers with weights that nobody here published."""
+
+
+@shape
+class Published:
+    version: int
+    folder: str
+    digest: str
+
+
+@shape
+class Wanted:
+    """Of every answer."""
+
+    new_tokens: int
+    temperature: float
+    stop: frozenset[int]
+    vocab: int
+    length: int  # tokens of the longest prompt and its answer
+
+
+def addresses_of(text: str, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """HOST:PORT of each server. `text`: URLs with commas between them, or the name of a role of this job."""
+    if "://" not in text:
+        found = environment.get(f"{ROLE}{text.upper().replace('-', '_')}", "")
+        if not found:
+            raise Refusal(f"grpo.server {printable(text)}: neither a URL (http://…) nor a role of this job", EX_USAGE)
+        return tuple(found.split(","))
+    return tuple(_address(one.strip()) for one in text.split(","))
+
+
+def _address(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or 80
+    except ValueError:
+        host, port = None, 0
+    if not host or parts.scheme != "http" or parts.path.rstrip("/") not in ("", "/v1") or parts.query:
+        raise Refusal(f"grpo.server {printable(url)}: a URL such as http://127.0.0.1:8000 belongs there", EX_USAGE)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Servers:
+    """A Sampler. `publish`: writes the weights of a version, all ranks together; `patience_s`: for an answer, or for a server
+    that is being replaced; `staleness`: how many steps ahead answers are begun; `phase`: told what the rank does.
+    """
+
+    engine = None
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        key: str,
+        wanted: Wanted,
+        publish: Callable[[int], Published],
+        *,
+        staleness: int,
+        patience_s: float,
+        phase: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._addresses, self._wanted, self._publish = tuple(addresses), wanted, publish
+        self.length, self._patience_s = wanted.length, patience_s
+        self._phase, self._is_waiting = phase, False
+        self._staleness, self._policy = staleness, FINISH if staleness < 2 else CONTINUE
+        self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+        self._known: dict[int, Published] = {}
+        self._newest: Published | None = None
+        self._begun: dict[tuple[int, ...], Future[list[Future[list[Written]]]]] = {}
+        self._problem: Exception | None = None
+        self._over = threading.Event()
+        self._open: set[socket.socket] = set()
+        # One after the other: who asks behind new weights gets their answers, or newer ones'.
+        self._in_order = ThreadPoolExecutor(1, "in-order")
+        self._pool = ThreadPoolExecutor(CONNECTIONS, "answers")
+
+    def refresh(self, version: int) -> None:
+        published = self._publish(version)
+        self._known[version] = self._newest = published
+        for old in sorted(self._known)[: -self._staleness - 2]:
+            del self._known[old]
+        self._in_order.submit(self._push_all, published)
+
+    def begin(self, ask: Ask) -> None:
+        if ask.seeds not in self._begun:
+            self._begun[ask.seeds] = self._in_order.submit(self._send, ask)
+
+    def take(self, ask: Ask) -> list[Written]:
+        self.begin(ask)
+        parts = self._awaited(self._begun.pop(ask.seeds))
+        found = [written for part in parts for written in self._awaited(part)]
+        if self._is_waiting:
+            self._is_waiting = False
+            self._phase("train")
+        return found
+
+    def _awaited(self, future: Future[T]) -> T:
+        """Says from time to time that it waits: it gives up by itself, and is not taken for one that hangs."""
+        while not future.done():
+            if not wait([future], WAITING_S).done:
+                self._is_waiting = True
+                self._phase("waiting for answers")
+        return future.result()
+
+    @property
+    def ready(self) -> int:
+        sent = [future.result() for future in self._begun.values() if future.done() and future.exception() is None]
+        parts = [part for parts in sent for part in parts if part.done() and part.exception() is None]
+        return sum(len(part.result()) for part in parts)
+
+    def close(self) -> None:
+        """Whoever waits for an answer stops waiting; the servers see clients that left."""
+        self._over.set()
+        for pool in (self._in_order, self._pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+        for one in list(self._open):
+            try:
+                one.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue  # it has just ended by itself
+
+    def _push_all(self, published: Published) -> None:
+        try:
+            for address in self._addresses:
+                self._push(address, published)
+        except Exception as problem:  # whoever asks next is told
+            self._problem = problem
+
+    def _push(self, address: str, published: Published) -> None:
+        body = {"folder": published.folder, "version": published.version, "digest": published.digest}
+        self._post(address, "/v1/weights", body)
+
+    def _send(self, ask: Ask) -> list[Future[list[Written]]]:
+        if self._problem is not None:
+            raise self._problem
+        return [self._pool.submit(self._written, *part) for part in self._parts(ask)]
+
+    def _parts(self, ask: Ask) -> Iterator[tuple[str, tuple[int, ...], int, int, int]]:
+        """(server, prompt, seed, place of the first answer, answers): equal prompts in a row go together, up to a limit."""
+        wanted = self._wanted
+        most = max(min(MOST_A_BODY, MOST_BYTES // (BYTES_A_TOKEN * wanted.new_tokens)), 1)
+        begin = 0
+        while begin < len(ask.places):
+            end = begin + 1
+            while end < len(ask.places) and end - begin < most and self._goes_on(ask, begin, end):
+                end += 1
+            first = ask.places[begin]
+            address = self._addresses[first // most % len(self._addresses)]
+            yield address, ask.prompts[begin], ask.seed, first, end - begin
+            begin = end
+
+    @staticmethod
+    def _goes_on(ask: Ask, begin: int, end: int) -> bool:
+        is_next = ask.places[end] == ask.places[begin] + end - begin
+        return is_next and ask.prompts[end] == ask.prompts[begin]
+
+    def _written(self, address: str, prompt: tuple[int, ...], seed: int, first: int, count: int) -> list[Written]:
+        wanted = self._wanted
+        body = {
+            "prompt": list(prompt), "n": count, "seed": seed, "first_index": first, "max_tokens": wanted.new_tokens,
+            "temperature": wanted.temperature, "stop_token_ids": sorted(wanted.stop), "logprobs": 0, "return_token_ids": True,
+            "on_update": self._policy,
+        }  # fmt: skip
+        for attempt in range(TRIES):
+            told = self._post(address, "/v1/completions", body)
+            try:
+                choices = sorted(told["choices"], key=lambda choice: int(choice["index"]))
+                found = [_read(choice, wanted) for choice in choices]
+                weights = [(int(one["weights"]["version"]), str(one["weights"]["digest"])) for one in choices]
+                if len(found) != count:
+                    raise ValueError(f"{len(found)} answers instead of {count}")
+            except (KeyError, TypeError, ValueError, IndexError) as problem:
+                what = printable(f"{type(problem).__name__}: {problem}", 200)
+                raise ServerFailed(f"the server at {address} sent no answer that can be read: {what}") from problem
+            if all(self._is_known(*one) for one in weights):
+                return found
+            if attempt < TRIES - 1 and self._newest is not None:
+                self._push(address, self._newest)
+        line = f"the server at {address} answers with other weights than the trainers'"
+        shown = ", ".join(f"version {version} ({digest})" for version, digest in dict.fromkeys(weights))
+        raise OtherWeights(f"{line}: {shown}, though it was told to load what they publish: does another run use it?")
+
+    def _is_known(self, version: int, digest: str) -> bool:
+        until = time.monotonic() + KNOWN_S
+        while version not in self._known and version > max(self._known) and time.monotonic() < until:
+            if self._over.wait(0.05):
+                break
+        known = self._known.get(version)
+        return known is not None and known.digest == digest
+
+    def _post(self, address: str, path: str, body: Mapping[str, Any]) -> Any:
+        """Waits where it is full, or is being replaced."""
+        data = json.dumps(body).encode()
+        until, pause = time.monotonic() + self._patience_s, _PAUSE_S[0]
+        while True:
+            status, text = self._exchange(address, path, data)
+            if status == 200:
+                try:
+                    return json.loads(text)
+                except (ValueError, RecursionError) as problem:
+                    raise ServerFailed(f"the server at {address} sent no JSON from {path}") from problem
+            line = printable(_message(text), 300)
+            if 400 <= status < 500 and status != 429:
+                raise ServerFailed(f"the server at {address} refused {path} with status {status}: {line}")
+            if time.monotonic() > until:
+                gone = f"the server at {address} did not answer {path} for {span(self._patience_s)}"
+                raise ServerFailed(f"{gone}: {f'status {status}: ' if status else ''}{line}")
+            if self._over.wait(pause):
+                raise ServerFailed(f"the server at {address} is not asked any more: the run ends")
+            pause = min(2 * pause, _PAUSE_S[1])
+
+    def _exchange(self, address: str, path: str, data: bytes) -> tuple[int, bytes]:
+        """Status 0: there was no answer, and the text says why."""
+        connection = http.client.HTTPConnection(address, timeout=self._patience_s)
+        try:
+            connection.connect()
+            own = connection.sock
+            self._open.add(own)
+            try:
+                connection.request("POST", path, data, self._headers)
+                answer = connection.getresponse()
+                return answer.status, answer.read()
+            finally:
+                self._open.discard(own)
+        except (OSError, http.client.HTTPException) as problem:
+            return 0, (str(problem) or type(problem).__name__).encode()
+        finally:
+            connection.close()
+
+
+def _read(choice: Mapping[str, Any], wanted: Wanted) -> Written:
+    ids, versions, logprobs = choice["token_ids"], choice["versions"], choice["logprobs"]["token_logprobs"]
+    if not 0 < len(ids) <= wanted.new_tokens or not len(ids) == len(versions) == len(logprobs):
+        raise ValueError(f"{len(ids)} tokens, {len(versions)} versions and {len(logprobs)} log-probabilities")
+    if any(type(one) is not int or not 0 <= one < wanted.vocab for one in ids):
+        raise ValueError("ids that are not the tokenizer's")
+    numbers = tuple(math.nan if one is None else float(one) for one in logprobs)
+    return Written(tuple(ids), numbers, tuple(int(one) for one in versions))
+
+
+def _message(text: bytes) -> str:
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return text[:300].decode("utf-8", "replace")

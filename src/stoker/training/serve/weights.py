@@ -1,0 +1,198 @@
+"""New weights for a model that is being served: read beside the old ones, and put in their place in one go.
+
+A body names a folder below the one given for that: whole weights, or an adapter for those that the server began with. The
+old weights stay until all of the new ones are in memory, so whatever is wrong with a folder changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from stoker.contract.names import EX_CONFIG, EX_NOINPUT, Refusal
+from stoker.contract.settings import suggest
+from stoker.contract.shape import replace, shape
+from stoker.contract.untrusted import parse_json, printable
+from stoker.training.model import adapters, hf
+from stoker.training.model.config import ModelConfig
+from stoker.training.model.decoder import Decoder
+from stoker.training.model.hf_config import base_of, is_adapter, shape_of
+from stoker.training.model.hf_read import added_by
+from stoker.training.serve.api import Problem, error
+
+KEYS = ("folder", "version", "digest")
+MOST_WAITING = 16
+_LONGEST_PATH = 4096
+_NOT_SHAPE = {"load": "", "kept": "", "longest": 0, "stored": 0, "dropout": 0.0, "init_std": 1.0}
+Reply = Callable[[int, bytes], None]  # HTTP's status, and a body of JSON
+
+
+class Engine(Protocol):
+    """driver.Driver: calls both in the engine's thread."""
+
+    def update(
+        self, change: Callable[[], None], version: int | None, digest: str, applied: Callable[[int], None]
+    ) -> None: ...
+
+
+@shape
+class Asked:
+    folder: str
+    version: int | None
+    digest: str  # what it must be; empty: not known
+
+
+class _Coming:
+    """Weights that were read. `waiting`: who is to hear that they are in place; None: they are."""
+
+    def __init__(self, version: int | None, digest: str, waiting: list[Reply] | None) -> None:
+        self.version, self.digest, self.waiting = version, digest, waiting
+
+
+class Loader:
+    """`root`: folders below it may be loaded; `folder`: where the model's weights are from."""
+
+    def __init__(self, model: Decoder, folder: str, root: str, engine: Engine, say: Callable[[str], None]) -> None:
+        self._model, self._root, self._engine, self._say = model, os.path.realpath(root), engine, say
+        self._base = base_of(folder)  # what adapters are for: folders that were pushed may be gone
+        self._bodies: queue.Queue[tuple[bytes, Reply] | None] = queue.Queue(MOST_WAITING)
+        self._lock = threading.Lock()
+        self._newest: _Coming | None = None
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def load(self, body: bytes, reply: Reply) -> None:
+        """Without waiting. `reply` is called once, in any thread: when the engine has them, or with what is wrong."""
+        try:
+            self._bodies.put_nowait((body, reply))
+        except queue.Full:
+            reply(429, error(f"{MOST_WAITING} folders wait to be loaded already: try again later", 429))
+
+    def _run(self) -> None:
+        while (item := self._bodies.get()) is not None:
+            body, reply = item
+            try:
+                self._load(asked_in(body), reply)
+            except Problem as problem:
+                reply(problem.status, error(problem.line, problem.status, problem.key))
+            except Refusal as refusal:
+                status = {EX_NOINPUT: 404, EX_CONFIG: 409}.get(refusal.code, 422)
+                reply(status, error(printable(refusal.line, 500), status, "folder"))
+            except (OSError, ValueError, RuntimeError, MemoryError) as problem:
+                line = printable(f"the folder can't be loaded: {type(problem).__name__}: {problem}", 500)
+                reply(422, error(line, 422, "folder"))
+            except Exception as problem:  # one folder must not end the thread that loads all
+                self._say(printable(f"new weights: {type(problem).__name__}: {problem}", 500))
+                reply(500, error("loading failed; see the server's log", 500))
+
+    def _load(self, asked: Asked, reply: Reply) -> None:
+        folder = inside(self._root, asked.folder)
+        adapts = is_adapter(folder)
+        base = self._base if adapts else folder
+        digest = adapters.weights_digest(folder, base)
+        if asked.digest not in ("", digest):
+            raise Problem(f"{asked.folder} has the digest {digest}: damaged, or other weights", 422, "digest")
+        if asked.version is not None and self._has(asked.version, digest, reply):
+            return
+        fresh = self._read(folder, base, adapts)
+        coming = _Coming(asked.version, digest, [reply])
+
+        def change() -> None:
+            with torch.no_grad():
+                for ours, new in zip(self._model.parameters(), fresh.parameters(), strict=True):
+                    ours.copy_(new)
+
+        def applied(version: int) -> None:
+            with self._lock:
+                waiting, coming.waiting = coming.waiting or [], None
+            for one in waiting:
+                one(200, in_place(version, digest))
+
+        self._newest = coming
+        self._say(f"new weights from {folder}{'' if asked.version is None else f': version {asked.version}'}")
+        self._engine.update(change, asked.version, digest, applied)
+
+    def _has(self, version: int, digest: str, reply: Reply) -> bool:
+        """Several trainers publish the same: it is loaded once, and all hear when it is in place."""
+        newest = self._newest
+        if newest is None or (newest.version, newest.digest) != (version, digest):
+            return False
+        with self._lock:
+            if newest.waiting is not None:
+                newest.waiting.append(reply)
+                return True
+        reply(200, in_place(version, digest))
+        return True
+
+    def _read(self, folder: str, base: str, adapts: bool) -> Decoder:
+        """A model beside the one that is served, in host memory."""
+        model = self._model
+        refuse_other_shape(shape_of(base), model.config, folder)
+        added = added_by(folder, model.config, False, _quiet, base) if adapts else None
+
+        def fill(fresh: Decoder, _: str, say: Callable[[str], None]) -> None:
+            hf.load_named(fresh, hf.named(fresh), base, say, added)
+
+        return hf.opened(base, model.context_length, model.dtype, torch.device("cpu"), _quiet, load=fill)
+
+
+def in_place(version: int, digest: str) -> bytes:
+    return json.dumps({"version": version, "digest": digest}).encode()
+
+
+def asked_in(body: bytes) -> Asked:
+    try:
+        told = parse_json(body, unique=True)
+    except ValueError as problem:
+        raise Problem(f"the body is not JSON: {printable(str(problem), 200)}") from problem
+    if not isinstance(told, dict):
+        raise Problem("the body is not a JSON object")
+    for key in told:
+        if key not in KEYS:
+            raise Problem(f"unknown key {printable(repr(key), 60)}{suggest(key, KEYS)}", key=printable(key, 60))
+    folder, version, digest = (told.get(key) for key in KEYS)
+    if not isinstance(folder, str) or not 0 < len(folder) <= _LONGEST_PATH or "\0" in folder:
+        raise Problem("folder: the path of a folder with weights", key="folder")
+    if version is not None and (type(version) is not int or not 0 <= version < 1 << 62):
+        raise Problem("version: a whole number from 0 up", key="version")
+    if digest is not None and not isinstance(digest, str):
+        raise Problem("digest: a text", key="digest")
+    return Asked(folder, version, digest or "")
+
+
+def inside(root: str, path: str) -> str:
+    """The folder, below `root` with all its files, wherever links lead."""
+    found = os.path.realpath(os.path.join(root, path))
+    shown = printable(path, 200)
+    if not _is_below(found, root):
+        raise Problem(f"{shown} is not below the folder that this server takes weights from", 403, "folder")
+    if not os.path.isdir(found):
+        raise Problem(f"{shown}: there is no such folder", 404, "folder")
+    for name in os.listdir(found):
+        if not _is_below(os.path.realpath(os.path.join(found, name)), root):
+            raise Problem(f"{printable(name, 100)} of {shown} is a link to elsewhere", 403, "folder")
+    return found
+
+
+def _is_below(path: str, root: str) -> bool:
+    return os.path.commonpath([path, root]) == root
+
+
+def refuse_other_shape(theirs: ModelConfig, ours: ModelConfig, folder: str) -> None:
+    one, other = (vars(replace(c, **_NOT_SHAPE)) for c in (theirs, ours))
+    key = next((key for key in other if one[key] != other[key]), "")
+    if key:
+        line = f"{folder}: its {key} is {one[key]}, and the model that is served has {other[key]}"
+        raise Problem(f"{printable(line, 400)}: weights of another shape", 409, "folder")
+
+
+def _quiet(line: str) -> None:
+    """Whoever pushed them is told the rest."""

@@ -1,0 +1,331 @@
+"""GRPO whose answers a server writes: the same run as without it, and a bounded number of steps behind where that is asked for."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file  # noqa: E402
+
+from conftest import Stoker, at_length, at_length_but, wait_for  # noqa: E402
+from forked_ranks import program, server  # noqa: E402
+from stoker.cli import train  # noqa: E402
+from stoker.contract.names import EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
+from stoker.control.record.rollouts import read_rollouts  # noqa: E402
+from stoker.training.rl.remote import addresses_of  # noqa: E402
+from test_grpo import Forks, Job, model_that_answers_with_a_digit  # noqa: E402
+
+KEY = "a-key-for-tests"
+AGES = {"staleness", "staleness_max", "queue", "sampler_kl", "cap_rate"}
+FORKS = program(f"""
+import torch, torch._dynamo
+from stoker.training.recipes import grpo, stage
+
+torch.set_num_threads(1)
+
+def work(job, rank):
+    os.environ["STOKER_RUN_DIR"] = os.path.join(job["folder"], "run")
+    os.environ["STOKER_API_KEY"] = {KEY!r}
+    return stage.run(grpo.main, job["words"])
+""")
+
+
+class Serving:
+    """`stoker serve` on a port of its own, which it keeps when it is replaced."""
+
+    def __init__(self, folder: Path, weights_from: Path) -> None:
+        self._argv = [sys.executable, "-m", "stoker", "serve", str(folder), "--context", "48", "--slots", "16"]
+        self._argv += ["--weights-from", str(weights_from)]
+        self.port, self._process = 0, None
+        self.start()
+
+    def start(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "STOKER_API_KEY": KEY}
+        self._process = subprocess.Popen(
+            [*self._argv, "--port", str(self.port)], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line.startswith("http://"), line
+        self.port = int(line.split()[0].split(":")[2].split("/")[0])
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.communicate()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("given")
+    model_that_answers_with_a_digit(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def forks(given: Path) -> Iterator[Forks]:
+    with server(FORKS) as ranks:
+        yield Forks(ranks, given)
+
+
+@pytest.fixture(scope="module")
+def serving(given: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    made = Serving(given / "hf", tmp_path_factory.getbasetemp())
+    yield made
+    made.kill()
+
+
+STEPS = ("--max-steps", "6", "--every_steps", "2")
+
+
+@pytest.fixture(scope="module")
+def alone(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    job = forks(1, tmp_path_factory.mktemp("alone"), *STEPS)
+    assert job.codes == [0], job.said()
+    return job
+
+
+def without_ages(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key not in AGES} for line in metrics]
+
+
+def test_with_no_staleness_a_server_makes_the_run_that_the_trainers_make_alone(
+    forks: Forks, serving: Serving, alone: Job, tmp_path: Path
+) -> None:
+    job = forks(1, tmp_path, *STEPS, "--grpo.server", serving.url)
+    assert job.codes == [0], job.said()
+    assert without_ages(job.metrics) == alone.metrics
+    assert all(line["staleness"] == line["staleness_max"] == line["queue"] == 0 for line in job.metrics)
+    assert (job.run / "rollouts.jsonl").read_bytes() == (alone.run / "rollouts.jsonl").read_bytes()
+    ours, theirs = (load_file(one.run / "hf" / "model.safetensors") for one in (job, alone))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "bit for bit"
+    assert not (job.run / "published").exists() and "could not be checked" not in job.said()
+
+
+def test_ranks_in_shards_with_adapters_publish_these_alone(forks: Forks, serving: Serving, tmp_path: Path) -> None:
+    more = ("--max-steps", "3", "--lora")
+    one = forks(1, tmp_path / "1", *more)
+    two = forks(2, tmp_path / "2", *more, "--strategy", "fsdp", "--grpo.server", serving.url, "--every_steps", "1")
+    assert one.codes == [0] and two.codes == [0, 0], two.said()
+    for name in ("loss", "reward", "kl", "entropy", "grad_norm"):
+        ours, theirs = ([line[name] for line in job.metrics] for job in (two, one))
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("staleness", at_length_but([1], [1, 3]))
+def test_answers_are_so_many_steps_behind_at_most_and_the_model_learns(
+    forks: Forks, serving: Serving, tmp_path: Path, staleness: int
+) -> None:
+    more = ("--max-steps", "20", "--export", "false", "--grpo.server", serving.url, "--grpo.staleness", str(staleness))
+    job = forks(2, tmp_path, *more)
+    assert job.codes == [0, 0], job.said()
+    ages = [line["staleness_max"] for line in job.metrics]
+    assert ages[0] == 0 and 0 < max(ages) <= staleness, ages
+    assert all(0 <= line["staleness"] <= line["staleness_max"] and 0 <= line["cap_rate"] < 1 for line in job.metrics)
+    rewards = [line["reward"] for line in job.metrics]
+    assert sum(rewards[:3]) / 3 < 0.25 and sum(rewards[-3:]) / 3 > 0.4, rewards
+    steps = [one.step for one in read_rollouts(str(job.run))]
+    assert all(steps.count(step) == 24 for step in range(20)), "rank 0's half, each once"
+
+
+def test_a_server_that_is_killed_and_replaced_gets_the_newest_weights_and_the_run_is_the_same(
+    forks: Forks, given: Path, alone: Job, tmp_path: Path
+) -> None:
+    mine = Serving(given / "hf", tmp_path)
+    try:
+        ranks = forks._ranks
+        ranks.begin(1, tmp_path / "job", words=forks.words(*STEPS, "--grpo.server", mine.url))
+        metrics = tmp_path / "job" / "run" / "metrics.jsonl"
+        for lines in (1, 3):
+            assert wait_for(
+                lambda lines=lines: (metrics.exists() and metrics.read_text().count("\n") >= lines) or None, 60
+            )
+            mine.kill()
+            mine.start()
+        job = Job(tmp_path / "job", ranks.codes())
+    finally:
+        mine.kill()
+    assert job.codes == [0], job.said()
+    assert without_ages(job.metrics) == alone.metrics
+    assert (job.run / "rollouts.jsonl").read_bytes() == (alone.run / "rollouts.jsonl").read_bytes()
+
+
+def test_trainers_that_are_killed_go_on_and_learn_each_sample_once(
+    forks: Forks, serving: Serving, alone: Job, tmp_path: Path
+) -> None:
+    more = (*STEPS, "--grpo.server", serving.url)
+    part = forks(1, tmp_path, *more, stop_after=3, by=signal.SIGKILL)
+    assert part.codes == [-signal.SIGKILL]
+    rest = forks(1, tmp_path, *more)
+    assert rest.codes == [0] and without_ages(rest.metrics) == alone.metrics, rest.said()
+
+
+def test_what_a_server_refuses_ends_the_run_with_its_sentence(
+    forks: Forks, serving: Serving, given: Path, tmp_path: Path
+) -> None:
+    other = Serving(given / "hf", given)  # takes weights from elsewhere
+    try:
+        job = forks(2, tmp_path / "403", "--max-steps", "2", "--grpo.server", other.url)
+    finally:
+        other.kill()
+    assert job.codes == [EX_SOFTWARE] * 2
+    for rank in (0, 1):
+        assert "refused /v1/weights with status 403" in job.said(rank) and "Traceback" not in job.said(rank)
+    gone = forks(1, tmp_path / "gone", "--max-steps", "2", "--grpo.server", other.url, "--grpo.server_timeout", "1s")
+    assert gone.codes == [EX_SOFTWARE] and "did not answer /v1/weights for 1.0 s" in gone.said()
+    assert "Connection refused" in gone.said() and "Traceback" not in gone.said()
+
+
+class Liar(http.server.BaseHTTPRequestHandler):
+    """Takes all weights, and answers with others'."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        told: dict[str, Any] = {}
+        if self.path == "/v1/completions":
+            one = {"token_ids": [55], "versions": [0], "logprobs": {"token_logprobs": [-1.0]}}
+            weights = {"version": 0, "digest": "0" * 32}
+            told = {"choices": [{**one, "index": number, "weights": weights} for number in range(asked["n"])]}
+        body = json.dumps(told).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_server_that_answers_with_other_weights_ends_the_run(forks: Forks, tmp_path: Path) -> None:
+    liar = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Liar)
+    thread = threading.Thread(target=liar.serve_forever)
+    thread.start()
+    try:
+        job = forks(2, tmp_path, "--max-steps", "2", "--grpo.server", f"http://127.0.0.1:{liar.server_address[1]}")
+    finally:
+        liar.shutdown()
+        thread.join()
+        liar.server_close()
+    assert job.codes == [EX_SOFTWARE] * 2
+    for rank in (0, 1):
+        assert "GRPO stopped itself: the server at" in job.said(rank) and "Traceback" not in job.said(rank)
+        assert "answers with other weights than the trainers'" in job.said(rank)
+
+
+def test_servers_are_urls_or_a_role_of_the_job() -> None:
+    assert addresses_of("http://a:1, http://127.0.0.1:8000/v1/", {}) == ("a:1", "127.0.0.1:8000")
+    assert addresses_of("my-server", {"STOKER_ROLE_MY_SERVER": "x:1,y:2"}) == ("x:1", "y:2")
+    for text in ("server", "https://a:1", "http://", "http://a:x", "http://a:1/other"):
+        with pytest.raises(Refusal) as refused:
+            addresses_of(text, {})
+        assert refused.value.code == EX_USAGE and "grpo.server" in refused.value.line
+
+
+def test_one_command_starts_the_server_and_the_trainers(stoker: Stoker, given: Path, forks: Forks) -> None:
+    words = forks.words("--max-steps", "3")
+    done = stoker(
+        "train", "grpo", "--allocation", "stoker:d1+ddp:d2", *words, "--name", "job",
+        env={"STOKER_API_KEY": KEY, "OMP_NUM_THREADS": "1"}, timeout=600,
+    )  # fmt: skip
+    assert done.code == 0, done.out + done.err
+    (trainer,) = (stoker.latest / "roles").glob("*-trainer")
+    metrics = [json.loads(line) for line in (trainer / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) == 3 and all(line["staleness_max"] <= 1 for line in metrics)
+    assert (trainer / "hf" / "model.safetensors").exists() and not (trainer / "published").exists()
+    assert "trainer ended with 0; server stopped" in done.out + done.err
+    files = [path for path in stoker.latest.rglob("*") if path.is_file()]
+    assert len(files) > 15 and not [path for path in files if KEY.encode() in path.read_bytes()], (
+        "the key is in no record"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("grpo", "--allocation", "vllm:d1+fsdp:d3"), "here stoker serves"),
+        (("grpo", "--allocation", "fsdp:d3"), "one part serves and one trains"),
+        (("grpo", "--allocation", "stoker:d1+fsdp:d2t2"), "write fsdp:d4"),
+        (("grpo", "--allocation", "stoker:d1+fsdp:d1", "--grpo.server", "http://a:1"), "leave grpo.server out"),
+        (("grpo", "--allocation", "stoker:d1+fsdp:d1", "--hosts", "h.yaml"), "stoker run --roles"),
+        (("grpo", "--allocation", "stoker:d1+fsdp:d1", "--nproc-per-node", "2"), "--nproc-per-node can't be given"),
+        (("grpo", "--allocation", "stoker:d1+fsdp:d1"), "no model"),
+        (("sft", "--allocation", "stoker:d1+fsdp:d1"), "stage sft has one role alone"),
+    ],
+)  # fmt: skip
+def test_allocations_that_cannot_be_are_refused(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        train.main(list(words))
+    assert said in refused.value.line and refused.value.code == EX_USAGE
+
+
+def test_stale_answers_and_4_bits_are_refused_where_they_cannot_be(forks: Forks, tmp_path: Path) -> None:
+    for more, said in (
+        (("--grpo.staleness", "1"), "grpo.staleness 1 needs grpo.server"),
+        (("--grpo.server", "http://a:1", "--qlora"), "use --lora"),
+        (("--grpo.server", "nobody"), "neither a URL"),
+    ):
+        job = forks(1, tmp_path / more[-1].strip("-"), "--max-steps", "1", *more)
+        assert job.codes == [EX_USAGE] and said in job.said() and "Traceback" not in job.said()
+
+
+def ranks_of(job: Path, word: bytes) -> list[int]:
+    """The pids of processes that are ranks of that job's and have the word on their command line."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
+            variables = Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # another user's, or it has just ended
+        run = next((one for one in variables if one.startswith(b"STOKER_RUN_DIR=")), b"")
+        if word in words and str(job).encode() in run and any(one.startswith(b"RANK=") for one in variables):
+            found.append(int(entry))
+    return sorted(found)
+
+
+@at_length
+def test_server_and_trainers_are_killed_again_and_again_and_no_sample_is_lost_or_learned_twice(
+    stoker: Stoker, forks: Forks
+) -> None:
+    words = forks.words(
+        "--max-steps", "60", "--every_steps", "3", "--learning_rate", "3e-4", "--grpo.breaker_steps", "0"
+    )
+    more = ("--allocation", "stoker:d1+ddp:d1", "--name", "killed", "--max-restarts", "9")
+    job = stoker.start("train", "grpo", *more, *words, env={"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+
+    def steps() -> int:
+        files = list(stoker.cwd.glob("runs/*-killed/roles/*-trainer/metrics.jsonl"))
+        return files[0].read_text().count("\n") if files else 0
+
+    killed = 0
+    while job.poll() is None and killed < 8:
+        at = 3 + 6 * killed
+        if not wait_for(lambda at=at: steps() >= at or job.poll() is not None or None, 120):
+            break
+        word = (b"serve", b"stoker.training.recipes.grpo")[killed % 2]
+        pids = wait_for(lambda word=word: ranks_of(stoker.latest, word) or None, 120)
+        assert pids, "there is one to kill"
+        os.kill(pids[-1], signal.SIGKILL)
+        killed += 1
+    assert killed == 8 and job.wait(600) == 0
+    (run,) = (stoker.latest / "roles").glob("*-trainer")
+    rows = [one.step for one in read_rollouts(str(run))]
+    assert [rows.count(step) for step in range(60)] == [48] * 60
