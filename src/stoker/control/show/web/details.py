@@ -40,7 +40,7 @@ def curves(
             "steps": [steps[at] for at in picked],
             "values": [_number(values[at]) for at in picked],
             "count": len(curve.steps),
-            "bad": sum(not math.isfinite(value) for value in curve.values),
+            "bad": len(curve.not_finite()),
             "all": len(picked) == len(values),
         }
     return {"names": metric_names(folder), "curves": made, "problem": folder.metrics.problem if folder.metrics else ""}
