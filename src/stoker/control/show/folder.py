@@ -58,7 +58,7 @@ class EventTail:
                     self._at = max(self._at, about.st_size - _EVENTS_OF_OTHERS)
                 while self._at < about.st_size:
                     file.seek(self._at)
-                    data = file.read(_BLOCK)
+                    data = file.read(min(_BLOCK, about.st_size - self._at))
                     end = data.rfind(b"\n") + 1
                     if not end:
                         break  # half written
