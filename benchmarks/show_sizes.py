@@ -117,8 +117,10 @@ def page(folder: Path, below: str, there: str) -> tuple[float, float]:
             browser.open(address + below)
             browser.until(there, seconds=60.0)
             seconds = time.monotonic() - began
-        with open(f"/proc/{server.pid}/stat") as file:
-            ticks = file.read().rsplit(")", 1)[1].split()
+            with open(
+                f"/proc/{server.pid}/stat"
+            ) as file:  # before the browser ends: until then it looks again and again
+                ticks = file.read().rsplit(")", 1)[1].split()
         return seconds, (int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK")
     finally:
         server.terminate()
