@@ -128,12 +128,13 @@ def settings(folders: Folders, run: str) -> dict[str, Any]:
     return {"settings": [list(pair) for pair in settings_of(folders.record(run)).items()][:1000]}
 
 
-def over_time(folders: Folders, run: str, since: float) -> dict[str, Any]:
+def over_time(folders: Folders, run: str, since: float, within: Steps = ALL) -> dict[str, Any]:
+    """`since`: only what is newer. `within`: of these times."""
     folder, timeline = folders.watched(run)
     plan = folder.record.data.get("plan") or {}
     ranks = plan.get("ranks") if isinstance(plan.get("ranks"), list) else []
     labels = {str(one["rank"]): str(one.get("label") or "")[:80] for one in ranks or () if _has_rank(one)}
-    return {**timeline.to_json(since), "labels": labels}
+    return {**timeline.to_json(since, within), "labels": labels}
 
 
 def _has_rank(one: Any) -> bool:

@@ -81,7 +81,7 @@ class Pages:
             "/api/curves": self._curves,
             "/api/sparks": lambda query: details.sparks(self._folders, _listed(query, "runs")),
             "/api/ranks": lambda query: details.over_time(
-                self._folders, query.get("run", ""), _number(query, "since", 0.0)
+                self._folders, query.get("run", ""), _number(query, "since", 0.0), _within(query)
             ),
             "/api/compare": self._compare,
             "/api/settings": lambda query: details.settings(self._folders, query.get("run", "")),
@@ -134,7 +134,7 @@ class Pages:
             query.get("run", ""),
             _listed(query, "names"),
             since=_count(query, "since") or 0,
-            within=(_number(query, "first", -math.inf), _number(query, "last", math.inf)),
+            within=_within(query),
             most=_count(query, "most") or details.POINTS,
             smooth=min(_count(query, "smooth") or 1, 100_000),
         )
@@ -204,6 +204,10 @@ def _listed(query: Query, name: str) -> list[str]:
 def _count(query: Query, name: str) -> int | None:
     text = query.get(name, "")
     return int(text) if is_count(text) and len(text) < 19 else None
+
+
+def _within(query: Query) -> tuple[float, float]:
+    return _number(query, "first", -math.inf), _number(query, "last", math.inf)
 
 
 def _number(query: Query, name: str, otherwise: float) -> float:

@@ -16,11 +16,12 @@ export class Log {
     this.attemptBox = el("select", { id: "attempt", "aria-label": "attempt", onchange: () => this.begin() });
     this.words = el("input", { type: "search", id: "find", placeholder: "search this log", "aria-label": "search this log", onchange: () => this.search() });
     this.follow = el("input", { type: "checkbox", checked: true, id: "follow" });
+    this.wrap = el("input", { type: "checkbox", id: "wrap", onchange: () => this.text.classList.toggle("wrapped", this.wrap.checked) });
     this.text = el("pre", { class: "log", tabindex: "0" });
     this.found = el("div", { class: "found", hidden: true });
     this.earlier = el("button", { type: "button", hidden: true, onclick: () => this.back(), text: "earlier lines" });
     this.note = el("span", { class: "quiet" });
-    this.node = el("section", {}, el("div", { class: "bar" }, this.rankBox, this.attemptBox, this.words, source.live ? el("label", {}, this.follow, " follow") : null, this.earlier, this.note), this.found, this.text);
+    this.node = el("section", {}, el("div", { class: "bar" }, this.rankBox, this.attemptBox, this.words, source.live ? el("label", {}, this.follow, " follow") : null, el("label", {}, this.wrap, " wrap"), this.earlier, this.note), this.found, this.text);
     this.load();
   }
 
