@@ -109,8 +109,8 @@ export class LineChart {
     pen.lineJoin = "round";
     pen.setLineDash(DASHES[Math.floor(one.at / LINES) % DASHES.length]);
     pen.beginPath();
-    let drawing = false, alone = null;
-    const bad = [];
+    let drawing = false;
+    const bad = [], alone = []; // values that are no numbers; and those between them, which no line leads to
     for (let at = 0; at < one.steps.length; at++) {
       const value = this.height(one.values[at]);
       if (value === null) {
@@ -119,12 +119,15 @@ export class LineChart {
         continue;
       }
       const px = x(one.steps[at]), py = y(value);
-      drawing ? pen.lineTo(px, py) : pen.moveTo(px, py);
-      alone = one.steps.length === 1 ? [px, py] : null;
+      if (drawing) pen.lineTo(px, py);
+      else {
+        pen.moveTo(px, py);
+        if (at + 1 >= one.steps.length || this.height(one.values[at + 1]) === null) alone.push([px, py]);
+      }
       drawing = true;
     }
     pen.stroke();
-    if (alone) pen.fillRect(alone[0] - 2, alone[1] - 2, 4, 4);
+    for (const [px, py] of alone) pen.fillRect(px - 2, py - 2, 4, 4);
     pen.setLineDash([]);
     pen.globalAlpha = 1;
     pen.fillStyle = colour("bad");

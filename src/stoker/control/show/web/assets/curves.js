@@ -55,6 +55,11 @@ export class Curves {
     return this.source.state.runs.get(run)?.name || run;
   }
 
+  isOver(run) {
+    const state = this.source.state.runs.get(run)?.state;
+    return Boolean(state) && state !== "running" && state !== "unknown";
+  }
+
   setSmooth() {
     this.smooth = SMOOTHED[Number(this.slider.value)];
     setText(this.amount, this.smooth > 1 ? `${this.smooth} values` : "off");
@@ -123,7 +128,7 @@ export class Curves {
       this.problem = "";
       if (!this.names.length) await Promise.all(this.runs.map((run) => this.loadFirst(run)));
       await Promise.all(this.runs.map((run) => this.loadRun(run, whole)));
-      setText(this.note, this.names.length ? this.problem : this.problem || "no metrics yet: `stoker train` writes them, and any script that prints or beats its loss");
+      setText(this.note, this.names.length ? this.problem : this.problem || `no metrics${this.runs.every((run) => this.isOver(run)) ? "" : " yet"}: \`stoker train\` writes them, and any script that prints or beats its loss`);
     } catch (problem) {
       setText(this.note, problem.message);
     } finally {
