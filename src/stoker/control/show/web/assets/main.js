@@ -157,7 +157,7 @@ class CompareView {
     this.curves = new Curves(source, runs);
     this.results = el("div");
     this.runs = runs;
-    this.node = el("div", {}, el("h1", { text: `${counted(runs.length, "run")} compared` }), this.curves.node, el("h3", { text: "results" }), this.results, new Difference(source, runs).node);
+    this.node = el("div", {}, el("h1", { class: "alone", text: `${counted(runs.length, "run")} compared` }), this.curves.node, el("h3", { text: "results" }), this.results, new Difference(source, runs).node);
     this.show();
   }
 
@@ -188,6 +188,7 @@ function route() {
   source.watch(saved || (words[0] === "run" ? words[1] : ""));
   document.title = words[0] === "run" ? `${words[1]} · stoker` : "stoker";
   fill(page, problems, view.node);
+  page.querySelector('.tabs [aria-selected="true"]')?.scrollIntoView({ block: "nearest", inline: "center" });
   view.redraw?.();
 }
 

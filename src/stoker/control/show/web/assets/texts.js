@@ -178,10 +178,10 @@ export class Files {
   }
 
   show({ files, checkpoints }) {
-    const saved = checkpoints.length ? table(["checkpoint", "size", "saved", ""], checkpoints.map((one) => [one.name, bytes(one.size), when(one.time), one.newest ? "newest complete" : ""])) : el("p", { class: "quiet", text: "no checkpoints" });
+    const saved = checkpoints.length ? table(["checkpoint", "size", "saved", ""], checkpoints.map((one) => [one.name, bytes(one.size), when(one.time), one.newest ? "newest complete" : ""]), "sizes") : el("p", { class: "quiet", text: "no checkpoints" });
     const groups = GROUPS.map(([kind, title]) => {
       const some = files.filter((one) => one.kind === kind);
-      return some.length ? [el("h3", { text: title }), table(["file", "size", "changed"], some.map((one) => [this.link(one), bytes(one.size), when(one.time)]))] : [];
+      return some.length ? [el("h3", { text: title }), table(["file", "size", "changed"], some.map((one) => [this.link(one), bytes(one.size), when(one.time)]), "sizes")] : [];
     });
     fill(this.node, el("h3", { text: "checkpoints" }), saved, this.rows, groups);
   }
@@ -210,8 +210,8 @@ function row(data) {
   return el("dl", { class: "card pairs" }, Object.entries(data).flatMap(([name, value]) => [el("dt", { text: name }), el("dd", { text: typeof value === "string" ? value : JSON.stringify(value) })]));
 }
 
-export function table(heads, rows) {
-  return el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, heads.map((text) => el("th", { text })))), el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map((cell) => el("td", {}, cell)))))));
+export function table(heads, rows, look = null) {
+  return el("div", { class: "scroll" }, el("table", { class: look }, el("thead", {}, el("tr", {}, heads.map((text) => el("th", { text })))), el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map((cell) => el("td", {}, cell)))))));
 }
 
 export class Settings {
