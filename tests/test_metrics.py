@@ -14,7 +14,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ pytest.importorskip("prometheus_client", reason="no prometheus-client")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from conftest import Stoker, gpu_json, machine_json, wait_for
+from conftest import Stoker, at_length, gpu_json, machine_json, wait_for
 from netcluster import NetCluster
 from stoker.contract.shapes import Verdict
 from stoker.control.machine.model import GpuGauges, HostGauges
@@ -40,6 +41,7 @@ from stoker.control.show.snapshot import OFFLINE, Rank, Run, Slow, Snapshot, Sus
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 NOW = 1_800_000_000.0
+UNITS = ("none", "short", "percentunit", "bytes", "Bps", "s", "celsius", "watt", "hertz")  # Grafana's ids
 DONE = Collected(True, NOW, 0.01)
 
 promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian's package prometheus)")
@@ -292,6 +294,28 @@ def test_each_alert_fires_from_its_fault() -> None:
     tool("test", "rules", str(DEPLOY / "alerts_test.yml"))
 
 
+def check_dashboard(board: dict[str, Any]) -> None:
+    """What Grafana's schema asks of one with version 39, as far as this one uses it."""
+    assert board["schemaVersion"] == 39 and re.fullmatch(r"[\w-]{1,40}", board["uid"]) and board["title"]
+    variables = {one["name"] for one in board["templating"]["list"]}
+    own = {"type": "prometheus", "uid": "${datasource}"}
+    panels = board["panels"]
+    assert "datasource" in variables and len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place, targets = panel["gridPos"], panel["targets"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert place["x"] + place["w"] <= 24 and not cells & taken, panel["title"]
+        taken |= cells
+        assert panel["type"] in ("stat", "timeseries", "table") and panel["title"] and panel["datasource"] == own
+        assert panel["fieldConfig"]["defaults"]["unit"] in UNITS and panel["fieldConfig"]["overrides"] == []
+        assert targets and len({target["refId"] for target in targets}) == len(targets)
+        for target in targets:
+            assert target["expr"] and target["datasource"] == own
+            assert set(re.findall(r"\$(\w+)", target["expr"])) <= variables
+            assert (panel["type"] == "table") == (target.get("format") == "table" and target.get("instant") is True)
+
+
 def test_alerts_and_dashboards_name_what_is_exported() -> None:
     rules, tests = ((DEPLOY / name).read_text() for name in ("alerts.yml", "alerts_test.yml"))
     alerts = set(re.findall(r"alert: (\w+)", rules))
@@ -301,8 +325,8 @@ def test_alerts_and_dashboards_name_what_is_exported() -> None:
     for text in (rules, tests, *boards.values()):
         assert {word for word in re.findall(r"\bstoker_\w+", text)} <= set(names.ALL)
     for text in boards.values():
-        for panel in json.loads(text)["panels"]:
-            assert all(target["expr"] for target in panel["targets"])
+        check_dashboard(json.loads(text))
+    assert len({json.loads(text)["uid"] for text in boards.values()}) == 2
     for group in yaml.safe_load(rules)["groups"]:
         for rule in group["rules"]:
             assert re.search(r"\bLook\b|\blook\b|\bDo:", rule["annotations"]["description"]), rule["alert"]
@@ -542,47 +566,82 @@ def test_a_launcher_that_is_not_asked_loads_nothing_of_it(stoker: Stoker) -> Non
     assert done.stdout.decode().strip().endswith("[]"), done.stdout
 
 
-@pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus (Debian's package prometheus)")
-def test_a_real_prometheus_scrapes_it(stoker: Stoker, box: Any) -> None:
+needs_prometheus = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="no prometheus (Debian's package prometheus)"
+)
+
+
+@contextmanager
+def prometheus(folder: Path, port: int) -> Iterator[Callable[..., list[Any] | None]]:
+    """A real one that scrapes this port. Gives a function that asks it; None: no data (yet)."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         own = free.getsockname()[1]
-    with exporter(stoker, env=box([gpu_json(0, utilization=70), gpu_json(1)])) as (port, _):
-        config = (DEPLOY / "prometheus.yml").read_text().replace("127.0.0.1:9911", f"127.0.0.1:{port}")
-        config = config.replace("scrape_interval: 5s", "scrape_interval: 1s").replace(
-            "alerts.yml", str(DEPLOY / "alerts.yml")
-        )
-        (stoker.cwd / "prometheus.yml").write_text(config)
-        log = (stoker.cwd / "prometheus.log").open("wb")
-        prometheus = subprocess.Popen(
-            [
-                "prometheus",
-                "--config.file=prometheus.yml",
-                "--storage.tsdb.path=data",
-                f"--web.listen-address=127.0.0.1:{own}",
-            ],
-            cwd=stoker.cwd,
-            stdout=log,
-            stderr=log,
-        )
-        log.close()
+    config = (DEPLOY / "prometheus.yml").read_text().replace("127.0.0.1:9911", f"127.0.0.1:{port}")
+    config = config.replace("scrape_interval: 5s", "scrape_interval: 1s")
+    (folder / "prometheus.yml").write_text(config.replace("alerts.yml", str(DEPLOY / "alerts.yml")))
+    flags = ("--config.file=prometheus.yml", "--storage.tsdb.path=data", f"--web.listen-address=127.0.0.1:{own}")
+    with (folder / "prometheus.log").open("wb") as log:
+        child = subprocess.Popen(["prometheus", *flags], cwd=folder, stdout=log, stderr=log)
 
-        def ask(query: str) -> list[Any] | None:
-            try:
-                status, text = get(own, f"/api/v1/query?query={quote(query)}")
-            except OSError:
-                return None
-            return json.loads(text)["data"]["result"] or None if status == 200 else None
-
+    def ask(query: str, path: str = "query", **more: Any) -> list[Any] | None:
+        words = "".join(f"&{name}={quote(str(text))}" for name, text in more.items())
         try:
-            found = wait_for(lambda: ask('stoker_gpu_utilization_ratio{gpu="0"}'), 30)
-            assert found, (stoker.cwd / "prometheus.log").read_text()[-2000:]
-            assert found[0]["value"][1] == "0.7" and found[0]["metric"]["host"] == "box"
-            up = ask('up{job="stoker"}')
-            assert up and up[0]["value"][1] == "1"
-            assert ask("count(DCGM_FI_DEV_GPU_UTIL)")
-        finally:
-            prometheus.terminate()
-            prometheus.wait(100)
+            status, text = get(own, f"/api/v1/{path}?query={quote(query)}{words}")
+        except OSError:
+            return None
+        assert status != 400, text  # it does not parse
+        data = json.loads(text)["data"] if status == 200 else []
+        return (data["result"] if isinstance(data, dict) else data) or None
+
+    try:
+        assert wait_for(lambda: ask('up{job="stoker"} == 1'), 60), (folder / "prometheus.log").read_text()[-2000:]
+        yield ask
+    finally:
+        child.terminate()
+        child.wait(100)
+
+
+@needs_prometheus
+def test_a_real_prometheus_scrapes_it(stoker: Stoker, box: Any) -> None:
+    with (
+        exporter(stoker, env=box([gpu_json(0, utilization=70), gpu_json(1)])) as (port, _),
+        prometheus(stoker.cwd, port) as ask,
+    ):
+        found = ask('stoker_gpu_utilization_ratio{gpu="0"}')
+        assert found and found[0]["value"][1] == "0.7" and found[0]["metric"]["host"] == "box"
+        assert ask("count(DCGM_FI_DEV_GPU_UTIL)")
+
+
+@needs_prometheus
+@at_length
+def test_every_panel_of_the_dashboards_has_data(tmp_path: Path) -> None:
+    """As Grafana asks: variables replaced by all their values, panels over time by range, tables at one time."""
+    examined = Examined("box", NOW, {("host.shm", "fail"): 1})
+    with served(render(everything(), DONE, examined, "classic")) as port, prometheus(tmp_path, port) as ask:
+        assert wait_for(lambda: ask("increase(stoker_gpu_ecc_errors_total[1h])"), 30)
+        for path in (DEPLOY / "grafana").glob("*.json"):
+            board = json.loads(path.read_text())
+            values = {}
+            for one in board["templating"]["list"]:
+                if one["type"] == "query":
+                    name, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", one["definition"]).groups()  # type: ignore[union-attr]
+                    assert one["query"]["query"] == one["definition"]
+                    known = ask("", f"label/{label}/values", **{"match[]": name})
+                    assert known, one
+                    values[one["name"]] = f"({'|'.join(known)})"
+            for panel in board["panels"]:
+                for target in panel["targets"]:
+                    query = target["expr"]
+                    for name, text in values.items():
+                        query = query.replace(f"${name}", text)
+                    if target.get("instant"):
+                        found = ask(query)
+                    else:
+                        now = time.time()
+                        found = ask(query, "query_range", start=now - 60, end=now, step=1)
+                    assert found, f"{path.name}, {panel['title']}: {query}"
+                    named = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+                    assert named <= found[0]["metric"].keys(), (panel["title"], found[0]["metric"])
 
 
 def test_several_hosts_from_one_endpoint(stoker: Stoker, netcluster: NetCluster) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from stoker.control.machine.gauges import Gauges, HostMeter
 from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
 from stoker.control.record import history, reader
 from stoker.control.record.history import HistoryTail, HistoryWriter, Members, Moment
+from stoker.control.show.columns import Columns, Layout
 from stoker.control.show.comparison import differing, noise
 from stoker.control.show.curves import Curve, MetricsTail, newest_line
 from stoker.control.show.drawing import Line, chart, columns_of, fitted, short, sparkline
@@ -305,6 +307,48 @@ def test_only_what_is_new_is_read(tmp_path: Path) -> None:
     metrics_file(tmp_path, [9.0])  # resumed: replaced as a whole
     assert tail.look() and list(tail.curves["loss"].values) == [9.0]
     assert newest_line(str(tmp_path))["loss"] == 9.0
+
+
+def test_lines_cut_into_columns_are_what_json_makes_of_them(tmp_path: Path) -> None:
+    """json.dumps leaves a space after a comma; without them every line is read as JSON."""
+    draw = random.Random(3)
+    told: list[Any] = []
+    for step in range(6000):
+        line: dict[str, Any] = {"schema": 1, "time": 1e9 + step, "step": step}
+        line |= {"loss": draw.choice([3, -2.5, 1e-7, 4e30]) * draw.random()}
+        line |= {"tokens": 512 * step, "mfu": None if step < 3000 else 0.4, "memory": None}
+        told.append(line)
+        if step % 500 == 499:  # a validation repeats its step
+            told.append({**line, "val_loss": 2.0})
+        if step % 1000 == 998:
+            told.append({**line, "loss": "nan", "step": step})
+    told += [{**line, "loss": 8.0} for line in told[2000:2100]]  # steps that come again
+    odd = ['{"torn', "1,2", '{"step": 9e99, "loss": 1}', "[1]", '{"step": 7, "loss": true, "time": -1}', "", "\x00"]
+    tails = []
+    for name, separators in (("spaced", (", ", ": ")), ("dense", (",", ":"))):
+        lines = [json.dumps(line, separators=separators) for line in told]
+        for at, text in enumerate(odd):
+            lines.insert(700 * at, text)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 6001, "lo')
+        tails.append(MetricsTail(str(tmp_path / name)))
+    spaced, dense = tails
+    assert spaced.look() and dense.look()
+    assert {name for name in spaced.curves} == {"loss", "tokens", "mfu", "val_loss"}
+    assert (spaced.newest, spaced.step, spaced.time) == (dense.newest, dense.step, dense.time)
+    assert (spaced.times, spaced.step_s) == (dense.times, dense.step_s)
+    pairs = [(spaced.curves[name], dense.curves[name]) for name in spaced.curves] + [(spaced.clock, dense.clock)]
+    for one, other in pairs:
+        assert one.steps == other.steps and repr(one.values) == repr(other.values)
+        assert one.not_finite() == other.not_finite()
+    read = list(Layout().read((tmp_path / "spaced" / "metrics.jsonl").read_bytes().rpartition(b"\n")[0] + b"\n"))
+    assert sum(len(part.steps) for part in read if isinstance(part, Columns)) > 5000
+
+
+def test_a_viewer_that_needs_the_newest_values_alone_reads_no_more(finished: Stoker) -> None:
+    metrics_file(finished.latest, [5.0] * 10_000 + [4.0], tokens_per_s=7)
+    (run,) = Gatherer(str(finished.cwd / "runs"), whole_curves=False).snapshot([finished.latest.name]).runs
+    assert (run.step, run.loss, run.tokens_per_s) == (10_001, 4.0, 7) and 0 < len(run.curve) < 500
 
 
 def test_finished_runs_are_not_read_again(finished: Stoker, monkeypatch: pytest.MonkeyPatch) -> None:

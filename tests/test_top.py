@@ -31,7 +31,7 @@ from stoker.control.show.top.cells import plain
 from stoker.control.show.top.demo import demo_snapshot
 from stoker.control.show.top.frame import Frame, make_frame, text
 from stoker.control.show.top.panel import PANELS, RANKS, RUNS
-from stoker.control.show.top.view import View, press
+from stoker.control.show.top.view import View, press, without_gone
 
 
 def until(look: Callable[[], Any], seconds: float) -> bool:
@@ -266,6 +266,15 @@ def test_markup_of_others_is_text_and_a_vanished_run_is_no_end() -> None:
         assert "no run" in screen(app.frame)
 
     drive(source, play)
+
+
+def test_a_deleted_run_that_was_chosen_is_not_replaced_in_silence() -> None:
+    seen = replace(own_demo(), root="/runs")
+    view = View(run=seen.runs[0].id)
+    assert without_gone(view, seen) is view
+    left = without_gone(view, replace(seen, runs=seen.runs[1:]))
+    assert left.run == "" and f"run {seen.runs[0].id} is not there any more" in left.note
+    assert left.note in screen(make_frame(replace(seen, runs=seen.runs[1:]), left, 160, 40))
 
 
 def test_a_source_that_fails_or_hangs_is_shown_and_keys_still_work() -> None:

@@ -606,6 +606,14 @@ def test_a_run_is_followed_hangs_is_explained_and_stopped(chromium: Browser, sto
             chromium.until_text("stopped", ".title")
             assert job.wait(60) == 128 + signal.SIGTERM
             chromium.until("document.getElementById('stop').hidden")
+            chromium.until_text("at its end", ".ranks")
+            drawn = "document.querySelector('canvas.heat').toDataURL()"
+            whole = chromium.js(f"return {drawn}")
+            chromium.drag("canvas.heat", 0.3, 0.8)
+            chromium.until("!document.getElementById('all-times').disabled")
+            chromium.until(f"{drawn} !== arguments[0]", whole)
+            chromium.click("#all-times")
+            chromium.until(f"document.getElementById('all-times').disabled && {drawn} === arguments[0]", whole)
             assert chromium.log() == []
     finally:
         job.terminate()

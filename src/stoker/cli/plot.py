@@ -18,7 +18,6 @@ from stoker.control.show.curves import Curve, smoothed
 from stoker.control.show.drawing import COLOURS, LETTERS, Line, chart, fitted, mean, short
 from stoker.control.show.folder import RunFolder
 from stoker.control.show.job import folder_of
-from stoker.control.show.snapshot import metric
 
 _EPILOG = """  stoker plot                                     the newest run's loss
   stoker plot exp1 exp2 --metric val_loss --log
@@ -99,7 +98,7 @@ def _title(run: reader.Run) -> str:
 
 
 def _not_finite(curve: Curve) -> str:
-    bad = [step for step, value in zip(curve.steps, curve.values, strict=True) if isinstance(metric(value), str)]
+    bad = curve.not_finite()
     if not bad:
         return ""
     shown = ", ".join(map(str, bad[:5])) + (" …" if len(bad) > 5 else "")

@@ -102,7 +102,8 @@ def _serve(told: argparse.Namespace, root: str) -> int:
     listening = serving.listen(told.host, told.port)
     if told.hosts:
         elsewhere = Elsewhere(hosts, min(told.interval, _HOSTS_S))
-    gatherer = Gatherer(root, everybody=told.all, machine=elsewhere is None)
+    # A page asks for its curves by itself (details.py): the list needs their newest values.
+    gatherer = Gatherer(root, everybody=told.all, machine=elsewhere is None, whole_curves=False)
 
     def look(watched: tuple[str, ...]) -> Snapshot:
         return gatherer.snapshot(watched, elsewhere.readings() if elsewhere is not None else ())

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import json
     from typing import Any
 
 # The first lines of a program for `python -c`: it imports nothing from the working directory, where anybody may have put
@@ -56,22 +57,36 @@ def _escaped(sign: str) -> str:
     return sign.encode("unicode_escape").decode() if code != 0x5C else sign
 
 
+_decoders: dict[bool, json.JSONDecoder] = {}
+
+
 def parse_json(text: str | bytes | bytearray, depth: int = DEPTH, unique: bool = False, most: int = MOST_VALUES) -> Any:
     """json.loads with ValueError for every bad input and deep nesting. `unique`: the same key twice is refused."""
-    import json
-
     if not isinstance(text, str):
         text = text.decode("utf-8")  # UnicodeDecodeError is a ValueError
+    if text.startswith("\ufeff"):
+        raise ValueError("it begins with a byte order mark")
     containers = text.count("[") + text.count("{")
     if containers + text.count(",") > most:
         raise ValueError(f"more than {most:,} values")
     try:
-        found = json.loads(text, parse_int=_short_integer, object_pairs_hook=_each_key_once if unique else None)
+        found = _decoder(unique).decode(text)
     except RecursionError:
         raise ValueError(f"nested more than {depth} levels deep") from None
     if containers > depth and deeper_than(found, depth):
         raise ValueError(f"nested more than {depth} levels deep")
     return found
+
+
+def _decoder(unique: bool) -> json.JSONDecoder:
+    """Made once: json.loads makes one at every call, which takes as long as a small text."""
+    known = _decoders.get(unique)
+    if known is None:
+        import json
+
+        hook = _each_key_once if unique else None
+        known = _decoders[unique] = json.JSONDecoder(parse_int=_short_integer, object_pairs_hook=hook)
+    return known
 
 
 def json_text(found: Any) -> str:

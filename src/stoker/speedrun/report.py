@@ -51,6 +51,7 @@ th, td { padding: .35rem .6rem; border-bottom: 1px solid var(--grid); text-align
 thead th { white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--paper); padding-left: 0; }
 small { display: block; white-space: pre-line; font-size: .8rem; font-weight: 400; opacity: .85; }
+table:not(.words) small { white-space: pre; }
 .words { width: 100%; }
 .words th, .words td { text-align: left; white-space: normal; }
 .words td { white-space: pre-line; }

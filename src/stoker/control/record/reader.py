@@ -172,6 +172,8 @@ def _verdict_in_events(run_dir: str) -> Verdict | None:
 
 def open_in(run_dir: str, *names_: str) -> int:
     """A descriptor of a regular file in the run directory, by no symbolic link: a record opens no file elsewhere."""
+    if len(names_) == 1:  # half the calls: a thousand runs are listed in a fraction of a second
+        return untrusted.open_regular(os.path.join(run_dir, names_[0]), follow=False)
     handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for folder in names_[:-1]:
@@ -186,12 +188,13 @@ def open_in(run_dir: str, *names_: str) -> int:
 def _part(run_dir: str, name: str, uid: int, most: int) -> Any:
     """A JSON file of the record, of at most so many bytes; 0: it is not read. FileNotFoundError, or Damaged."""
     try:
-        with os.fdopen(open_in(run_dir, name), "rb") as file:
-            of = os.fstat(file.fileno()).st_uid
-            if of != uid:
-                theirs, folders = ownership.user_name(of), ownership.user_name(uid)
+        with os.fdopen(open_in(run_dir, name), "rb", buffering=0) as file:
+            about = os.fstat(file.fileno())
+            if about.st_uid != uid:
+                theirs, folders = ownership.user_name(about.st_uid), ownership.user_name(uid)
                 raise Damaged(f"{name} belongs to {theirs}, and its folder to {folders}")
-            data = file.read(most + 1) if most else b""
+            # Python makes room for all that is asked for: 16 MB for each of a thousand small files take 0.2 s.
+            data = file.read(min(most, about.st_size) + 1) if most else b""
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from None
     except OSError as problem:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 import os
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.untrusted import parse_json
 from stoker.control.record.reader import open_in
+from stoker.control.show.columns import LONGEST, Columns, Layout, number_in, numbers_in, parsed_line
 from stoker.control.show.snapshot import Metric, as_float, metric
 
 POINTS = 400  # of a curve in a snapshot
 MOST_METRICS = 200  # different names that are kept of one run
 _MOST_NEW = 2 * MOST_METRICS  # names of a block that are looked at
-LONGEST = 1 << 20  # bytes of a line
 MOST_OF_OTHERS = 16 << 20  # the last bytes that are read of another user's run
 _BLOCK = 4 << 20
-_MOST_DAMAGED = 20_000  # lines of a block
-_TAIL = 1 << 15  # bytes at the end of the file, for the newest line alone
+NEWEST_BYTES = 1 << 15  # at the end of the file, for the newest values alone
 _NEWEST = 64  # lines whose times are kept: the speed of the last steps
 _MOST_SUMMED = 1e300
 _NOT_DRAWN = ("schema", "time", "step")
@@ -33,7 +30,15 @@ class Curve:
 
     def __init__(self) -> None:
         self.steps = array("q")
-        self.values = array("d")
+        self._values = array("d")
+        self._texts: list[bytes] = []  # the last of the values, which nobody has asked for yet
+
+    @property
+    def values(self) -> array[float]:
+        for text in self._texts:
+            self._values.extend(numbers_in(text))
+        self._texts.clear()
+        return self._values
 
     def add(self, step: int, value: float) -> None:
         if self.steps and self.steps[-1] == step:  # a validation's line repeats the step's
@@ -60,6 +65,21 @@ class Curve:
                 self.add(step, as_float(float(kept) if isinstance(kept, str) else kept))
                 newest = kept
         return newest
+
+    def extend_by_text(self, steps: array[int], text: bytes, rising: bool) -> None:
+        """`text`: as many values. `rising`: the steps do."""
+        if rising and (not self.steps or self.steps[-1] < steps[0]):
+            self.steps.extend(steps)
+            self._texts.append(text)
+            return
+        for step, value in zip(steps, numbers_in(text), strict=True):
+            self.add(step, value)
+
+    def not_finite(self) -> list[int]:
+        """The steps whose values are no numbers."""
+        if math.isfinite(sum(self.values)):
+            return []
+        return [step for step, value in zip(self.steps, self.values, strict=True) if not math.isfinite(value)]
 
     def points(self, most: int = POINTS, first: float = -math.inf, last: float = math.inf) -> list[tuple[int, Metric]]:
         """As a snapshot keeps them; `first` and `last`: of these steps."""
@@ -113,10 +133,14 @@ def smoothed(curve: Curve, window: int) -> tuple[tuple[float, float], ...]:
 
 
 class MetricsTail:
-    """metrics.jsonl of one run. `look` reads what is new; a file that was replaced (a resumed run) is read again."""
+    """metrics.jsonl of one run. `look` reads what is new; a file that was replaced (a resumed run) is read again.
 
-    def __init__(self, run_dir: str, mine: bool = True) -> None:
-        self._dir, self._mine = run_dir, mine
+    `most`: at every look the last of so many bytes only; 0: all.
+    """
+
+    def __init__(self, run_dir: str, most: int = 0) -> None:
+        self._dir, self._most = run_dir, most
+        self._layout = Layout()
         self._clear()
         self.problem = ""
 
@@ -138,8 +162,8 @@ class MetricsTail:
                 if about.st_ino != self._inode or about.st_size < self._at:
                     self._clear()
                     self._inode = about.st_ino
-                if not self._mine and about.st_size - self._at > MOST_OF_OTHERS:  # at every look, as of events
-                    self._at, self.partial = about.st_size - MOST_OF_OTHERS, True
+                if self._most and about.st_size - self._at > self._most:
+                    self._at, self.partial = about.st_size - self._most, True
                 if about.st_size == self._at:
                     return False
                 self.problem = ""
@@ -166,8 +190,11 @@ class MetricsTail:
                         self.problem = f"{layout.METRICS}: a line is longer than {LONGEST >> 20} MB"
                         self._at = size
                     break  # half written
-            for block in parsed(data[:end]):
-                self._add(block)
+            for block in self._layout.read(data[:end]):
+                if isinstance(block, Columns):
+                    self._add_columns(block)
+                else:
+                    self._add(block)
             self._at += end
             file.seek(self._at)
         return self._at > before
@@ -184,10 +211,8 @@ class MetricsTail:
         times = columns.pop("time", [None] * len(steps))
         self.step = steps[-1]
         self.clock.extend(steps, [time if _is_time(time) else 0.0 for time in times])
-        for line in lines[-_NEWEST:]:
-            if _is_time(line.get("time")) and (not self.times or self.times[-1][0] != line["step"]):
-                self.times.append((line["step"], float(line["time"])))
-        del self.times[:-_NEWEST]
+        known = ((line["step"], line["time"]) for line in lines[-_NEWEST:] if _is_time(line.get("time")))
+        self._remember_times(known)
         for name, values in columns.items():
             if name in _NOT_DRAWN:
                 continue
@@ -195,10 +220,39 @@ class MetricsTail:
             if None in values:
                 at = [step for step, value in zip(steps, values, strict=True) if value is not None]
                 values = [value for value in values if value is not None]
-            newest = curve.extend(at, values)
-            if newest is not None and (name in self.curves or len(self.curves) < MOST_METRICS):
-                self.curves[name] = curve
-                self.newest[name] = newest
+            self._keep(name, curve, curve.extend(at, values))
+
+    def _add_columns(self, block: Columns) -> None:
+        steps, when = block.steps, block.texts["time"]
+        rising = all(map(operator.lt, steps, steps[1:]))
+        times = [*numbers_in(b",".join(when.rsplit(b",", _NEWEST)[-_NEWEST:]))]
+        self.step, self.time = steps[-1], times[-1]
+        self.clock.extend_by_text(steps, when, rising)
+        self._remember_times(zip(steps[-len(times) :], times, strict=True))
+        for name, text in block.texts.items():
+            if name in _NOT_DRAWN:
+                continue
+            at = steps
+            if b"null" in text:
+                cells = text.split(b",")
+                at = array("q", (step for step, cell in zip(steps, cells, strict=True) if cell != b"null"))
+                text = b",".join(cell for cell in cells if cell != b"null")
+            if at:
+                curve = self.curves.get(name) or Curve()
+                curve.extend_by_text(at, text, rising)
+                self._keep(name, curve, metric(number_in(text[text.rfind(b",") + 1 :])))
+
+    def _remember_times(self, known: Iterable[tuple[int, float]]) -> None:
+        for step, when in known:
+            if not self.times or self.times[-1][0] != step:
+                self.times.append((step, float(when)))
+        del self.times[:-_NEWEST]
+
+    def _keep(self, name: str, curve: Curve, newest: Metric) -> None:
+        """`newest` is None where no value is a number."""
+        if newest is not None and (name in self.curves or len(self.curves) < MOST_METRICS):
+            self.curves[name] = curve
+            self.newest[name] = newest
 
     @property
     def step_s(self) -> float | None:
@@ -240,45 +294,17 @@ def _is_time(value: Any) -> bool:
     return type(value) in (float, int) and 0 <= value <= 1e11
 
 
-def parsed(data: bytes) -> Iterator[list[dict[str, Any]]]:
-    """The objects among whole lines, in blocks. A block is parsed at once, which is what makes 100,000 lines take a
-    fraction of a second; one that is damaged costs its block a second reading, line by line. A crash tears a line or
-    two: blocks behind many damaged lines are left out, which took half a minute for 10 MB of them.
-    """
-    lines = [line for line in data.split(b"\n") if line.endswith((b"}", b"\r", b" ", b"\t"))]
-    damaged = 0
-    for at in range(0, len(lines), 1000):
-        block = lines[at : at + 1000]
-        try:
-            found = json.loads(b"[" + b",".join(block) + b"]")
-        except (ValueError, RecursionError):
-            found = []
-        if len(found) != len(block):  # `1,2` is no JSON, but two of a list
-            if damaged > _MOST_DAMAGED:
-                continue
-            found = [_one(line) for line in block]
-            damaged += found.count(None)
-        yield [one for one in found if isinstance(one, dict)]
-
-
-def _one(line: bytes) -> Any:
-    try:
-        return parse_json(line) if len(line) <= LONGEST else None
-    except ValueError:
-        return None  # torn by a crash
-
-
 def newest_line(run_dir: str) -> dict[str, Any]:
     """The last whole line of metrics.jsonl that has a loss, else the last; empty where there is none. Reads 32 KB."""
     try:
         with os.fdopen(open_in(run_dir, layout.METRICS), "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
-            data = file.read(_TAIL)
+            file.seek(max(0, os.fstat(file.fileno()).st_size - NEWEST_BYTES))
+            data = file.read(NEWEST_BYTES)
     except OSError:
         return {}
     last: dict[str, Any] = {}
     for line in reversed(data[: data.rfind(b"\n") + 1].split(b"\n")):
-        found = _one(line) if line else None
+        found = parsed_line(line) if line else None
         if isinstance(found, dict):
             if "loss" in found:
                 return found

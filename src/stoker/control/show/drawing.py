@@ -129,7 +129,8 @@ def _labels(low: float, high: float, height: int, log: bool) -> list[str]:
 
 def _axis(left: float, right: float, width: int) -> str:
     begin, end = short(left), short(right)
-    middle = short(left + (right - left) / 2)
+    half = left + (right - left) / 2
+    middle = short(math.floor(half) if right - left >= 10 else half)  # no half steps
     if len(begin) + len(middle) + len(end) + 4 > width:
         return (begin + end.rjust(max(width - len(begin), 0)))[:width]
     at = (width - len(middle)) // 2

@@ -24,7 +24,7 @@ def show_loss(run_dir: str, say: Callable[[str], None]) -> None:
     if curve is None or len(points) < 2:
         return
     values = [value for _, value in points]
-    wrong = len(curve.values) - sum(value - value == 0 for value in curve.values)
+    wrong = len(curve.not_finite())
     bad = f" ({wrong} not finite)" if wrong else ""
     drawn = f"loss {sparkline(values, _WIDTH)} {short(values[0])} to {short(values[-1])}{bad}"
     picture = ""

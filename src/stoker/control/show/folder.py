@@ -13,7 +13,8 @@ from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
 from stoker.control.record import reader
 from stoker.control.record.history import Columns, HistoryTail, Moment, newest_columns, newest_history
-from stoker.control.show.curves import Curve, MetricsTail, newest_line, parsed
+from stoker.control.show.columns import parsed
+from stoker.control.show.curves import MOST_OF_OTHERS, NEWEST_BYTES, Curve, MetricsTail, newest_line
 from stoker.control.show.snapshot import RUNNING, UNKNOWN, Metric, Rank, Role, Run, Suspicion, finite, metric, whole
 
 RECENT = 60  # values of a sparkline
@@ -56,7 +57,7 @@ class EventTail:
                     self._at = max(self._at, about.st_size - _EVENTS_OF_OTHERS)
                 while self._at < about.st_size:
                     file.seek(self._at)
-                    data = file.read(_BLOCK)
+                    data = file.read(min(_BLOCK, about.st_size - self._at))
                     end = data.rfind(b"\n") + 1
                     if not end:
                         break  # half written
@@ -139,10 +140,11 @@ class EventTail:
 
 
 class RunFolder:
-    """`record`: as reader.look gives it."""
+    """`record`: as reader.look gives it. `whole_curves`: else only their newest values are read, which is all a page's list needs."""
 
-    def __init__(self, record: reader.Run) -> None:
+    def __init__(self, record: reader.Run, whole_curves: bool = True) -> None:
         self.record = record
+        self._whole_curves = whole_curves
         self.events = EventTail(record.dir, record.mine)
         self.metrics: MetricsTail | None = None  # of a run that is watched
         self._history: HistoryTail | None = None
@@ -151,6 +153,7 @@ class RunFolder:
         self._row: Run | None = None
         self._newest: dict[str, Any] = {}
         self._told = Curve()
+        self._points: tuple[tuple[int, Metric], ...] | None = None  # of the loss, until there is anything new
         self._columns: Columns = {}  # of ranks, where the history was not read
 
     def run(self, now: float, watched: bool) -> Run:
@@ -182,15 +185,18 @@ class RunFolder:
     def _look_closely(self) -> None:
         record = self.record
         if self.metrics is None:
-            self.metrics = MetricsTail(record.dir, record.mine)
+            most = 0 if record.mine else MOST_OF_OTHERS
+            self.metrics = MetricsTail(record.dir, most if self._whole_curves else NEWEST_BYTES)
             self._history = newest_history(record.dir, record.mine)
-        self.metrics.look()
+        if self.metrics.look():
+            self._points = None
         assert self._history is not None
         for moment in self._history.new():
             self.pass_by(moment)
 
     def pass_by(self, moment: Moment) -> None:
         self.moments.append(moment)
+        self._points = None
         self._heard_loss(moment)
 
     @property
@@ -318,7 +324,9 @@ class RunFolder:
         assert self.metrics is not None
         plan = self.record.data.get("plan") or {}
         ranks = tuple(self._ranks(plan, now, made.state))
-        return {"ranks": ranks, "roles": roles_of(ranks), "curve": tuple(self.curve("loss").points())}
+        if self._points is None:
+            self._points = tuple(self.curve("loss").points())
+        return {"ranks": ranks, "roles": roles_of(ranks), "curve": self._points}
 
     def curve(self, name: str) -> Curve:
         """Of a run that is watched; without points where it has no such metric."""

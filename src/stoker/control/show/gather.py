@@ -35,11 +35,14 @@ HostReading = tuple[HostGauges, tuple[GpuGauges, ...]]
 
 
 class Gatherer:
-    """`root`: the folder of the runs. `everybody`: other users' runs, too. `machine`: with this machine's gauges."""
+    """`root`: the folder of the runs. `everybody`: other users' runs, too. `machine`: with this machine's gauges.
 
-    def __init__(self, root: str, everybody: bool = False, machine: bool = True) -> None:
+    `whole_curves`: of watched runs; else the curves of its snapshots hold the newest points only.
+    """
+
+    def __init__(self, root: str, everybody: bool = False, machine: bool = True, whole_curves: bool = True) -> None:
         self.root = root
-        self._everybody = everybody
+        self._everybody, self._whole_curves = everybody, whole_curves
         self._gauges = Gauges(os.environ.get(MACHINE), root) if machine else None
         self._read = Remembering()
         self._folders: dict[str, RunFolder] = {}
@@ -115,7 +118,7 @@ class Gatherer:
         """`unasked`: closely while it is under way, though nobody watches it."""
         folder = self._folders.get(record.id)
         if folder is None or folder.record.dir != record.dir:
-            folder = self._folders[record.id] = folder_of(record)
+            folder = self._folders[record.id] = folder_of(record, self._whole_curves)
         folder.record = record
         close = watched is not None and (
             record.id in watched or (unasked and reader.status(record) in (RUNNING, UNKNOWN))

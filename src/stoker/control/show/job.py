@@ -27,9 +27,10 @@ _TOLD = (
 )
 
 
-def folder_of(record: reader.Run) -> RunFolder:
+def folder_of(record: reader.Run, whole_curves: bool = True) -> RunFolder:
     """As the run is: a job of roles, or a plain one."""
-    return JobFolder(record) if record.mine and len(_planned(record)) > 1 else RunFolder(record)
+    made = JobFolder if record.mine and len(_planned(record)) > 1 else RunFolder
+    return made(record, whole_curves)
 
 
 def _planned(record: reader.Run) -> dict[str, int]:
@@ -43,8 +44,8 @@ def _planned(record: reader.Run) -> dict[str, int]:
 
 
 class JobFolder(RunFolder):
-    def __init__(self, record: reader.Run) -> None:
-        super().__init__(record)
+    def __init__(self, record: reader.Run, whole_curves: bool = True) -> None:
+        super().__init__(record, whole_curves)
         self._roles: dict[str, RunFolder] = {}
         self._looked = 0.0
 
@@ -92,7 +93,7 @@ class JobFolder(RunFolder):
         for record in reader.look(os.path.join(self.record.dir, layout.ROLES)).runs:
             known = self._roles.get(record.name)
             if known is None or known.record.dir != record.dir:
-                self._roles[record.name] = known = RunFolder(record)
+                self._roles[record.name] = known = RunFolder(record, self._whole_curves)
             known.record = record
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 from stoker.contract.shape import replace
 from stoker.control.record import reader
 from stoker.control.record.history import EVERY_S, whole_history
-from stoker.control.show.curves import Curve, MetricsTail
+from stoker.control.show.curves import MOST_OF_OTHERS, Curve, MetricsTail
 from stoker.control.show.folder import RunFolder
 from stoker.control.show.gather import recorded_hosts
 from stoker.control.show.joined import slow_ranks
@@ -22,7 +22,7 @@ class Replay:
         self._record = record
         self.moments = whole_history(record.dir, record.mine)
         self._events = list(record.events())
-        self._metrics = MetricsTail(record.dir, record.mine)
+        self._metrics = MetricsTail(record.dir, 0 if record.mine else MOST_OF_OTHERS)
         self._metrics.look()
         self._begin()
 

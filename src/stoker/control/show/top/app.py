@@ -34,6 +34,7 @@ from stoker.control.show.top.view import (
     picked,
     press,
     typed_in,
+    without_gone,
 )  # fmt: skip
 
 _WHEEL = 3  # rows
@@ -113,6 +114,7 @@ class TopApp(App[None]):
         self._taken = time.monotonic()
         if not self.view.paused:
             self.snapshot = message.snapshot
+            self.view = without_gone(self.view, self.snapshot)
             self.draw()
 
     def _tick(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from stoker.contract.shape import replace, shape
 from stoker.control.show.snapshot import RUNNING, UNKNOWN, Run, Snapshot
 from stoker.control.show.top import gpus, runs, tables
+from stoker.control.show.top.cells import foreign
 from stoker.control.show.top.panel import GPUS, PANELS, PROCESSES, RANKS, RUN, RUNS, Index, Order, Panel, Wish
 
 BROWSE, FILTER, SORT, HELP, CONFIRM = "browse", "filter", "sort", "help", "confirm"
@@ -54,6 +55,15 @@ def chosen(snapshot: Snapshot, view: View) -> Run | None:
             if run.state == state:
                 return run
     return newest[0] if newest else None
+
+
+def without_gone(view: View, snapshot: Snapshot) -> View:
+    """Where the run that was chosen has been deleted, another one is shown, and that is reported."""
+    if not view.run or snapshot.problems or not snapshot.root or snapshot.run(view.run) is not None:
+        return view
+    other = chosen(snapshot, view)
+    shown = f"; this is {foreign(other.name or other.id)}" if other is not None else ""
+    return replace(view, run="", note=f"run {foreign(view.run)} is not there any more{shown}")
 
 
 def panels(snapshot: Snapshot, view: View) -> dict[str, Panel]:

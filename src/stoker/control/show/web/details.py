@@ -40,7 +40,7 @@ def curves(
             "steps": [steps[at] for at in picked],
             "values": [_number(values[at]) for at in picked],
             "count": len(curve.steps),
-            "bad": sum(not math.isfinite(value) for value in curve.values),
+            "bad": len(curve.not_finite()),
             "all": len(picked) == len(values),
         }
     return {"names": metric_names(folder), "curves": made, "problem": folder.metrics.problem if folder.metrics else ""}
@@ -128,12 +128,13 @@ def settings(folders: Folders, run: str) -> dict[str, Any]:
     return {"settings": [list(pair) for pair in settings_of(folders.record(run)).items()][:1000]}
 
 
-def over_time(folders: Folders, run: str, since: float) -> dict[str, Any]:
+def over_time(folders: Folders, run: str, since: float, within: Steps = ALL) -> dict[str, Any]:
+    """`since`: only what is newer. `within`: of these times."""
     folder, timeline = folders.watched(run)
     plan = folder.record.data.get("plan") or {}
     ranks = plan.get("ranks") if isinstance(plan.get("ranks"), list) else []
     labels = {str(one["rank"]): str(one.get("label") or "")[:80] for one in ranks or () if _has_rank(one)}
-    return {**timeline.to_json(since), "labels": labels}
+    return {**timeline.to_json(since, within), "labels": labels}
 
 
 def _has_rank(one: Any) -> bool:

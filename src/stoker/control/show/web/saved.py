@@ -16,7 +16,7 @@ from stoker.control.record import reader
 from stoker.control.show.snapshot import Snapshot
 from stoker.control.show.web import details, texts
 from stoker.control.show.web.folders import Folders, NotThere
-from stoker.control.show.web.pages import assets
+from stoker.control.show.web.pages import assets, bundled
 from stoker.control.show.web.state import ranks_of, shared
 
 POINTS = 2000  # of a curve
@@ -53,27 +53,6 @@ def saved_page(record: reader.Run, explain: texts.Explain) -> bytes:
 
 def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def bundled(files: dict[str, str]) -> str:
-    """The modules as one, each in a function of its own: their names stay apart."""
-    made: list[str] = []
-    done: set[str] = set()
-
-    def add(name: str) -> None:
-        if name in done:
-            return
-        done.add(name)
-        text = files[name]
-        for needed in re.findall(r'^import \{[^}]*\} from "\./(\w+\.js)";$', text, re.M):
-            add(needed)
-        exported = re.findall(r"^export (?:class|function|const) (\w+)", text, re.M)
-        text = re.sub(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', r"const \1 = \2_module;", text, flags=re.M)
-        text = re.sub(r"^export ", "", text, flags=re.M)
-        made.append(f"const {name[:-3]}_module = (() => {{\n{text}\nreturn {{ {', '.join(exported)} }};\n}})();\n")
-
-    add("main.js")
-    return "\n".join(made)
 
 
 def _answers(folders: Folders, run: str, explain: texts.Explain) -> dict[str, Any]:

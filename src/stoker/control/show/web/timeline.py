@@ -6,6 +6,7 @@ others; p, in a phase that it announced; w, in a collective for a long time; s, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -67,10 +68,11 @@ class Timeline:
             ranks = moment.members.ranks
             self._columns.append((moment.time, ranks, row, ranks[late] if late is not None else None))
 
-    def to_json(self, since: float) -> dict[str, Any]:
-        """`since`: only what is newer."""
+    def to_json(self, since: float, within: tuple[float, float] = (-math.inf, math.inf)) -> dict[str, Any]:
+        """`since`: only what is newer. `within`: from, to; a shorter time has finer columns."""
         self.look()
-        chosen = [one for one in self._columns if one[0] > since]
+        first, last = within
+        chosen = [one for one in self._columns if one[0] > since and first <= one[0] <= last]
         ranks = sorted({rank for _, members, _, _ in chosen for rank in members})[:_MOST_RANKS]
         groups = [chosen[at * len(chosen) // COLUMNS : (at + 1) * len(chosen) // COLUMNS] for at in range(COLUMNS)]
         groups = [group for group in groups if group] if len(chosen) > COLUMNS else [[one] for one in chosen]

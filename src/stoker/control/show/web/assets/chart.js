@@ -2,6 +2,7 @@
 
 import { colour, drawable, el, tip } from "./dom.js";
 import { short } from "./format.js";
+import { Zoom } from "./zoom.js";
 
 export const LINES = 8; // colours; then dashes
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
@@ -15,18 +16,17 @@ export class LineChart {
     this.range = null;
     this.log = false;
     this.hover = null;
-    this.drag = null;
     this.canvas = el("canvas", { class: "chart", tabindex: "0", role: "img", "aria-label": title });
     this.node = el("div", { class: "plot" }, this.canvas);
-    const canvas = this.canvas;
-    canvas.addEventListener("pointerdown", (event) => this.press(event));
-    canvas.addEventListener("pointermove", (event) => this.move(event));
-    canvas.addEventListener("pointerup", (event) => this.release(event));
-    canvas.addEventListener("pointercancel", () => this.leave());
-    canvas.addEventListener("pointerleave", () => !this.drag && this.leave());
-    canvas.addEventListener("dblclick", () => this.zoom(null));
-    canvas.addEventListener("keydown", (event) => this.key(event));
-    new ResizeObserver(() => this.draw()).observe(canvas);
+    this.zoom = new Zoom(this.canvas, {
+      whole: () => this.whole || this.extent(),
+      shown: () => this.range || this.extent(),
+      at: (x) => (this.frame ? this.stepAt(x) : null),
+      zoomed: (range) => (this.onzoom ? this.onzoom(range) : this.show(range)),
+      moved: (event) => this.move(event),
+      left: () => this.leave(),
+    });
+    new ResizeObserver(() => this.draw()).observe(this.canvas);
   }
 
   set(series) {
@@ -88,9 +88,10 @@ export class LineChart {
     pen.clip();
     for (const one of this.series) this.line(pen, one, x, y, box);
     pen.restore();
-    if (this.drag && Math.abs(this.drag.to - this.drag.from) > 2) {
+    const marked = this.zoom.marked;
+    if (marked) {
       pen.fillStyle = colour("select");
-      pen.fillRect(Math.min(this.drag.from, this.drag.to), box.top, Math.abs(this.drag.to - this.drag.from), box.bottom - box.top);
+      pen.fillRect(marked[0], box.top, marked[1] - marked[0], box.bottom - box.top);
     } else if (this.hover !== null) {
       pen.strokeStyle = colour("quiet");
       pen.beginPath();
@@ -108,8 +109,8 @@ export class LineChart {
     pen.lineJoin = "round";
     pen.setLineDash(DASHES[Math.floor(one.at / LINES) % DASHES.length]);
     pen.beginPath();
-    let drawing = false, alone = null;
-    const bad = [];
+    let drawing = false;
+    const bad = [], alone = []; // values that are no numbers; and those between them, which no line leads to
     for (let at = 0; at < one.steps.length; at++) {
       const value = this.height(one.values[at]);
       if (value === null) {
@@ -118,12 +119,15 @@ export class LineChart {
         continue;
       }
       const px = x(one.steps[at]), py = y(value);
-      drawing ? pen.lineTo(px, py) : pen.moveTo(px, py);
-      alone = one.steps.length === 1 ? [px, py] : null;
+      if (drawing) pen.lineTo(px, py);
+      else {
+        pen.moveTo(px, py);
+        if (at + 1 >= one.steps.length || this.height(one.values[at + 1]) === null) alone.push([px, py]);
+      }
       drawing = true;
     }
     pen.stroke();
-    if (alone) pen.fillRect(alone[0] - 2, alone[1] - 2, 4, 4);
+    for (const [px, py] of alone) pen.fillRect(px - 2, py - 2, 4, 4);
     pen.setLineDash([]);
     pen.globalAlpha = 1;
     pen.fillStyle = colour("bad");
@@ -157,18 +161,11 @@ export class LineChart {
     return xs[0] + ((px - box.left) / (box.right - box.left)) * (xs[1] - xs[0]);
   }
 
-  press(event) {
-    if (event.button !== 0 || !this.frame) return;
-    this.canvas.setPointerCapture(event.pointerId);
-    this.drag = { from: event.offsetX, to: event.offsetX };
-  }
-
   move(event) {
     if (!this.frame) return;
-    if (this.drag) this.drag.to = event.offsetX;
     this.hover = Math.min(Math.max(this.stepAt(event.offsetX), this.frame.xs[0]), this.frame.xs[1]);
     const found = this.series.filter((one) => !one.faint).map((one) => [one, nearest(one, this.hover)]).filter(([, at]) => at >= 0);
-    if (found.length && !(this.drag && Math.abs(this.drag.to - this.drag.from) > 2)) {
+    if (found.length && !this.zoom.marked) {
       const [first, at] = found[0];
       this.hover = first.steps[at];
       tip(event, [
@@ -183,42 +180,10 @@ export class LineChart {
     this.draw();
   }
 
-  release() {
-    const drag = this.drag;
-    this.drag = null;
-    if (drag && Math.abs(drag.to - drag.from) > 8) {
-      const ends = [this.stepAt(Math.min(drag.from, drag.to)), this.stepAt(Math.max(drag.from, drag.to))];
-      this.zoom(ends);
-    } else this.draw();
-  }
-
   leave() {
-    this.drag = this.hover = null;
+    this.hover = null;
     tip(null, null);
     this.draw();
-  }
-
-  key(event) {
-    const [low, high] = this.range || this.extent();
-    const wide = high - low;
-    const moves = {
-      "+": [low + wide / 4, high - wide / 4], "=": [low + wide / 4, high - wide / 4], "-": [low - wide / 2, high + wide / 2],
-      ArrowLeft: [low - wide / 4, high - wide / 4], ArrowRight: [low + wide / 4, high + wide / 4], 0: null, Escape: null,
-    };
-    if (!(event.key in moves)) return;
-    event.preventDefault();
-    this.zoom(moves[event.key]);
-  }
-
-  zoom(range) {
-    if (range) {
-      const [low, high] = this.whole || this.extent();
-      const wide = Math.min(Math.max(range[1] - range[0], (high - low) / 1e5, 1e-9), high - low);
-      const begin = Math.min(Math.max(range[0], low), high - wide);
-      range = wide >= (high - low) * 0.999 ? null : [begin, begin + wide];
-    }
-    if (this.onzoom) this.onzoom(range);
-    else this.show(range);
   }
 
   show(range) {

@@ -7,6 +7,7 @@ import { counted } from "./format.js";
 const POINTS = 600;
 const FIRST = ["loss", "val_loss", "reward", "tokens_per_s", "grad_norm", "lr"];
 const SHOWN = 6;
+const AT_ONCE = 20; // metrics of one question
 const SMOOTHED = [1, 5, 10, 20, 50, 100, 200, 500];
 
 export class Curves {
@@ -52,6 +53,11 @@ export class Curves {
 
   nameOf(run) {
     return this.source.state.runs.get(run)?.name || run;
+  }
+
+  isOver(run) {
+    const state = this.source.state.runs.get(run)?.state;
+    return Boolean(state) && state !== "running" && state !== "unknown";
   }
 
   setSmooth() {
@@ -119,12 +125,10 @@ export class Curves {
     }
     this.loading = true;
     try {
-      if (!this.names.length) {
-        const answers = await Promise.all(this.runs.map((run) => this.source.ask("curves", { run, names: ["loss"], most: 30 })));
-        this.showNames([...new Set(answers.flatMap((one) => one.names))]);
-      }
+      this.problem = "";
+      if (!this.names.length) await Promise.all(this.runs.map((run) => this.loadFirst(run)));
       await Promise.all(this.runs.map((run) => this.loadRun(run, whole)));
-      setText(this.note, this.names.length ? "" : "no metrics yet: `stoker train` writes them, and any script that prints or beats its loss");
+      setText(this.note, this.names.length ? this.problem : this.problem || `no metrics${this.runs.every((run) => this.isOver(run)) ? "" : " yet"}: \`stoker train\` writes them, and any script that prints or beats its loss`);
     } catch (problem) {
       setText(this.note, problem.message);
     } finally {
@@ -138,30 +142,54 @@ export class Curves {
     }
   }
 
+  // Which metrics there are, and the loss at once: the others of a long run take the server longer.
+  async loadFirst(run) {
+    const answer = await this.source.ask("curves", { run, names: ["loss"], most: POINTS });
+    this.showNames([...new Set([...this.names, ...answer.names])]);
+    this.take(run, answer, null, new Map());
+    const loss = this.charts.get("loss")?.data.get(run);
+    if (loss) loss.loaded = true;
+  }
+
   async loadRun(run, whole) {
     const fresh = whole || this.smooth > 1 || Boolean(this.range);
     const [first, last] = this.range || [];
-    for (const name of [...this.charts.keys()]) {
-      const entry = this.charts.get(name);
-      if (!entry) continue;
-      const known = entry.data.get(run);
-      const grows = known && !fresh && known.steps.length < 2 * POINTS;
-      const params = { run, names: [name], most: POINTS, first, last };
+    const since = new Map(), asked = new Map(); // metric -> points known; how many are known -> metrics
+    for (const [name, { data }] of this.charts) {
+      const known = data.get(run);
+      if (known?.loaded) {
+        known.loaded = false;
+        continue;
+      }
+      if (known && !fresh && known.steps.length < 2 * POINTS) since.set(name, known.count);
+      const count = since.get(name) ?? null;
+      asked.set(count, [...(asked.get(count) || []), name]);
+    }
+    for (const [count, names] of [...asked].flatMap(([known, some]) => parts(some).map((part) => [known, part]))) {
+      const params = { run, names, most: POINTS, first, last };
       const [plain, smooth] = await Promise.all([
-        this.source.ask("curves", { ...params, since: grows ? known.count : null }),
+        this.source.ask("curves", { ...params, since: count }),
         this.smooth > 1 ? this.source.ask("curves", { ...params, smooth: this.smooth }) : null,
       ]);
-      let curve = plain.curves[name];
-      if (!curve) continue;
-      if (grows) {
-        if (curve.count < known.count) {
+      this.showNames([...new Set([...this.names, ...plain.names])]);
+      this.take(run, plain, smooth, since);
+    }
+  }
+
+  take(run, plain, smooth, since) {
+    if (plain.problem) this.problem = plain.problem;
+    for (let [name, curve] of Object.entries(plain.curves)) {
+      const entry = this.charts.get(name);
+      if (!entry) continue;
+      if (since.has(name)) {
+        const known = entry.data.get(run);
+        if (curve.count < since.get(name)) {
           this.again = true; // written anew
           continue;
         }
         curve = { ...curve, steps: known.steps.concat(curve.steps), values: known.values.concat(curve.values) };
       }
       entry.data.set(run, { ...curve, smooth: smooth ? smooth.curves[name] : null });
-      this.showNames([...new Set([...this.names, ...plain.names])]);
       this.draw(entry);
     }
   }
@@ -187,4 +215,8 @@ export class Curves {
   redraw() {
     for (const { chart } of this.charts.values()) chart.draw();
   }
+}
+
+function parts(names) {
+  return names.length ? [names.slice(0, AT_ONCE), ...parts(names.slice(AT_ONCE))] : [];
 }

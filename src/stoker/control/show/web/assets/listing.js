@@ -103,7 +103,7 @@ export class RunList {
   update(id, run, row) {
     const { cells } = row;
     const about = JSON.stringify([run.name, run.world, run.mine, this.troubleOf(run)]);
-    if (row.about !== about) fill(cells.name, el("a", { href: `#run/${encodeURIComponent(id)}`, text: run.name || id }), el("small", { text: `${run.name ? `${id} · ` : ""}${counted(run.world, "rank")}${run.mine ? "" : ` · ${run.user}`}` }), this.trouble(run));
+    if (row.about !== about) fill(cells.name, el("a", { href: `#run/${encodeURIComponent(id)}`, text: run.name || id }), el("small", { text: `${run.name ? `${id} · ` : ""}${run.world ? counted(run.world, "rank") : ""}${run.mine ? "" : ` · ${run.user}`}` }), this.trouble(run));
     row.about = about; // a link that is exchanged while it is pressed is not clicked
     if (cells.state.textContent !== run.state) fill(cells.state, badge(run.state));
     setText(cells.step, stepText(run));

@@ -11,6 +11,9 @@ import { Difference, Ending, Files, Log, Settings, table } from "./texts.js";
 
 const TABS = [["curves", "Curves"], ["ranks", "Ranks"], ["gpus", "GPUs"], ["log", "Log"], ["why", "Why"], ["files", "Files"], ["settings", "Settings"]];
 
+const NO_NUMBERS = new Set(["nan", "inf", "-inf"]);
+const STEPS = new Set(["step", "train", "training"]); // phases that say no more than that it makes steps
+
 const page = document.getElementById("page");
 const status = el("span", { id: "status", class: "quiet", "aria-live": "off" });
 const problems = el("div", { class: "note", hidden: true });
@@ -105,7 +108,7 @@ class RunView {
       this.button.hidden = true;
       return;
     }
-    const facts = [["step", stepText(run)], ["loss", short(run.loss)], ["tokens/s", run.tokens_per_s === null ? "" : short(run.tokens_per_s)], ["MFU", run.mfu === null ? "" : percent(run.mfu)], ["ETA", run.eta_s === null ? "" : span(run.eta_s)], ["time", run.seconds === null ? "" : span(run.seconds)], ["ranks", String(run.world)], ["phase", run.phase], ["restarts", Object.keys(run.restarts).length ? Object.entries(run.restarts).map(([cause, count]) => `${count} × ${cause}`).join(", ") : ""]];
+    const facts = [["step", stepText(run)], ["loss", short(run.loss)], ["tokens/s", run.tokens_per_s === null ? "" : short(run.tokens_per_s)], ["MFU", run.mfu === null ? "" : percent(run.mfu)], ["ETA", run.eta_s === null ? "" : span(run.eta_s)], ["time", run.seconds === null ? "" : span(run.seconds)], ["ranks", run.world ? String(run.world) : ""], ["phase", STEPS.has(run.phase) ? "" : run.phase], ["restarts", Object.keys(run.restarts).length ? Object.entries(run.restarts).map(([cause, count]) => `${count} × ${cause}`).join(", ") : ""]];
     const may = source.live && run.mine && (run.state === "running" || run.state === "unknown");
     setText(this.title, run.name || this.run);
     setText(this.about, `${this.run} · ${run.user}${run.command ? ` · ${run.command}` : ""}`);
@@ -114,7 +117,7 @@ class RunView {
     if (key !== this.key) {
       this.key = key;
       fill(this.badge, badge(run.state));
-      fill(this.facts, facts.filter(([, value]) => value && value !== "n/a").map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", { class: value === "nan" ? "wrong" : null, text: value }))));
+      fill(this.facts, facts.filter(([, value]) => value && value !== "n/a").map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", { class: NO_NUMBERS.has(value) ? "wrong" : null, text: value }))));
     }
     this.showAlerts(run);
   }
@@ -154,7 +157,7 @@ class CompareView {
     this.curves = new Curves(source, runs);
     this.results = el("div");
     this.runs = runs;
-    this.node = el("div", {}, el("h1", { text: `${counted(runs.length, "run")} compared` }), this.curves.node, el("h3", { text: "results" }), this.results, new Difference(source, runs).node);
+    this.node = el("div", {}, el("h1", { class: "alone", text: `${counted(runs.length, "run")} compared` }), this.curves.node, el("h3", { text: "results" }), this.results, new Difference(source, runs).node);
     this.show();
   }
 
@@ -185,6 +188,7 @@ function route() {
   source.watch(saved || (words[0] === "run" ? words[1] : ""));
   document.title = words[0] === "run" ? `${words[1]} · stoker` : "stoker";
   fill(page, problems, view.node);
+  page.querySelector('.tabs [aria-selected="true"]')?.scrollIntoView({ block: "nearest", inline: "center" });
   view.redraw?.();
 }
 

@@ -2,6 +2,7 @@
 
 import { colour, drawable, el, fill, setText, tip } from "./dom.js";
 import { bytes, clock, percent, span, when } from "./format.js";
+import { Zoom } from "./zoom.js";
 
 const WIDEST = 720; // columns before they are asked for anew, thinned out
 const WORDS = { ".": "nothing known", p: "in a phase it announced (saving, validating)", w: "in one collective for more than 5 s", s: "no sign of progress for more than 10 s" };
@@ -24,12 +25,23 @@ export class Ranks {
     this.source = source;
     this.run = run;
     this.data = null;
-    this.canvas = el("canvas", { class: "heat", role: "img", "aria-label": "ranks over time", onpointermove: (event) => this.hover(event), onpointerleave: () => tip(null, null) });
+    this.range = null; // of times; null: all
+    this.canvas = el("canvas", { class: "heat", tabindex: "0", role: "img", "aria-label": "ranks over time" });
+    this.reset = el("button", { type: "button", id: "all-times", disabled: true, onclick: () => this.zoom.to(null), text: "all times" });
+    this.zoom = new Zoom(this.canvas, {
+      whole: () => this.whole || this.extent(),
+      shown: () => this.range || this.extent(),
+      at: (x) => this.timeAt(x),
+      zoomed: (range) => this.show(range),
+      moved: (event) => this.hover(event),
+      left: () => this.leave(),
+    });
     this.legend = el("div", { class: "legend" }, this.keys());
     this.note = el("p", { class: "quiet" });
     this.marks = el("ol", { class: "marks" });
     this.table = el("div", { class: "scroll" });
-    this.node = el("section", { class: "ranks" }, el("h3", { text: "over time: share of each rank's time that it waits for others" }), this.legend, el("div", { class: "card" }, this.canvas, this.note), el("h3", { text: "now" }), this.table, el("h3", { text: "events" }), this.marks);
+    this.when = el("h3", { text: "now" });
+    this.node = el("section", { class: "ranks" }, el("h3", { text: "over time: share of each rank's time that it waits for others" }), this.legend, el("div", { class: "bar" }, this.reset, el("span", { class: "quiet hint", text: "drag over the chart to zoom, double click for all" })), el("div", { class: "card" }, this.canvas, this.note), this.when, this.table, el("h3", { text: "events" }), this.marks);
     new ResizeObserver(() => this.draw()).observe(this.canvas);
     this.showTable();
     this.load();
@@ -52,11 +64,13 @@ export class Ranks {
     if (this.loading) return;
     this.loading = true;
     try {
-      const known = this.data;
-      const grows = known && known.times.length && known.times.length < WIDEST;
-      const fresh = await this.source.ask("ranks", { run: this.run, since: grows ? known.times[known.times.length - 1] : null });
-      this.data = grows ? joined(known, fresh) : fresh;
-      setText(this.note, this.data.times.length ? "" : "nothing recorded: a run that ends within seconds has no history");
+      const known = this.data, range = this.range;
+      const grows = !range && known && !known.range && known.times.length && known.times.length < WIDEST;
+      const [first, last] = range || [];
+      const fresh = await this.source.ask("ranks", { run: this.run, since: grows ? known.times[known.times.length - 1] : null, first, last });
+      this.data = grows ? joined(known, fresh) : { ...within(fresh, range), range };
+      const none = range ? "nothing recorded in this time" : "nothing recorded: a run that ends within seconds has no history";
+      setText(this.note, this.data.times.length ? "" : none);
       this.note.hidden = !this.note.textContent;
       this.canvas.hidden = !this.data.times.length;
       this.draw();
@@ -65,7 +79,38 @@ export class Ranks {
       setText(this.note, problem.message);
     } finally {
       this.loading = false;
+      if (this.again) {
+        this.again = false;
+        this.load();
+      }
     }
+  }
+
+  extent() {
+    const times = this.data?.times || [];
+    return times.length > 1 ? [times[0], times[times.length - 1]] : [0, 1];
+  }
+
+  // Drawn are columns of equal width, each of one time.
+  timeAt(x) {
+    if (!this.data || this.data.times.length < 2) return null;
+    const { left, wide } = this.place();
+    return this.data.times[Math.min(Math.max(Math.floor((x - left) / wide), 0), this.data.times.length - 1)];
+  }
+
+  show(range) {
+    if (!this.range && range) this.whole = this.extent();
+    this.range = range;
+    if (!range) this.whole = null;
+    this.reset.disabled = !range;
+    tip(null, null);
+    if (this.loading) this.again = true;
+    else this.load();
+  }
+
+  leave() {
+    tip(null, null);
+    this.draw();
   }
 
   place() {
@@ -121,10 +166,17 @@ export class Ranks {
       const x = Math.min(Math.max(left + (at + 0.5) * wide, left + 24), this.canvas.clientWidth - 28);
       pen.fillText(clock(times[at]), x, ranks.length * tall + 11);
     }
+    const marked = this.zoom.marked;
+    if (marked) {
+      pen.fillStyle = colour("select");
+      pen.fillRect(marked[0], 0, marked[1] - marked[0], ranks.length * tall);
+    }
   }
 
   hover(event) {
     if (!this.data || !this.data.times.length) return;
+    this.draw();
+    if (this.zoom.marked) return tip(event, null);
     const { times, ranks, cells, late, labels } = this.data;
     const { left, tall, wide } = this.place();
     const at = Math.floor((event.offsetX - left) / wide), row = Math.floor(event.offsetY / tall);
@@ -141,9 +193,12 @@ export class Ranks {
   }
 
   showTable() {
+    const state = this.source.state.runs.get(this.run)?.state;
+    const over = state && state !== "running" && state !== "unknown";
+    setText(this.when, over ? "at its end" : "now");
     const rows = [...this.source.state.ranks].map(([number, rank]) => {
       const late = this.source.state.runs.get(this.run)?.slow.some((one) => String(one.rank) === number);
-      const sign = rank.collective_age !== null ? `${span(rank.collective_age)} in a collective` : rank.beat_age === null ? "" : `${span(rank.beat_age)} ago`;
+      const sign = over ? "" : rank.collective_age !== null ? `${span(rank.collective_age)} in a collective` : rank.beat_age === null ? "" : `${span(rank.beat_age)} ago`;
       const code = rank.exit_code === null ? "" : ` (${rank.exit_code})`;
       return el("tr", { class: late || rank.state === "failed" ? "wrong" : null }, [number, rank.label || rank.host, rank.state + code, rank.step ?? "", rank.step_s === null ? "" : span(rank.step_s), rank.waiting === null ? "" : percent(rank.waiting), rank.phase, sign, rank.memory === null ? "" : bytes(rank.memory)].map((text) => el("td", { text: String(text) })));
     });
@@ -152,13 +207,20 @@ export class Ranks {
 
   changed(state, changed) {
     if (changed.ranks || changed.runs) this.showTable();
-    this.load();
+    if (changed.ranks || changed.runs || changed.gone || !this.range) this.load();
   }
 
   redraw() {
     fill(this.legend, this.keys());
     this.draw();
   }
+}
+
+// What a saved file has is all of it.
+function within(data, range) {
+  if (!range) return data;
+  const kept = [...data.times.keys()].filter((at) => data.times[at] >= range[0] && data.times[at] <= range[1]);
+  return { ...data, times: kept.map((at) => data.times[at]), cells: data.cells.map((row) => kept.map((at) => row[at]).join("")), late: kept.map((at) => data.late[at]) };
 }
 
 function joined(known, fresh) {

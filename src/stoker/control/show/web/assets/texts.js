@@ -16,11 +16,12 @@ export class Log {
     this.attemptBox = el("select", { id: "attempt", "aria-label": "attempt", onchange: () => this.begin() });
     this.words = el("input", { type: "search", id: "find", placeholder: "search this log", "aria-label": "search this log", onchange: () => this.search() });
     this.follow = el("input", { type: "checkbox", checked: true, id: "follow" });
+    this.wrap = el("input", { type: "checkbox", id: "wrap", onchange: () => this.text.classList.toggle("wrapped", this.wrap.checked) });
     this.text = el("pre", { class: "log", tabindex: "0" });
     this.found = el("div", { class: "found", hidden: true });
     this.earlier = el("button", { type: "button", hidden: true, onclick: () => this.back(), text: "earlier lines" });
     this.note = el("span", { class: "quiet" });
-    this.node = el("section", {}, el("div", { class: "bar" }, this.rankBox, this.attemptBox, this.words, source.live ? el("label", {}, this.follow, " follow") : null, this.earlier, this.note), this.found, this.text);
+    this.node = el("section", {}, el("div", { class: "bar" }, this.rankBox, this.attemptBox, this.words, source.live ? el("label", {}, this.follow, " follow") : null, el("label", {}, this.wrap, " wrap"), this.earlier, this.note), this.found, this.text);
     this.load();
   }
 
@@ -177,10 +178,10 @@ export class Files {
   }
 
   show({ files, checkpoints }) {
-    const saved = checkpoints.length ? table(["checkpoint", "size", "saved", ""], checkpoints.map((one) => [one.name, bytes(one.size), when(one.time), one.newest ? "newest complete" : ""])) : el("p", { class: "quiet", text: "no checkpoints" });
+    const saved = checkpoints.length ? table(["checkpoint", "size", "saved", ""], checkpoints.map((one) => [one.name, bytes(one.size), when(one.time), one.newest ? "newest complete" : ""]), "sizes") : el("p", { class: "quiet", text: "no checkpoints" });
     const groups = GROUPS.map(([kind, title]) => {
       const some = files.filter((one) => one.kind === kind);
-      return some.length ? [el("h3", { text: title }), table(["file", "size", "changed"], some.map((one) => [this.link(one), bytes(one.size), when(one.time)]))] : [];
+      return some.length ? [el("h3", { text: title }), table(["file", "size", "changed"], some.map((one) => [this.link(one), bytes(one.size), when(one.time)]), "sizes")] : [];
     });
     fill(this.node, el("h3", { text: "checkpoints" }), saved, this.rows, groups);
   }
@@ -209,8 +210,8 @@ function row(data) {
   return el("dl", { class: "card pairs" }, Object.entries(data).flatMap(([name, value]) => [el("dt", { text: name }), el("dd", { text: typeof value === "string" ? value : JSON.stringify(value) })]));
 }
 
-export function table(heads, rows) {
-  return el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, heads.map((text) => el("th", { text })))), el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map((cell) => el("td", {}, cell)))))));
+export function table(heads, rows, look = null) {
+  return el("div", { class: "scroll" }, el("table", { class: look }, el("thead", {}, el("tr", {}, heads.map((text) => el("th", { text })))), el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map((cell) => el("td", {}, cell)))))));
 }
 
 export class Settings {
