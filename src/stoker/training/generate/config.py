@@ -11,6 +11,7 @@ from stoker.contract.shape import replace, shape
 from stoker.training.model.config import ModelConfig, lacking
 
 BUCKET = 128  # slots: without our kernels a step attends over a multiple of this, and each multiple is a graph
+TEMPERATURES = (1e-3, 1e3)  # beyond them, logits over a temperature are no 32-bit numbers any more
 ROUND = 16  # prompts are filled up to a multiple: fewer shapes of products
 PREFILL_TOKENS = 1 << 15  # at once on a GPU: 400 MB of activations in a feed-forward layer of 3,072
 # Options of the block that the Triton kernels compute, or that lie beside them.
@@ -56,8 +57,9 @@ class Sampling:
 
 
 def checked(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Sampling:
-    if not 0.0 <= temperature < float("inf"):
-        raise Refusal(f"temperature {temperature:g} can't be: 0 (greedy) or above", EX_USAGE)
+    low, high = TEMPERATURES
+    if temperature and not low <= temperature <= high:
+        raise Refusal(f"temperature {temperature:g} can't be: 0 (greedy), or {low:g} to {high:g}", EX_USAGE)
     if top_k < 0 or not 0.0 < top_p <= 1.0:
         raise Refusal(
             f"top_k {top_k}, top_p {top_p:g} can't be: top_k is 0 (all) or above, top_p above 0 and up to 1", EX_USAGE
