@@ -10,12 +10,17 @@ import time
 from stoker.contract import layout, terminal
 from stoker.contract.progress import of_run
 from stoker.contract.settings import Parser
-from stoker.contract.terminal import in_colour
+from stoker.contract.terminal import in_colour, say
 from stoker.contract.untrusted import open_regular
-from stoker.control.launch.console import LineCutter
+from stoker.control.launch.console import LONGEST, LineCutter
 from stoker.control.launch.output import RECIPES
 from stoker.control.launch.shortlines import OwnLines, ShortLines
 from stoker.control.record import follow, reader
+
+_LOOK_BACK = 1 << 16  # bytes
+# Of another user's run: its logs may be a hundred thousand names of one file, and hold no end of a line.
+MOST_LOGS_OF_OTHERS = 512
+LONGEST_OF_OTHERS = 1 << 16
 
 
 def parser() -> Parser:
@@ -42,19 +47,25 @@ def _follow(run: reader.Run, lines: int) -> int:
     open_: dict[str, tuple[follow.Tail, LineCutter]] = {
         "": (console, LineCutter(b"", OwnLines(in_colour()) if watched else None))
     }
-    first = True
+    first, left_out = True, False
     try:
         while True:
             over = reader.over(run)
             for name, part in {"": run, **reader.roles(run)}.items():
                 new = [one for one in follow.rank_logs(part) if one[2] not in open_]
+                if not run.mine and len(new) > (room := MOST_LOGS_OF_OTHERS + 1 - len(open_)):
+                    new = sorted(new, key=lambda one: (-one[0], one[1]))[:room]  # the newest attempt's
+                    if not left_out:
+                        say(f"run {run.id} of {run.user} has more logs: {MOST_LOGS_OF_OTHERS} of them are followed")
+                    left_out = True
                 labels = follow.labels(part) if new else {}
                 for attempt, rank, path in new:
                     skip = _start_of_last(path, lines) if first else 0
                     label = labels.get((attempt, rank), f"rank {rank}")
                     prefix = (f"[{name}] " if name else "").encode() + f"{label}:".encode()
                     shorten = ShortLines(prefix, steps=not rank) if watched and recipe else None
-                    open_[path] = (follow.Tail(path, skip), LineCutter(prefix, shorten))
+                    longest = LONGEST if run.mine else LONGEST_OF_OTHERS
+                    open_[path] = (follow.Tail(path, skip), LineCutter(prefix, shorten, longest))
             first = False
             for tail, cutter in open_.values():
                 while data := tail.new():
@@ -96,9 +107,9 @@ def _start_of_last(path: str, lines: int) -> int:
         return 0  # following it reports why it can't be read
     with os.fdopen(handle, "rb") as file:
         size = file.seek(0, os.SEEK_END)
-        begin = max(0, size - (1 << 16))
+        begin = max(0, size - _LOOK_BACK)
         file.seek(begin)
-        data = file.read()
+        data = file.read(_LOOK_BACK)  # it may have grown by any amount meanwhile
     at = len(data)
     for _ in range(lines + 1):
         at = data.rfind(b"\n", 0, at)

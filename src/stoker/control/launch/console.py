@@ -182,10 +182,14 @@ _CODES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\
 class LineCutter:
     """One rank's one stream. A carriage return ends a record too (progress bars), unless a newline follows it."""
 
-    def __init__(self, prefix: bytes, shorten: Callable[[bytes], bytes | None] | None = None) -> None:
-        """`shorten`: a whole line, without its end, to the one that is shown in its place; None: it is not shown."""
+    def __init__(
+        self, prefix: bytes, shorten: Callable[[bytes], bytes | None] | None = None, longest: int = LONGEST
+    ) -> None:
+        """`shorten`: a whole line, without its end, to the one that is shown in its place; None: it is not shown. `longest`: a
+        longer line is shown in pieces.
+        """
         self.prefix = prefix
-        self._shorten = shorten
+        self._shorten, self._longest = shorten, longest
         self._rest = bytearray()
         self._in_bar = False  # the unfinished line is the next state of a progress bar
         self.mid_line = False  # an unfinished line has been shown: what follows continues it
@@ -201,7 +205,7 @@ class LineCutter:
             self._rest = bytearray(data)
         else:
             self._rest += data
-            return self.partial() if len(self._rest) > LONGEST else b""
+            return self._begun() if len(self._rest) > self._longest else b""
         self._in_bar = done.endswith(b"\r")
         return self._dress(done)
 
@@ -247,7 +251,10 @@ class LineCutter:
     def partial(self) -> bytes:
         """An unfinished line, as it stands: for the one rank that has the console to itself (prompts, progress)."""
         whole_only = self._shorten is not None and not self.mid_line and self._rest.lstrip(b"\r").startswith(_RECIPES)
-        if not self._rest or self._rest.endswith(b"\r") or whole_only:
+        return b"" if whole_only else self._begun()
+
+    def _begun(self) -> bytes:
+        if not self._rest or self._rest.endswith(b"\r"):
             return b""
         shown = (b"" if self.mid_line else self.prefix) + bytes(self._rest)
         self._rest.clear()
