@@ -45,6 +45,12 @@ class Parser(argparse.ArgumentParser):
     def runs_dir(self) -> None:
         self.option("--runs-dir", "DIR", "folder of the run directories (default: $STOKER_RUNS, else ./runs)")
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """argparse drops the value of --flag=--, and gives an empty list instead."""
+        if action.option_strings and arg_strings == ["--"]:
+            raise argparse.ArgumentError(action, "expected one argument")
+        return super()._get_values(action, arg_strings)
+
     def error(self, message: str) -> NoReturn:
         raise Refusal(f"{message}; `{self.prog} --help` lists what there is", EX_USAGE)
 
