@@ -99,15 +99,21 @@ def pairs(text: str) -> Iterator[Span]:
         ):
             continue
         most = len(text) if rating == SURE else min(len(text), found.end() + _MOST_MAYBE)
-        if compiled(r"""\[|\(\s{0,80}b?["']""").match(text, found.end()):
+        if compiled(r"""\[|\(\s{0,80}b?\\{0,8}["']""").match(text, found.end()):
             items, done = valuetext.listed(text, found.end(), most)
             yield from (item[:2] for item in items if _is_secret_item(text, found, rating, item))
             continue
-        below = valuetext.below(text, found.start(), found.end()) if rating == SURE and ":" in found[2] else None
+        equals = found[2].strip() == "=" and valuetext.is_entry(valuetext.before(text, found.start())[0])
+        below = (
+            valuetext.below(text, found.start(), found.end(), equals)
+            if rating == SURE and (":" in found[2] or equals)
+            else None
+        )
         if below:
             if _is_secret_below(text, found, below):
-                yield below[:2]
-                done = below.after
+                end = below.end if below.quoted else max(below.end, _phrase_end(text, found[1], below.end))
+                yield below.begin, end
+                done = max(below.after, end)
             continue
         alone = valuetext.alone(text, found.end()) if rating == SURE else None
         if alone:
@@ -131,15 +137,34 @@ def pairs(text: str) -> Iterator[Span]:
                 end = after = _line_end(text, end)  # YAML's and INI's `password: several words`
             if ":" in found[2] and rating == SURE:
                 end = after = valuetext.more_lines(text, found.start(), end)
+        elif not quoted and "=" in found[2]:
+            end = after = max(end, _quoted_end(text, found))
         yield begin, end
         done = after
+
+
+def _phrase_end(text: str, name: str, at: int) -> int:
+    """Of an unquoted value that has its line to itself: all of it, where people write phrases."""
+    return at + len(text[at : _line_end(text, at)].rstrip()) if secretnames.is_phrase(name.removesuffix("s")) else at
+
+
+def _quoted_end(text: str, found: re.Match[str]) -> int:
+    """Of "NAME=several words", which is quoted as a whole: a word of a command, or of a list of them."""
+    opening = compiled(r"""(?:^|(?<=[\s,\[]))\\{0,8}["'](?=-{0,2}\w)""").match
+    at = next((at for at in range(found.start() - 1, max(-1, found.start() - 10), -1) if opening(text, at)), -1)
+    if at < 0 or not secretnames.is_phrase(found[1]):
+        return 0
+    whole = valuetext.quoted(text, at, min(len(text), found.end() + _MOST_MAYBE))
+    return whole.end if whole and whole.after > whole.end and whole.begin == found.start() else 0
 
 
 def _members(text: str, of: re.Match[str], begin: int, end: int) -> Iterator[Span]:
     """What the entries of a mapping under a secret's name hold, where their own names say nothing."""
     place = begin
     entry = compiled(r"""(?<![\w.\-])(\\{0,8}["']?)([\w.\-]{1,100})\1\s?[:=](?=\s|\\{0,8}["'])\s{0,8}""")
-    yaml = ":" in of[2] and _begins_line(text, of.start())
+    before, _ = valuetext.before(text, of.start())
+    yaml = ":" in of[2] and (valuetext.is_entry(before) or (of[2].strip() == ":" and text[begin - 1] == "{"))
+    block = text[begin - 1] != "{"
     while found := entry.search(text, place, end):
         place = found.end()
         if "\n" in found[0] or text[place : place + 1] in ("{", "|", ">"):
@@ -152,7 +177,8 @@ def _members(text: str, of: re.Match[str], begin: int, end: int) -> Iterator[Spa
         for value in values:
             word = text[value.begin : value.end]
             if is_secret_member(of[1], found[2], word) and (value.quoted or opaque(word) or yaml):
-                yield value[:2]
+                line_end = _phrase_end(text, of[1], value.end) if block and yaml and not value.quoted else 0
+                yield value.begin, max(value.end, line_end)
 
 
 def _is_secret_item(text: str, found: re.Match[str], rating: int, item: valuetext.Value) -> bool:
@@ -179,8 +205,11 @@ def _is_secret_below(text: str, found: re.Match[str], value: valuetext.Value) ->
     if value.quoted or "\n" in text[value.begin : value.after] or text[value.begin - 2 : value.begin] == "- ":
         return True
     rest = text[value.end : _line_end(text, value.end)]
+    entry = valuetext.is_entry(valuetext.before(text, found.start())[0])
     if rest.strip(" \t\r,;}])"):
-        return secretnames.is_phrase(found[1]) and not rest.strip().startswith((":", "="))
+        return entry and secretnames.is_phrase(found[1]) and not rest.strip().startswith((":", "="))
+    if not entry and secretnames.is_also_a_word(found[1]) and not (opaque(word) or word.isdigit()):
+        return False  # of a sentence
     return len(word) >= 4 and word.rpartition(".")[2] != found[1] and not _is_code(text, found, value.begin)
 
 
@@ -300,8 +329,10 @@ def named(text: str) -> Iterator[Span]:
         value = valuetext.value(text, found.end(), len(text))
         value = valuetext.below(text, found.start(2), found.end()) or value
         if secret_value(secretnames.rate(found[1]), text[value.begin : value.end]):
-            yield value[:2]
-            done = value.after
+            alone = not value.quoted and _begins_line(text, found.start(2))
+            end = max(value.end, _phrase_end(text, found[1], value.end) if alone else 0)
+            yield value.begin, end
+            done = max(value.after, end)
     for found in compiled(rf"""[(\[]b?{quote}([\w.\-]{{1,100}}){quote},\s{{0,8}}(?=b?\\{{0,8}}["'])""").finditer(text):
         if secretnames.rate(found[1]) != SURE or found.start() < done:
             continue

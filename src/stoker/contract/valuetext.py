@@ -35,6 +35,7 @@ _SHELL = rf"""(?:{_S}{_D}){{2,64}}{_S}|(?:{_D}{_S}){{2,64}}{_D}|(?<!\\)(?P<outer
 _OPENING = rf"""(?:[bBrRuUfF]{{1,2}}|\$)?(?:(?P<shell>{_SHELL})|(?P<escape>\\{{0,8}})(?P<quote>["'`“‘«]))"""
 _CLOSING = {"“": "”", "‘": "’", "«": "»"}
 _MOST_MEMBERS = 4000  # characters in braces
+_MESSAGE = 200  # characters of a message that stands before a name
 _LATER = 2000  # characters behind the line's end in which a quote may still be closed
 
 
@@ -165,10 +166,19 @@ def _bare_item(text: str, at: int, limit: int, depth: int) -> Value | None:
     return Value(at, at + len(found[0].rstrip()), found.end(), False)
 
 
-def below(text: str, name_at: int, at: int) -> Value | None:
-    """What YAML writes on the lines under a name: a block behind | or >, a list; a value alone."""
-    line = text[max(0, name_at - 40) : name_at].rpartition("\n")[2]
-    indent = len(line) - len(line.lstrip(" \t"))
+def before(text: str, at: int) -> tuple[str, int]:
+    """What stands before a place on its line (the end of it, where it is long), and how deep the line begins: a message's
+    lines below begin anew.
+    """
+    begin = text.rfind("\n", max(0, at - _MESSAGE), at) + 1
+    line = text[begin or max(0, at - _MESSAGE) : at]
+    told = line.endswith(": ") and line.strip(" \t-")
+    return line[-40:], 0 if told else min(40, len(line) - len(line.lstrip(" \t")))
+
+
+def below(text: str, name_at: int, at: int, behind_equals: bool = False) -> Value | None:
+    """What YAML writes on the lines under a name: a block behind | or >, a list; a value alone, which INI has too."""
+    line, indent = before(text, name_at)
     head = compiled(
         r"(?:[!&][\w!./:\-]{0,80}[ \t]{1,8}){0,2}([|>][+\-\d]{0,2})?[ \t]{0,40}(?:#[^\r\n]{0,200})?\r?(?=\n)"
     ).match(text, at)
@@ -178,17 +188,24 @@ def below(text: str, name_at: int, at: int) -> Value | None:
     if head[1]:
         rows = rf"(?:\n(?:{empty}|[ \t]{{{indent + 1}}}[^\n]*))+"
         return _rows(text, rows, head.end())
-    if line.strip(" \t-") and line[-1] not in "\"'>=":  # within a line, and no string's or element's first word
-        return None
     more = rf"(?:\n[ \t]{{{indent + 2}}}[^\n]*)*"  # lines of an item
-    items = _rows(text, rf"(?:\n{empty})*(?:\n(?:{empty}|[ \t]{{{indent},80}}- [^\n]*{more}))+", head.end())
+    least = indent if indent > 1 else 0  # one blank stands for a colour
+    items = _rows(text, rf"(?:\n{empty})*(?:\n(?:{empty}|[ \t]{{{least},80}}- [^\n]*{more}))+", head.end())
     if items and text[items.begin - 2 : items.begin] == "- ":
-        return items
-    deeper = 0 if line.strip(" \t-") else indent + 1  # JSON's lines begin where they like
+        return None if behind_equals or not is_entry(line) else items
+    # JSON's lines begin where they like, behind a string's or element's first word.
+    deeper = 0 if line.strip(" \t-") and line[-1] in "\"'>=" and not behind_equals else indent + 1
     found = compiled(rf"(?:\n{empty}){{0,8}}\n[ \t]{{{deeper},80}}(?=[^\s#])").match(text, head.end())
     if found is None or compiled(r"""- |(["']?)[\w.\-]{1,100}\1\s?:(?:\s|$)""").match(text, found.end()):
         return None
     return value(text, found.end(), len(text))
+
+
+def is_entry(before: str) -> bool:
+    """Whether a name begins its line, a string, or what a message tells: `ValueError: bad settings: NAME:`."""
+    if not before.strip(" \t-") or before[-1] in "\"'>=" or before.endswith(": "):
+        return True
+    return compiled(r"""(?:^|[\sb(\[=,])["'] $""").search(before) is not None  # a colour
 
 
 def alone(text: str, at: int) -> Span | None:
@@ -238,11 +255,12 @@ def members(text: str, name_at: int, at: int) -> Span | None:
                 inner = quoted(text, found.start(), limit)
                 place = max(place, inner.after if inner else place)
         return at + 1, limit
-    line = text[max(0, name_at - 40) : name_at].rpartition("\n")[2]
+    line, indent = before(text, name_at)
     head = compiled(r"""["']?[ \t]{0,40}(?:#[^\r\n]{0,200})?\r?(?=\n)""").match(text, at)
-    if head is None or line.strip(" \t-\"'"):
+    if head is None or not is_entry(line):
         return None
-    rows = compiled(rf"(?:\n(?:[ \t]{{0,40}}\r?(?=\n)|[ \t]{{{len(line) + 1}}}[^\n]*))+").match(text, head.end())
+    deeper = indent + 1 if line.strip(" \t-") else len(line) + 1
+    rows = compiled(rf"(?:\n(?:[ \t]{{0,40}}\r?(?=\n)|[ \t]{{{deeper}}}[^\n]*))+").match(text, head.end())
     return rows.span() if rows else None
 
 

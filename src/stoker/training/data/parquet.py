@@ -16,6 +16,7 @@ from stoker.training.data.unpack import most_unfolded, unfolds
 
 ROWS, BATCH = 1024, 64 << 20  # rows that are read at once, and their bytes as far as the file's metadata tells
 _NOTHING = 64  # characters that an empty text, list or place counts as: it takes time and memory too
+_LEAST = 8  # that any other value counts as: a list may hold one short text a million times
 MOST_ROWS, MOST_ROWS_EACH = 100_000, 2  # that any file may have, and for each of its bytes: nothing takes none
 AT_ONCE = 64  # rows that become Python's at once
 
@@ -88,7 +89,11 @@ def _extent(table: Any, group: int) -> tuple[int, int]:
 def characters_of(value: Any) -> int:
     """What a row's value holds, however deep; nothing takes room, too."""
     if not isinstance(value, (dict, list)):
-        return (len(value) if isinstance(value, (str, bytes)) else 8 * (value is not None)) or _NOTHING
+        return (
+            max(_LEAST, len(value) if isinstance(value, (str, bytes)) else 0)
+            if value not in ("", b"", None)
+            else _NOTHING
+        )
     return _NOTHING + sum(map(characters_of, value.values() if isinstance(value, dict) else value))
 
 

@@ -18,7 +18,7 @@ from stoker.training.data.formats.format import Format, Row, Unusable, checked, 
 from stoker.training.data.formats.table import AUTO, FORMATS, TEXT, known, recognise, recognise_any
 from stoker.training.data.jsonl import utf8
 from stoker.training.data.looks import as_text, check_head, refuse_binary
-from stoker.training.data.read import key_names
+from stoker.training.data.read import HOPELESS_AFTER_ALL, key_names
 from stoker.training.data.reasons import MOST_LONG, TOLERATED, Reason, Reasons
 from stoker.training.data.rows import LONGEST_LINE, kind_of, rows
 from stoker.training.data.unpack import open_unpacked, packing_of
@@ -115,6 +115,8 @@ def show(path: str, ask: Ask, say: Callable[[str], None]) -> Shown:
                 found = _encoded(row, made, view, ask)
         except Unusable as problem:
             dropped.add(str(problem), number)
+            if view is None and total == HOPELESS_AFTER_ALL:  # a file of another kind
+                break
             wrong += not isinstance(problem, _TooLong)
             mixed = mixed or (number if isinstance(problem, _OtherFormat) else 0)
             continue
