@@ -31,6 +31,7 @@ def test_a_strangers_run_name_runs_nothing_by_tab(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     for name in ("$(touch pwned)", "`touch pwned`", "x$(touch pwned)", "good-1.a_b", ";touch pwned", "a b", "~", "*"):
         (runs / f"20261117-101010-{name}").mkdir(parents=True)
+    (tmp_path / "x$(touch pwned)").touch()  # would be put on the line as it is
     script = f'{completion._PREAMBLE["bash"]}\n_stoker_runs ""; _stoker_runs 2026; _stoker_runs x'
     asked = subprocess.run(
         ["bash", "--norc", "-c", script],
@@ -41,7 +42,7 @@ def test_a_strangers_run_name_runs_nothing_by_tab(tmp_path: Path) -> None:
         check=False,
     )
     assert not (tmp_path / "pwned").exists()
-    assert set(asked.stdout.split()) == {"runs", "latest", "good-1.a_b", "20261117-101010-good-1.a_b"}
+    assert set(asked.stdout.split()) == {"latest", "good-1.a_b", "20261117-101010-good-1.a_b"}
 
 
 Talk = Callable[[socket.socket, threading.Event], None]
