@@ -19,11 +19,11 @@ torch = pytest.importorskip("torch")
 from conftest import wait_for  # noqa: E402
 from localuser import ATTACKER, needs_root, start_as  # noqa: E402
 from measuring import measured  # noqa: E402
+from stoker.contract import listeners  # noqa: E402
 from stoker.contract.names import Refusal  # noqa: E402
 from stoker.contract.shape import as_json  # noqa: E402
 from stoker.contract.shapes import Verdict  # noqa: E402
 from stoker.control.launch.ourselves import own_program  # noqa: E402
-from stoker.control.machine import ports  # noqa: E402
 from stoker.control.roles.ready import MISSES, Watching  # noqa: E402
 from stoker.control.roles.role import Ready  # noqa: E402
 from stoker.training.balance.plan import Plans  # noqa: E402
@@ -78,7 +78,7 @@ def test_a_neighbours_port_on_another_address_stops_no_role(address: str) -> Non
         watching = Watching(rule, [("127.0.0.1", port)], 0.0, 1)
         assert watching.ready.wait(10)
         with Neighbour(address, port):
-            assert ports.listening_users("127.0.0.1", port) == {os.getuid()}
+            assert listeners.listening_users("127.0.0.1", port) == {os.getuid()}
             for _ in range(MISSES + 2):
                 own.accept()[0].close()  # one look each
         watching.close()
@@ -88,8 +88,8 @@ def test_a_neighbours_port_on_another_address_stops_no_role(address: str) -> Non
 @pytest.mark.parametrize(("address", "dual"), [("127.0.0.1", False), ("0.0.0.0", False), ("::", True)])
 def test_a_neighbour_who_would_be_asked_in_the_roles_place_is_found(address: str, dual: bool) -> None:
     with Neighbour(address, dual=dual) as neighbour:
-        assert ports.listening_users("127.0.0.1", neighbour.port) == {ATTACKER}
-        assert ports.listening_users("localhost", neighbour.port) == {ATTACKER}
+        assert listeners.listening_users("127.0.0.1", neighbour.port) == {ATTACKER}
+        assert listeners.listening_users("localhost", neighbour.port) == {ATTACKER}
         watching = Watching(Ready("port", ""), [("127.0.0.1", neighbour.port)], 0.0, 1)
         wrong = wait_for(lambda: watching.newest or None, 10)
         watching.close()

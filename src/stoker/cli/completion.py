@@ -13,10 +13,12 @@ zsh:   eval "$(stoker completion zsh)"                                        # 
 tcsh:  stoker completion tcsh > ~/.stoker.tcsh; source ~/.stoker.tcsh         # in ~/.tcshrc"""
 
 
-# Runs by id and by name, in the folder that commands look in.
-_NAMES = """ls -1 "${STOKER_RUNS:-runs}" 2>/dev/null | sed -nE 's/^[0-9]{8}-[0-9]{6}-(.+)$/\\1\\n&/p'"""
+# Runs by id and by name, in the folder that commands look in. Others may make folders there, and bash expands the words of
+# `compgen -W`, commands too: a name with a sign that a shell knows is left out. Files are bash's own to complete, where no run
+# fits: of a list like this one it would not quote their signs.
+_NAMES = """ls -1 "${STOKER_RUNS:-runs}" 2>/dev/null | LC_ALL=C sed -nE 's/^[0-9]{8}-[0-9]{6}-([[:alnum:]._-]+)$/\\1\\n&/p'"""
 _PREAMBLE = {
-    "bash": f"""_stoker_runs() {{ compgen -f -- "$1"; compgen -W "latest $({_NAMES})" -- "$1"; }}""",
+    "bash": f"""_stoker_runs() {{ compgen -W "latest $({_NAMES})" -- "$1"; }}""",
     "zsh": f"""_stoker_runs() {{ local -a names; names=(latest ${{(f)"$({_NAMES})"}}); _alternative 'runs:run:($names)' 'files:file:_files'; }}""",
 }
 

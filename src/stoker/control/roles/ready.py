@@ -9,9 +9,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from stoker.contract import owners
+from stoker.contract import listeners, owners
 from stoker.contract.untrusted import printable
-from stoker.control.machine import ports
 from stoker.control.record import reader
 from stoker.control.roles.role import Ready
 from stoker.control.roles.served import Served, parse
@@ -125,7 +124,7 @@ class Watching:
 
     def _foreign(self, host: str, port: int) -> str:
         """Another user who listens there could be asked in the role's place."""
-        uids = ports.listening_users(host, port) if self._here else set()
+        uids = listeners.listening_users(host, port) if self._here else set()
         others = sorted(uid for uid in uids if not owners.is_trusted(uid, os.curdir))
         return f"port {port} is in use by {owners.user_name(others[0])}" if others else ""
 

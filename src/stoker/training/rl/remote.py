@@ -7,10 +7,8 @@ server that was replaced answers with weights that nobody published: it is told 
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +20,7 @@ from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import span
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
+from stoker.training.rl.asking import Asking, NoAnswer, TooLong
 from stoker.training.rl.sampler import Ask, Written
 from stoker.training.serve.request import CONTINUE, FINISH
 
@@ -29,6 +28,7 @@ ROLE = "STOKER_ROLE_"
 CONNECTIONS = 32  # of a rank
 MOST_A_BODY = 16  # answers
 MOST_BYTES, BYTES_A_TOKEN = 2 << 20, 200  # of a body's answer: the server closes on a client that is far behind
+TIMES_EXPECTED = 4  # so many bytes of an answer are read, where a server of another kind says more of each token
 TRIES = 3  # with new weights published to it in between, before a server counts as one with other weights
 KNOWN_S = 5.0  # another rank may have published just before this one knows of it
 WAITING_S = 20.0  # between two words of a rank that waits
@@ -113,7 +113,7 @@ class Servers:
         self._begun: dict[tuple[int, ...], Future[list[Future[list[Written]]]]] = {}
         self._problem: Exception | None = None
         self._over = threading.Event()
-        self._open: set[socket.socket] = set()
+        self._asking, self._most = Asking(), TIMES_EXPECTED * (MOST_BYTES + BYTES_A_TOKEN * wanted.new_tokens)
         # One after the other: who asks behind new weights gets their answers, or newer ones'.
         self._in_order = ThreadPoolExecutor(1, "in-order")
         self._pool = ThreadPoolExecutor(CONNECTIONS, "answers")
@@ -157,11 +157,7 @@ class Servers:
         self._over.set()
         for pool in (self._in_order, self._pool):
             pool.shutdown(wait=False, cancel_futures=True)
-        for one in list(self._open):
-            try:
-                one.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue  # it has just ended by itself
+        self._asking.close()
 
     def _push_all(self, published: Published) -> None:
         try:
@@ -213,7 +209,7 @@ class Servers:
                 weights = [(int(one["weights"]["version"]), str(one["weights"]["digest"])) for one in choices]
                 if len(found) != count:
                     raise ValueError(f"{len(found)} answers instead of {count}")
-            except (KeyError, TypeError, ValueError, IndexError) as problem:
+            except (KeyError, TypeError, ValueError, IndexError, OverflowError) as problem:
                 what = printable(f"{type(problem).__name__}: {problem}", 200)
                 raise ServerFailed(f"the server at {address} sent no answer that can be read: {what}") from problem
             if all(self._is_known(*one) for one in weights):
@@ -222,6 +218,7 @@ class Servers:
                 self._push(address, self._newest)
         line = f"the server at {address} answers with other weights than the trainers'"
         shown = ", ".join(f"version {version} ({digest})" for version, digest in dict.fromkeys(weights))
+        shown = printable(shown, 300)
         raise OtherWeights(f"{line}: {shown}, though it was told to load what they publish: does another run use it?")
 
     def _is_known(self, version: int, digest: str) -> bool:
@@ -255,21 +252,14 @@ class Servers:
 
     def _exchange(self, address: str, path: str, data: bytes) -> tuple[int, bytes]:
         """Status 0: there was no answer, and the text says why."""
-        connection = http.client.HTTPConnection(address, timeout=self._patience_s)
         try:
-            connection.connect()
-            own = connection.sock
-            self._open.add(own)
-            try:
-                connection.request("POST", path, data, self._headers)
-                answer = connection.getresponse()
-                return answer.status, answer.read()
-            finally:
-                self._open.discard(own)
-        except (OSError, http.client.HTTPException) as problem:
-            return 0, (str(problem) or type(problem).__name__).encode()
-        finally:
-            connection.close()
+            return self._asking.post(address, path, data, self._headers, seconds=self._patience_s, most=self._most)
+        except NoAnswer as problem:
+            return 0, str(problem).encode()
+        except TooLong as problem:
+            raise ServerFailed(
+                f"the server at {address} sent no answer to {path} that can be read: {problem}"
+            ) from problem
 
 
 def _read(choice: Mapping[str, Any], wanted: Wanted) -> Written:
@@ -278,8 +268,10 @@ def _read(choice: Mapping[str, Any], wanted: Wanted) -> Written:
         raise ValueError(f"{len(ids)} tokens, {len(versions)} versions and {len(logprobs)} log-probabilities")
     if any(type(one) is not int or not 0 <= one < wanted.vocab for one in ids):
         raise ValueError("ids that are not the tokenizer's")
+    if any(type(one) is not int or not 0 <= one < 1 << 62 for one in versions):
+        raise ValueError("versions that are no whole numbers from 0 up")
     numbers = tuple(math.nan if one is None else float(one) for one in logprobs)
-    return Written(tuple(ids), numbers, tuple(int(one) for one in versions))
+    return Written(tuple(ids), numbers, tuple(versions))
 
 
 def _message(text: bytes) -> str:

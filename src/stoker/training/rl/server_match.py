@@ -11,12 +11,12 @@ The question is what OpenAI's completions, vLLM and sglang have in common: a pro
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stoker.contract.untrusted import printable
+from stoker.training.rl.asking import Asking, NoAnswer, TooLong
 
 if TYPE_CHECKING:
     from stoker.training.model.decoder import Decoder
@@ -41,21 +41,14 @@ def served_logprobs(
     asked = {"prompt": [*ids], "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
     asked |= {"model": model} if model else {}
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-    connection = http.client.HTTPConnection(address, timeout=seconds)
+    body = json.dumps(asked).encode()
     try:
-        body = json.dumps(asked)
-        connection.request("POST", "/v1/completions", body, headers)
-        answer = connection.getresponse()
-        data = answer.read(_MOST)
-    except (OSError, http.client.HTTPException) as problem:
-        raise Unanswered(
-            f"{address}/v1/completions: {printable(str(problem), 200) or type(problem).__name__}"
-        ) from None
-    finally:
-        connection.close()
-    if answer.status != 200:
+        status, data = Asking().post(address, "/v1/completions", body, headers, seconds=seconds, most=_MOST)
+    except (NoAnswer, TooLong) as problem:
+        raise Unanswered(f"{address}/v1/completions: {printable(str(problem), 200)}") from None
+    if status != 200:
         said = printable(data[:200].decode("utf-8", "replace"), 200)
-        raise Unanswered(f"{address}/v1/completions: HTTP status {answer.status}: {said}")
+        raise Unanswered(f"{address}/v1/completions: HTTP status {status}: {said}")
     return _read(data, len(ids), address)
 
 
