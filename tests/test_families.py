@@ -27,7 +27,7 @@ import stoker
 from conftest import at_length_but
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
-from stoker.training.generate.engine import Engine
+from stoker.training.generate.engine import Engine, kernels_for
 from stoker.training.generate.graphed import Graphed
 from stoker.training.loop.resume import check as check_resume
 from stoker.training.model import families, hf
@@ -576,10 +576,8 @@ def test_every_option_has_words_and_an_unsupported_one_is_named(capfd: pytest.Ca
     assert lacking(SMALL, ()) == "" and lacking(both, ("qkv_bias",)) == "sliding window"
     assert lacking(both, ()) == "bias on queries, keys and values, sliding window"
     check_options(both, "model")
-    engine = Engine(Decoder(replace(both, norms="both"), 32), rows=1, length=8)
-    assert engine._kernels(Decoder(replace(both, norms="both"), 32)) is None
-    within = Decoder(replace(both, norms="both", windows=(8, 0)), 32)
-    assert Engine(within, rows=1, length=8)._kernels(within) is None
+    for windows in ((3, 0), (8, 0)):
+        assert kernels_for(replace(both, norms="both", windows=windows), 8, torch.device("cuda")) is None
     assert capfd.readouterr().err.splitlines() == [
         "the generation kernels have no norm after attention and MLP, sliding window yet; using plain torch",
         "the generation kernels have no norm after attention and MLP yet; using plain torch",

@@ -210,9 +210,9 @@ def test_a_host_that_comes_and_goes_fills_no_memory(stoker: Stoker, tmp_path: Pa
 TAIL = """
 import os, sys
 from stoker.control.show.folder import EventTail
-from stoker.control.show.curves import MetricsTail
+from stoker.control.show.curves import MOST_OF_OTHERS, MetricsTail
 folder, name = sys.argv[1:]
-tail = (EventTail if name == "events.jsonl" else MetricsTail)(folder, False)
+tail = EventTail(folder, False) if name == "events.jsonl" else MetricsTail(folder, MOST_OF_OTHERS)
 path = os.path.join(folder, name)
 with open(path, "w") as file: file.write('{"event": "run", "step": 0, "time": 1}\\n')
 tail.look()

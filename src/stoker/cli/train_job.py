@@ -14,6 +14,7 @@ from stoker.contract import layout, redact
 from stoker.contract.names import API_KEY, EX_USAGE, Refusal
 from stoker.contract.shape import replace
 from stoker.control.launch.options import ranks_asked
+from stoker.control.launch.ourselves import stoker_command
 from stoker.control.roles import allocation, role
 from stoker.control.roles.allocation import Part
 from stoker.control.roles.role import ALWAYS, AUTO, Ready, RoleSpec
@@ -86,17 +87,7 @@ def _server(c: Config, part: Part, runs: str) -> RoleSpec:
     longest = hf_config.shape_for(ModelConfig(), folder).longest
     context = min(c.data.context_length, longest if longest > 1 else c.data.context_length)
     slots = min(-(-c.grpo.prompts_per_step * c.grpo.group // part.size("d")), MOST_SLOTS)
-    command = (
-        sys.executable,
-        "-m",
-        "stoker",
-        "serve",
-        folder,
-        "--port",
-        "${port}",
-        "--weights-from",
-        os.path.abspath(runs),
-    )
+    command = stoker_command(["serve", folder, "--port", "${port}", "--weights-from", os.path.abspath(runs)])
     sizes = ("--slots", str(slots), "--context", str(context))
     key = os.environ.get(API_KEY) or secrets.token_urlsafe(24)
     ready = Ready("http", "/health", timeout=READY_S)

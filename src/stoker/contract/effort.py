@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -70,11 +71,18 @@ class LookingAt:
             self._until = time.thread_time() + self._seconds
             self._around = signal.signal(signal.SIGPROF, self._interrupt)
             self._timer = signal.setitimer(signal.ITIMER_PROF, _AGAIN_S, _AGAIN_S)
+        # A library's log that finds no memory prints a traceback of its own otherwise.
+        self._logs = sys.modules.get("logging")
+        self._complains = self._logs is not None and self._logs.raiseExceptions
+        if self._logs is not None:
+            self._logs.raiseExceptions = False  # type: ignore[attr-defined]
         self._memory.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: object) -> None:
         self._over = True
         self._memory.__exit__()
+        if self._logs is not None:
+            self._logs.raiseExceptions = self._complains  # type: ignore[attr-defined]
         if self._timed:
             signal.setitimer(signal.ITIMER_PROF, *self._timer)
             signal.signal(signal.SIGPROF, self._around)

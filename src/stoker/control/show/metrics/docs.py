@@ -16,7 +16,7 @@ stoker run --metrics-port 9912 train.py    # one run's, while it runs; 0: a free
 ```
 
 A background loop collects a snapshot every 2 s (`--interval`); a scrape gets the last one and asks nothing: a driver that hangs never hangs
-Prometheus. `stoker_last_collect_timestamp_seconds` then grows old, and `StokerMetricsStale` says so. The server listens on loopback
+Prometheus. `stoker_last_collect_timestamp_seconds` then grows old, and `StokerMetricsStale` fires. The server listens on loopback
 (every user of the machine can read it; `--host` for another address: it has no password), answers GET for `/metrics` and `/` and nothing else, and on loopback refuses a foreign
 Host header. From another machine: `ssh -L 9911:127.0.0.1:9911 box`.
 
@@ -29,7 +29,7 @@ so the verdict of a run is seen by a `stoker metrics` of its own. Without `--met
 
 - `prometheus.yml` scrapes `stoker metrics` on this machine every 5 s and loads the alerts:
   `prometheus --config.file=deploy/prometheus.yml`.
-- `alerts.yml`: what to do stands in each alert. A GPU's Xid errors (48, 62, 64, 74, 79, 95, 119 and 120 critical, 94 a warning, and never 13, 31,
+- `alerts.yml`: each alert says what to do. A GPU's Xid errors (48, 62, 64, 74, 79, 95, 119 and 120 critical, 94 a warning, and never 13, 31,
   43, 63 or 92), a lost or slowed-down GPU, a run that hangs, makes no progress, has a loss that is not a number, a slow rank, restarts again and
   again or failed, a full disk, a host that is gone, failed checks of the doctor, an exporter that is down or stale. `alerts_test.yml` fires
   each of them: `promtool test rules deploy/alerts_test.yml`.
