@@ -241,7 +241,7 @@ def test_lines_with_names_of_their_own_cost_little(tmp_path: Path) -> None:
     )
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     code = (
-        "import sys\nfrom stoker.control.show.curves import MetricsTail\ntail = MetricsTail(sys.argv[1], False)\n"
+        "import sys\nfrom stoker.control.show.curves import MOST_OF_OTHERS, MetricsTail\ntail = MetricsTail(sys.argv[1], MOST_OF_OTHERS)\n"
         "tail.look()\nprint(tail.step, len(tail.curves), 'loss' in tail.curves)"
     )
     assert bounded(code, str(tmp_path)) == "999 200 True\n"
