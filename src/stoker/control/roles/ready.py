@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Sequence
@@ -105,6 +106,8 @@ class Watching:
             for uid in (link.st_uid, about.st_uid):  # another user's link leads where they like
                 if not owners.is_trusted(uid, os.path.dirname(rule.value)):
                     return f"{rule.value} belongs to {owners.user_name(uid)}"
+            if stat.S_ISREG(about.st_mode) and about.st_nlink > 1:  # others can give one to what all may write
+                return f"{rule.value} is a file with several names"
             return "" if about.st_mtime >= self._began - 1.0 else f"{rule.value} is older than this start"
         if rule.kind == "mark":
             return self._unmarked()

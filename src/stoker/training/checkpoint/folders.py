@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -49,6 +50,26 @@ def is_trusted(path: str) -> bool:
         return owners.is_trusted(os.lstat(path).st_uid, os.path.dirname(path))
     except OSError:  # removed meanwhile, or not for us to look at
         return False
+
+
+def refuse_exchangeable(folder: str) -> None:
+    """Others could put a link in the place of a checkpoint that is being written: it would be written elsewhere."""
+    why = owners.why_not_ours_alone(folder, sticky=True)
+    if why:
+        line = f"checkpoint.folder {folder} can't be used: {why}, so others can exchange your checkpoints"
+        raise Refusal(f"{line}; choose a folder of your own, or `chmod +t` it if it is yours", EX_CANTCREAT)
+
+
+def make_unfinished(path: str) -> None:
+    """For all ranks, whichever comes first. OSError: somebody else has put something there."""
+    os.makedirs(path, exist_ok=True)
+    if not is_own_folder(path):
+        raise OSError(errno.EEXIST, "somebody else has put something in its place", path)
+
+
+def is_own_folder(path: str) -> bool:
+    """No link: one that others made leads where they like."""
+    return os.path.isdir(path) and not os.path.islink(path) and owners.is_own(path)
 
 
 def remove(path: str) -> None:
@@ -133,6 +154,7 @@ def hold(folder: str, say: Callable[[str], None]) -> int | None:
     """
     try:
         os.makedirs(folder, exist_ok=True)
+        refuse_exchangeable(folder)
         fd = open_lock_file(os.path.join(folder, LOCK))
     except OSError as problem:
         raise Refusal(

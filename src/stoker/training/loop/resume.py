@@ -104,6 +104,7 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
     if told.folder:
         try:
             os.makedirs(told.folder, exist_ok=True)
+            folders.refuse_exchangeable(told.folder)
         except FileExistsError as problem:
             raise Refusal(
                 f"checkpoint.folder {told.folder} is a file: name a folder, or a place for a new one", EX_CANTCREAT
