@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
@@ -13,6 +13,7 @@ from stoker.training.tokenizer.chat import check
 from stoker.training.tokenizer.chat import prompt as chat_prompt
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
+MOST_OF_EXAMPLES = 64 << 20  # characters that they add to all questions of a task together
 _CALCULATOR = re.compile(r"<<[^<>]*>>")  # GSM8K's notes in its answers, for a calculator and not for readers
 
 
@@ -38,7 +39,7 @@ def prompt_ids(
         if manner.system and not any(who == "system" for who, _ in before):
             before = [("system", manner.system), *before]
         return chat_prompt(tokenizer, [(who, what.encode()) for who, what in (*before, (role, question.shown))])
-    shots = "".join(f"{_plain(one, manner)} {_solution(one, manner)}\n\n" for one in examples)
+    shots = "".join(_example(one, manner) for one in examples)
     return [*tokenizer.start, *tokenizer.encode(shots + _plain(question, manner))]
 
 
@@ -65,24 +66,28 @@ def answer_text(tokenizer: Tokenizer, ids: Sequence[int], manner: Manner) -> str
     return (text if manner.chat else text.partition("\n")[0]).strip()
 
 
-def examples_for(place: int, questions: Sequence[Question], shots: int) -> list[Question]:
-    """The first others of its kind: each stage's model is shown the same ones, and none its own question."""
-    if not shots:
-        return []
-    kind = questions[place].kind
-    first = [other for other, question in enumerate(questions) if question.kind == kind][: shots + 1]
-    return [questions[other] for other in first if other != place][:shots]
+def examples_for(questions: Sequence[Question], shots: int) -> Callable[[int], list[Question]]:
+    """Of a place, the first others of its kind: each stage's model is shown the same ones, and none its own question."""
+    first: dict[str, list[int]] = {}
+    for place, question in enumerate(questions):
+        of_kind = first.setdefault(question.kind, [])
+        if len(of_kind) <= shots:  # one more, for it may be the question itself
+            of_kind.append(place)
+
+    def examples(place: int) -> list[Question]:
+        return [questions[other] for other in first[questions[place].kind] if other != place][:shots]
+
+    return examples
 
 
 def as_asked(
     questions: Sequence[Question], tokenizer: Tokenizer, manner: Manner, new_tokens: int
 ) -> list[tuple[list[int], int]]:
     """Each question's ids, and how many there are with room for its answer."""
-    found = []
+    found, examples = [], examples_for(questions, 0 if manner.chat else manner.shots)
+    _refuse_much(examples, len(questions), manner)
     for place, question in enumerate(questions):
-        ids = prompt_ids(
-            tokenizer, question, manner, examples_for(place, questions, 0 if manner.chat else manner.shots)
-        )
+        ids = prompt_ids(tokenizer, question, manner, examples(place))
         more = max(map(len, choice_ids(tokenizer, question, manner))) if question.labels else new_tokens
         found.append((ids, len(ids) + more))
     return found
@@ -98,6 +103,23 @@ def refuse_long(lengths: Sequence[int], room: int, what: str) -> list[int]:
             EX_DATAERR,
         )
     return [place for place, length in enumerate(lengths) if length <= room]
+
+
+def _refuse_much(examples: Callable[[int], list[Question]], count: int, manner: Manner) -> None:
+    """Long questions that stand before each short one make gigabytes of a small file."""
+    added = 0
+    for place in range(count):
+        added += sum(len(_example(one, manner)) for one in examples(place))
+        if added > MOST_OF_EXAMPLES:
+            raise Refusal(
+                f"evaluate.shots {manner.shots} puts more than {MOST_OF_EXAMPLES:,} characters of examples before the"
+                f" {count:,} questions: lower it, or set evaluate.most",
+                EX_DATAERR,
+            )
+
+
+def _example(question: Question, manner: Manner) -> str:
+    return f"{_plain(question, manner)} {_solution(question, manner)}\n\n"
 
 
 def _plain(question: Question, manner: Manner) -> str:

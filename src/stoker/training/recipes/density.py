@@ -17,7 +17,7 @@ from stoker.training.config.schema import Config
 from stoker.training.density.points import Vectors, centred, clusters, evenness, gini
 from stoker.training.evaluate.asking import Manner, prompt_ids
 from stoker.training.evaluate.likelihood import embed_shared
-from stoker.training.evaluate.tasks import Prompts, prompts_of
+from stoker.training.evaluate.tasks import Prompts, prompts_of, spread
 from stoker.training.model import ready
 from stoker.training.model.attention import kernels
 from stoker.training.parallel.group import Group
@@ -47,9 +47,10 @@ def capped(raw: NDArray[np.float64], most: float) -> NDArray[np.float64]:
         full |= above
 
 
-# How crowded each point's surroundings are, by its exact nearest neighbours.
+# How crowded each point's surroundings are, by its nearest neighbours: exact ones up to MOST_OTHERS prompts.
 
 
+MOST_OTHERS = 1 << 14  # of more, so many are looked at for each, spread evenly: not all pairs
 CHUNK = 1 << 24  # similarities that exist at once: 64 MB
 FLOOR = 0.1  # of the median distance: copies of one prompt are dense, not infinitely so, and keep a weight
 
@@ -57,16 +58,18 @@ FLOOR = 0.1  # of the median distance: copies of one prompt are dense, not infin
 def distances(vectors: Vectors, k: int) -> NDArray[np.float64]:
     """The mean cosine distance of each to its k nearest others, chunk by chunk of the whole table of similarities."""
     count = len(vectors)
-    k = min(k, count - 1)
+    others = np.array(spread(count, MOST_OTHERS))
+    k = min(k, len(others) - 1)
     found = np.zeros(count)
     if k < 1:
         return found
-    step = max(CHUNK // count, 1)
+    step = max(CHUNK // len(others), 1)
+    looked_at = vectors[others].T
     for begin in range(0, count, step):
-        similar = vectors[begin : begin + step] @ vectors.T
-        rows = np.arange(len(similar))
-        similar[rows, begin + rows] = -np.inf  # a point is no neighbour of its own
-        nearest = np.partition(similar, count - k, axis=1)[:, count - k :]
+        similar = vectors[begin : begin + step] @ looked_at
+        own = np.flatnonzero((others >= begin) & (others < begin + step))
+        similar[others[own] - begin, own] = -np.inf  # a point is no neighbour of its own
+        nearest = np.partition(similar, len(others) - k, axis=1)[:, len(others) - k :]
         found[begin : begin + step] = 1.0 - nearest.mean(1, dtype=np.float64)
     return np.maximum(found, 0.0)
 

@@ -33,6 +33,7 @@ from stoker.training.rl.parts import (
 GRACE_S = 10.0  # beyond the time limit: code that no alarm reaches
 WARM_UP_S = 120.0  # more for the start: a file may import torch and load a model
 LONGEST = 1200  # characters of a line
+MOST_COLUMNS = 10_000  # of all rows of the prompts' file together
 # (what was asked, the answer's text) of each, to scores
 Scorer = Callable[[Sequence[tuple[Any, str]]], list[float]]
 
@@ -225,7 +226,15 @@ class RolloutLog:
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row))
+    """What a function can ask for. One that gets all answers at once has a list for each."""
+    found = list(dict.fromkeys(name for row in rows for name in row))
+    if len(found) > MOST_COLUMNS:
+        raise Refusal(
+            f"grpo.prompts: its rows have {len(found):,} different keys, of which a reward of your own gets each;"
+            f" {MOST_COLUMNS:,} is the most",
+            EX_DATAERR,
+        )
+    return found
 
 
 def above_the_mean(answers: Sequence[Any], scorer: Scorer) -> list[float]:
