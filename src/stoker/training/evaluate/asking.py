@@ -13,7 +13,7 @@ from stoker.training.tokenizer.chat import check
 from stoker.training.tokenizer.chat import prompt as chat_prompt
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
-MOST_OF_EXAMPLES = 64 << 20  # characters that they add to all questions of a task together
+MOST_OF_EXAMPLES = 256 << 20  # characters that they add to all questions of a task together
 _CALCULATOR = re.compile(r"<<[^<>]*>>")  # GSM8K's notes in its answers, for a calculator and not for readers
 
 

@@ -50,7 +50,7 @@ def capped(raw: NDArray[np.float64], most: float) -> NDArray[np.float64]:
 # How crowded each point's surroundings are, by its nearest neighbours: exact ones up to MOST_OTHERS prompts.
 
 
-MOST_OTHERS = 1 << 14  # of more, so many are looked at for each, spread evenly: not all pairs
+MOST_OTHERS = 1 << 16  # of more, so many are looked at for each, spread evenly: not all pairs
 CHUNK = 1 << 24  # similarities that exist at once: 64 MB
 FLOOR = 0.1  # of the median distance: copies of one prompt are dense, not infinitely so, and keep a weight
 
