@@ -12,7 +12,7 @@ from typing import Any
 
 from stoker.contract import layout, redact
 from stoker.contract.names import API_KEY, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal
-from stoker.contract.settings import Parser
+from stoker.contract.settings import Parser, check_port
 from stoker.contract.terminal import say
 from stoker.contract.untrusted import printable, read_text
 from stoker.control.show import serving
@@ -67,8 +67,7 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
-    if not 0 <= told.port <= 65535:
-        raise Refusal(f"--port {told.port}: a port is a number from 0 to 65535", EX_USAGE)
+    check_port(told.port)
     if told.slots < 1 or (told.queue is not None and told.queue < 0):
         raise Refusal(
             f"--slots {told.slots}, --queue {told.queue}: at least 1 slot, and a queue of 0 or more", EX_USAGE

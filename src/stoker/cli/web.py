@@ -12,7 +12,7 @@ import sys
 from stoker.contract import layout, redact
 from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
 from stoker.contract.quantities import amount, duration
-from stoker.contract.settings import Parser
+from stoker.contract.settings import Parser, check_port
 from stoker.contract.terminal import say
 from stoker.contract.untrusted import printable
 from stoker.control.record import reader
@@ -53,8 +53,7 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
-    if not 0 <= told.port <= 65535:
-        raise Refusal(f"--port {told.port}: a port is a number from 0 to 65535", EX_USAGE)
+    check_port(told.port)
     if told.interval < _LEAST_S:
         raise Refusal(f"--interval {told.interval:g}s is too short: at least {_LEAST_S}s", EX_USAGE)
     root = os.path.abspath(layout.runs_root(told.runs_dir, os.environ))

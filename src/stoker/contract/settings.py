@@ -60,6 +60,12 @@ class Parser(argparse.ArgumentParser):
         raise Refusal(f"unknown option {first}{suggest(first.partition('=')[0], flags)}", EX_USAGE)
 
 
+def check_port(port: int) -> None:
+    """Of --port; 0: any that is free."""
+    if not 0 <= port <= 65535:
+        raise Refusal(f"--port {port}: a port is a number from 0 to 65535", EX_USAGE)
+
+
 def names_run(argument: argparse.Action) -> None:
     """TAB then offers runs: functions of `stoker completion`'s script."""
     argument.complete = {"bash": "_stoker_runs", "zsh": "_stoker_runs", "tcsh": "f:*"}  # type: ignore[attr-defined]
