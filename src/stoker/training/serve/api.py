@@ -114,13 +114,18 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
     return Asked(name, is_chat, int(time.time()), tuple(requests), is_stream, with_usage, with_ids)
 
 
-def _object(body: bytes, known: Sequence[str]) -> dict[str, Any]:
+def object_in(body: bytes) -> dict[str, Any]:
     try:
         told = parse_json(body, unique=True)
     except ValueError as problem:
         raise Problem(f"the body is not JSON: {printable(str(problem), 200)}") from problem
     if not isinstance(told, dict):
         raise Problem("the body is not a JSON object")
+    return told
+
+
+def _object(body: bytes, known: Sequence[str]) -> dict[str, Any]:
+    told = object_in(body)
     for key, value in told.items():
         if key in known:
             continue

@@ -18,13 +18,13 @@ import torch
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
-from stoker.contract.untrusted import parse_json, printable
+from stoker.contract.untrusted import printable
 from stoker.training.model import adapters, hf
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_config import base_of, is_adapter, shape_of
 from stoker.training.model.hf_read import added_by
-from stoker.training.serve.api import Problem, error
+from stoker.training.serve.api import Problem, error, object_in
 
 KEYS = ("folder", "version", "digest")
 MOST_WAITING = 16
@@ -149,12 +149,7 @@ def in_place(version: int, digest: str) -> bytes:
 
 
 def asked_in(body: bytes) -> Asked:
-    try:
-        told = parse_json(body, unique=True)
-    except ValueError as problem:
-        raise Problem(f"the body is not JSON: {printable(str(problem), 200)}") from problem
-    if not isinstance(told, dict):
-        raise Problem("the body is not a JSON object")
+    told = object_in(body)
     for key in told:
         if key not in KEYS:
             raise Problem(f"unknown key {printable(repr(key), 60)}{suggest(key, KEYS)}", key=printable(key, 60))
@@ -195,4 +190,4 @@ def refuse_other_shape(theirs: ModelConfig, ours: ModelConfig, folder: str) -> N
 
 
 def _quiet(line: str) -> None:
-    """Whoever pushed them is told the rest."""
+    """Who pushed them gets the rest in the answer."""
