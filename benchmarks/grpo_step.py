@@ -2,6 +2,7 @@
 
     python benchmarks/grpo_step.py --peers stoker,trl --json cells.jsonl --commit $(git rev-parse --short HEAD)
     python benchmarks/grpo_step.py --size T --peers stoker,trl           no GPU: shows that it works, measures nothing
+    python benchmarks/grpo_step.py --peers stoker --prompt 256           longer prompts: what computing a group's prompt once saves
 
 Both start from the same random weights of Qwen3-0.6B's shape (one folder, bf16), take 8 prompts of 64 bytes a step, write 8 answers of up to 256
 tokens to each at temperature 1, reward the length of the text modulo 7, and learn with AdamW at 1e-6 in bf16. TRL's default has no reference
@@ -259,11 +260,16 @@ def trl(folder: Path, size: Size, told: argparse.Namespace) -> Iterator[dict[str
         began = ended
 
 
+def sized(told: argparse.Namespace) -> Size:
+    size = SIZES[told.size]
+    return dataclasses.replace(size, prompt=told.prompt or size.prompt)
+
+
 def cell(told: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     run = {"stoker": stoker, "trl": trl}[told.cell]
-    steps = list(run(Path(told.folder), SIZES[told.size], told))
+    steps = list(run(Path(told.folder), sized(told), told))
     later = steps[1:] or steps
     medians = {key: round(statistics.median(step[key] for step in later), 4) for key in steps[0]}
     gpu = torch.cuda.is_available()
@@ -276,6 +282,7 @@ def cell(told: argparse.Namespace) -> dict[str, Any]:
         "steps_s": [round(step["step_s"], 4) for step in steps],
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if gpu else None,
         "kl": told.kl,
+        "prompt": sized(told).prompt,
         "micro": told.micro if told.cell == "stoker" else None,
         "versions": {
             name: importlib.metadata.version(name)
@@ -299,6 +306,7 @@ def main() -> int:
     parser.add_argument(
         "--kl", type=float, default=0.0, help="with a reference model on both sides where it is above 0"
     )
+    parser.add_argument("--prompt", type=int, default=0, help="bytes of a prompt; 0: as the size has them")
     parser.add_argument("--json", help="append the lines to this file, too")
     parser.add_argument("--commit", default="")
     parser.add_argument("--cell", choices=PEERS, help=argparse.SUPPRESS)
@@ -315,7 +323,7 @@ def main() -> int:
     failed = 0
     with tempfile.TemporaryDirectory(prefix="grpo-step-") as work:
         weights = Path(work) / "weights"
-        make_weights(weights, SIZES[told.size])
+        make_weights(weights, sized(told))
         for peer in peers:
             if peer == "trl" and importlib.util.find_spec("trl") is None:
                 print(json.dumps({"peer": peer, "size": told.size, "skipped": "trl is not installed here"}), flush=True)
