@@ -11,7 +11,7 @@ import pytest
 
 from conftest import at_length
 from stoker.training.serve.blocks import Chain, Pool, Table
-from stoker.training.serve.schedule import Plan, Schedule, Writing
+from stoker.training.serve.schedule import PATIENCE, Plan, Schedule, Writing
 from stoker.training.serve.text import Text
 
 SEEDS = [range(8), pytest.param(range(8, 400), marks=at_length)]
@@ -67,7 +67,7 @@ def answered_at_random(seed: int) -> None:
     draw = random.Random(seed)
     size, longest = draw.choice([1, 2, 4, 8]), 40
     pool = Pool(-(-longest // size) + draw.randrange(12), size)
-    schedule = Schedule(draw.randint(1, 6), pool, draw.choice([1, 3, 16, 100]))
+    schedule = Schedule(draw.choice([1, 2, 3, 4, 5, 6, 40]), pool, draw.choice([1, 3, 16, 100]))
     memory = Memory(pool)
     wanted: dict[Writing, int] = {}
     to_come, steps = 60, 0
@@ -223,6 +223,24 @@ def test_a_large_prompt_is_not_overtaken_for_ever_and_does_not_stop_others() -> 
     schedule.end(small)
     plans = [run(schedule, memory) for _ in range(6)]
     assert [piece.end - piece.begin for plan in plans for piece in plan.pieces] == [8, 8, 8, 8, 8, 4]
+
+
+def test_while_nearly_all_slots_are_taken_prompts_begin_in_groups() -> None:
+    pool = Pool(2000, 4)
+    schedule, memory = Schedule(64, pool, 1000), Memory(pool)
+    writings = [schedule.add([5, number]) for number in range(100)]
+    assert len(run(schedule, memory).pieces) == 64, "an idle engine takes all it can at once"
+    for writing in writings[:3]:
+        schedule.end(writing)
+    assert not any(run(schedule, memory).pieces for _ in range(PATIENCE)), "three free slots wait for a fourth"
+    assert len(run(schedule, memory).pieces) == 3, "but not for ever"
+    for writing in writings[3:7]:
+        schedule.end(writing)
+    assert len(run(schedule, memory).pieces) == 4
+    for writing in schedule.waiting[1:]:
+        schedule.end(writing)
+    schedule.end(writings[7])
+    assert len(run(schedule, memory).pieces) == 1, "nobody else wants a slot"
 
 
 def test_the_bookkeeping_is_free_of_torch() -> None:

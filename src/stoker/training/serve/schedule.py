@@ -4,6 +4,9 @@ Sequences are admitted in the order of their arrival, as many as there are slots
 token of every sequence that has one left (the token step), and up to `budget` tokens of those that have more (prompts).
 Where blocks run out, the youngest sequence gives its blocks back and computes its tokens again later: the oldest always
 goes on.
+
+Prompts begin in groups while nearly all slots are taken: each pass over prompts holds up every running answer (on an
+H200, 0.6B, 256 answers: 25 ms for one prompt as for sixteen, a token step 5 ms).
 """
 
 from __future__ import annotations
@@ -13,6 +16,10 @@ from collections.abc import Callable, Iterable
 
 from stoker.contract.shape import shape
 from stoker.training.serve.blocks import Chain, Copy, Key, Pool, Table
+
+
+GROUPS = 16  # of the slots: so many passes over prompts renew them all
+PATIENCE = 16  # steps that free slots wait for more of them
 
 
 class Writing:
@@ -65,6 +72,7 @@ class Schedule:
         assert slots > 0 and budget > 0
         self.pool, self._budget = pool, budget
         self._slots = list(range(slots - 1, -1, -1))  # free ones, the lowest last: those in use stay together
+        self._together, self._held = max(slots // GROUPS, 1), 0
         self._count, self._root = 0, ""
         self.waiting: list[Writing] = []
         self.running: list[Writing] = []  # both in the order of arrival
@@ -141,6 +149,8 @@ class Schedule:
     def _admitted(self, admits: Callable[[Writing], bool], copies: list[Copy], budget: int) -> list[Writing]:
         """Those that begin now. One whose beginning is just being computed by another waits for that, and others go ahead."""
         found: list[Writing] = []
+        if self._holds():
+            return found
         coming = {key for writing in self.running if writing.left > 1 for key in self._to_come(writing)}
         for writing in self.waiting:
             if not self._slots:
@@ -170,6 +180,15 @@ class Schedule:
             found.append(writing)
         self.waiting = [writing for writing in self.waiting if writing.slot < 0]
         return found
+
+    def _holds(self) -> bool:
+        """Whether free slots wait: few are, more will be soon, and more sequences want one than there are."""
+        free = len(self._slots)
+        self._held += 1
+        if 0 < free < min(self._together, len(self.waiting)) and self._held <= PATIENCE:
+            return True
+        self._held = 0
+        return False
 
     def _piece(self, writing: Writing, budget: int) -> Piece:
         return Piece(writing, writing.computed, min(writing.computed + budget, len(writing.tokens)))
