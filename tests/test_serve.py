@@ -41,7 +41,8 @@ CONTEXT = 256
 class Server:
     def __init__(self, folder: Path, *flags: str, **variables: str) -> None:
         argv = [sys.executable, "-m", "stoker", "serve", str(folder), "--port", "0", "--context", str(CONTEXT), *flags]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+        # Answers are compared with those in fp32, which a CPU gives; test_serve_kernel.py is about GPUs.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
         self.process = subprocess.Popen(
             argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
@@ -313,3 +314,12 @@ def test_the_openai_client_reads_it(server: Server) -> None:
         client.completions.create(model="other", prompt="x")
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         client.completions.create(model="small", prompt="x", max_tokens=10**6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
+def test_on_a_gpu_the_first_answer_is_that_of_all_later_ones(folder: Path) -> None:
+    """The first request of its kind captures a CUDA graph, which must not advance its answer."""
+    body = {"prompt": "the", "max_tokens": 24, "temperature": 0}
+    with Server(folder, "--slots", "2", CUDA_VISIBLE_DEVICES="0") as server:
+        texts = [server.ask("/v1/completions", body)[1]["choices"][0]["text"] for _ in range(3)]
+    assert texts[0] and len(set(texts)) == 1

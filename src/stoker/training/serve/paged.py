@@ -270,7 +270,9 @@ class Paged:
 
             if self._graphs is None:
                 return step
+            ids = self._ids.clone()
             self._steps[width, looked_at, kind] = captured(step, self._graphs)
+            self._ids.copy_(ids)  # a capture takes the step once; all else it writes, the step itself writes again
         return self._steps[width, looked_at, kind]
 
     def _one(self, width: int, looked_at: int, kind: Kind) -> None:
