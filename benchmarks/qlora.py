@@ -5,9 +5,10 @@
 
     python benchmarks/qlora.py --peers stoker --cap 8 --cells 8b:1:2048:31:adamw8bit   does it run on a card of 8 GB?
 
-A cell is SIZE:MICRO:CONTEXT[:RECOMPUTED[:OPTIMIZER[:EMBEDDING[:ACTIVATIONS]]]]: RECOMPUTED blocks of Stoker's model are computed again in the backward pass (0 if not given; `full`: all);
+A cell is SIZE:MICRO:CONTEXT[:RECOMPUTED[:OPTIMIZER[:EMBEDDING[:ACTIVATIONS[:GRAPHS]]]]]: RECOMPUTED blocks of Stoker's model are computed again in the backward pass (0 if not given; `full`: all);
 peft always recomputes all of them (gradient checkpointing), as its guides do. Rank 16 on all linear layers, AdamW. EMBEDDING and ACTIVATIONS:
-device or host, where the embedding lies and where what blocks keep waits for the backward pass.
+device or host, where the embedding lies and where what blocks keep waits for the backward pass. GRAPHS: compute.cuda_graphs
+(auto, on, off), where nothing lies on the host.
 --cap: torch may take so many GiB less what the CUDA context takes, as on a card of that size; more is out of memory.
 
 stoker         NF4 with double quantization, fused blocks
@@ -34,7 +35,7 @@ from typing import Any
 
 CELL = "CELL "  # how the line of a child begins that holds its result
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-WARM = 2
+WARM = 5  # steps: of Stoker's the fourth may capture a graph
 TAIL = 60  # lines of a failed cell
 INSTEAD = {"unsloth": "unsloth-plain", "unsloth-plain": "unsloth-direct"}  # where one fails
 
@@ -48,6 +49,7 @@ class Cell:
     optimizer: str = "adamw"
     place: str = "device"  # of the embedding
     activations: str = "device"
+    graphs: str = "auto"
     rank: int = 16
     micro_steps: int = 1  # of a step
     packed: bool = False
@@ -56,7 +58,7 @@ class Cell:
 
 def cell_of(text: str) -> Cell:
     size, micro, context, *more = text.split(":")
-    how = dict(zip(("recompute", "optimizer", "place", "activations"), more, strict=False))
+    how = dict(zip(("recompute", "optimizer", "place", "activations", "graphs"), more, strict=False))
     return dataclasses.replace(Cell(size, int(micro), int(context)), **how)  # type: ignore[arg-type]
 
 
@@ -66,8 +68,10 @@ def run_stoker(cell: Cell, method: str, steps: int) -> dict[str, Any]:
 
     from stoker.training.fit.described import describe
     from stoker.training.fit.terms import Job, predict
+    from stoker.training.loop.feeder import MicroBatch
+    from stoker.training.loop.step import MicroStep
     from stoker.training.model import ready
-    from stoker.training.model.attention import documents, kernels
+    from stoker.training.model.attention import kernels
     from stoker.training.model.config import AdapterConfig
     from stoker.training.optim.config import OptimConfig
     from stoker.training.optim.optimizer import Optimizer, gradient_norm
@@ -81,17 +85,18 @@ def run_stoker(cell: Cell, method: str, steps: int) -> dict[str, Any]:
     optimizer = Optimizer(model, OptimConfig(kind=cell.optimizer, learning_rate=2e-4))
     scale = torch.tensor(1 / (tokens * cell.micro_steps), device=where)
     bad, one_text = torch.zeros((), device=where), torch.zeros((cell.micro, cell.context), dtype=torch.int32)
+    on_host = host or cell.activations == "host"
+    graph_with = None if cell.graphs == "off" or on_host or where.type != "cuda" else optimizer
+    micro_step = MicroStep(model, scale, graph_with, only_if_bound=cell.graphs == "auto")
 
     def step() -> float:
         loss = torch.zeros((), device=where)
         for _ in range(cell.micro_steps):
             inputs = torch.randint(0, c.vocab_size, (cell.micro, cell.context + 1), device=where)
-            packed = documents(one_text if cell.packed else None, where)
-            part = model(inputs[:, :-1].contiguous(), inputs[:, 1:].contiguous(), scale, packed)
-            part.backward()
-            loss += part.detach()
+            segments = one_text if cell.packed else None
+            loss += micro_step(MicroBatch((), inputs[:, :-1].contiguous(), inputs[:, 1:].contiguous(), segments))
         optimizer.step(1.0, gradient_norm(optimizer.parameters), bad)
-        optimizer.zero()
+        optimizer.zero(keep=micro_step.graphed)
         return float(loss)
 
     with kernels("auto"):
@@ -100,7 +105,8 @@ def run_stoker(cell: Cell, method: str, steps: int) -> dict[str, Any]:
         cell.micro, cell.context, cell.optimizer, cell.packed, recomputed=recomputed_blocks(cell.recompute, c.layers),
         accumulates=cell.micro_steps > 1, on_host=host, inputs_on_host=cell.activations == "host",
     )  # fmt: skip
-    return found | {"planned_gib": round(predict(describe(c, told), job).total / 2**30, 2)}
+    planned = round(predict(describe(c, told), job).total / 2**30, 2)
+    return found | {"planned_gib": planned, "graphed": micro_step.graphed}
 
 
 def run_peft(cell: Cell, method: str, steps: int) -> dict[str, Any]:
@@ -200,7 +206,7 @@ def measured(step: Any, tokens: int, steps: int, begun: float) -> dict[str, Any]
             torch.cuda.synchronize()
         seconds.append(time.monotonic() - start)
     found = {
-        "tokens_per_s": round(tokens / statistics.median(seconds[WARM:])),
+        "tokens_per_s": round(tokens / statistics.median(seconds[WARM:] or seconds[-1:])),
         "first_step_s": round(seconds[0], 2),
         "made_s": round(made, 1),
         "loss": round(losses[-1], 4),
@@ -277,7 +283,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default="8b:4:2048:full")
     parser.add_argument("--peers", default="stoker,peft")
-    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--json", default="")
     parser.add_argument("--commit", default="")
     parser.add_argument("--cap", type=float, default=0.0)

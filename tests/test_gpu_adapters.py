@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from conftest import Done, Stoker
 from stoker.training.fit.described import describe
 from stoker.training.fit.terms import BACKWARD, FORWARD, Job, predict
 from stoker.training.generate.engine import Engine
+from stoker.training.loop.feeder import MicroBatch
+from stoker.training.loop.step import MicroStep
 from stoker.training.model import adapters, hf, maps, nf4, ready
 from stoker.training.model.config import AdapterConfig, ModelConfig
 from stoker.training.model.decoder import Decoder
@@ -119,6 +122,37 @@ def test_inputs_in_host_memory_change_no_bit_and_free_the_card(method: str, tmp_
         assert torch.equal(loss, other_loss)
         for name, gradient in gradients.items():  # cuDNN's backward adds in any order
             torch.testing.assert_close(gradient, others[name], rtol=0.02, atol=1e-5)
+
+
+@pytest.mark.parametrize("unasked", [False, True])
+def test_packed_steps_as_graphs_learn_what_steps_by_kernels_do(unasked: bool, tmp_path: Path) -> None:
+    """Documents of every number and length; steps of two micro-batches. So small a model waits for its launches."""
+    folder, told = base(tmp_path), AdapterConfig(method="qlora", lora_rank=8)
+    draw = random.Random(3)
+    batches = []
+    for step in range(16):
+        tokens = torch.randint(0, 300, (2, 257), generator=torch.Generator().manual_seed(step))
+        cuts = [sorted(draw.sample(range(1, 256), (1, 2, 9, 30)[step % 4])) for _ in range(2)]
+        segments = torch.tensor([[sum(place >= cut for cut in row) for place in range(256)] for row in cuts])
+        batches.append(MicroBatch((0, 1), tokens[:, :-1], tokens[:, 1:], segments.to(torch.int32)))
+    curves, ends, graphs = [], [], []
+    for graphed in (False, True):
+        model = opened(folder, told)
+        optimizer = Optimizer(model, OptimConfig(learning_rate=1e-3))
+        scale, bad = torch.tensor(1 / 1024, device=CUDA), torch.zeros((), device=CUDA)
+        micro_step = MicroStep(model, scale, optimizer if graphed else None, only_if_bound=unasked)
+        losses = []
+        for step in range(0, len(batches), 2):
+            losses += [float(micro_step(batch)) for batch in batches[step : step + 2]]
+            optimizer.step(1.0, gradient_norm(optimizer.parameters), bad)
+            optimizer.zero(keep=micro_step.graphed)
+        curves.append(losses)
+        ends.append({name: parameter.detach().clone() for name, parameter in adapters.learned(model).items()})
+        graphs.append(micro_step.graphed)
+    assert graphs == [False, True]
+    assert curves[1] == pytest.approx(curves[0], rel=2e-3) and curves[0][0] != pytest.approx(curves[0][-4], rel=2e-3)
+    for name, numbers in ends[0].items():
+        torch.testing.assert_close(ends[1][name], numbers, rtol=0.1, atol=2e-3)
 
 
 @pytest.mark.parametrize("recompute", ["off", "1", "2"])

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +24,16 @@ from stoker.training.loop.feeder import Material, MicroBatch, StepBatch
 from stoker.training.loop.learner import Learner
 from stoker.training.loop.run import Answers
 from stoker.training.model.adapters import Beside
-from stoker.training.model.attention import documents
+from stoker.training.model.attention import Documents, documents
 from stoker.training.model.decoder import Decoder
 from stoker.training.optim.loss_scale import LossScale
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
 from stoker.training.parallel.group import Group, no_sync
 
 WARM_UP = 3  # eager calls before a graph's capture: compilation, cuBLAS and autograd must have settled
+BOUND = 0.85  # of a step's time in which its kernels are launched: it waits for launches
+ROOM = 1.25  # of what a step takes besides what stays: free before a graph is captured unasked
+MOST_GRAPHS = 8
 
 
 @shape
@@ -67,71 +72,127 @@ class Pending:
 
 
 class MicroStep:
-    """Forward and backward; of small models as one CUDA graph: kernels of a few µs are bound by their launches."""
+    """Forward and backward; where launches take longer than kernels, as one CUDA graph. Packed rows need a graph for each
+    number and length of documents, both rounded up: few.
+    """
 
-    def __init__(self, wrapped: nn.Module, scale: Tensor, graph_with: Optimizer | None) -> None:
+    def __init__(
+        self, wrapped: nn.Module, scale: Tensor, graph_with: Optimizer | None, *, only_if_bound: bool = False
+    ) -> None:
+        """`only_if_bound`: graphs only if a step turns out to wait for its launches, and there is memory for them."""
         self._wrapped, self._scale, self._optimizer = wrapped, scale, graph_with
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: Tensor | None = None
-        self._targets: Tensor | None = None
-        self._loss: Tensor | None = None
-        self._calls = 0
+        self._only_if_bound, self._calls = only_if_bound, 0
+        self._graphs: dict[Sizes, _Graph] = {}
+        self._met: Counter[Sizes] = Counter()
+        self._pool: Any = None
 
     @property
     def graphed(self) -> bool:
         """Gradients keep their place from now on."""
-        return self._optimizer is not None
+        return bool(self._graphs) or (self._optimizer is not None and not self._only_if_bound)
 
     def eager(self, micro: MicroBatch) -> Tensor:
+        return self._eager(micro, documents(micro.segments, self._scale.device))
+
+    def _eager(self, micro: MicroBatch, packed: Documents | None) -> Tensor:
         device = self._scale.device
-        loss = self._wrapped(
-            micro.inputs.to(device, non_blocking=True),
-            micro.targets.to(device, non_blocking=True),
-            self._scale,
-            documents(micro.segments, device),
-        )
+        inputs, targets = (x.to(device, non_blocking=True) for x in (micro.inputs, micro.targets))
+        loss = self._wrapped(inputs, targets, self._scale, packed)
         loss.backward()
         found: Tensor = loss.detach()
         return found
 
     def __call__(self, micro: MicroBatch) -> Tensor:
-        if self._optimizer is None or micro.segments is not None:
+        if self._optimizer is None:
             return self.eager(micro)
+        packed = documents(micro.segments, self._scale.device)
+        sizes = None if packed is None else (len(packed.offsets), packed.longest)
         self._calls += 1
-        if self._calls <= WARM_UP:
-            return self.eager(micro)
-        if self._inputs is None or self._targets is None:
-            self._inputs = micro.inputs.to(self._scale.device)
-            self._targets = micro.targets.to(self._scale.device)
+        self._met[sizes] += 1
+        if self._calls == WARM_UP and self._only_if_bound:
+            return self._timed(micro, packed)
+        # What came once may not come again: it is not worth a capture, nor the memory.
+        rare = packed is not None and self._met[sizes] < 2
+        if self._calls <= WARM_UP or (sizes not in self._graphs and (rare or len(self._graphs) == MOST_GRAPHS)):
+            return self._eager(micro, packed)
+        graph = self._graphs.get(sizes)
+        if graph is None:
+            graph = self._graphs[sizes] = _Graph(micro, packed, self._scale.device)
+            self._capture(graph)
         else:
-            self._inputs.copy_(micro.inputs, non_blocking=True)
-            self._targets.copy_(micro.targets, non_blocking=True)
-        if self._graph is None:
-            self._capture()
-        assert self._graph is not None and self._loss is not None
-        self._graph.replay()
-        return self._loss
+            graph.fill(micro, packed)
+        return graph.replay()
 
-    def _capture(self) -> None:
+    def _timed(self, micro: MicroBatch, packed: Documents | None) -> Tensor:
+        """A call that decides whether there will be graphs: are all kernels done soon after the last was launched?"""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        before, begun = torch.cuda.memory_allocated(), time.perf_counter()
+        begin.record()
+        loss = self._eager(micro, packed)
+        end.record()
+        launched = time.perf_counter() - begun
+        end.synchronize()
+        if launched < BOUND * begin.elapsed_time(end) / 1000 or not _room_for(
+            torch.cuda.max_memory_allocated() - before
+        ):
+            self._optimizer = None
+        return loss
+
+    def _capture(self, graph: _Graph) -> None:
         """The gradients of the eager calls are the buffers the graph adds to."""
-        assert self._inputs is not None
         # A number sampled here would make other dropout than the replay of this step has.
         dice = torch.cuda.get_rng_state()
         kept = [p.grad.clone() if p.grad is not None else None for p in self._wrapped.parameters()]
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # once on the stream of the capture, for its workspaces
-            self._wrapped(self._inputs, self._targets, self._scale, None).backward()
+            self._wrapped(graph.inputs, graph.targets, self._scale, graph.packed).backward()
         torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # other threads pin memory meanwhile
-            loss = self._wrapped(self._inputs, self._targets, self._scale, None)
+        torch.cuda.empty_cache()
+        # One pool for all graphs: they run one after the other, and nothing of one is used after the next.
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        # thread_local: other threads pin memory meanwhile
+        with torch.cuda.graph(graph.graph, pool=self._pool, capture_error_mode="thread_local"):
+            loss = self._wrapped(graph.inputs, graph.targets, self._scale, graph.packed)
             loss.backward()
-            self._loss = loss.detach()
+            graph.loss = loss.detach()
         for parameter, before in zip(self._wrapped.parameters(), kept, strict=True):
             if parameter.grad is not None:
                 parameter.grad.zero_() if before is None else parameter.grad.copy_(before)
         torch.cuda.set_rng_state(dice)
+
+
+def _room_for(needed: int) -> bool:
+    """A graph has memory of its own: what eager steps left over can't serve it."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0] > ROOM * needed
+
+
+Sizes = tuple[int, int] | None  # of documents: their offsets, the longest; None: rows are not packed
+
+
+class _Graph:
+    """A captured micro-step, and the tensors that it reads and writes."""
+
+    def __init__(self, micro: MicroBatch, packed: Documents | None, device: torch.device) -> None:
+        self.inputs, self.targets = micro.inputs.to(device), micro.targets.to(device)
+        if packed is not None:
+            packed = Documents(packed.segments.clone(), packed.offsets.clone(), packed.longest)
+        self.packed, self.graph = packed, torch.cuda.CUDAGraph()
+        self.loss: Tensor | None = None
+
+    def fill(self, micro: MicroBatch, packed: Documents | None) -> None:
+        self.inputs.copy_(micro.inputs, non_blocking=True)
+        self.targets.copy_(micro.targets, non_blocking=True)
+        if self.packed is not None and packed is not None:
+            self.packed.segments.copy_(packed.segments)
+            self.packed.offsets.copy_(packed.offsets)
+
+    def replay(self) -> Tensor:
+        assert self.loss is not None
+        self.graph.replay()
+        return self.loss
 
 
 @shape
@@ -153,7 +214,7 @@ class Parts:
     )  # ranks that learn alone for some steps: their gradients stay their own, and weights meet when it says so
     clock: StepClock | None
     drill: Drill
-    graph: bool  # small models: a step is one CUDA graph
+    graph: str  # whether a micro-step is one CUDA graph: off, on, or auto (if it turns out to wait for its launches)
     adapters: Beside | None = None  # None: all weights learn
     loss_scale: LossScale | None = None  # of fp16
     exchange_each: bool = False  # fsdp: gradients of each micro-batch, so that no rank holds all of them
@@ -180,7 +241,8 @@ class Stepper:
         self._scale = torch.ones((), device=device)
         self._unscaled = torch.zeros(2, device=device)
         self._alone = torch.ones((), device=device)  # this rank's share of the tokens, where ranks learn alone
-        self._micro = MicroStep(parts.wrapped, self._scale, parts.optimizer if parts.graph else None)
+        graphed = parts.optimizer if parts.graph != "off" else None
+        self._micro = MicroStep(parts.wrapped, self._scale, graphed, only_if_bound=parts.graph == "auto")
 
     def set_seed(self, step: int, number: int) -> None:
         """Dropout is a function of (seed, step, rank, micro-batch): nothing to save, and a replay repeats it."""
@@ -219,7 +281,7 @@ class Stepper:
         for number, micro in enumerate(batch.micro_batches):
             self.set_seed(batch.step, number)
             with no_sync(self._wrapped, number == last or self._each, number == last):
-                total += self._micro(micro) if self._micro.graphed else self._micro.eager(micro)
+                total += self._micro(micro)
         if self._clock is not None:
             self._clock.end()
         self._after_backward()

@@ -260,11 +260,11 @@ class Optimizer:
         torch.autograd.graph.increment_version(self._whole)
 
     def zero(self, keep: bool = False) -> None:
+        if keep:  # a CUDA graph writes to the same place each time
+            torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])
+            return
         for parameter in self.parameters:
-            if keep and parameter.grad is not None:  # a CUDA graph writes to the same place each time
-                parameter.grad.zero_()
-            else:
-                parameter.grad = None
+            parameter.grad = None
 
 
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:

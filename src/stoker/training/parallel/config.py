@@ -144,6 +144,7 @@ class ComputeConfig:
         "auto (cuDNN where it works, then flash), cudnn, flash, or math"
     )
     cuda_graphs: str = one_of("auto", "on", "off")(
-        "replay a whole micro-step as one graph: auto (small models on one rank), on, off"
+        "replay a whole micro-step as one graph: auto (on one rank, if launching its kernels takes longer than computing"
+        " them), on, off"
     )
     deterministic: bool = option("only kernels that give the same bits each time: slower", default=False)

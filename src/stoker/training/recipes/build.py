@@ -424,23 +424,44 @@ def samples_per_step(c: Config, micro: int, world: int, found: Checkpoint | None
     return (micro << int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0"))) * b.accumulation * world
 
 
-def graphed(c: Config, model: Decoder, group: Group, voice: Voice, *, packed: bool) -> bool:
-    asked = c.compute.cuda_graphs
-    possible = group.device.type == "cuda" and group.world == 1 and group.strategy == "ddp" and not packed
+def graphed(c: Config, model: Decoder, group: Group, voice: Voice, *, packed: bool) -> str:
+    """Whether a micro-step becomes one CUDA graph: off, on, or auto (if launching it takes longer than computing it)."""
+    asked, lora_dropout = c.compute.cuda_graphs, c.adapter.lora_dropout if c.adapter.method else 0.0
     # Before torch 2.10 or so the random state that dropout needs again in a recomputation can't be asked for in a
     # capture.
-    possible = possible and not (model.config.dropout and c.compute.recompute not in ("auto", "off"))
-    possible = possible and model.config.engine != "transformers"
-    possible = possible and not model.config.experts  # a grouped product may look at its counts on the host
-    possible = possible and c.compute.activations != "host"  # its copies run on a stream of their own
-    possible = possible and model.loss != "liger"  # counts its labels on the host, which no capture can hold
-    if asked == "on" and not possible:
-        line = (
-            "compute.cuda_graphs on: not with several ranks, fsdp, packed documents (chats, data.documents), a drill, experts, liger's loss, activations on the host, or dropout that"
-            " is recomputed"
-        )
-        voice.say_once(f"{line}; steps are launched kernel by kernel")
-    return possible and (asked == "on" or (asked == "auto" and ready.parameters(model) < GRAPH_PARAMETERS))
+    dropped_again = (model.config.dropout or lora_dropout) and c.compute.recompute not in ("auto", "off")
+    hindrances = {
+        "several ranks": group.world > 1,
+        "fsdp": group.strategy != "ddp",
+        "packed documents that attention masks": packed and not _packs_by_offsets(model),
+        "dropout that is recomputed": bool(dropped_again),
+        "model.engine transformers": model.config.engine == "transformers",
+        "experts": bool(model.config.experts),  # a grouped product may look at its counts on the host
+        "compute.activations host": c.compute.activations == "host",  # its copies run on a stream of their own
+        "compute.embedding host": c.compute.embedding == "host",  # its rows are looked up by the host
+        "liger's loss": model.loss == "liger",  # counts its labels on the host, which no capture can hold
+    }
+    hindered = [name for name, is_so in hindrances.items() if is_so]
+    if group.device.type != "cuda" or asked == "off":
+        return "off"
+    if hindered and asked == "on":
+        voice.say_once(f"compute.cuda_graphs on: not with {', '.join(hindered)}; steps are launched kernel by kernel")
+    if hindered or asked == "on":
+        return "off" if hindered else "on"
+    small = ready.parameters(model) < GRAPH_PARAMETERS and not packed
+    return "on" if small else "auto"
+
+
+def _packs_by_offsets(model: Decoder) -> bool:
+    """A plain decoder whose attention finds documents by their offsets, without a mask of each batch's own."""
+    if type(model) is not Decoder or not model.fused:
+        return False
+    c = model.config
+    kernels = {
+        packed_kernel(model.device, model.dtype, c.head_dim, window=window, dropout=c.dropout, cap=c.attention_cap)
+        for window in model.windows
+    }
+    return kernels == {"varlen"}
 
 
 def start_of(

@@ -119,7 +119,7 @@ def of_rows(c: Config, stage: str, parts: Parts, folder: str, voice: Voice) -> M
     adds = not c.batch.micro or parts.batch > parts.micro * parts.group.world
     job = job_of(c, held, needs, packed=parts.material.train.packed, adds=adds)
     adapter = c.adapter if adapters is None else adapters.settings
-    return MemoryRecord(c, stage, held, planned(c, adapter, held, job, parts.graph), folder, voice)
+    return MemoryRecord(c, stage, held, planned(c, adapter, held, job, parts.graph == "on"), folder, voice)
 
 
 def of_grpo(

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from stoker.contract.shape import shape
 from stoker.training.serve.blocks import Chain, Copy, Key, Pool, Table
 
-
 GROUPS = 16  # of the slots: so many passes over prompts renew them all
 PATIENCE = 16  # steps that free slots wait for more of them
 
