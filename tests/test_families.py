@@ -27,7 +27,8 @@ import stoker
 from conftest import at_length_but
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
-from stoker.training.generate.engine import Engine, kernels_for
+from stoker.training.generate.cached import kernels_for
+from stoker.training.generate.engine import Engine
 from stoker.training.generate.graphed import Graphed
 from stoker.training.loop.resume import check as check_resume
 from stoker.training.model import families, hf

@@ -10,9 +10,7 @@ An answer depends on the seed and on the prompt's index, not on the batch it was
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,11 +18,20 @@ from torch import Tensor
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.training.generate import plain
-from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, distinct, padded, seen
-from stoker.training.generate.config import Sampling, checked, kernels_lack
+from stoker.training.generate.cached import (
+    Blocks,
+    Cache,
+    Prompts,
+    Weights,
+    as_mask,
+    distinct,
+    kernels_for,
+    padded,
+    seen,
+)
+from stoker.training.generate.config import Sampling, checked
 from stoker.training.generate.graphed import Graphed
 from stoker.training.generate.sample import sample_token, token_logprobs, uniforms
-from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.outside import Outside
 
@@ -139,17 +146,6 @@ class Eager:
             cached = self.cache.kv[:, :, : len(rows)]
             x, delta = blocks.run(token, lengths + place, self._angles, cached, slot, 1, attention)
             logits = blocks.logits(x, delta)
-
-
-def kernels_for(c: ModelConfig, length: int, device: torch.device) -> Any:
-    """The module of kernels that answers of that model are written with, prompt and answer of `length`; None: plain torch."""
-    if device.type != "cuda":
-        return None
-    lacks = kernels_lack(c, length)
-    if lacks:
-        print(f"the generation kernels have no {lacks} yet; using plain torch", file=sys.stderr, flush=True)
-        return None
-    return import_module("stoker.training.generate.kernel")  # Triton: on GPUs only
 
 
 class Engine:

@@ -86,8 +86,10 @@ class _Group:
 
 
 class Paged:
-    def __init__(self, w: Weights, slots: int, length: int, pool: Pool, kernels: Kernels | None = None) -> None:
-        """`kernels`: of Triton; without them plain torch."""
+    def __init__(
+        self, w: Weights, slots: int, length: int, pool: Pool, kernels: Kernels | None = None, captures: bool = True
+    ) -> None:
+        """`kernels`: of Triton; without them plain torch. `captures`: on GPUs a token step is a graph, which can't hold gathers."""
         self._weights, self._size, self._nobody, self._kernels = w, pool.size, pool.count, kernels
         ops = kernels.between if kernels else plain
         self._prompts, self._tokens = Blocks(w, ops), Blocks(w, ops, captured=True)
@@ -98,7 +100,7 @@ class Paged:
         self._device = w.embed.device
         self._across = pool.needed(length)
         self._steps: dict[tuple[int, int, Kind], Callable[[], None]] = {}
-        self._graphs = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        self._graphs = torch.cuda.graph_pool_handle() if captures and self._device.type == "cuda" else None
         self._ids = torch.zeros(slots, dtype=torch.int64, device=self._device)
         # of each slot: place, top_k, then its blocks; uniform, temperature, top_p
         self._whole = self._both(slots, FIRST_BLOCK + self._across, torch.int64)
