@@ -17,13 +17,12 @@ from typing import Any
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.training.generate.borrowed import Borrowed
-from stoker.training.generate.config import PREFILL_TOKENS, Sampling, checked
+from stoker.training.generate.config import BLOCK, PREFILL_TOKENS, Sampling, checked
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.outside import Outside
 from stoker.training.serve.engine import PagedEngine, Sizes
 from stoker.training.serve.request import Request
 
-BLOCK = 16  # tokens of the cache that are shared and given back together
 PREFILL_TOKENS_ON_CPU = 1 << 13  # at once: the feed-forward layer's activations stay below 1 GB for widths up to 32 K
 Prompts = Sequence[Sequence[int]]
 Token = tuple[int, int, float | None]  # which prompt, its next token, that one's log-probability
