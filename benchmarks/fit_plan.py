@@ -50,7 +50,6 @@ from stoker.training.fit.terms import (
     StageNeeds,
     reserved,
 )  # fmt: skip
-from stoker.training.generate.engine import Engine
 from stoker.training.model import maps
 from stoker.training.model.attention import documents, kernels
 from stoker.training.model.config import AdapterConfig, ModelConfig, parameters
@@ -63,6 +62,7 @@ from stoker.training.reward.config import DpoConfig
 from stoker.training.reward.model import RewardModel, score_ids
 from stoker.training.reward.model import learner as reward_learner
 from stoker.training.rl.update import Policy, Row, arrange, logprobs
+from stoker.training.serve.batch import BatchEngine
 
 LONGEST = 600  # seconds of one configuration
 GIB = 1 << 30
@@ -349,7 +349,7 @@ def _measure_grpo(
 ) -> dict[str, int]:
     """Two steps: only then everything is there that a step finds. Every answer has all its tokens."""
     judge = _scorer(case) if case.scored else None
-    engine = Engine(model, rows=case.rows, length=case.context, codes=case.bits == 4)
+    engine = BatchEngine(model, rows=case.rows, length=case.context, codes=case.bits == 4)
     policy = Policy(model, temperature=1.0, clip_ratio=0.2, kl=0.02)
     prompt, words = case.context - case.new_tokens, case.config.vocab_size
     for step in range(2):

@@ -32,16 +32,16 @@ def prompts(size: Size) -> torch.Tensor:
 
 
 def stoker(folder: str, size: Size) -> Writer:
-    from stoker.training.generate.engine import Engine
     from stoker.training.model import hf
     from stoker.training.model.decoder import Decoder
+    from stoker.training.serve.batch import BatchEngine
 
     torch.set_float32_matmul_precision("high")
     with torch.device("meta"):
         model = Decoder(hf.shape_of(folder), size.prompt + size.new, DTYPE)
     model.place(torch.device(DEVICE))
     hf.load(model, folder, lambda _: None)
-    engine = Engine(model, rows=size.prompts * size.group, length=size.prompt + size.new)
+    engine = BatchEngine(model, rows=size.prompts * size.group, length=size.prompt + size.new)
     given = prompts(size).tolist()
 
     def write(seed: int, temperature: float) -> torch.Tensor:

@@ -118,7 +118,6 @@ def stoker(folder: Path, size: Size, told: argparse.Namespace) -> Iterator[dict[
 
     from stoker.contract.shape import replace
     from stoker.training.generate.config import GenerateConfig
-    from stoker.training.generate.engine import Engine
     from stoker.training.model import hf, ready
     from stoker.training.model.decoder import Decoder
     from stoker.training.optim.config import OptimConfig
@@ -129,6 +128,7 @@ def stoker(folder: Path, size: Size, told: argparse.Namespace) -> Iterator[dict[
     from stoker.training.rl.rollout import Prompt, Rollout
     from stoker.training.rl.sampler import InTrainer
     from stoker.training.rl.update import Updater, advantages
+    from stoker.training.serve.batch import BatchEngine
     from stoker.training.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 
     class Bytes(Tokenizer):
@@ -162,7 +162,7 @@ def stoker(folder: Path, size: Size, told: argparse.Namespace) -> Iterator[dict[
         attention=ready.attention(compute, group.device),
     )
     answers_a_step = size.prompts * size.group
-    engine = Engine(model, rows=answers_a_step, length=size.prompt + size.new)
+    engine = BatchEngine(model, rows=answers_a_step, length=size.prompt + size.new)
     bare = bytes_tokenizer()
     sampler = InTrainer(engine, size.new, {END}, GenerateConfig(new_tokens=size.new).sampling)
     rollout = Rollout(sampler, Bytes(bare.data, bare.config, bare.where), {END}, size.group, group)

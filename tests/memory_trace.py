@@ -299,15 +299,17 @@ def traced_grpo(
     shape: Any, adapter: Any, context: int, *, micro: int = 4, prompt: int = 100, new_tokens: int = 60, rows: int = 8,
     answers: int = 8, recompute: int = 0, optim: Any = None, kl: float = 0.02, codes: bool = False, host: bool = False,
 ) -> Trace:  # fmt: skip
-    """One step of stage grpo: answers by Graphed with kernels that only allocate, their copy made anew, and the update."""
-    from stoker.training.generate import cached, graphed
-    from stoker.training.generate.cached import Weights
-    from stoker.training.generate.config import Sampling, kernels_lack
+    """One step of stage grpo: answers by the paged engine with kernels that only allocate, their copy made anew, and the update."""
+    from stoker.training.generate.config import PREFILL_TOKENS, kernels_lack
     from stoker.training.model.config import AdapterConfig
     from stoker.training.model.decoder import Decoder
     from stoker.training.model.reference import Beginning, copied
     from stoker.training.rl import update
     from stoker.training.rl.update import Policy, Row, arrange, logprobs
+    from stoker.training.serve import engine as serving
+    from stoker.training.serve import paged
+    from stoker.training.serve.batch import sizes_for
+    from stoker.training.serve.request import Request
 
     meta = torch.device("meta")
     with pretended(), Trace() as trace:
@@ -317,22 +319,30 @@ def traced_grpo(
             copy = _built(Decoder, shape, AdapterConfig(), context, recompute).to(torch.bfloat16)
             reference = copied(copy.requires_grad_(False))
         optimizer = _optimizer(model, optim)
-        weights = Weights(model, shape.vocab_size, codes)
         kernels = None if kernels_lack(shape, prompt + new_tokens) else _writing_kernels()
-        attend = cached.attend
-        cached.attend = lambda q, *rest: _empty(*q.shape, dtype=q.dtype)
+        replaced = [
+            (serving, "_kernels", lambda model, length: paged.Kernels(kernels, kernels) if kernels else None),
+            (paged, "attend", lambda q, *rest: _empty(*q.shape, dtype=q.dtype)),
+            # no numbers are here to be read
+            (paged.Paged, "_read", lambda self, slots, kind: paged.Written([1] * len(slots), [], [])),
+        ]
+        originals = [(place, key, getattr(place, key)) for place, key, _ in replaced]
         try:
-            engine = graphed.Graphed(weights, rows, prompt + new_tokens, kernels)
+            for place, key, value in replaced:
+                setattr(place, key, value)
+            sizes = sizes_for(rows, prompt + new_tokens, PREFILL_TOKENS)
+            engine = serving.PagedEngine(model, sizes, codes=codes)
             trace.phase("held")
             trace.phase("answers")
-            with torch.inference_mode():
-                stop = torch.zeros(shape.vocab_size, dtype=torch.bool)
-                asked = [[row, *[1] * (prompt - 1)] for row in range(rows)]  # equal ones would be computed once
-                list(engine.run(asked, range(rows), 8, stop, Sampling(), 0))
+            for row in range(rows):  # equal prompts would be computed once
+                engine.add(Request(str(row), (row, *[1] * (prompt - 1)), 8, index=row))
+            while engine.busy:
+                engine.step()
             trace.phase("merging")
-            weights.refresh()
+            engine.refresh()
         finally:
-            cached.attend = attend
+            for place, key, value in originals:
+                setattr(place, key, value)
         policy = Policy(model, temperature=1.0, clip_ratio=0.2, kl=kl)
         trace.phase("compared")
         some = [Row((1,) * prompt, (1,) * new_tokens, 1.0)] * answers

@@ -16,7 +16,6 @@ import transformers
 from torch import Tensor
 
 from stoker.contract.names import Refusal
-from stoker.training.generate.engine import Engine
 from stoker.training.model import adapters, hf, nf4, ready
 from stoker.training.model.config import AdapterConfig
 from stoker.training.model.decoder import Decoder
@@ -25,6 +24,7 @@ from stoker.training.model.targets import adapter_parameters, targets
 from stoker.training.optim.config import OptimConfig
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
 from stoker.training.parallel.config import ComputeConfig
+from stoker.training.serve.batch import BatchEngine
 from test_fused_options import kernels  # noqa: F401  a fixture
 
 SIZE: dict[str, Any] = {
@@ -321,7 +321,8 @@ def test_a_folder_opened_in_4_bits_answers_by_its_codes_and_the_adapter_beside_t
     assert all(layer.quantized and layer.adapter is not None for _, layer in adapters._layers(model))
     prompts = [TOKENS[0, :7].tolist(), TOKENS[1, :12].tolist()]
     ways = [
-        Engine(one, rows=2, length=40, codes=codes) for one, codes in ((trained, False), (trained, True), (model, True))
+        BatchEngine(one, rows=2, length=40, codes=codes)
+        for one, codes in ((trained, False), (trained, True), (model, True))
     ]
     answers = [way.generate(prompts, new_tokens=16, stop=(), temperature=0) for way in ways]
     assert answers[0] == answers[1] == answers[2]

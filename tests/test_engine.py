@@ -23,13 +23,13 @@ from conftest import Done, Stoker
 from forked_ranks import Server, program, server
 from stoker.contract.names import Refusal
 from stoker.training.checkpoint.reading import open_checkpoint
-from stoker.training.generate.engine import Engine
 from stoker.training.model import hf, outside
 from stoker.training.model.attention import Documents, documents
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import check_adapters_outside, shape_for, shape_of
 from stoker.training.model.ready import make_ready
 from stoker.training.parallel.config import ComputeConfig
+from stoker.training.serve.batch import BatchEngine
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 from test_sft import chats
 
@@ -239,7 +239,7 @@ def test_it_answers_what_transformers_answers(stoker: Stoker, bloom: Path) -> No
         given = torch.tensor([prompt])
         ids = model.module.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=8, do_sample=False)
         want.append(ids[0, len(prompt) :].tolist())
-    engine = Engine(model, rows=3, length=64)
+    engine = BatchEngine(model, rows=3, length=64)
     assert engine.generate(prompts, new_tokens=8, stop=(), temperature=0) == want
     assert (
         list(engine.stream(prompts[1], new_tokens=8, stop={want[1][4]}, temperature=0))

@@ -27,8 +27,7 @@ import stoker
 from conftest import at_length_but
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
-from stoker.training.generate.engine import Engine, kernels_for
-from stoker.training.generate.graphed import Graphed
+from stoker.training.generate.cached import kernels_for
 from stoker.training.loop.resume import check as check_resume
 from stoker.training.model import families, hf
 from stoker.training.model.attention import documents
@@ -37,6 +36,7 @@ from stoker.training.model.decoder import Decoder
 from stoker.training.model.families import ConfigJson, register
 from stoker.training.model.hf_config import shape_of
 from stoker.training.model.loss import token_logprobs
+from stoker.training.serve.batch import BatchEngine
 
 SMALL = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ff=48, vocab_size=96, init_std=0.3)
 TOKENS = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -184,12 +184,9 @@ def without_cache(model: Decoder, prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def written_by_both(model: Decoder, prompts: list[list[int]], count: int) -> Iterator[list[list[int]]]:
+def written(model: Decoder, prompts: list[list[int]], count: int) -> Iterator[list[list[int]]]:
     for rows in (1, 3):
-        yield Engine(model, rows=rows, length=64).generate(prompts, new_tokens=count, stop=(), temperature=0)
-    engine = Engine(model, rows=3, length=64)
-    engine._runner = Graphed(engine._weights, 3, 64)  # the GPU's way through a batch, without its graphs
-    yield engine.generate(prompts, new_tokens=count, stop=(), temperature=0)
+        yield BatchEngine(model, rows=rows, length=64).generate(prompts, new_tokens=count, stop=(), temperature=0)
 
 
 @pytest.mark.parametrize("folder", FOLDERS, indirect=True)
@@ -230,7 +227,7 @@ def test_greedy_answers_are_those_of_transformers_and_of_a_loop_without_a_cache(
     model, other = opened(folder), theirs(folder)
     prompts = [TOKENS[0, :length].tolist() for length in (3, 21, 9)]
     want = [without_cache(model, prompt, 12) for prompt in prompts]
-    assert all(answers == want for answers in written_by_both(model, prompts, 12))
+    assert all(answers == want for answers in written(model, prompts, 12))
     if model.config.rope_kind == "longrope":  # theirs changes its table where a text passes rope_original
         prompts, want = prompts[1:2], want[1:2]
     for prompt, answer in zip(prompts, want, strict=True):
@@ -240,16 +237,14 @@ def test_greedy_answers_are_those_of_transformers_and_of_a_loop_without_a_cache(
 
 
 @pytest.mark.parametrize("folder", ["mistral with a window", "gemma2", "qwen2 with windows"], indirect=True)
-def test_rows_that_end_early_leave_a_batch_with_windows_unharmed(folder: Path) -> None:
+def test_answers_that_end_early_leave_others_with_windows_unharmed(folder: Path) -> None:
     model = opened(folder)
     prompts = [TOKENS[row % 2, row : row + length].tolist() for row, length in enumerate((3, 21, 9, 14, 2, 30))]
     want = [without_cache(model, prompt, 20) for prompt in prompts]
     stop = {answer[place] for answer, place in zip(want[:4], (1, 4, 2, 9), strict=True)}
     cut = [next((answer[: at + 1] for at, token in enumerate(answer) if token in stop), answer) for answer in want]
     assert len({len(answer) for answer in cut}) > 2
-    engine = Engine(model, rows=6, length=64)
-    assert engine.generate(prompts, new_tokens=20, stop=stop, temperature=0) == cut
-    engine._runner = Graphed(engine._weights, 6, 64)
+    engine = BatchEngine(model, rows=6, length=64)
     assert engine.generate(prompts, new_tokens=20, stop=stop, temperature=0) == cut
 
 
@@ -490,7 +485,7 @@ def test_a_family_from_one_file_outside_loads_trains_generates_and_exports(
         optimizer.step()
     assert losses[2] < losses[1] < losses[0]
     want = [without_cache(model, TOKENS[0, :9].tolist(), 10)]
-    assert all(answers == want for answers in written_by_both(model, [TOKENS[0, :9].tolist()], 10))
+    assert all(answers == want for answers in written(model, [TOKENS[0, :9].tolist()], 10))
     hf.save(model, str(tmp_path / "trained"), say=nothing)
     from safetensors import safe_open
 

@@ -19,14 +19,11 @@ import torch
 from conftest import at_length
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
-from stoker.training.generate import engine as engine_module
-from stoker.training.generate import graphed as graphed_module
-from stoker.training.generate.cached import Blocks
-from stoker.training.generate.engine import Engine
-from stoker.training.generate.graphed import Graphed
 from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
+from stoker.training.serve.batch import BatchEngine
+from stoker.training.serve.paged import Paged
 
 LLAMA = ModelConfig(
     layers=2,
@@ -75,32 +72,22 @@ def without_cache(model: Decoder, prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def graphed(model: Decoder, rows: int, length: int, kernels: Any = None) -> Engine:
-    """The GPU's way of going through a batch, without its graphs."""
-    engine = Engine(model, rows=rows, length=length)
-    engine._runner = Graphed(engine._weights, rows, length, kernels)
-    return engine
-
-
 @pytest.mark.parametrize("c", SHAPES.values(), ids=SHAPES)
 def test_the_likeliest_tokens_are_those_of_a_loop_without_a_cache(c: ModelConfig) -> None:
     model = made(c)
     want = [without_cache(model, prompt, 40) for prompt in prompts()]
     assert len({len(answer) for answer in want}) > 2, "answers that all end together show nothing"
     for rows in (1, 4, 16):
-        assert Engine(model, rows=rows, length=70).generate(prompts(), new_tokens=40, stop=STOP, temperature=0) == want
-    assert graphed(model, 4, 192).generate(prompts(), new_tokens=40, stop=STOP, temperature=0) == want
-    tight = Engine(model, rows=4, length=35).generate(prompts(), new_tokens=5, stop=STOP, temperature=0)
-    assert graphed(model, 4, 35).generate(prompts(), new_tokens=5, stop=STOP, temperature=0) == tight, (
-        "30 tokens are filled up to 32; 35 have room for 3 more"
-    )
-    assert graphed(model, 4, 31).generate(prompts(), new_tokens=1, stop=STOP, temperature=0) == [
-        one[:1] for one in tight
-    ], "filled up past what there is room for"
+        assert (
+            BatchEngine(model, rows=rows, length=70).generate(prompts(), new_tokens=40, stop=STOP, temperature=0)
+            == want
+        )
+    exact = BatchEngine(model, rows=4, length=35).generate(prompts(), new_tokens=5, stop=STOP, temperature=0)
+    assert exact == [answer[:5] for answer in want], "no token more than there is room for"
 
 
 def test_an_answer_ends_with_its_stop_token_or_has_all_its_tokens() -> None:
-    answers = Engine(made(LLAMA), rows=4, length=192).generate(prompts(), new_tokens=40, stop=STOP, seed=3)
+    answers = BatchEngine(made(LLAMA), rows=4, length=192).generate(prompts(), new_tokens=40, stop=STOP, seed=3)
     assert any(answer[-1] in STOP for answer in answers)
     for answer in answers:
         assert not STOP & set(answer[:-1])
@@ -111,35 +98,31 @@ def test_an_answer_ends_with_its_stop_token_or_has_all_its_tokens() -> None:
 def test_drawn_answers_depend_on_seed_and_index_and_not_on_the_batch(how: dict[str, Any]) -> None:
     model = made(SHAPES["qwen3"])
     alone, together = (
-        Engine(model, rows=rows, length=100).generate(prompts(), new_tokens=40, stop=STOP, seed=21, **how)
+        BatchEngine(model, rows=rows, length=100).generate(prompts(), new_tokens=40, stop=STOP, seed=21, **how)
         for rows in (1, 7)
     )
-    assert alone == together == graphed(model, 3, 192).generate(prompts(), new_tokens=40, stop=STOP, seed=21, **how)
-    assert Engine(model, rows=7, length=100).generate(prompts(), new_tokens=40, stop=STOP, seed=22, **how) != alone
+    assert alone == together
+    assert BatchEngine(model, rows=7, length=100).generate(prompts(), new_tokens=40, stop=STOP, seed=22, **how) != alone
 
 
-@pytest.mark.parametrize("engine_of", [Engine, graphed], ids=["eager", "graphed"])
-def test_a_prompt_asked_several_times_is_computed_once_and_answered_the_same(
-    engine_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_asked_several_times_is_computed_once_and_answered_the_same() -> None:
     """Groups in a row, as GRPO asks; and the same prompts mixed, where copies lie between others."""
     model, lengths = made(SHAPES["qwen3"]), (9, 3, 30, 14)
-    for asked in ([p for p in prompts(lengths) for _ in range(4)], prompts(lengths) * 4):
-        engine = engine_of(model, rows=16, length=70)
+    in_a_row = [p for p in prompts(lengths) for _ in range(4)]
+    for asked in (in_a_row, prompts(lengths) * 4):
+        engine = BatchEngine(model, rows=16, length=70)
         ours = engine.generate(asked, new_tokens=30, stop=STOP, seed=5)
-        assert engine.prompt_tokens == sum(lengths), "once for a group"
+        assert engine.prompt_tokens == sum(lengths) + 12, "once for a group, and its last token for each of the others"
+        apart = [
+            BatchEngine(model, rows=1, length=70).generate([one], new_tokens=30, stop=STOP, seed=5, indexes=[index])[0]
+            for index, one in enumerate(asked)
+        ]
+        assert apart == ours and len(set(map(tuple, ours))) > 8
         again = engine.generate(asked, new_tokens=30, stop=STOP, seed=5)
-        assert again == ours and engine.prompt_tokens == 2 * sum(lengths)
-        with monkeypatch.context() as patch:
-            for module in (engine_module, graphed_module):
-                patch.setattr(module, "distinct", lambda prompts: (list(prompts), list(range(len(prompts)))))
-            apart = engine_of(model, rows=16, length=70)
-            assert apart.generate(asked, new_tokens=30, stop=STOP, seed=5) == ours
-            assert apart.prompt_tokens == 4 * sum(lengths) and len(set(map(tuple, ours))) > 8
-    split = engine_of(model, rows=6, length=70)  # a batch ends within a group
-    asked = [p for p in prompts(lengths) for _ in range(4)]
-    assert split.generate(asked, new_tokens=30, stop=STOP, seed=5) == engine_of(model, rows=16, length=70).generate(
-        asked, new_tokens=30, stop=STOP, seed=5
+        assert again == ours and engine.prompt_tokens < 2 * (sum(lengths) + 12)
+    few = BatchEngine(model, rows=6, length=70)  # a group whose members don't all run at once
+    assert few.generate(in_a_row, new_tokens=30, stop=STOP, seed=5) == BatchEngine(model, rows=16, length=70).generate(
+        in_a_row, new_tokens=30, stop=STOP, seed=5
     )
 
 
@@ -147,23 +130,20 @@ def test_a_prompt_asked_several_times_is_computed_once_and_answered_the_same(
 def test_kept_log_probabilities_are_those_of_the_model(temperature: float) -> None:
     model = made(SHAPES["qwen3"])
     asked = prompts()
-    eager = Engine(model, rows=4, length=70, logprobs=True)
-    other = graphed(model, 4, 70)
-    other._keeps_logprobs, other._runner = True, Graphed(other._weights, 4, 70, None, True)
-    for engine in (eager, other):
-        answers = engine.generate(asked, new_tokens=20, stop=STOP, seed=3, temperature=temperature)
-        assert len({len(answer) for answer in answers}) > 2
-        for prompt, answer, kept in zip(asked, answers, engine.logprobs, strict=True):
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + answer]))[0, len(prompt) - 1 : -1] / temperature
-            wanted = torch.log_softmax(logits, -1)[range(len(answer)), answer]
-            torch.testing.assert_close(torch.tensor(kept), wanted, rtol=1e-4, atol=1e-4)
+    engine = BatchEngine(model, rows=4, length=70, logprobs=True)
+    answers = engine.generate(asked, new_tokens=20, stop=STOP, seed=3, temperature=temperature)
+    assert len({len(answer) for answer in answers}) > 2
+    for prompt, answer, kept in zip(asked, answers, engine.logprobs, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer]))[0, len(prompt) - 1 : -1] / temperature
+        wanted = torch.log_softmax(logits, -1)[range(len(answer)), answer]
+        torch.testing.assert_close(torch.tensor(kept), wanted, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="plain sampling only"):
-        eager.generate(asked, new_tokens=2, stop=STOP, top_k=3)
+        engine.generate(asked, new_tokens=2, stop=STOP, top_k=3)
 
 
 def test_a_stream_is_the_same_answer_token_by_token() -> None:
-    engine = Engine(made(LLAMA), rows=2, length=100)
+    engine = BatchEngine(made(LLAMA), rows=2, length=100)
     (whole,) = engine.generate(prompts((6,)), new_tokens=40, stop=STOP, seed=4)
     assert list(engine.stream(prompts((6,))[0], new_tokens=40, stop=STOP, seed=4)) == whole
 
@@ -172,7 +152,7 @@ def test_tokens_are_drawn_as_often_as_their_probabilities_say() -> None:
     model, count, prompt = made(LLAMA), 4000, [17, 3]
     with torch.no_grad():
         logits = model(torch.tensor([prompt]))[0, -1]
-    engine = Engine(model, rows=500, length=8)
+    engine = BatchEngine(model, rows=500, length=8)
     for how, kept in (
         ({"temperature": 1.0}, 96),
         ({"temperature": 2.0}, 96),
@@ -189,28 +169,38 @@ def test_tokens_are_drawn_as_often_as_their_probabilities_say() -> None:
         assert ((often - chance).abs() <= 5 * (chance * (1 - chance) / count).sqrt() + 1e-9).all(), how
 
 
-def test_rows_that_ended_leave_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_ended_leave_their_places_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     model, rows = made(LLAMA), list[int]()
-    real = Blocks.run
+    real = Paged.step
 
-    def counted(blocks: Blocks, ids: torch.Tensor, *args: Any) -> Any:
-        if args[4] == 1:  # token, not a prompt
-            rows.append(len(ids))
-        return real(blocks, ids, *args)
+    def counted(paged: Paged, some: Any, kind: Any) -> Any:
+        rows.append(len(some))
+        return real(paged, some, kind)
 
-    monkeypatch.setattr(Blocks, "run", counted)
-    answers = Engine(model, rows=16, length=150).generate(prompts((5,) * 16), new_tokens=100, stop=range(0, 12), seed=2)
-    lengths = sorted(len(answer) for answer in answers)
-    assert len(rows) == lengths[-1] - 1, "it goes on until the last row has ended, and no further"
-    for place, count in enumerate(rows, 1):
-        left = sum(length > place for length in lengths)
-        assert left <= count < max(2 * left, 2), "never twice as many rows as are still being written"
+    monkeypatch.setattr(Paged, "step", counted)
+    engine, shares = BatchEngine(model, rows=4, length=150), list[float]()
+    answers = engine.generate(prompts((5,) * 16), new_tokens=100, stop=STOP, seed=2, told=shares.append)
+    tokens = [len(answer) for answer in answers]
+    assert sum(rows) == sum(tokens) - len(answers), "a prompt's pass writes its first token; nobody computes for nobody"
+    in_batches = sum(max(tokens[begin : begin + 4]) for begin in range(0, 16, 4))
+    assert max(rows) == 4 and len(rows) < 0.8 * in_batches, "a batch of four would wait for its longest"
+    assert shares == sorted(shares) and shares[-1] == pytest.approx(16)
+
+
+def test_whoever_stops_listening_leaves_nothing_behind() -> None:
+    engine = BatchEngine(made(LLAMA), rows=1, length=100)
+    told: dict[str, Any] = {"new_tokens": 40, "stop": STOP, "seed": 4}
+    (whole,) = engine.generate(prompts((6,)), **told)
+    stream = engine.stream(prompts((6,))[0], **told)
+    assert next(stream) == whole[0]
+    stream.close()  # type: ignore[attr-defined]
+    assert engine.generate(prompts((6,)), **told) == [whole]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_after_a_refresh_the_new_weights_write(dtype: torch.dtype) -> None:
     model, other = made(SHAPES["qwen3"], dtype), made(SHAPES["qwen3"], dtype, seed=8)
-    engine = Engine(model, rows=4, length=100)
+    engine = BatchEngine(model, rows=4, length=100)
     told: dict[str, Any] = {"new_tokens": 20, "stop": STOP, "temperature": 0}
     before = engine.generate(prompts(), **told)
     with torch.no_grad():
@@ -220,7 +210,7 @@ def test_after_a_refresh_the_new_weights_write(dtype: torch.dtype) -> None:
         assert engine.generate(prompts(), **told) == before
     engine.refresh()
     after = engine.generate(prompts(), **told)
-    assert after == Engine(other, rows=4, length=100).generate(prompts(), **told) != before
+    assert after == BatchEngine(other, rows=4, length=100).generate(prompts(), **told) != before
     for parameter in model.parameters():  # weights that were put elsewhere
         parameter.data = parameter.data.clone()
     with torch.no_grad():
@@ -232,7 +222,7 @@ def test_after_a_refresh_the_new_weights_write(dtype: torch.dtype) -> None:
 
 
 def test_ids_beyond_the_vocabulary_are_never_written() -> None:
-    answers = Engine(made(LLAMA), rows=4, length=100, vocab=20).generate(
+    answers = BatchEngine(made(LLAMA), rows=4, length=100, vocab=20).generate(
         prompts(), new_tokens=50, stop=(), temperature=3.0
     )
     assert max(max(answer) for answer in answers) == 19
@@ -240,7 +230,7 @@ def test_ids_beyond_the_vocabulary_are_never_written() -> None:
 
 def test_what_cannot_be_is_refused_in_one_line() -> None:
     model = made(LLAMA)
-    engine = Engine(model, rows=2, length=20)
+    engine = BatchEngine(model, rows=2, length=20)
     for given, told, words in (
         ([[1] * 15], {"new_tokens": 6}, "prompt 0 has 15 tokens, with 6 of an answer more than the 20"),
         ([[1], []], {"new_tokens": 6}, "prompt 1 is empty"),
@@ -252,7 +242,7 @@ def test_what_cannot_be_is_refused_in_one_line() -> None:
         with pytest.raises(Refusal, match=words):
             engine.generate(given, stop=(), **told)  # type: ignore[arg-type]
     with pytest.raises(Refusal, match="opened for 192"):
-        Engine(model, rows=2, length=193)
+        BatchEngine(model, rows=2, length=193)
     assert engine.generate([], new_tokens=5, stop=()) == []
 
 
@@ -269,10 +259,10 @@ def test_a_sharded_model_writes_by_a_copy_that_follows_it(one_rank: None) -> Non
 
     model, other = made(LLAMA), made(LLAMA)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    engine = Engine(model, rows=4, length=100)
+    engine = BatchEngine(model, rows=4, length=100)
     how: dict[str, Any] = {"new_tokens": 25, "stop": STOP, "temperature": 0}
     for _ in range(2):
-        want = Engine(other, rows=4, length=100).generate(prompts(), **how)
+        want = BatchEngine(other, rows=4, length=100).generate(prompts(), **how)
         assert engine.generate(prompts(), **how) == want
         with torch.no_grad():
             for parameter in (*model.parameters(), *other.parameters()):
@@ -286,7 +276,7 @@ def test_transformers_writes_the_same(c: ModelConfig, tmp_path: Path) -> None:
     model = made(c)
     hf.save(model, str(tmp_path / "hf"), say=lambda _: None)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    ours = Engine(model, rows=4, length=100).generate(prompts(), new_tokens=25, stop=STOP, temperature=0)
+    ours = BatchEngine(model, rows=4, length=100).generate(prompts(), new_tokens=25, stop=STOP, temperature=0)
     for prompt, answer in zip(prompts(), ours, strict=True):
         ids = torch.tensor([prompt])
         whole = theirs.generate(
@@ -402,14 +392,14 @@ WIDE = {
 def test_graphs_write_what_a_loop_without_a_cache_does(c: ModelConfig) -> None:
     torch.set_float32_matmul_precision("highest")
     model = made(c, device="cuda")
-    engine = Engine(model, rows=4, length=192)
+    engine = BatchEngine(model, rows=4, length=192)
     want = [without_cache(model, prompt, 150) for prompt in prompts()]
     assert engine.generate(prompts(), new_tokens=150, stop=STOP, temperature=0) == want
     one, two = (engine.generate(prompts(), new_tokens=60, stop=STOP, seed=seed) for seed in (1, 2))
     assert one != two and one == engine.generate(prompts(), new_tokens=60, stop=STOP, seed=1)
     there = made(c)
     there.load_state_dict(model.state_dict())
-    assert one == Engine(there, rows=4, length=192).generate(prompts(), new_tokens=60, stop=STOP, seed=1), (
+    assert one == BatchEngine(there, rows=4, length=192).generate(prompts(), new_tokens=60, stop=STOP, seed=1), (
         "the CPU draws the same"
     )
 
@@ -420,11 +410,15 @@ def test_graphs_see_refreshed_weights_in_bf16() -> None:
         made(SHAPES["qwen3"], torch.bfloat16, device="cuda"),
         made(SHAPES["qwen3"], torch.bfloat16, seed=8, device="cuda"),
     )
-    engine = Engine(model, rows=4, length=192)
+    engine = BatchEngine(model, rows=4, length=192)
     told: dict[str, Any] = {"new_tokens": 40, "stop": STOP, "temperature": 0}
     before = engine.generate(prompts(), **told)
     with torch.no_grad():
         for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
             ours.copy_(theirs)
     engine.refresh()
-    assert engine.generate(prompts(), **told) == Engine(other, rows=4, length=192).generate(prompts(), **told) != before
+    assert (
+        engine.generate(prompts(), **told)
+        == BatchEngine(other, rows=4, length=192).generate(prompts(), **told)
+        != before
+    )

@@ -18,7 +18,6 @@ from torch import Tensor
 from conftest import Done, Stoker
 from stoker.training.fit.described import describe
 from stoker.training.fit.terms import BACKWARD, FORWARD, Job, predict
-from stoker.training.generate.engine import Engine
 from stoker.training.loop.feeder import MicroBatch
 from stoker.training.loop.step import MicroStep
 from stoker.training.model import adapters, hf, maps, nf4, ready
@@ -28,6 +27,7 @@ from stoker.training.model.hf_config import shape_of
 from stoker.training.optim.config import OptimConfig
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
 from stoker.training.parallel.config import ComputeConfig, recomputed_blocks
+from stoker.training.serve.batch import BatchEngine
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 from test_hf import check_pieces
 from test_real_gpu import WHY, real  # noqa: F401  a fixture
@@ -213,7 +213,7 @@ def test_answers_by_codes_are_those_by_a_copy(tmp_path: Path) -> None:
     prompts = [[(7 * place + row) % 300 for place in range(5 + row)] for row in range(9)]
     answers = []
     for codes in (False, True):
-        engine = Engine(model, rows=4, length=96, codes=codes)
+        engine = BatchEngine(model, rows=4, length=96, codes=codes)
         assert bool(engine.merged_bytes) is not codes
         answers.append(engine.generate(prompts, new_tokens=24, stop=(), temperature=0))
         engine.refresh()

@@ -15,13 +15,13 @@ import torch
 import transformers
 
 from stoker.contract.shape import replace
-from stoker.training.generate.engine import Engine
 from stoker.training.model import hf, ready
 from stoker.training.model.attention import rotary_table
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_config import shape_of
 from stoker.training.parallel.config import ComputeConfig
+from stoker.training.serve.batch import BatchEngine
 from test_real_gpu import WHY
 
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
@@ -132,7 +132,7 @@ def test_answers_on_a_gpu_follow_the_models_own_logits(folder: str) -> None:
     model = opened(folder, "off", []).eval()
     prompts = [row[:length].tolist() for row, length in zip(tokens(), (3, 60, 17, 30), strict=True)]
     for rows in (1, 4):
-        answers = Engine(model, rows=rows, length=128).generate(prompts, new_tokens=30, stop=(), temperature=0)
+        answers = BatchEngine(model, rows=rows, length=128).generate(prompts, new_tokens=30, stop=(), temperature=0)
         for prompt, answer in zip(prompts, answers, strict=True):
             assert len(answer) == 30
             with torch.no_grad():

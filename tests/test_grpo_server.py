@@ -25,6 +25,7 @@ from stoker.cli import train  # noqa: E402
 from stoker.contract.names import EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
 from stoker.control.record.rollouts import read_rollouts  # noqa: E402
 from stoker.training.rl.remote import addresses_of  # noqa: E402
+from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
 from test_grpo import Forks, Job, model_that_answers_with_a_digit  # noqa: E402
 
 KEY = "a-key-for-tests"
@@ -174,6 +175,35 @@ def test_trainers_that_are_killed_go_on_and_learn_each_sample_once(
     assert part.codes == [-signal.SIGKILL]
     rest = forks(1, tmp_path, *more)
     assert rest.codes == [0] and without_ages(rest.metrics) == alone.metrics, rest.said()
+
+
+def test_trainers_that_start_again_take_the_answers_that_had_come(
+    forks: Forks, serving: Serving, tmp_path: Path
+) -> None:
+    """Those of steps ahead, too. They are replaced by others on the way: what is learned from shows where it is from."""
+    more = (*STEPS, "--grpo.server", serving.url, "--grpo.staleness", "2", "--grpo.importance_cap", "2")
+    part = forks(2, tmp_path, *more, stop_after=2, by=signal.SIGKILL)
+    assert part.codes == [-signal.SIGKILL] * 2
+    last = sorted((part.run / "checkpoints").glob("step-*"))[-1]
+    first = int(last.name.removeprefix("step-"))
+    seven = [[55, bytes_tokenizer().end_id], [-1.0, -1.0], [0, 0]]
+    replaced = dict[int, int]()
+    files = sorted((part.run / "answers").glob("step-*-rank-0.jsonl"))
+    for file in files:
+        lines = [json.loads(line) for line in file.read_text().splitlines() if line]
+        for line in lines:
+            line["answers"] = [seven] * len(line["answers"])
+        replaced[int(file.name[5:13])] = sum(len(line["answers"]) for line in lines)
+        file.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"key": "half a li')
+    assert first in replaced and min(replaced) >= 0, replaced
+    rest = forks(2, tmp_path, *more)
+    assert rest.codes == [0, 0], rest.said()
+    assert "answers that came before are here" in rest.said()
+    right = [one.step for one in read_rollouts(str(rest.run)) if one.answer == "7"]
+    for step in range(first, 6):
+        assert right.count(step) >= replaced.get(step, 0), (step, replaced)
+    assert right.count(first) == replaced[first] == 24, "all of rank 0's half, as they were kept"
+    assert not (rest.run / "answers").exists(), "nobody starts again behind the end"
 
 
 def test_what_a_server_refuses_ends_the_run_with_its_sentence(

@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 
 from conftest import Stoker
 from forked_recipes import trained
-from stoker.training.generate.engine import Engine
 from stoker.training.loop.samples import Example, answers, chosen, from_chats
 from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
+from stoker.training.serve.batch import BatchEngine
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
 SHAPE = ModelConfig(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, ff=128, vocab_size=320, init_std=0.2)
@@ -66,7 +66,9 @@ def test_answers_are_those_of_the_engine() -> None:
     model.start(5)
     prompts = [[1, 2, 3], [200, 7], [9] * 40]
     ours = answers(model, prompts, [12], 300)
-    engine = Engine(model, rows=3, length=128, vocab=300).generate(prompts, new_tokens=64, stop={12}, temperature=0)
+    engine = BatchEngine(model, rows=3, length=128, vocab=300).generate(
+        prompts, new_tokens=64, stop={12}, temperature=0
+    )
     assert ours == [row[:-1] if row[-1] == 12 else row for row in engine] and model.training
 
 

@@ -26,11 +26,11 @@ from conftest import at_length, wait_for
 from stoker.cli import serve
 from stoker.contract.names import Refusal
 from stoker.training.data.learn import train
-from stoker.training.generate.engine import Engine
 from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.rl.server_match import own_logprobs, served_logprobs
+from stoker.training.serve.batch import BatchEngine
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer, load
 
@@ -103,10 +103,10 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> tuple[Engine, Tokenizer]:
+def alone(folder: Path) -> tuple[BatchEngine, Tokenizer]:
     model = hf.opened(str(folder), CONTEXT, torch.float32, torch.device("cpu"), lambda _: None)
     words = load(str(folder))
-    return Engine(model, rows=1, length=CONTEXT, vocab=words.vocab_size), words
+    return BatchEngine(model, rows=1, length=CONTEXT, vocab=words.vocab_size), words
 
 
 def pieces(text: str) -> list[dict[str, Any]]:
@@ -115,7 +115,7 @@ def pieces(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_a_completion_is_the_engines_whole_or_in_pieces(server: Server, alone: tuple[Engine, Tokenizer]) -> None:
+def test_a_completion_is_the_engines_whole_or_in_pieces(server: Server, alone: tuple[BatchEngine, Tokenizer]) -> None:
     engine, words = alone
     ids = [*words.start, *words.encode("she sells")]
     (want,) = engine.generate([ids], new_tokens=20, stop={words.end_id}, temperature=0)
@@ -164,7 +164,7 @@ def test_an_echo_has_the_prompt_and_how_likely_its_tokens_are(server: Server, fo
 
 
 def test_a_chat_has_seeds_several_answers_and_log_probabilities(
-    server: Server, alone: tuple[Engine, Tokenizer]
+    server: Server, alone: tuple[BatchEngine, Tokenizer]
 ) -> None:
     engine, words = alone
     messages = [

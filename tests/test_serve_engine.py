@@ -16,7 +16,7 @@ from conftest import at_length_but
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.training.generate.config import Sampling
-from stoker.training.generate.engine import Engine
+from stoker.training.generate.sample import sample_token, uniforms
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.serve.engine import PagedEngine, Sizes, answers
@@ -101,18 +101,24 @@ def served(
 
 
 def alone(model: Decoder, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
-    """By the engine for batches, one at a time."""
-    engine, found = Engine(model, rows=1, length=64), dict[tuple[Any, ...], tuple[int, ...]]()
+    """By the model itself, without a cache, one at a time."""
+    found = dict[tuple[Any, ...], tuple[int, ...]]()
     for request in requests:
-        how = request.sampling
-        key = (request.prompt, request.new_tokens, how, request.seed)
+        key = (request.prompt, request.new_tokens, request.sampling, request.seed)
         if key not in found:
-            (ids,) = engine.generate(
-                [request.prompt], new_tokens=request.new_tokens, stop=request.stop, seed=request.seed,
-                temperature=how.temperature, top_k=how.top_k, top_p=how.top_p,
-            )  # fmt: skip
-            found[key] = tuple(ids)
+            found[key] = tuple(without_a_cache(model, request))
     return {one.id: found[one.prompt, one.new_tokens, one.sampling, one.seed] for one in requests}
+
+
+@torch.no_grad()
+def without_a_cache(model: Decoder, request: Request, vocab: int = 96) -> list[int]:
+    ids = list(request.prompt)
+    for uniform in uniforms(request.seed, [request.index], request.new_tokens):
+        logits = model(torch.tensor([ids]))[:, -1, :vocab]
+        ids.append(int(sample_token(logits, torch.from_numpy(uniform), request.sampling)))
+        if ids[-1] in request.stop:
+            break
+    return ids[len(request.prompt) :]
 
 
 MANY = [("windows, caps and norms behind", 70), *((block, 200) for block in BLOCKS)]
@@ -284,10 +290,8 @@ def test_numbers_that_are_none_stay_with_the_request_they_belong_to() -> None:
     answers(engine, [Request("bad", (90, 90, 90, 7, 7), 4, Sampling(0.0))])
     mixed = [Request("worse", (90, 4), 9, Sampling(0.0)), *plain]
     found = {answer.id: answer.tokens for answer in answers(engine, mixed)}
-    small = Engine(model, rows=1, length=64, vocab=90)
     for request in plain:
-        (ids,) = small.generate([request.prompt], new_tokens=12, stop=(), temperature=0)
-        assert found[request.id] == tuple(ids)
+        assert found[request.id] == tuple(without_a_cache(model, request, 90))
 
 
 def test_what_cannot_be_answered_is_refused_and_changes_nothing() -> None:

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from conftest import wait_for
 from stoker.contract.shape import replace
 from stoker.training.data.learn import train
-from stoker.training.generate.engine import Engine
 from stoker.training.model import adapters, hf
 from stoker.training.model.config import AdapterConfig, ModelConfig
 from stoker.training.model.decoder import Decoder
+from stoker.training.serve.batch import BatchEngine
 from stoker.training.tokenizer.tokenizer import Tokenizer, load
 from test_serve import CONTEXT, TEXTS, Server
 
@@ -109,7 +109,7 @@ def wanted(folder: Path) -> list[int]:
     model = hf.opened(str(folder), CONTEXT, torch.float32, torch.device("cpu"), lambda _: None)
     words = load(str(folder.parent.parent / "tokenizer" if "pushed" in str(folder) else folder))
     ids = [*words.start, *words.encode(ASKED["prompt"])]
-    engine = Engine(model, rows=1, length=CONTEXT, vocab=words.vocab_size)
+    engine = BatchEngine(model, rows=1, length=CONTEXT, vocab=words.vocab_size)
     (found,) = engine.generate([ids], new_tokens=24, stop={words.end_id}, temperature=0)
     return found
 

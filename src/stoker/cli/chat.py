@@ -82,8 +82,8 @@ def _opened(told: argparse.Namespace, folder: str) -> Conversation:
     from stoker.training.generate.bits import coded
     from stoker.training.generate.config import checked
     from stoker.training.generate.conversation import Conversation, Manner, context_of, device_of, opened
-    from stoker.training.generate.engine import Engine
     from stoker.training.model.ready import parameters
+    from stoker.training.serve.batch import BatchEngine
 
     checked(told.temperature, 0, told.top_p)
     trust = told.trust_remote_code
@@ -92,7 +92,7 @@ def _opened(told: argparse.Namespace, folder: str) -> Conversation:
     manner = Manner(told.temperature, told.top_p, told.max_tokens, told.raw)
     seed = told.seed if told.seed is not None else time.time_ns()
     in_codes = coded(model)
-    engine = Engine(model, rows=1, length=context, vocab=words.vocab_size, codes=in_codes)
+    engine = BatchEngine(model, rows=1, length=context, vocab=words.vocab_size, codes=in_codes)
     talk = Conversation(engine, words, manner, told.system, seed, say)
     in_4_bits = " in 4 bits" if in_codes else ""
     size = parameters(model)

@@ -21,8 +21,8 @@ from stoker.training.evaluate.likelihood import log_likelihoods
 from stoker.training.evaluate.marking import Alternatives, alternatives, in_form, phrases, right, right_in_form, words
 from stoker.training.evaluate.tasks import Task
 from stoker.training.generate.config import GenerateConfig
-from stoker.training.generate.engine import Engine
 from stoker.training.model.decoder import Decoder
+from stoker.training.serve.batch import BatchEngine
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 # questions whose answers are sampled in one call: part of what an answer depends on, unlike the number of ranks and of
@@ -121,7 +121,7 @@ def choose(asked: Asked, places: Sequence[int], model: Decoder, tokenizer: Token
 class Answerer:
     """Who writes answers, and how."""
 
-    engine: Engine
+    engine: BatchEngine
     tokenizer: Tokenizer
     manner: Manner
     how: GenerateConfig

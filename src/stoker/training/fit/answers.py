@@ -34,15 +34,18 @@ from stoker.training.fit.terms import (
     rotary_tables,
     views,
 )  # fmt: skip
-from stoker.training.generate.config import PREFILL_TOKENS, ROUND, kernels_lack, slots
+from stoker.training.generate.config import BLOCK, BUCKET, PREFILL_TOKENS, kernels_lack
 from stoker.training.model.config import ModelConfig, tensors
 from stoker.training.model.nf4_size import multipliable
 from stoker.training.model.nf4_size import stored_bytes as stored_codes
+from stoker.training.serve.request import MOST_ALTERNATIVES
 
 ANSWERS, SCORES = "answers", "scores of the reward model"  # phases
 MULTIPLE = 16  # rows that are learned from are filled up to it (rl/update.py)
 _LONG = 8  # bytes of an int64
 _STREAMS = 2  # besides training's: the step before a capture and the capture have a workspace of cuBLAS each
+_INDEXES = 8  # of a token in a prompts' pass: id, place, slot and the like
+SPLIT_PROGRAMS = 512  # among which rows' tokens are split (serve/kernel.py)
 CHUNK = 1024  # words of the vocabulary that one program of the sampling kernel adds up (generate/kernel.py)
 
 
@@ -55,7 +58,7 @@ class Writing:
     ) -> None:
         self._d, self._c, self._sharded = d, d.config, sharded
         self._rows, self._length = rows, length
-        self._prompt = -(-max(length - new_tokens, 1) // ROUND) * ROUND
+        self._prompt = max(length - new_tokens, 1)
         self._plain = bool(kernels_lack(self._c, length))
         self._coded = {name for name, sizes in tensors(d.config) if codes and _by_codes(d, name, sizes[0])}
         self._adapted = [target for target in d.adapted if f"{target.name}.weight" not in self._coded]
@@ -84,32 +87,44 @@ class Writing:
         return found
 
     def _cache(self) -> int:
-        c, length = self._c, slots(self._length)
-        keys = rounded(2 * HALF * c.layers * self._rows * c.kv_heads * length * c.head_dim)
+        """Blocks for every row and one more, and one that is nobody's (serve/batch.py); then what a step is told and tells."""
+        c, rows, across = self._c, self._rows, -(-self._length // BLOCK)
+        slots = (rows * (across + 1) + 1) * BLOCK
+        keys = rounded(2 * HALF * c.layers * c.kv_heads * slots * c.head_dim)
         turned = int(c.head_dim * c.rope_share)
-        angles = 2 * views(c) * rounded(WIDE * (self._length + ROUND) * turned)
-        places = rounded(WIDE * self._length * self._rows) + rounded(_LONG * self._length * self._rows)
-        return (
-            keys + angles + places + rounded(_LONG * length) + rounded(c.vocab_size) + 4 * rounded(_LONG * self._rows)
-        )
+        angles = 2 * views(c) * rounded(WIDE * self._length * turned)
+        told = rounded(_LONG * rows * (2 + across)) + rounded(3 * WIDE * rows) + rounded(_LONG * rows)
+        most = min(MOST_ALTERNATIVES, c.vocab_size)
+        return keys + angles + told + rounded(WIDE * rows) + rounded(WIDE * rows * most) + rounded(_LONG * rows * most)
 
     def prefill(self) -> int:
-        """The prompts' pass: so many at once."""
-        each = max(PREFILL_TOKENS // self._prompt, 1)
-        rows = min(self._rows, each)
+        """The prompts' pass: so many tokens at once."""
+        tokens = min(self._rows * self._prompt, PREFILL_TOKENS)
         m = Memory()
-        m.take(WORK, _LONG * self._rows * self._prompt)
-        self._pass(m, rows * self._prompt, rows, rows)
-        logits = rounded(HALF * self._rows * self._c.vocab_size)
-        return max(m.peak, (2 * logits if self._rows > each else logits) + self._sampled(self._rows))
+        m.take(WORK, _INDEXES * _LONG * tokens)
+        together = (
+            min(self._prompt, tokens) if self._plain else tokens
+        )  # without kernels each prompt's attention is alone
+        self._pass(m, tokens, -(-tokens // self._prompt), self._gathered(together))
+        return m.peak
+
+    def _gathered(self, tokens: int) -> int:
+        """Queries, keys and values of prompts that attend together, and their sum."""
+        c = self._c
+        return 2 * rounded(HALF * tokens * c.heads * c.head_dim) + 2 * rounded(HALF * tokens * c.kv_heads * c.head_dim)
 
     def _step(self) -> int:
-        m = Memory()
-        logits = self._pass(m, self._rows, self._rows, self._rows)
-        return max(m.peak, logits + self._sampled(self._rows))
+        m, c, rows = Memory(), self._c, self._rows
+        split = WIDE * SPLIT_PROGRAMS * c.heads // c.kv_heads * (c.head_dim + 2)
+        if self._plain:  # a layer's keys and values are read by an index
+            slots = -(-self._length // BUCKET) * BUCKET
+            split = rows * slots * (2 * HALF * c.kv_heads * c.head_dim + 3 * _LONG + HALF * views(c))
+        self._pass(m, rows, rows, split)
+        return m.peak
 
-    def _pass(self, m: Memory, tokens: int, rows: int, asked: int) -> int:
-        """Through the blocks and the head (generate/cached.py); bytes of the logits. Locals live to the next layer."""
+    def _pass(self, m: Memory, tokens: int, asked: int, attention: int) -> None:
+        """Through the blocks, the head and the sampling (generate/cached.py, serve/paged.py). Locals live to the next layer.
+        `attention`: bytes beside its result."""
         c, stream = self._c, HALF * tokens * self._c.dim
         queries = HALF * tokens * c.heads * c.head_dim
         both = queries + HALF * tokens * c.kv_heads * c.head_dim
@@ -132,7 +147,7 @@ class Writing:
             parts = [m.take(WORK, 2 * both) for _ in range(4)]
             m.give(*parts)
         attended = m.take(WORK, queries)
-        m.give(m.take(WORK, queries))  # reshaped, where the kernel lays it out by heads
+        m.give(m.take(WORK, attention))
         m.give(delta)
         delta = m.take(WORK, stream)
         m.give(attended)
@@ -154,7 +169,7 @@ class Writing:
         m.give(inner)
         logits = rounded(HALF * asked * c.vocab_size)
         m.give(m.take(WORK, logits * (3 if c.final_cap else 1)))
-        return logits
+        m.give(m.take(WORK, logits + self._sampled(asked)))
 
     def _normed(self, m: Memory, tokens: int) -> tuple[str, int]:
         wide = WIDE * tokens * self._c.dim

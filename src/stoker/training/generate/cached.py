@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,8 +14,10 @@ from torch import Tensor
 
 from stoker.contract.shape import shape
 from stoker.training.generate import plain
+from stoker.training.generate.config import kernels_lack
 from stoker.training.model.adapters import merged
 from stoker.training.model.attention import attend, seen_by
+from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Block, Decoder
 from stoker.training.model.experts import mixture
 from stoker.training.model.linear import LayerNorm, Linear, RMSNorm, activation
@@ -294,6 +298,17 @@ def as_mask(slots_seen: Tensor, dtype: torch.dtype) -> Tensor:
     """[rows, 1, 1, slots]: 0 where a slot is seen, -inf elsewhere."""
     zeros = torch.zeros(slots_seen.shape, dtype=dtype, device=slots_seen.device)
     return zeros.masked_fill_(~slots_seen, float("-inf"))[:, None, None, :]
+
+
+def kernels_for(c: ModelConfig, length: int, device: torch.device) -> Any:
+    """The module of kernels that answers of that model are written with, prompt and answer of `length`; None: plain torch."""
+    if device.type != "cuda":
+        return None
+    lacks = kernels_lack(c, length)
+    if lacks:
+        print(f"the generation kernels have no {lacks} yet; using plain torch", file=sys.stderr, flush=True)
+        return None
+    return import_module("stoker.training.generate.kernel")  # Triton: on GPUs only
 
 
 class Blocks:

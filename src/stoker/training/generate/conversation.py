@@ -10,12 +10,12 @@ import torch
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.training.generate import bits
-from stoker.training.generate.engine import Engine
 from stoker.training.model import hf, outside, ready
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_config import shape_for, tokenizer_in
 from stoker.training.parallel.config import ComputeConfig
+from stoker.training.serve.batch import BatchEngine
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
@@ -78,7 +78,13 @@ class Manner:
 
 class Conversation:
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, manner: Manner, system: str = "", seed: int = 0, say: Say = print
+        self,
+        engine: BatchEngine,
+        tokenizer: Tokenizer,
+        manner: Manner,
+        system: str = "",
+        seed: int = 0,
+        say: Say = print,
     ) -> None:
         if not manner.raw:
             try:

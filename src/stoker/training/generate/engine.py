@@ -10,9 +10,7 @@ An answer depends on the seed and on the prompt's index, not on the batch it was
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,57 +18,21 @@ from torch import Tensor
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.training.generate import plain
-from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, distinct, padded, seen
-from stoker.training.generate.config import Sampling, checked, kernels_lack
+from stoker.training.generate.cached import (
+    Blocks,
+    Cache,
+    Prompts,
+    Weights,
+    as_mask,
+    distinct,
+    kernels_for,
+    padded,
+    seen,
+)
+from stoker.training.generate.config import Sampling, checked
 from stoker.training.generate.graphed import Graphed
 from stoker.training.generate.sample import sample_token, token_logprobs, uniforms
-from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
-from stoker.training.model.outside import Outside
-
-
-class Borrowed:
-    """Prompts of one length go together: padding in front is not the same to every module."""
-
-    def __init__(self, model: Outside, vocab: int) -> None:
-        self._model, self._vocab = model, vocab
-        self.prompt_tokens = 0
-
-    def forget(self) -> None:
-        """Nothing here keeps an address of the weights."""
-
-    def run(
-        self, prompts: Sequence[Sequence[int]], indexes: Sequence[int], new_tokens: int, stop: Tensor, how: Sampling,
-        seed: int,
-    ) -> Iterator[Tensor]:  # fmt: skip
-        """After each token of a single prompt, else at the end: what is written, [rows, so many]."""
-        noise = torch.from_numpy(uniforms(seed, indexes, new_tokens)).to(stop.device)
-        self.prompt_tokens += sum(map(len, prompts))
-        written = torch.zeros(len(prompts), new_tokens, dtype=torch.int64, device=stop.device)
-        for length in sorted({len(prompt) for prompt in prompts}):
-            rows = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
-            ids = torch.tensor([list(prompts[row]) for row in rows], device=stop.device)
-            for place, token in enumerate(self._tokens(ids, noise[:, rows], stop, how)):
-                written[rows, place] = token
-                if len(prompts) == 1:
-                    yield written[:, : place + 1]
-        if len(prompts) > 1:
-            yield written
-
-    def _tokens(self, ids: Tensor, noise: Tensor, stop: Tensor, how: Sampling) -> Iterator[Tensor]:
-        """The next of each row, until all have ended."""
-        cache: Any = None
-        given, alive = ids, torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-        for uniform in noise:
-            logits, cache = self._model.next_logits(given, cache)
-            token = sample_token(logits[:, : self._vocab], uniform, how)
-            yield token
-            alive &= ~stop[token]
-            if not alive.any():
-                return
-            ids = torch.cat([ids, token[:, None]], 1)
-            given = ids if cache is None else token[:, None]
-
 
 PREFILL_TOKENS = 1 << 13  # at once: the feed-forward layer's activations stay below 1 GB for widths up to 32 K
 
@@ -141,20 +103,9 @@ class Eager:
             logits = blocks.logits(x, delta)
 
 
-def kernels_for(c: ModelConfig, length: int, device: torch.device) -> Any:
-    """The module of kernels that answers of that model are written with, prompt and answer of `length`; None: plain torch."""
-    if device.type != "cuda":
-        return None
-    lacks = kernels_lack(c, length)
-    if lacks:
-        print(f"the generation kernels have no {lacks} yet; using plain torch", file=sys.stderr, flush=True)
-        return None
-    return import_module("stoker.training.generate.kernel")  # Triton: on GPUs only
-
-
 class Engine:
     def __init__(
-        self, model: Decoder | Outside, *, rows: int, length: int, vocab: int = 0, codes: bool = False,
+        self, model: Decoder, *, rows: int, length: int, vocab: int = 0, codes: bool = False,
         logprobs: bool = False, streamed: bool = False,
     ) -> None:  # fmt: skip
         """`rows`: answers at once; `length`: prompt and answer; `vocab`: ids from here on are never written; `codes`: weights
@@ -175,10 +126,6 @@ class Engine:
         self._vocab, self._embedded = vocab or model.config.vocab_size, model.config.vocab_size
         self._device = next(model.parameters()).device
         self._runner: Any
-        if isinstance(model, Outside):
-            self._weights: Weights | None = None
-            self._runner = Borrowed(model, self._vocab)
-            return
         self._weights = Weights(model, self._vocab, codes, streamed)
         if self._device.type == "cuda" and not streamed:  # a graph can't hold gathers
             self._runner = Graphed(
@@ -190,7 +137,7 @@ class Engine:
     @property
     def merged_bytes(self) -> int:
         """Of the copy that has adapters in it."""
-        return 0 if self._weights is None else self._weights.merged_bytes
+        return self._weights.merged_bytes
 
     @property
     def prompt_tokens(self) -> int:
@@ -200,16 +147,16 @@ class Engine:
     @property
     def copied_bytes(self) -> int:
         """Of all weights that are not the model's own."""
-        return 0 if self._weights is None else self._weights.copied_bytes
+        return self._weights.copied_bytes
 
     @property
     def cache_bytes(self) -> int:
         """Of keys and values."""
-        return 0 if self._weights is None else self._runner.cache.kv.nbytes
+        return int(self._runner.cache.kv.nbytes)
 
     def refresh(self) -> None:
         """The model's weights changed."""
-        if self._weights is not None and not self._weights.refresh():
+        if not self._weights.refresh():
             self._runner.forget()
 
     @torch.inference_mode()

@@ -6,6 +6,7 @@ Everything a step reads or writes has a fixed place. Every LOOK tokens the host 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -148,7 +149,7 @@ class Graphed:
 
 def captured(step: Callable[[], None], pool: Any) -> Callable[[], None]:
     """The step as one CUDA graph. It runs once before: what it reads must be valid."""
-    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    beside = _beside()
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):  # compiles kernels, gives cuBLAS its workspace: a capture may do neither
         step()
@@ -158,6 +159,12 @@ def captured(step: Callable[[], None], pool: Any) -> Callable[[], None]:
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         step()
     return graph.replay
+
+
+@cache
+def _beside() -> Any:
+    """One for all captures: a stream keeps the memory that was used on it."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 class _Looking:

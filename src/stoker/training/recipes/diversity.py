@@ -26,11 +26,11 @@ from stoker.training.evaluate.asking import Manner, prompt_ids, refuse_long
 from stoker.training.evaluate.likelihood import embed_shared
 from stoker.training.evaluate.tasks import prompts_of, spread
 from stoker.training.generate.bits import coded
-from stoker.training.generate.engine import Engine
 from stoker.training.model import hf_config, ready
 from stoker.training.model.attention import kernels
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import stage
+from stoker.training.serve.batch import BatchEngine
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
 COMPLETIONS, REPORT = "completions.jsonl", "diversity_report.md"
@@ -100,7 +100,7 @@ def _answers(c: Config, folder: str, questions: Sequence[Question], group: Group
     length = max(map(len, prompts)) + c.generate.new_tokens
     rows, vocab = c.generate.rows, tokenizer.vocab_size
     sharded = group.strategy == "fsdp" and group.world > 1
-    engine = Engine(model, rows=rows, length=length, vocab=vocab, codes=coded(model), streamed=sharded)
+    engine = BatchEngine(model, rows=rows, length=length, vocab=vocab, codes=coded(model), streamed=sharded)
     answerer = Answerer(engine, tokenizer, manner, c.generate)
     blocks = group.turns(len(prompts))  # of blocks there are fewer
     mine = answerer.sample(prompts, c.diversity.answers, c.train.seed, blocks.__contains__)

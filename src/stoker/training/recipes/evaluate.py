@@ -24,12 +24,12 @@ from stoker.training.evaluate.confidence import Interval, wilson, wilson_of_draw
 from stoker.training.evaluate.likelihood import measure
 from stoker.training.evaluate.tasks import read_tasks
 from stoker.training.generate.bits import coded
-from stoker.training.generate.engine import Engine
 from stoker.training.model import ready
 from stoker.training.model.attention import kernels
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import stage
+from stoker.training.serve.batch import BatchEngine
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 SHOWN = 3  # samples per kind
@@ -184,7 +184,7 @@ def _answerer(
         return None
     length = max(lengths) + c.generate.new_tokens
     rows, vocab = c.generate.rows, tokenizer.vocab_size
-    engine = Engine(model, rows=rows, length=length, vocab=vocab, codes=coded(model), streamed=sharded)
+    engine = BatchEngine(model, rows=rows, length=length, vocab=vocab, codes=coded(model), streamed=sharded)
     return Answerer(engine, tokenizer, manner, c.generate)
 
 

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -46,6 +47,7 @@ from stoker.training.recipes.memory import Holding, MemoryRecord, bytes_of, of_g
 from stoker.training.reward.model import RewardModel, open_reward, scores
 from stoker.training.rl import rollout as asking
 from stoker.training.rl.config import MICRO
+from stoker.training.rl.kept import Kept
 from stoker.training.rl.parts import lacking, parts_of
 from stoker.training.rl.publish import Publisher
 from stoker.training.rl.remote import OtherWeights, ServerFailed, Servers, Wanted, addresses_of
@@ -121,15 +123,15 @@ def memory_of(
     return of_grpo(c, own, held, needs, folder, voice)
 
 
-def servers_of(c: Config, tokenizer: Tokenizer, longest: int, publish: Publisher) -> Servers:
-    how = c.generate
-    stop, length = frozenset(tokenizer.stop_ids), longest + how.new_tokens
-    wanted = Wanted(how.new_tokens, how.temperature, stop, tokenizer.vocab_size, length)
+def servers_of(c: Config, wanted: Wanted, publish: Publisher, kept: Kept) -> Servers:
     addresses, key = addresses_of(c.grpo.server, os.environ), os.environ.get(API_KEY, "")
-    grpo = c.grpo
-    return Servers(
-        addresses, key, wanted, publish, staleness=grpo.staleness, patience_s=grpo.server_timeout, phase=stoker.phase
-    )
+    more: dict[str, Any] = {"staleness": c.grpo.staleness, "patience_s": c.grpo.server_timeout, "kept": kept}
+    return Servers(addresses, key, wanted, publish, phase=stoker.phase, **more)
+
+
+def wanted_of(c: Config, tokenizer: Tokenizer, longest: int) -> Wanted:
+    how, stop = c.generate, frozenset(tokenizer.stop_ids)
+    return Wanted(how.new_tokens, how.temperature, stop, tokenizer.vocab_size, longest + how.new_tokens)
 
 
 class WeightsChecks:
@@ -236,8 +238,13 @@ def main(argv: list[str]) -> int:
     publish = Publisher(model, own, folder, group, c.grpo.staleness + 2) if c.grpo.server else None
     sampler: Sampler
     checks: WeightsChecks | None = None
+    kept: Kept | None = None
     if publish is not None:
-        sampler = servers_of(c, tokenizer, longest, publish)
+        wanted = wanted_of(c, tokenizer, longest)
+        kept = Kept(folder, group.rank, wanted.settings)
+        if kept.count:
+            voice.say_once(f"{kept.count} answers that came before are here: they are not asked for again")
+        sampler = servers_of(c, wanted, publish, kept)
         ids = max((prompt.ids for prompt in prompts), key=len)[:CHECK_TOKENS]
         checks = WeightsChecks(addresses_of(c.grpo.server, os.environ), ids, os.environ.get(API_KEY, ""))
     else:
@@ -320,8 +327,9 @@ def main(argv: list[str]) -> int:
 
     # The model, and the result last.
     whole = loop.whole and code == 0
-    if publish is not None and whole:
+    if publish is not None and kept is not None and whole:
         publish.close()
+        kept.close()
     exported = whole and c.checkpoint.export
     if exported:
         copied = _tokenizer_folder(words, tokenizer, folder) if group.first else words

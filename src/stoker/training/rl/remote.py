@@ -21,6 +21,7 @@ from stoker.contract.quantities import span
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
 from stoker.training.rl.asking import Asking, NoAnswer, TooLong
+from stoker.training.rl.kept import Kept
 from stoker.training.rl.sampler import Ask, Written
 from stoker.training.serve.request import CONTINUE, FINISH
 
@@ -63,6 +64,11 @@ class Wanted:
     vocab: int
     length: int  # tokens of the longest prompt and its answer
 
+    @property
+    def settings(self) -> str:
+        """What an answer depends on beside its prompt, seed and place."""
+        return f"{self.new_tokens} {self.temperature:g} {self.vocab} {sorted(self.stop)}"
+
 
 def addresses_of(text: str, environment: Mapping[str, str]) -> tuple[str, ...]:
     """HOST:PORT of each server. `text`: URLs with commas between them, or the name of a role of this job."""
@@ -87,7 +93,8 @@ def _address(url: str) -> str:
 
 class Servers:
     """A Sampler. `publish`: writes the weights of a version, all ranks together; `patience_s`: for an answer, or for a server
-    that is being replaced; `staleness`: how many steps ahead answers are begun; `phase`: told what the rank does.
+    that is being replaced; `staleness`: how many steps ahead answers are begun; `phase`: told what the rank does; `kept`: has
+    what came before the trainers started again.
     """
 
     engine = None
@@ -102,10 +109,11 @@ class Servers:
         staleness: int,
         patience_s: float,
         phase: Callable[[str], None] = lambda name: None,
+        kept: Kept | None = None,
     ) -> None:
         self._addresses, self._wanted, self._publish = tuple(addresses), wanted, publish
         self.length, self._patience_s = wanted.length, patience_s
-        self._phase, self._is_waiting = phase, False
+        self._phase, self._is_waiting, self._kept = phase, False, kept
         self._staleness, self._policy = staleness, FINISH if staleness < 2 else CONTINUE
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._known: dict[int, Published] = {}
@@ -123,6 +131,8 @@ class Servers:
         self._known[version] = self._newest = published
         for old in sorted(self._known)[: -self._staleness - 2]:
             del self._known[old]
+        if self._kept is not None:
+            self._kept.forget()
         self._in_order.submit(self._push_all, published)
 
     def begin(self, ask: Ask) -> None:
@@ -173,7 +183,19 @@ class Servers:
     def _send(self, ask: Ask) -> list[Future[list[Written]]]:
         if self._problem is not None:
             raise self._problem
-        return [self._pool.submit(self._written, *part) for part in self._parts(ask)]
+        return [self._pool.submit(self._replayed, ask.seeds[1], *part) for part in self._parts(ask)]
+
+    def _replayed(
+        self, step: int, address: str, prompt: tuple[int, ...], seed: int, first: int, count: int
+    ) -> list[Written]:
+        """As the server answered before the trainers started again, or as it answers now."""
+        if self._kept is None:
+            return self._written(address, prompt, seed, first, count)
+        found = self._kept.find(prompt, seed, first, count)
+        if found is None:
+            found = self._written(address, prompt, seed, first, count)
+            self._kept.keep(step, prompt, seed, first, found)
+        return found
 
     def _parts(self, ask: Ask) -> Iterator[tuple[str, tuple[int, ...], int, int, int]]:
         """(server, prompt, seed, place of the first answer, answers): equal prompts in a row go together, up to a limit."""

@@ -18,13 +18,13 @@ from stoker.contract.shape import replace, shape
 from stoker.training.data.order import Order
 from stoker.training.evaluate.marking import LONGEST_ANSWER
 from stoker.training.generate.config import GenerateConfig
-from stoker.training.generate.engine import Engine
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group, split
 from stoker.training.rl.config import GrpoConfig
 from stoker.training.rl.remote import OtherWeights, ServerFailed
 from stoker.training.rl.sampler import Ask, InTrainer, Sampler
 from stoker.training.rl.scoring import Judged, RewardFailed, Rewards
+from stoker.training.serve.batch import BatchEngine
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
@@ -239,7 +239,7 @@ def in_trainer(
     share = -(-grpo.prompts_per_step // ranks.world)
     rows, length = min(c.rows, share * grpo.group), longest + c.new_tokens
     kept = {"codes": c.bits == "4", "logprobs": grpo.importance_cap > 0}
-    engine = Engine(model, rows=rows, length=length, vocab=tokenizer.vocab_size, **kept)
+    engine = BatchEngine(model, rows=rows, length=length, vocab=tokenizer.vocab_size, **kept)
     return InTrainer(engine, c.new_tokens, frozenset(tokenizer.stop_ids), c.sampling)
 
 

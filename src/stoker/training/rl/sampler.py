@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from stoker.contract.shape import shape
-from stoker.training.generate.engine import Engine
+from stoker.training.serve.batch import BatchEngine
 
 
 @shape
@@ -47,7 +47,7 @@ class Sampler(Protocol):
         ...
 
     @property
-    def engine(self) -> Engine | None:
+    def engine(self) -> BatchEngine | None:
         """What writes them in this process."""
         ...
 
@@ -55,9 +55,9 @@ class Sampler(Protocol):
 
 
 class InTrainer:
-    """`how`: temperature and the like, as Engine.generate takes them."""
+    """`how`: temperature and the like, as BatchEngine.generate takes them."""
 
-    def __init__(self, engine: Engine, new_tokens: int, stop: Collection[int], how: Mapping[str, Any]) -> None:
+    def __init__(self, engine: BatchEngine, new_tokens: int, stop: Collection[int], how: Mapping[str, Any]) -> None:
         self.engine, self.length, self.ready = engine, engine.length, 0
         self._new_tokens, self._stop, self._how = new_tokens, stop, how
         self._version: int | None = None

@@ -20,8 +20,7 @@ import torch
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import shape
-from stoker.training.generate.cached import Weights
-from stoker.training.generate.engine import kernels_for
+from stoker.training.generate.cached import Weights, kernels_for
 from stoker.training.generate.sample import uniforms
 from stoker.training.model.decoder import Decoder
 from stoker.training.serve.blocks import Pool
@@ -106,9 +105,11 @@ class PagedEngine:
         codes: bool = False,
         text_of: Callable[[Request], Text] | None = None,
         digest: str = "",
+        streamed: bool = False,
     ) -> None:
         """`vocab`: ids from here on are never written; `codes`: weights in 4 bits stay so; `text_of`: what reads a
-        request's answer. Without it events have no text. `digest`: of the weights, which events have, too.
+        request's answer. Without it events have no text. `digest`: of the weights, which events have, too. `streamed`: of a
+        model in shards, whose blocks all ranks gather for each step: they ask the same, and their steps are the same.
         """
         slots, length, memory = sizes.slots, sizes.length, sizes.memory
         if slots < 1 or length < 2 or memory < length:
@@ -118,15 +119,25 @@ class PagedEngine:
             line = f"answers of {length} tokens with their prompts: the model was opened for {model.context_length}"
             raise Refusal(line, EX_USAGE)
         self.length, self._embedded, self._text_of = length, model.config.vocab_size, text_of
-        self._weights = Weights(model, vocab or model.config.vocab_size, codes)
+        self.weights = Weights(model, vocab or model.config.vocab_size, codes, streamed)
         self.pool = Pool(-(-memory // sizes.block), sizes.block)
         self.schedule = Schedule(slots, self.pool, sizes.prompt_tokens)
-        self._paged = Paged(self._weights, slots, length, self.pool, _kernels(model, length))
+        self._paged = Paged(self.weights, slots, length, self.pool, _kernels(model, length), captures=not streamed)
         self._open: dict[str, _Open] = {}
         self._of: dict[Writing, _Open] = {}
         self._ended: list[Event] = []
         self._changes: list[_Change] = []
         self.version, self.digest = 0, digest
+
+    @property
+    def count(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._open)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of keys and values."""
+        return self._paged.cache.kv.nbytes
 
     @property
     def busy(self) -> bool:
@@ -211,14 +222,18 @@ class PagedEngine:
             self.version = self.version + 1 if change.version is None else change.version
             self.digest = change.digest
             versions.append(self.version)
-        if not self._weights.refresh():
+        self.refresh()
+        for change, version in zip(changes, versions, strict=True):
+            change.applied(version)
+
+    def refresh(self) -> None:
+        """The model's weights have changed: from now on they write. All ranks of a model in shards call it together."""
+        if not self.weights.refresh():
             self._paged.forget()
         self._paged.clear()
         self.schedule.restart(str(self.version))
         for asked in self._of.values():
             asked.is_fed = False
-        for change, version in zip(changes, versions, strict=True):
-            change.applied(version)
 
     def _event(self, asked: _Open, made: Written, place: int) -> Event:
         request, token, text, finish = asked.request, made.tokens[place], "", ""

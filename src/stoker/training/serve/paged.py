@@ -19,6 +19,7 @@ from stoker.training.generate.cached import Attention, Blocks, Cache, Weights, a
 from stoker.training.generate.config import BUCKET
 from stoker.training.generate.graphed import captured
 from stoker.training.generate.sample import sample_rows, token_logprobs
+from stoker.training.model import attention as within
 from stoker.training.model.attention import Documents, Seen, attend, documents, seen_behind, seen_by
 from stoker.training.serve.blocks import Copy, Pool
 from stoker.training.serve.request import MOST_ALTERNATIVES
@@ -86,8 +87,10 @@ class _Group:
 
 
 class Paged:
-    def __init__(self, w: Weights, slots: int, length: int, pool: Pool, kernels: Kernels | None = None) -> None:
-        """`kernels`: of Triton; without them plain torch."""
+    def __init__(
+        self, w: Weights, slots: int, length: int, pool: Pool, kernels: Kernels | None = None, captures: bool = True
+    ) -> None:
+        """`kernels`: of Triton; without them plain torch. `captures`: on GPUs a token step is a graph, which can't hold gathers."""
         self._weights, self._size, self._nobody, self._kernels = w, pool.size, pool.count, kernels
         ops = kernels.between if kernels else plain
         self._prompts, self._tokens = Blocks(w, ops), Blocks(w, ops, captured=True)
@@ -96,9 +99,13 @@ class Paged:
             w, 1, (pool.count + 1) * pool.size
         )  # the last block is nobody's: rows that are not used write there
         self._device = w.embed.device
+        # Where documents of a row need a bias, all prompts together would need one of all tokens by all tokens.
+        self._packs = (
+            kernels is not None and within.packed_kernel(self._device, w.embed.dtype, w.config.head_dim) == "varlen"
+        )
         self._across = pool.needed(length)
         self._steps: dict[tuple[int, int, Kind], Callable[[], None]] = {}
-        self._graphs = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        self._graphs = torch.cuda.graph_pool_handle() if captures and self._device.type == "cuda" else None
         self._ids = torch.zeros(slots, dtype=torch.int64, device=self._device)
         # of each slot: place, top_k, then its blocks; uniform, temperature, top_p
         self._whole = self._both(slots, FIRST_BLOCK + self._across, torch.int64)
@@ -201,8 +208,8 @@ class Paged:
         return attention
 
     def _groups(self, parts: Sequence[Part], spans: Sequence[tuple[int, int]]) -> list[_Group]:
-        """Each part alone; but by kernels, all that begin their rows are documents of one packed row."""
-        firsts = [number for number, (begin, _) in enumerate(spans) if not begin] if self._kernels else []
+        """Each part alone; but by kernels for it, all that begin their rows are documents of one packed row."""
+        firsts = [number for number, (begin, _) in enumerate(spans) if not begin] if self._packs else []
         together = firsts if len(firsts) > 1 else []
         ends = _ends(parts)
         queries = [torch.arange(end - len(part.ids), end) for part, end in zip(parts, ends, strict=True)]

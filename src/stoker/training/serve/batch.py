@@ -1,0 +1,171 @@
+"""Answers to lists of prompts that are all there at once: GRPO's, evaluation's, a conversation's next turn.
+
+    engine = BatchEngine(model, rows=64, length=512)
+    answers = engine.generate(prompts, new_tokens=128, stop={end}, temperature=1.0, seed=7)
+    …                                          # a training step
+    engine.refresh()
+
+They are requests to a paged engine of this process's own. An answer depends on the seed and on the prompt's index, not on
+what else is written, up to the rounding of products of another size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+from stoker.contract.names import EX_USAGE, Refusal
+from stoker.training.generate.borrowed import Borrowed
+from stoker.training.generate.config import BLOCK, PREFILL_TOKENS, Sampling, checked
+from stoker.training.model.decoder import Decoder
+from stoker.training.model.outside import Outside
+from stoker.training.serve.engine import PagedEngine, Sizes
+from stoker.training.serve.request import Request
+
+PREFILL_TOKENS_ON_CPU = 1 << 13  # at once: the feed-forward layer's activations stay below 1 GB for widths up to 32 K
+Prompts = Sequence[Sequence[int]]
+Token = tuple[int, int, float | None]  # which prompt, its next token, that one's log-probability
+
+
+def sizes_for(rows: int, length: int, prompt_tokens: int) -> Sizes:
+    """A block more for each row than its tokens need, so that nobody ever gives way."""
+    memory = rows * (-(-length // BLOCK) + 1) * BLOCK
+    return Sizes(rows, length, memory, BLOCK, prompt_tokens)
+
+
+class BatchEngine:
+    """One call at a time."""
+
+    def __init__(
+        self, model: Decoder | Outside, *, rows: int, length: int, vocab: int = 0, codes: bool = False,
+        logprobs: bool = False, streamed: bool = False,
+    ) -> None:  # fmt: skip
+        """`rows`: answers at once; `length`: prompt and answer; `vocab`: ids from here on are never written; `codes`: weights
+        in 4 bits stay so, instead of a copy in 16; `logprobs`: `generate` leaves those of its tokens in `logprobs`; `streamed`:
+        of a model in shards no rank holds all weights: all ranks write the same answers, and gather each block for each token.
+        """
+        if rows < 1 or length < 2:
+            raise Refusal(f"generation with {rows} rows of {length} tokens can't be: at least 1 row of 2", EX_USAGE)
+        if length > model.context_length:
+            line = f"generation of {length} tokens (prompt and answer): the model was opened for {model.context_length}"
+            raise Refusal(f"{line} (data.context_length)", EX_USAGE)
+        self.rows, self.length, self._keeps_logprobs = rows, length, logprobs
+        self.logprobs: list[list[float]] = []  # of the last answers' tokens, where they are kept
+        self._embedded, vocab = model.config.vocab_size, vocab or model.config.vocab_size
+        self._names = count()
+        self._borrowed: Borrowed | None = None
+        self._paged: PagedEngine | None = None
+        if isinstance(model, Outside):
+            self._borrowed = Borrowed(model, vocab, rows)
+        else:
+            at_once = PREFILL_TOKENS if model.device.type == "cuda" else PREFILL_TOKENS_ON_CPU
+            sizes = sizes_for(rows, length, at_once)
+            self._paged = PagedEngine(model, sizes, vocab=vocab, codes=codes, streamed=streamed)
+
+    @property
+    def merged_bytes(self) -> int:
+        """Of the copy that has adapters in it."""
+        return 0 if self._paged is None else self._paged.weights.merged_bytes
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of all weights that are not the model's own."""
+        return 0 if self._paged is None else self._paged.weights.copied_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of keys and values."""
+        return 0 if self._paged is None else self._paged.cache_bytes
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of prompts, that were computed so far: of equal ones, all tokens once and the last one for each."""
+        if self._borrowed is not None:
+            return self._borrowed.prompt_tokens
+        assert self._paged is not None
+        return self._paged.schedule.prompt_tokens
+
+    def refresh(self) -> None:
+        """The model's weights changed. All ranks of a model in shards call it together."""
+        if self._paged is not None:
+            self._paged.refresh()
+
+    def generate(
+        self,
+        prompts: Prompts,
+        *,
+        new_tokens: int,
+        stop: Collection[int],
+        seed: int = 0,
+        indexes: Sequence[int] | None = None,
+        told: Callable[[float], None] | None = None,
+        **sampling: Any,
+    ) -> list[list[int]]:
+        """`sampling`: temperature, top_k, top_p, as of `checked`. Ids of each answer; where it ended by itself, the last is the stop token. `indexes`: the prompts' numbers
+        among all ranks', for the sampling. `told`: how many prompts are answered.
+        """
+        how = checked(**sampling)
+        if self._keeps_logprobs and (how.greedy or not how.plain):
+            raise ValueError("log-probabilities are kept of plain sampling only: temperature above 0, top_k 0, top_p 1")
+        answers: list[list[int]] = [[] for _ in prompts]
+        self.logprobs = [[] for _ in prompts]
+        done = 0.0
+        numbers = range(len(prompts)) if indexes is None else indexes
+        for number, token, logprob in self._tokens(prompts, numbers, new_tokens, frozenset(stop), how, seed):
+            answers[number].append(token)
+            if logprob is not None:
+                self.logprobs[number].append(logprob)
+            if told is not None:
+                done += (1 + (new_tokens - len(answers[number])) * (token in stop)) / new_tokens
+                told(min(done, len(prompts)))
+        return answers
+
+    def stream(
+        self, prompt: Sequence[int], *, new_tokens: int, stop: Collection[int], seed: int = 0, **sampling: Any
+    ) -> Iterator[int]:
+        """One answer, token by token; the same as `generate`'s for a single prompt."""
+        for _, token, _ in self._tokens([prompt], [0], new_tokens, frozenset(stop), checked(**sampling), seed):
+            yield token
+
+    def _tokens(
+        self, prompts: Prompts, indexes: Sequence[int], new_tokens: int, stop: frozenset[int], how: Sampling, seed: int
+    ) -> Iterator[Token]:
+        self._check(prompts, new_tokens)
+        if self._borrowed is not None:
+            ended: set[int] = set()
+            for number, token in self._borrowed.tokens(prompts, indexes, new_tokens, stop, how, seed):
+                if number not in ended:
+                    yield number, token, None
+                if token in stop:
+                    ended.add(number)
+            return
+        assert self._paged is not None and not self._paged.count, "one call at a time"
+        asked: dict[str, int] = {}
+        try:
+            for number, (prompt, index) in enumerate(zip(prompts, indexes, strict=True)):
+                name, kept = str(next(self._names)), 0 if self._keeps_logprobs else -1
+                self._paged.add(Request(name, tuple(prompt), new_tokens, how, seed, index, stop, logprobs=kept))
+                asked[name] = number
+            while asked:
+                for event in self._paged.step():
+                    if event.token is None:  # of a call before, that was given up
+                        continue
+                    yield asked.pop(event.id) if event.finish else asked[event.id], event.token, event.logprob
+        finally:
+            for name in asked:
+                self._paged.abort(name)
+
+    def _check(self, prompts: Prompts, new_tokens: int) -> None:
+        if new_tokens < 1:
+            raise Refusal(f"new_tokens {new_tokens}: at least 1", EX_USAGE)
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise Refusal(f"prompt {index} is empty: an answer needs a token to follow", EX_USAGE)
+            if len(prompt) + new_tokens > self.length:
+                line = f"prompt {index} has {len(prompt)} tokens, with {new_tokens} of an answer more than the"
+                line += f" {self.length} there is room for"
+                raise Refusal(f"{line}: fewer generate.new_tokens, or a larger data.context_length", EX_USAGE)
+            if max(prompt) >= self._embedded or min(prompt) < 0:
+                line = f"prompt {index} has the id {max(prompt)}, the model {self._embedded} rows: another tokenizer's?"
+                raise Refusal(line, EX_USAGE)
