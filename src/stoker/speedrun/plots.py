@@ -1,4 +1,4 @@
-"""The report's figures. matplotlib is imported here alone, and only when something is drawn.
+"""The report's figures. matplotlib is loaded only when something is drawn.
 
 They are narrow, with panels below each other: on a phone 13 cm become 7, and 11 pt must still be read there.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.contract.quantities import number_at, span
 from stoker.contract.shape import shape
+from stoker.control.show.picture import loaded_matplotlib
 from stoker.speedrun.gather import MODELS, Chain, StageRecord
 from stoker.training.stages.registry import links
 from stoker.training.stages.significance import Measured, measured, share
@@ -54,9 +55,7 @@ class Drawing:
 
 def draw(chain: Chain) -> dict[str, Drawing]:
     """What there is data for, by name."""
-    import matplotlib
-
-    with matplotlib.rc_context(STYLE):
+    with loaded_matplotlib().rc_context(STYLE):
         figures = {name: make(chain) for name, make in FIGURES.items()}
         return {name: _saved(figure) for name, figure in figures.items() if figure is not None}
 

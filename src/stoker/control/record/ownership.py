@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from stoker.contract.layout import cache_home
 from stoker.contract.names import EX_NOPERM, Refusal
-from stoker.contract.owners import is_mine, user_name, why_a_folder_above_is_not_safe, why_not_ours_alone
+from stoker.contract.owners import is_mine, is_own, user_name, why_a_folder_above_is_not_safe, why_not_ours_alone
 from stoker.contract.process import kernel_lines
 
 __all__ = ["cache_home", "is_mine", "own_folder", "private_cache", "user_name", "writes_to"]
@@ -27,9 +27,29 @@ def own_folder(root: str, name: str) -> str:
             return candidate
         except OSError:
             continue  # another user's mount
-        if stat.S_ISDIR(about.st_mode) and is_mine(about.st_uid, root) and not why_not_ours_alone(candidate):
+        if _is_ours_alone(candidate, about):
             return candidate
-    raise Refusal(f"{path} and its like belong to other users: choose another place", EX_NOPERM)
+    return _unforeseen(root, f"{name}-{os.geteuid()}-")
+
+
+def _is_ours_alone(folder: str, about: os.stat_result) -> bool:
+    mine = stat.S_ISDIR(about.st_mode) and is_mine(about.st_uid, os.path.dirname(folder))
+    return mine and not why_not_ours_alone(folder)
+
+
+def _unforeseen(root: str, prefix: str) -> str:
+    """Somebody has taken all names that could be told in advance. Made here, and found again by what it begins with."""
+    import tempfile
+
+    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
+        named = entry.name.startswith(prefix) and is_own(entry.path)
+        if named and _is_ours_alone(entry.path, entry.stat(follow_symlinks=False)):
+            return entry.path
+    try:
+        return tempfile.mkdtemp(prefix=prefix, dir=root)
+    except OSError as problem:
+        line = f"{root}/{prefix}… can't be made: {problem.strerror}; choose another place"
+        raise Refusal(line, EX_NOPERM) from problem
 
 
 def private_cache(name: str, say: Callable[[str], None]) -> str:

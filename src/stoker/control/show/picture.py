@@ -1,4 +1,4 @@
-"""A curve as a PNG. matplotlib is imported here alone, and only when a picture is wanted."""
+"""A curve as a PNG. matplotlib is loaded here alone, and only when a picture is wanted."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
 from stoker.contract.untrusted import printable
 from stoker.contract.wholefile import WholeFile, refuse_other_kind
+from stoker.contract.workdir import working_in
 from stoker.control.show.drawing import Line
 
 # Okabe and Ito's: told apart without red and green.
@@ -28,17 +29,25 @@ def there_is_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
+def loaded_matplotlib() -> Any:
+    """When it is loaded it reads a `matplotlibrc` of the working directory: a link to /dev/zero there fills the memory, and a
+    named pipe is waited for without end. Raises ImportError.
+    """
+    with working_in("/"):
+        import matplotlib.figure
+    return matplotlib
+
+
 def write_png(path: str, lines: Sequence[Line], metric: str, *, log: bool = False) -> None:
     """There whole or not at all."""
     try:
-        import matplotlib
-        from matplotlib.figure import Figure
+        matplotlib = loaded_matplotlib()
     except ImportError as problem:
         line = f"no picture: matplotlib can't be imported ({problem}); pip install matplotlib, or leave --png out"
         raise Refusal(printable(line), EX_UNAVAILABLE) from problem
     refuse_other_kind(path, b"\x89PNG", "PNG picture")
     with matplotlib.rc_context(_LOOK):
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.subplots()
         for number, one in enumerate(lines):
             look: Any = {

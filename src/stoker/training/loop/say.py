@@ -13,6 +13,7 @@ from stoker.contract.progress import Progress
 from stoker.contract.quantities import clock
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable_lines
+from stoker.contract.workdir import working_in
 from stoker.control.record.metrics import Metrics
 from stoker.training.balance.plan import Plan
 from stoker.training.loop.config import check_loggers
@@ -48,16 +49,23 @@ def _mlflow(folder: str, config: dict[str, Any]) -> Logger:
 
 
 def _tracked(name: str) -> Callable[[str, dict[str, Any]], Logger]:
-    """wandb, and trackio, which has the same words."""
+    """wandb, and trackio, which has the same words. Begun in the run directory: wandb takes the address that it sends its key to
+    from a file of the working directory, which may be anybody's.
+    """
 
     def opened(folder: str, config: dict[str, Any]) -> Logger:
-        module = importlib.import_module(name)
-        module.init(project="stoker", name=os.path.basename(folder), config=config)
+        place = f"{name.upper()}_DIR"
+        if place in os.environ:
+            os.environ[place] = os.path.abspath(os.environ[place])
+        with working_in(folder):
+            module = importlib.import_module(name)
+            module.init(project="stoker", name=os.path.basename(folder), config=config)
         return Logger(lambda step, values: module.log(values, step=step), module.finish)
 
     return opened
 
 
+_UNREAD = {"wandb": ("wandb/settings", ".wandb/settings")}
 _LOGGERS = {"tensorboard": _tensorboard, "wandb": _tracked("wandb"), "trackio": _tracked("trackio"), "mlflow": _mlflow}
 
 
@@ -65,6 +73,9 @@ def open_loggers(log_to: str, folder: str, config: dict[str, Any], say: Callable
     config = redact.data(config)  # it leaves this machine
     loggers = []
     for word in check_loggers(log_to):
+        for path in _UNREAD.get(word, ()):
+            if os.path.lexists(path):
+                say(f"{path} of the working directory is not read: give WANDB_BASE_URL and WANDB_ENTITY instead")
         loggers.append(_LOGGERS[word](folder, config))
         say(f"metrics also go to {word}")
     return loggers
