@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import bz2
+import json
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from stoker.contract.names import EX_CONFIG, Refusal
+from stoker.contract import diskroom
+from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, Refusal
 from stoker.training.config import layers
 from stoker.training.config.flags import parse
+from stoker.training.data import sources, unpack
+from stoker.training.data.config import DataConfig
+from stoker.training.data.prepare import prepare
+from stoker.training.tokenizer.config import TokenizerConfig
+from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
 # ---- a config file names the server that gets the API key and the prompts ----
 
@@ -41,3 +53,143 @@ def test_a_config_file_may_name_a_server_of_this_machine(tmp_path: Path, server:
     path = tmp_path / "c.yaml"
     path.write_text(f'grpo:\n  server: "{server}"\n')
     assert layers.gather(parse(["--config", str(path)]), {}).told("grpo.server")[0] == server  # type: ignore[index]
+
+
+# ---- a few bytes of data that fill the disk or the memory ----
+
+
+def _prepare(where: Path, *paths: str) -> Any:
+    tokens = where / "tokenizer"
+    bytes_tokenizer().save(str(tokens))
+    data = DataConfig(path=paths, cache=str(where / "cache"), context_length=16, num_workers=1, validation="0")
+    return prepare(data, TokenizerConfig(path=str(tokens)), lambda line: None)
+
+
+def _kept(where: Path) -> int:
+    """Bytes of data in the cache."""
+    made = [*(where / "cache").glob("unpacked/*"), *(where / "cache").glob("datasets/*/*.bin")]
+    return sum(path.stat().st_size for path in made)
+
+
+def test_many_packed_files_unfold_to_no_more_than_one_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpack, "ALWAYS", 1 << 20)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(8):
+        (folder / f"{number}.txt.bz2").write_bytes(bz2.compress(f"{number} ".encode() * (400 << 10)))
+    with pytest.raises(Refusal, match="unfolds to more than 200 times") as problem:
+        _prepare(tmp_path, str(folder))
+    assert problem.value.code == EX_DATAERR
+    assert _kept(tmp_path) <= 1 << 20
+    assert _prepare(tmp_path, str(folder / "0.txt.bz2")).train_tokens > 700 << 10  # one of them alone may
+
+
+def test_many_packed_files_of_ordinary_text_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpack, "ALWAYS", 1 << 10)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(8):
+        text = " ".join(str(number * 7919 + step * step) for step in range(2000))
+        (folder / f"{number}.txt.bz2").write_bytes(bz2.compress(text.encode()))
+    assert _prepare(tmp_path, str(folder)).train_tokens > 90_000
+
+
+def test_a_packed_table_stands_for_no_more_than_its_packed_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A column of zeros makes the table large, so that its texts may be long; packed, all of it is a few bytes."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(unpack, "ALWAYS", 2 << 20)
+    rows = 1000
+    texts = arrow.array(["a b c d e " * 2000] * rows)  # 20 MB, and a dictionary's one text in the file
+    zeros = arrow.array([bytes(1000)] * rows, arrow.binary(1000))
+    table = tmp_path / "data.parquet"
+    parquet.write_table(
+        arrow.table({"text": texts, "zeros": zeros}), table, use_dictionary=["text"], compression="none"
+    )
+    packed = tmp_path / "data.parquet.bz2"
+    packed.write_bytes(bz2.compress(table.read_bytes()))
+    assert table.stat().st_size > 1_000_000 and packed.stat().st_size < 10 << 10
+    with pytest.raises(Refusal, match="unfolds to more than 200 times") as problem:
+        _prepare(tmp_path, str(packed))
+    assert problem.value.code == EX_DATAERR and not _kept(tmp_path)
+
+
+def test_a_packed_table_is_read_as_it_is_unpacked(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = tmp_path / "data.parquet"
+    parquet.write_table(arrow.table({"text": [f"text {number}" for number in range(500)]}), table)
+    packed = tmp_path / "packed.parquet.bz2"
+    packed.write_bytes(bz2.compress(table.read_bytes()))
+    whole, again = _prepare(tmp_path, str(table)), _prepare(tmp_path, str(packed))
+    assert whole.train_tokens == again.train_tokens > 0
+
+
+def _keep_all_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diskroom, "SHARE", 1.0)
+    monkeypatch.setattr(diskroom, "MOST", 1 << 62)
+    monkeypatch.setattr(diskroom, "_BETWEEN", 64 << 10)
+
+
+@pytest.mark.parametrize("kind", ["stream", "chat"])
+def test_data_takes_no_more_of_a_disk_than_leaves_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """One file under many names is read as often as it has names."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    row = {
+        "text": "x" * 1000,
+        "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * 999}],
+    }
+    (folder / "first.jsonl").write_text(f"{json.dumps(row)}\n" * 20)
+    for number in range(50):
+        os.symlink("first.jsonl", folder / f"{number}.jsonl")
+    bytes_tokenizer().save(str(tmp_path / "tokenizer"))
+    data = DataConfig(path=(str(folder),), cache=str(tmp_path / "cache"), context_length=1200, kind=kind)
+    _keep_all_of_the_disk(monkeypatch)
+    with pytest.raises(Refusal, match=r"left, and .* stay free; --data\.cache") as problem:
+        prepare(data, TokenizerConfig(path=str(tmp_path / "tokenizer")), lambda line: None)
+    assert problem.value.code == EX_CANTCREAT and not [
+        *(tmp_path / "cache/datasets").glob("*.tmp"),
+        *(tmp_path / "cache/datasets").glob("*/*"),
+    ]
+
+
+def test_unpacked_files_leave_some_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(8):  # each is too small to be looked at alone
+        (folder / f"{number}.txt.bz2").write_bytes(bz2.compress(f"{number} ".encode() * (20 << 10)))
+    _keep_all_of_the_disk(monkeypatch)
+    with pytest.raises(Refusal, match=r"stay free; --data\.cache"):
+        _prepare(tmp_path, str(folder))
+    assert _kept(tmp_path) <= 64 << 10
+
+
+class _Hub:
+    """As `datasets`: its rows come one by one."""
+
+    def __init__(self, rows: Iterator[dict[str, Any]]) -> None:
+        self._rows = rows
+
+    def load_dataset(self, *names: Any, **more: Any) -> Iterator[dict[str, Any]]:
+        return self._rows
+
+
+def test_rows_of_the_hub_take_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_HUB_ROOM", 64 << 20)
+    rows = ({"text": "x" * (number << 27)} for number in (0, 2))
+    monkeypatch.setitem(sys.modules, "datasets", _Hub(rows))
+    with pytest.raises(Refusal, match="owner/name: its rows unfold to more than") as problem:
+        sources.fetch("owner/name", str(tmp_path), lambda line: None)
+    assert problem.value.code == EX_DATAERR and not [*(tmp_path / "hub").iterdir()]
+
+
+def test_rows_of_the_hub_leave_some_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _keep_all_of_the_disk(monkeypatch)
+    rows = ({"text": "x" * 1000} for _ in range(100_000))
+    monkeypatch.setitem(sys.modules, "datasets", _Hub(rows))
+    with pytest.raises(Refusal, match=r"stay free; --data\.cache"):
+        sources.fetch("owner/name", str(tmp_path), lambda line: None)
+    assert not [*(tmp_path / "hub").iterdir()]

@@ -20,6 +20,7 @@ from stoker.contract.wholefile import write_json, write_whole
 from stoker.control.record import ownership
 
 TAG = layout.CACHE_TAG
+OTHER_CACHE = "--data.cache names another place"
 _MARKS = (TAG, layout.RUN, "chain.json")
 
 
