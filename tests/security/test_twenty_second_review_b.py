@@ -14,6 +14,7 @@ import pytest
 
 from stoker.contract import diskroom
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, Refusal
+from stoker.speedrun.material import material
 from stoker.training.config import layers
 from stoker.training.config.flags import parse
 from stoker.training.data import sources, unpack
@@ -165,6 +166,30 @@ def test_unpacked_files_leave_some_of_the_disk(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(Refusal, match=r"stay free; --data\.cache"):
         _prepare(tmp_path, str(folder))
     assert _kept(tmp_path) <= 64 << 10
+
+
+@pytest.mark.parametrize("role", ["base", "sft", "pairs"])
+def test_packed_files_of_a_speedrun_unfold_to_no_more_than_one_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    monkeypatch.setattr(unpack, "ALWAYS", 1 << 20)
+    folder = tmp_path / "data"
+    (folder / role).mkdir(parents=True)
+    row = {
+        "base": {"text": "x " * 500},
+        "sft": {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y " * 500}]},
+        "pairs": {"prompt": "x", "chosen": "y " * 300, "rejected": "z " * 200},
+    }[role]
+    for number in range(8):
+        lines = json.dumps({**row, "number": number}) + "\n"
+        (folder / role / f"{number}.jsonl.bz2").write_bytes(bz2.compress(lines.encode() * 800))
+    with pytest.raises(Refusal, match="unfolds to more than 200 times"):
+        material(str(folder), str(tmp_path / "speedrun"), str(tmp_path / "cache"))[1]()
+    assert _kept(tmp_path) <= 1 << 20
+    for number in range(1, 8):
+        (folder / role / f"{number}.jsonl.bz2").unlink()
+    data, _ = material(str(folder), str(tmp_path / "speedrun"), str(tmp_path / "cache"))
+    assert any(role in line for line in data.lines)  # one of them alone may
 
 
 class _Hub:

@@ -117,7 +117,7 @@ def _unfolded(path: str, kind: str, files: int) -> Iterator[bytes]:
             yield from iter(lambda: stream.read(1 << 20), b"")
         return
     left = most_unfolded(os.path.getsize(path), files)
-    for _, row in rows(path):
+    for _, row in rows(path, files):
         line = as_line(row)
         left -= len(line)
         if left < 0:
@@ -140,9 +140,11 @@ class Source:
 
 
 def find_sources(
-    paths: Sequence[str], cache: str, say: Callable[[str], None], what: str = "data.path"
+    paths: Sequence[str], cache: str, say: Callable[[str], None], what: str = "data.path", among: int = 1
 ) -> tuple[Source, ...]:
-    """In the order given; what a folder or a glob holds is sorted. Refuses what can't be read before anything is done."""
+    """In the order given; what a folder or a glob holds is sorted. Refuses what can't be read before anything is done.
+    `among`: how many files they are a part of.
+    """
     if not paths:
         raise Refusal(
             f"{what} is empty: name text, jsonl, json, csv, arrow or parquet files, folders of them, or a hub id (--data PATH)",
@@ -155,7 +157,7 @@ def find_sources(
     if twice:
         say(f"{twice} is named twice: it is read twice")
     room = DiskRoom(cache, OTHER_CACHE)
-    return tuple(_source(path, cache, say, len(files), room) for path in files)
+    return tuple(_source(path, cache, say, max(len(files), among), room) for path in files)
 
 
 def _source(path: str, cache: str, say: Callable[[str], None], files: int, room: DiskRoom) -> Source:
