@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from stoker.cli import run, train
 from stoker.contract import diskroom
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, Refusal
 from stoker.speedrun.material import material
@@ -218,3 +219,33 @@ def test_rows_of_the_hub_leave_some_of_the_disk(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(Refusal, match=r"stay free; --data\.cache"):
         sources.fetch("owner/name", str(tmp_path), lambda line: None)
     assert not [*(tmp_path / "hub").iterdir()]
+
+
+# ---- a config file that asks for more memory than there is ----
+
+ASKS = {
+    "width": "model: {layers: 2, dim: 4194304, heads: 32768}",
+    "layers": "model: {layers: 10000, dim: 65536, heads: 512}",
+    "ranks": "model: {layers: 1, dim: 64, heads: 1}\nbatch: {tokens: 80000000}\nrun: {nproc_per_node: 1000000}",
+}
+
+
+@pytest.mark.parametrize("asks", ASKS.values(), ids=ASKS)
+def test_a_config_file_cant_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some text to learn " * 400)
+    bytes_tokenizer().save(str(tmp_path / "tokenizer"))
+    given = "data: {path: [text.txt], context_length: 64}\ntokenizer: {path: tokenizer}\ntrain: {max_steps: 1}\nparallel: {device: cpu}"
+    (tmp_path / "c.yaml").write_text(f"{given}\n{asks}\n")
+    started: list[Any] = []
+    monkeypatch.setattr(run, "start", lambda *told: started.append(told) or 0)
+    with pytest.raises(Refusal, match=r"this can't fit: .* on the CPU with .* and this machine has"):
+        train.main(["pretrain", "--config", "c.yaml"])
+    assert not started
+
+
+def test_a_config_file_names_no_more_layers_than_are_quickly_planned(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {layers: 10001, dim: 64, heads: 1}\nparallel: {device: cpu}\n")
+    with pytest.raises(Refusal, match=r"model\.layers 10001 is out of range: from 1 to 10000"):
+        train.main(["pretrain", "--config", str(path), "--dry-run"])
