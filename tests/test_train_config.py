@@ -617,7 +617,7 @@ def test_files_are_counted_before_they_are_prepared(tmp_path: Path) -> None:
         ),
         (["--max-steps", "1e23"], "is out of range: from 0 to 1e+09"),
         (["--batch.tokens", "1e23"], "is out of range: from 0 to 1e+15"),
-        (["--layers", "9" * 400], "is out of range: from 1 to 1e+09"),
+        (["--layers", "9" * 400], "is out of range: from 1 to 10000"),
         (["--config", "a", "--config", "b"], "one config file"),
         (["--warmup", "long"], "number of steps"),
         (["stray"], "stray"),

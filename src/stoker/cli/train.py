@@ -12,6 +12,7 @@ from typing import Any
 from stoker.cli.sight import gpus_to_use, look
 from stoker.cli.train_fit import (
     machines_to_plan,
+    refuse_beyond_memory,
     refuse_too_large,
     with_kept_optimizer,
     with_memory_plan,
@@ -260,6 +261,8 @@ def _refuse_what_can_be(stage: str, resolved: Resolved, options: RunOptions, mac
     most = _most_ranks(config, options, machine, gpus)
     if most is not None:
         check_drill(config, most, given)
+        if on_cpu(config, gpus) and STAGES[stage].learning is not None and not options.dry_run:
+            refuse_beyond_memory(config, most, machine.memory_total)
     check_loggers(config.train.log_to)
     _check_inputs(stage, config)
 

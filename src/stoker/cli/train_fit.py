@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _PLANNED_KINDS = ("adamw", "adamw8bit")  # optimizers that the plan chooses from
 ONE = "one"  # of fit/strategy.py
 _SURELY = 400 << 20  # bytes: no context was smaller. A refusal must be right
+_RANK = 100 << 20  # bytes of a process that has imported torch, at the least
+_MOMENTS = {"adamw": 2, "adamw8bit": 0, "muon": 1}  # that an optimizer keeps of each number, in its width at the least
 
 
 def machines_to_plan(
@@ -79,6 +81,25 @@ def refuse_too_large(stage: str, resolved: Resolved, options: RunOptions, machin
         of_stage = "" if stage == "sft" else f" --stage {stage}"
         line = f"{_too_much(found)} (`stoker fit {resolved.config.model.load}{of_stage}` shows more)"
         raise Refusal(f"this can't fit: {line}", EX_UNAVAILABLE)
+
+
+def refuse_beyond_memory(config: Config, ranks: int, memory: int) -> None:
+    """Of ranks on the CPU of a machine with so many bytes: what can't fit, however little is computed at once. A fresh model's
+    size is a few characters of a config file, and it would fill the machine's memory."""
+    from stoker.training.fit.plan import gib
+    from stoker.training.model.config import parameters
+
+    numbers = 0 if config.model.load else parameters(config.model)  # of one that is loaded, the folder has as many
+    width = 4 if config.compute.dtype in ("auto", "fp32") else 2
+    least = numbers * width * (2 + _MOMENTS[config.optim.kind])  # weights, gradients and moments
+    needed = ranks * _RANK + least * (1 if config.parallel.strategy == "fsdp" else ranks)
+    if needed > memory:
+        what = f"{numbers:,} parameters" if least > _RANK else "what a rank takes by itself"
+        line = f"{ranks} rank{'' if ranks == 1 else 's'} on the CPU with {what} need {gib(needed)} of memory or more"
+        line = f"this can't fit: {line}, and this machine has {gib(memory)}"
+        raise Refusal(
+            f"{line}; take a smaller model (--model.depth), or fewer ranks (--nproc-per-node)", EX_UNAVAILABLE
+        )
 
 
 def _refuse_shards(found: Plan, cards: list[Card]) -> None:

@@ -23,6 +23,7 @@ CHECKPOINTS = "checkpoints"
 ROLES = "roles"  # the runs of a job's roles
 CONSOLE = "stoker.log"  # Stoker's own lines, so that `attach` can show them again
 LATEST = "latest"
+CACHE_INSIDE = "stoker-cache"  # of a folder that holds other things, too
 # Of the cache directory tagging specification: backups leave such a folder out, too.
 CACHE_TAG = "CACHEDIR.TAG"
 CACHE_SIGNATURE = (

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from stoker.contract.diskroom import DiskRoom
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import read_json
@@ -85,10 +86,10 @@ CHECKS: dict[str, Callable[[str], Check]] = {
 }
 
 
-def rows_of(role: str, path: str) -> Iterator[tuple[int, Row, str]]:
-    """(number, row, why it can't be used)."""
+def rows_of(role: str, path: str, files: int) -> Iterator[tuple[int, Row, str]]:
+    """(number, row, why it can't be used). `files`: how many are read together."""
     check = CHECKS[role](path)
-    for number, row in rows(path):
+    for number, row in rows(path, files):
         try:
             check(number, row)
         except Unusable as problem:
@@ -97,10 +98,10 @@ def rows_of(role: str, path: str) -> Iterator[tuple[int, Row, str]]:
             yield number, row, ""
 
 
-def check_rows(role: str, path: str) -> Checked:
+def check_rows(role: str, path: str, files: int = 1) -> Checked:
     """What is found is judged by `judge`. A file that is no JSON or has rows of two formats is refused at once."""
     total, wrong = 0, Reasons()
-    for number, _, why in rows_of(role, path):
+    for number, _, why in rows_of(role, path, files):
         total += 1
         if why:
             wrong.add(why, number)
@@ -119,9 +120,9 @@ def judge(path: str, checked: Checked) -> str:
     return f"{line}; left out"
 
 
-def check_once(role: str, path: str, digest: str, cache: str) -> Checked:
+def check_once(role: str, path: str, digest: str, cache: str, files: int) -> Checked:
     """Remembered by the file's bytes: a finished speedrun reads no data."""
-    return _once(f"{digest}:{role}:{RULES}", lambda: check_rows(role, path), cache)
+    return _once(f"{digest}:{role}:{RULES}", lambda: check_rows(role, path, files), cache)
 
 
 def _once(name: str, check: Callable[[], Checked], cache: str) -> Checked:
@@ -135,13 +136,13 @@ def _once(name: str, check: Callable[[], Checked], cache: str) -> Checked:
     return found
 
 
-def check_text(path: str, digest: str, cache: str) -> None:
+def check_text(path: str, digest: str, cache: str, files: int) -> None:
     """As the tokenizer will read it, where one wrong row is refused: all of it, or the beginning and the end of what is
     larger than 256 MB.
     """
 
     def check() -> Checked:
-        spans, _ = split(find_sources((path,), cache, lambda line: None), 0.0)
+        spans, _ = split(find_sources((path,), cache, lambda line: None, among=files), 0.0)
         looked_at = spans if len(spans) <= MOST_SPANS else [*spans[: MOST_SPANS // 2], *spans[-MOST_SPANS // 2 :]]
         count = sum(1 for span in looked_at for text, _ in texts(span, TEXT_KEY) if text.strip())
         if not count:
@@ -167,10 +168,15 @@ def _read(index: str) -> dict[str, Any]:
     return files if isinstance(files, dict) else {}
 
 
-def copy_usable(role: str, sources: Sequence[str], target: str) -> None:
+def copy_usable(role: str, sources: Sequence[str], target: str, files: int) -> None:
     """The usable rows of all sources in one file: whole, or not there."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
+    room = DiskRoom(os.path.dirname(target), "--runs-dir names another place")
     with WholeFile(target) as file:
         for path in sources:
-            file.writelines(as_line(row) for _, row, wrong in rows_of(role, path) if not wrong)
+            for _, row, wrong in rows_of(role, path, files):
+                if not wrong:
+                    data = as_line(row)
+                    room.take(len(data))
+                    file.write(data)
     sync_folder(os.path.dirname(target))

@@ -45,6 +45,7 @@ def cache_roots(environment: Mapping[str, str], cwd: str) -> list[tuple[str, str
     data = [os.path.join(cwd, "cache")]
     if environment.get("STOKER_CACHE"):
         data.append(os.path.abspath(environment["STOKER_CACHE"]))
+    data += [os.path.join(folder, layout.CACHE_INSIDE) for folder in data]
     return [
         *(("data", os.path.join(folder, "datasets"), _KEY) for folder in dict.fromkeys(data) if _is_tagged(folder)),
         ("compile", f"/tmp/torchinductor_{user}", ".*"),

@@ -13,11 +13,13 @@ from stoker.training.config.files import load
 from stoker.training.config.flags import Flag
 from stoker.training.config.keys import KEYS
 from stoker.training.config.schema import SECTIONS
-from stoker.training.rl.config import names_code
+from stoker.training.rl.config import names_code, reaches_elsewhere
 
 PREFIX = "STOKER_TRAIN_"
 # A config file may come from anybody: what it may not switch on, by whatever name or alias. Flags and variables may.
-NOT_IN_A_FILE: dict[str, Callable[[Any], bool]] = {"model.trust_remote_code": bool, "grpo.reward": names_code}
+NOT_IN_A_FILE: dict[str, Callable[[Any], bool]] = {
+    "model.trust_remote_code": bool, "grpo.reward": names_code, "grpo.server": reaches_elsewhere,
+}  # fmt: skip
 
 
 @shape
@@ -77,8 +79,8 @@ def gather(flags: Sequence[Flag], environment: Mapping[str, str]) -> Layers:
 def _refuse_not_in_a_file(layers: Layers) -> None:
     """A run's own config.yaml holds every key: the default is no harm, nor what a flag or variable says anyway."""
     given = layers.environment.values.keys() | layers.flags.values.keys()
-    for dotted, runs_code in NOT_IN_A_FILE.items():
-        if runs_code(layers.file.values.get(dotted, KEYS[dotted].default)) and dotted not in given:
+    for dotted, is_harmful in NOT_IN_A_FILE.items():
+        if is_harmful(layers.file.values.get(dotted, KEYS[dotted].default)) and dotted not in given:
             where = layers.file.origins[dotted]
             line = (
                 f"{where.words} is not taken from a file, which may come from anybody: if you want it, give --{dotted}"

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.contract.diskroom import DiskRoom
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.progress import BYTES, Progress
 from stoker.contract.shape import shape
@@ -25,6 +26,7 @@ from stoker.contract.untrusted import open_lock_file, printable
 from stoker.contract.wholefile import sync_folder, write_json
 from stoker.training.data import shards
 from stoker.training.data.crew import Crew
+from stoker.training.data.ours import OTHER_CACHE
 from stoker.training.data.read import NAMED, Remark, named
 from stoker.training.data.units import Span, jobs_of
 from stoker.training.data.unpack import most_unfolded, unfolds
@@ -142,7 +144,7 @@ def build(
         for name, spans in splits.items():
             jobs = jobs_of(spans)
             path = os.path.join(parts_folder, f"{name}-%07d")
-            parts = _within(crew.run(jobs, path.__mod__, progress.tick), spans)
+            parts = _within(crew.run(jobs, path.__mod__, progress.tick), spans, parts_folder)
             made[name] = (
                 _chat(folder, name, list(parts), work, pad)
                 if work.kind == "chat"
@@ -155,12 +157,15 @@ def build(
     )
 
 
-def _within(parts: Iterator[Part], spans: Sequence[Span]) -> Iterator[Part]:
-    """A few bytes of parquet may stand for any number of rows: no more tokens than a packed file may have bytes."""
+def _within(parts: Iterator[Part], spans: Sequence[Span], folder: str) -> Iterator[Part]:
+    """A few bytes of parquet may stand for any number of rows: no more tokens than a packed file may have bytes. And a file may
+    have any number of names: no more than the disk has room for. `folder`: of the parts.
+    """
     size = sum(span.size for span in spans)
-    left = most_unfolded(size)
+    left, room = most_unfolded(size), DiskRoom(folder, OTHER_CACHE)
     for part in parts:
         left -= part.tokens
+        room.take(os.path.getsize(part.path))
         if left < 0:
             raise unfolds(files_in(spans), size)
         yield part

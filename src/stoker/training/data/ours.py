@@ -20,6 +20,9 @@ from stoker.contract.wholefile import write_json, write_whole
 from stoker.control.record import ownership
 
 TAG = layout.CACHE_TAG
+OTHER_CACHE = "--data.cache names another place"
+# What we put into a cache.
+_OWN, _OWN_BEGIN = ("datasets", "hub", "tokenizers", "unpacked"), (TAG, "checked-rows.json", "digests.json", "user-")
 _MARKS = (TAG, layout.RUN, "chain.json")
 
 
@@ -43,7 +46,7 @@ def own_cache(cache: str, say: Callable[[str], None]) -> str:
             raise Refusal(line, EX_CANTCREAT) from None
         return _made(cache, say)
     if not problem:
-        return cache
+        return cache if _is_cache(cache) else _inside(cache, say)
     if why_not_ours_alone(cache, sticky=True):  # who owns the folder can exchange everything in it
         own = ownership.private_cache("data", say)
     else:
@@ -53,6 +56,18 @@ def own_cache(cache: str, say: Callable[[str], None]) -> str:
             return own_cache(cache, say)
     say(f"data.cache {cache}: {problem}; yours is {own}")
     return own
+
+
+def _is_cache(folder: str) -> bool:
+    """Or becomes one: it holds nothing else. Backups leave out what is marked as a cache, and a config file may name any folder."""
+    names = os.listdir(folder)
+    return TAG in names or all(name in _OWN or name.startswith(_OWN_BEGIN) for name in names)
+
+
+def _inside(folder: str, say: Callable[[str], None]) -> str:
+    cache = os.path.join(folder, layout.CACHE_INSIDE)
+    say(f"data.cache {folder} holds other things, too: using {cache}")
+    return own_cache(cache, say)
 
 
 def _made(cache: str, say: Callable[[str], None]) -> str:

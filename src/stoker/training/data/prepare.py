@@ -22,7 +22,7 @@ from stoker.training.data.formats.format import Format
 from stoker.training.data.formats.table import AUTO, FORMATS, TEXT, known, recognise
 from stoker.training.data.learn import trained
 from stoker.training.data.order import Mixture, mixture_of
-from stoker.training.data.ours import digest_files, own_cache, tag
+from stoker.training.data.ours import OTHER_CACHE, digest_files, own_cache, tag
 from stoker.training.data.read import MESSAGES, Remarks, at, conversations, key_names, rows, texts
 from stoker.training.data.reasons import TOLERATED
 from stoker.training.data.shards import TOKENIZER, Prepared, from_manifest
@@ -106,7 +106,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say, verify: bool
         return _prepare(data, tokenizer, say, verify)
     except OSError as problem:
         where = f" {problem.filename}" if problem.filename else ""
-        place = f"the cache is in {data.cache} ({_room(data.cache)}); --data.cache names another place"
+        place = f"the cache is in {data.cache} ({_room(data.cache)}); {OTHER_CACHE}"
         line = f"preparing data failed: {problem.strerror or problem}{where}; {place}"
         raise Refusal(line, EX_CANTCREAT) from problem
 

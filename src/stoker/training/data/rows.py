@@ -53,15 +53,15 @@ def counted_in(path: str) -> str:
     return "line" if kind_of(path) == "jsonl" else "row"
 
 
-def rows(path: str) -> Iterator[tuple[int, Row]]:
-    """(number from 1, row); of jsonl the number of the line. Each within ROW_ROOM."""
+def rows(path: str, files: int = 1) -> Iterator[tuple[int, Row]]:
+    """(number from 1, row); of jsonl the number of the line. Each within ROW_ROOM. `files`: how many are read together."""
     number = 0
     try:
         with reading(path):
             if kind_of(path) in ("parquet", "arrow"):  # these have limits of their own
-                yield from _rows(path)
+                yield from _rows(path, files)
             else:
-                for number, row in bounded_steps(_rows(path), ROW_ROOM):
+                for number, row in bounded_steps(_rows(path, files), ROW_ROOM):
                     yield number, row
     except MemoryError as problem:
         raise too_much_memory(f"{path}, after {counted_in(path)} {number}") from problem
@@ -71,16 +71,16 @@ def too_much_memory(where: str) -> Refusal:
     return Refusal(f"{where}: the next row takes too much memory to read", EX_DATAERR)
 
 
-def _rows(path: str) -> Iterator[tuple[int, Row]]:
+def _rows(path: str, files: int) -> Iterator[tuple[int, Row]]:
     kind = kind_of(path)
     if kind in ("parquet", "arrow"):
-        with _on_disk(path) as place:
-            unfolding = Unfolding(path, os.path.getsize(place))
+        with _on_disk(path, files) as place:
+            unfolding = Unfolding(path, os.path.getsize(place), files)
             for number, row in enumerate(_parquet(path, place) if kind == "parquet" else _arrow(path, place), 1):
                 unfolding.take(row)
                 yield number, row
         return
-    with open_unpacked(path) as stream:
+    with open_unpacked(path, files) as stream:
         if kind == "jsonl":
             yield from _lines(path, stream)
         elif kind == "json":
@@ -218,12 +218,15 @@ class _CsvRow:
 
 
 @contextmanager
-def _on_disk(path: str) -> Iterator[str]:
+def _on_disk(path: str, files: int) -> Iterator[str]:
     """Parquet and arrow are read from their end: a packed one is unpacked first, and the copy is removed."""
     if not packing_of(path):
         yield path
         return
-    with tempfile.NamedTemporaryFile(prefix="stoker-", suffix=".unpacked") as file, open_unpacked(path) as stream:
+    with (
+        tempfile.NamedTemporaryFile(prefix="stoker-", suffix=".unpacked") as file,
+        open_unpacked(path, files) as stream,
+    ):
         shutil.copyfileobj(stream, file, _READ)
         file.flush()
         yield file.name

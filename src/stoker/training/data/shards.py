@@ -15,11 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from stoker.contract import typed
+from stoker.contract.diskroom import DiskRoom
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.progress import BYTES, Progress
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import kind_of, read_json
 from stoker.contract.wholefile import write_json
+from stoker.training.data.ours import OTHER_CACHE
 
 SCHEMA = 1
 SHARD_TOKENS = 100_000_000
@@ -39,6 +41,7 @@ class ShardWriter:
     def __init__(self, folder: str, stem: str, width: int) -> None:
         self.folder, self.stem, self.width = folder, stem, width
         self.files: list[dict[str, Any]] = []
+        self._room = DiskRoom(folder, OTHER_CACHE)
         self._file: Any = None
         self._left = 0
 
@@ -48,6 +51,7 @@ class ShardWriter:
             if not self._left:
                 self._open()
             piece = view[: self._left]
+            self._room.take(len(piece))
             self._file.write(piece)
             about = self.files[-1]
             about["crc32"] = zlib.crc32(piece, about["crc32"])

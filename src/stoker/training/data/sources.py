@@ -5,17 +5,18 @@ from __future__ import annotations
 import glob
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 
+from stoker.contract.diskroom import DiskRoom
+from stoker.contract.memory import Bounded, bounded_steps
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.contract.spelling import suggest_file
 from stoker.contract.wholefile import WholeFile
 from stoker.training.data.looks import check_head
-from stoker.training.data.ours import digest_files, files_below
+from stoker.training.data.ours import OTHER_CACHE, digest_files, files_below
 from stoker.training.data.rows import IN_PLACE, KINDS, as_line, counted_in, is_known, kind_of, rows
 from stoker.training.data.unpack import most_unfolded, open_unpacked, packing_of, unfolds
 
@@ -24,6 +25,7 @@ from stoker.training.data.unpack import most_unfolded, open_unpacked, packing_of
 _HUB = re.compile(
     r"(?P<id>[\w-][\w.-]*/[\w.-]+)(:(?P<config>[\w.+-]*)(:(?P<split>[\w.+-]+))?)?(@(?P<revision>[\w./-]+))?"
 )
+_HUB_ROOM = 6 << 30  # bytes of memory: `datasets` reads whole row groups
 
 
 def is_hub_id(path: str) -> bool:
@@ -43,20 +45,30 @@ def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
     os.environ.setdefault(
         "HF_DATASETS_TRUST_REMOTE_CODE", "0"
     )  # before version 4, `datasets` can run a data set's own Python
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # as data/parquet.py: within another no limit is seen
     try:
-        found = import_module("datasets").load_dataset(
-            parts["id"],
-            parts["config"] or None,
-            split=parts["split"] or "train",
-            revision=parts["revision"],
-            streaming=True,
-        )
+        with Bounded(_HUB_ROOM):
+            found = import_module("datasets").load_dataset(
+                parts["id"],
+                parts["config"] or None,
+                split=parts["split"] or "train",
+                revision=parts["revision"],
+                streaming=True,
+            )
         os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
         say(f"{name}: fetching from the hub")
+        room = DiskRoom(cache, OTHER_CACHE)
         with WholeFile(path) as file:
-            for row in found:
-                file.write(as_line(row))
+            for row in bounded_steps(iter(found), _HUB_ROOM):
+                data = as_line(row)
+                room.take(len(data))
+                file.write(data)
             size = file.tell()
+    except MemoryError as problem:
+        line = (
+            f"{name}: its rows unfold to more than {_HUB_ROOM >> 30} GB at once, or than there is: it may be an attack"
+        )
+        raise Refusal(line, EX_DATAERR) from problem
     except ImportError as problem:
         raise Refusal(
             f"there is no file {name}; if it is a data set of the hub: `pip install datasets`", EX_UNAVAILABLE
@@ -79,30 +91,34 @@ def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
 UNFOLDED = 1  # raised when the same file would give other bytes
 
 
-def unfold(path: str, cache: str, say: Callable[[str], None]) -> str:
+def unfold(path: str, cache: str, say: Callable[[str], None], files: int, room: DiskRoom) -> str:
+    """`files`: how many are read together; `room`: of the cache, for all of them."""
     assert cache, "the working directory is no cache"
     kind = kind_of(path)
     (digest,) = digest_files([path], cache, 1, say)
-    ending = {"text": ".txt", "parquet": ".parquet"}.get(kind, ".jsonl")
+    ending = ".txt" if kind == "text" else ".jsonl"
     target = os.path.join(cache, "unpacked", f"{digest[:32]}-{kind}-{UNFOLDED}{ending}")
     if os.path.exists(target):
         return target
     os.makedirs(os.path.dirname(target), 0o700, exist_ok=True)
     with WholeFile(target) as file:
-        if kind in IN_PLACE:
-            with open_unpacked(path) as stream:
-                shutil.copyfileobj(stream, file, 1 << 20)
-        else:
-            file.writelines(_within(path, (as_line(row) for _, row in rows(path))))
+        for data in _unfolded(path, kind, files):
+            room.take(len(data))
+            file.write(data)
         size = file.tell()
     say(f"{path}: unpacked to {amount(size)} in {target}")
     return target
 
 
-def _within(path: str, lines: Iterable[bytes]) -> Iterator[bytes]:
+def _unfolded(path: str, kind: str, files: int) -> Iterator[bytes]:
     """A few bytes may stand for many rows, or for long ones: no more of them than a packed file may unfold to."""
-    left = most_unfolded(os.path.getsize(path))
-    for line in lines:
+    if kind in ("text", "jsonl"):  # a table's copy would stand for 200 times its own size again
+        with open_unpacked(path, files) as stream:
+            yield from iter(lambda: stream.read(1 << 20), b"")
+        return
+    left = most_unfolded(os.path.getsize(path), files)
+    for _, row in rows(path, files):
+        line = as_line(row)
         left -= len(line)
         if left < 0:
             raise unfolds(path, os.path.getsize(path))
@@ -124,9 +140,11 @@ class Source:
 
 
 def find_sources(
-    paths: Sequence[str], cache: str, say: Callable[[str], None], what: str = "data.path"
+    paths: Sequence[str], cache: str, say: Callable[[str], None], what: str = "data.path", among: int = 1
 ) -> tuple[Source, ...]:
-    """In the order given; what a folder or a glob holds is sorted. Refuses what can't be read before anything is done."""
+    """In the order given; what a folder or a glob holds is sorted. Refuses what can't be read before anything is done.
+    `among`: how many files they are a part of.
+    """
     if not paths:
         raise Refusal(
             f"{what} is empty: name text, jsonl, json, csv, arrow or parquet files, folders of them, or a hub id (--data PATH)",
@@ -138,22 +156,23 @@ def find_sources(
     )
     if twice:
         say(f"{twice} is named twice: it is read twice")
-    return tuple(_source(path, cache, say) for path in files)
+    room = DiskRoom(cache, OTHER_CACHE)
+    return tuple(_source(path, cache, say, max(len(files), among), room) for path in files)
 
 
-def _source(path: str, cache: str, say: Callable[[str], None]) -> Source:
+def _source(path: str, cache: str, say: Callable[[str], None], files: int, room: DiskRoom) -> Source:
     kind = kind_of(path)
     if os.path.splitext(path)[1].lower() == ".zip":
         raise Refusal(f"{path} is an archive of files: unpack it first, e.g. `unzip {path}`", EX_DATAERR)
     check_head(path, text=not packing_of(path) and kind not in ("parquet", "arrow"))
     if not packing_of(path) and kind in IN_PLACE:
         return Source(path, kind, os.path.getsize(path))
-    copy = unfold(path, cache, say)
+    copy = unfold(path, cache, say, files, room)
     if not os.path.getsize(copy):
         raise Refusal(f"{path} holds no {counted_in(path)}s", EX_DATAERR)
     if kind == "text":
         check_head(copy, text=True, name=path)
-    return Source(copy, kind if kind in IN_PLACE else "jsonl", os.path.getsize(copy), path)
+    return Source(copy, "text" if kind == "text" else "jsonl", os.path.getsize(copy), path)
 
 
 def files_of(paths: Sequence[str], cache: str, say: Callable[[str], None]) -> list[str]:

@@ -35,7 +35,8 @@ def packing_of(path: str) -> str:
 
 
 def most_unfolded(size: int, parts: int = 1) -> int:
-    """Bytes that a file of `size` bytes may stand for, or one of so many parts of it that has so many."""
+    """Bytes that a file of `size` bytes may stand for, or one of so many parts of it, or of so many files that are read
+    together: else a thousand of a few bytes each stand for a thousand times as much."""
     return max(ALWAYS // parts, MOST_TIMES * size)
 
 
@@ -49,9 +50,9 @@ def unpacked_name(path: str) -> str:
 
 
 @contextmanager
-def open_unpacked(path: str) -> Iterator[BinaryIO]:
+def open_unpacked(path: str, files: int = 1) -> Iterator[BinaryIO]:
     """The file's content, unpacked where its name says that it is packed. Whatever goes wrong within the block while
-    unpacking is refused in one line.
+    unpacking is refused in one line. `files`: how many are read together.
     """
     try:
         handle = open_regular(path)
@@ -62,7 +63,7 @@ def open_unpacked(path: str) -> Iterator[BinaryIO]:
         if not packing:
             yield file
             return
-        stream = _Bounded(_opened(path, packing, file), path, os.fstat(handle).st_size)
+        stream = _Bounded(_opened(path, packing, file), path, os.fstat(handle).st_size, files)
         with io.BufferedReader(stream, _READ) as buffered:
             yield buffered
 
@@ -159,8 +160,9 @@ class _Frames:
 class _Bounded(io.RawIOBase):
     """Every read names the file where its bytes are damaged, and counts what came out."""
 
-    def __init__(self, stream: Any, path: str, size: int) -> None:
+    def __init__(self, stream: Any, path: str, size: int, files: int) -> None:
         self._stream, self._path, self._size, self._done = stream, path, size, 0
+        self._most = most_unfolded(size, files)
         self._errors: tuple[type[BaseException], ...] = (
             OSError,
             EOFError,
@@ -182,7 +184,7 @@ class _Bounded(io.RawIOBase):
             line = f"{self._path} is damaged: it can't be unpacked{beyond} ({why})"
             raise Refusal(f"{line}; download it again", EX_DATAERR) from problem
         self._done += len(data)
-        if self._done > most_unfolded(self._size):
+        if self._done > self._most:
             raise unfolds(self._path, self._size)
         buffer[: len(data)] = data
         return len(data)

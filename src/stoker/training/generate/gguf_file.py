@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker import __version__
+from stoker.contract.effort import reading
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.progress import BYTES, Progress
 from stoker.contract.quantities import amount
@@ -71,10 +72,11 @@ def write(folder: str, out: str, dtype: str | None, tokenizer: str | None, say: 
     fresh = temporary_name(os.path.abspath(out))
     try:
         os.makedirs(os.path.dirname(fresh), exist_ok=True)
-        writer = library.GGUFWriter(fresh, kind)
-        _describe(library, writer, folder, c)
-        _add_words(library, writer, c, words)
-        _put(library, writer, c, entries)
+        with reading(f"model {folder}"):  # a number of its config.json that GGUF has no room for
+            writer = library.GGUFWriter(fresh, kind)
+            _describe(library, writer, folder, c)
+            _add_words(library, writer, c, words)
+            _put(library, writer, c, entries)
         with open(fresh, "rb") as file:
             os.fsync(file.fileno())
         os.replace(fresh, out)

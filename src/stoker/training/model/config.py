@@ -14,6 +14,7 @@ from stoker.contract.limits import one_of, text
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.shape import fields_of, option, replace, shape
 
+MOST_LAYERS = 10_000  # beyond every model there is, and still quick to plan
 MOST_EXPERTS = 1 << 17  # of all layers together: beyond every model there is, and still quick to plan
 
 
@@ -30,10 +31,10 @@ class ModelConfig:
         "run Python code that comes with the model's folder (engine transformers); only for folders you trust",
         default=False,
     )
-    depth: int = limits.COUNT(
+    depth: int = limits.Range(0, MOST_LAYERS)(
         "the dial: layers, and 64 × as much width, heads of 64 or 128, ff 8/3 of the width (0: the keys below)", 0
     )
-    layers: int = limits.FROM_ONE("decoder blocks", 12)
+    layers: int = limits.Range(1, MOST_LAYERS)("decoder blocks", 12)
     dim: int = limits.FROM_ONE("width of the residual stream", 768)
     heads: int = limits.FROM_ONE("query heads", 12)
     kv_heads: int = limits.FROM_ONE("key and value heads (0: as many as query heads)", 0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from stoker.contract import limits
 from stoker.contract.limits import text
@@ -16,6 +18,19 @@ MICRO = 16  # answers a rank learns from at once, where batch.micro is auto
 def names_code(rewards: Sequence[str]) -> bool:
     """Whether one of these may be a function in a file, however its weight is cut off."""
     return any(".py" in text.partition(":")[0] for text in ([rewards] if isinstance(rewards, str) else rewards))
+
+
+def reaches_elsewhere(servers: str) -> bool:
+    """Whether one of these is not on this machine: it gets the API key and the prompts."""
+    return "://" in servers and not all(_is_here(url.strip()) for url in servers.split(","))
+
+
+def _is_here(url: str) -> bool:
+    try:
+        host = urlsplit(url).hostname or ""
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @shape
