@@ -158,7 +158,7 @@ class Schedule:
             table = self.pool.opened(shared, len(writing.tokens), spare)
             if table is None:
                 break  # and no younger, smaller one instead: a large one would never begin
-            made = self.pool.grow(table, computed, len(writing.tokens))
+            made = self.pool.grow(table, computed, len(writing.tokens), again=whole)
             assert made is not None
             copies += made
             writing.table, writing.computed, writing.slot = table, computed, self._slots.pop()
