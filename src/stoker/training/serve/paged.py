@@ -119,6 +119,8 @@ class Paged:
         self._real = self._both(slots, FIRST_UNIFORM + turn, torch.float32)
         self._at = torch.zeros(1, dtype=torch.int64, device=self._device)  # which step since the host was heard
         self._whole[0][:, FIRST_BLOCK:] = self._nobody
+        # Whether something in the cache may be no number. Only on a CPU it is looked at, where copies of whole blocks are faster.
+        self._has_none = self._device.type != "cpu"
         self._shown: dict[int, list[int]] = {}  # the blocks that each slot's row has there
         # [step, slot, …]: what was written since then
         count = min(MOST_ALTERNATIVES, len(w.head))
@@ -139,6 +141,7 @@ class Paged:
     def clear(self) -> None:
         """What weights of before computed may be no number, and that times 0 is none either."""
         self.cache.kv.zero_()
+        self._has_none = self._device.type != "cpu"
 
     def copy(self, copies: Sequence[Copy]) -> None:
         if copies:
@@ -163,6 +166,7 @@ class Paged:
         attention = self._attention_of(parts, spans)
         args = (torch.cat(places), self._angles, self.cache.kv, torch.cat(where), len(ids), attention)
         x, delta = self._prompts.run(ids, *args)
+        self._look_at(x)
         following = self._following(parts, x, delta)
         last = torch.tensor(_ends(parts))[[part.is_last for part in parts]].to(self._device) - 1
         rows = [part.row for part in parts if part.is_last]
@@ -306,10 +310,16 @@ class Paged:
         attention = self._by_kernel(told) if self._kernels else self._by_gathering(places, tables, looked_at)
         args = (places, self._angles, self.cache.kv, where, width, attention)
         x, delta = self._tokens.run(self._ids[:width], *args)
+        self._look_at(x)
         whose = tables[:, 0] != self._nobody
         self._write(self._tokens.logits(x, delta), torch.arange(width, device=self._device), kind, whose)
         told[:, PLACE] = torch.minimum(places + 1, told[:, LAST])
         self._at += 1
+
+    def _look_at(self, x: Tensor) -> None:
+        """A key or a value that is no number makes none of its own token's sum."""
+        if not self._has_none:
+            self._has_none = not bool(x.isfinite().all())
 
     def _by_kernel(self, told: Tensor) -> Attention:
         assert self._kernels is not None
@@ -325,16 +335,21 @@ class Paged:
         c, size = self._weights.config, self._size
         slots = torch.arange(looked_at * size, device=self._device)
         index = (tables[:, :looked_at, None] * size + slots[:size]).flatten(1)
-        # What is not a row's own is not read: it may be no number.
+        # What is not a row's own is not read where it may be no number.
         index = torch.where(slots <= places[:, None], index, index[:, :1])
-        end = len(slots)
+        blocks, end = None if self._has_none else tables[:, :looked_at].flatten(), len(slots)
         masks = [
             as_mask(seen(slots, places + 1, end, end - 1, window), self.cache.kv.dtype)
             for window in self._weights.windows
         ]
 
         def attention(q: Tensor, cached: Tensor, view: int) -> Tensor:
-            own = cached[:, 0][:, :, index].transpose(1, 2)  # [2, rows, kv_heads, slots, head_dim]
+            if blocks is None:
+                own = cached[:, 0][:, :, index]
+            else:
+                whole = cached.view(2 * c.kv_heads, -1, size * c.head_dim).index_select(1, blocks)
+                own = whole.view(2, c.kv_heads, len(tables), end, c.head_dim)
+            own = own.transpose(1, 2)  # [2, rows, kv_heads, slots, head_dim]
             return plain.attend(q, own, masks[view], c.attention_scale or None, c.attention_cap)
 
         return attention
