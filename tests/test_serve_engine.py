@@ -19,6 +19,7 @@ from stoker.training.generate.config import Sampling
 from stoker.training.generate.sample import sample_token, uniforms
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
+from stoker.training.serve import paged
 from stoker.training.serve.engine import PagedEngine, Sizes, answers
 from stoker.training.serve.request import ABORTED, CONTINUE, FINISH, LENGTH, STOP, Answer, Event, Request, answer_of
 from stoker.training.serve.text import Text
@@ -299,6 +300,26 @@ def test_numbers_that_are_none_stay_with_the_request_they_belong_to() -> None:
     found = {answer.id: answer.tokens for answer in answers(engine, mixed)}
     for request in plain:
         assert found[request.id] == tuple(without_a_cache(model, request, 90))
+
+
+def test_what_a_step_computes_before_it_is_captured_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's way, where a step of another width or kind runs once and is captured then; here without the graph."""
+    captures = list[object]()
+
+    def captured(step: Callable[[], None], pool: object) -> Callable[[], None]:
+        step()
+        captures.append(pool)
+        return step
+
+    monkeypatch.setattr(paged, "captured", captured)
+    model, draw = made(SMALL), random.Random(8)
+    requests = requests_of(draw, 30, (Sampling(0.0), Sampling(1.0), Sampling(1.0, top_k=5)))
+    engine = PagedEngine(model, Sizes(slots=6, length=64, memory=256, block=4, turn=3))
+    engine._paged._graphs = object()
+    found, given_up = served(engine, requests, draw)
+    want = alone(model, requests)
+    assert len(captures) > 4
+    assert all(answer.tokens == want[name] for name, answer in found.items() if name not in given_up)
 
 
 def test_what_cannot_be_answered_is_refused_and_changes_nothing() -> None:
