@@ -2,13 +2,15 @@
 
     PYTHONPATH=src python benchmarks/serve.py --json serve.jsonl --commit $(git rev-parse --short HEAD)
     PYTHONPATH=src python benchmarks/serve.py --only step-8b
+    PYTHONPATH=src python benchmarks/serve.py --only equal-paged,equal-batches     answers of one length: what batches are made for
     PYTHONPATH=src python benchmarks/serve.py --shape tiny --requests 12 --slots 4 --shorter 16       no GPU: shows that it works, measures nothing
 
 The load: prompts of 64 to 256 tokens, answers of 32 to 1,024 (lognormal, seed 0), no end token, all there at the start, plain
 sampling at temperature 1. Tokens a second count those that were asked for. `batches` takes requests as they come, --slots at
 once, and each batch lasts as long as its longest answer. `generate` does the same with batches of 64, and is measured on the first
 --peer-requests. A first pass of each, not counted, compiles and captures. `step-8b`: a token step of 64 answers of a Llama-3.1-8B
-shape beside what reading its weights and cache takes at the bandwidth measured in the same run.
+shape beside what reading its weights and cache takes at the bandwidth measured in the same run. `equal-…`: --slots prompts of 128
+tokens in groups of 8 with 256 new tokens each, as GRPO asks, by the engine it uses and by the one for batches.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from stoker.training.generate.config import Sampling
 from stoker.training.generate.engine import Engine
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
+from stoker.training.serve.batch import BatchEngine
 from stoker.training.serve.engine import PagedEngine, Sizes, answers
 from stoker.training.serve.request import Request
 
@@ -60,9 +63,23 @@ def model_of(c: ModelConfig, device: torch.device) -> Decoder:
     return model.eval()
 
 
-def paged(model: Decoder, load: Load, slots: int) -> Callable[[], int]:
+def equal(engine: Any, slots: int, shorter: int, vocab: int) -> Callable[[], int]:
+    draw = random.Random(1)
+    groups = [[draw.randrange(5, vocab) for _ in range(128 // shorter)] for _ in range(-(-slots // 8))]
+    prompts = [group for group in groups for _ in range(8)][:slots]
+    seeds = iter(range(1000))
+
+    def run() -> int:
+        made = engine.generate(prompts, new_tokens=256 // shorter, stop=(), temperature=1.0, seed=next(seeds))
+        engine.refresh()
+        return sum(map(len, made))
+
+    return run
+
+
+def paged(model: Decoder, load: Load, slots: int, turn: int) -> Callable[[], int]:
     memory = min(slots * LONGEST, sum(len(prompt) + new for prompt, new in load) + LONGEST)
-    engine = PagedEngine(model, Sizes(slots=slots, length=LONGEST, memory=memory, prompt_tokens=8192))
+    engine = PagedEngine(model, Sizes(slots=slots, length=LONGEST, memory=memory, prompt_tokens=8192, turn=turn))
     passes = iter(range(1000))
 
     def run() -> int:
@@ -140,29 +157,30 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def step_8b(rows: int, context: int) -> dict[str, Any]:
+def step_8b(rows: int, context: int, turn: int) -> dict[str, Any]:
     """Of 64 answers in the middle of their way: the step on the device, with the host, and by bytes."""
     c = SHAPES["llama-3.1-8b"]
     device = torch.device("cuda")
     model = model_of(c, device)
-    engine = PagedEngine(model, Sizes(slots=rows, length=LONGEST, memory=rows * LONGEST, prompt_tokens=8192))
+    engine = PagedEngine(model, Sizes(slots=rows, length=LONGEST, memory=rows * LONGEST, prompt_tokens=8192, turn=turn))
     draw = random.Random(0)
     for number in range(rows):
         prompt = tuple(draw.randrange(5, 100_000) for _ in range(context))
-        engine.add(Request(str(number), prompt, 400, Sampling(1.0), index=number))
+        engine.add(Request(str(number), prompt, 700, Sampling(1.0), index=number))
     while len(engine.schedule.running) < rows or any(one.left > 1 for one in engine.schedule.running):
         engine.step()
-    for _ in range(10):
-        engine.step()
+    for _ in range(3):
+        engine.turn()
     times = []
-    for _ in range(100):
+    for _ in range(20):
         begun = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - begun)
+        tokens = max(len(run.tokens) for run in engine.turn())
+        times.append((time.perf_counter() - begun) / tokens)
     ((_, replay),) = list(engine._paged._steps.items())[-1:]
     on_device = []
     for _ in range(30):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        engine._paged._at.zero_()  # it writes to the place of the first token again
         begin.record()
         replay()
         end.record()
@@ -193,6 +211,16 @@ def bandwidth() -> float:
     return numbers.nbytes / min(found)
 
 
+def way_of(way: str, model: Decoder, load: Load, given: argparse.Namespace) -> Callable[[], int]:
+    slots, shorter, vocab = given.slots, given.shorter, model.config.vocab_size
+    if way == "paged":
+        return paged(model, load, slots, given.turn)
+    if way == "batches":
+        return batches(model, load, slots)
+    kind = BatchEngine if way == "equal-paged" else Engine
+    return equal(kind(model, rows=slots, length=(128 + 256) // shorter), slots, shorter, vocab)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-0.6b", help="of shapes.py, or tiny")
@@ -201,7 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--shorter", type=int, default=1, help="lengths are divided by this")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--only", default="paged,batches,generate,step-8b")
+    parser.add_argument("--turn", type=int, default=16, help="tokens between two looks of the host")
+    parser.add_argument("--only", default="paged,batches,equal-paged,equal-batches,generate,step-8b")
     parser.add_argument("--json", default="")
     parser.add_argument("--commit", default="")
     given = parser.parse_args(argv)
@@ -220,17 +249,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             with open(given.json, "a") as file:
                 file.write(json.dumps(row) + "\n")
 
-    ours = [way for way in ("paged", "batches") if way in ways]
+    ours = [way for way in ("paged", "batches", "equal-paged", "equal-batches") if way in ways]
     if ours:
         model = model_of(c, device)
         for way in ours:
-            made = (paged if way == "paged" else batches)(model, load, given.slots)
+            made = way_of(way, model, load, given)
             seconds, tokens = timed(made, given.rounds)
             rates[way] = tokens / seconds
             keep(
                 {
                     "way": way,
-                    "requests": len(load),
+                    "requests": given.slots if way.startswith("equal") else len(load),
                     "tokens": tokens,
                     "s": round(seconds, 2),
                     "tok_s": round(rates[way]),
@@ -243,12 +272,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         rates["generate"] = tokens / seconds
         row = {"way": "generate", "requests": len(some), "tokens": tokens, "s": round(seconds, 2)}
         keep({**row, "tok_s": round(rates["generate"])})
-    for other in ("batches", "generate"):
-        if "paged" in rates and other in rates:
-            print(f"paged: {rates['paged'] / rates[other]:.2f} × {other}")
+    for one, other in (("paged", "batches"), ("paged", "generate"), ("equal-paged", "equal-batches")):
+        if one in rates and other in rates:
+            print(f"{one}: {rates[one] / rates[other]:.2f} × {other}")
     if "step-8b" in ways and gpu:
         torch.cuda.empty_cache()
-        keep(step_8b(64, 512))
+        keep(step_8b(64, 512, given.turn))
     elif "step-8b" in ways:
         print("step-8b: needs a GPU")
     return 0 if rows else 1

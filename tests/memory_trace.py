@@ -300,7 +300,7 @@ def traced_grpo(
     answers: int = 8, recompute: int = 0, optim: Any = None, kl: float = 0.02, codes: bool = False, host: bool = False,
 ) -> Trace:  # fmt: skip
     """One step of stage grpo: answers by the paged engine with kernels that only allocate, their copy made anew, and the update."""
-    from stoker.training.generate.config import PREFILL_TOKENS, kernels_lack
+    from stoker.training.generate.config import PREFILL_TOKENS, TURN, kernels_lack
     from stoker.training.model.config import AdapterConfig
     from stoker.training.model.decoder import Decoder
     from stoker.training.model.reference import Beginning, copied
@@ -324,13 +324,13 @@ def traced_grpo(
             (serving, "_kernels", lambda model, length: paged.Kernels(kernels, kernels) if kernels else None),
             (paged, "attend", lambda q, *rest: _empty(*q.shape, dtype=q.dtype)),
             # no numbers are here to be read
-            (paged.Paged, "_read", lambda self, slots, kind: paged.Written([1] * len(slots), [], [])),
+            (paged.Paged, "_read", lambda self, slots, kind, count: paged.Written([[1] * count] * len(slots), [], [])),
         ]
         originals = [(place, key, getattr(place, key)) for place, key, _ in replaced]
         try:
             for place, key, value in replaced:
                 setattr(place, key, value)
-            sizes = sizes_for(rows, prompt + new_tokens, PREFILL_TOKENS)
+            sizes = sizes_for(rows, prompt + new_tokens, PREFILL_TOKENS, TURN)
             engine = serving.PagedEngine(model, sizes, codes=codes)
             trace.phase("held")
             trace.phase("answers")

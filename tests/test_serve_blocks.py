@@ -161,6 +161,17 @@ def test_a_prompt_asked_several_times_is_computed_once() -> None:
         )
 
 
+def test_a_whole_prompt_is_still_known_when_all_its_users_have_gone_and_another_took_it_up() -> None:
+    pool = Pool(40, 4)
+    schedule, memory = Schedule(8, pool, 100), Memory(pool)
+    first = schedule.add([5] * 6)
+    run(schedule, memory)
+    schedule.end(first)
+    group = [schedule.add([5] * 6) for _ in range(5)]
+    plan = run(schedule, memory)
+    assert set(plan.rows) == set(group) and not plan.pieces, "its last token is computed again, and nothing else"
+
+
 def test_a_beginning_is_still_known_when_its_first_user_has_gone() -> None:
     pool = Pool(10, 4)
     schedule, memory = Schedule(2, pool, 100), Memory(pool)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PORT = 8000
 KEY = API_KEY
 LONGEST_BODY = 1 << 20
+TURN = 8  # tokens of each answer between two looks of the host at a GPU: a stream comes in pieces of 20 to 100 ms
 MORE_CLIENTS = 64  # than answers: those who ask for metrics, or are told to come later
 _MODEL = "a folder with weights, a run (path, id or name), a speedrun's folder, or a hub id (default: the newest)"
 _EPILOG = f"""examples:
@@ -190,7 +191,7 @@ def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver, Deco
     memory = told.memory or max(told.slots * context // 2, context)
     engine = PagedEngine(
         model,
-        Sizes(told.slots, context, memory),
+        Sizes(told.slots, context, memory, turn=TURN if device.type == "cuda" else 1),
         vocab=words.vocab_size,
         text_of=text_of,
         digest=weights_digest(folder),

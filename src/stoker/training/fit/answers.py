@@ -34,7 +34,7 @@ from stoker.training.fit.terms import (
     rotary_tables,
     views,
 )  # fmt: skip
-from stoker.training.generate.config import BLOCK, BUCKET, PREFILL_TOKENS, kernels_lack
+from stoker.training.generate.config import BLOCK, BUCKET, PREFILL_TOKENS, TURN, kernels_lack
 from stoker.training.model.config import ModelConfig, tensors
 from stoker.training.model.nf4_size import multipliable
 from stoker.training.model.nf4_size import stored_bytes as stored_codes
@@ -93,9 +93,10 @@ class Writing:
         keys = rounded(2 * HALF * c.layers * c.kv_heads * slots * c.head_dim)
         turned = int(c.head_dim * c.rope_share)
         angles = 2 * views(c) * rounded(WIDE * self._length * turned)
-        told = rounded(_LONG * rows * (2 + across)) + rounded(3 * WIDE * rows) + rounded(_LONG * rows)
-        most = min(MOST_ALTERNATIVES, c.vocab_size)
-        return keys + angles + told + rounded(WIDE * rows) + rounded(WIDE * rows * most) + rounded(_LONG * rows * most)
+        told = rounded(_LONG * rows * (3 + across)) + rounded(WIDE * rows * (2 + TURN)) + rounded(_LONG * rows)
+        made, most = rows * TURN, min(MOST_ALTERNATIVES, c.vocab_size)
+        sizes = (_LONG, _LONG * made, WIDE * made, WIDE * made * most, _LONG * made * most)
+        return keys + angles + told + sum(map(rounded, sizes))
 
     def prefill(self) -> int:
         """The prompts' pass: so many tokens at once."""

@@ -11,6 +11,7 @@ from stoker.contract.shape import replace, shape
 from stoker.training.model.config import ModelConfig, lacking
 
 BLOCK = 16  # tokens of a batch's cache that are shared and given back together
+TURN = 16  # tokens of each answer that a GPU writes before the host looks at them
 BUCKET = 128  # slots: without our kernels a step attends over a multiple of this, and each multiple is a graph
 TEMPERATURES = (1e-3, 1e3)  # beyond them, logits over a temperature are no 32-bit numbers any more
 ROUND = 16  # prompts are filled up to a multiple: fewer shapes of products

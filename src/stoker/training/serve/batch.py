@@ -17,7 +17,7 @@ from typing import Any
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.training.generate.borrowed import Borrowed
-from stoker.training.generate.config import BLOCK, PREFILL_TOKENS, Sampling, checked
+from stoker.training.generate.config import BLOCK, PREFILL_TOKENS, TURN, Sampling, checked
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.outside import Outside
 from stoker.training.serve.engine import PagedEngine, Sizes
@@ -25,13 +25,13 @@ from stoker.training.serve.request import Request
 
 PREFILL_TOKENS_ON_CPU = 1 << 13  # at once: the feed-forward layer's activations stay below 1 GB for widths up to 32 K
 Prompts = Sequence[Sequence[int]]
-Token = tuple[int, int, float | None]  # which prompt, its next token, that one's log-probability
+Tokens = tuple[int, Sequence[int], Sequence[float]]  # which prompt, its next tokens, their log-probabilities
 
 
-def sizes_for(rows: int, length: int, prompt_tokens: int) -> Sizes:
+def sizes_for(rows: int, length: int, prompt_tokens: int, turn: int) -> Sizes:
     """A block more for each row than its tokens need, so that nobody ever gives way."""
     memory = rows * (-(-length // BLOCK) + 1) * BLOCK
-    return Sizes(rows, length, memory, BLOCK, prompt_tokens)
+    return Sizes(rows, length, memory, BLOCK, prompt_tokens, turn)
 
 
 class BatchEngine:
@@ -59,8 +59,10 @@ class BatchEngine:
         if isinstance(model, Outside):
             self._borrowed = Borrowed(model, vocab, rows)
         else:
-            at_once = PREFILL_TOKENS if model.device.type == "cuda" else PREFILL_TOKENS_ON_CPU
-            sizes = sizes_for(rows, length, at_once)
+            # A CPU launches nothing, and a token that nobody wants costs it as much as any other.
+            on_gpu = model.device.type == "cuda"
+            at_once, turn = (PREFILL_TOKENS, TURN) if on_gpu else (PREFILL_TOKENS_ON_CPU, 1)
+            sizes = sizes_for(rows, length, at_once, turn)
             self._paged = PagedEngine(model, sizes, vocab=vocab, codes=codes, streamed=streamed)
 
     @property
@@ -112,12 +114,11 @@ class BatchEngine:
         self.logprobs = [[] for _ in prompts]
         done = 0.0
         numbers = range(len(prompts)) if indexes is None else indexes
-        for number, token, logprob in self._tokens(prompts, numbers, new_tokens, frozenset(stop), how, seed):
-            answers[number].append(token)
-            if logprob is not None:
-                self.logprobs[number].append(logprob)
+        for number, tokens, logprobs in self._tokens(prompts, numbers, new_tokens, frozenset(stop), how, seed):
+            answers[number] += tokens
+            self.logprobs[number] += logprobs
             if told is not None:
-                done += (1 + (new_tokens - len(answers[number])) * (token in stop)) / new_tokens
+                done += (len(tokens) + (new_tokens - len(answers[number])) * (tokens[-1] in stop)) / new_tokens
                 told(min(done, len(prompts)))
         return answers
 
@@ -125,18 +126,18 @@ class BatchEngine:
         self, prompt: Sequence[int], *, new_tokens: int, stop: Collection[int], seed: int = 0, **sampling: Any
     ) -> Iterator[int]:
         """One answer, token by token; the same as `generate`'s for a single prompt."""
-        for _, token, _ in self._tokens([prompt], [0], new_tokens, frozenset(stop), checked(**sampling), seed):
-            yield token
+        for _, tokens, _ in self._tokens([prompt], [0], new_tokens, frozenset(stop), checked(**sampling), seed):
+            yield from tokens
 
     def _tokens(
         self, prompts: Prompts, indexes: Sequence[int], new_tokens: int, stop: frozenset[int], how: Sampling, seed: int
-    ) -> Iterator[Token]:
+    ) -> Iterator[Tokens]:
         self._check(prompts, new_tokens)
         if self._borrowed is not None:
             ended: set[int] = set()
             for number, token in self._borrowed.tokens(prompts, indexes, new_tokens, stop, how, seed):
                 if number not in ended:
-                    yield number, token, None
+                    yield number, [token], ()
                 if token in stop:
                     ended.add(number)
             return
@@ -148,10 +149,11 @@ class BatchEngine:
                 self._paged.add(Request(name, tuple(prompt), new_tokens, how, seed, index, stop, logprobs=kept))
                 asked[name] = number
             while asked:
-                for event in self._paged.step():
-                    if event.token is None:  # of a call before, that was given up
+                for run in self._paged.turn():
+                    if not run.tokens:  # of a call before, that was given up
                         continue
-                    yield asked.pop(event.id) if event.finish else asked[event.id], event.token, event.logprob
+                    number = asked.pop(run.id) if run.finish else asked[run.id]
+                    yield number, run.tokens, run.logprobs
         finally:
             for name in asked:
                 self._paged.abort(name)

@@ -103,9 +103,9 @@ class Pool:
             self._hold(block)
         return Table([*shared, *(self._take() for _ in range(fresh))])
 
-    def grow(self, table: Table, begin: int, end: int) -> list[Copy] | None:
+    def grow(self, table: Table, begin: int, end: int, again: bool = False) -> list[Copy] | None:
         """Makes room for tokens[begin:end] to be written: blocks behind the last, and one's own for those that others hold,
-        too. None: there are not enough, and nothing has changed.
+        too. None: there are not enough, and nothing has changed. `again`: they are what is there already.
         """
         if end <= len(table.blocks) * self.size and begin // self.size == len(table.blocks) - 1:
             last = table.blocks[-1]
@@ -120,7 +120,7 @@ class Pool:
         if len(shared) + more > self.available:
             return None
         copies = []
-        self._written(table, begin)
+        self._written(table, end if again else begin)
         for place in shared:
             source = table.blocks[place]
             table.blocks[place] = self._take()

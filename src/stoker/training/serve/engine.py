@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from stoker.contract.names import EX_USAGE, Refusal
@@ -47,6 +48,7 @@ from stoker.training.serve.request import (
     Answer,
     Event,
     Request,
+    Run,
     answer_of,
 )
 from stoker.training.serve.schedule import Schedule, Writing
@@ -56,13 +58,13 @@ from stoker.training.serve.text import Text
 class _Open:
     """A request that is not answered yet."""
 
-    def __init__(self, request: Request, writing: Writing, text: Text | None) -> None:
+    def __init__(self, request: Request, writing: Writing, text: Text | None, turn: int) -> None:
         self.request, self.writing, self.text = request, writing, text
         self.is_fed = False  # its slot has its last token
-        how = request.sampling
         self.echo = [float("nan")] * (len(request.prompt) - 1 if request.echo else 0)
-        count = 0 if how.greedy else request.new_tokens
-        self._uniforms = uniforms(request.seed, [request.index], count)[:, 0].tolist()
+        count = 0 if request.sampling.greedy else request.new_tokens
+        drawn = uniforms(request.seed, [request.index], count)[:, 0]
+        self._turn, self._uniforms = turn, np.concatenate([drawn, np.zeros(turn, dtype=np.float32)])
 
     @property
     def written(self) -> int:
@@ -73,10 +75,12 @@ class _Open:
         return self.request.prompt[begin + 1 : end + 1] if self.request.echo else ()
 
     def row(self, end: int) -> Row:
-        how, uniform = self.request.sampling, self._uniforms[self.written] if self._uniforms else 0.0
-        assert self.writing.table is not None
-        blocks = self.writing.table.blocks
-        return Row(self.writing.slot, blocks, end - 1, uniform, how.temperature, how.top_k, how.top_p)
+        how, writing = self.request.sampling, self.writing
+        assert writing.table is not None
+        first = 0 if how.greedy else self.written
+        drawn = self._uniforms[first : first + self._turn]
+        last = writing.longest - 2  # what follows the token there is the last one
+        return Row(writing.slot, writing.table.blocks, end - 1, last, drawn, how.temperature, how.top_k, how.top_p)
 
 
 @shape
@@ -86,6 +90,7 @@ class Sizes:
     memory: int  # tokens whose keys and values are kept, of all answers together
     block: int = 16  # tokens that are kept, shared and given back together
     prompt_tokens: int = 2048  # of prompts, computed in one step beside a token of each answer
+    turn: int = 1  # tokens of each answer, at most, that are written before the host looks at them
 
 
 class _Change(NamedTuple):
@@ -122,10 +127,13 @@ class PagedEngine:
         self.weights = Weights(model, vocab or model.config.vocab_size, codes, streamed)
         self.pool = Pool(-(-memory // sizes.block), sizes.block)
         self.schedule = Schedule(slots, self.pool, sizes.prompt_tokens)
-        self._paged = Paged(self.weights, slots, length, self.pool, _kernels(model, length), captures=not streamed)
+        self._paged = Paged(
+            self.weights, slots, length, self.pool, _kernels(model, length), captures=not streamed, turn=sizes.turn
+        )
+        self._turn = sizes.turn
         self._open: dict[str, _Open] = {}
         self._of: dict[Writing, _Open] = {}
-        self._ended: list[Event] = []
+        self._ended: list[Run] = []
         self._changes: list[_Change] = []
         self.version, self.digest = 0, digest
 
@@ -146,9 +154,9 @@ class PagedEngine:
     def add(self, request: Request) -> None:
         """Refused where it can't be answered."""
         self._check(request)
-        writing = self.schedule.add(request.prompt, request.echo)
+        writing = self.schedule.add(request.prompt, request.echo, request.new_tokens)
         text = None if self._text_of is None else self._text_of(request)
-        self._open[request.id] = self._of[writing] = _Open(request, writing, text)
+        self._open[request.id] = self._of[writing] = _Open(request, writing, text, self._turn)
 
     def abort(self, name: str) -> bool:
         """Its last event comes with the next step. False: there is no such request, or it is answered."""
@@ -156,7 +164,7 @@ class PagedEngine:
         if asked is None:
             return False
         self._close(asked)
-        self._ended.append(Event(name, None, self.version, finish=ABORTED, digest=self.digest))
+        self._ended.append(Run(name, (), self.version, self.digest, ABORTED))
         return True
 
     def update(
@@ -172,14 +180,18 @@ class PagedEngine:
         """
         self._changes.append(_Change(change, version, digest, applied))
 
-    @torch.inference_mode()
     def step(self) -> list[Event]:
-        """A token of every running answer, and as much of new prompts as fits in."""
-        events, self._ended = self._ended, []
+        """A token of every running answer, or a turn of them, and as much of new prompts as fits in."""
+        return [event for run in self.turn() for event in run.events()]
+
+    @torch.inference_mode()
+    def turn(self) -> list[Run]:
+        """The same, all tokens of an answer together."""
+        runs, self._ended = self._ended, []
         if self._changes and not any(map(self._finishes, self._of.values())):
             self._change()
         closing = bool(self._changes)
-        plan = self.schedule.plan(lambda writing: not closing or self._finishes(self._of[writing]))
+        plan = self.schedule.plan(lambda writing: not closing or self._finishes(self._of[writing]), self._turn)
         for writing in plan.left_out:
             self._of[writing].is_fed = False
         self._paged.copy(plan.copies)
@@ -205,10 +217,10 @@ class PagedEngine:
                 if not asked.is_fed:
                     self._paged.start(asked.writing.slot, asked.writing.tokens[-1])
             rows = [asked.row(len(asked.writing.tokens)) for asked in stepped]
-            made = self._paged.step(rows, _kind(stepped))
+            made = self._paged.step(rows, _kind(stepped), plan.count)
             written += [(asked, made, place) for place, asked in enumerate(stepped)]
         self.schedule.computed(plan)
-        return events + [self._event(*one) for one in written]
+        return runs + [self._run(*one) for one in written]
 
     def _finishes(self, asked: _Open) -> bool:
         return asked.request.on_update == FINISH and asked.writing.begun
@@ -235,25 +247,25 @@ class PagedEngine:
         for asked in self._of.values():
             asked.is_fed = False
 
-    def _event(self, asked: _Open, made: Written, place: int) -> Event:
-        request, token, text, finish = asked.request, made.tokens[place], "", ""
-        asked.writing.tokens.append(token)
+    def _run(self, asked: _Open, made: Written, place: int) -> Run:
+        """What of a row's tokens belongs to its answer."""
+        request, tokens, before = asked.request, made.tokens[place], asked.written
+        tokens, finish, texts = _until_end(tokens[: request.new_tokens - before], asked)
+        asked.writing.tokens += tokens
         asked.is_fed = True
-        if token in request.stop:
-            finish = STOP
-        elif asked.text is not None:
-            text = asked.text.feed(token)
-            finish = STOP if asked.text.stopped else ""
         if not finish and asked.written == request.new_tokens:
             finish = LENGTH
         if finish:
             if asked.text is not None:
-                text += asked.text.rest()
+                texts[-1] += asked.text.rest()
             self._close(asked)
-        logprob = made.logprobs[place] if request.logprobs >= 0 else None
-        others = tuple(made.alternatives[place][: request.logprobs]) if request.logprobs > 0 else ()
-        echo = tuple(asked.echo) if asked.written == 1 else ()
-        return Event(request.id, token, self.version, text, logprob, others, finish, self.digest, echo)
+        elif len(tokens) > 1:
+            self.schedule.followed(asked.writing)
+        count, most = len(tokens), request.logprobs
+        logprobs = made.logprobs[place][:count] if most >= 0 else ()
+        others = [tuple(some[:most]) for some in made.alternatives[place][:count]] if most > 0 else ()
+        echo = () if before else tuple(asked.echo)
+        return Run(request.id, tokens, self.version, self.digest, finish, texts, logprobs, others, echo)
 
     def _close(self, asked: _Open) -> None:
         self.schedule.end(asked.writing)
@@ -276,6 +288,23 @@ class PagedEngine:
         if not -1 <= request.logprobs <= MOST_ALTERNATIVES:
             line = f"log-probabilities of {request.logprobs} tokens at each place: at most {MOST_ALTERNATIVES}"
             raise Refusal(line, EX_USAGE)
+
+
+def _until_end(tokens: list[int], asked: _Open) -> tuple[list[int], str, list[str]]:
+    """(those up to the first that ends the answer, why it ended, their texts)."""
+    stop, text = asked.request.stop, asked.text
+    if text is None:
+        if stop.isdisjoint(tokens):
+            return tokens, "", []
+        end = next(place for place, token in enumerate(tokens) if token in stop)
+        return tokens[: end + 1], STOP, []
+    texts: list[str] = []
+    for place, token in enumerate(tokens):
+        is_stop = token in stop
+        texts.append("" if is_stop else text.feed(token))
+        if is_stop or text.stopped:
+            return tokens[: place + 1], STOP, texts
+    return tokens, "", texts
 
 
 def _kernels(model: Decoder, length: int) -> Kernels | None:

@@ -1,7 +1,8 @@
 """The decoder over a paged cache: generate/cached.py's execution, with the slots of one long row shared out in blocks.
 
 Everything a token step reads or writes has a fixed place, so that on a GPU it can be one CUDA graph. The host writes the
-rows' blocks, positions and settings, and reads tokens; the token that the next step begins with stays on the device.
+rows' blocks, positions and settings, and reads tokens; the token that the next step begins with stays on the device. So do
+positions, for as many steps as the host has told the numbers of.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.contract.shape import replace, shape
@@ -26,7 +29,8 @@ from stoker.training.serve.request import MOST_ALTERNATIVES
 
 GREEDY, PLAIN, FILTERED = range(3)  # what the rows of a step need: each kind is a graph of its own
 NO_LOGPROBS, OF_TOKENS, OF_ALTERNATIVES = range(3)
-FIRST_BLOCK = 2  # column of what a slot is told: place, top_k, its blocks
+PLACE, LAST, TOP_K, FIRST_BLOCK = range(4)  # columns of what a slot is told: its blocks come last
+TEMPERATURE, TOP_P, FIRST_UNIFORM = range(3)
 AT_ONCE = 256  # tokens whose logits are in memory
 
 
@@ -36,7 +40,8 @@ class Row(NamedTuple):  # made for each token: a tenth of the time of a shape
     slot: int
     blocks: Sequence[int]
     place: int
-    uniform: float
+    last: int  # the last place that is computed, however many steps there are
+    uniforms: NDArray[np.float32]  # [turn]
     temperature: float
     top_k: int
     top_p: float
@@ -54,11 +59,11 @@ class Part:
 
 @shape
 class Written:
-    """A token for each row, and what was asked for beside it."""
+    """Tokens of each row, and what was asked for beside them."""
 
-    tokens: list[int]
-    logprobs: list[float]
-    alternatives: list[list[tuple[int, float]]]
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    alternatives: list[list[list[tuple[int, float]]]]
     following: tuple[list[float], ...] = ()  # of each part's
 
 
@@ -88,9 +93,12 @@ class _Group:
 
 class Paged:
     def __init__(
-        self, w: Weights, slots: int, length: int, pool: Pool, kernels: Kernels | None = None, captures: bool = True
-    ) -> None:
-        """`kernels`: of Triton; without them plain torch. `captures`: on GPUs a token step is a graph, which can't hold gathers."""
+        self, w: Weights, slots: int, length: int, pool: Pool, kernels: Kernels | None = None, captures: bool = True,
+        turn: int = 1,
+    ) -> None:  # fmt: skip
+        """`kernels`: of Triton; without them plain torch. `captures`: on GPUs a token step is a graph, which can't hold gathers.
+        `turn`: token steps at most that the host does not look at.
+        """
         self._weights, self._size, self._nobody, self._kernels = w, pool.size, pool.count, kernels
         ops = kernels.between if kernels else plain
         self._prompts, self._tokens = Blocks(w, ops), Blocks(w, ops, captured=True)
@@ -107,15 +115,19 @@ class Paged:
         self._steps: dict[tuple[int, int, Kind], Callable[[], None]] = {}
         self._graphs = torch.cuda.graph_pool_handle() if captures and self._device.type == "cuda" else None
         self._ids = torch.zeros(slots, dtype=torch.int64, device=self._device)
-        # of each slot: place, top_k, then its blocks; uniform, temperature, top_p
         self._whole = self._both(slots, FIRST_BLOCK + self._across, torch.int64)
-        self._real = self._both(slots, 3, torch.float32)
+        self._real = self._both(slots, FIRST_UNIFORM + turn, torch.float32)
+        self._at = torch.zeros(1, dtype=torch.int64, device=self._device)  # which step since the host was heard
         self._whole[0][:, FIRST_BLOCK:] = self._nobody
+        # Whether something in the cache may be no number. Only on a CPU it is looked at, where copies of whole blocks are faster.
+        self._has_none = self._device.type != "cpu"
         self._shown: dict[int, list[int]] = {}  # the blocks that each slot's row has there
-        self._logprob = torch.zeros(slots, device=self._device)
+        # [step, slot, …]: what was written since then
         count = min(MOST_ALTERNATIVES, len(w.head))
-        self._top = torch.zeros(slots, count, device=self._device)
-        self._top_ids = torch.zeros(slots, count, dtype=torch.int64, device=self._device)
+        self._tokens_made = torch.zeros(turn, slots, dtype=torch.int64, device=self._device)
+        self._logprobs = torch.zeros(turn, slots, device=self._device)
+        self._top = torch.zeros(turn, slots, count, device=self._device)
+        self._top_ids = torch.zeros(turn, slots, count, dtype=torch.int64, device=self._device)
 
     def _both(self, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(on the host, on the device)."""
@@ -129,6 +141,7 @@ class Paged:
     def clear(self) -> None:
         """What weights of before computed may be no number, and that times 0 is none either."""
         self.cache.kv.zero_()
+        self._has_none = self._device.type != "cpu"
 
     def copy(self, copies: Sequence[Copy]) -> None:
         if copies:
@@ -153,6 +166,7 @@ class Paged:
         attention = self._attention_of(parts, spans)
         args = (torch.cat(places), self._angles, self.cache.kv, torch.cat(where), len(ids), attention)
         x, delta = self._prompts.run(ids, *args)
+        self._look_at(x)
         following = self._following(parts, x, delta)
         last = torch.tensor(_ends(parts))[[part.is_last for part in parts]].to(self._device) - 1
         rows = [part.row for part in parts if part.is_last]
@@ -162,7 +176,7 @@ class Paged:
         slots = torch.tensor([row.slot for row in rows], device=self._device)
         logits = self._prompts.logits(x[last], None if delta is None else delta[last])
         self._write(logits, slots, kind)
-        return replace(self._read([row.slot for row in rows], kind), following=following)
+        return replace(self._read([row.slot for row in rows], kind, 1), following=following)
 
     def _following(self, parts: Sequence[Part], x: Tensor, delta: Tensor | None) -> tuple[list[float], ...]:
         found, begin = [], 0
@@ -231,19 +245,21 @@ class Paged:
         """The token that the slot's next step computes."""
         self._ids[slot] = token
 
-    def step(self, rows: Sequence[Row], kind: Kind) -> Written:
-        """A token for each row."""
+    def step(self, rows: Sequence[Row], kind: Kind, count: int = 1) -> Written:
+        """`count` tokens for each row. Behind a row's last place they mean nothing."""
         self._show(rows)
         self._tell(rows)
         width = max(row.slot for row in rows) + 1
         if self._graphs is not None:
             width = min(1 << (width - 1).bit_length(), len(self._ids))
-        longest = max(row.place for row in rows) + 1
+        longest = max(min(row.place + count, row.last + 1) for row in rows)
         looked_at = min(-(-(-(-longest // BUCKET) * BUCKET) // self._size), self._across)
         if self._kernels:  # which read as much as there is
             looked_at = self._across
-        self._step(width, looked_at, kind)()
-        return self._read([row.slot for row in rows], kind)
+        step = self._step(width, looked_at, kind)
+        for _ in range(count):
+            step()
+        return self._read([row.slot for row in rows], kind, count)
 
     def _show(self, rows: Sequence[Row]) -> None:
         """The rows' blocks, and nobody's for slots that are not among them. Few change from step to step."""
@@ -258,13 +274,15 @@ class Paged:
                 self._shown[slot] = list(blocks)
 
     def _tell(self, rows: Sequence[Row]) -> None:
-        slots, _, places, uniforms, temperatures, top_k, top_p = zip(*rows, strict=True)
+        slots, _, places, lasts, uniforms, temperatures, top_k, top_p = zip(*rows, strict=True)
         whole, real = self._whole[0].numpy(), self._real[0].numpy()
-        whole[:, 0] = 0
-        for column, values in ((0, places), (1, top_k)):
+        whole[:, PLACE] = whole[:, LAST] = 0
+        for column, values in ((PLACE, places), (LAST, lasts), (TOP_K, top_k)):
             whole[slots, column] = values
-        for column, numbers in enumerate((uniforms, temperatures, top_p)):
+        for column, numbers in ((TEMPERATURE, temperatures), (TOP_P, top_p)):
             real[slots, column] = numbers
+        real[slots, FIRST_UNIFORM:] = uniforms
+        self._at.zero_()
         for host, device in (self._whole, self._real):
             if host is not device:
                 device.copy_(host, non_blocking=True)
@@ -277,20 +295,31 @@ class Paged:
 
             if self._graphs is None:
                 return step
-            ids = self._ids.clone()
+            # It runs once before it is captured: what that changes is put back.
+            changed = (self._ids, self._whole[1], self._at)
+            before = [one.clone() for one in changed]
             self._steps[width, looked_at, kind] = captured(step, self._graphs)
-            self._ids.copy_(ids)  # a capture takes the step once; all else it writes, the step itself writes again
+            for one, kept in zip(changed, before, strict=True):
+                one.copy_(kept)
         return self._steps[width, looked_at, kind]
 
     def _one(self, width: int, looked_at: int, kind: Kind) -> None:
         size, told = self._size, self._whole[1][:width]
-        places, tables = told[:, 0], told[:, FIRST_BLOCK:]
+        places, tables = told[:, PLACE].clone(), told[:, FIRST_BLOCK:]
         where = tables.gather(1, (places // size)[:, None])[:, 0] * size + places % size
         attention = self._by_kernel(told) if self._kernels else self._by_gathering(places, tables, looked_at)
         args = (places, self._angles, self.cache.kv, where, width, attention)
         x, delta = self._tokens.run(self._ids[:width], *args)
+        self._look_at(x)
         whose = tables[:, 0] != self._nobody
         self._write(self._tokens.logits(x, delta), torch.arange(width, device=self._device), kind, whose)
+        told[:, PLACE] = torch.minimum(places + 1, told[:, LAST])
+        self._at += 1
+
+    def _look_at(self, x: Tensor) -> None:
+        """A key or a value that is no number makes none of its own token's sum."""
+        if not self._has_none:
+            self._has_none = not bool(x.isfinite().all())
 
     def _by_kernel(self, told: Tensor) -> Attention:
         assert self._kernels is not None
@@ -306,47 +335,64 @@ class Paged:
         c, size = self._weights.config, self._size
         slots = torch.arange(looked_at * size, device=self._device)
         index = (tables[:, :looked_at, None] * size + slots[:size]).flatten(1)
-        # What is not a row's own is not read: it may be no number.
+        # What is not a row's own is not read where it may be no number.
         index = torch.where(slots <= places[:, None], index, index[:, :1])
-        end = len(slots)
+        blocks, end = None if self._has_none else tables[:, :looked_at].flatten(), len(slots)
         masks = [
             as_mask(seen(slots, places + 1, end, end - 1, window), self.cache.kv.dtype)
             for window in self._weights.windows
         ]
 
         def attention(q: Tensor, cached: Tensor, view: int) -> Tensor:
-            own = cached[:, 0][:, :, index].transpose(1, 2)  # [2, rows, kv_heads, slots, head_dim]
+            if blocks is None:
+                own = cached[:, 0][:, :, index]
+            else:
+                whole = cached.view(2 * c.kv_heads, -1, size * c.head_dim).index_select(1, blocks)
+                own = whole.view(2, c.kv_heads, len(tables), end, c.head_dim)
+            own = own.transpose(1, 2)  # [2, rows, kv_heads, slots, head_dim]
             return plain.attend(q, own, masks[view], c.attention_scale or None, c.attention_cap)
 
         return attention
 
     def _write(self, logits: Tensor, slots: Tensor, kind: Kind, whose: Tensor | None = None) -> None:
         """Samples a token for each of these slots, and leaves it there; `whose`: only in those that are somebody's."""
-        uniform, temperature, top_p = self._real[1][slots].unbind(1)
+        real = self._real[1][slots]
+        temperature, top_p = real[:, TEMPERATURE], real[:, TOP_P]
         if kind.sampling == GREEDY:
             token = logits.argmax(-1)
         else:
-            top_k, filtered = self._whole[1][slots, 1], kind.sampling == FILTERED
+            top_k, filtered = self._whole[1][slots, TOP_K], kind.sampling == FILTERED
+            uniform = real[:, FIRST_UNIFORM:].index_select(1, self._at)[:, 0]
             draw = self._kernels.between.sample_token if self._kernels else None
             token = sample_rows(logits, uniform, temperature, top_k, top_p, filtered, draw)
         self._ids[slots] = token if whose is None else torch.where(whose, token, self._ids[slots])
+        self._tokens_made[self._at, slots] = token
         if kind.logprobs != NO_LOGPROBS:
             warmth = torch.where(temperature > 0, temperature, 1.0)[:, None]
             every = torch.log_softmax(logits.float() / warmth, -1)
-            self._logprob[slots] = every.gather(-1, token[:, None])[:, 0]
+            self._logprobs[self._at, slots] = every.gather(-1, token[:, None])[:, 0]
             if kind.logprobs == OF_ALTERNATIVES:
-                self._top[slots], self._top_ids[slots] = every.topk(self._top.shape[1], dim=-1)
+                self._top[self._at, slots], self._top_ids[self._at, slots] = every.topk(self._top.shape[2], dim=-1)
 
-    def _read(self, slots: list[int], kind: Kind) -> Written:
+    def _read(self, slots: list[int], kind: Kind, count: int) -> Written:
         """The only wait for the device."""
-        tokens = self._ids[slots].tolist()
+        which = torch.tensor(slots, device=self._device)
+
+        def listed(made: Tensor) -> list[Any]:
+            found: list[Any] = made[:count, which].transpose(0, 1).tolist()
+            return found
+
+        tokens = listed(self._tokens_made)
         if kind.logprobs == NO_LOGPROBS:
             return Written(tokens, [], [])
-        logprobs = self._logprob[slots].tolist()
+        logprobs = listed(self._logprobs)
         if kind.logprobs == OF_TOKENS:
             return Written(tokens, logprobs, [])
-        pairs = zip(self._top_ids[slots].tolist(), self._top[slots].tolist(), strict=True)
-        return Written(tokens, logprobs, [list(zip(ids, values, strict=True)) for ids, values in pairs])
+        alternatives = [
+            [list(zip(*pair, strict=True)) for pair in zip(*row, strict=True)]
+            for row in zip(listed(self._top_ids), listed(self._top), strict=True)
+        ]
+        return Written(tokens, logprobs, alternatives)
 
 
 def _ends(parts: Sequence[Part]) -> list[int]:

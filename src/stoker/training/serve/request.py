@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from stoker.contract.shape import shape
@@ -44,6 +44,37 @@ class Event(NamedTuple):  # made for each token: a tenth of the time of a shape
     finish: str = ""  # why the answer ended; empty: it goes on
     digest: str = ""  # of those weights
     echo: tuple[float, ...] = ()  # of the prompt's tokens behind its first, with an answer's first token
+
+
+class Run(NamedTuple):
+    """Tokens of an answer that were written in a row. None: it was aborted."""
+
+    id: str
+    tokens: Sequence[int]
+    version: int
+    digest: str
+    finish: str = ""
+    texts: Sequence[str] = ()  # of each token, where the engine reads them
+    logprobs: Sequence[float] = ()
+    alternatives: Sequence[tuple[tuple[int, float], ...]] = ()
+    echo: tuple[float, ...] = ()
+
+    def events(self) -> Iterator[Event]:
+        if not self.tokens:
+            yield Event(self.id, None, self.version, finish=self.finish, digest=self.digest)
+        last = len(self.tokens) - 1
+        for place, token in enumerate(self.tokens):
+            yield Event(
+                self.id,
+                token,
+                self.version,
+                self.texts[place] if self.texts else "",
+                self.logprobs[place] if self.logprobs else None,
+                self.alternatives[place] if self.alternatives else (),
+                self.finish if place == last else "",
+                self.digest,
+                self.echo if place == 0 else (),
+            )
 
 
 @shape

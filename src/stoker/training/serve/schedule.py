@@ -2,6 +2,7 @@
 
 Sequences are admitted in the order of their arrival, as many as there are slots and blocks for. A step computes one
 token of every sequence that has one left (the token step), and up to `budget` tokens of those that have more (prompts).
+Where there are only token steps to be made, several may be planned at once.
 Where blocks run out, the youngest sequence gives its blocks back and computes its tokens again later: the oldest always
 goes on.
 
@@ -12,7 +13,7 @@ H200, 0.6B, 256 answers: 25 ms for one prompt as for sixteen, a token step 5 ms)
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from stoker.contract.shape import shape
 from stoker.training.serve.blocks import Chain, Copy, Key, Pool, Table
@@ -24,10 +25,11 @@ PATIENCE = 16  # steps that free slots wait for more of them
 class Writing:
     """A prompt and its answer so far. `computed`: how many of the tokens have keys and values in the cache."""
 
-    def __init__(self, number: int, prompt: Iterable[int], alone: bool = False) -> None:
-        """`alone`: all of it is computed, whoever begins alike."""
+    def __init__(self, number: int, prompt: Iterable[int], alone: bool = False, new_tokens: int = 1 << 40) -> None:
+        """`alone`: all of it is computed, whoever begins alike; `new_tokens`: at most, behind the prompt."""
         self.number, self.tokens, self.alone = number, list(prompt), alone
         self.prompt, self.computed, self.slot = len(self.tokens), 0, -1
+        self.longest = self.prompt + new_tokens
         self.table: Table | None = None
         self.chain: Chain | None = None
 
@@ -60,6 +62,7 @@ class Plan:
     pieces: tuple[Piece, ...]
     rows: tuple[Writing, ...]  # of the token step
     left_out: tuple[Writing, ...]  # whose blocks were given back
+    count: int = 1  # tokens of each of the rows, or as many as it may have yet
 
     @property
     def is_empty(self) -> bool:
@@ -77,8 +80,8 @@ class Schedule:
         self.running: list[Writing] = []  # both in the order of arrival
         self.preemptions = self.shared_tokens = self.prompt_tokens = 0
 
-    def add(self, prompt: Iterable[int], alone: bool = False) -> Writing:
-        writing = Writing(self._count, prompt, alone)
+    def add(self, prompt: Iterable[int], alone: bool = False, new_tokens: int = 1 << 40) -> Writing:
+        writing = Writing(self._count, prompt, alone, new_tokens)
         self._count += 1
         self.waiting.append(writing)
         return writing
@@ -99,8 +102,8 @@ class Schedule:
         for writing in self.waiting:
             writing.chain = None
 
-    def plan(self, admits: Callable[[Writing], bool] = lambda _: True) -> Plan:
-        """`admits`: whether one that waits may begin now."""
+    def plan(self, admits: Callable[[Writing], bool] = lambda _: True, most: int = 1) -> Plan:
+        """`admits`: whether one that waits may begin now; `most`: token steps at once."""
         rows, copies, left_out = self._token_rows()
         pieces: list[Piece] = []
         budget = self._budget
@@ -115,14 +118,32 @@ class Schedule:
                 elif budget:
                     pieces.append(self._piece(writing, budget))
                     budget -= pieces[-1].end - pieces[-1].begin
-        return Plan(tuple(copies), tuple(pieces), tuple(rows), tuple(left_out))
+        count = 1 if pieces or left_out or most < 2 or not rows else self._several(rows, most)
+        return Plan(tuple(copies), tuple(pieces), tuple(rows), tuple(left_out), count)
+
+    def _several(self, rows: Sequence[Writing], most: int) -> int:
+        """How many steps all rows have blocks for, which they take; 1 where there are too few."""
+        count = min(most, max(writing.longest - len(writing.tokens) for writing in rows))
+        ends = [min(len(writing.tokens) + count - 1, writing.longest) for writing in rows]
+        tables = [writing.table for writing in rows if writing.table is not None]
+        more = sum(max(self.pool.needed(end) - len(one.blocks), 0) for one, end in zip(tables, ends, strict=True))
+        if more > self.pool.available:
+            return 1
+        for table, end, writing in zip(tables, ends, rows, strict=True):
+            made = self.pool.grow(table, len(writing.tokens) - 1, end)
+            assert made == [], "what is written to is a row's own already"
+        return count
 
     def computed(self, plan: Plan) -> None:
-        """The plan was carried out; before new tokens are added to its sequences."""
+        """The plan was carried out; before new tokens are added to its sequences. Of several token steps the first."""
         for piece in plan.pieces:
             self._advance(piece.writing, piece.end)
         for writing in plan.rows:
             self._advance(writing, writing.computed + 1)
+
+    def followed(self, writing: Writing) -> None:
+        """All its tokens but the last are computed: those that further token steps wrote were added."""
+        self._advance(writing, len(writing.tokens) - 1)
 
     def _token_rows(self) -> tuple[list[Writing], list[Copy], list[Writing]]:
         rows: list[Writing] = []
@@ -167,7 +188,7 @@ class Schedule:
             table = self.pool.opened(shared, len(writing.tokens), spare)
             if table is None:
                 break  # and no younger, smaller one instead: a large one would never begin
-            made = self.pool.grow(table, computed, len(writing.tokens))
+            made = self.pool.grow(table, computed, len(writing.tokens), again=whole)
             assert made is not None
             copies += made
             writing.table, writing.computed, writing.slot = table, computed, self._slots.pop()
