@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--json", default="")
     given = parser.parse_args()
     asked = ",".join(("timestamp", "index", *(value.asked for value in VALUES)))
-    argv = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader,nounits", f"-lms={int(PERIOD * 250)}"]
+    argv = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader,nounits", f"-lms={int(PERIOD * 50)}"]
     smi = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     time.sleep(2 * PERIOD)
     ours, end = [], time.monotonic() + given.seconds

@@ -74,7 +74,7 @@ class Schedule:
         assert slots > 0 and budget > 0
         self.pool, self._budget = pool, budget
         self._slots = list(range(slots - 1, -1, -1))  # free ones, the lowest last: those in use stay together
-        self._together, self._held = max(slots // GROUPS, 1), 0
+        self._together, self._since = max(slots // GROUPS, 1), 0  # steps since prompts could begin
         self._count, self._root = 0, ""
         self.waiting: list[Writing] = []
         self.running: list[Writing] = []  # both in the order of arrival
@@ -119,6 +119,7 @@ class Schedule:
                     pieces.append(self._piece(writing, budget))
                     budget -= pieces[-1].end - pieces[-1].begin
         count = 1 if pieces or left_out or most < 2 or not rows else self._several(rows, most)
+        self._since += count
         return Plan(tuple(copies), tuple(pieces), tuple(rows), tuple(left_out), count)
 
     def _several(self, rows: Sequence[Writing], most: int) -> int:
@@ -204,10 +205,9 @@ class Schedule:
     def _holds(self) -> bool:
         """Whether free slots wait: few are, more will be soon, and more sequences want one than there are."""
         free = len(self._slots)
-        self._held += 1
-        if 0 < free < min(self._together, len(self.waiting)) and self._held <= PATIENCE:
+        if 0 < free < min(self._together, len(self.waiting)) and self._since < PATIENCE:
             return True
-        self._held = 0
+        self._since = 0
         return False
 
     def _piece(self, writing: Writing, budget: int) -> Piece:
