@@ -12,6 +12,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from datetime import datetime
@@ -35,16 +36,10 @@ VALUES = (
 )  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--json", default="")
-    given = parser.parse_args()
-    asked = ",".join(("timestamp", "index", *(value.asked for value in VALUES)))
-    argv = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader,nounits", f"-lms={int(PERIOD * 50)}"]
-    smi = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+def looked(seconds: float) -> list[tuple[float, float, list[dict[str, object]]]]:
+    """(before, after, what Stoker read) of each look."""
     time.sleep(2 * PERIOD)
-    ours, end = [], time.monotonic() + given.seconds
+    ours, end = [], time.monotonic() + seconds
     while time.monotonic() < end:
         began = time.time()
         look = subprocess.run(
@@ -53,9 +48,23 @@ def main() -> int:
         ours.append((began, time.time(), json.loads(look.stdout)["gpus"]))
         time.sleep(PERIOD)
     time.sleep(2 * PERIOD)
-    smi.terminate()
-    shown, _ = smi.communicate()
-    samples = [_sample(line) for line in shown.splitlines() if line.count(",") == len(VALUES) + 1]
+    return ours
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--json", default="")
+    given = parser.parse_args()
+    asked = ",".join(("timestamp", "index", *(value.asked for value in VALUES)))
+    argv = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader,nounits", f"-lms={int(PERIOD * 50)}"]
+    with tempfile.TemporaryFile("w+") as shown:  # a pipe that nobody reads holds 64 KB: nvidia-smi would stop
+        smi = subprocess.Popen(argv, stdout=shown)
+        ours = looked(given.seconds)
+        smi.terminate()
+        smi.wait()
+        shown.seek(0)
+        samples = [_sample(line) for line in shown if line.count(",") == len(VALUES) + 1]
     print(f"{len(ours)} looks of {len(ours[0][2])} GPUs, {len(samples)} lines of nvidia-smi")
     found = {value.name: _outside(value, ours, samples) for value in VALUES}
     for name, (outside, looks, least, most) in found.items():

@@ -85,6 +85,8 @@ class MicroStep:
         self._graphs: dict[Sizes, _Graph] = {}
         self._met: Counter[Sizes] = Counter()
         self._pool: Any = None
+        self._beside: Any = None
+        self.peak_before: int | None = None  # bytes of the GPU at most, until the first graph was captured
 
     @property
     def graphed(self) -> bool:
@@ -141,12 +143,15 @@ class MicroStep:
 
     def _capture(self, graph: _Graph) -> None:
         """The gradients of the eager calls are the buffers the graph adds to."""
+        if self.peak_before is None:
+            self.peak_before = torch.cuda.max_memory_allocated()
         # A number sampled here would make other dropout than the replay of this step has.
         dice = torch.cuda.get_rng_state()
         kept = [p.grad.clone() if p.grad is not None else None for p in self._wrapped.parameters()]
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # One for all captures: cuBLAS takes memory for each stream.
+        side = self._beside = self._beside or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # once on the stream of the capture, for its workspaces
+        with torch.cuda.stream(side):  # kernels are compiled, and workspaces made, before the capture
             self._wrapped(graph.inputs, graph.targets, self._scale, graph.packed).backward()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.empty_cache()
@@ -267,6 +272,11 @@ class Stepper:
         if self._loss_scale is not None:
             self._scale *= self._loss_scale.value
         return self._scale
+
+    @property
+    def peak_before_graphs(self) -> int | None:
+        """Bytes of the GPU, at most, before a step became a CUDA graph; None: none did."""
+        return self._micro.peak_before
 
     def forward_backward(self, micro: MicroBatch) -> Tensor:
         return self._micro.eager(micro)

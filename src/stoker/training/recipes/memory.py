@@ -154,17 +154,22 @@ class MemoryRecord:
         )
         self._write({})
 
-    def end(self, tokens_per_s: float | None) -> None:
-        """Beside what was measured."""
+    def end(self, tokens_per_s: float | None, before_graphs: int | None = None) -> None:
+        """Beside what was measured; `before_graphs`: until steps became CUDA graphs, whose memory no plan has."""
         device = self._held.group.device
         if device.type != "cuda":
             return
-        peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        whole, held = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        peak = whole if before_graphs is None else before_graphs
         if self.planned is not None:
-            off = self.planned.total / max(peak, 1) - 1
-            self._voice.say_once(f"memory: {gib(self.planned.total)} planned, {gib(peak)} measured ({off:+.1%})")
+            off, more_line = self.planned.total / max(peak, 1) - 1, ""
+            if whole > peak:
+                more_line = f"; CUDA graphs took {gib(whole - peak)} of what was free"
+            line = f"memory: {gib(self.planned.total)} planned, {gib(peak)} measured ({off:+.1%}){more_line}"
+            self._voice.say_once(line)
         more = {
             "peak_bytes": peak,
+            "graph_bytes": whole - peak,
             "reserved_bytes": held,
             "context_bytes": _context(device),
             "tokens_per_s": tokens_per_s,

@@ -95,7 +95,7 @@ def train(
             pending = stepper.step(batch, share, words=loop.words)  # forward, backward, update
             rate = c.optim.learning_rate * share
             loop.launched(Launched(pending, batch, rate, parts.learner.numbers(parts.model)))
-    memory.end(task.tokens_per_s)
+    memory.end(task.tokens_per_s, stepper.peak_before_graphs)
     task.close()
     if task.out_of_patience:
         take_best(keeper, tensors, group, voice)
