@@ -203,13 +203,10 @@ def main() -> int:
         finally:
             server.send_signal(signal.SIGINT)
             code = server.wait(60)
-    quarter = max(len(sizes) // 4, 1)
-    second, last = (
-        statistics.median(part) / 2**20 for part in (sizes[quarter : 2 * quarter] or sizes, sizes[-quarter:])
-    )
+    parts = [sizes[len(sizes) * part // 10 : len(sizes) * (part + 1) // 10] for part in range(10)]
     row = {
         "clients": told.clients, "s": round(took), **{key: load.count[key] for key in ("right", "left", "429", "wrong")},
-        "tok_s": round(load.tokens / took), "mib_second_quarter": round(second, 1), "mib_last_quarter": round(last, 1),
+        "tok_s": round(load.tokens / took), "mib_by_tenths": [round(statistics.median(part) / 2**20, 1) for part in parts if part],
         "mib_most": round(max(sizes) / 2**20, 1), "nothing_left": nothing_left, "code": code, "commit": told.commit,
     }  # fmt: skip
     print(json.dumps(row), flush=True)

@@ -47,10 +47,11 @@ from stoker.training.recipes.memory import Holding, MemoryRecord, bytes_of, of_g
 from stoker.training.reward.model import RewardModel, open_reward, scores
 from stoker.training.rl import rollout as asking
 from stoker.training.rl.config import MICRO
+from stoker.training.rl.dialects import Wanted
 from stoker.training.rl.kept import Kept
 from stoker.training.rl.parts import lacking, parts_of
 from stoker.training.rl.publish import Publisher
-from stoker.training.rl.remote import OtherWeights, ServerFailed, Servers, Wanted, addresses_of
+from stoker.training.rl.remote import OtherWeights, ServerFailed, Servers, addresses_of
 from stoker.training.rl.rollout import Answer, Asking, Rollout
 from stoker.training.rl.sampler import Sampler
 from stoker.training.rl.scoring import RewardFailed, Rewards, RolloutLog, Worker, columns_of
@@ -126,6 +127,7 @@ def memory_of(
 def servers_of(c: Config, wanted: Wanted, publish: Publisher, kept: Kept) -> Servers:
     addresses, key = addresses_of(c.grpo.server, os.environ), os.environ.get(API_KEY, "")
     more: dict[str, Any] = {"staleness": c.grpo.staleness, "patience_s": c.grpo.server_timeout, "kept": kept}
+    more["kind"] = c.grpo.server_kind
     return Servers(addresses, key, wanted, publish, phase=stoker.phase, **more)
 
 
@@ -246,7 +248,8 @@ def main(argv: list[str]) -> int:
             voice.say_once(f"{kept.count} answers that came before are here: they are not asked for again")
         sampler = servers_of(c, wanted, publish, kept)
         ids = max((prompt.ids for prompt in prompts), key=len)[:CHECK_TOKENS]
-        checks = WeightsChecks(addresses_of(c.grpo.server, os.environ), ids, os.environ.get(API_KEY, ""))
+        if c.grpo.server_kind != "vllm":  # which is asked for an adapter's version by its name
+            checks = WeightsChecks(addresses_of(c.grpo.server, os.environ), ids, os.environ.get(API_KEY, ""))
     else:
         sampler = asking.in_trainer(model, tokenizer, longest, c.generate, c.grpo, group)
     rollout = Rollout(sampler, tokenizer, tokenizer.stop_ids, c.grpo.group, group)

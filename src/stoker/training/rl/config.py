@@ -7,7 +7,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from stoker.contract import limits
-from stoker.contract.limits import text
+from stoker.contract.limits import one_of, text
 from stoker.contract.quantities import duration
 from stoker.contract.shape import option, shape
 
@@ -66,6 +66,9 @@ class GrpoConfig:
     server: str = text("URL")(
         "who writes the answers: `stoker serve` with --weights-from, several with commas, or a role of the job (empty: the"
         " trainers); its key or token in STOKER_API_KEY"
+    )
+    server_kind: str = one_of("stoker", "sglang", "vllm")(
+        "what grpo.server is: `stoker serve`; sglang, which loads what the trainers publish; vllm, which takes adapters (--lora)"
     )
     server_timeout: float = limits.POSITIVE(
         "a server that does not answer for so long has failed", 600.0, parse=duration, metavar="TIME"

@@ -10,7 +10,7 @@ import torch
 from stoker.training.model import adapters, hf
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group
-from stoker.training.rl.remote import Published
+from stoker.training.rl.dialects import Published
 
 FOLDER = "published"
 

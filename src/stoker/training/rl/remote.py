@@ -1,5 +1,5 @@
-"""Answers from `stoker serve`: prompts go as token ids, and ids come back with their log-probabilities and the version of the
-weights that wrote each. Nothing is tokenized twice.
+"""Answers from `stoker serve`, or from servers that speak as dialects.py has it: prompts go as token ids, and ids come back with
+their log-probabilities and the version of the weights that wrote each. Nothing is tokenized twice.
 
 New weights are published as a folder, which every server is told to load before it is asked for answers that need it. A
 server that was replaced answers with weights that nobody published: it is told the newest, and asked again.
@@ -8,7 +8,6 @@ server that was replaced answers with weights that nobody published: it is told 
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +17,9 @@ from urllib.parse import urlsplit
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import span
-from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
 from stoker.training.rl.asking import Asking, NoAnswer, TooLong
+from stoker.training.rl.dialects import Published, Question, Told, Wanted, dialect_of
 from stoker.training.rl.kept import Kept
 from stoker.training.rl.sampler import Ask, Written
 from stoker.training.serve.request import CONTINUE, FINISH
@@ -47,29 +46,6 @@ class OtherWeights(Exception):
     """A line: the server answers with weights that nobody here published."""
 
 
-@shape
-class Published:
-    version: int
-    folder: str
-    digest: str
-
-
-@shape
-class Wanted:
-    """Of every answer."""
-
-    new_tokens: int
-    temperature: float
-    stop: frozenset[int]
-    vocab: int
-    length: int  # tokens of the longest prompt and its answer
-
-    @property
-    def settings(self) -> str:
-        """What an answer depends on beside its prompt, seed and place."""
-        return f"{self.new_tokens} {self.temperature:g} {self.vocab} {sorted(self.stop)}"
-
-
 def addresses_of(text: str, environment: Mapping[str, str]) -> tuple[str, ...]:
     """HOST:PORT of each server. `text`: URLs with commas between them, or the name of a role of this job."""
     if "://" not in text:
@@ -94,7 +70,7 @@ def _address(url: str) -> str:
 class Servers:
     """A Sampler. `publish`: writes the weights of a version, all ranks together; `patience_s`: for an answer, or for a server
     that is being replaced; `staleness`: how many steps ahead answers are begun; `phase`: told what the rank does; `kept`: has
-    what came before the trainers started again.
+    what came before the trainers started again; `kind`: of the servers.
     """
 
     engine = None
@@ -110,11 +86,12 @@ class Servers:
         patience_s: float,
         phase: Callable[[str], None] = lambda name: None,
         kept: Kept | None = None,
+        kind: str = "stoker",
     ) -> None:
         self._addresses, self._wanted, self._publish = tuple(addresses), wanted, publish
         self.length, self._patience_s = wanted.length, patience_s
         self._phase, self._is_waiting, self._kept = phase, False, kept
-        self._staleness, self._policy = staleness, FINISH if staleness < 2 else CONTINUE
+        self._staleness, self._dialect = staleness, dialect_of(kind, FINISH if staleness < 2 else CONTINUE)
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._known: dict[int, Published] = {}
         self._newest: Published | None = None
@@ -177,8 +154,7 @@ class Servers:
             self._problem = problem
 
     def _push(self, address: str, published: Published) -> None:
-        body = {"folder": published.folder, "version": published.version, "digest": published.digest}
-        self._post(address, "/v1/weights", body)
+        self._post(address, *self._dialect.push(published), is_fine=self._dialect.is_there)
 
     def _send(self, ask: Ask) -> list[Future[list[Written]]]:
         if self._problem is not None:
@@ -217,31 +193,36 @@ class Servers:
         return is_next and ask.prompts[end] == ask.prompts[begin]
 
     def _written(self, address: str, prompt: tuple[int, ...], seed: int, first: int, count: int) -> list[Written]:
-        wanted = self._wanted
-        body = {
-            "prompt": list(prompt), "n": count, "seed": seed, "first_index": first, "max_tokens": wanted.new_tokens,
-            "temperature": wanted.temperature, "stop_token_ids": sorted(wanted.stop), "logprobs": 0, "return_token_ids": True,
-            "on_update": self._policy,
-        }  # fmt: skip
+        asked, weights = Question(prompt, seed, first, count), list[tuple[int, str]]()
         for attempt in range(TRIES):
-            told = self._post(address, "/v1/completions", body)
-            try:
-                choices = sorted(told["choices"], key=lambda choice: int(choice["index"]))
-                found = [_read(choice, wanted) for choice in choices]
-                weights = [(int(one["weights"]["version"]), str(one["weights"]["digest"])) for one in choices]
-                if len(found) != count:
-                    raise ValueError(f"{len(found)} answers instead of {count}")
-            except (KeyError, TypeError, ValueError, IndexError, OverflowError) as problem:
-                what = printable(f"{type(problem).__name__}: {problem}", 200)
-                raise ServerFailed(f"the server at {address} sent no answer that can be read: {what}") from problem
-            if all(self._is_known(*one) for one in weights):
-                return found
+            newest = self._newest
+            path, body = self._dialect.question(asked, self._wanted, newest)
+            text = self._post(address, path, body, is_fine=self._dialect.lacks_weights)
+            if text is not None:
+                found = self._read(address, path, text, count, newest)
+                weights = [(one.version, one.digest) for one in found]
+                if all(self._is_known(*one) for one in weights):
+                    return [one.written for one in found]
             if attempt < TRIES - 1 and self._newest is not None:
                 self._push(address, self._newest)
         line = f"the server at {address} answers with other weights than the trainers'"
         shown = ", ".join(f"version {version} ({digest})" for version, digest in dict.fromkeys(weights))
-        shown = printable(shown, 300)
+        shown = printable(shown, 300) or "it lacks those it was asked for"
         raise OtherWeights(f"{line}: {shown}, though it was told to load what they publish: does another run use it?")
+
+    def _read(self, address: str, path: str, text: bytes, count: int, newest: Published | None) -> list[Told]:
+        try:
+            told = json.loads(text)
+        except (ValueError, RecursionError) as problem:
+            raise ServerFailed(f"the server at {address} sent no JSON from {path}") from problem
+        try:
+            found = self._dialect.read(told, self._wanted, newest)
+            if len(found) != count:
+                raise ValueError(f"{len(found)} answers instead of {count}")
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as problem:
+            what = printable(f"{type(problem).__name__}: {problem}", 200)
+            raise ServerFailed(f"the server at {address} sent no answer that can be read: {what}") from problem
+        return found
 
     def _is_known(self, version: int, digest: str) -> bool:
         until = time.monotonic() + KNOWN_S
@@ -249,20 +230,21 @@ class Servers:
             if self._over.wait(0.05):
                 break
         known = self._known.get(version)
-        return known is not None and known.digest == digest
+        return known is not None and digest in ("", known.digest)
 
-    def _post(self, address: str, path: str, body: Mapping[str, Any]) -> Any:
-        """Waits where it is full, or is being replaced."""
+    def _post(
+        self, address: str, path: str, body: Mapping[str, Any], is_fine: Callable[[int, str], bool]
+    ) -> bytes | None:
+        """Waits where it is full, or is being replaced. None: a refusal that `is_fine`, by its status and line."""
         data = json.dumps(body).encode()
         until, pause = time.monotonic() + self._patience_s, _PAUSE_S[0]
         while True:
             status, text = self._exchange(address, path, data)
             if status == 200:
-                try:
-                    return json.loads(text)
-                except (ValueError, RecursionError) as problem:
-                    raise ServerFailed(f"the server at {address} sent no JSON from {path}") from problem
+                return text
             line = printable(_message(text), 300)
+            if is_fine(status, line):
+                return None
             if 400 <= status < 500 and status != 429:
                 raise ServerFailed(f"the server at {address} refused {path} with status {status}: {line}")
             if time.monotonic() > until:
@@ -282,18 +264,6 @@ class Servers:
             raise ServerFailed(
                 f"the server at {address} sent no answer to {path} that can be read: {problem}"
             ) from problem
-
-
-def _read(choice: Mapping[str, Any], wanted: Wanted) -> Written:
-    ids, versions, logprobs = choice["token_ids"], choice["versions"], choice["logprobs"]["token_logprobs"]
-    if not 0 < len(ids) <= wanted.new_tokens or not len(ids) == len(versions) == len(logprobs):
-        raise ValueError(f"{len(ids)} tokens, {len(versions)} versions and {len(logprobs)} log-probabilities")
-    if any(type(one) is not int or not 0 <= one < wanted.vocab for one in ids):
-        raise ValueError("ids that are not the tokenizer's")
-    if any(type(one) is not int or not 0 <= one < 1 << 62 for one in versions):
-        raise ValueError("versions that are no whole numbers from 0 up")
-    numbers = tuple(math.nan if one is None else float(one) for one in logprobs)
-    return Written(tuple(ids), numbers, tuple(versions))
 
 
 def _message(text: bytes) -> str:

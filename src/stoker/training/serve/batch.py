@@ -24,6 +24,7 @@ from stoker.training.serve.engine import PagedEngine, Sizes
 from stoker.training.serve.request import Request
 
 PREFILL_TOKENS_ON_CPU = 1 << 13  # at once: the feed-forward layer's activations stay below 1 GB for widths up to 32 K
+TURN_ALONE = 4  # tokens: somebody reads along, and for one answer the host has little to do
 Prompts = Sequence[Sequence[int]]
 Tokens = tuple[int, Sequence[int], Sequence[float]]  # which prompt, its next tokens, their log-probabilities
 
@@ -62,6 +63,7 @@ class BatchEngine:
             # A CPU launches nothing, and a token that nobody wants costs it as much as any other.
             on_gpu = model.device.type == "cuda"
             at_once, turn = (PREFILL_TOKENS, TURN) if on_gpu else (PREFILL_TOKENS_ON_CPU, 1)
+            turn = min(turn, TURN_ALONE) if rows == 1 else turn
             sizes = sizes_for(rows, length, at_once, turn)
             self._paged = PagedEngine(model, sizes, vocab=vocab, codes=codes, streamed=streamed)
 

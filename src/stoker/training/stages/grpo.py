@@ -45,6 +45,11 @@ def check(c: Config) -> None:
         " newest weights": c.grpo.staleness and not c.grpo.server,
         "grpo.server with --qlora: the server has the weights in 16 bits, and answers must come from those that learn; use"
         " --lora": c.grpo.server and c.adapter.method == "qlora",
+        "grpo.server_kind vllm takes new weights as adapters: add --lora": (
+            c.grpo.server and c.grpo.server_kind == "vllm" and c.adapter.method != "lora"
+        ),
+        f"grpo.server_kind sglang with --{c.adapter.method}: it is given whole weights; leave the adapter out, or serve with"
+        " `stoker serve`": c.grpo.server and c.grpo.server_kind == "sglang" and c.adapter.method != "off",
         f"grpo.updates {c.grpo.updates} is more than the {answers} answers of a step (grpo.prompts_per_step ×"
         " grpo.group)": c.grpo.updates > answers,
     }
