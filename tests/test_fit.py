@@ -441,6 +441,15 @@ def test_shards_go_to_the_host_where_they_do_not_fit_the_cards() -> None:
     assert {way.strategy: way.plan.settings.offload for way in by} == {"ddp": "off", "fsdp": "all", "one": "off"}
 
 
+def test_a_method_nobody_asked_for_does_not_wait_for_host_memory() -> None:
+    asked = decided("2x24GB", Wish(EIGHT, 2048, "full"))
+    assert asked.plan.fits and asked.plan.settings.offload == "all", "it can be had"
+    s = decided("2x24GB", Wish(EIGHT, 2048)).plan.settings
+    assert (s.method, s.offload, s.inputs_on_host, s.on_host) == ("lora", "off", False, False)
+    last = make(cards("1x8GB"), Wish(EIGHT, 6000)).settings
+    assert last.method == "qlora" and last.inputs_on_host, "where nothing else is left"
+
+
 def test_hosts_far_apart_hold_copies_where_these_fit() -> None:
     far = [replace(card, host=f"host-{at // 4}") for at, card in enumerate(cards("8xH100"))]
     found = decide(far, Wish(EIGHT, 2048, "full", samples=64), "fsdp")

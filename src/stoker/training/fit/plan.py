@@ -155,28 +155,39 @@ class Search:
         return self._made(ways[-1], False, self._change(ways[-1]))
 
     def _ways(self, wish: Wish) -> Iterator[Settings]:
-        """What can be had, each at its most frugal."""
+        """What can be had, each at its most frugal. Host memory comes last: a smaller method on the card is faster than a larger
+        one that waits for copies, unless that one is asked for."""
+        if wish.method != AUTO:
+            yield from self._of_method(wish, wish.method, on_host=True)
+            return
+        for method in METHODS:
+            yield from self._of_method(wish, method, on_host=False)
+        yield from self._of_method(wish, METHODS[-1], on_host=True)
+
+    def _of_method(self, wish: Wish, method: str, *, on_host: bool) -> Iterator[Settings]:
+        """`on_host`: also with more in host memory than is asked for."""
         recompute = wish.layers if wish.recompute is None else min(wish.recompute, wish.layers)
-        for method in METHODS if wish.method == AUTO else (wish.method,):
-            kinds: tuple[str, ...] = ("adamw", "adamw8bit") if wish.optimizer == AUTO else (wish.optimizer,)
-            if method != FULL:
-                kinds = tuple(kind for kind in kinds if kind != "muon") or ("adamw",)
-            moved = bool(wish.inputs_on_host)
-            for bits in self._bits(method):
-                s = Settings(method, kinds[-1], recompute, bool(wish.on_host), max(wish.micro, 1), moved)
-                kept = (wish.offload or NOTHING) if wish.strategy == FSDP else NOTHING
-                s = self._written(
-                    replace(s, strategy=wish.strategy, offload=kept, sharding=wish.sharding or OVER_ALL), bits
-                )
-                for kind in kinds:
-                    yield replace(s, optimizer=kind)
-                for what in self._offloads(s):
-                    yield replace(s, offload=what)
-                if wish.on_host is None and method != FULL and self._can_be_on_host(s):
-                    s = replace(s, on_host=True)
-                    yield s
-                if wish.inputs_on_host is None and self._can_move_kept(s):
-                    yield replace(s, inputs_on_host=True)
+        kinds: tuple[str, ...] = ("adamw", "adamw8bit") if wish.optimizer == AUTO else (wish.optimizer,)
+        if method != FULL:
+            kinds = tuple(kind for kind in kinds if kind != "muon") or ("adamw",)
+        moved = bool(wish.inputs_on_host)
+        for bits in self._bits(method):
+            s = Settings(method, kinds[-1], recompute, bool(wish.on_host), max(wish.micro, 1), moved)
+            kept = (wish.offload or NOTHING) if wish.strategy == FSDP else NOTHING
+            s = self._written(
+                replace(s, strategy=wish.strategy, offload=kept, sharding=wish.sharding or OVER_ALL), bits
+            )
+            for kind in kinds:
+                yield replace(s, optimizer=kind)
+            if not on_host:
+                continue
+            for what in self._offloads(s):
+                yield replace(s, offload=what)
+            if wish.on_host is None and method != FULL and self._can_be_on_host(s):
+                s = replace(s, on_host=True)
+                yield s
+            if wish.inputs_on_host is None and self._can_move_kept(s):
+                yield replace(s, inputs_on_host=True)
 
     def _bits(self, method: str) -> tuple[int, ...]:
         """Of a weight while answers are written, what is asked for or fastest first; 0: none are."""
