@@ -83,11 +83,11 @@ def remove(path: str) -> None:
     shutil.rmtree(gone)
 
 
-def put_in_place(fresh: str, final: str) -> None:
-    """Renames, also over a checkpoint of this step; `repair` undoes a crash between the two renames."""
+def put_in_place(fresh: str, final: str, replace: bool = True) -> None:
+    """Renames, with `replace` also over a checkpoint of this step; `repair` undoes a crash between the two renames."""
     parent, name = os.path.split(final)
     old = os.path.join(parent, _REPLACED + name)
-    replaces = os.path.isdir(final)
+    replaces = replace and os.path.isdir(final)
     if replaces:
         if os.path.isdir(old):
             remove(old)
