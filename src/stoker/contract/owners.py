@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -90,6 +91,17 @@ def why_not_ours_alone(path: str, sticky: bool = False) -> str:
     if about.st_mode & stat.S_IWGRP and not _is_own_group(about.st_gid):
         return f"its group ({_group_name(about.st_gid)}) can write it"
     return ""
+
+
+def held_open(path: str) -> int:
+    """A descriptor of a folder that we made just now: where others may write to the one above, they can put one with links
+    under its name. OSError: they have.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    if is_mine(os.fstat(handle).st_uid, os.path.dirname(path)) and not os.listdir(handle):
+        return handle
+    os.close(handle)
+    raise OSError(errno.ESTALE, "somebody replaced the folder that was made in it", path)
 
 
 def why_a_folder_above_is_not_safe(path: str, roots_may_be_open: bool = False) -> str:

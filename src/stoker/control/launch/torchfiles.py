@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import time
@@ -11,7 +10,7 @@ from typing import Any
 
 from stoker.contract import layout, redact
 from stoker.contract.names import EX_CANTCREAT, Refusal
-from stoker.contract.owners import is_mine
+from stoker.contract.owners import held_open
 from stoker.contract.shapes import Verdict
 from stoker.control.record.reader import read_json
 from stoker.control.record.writer import RunRecord
@@ -91,7 +90,10 @@ class TorchrunLogs:
         self._streams = streams
         try:
             if not self._folder:
-                self._folder = f"/proc/self/fd/{_made_in(self._log_dir, f'{self._run_id}_')}"
+                import tempfile
+
+                made = tempfile.mkdtemp(prefix=f"{self._run_id}_", dir=self._log_dir)
+                self._folder = f"/proc/self/fd/{held_open(made)}"
             base = os.path.join(self._folder, f"attempt_{self._restarts}")
             self._ranks = {rank: os.path.join(base, name) for rank, name in folders.items()}
             for rank, folder in self._ranks.items():
@@ -113,18 +115,6 @@ class TorchrunLogs:
     def error(self, record: RunRecord, rank: int, report: dict[str, Any]) -> None:
         """`report`: in torch's form."""
         record.save(os.path.join(self._ranks[rank], "error.json"), report)
-
-
-def _made_in(folder: str, prefix: str) -> int:
-    """A new folder, held open to the end: where others may write to `folder`, they can put one with links under its name."""
-    import tempfile
-
-    path = tempfile.mkdtemp(prefix=prefix, dir=folder)
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    if not is_mine(os.fstat(handle).st_uid, folder) or os.listdir(handle):
-        os.close(handle)
-        raise OSError(errno.ESTALE, "somebody replaced the folder that was made in it", path)
-    return handle
 
 
 def _cannot_write(folder: str, problem: OSError) -> Refusal:

@@ -60,6 +60,21 @@ def refuse_exchangeable(folder: str) -> None:
         raise Refusal(f"{line}; choose a folder of your own, or `chmod +t` it if it is yours", EX_CANTCREAT)
 
 
+def why_exchanged(folder: str, lock: int | None) -> str:
+    """Who may write to the folder above can put a link, or another folder, in the place of the one that was held at the start.
+    `lock`: what `hold` gave. Empty: it is the same, gone, or made anew by its user.
+    """
+    try:
+        why = owners.why_not_ours_alone(folder, sticky=True)
+        if not why and lock is not None and not os.path.samestat(os.fstat(lock), os.lstat(os.path.join(folder, LOCK))):
+            why = f"its {LOCK} is not the one of this run"
+    except FileNotFoundError:
+        return ""
+    except OSError as problem:
+        return problem.strerror or str(problem)
+    return why
+
+
 def make_unfinished(path: str) -> None:
     """For all ranks, whichever comes first. OSError: somebody else has put something there."""
     os.makedirs(path, exist_ok=True)
@@ -83,11 +98,11 @@ def remove(path: str) -> None:
     shutil.rmtree(gone)
 
 
-def put_in_place(fresh: str, final: str) -> None:
-    """Renames, also over a checkpoint of this step; `repair` undoes a crash between the two renames."""
+def put_in_place(fresh: str, final: str, replace: bool = True) -> None:
+    """Renames, with `replace` also over a checkpoint of this step; `repair` undoes a crash between the two renames."""
     parent, name = os.path.split(final)
     old = os.path.join(parent, _REPLACED + name)
-    replaces = os.path.isdir(final)
+    replaces = replace and os.path.isdir(final)
     if replaces:
         if os.path.isdir(old):
             remove(old)

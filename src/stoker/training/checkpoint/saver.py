@@ -93,6 +93,8 @@ class _Store:
             self._say(self.problem)
         unfinished = self._unfinished(step, serial)
         try:
+            if folders.why_exchanged(self.folder, self._lock):
+                return  # what has its name there is no save of ours
             if self._rank == 0:
                 folders.remove(unfinished)
             elif folders.is_own_folder(unfinished):
@@ -129,6 +131,8 @@ class _Store:
 
     def retire(self, step: int, keep: int, keep_best: bool) -> None:
         """After the one of `step` is there: the newest and the best stay."""
+        if folders.why_exchanged(self.folder, self._lock):
+            return  # the next save says so
         scores: dict[int, float | None] = {}
         for one, path in folders.steps_in(self.folder).items():
             try:
@@ -157,6 +161,9 @@ class _Store:
             os.path.join(self.folder, folders.LOCK)
         ):
             raise GivenUp("the file system it was on is gone (unmounted?)")
+        exchanged = folders.why_exchanged(self.folder, self._lock)
+        if exchanged:
+            raise GivenUp(f"another folder is in its place ({exchanged})")
         folders.make_unfinished(unfinished)
 
     def _unfinished(self, step: int, serial: int) -> str:
@@ -177,6 +184,8 @@ class _Store:
         return f" ({amount(disk.f_bavail * disk.f_frsize)} free)"
 
     def _sweep(self, dead: Callable[[str, int], bool]) -> None:
+        if folders.why_exchanged(self.folder, self._lock):
+            return
         try:
             folders.sweep(self.folder, dead)
         except OSError as problem:

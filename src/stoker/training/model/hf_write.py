@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stoker.contract.names import EX_CANTCREAT, Refusal
-from stoker.contract.owners import is_own, is_trusted, user_name
+from stoker.contract.owners import held_open, is_own, is_trusted, user_name, why_not_ours_alone
 from stoker.contract.quantities import amount
 from stoker.contract.tensorheader import pack_header
 from stoker.contract.untrusted import is_count, open_regular, read_bytes
-from stoker.contract.wholefile import sync_folder, write_whole
+from stoker.contract.wholefile import write_whole
 from stoker.training.checkpoint.folders import put_in_place, remove, repair
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.families.family import CONFIG
@@ -58,25 +59,68 @@ def size_of(part: Part, dtype: torch.dtype) -> int:
 
 @contextmanager
 def fresh_folder(folder: str, size: int = 0) -> Iterator[str]:
-    """Beside the final one, which it becomes at the end; an exception leaves nothing. `size`: bytes it needs."""
+    """Beside the final one, which it becomes at the end; an exception leaves nothing. `size`: bytes it needs.
+
+    Given by its descriptor: where others may write to the folder above, they can move it, and not lead what is written to it
+    elsewhere. There nothing is removed by its name either: they could put any folder of ours under it.
+    """
     folder = os.path.abspath(folder)
     parent, name = os.path.split(folder)
     os.makedirs(parent, exist_ok=True)
     refuse_foreign_files(folder)
-    sweep(parent, name)
+    others = _who_could_rename(parent)
+    if others:
+        _refuse_to_replace(folder, others)
+    else:
+        sweep(parent, name)
     disk = os.statvfs(parent)
     free = disk.f_bavail * disk.f_frsize
     if disk.f_blocks and free < size:
         raise Refusal(f"no space left: {folder} needs {amount(size)}, {amount(free)} are free there", EX_CANTCREAT)
-    fresh = os.path.join(parent, f".{name}.{socket.gethostname()}-{os.getpid()}.tmp")
+    fresh = os.path.join(parent, f".{name}.{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.tmp")
     os.mkdir(fresh)
+    handle = held_open(fresh)
     try:
-        yield fresh
-        sync_folder(fresh)
-        put_in_place(fresh, folder)
+        yield f"/proc/self/fd/{handle}"
+        os.fsync(handle)
+        if not os.path.samestat(os.fstat(handle), os.lstat(fresh)):
+            raise OSError(errno.ESTALE, f"somebody moved or replaced {fresh}", fresh)
+        if others:
+            _refuse_to_replace(folder, others)
+        put_in_place(fresh, folder, replace=not others)
+    except BaseException:
+        _remove_held(handle, fresh)
+        raise
     finally:
-        if os.path.isdir(fresh):
-            shutil.rmtree(fresh)
+        os.close(handle)
+
+
+def _who_could_rename(parent: str) -> str:
+    """Others, in words, who may put another folder of ours under a name in this one. Empty: nobody. Pods mount their volumes
+    open to all, as root's.
+    """
+    if os.geteuid() == os.stat(parent).st_uid == 0:
+        return ""
+    return why_not_ours_alone(parent, sticky=True)
+
+
+def _refuse_to_replace(folder: str, others: str) -> None:
+    if os.path.lexists(folder):
+        line = f"{folder} is there, and others could exchange it ({os.path.dirname(folder)}: {others})"
+        raise Refusal(f"{line}: give another name, or remove it first", EX_CANTCREAT)
+
+
+def _remove_held(handle: int, path: str) -> None:
+    """What is in it by its descriptor, whatever its name leads to by now."""
+    with os.scandir(handle) as entries:
+        inside = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in inside:
+        if is_folder:
+            shutil.rmtree(name, dir_fd=handle)
+        else:
+            os.unlink(name, dir_fd=handle)
+    with suppress(OSError):  # moved, or somebody else's by now
+        os.rmdir(path)
 
 
 class Export:
@@ -209,8 +253,9 @@ def sweep(parent: str, name: str) -> None:
     repair(parent, only=name)
     host = socket.gethostname()
     for entry in os.listdir(parent):
-        pid = entry.removeprefix(f".{name}.{host}-").removesuffix(".tmp")
-        ours = entry == f".{name}.{host}-{pid}.tmp" and is_own(os.path.join(parent, entry))
+        begin = f".{name}.{host}-"
+        pid = entry.removeprefix(begin).removesuffix(".tmp").partition("-")[0]
+        ours = entry.startswith(begin) and entry.endswith(".tmp") and is_own(os.path.join(parent, entry))
         if ours and is_count(pid) and (int(pid) == os.getpid() or not _alive(int(pid))):
             remove(os.path.join(parent, entry))
 
