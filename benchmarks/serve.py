@@ -1,16 +1,15 @@
-"""Answers of many lengths: the paged engine, the engine for batches, and transformers' generate in padded batches, on one load.
+"""Answers of many lengths: the engine, and transformers' generate in padded batches, on one load.
 
     PYTHONPATH=src python benchmarks/serve.py --json serve.jsonl --commit $(git rev-parse --short HEAD)
     PYTHONPATH=src python benchmarks/serve.py --only step-8b
-    PYTHONPATH=src python benchmarks/serve.py --only equal-paged,equal-batches     answers of one length: what batches are made for
+    PYTHONPATH=src python benchmarks/serve.py --only equal     answers of one length, as GRPO has them
     PYTHONPATH=src python benchmarks/serve.py --shape tiny --requests 12 --slots 4 --shorter 16       no GPU: shows that it works, measures nothing
 
 The load: prompts of 64 to 256 tokens, answers of 32 to 1,024 (lognormal, seed 0), no end token, all there at the start, plain
-sampling at temperature 1. Tokens a second count those that were asked for. `batches` takes requests as they come, --slots at
-once, and each batch lasts as long as its longest answer. `generate` does the same with batches of 64, and is measured on the first
---peer-requests. A first pass of each, not counted, compiles and captures. `step-8b`: a token step of 64 answers of a Llama-3.1-8B
-shape beside what reading its weights and cache takes at the bandwidth measured in the same run. `equal-…`: --slots prompts of 128
-tokens in groups of 8 with 256 new tokens each, as GRPO asks, by the engine it uses and by the one for batches.
+sampling at temperature 1. Tokens a second count those that were asked for. `generate` takes requests as they come, 64 at once, each
+batch lasts as long as its longest answer, and it is measured on the first --peer-requests. A first pass of each, not counted, compiles and captures. `step-8b`: a token step of 64 answers of a Llama-3.1-8B
+shape beside what reading its weights and cache takes at the bandwidth measured in the same run. `equal`: --slots prompts of 128
+tokens in groups of 8 with 256 new tokens each.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from shapes import SHAPES
 
 from stoker.contract.shape import replace
 from stoker.training.generate.config import Sampling
-from stoker.training.generate.engine import Engine
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.serve.batch import BatchEngine
@@ -63,7 +61,7 @@ def model_of(c: ModelConfig, device: torch.device) -> Decoder:
     return model.eval()
 
 
-def equal(engine: Any, slots: int, shorter: int, vocab: int) -> Callable[[], int]:
+def equal(engine: BatchEngine, slots: int, shorter: int, vocab: int) -> Callable[[], int]:
     draw = random.Random(1)
     groups = [[draw.randrange(5, vocab) for _ in range(128 // shorter)] for _ in range(-(-slots // 8))]
     prompts = [group for group in groups for _ in range(8)][:slots]
@@ -89,21 +87,6 @@ def paged(model: Decoder, load: Load, slots: int, turn: int) -> Callable[[], int
             for number, (prompt, new) in enumerate(load)
         ]
         return sum(len(answer.tokens) for answer in answers(engine, asked))
-
-    return run
-
-
-def batches(model: Decoder, load: Load, slots: int) -> Callable[[], int]:
-    engine = Engine(model, rows=slots, length=LONGEST)
-
-    def run() -> int:
-        got = 0
-        for begin in range(0, len(load), slots):
-            some = load[begin : begin + slots]
-            longest = max(new for _, new in some)
-            made = engine.generate([prompt for prompt, _ in some], new_tokens=longest, stop=(), temperature=1.0, seed=1)
-            got += sum(min(len(answer), new) for answer, (_, new) in zip(made, some, strict=True))
-        return got
 
     return run
 
@@ -215,10 +198,7 @@ def way_of(way: str, model: Decoder, load: Load, given: argparse.Namespace) -> C
     slots, shorter, vocab = given.slots, given.shorter, model.config.vocab_size
     if way == "paged":
         return paged(model, load, slots, given.turn)
-    if way == "batches":
-        return batches(model, load, slots)
-    kind = BatchEngine if way == "equal-paged" else Engine
-    return equal(kind(model, rows=slots, length=(128 + 256) // shorter), slots, shorter, vocab)
+    return equal(BatchEngine(model, rows=slots, length=(128 + 256) // shorter), slots, shorter, vocab)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -230,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shorter", type=int, default=1, help="lengths are divided by this")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--turn", type=int, default=16, help="tokens between two looks of the host")
-    parser.add_argument("--only", default="paged,batches,equal-paged,equal-batches,generate,step-8b")
+    parser.add_argument("--only", default="paged,equal,generate,step-8b")
     parser.add_argument("--json", default="")
     parser.add_argument("--commit", default="")
     given = parser.parse_args(argv)
@@ -249,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with open(given.json, "a") as file:
                 file.write(json.dumps(row) + "\n")
 
-    ours = [way for way in ("paged", "batches", "equal-paged", "equal-batches") if way in ways]
+    ours = [way for way in ("paged", "equal") if way in ways]
     if ours:
         model = model_of(c, device)
         for way in ours:
@@ -259,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             keep(
                 {
                     "way": way,
-                    "requests": given.slots if way.startswith("equal") else len(load),
+                    "requests": given.slots if way == "equal" else len(load),
                     "tokens": tokens,
                     "s": round(seconds, 2),
                     "tok_s": round(rates[way]),
@@ -272,9 +252,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rates["generate"] = tokens / seconds
         row = {"way": "generate", "requests": len(some), "tokens": tokens, "s": round(seconds, 2)}
         keep({**row, "tok_s": round(rates["generate"])})
-    for one, other in (("paged", "batches"), ("paged", "generate"), ("equal-paged", "equal-batches")):
-        if one in rates and other in rates:
-            print(f"{one}: {rates[one] / rates[other]:.2f} × {other}")
+    if "paged" in rates and "generate" in rates:
+        print(f"paged: {rates['paged'] / rates['generate']:.2f} × generate")
     if "step-8b" in ways and gpu:
         torch.cuda.empty_cache()
         keep(step_8b(64, 512, given.turn))

@@ -333,14 +333,8 @@ torch.manual_seed(0)
 R, H, KV, L, D = 3, 4, 2, 160, 16
 def near(a, b, within): assert (a.float() - b.float()).abs().max() <= within, (a.float() - b.float()).abs().max()
 for dtype, within in ((torch.float32, 1e-5), (torch.float16, 1e-2)):  # the interpreter multiplies bf16's bits: no products of it
-    kv, q = torch.randn(2, R, KV, L, D).to(dtype), torch.randn(R, H, D).to(dtype)
-    lengths, begin, slot, alive = torch.tensor([3, 40, 100]), torch.tensor([112]), torch.tensor([130]), torch.tensor([True, True, False])
-    slots = torch.arange(L)
-    seen = (slots < lengths[:, None]) | ((slots >= 112) & (slots <= 130))
-    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None, None, :]
-    found = kernel.attend(q, kv, lengths, begin, slot, alive)
-    near(found[:2], plain.attend(q, kv, mask)[:2], within)
-    assert not found[2].any()
+    kv = torch.randn(2, R, KV, L, D).to(dtype)
+    slot = torch.tensor([130])
     cos, sin = angles(torch.randn(6, D // 2), torch.randn(6, D // 2))
     for norm in (None, torch.rand(H + KV, D)):
         for tokens, at in ((1, slot), (2, 0)):

@@ -85,10 +85,12 @@ WIDE = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=16, ff=48, vo
 
 
 @pytest.mark.parametrize("c", [WIDE, replace(WIDE, qk_norm=True, kv_heads=1, tied=False)], ids=["plain", "qk_norm"])
+@pytest.mark.parametrize("turn", [1, 4])
 def test_answers_by_kernels_are_those_of_one_at_a_time(
-    kernels: Kernels, c: ModelConfig, monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels, c: ModelConfig, turn: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """fp32: greedy ones are equal, drawn ones too, up to a number that falls on the border of two tokens."""
+    """fp32: greedy ones are equal, drawn ones too, up to a number that falls on the border of two tokens. With turns of several
+    tokens prompts are packed, as in 16 bits."""
     torch.set_float32_matmul_precision("highest")
     monkeypatch.setattr(engines, "_kernels", lambda *_: kernels)
     model = made(c).to(DEVICE)
@@ -97,7 +99,8 @@ def test_answers_by_kernels_are_those_of_one_at_a_time(
     count = 12 if INTERPRETED else 150
     hows = (Sampling(0.0), Sampling(), Sampling(0.7), Sampling(1.2, top_k=7), Sampling(0.9, top_p=0.8))
     requests = requests_of(draw, count, hows)
-    engine = PagedEngine(model, Sizes(slots=6, length=64, memory=192, block=SIZE))
+    engine = PagedEngine(model, Sizes(slots=6, length=64, memory=192, block=SIZE, turn=turn))
+    engine._paged._packs = turn > 1
     found, given_up = served(engine, requests, draw)
     kept = [request for request in requests if request.id not in given_up]
     want = alone(model, kept)

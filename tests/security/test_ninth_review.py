@@ -23,6 +23,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 from conftest import Stoker
 from stoker.contract import memory
+from stoker.contract.diskroom import DiskRoom
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
 from stoker.training.checkpoint.manifest import Manifest, encode
 from stoker.training.config import layers
@@ -324,7 +325,8 @@ def test_rows_without_bytes_are_bounded_by_the_files_size(tmp_path: Path) -> Non
     nulls(tmp_path / "few.arrow", 1000)
     assert read(tmp_path / "few.arrow")[0] == "1000 rows"
     with pytest.raises(Refusal, match="may be an attack"):
-        sources.unfold(str(tmp_path / "nulls.arrow"), str(tmp_path / "cache"), lambda line: None)
+        room = DiskRoom(str(tmp_path), "")
+        sources.unfold(str(tmp_path / "nulls.arrow"), str(tmp_path / "cache"), lambda line: None, 1, room)
     assert not os.listdir(tmp_path / "cache" / "unpacked")
 
 

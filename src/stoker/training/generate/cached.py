@@ -16,7 +16,6 @@ from stoker.contract.shape import shape
 from stoker.training.generate import plain
 from stoker.training.generate.config import kernels_lack
 from stoker.training.model.adapters import merged
-from stoker.training.model.attention import attend, seen_by
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Block, Decoder
 from stoker.training.model.experts import mixture
@@ -28,7 +27,6 @@ from stoker.training.model.pieces import give_back, whole
 
 # queries [rows · tokens, heads, head_dim], a layer's cache and its view -> [rows · tokens, heads · head_dim]
 Attention = Callable[[Tensor, Tensor, int], Tensor]
-Prompts = Sequence[Sequence[int]]
 Angles = list[tuple[Tensor, Tensor]]  # cos and sin of each view
 
 
@@ -255,9 +253,7 @@ class _Streamed:
 
 
 class Cache:
-    """One block of memory. A row is its prompt from slot 0, a hole up to the longest prompt's end, then the answer, which
-    begins at the same slot in all rows: a step is one shape and writes one slot, and the prompt's pass needs no mask.
-    """
+    """One block of memory for keys and values of all layers."""
 
     def __init__(self, w: Weights, rows: int, length: int) -> None:
         c = w.config
@@ -265,24 +261,6 @@ class Cache:
         size = (c.layers, 2, rows, c.kv_heads, length, c.head_dim)
         self.kv = torch.zeros(size, dtype=w.embed.dtype, device=w.embed.device)
         self.length = length
-
-    def spread(self, of: Sequence[int], slots: int) -> None:
-        """Row r becomes a copy of row of[r], which is r or one before it. From the last on: no row is overwritten before it
-        is read, and nothing is copied twice over, as an index would.
-        """
-        end = len(of)
-        while end:
-            source = of[end - 1]
-            begin = end - 1
-            while begin and of[begin - 1] == source:
-                begin -= 1
-            target = self.kv[:, :, max(begin, source + 1) : end, :, :slots]
-            target.copy_(self.kv[:, :, source : source + 1, :, :slots].expand_as(target))
-            end = begin
-
-    def keep(self, rows: Tensor, slots: int) -> None:
-        """These rows move to the front, in their order."""
-        self.kv[:, :, : len(rows), :, :slots] = self.kv[:, :, rows, :, :slots]
 
 
 def seen(slots: Tensor, lengths: Tensor, answers_from: int | Tensor, newest: int | Tensor, window: int = 0) -> Tensor:
@@ -364,44 +342,6 @@ class Blocks:
         w = self._weights
         return capped(F.linear(self._ops.add_norm(x, delta, w.norm, w.eps)[1], w.head), w.config.final_cap)
 
-    def prefill(self, ids: Tensor, lengths: Tensor, angles: Angles, kv: Tensor, at_once: int) -> Tensor:
-        """Logits after each prompt. ids: [rows, tokens], filled up at the end; `at_once`: tokens."""
-        step = max(at_once // ids.shape[1], 1)
-        parts = [slice(row, min(row + step, len(ids))) for row in range(0, len(ids), step)]
-        return torch.cat([self._prefill(ids[part], lengths[part], angles, kv[:, :, part]) for part in parts])
-
-    def _prefill(self, ids: Tensor, lengths: Tensor, angles: Angles, kv: Tensor) -> Tensor:
-        rows, tokens = ids.shape
-        c, windows = self._weights.config, self._weights.windows
-
-        def attention(q: Tensor, cached: Tensor, view: int) -> Tensor:
-            k, v = (part[:, :, :tokens].transpose(1, 2) for part in cached)
-            queries = q.view(rows, tokens, -1, q.shape[-1])
-            # Prompts have any length: nothing is compiled for it.
-            seen = seen_by(None, windows[view], queries, head_dim=c.head_dim, cap=c.attention_cap, compiled=False)
-            y = attend(queries, k, v, seen, 0.0, c.attention_scale or None, c.attention_cap)
-            return y.reshape(rows * tokens, -1)
-
-        places = torch.arange(tokens, device=ids.device).repeat(rows)
-        x, delta = self.run(ids.flatten(), places, angles, kv, 0, tokens, attention)
-        last = torch.arange(rows, device=ids.device) * tokens + lengths - 1
-        return self.logits(x[last], None if delta is None else delta[last])
-
 
 def whole_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-
-def distinct(prompts: Prompts) -> tuple[list[Sequence[int]], list[int]]:
-    """(each prompt once, for each row its place among them): a group's prompt is computed once."""
-    places: dict[tuple[int, ...], int] = {}
-    of = [places.setdefault(tuple(prompt), len(places)) for prompt in prompts]
-    return list(places), of
-
-
-def padded(prompts: Prompts, length: int) -> Tensor:
-    """[rows, length], filled up at the end."""
-    ids = torch.zeros(len(prompts), length, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = torch.as_tensor(prompt, dtype=torch.int64)
-    return ids

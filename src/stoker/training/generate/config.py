@@ -14,7 +14,6 @@ BLOCK = 16  # tokens of a batch's cache that are shared and given back together
 TURN = 16  # tokens of each answer that a GPU writes before the host looks at them
 BUCKET = 128  # slots: without our kernels a step attends over a multiple of this, and each multiple is a graph
 TEMPERATURES = (1e-3, 1e3)  # beyond them, logits over a temperature are no 32-bit numbers any more
-ROUND = 16  # prompts are filled up to a multiple: fewer shapes of products
 PREFILL_TOKENS = 1 << 15  # at once on a GPU: 400 MB of activations in a feed-forward layer of 3,072
 # Options of the block that the Triton kernels compute, or that lie beside them.
 KERNELS = (
@@ -67,11 +66,6 @@ def checked(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Sam
             f"top_k {top_k}, top_p {top_p:g} can't be: top_k is 0 (all) or above, top_p above 0 and up to 1", EX_USAGE
         )
     return Sampling(temperature, top_k, top_p)
-
-
-def slots(length: int) -> int:
-    """Of a row in the cache on a GPU: prompts are filled up past `length` at times."""
-    return -(-(length + ROUND) // BUCKET) * BUCKET
 
 
 def kernels_lack(c: ModelConfig, length: int) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -15,7 +16,6 @@ from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_config import shape_for, tokenizer_in
 from stoker.training.parallel.config import ComputeConfig
-from stoker.training.serve.batch import BatchEngine
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
@@ -76,10 +76,20 @@ class Manner:
     raw: bool = False  # a text goes on: no roles, no marks, no memory
 
 
+class Writer(Protocol):
+    """serve/batch.py's BatchEngine."""
+
+    length: int  # tokens of a prompt and its answer
+
+    def stream(
+        self, prompt: Sequence[int], *, new_tokens: int, stop: Collection[int], seed: int = 0, **sampling: Any
+    ) -> Iterator[int]: ...
+
+
 class Conversation:
     def __init__(
         self,
-        engine: BatchEngine,
+        engine: Writer,
         tokenizer: Tokenizer,
         manner: Manner,
         system: str = "",

@@ -10,9 +10,6 @@ from torch import Tensor
 from stoker.training.model import fused_kernel
 
 CHUNK = 1024  # words of the vocabulary that one program adds up
-# bytes of keys, and of values, that a program takes at once: three in flight fit into 99 KB, which every GPU since
-# Ampere has
-TILE = 16384
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -81,64 +78,6 @@ def turn(
         *kv.stride()[:4], eps, qk_norm is not None, told, each, head_dim // 2, num_warps=1,
     )  # fmt: skip
     return queries
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
-    queries, kv, out, lengths, answers_from, newest, alive, scale, kv_heads, plane, row_stride, head_stride,
-    slot_stride, group: tl.constexpr, group_block: tl.constexpr, head_dim: tl.constexpr, slots: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    member = tl.arange(0, group_block)
-    dim = tl.arange(0, head_dim)
-    inside = (member < group)[:, None]
-    place = ((row * kv_heads + head) * group + member[:, None]) * head_dim + dim[None, :]
-    q = tl.load(queries + place, mask=inside, other=0.0)
-    length = tl.load(lengths + row)
-    start = tl.load(answers_from)
-    end = (tl.load(newest) + 1) * tl.load(alive + row).to(tl.int64)  # a row that has ended reads nothing
-    keys = kv + row * row_stride + head * head_stride
-    peak = tl.full([group_block], float("-inf"), tl.float32)
-    total = tl.zeros([group_block], tl.float32)
-    mixed = tl.zeros([group_block, head_dim], tl.float32)
-    for first in range(0, end.to(tl.int32), slots):
-        slot = first + tl.arange(0, slots)
-        seen = ((slot < length) | (slot >= start)) & (slot < end)  # not the hole between prompt and answer
-        tile = keys + slot[:, None].to(tl.int64) * slot_stride + dim[None, :]
-        k = tl.load(tile, mask=seen[:, None], other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        score = tl.where(seen[None, :], score, float("-inf"))
-        higher = tl.maximum(peak, tl.max(score, 1))  # finite: the first tile holds slot 0, which is always a token
-        chance = tl.exp(score - higher[:, None])
-        fade = tl.exp(peak - higher)
-        v = tl.load(tile + plane, mask=seen[:, None], other=0.0)
-        total = total * fade + tl.sum(chance, 1)
-        mixed = mixed * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
-        peak = higher
-    tl.store(out + place, mixed / tl.maximum(total, 1e-30)[:, None], mask=inside)
-
-
-def attend(
-    q: Tensor,
-    kv: Tensor,
-    lengths: Tensor,
-    answers_from: Tensor,
-    newest: Tensor,
-    alive: Tensor,
-    scale: float | None = None,
-) -> Tensor:
-    """plain.attend without a mask: the device is given the slots to see, none for rows that have ended."""
-    rows, heads, head_dim = q.shape
-    kv_heads = kv.shape[2]
-    group = heads // kv_heads
-    out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
-    _attend[(rows, kv_heads)](
-        q, kv, out, lengths, answers_from, newest, alive.view(torch.int8), head_dim**-0.5 if scale is None else scale,
-        kv_heads, *kv.stride()[:4], group, max(16, triton.next_power_of_2(group)), head_dim,
-        max(16, TILE // (head_dim * q.element_size())), num_warps=4, num_stages=3,
-    )  # fmt: skip
-    return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]

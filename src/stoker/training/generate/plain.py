@@ -1,4 +1,4 @@
-"""What lies between the products of a block, in torch. kernel.py has the same four for GPUs, for fewer options."""
+"""What lies between the products of a block, in torch. kernel.py, and serve/kernel.py, have the same four for GPUs, for fewer options."""
 
 from __future__ import annotations
 

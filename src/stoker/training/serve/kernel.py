@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoker.training.generate.kernel import TILE
-
+# bytes of keys, and of values, that a program takes at once: three in flight fit into 99 KB, which every GPU since
+# Ampere has
+TILE = 16384
 PROGRAMS = 512  # that keep a large GPU busy
 MOST_SPLITS = 32
 
