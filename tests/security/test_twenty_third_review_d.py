@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import zlib
@@ -10,11 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from hostile_files import SHAPE, write_model
 from safetensors.torch import save_file
 
-from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.cli import chat, train
+from stoker.contract.names import EX_DATAERR, EX_UNAVAILABLE, Refusal
+from stoker.contract.shape import replace
+from stoker.control.machine import host
 from stoker.training.checkpoint.manifest import NAME, Entry, Manifest, Piece, Sums, encode
 from stoker.training.checkpoint.reading import open_checkpoint, verify
+from stoker.training.model.config import parameters
+from stoker.training.model.hf_config import shape_for
+from stoker.training.model.outside import Outside
 
 # ---- a checkpoint whose tensors are the same few bytes again and again ----
 
@@ -66,3 +74,42 @@ def test_one_file_is_not_many_files_of_a_checkpoint(tmp_path: Path, link: Any) -
     link(os.path.join(path, FIRST), os.path.join(path, SECOND))
     with pytest.raises(Refusal, match=f"{SECOND} is the same file as {FIRST}"):
         open_checkpoint(path)
+
+
+# ---- a model's file of holes: 94 GB in an archive of 9 KB ----
+
+
+def test_weights_that_the_memory_cant_hold_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "m")
+    words = ["--device", "cpu", "--prompt", "hi", "--max-tokens", "1"]
+    assert chat.main([str(tmp_path / "m"), *words]) == 0
+    monkeypatch.setattr(host, "memory", lambda: (4 * parameters(SHAPE) - 1, 1 << 40, None))
+    with pytest.raises(Refusal, match=r"parameters take .* of memory or more, and this machine has") as problem:
+        chat.main([str(tmp_path / "m"), *words])
+    assert problem.value.code == EX_UNAVAILABLE and str(tmp_path / "m") in problem.value.line
+    asked = replace(SHAPE, engine="transformers", load="")
+    with pytest.raises(Refusal, match="of memory or more"):
+        Outside(shape_for(asked, str(tmp_path / "m")), 16)
+
+
+@pytest.mark.parametrize(
+    ("flag", "width"), [((), 16), (("--lora",), 2), (("--qlora",), 0.5)], ids=["all", "lora", "qlora"]
+)
+def test_no_rank_is_started_for_weights_that_the_memory_cant_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: tuple[str, ...], width: float
+) -> None:
+    write_model(tmp_path / "m")
+    data = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "cow?"}, {"role": "assistant", "content": "moo"}]
+    data.write_text(json.dumps({"messages": turns}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    started: list[Any] = []
+    monkeypatch.setattr("stoker.cli.run.start", lambda *request: started.append(request) or 0)
+    words = ["sft", "--device", "cpu", "--model.load", "m", "--data", "chats.jsonl", "--validation", "0", *flag]
+    here, least = train.look(), (100 << 20) + int(width * parameters(SHAPE))
+    monkeypatch.setattr(train, "look", lambda: replace(here, memory_total=least))
+    assert train.main(words) == 0 and len(started) == 1
+    monkeypatch.setattr(train, "look", lambda: replace(here, memory_total=least - 1))
+    with pytest.raises(Refusal, match="this can't fit: 1 rank on the CPU with"):
+        train.main(words)
+    assert len(started) == 1
