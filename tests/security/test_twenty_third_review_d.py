@@ -18,6 +18,9 @@ from stoker.cli import chat, train
 from stoker.contract.names import EX_DATAERR, EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import replace
 from stoker.control.machine import host
+from stoker.control.show.web.folders import Folders
+from stoker.control.show.web.pages import _json
+from stoker.control.show.web.texts import rows
 from stoker.training.checkpoint.manifest import NAME, Entry, Manifest, Piece, Sums, encode
 from stoker.training.checkpoint.reading import open_checkpoint, verify
 from stoker.training.model.config import parameters
@@ -113,3 +116,15 @@ def test_no_rank_is_started_for_weights_that_the_memory_cant_hold(
     with pytest.raises(Refusal, match="this can't fit: 1 rank on the CPU with"):
         train.main(words)
     assert len(started) == 1
+
+
+# ---- rows of a run that are no JSON for a browser ----
+
+
+def test_rows_with_no_numbers_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "run.json").write_text("{}")
+    (tmp_path / "r" / "rollouts.jsonl").write_text('{"reward": NaN, "parts": {"exact": [-Infinity, 1.5]}}\n')
+    found = rows(Folders(str(tmp_path), everybody=True), "r", "rollouts.jsonl", 0)
+    assert found["rows"] == [{"reward": "nan", "parts": {"exact": ["-inf", 1.5]}}]
+    assert json.loads(_json(found).body)["rows"] == found["rows"]
