@@ -26,6 +26,8 @@ from stoker.training.checkpoint.reading import open_checkpoint, verify
 from stoker.training.model.config import parameters
 from stoker.training.model.hf_config import shape_for
 from stoker.training.model.outside import Outside
+from stoker.training.rl.kept import FOLDER, Kept
+from stoker.training.rl.sampler import Written
 
 # ---- a checkpoint whose tensors are the same few bytes again and again ----
 
@@ -118,7 +120,7 @@ def test_no_rank_is_started_for_weights_that_the_memory_cant_hold(
     assert len(started) == 1
 
 
-# ---- rows of a run that are no JSON for a browser ----
+# ---- rows of a run that are no JSON for a browser; answers that no server sent ----
 
 
 def test_rows_with_no_numbers_are_shown(tmp_path: Path) -> None:
@@ -128,3 +130,20 @@ def test_rows_with_no_numbers_are_shown(tmp_path: Path) -> None:
     found = rows(Folders(str(tmp_path), everybody=True), "r", "rollouts.jsonl", 0)
     assert found["rows"] == [{"reward": "nan", "parts": {"exact": ["-inf", 1.5]}}]
     assert json.loads(_json(found).body)["rows"] == found["rows"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"key": "k", "first": 0, "answers": [[[1e999], [0], [0]]]}',
+        '{"key": "k", "first": 1e999, "answers": []}',
+    ],
+)
+def test_answers_that_are_none_are_asked_for_again(tmp_path: Path, line: str) -> None:
+    kept = Kept(str(tmp_path), 0, "s")
+    kept.keep(1, [1, 2], 7, 0, [Written((3,), (-0.5,), (0,))])
+    with (tmp_path / FOLDER / "step-00000001-rank-0.jsonl").open("a") as file:
+        file.write(f"\n{line}\n")
+    again = Kept(str(tmp_path), 0, "s")
+    assert again.count == 1 and again.find([1, 2], 7, 0, 1) == [Written((3,), (-0.5,), (0,))]
