@@ -224,20 +224,23 @@ def sizes_wrong_in(folder: str, files: dict[str, Sums]) -> list[str]:
 
 def _wrong_sizes(folder: str, files: dict[str, Sums]) -> dict[str, str | None]:
     """Also where two names mean one file: its bytes would stand for many."""
-    known: dict[tuple[int, int], str] = {}
+    known: dict[object, str] = {}
     return {name: _wrong_size(folder, name, sums, known) for name, sums in files.items()}
 
 
-def _wrong_size(folder: str, name: str, sums: Sums, known: dict[tuple[int, int], str]) -> str | None:
+def _wrong_size(folder: str, name: str, sums: Sums, known: dict[object, str]) -> str | None:
+    path = os.path.join(folder, name)
     try:
-        about = os.stat(os.path.join(folder, name))
+        about = os.stat(path)
     except FileNotFoundError:
         return "is missing"
     except OSError as problem:
         return f"can't be read: {problem.strerror}"
     if not stat.S_ISREG(about.st_mode):
         return f"is {kind_of(about.st_mode)}, not a file"
-    same = known.setdefault((about.st_dev, about.st_ino), name)
+    # The inode only where it has several names: on some network mounts all files have the same one.
+    itself = (about.st_dev, about.st_ino) if about.st_nlink > 1 else os.path.realpath(path)
+    same = known.setdefault(itself, name)
     if same != name:
         return f"is the same file as {same}"
     return None if about.st_size == sums.size else f"has {about.st_size} bytes instead of {sums.size}"
