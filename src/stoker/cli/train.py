@@ -173,7 +173,9 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     learns = STAGES[stage].learning is not None
     machines = machines_to_plan(resolved.config, options, machine, _say) if learns and (gpus or options.hosts) else {}
     if resolved.config.model.load and STAGES[stage].learning is not None and not options.dry_run:
-        _check_model(resolved.config)
+        loaded, most = _check_model(resolved.config), _most_ranks(resolved.config, options, machine, gpus)
+        if most is not None and on_cpu(resolved.config, gpus):
+            refuse_beyond_memory(resolved.config, most, machine.memory_total, loaded)
         if machines:
             refuse_too_large(stage, resolved, options, machines)
     if resolved.config.model.load and not resolved.config.tokenizer.path:
@@ -341,11 +343,12 @@ def _check_resume(config: Config, ready: Prepared) -> None:
             _say(line)
 
 
-def _check_model(config: Config) -> None:
+def _check_model(config: Config) -> int:
     """Its config.json and the headers of its weights, before data is prepared for hours; a hub's model is fetched here, so
-    that ranks find it in the cache.
+    that ranks find it in the cache. Gives how many parameters it has.
     """
     from stoker.training.model import hf_config, hf_files, hf_hub, targets
+    from stoker.training.model.config import parameters
 
     asked, adapter = config.model, config.adapter
     folder = hf_hub.folder_of(asked.load, _say, code=asked.trust_remote_code)
@@ -353,11 +356,12 @@ def _check_model(config: Config) -> None:
     shape = hf_config.shape_for(asked, folder)
     if shape.engine == "transformers":
         hf_config.check_adapters_outside(adapter.method)
-        return
+        return parameters(shape)
     hf_files.check(folder, shape)
     if adapter.method != OFF:
         targets.targets(shape, adapter)
         targets.extra(shape, adapter)
+    return parameters(shape)
 
 
 def _loaded_shape(model: ModelConfig) -> ModelConfig:

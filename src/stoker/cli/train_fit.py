@@ -20,7 +20,7 @@ from stoker.training.config.schema import Config
 from stoker.training.fit.cards import Card
 from stoker.training.fit.footprint import STAGES
 from stoker.training.fit.terms import DPO, GRPO, REWARD, StageNeeds, asked_bits
-from stoker.training.model.config import OFF
+from stoker.training.model.config import LORA, OFF, QLORA
 from stoker.training.rl.config import MICRO
 
 TYPE_CHECKING = False
@@ -83,23 +83,24 @@ def refuse_too_large(stage: str, resolved: Resolved, options: RunOptions, machin
         raise Refusal(f"this can't fit: {line}", EX_UNAVAILABLE)
 
 
-def refuse_beyond_memory(config: Config, ranks: int, memory: int) -> None:
+def refuse_beyond_memory(config: Config, ranks: int, memory: int, loaded: int = 0) -> None:
     """Of ranks on the CPU of a machine with so many bytes: what can't fit, however little is computed at once. A fresh model's
-    size is a few characters of a config file, and it would fill the machine's memory."""
+    size is a few characters of a config file, that of one which is `loaded` (its parameters) a file of holes, and both would
+    fill the machine's memory."""
     from stoker.training.fit.plan import gib
     from stoker.training.model.config import parameters
 
-    numbers = 0 if config.model.load else parameters(config.model)  # of one that is loaded, the folder has as many
+    numbers = loaded if config.model.load else parameters(config.model)
     width = 4 if config.compute.dtype in ("auto", "fp32") else 2
-    least = numbers * width * (2 + _MOMENTS[config.optim.kind])  # weights, gradients and moments
+    learned = width * (2 + _MOMENTS[config.optim.kind])  # weights, gradients and moments
+    least = int(numbers * {LORA: 2, QLORA: 0.5}.get(config.adapter.method, learned))  # frozen: 16 or 4 bits
     needed = ranks * _RANK + least * (1 if config.parallel.strategy == "fsdp" else ranks)
     if needed > memory:
         what = f"{numbers:,} parameters" if least > _RANK else "what a rank takes by itself"
         line = f"{ranks} rank{'' if ranks == 1 else 's'} on the CPU with {what} need {gib(needed)} of memory or more"
         line = f"this can't fit: {line}, and this machine has {gib(memory)}"
-        raise Refusal(
-            f"{line}; take a smaller model (--model.depth), or fewer ranks (--nproc-per-node)", EX_UNAVAILABLE
-        )
+        smaller = "an adapter (--lora, --qlora)" if config.model.load else "a smaller model (--model.depth)"
+        raise Refusal(f"{line}; take {smaller}, or fewer ranks (--nproc-per-node)", EX_UNAVAILABLE)
 
 
 def _refuse_shards(found: Plan, cards: list[Card]) -> None:

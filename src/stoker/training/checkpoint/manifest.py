@@ -103,12 +103,17 @@ def check_files(files: Mapping[str, Sums]) -> None:
 
 
 def disagreement(files: Mapping[str, Sums], tensors: Mapping[str, Entry]) -> str | None:
-    """A tensor whose pieces do not make exactly the whole, or lie in a file that is not listed."""
-    left = _MOST_PAIRS
+    """A tensor whose pieces do not make exactly the whole, lie in a file that is not listed, or are stored once for several:
+    a few bytes would stand for any number.
+    """
+    left, stored = _MOST_PAIRS, set[tuple[str, str]]()
     for name, entry in tensors.items():
         for piece in entry.pieces:
             if piece.file not in files:
                 return f"{name} lies in {piece.file!r}, which is not among the files"
+            if (piece.file, piece.key) in stored:
+                return f"{name}: {piece.key!r} in {piece.file} is a piece twice"
+            stored.add((piece.file, piece.key))
             if not len(piece.offset) == len(piece.shape) == len(entry.shape):
                 return f"{name}: a piece has another number of dimensions"
             if any(
@@ -201,7 +206,7 @@ class SummedFile:
 
 def wrong_in(folder: str, files: dict[str, Sums]) -> list[str]:
     """What is wrong with these files, one line each, in the order of the files; every byte is read."""
-    problems = {name: _wrong_size(folder, name, sums) for name, sums in files.items()}
+    problems = _wrong_sizes(folder, files)
     chunks = [(name, n) for name, sums in files.items() if problems[name] is None for n in range(len(sums.crc32))]
     threads = ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1), thread_name_prefix="checksum")
     with Progress("checking the checkpoint", len(chunks), unit="pieces") as progress, threads as pool:
@@ -213,19 +218,31 @@ def wrong_in(folder: str, files: dict[str, Sums]) -> list[str]:
 
 
 def sizes_wrong_in(folder: str, files: dict[str, Sums]) -> list[str]:
-    problems = ((name, _wrong_size(folder, name, sums)) for name, sums in files.items())
-    return [f"{name} {problem}" for name, problem in problems if problem]
+    problems = _wrong_sizes(folder, files)
+    return [f"{name} {problem}" for name, problem in problems.items() if problem]
 
 
-def _wrong_size(folder: str, name: str, sums: Sums) -> str | None:
+def _wrong_sizes(folder: str, files: dict[str, Sums]) -> dict[str, str | None]:
+    """Also where two names mean one file: its bytes would stand for many."""
+    known: dict[object, str] = {}
+    return {name: _wrong_size(folder, name, sums, known) for name, sums in files.items()}
+
+
+def _wrong_size(folder: str, name: str, sums: Sums, known: dict[object, str]) -> str | None:
+    path = os.path.join(folder, name)
     try:
-        about = os.stat(os.path.join(folder, name))
+        about = os.stat(path)
     except FileNotFoundError:
         return "is missing"
     except OSError as problem:
         return f"can't be read: {problem.strerror}"
     if not stat.S_ISREG(about.st_mode):
         return f"is {kind_of(about.st_mode)}, not a file"
+    # The inode only where it has several names: on some network mounts all files have the same one.
+    itself = (about.st_dev, about.st_ino) if about.st_nlink > 1 else os.path.realpath(path)
+    same = known.setdefault(itself, name)
+    if same != name:
+        return f"is the same file as {same}"
     return None if about.st_size == sums.size else f"has {about.st_size} bytes instead of {sums.size}"
 
 

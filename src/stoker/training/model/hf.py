@@ -19,10 +19,10 @@ from stoker.contract.quantities import amount
 from stoker.contract.shape import replace
 from stoker.training.checkpoint.snapshot import local_block
 from stoker.training.model import adapters, nf4, outside
-from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig
+from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig, parameters
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_config import Stored, base_of, config_of, is_adapter, kept_of, shape_of
-from stoker.training.model.hf_files import Part, places
+from stoker.training.model.hf_files import Part, places, refuse_beyond_memory
 from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_read import Added, Source, added_by
 from stoker.training.model.hf_write import DTYPES, Export, add_files, fresh_folder, size_of
@@ -31,6 +31,7 @@ from stoker.training.model.nf4_shards import Given
 from stoker.training.model.pieces import collected, give_back
 
 Say = Callable[[str], None]
+_CODE = 0.5  # bytes of a weight in 4 bits
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what compile and activation checkpointing put into names
 
 
@@ -113,8 +114,11 @@ def opened(
     load: Callable[[Decoder, str, Say], None] = load,
 ) -> Decoder:  # fmt: skip
     """The folder's model. Built without numbers: drawing some first would take longer than reading the folder's."""
+    c = shape_of(folder)
+    if device.type == "cpu":
+        refuse_beyond_memory(folder, parameters(c), dtype.itemsize)
     with torch.device("meta"):
-        model = kind(shape_of(folder), context, dtype)
+        model = kind(c, context, dtype)
     model.place(device)
     load(model, folder, say)
     return model
@@ -126,8 +130,11 @@ def opened_in_4_bits(folder: str, context: int, dtype: torch.dtype, device: torc
     if is_adapter(folder):
         adapters.check_base(folder)
         told, base = adapters.settings_of(folder, QLORA)[0], base_of(folder)
+    c = shape_of(base)
+    if device.type == "cpu":
+        refuse_beyond_memory(folder, parameters(c), _CODE)
     with torch.device("meta"):
-        model = Decoder(shape_of(base), context, dtype)
+        model = Decoder(c, context, dtype)
     for line in adapters.freeze(model, told):
         say(line)
     model.place(device)

@@ -8,8 +8,10 @@ import math
 from collections.abc import Collection, Iterator
 
 from stoker.contract.effort import reading
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
+from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
+from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
+from stoker.control.machine import host
 from stoker.training.model.config import ModelConfig, tensors
 from stoker.training.model.families import family_of
 from stoker.training.model.hf_config import Stored, shape_of, stored_in
@@ -45,6 +47,16 @@ def places(c: ModelConfig) -> Iterator[Place]:
         if len(theirs) != len(sizes):
             sizes = ((sum(size[0] for size in sizes), *sizes[0][1:]),)
         yield Place(name, tuple(Part(part, size, turned) for part, size in zip(theirs, sizes, strict=True)))
+
+
+def refuse_beyond_memory(folder: str, numbers: int, width: float) -> None:
+    """Of weights that this machine's own memory is to hold, in so many bytes each. A file of holes has any size, and an archive
+    of a few KB unpacks to it.
+    """
+    needed, total = int(numbers * width), host.memory()[0]
+    if needed > total:
+        line = f"model {folder}: its {numbers:,} parameters take {amount(needed)} of memory or more"
+        raise Refusal(f"{line}, and this machine has {amount(total)}", EX_UNAVAILABLE)
 
 
 def check(folder: str, c: ModelConfig) -> dict[str, Stored]:

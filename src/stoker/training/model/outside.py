@@ -22,6 +22,7 @@ from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, EX_UNAVAI
 from stoker.training.model.attention import Documents, begins
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import base_of, config_of, kept_of
+from stoker.training.model.hf_files import refuse_beyond_memory
 from stoker.training.model.hf_hub import TOKENIZER_FILES
 from stoker.training.model.hf_write import DTYPES, add_files, fresh_folder
 from stoker.training.model.loss import IGNORED
@@ -51,6 +52,7 @@ class Outside(nn.Module):
 
     def __init__(self, c: ModelConfig, context_length: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
+        refuse_beyond_memory(c.load, c.stored, torch.float32.itemsize)  # transformers reads them there, for a GPU, too
         self.config, self.context_length, self.dtype, self.loss = c, context_length, dtype, "plain"
         self.module = _built(c)
 

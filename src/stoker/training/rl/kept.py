@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from stoker.contract import layout
+from stoker.contract.untrusted import open_regular, parse_json
 from stoker.contract.wholefile import APPEND
 from stoker.training.rl.sampler import Written
 
@@ -95,15 +96,15 @@ class Kept:
         return [(name, int(found[1]), int(found[2])) for name in names if (found := _NAME.fullmatch(name))]
 
     def _read(self, path: str) -> None:
-        with open(path, "rb") as file:
+        with os.fdopen(open_regular(path, follow=False), "rb") as file:
             lines = file.read().split(b"\n")
         for line in lines:
             try:
-                told = json.loads(line)
+                told = parse_json(line)
                 for place, (ids, logprobs, versions) in enumerate(told["answers"], int(told["first"])):
                     written = Written(tuple(map(int, ids)), tuple(map(float, logprobs)), tuple(map(int, versions)))
                     self._found[str(told["key"]), place] = written
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError):
                 continue  # half a line: it is asked for again
 
     def _key(self, prompt: Sequence[int], seed: int) -> str:

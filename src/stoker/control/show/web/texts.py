@@ -6,6 +6,7 @@ Control characters are escaped here; the page puts texts in as text. So a log fu
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import stat
@@ -146,6 +147,8 @@ def ending(folders: Folders, run: str, explain: Explain) -> dict[str, Any]:
 def _shown_deep(value: Any) -> Any:
     if isinstance(value, str):
         return printable_lines(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has none, and a browser reads no other
     if isinstance(value, dict):
         return {key: _shown_deep(one) for key, one in value.items()}
     return [_shown_deep(one) for one in value] if isinstance(value, (list, tuple)) else value
