@@ -18,6 +18,7 @@ from torch import Tensor
 from conftest import Done, Stoker
 from stoker.training.fit.described import describe
 from stoker.training.fit.terms import BACKWARD, FORWARD, Job, predict
+from stoker.training.loop import step as step_module
 from stoker.training.loop.feeder import MicroBatch
 from stoker.training.loop.step import MicroStep
 from stoker.training.model import adapters, hf, maps, nf4, ready
@@ -124,9 +125,12 @@ def test_inputs_in_host_memory_change_no_bit_and_free_the_card(method: str, tmp_
             torch.testing.assert_close(gradient, others[name], rtol=0.02, atol=1e-5)
 
 
-@pytest.mark.parametrize("unasked", [False, True])
-def test_packed_steps_as_graphs_learn_what_steps_by_kernels_do(unasked: bool, tmp_path: Path) -> None:
-    """Documents of every number and length; steps of two micro-batches. So small a model waits for its launches."""
+@pytest.mark.parametrize(("unasked", "bound"), [(False, 1.0), (True, 0.0), (True, 1e9)])
+def test_packed_steps_as_graphs_learn_what_steps_by_kernels_do(
+    unasked: bool, bound: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents of every number and length; steps of two micro-batches. `bound`: whatever the launches take, or never."""
+    monkeypatch.setattr(step_module, "BOUND", bound)
     folder, told = base(tmp_path), AdapterConfig(method="qlora", lora_rank=8)
     draw = random.Random(3)
     batches = []
@@ -149,7 +153,7 @@ def test_packed_steps_as_graphs_learn_what_steps_by_kernels_do(unasked: bool, tm
         curves.append(losses)
         ends.append({name: parameter.detach().clone() for name, parameter in adapters.learned(model).items()})
         graphs.append(micro_step.graphed)
-    assert graphs == [False, True]
+    assert graphs == [False, bound <= 1.0]
     assert curves[1] == pytest.approx(curves[0], rel=2e-3) and curves[0][0] != pytest.approx(curves[0][-4], rel=2e-3)
     for name, numbers in ends[0].items():
         torch.testing.assert_close(ends[1][name], numbers, rtol=0.1, atol=2e-3)
