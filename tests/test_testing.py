@@ -1,4 +1,5 @@
-"""The tests' own promises: `test.sh --all` runs the complete suites, names of tests are short."""
+"""The tests' own promises: `test.sh --all` runs the complete suites, names of tests are short, a file of tests changes nothing for
+the next one."""
 
 from __future__ import annotations
 
@@ -62,6 +63,29 @@ def test_a_huge_parameter_has_a_short_name(value: str | bytes, request: pytest.F
     assert pytest_make_parametrize_id(value + value, "value") != made
     assert pytest_make_parametrize_id("short", "value") is None
     assert max(len(item.nodeid) for item in request.session.items) < 400
+
+
+LEAVES = {
+    "test_a.py": "def test_tidy(monkeypatch): monkeypatch.setenv('LEFT', '1')",
+    "test_b.py": """
+import os
+from stoker.control.doctor.check import check
+def test_sets(): os.environ["LEFT"] = "1"
+def test_adds(): check("toy.one")(lambda machine: iter(()))
+""",
+    "test_c.py": "def test_behind(): pass",
+}
+
+
+def test_a_file_that_leaves_something_behind_fails_by_its_own_name(tmp_path: Path) -> None:
+    beside = f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nfrom left_behind import leaves_nothing_behind\n"
+    for name, text in {"conftest.py": beside, **LEAVES}.items():
+        (tmp_path / name).write_text(text)
+    words = ["-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "pytest", *words], capture_output=True, text=True, check=False)
+    (line,) = re.findall("AssertionError: this file left behind: (.*)", done.stdout)
+    assert line == "$LEFT was None and is '1'; checks from outside was [] and is ['toy.one']"
+    assert "test_b.py::test_adds\n" in done.stdout and "4 passed, 1 error" in done.stdout, done.stdout
 
 
 def in_lighter_torch(script: str) -> list[str]:
