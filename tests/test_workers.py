@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+from conftest import wait_for
 
 TESTS = Path(__file__).parent
 
@@ -44,18 +47,24 @@ def test_elsewhere(tmp_path):
 """
 
 
-def run(
-    folder: Path, workers: int, files: dict[str, str], *words: str
-) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """pytest in that folder, and the lines that its tests wrote."""
+def start(folder: Path, workers: int, files: dict[str, str], *words: str) -> subprocess.Popen[str]:
+    """pytest in that folder."""
     beside = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom workers import *\n"
     for name, text in {"conftest.py": beside, **files}.items():
         (folder / name).write_text(text)
     words = ("-q", "--workers", str(workers), "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder), *words)
     env = {"SEEN": str(folder / "seen"), "TMPDIR": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words], capture_output=True, text=True, check=False, env=env
-    )
+    argv = [sys.executable, "-m", "pytest", *words]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def run(
+    folder: Path, workers: int, files: dict[str, str], *words: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """How it ended, and the lines that its tests wrote."""
+    started = start(folder, workers, files, *words)
+    out, err = started.communicate()
+    done = subprocess.CompletedProcess(started.args, started.returncode, out, err)
     return done, (folder / "seen").read_text().splitlines()
 
 
@@ -105,3 +114,15 @@ def test_after_a_failure_that_ends_the_run_nobody_begins_another_test(tmp_path: 
     done, seen = run(tmp_path, 2, {"test_a.py": fails, "test_b.py": LONG}, "-x")
     assert done.returncode == 1 and "stopping after 1 failures" in done.stdout, done.stdout + done.stderr
     assert sum(" ran " in line for line in seen) < 8
+
+
+def test_interrupted_all_workers_end_at_once_and_put_their_fixtures_away(tmp_path: Path) -> None:
+    text = LONG.replace("sleep(0.5)", "sleep(200)")
+    started, seen = start(tmp_path, 2, {"test_a.py": text, "test_b.py": text}), tmp_path / "seen"
+    assert wait_for(lambda: (seen.exists() and seen.read_text().count(" ran ") == 2) or None, 60)
+    started.send_signal(signal.SIGINT)
+    out, err = started.communicate(timeout=100)
+    assert started.returncode == 2 and "KeyboardInterrupt" in out and not err, out + err
+    pids = {int(line.split()[0]) for line in seen.read_text().splitlines()}
+    assert wait_for(lambda: (seen.read_text().count(" closed ") == 2) or None, 60)
+    assert wait_for(lambda: True if not any(Path(f"/proc/{pid}").exists() for pid in pids) else None, 60)

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import itertools
 import os
+import signal
 import sys
 import time
 import traceback
@@ -88,6 +89,10 @@ class _Office:
                     except (EOFError, ConnectionResetError):  # the second: with numbers that it has not read
                         self._bury(worker)
                 self._share()
+        except KeyboardInterrupt:
+            for worker in self._workers:
+                os.kill(worker.pid, signal.SIGINT)  # on a terminal they have it already
+            raise
         finally:
             for worker in self._workers:
                 worker.line.close()  # it ends when it next says something
@@ -104,6 +109,9 @@ class _Office:
                 ours.close()
                 _run(self._session, theirs, name)
                 code = 0
+            except (KeyboardInterrupt, BrokenPipeError):
+                with contextlib.suppress(BaseException):
+                    self._session._setupstate.teardown_exact(None)
             except BaseException:
                 traceback.print_exc()
             finally:
