@@ -20,18 +20,46 @@ export PATH="$PWD/.venv/bin:$PATH"
 # By module, not by script: a package of the Python below .venv leaves no script in .venv/bin.
 step ruff python -m ruff check
 step format python -m ruff format --check
-if [[ ! -d tests/__pycache__ ]]; then
-  # In a fresh clone each of pytest's workers would compile all tests for itself: once is enough, on the core that mypy leaves.
-  # What it finds wrong is pytest's to say, below.
-  python -m pytest -q --collect-only "$@" >/dev/null 2>&1 &
-  collecting=$!
-  trap 'kill "$collecting" 2>/dev/null || true' EXIT
-fi
-step mypy python -m mypy
-step imports python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
-wait
-trap - EXIT
-# Ten workers on two cores, a file each, the slowest first: two thirds of a test's time it waits for processes and timeouts.
+
+# On the core that pytest leaves while it collects. What they print is shown when they have ended.
+types() {
+  step mypy python -m mypy
+  step imports python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+}
+stop() { # what still runs of these: a signal as from Ctrl-C, and after 20 s one that nothing ignores
+  local pid tries
+  for pid in "$@"; do
+    for ((tries = 0; tries < 200; tries++)); do
+      if ((tries == 0)); then kill -INT "$pid" 2>/dev/null || break; fi
+      kill -0 "$pid" 2>/dev/null || break
+      sleep 0.1
+    done
+    kill -KILL "$pid" 2>/dev/null || true
+  done
+}
+said=$(mktemp)
+types >"$said" 2>&1 &
+checks=$! tests=
+trap 'kill "$checks" 2>/dev/null || true; stop $tests; rm -f "$said"' EXIT
+
+# Ten workers on two cores, a file each, the slowest first: half of a test's time it waits for processes and timeouts.
 workers=(--workers 10)
-if [[ -e /dev/nvidiactl ]]; then workers=(-n 6 --dist loadfile --no-loadscope-reorder); fi # CUDA survives no fork
-step pytest python -m pytest -q "${workers[@]}" "$@"
+if [[ -e /dev/nvidiactl ]]; then # CUDA survives no fork
+  workers=(-n 6 --dist loadfile --no-loadscope-reorder)
+  # In a fresh clone each of these would compile all tests for itself. What is wrong with them is pytest's to say, below.
+  if [[ ! -d tests/__pycache__ ]]; then python -m pytest -q --collect-only "$@" >/dev/null 2>&1 || true; fi
+fi
+step pytest true
+python -m pytest -q "${workers[@]}" "$@" <&0 &
+tests=$!
+
+code=0
+wait "$checks" || code=$?
+printf '\n%s\n' "$(cat "$said")"
+if ((code)); then
+  printf 'test.sh: %s failed with exit code %d; stopping the tests\n' "$(grep '^== ' "$said" | tail -n 1 | cut -c 4-)" "$code" >&2
+  exit "$code"
+fi
+wait "$tests" || code=$?
+tests=
+exit "$code"

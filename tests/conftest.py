@@ -25,6 +25,7 @@ import pytest
 
 import forked_commands
 from interpreter import own_interpreter
+from left_behind import leaves_nothing_behind  # noqa: F401  a fixture of all files
 from order import slowest_first
 from reruns import may_run_again, pytest_runtest_logreport, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401  hooks
 from stoker.control.machine import processes

@@ -120,6 +120,13 @@ def test_the_docs_page_is_current() -> None:
     assert page.read_text() == docs.page(), "run: python -m stoker.control.doctor.docs > docs/doctor.md"
 
 
+def test_the_order_is_that_of_the_files_whichever_was_imported_first() -> None:
+    script = "import stoker.control.doctor.checks.torch; from stoker.control.doctor import check; print(*check.load())"
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert shown == list(check.load())
+    assert [id.partition(".")[0] for id in shown] == sorted(id.partition(".")[0] for id in shown)
+
+
 def test_this_machine(stoker: Stoker) -> None:
     """The real thing, whatever this machine is: it answers, as JSON and as text, and agrees with itself."""
     stoker.env.pop("STOKER_MACHINE")

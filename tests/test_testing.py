@@ -1,4 +1,5 @@
-"""The tests' own promises: `test.sh --all` runs the complete suites, names of tests are short."""
+"""The tests' own promises: `test.sh --all` runs the complete suites, names of tests are short, a file of tests changes nothing for
+the next one."""
 
 from __future__ import annotations
 
@@ -38,21 +39,69 @@ def test_all_runs_every_fault_and_every_healthy_shape(everything: bool) -> None:
     assert len(re.findall(r"tests/\S+::\S+\[", planned.stdout)) == len(CASES) + len(SHAPES) - sum(map(int, skipped))
 
 
-def test_test_sh_all_sets_the_variable_that_chooses_them(tmp_path: Path) -> None:
-    """test.sh itself, with stand-ins for what it calls."""
-    (tmp_path / "test.sh").write_text((ROOT / "test.sh").read_text())
-    (tmp_path / "setup.sh").write_text("exit 0\n")
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.write_text('#!/bin/sh\ncase "$*" in *pytest*) echo "all=$STOKER_TEST_ALL $*";; esac\n')
+# In the place of .venv's python. pytest waits for a signal where it is told to, as one that still runs does.
+STAND_IN = f"""#!{sys.executable}
+import os, signal, sys, time
+words = " ".join(sys.argv[1:])
+(name,) = (one for one in ("pytest", "mypy", "importlinter", "ruff format", "ruff check") if one in words)
+
+def write(text):
+    with open("steps", "a") as steps:
+        steps.write(text + "\\n")
+
+if name == "pytest":
+    print("all=" + os.environ.get("STOKER_TEST_ALL", ""), words)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as conftest.py does
+write("begun " + name)
+try:
+    time.sleep(100 if os.environ.get("WAITS") == name else 0)
+except KeyboardInterrupt:
+    sys.exit(write("interrupted " + name))
+while os.environ.get("WAITS") and "begun pytest\\n" not in open("steps").readlines() and name in ("mypy", "importlinter"):
+    time.sleep(0.02)
+print("the words of", name)
+write("done " + name)
+sys.exit(7 if os.environ.get("FAILS") == name else 0)
+"""
+
+
+def run_test_sh(folder: Path, *words: str, **env: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """test.sh itself, with stand-ins for what it calls, and the steps that were made."""
+    (folder / "test.sh").write_text((ROOT / "test.sh").read_text())
+    (folder / "setup.sh").write_text("exit 0\n")
+    (folder / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
+    python = folder / ".venv" / "bin" / "python"
+    python.write_text(STAND_IN)
     python.chmod(0o755)
-    env = {name: value for name, value in os.environ.items() if name != "STOKER_TEST_ALL"}
+    (folder / "steps").unlink(missing_ok=True)
+    given = {name: value for name, value in os.environ.items() if name != "STOKER_TEST_ALL"}
+    done = subprocess.run(
+        ["bash", folder / "test.sh", *words], env={**given, **env}, capture_output=True, text=True, check=False
+    )
+    return done, (folder / "steps").read_text().splitlines()
+
+
+def test_test_sh_all_sets_the_variable_that_chooses_them(tmp_path: Path) -> None:
     for words, chosen in (((), "all= "), (("--all",), "all=1 ")):
-        done = subprocess.run(
-            ["bash", tmp_path / "test.sh", *words, "-k", "some"], env=env, capture_output=True, text=True, check=True
-        )
-        (line,) = (line for line in done.stdout.splitlines() if line.startswith("all="))
-        assert line.startswith(chosen) and line.endswith("-k some") and "--all" not in line
+        done, steps = run_test_sh(tmp_path, *words, "-k", "some")
+        line = [line for line in done.stdout.splitlines() if line.startswith("all=")][-1]
+        assert done.returncode == 0 and line.startswith(chosen) and line.endswith("-k some") and "--all" not in line
+        assert sorted(steps) == sorted(f"{what} {step}" for step in STEPS for what in ("begun", "done"))
+
+
+STEPS = {"ruff check": "ruff", "ruff format": "format", "mypy": "mypy", "importlinter": "imports", "pytest": "pytest"}
+
+
+@pytest.mark.parametrize("fails", STEPS)
+def test_test_sh_ends_with_the_step_that_fails_and_its_code(fails: str, tmp_path: Path) -> None:
+    """mypy and the import rules run beside the tests: these are stopped, and not waited for."""
+    beside = fails in ("mypy", "importlinter")
+    done, steps = run_test_sh(tmp_path, FAILS=fails, WAITS="pytest" if beside else "")
+    assert done.returncode == 7 and f"the words of {fails}" in done.stdout, done.stdout + done.stderr
+    assert f"== {STEPS[fails]}\n" in done.stdout
+    assert (f"{STEPS[fails]} failed with exit code 7; stopping the tests" in done.stderr) == beside
+    assert ("interrupted pytest" in steps) == beside and ("done pytest" in steps) == (fails == "pytest")
+    assert fails == "pytest" or "begun importlinter" not in steps or fails == "importlinter"
 
 
 @pytest.mark.parametrize("value", [b"x" * 65536, b"\0" * 65536, "\x1b[2J" * 1000, "\ud800" * 1000])
@@ -62,6 +111,29 @@ def test_a_huge_parameter_has_a_short_name(value: str | bytes, request: pytest.F
     assert pytest_make_parametrize_id(value + value, "value") != made
     assert pytest_make_parametrize_id("short", "value") is None
     assert max(len(item.nodeid) for item in request.session.items) < 400
+
+
+LEAVES = {
+    "test_a.py": "def test_tidy(monkeypatch): monkeypatch.setenv('LEFT', '1')",
+    "test_b.py": """
+import os
+from stoker.control.doctor.check import check
+def test_sets(): os.environ["LEFT"] = "1"
+def test_adds(): check("toy.one")(lambda machine: iter(()))
+""",
+    "test_c.py": "def test_behind(): pass",
+}
+
+
+def test_a_file_that_leaves_something_behind_fails_by_its_own_name(tmp_path: Path) -> None:
+    beside = f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nfrom left_behind import leaves_nothing_behind\n"
+    for name, text in {"conftest.py": beside, **LEAVES}.items():
+        (tmp_path / name).write_text(text)
+    words = ["-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "pytest", *words], capture_output=True, text=True, check=False)
+    (line,) = re.findall("AssertionError: this file left behind: (.*)", done.stdout)
+    assert line == "$LEFT was None and is '1'; checks from outside was [] and is ['toy.one']"
+    assert "test_b.py::test_adds\n" in done.stdout and "4 passed, 1 error" in done.stdout, done.stdout
 
 
 def in_lighter_torch(script: str) -> list[str]:

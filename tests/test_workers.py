@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+from conftest import wait_for
 
 TESTS = Path(__file__).parent
 
@@ -44,19 +47,30 @@ def test_elsewhere(tmp_path):
 """
 
 
+def start(folder: Path, workers: int, files: dict[str, str], *words: str) -> subprocess.Popen[str]:
+    """pytest in that folder."""
+    beside = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom workers import *\n"
+    for name, text in {"conftest.py": beside, **files}.items():
+        (folder / name).write_text(text)
+    words = ("-q", "--workers", str(workers), "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder), *words)
+    env = {"SEEN": str(folder / "seen"), "TMPDIR": str(folder)}
+    argv = [sys.executable, "-m", "pytest", *words]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def run(
+    folder: Path, workers: int, files: dict[str, str], *words: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """How it ended, and the lines that its tests wrote."""
+    started = start(folder, workers, files, *words)
+    out, err = started.communicate()
+    done = subprocess.CompletedProcess(started.args, started.returncode, out, err)
+    return done, (folder / "seen").read_text().splitlines()
+
+
 def test_each_runs_once_and_a_dead_worker_fails_only_what_it_ran(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nfrom workers import *\n")
-    (tmp_path / "test_a.py").write_text(FIRST)
-    (tmp_path / "test_b.py").write_text(SECOND)
-    words = ["-q", "--workers", "2", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"SEEN": str(tmp_path / "seen"), "TMPDIR": str(tmp_path)},
-    )
-    out, seen = done.stdout, (tmp_path / "seen").read_text().splitlines()
+    done, seen = run(tmp_path, 2, {"test_a.py": FIRST, "test_b.py": SECOND})
+    out = done.stdout
     assert done.returncode == 1 and re.search(r"^3 failed, 21 passed, 1 warning in ", out, re.M), out + done.stderr
     assert "Failed: Timeout" in out, out
     assert "the process that ran it was killed by signal 9" in out and "UserWarning: look at this" in out
@@ -66,3 +80,49 @@ def test_each_runs_once_and_a_dead_worker_fails_only_what_it_ran(tmp_path: Path)
     pids = [{line.split()[0] for line in seen if word in line} for word in ("first", "second")]
     assert len(pids[0]) == 1 and not pids[0] & pids[1], "a process for each file"
     assert "/worker-" in next(line for line in seen if "second" in line)
+
+
+LONG = """
+import os, time, pytest
+
+@pytest.fixture(scope="module", autouse=True)
+def held():
+    yield
+    with open(os.environ["SEEN"], "a") as seen:
+        seen.write(f"{os.getpid()} closed -\\n")
+
+@pytest.mark.parametrize("number", range(24))
+def test_takes_a_while(number):
+    with open(os.environ["SEEN"], "a") as seen:
+        seen.write(f"{os.getpid()} ran {number}\\n")
+    time.sleep(0.5)
+    assert number != 23
+"""
+
+
+def test_the_last_file_is_shared_by_those_that_have_nothing_left_to_do(tmp_path: Path) -> None:
+    done, seen = run(tmp_path, 3, {"test_a.py": LONG, "test_b.py": "def test_short(): pass\n"})
+    assert done.returncode == 1 and re.search(r"^1 failed, 24 passed in ", done.stdout, re.M), done.stdout + done.stderr
+    ran = [line.split() for line in seen]
+    assert sorted(int(number) for _, what, number in ran if what == "ran") == list(range(24)), "each once"
+    pids = {pid for pid, what, _ in ran if what == "ran"}
+    assert len(pids) == 3 and sorted(pid for pid, what, _ in ran if what == "closed") == sorted(pids)
+
+
+def test_after_a_failure_that_ends_the_run_nobody_begins_another_test(tmp_path: Path) -> None:
+    fails = LONG.replace("number != 23", "number != 0")
+    done, seen = run(tmp_path, 2, {"test_a.py": fails, "test_b.py": LONG}, "-x")
+    assert done.returncode == 1 and "stopping after 1 failures" in done.stdout, done.stdout + done.stderr
+    assert sum(" ran " in line for line in seen) < 8
+
+
+def test_interrupted_all_workers_end_at_once_and_put_their_fixtures_away(tmp_path: Path) -> None:
+    text = LONG.replace("sleep(0.5)", "sleep(200)")
+    started, seen = start(tmp_path, 2, {"test_a.py": text, "test_b.py": text}), tmp_path / "seen"
+    assert wait_for(lambda: (seen.exists() and seen.read_text().count(" ran ") == 2) or None, 60)
+    started.send_signal(signal.SIGINT)
+    out, err = started.communicate(timeout=100)
+    assert started.returncode == 2 and "KeyboardInterrupt" in out and not err, out + err
+    pids = {int(line.split()[0]) for line in seen.read_text().splitlines()}
+    assert wait_for(lambda: (seen.read_text().count(" closed ") == 2) or None, 60)
+    assert wait_for(lambda: True if not any(Path(f"/proc/{pid}").exists() for pid in pids) else None, 60)

@@ -58,9 +58,10 @@ def unknown(text: str) -> Finding:
 
 
 def load() -> dict[str, Check]:
-    """All checks, in the order of their files."""
-    modules_in("stoker.control.doctor.checks")
-    return CHECKS
+    """All checks, in the order of their files, whichever of these was imported first."""
+    places = {module.__name__: place for place, module in enumerate(modules_in("stoker.control.doctor.checks"))}
+    ordered = sorted(CHECKS.values(), key=lambda check: places.get(check.body.__module__, len(places)))
+    return {check.id: check for check in ordered}
 
 
 def choose(only: list[str], skip: list[str]) -> list[Check]:
