@@ -5,6 +5,7 @@ A `Gatherer` lives as long as its viewer and remembers what it has read: the sec
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import Counter, deque
@@ -30,6 +31,7 @@ _RUNS_OF_OTHERS = 3  # of each other user that are read closely unasked: up to 2
 _HOSTS_OF_OTHERS, _CARDS_OF_OTHERS = 64, 512  # that are shown of each
 GPU_SERIES = ("utilization", "memory_used", "temperature", "power")
 HOST_SERIES = ("cpu", "memory_available", "received", "sent")
+_GONE = 4096  # series of hosts and cards that are not there now: they may come back, or were never any
 
 HostReading = tuple[HostGauges, tuple[GpuGauges, ...]]
 
@@ -155,8 +157,15 @@ class Gatherer:
                     uuids = {card.uuid for card in seen}
                     found[host.name] = known, (*seen, *(card for card in cards if card.uuid not in uuids))
         hosts = tuple(self._with_recent(host, (host.name,), HOST_SERIES) for host, _ in found.values())
-        gpus = (card for _, seen in found.values() for card in seen)
-        return hosts, tuple(self._with_recent(card, (card.host, card.uuid), GPU_SERIES) for card in gpus)
+        seen_cards = (card for _, seen in found.values() for card in seen)
+        gpus = tuple(self._with_recent(card, (card.host, card.uuid), GPU_SERIES) for card in seen_cards)
+        self._forget_gone(len(HOST_SERIES) * len(hosts) + len(GPU_SERIES) * len(gpus))
+        return hosts, gpus
+
+    def _forget_gone(self, there: int) -> None:
+        """A host, or another user's run, may name other cards at every look. Those that were seen last stand last."""
+        for key in list(itertools.islice(self._series, max(len(self._series) - there - _GONE, 0))):
+            del self._series[key]
 
     def _remember(self, folder: RunFolder) -> None:
         """What the job recorded before this viewer began."""
@@ -167,7 +176,9 @@ class Gatherer:
                     self._values((*key, name)).append(finite(metric(value)))
 
     def _values(self, key: tuple[str, ...]) -> deque[float | None]:
-        return self._series.setdefault(key, deque(maxlen=RECENT))
+        values = self._series.pop(key, None)
+        self._series[key] = values = deque(maxlen=RECENT) if values is None else values
+        return values
 
     def _with_recent(self, gauges: Any, key: tuple[str, ...], names: tuple[str, ...]) -> Any:
         for name in names:

@@ -53,6 +53,7 @@ class _Coming:
 
     def __init__(self, version: int | None, digest: str, waiting: list[Reply] | None) -> None:
         self.version, self.digest, self.waiting = version, digest, waiting
+        self.in_place = threading.Event()
 
 
 class Loader:
@@ -102,6 +103,8 @@ class Loader:
             raise Problem(f"{asked.folder} has the digest {digest}: damaged, or other weights", 422, "digest")
         if asked.version is not None and self._has(asked.version, digest, reply):
             return
+        if self._newest is not None:
+            self._newest.in_place.wait()  # until then they are in memory, too: there is room for one copy, not for many
         fresh = self._read(folder, base, adapts)
         coming = _Coming(asked.version, digest, [reply])
 
@@ -113,6 +116,7 @@ class Loader:
         def applied(version: int) -> None:
             with self._lock:
                 waiting, coming.waiting = coming.waiting or [], None
+            coming.in_place.set()
             for one in waiting:
                 one(200, in_place(version, digest))
 

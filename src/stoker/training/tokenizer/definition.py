@@ -61,7 +61,9 @@ GGUF_SPLITTERS_WHOLE_WORDS = {OURS: "llama-bpe", _GPT4: "llama-bpe"}
 GGUF_SPLITTERS = {GPT2: "gpt-2", OURS: "dbrx", _GPT4: "dbrx", _DIGIT_BY_DIGIT: "qwen2"}
 MOST_BEFORE = 64  # ids before a text: published ones have one or two
 MOST_PARTS = 4  # of a known way to split: DeepSeek's has four
-LONGEST_TOKEN = 1 << 16  # characters: a text is cut into parts of so many bytes before it is encoded
+LONGEST_TOKEN = (
+    1024  # characters; published ones have 128. A model may write nothing else: an answer has so much text a token
+)
 
 
 @shape

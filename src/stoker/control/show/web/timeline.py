@@ -36,6 +36,8 @@ _TOLD = (
     "verdict",
 )
 _MOST_RANKS = 4096  # of an answer
+_CELLS, _CELLS_OF_OTHERS = 64 << 20, 4 << 20  # ranks of all moments that are kept; beyond that the oldest go
+_PER_MOMENT = 64  # that each counts besides: a moment may have no ranks
 
 
 class Timeline:
@@ -67,6 +69,15 @@ class Timeline:
             late = late_of(shares)
             ranks = moment.members.ranks
             self._columns.append((moment.time, ranks, row, ranks[late] if late is not None else None))
+        self._forget()
+
+    def _forget(self) -> None:
+        room = _CELLS if self._record.mine else _CELLS_OF_OTHERS
+        for place in range(len(self._columns) - 1, -1, -1):
+            room -= len(self._columns[place][1]) + _PER_MOMENT
+            if room < 0:
+                del self._columns[: place + 1]
+                return
 
     def to_json(self, since: float, within: tuple[float, float] = (-math.inf, math.inf)) -> dict[str, Any]:
         """`since`: only what is newer. `within`: from, to; a shorter time has finer columns."""
