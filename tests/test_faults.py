@@ -19,7 +19,7 @@ from stoker.control.verdict import docs
 from stoker.control.verdict.catalogue import CATALOGUE
 
 FAULTS = Path(__file__).parent / "faults"
-SHARED = ("around.py", "cases.py", "mistakes.py", "moment.py", "training.py")
+SHARED = ("__init__.py", "around.py", "cases.py", "mistakes.py", "moment.py", "training.py")
 CHOSEN = [case for case in CASES if case.ci]
 
 
