@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Stoker
+from stoker.contract import hostmemory
 from stoker.contract.layout import scratch_files
 from stoker.control.doctor import debris
 from stoker.control.machine import host, kernellog
@@ -44,12 +45,13 @@ def test_the_tightest_of_the_cgroups_around_a_process_counts(tmp_path: Path, mon
         (folder / "memory.stat").write_text("inactive_file 1000000000\n")
     (root / "job_7" / "cpu.max").write_text("150000 100000")
     (task / "cpu.max").write_text("max 100000")
-    dirs = host._cgroup_dirs
-    monkeypatch.setattr(host, "_cgroup_dirs", lambda controller: dirs(controller, str(root), str(told)))
-    assert host.cgroup_memory() == (8_000_000_000, 2_000_000_000)
-    assert host._quotas(*host._cgroup_dirs("cpu")) == [2] and host.cores() <= 2
+    dirs = hostmemory.cgroup_dirs
+    for module in (host, hostmemory):
+        monkeypatch.setattr(module, "cgroup_dirs", lambda controller: dirs(controller, str(root), str(told)))
+    assert hostmemory.cgroup_memory() == (8_000_000_000, 2_000_000_000)
+    assert host._quotas(*hostmemory.cgroup_dirs("cpu")) == [2] and host.cores() <= 2
     told.write_text("0::/../elsewhere\n")
-    assert host._cgroup_dirs("memory")[0] == [str(root)], "a container sees its own root"
+    assert hostmemory.cgroup_dirs("memory")[0] == [str(root)], "a container sees its own root"
 
 
 def test_every_file_of_a_rank_is_an_agents() -> None:

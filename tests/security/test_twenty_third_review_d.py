@@ -15,9 +15,9 @@ from hostile_files import SHAPE, write_model
 from safetensors.torch import save_file
 
 from stoker.cli import chat, train
+from stoker.contract import hostmemory
 from stoker.contract.names import EX_DATAERR, EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import replace
-from stoker.control.machine import host
 from stoker.control.show.web.folders import Folders
 from stoker.control.show.web.pages import _json
 from stoker.control.show.web.texts import rows
@@ -88,7 +88,7 @@ def test_weights_that_the_memory_cant_hold_are_not_read(tmp_path: Path, monkeypa
     write_model(tmp_path / "m")
     words = ["--device", "cpu", "--prompt", "hi", "--max-tokens", "1"]
     assert chat.main([str(tmp_path / "m"), *words]) == 0
-    monkeypatch.setattr(host, "memory", lambda: (4 * parameters(SHAPE) - 1, 1 << 40, None))
+    monkeypatch.setattr(hostmemory, "memory", lambda: (4 * parameters(SHAPE) - 1, 1 << 40, None))
     with pytest.raises(Refusal, match=r"parameters take .* of memory or more, and this machine has") as problem:
         chat.main([str(tmp_path / "m"), *words])
     assert problem.value.code == EX_UNAVAILABLE and str(tmp_path / "m") in problem.value.line

@@ -17,7 +17,7 @@ import tempfile
 import time
 from typing import Any
 
-from stoker.contract import protocol, redact, untrusted
+from stoker.contract import hostmemory, protocol, redact, untrusted
 from stoker.contract.names import EX_OSERR, Refusal
 from stoker.contract.process import process, send
 from stoker.contract.untrusted import open_regular, parse_json, read_json
@@ -329,7 +329,7 @@ class Agent:
         if gate.slots == 0 and rank is not None:
             from stoker.control.machine.processes import peak_resident
 
-            gate.measured(peak_resident(rank.pid) or 0, host.memory()[1])
+            gate.measured(peak_resident(rank.pid) or 0, hostmemory.memory()[1])
         limited = gate.limited
         gate.release(number)
         if limited:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from stoker.contract import hostmemory
 from stoker.contract.beats import Beat
 from stoker.contract.process import kernel_lines, of_kernel, send
 from stoker.contract.shape import as_json
@@ -94,7 +95,7 @@ class Vitals:
             )
 
     def around(self, rank: Rank, nvml: Nvml | None, run_id: str) -> dict[str, Any]:
-        total, available, _ = host.memory()
+        total, available, _ = hostmemory.memory()
         free, whole = host.shared_memory()
         if rank.pid not in self._holders:
             self.note_holders(rank, nvml, run_id)
@@ -162,7 +163,7 @@ def _kernel_lines(rank: Rank) -> tuple[str, ...]:
 
 
 def memory_now(pid: int, gpu: str | None, nvml: Nvml | None) -> dict[str, Any]:
-    total, available, _ = host.memory()
+    total, available, _ = hostmemory.memory()
     card = nvml.memory(gpu) if nvml is not None and gpu else None
     of_host = {"host_used": total - available, "host_total": total}
     return {"rss": processes.resident(pid), **of_host, "gpu": list(card) if card else None}

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from stoker.contract import hostmemory
 from stoker.contract.shape import replace
 from stoker.contract.untrusted import NOT_FROM_HERE
 from stoker.control.machine import facts, gather, host
@@ -184,7 +185,7 @@ def _after(probes: dict[str, Probe], before: Machine) -> dict[str, Probe]:
 
 def _blind(why: str) -> Machine:
     """The look itself hung: what can be said without the driver."""
-    total, available, limit = host.memory()
+    total, available, limit = hostmemory.memory()
     return Machine(
         os.uname().nodename, host.cores(), total, available, gpu_error=f"NVML gives {why}", cgroup_limit=limit
     )

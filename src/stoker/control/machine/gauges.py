@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Collection
 
+from stoker.contract import hostmemory
 from stoker.contract.process import kernel_lines, of_kernel
 from stoker.contract.shape import pick, replace
 from stoker.contract.typed import read_shape
@@ -38,7 +39,7 @@ class HostMeter:
 
     def read(self) -> HostGauges:
         now, counters = time.monotonic(), _counters()
-        total, available, _ = host.memory()
+        total, available, _ = hostmemory.memory()
         free, size = _space(self._disk)
         rates: dict[str, float] = {}
         if self._before is not None:

@@ -6,82 +6,14 @@ import os
 import resource
 import time
 
+from stoker.contract.hostmemory import cgroup_dirs, kernel_number, meminfo_lines
 from stoker.contract.process import kernel_lines, of_kernel
 from stoker.control.machine import facts
 
 
-def _meminfo(*keys: str) -> list[int | None]:
-    """These lines of /proc/meminfo, in bytes."""
-    lines = (line.partition(":") for line in kernel_lines("/proc/meminfo"))
-    found = {key: int(rest.split()[0]) * 1024 for key, _, rest in lines}
-    return [found.get(key) for key in keys]
-
-
-def meminfo() -> tuple[int, int]:
-    """(total, available) bytes of the host."""
-    total, available = _meminfo("MemTotal", "MemAvailable")
-    assert total is not None
-    return total, total if available is None else available
-
-
-def _cgroup_dirs(
-    controller: str, root: str = "/sys/fs/cgroup", told: str = "/proc/self/cgroup"
-) -> tuple[list[str], bool]:
-    """(folders, is version 2) of this process's cgroup and those around it: a scheduler's limit is on the job."""
-    lines = [line.split(":", 2) for line in kernel_lines(told)]
-    # A controller of version 1 counts where it is mounted.
-    for _, controllers, path in sorted(lines, key=lambda line: not line[1]):
-        v2 = not controllers
-        if not v2 and controller not in controllers.split(","):
-            continue
-        base = root if v2 else os.path.join(root, controller)
-        if not os.path.isdir(base) or (v2 and not os.path.exists(f"{root}/cgroup.controllers")):
-            continue
-        parts = [part for part in path.split("/") if part]
-        if ".." in parts:  # outside what this container sees
-            parts = []
-        folders = [os.path.join(base, *parts[:count]) for count in range(len(parts), -1, -1)]
-        return [folder for folder in folders if os.path.isdir(folder)], v2
-    return [], True
-
-
-def _number(path: str) -> int | None:
-    text = of_kernel(path).strip()
-    return int(text) if text.isdigit() else None
-
-
-def cgroup_memory() -> tuple[int | None, int | None]:
-    """(limit, used) of the memory cgroup; page cache that can be dropped does not count as used."""
-    folders, v2 = _cgroup_dirs("memory")
-    limits = {
-        folder: _number(f"{folder}/memory.max" if v2 else f"{folder}/memory.limit_in_bytes") for folder in folders
-    }
-    limit, folder = min(
-        ((limit, folder) for folder, limit in limits.items() if limit is not None and limit < 1 << 60),
-        default=(None, ""),
-    )
-    if limit is None:
-        return None, None
-    used = _number(f"{folder}/memory.current" if v2 else f"{folder}/memory.usage_in_bytes")
-    if used is not None:
-        stats = dict(line.split() for line in kernel_lines(f"{folder}/memory.stat"))
-        # Where it says nothing, an over-estimate of "used" is the safe side.
-        used -= int(stats.get("inactive_file" if v2 else "total_inactive_file", 0))
-    return limit, used
-
-
-def memory() -> tuple[int, int, int | None]:
-    """(total, available, cgroup limit): what this process may count on."""
-    total, available = meminfo()
-    limit, used = cgroup_memory()
-    if limit is not None and limit < total:
-        return limit, max(0, min(available, limit - (used or 0))), limit
-    return total, available, limit
-
-
 def oom_kills() -> int | None:
     """How often the kernel's OOM killer has struck in this cgroup."""
-    folders, v2 = _cgroup_dirs("memory")
+    folders, v2 = cgroup_dirs("memory")
     if not folders:
         return None
     lines = kernel_lines(f"{folders[0]}/{'memory.events' if v2 else 'memory.oom_control'}")
@@ -98,13 +30,13 @@ def shared_memory() -> tuple[int | None, int | None]:
 
 
 def swap_used() -> int | None:
-    total, free = _meminfo("SwapTotal", "SwapFree")
+    total, free = meminfo_lines("SwapTotal", "SwapFree")
     return None if total is None or free is None else total - free
 
 
 def cores() -> int:
     """Those this process may use: by affinity, and by the cgroup's quota, which gives a pod 8 of 128."""
-    return min([len(os.sched_getaffinity(0)), *_quotas(*_cgroup_dirs("cpu"))])
+    return min([len(os.sched_getaffinity(0)), *_quotas(*cgroup_dirs("cpu"))])
 
 
 def _quotas(folders: list[str], v2: bool) -> list[int]:
@@ -122,7 +54,11 @@ def _quotas(folders: list[str], v2: bool) -> list[int]:
 def max_processes() -> int | None:
     """The tightest of the kernel's, the user's and the cgroup's limits."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    limits = [_number("/proc/sys/kernel/pid_max"), _number("/sys/fs/cgroup/pids.max"), None if soft < 0 else soft]
+    limits = [
+        kernel_number("/proc/sys/kernel/pid_max"),
+        kernel_number("/sys/fs/cgroup/pids.max"),
+        None if soft < 0 else soft,
+    ]
     return min((limit for limit in limits if limit is not None), default=None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from stoker.contract import names
+from stoker.contract import hostmemory, names
 from stoker.contract.untrusted import parse_json
 from stoker.control.machine import host
 from stoker.control.machine.model import Gpu, Machine, machine_from_json
@@ -31,7 +31,7 @@ class Observer:
     def look(self) -> Machine:
         if self.recorded:
             return read_recorded(self.recorded)
-        total, available, limit = host.memory()
+        total, available, limit = hostmemory.memory()
         system = os.uname()
         gpus: tuple[Gpu, ...] = ()
         driver, error = None, self.gpu_error

@@ -7,11 +7,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 
+from stoker.contract import hostmemory
 from stoker.contract.effort import reading
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
-from stoker.control.machine import host
 from stoker.training.model.config import ModelConfig, tensors
 from stoker.training.model.families import family_of
 from stoker.training.model.hf_config import Stored, shape_of, stored_in
@@ -53,7 +53,7 @@ def refuse_beyond_memory(folder: str, numbers: int, width: float) -> None:
     """Of weights that this machine's own memory is to hold, in so many bytes each. A file of holes has any size, and an archive
     of a few KB unpacks to it.
     """
-    needed, total = int(numbers * width), host.memory()[0]
+    needed, total = int(numbers * width), hostmemory.memory()[0]
     if needed > total:
         line = f"model {folder}: its {numbers:,} parameters take {amount(needed)} of memory or more"
         raise Refusal(f"{line}, and this machine has {amount(total)}", EX_UNAVAILABLE)
