@@ -86,6 +86,7 @@ def test_one_file_is_not_many_files_of_a_checkpoint(tmp_path: Path, link: Any) -
 
 def test_weights_that_the_memory_cant_hold_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "m")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which --device cpu sets, for good
     words = ["--device", "cpu", "--prompt", "hi", "--max-tokens", "1"]
     assert chat.main([str(tmp_path / "m"), *words]) == 0
     monkeypatch.setattr(hostmemory, "memory", lambda: (4 * parameters(SHAPE) - 1, 1 << 40, None))
