@@ -109,6 +109,7 @@ def test_no_rank_is_started_for_weights_that_the_memory_cant_hold(
     turns = [{"role": "user", "content": "cow?"}, {"role": "assistant", "content": "moo"}]
     data.write_text(json.dumps({"messages": turns}) + "\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     started: list[Any] = []
     monkeypatch.setattr("stoker.cli.run.start", lambda *request: started.append(request) or 0)
     words = ["sft", "--device", "cpu", "--model.load", "m", "--data", "chats.jsonl", "--validation", "0", *flag]
