@@ -31,7 +31,16 @@ from stoker.training.config.derived import about, derivable
 from stoker.training.config.flags import Shown, add_key_flags
 from stoker.training.config.keys import KEYS, as_yaml, config_of, values_of
 from stoker.training.config.layers import PREFIX, Layers, gather
-from stoker.training.config.resolve import Resolved, flags, lasting, on_cpu, pinned, settle, with_tokenizer
+from stoker.training.config.resolve import (
+    Resolved,
+    flags,
+    lasting,
+    on_cpu,
+    pinned,
+    pinned_words,
+    settle,
+    with_tokenizer,
+)
 from stoker.training.config.schema import SECTIONS, Config
 from stoker.training.data.sources import check_there, fetch, is_hub_id, share_of
 from stoker.training.loop.config import check_loggers
@@ -122,7 +131,7 @@ def main(argv: list[str]) -> int:
         what = f"no stage {stage!r}{suggest(stage, STAGES)}"
         if stage.startswith("-"):
             what = "name the stage first: stoker train STAGE [options]"
-        raise Refusal(f"{what}; there is {', '.join(STAGES)}", EX_USAGE)
+        raise Refusal(f"{what}; the stages are {', '.join(STAGES)}", EX_USAGE)
     if "--help-all" not in words and any(word in ("-h", "--help") for word in words):
         print(parser(stage, short=True).format_help(), end="")
         return 0
@@ -159,7 +168,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     machine = look()
     gpus = gpus_to_use(machine, ranks_asked(build(RunOptions, *outside).nproc_per_node, os.environ))
     resolved = settle(layers, gpus, STAGES[stage].defaults)
-    resolved = replace(resolved, config=pinned(resolved.config))
+    resolved, typed = replace(resolved, config=pinned(resolved.config)), pinned_words(sys.argv[1:])
     named = dict(resolved.run_options)
     if any("gpus" in layer for layer in outside[1:]):  # these, and not the GPU that the file's device_id names
         named.pop("gpu", None)
@@ -186,7 +195,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     given = frozenset(key for layer in outside for key in layer) | {"module"}
     # Before the plan: what it chooses for the cards that are here makes no other run.
     identity = tuple(flags(lasting(resolved.config)))
-    request = Request(options, STAGES[stage].recipe, (), given, identity)
+    request = Request(options, STAGES[stage].recipe, (), given, identity, typed)
     if STAGES[stage].learning is not None:
         resolved = with_kept_optimizer(resolved, request)
     if machines:
@@ -222,7 +231,7 @@ def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str,
     for key in section:
         name = str(key).replace("-", "_")
         if name in options_of(RunOptions) and name not in _IN_A_FILE:
-            why = "is not taken from a file, which may come from anybody"
+            why = "is not taken from a file, which another person may have written"
             raise Refusal(f"{where}.{name} {why}: give it as a flag (--{name.replace('_', '-')})", names.EX_CONFIG)
     return [from_mapping(RunOptions, section, where), from_torchrun_environment(os.environ, without=_NOT_HERE), told]
 
