@@ -249,7 +249,7 @@ def _slow(replicas: list[Replica]) -> Iterator[Finding]:
 
 def _why_slow(label: str) -> str:
     command = f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER,CLOCK -i {label[3:]}"
-    return f"{command}   # heat, a power cap, or somebody else's work on it"
+    return f"{command}   # heat, a power cap, or other work on it"
 
 
 def _links(replicas: list[Replica], links: list[Link], stopped: bool) -> Iterator[Finding]:
