@@ -138,12 +138,12 @@ def _read(path: str) -> Examination:
     try:
         return examination_from_json(read_json(path))
     except FileNotFoundError as problem:
-        raise Refusal(f"recorded machine {path} is not there", EX_NOINPUT) from problem
+        raise Refusal(f"recorded machine {path} does not exist", EX_NOINPUT) from problem
     except OSError as problem:
         raise Refusal(f"recorded machine {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     except (ValueError, TypeError, KeyError, AttributeError) as problem:
         why = f"{type(problem).__name__}: {problem}"
-        raise Refusal(f"recorded machine {path} is no recorded machine: {why}", EX_DATAERR) from problem
+        raise Refusal(f"{path} is not a recorded machine: {why}", EX_DATAERR) from problem
 
 
 def _write(path: str, text: str) -> None:

@@ -135,5 +135,5 @@ def _follow(root: str, number: str) -> int:
         return Submitted(root, number, say, put).follow()
     except KeyboardInterrupt:
         again = f"`stoker submit --follow {number}` follows it again, `scancel {number}` ends it"
-        say(f"\nleft job {number}; it goes on. {again}")
+        say(f"\nleft job {number}; it keeps running. {again}")
         return 0

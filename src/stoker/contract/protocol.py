@@ -162,7 +162,7 @@ def read(message: Message) -> Message:
     kind = message.get("is")
     fields = KINDS.get(kind) if isinstance(kind, str) else None
     if fields is None:
-        raise ProtocolError(f"it says {ascii(kind)[:60]}, which means nothing here")
+        raise ProtocolError(f"it sent an unknown message {ascii(kind)[:60]}")
     try:
         return {"is": kind, **typed.read_fields(fields, message)}
     except ValueError as problem:

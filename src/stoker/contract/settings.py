@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
     def error(self, message: str) -> NoReturn:
-        raise Refusal(f"{message}; `{self.prog} --help` lists what there is", EX_USAGE)
+        raise Refusal(f"{message}; `{self.prog} --help` lists the options", EX_USAGE)
 
     def unknown(self, words: list[str]) -> NoReturn:
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]

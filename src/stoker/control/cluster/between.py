@@ -137,7 +137,7 @@ def mtu_differs(facts: Facts) -> Iterator[Finding]:
     sizes = {one.mtu for one in facts.there if one.mtu}
     if len(sizes) > 1:
         found = ", ".join(f"{one.name} {one.mtu}" for one in facts.there if one.mtu)
-        text = f"the interfaces have unlike MTUs: {found}"
+        text = f"the interfaces have different MTUs: {found}"
         yield warn(text, f"ip link set dev IFACE mtu {min(sizes)} where it is larger")
 
 

@@ -145,7 +145,7 @@ def _any(options: RunOptions) -> int | None:
         return None
     head, _, number = options.gpus.partition(":")
     if head != "any" or (number and not (is_count(number) and int(number))):
-        raise Refusal(f"--gpus {options.gpus}: write any:2 for the two with most room", EX_USAGE)
+        raise Refusal(f"--gpus {options.gpus}: write any:2 for the two with the most free memory", EX_USAGE)
     return int(number or 1)
 
 

@@ -123,7 +123,7 @@ def _made_in(folder: str, prefix: str) -> int:
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     if not is_mine(os.fstat(handle).st_uid, folder) or os.listdir(handle):
         os.close(handle)
-        raise OSError(errno.ESTALE, "somebody replaced the folder that was made in it", path)
+        raise OSError(errno.ESTALE, "the folder that was made in it was replaced", path)
     return handle
 
 
