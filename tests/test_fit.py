@@ -613,7 +613,9 @@ def test_an_epochs_time_and_cost_and_where_the_speed_comes_from(stoker: Stoker, 
     done = stoker(*words)
     assert done.code == 0 and "one epoch: about" in done.out and "at 3 per GPU hour" in done.out
     run = tmp_path / "runs" / "20990101-000000-sft"
-    run.mkdir(parents=True)
+    (run / "hf").mkdir(parents=True)
+    whole_run = stoker("fit", str(run), "--gpus", "H100")
+    assert whole_run.code == 66 and f"{run}: it has no config.json; use {run}/hf" in whole_run.err
     told = {"model": str(folder), "method": "lora", "context": 2048, "cards": ["H100"], "tokens_per_s": 4321.0}
     (run / "memory.json").write_text(json.dumps(told))
     done = stoker(*words)
@@ -623,7 +625,7 @@ def test_an_epochs_time_and_cost_and_where_the_speed_comes_from(stoker: Stoker, 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--gpus", "2xQuantum9000"), "no GPU that is known"), (("--gpus", "0GB"), "too small"), (("--gpus", "0,1"), "no GPU '0' here"),
+        (("--gpus", "2xQuantum9000"), "is not a known GPU"), (("--gpus", "0GB"), "too small"), (("--gpus", "0,1"), "no GPU '0' here"),
         (("--gpus", "24GB", "--machine", "x.json"), "give one of them"), (("--machine", "x.json"), "no such file"), ((), "no GPU here"),
         (("--gpus", "8GB", "--lora-rank", "0"), "--lora-rank 0 is out of range"), (("--gpus", "8GB", "--context", "1"), "out of range"),
         (("--gpus", "8GB", "--recompute", "some"), "give a number of blocks"), (("--gpus", "8GB", "--price", "-1"), "--price -1"),

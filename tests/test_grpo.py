@@ -322,7 +322,7 @@ def test_weights_of_another_file_are_refused() -> None:
         (right, 3, "weights of 2 prompts and grpo.prompts 3 rows"),
         ([*right, right[0]], 2, "3 prompts"),
         ([right[0], right[0]], 2, "belong together"),
-        ([{"index": 0, "weight": -1}], 1, "row 1: an index and a weight"),
+        ([{"index": 0, "weight": -1}], 1, "row 1: a row needs an index and a weight"),
         ([{"index": 0, "weight": float("nan")}], 1, "row 1"),
         ([{"weight": 1}], 1, "row 1"),
     ):

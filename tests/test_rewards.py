@@ -73,7 +73,7 @@ def test_what_cant_be_is_one_line_before_anything_is_started(tmp_path: Path) -> 
         ("regex", "no pattern"),
         ("format:xml", "no format 'xml' there are think, boxed, stated, json"),
         ("length:0", "no number of tokens"),
-        ("rewards.py", "name the function behind the file: rewards.py:score"),
+        ("rewards.py", "add the function's name: rewards.py:score"),
         ("model", "grpo.reward_model"),
     ):
         assert words in refused(told), told

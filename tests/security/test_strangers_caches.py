@@ -376,7 +376,7 @@ def test_a_cache_whose_owner_can_exchange_it_is_not_written_into(
         cache.chmod(mode)
         os.chown(cache, uid, uid)
         assert ours.own_cache(str(cache), quiet) == str(tmp_path / "home" / "stoker" / "data")
-        with pytest.raises(Refusal, match="exchange your folders"):
+        with pytest.raises(Refusal, match="replace your folders"):
             ownership.own_folder(str(cache), "torchrun-x")
         assert os.listdir(cache) == []
         cache.rmdir()

@@ -228,7 +228,7 @@ class Drive:
             return code or 128 + stopped
         line, fix = state.trouble(run, code, log, log_from)
         if code == 0:
-            line, fix = f"it ended with 0 and left no {state.RESULT}", ""
+            line, fix = f"it ended with exit code 0 and left no {state.RESULT}", ""
         self._note(name, status=FAILED, trouble=line)
         line += f"; {fix}" if fix else ""
         line += "" if self.course.options.verbose else f"; log: {_shown(log)}"

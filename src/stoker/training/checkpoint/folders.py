@@ -64,7 +64,7 @@ def make_unfinished(path: str) -> None:
     """For all ranks, whichever comes first. OSError: somebody else has put something there."""
     os.makedirs(path, exist_ok=True)
     if not is_own_folder(path):
-        raise OSError(errno.EEXIST, "somebody else has put something in its place", path)
+        raise OSError(errno.EEXIST, "another process has put something in its place", path)
 
 
 def is_own_folder(path: str) -> bool:

@@ -126,7 +126,7 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
     except (OSError, ValueError) as problem:
         if told.resume == "auto":
             return None  # damaged: the ranks say so and take the one before
-        raise Refusal(f"checkpoint.resume {where} is no checkpoint: {problem}", EX_NOINPUT) from problem
+        raise Refusal(f"checkpoint.resume {where} is not a checkpoint: {problem}", EX_NOINPUT) from problem
     if model.engine != "transformers":  # else its module knows
         check(found.meta, where, with_rows(model, made.vocab_size), made.tokenizer_digest, optimizer)
     step = found.meta.get("step")

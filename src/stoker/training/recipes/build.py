@@ -115,8 +115,8 @@ def dtype_of(c: Config, group: Group) -> torch.dtype:
     dtype = torch.float16 if torch.float16 in found else found[group.rank]
     if dtype == torch.float16 and c.parallel.comm == "powersgd":
         raise Refusal(
-            "parallel.comm powersgd adds what it left out to the next gradient: after an overflow of fp16 that would never be"
-            " a number again; use parallel.comm full or bf16",
+            "parallel.comm powersgd does not work with fp16: an overflow would stay in its error feedback for ever;"
+            " use parallel.comm full or bf16",
             EX_CONFIG,
         )
     return cast(torch.dtype, dtype)

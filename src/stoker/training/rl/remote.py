@@ -87,7 +87,7 @@ def _address(url: str) -> str:
     except ValueError:
         host, port = None, 0
     if not host or parts.scheme != "http" or parts.path.rstrip("/") not in ("", "/v1") or parts.query:
-        raise Refusal(f"grpo.server {printable(url)}: a URL such as http://127.0.0.1:8000 belongs there", EX_USAGE)
+        raise Refusal(f"grpo.server {printable(url)}: write a URL such as http://127.0.0.1:8000", EX_USAGE)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -291,7 +291,7 @@ def _read(choice: Mapping[str, Any], wanted: Wanted) -> Written:
     if any(type(one) is not int or not 0 <= one < wanted.vocab for one in ids):
         raise ValueError("ids that are not the tokenizer's")
     if any(type(one) is not int or not 0 <= one < 1 << 62 for one in versions):
-        raise ValueError("versions that are no whole numbers from 0 up")
+        raise ValueError("versions that are not whole numbers from 0 up")
     numbers = tuple(math.nan if one is None else float(one) for one in logprobs)
     return Written(tuple(ids), numbers, tuple(versions))
 

@@ -93,7 +93,7 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
     last, counts = recent[-1], counts_right(c)
     if since := lasting(NOT_FINITE_STEPS, lambda seen: not seen.finite):
         return Finding(
-            f"the loss or its gradient was no number {since}, and nothing was learned: lower optim.learning_rate, or"
+            f"the loss or its gradient was not finite {since}, and nothing was learned: lower optim.learning_rate, or"
             " use compute.dtype fp32"
         )
     hint = (
