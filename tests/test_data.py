@@ -415,7 +415,7 @@ def test_chats_are_packed_whole_and_learn_the_assistant_only(place: Place) -> No
         "1 of 1 rows can't be used" in line
         and "roles.jsonl, line 1" in line
         and "'bot'" in line
-        and "below 1 %" in line
+        and "that is 1 % or more" in line
     )
     many = place.rows("many.jsonl", [*rows[:60], *[{"messages": [{"role": "bot", "content": "x"}]}] * 9])
     line = refusal(lambda: place.prepare(many, kind="chat", context_length=512))

@@ -1069,7 +1069,10 @@ def test_what_is_in_parquet_and_base_text_is_looked_at_before_anything_starts(
     parquet(data / "sft.parquet", *[CHAT] * 9, wizard)
     assert speedrun("--data", "data", "--plan") == EX_DATAERR
     said = capsys.readouterr().out
-    assert "1 of 10 rows can't be used: message 1 has the role 'wizard'" in said and "(row 10); below 1 %" in said
+    assert (
+        "1 of 10 rows can't be used: message 1 has the role 'wizard'" in said
+        and "(row 10); that is 1 % or more" in said
+    )
     parquet(data / "sft.parquet", *[CHAT] * 200, wizard)
     assert speedrun("--data", "data", "--plan") == 0
     (data / "sft.parquet").unlink()

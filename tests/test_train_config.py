@@ -57,7 +57,9 @@ def value(made: Config, dotted: str) -> Any:
 def test_the_preset_is_production_with_gpus_and_small_without_and_is_said() -> None:
     here, there = resolve([], {}, True), resolve([], {}, False)
     assert (here.config.preset, there.config.preset) == ("production", "small")
-    assert here.lines[0].startswith("preset production") and there.lines[0].startswith("preset small: no GPU")
+    assert here.lines[0].startswith("preset production") and there.lines[0].startswith(
+        "preset small: the default without a GPU"
+    )
     assert config("--parallel.device", "cpu", gpus=True).preset == "small"
     assert resolve(["--debug"], {}, True).lines == ("preset debug (--debug)",)
 

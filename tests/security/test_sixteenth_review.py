@@ -45,7 +45,7 @@ def test_what_is_no_checkpoint_of_ours_stays(tmp_path: Path) -> None:
     assert all(
         (tmp_path / name / "thesis.tex").exists() for name in ("step-00000001", "step-00000002", ".gone-holiday")
     )
-    assert "step-00000002 is there and is no checkpoint" in "\n".join(said)
+    assert "step-00000002 already exists and is not a checkpoint" in "\n".join(said)
     assert sorted(folders.steps_in(str(tmp_path))) == [1, 2, 5], "and ours are kept and removed as asked"
 
 

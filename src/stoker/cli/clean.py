@@ -20,7 +20,7 @@ from stoker.control.doctor.debris import Debris, Lock
 from stoker.control.doctor.leftovers import Found, OnGpu
 from stoker.control.machine.model import Machine
 
-_ABOUT = "Shows what dead runs left behind: processes, shared memory, folders. Frees it with --yes. Nobody else's work is touched."
+_ABOUT = "Shows what dead runs left behind: processes, shared memory, folders. Frees it with --yes. Other users' processes are not touched."
 _CODES = (
     "Exit codes: 0 nothing to do, or all done; 1 found something, and --yes was not given; 2 something survived; 3 could"
     " not check."

@@ -62,7 +62,7 @@ def runs_root(given: str | None, environment: dict[str, str] | os._Environ[str],
         root = named or "runs"
         why = why_not_for_runs(root) if write else ""
         if why:
-            line = f"the runs folder {os.path.abspath(root)} can't be used: {why}, so others can exchange your runs"
+            line = f"the runs folder {os.path.abspath(root)} can't be used: {why}, so others can replace your runs"
             raise Refusal(f"{line}; choose a folder of your own with --runs-dir", EX_CANTCREAT, cause="launch.runs-dir")
         return root
     private = private_runs(environment)

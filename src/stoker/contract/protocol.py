@@ -77,7 +77,7 @@ class Decoder:
     def _line(self) -> bytes | None:
         end = self._buffer.find(b"\n", self._searched)
         if max(end, len(self._buffer) if end < 0 else 0) > LINE_LIMIT:
-            raise ProtocolError(f"a message without end: {bytes(self._buffer[:80])!r}")
+            raise ProtocolError(f"a message that does not end: {bytes(self._buffer[:80])!r}")
         if end < 0:
             self._searched = len(self._buffer)
             return None

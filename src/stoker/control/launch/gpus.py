@@ -33,7 +33,7 @@ def choose(options: RunOptions, environment: Mapping[str, str], machine: Machine
     hidden = environment.get("CUDA_VISIBLE_DEVICES")
     all_hidden = hides_all(hidden)
     if count == "cpu":
-        return _cpu(machine.cores, machine, "as asked for")
+        return _cpu(machine.cores, machine, "as requested")
     if machine.gpu_error and not all_hidden:
         without = "`stoker run --nproc-per-node cpu` trains without it"
         line = f"the NVIDIA driver does not answer: {machine.gpu_error}; {without}"

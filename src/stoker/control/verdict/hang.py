@@ -95,9 +95,9 @@ _PARTED = """
   fix: look at {where}
 {backend}.diverged: Ranks are on different paths: each waits in a call the others have not made.
   seen: the flight recorder: ranks that wait for each other in different groups, or in calls of different sizes at
-      different lines, or in sends and receives that don't pair. Blamed is who left the path of most ranks; of as many on
-      each side, who left the order of the steps before
-  unless: one of them waits for nobody: then that one is late
+      different lines, or in sends and receives that don't pair. The rank that left the path of most ranks is
+      blamed; if both sides are equal, the one that left the order of earlier steps
+  unless: one of them waits for no other rank: then that one is late
   fix: look at {where}: a branch that depends on the rank, or on data that differs, must not hold a collective
   fix: seeds and data order must be equal where control flow depends on them
 """

@@ -56,7 +56,7 @@ def refuse_exchangeable(folder: str) -> None:
     """Others could put a link in the place of a checkpoint that is being written: it would be written elsewhere."""
     why = owners.why_not_ours_alone(folder, sticky=True)
     if why:
-        line = f"checkpoint.folder {folder} can't be used: {why}, so others can exchange your checkpoints"
+        line = f"checkpoint.folder {folder} can't be used: {why}, so others can replace your checkpoints"
         raise Refusal(f"{line}; choose a folder of your own, or `chmod +t` it if it is yours", EX_CANTCREAT)
 
 

@@ -178,5 +178,5 @@ def commit(unfinished: str, final: str, parts: Sequence[Part], wanted: Manifest)
     sync_folder(unfinished)
     if os.path.lexists(final) and not (is_checkpoint(final) and owners.is_own(final)):
         what = "is another user's" if is_checkpoint(final) else "is not a checkpoint"
-        raise GivenUp(f"{final} is there and {what}: move it away, or give another --checkpoint.folder")
+        raise GivenUp(f"{final} already exists and {what}: move it away, or give another --checkpoint.folder")
     put_in_place(unfinished, final)
