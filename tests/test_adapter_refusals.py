@@ -32,9 +32,9 @@ from test_adapter_folders import adapter, base, chats, sft
         (["--qlora", "--also_train", "lm_heat"], "did you mean lm_head?"),
         (
             ["--lora", "--strategy", "fsdp", "--embedding", "host"],
-            "adapter.method lora can't do parallel.strategy fsdp with compute.embedding host yet",
+            "adapter.method lora does not support parallel.strategy fsdp with compute.embedding host yet",
         ),
-        (["--lora", "--optim.kind", "muon"], "adapter.method lora can't do optim.kind muon yet"),
+        (["--lora", "--optim.kind", "muon"], "adapter.method lora does not support optim.kind muon yet"),
         (["--lora", "--lora_dropout", "1"], "adapter.lora_dropout 1"),
         (["--adapter.method", "loro"], "'loro' is not one of off, lora, qlora"),
     ],
@@ -53,10 +53,7 @@ def test_adapters_need_a_model(stoker: Stoker, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("some words\n" * 200)
     done = stoker.torch("train", "pretrain", "--preset", "small", "--data", str(text), "--lora")
-    assert (
-        done.code != 0
-        and "trains beside a model that is there: name its folder or hub id with --model.load" in done.err
-    )
+    assert done.code != 0 and "needs a model to adapt: name its folder or hub id with --model.load" in done.err
 
 
 def test_training_goes_on_with_an_adapter_of_this_base_only(stoker: Stoker, tmp_path: Path) -> None:

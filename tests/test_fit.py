@@ -696,7 +696,7 @@ def test_train_refuses_before_it_starts_what_can_not_fit(
         "0",
     )
     done = stoker(*words, "--max-steps", "1", env=tiny)
-    assert done.code == 69 and "this can't fit: GPU 0 has 1.0 GiB free, and full" in done.err, done.err
+    assert done.code == 69 and "this does not fit: GPU 0 has 1.0 GiB free, and full" in done.err, done.err
     assert "smallest change: --lora" in done.err and not (tmp_path / "runs").exists()
 
 
@@ -853,7 +853,7 @@ def test_train_plans_pairs_and_prompts_too(tmp_path: Path, small: Path) -> None:
         assert config.compute.recompute == "auto" and "nothing to change" in line
         config, line = planned(stage, 2700 * MIB, "data.context_length=8192")
         assert config.compute.recompute not in ("auto", "off") and "recompute" in line, line
-    with pytest.raises(Refusal, match=r"this can't fit: .*smallest change: --lora .*--stage dpo` shows more"):
+    with pytest.raises(Refusal, match=r"this does not fit: .*smallest change: --lora .*--stage dpo` shows more"):
         planned("dpo", 1100 * MIB)
     asked = (f"grpo.prompts={prompts}", "data.context_length=4096", "generate.new_tokens=2048")
     config, line = planned("grpo", 80 * GIB, *asked)
@@ -869,7 +869,7 @@ def test_train_plans_pairs_and_prompts_too(tmp_path: Path, small: Path) -> None:
         assert config.generate.bits == bits and ("bits 4" in line) == (bits == "4"), line
     config, line = planned("grpo", 1425 * MIB, *short, "generate.bits=16")
     assert config.generate.bits == "16" and "may not fit" in line, line
-    with pytest.raises(Refusal, match=r"this can't fit: .*smallest change: --rows \d+"):
+    with pytest.raises(Refusal, match=r"this does not fit: .*smallest change: --rows \d+"):
         planned("grpo", 2400 * MIB, *asked, "lora", "generate.rows=64")
 
 

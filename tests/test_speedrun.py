@@ -526,7 +526,7 @@ def test_a_failed_evaluation_does_not_end_the_chain(speedrun: Speedrun, capsys: 
     assert speedrun() == 65
     assert speedrun.ran == [name for name in NAMES if name not in ("world", "report")]
     said = capsys.readouterr().out
-    assert "rank 0 of eval-base fell over" in said and "failed: eval-base, diversity; nothing is built on them" in said
+    assert "rank 0 of eval-base fell over" in said and "failed: eval-base, diversity; no later stage needs them" in said
     assert {name: entry["status"] for name, entry in speedrun.entries.items() if entry["status"] != "done"} == {
         "eval-base": "failed",
         "diversity": "failed",

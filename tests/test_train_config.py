@@ -796,7 +796,7 @@ def test_a_dry_run_shows_preset_config_and_command_and_makes_nothing(trainer: St
         (["--checkpoint.resume", "/nope"], 66, "checkpoint.resume /nope: there is no checkpoint"),
         (["--data.validation", "nope.txt"], 66, "nope.txt does not exist"),
         (["--nproc-per-node", "0"], 64, "--nproc-per-node 0: give a whole number"),
-        (["--device_id", "3"], 69, "GPUs are asked for and this machine has none"),
+        (["--device_id", "3"], 69, "GPUs were requested, but this machine has none"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would_and_prints_no_config_before(
@@ -837,7 +837,7 @@ def test_gpus_and_the_file_choose_the_plan(trainer: Stoker, box: Callable[..., d
             78,
             "run: unknown key 'max_restart'; did you mean max_restarts?",
         ),
-        (["pretrain", "--data", "text.txt", "--config", "module.yaml"], 78, "run.module has no meaning here"),
+        (["pretrain", "--data", "text.txt", "--config", "module.yaml"], 78, "run.module does not apply here"),
         (["pretrain", "--data", "text.txt", "--config", "absent.yaml"], 66, "absent.yaml does not exist"),
         (
             ["pretrain", "--data", "text.txt", "--config", "needs.yaml"],

@@ -94,7 +94,7 @@ def test_checkpoints_are_not_put_where_others_can_exchange_them(stoker: Stoker, 
         "--checkpoint.folder",
         str(public),
     )
-    assert done.code == 73 and "others can exchange your checkpoints" in done.err, (done.code, done.err)
+    assert done.code == 73 and "others can replace your checkpoints" in done.err, (done.code, done.err)
     assert list(public.iterdir()) == []
 
 

@@ -56,9 +56,9 @@ def main(argv: list[str]) -> int:
     if told.no_probe:
         checks = [one for one in checks if "probes" not in one.needs]
     if told.record:
-        refuse_other_kind(told.record, b"{", "recorded machine")
+        refuse_other_kind(told.record, b"{", "a recorded machine")
     if told.bundle:
-        refuse_other_kind(told.bundle, b"\x1f\x8b", "bundle (tar.gz)")
+        refuse_other_kind(told.bundle, b"\x1f\x8b", "a bundle (tar.gz)")
     whole = bool(told.record or told.bundle)
     parts = PARTS if whole else frozenset(part for one in checks for part in one.needs if part in PARTS)
 

@@ -46,7 +46,7 @@ def parse(argv: list[str]) -> tuple[Request, int]:
     if not script:
         raise Refusal("no script given: stoker ladder [options] script.py [args]", EX_USAGE)
     if told.get("detach"):
-        raise Refusal("a ladder stays in the foreground: leave --detach out", EX_USAGE)
+        raise Refusal("stoker ladder runs in the foreground only: leave --detach out", EX_USAGE)
     return run.parse(ladder.command_words(told, script, args)), steps  # PET_* and --config come in there
 
 

@@ -78,7 +78,7 @@ _EPILOG = """a key's name that is clear without its section may stand alone, wit
 `stoker run` has too is `stoker run`'s when it stands alone: --gpus 0,3 chooses GPUs, --needs.gpus 4 asks for four.
 preset < the stage's defaults (by model size and data, printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE)
 < flags. `stoker docs config` prints every key.
-exit codes: those of `stoker run`; 64 a flag that can't be, 78 a config file or variable that can't be, 65 and 66 data, 69 GPUs that are needed and missing."""
+exit codes: those of `stoker run`; 64 an invalid flag, 78 an invalid config file or variable, 65 and 66 data, 69 GPUs that are needed and missing."""
 _SHORT = """--help-all lists the other {more} keys and every option of `stoker run`; `stoker docs config` prints every key.
 A name that is clear without its section may stand alone, with - or _: --max-steps 10.
 preset < the stage's defaults (printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE) < flags"""
@@ -227,7 +227,7 @@ def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str,
     where = f"config file {path}: run"
     for name in _NOT_HERE:
         if name in section:
-            raise Refusal(f"{where}.{name} has no meaning here", names.EX_CONFIG)
+            raise Refusal(f"{where}.{name} does not apply here", names.EX_CONFIG)
     for key in section:
         name = str(key).replace("-", "_")
         if name in options_of(RunOptions) and name not in _IN_A_FILE:
@@ -286,7 +286,7 @@ def _check_inputs(stage: str, config: Config) -> None:
         if config.tokenizer.path:
             folder_here(config.tokenizer.path)
     if "model.load" in kind.inputs and not config.model.load:
-        raise Refusal(f"no model: stage {stage} begins with one; name its folder or hub id with --model.load", EX_USAGE)
+        raise Refusal(f"no model: stage {stage} needs one; name its folder or hub id with --model.load", EX_USAGE)
     if kind.prepares and config.checkpoint.resume not in ("auto", "never"):
         from stoker.training.loop.resume import located
 

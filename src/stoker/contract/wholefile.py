@@ -68,7 +68,7 @@ def refuse_other_kind(path: str, begins: bytes, kind: str) -> None:
             f"{printable(path)} already exists and can't be read: {problem.strerror}", EX_CANTCREAT
         ) from problem
     if not same:
-        line = f"{printable(path)} already exists and is not a {kind}: give another name, or remove it first"
+        line = f"{printable(path)} already exists and is not {kind}: give another name, or remove it first"
         raise Refusal(line, EX_CANTCREAT)
 
 

@@ -131,7 +131,7 @@ class Drive:
                     failed[stage.name] = code
         if failed:
             self.say(
-                f"failed: {', '.join(failed)}; nothing is built on {'it' if len(failed) == 1 else 'them'}: the same"
+                f"failed: {', '.join(failed)}; no later stage needs {'it' if len(failed) == 1 else 'them'}; the same"
                 " command tries again"
             )
         return next(iter(failed.values()), 0)

@@ -53,7 +53,7 @@ def route(facts: Facts) -> Iterator[Finding]:
     for one in facts.there:
         if one.address is None and len(facts.there) > 1:
             text = f"{one.name}: no interface of it leads to the other hosts"
-            yield fail(text, "address: in the hosts file says where the others reach it")
+            yield fail(text, "set address: in the hosts file to where the others reach it")
 
 
 @between("between.same-host")

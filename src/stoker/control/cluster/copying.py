@@ -315,4 +315,4 @@ def _needed(payload: bytes) -> set[str]:
     try:
         return set(typed.read("list[str]", parse_json(payload or b"[]")))
     except ValueError as problem:
-        raise protocol.ProtocolError(f"what it needs can't be read: {problem}") from None
+        raise protocol.ProtocolError(f"its list of wanted files can't be read: {problem}") from None

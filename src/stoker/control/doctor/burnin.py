@@ -210,8 +210,8 @@ def _disagree(contested: list[tuple[int, Replica]]) -> Finding:
     return Finding(
         "burnin.mismatch",
         "fail",
-        f"{names} disagree from step {first}; {len(contested)} replicas can't say which of them is wrong",
-        "again with a longer --minutes: the one that contradicts itself is the bad one; or with a third replica: the"
+        f"{names} disagree from step {first}; {len(contested)} replicas can't show which of them is wrong",
+        "run it again with a longer --minutes: the GPU that contradicts itself is faulty; or with a third replica: the"
         " majority is right",
     )
 

@@ -41,7 +41,7 @@ def choose(options: RunOptions, environment: Mapping[str, str], machine: Machine
     if not machine.gpus or all_hidden:
         if options.gpus or options.gpu or count == "gpu":
             why = "CUDA_VISIBLE_DEVICES hides them all" if machine.gpus else "this machine has none"
-            raise Refusal(f"GPUs are asked for and {why}", EX_UNAVAILABLE, cause="gpu.too-few")
+            raise Refusal(f"GPUs were requested, but {why}", EX_UNAVAILABLE, cause="gpu.too-few")
         ranks = count if isinstance(count, int) else 1
         if count == "auto":
             ranks = machine.cores

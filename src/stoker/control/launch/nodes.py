@@ -58,7 +58,7 @@ def meeting(request: Request, environment: Mapping[str, str]) -> Meeting | None:
         return None
     if not by_hand(options):
         if options.node_rank != 0:
-            raise _refusal(f"--node-rank {options.node_rank} with one machine: it has number 0")
+            raise _refusal(f"--node-rank {options.node_rank} with one machine: its number is 0")
         return None
     if options.standalone:
         raise _refusal(f"--standalone and --nnodes {options.nnodes} contradict each other")

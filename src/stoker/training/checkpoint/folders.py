@@ -173,7 +173,7 @@ def hold(folder: str, say: Callable[[str], None]) -> int | None:
         ) from problem
     except OSError as problem:
         say(
-            f"{folder}: this file system can't lock ({problem.strerror}); see to it that only one job writes its"
+            f"{folder}: this file system can't lock ({problem.strerror}); make sure that only one job writes its"
             " checkpoints there"
         )
         os.close(fd)

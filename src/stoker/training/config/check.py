@@ -58,7 +58,7 @@ def _adapter(checking: _Checking) -> None:
         return
     if not config.model.load:
         checking.refuse(
-            f"adapter.method {method} trains beside a model that is there: name its folder or hub id with --model.load",
+            f"adapter.method {method} needs a model to adapt: name its folder or hub id with --model.load",
             "adapter.method",
         )
     impossible = {
@@ -68,7 +68,9 @@ def _adapter(checking: _Checking) -> None:
         "compute.fp8 tensorwise": config.compute.fp8 != "off",
     }
     for what in (what for what, yes in impossible.items() if yes):
-        checking.refuse(f"adapter.method {method} can't do {what} yet: leave it out", what.split()[0], "adapter.method")
+        checking.refuse(
+            f"adapter.method {method} does not support {what} yet: leave it out", what.split()[0], "adapter.method"
+        )
 
 
 def _shape(checking: _Checking) -> None:

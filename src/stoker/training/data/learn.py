@@ -135,7 +135,7 @@ def _sound(folder: str, say: Say) -> bool:
     try:
         load(folder)
     except Refusal as problem:
-        say(f"{problem.line}: it is trained again")
+        say(f"{problem.line}: training it again")
         shutil.rmtree(folder)
         return False
     return True

@@ -137,7 +137,7 @@ def find_sources(
         next((path for place, path in enumerate(files) if path in files[:place]), None) if len(files) < 10_000 else None
     )
     if twice:
-        say(f"{twice} is named twice: it is read twice")
+        say(f"{twice} is given twice: it is read twice")
     return tuple(_source(path, cache, say) for path in files)
 
 

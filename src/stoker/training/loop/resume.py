@@ -166,7 +166,7 @@ def position(found: Mapping[str, Any], data: Data) -> tuple[Position, str]:
     waited, skipped = (found[key] if type(found.get(key)) is int else 0 for key in ("waited", "skipped"))
     whole = all(type(one) is int and 0 <= one < 1 << 62 for one in (*counts, waited, skipped))
     if not isinstance(theirs, dict) or not told or not whole or skipped > found["step"]:
-        raise Refusal("the checkpoint does not say how far it is: it was written by something else", EX_CONFIG)
+        raise Refusal("the checkpoint has no step number: another program wrote it", EX_CONFIG)
     other = [key for key in mine if theirs.get(key) != mine[key]]
     words = {"key": "the data", "seed": "its order", "context": "the context length", "count": "the number of samples"}
     lowest = float(best) if best is not None else None

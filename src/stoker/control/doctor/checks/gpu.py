@@ -36,7 +36,7 @@ def driver(machine: Machine, missing: dict[str, str]) -> Iterator[Finding]:
         yield unknown(f"the NVIDIA driver could not be asked: {missing['machine']}")
     elif machine.gpu_error:
         text = f"the NVIDIA driver does not answer: {machine.gpu_error}"
-        yield fail(text, "nvidia-smi says the same? reboot, or reinstall the driver")
+        yield fail(text, "run nvidia-smi; if it says the same, reboot or reinstall the driver")
     for gpu in machine.gpus:
         if gpu.error:
             yield fail(f"GPU {gpu.index} does not answer: {gpu.error}", DEAD, gpu=gpu.index)
@@ -133,7 +133,7 @@ def context(probes: dict[str, Probe], machine: Machine) -> Iterator[Finding]:
             text = f"GPU {gpu.index} is full: {probe.detail}"
             yield fail(text, "stoker doctor --only gpu.held names its holders", gpu=gpu.index)
         elif probe.outcome == "hung":
-            yield fail(f"GPU {gpu.index} does not come back from making a context: {probe.detail}", DEAD, gpu=gpu.index)
+            yield fail(f"GPU {gpu.index} hangs while a CUDA context is made: {probe.detail}", DEAD, gpu=gpu.index)
         elif probe.outcome == "wrong":
             yield fail(f"GPU {gpu.index} computes wrong results: {probe.detail}", DEAD, gpu=gpu.index)
         else:
