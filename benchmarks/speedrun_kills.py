@@ -47,7 +47,7 @@ class Kill:
     who: str
     stage: str  # that was running
     after_s: float
-    starts: int  # of the command, until it ended with 0
+    starts: int  # of the command, until it ended with exit code 0
 
 
 def command(ranks: int) -> list[str]:

@@ -174,7 +174,7 @@ ROWS: dict[str, tuple[list[Any], str]] = {
     "an empty conversation": ([CHAT, CHAT, {"messages": []}], "{}, line 3: an empty conversation"),
     "two formats": ([CHAT, {"instruction": "a", "output": "b"}], "{}, line 2: the row is of format alpaca"),
     "too long": ([LONG] * 3, "{}: no conversation has words of the assistant within 96 tokens"),
-    "a key twice": ([CHAT, '{"messages": [], "messages": []}'], "{}, line 2 is not JSON that can be used: the key 'messages' is there twice"),
+    "a key twice": ([CHAT, '{"messages": [], "messages": []}'], "{}, line 2 is not JSON that can be used: the key 'messages' appears twice"),
     "no JSON": ([CHAT, '{"messages": ['], "{}, line 2 is not JSON"),
 }  # fmt: skip
 PAIRS: dict[str, tuple[list[Any], str]] = {
@@ -182,7 +182,7 @@ PAIRS: dict[str, tuple[list[Any], str]] = {
     "an empty conversation": ([PAIR, {"chosen": [], "rejected": []}], "chosen is an empty conversation (row 2)"),
     "two formats": ([PAIR, CHAT], "no chosen; found messages (row 2)"),
     "too long": ([{**PAIR, "chosen": "boats " * 500}] * 3, "raise data.context_length: the longest needs"),
-    "a key twice": ([PAIR, '{"prompt": "a", "prompt": "b"}'], "line 2 is not JSON that can be used: the key 'prompt' is there twice"),
+    "a key twice": ([PAIR, '{"prompt": "a", "prompt": "b"}'], "line 2 is not JSON that can be used: the key 'prompt' appears twice"),
 }  # fmt: skip
 
 

@@ -176,13 +176,13 @@ def test_ways_to_exchange_gradients_are_read(told: str) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--comm", "local"), "does not say how many steps a rank goes alone"),
-        (("--comm", "local:1"), "does not say how many steps a rank goes alone"),
+        (("--comm", "local"), "needs the number of steps between exchanges"),
+        (("--comm", "local:1"), "needs the number of steps between exchanges"),
         (("--comm", "bf17"), "'bf17' is not one of full, bf16, powersgd, local:N"),
         (("--balance", "on"), "'on' is not one of off, auto"),
         (("--balance", "auto", "--strategy", "fsdp"), "parallel.balance auto needs parallel.strategy ddp"),
         (("--comm", "bf16", "--strategy", "fsdp"), "parallel.comm bf16 needs parallel.strategy ddp"),
-        (("--comm", "local:8", "--optimizer", "adamw8bit"), "optim.kind adamw8bit has codes instead"),
+        (("--comm", "local:8", "--optimizer", "adamw8bit"), "does not work with optim.kind adamw8bit"),
     ],
 )
 def test_settings_that_can_not_be_are_one_line(words: tuple[str, ...], line: str) -> None:
@@ -433,7 +433,7 @@ def test_ranks_exchange_what_learns_and_nothing_else(forks: Forks, tmp_path: Pat
 
 def test_equal_shares_say_what_balance_would_gain(forks: Forks, tmp_path: Path) -> None:
     job = forks(2, tmp_path / "job", "--max-steps", "24", slow={0: 3})
-    assert "unlike ranks (" in job.said() and "--balance auto would compute" in job.said() and not job.plans
+    assert "ranks of different speed (" in job.said() and "--balance auto would compute" in job.said() and not job.plans
     assert all(one == [12, 12] for one in job.sizes(2).values())
 
 

@@ -215,7 +215,7 @@ out, err = io.StringIO(), io.StringIO()
 with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
     results = stoker.launch(say, nproc=2)
 
-print(json.dumps([sorted(out.getvalue().splitlines()), "all 2 ranks ended with 0" in err.getvalue()]))
+print(json.dumps([sorted(out.getvalue().splitlines()), "all 2 ranks ended with exit code 0" in err.getvalue()]))
 """
 
 

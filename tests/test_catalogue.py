@@ -178,7 +178,7 @@ def test_a_run_that_is_stopped_keeps_what_was_known() -> None:
     known = judge(Evidence(2, (ended(0), ended(1)), stop_signal=2, stopped_at=10.0, stall=SLEEPS))
     assert (
         known.cause == "launch.stopped"
-        and "Known by then: rank 1 (CPU1) stands still after step 20: it sleeps at train.py:31" in known.summary
+        and "Before the stop: rank 1 (CPU1) stands still after step 20: it sleeps at train.py:31" in known.summary
     )
     assert (
         "rank 1: load" in known.evidence
@@ -360,7 +360,7 @@ CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
     ("oom.host-allocation", end(code=-6, tail="terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"), False, ("gave no memory",)),
     ("oom.host-allocation", end(err("RuntimeError", "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes. Error code 12 (Cannot allocate memory)")), False, ("8.0 GiB",)),
     ("oom.host-allocation", end(err("_ArrayMemoryError", "Unable to allocate 71.1 PiB for an array with shape (10000000000000000,) and data type float64", module="numpy._core._exceptions")), False, ("71.1 PiB",)),
-    ("gpu.busy", end(cuda("CUDA-capable device(s) is/are busy or unavailable")), True, ("busy or unavailable", "error 46", "compute mode, or a sick card")),
+    ("gpu.busy", end(cuda("CUDA-capable device(s) is/are busy or unavailable")), True, ("busy or unavailable", "error 46", "compute mode, or a faulty card")),
     ("gpu.busy", end(cuda("CUDA-capable device(s) is/are busy or unavailable"), around=HELD), True, ("pid 727",)),
     ("gpu.ordinal", end(cuda("invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?")), False, ("invalid device ordinal",)),
     ("gpu.assert", end(cuda("device-side assert triggered"), tail="/pytorch/aten/src/ATen/native/cuda/Loss.cu:245: nll_loss_forward_reduce_cuda_kernel_2d: block: [0,0,0], thread: [3,0,0] Assertion `t >= 0 && t < n_classes` failed.\n"), False, ("t < n_classes", "a label is not below")),
@@ -425,8 +425,8 @@ CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
     ("data.network-fs", end(err("OSError", "[Errno 5] Input/output error")), True, ("Input/output error",)),
     ("data.permission", end(err("PermissionError", "[Errno 13] Permission denied: '/etc/shadow'")), False, ("/etc/shadow", "permission denied")),
     ("data.permission", end(err("OSError", "[Errno 30] Read-only file system: '/data/cache'")), False, ("read-only",)),
-    ("data.file-missing", end(err("FileNotFoundError", "[Errno 2] No such file or directory: '/data/train.bin'")), False, ("/data/train.bin is not there",)),
-    ("data.file-missing", end(IN_A_WORKER), False, ("/data/shard-3.bin is not there",)),
+    ("data.file-missing", end(err("FileNotFoundError", "[Errno 2] No such file or directory: '/data/train.bin'")), False, ("/data/train.bin does not exist",)),
+    ("data.file-missing", end(IN_A_WORKER), False, ("/data/shard-3.bin does not exist",)),
     ("data.file-missing", end(err("OSError", "meta-llama/Lama-3 is not a local folder and is not a valid model identifier listed on 'https://huggingface.co/models'")), False, ("meta-llama/Lama-3",)),
     ("env.cuda-build", end(err("AssertionError", "Torch not compiled with CUDA enabled"), label="CPU0"), False, ("without CUDA",)),
     ("env.cuda-build", end(err("RuntimeError", "Distributed package doesn't have NCCL built in"), label="CPU0"), False, ("without CUDA",)),

@@ -253,7 +253,9 @@ def test_this_machine_may_be_one_of_the_hosts_and_one_without_torch_or_python_is
     assert report.findings["between.torch-missing"] == [
         f"{netcluster.hosts[0].name}: import torch fails: No module named 'torch'"
     ]
-    assert report.findings["between.host"] == [f"{netcluster.hosts[1].name}: no Python: /no/such/python is not there"]
+    assert report.findings["between.host"] == [
+        f"{netcluster.hosts[1].name}: no Python: /no/such/python does not exist there"
+    ]
     assert (
         report.hosts["localhost"]["address"] == netcluster.address
         and report.hosts["localhost"]["interface"] == netcluster.bridge

@@ -90,7 +90,7 @@ CASES = [
      "10.0.0.2 → 10.0.0.3: small messages pass, full-size packets (1500 bytes) vanish without a word: an MTU hole; packets of up to 1400 bytes pass"),
     (facts(host(0, error="timed out", hole=Hole(1400))), "between.mtu",
      "this machine → 10.0.0.1: small packets pass, full-size ones vanish without a word: an MTU hole; packets of up to 1400 bytes pass"),
-    (facts(host(0, mtu=9000)), "between.mtu-differs", "the interfaces have unlike MTUs: 10.0.0.1 9000, 10.0.0.2 1500, 10.0.0.3 1500"),
+    (facts(host(0, mtu=9000)), "between.mtu-differs", "the interfaces have different MTUs: 10.0.0.1 9000, 10.0.0.2 1500, 10.0.0.3 1500"),
     (facts(host(2, skew=300.0)), "between.clock", "10.0.0.3: its clock is 5.0 minutes ahead of the other hosts'"),
     (facts(host(1, skew=-3.0)), "between.clock", "10.0.0.2: its clock is 3.0 s behind the other hosts'"),
     (facts(host(2, torch=Torch("2.12.0", None))), "between.torch", "10.0.0.3 has torch 2.12.0; 10.0.0.1 and 10.0.0.2 have 2.13.0+cu126, CUDA 12.6, NCCL 2.27.3"),

@@ -267,7 +267,7 @@ def test_hosts_that_fail_are_named_by_their_own_reasons(netcluster: NetCluster, 
         copying.sync(read, str(source), Said())
     first, second, third = refused.value.line.splitlines()
     assert first.startswith(f"host {netcluster.hosts[0].name}: connection refused") and refused.value.code == 69
-    assert second.startswith(f"host {netcluster.hosts[1].name}: no Python: /no/python is not there")
+    assert second.startswith(f"host {netcluster.hosts[1].name}: no Python: /no/python does not exist there")
     assert third.startswith(f"host {netcluster.hosts[2].name}: /proc/nowhere: ")
 
 
@@ -451,7 +451,7 @@ def test_the_program_is_compared_file_by_file(tmp_path: Path) -> None:
     answers["h1"] = {"error": "no answer"}
     lacking = agreement.remedy("../sy/q.py", "/home/me/train", True)
     assert agreement.disagreements({"h2": answers["h2"]}, "../sy/q.py", lacking) == [
-        "host h2: ../sy/q.py is not there; it is not below /home/me/train, which --sync copies"
+        "host h2: ../sy/q.py does not exist there; it is not below /home/me/train, which --sync copies"
     ]
     assert agreement.remedy("/home/me/train/q.py", "/home/me/train", True).startswith(
         "name it by its path below /home/me/train"
@@ -459,7 +459,7 @@ def test_the_program_is_compared_file_by_file(tmp_path: Path) -> None:
     assert agreement.remedy("big/q.py", "/home/me/train", True).startswith("--sync leaves it out: git ignores it")
     assert agreement.disagreements(answers, "train.py") == [
         "host h1: train.py could not be compared: no answer",
-        "host h2: train.py is not there; copy it with --sync, or set workdir:",
+        "host h2: train.py does not exist there; copy it with --sync, or set workdir:",
     ]
     module = files(str(tmp_path / "1"), "pkg.net", module=True)
     assert set(module["names"]) == {"pkg/__init__.py", "pkg/net.py"} and module["script"] is None
@@ -480,7 +480,7 @@ def test_a_run_with_sync_runs_what_was_copied_and_without_it_names_what_differs(
     refused = stoker("run", "--hosts", path, "s.py")
     assert (
         refused.code != 0
-        and "s.py is not there" in refused.err
+        and "s.py does not exist there" in refused.err
         and all(host.name in refused.err for host in netcluster.hosts)
     ), refused.err
     done = stoker("run", "--hosts", path, "--sync", "s.py")

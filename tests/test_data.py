@@ -264,7 +264,7 @@ def test_bad_input_is_refused_in_one_line_with_file_and_place(place: Place) -> N
     good = {"text": "fine " * 20}
     cases: list[tuple[str, list[str]]] = [
         (place.file("empty.txt", ""), ["empty.txt is empty"]),
-        (place.file("blank.txt", " \n" * 99), ["blank.txt holds nothing but blanks"]),
+        (place.file("blank.txt", " \n" * 99), ["blank.txt holds only whitespace"]),
         (place.file("big-blank.txt", " \n" * 99_999), ["big-blank.txt", "no text"]),
         (place.file("picture.txt", b"\x89PNG\r\n\x1a\n" + os.urandom(500)), ["picture.txt", "PNG"]),
         (place.file("late.txt", b"fine text\n" * 9000 + b"\0" + b"more"), ["late.txt", "NUL byte at offset 90000"]),
@@ -287,15 +287,15 @@ def test_bad_input_is_refused_in_one_line_with_file_and_place(place: Place) -> N
         ),
         ("/dev/zero", ["/dev/zero is a device, not a regular file"]),
         (dangling(place), ["dangling/gone.txt can't be read: No such file"]),
-        (os.path.dirname(place.file("hollow/a.txt", "")), ["hollow holds nothing but empty files"]),
+        (os.path.dirname(place.file("hollow/a.txt", "")), ["hollow holds only empty files"]),
         (place.file("array.json", '[{"text": "a"}, {"text": "b"'), ["array.json, row 2 is not JSON"]),
-        (place.file("twice.jsonl", '{"text": "a"}\n{"text": "a", "text": "b"}\n'), ["line 2", "'text' is there twice"]),
+        (place.file("twice.jsonl", '{"text": "a"}\n{"text": "a", "text": "b"}\n'), ["line 2", "'text' appears twice"]),
         (place.file("archive.zip", "PK"), ["unzip"]),
         (place.file("number.jsonl", "12\n"), ["number.jsonl, line 1", "int"]),
         (place.file("bad.jsonl", b'{"text": "caf\xe9"}\n'), ["bad.jsonl is not UTF-8", "offset 13"]),
         (place.file("fake.parquet", "no parquet" * 9), ["fake.parquet is not a parquet file"]),
         (place.file("packed.jsonl.gz", b"\x1f\x8b123"), ["packed.jsonl.gz is damaged", "download it again"]),
-        (str(place.folder / "latin.text"), ["is not there; did you mean ", "latin.txt?"]),
+        (str(place.folder / "latin.text"), ["does not exist; did you mean ", "latin.txt?"]),
         (str(place.folder / "no*match"), ["no file matches"]),
         (os.path.dirname(place.file("odd/a.bin", "x")), ["holds no", ".bin"]),
         (
@@ -320,7 +320,7 @@ def test_an_empty_file_among_others_is_left_out_and_named(place: Place) -> None:
     for path in (place.folder / "many", place.folder / "many" / "*.txt"):
         place.said.clear()
         assert place.prepare(str(path)).train_documents == 1
-        assert place.said[0] == f"left out, being empty: {place.folder / 'many' / 'none.txt'}"
+        assert place.said[0] == f"left out, because they are empty: {place.folder / 'many' / 'none.txt'}"
 
 
 def test_the_help_names_every_ending_that_a_folder_is_read_for(stoker: Stoker) -> None:
@@ -415,7 +415,7 @@ def test_chats_are_packed_whole_and_learn_the_assistant_only(place: Place) -> No
         "1 of 1 rows can't be used" in line
         and "roles.jsonl, line 1" in line
         and "'bot'" in line
-        and "below 1 %" in line
+        and "that is 1 % or more" in line
     )
     many = place.rows("many.jsonl", [*rows[:60], *[{"messages": [{"role": "bot", "content": "x"}]}] * 9])
     line = refusal(lambda: place.prepare(many, kind="chat", context_length=512))
@@ -494,7 +494,7 @@ def test_the_command_takes_the_preset_that_training_takes_here(
     stoker: Stoker, box: Callable[..., dict[str, str]]
 ) -> None:
     (stoker.cwd / "book.txt").write_text(words(3000))
-    small, production = "preset small: no GPU to train on", "preset production: the default where there are GPUs"
+    small, production = "preset small: the default without a GPU", "preset production: the default with GPUs"
     cases = [
         (0, [], small),
         (1, [], production),
@@ -562,7 +562,7 @@ def test_what_stoker_made_is_no_data(tmp_path: Path) -> None:
     first = prepare(data, TokenizerConfig(path="bytes"), said.append)
     assert (tmp_path / "cache" / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f597d28d172789f06886806bc55")
     assert prepare(data, TokenizerConfig(path="bytes"), said.append).key == first.key
-    assert f"left out, being Stoker's own: {tmp_path / 'runs' / '1-base'}" in said
+    assert f"left out, because they are Stoker's own files: {tmp_path / 'runs' / '1-base'}" in said
     assert [
         one.path for one in find_sources([str(tmp_path / "runs" / "1-base")], str(tmp_path / "other"), said.append)
     ] != [], "unless it is named"

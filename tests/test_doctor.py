@@ -168,7 +168,7 @@ def test_record_replay_and_bundle(stoker: Stoker) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["--machine", "absent.json"], 66, "absent.json is not there"),
+        (["--machine", "absent.json"], 66, "absent.json does not exist"),
         (["--machine", "corrupt.json"], 65, "corrupt.json"),
         (["--machine", "other.json"], 65, "unknown field 'colour'"),
         (["--only", "gpo."], 64, "did you mean gpu."),

@@ -304,7 +304,7 @@ def test_an_unknown_architecture_learns_pairs_and_a_reward_model_of_it_is_refuse
 
     given = [word.replace("dpo", "reward") for word in words(bloom, "scores")]
     done = stoker.torch(*given)
-    assert done.code == 78 and "model.engine transformers can't do a reward model" in done.err, done.err
+    assert done.code == 78 and "model.engine transformers does not support a reward model" in done.err, done.err
     assert "Traceback" not in done.out + done.err
 
 

@@ -225,6 +225,17 @@ def test_a_closed_tmux_saves(stoker: Stoker) -> None:
 # ---- stoker train ----
 
 
+def test_the_command_that_continues_names_the_run_that_was_the_latest_before(stoker: Stoker, text: Path) -> None:
+    """As it was typed it would name the stopped run itself."""
+    before = stoker.cwd / "runs" / "1-before"
+    before.mkdir(parents=True)
+    shutil.copy(text, before / "text.txt")
+    (stoker.cwd / "runs" / "latest").symlink_to(before.name)
+    code, said = stopped_with(stoker, training(Path("runs/latest/text.txt")), signal.SIGTERM)
+    continues = next(line for line in said.splitlines() if "to continue: " in line)
+    assert code == 143 and "--data runs/1-before/text.txt" in continues and "latest" not in continues
+
+
 @pytest.mark.parametrize("signum", at_length_but([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_training_saves_and_continues(stoker: Stoker, text: Path, signum: signal.Signals) -> None:
     code, said = stopped_with(stoker, training(text), signum)

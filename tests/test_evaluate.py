@@ -689,7 +689,7 @@ def test_two_ranks_find_what_one_finds(
     ("words", "code", "line"),
     [
         ((), EX_USAGE, "nothing to evaluate"), (("--evaluate.tasks", "absent.jsonl"), EX_NOINPUT, "absent.jsonl can't be read"),
-        (("--evaluate.texts", "absent.txt"), EX_NOINPUT, "absent.txt is not there"), (("--evaluate.tasks", "q.jsonl", "--context_length", "24"), EX_DATAERR, "are longer than 24"),
+        (("--evaluate.texts", "absent.txt"), EX_NOINPUT, "absent.txt does not exist"), (("--evaluate.tasks", "q.jsonl", "--context_length", "24"), EX_DATAERR, "are longer than 24"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_evaluated_is_refused(

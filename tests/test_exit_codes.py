@@ -219,11 +219,13 @@ def test_no_evidence_is_said_to_be_unknown() -> None:
     assert verdict.cause == "unknown" and verdict.exit_code == 70 and not verdict.retryable
 
 
-@pytest.mark.parametrize(("ranks", "summary"), [(1, "the rank ended with 0"), (2, "all 2 ranks ended with 0")])
+@pytest.mark.parametrize(
+    ("ranks", "summary"), [(1, "the rank ended with exit code 0"), (2, "all 2 ranks ended with exit code 0")]
+)
 def test_one_rank_is_not_all_ranks(ranks: int, summary: str) -> None:
     assert judge(Evidence(ranks, tuple(end(rank, 0, 1.0) for rank in range(ranks)))).summary == summary
 
 
 def test_ranks_that_were_ended_after_their_steps_made_at_least_so_many() -> None:
     verdict = judge(Evidence(1, (end(0, -15, 7.0, ours=True),), stopped_at=6.5, steps_reached=2))
-    assert verdict.exit_code == 0 and verdict.summary == "the rank made at least 2 steps; ended as asked for"
+    assert verdict.exit_code == 0 and verdict.summary == "the rank made at least 2 steps; stopped there as requested"

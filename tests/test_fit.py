@@ -622,7 +622,9 @@ def test_an_epochs_time_and_cost_and_where_the_speed_comes_from(stoker: Stoker, 
     done = stoker(*words)
     assert done.code == 0 and "one epoch: about" in done.out and "at 3 per GPU hour" in done.out
     run = tmp_path / "runs" / "20990101-000000-sft"
-    run.mkdir(parents=True)
+    (run / "hf").mkdir(parents=True)
+    whole_run = stoker("fit", str(run), "--gpus", "H100")
+    assert whole_run.code == 66 and f"{run}: it has no config.json; use {run}/hf" in whole_run.err
     told = {"model": str(folder), "method": "lora", "context": 2048, "cards": ["H100"], "tokens_per_s": 4321.0}
     (run / "memory.json").write_text(json.dumps(told))
     done = stoker(*words)
@@ -632,7 +634,7 @@ def test_an_epochs_time_and_cost_and_where_the_speed_comes_from(stoker: Stoker, 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--gpus", "2xQuantum9000"), "no GPU that is known"), (("--gpus", "0GB"), "too small"), (("--gpus", "0,1"), "no GPU '0' here"),
+        (("--gpus", "2xQuantum9000"), "is not a known GPU"), (("--gpus", "0GB"), "too small"), (("--gpus", "0,1"), "no GPU '0' here"),
         (("--gpus", "24GB", "--machine", "x.json"), "give one of them"), (("--machine", "x.json"), "no such file"), ((), "no GPU here"),
         (("--gpus", "8GB", "--lora-rank", "0"), "--lora-rank 0 is out of range"), (("--gpus", "8GB", "--context", "1"), "out of range"),
         (("--gpus", "8GB", "--recompute", "some"), "give a number of blocks"), (("--gpus", "8GB", "--price", "-1"), "--price -1"),
@@ -703,7 +705,7 @@ def test_train_refuses_before_it_starts_what_can_not_fit(
         "0",
     )
     done = stoker(*words, "--max-steps", "1", env=tiny)
-    assert done.code == 69 and "this can't fit: GPU 0 has 1.0 GiB free, and full" in done.err, done.err
+    assert done.code == 69 and "this does not fit: GPU 0 has 1.0 GiB free, and full" in done.err, done.err
     assert "smallest change: --lora" in done.err and not (tmp_path / "runs").exists()
 
 
@@ -860,7 +862,7 @@ def test_train_plans_pairs_and_prompts_too(tmp_path: Path, small: Path) -> None:
         assert config.compute.recompute == "auto" and "nothing to change" in line
         config, line = planned(stage, 2700 * MIB, "data.context_length=8192")
         assert config.compute.recompute not in ("auto", "off") and "recompute" in line, line
-    with pytest.raises(Refusal, match=r"this can't fit: .*smallest change: --lora .*--stage dpo` shows more"):
+    with pytest.raises(Refusal, match=r"this does not fit: .*smallest change: --lora .*--stage dpo` shows more"):
         planned("dpo", 1100 * MIB)
     asked = (f"grpo.prompts={prompts}", "data.context_length=4096", "generate.new_tokens=2048")
     config, line = planned("grpo", 80 * GIB, *asked)
@@ -876,7 +878,7 @@ def test_train_plans_pairs_and_prompts_too(tmp_path: Path, small: Path) -> None:
         assert config.generate.bits == bits and ("bits 4" in line) == (bits == "4"), line
     config, line = planned("grpo", 1425 * MIB, *short, "generate.bits=16")
     assert config.generate.bits == "16" and "may not fit" in line, line
-    with pytest.raises(Refusal, match=r"this can't fit: .*smallest change: --rows \d+"):
+    with pytest.raises(Refusal, match=r"this does not fit: .*smallest change: --rows \d+"):
         planned("grpo", 2400 * MIB, *asked, "lora", "generate.rows=64")
 
 

@@ -170,7 +170,7 @@ def test_preference_pairs_as_published() -> None:
     [
         ({"chosen": DIALOGUE, "rejected": DIALOGUE + "5"}, "chosen has an empty answer"),
         ({"chosen": DIALOGUE + "4", "rejected": DIALOGUE + "4"}, "the same text"),
-        ({"chosen": "4", "rejected": "5"}, "no prompt, and chosen is no dialogue"),
+        ({"chosen": "4", "rejected": "5"}, "no prompt, and chosen is not a dialogue"),
         ({"chosen": [USER], "rejected": [USER, ANSWER]}, "chosen does not end with an answer"),
         ({"chosen": [USER, ANSWER], "rejected": [{"role": "user", "content": "?"}, ANSWER]}, "different prompts"),
         ({"prompt": "a", "chosen": None, "rejected": "b"}, "chosen is missing"),
@@ -266,8 +266,8 @@ def bad_files(place: Place) -> list[tuple[str, list[str]]]:
         (place.rows("mixed.jsonl", [good, {"instruction": "a", "output": "b"}]), ["mixed.jsonl, line 2", "format alpaca"]),
         (place.file("cut.jsonl.gz", whole[:-100]), ["cut.jsonl.gz is damaged", "download it again"]),
         (place.file("flip.jsonl.gz", whole[:2000] + b"????" + whole[2004:]), ["flip.jsonl.gz is damaged"]),
-        (place.file("twice.jsonl", '{"messages": [], "messages": []}\n'), ["twice.jsonl, line 1", "'messages' is there twice"]),
-        (place.file("twice.json", '[{"a": {"b": 1, "b": 2}}]'), ["twice.json, row 1", "'b' is there twice"]),
+        (place.file("twice.jsonl", '{"messages": [], "messages": []}\n'), ["twice.jsonl, line 1", "'messages' appears twice"]),
+        (place.file("twice.json", '[{"a": {"b": 1, "b": 2}}]'), ["twice.json, row 1", "'b' appears twice"]),
         (place.file("cut.json", '[{"messages": []}, {"mess'), ["cut.json, row 2 is not JSON"]),
         (place.file("cells.csv", "prompt,completion\na,b\na,b,c\n"), ["cells.csv, row 2 has 3 cells", "2 columns"]),
         (place.file("none.jsonl.gz", gzip.compress(b"")), ["none.jsonl.gz holds no lines"]),
@@ -457,9 +457,9 @@ def test_show_counts_reasons_takes_a_format_and_refuses_in_one_line(stoker: Stok
     assert "only text" not in done.out and "⟦some words" in done.out
     for words, code, says in (
         ([place.file("odd.jsonl", '{"a": 1}\n')], 65, "no known format; its keys: a"),
-        ([path, "--tokenizer", "nowhere"], 66, "tokenizer nowhere is not there"),
+        ([path, "--tokenizer", "nowhere"], 66, "tokenizer nowhere does not exist"),
         ([place.file("cut.jsonl.gz", gzip.compress(b"{}\n" * 99)[:-9])], 65, "is damaged"),
-        ([str(place.folder / "gone.jsonl")], 66, "is not there"),
+        ([str(place.folder / "gone.jsonl")], 66, "does not exist"),
     ):
         done = stoker("data", "show", *words)
         assert done.code == code and says in done.err and done.err.count("\n") == 1, done.err

@@ -322,7 +322,7 @@ def test_weights_of_another_file_are_refused() -> None:
         (right, 3, "weights of 2 prompts and grpo.prompts 3 rows"),
         ([*right, right[0]], 2, "3 prompts"),
         ([right[0], right[0]], 2, "belong together"),
-        ([{"index": 0, "weight": -1}], 1, "row 1: an index and a weight"),
+        ([{"index": 0, "weight": -1}], 1, "row 1: a row needs an index and a weight"),
         ([{"index": 0, "weight": float("nan")}], 1, "row 1"),
         ([{"weight": 1}], 1, "row 1"),
     ):
@@ -375,7 +375,7 @@ BREAKS: list[tuple[str, list[Seen], GrpoConfig, tuple[str, ...] | None]] = [
     ("never right, but another reward counts", SOUND + steps(10, 40, correct=0.0), GrpoConfig(reward=("length",)), None),
     ("never right, and two rewards", SOUND + steps(10, 40, correct=0.0), GrpoConfig(reward=("exact", "length")), ("no answer was right", "only what length rewards is learned")),
     ("without answers", SOUND + steps(10, 40, correct=None), GrpoConfig(reward=("length",)), None),
-    ("no number", SOUND + steps(3, 40, finite=False, entropy=None, kl=None), GrpoConfig(), ("no number for 3 steps (since step 40)",)),
+    ("no number", SOUND + steps(3, 40, finite=False, entropy=None, kl=None), GrpoConfig(), ("not finite for 3 steps (since step 40)",)),
     ("no number twice", SOUND + steps(2, 40, finite=False), GrpoConfig(), None),
 ]  # fmt: skip
 
@@ -798,7 +798,7 @@ def test_a_reward_model_adds_its_share(forks: Forks, given: Path, tmp_path: Path
     assert job.codes == [0], job.said()
     assert all(0 < line["reward"] - line["correct"] < 0.5 for line in job.metrics)
     none = forks(1, tmp_path / "none", "--max-steps", "2", "--grpo.reward_model", str(given / "hf"))
-    assert none.codes == [EX_NOINPUT] and "is no reward model" in none.said()
+    assert none.codes == [EX_NOINPUT] and "is not a reward model" in none.said()
     train(["other words " * 50], 300, str(tmp_path / "words"))
     save(judge, str(tmp_path / "other"), Beside(str(tmp_path / "words"), False), lambda line: None, True)
     other = forks(1, tmp_path / "apart", "--max-steps", "2", "--grpo.reward_model", str(tmp_path / "other"))
@@ -882,6 +882,11 @@ def test_gsm8ks_file_as_published_learns_from_a_reward_of_ones_own(stoker: Stoke
     shown = stoker("rollouts", "--json")
     told = json.loads(shown.out)
     assert told["answers"] == 3 * 64 and {"score", "length"} == set(told["best"][0]["parts"]), shown.out
+    (without_gpu,) = [line for line in test_guide.COMMANDS if "--model.load runs/latest/hf --grpo.prompts" in line]
+    words = without_gpu.replace("gsm8k/train.jsonl", "train.jsonl").split()[1:]
+    done = stoker.torch(*words, "--no-preflight", "--nproc-per-node", "1")
+    assert done.code == 0, done.out[-3000:] + done.err[-2000:]
+    assert json.loads(stoker("rollouts", "--json").out)["answers"] == 3 * 4 * 4
 
 
 def test_a_reward_file_that_cant_be_loaded_is_one_line_and_a_code(forks: Forks, tmp_path: Path) -> None:

@@ -278,7 +278,7 @@ def test_one_command_starts_the_server_and_the_trainers(stoker: Stoker, given: P
     metrics = [json.loads(line) for line in (trainer / "metrics.jsonl").read_text().splitlines()]
     assert len(metrics) == 3 and all(line["staleness_max"] <= 1 for line in metrics)
     assert (trainer / "hf" / "model.safetensors").exists() and not (trainer / "published").exists()
-    assert "trainer ended with 0; server stopped" in done.out + done.err
+    assert "trainer ended with exit code 0; server stopped" in done.out + done.err
     files = [path for path in stoker.latest.rglob("*") if path.is_file()]
     assert len(files) > 15 and not [path for path in files if KEY.encode() in path.read_bytes()], (
         "the key is in no record"

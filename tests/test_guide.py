@@ -115,7 +115,7 @@ def test_the_pages_jobs_run(stoker: Stoker, name: str) -> None:
     cards = [gpu_json(n)["uuid"] for n in range(4)]
     assert f"sees {cards[0]}\n" in done.out and done.out.count("asked 127.0.0.1:") == 3
     assert done.out.count(f"sees {','.join(cards[1:])}") == 3, "each trainer has its own as its local rank"
-    assert done.verdict["summary"] == "trainer ended with 0; server stopped"
+    assert done.verdict["summary"] == "trainer ended with exit code 0; server stopped"
 
 
 def test_a_dead_gpu_0_is_refused_with_what_the_page_says(stoker: Stoker) -> None:

@@ -588,8 +588,8 @@ def test_a_hub_id_is_fetched_once_and_refused_in_one_line_where_that_fails(folde
 
     first = ask("maker/small", "maker/unknown", "./not/there")
     assert first[0] == "found 20"
-    assert first[1].startswith("refused model maker/unknown: no such folder here, and the hub can't give it")
-    assert first[2].startswith("refused model ./not/there is not there") and len(first) == 3
+    assert first[1].startswith("refused model maker/unknown: no such folder here, and it can't be fetched from the hub")
+    assert first[2].startswith("refused model ./not/there does not exist") and len(first) == 3
     assert not list((tmp_path / "home").rglob("pytorch_model.bin"))
     server.shutdown()
     server.server_close()

@@ -106,8 +106,8 @@ def test_the_test_cluster_is_not_this_machine_but_its_bridge_is(netcluster: NetC
         ("hosts: [{host: a, slot: 2}]", "host a: unknown key 'slot'; did you mean slots?"),
         ("hosts: [{host: a}]\ndefaults: {pyton: /x}", "defaults: unknown key 'pyton'; did you mean python?"),
         ("hosts: [{host: a}]\ndefaults: {host: b}", "defaults: unknown key 'host'"),
-        ("hosts: [{host: a}, b, {host: a}]", "host a is there twice"),
-        ("hosts: [x@a, y@a]", "host a is there twice"),
+        ("hosts: [{host: a}, b, {host: a}]", "host a is listed twice"),
+        ("hosts: [x@a, y@a]", "host a is listed twice"),
         ("hosts: [localhost, 127.0.0.1]", "localhost and 127.0.0.1 are all this machine"),
         ("hosts: []", "hosts: found []"),
         ("defaults: {user: a}", "hosts: nothing"),
@@ -136,7 +136,7 @@ def test_the_test_cluster_is_not_this_machine_but_its_bridge_is(netcluster: NetC
         ("hosts: [{host: a}]\nenv: {X: [1]}", "X: found [1]"),
         ("hosts: [{host: a}]\nssh_options: -v", "ssh_options: found '-v'"),
         ("hosts:\n  - {host: a, slots: 1\n  - {host: b}\n", "line 3: not YAML"),
-        ("hosts:\n  - host: a\n    slots: 1\n    slots: 2\n", "line 4: not YAML: the key slots is there twice"),
+        ("hosts:\n  - host: a\n    slots: 1\n    slots: 2\n", "line 4: not YAML: the key slots appears twice"),
     ],
 )  # fmt: skip
 def test_what_a_hosts_file_may_not_say(tmp_path: Path, text: str, says: str) -> None:
@@ -179,13 +179,21 @@ def test_a_user_a_shell_would_act_on_is_refused_by_name(tmp_path: Path, user: st
 
 @pytest.mark.parametrize(
     ("told", "says", "code"),
-    [("", "names no host", EX_USAGE), (" , ", "names no host", EX_USAGE), ("a,,b", "an empty name", EX_USAGE), ("a,b,a", "host a is there twice", EX_USAGE), ("-oX,b", "a leading '-'", EX_USAGE),
+    [("", "names no host", EX_USAGE), (" , ", "names no host", EX_USAGE), ("a,,b", "an empty name", EX_USAGE), ("a,b,a", "host a is listed twice", EX_USAGE), ("-oX,b", "a leading '-'", EX_USAGE),
      ("@a", "an empty user", EX_USAGE), ("a:22", "write a, and its port in a hosts file (port: 22)", EX_USAGE), ("hosts/cluster.txt", "ends in .yaml", EX_USAGE), ("nowhere/cluster.yaml", "no hosts file nowhere/cluster.yaml", EX_NOINPUT)],
 )  # fmt: skip
 def test_what_the_flag_may_not_say(told: str, says: str, code: int) -> None:
     with pytest.raises(Refusal) as refused:
         hosts.read(told)
     assert says in refused.value.line and refused.value.code == code
+
+
+def test_a_file_without_its_ending_is_not_taken_for_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hostfile").write_text("10.0.0.1 slots=2\n")
+    with pytest.raises(Refusal) as refused:
+        hosts.read("hostfile")
+    assert "a hosts file ends in .yaml" in refused.value.line and refused.value.code == EX_USAGE
 
 
 def test_files_it_names_must_be_there(tmp_path: Path) -> None:
@@ -271,7 +279,7 @@ def test_a_folder_for_connections_that_is_not_ours_alone_is_not_used(
 ) -> None:
     read = hosts.read(_file(tmp_path, "hosts: [{host: b}]"))
     for name, says in (
-        ("open", "is somebody else's, or open to others"),
+        ("open", "belongs to another user, or is open to others"),
         ("no/where", "can't be made (No such file or directory)"),
         ("own", ""),
     ):
@@ -325,7 +333,7 @@ def test_a_jump_host_of_the_ssh_config_leads_to_the_next(netcluster: NetCluster)
         ("ssh: connect to host b port 22: No route to host\n", 255, "no route to it: switched off"),
         ("ssh: connect to host b port 22: Network is unreachable\n", 255, "no route to it"),
         ("ssh: connect to host b port 22: Connection timed out\n", 255, "no answer: switched off, or a firewall"),
-        ("Connection timed out during banner exchange\nConnection to 10.0.0.1 port 22 timed out\n", 255, "ssh connected, and then heard nothing more"),
+        ("Connection timed out during banner exchange\nConnection to 10.0.0.1 port 22 timed out\n", 255, "ssh connected, but no data came back"),
         ("ssh: Could not resolve hostname b: Name or service not known\n", 255, "unknown host (Name or service not known)"),
         ("@@@@\n@  WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!  @\n@@@\nOffending ED25519 key in /h/known_hosts:3\nHost key verification failed.\n", 255,
          "its host key changed since it was last known (/h/known_hosts, line 3); find out why; if it was installed anew: ssh-keygen -R b"),
@@ -338,9 +346,9 @@ def test_a_jump_host_of_the_ssh_config_leads_to_the_next(netcluster: NetCluster)
         ("kex_exchange_identification: Connection closed by remote host\nConnection closed by 10.0.0.1 port 22\n", 255, "its sshd closed the connection"),
         ("Bad owner or permissions on /h/.ssh/config\n", 255, "ssh does not read /h/.ssh/config"),
         ("/h/c: line 3: Bad configuration option: foo\n/h/c: terminating, 1 bad configuration options\n", 255, "ssh's settings: /h/c: line 3: Bad configuration option: foo"),
-        ("bash: line 1: /no/such/python: No such file or directory\n", 127, "no Python: /no/such/python is not there; name one with python:, venv: or --python"),
-        ("motd\nsh: 1: python3: not found\n", 127, "no Python: python3 is not there"),
-        ("zsh:1: no such file or directory: /no/py\n", 127, "no Python: /no/py is not there"),
+        ("bash: line 1: /no/such/python: No such file or directory\n", 127, "no Python: /no/such/python does not exist there; name one with python:, venv: or --python"),
+        ("motd\nsh: 1: python3: not found\n", 127, "no Python: python3 does not exist there"),
+        ("zsh:1: no such file or directory: /no/py\n", 127, "no Python: /no/py does not exist there"),
         ("bash: line 1: /etc: Is a directory\n", 126, "no Python: /etc can't be executed there"),
         (f"banner\n{agentzip.TOO_OLD} 3.6\n", 1, "its Python is 3.6, too old; name a Python of 3.10 or later"),
         ("Unknown option: -I\nusage: python [option] ...\n", 2, "its Python is too old"),
@@ -389,7 +397,7 @@ def test_each_host_that_fails_is_named_and_nothing_is_started(stoker: Stoker, ne
     assert names(
         refused(netcluster.file(per_host=[{"python": "/no/such/python"}])),
         a.name,
-        "no Python: /no/such/python is not there",
+        "no Python: /no/such/python does not exist there",
     )
     assert names(
         refused(netcluster.file(per_host=[{}, {"python": _fake_old_python(netcluster.folder)}])),
@@ -491,7 +499,7 @@ def test_init_names_every_host_that_does_not_answer_and_writes_nothing(stoker: S
     )
     assert not (stoker.cwd / "cluster.yaml").exists() and a.name not in done.err
     for words, says in (
-        (["a", "a"], "host a is there twice"),
+        (["a", "a"], "host a is listed twice"),
         (["-x"], ""),
         (["a;b"], "';'"),
         (["a", "--out", "no/where.yaml"], "no folder"),

@@ -235,7 +235,7 @@ def test_the_table_and_one_rank_alone(stoker: Stoker) -> None:
     assert any(line.split()[:1] == ["yaml"] and line.count("MB") == 2 for line in lines)
     row = lines[next(n for n, line in enumerate(lines) if line.startswith("RUNG")) + 1].split()
     assert row[:2] == ["1", "1"] and "100%" in row
-    assert "1 rank will need" in done.out and lines[-1] == "✓ the ladder holds: 2 imports and 1 rank"
+    assert "1 rank will need" in done.out and lines[-1] == "✓ ladder passed: 2 imports and 1 rank"
     again = climb(stoker, "--steps", "5", "t.py")
     assert again.code == 0 and len(records(stoker)) == 2, "a record of its own each time"
 

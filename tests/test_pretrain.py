@@ -783,7 +783,7 @@ def test_what_cannot_be_trained_is_one_line_before_any_rank_starts(stoker: Stoke
         (["--lerning_rate", "1"], 64, "unknown option --lerning_rate; did you mean --learning_rate?"),
         (["--data", "empty.txt"], 65, "empty.txt is empty"),
         (["--data", "short.txt"], 65, "data.context_length is 32, longer than the data"),
-        (["--data", "absent.txt"], 66, "absent.txt is not there"),
+        (["--data", "absent.txt"], 66, "absent.txt does not exist"),
         (["--model.vocab_size", "100"], 64, "model.vocab_size 100 is too small for the tokenizer's 260 tokens"),
         (
             ["--batch.tokens", "64", "--nproc-per-node", "3"],

@@ -272,7 +272,7 @@ def speedrun(folder: Path, until: str = "") -> Path:
                 "schema": 1,
                 "status": "completed",
                 "cause": "completed",
-                "summary": "1 rank ended with 0",
+                "summary": "1 rank ended with exit code 0",
                 "exit_code": 0,
             },
         )

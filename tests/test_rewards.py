@@ -67,13 +67,13 @@ def test_what_cant_be_is_one_line_before_anything_is_started(tmp_path: Path) -> 
         ("exat", "did you mean exact?"),
         ("nonsense", "there are exact, number, math"),
         ("exact:7", "takes nothing behind a colon"),
-        ("exact=much", "'much' is no weight"),
-        ("exact=nan", "'nan' is no weight"),
+        ("exact=much", "'much' is not a number"),
+        ("exact=nan", "'nan' is not a number"),
         ("regex:(", "not a pattern"),
         ("regex", "no pattern"),
         ("format:xml", "no format 'xml' there are think, boxed, stated, json"),
-        ("length:0", "no number of tokens"),
-        ("rewards.py", "name the function behind the file: rewards.py:score"),
+        ("length:0", "not a number of tokens"),
+        ("rewards.py", "add the function's name: rewards.py:score"),
         ("model", "grpo.reward_model"),
     ):
         assert words in refused(told), told
@@ -127,7 +127,7 @@ def test_rows_need_an_answer_only_where_one_is_compared() -> None:
     assert lacking(parts_of(GrpoConfig()))(None) == "without an answer"
     assert lacking(parts_of(GrpoConfig(reward=("length", "regex:x"))))(None) == ""
     number = lacking(parts_of(GrpoConfig(reward=("number",))))
-    assert "no number" in number("blue") and number("6 + 1 = 7\n#### 1,007") == ""
+    assert "not a number" in number("blue") and number("6 + 1 = 7\n#### 1,007") == ""
 
 
 @pytest.mark.parametrize(

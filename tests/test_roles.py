@@ -96,7 +96,7 @@ def test_a_dead_server_is_replaced_alone_and_the_trainers_go_on(stoker: Stoker, 
     stoker.script("done", "")
     said = job.communicate(timeout=120)[0].decode()
     done = stoker.result(job.returncode)
-    assert (done.code, done.verdict["summary"]) == (0, "trainer ended with 0; server stopped"), said
+    assert (done.code, done.verdict["summary"]) == (0, "trainer ended with exit code 0; server stopped"), said
     assert len(pids(stoker, "trainer")) == 2, "the trainers were not started again"
     assert len(pids(stoker, "server")) == kills + 1
     assert {event["cause"] for event in events(stoker, "role-restart")} == {"rank.killed"}
@@ -149,7 +149,10 @@ raise SystemExit(70)
 
 @pytest.mark.parametrize(
     "end",
-    at_length_but(["killed", "stopped", "ended with 0"], ["killed", "killed for good", "stopped", "ended with 0"]),
+    at_length_but(
+        ["killed", "stopped", "ended with exit code 0"],
+        ["killed", "killed for good", "stopped", "ended with exit code 0"],
+    ),
 )
 def test_zero_reward_after_the_servers_end_stops_within_ten_steps_and_names_the_server(
     stoker: Stoker, end: str
@@ -173,7 +176,7 @@ def test_zero_reward_after_the_servers_end_stops_within_ten_steps_and_names_the_
     assert ready(stoker, 1) and wait_for(lambda: True if steps.exists() else None, 60)
     stoker.script("loads", "")
     server = pids(stoker, "server")[-1]
-    os.kill(server, {"stopped": signal.SIGSTOP, "ended with 0": signal.SIGTERM}.get(end, signal.SIGKILL))
+    os.kill(server, {"stopped": signal.SIGSTOP, "ended with exit code 0": signal.SIGTERM}.get(end, signal.SIGKILL))
     said = job.communicate(timeout=120)[0].decode()
     verdict = stoker.result(job.returncode).verdict
     assert int(steps.read_text().split()[-1]) <= 10
@@ -181,7 +184,11 @@ def test_zero_reward_after_the_servers_end_stops_within_ten_steps_and_names_the_
         "killed": (137, "rank.killed", "role server: rank 0 (CPU0) was killed"),
         "killed for good": (137, "rank.killed", "role server: rank 0 (CPU0) was killed"),
         "stopped": (70, "role.unhealthy", "role server: it no longer answers: 127.0.0.1:"),
-        "ended with 0": (70, "role.ended", "role server: it ended with 0 while trainer still needed it"),
+        "ended with exit code 0": (
+            70,
+            "role.ended",
+            "role server: it ended with exit code 0 while trainer still needed it",
+        ),
     }[end]
     assert (job.returncode, verdict["cause"]) == wanted[:2] and verdict["summary"].startswith(wanted[2]), said
     echo = "then role trainer: the reward was exactly 0 for every answer for 10 steps"
@@ -262,7 +269,7 @@ def test_a_line_a_mark_and_a_file_make_ready(stoker: Stoker) -> None:
     }
     done = stoker("run", "--roles", file_of(stoker, **parts))
     assert done.code == 0 and [event["role"] for event in events(stoker, "role-ready")] == ["a", "b", "c"], done.err
-    assert done.verdict["summary"] == "a and b and d ended with 0; c stopped"
+    assert done.verdict["summary"] == "a and b and d ended with exit code 0; c stopped"
 
 
 def test_a_job_that_waits_for_a_server_without_end_says_so(stoker: Stoker) -> None:
@@ -329,7 +336,7 @@ def test_a_role_on_a_host_that_cant_start_reports_its_own_reason(tmp_path: Path)
         "missing program": "launch.refused",
     }
     assert "its port is 28123; port: auto takes a free one" in found["port in use"]["evidence"]
-    assert "weights.bin is not there" in found["missing file"]["summary"]
+    assert "weights.bin does not exist" in found["missing file"]["summary"]
     assert "no program nothing-like-this" in found["missing program"]["summary"]
     for verdict in found.values():
         assert verdict["summary"].startswith("role server: ") and verdict["started"] == ["server"], verdict
@@ -602,7 +609,7 @@ def test_a_run_that_a_role_starts_is_a_run_of_its_own(stoker: Stoker) -> None:
         "import subprocess, sys\nsubprocess.run([sys.executable, '-m', 'stoker', 'run', 'inner.py'], check=True)\n",
     )
     done = stoker("run", "--role", "a:1:outer.py")
-    assert done.code == 0 and "the rank ended with 0 in " in done.out + done.err, "it says how it ended"
+    assert done.code == 0 and "the rank ended with exit code 0 in " in done.out + done.err, "it says how it ended"
 
 
 def test_a_role_alone_is_a_plain_run(stoker: Stoker) -> None:
@@ -685,7 +692,7 @@ def test_a_job_whose_folder_was_exchanged_starts_no_more_roles(stoker: Stoker) -
     folder.mkdir()
     os.kill(server, signal.SIGKILL)
     said = job.communicate(timeout=120)[0].decode()
-    assert job.returncode == 73 and "somebody moved or replaced the run directory" in said, said
+    assert job.returncode == 73 and "was moved or replaced during the run" in said, said
     assert not list(folder.iterdir())
 
 

@@ -73,7 +73,7 @@ def test_best_worst_and_what_changed(tmp_path: Path, capsys: pytest.CaptureFixtu
         [11 / 12, -11 / 12]
     )
     assert command.main([str(tmp_path), "--step", "3"]) == 0
-    assert "No prompt was asked in two of these steps." in capsys.readouterr().out
+    assert "No prompt occurs in two of these steps, so there is no change to show." in capsys.readouterr().out
 
 
 def test_no_file_no_answers_and_no_regular_file_are_one_line(tmp_path: Path) -> None:

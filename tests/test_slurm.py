@@ -152,7 +152,7 @@ def test_roles_are_spread_over_the_nodes(stoker: Stoker, slurm: SlurmCluster) ->
     )
     for rank, node in enumerate(("node1", "node2", "node2")):
         assert f"rank {rank} of 3 on {node}" in done.out, done.out + done.err
-    assert done.verdict["summary"] == "trainer ended with 0; server stopped"
+    assert done.verdict["summary"] == "trainer ended with exit code 0; server stopped"
     refused = stoker("submit", "--nodes", "2", "--", "--roles", job, "train.py", env=slurm.env)
     assert refused.code == 64 and "a job of roles has no script of its own" in refused.err
 
@@ -279,7 +279,7 @@ def test_ctrl_c_leaves_the_job_and_follow_takes_it_up_again(stoker: Stoker, slur
     job = number(stoker)
     run.send_signal(signal.SIGINT)
     out, _ = run.communicate(timeout=100)
-    assert run.returncode == 0 and f"left job {job}; it goes on. `stoker submit --follow {job}`".encode() in out
+    assert run.returncode == 0 and f"left job {job}; it keeps running. `stoker submit --follow {job}`".encode() in out
     assert slurm.state(job) == "RUNNING"
     again = stoker.start("submit", "--follow", job, env=slurm.env)
     slurm.ask("scancel", job)

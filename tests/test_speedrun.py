@@ -95,7 +95,7 @@ open(run + "/weights.jsonl", "w").close()
 metrics = {"val_bits_per_byte": 1.5, "accuracy": 0.93, "stopped": orders.get("stopped")}
 if not orders.get("nothing"):
     json.dump({"schema": 1, "stage": stage, "metrics": metrics, "model": "hf"}, open(run + "/result.json", "w"))
-end("completed", 0, "all ranks ended with 0") if not orders.get("stopped") else end("failed", 70, "the reward was 0 for 10 steps")
+end("completed", 0, "all ranks ended with exit code 0") if not orders.get("stopped") else end("failed", 70, "the reward was 0 for 10 steps")
 """
 REPORT = "import sys; [open(sys.argv[1] + '/report.' + end, 'w').close() for end in ('md', 'html')]"
 
@@ -342,7 +342,7 @@ def test_every_real_recipe_is_found() -> None:
     [
         ("learning_rate", "KEY=VALUE"), ("=3", "KEY=VALUE"), ("stf:train.max_steps=3", "did you mean sft"), ("optim.learnin_rate=3", "did you mean optim.learning_rate"),
         ("optim.learning_rate=fast", "not a number"), ("model.load=x", "say in which"), ("data.path=x", "say in which"), ("world:colour=red", "level, size, seed"),
-        ("world:size=big", "not a number"), ("needs.gpus=3", "no stage has a use"),
+        ("world:size=big", "not a number"), ("needs.gpus=3", "no stage uses needs.gpus"),
     ],
 )  # fmt: skip
 def test_settings_that_can_not_be_are_refused(setting: str, said: str) -> None:
@@ -526,7 +526,7 @@ def test_a_failed_evaluation_does_not_end_the_chain(speedrun: Speedrun, capsys: 
     assert speedrun() == 65
     assert speedrun.ran == [name for name in NAMES if name not in ("world", "report")]
     said = capsys.readouterr().out
-    assert "rank 0 of eval-base fell over" in said and "failed: eval-base, diversity; nothing is built on them" in said
+    assert "rank 0 of eval-base fell over" in said and "failed: eval-base, diversity; no later stage needs them" in said
     assert {name: entry["status"] for name, entry in speedrun.entries.items() if entry["status"] != "done"} == {
         "eval-base": "failed",
         "diversity": "failed",
@@ -839,7 +839,7 @@ def test_a_preset_for_real_data_needs_base_text_and_its_plan_says_what_is_lackin
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("--set", "sft:data.path=/x"), EX_NOINPUT, "stage sft: /x is not there"), (("--set", "reward:reward.pairs=gone.jsonl"), EX_NOINPUT, "reward.pairs gone.jsonl"),
+        (("--set", "sft:data.path=/x"), EX_NOINPUT, "stage sft: /x does not exist"), (("--set", "reward:reward.pairs=gone.jsonl"), EX_NOINPUT, "reward.pairs gone.jsonl"),
         (("--set", "sft:model.load=./gone"), EX_NOINPUT, "model.load ./gone"), (("--set", "generate.temperature=0"), EX_USAGE, "stage grpo-uniform: generate.temperature 0"),
         (("--set", "diversity:diversity.rounds=3"), EX_CONFIG, "stage diversity: diversity.rounds 3"), (("--nproc-per-node", "0"), EX_USAGE, "--nproc-per-node 0"),
         (("--set", "sft:optim.learning_rate=-1"), EX_USAGE, "stage sft: optim.learning_rate -1"), (("--nproc-per-node", "32"), EX_USAGE, "too few for 32 ranks"),
@@ -1069,7 +1069,10 @@ def test_what_is_in_parquet_and_base_text_is_looked_at_before_anything_starts(
     parquet(data / "sft.parquet", *[CHAT] * 9, wizard)
     assert speedrun("--data", "data", "--plan") == EX_DATAERR
     said = capsys.readouterr().out
-    assert "1 of 10 rows can't be used: message 1 has the role 'wizard'" in said and "(row 10); below 1 %" in said
+    assert (
+        "1 of 10 rows can't be used: message 1 has the role 'wizard'" in said
+        and "(row 10); that is 1 % or more" in said
+    )
     parquet(data / "sft.parquet", *[CHAT] * 200, wizard)
     assert speedrun("--data", "data", "--plan") == 0
     (data / "sft.parquet").unlink()
@@ -1077,7 +1080,7 @@ def test_what_is_in_parquet_and_base_text_is_looked_at_before_anything_starts(
         ("base.jsonl", '{"text": "a"}\n{"text": null}\n', "line 2: 'text' is null"),
         ("base.jsonl", '{"text": "a"}\n{"text": "b', "line 2 is not JSON"),
         ("base.txt", "", "base.txt is empty"),
-        ("base-held-out.txt", " \n", "nothing but blanks"),
+        ("base-held-out.txt", " \n", "only whitespace"),
         ("base.jsonl", '{"text": ""}\n', "holds no text"),
     ):
         (data / name).write_text(text)

@@ -116,7 +116,7 @@ def test_a_host_that_refuses_is_named(stoker: Stoker, host: list[str], change: l
     assert (
         done.code == 69
         and says in done.err
-        and "the agent on host 127.0.0.1 is gone" in done.err
+        and "host 127.0.0.1 can't be used: " in done.err
         and not (stoker.cwd / "runs").exists()
     )
 

@@ -241,7 +241,7 @@ def test_a_flag_of_another_stage_is_refused_and_a_shared_config_file_is_not(stok
     )
     (tmp_path / "shared.yaml").write_text("grpo: {kl: 0.1}\n")
     shared = stoker("train", "tokenizer", "--data", "absent.txt", "--config", str(tmp_path / "shared.yaml"))
-    assert shared.code == 66 and "absent.txt is not there" in shared.err
+    assert shared.code == 66 and "absent.txt does not exist" in shared.err
 
 
 def test_no_object_of_the_training_loop_gets_attributes_after_it_was_made() -> None:

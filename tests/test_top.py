@@ -273,7 +273,7 @@ def test_a_deleted_run_that_was_chosen_is_not_replaced_in_silence() -> None:
     view = View(run=seen.runs[0].id)
     assert without_gone(view, seen) is view
     left = without_gone(view, replace(seen, runs=seen.runs[1:]))
-    assert left.run == "" and f"run {seen.runs[0].id} is not there any more" in left.note
+    assert left.run == "" and f"run {seen.runs[0].id} no longer exists" in left.note
     assert left.note in screen(make_frame(replace(seen, runs=seen.runs[1:]), left, 160, 40))
 
 

@@ -57,7 +57,9 @@ def value(made: Config, dotted: str) -> Any:
 def test_the_preset_is_production_with_gpus_and_small_without_and_is_said() -> None:
     here, there = resolve([], {}, True), resolve([], {}, False)
     assert (here.config.preset, there.config.preset) == ("production", "small")
-    assert here.lines[0].startswith("preset production") and there.lines[0].startswith("preset small: no GPU")
+    assert here.lines[0].startswith("preset production") and there.lines[0].startswith(
+        "preset small: the default without a GPU"
+    )
     assert config("--parallel.device", "cpu", gpus=True).preset == "small"
     assert resolve(["--debug"], {}, True).lines == ("preset debug (--debug)",)
 
@@ -735,11 +737,11 @@ def test_a_step_of_hundreds_of_epochs_is_refused_where_somebody_asked_for_it(
 @pytest.mark.parametrize(
     ("gpus", "vram", "cards", "says"),
     [
-        (4, 0, [80] * 3, "needs 4 GPUs, this machine has 3"),
+        (4, 0, [80] * 3, "4 GPUs needed, this machine has 3"),
         (1, 0, [], "this machine has none"),
         (0, 40, [], "this machine has none"),
-        (0, 40, [24, 16], "needs a GPU with 40.0 GB of memory, the largest here have 24.0 GB"),
-        (2, 40, [48, 24], "needs 2 GPUs with 40.0 GB of memory, the largest here have 48.0 GB, 24.0 GB"),
+        (0, 40, [24, 16], "a GPU with 40.0 GB of memory needed, the largest here have 24.0 GB"),
+        (2, 40, [48, 24], "2 GPUs with 40.0 GB of memory needed, the largest here have 48.0 GB, 24.0 GB"),
         (2, 40, [48, None], ""),
         (0, 0, [], ""),
         (2, 40, [48, 24, 48], ""),
@@ -771,7 +773,7 @@ def test_a_dry_run_shows_preset_config_and_command_and_makes_nothing(trainer: St
     done = trainer(*DRY, "--max-steps", "7", "--nproc-per-node", "2", env={"STOKER_TRAIN_OPTIM_BETA1": "0.8"})
     assert done.code == 0, done.err
     assert (
-        "preset small: no GPU to train on" in done.err
+        "preset small: the default without a GPU" in done.err
         and "  max_steps: 7\n" in done.out
         and "  beta1: 0.8\n" in done.out
     )
@@ -790,11 +792,11 @@ def test_a_dry_run_shows_preset_config_and_command_and_makes_nothing(trainer: St
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["--tokenizer.path", "/nope"], 66, "tokenizer /nope is not there"),
+        (["--tokenizer.path", "/nope"], 66, "tokenizer /nope does not exist"),
         (["--checkpoint.resume", "/nope"], 66, "checkpoint.resume /nope: there is no checkpoint"),
-        (["--data.validation", "nope.txt"], 66, "nope.txt is not there"),
+        (["--data.validation", "nope.txt"], 66, "nope.txt does not exist"),
         (["--nproc-per-node", "0"], 64, "--nproc-per-node 0: give a whole number"),
-        (["--device_id", "3"], 69, "GPUs are asked for and this machine has none"),
+        (["--device_id", "3"], 69, "GPUs were requested, but this machine has none"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would_and_prints_no_config_before(
@@ -826,7 +828,7 @@ def test_gpus_and_the_file_choose_the_plan(trainer: Stoker, box: Callable[..., d
         (["pretrian"], 64, "no stage 'pretrian'; did you mean pretrain?"),
         (["--debug", "pretrain"], 64, "name the stage first"),
         (["pretrain"], 64, "no data: name files, a folder or a hub id with --data"),
-        (["pretrain", "--data", "none.txt"], 66, "none.txt is not there"),
+        (["pretrain", "--data", "none.txt"], 66, "none.txt does not exist"),
         (["pretrain", "--data", "text.txt", "--lerning_rate", "1"], 64, "did you mean --learning_rate?"),
         (["pretrain", "--data", "text.txt", "--nprc-per-node", "1"], 64, "did you mean --nproc-per-node?"),
         (["pretrain", "--data", "text.txt", "--config", "typo.yaml"], 78, "did you mean learning_rate?"),
@@ -835,12 +837,12 @@ def test_gpus_and_the_file_choose_the_plan(trainer: Stoker, box: Callable[..., d
             78,
             "run: unknown key 'max_restart'; did you mean max_restarts?",
         ),
-        (["pretrain", "--data", "text.txt", "--config", "module.yaml"], 78, "run.module has no meaning here"),
-        (["pretrain", "--data", "text.txt", "--config", "absent.yaml"], 66, "absent.yaml is not there"),
+        (["pretrain", "--data", "text.txt", "--config", "module.yaml"], 78, "run.module does not apply here"),
+        (["pretrain", "--data", "text.txt", "--config", "absent.yaml"], 66, "absent.yaml does not exist"),
         (
             ["pretrain", "--data", "text.txt", "--config", "needs.yaml"],
             69,
-            "needs.yaml: needs.gpus: it needs 4 GPUs, this machine has none",
+            "needs.yaml: needs.gpus: 4 GPUs needed, this machine has none; --needs.gpus 0",
         ),
         (["pretrain", "--data", "text.txt", "--device", "cuda"], 69, "parallel.device is cuda and there is no GPU"),
         (
@@ -889,7 +891,9 @@ def test_needs_look_at_the_machine(trainer: Stoker, box: Callable[..., dict[str,
     assert trainer(*DRY, "--config", "needs.yaml", env=box(2)).code == 0
     small = box([gpu_json(0), gpu_json(1, memory_total=24 * 10**9)])
     done = trainer(*DRY, "--config", "needs.yaml", env=small)
-    assert done.code == 69 and "needs 2 GPUs with 40.0 GB of memory, the largest here have 48.0 GB, 24.0 GB" in done.err
+    assert (
+        done.code == 69 and "2 GPUs with 40.0 GB of memory needed, the largest here have 48.0 GB, 24.0 GB" in done.err
+    )
 
 
 def test_the_launcher_never_imports_torch(trainer: Stoker) -> None:
@@ -947,7 +951,7 @@ def test_the_latest_run_is_the_one_that_was_latest_when_it_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The new run is the latest one before its ranks look."""
-    from stoker.training.config.resolve import pinned
+    from stoker.training.config.resolve import pinned, pinned_words
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "1-base" / "hf").mkdir(parents=True)
@@ -966,6 +970,9 @@ def test_the_latest_run_is_the_one_that_was_latest_when_it_was_asked_for(
     )
     assert (found.model.load, found.data.path) == ("runs/1-base/hf", ("runs/1-base/text.txt", "latest/other.txt"))
     assert found.checkpoint.resume == str(tmp_path / "runs" / "1-base")
+    words = ["train", "sft", "--model.load=runs/latest/hf", "--data", "runs/latest/text.txt", "--max-steps", "3"]
+    pinned_command = "train sft --model.load=runs/1-base/hf --data runs/1-base/text.txt --max-steps 3"
+    assert " ".join(pinned_words(words)) == pinned_command
 
 
 def test_loaded_weights_bring_their_own_tokenizer_or_none_is_made_up(stoker: Stoker) -> None:

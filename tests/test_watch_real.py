@@ -189,7 +189,8 @@ def test_a_run_that_its_user_stops_keeps_what_was_suspected(stoker: Stoker) -> N
     assert launcher.returncode == 130 and b"the job keeps running; without progress it is stopped in" in out
     told = stoker("why").out
     assert (
-        "stopped by SIGINT" in told and "Known by then: rank 1 (CPU1) stands still after step 20: it sleeps at" in told
+        "stopped by SIGINT" in told
+        and "Before the stop: rank 1 (CPU1) stands still after step 20: it sleeps at" in told
     ), told
     assert "train.py:16, in stuck" in told and "--grace" not in told
 

@@ -234,5 +234,5 @@ def test_a_checkpoint_that_skipped_more_steps_than_it_made_is_refused(bent: dict
     data = Data("key", 0, 64, 100)
     made = {"step": 4, "samples": 8, "tokens": 512, "data": as_json(data), "waited": 0, "skipped": 4}
     assert position(made, data)[0].skipped == 4
-    with pytest.raises(Refusal, match="does not say how far it is"):
+    with pytest.raises(Refusal, match="has no step number"):
         position({**made, **bent}, data)

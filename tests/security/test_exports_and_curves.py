@@ -161,14 +161,16 @@ def test_a_mistyped_name_costs_no_other_file(stoker: Stoker, words: tuple[str, .
     thesis = stoker.cwd / "thesis"
     thesis.write_text("a year of work")
     done = stoker(*words)
-    assert done.code == 73 and "thesis is there and is no " in done.err and thesis.read_text() == "a year of work"
+    assert (
+        done.code == 73 and "thesis already exists and is not a " in done.err and thesis.read_text() == "a year of work"
+    )
 
 
 def test_a_file_of_the_same_kind_is_replaced(tmp_path: Path) -> None:
     for name, data in (("page", b"<!DOCTYPE html><p>"), ("empty", b"")):
         (tmp_path / name).write_bytes(data)
         refuse_other_kind(str(tmp_path / name), b"<!doctype html", "HTML page")
-    with pytest.raises(Refusal, match="page is there and is no PNG picture"):
+    with pytest.raises(Refusal, match="page already exists and is not a PNG picture"):
         refuse_other_kind(str(tmp_path / "page"), b"\x89PNG", "PNG picture")
 
 

@@ -31,7 +31,7 @@ STRANGE: tuple[Any, ...] = (
 
 
 def bent(value: Any, dice: random.Random) -> Any:
-    """A copy in which one place holds something else, is missing, or is there twice."""
+    """A copy in which one place holds something else, is missing, or appears twice."""
     places = list(_places(value, ()))
     copy = json.loads(json.dumps(value))
     for _ in range(dice.choice((1, 1, 1, 2, 5))):

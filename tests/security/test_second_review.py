@@ -243,7 +243,7 @@ def test_a_run_directory_that_is_replaced_gets_no_further_attempt(stoker: Stoker
         "raise SystemExit(3)\n",
     )
     done = stoker("run", "--max-restarts", "2", "a.py")
-    assert done.code == 73 and "moved or replaced the run directory" in done.err, done.err
+    assert done.code == 73 and "was moved or replaced during the run" in done.err, done.err
     assert done.out.count("attempt") == 1
     (kept,) = (stoker.cwd / "runs").glob("*.away")
     assert json.loads((kept / "verdict.json").read_text())["cause"] == "launch.runs-dir"

@@ -45,7 +45,7 @@ def test_what_is_no_checkpoint_of_ours_stays(tmp_path: Path) -> None:
     assert all(
         (tmp_path / name / "thesis.tex").exists() for name in ("step-00000001", "step-00000002", ".gone-holiday")
     )
-    assert "step-00000002 is there and is no checkpoint" in "\n".join(said)
+    assert "step-00000002 already exists and is not a checkpoint" in "\n".join(said)
     assert sorted(folders.steps_in(str(tmp_path))) == [1, 2, 5], "and ours are kept and removed as asked"
 
 
@@ -62,7 +62,7 @@ def test_a_checkpoint_of_another_user_is_not_replaced(tmp_path: Path) -> None:
     two.save(2, {"w": torch.zeros(3)}, {}, None, wait=True)
     two.close()
     assert theirs.stat().st_uid == 65534 and (theirs / "manifest.json").read_bytes() == before
-    assert "step-00000002 is there and is another user's" in "\n".join(said)
+    assert "step-00000002 already exists and is another user's" in "\n".join(said)
 
 
 def test_a_flood_of_empty_lines_among_rollouts_costs_little(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_an_export_writes_over_no_file_of_others(tmp_path: Path) -> None:
 )
 def test_positions_that_can_not_be(bent: dict[str, Any]) -> None:
     meta = {"step": 1, "samples": 2, "tokens": 3, "best": None, "data": {}, **bent}
-    with pytest.raises(Refusal, match="does not say how far it is"):
+    with pytest.raises(Refusal, match="has no step number"):
         position(meta, SimpleNamespace())  # type: ignore[arg-type]
 
 

@@ -331,7 +331,7 @@ def test_root_in_the_folder_of_a_user_of_this_machine_trusts_nobody_there(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(owners, "_CONTAINER", (str(tmp_path / "mark"),))
     assert not owners.is_trusted(nobody, str(tmp_path))
-    with pytest.raises(Refusal, match="belongs to nobody, so others can exchange your runs"):
+    with pytest.raises(Refusal, match="belongs to nobody, so others can replace your runs"):
         layout.runs_root(None, {}, write=True)
     (tmp_path / "mark").touch()
     assert owners.is_trusted(nobody, str(tmp_path)), "a container's root"
@@ -376,7 +376,7 @@ def test_a_cache_whose_owner_can_exchange_it_is_not_written_into(
         cache.chmod(mode)
         os.chown(cache, uid, uid)
         assert ours.own_cache(str(cache), quiet) == str(tmp_path / "home" / "stoker" / "data")
-        with pytest.raises(Refusal, match="exchange your folders"):
+        with pytest.raises(Refusal, match="replace your folders"):
             ownership.own_folder(str(cache), "torchrun-x")
         assert os.listdir(cache) == []
         cache.rmdir()

@@ -66,7 +66,7 @@ def test_a_tensor_of_thousands_of_dimensions_is_refused_at_once(tmp_path: Path) 
 def test_one_key_twice_among_many_is_found_at_once() -> None:
     text = json.dumps({str(number): 0 for number in range(40_000)})[:-1] + ', "39999": 1}'
     began = time.process_time()
-    with pytest.raises(ValueError, match="39999 is there twice"):
+    with pytest.raises(ValueError, match="39999 appears twice"):
         untrusted.parse_json(text, unique=True)
     assert time.process_time() - began < SOON
 
@@ -193,7 +193,9 @@ def test_what_cant_be_removed_hides_no_refusal(public: Path, capfd: pytest.Captu
 
 def test_a_cache_that_is_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cache").symlink_to(tmp_path / "absent")
-    with pytest.raises(Refusal, match=r"cache is a link to .*absent, which is not there: make it, or remove the link"):
+    with pytest.raises(
+        Refusal, match=r"cache is a link to .*absent, which does not exist: create it, or remove the link"
+    ):
         ours.own_cache(str(tmp_path / "cache"), print)
     (tmp_path / "absent").mkdir()
     assert ours.own_cache(str(tmp_path / "cache"), print) == str(tmp_path / "cache")
@@ -205,7 +207,7 @@ def test_where_others_could_exchange_notes_of_jobs_runs_are_explained_without(tm
     assert slurm_runs.read_note(str(tmp_path), "12") == {"submitted": 5.0}
     tmp_path.chmod(0o777)
     assert slurm_runs.read_note(str(tmp_path), "12") == {} and slurm_runs.run_of(str(tmp_path), "12") is None
-    with pytest.raises(Refusal, match="could exchange your folders"):
+    with pytest.raises(Refusal, match="could replace your folders"):
         slurm_runs.log_path(str(tmp_path), "12")
 
 

@@ -75,7 +75,7 @@ def test_no_checkpoint_is_written_through_a_link_of_another_user(tmp_path: Path,
         one.save(step, {"w": torch.ones(3)}, {}, None, wait=True)
     one.close()
     assert [path.read_text() for path in sorted(private.iterdir())] == ["precious", "precious"]
-    assert sum("somebody else has put something in its place" in line for line in said) == 1
+    assert sum("another process has put something in its place" in line for line in said) == 1
     assert [(public / f"step-0000000{step}").exists() for step in (1, 2, 3)] == [True, False, True]
 
 
@@ -94,7 +94,7 @@ def test_checkpoints_are_not_put_where_others_can_exchange_them(stoker: Stoker, 
         "--checkpoint.folder",
         str(public),
     )
-    assert done.code == 73 and "others can exchange your checkpoints" in done.err, (done.code, done.err)
+    assert done.code == 73 and "others can replace your checkpoints" in done.err, (done.code, done.err)
     assert list(public.iterdir()) == []
 
 

@@ -79,7 +79,7 @@ def _follow(run: reader.Run, lines: int) -> int:
             time.sleep(0.1)
     except KeyboardInterrupt:
         terminal.fresh_line()
-        print(f"left run {run.id}; it goes on. `stoker stop {shlex.quote(run.id)}` ends it", file=sys.stderr)
+        print(f"left run {run.id}; it keeps running. `stoker stop {shlex.quote(run.id)}` ends it", file=sys.stderr)
         return 0
     terminal.wipe()
     for _, cutter in open_.values():

@@ -42,7 +42,11 @@ def parser() -> Parser:
     made = Parser("stoker burnin", _HELP, _EXAMPLES)
     made.option("--minutes", "M", "how long the replicas train (default: 5, where --steps is not given)", float)
     made.option("--steps", "N", "how many steps they make", int)
-    made.option("--gpus", "WHICH", "which GPUs: 0,3 (as nvidia-smi counts), UUIDs, or any:2 for the two with most room")
+    made.option(
+        "--gpus",
+        "WHICH",
+        "which GPUs: 0,3 (as nvidia-smi counts), UUIDs, or any:2 for the two with the most free memory",
+    )
     replicas = "replicas (default: one per usable GPU, or per core; cpu: leave GPUs alone)"
     made.option("--nproc-per-node --nproc_per_node", "N", replicas)
     made.switch("--share-gpus", "let several replicas, or another run, use one GPU: bits are compared, speed is not")

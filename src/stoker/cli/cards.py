@@ -91,7 +91,7 @@ def _machine(path: str) -> Machine:
     except FileNotFoundError as problem:
         raise Refusal(f"--machine {path}: no such file", EX_NOINPUT) from problem
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
-        raise Refusal(f"--machine {path} is no recorded machine: {problem}", EX_DATAERR) from problem
+        raise Refusal(f"--machine {path} is not a recorded machine: {problem}", EX_DATAERR) from problem
 
 
 def _of_hosts(told: str, contexts: Mapping[str, int]) -> list[Card]:

@@ -20,7 +20,7 @@ from stoker.control.doctor.debris import Debris, Lock
 from stoker.control.doctor.leftovers import Found, OnGpu
 from stoker.control.machine.model import Machine
 
-_ABOUT = "Shows what dead runs left behind: processes, shared memory, folders. Frees it with --yes. Nobody else's work is touched."
+_ABOUT = "Shows what dead runs left behind: processes, shared memory, folders. Frees it with --yes. Other users' processes are not touched."
 _CODES = (
     "Exit codes: 0 nothing to do, or all done; 1 found something, and --yes was not given; 2 something survived; 3 could"
     " not check."
@@ -37,7 +37,7 @@ def parser() -> Parser:
     made.option("--runs-dir", "DIR", only)
     made.option("--pid", "N", "stop this process of yours, whatever started it; asks first", int, action="append")
     made.switch("--cache", "show data and compile caches instead; with limits and --yes, prune them")
-    made.option("--older-than", "TIME", "with --cache: what nobody has used for so long, as 30d", duration)
+    made.option("--older-than", "TIME", "with --cache: what has not been used for this long, such as 30d", duration)
     made.option("--max-size", "SIZE", "with --cache: the longest unused, until all together fit, as 20GB", size)
     made.switch("--json", "one JSON object")
     return made
@@ -47,9 +47,9 @@ def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     limits = told.older_than is not None or told.max_size is not None
     if limits and not told.cache:
-        raise names.Refusal("--older-than and --max-size go with --cache", names.EX_USAGE)
+        raise names.Refusal("--older-than and --max-size need --cache", names.EX_USAGE)
     if told.cache and (told.pid or told.runs_dir):
-        raise names.Refusal("--cache goes with neither --pid nor --runs-dir", names.EX_USAGE)
+        raise names.Refusal("--cache can't be combined with --pid or --runs-dir", names.EX_USAGE)
     if told.cache and told.yes and not limits:
         line = "--cache --yes: say how much; `--older-than 30d`, `--max-size 20GB` or both"
         raise names.Refusal(line, names.EX_USAGE)
@@ -225,13 +225,13 @@ def _show_locks(locks: list[Lock], strange: list[str]) -> None:
     held = [one for one in locks if one.held]
     if locks:
         free = len(locks) - len(held)
-        print(f"GPU locks: {len(held)} held, {free} free (their files stay: a lock dies with its holder)")
+        print(f"GPU locks: {len(held)} held, {free} free (the files stay; a lock ends with its process)")
     for one in held:
         _line(f"  {one.gpu}  held by {one.who}")
     for line in strange[:_LINES]:
         _line(f"GPU locks: {line}; skipped")
     if len(strange) > _LINES:
-        print(f"GPU locks: and {len(strange) - _LINES} more things that are no lock files; --json lists them all")
+        print(f"GPU locks: and {len(strange) - _LINES} more files that are not locks; --json lists them all")
 
 
 def _show_others(others: list[OnGpu]) -> None:

@@ -56,9 +56,9 @@ def main(argv: list[str]) -> int:
     if told.no_probe:
         checks = [one for one in checks if "probes" not in one.needs]
     if told.record:
-        refuse_other_kind(told.record, b"{", "recorded machine")
+        refuse_other_kind(told.record, b"{", "a recorded machine")
     if told.bundle:
-        refuse_other_kind(told.bundle, b"\x1f\x8b", "bundle (tar.gz)")
+        refuse_other_kind(told.bundle, b"\x1f\x8b", "a bundle (tar.gz)")
     whole = bool(told.record or told.bundle)
     parts = PARTS if whole else frozenset(part for one in checks for part in one.needs if part in PARTS)
 
@@ -138,12 +138,12 @@ def _read(path: str) -> Examination:
     try:
         return examination_from_json(read_json(path))
     except FileNotFoundError as problem:
-        raise Refusal(f"recorded machine {path} is not there", EX_NOINPUT) from problem
+        raise Refusal(f"recorded machine {path} does not exist", EX_NOINPUT) from problem
     except OSError as problem:
         raise Refusal(f"recorded machine {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     except (ValueError, TypeError, KeyError, AttributeError) as problem:
         why = f"{type(problem).__name__}: {problem}"
-        raise Refusal(f"recorded machine {path} is no recorded machine: {why}", EX_DATAERR) from problem
+        raise Refusal(f"{path} is not a recorded machine: {why}", EX_DATAERR) from problem
 
 
 def _write(path: str, text: str) -> None:

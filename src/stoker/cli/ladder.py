@@ -46,7 +46,7 @@ def parse(argv: list[str]) -> tuple[Request, int]:
     if not script:
         raise Refusal("no script given: stoker ladder [options] script.py [args]", EX_USAGE)
     if told.get("detach"):
-        raise Refusal("a ladder stays in the foreground: leave --detach out", EX_USAGE)
+        raise Refusal("stoker ladder runs in the foreground only: leave --detach out", EX_USAGE)
     return run.parse(ladder.command_words(told, script, args)), steps  # PET_* and --config come in there
 
 
@@ -104,7 +104,7 @@ def report(climb: ladder.Climb) -> list[str]:
         what = [counted(there, "import")] if there else []
         ranks = ", ".join(str(rung.ranks) for rung in done)
         what += [f"{ranks} rank{'s' if done[-1].ranks > 1 else ''}"] if done else []
-        return [*lines, f"✓ the ladder holds: {' and '.join(what) or 'nothing to try'}"]
+        return [*lines, f"✓ ladder passed: {' and '.join(what) or 'nothing to try'}"]
     failed = next((rung for rung in climb.climbed if rung.exit_code), None)
     where = f"with {counted(failed.ranks, 'rank')}" if failed else "before the first rank"
     lines.append(f"✗ the ladder ends {where}: {climb.verdict.cause}, exit code {climb.exit_code}")

@@ -71,7 +71,7 @@ def _folder(where: str | None, root: str) -> str:
 def _print(dump: reading.RankDump, dumps: list[reading.RankDump], summary: str) -> None:
     print(banner(dump.report))
     for name, why in {**dump.cut, **dump.left_out}.items():
-        print(f"not whole: {name}: {why}")
+        print(f"incomplete: {name}: {why}")
     samples = reading.texts(dump)
     if samples:
         print("\nSamples:")

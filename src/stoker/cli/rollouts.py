@@ -109,7 +109,11 @@ def _print(found: Summary, most: int) -> None:
             print(f"  {_about(one)}")
             print(f"    prompt: {_shown(one.prompt)}\n    answer: {_shown(one.answer)}")
     gained, lost = chosen(found.changes, most)
-    print("\nWhat changed for the same prompt:" if found.changes else "\nNo prompt was asked in two of these steps.")
+    print(
+        "\nWhat changed for the same prompt:"
+        if found.changes
+        else "\nNo prompt occurs in two of these steps, so there is no change to show."
+    )
     for change in (*gained, *lost):
         before, after = typical(change.before), typical(change.after)
         print(f"  {change.gain:+.3f}  prompt: {_shown(change.before[0].prompt)}")

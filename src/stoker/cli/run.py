@@ -32,7 +32,7 @@ _EXAMPLES = """examples:
   stoker run --role server:1:'serve.py --port 8000' --role trainer:3:train.py    two programs as one run (`stoker docs roles`)
   stoker run --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 train.py   by hand on each, as torchrun would
 
-exit codes: the guilty rank's own; 128+n for a signal; 70 where that would be 0 or was our doing; 0 only if every rank ended with 0.
+exit codes: the guilty rank's own; 128+n for a signal; 70 where that would be 0 or was our doing; 0 only if every rank ended with exit code 0.
 refusals: 64 usage, 65 syntax error in script or config, 66 not found, 69 GPUs, driver or port not available, 71 system error,
           73 runs folder can't be written, 75 --wait ran out, 78 bad config value."""
 
@@ -176,5 +176,5 @@ def _read_config(path: str) -> dict[str, Any]:
 
     if not os.path.exists(path):
         named = f"; {path} is a config of `stoker train`" if path in shipped() else ""
-        raise Refusal(f"config file {path} is not there{named}", EX_NOINPUT)
+        raise Refusal(f"config file {path} does not exist{named}", EX_NOINPUT)
     return from_mapping(RunOptions, load(path), f"config file {path}")

@@ -53,7 +53,7 @@ def main(argv: list[str], tools: Tools | None = None) -> int:
         made.unknown(extra)
     options = build(SpeedrunOptions, vars(told))
     if options.json and not options.plan:
-        raise names.Refusal("--json goes with --plan", names.EX_USAGE)
+        raise names.Refusal("--json needs --plan", names.EX_USAGE)
     from stoker.speedrun.course import lacking, settle
 
     machine = look()

@@ -112,7 +112,7 @@ def _refuse_ours(told: Collection[str]) -> None:
         if key in told:
             raise Refusal(f"--{key.replace('_', '-')} belongs before the --", EX_USAGE)
     if "detach" in told:
-        raise Refusal("--detach: a job has no terminal to leave", EX_USAGE)
+        raise Refusal("--detach: leave it out, a Slurm job needs no terminal", EX_USAGE)
 
 
 def _stoker(command: str) -> list[str]:
@@ -135,5 +135,5 @@ def _follow(root: str, number: str) -> int:
         return Submitted(root, number, say, put).follow()
     except KeyboardInterrupt:
         again = f"`stoker submit --follow {number}` follows it again, `scancel {number}` ends it"
-        say(f"\nleft job {number}; it goes on. {again}")
+        say(f"\nleft job {number}; it keeps running. {again}")
         return 0

@@ -32,7 +32,16 @@ from stoker.training.config.derived import about, derivable
 from stoker.training.config.flags import Shown, add_key_flags
 from stoker.training.config.keys import KEYS, as_yaml, config_of, values_of
 from stoker.training.config.layers import PREFIX, Layers, gather
-from stoker.training.config.resolve import Resolved, flags, lasting, on_cpu, pinned, settle, with_tokenizer
+from stoker.training.config.resolve import (
+    Resolved,
+    flags,
+    lasting,
+    on_cpu,
+    pinned,
+    pinned_words,
+    settle,
+    with_tokenizer,
+)
 from stoker.training.config.schema import SECTIONS, Config
 from stoker.training.data.sources import check_there, fetch, is_hub_id, share_of
 from stoker.training.loop.config import check_loggers
@@ -70,7 +79,7 @@ _EPILOG = """a key's name that is clear without its section may stand alone, wit
 `stoker run` has too is `stoker run`'s when it stands alone: --gpus 0,3 chooses GPUs, --needs.gpus 4 asks for four.
 preset < the stage's defaults (by model size and data, printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE)
 < flags. `stoker docs config` prints every key.
-exit codes: those of `stoker run`; 64 a flag that can't be, 78 a config file or variable that can't be, 65 and 66 data, 69 GPUs that are needed and missing."""
+exit codes: those of `stoker run`; 64 an invalid flag, 78 an invalid config file or variable, 65 and 66 data, 69 GPUs that are needed and missing."""
 _SHORT = """--help-all lists the other {more} keys and every option of `stoker run`; `stoker docs config` prints every key.
 A name that is clear without its section may stand alone, with - or _: --max-steps 10.
 preset < the stage's defaults (printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE) < flags"""
@@ -123,7 +132,7 @@ def main(argv: list[str]) -> int:
         what = f"no stage {stage!r}{suggest(stage, STAGES)}"
         if stage.startswith("-"):
             what = "name the stage first: stoker train STAGE [options]"
-        raise Refusal(f"{what}; there is {', '.join(STAGES)}", EX_USAGE)
+        raise Refusal(f"{what}; the stages are {', '.join(STAGES)}", EX_USAGE)
     if "--help-all" not in words and any(word in ("-h", "--help") for word in words):
         print(parser(stage, short=True).format_help(), end="")
         return 0
@@ -160,7 +169,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     machine = look()
     gpus = gpus_to_use(machine, ranks_asked(build(RunOptions, *outside).nproc_per_node, os.environ))
     resolved = settle(layers, gpus, STAGES[stage].defaults)
-    resolved = replace(resolved, config=pinned(resolved.config))
+    resolved, typed = replace(resolved, config=pinned(resolved.config)), pinned_words(sys.argv[1:])
     named = dict(resolved.run_options)
     if any("gpus" in layer for layer in outside[1:]):  # these, and not the GPU that the file's device_id names
         named.pop("gpu", None)
@@ -189,7 +198,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     given = frozenset(key for layer in outside for key in layer) | {"module"}
     # Before the plan: what it chooses for the cards that are here makes no other run.
     identity = tuple(flags(lasting(resolved.config)))
-    request = Request(options, STAGES[stage].recipe, (), given, identity)
+    request = Request(options, STAGES[stage].recipe, (), given, identity, typed)
     if STAGES[stage].learning is not None:
         resolved = with_kept_optimizer(resolved, request)
     if machines:
@@ -221,11 +230,11 @@ def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str,
     where = f"config file {path}: run"
     for name in _NOT_HERE:
         if name in section:
-            raise Refusal(f"{where}.{name} has no meaning here", names.EX_CONFIG)
+            raise Refusal(f"{where}.{name} does not apply here", names.EX_CONFIG)
     for key in section:
         name = str(key).replace("-", "_")
         if name in options_of(RunOptions) and name not in _IN_A_FILE:
-            why = "is not taken from a file, which may come from anybody"
+            why = "is not taken from a file, which another person may have written"
             raise Refusal(f"{where}.{name} {why}: give it as a flag (--{name.replace('_', '-')})", names.EX_CONFIG)
     return [from_mapping(RunOptions, section, where), from_torchrun_environment(os.environ, without=_NOT_HERE), told]
 
@@ -282,7 +291,7 @@ def _check_inputs(stage: str, config: Config) -> None:
         if config.tokenizer.path:
             folder_here(config.tokenizer.path)
     if "model.load" in kind.inputs and not config.model.load:
-        raise Refusal(f"no model: stage {stage} begins with one; name its folder or hub id with --model.load", EX_USAGE)
+        raise Refusal(f"no model: stage {stage} needs one; name its folder or hub id with --model.load", EX_USAGE)
     if kind.prepares and config.checkpoint.resume not in ("auto", "never"):
         from stoker.training.loop.resume import located
 

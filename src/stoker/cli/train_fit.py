@@ -80,7 +80,7 @@ def refuse_too_large(stage: str, resolved: Resolved, options: RunOptions, machin
     if not found.fits and not found.about and tightest.planned.total + _SURELY > tightest.card.free:
         of_stage = "" if stage == "sft" else f" --stage {stage}"
         line = f"{_too_much(found)} (`stoker fit {resolved.config.model.load}{of_stage}` shows more)"
-        raise Refusal(f"this can't fit: {line}", EX_UNAVAILABLE)
+        raise Refusal(f"this does not fit: {line}", EX_UNAVAILABLE)
 
 
 def refuse_beyond_memory(config: Config, ranks: int, memory: int, loaded: int = 0) -> None:
@@ -115,14 +115,14 @@ def _refuse_shards(found: Plan, cards: list[Card]) -> None:
         if size + _SURELY > card.free:
             line = f"a gathered block and the buffer of the next take {gib(size)}, and {_named(card)} has {gib(card.free)} free"
             more = "" if found.settings.method == "qlora" else "; with --qlora they are a quarter of that"
-            raise Refusal(f"this can't fit: {line}, however many ranks there are{more}", EX_UNAVAILABLE)
+            raise Refusal(f"this does not fit: {line}, however many ranks there are{more}", EX_UNAVAILABLE)
     for host, free in {card.host: card.host_free for card in cards}.items():
         needed = sum(share.host_bytes for share in found.shares if share.card.host == host)
         if free is not None and needed > free:
             there = f" on {host}" if host else ""
             line = f"parallel.offload {found.settings.offload} needs {gib(needed)} of host memory{there}, and {gib(free)} are available"
             raise Refusal(
-                f"this can't fit: {line}; use fewer ranks of this host, or parallel.offload off", EX_UNAVAILABLE
+                f"this does not fit: {line}; use fewer ranks of this host, or parallel.offload off", EX_UNAVAILABLE
             )
 
 

@@ -81,7 +81,7 @@ def _server(c: Config, part: Part, runs: str) -> RoleSpec:
     from stoker.training.model.config import ModelConfig
 
     if not c.model.load:
-        line = f"no model: stage {STAGE} begins with one; name its folder or hub id with --model.load"
+        line = f"no model: stage {STAGE} needs one; name its folder or hub id with --model.load"
         raise Refusal(line, EX_USAGE)
     folder = os.path.abspath(hf_hub.folder_of(c.model.load, _say))
     longest = hf_config.shape_for(ModelConfig(), folder).longest

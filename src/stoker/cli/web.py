@@ -67,7 +67,7 @@ def _save(root: str, which: str, path: str) -> int:
     from stoker.contract.wholefile import refuse_other_kind, write_whole
     from stoker.control.show.web.saved import saved_page
 
-    refuse_other_kind(path, b"<!doctype html", "HTML page")
+    refuse_other_kind(path, b"<!doctype html", "an HTML page")
     run = reader.find(which, root)
     data = saved_page(run, verdict_of)
     try:

@@ -68,7 +68,7 @@ def _explain(run: reader.Run, as_json: bool) -> int:
 
 
 def verdict_of(run: reader.Run) -> Verdict | None:
-    """None while it goes on."""
+    """None while it keeps running."""
     status = reader.status(run)
     verdict = run.verdict if status not in ("running", "unknown") else None
     if verdict is None and status == "lost":
@@ -110,7 +110,7 @@ def _show(found: Verdict, title: str, run: reader.Run | None, as_json: bool) -> 
     if run is not None:
         _print_restarts(run)
     if verdict.detected_s is not None:
-        _print(f"seen {span(verdict.detected_s)} after it happened{_another_attempt(verdict)}")
+        _print(f"detected {span(verdict.detected_s)} after it happened{_another_attempt(verdict)}")
     if run is not None:
         _print(f"record: {run.dir}")
     return 0

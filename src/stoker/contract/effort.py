@@ -88,7 +88,7 @@ class LookingAt:
             signal.signal(signal.SIGPROF, self._around)
         if isinstance(problem, _TooLong) and self._late:
             why = f"takes more than {self._seconds:.0f} s of CPU time to look at"
-            raise Refusal(f"{self._what} {why}, which no ordinary one does: it may be an attack", EX_DATAERR) from None
+            raise Refusal(f"{self._what} {why}, which no ordinary file does: it may be an attack", EX_DATAERR) from None
         if isinstance(problem, MemoryError):
             raise Refusal(
                 f"{self._what} takes too much memory to look at: it may be an attack", EX_DATAERR

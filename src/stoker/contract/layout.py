@@ -63,13 +63,13 @@ def runs_root(given: str | None, environment: dict[str, str] | os._Environ[str],
         root = named or "runs"
         why = why_not_for_runs(root) if write else ""
         if why:
-            line = f"the runs folder {os.path.abspath(root)} can't be used: {why}, so others can exchange your runs"
+            line = f"the runs folder {os.path.abspath(root)} can't be used: {why}, so others can replace your runs"
             raise Refusal(f"{line}; choose a folder of your own with --runs-dir", EX_CANTCREAT, cause="launch.runs-dir")
         return root
     private = private_runs(environment)
     base = os.path.dirname(os.path.dirname(private))
     if os.path.lexists(base) and not users_alone(base):
-        line = f"{os.getcwd()} can't be written, and {base} belongs to somebody else: name a folder with --runs-dir"
+        line = f"{os.getcwd()} can't be written, and {base} belongs to another user: name a folder with --runs-dir"
         raise Refusal(line, EX_CANTCREAT, cause="launch.runs-dir")
     return "runs" if not write and os.path.isdir("runs") and not os.path.isdir(private) else private
 

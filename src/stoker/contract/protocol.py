@@ -77,7 +77,7 @@ class Decoder:
     def _line(self) -> bytes | None:
         end = self._buffer.find(b"\n", self._searched)
         if max(end, len(self._buffer) if end < 0 else 0) > LINE_LIMIT:
-            raise ProtocolError(f"a message without end: {bytes(self._buffer[:80])!r}")
+            raise ProtocolError(f"a message that does not end: {bytes(self._buffer[:80])!r}")
         if end < 0:
             self._searched = len(self._buffer)
             return None
@@ -162,7 +162,7 @@ def read(message: Message) -> Message:
     kind = message.get("is")
     fields = KINDS.get(kind) if isinstance(kind, str) else None
     if fields is None:
-        raise ProtocolError(f"it says {ascii(kind)[:60]}, which means nothing here")
+        raise ProtocolError(f"it sent an unknown message {ascii(kind)[:60]}")
     try:
         return {"is": kind, **typed.read_fields(fields, message)}
     except ValueError as problem:

@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
     def error(self, message: str) -> NoReturn:
-        raise Refusal(f"{message}; `{self.prog} --help` lists what there is", EX_USAGE)
+        raise Refusal(f"{message}; `{self.prog} --help` lists the options", EX_USAGE)
 
     def unknown(self, words: list[str]) -> NoReturn:
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
@@ -139,7 +139,7 @@ def read(spec: Option, kind: str, value: Any) -> Any:
         worded = spec.choices is not None or (kind == "str" and spec.parse is not None)
         text = ("off", "on")[value] if worded else text.lower()
         if kind == "str" and not worded:
-            raise ValueError(f"{text} is not a text here; in quotes it is one")
+            raise ValueError(f"{text} is not text; put it in quotes")
     found = _number_or_text(spec, kind, text)
     if spec.choices and found not in spec.choices:
         raise ValueError(f"{text!r} is not one of {', '.join(spec.choices)}")

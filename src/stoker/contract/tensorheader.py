@@ -42,7 +42,7 @@ def read_header(path: str) -> Header:
         length = int.from_bytes(file.read(8), "little")
         if whole < 8 or length > min(whole - 8, LONGEST):
             pull = "a git-lfs pointer becomes the file by `git lfs pull`"
-            raise ValueError(f"{whole} bytes are no safetensors file, or only its beginning; {pull}")
+            raise ValueError(f"{whole} bytes are not a complete safetensors file; {pull}")
         found = parse_json(file.read(length))
     if not isinstance(found, dict):
         raise ValueError("its header holds no tensors by name")
@@ -93,6 +93,6 @@ def _refuse_overlap(tensors: dict[str, Tensor]) -> None:
     last, before = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda pair: (pair[1].begin, pair[1].end)):
         if tensor.begin < last and tensor.begin < tensor.end:
-            raise ValueError(f"{name} and {before} lie in the same bytes")
+            raise ValueError(f"{name} and {before} overlap")
         if tensor.end > last:
             last, before = tensor.end, name

@@ -108,7 +108,7 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {printable(twice, 80)} is there twice")
+        raise ValueError(f"the key {printable(twice, 80)} appears twice")
     return found
 
 

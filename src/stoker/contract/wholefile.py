@@ -64,9 +64,11 @@ def refuse_other_kind(path: str, begins: bytes, kind: str) -> None:
         with os.fdopen(open_regular(path, follow=False), "rb") as file:
             same = file.read(len(begins)).lower() == begins.lower()
     except OSError as problem:
-        raise Refusal(f"{printable(path)} is there and can't be read: {problem.strerror}", EX_CANTCREAT) from problem
+        raise Refusal(
+            f"{printable(path)} already exists and can't be read: {problem.strerror}", EX_CANTCREAT
+        ) from problem
     if not same:
-        line = f"{printable(path)} is there and is no {kind}: give another name, or remove it first"
+        line = f"{printable(path)} already exists and is not {kind}: give another name, or remove it first"
         raise Refusal(line, EX_CANTCREAT)
 
 

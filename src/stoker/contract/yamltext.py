@@ -113,7 +113,7 @@ def _checked(found: Any) -> Any:
         for item in found:
             _checked(item)
     elif isinstance(found, str) and not found.isascii() and any("\ud800" <= sign <= "\udfff" for sign in found):
-        raise NotYaml("half of a surrogate pair, which is no character")
+        raise NotYaml("half of a surrogate pair, which is not a character")
     elif isinstance(found, int) and abs(found) >= 10**LONGEST_NUMBER:
         raise NotYaml(f"a whole number of more than {LONGEST_NUMBER} digits")
     return found
@@ -126,6 +126,6 @@ def _no_key_twice(node: Any) -> None:
         if isinstance(key.value, str):
             if key.value in seen and key.value != "<<":
                 mark = key.start_mark
-                line = f"the key {key.value} is there twice (first in line {seen[key.value]})"
+                line = f"the key {key.value} appears twice (first in line {seen[key.value]})"
                 raise NotYaml(line, mark.line + 1, mark.column + 1)
             seen[key.value] = key.start_mark.line + 1

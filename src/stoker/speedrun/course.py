@@ -86,7 +86,9 @@ def override_of(text: str, stages: Sequence[Stage]) -> Override:
 
 def _of_world(text: str, key: str, value: str) -> Any:
     if key not in _WORLD:
-        raise Refusal(f"--set {text}: the world has {', '.join(_WORLD)}, no {key!r}", EX_USAGE)
+        raise Refusal(
+            f"--set {text}: the built-in data set has no setting {key!r}; it has {', '.join(_WORLD)}", EX_USAGE
+        )
     try:
         return _WORLD[key](value)
     except ValueError as problem:
@@ -110,8 +112,7 @@ def overridden(
         reached = [stage.name for stage in found if reaches(override, stage)]
         if not reached:
             raise Refusal(
-                f"--set {override.said}: no stage has a use for {override.key}; say which one shall get it:"
-                f" STAGE:{override.key}=…",
+                f"--set {override.said}: no stage uses {override.key}; name the stage: STAGE:{override.key}=…",
                 EX_USAGE,
             )
         found = tuple(

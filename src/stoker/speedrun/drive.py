@@ -131,7 +131,7 @@ class Drive:
                     failed[stage.name] = code
         if failed:
             self.say(
-                f"failed: {', '.join(failed)}; nothing is built on {'it' if len(failed) == 1 else 'them'}: the same"
+                f"failed: {', '.join(failed)}; no later stage needs {'it' if len(failed) == 1 else 'them'}; the same"
                 " command tries again"
             )
         return next(iter(failed.values()), 0)
@@ -228,7 +228,7 @@ class Drive:
             return code or 128 + stopped
         line, fix = state.trouble(run, code, log, log_from)
         if code == 0:
-            line, fix = f"it ended with 0 and left no {state.RESULT}", ""
+            line, fix = f"it ended with exit code 0 and left no {state.RESULT}", ""
         self._note(name, status=FAILED, trouble=line)
         line += f"; {fix}" if fix else ""
         line += "" if self.course.options.verbose else f"; log: {_shown(log)}"

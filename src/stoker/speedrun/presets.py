@@ -150,7 +150,7 @@ def choose(named: str | None, gpus: bool) -> tuple[Preset, str]:
     if named is None:
         found = PRESETS["gpu" if gpus else "cpu"]
         others = ", ".join(name for name in PRESETS if name != found.name)
-        why = "the default where there are GPUs" if gpus else "no GPU to train on"
+        why = "the default with GPUs" if gpus else "the default without a GPU"
         return found, f"preset {found.name}: {found.about}; {why} (--preset: {others})"
     if named not in PRESETS:
         raise Refusal(

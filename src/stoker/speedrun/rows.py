@@ -116,7 +116,7 @@ def judge(path: str, checked: Checked) -> str:
         return ""
     line = f"{path}: {checked.bad:,} of {checked.total:,} rows can't be used: {checked.why}"
     if checked.bad >= TOLERATED * checked.total:
-        raise Refusal(f"{line}; below 1 % they would be left out: fix the file", EX_DATAERR)
+        raise Refusal(f"{line}; that is 1 % or more: fix the file", EX_DATAERR)
     return f"{line}; left out"
 
 

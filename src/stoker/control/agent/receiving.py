@@ -70,7 +70,7 @@ class Receiver:
         _make_folders(self._root)
         self._refuse_if_exchangeable(advice)  # again: somebody may have made one of them before us
         if not os.access(self._root, os.W_OK | os.X_OK):
-            raise Refused(f"the folder {self._root} may not be written")
+            raise Refused(f"no permission to write in the folder {self._root}")
         name = hashlib.sha256(os.fsencode(self._root)).hexdigest()[:32]
         self._manifest = os.path.join(layout.cache_home(os.environ), "staged", f"{name}.json")
         if manifest == "inside":

@@ -286,4 +286,4 @@ def _ask_handler(path: str, name: str) -> tuple[dict[str, Any] | None, str]:
         found = parse_json(body)
     except ValueError as problem:
         return None, f"the flight recorder's answer can't be read: {problem}"
-    return (found, "") if isinstance(found, dict) else (None, "the flight recorder's answer is no trace")
+    return (found, "") if isinstance(found, dict) else (None, "the flight recorder's answer is not a trace")

@@ -27,7 +27,7 @@ def disagreements(answers: Mapping[str, Mapping[str, Any]], script: str = "the s
     failed = {host: answer["error"] for host, answer in answers.items() if "error" in answer}
     lines = [f"host {host}: {script} could not be compared: {why}" for host, why in failed.items()]
     missing = [host for host, answer in asked.items() if not answer["names"]]
-    lines += [f"host {host}: {script} is not there; {lacking or remedy(script, '', False)}" for host in missing]
+    lines += [f"host {host}: {script} does not exist there; {lacking or remedy(script, '', False)}" for host in missing]
     there = {host: answer for host, answer in asked.items() if host not in missing}
     if not there:
         return lines

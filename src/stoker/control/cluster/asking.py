@@ -156,7 +156,7 @@ def read_word(payload: bytes) -> dict[str, Any]:
     except ValueError as problem:
         raise ProtocolError(f"its answer can't be read: {problem}") from None
     if not isinstance(word, dict):
-        raise ProtocolError("its answer is not an object")
+        raise ProtocolError("its answer is not a JSON object")
     cleaned: dict[str, Any] = _clean(word)
     if "error" in cleaned and not isinstance(cleaned["error"], (str, type(None))):
         cleaned["error"] = "an error it does not explain"

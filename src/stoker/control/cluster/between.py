@@ -53,7 +53,7 @@ def route(facts: Facts) -> Iterator[Finding]:
     for one in facts.there:
         if one.address is None and len(facts.there) > 1:
             text = f"{one.name}: no interface of it leads to the other hosts"
-            yield fail(text, "address: in the hosts file says where the others reach it")
+            yield fail(text, "set address: in the hosts file to where the others reach it")
 
 
 @between("between.same-host")
@@ -137,7 +137,7 @@ def mtu_differs(facts: Facts) -> Iterator[Finding]:
     sizes = {one.mtu for one in facts.there if one.mtu}
     if len(sizes) > 1:
         found = ", ".join(f"{one.name} {one.mtu}" for one in facts.there if one.mtu)
-        text = f"the interfaces have unlike MTUs: {found}"
+        text = f"the interfaces have different MTUs: {found}"
         yield warn(text, f"ip link set dev IFACE mtu {min(sizes)} where it is larger")
 
 

@@ -154,7 +154,7 @@ class Checking:
 
 def _is_stuck(why: str) -> bool:
     """It connected and then fell silent, as far as the words tell."""
-    return not why or "timed out" in why or "heard nothing" in why or "silent" in why or "no agent answered" in why
+    return not why or "timed out" in why or "no data came back" in why or "silent" in why or "no agent answered" in why
 
 
 def _runs_dir(host: Host) -> str:

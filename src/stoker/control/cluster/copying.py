@@ -285,7 +285,7 @@ class _Copy:
         try:
             counts = typed.read_fields(_COUNTS, finished)
         except ValueError as problem:
-            raise protocol.ProtocolError(f"its last word can't be read: {problem}") from None
+            raise protocol.ProtocolError(f"its last message can't be read: {problem}") from None
         self.written, self.removed = counts["written"], counts["removed"]
         self.ignored = printable(counts.get("ignored", ""), 400)
         others = list(counts["others"].items())[:_MOST_ORIGINS]
@@ -299,7 +299,7 @@ class _Copy:
         try:
             handle = self.load.listing.opened(entry.path)
         except OSError as problem:
-            raise Refused(f"{place} can't be read any more: {problem.strerror}") from problem
+            raise Refused(f"{place} can no longer be read: {problem.strerror}") from problem
         with os.fdopen(handle, "rb", buffering=0) as file:
             while data := file.read(_CHUNK):
                 digest.update(data)
@@ -315,4 +315,4 @@ def _needed(payload: bytes) -> set[str]:
     try:
         return set(typed.read("list[str]", parse_json(payload or b"[]")))
     except ValueError as problem:
-        raise protocol.ProtocolError(f"what it needs can't be read: {problem}") from None
+        raise protocol.ProtocolError(f"its list of wanted files can't be read: {problem}") from None

@@ -171,7 +171,7 @@ class _Watch:
 
 def _read(message: protocol.Message, payload: bytes) -> _Reading:
     if message.get("is") != "gauges":
-        raise protocol.ProtocolError("it says something that is no reading")
+        raise protocol.ProtocolError("it sent something that is not a reading")
     try:
         data: Any = parse_json(payload)
         return read_shape(_Reading, data)

@@ -75,12 +75,12 @@ class Hosts:
 def read(told: str, ssh_options: tuple[str, ...] = ()) -> Hosts:
     if told.endswith(_FILE):
         return from_mapping(_parse(told), told, ssh_options)
-    if "/" in told:
+    if "/" in told or os.path.isfile(told):
         line = f"--hosts {told}: a hosts file ends in .yaml, .yml or .json; host names are separated by commas"
         raise Refusal(line, EX_USAGE)
     words = [word.strip() for word in told.split(",")]
     if not any(words):
-        raise Refusal(f"--hosts {told!r} names no host: write a,b,c or the path of a hosts file", EX_USAGE)
+        raise Refusal(f"--hosts {told!r} names no host; write a,b,c or the path of a hosts file", EX_USAGE)
     if not all(words):
         raise Refusal(f"--hosts {told}: an empty name between two commas", EX_USAGE)
     hosts = [_host(_entry(word, "--hosts"), "--hosts", "", ssh_options, None) for word in words]
@@ -314,7 +314,7 @@ def _checked(
     seen: set[str] = set()
     for host in hosts:
         if host.name in seen:
-            line = f"host {host.name} is there twice; name each host once and give it more slots"
+            line = f"host {host.name} is listed twice; list each host once and give it more slots"
             _refuse(where, line, EX_CONFIG if path else EX_USAGE)
         seen.add(host.name)
     ours = [host.name for host in hosts if host.here]

@@ -307,8 +307,8 @@ class Unusable(Refusal):
     def __init__(self, hosts: dict[str, str], total: int, code: int = EX_UNAVAILABLE) -> None:
         self.hosts = {name: why.replace(f"is gone: host {name}: ", "is gone: ", 1) for name, why in hosts.items()}
         (first, why), *more = self.hosts.items()
-        if total == 1:
-            line = f"the agent on {f'host {first}' if first else 'this machine'} {why}"
+        if total == 1 and not first:
+            line = f"the agent on this machine {why}"
         elif not more:
             line = f"host {first} can't be used: {short(why)}"
         else:

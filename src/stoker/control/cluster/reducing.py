@@ -99,7 +99,7 @@ def _next(asking: Asking, worker: Question, name: str, said: int) -> dict[str, A
 
 
 def _card(one: OneHost, backend: str) -> dict[str, str]:
-    """The card with most room."""
+    """The card with the most free memory."""
     there = one.examination.machine.gpus if one.examination and backend == "nccl" else ()
     gpus = [gpu for gpu in there if not gpu.error]
     if not gpus:

@@ -90,7 +90,7 @@ def unshared() -> str:
     except OSError as problem:
         return f"{folder} can't be read ({problem.strerror})"
     if seen.st_uid != os.getuid() or seen.st_mode & 0o170077 != 0o040000:
-        return f"{folder} is somebody else's, or open to others"
+        return f"{folder} belongs to another user, or is open to others"
     return ""
 
 
@@ -107,7 +107,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     (r"Could not resolve proxy|stdio forwarding failed|UNKNOWN port 65535", "its jump host does not let us through", "try `ssh {host}` by hand"),
     (r"Connection refused", "connection refused: nothing listens on its ssh port", "start sshd there, or fix the port"),
     (r"No route to host|Network is unreachable", "no route to it: switched off, unplugged or on another network", "switch it on, look at its cable"),
-    (r"Connection to \S+ port \d+ timed out", "ssh connected, and then heard nothing more",
+    (r"Connection to \S+ port \d+ timed out", "ssh connected, but no data came back",
      "`stoker cluster check` tells whether full-size packets vanish on the way"),
     (r"(?:Connection|Operation) timed out", "no answer: switched off, or a firewall drops its ssh port", "switch it on, or open the port"),
     (r"REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key changed since it was last known{key}",
@@ -131,7 +131,7 @@ _SAID, _LINE = (8192, 300)
 _NOT_RUN = re.compile(
     r"no such file|not found|denied|is a directory|cannot execute|exec format|unknown command", re.IGNORECASE
 )
-_SHELL = {126: "can't be executed there", 127: "is not there"}
+_SHELL = {126: "can't be executed there", 127: "does not exist there"}
 
 
 def explain(host: str, said: str, code: int | None) -> str:

@@ -210,8 +210,8 @@ def _disagree(contested: list[tuple[int, Replica]]) -> Finding:
     return Finding(
         "burnin.mismatch",
         "fail",
-        f"{names} disagree from step {first}; {len(contested)} replicas can't say which of them is wrong",
-        "again with a longer --minutes: the one that contradicts itself is the bad one; or with a third replica: the"
+        f"{names} disagree from step {first}; {len(contested)} replicas can't show which of them is wrong",
+        "run it again with a longer --minutes: the GPU that contradicts itself is faulty; or with a third replica: the"
         " majority is right",
     )
 
@@ -249,7 +249,7 @@ def _slow(replicas: list[Replica]) -> Iterator[Finding]:
 
 def _why_slow(label: str) -> str:
     command = f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER,CLOCK -i {label[3:]}"
-    return f"{command}   # heat, a power cap, or somebody else's work on it"
+    return f"{command}   # heat, a power cap, or other work on it"
 
 
 def _links(replicas: list[Replica], links: list[Link], stopped: bool) -> Iterator[Finding]:

@@ -136,7 +136,7 @@ def _kept(things: list[Thing], remove: Callable[[Thing], bool]) -> list[tuple[Th
     for one in things:
         try:
             if not remove(one):
-                kept.append((one, "somebody uses it now"))
+                kept.append((one, "it is in use now"))
         except FileNotFoundError:
             continue
         except OSError as problem:
@@ -149,7 +149,7 @@ def _empty(folder: str) -> None:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(handle).st_uid != os.getuid():
-            raise PermissionError(errno.EPERM, "it is not yours any more", folder)
+            raise PermissionError(errno.EPERM, "it no longer belongs to you", folder)
         for name in os.listdir(handle):
             os.unlink(name, dir_fd=handle)
     finally:

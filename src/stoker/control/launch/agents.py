@@ -134,7 +134,7 @@ class Agents:
         if len(waiting) == 1 and refused:
             told, host = refused[0].answers["refused"], refused[0].host
             return Refusal(f"host {host}: {told['line']}" if host else told["line"], _exit_code(told["code"]))
-        slow = f"does not answer within {seconds:.0f} s: a sick driver, or a machine without memory"
+        slow = f"does not answer within {seconds:.0f} s: a driver that hangs, or a machine without free memory"
         why = {one.host: f"is gone: {one.gone}" if one.gone else slow for one in waiting}
         why |= {one.host: one.answers["refused"]["line"] for one in waiting if one in refused}
         return Unusable(why, max(len(self.by_name), 1))
@@ -224,7 +224,7 @@ class Agents:
 
             member.told += len(payload)
             if len(member.probed) > _MOST_PROBES or member.told > _MOST_PROBED:
-                raise protocol.ProtocolError("it answers what nobody asked")
+                raise protocol.ProtocolError("it answers a question that was not asked")
             member.probed[message["what"]] = read_answer(message["what"], payload)
             return
         if kind == "probe" and self._asking is not None and self._asking.hear(member.host, message, payload):

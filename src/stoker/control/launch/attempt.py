@@ -107,7 +107,7 @@ class Attempt:
         return now - self.first_failure >= (settle_s if self.unwatched or self.watch.looked else LOOK_S)
 
     def left_early(self, now: float, seconds: float) -> list[int]:
-        """Ranks that ended with 0 a while ago while others go on."""
+        """Ranks that ended with exit code 0 a while ago while others go on."""
         if len(self.ends) == self.expected:
             return []
         return [rank for rank, end in self.ends.items() if end.code == 0 and now - end.time > seconds]

@@ -51,7 +51,7 @@ def continue_command(request: Request, place: RunPlace) -> str:
     """The command that continues this run: the one that was typed, with the run's name."""
     import shlex
 
-    typed = sys.argv[1:]
+    typed = list(request.typed) or sys.argv[1:]
     named = [] if request.options.name else ["--name", place.name]
     words = 1 if typed[:1] == ["run"] else 2  # stoker run [options]; stoker train STAGE [options]
     if typed[:1] not in (["run"], ["train"]) or redact.arguments(typed) != typed:

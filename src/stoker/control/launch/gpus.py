@@ -33,7 +33,7 @@ def choose(options: RunOptions, environment: Mapping[str, str], machine: Machine
     hidden = environment.get("CUDA_VISIBLE_DEVICES")
     all_hidden = hides_all(hidden)
     if count == "cpu":
-        return _cpu(machine.cores, machine, "as asked for")
+        return _cpu(machine.cores, machine, "as requested")
     if machine.gpu_error and not all_hidden:
         without = "`stoker run --nproc-per-node cpu` trains without it"
         line = f"the NVIDIA driver does not answer: {machine.gpu_error}; {without}"
@@ -41,7 +41,7 @@ def choose(options: RunOptions, environment: Mapping[str, str], machine: Machine
     if not machine.gpus or all_hidden:
         if options.gpus or options.gpu or count == "gpu":
             why = "CUDA_VISIBLE_DEVICES hides them all" if machine.gpus else "this machine has none"
-            raise Refusal(f"GPUs are asked for and {why}", EX_UNAVAILABLE, cause="gpu.too-few")
+            raise Refusal(f"GPUs were requested, but {why}", EX_UNAVAILABLE, cause="gpu.too-few")
         ranks = count if isinstance(count, int) else 1
         if count == "auto":
             ranks = machine.cores
@@ -145,7 +145,7 @@ def _any(options: RunOptions) -> int | None:
         return None
     head, _, number = options.gpus.partition(":")
     if head != "any" or (number and not (is_count(number) and int(number))):
-        raise Refusal(f"--gpus {options.gpus}: write any:2 for the two with most room", EX_USAGE)
+        raise Refusal(f"--gpus {options.gpus}: write any:2 for the two with the most free memory", EX_USAGE)
     return int(number or 1)
 
 

@@ -121,7 +121,7 @@ def find_imports(request: Request, say: Callable[[str], None]) -> tuple[tuple[Im
         with open(path, "rb") as file:
             return imports_of(file.read()), path, folder
     except (OSError, SyntaxError, ValueError) as problem:
-        say(f"imports: not looked at, {path or script} can't be read as Python here: {problem}")
+        say(f"imports: skipped, {path or script} is not valid Python here: {problem}")
         return (), path, folder
 
 

@@ -211,7 +211,7 @@ class LiveRun:
             return plan, None
         self.planner.left_out[card.uuid] = broken
         self.record.event("gpu-left-out", gpu=card.uuid, label=card.label, why=broken)
-        self.say(f"stoker: {card.label} ({card.uuid}) fails its proof ({broken}): it is left out", colour=WARNING)
+        self.say(f"stoker: {card.label} ({card.uuid}) fails its test ({broken}): it is left out", colour=WARNING)
         try:
             fresh = self.planner.plan_again()
         except Refusal as refusal:

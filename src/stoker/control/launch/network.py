@@ -187,7 +187,7 @@ class Network:
             named = self._run.request.script
             changed = ": has it changed here since the run began?" if self._options.sync else ""
             differs = f"is not the same there as on the others{changed}"
-            wrong.append(f"{named} {differs if answers['files']['names'] else 'is not there'}")
+            wrong.append(f"{named} {differs if answers['files']['names'] else 'is missing there'}")
         return "; ".join(wrong)
 
     def check_each_other(self) -> list[str]:

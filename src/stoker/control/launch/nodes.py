@@ -58,7 +58,7 @@ def meeting(request: Request, environment: Mapping[str, str]) -> Meeting | None:
         return None
     if not by_hand(options):
         if options.node_rank != 0:
-            raise _refusal(f"--node-rank {options.node_rank} with one machine: it has number 0")
+            raise _refusal(f"--node-rank {options.node_rank} with one machine: its number is 0")
         return None
     if options.standalone:
         raise _refusal(f"--standalone and --nnodes {options.nnodes} contradict each other")
@@ -195,7 +195,7 @@ def _reached(hosts: Hosts, environment: Mapping[str, str]) -> Hosts:
     ours = engine(scheduler).allocation(environment)
     missing = [host.name for host in hosts.hosts if ours is None or host.name not in ours.transports]
     if ours is None or missing:
-        line = f"{hosts.path}: {missing[0]} is no node of a {scheduler.title} job that this is started in"
+        line = f"{hosts.path}: {missing[0]} is not a node of the {scheduler.title} job that this was started in"
         raise Refusal(line, EX_USAGE, cause="launch.hosts")
     return replace(hosts, transports={host.name: ours.transports[host.name] for host in hosts.hosts})
 

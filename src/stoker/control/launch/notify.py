@@ -49,7 +49,7 @@ def target(told: str) -> Target:
     if told.startswith(_WEB):
         return Target(_service(told), _url(told, told))
     if re.match(r"[a-z][a-z0-9+.-]*://", told):
-        raise Refusal(f"--notify {scheme}://: unknown; there is {_KINDS}", EX_USAGE)
+        raise Refusal(f"--notify {scheme}://: unknown; known: {_KINDS}", EX_USAGE)
     return Target(COMMAND, told)
 
 
@@ -72,7 +72,7 @@ def _service(url: str) -> str:
 def _url(told: str, url: str) -> str:
     host, _, path = url.partition("://")[2].partition("/")
     if not url.startswith(_WEB) or not host or not path or not url.isprintable() or " " in url:
-        raise Refusal(f"--notify {told.partition(':')[0]}: no URL with a path behind it; there is {_KINDS}", EX_USAGE)
+        raise Refusal(f"--notify {told.partition(':')[0]}: needs a URL with a path; known: {_KINDS}", EX_USAGE)
     return url
 
 

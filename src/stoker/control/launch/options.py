@@ -52,7 +52,9 @@ class RunOptions:
 
     _gpus = section("GPUs")
     gpus: str | None = option(
-        "which GPUs: 0,3 (as nvidia-smi counts), UUIDs, or any:2 for the two with most room", "WHICH", default=None
+        "which GPUs: 0,3 (as nvidia-smi counts), UUIDs, or any:2 for the two with the most free memory",
+        "WHICH",
+        default=None,
     )
     gpu: str | None = option("one GPU by its number or UUID", "ID", default=None)
     min_free_memory: int = option(

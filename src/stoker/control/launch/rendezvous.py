@@ -284,10 +284,10 @@ class Asking:
                 return found
             if not said:
                 said = True
-                nobody = f"nobody answers at {told.address}:{told.port} yet ({problem})"
+                nobody = f"no answer from {told.address}:{told.port} yet ({problem})"
                 say(f"stoker: {nobody}; trying for up to {span(PATIENCE_S)}")
             if time.monotonic() > deadline:
-                raise _refusal(self._told, f"nobody answered within {span(PATIENCE_S)}: {problem}", EX_TEMPFAIL)
+                raise _refusal(self._told, f"no answer within {span(PATIENCE_S)}: {problem}", EX_TEMPFAIL)
             until = time.monotonic() + AGAIN_S
             while time.monotonic() < until:
                 self._rest()

@@ -30,6 +30,8 @@ class Request:
     given: frozenset[str]  # options given as flags, in the config file or in PET_*: not defaults
     # Of a program that goes on with any number of ranks: what makes it the same run, instead of its arguments.
     identity: tuple[str, ...] | None = None
+    # The words of `stoker train`, with `runs/latest` as the run that it was before this one; empty: as they were typed.
+    typed: tuple[str, ...] = ()
 
 
 def how_to_run(options: RunOptions) -> RunOptions:
@@ -180,7 +182,7 @@ def _near(path: str) -> str:
     try:
         return suggest_file(path, [name for name in os.listdir(folder) if name.endswith(".py")])
     except OSError:
-        return f"; the folder {folder} is not there either"
+        return f"; the folder {folder} does not exist either"
 
 
 def _check_module(name: str) -> None:

@@ -98,9 +98,9 @@ def tell_launcher(run: Run, signum: int) -> None:
     pid, _, host = run.launcher
     shown = printable(run.id)
     if not run.mine:
-        raise Refusal(f"run {shown} belongs to {run.user}, who alone can stop it", EX_NOPERM)
+        raise Refusal(f"run {shown} belongs to {run.user}, and only that user can stop it", EX_NOPERM)
     if host and host != os.uname().nodename:
-        raise Refusal(f"run {shown} runs on host {printable(host)}: do this there", EX_UNAVAILABLE)
+        raise Refusal(f"run {shown} runs on host {printable(host)}: run this command there", EX_UNAVAILABLE)
     launcher = process(pid)
     if launcher is not None and alive(run) is None:
         unknown = f"pid {pid} ({printable(launcher.name)}) does not show whether it is the launcher"

@@ -276,7 +276,7 @@ class Supervision:
         if early:
             self._early.update(early)
             ranks = ", ".join(str(rank) for rank in early)
-            line = f"rank {ranks} ended with 0 more than {EARLY_S:.0f} s ago; the others still run"
+            line = f"rank {ranks} ended with exit code 0 more than {EARLY_S:.0f} s ago; the others still run"
             self._say(f"stoker: {line}", colour=WARNING)
             self._record.event("suspicion", cause="rank.early-exit", rank=early[0], ranks=early, summary=line)
 
@@ -288,5 +288,5 @@ def give_up(attempt: Attempt, record: RunRecord, say: Callable[..., None], probl
     attempt.unwatched = True
     record.event("watch-failed", traceback="".join(traceback.format_exception(problem)))
     why = f"{type(problem).__name__}: {problem}"
-    line = f"stoker: watching failed ({why}): the job goes on unwatched; events.jsonl has the traceback"
+    line = f"stoker: watching failed ({why}): the job continues without it; events.jsonl has the traceback"
     say(line, colour=WARNING)

@@ -66,7 +66,9 @@ def read_recorded(path: str) -> Machine:
     except FileNotFoundError as problem:
         raise names.Refusal(f"{names.MACHINE}={path}: no such file", names.EX_NOINPUT) from problem
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
-        raise names.Refusal(f"{names.MACHINE}={path} is no recorded machine: {problem}", names.EX_DATAERR) from problem
+        raise names.Refusal(
+            f"{names.MACHINE}={path} is not a recorded machine: {problem}", names.EX_DATAERR
+        ) from problem
 
 
 def packages_dir() -> str | None:

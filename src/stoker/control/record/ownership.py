@@ -19,7 +19,7 @@ def own_folder(root: str, name: str) -> str:
     path = os.path.join(root, name)
     problem = why_not_ours_alone(root, sticky=True) if os.path.lexists(root) else ""
     if problem:
-        raise Refusal(f"{root}: {problem}, and could exchange your folders there: choose another place", EX_NOPERM)
+        raise Refusal(f"{root}: {problem}, and could replace your folders there; choose another folder", EX_NOPERM)
     for candidate in (path, *(f"{path}-{os.geteuid()}" + (f"-{n}" if n > 1 else "") for n in range(1, 100))):
         try:
             about = os.lstat(candidate)

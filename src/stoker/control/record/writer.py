@@ -112,7 +112,7 @@ class RunRecord:
     def require_place(self) -> None:
         """Refused where ranks would find another run directory, and resume from what lies in that."""
         if not self._is_in_place():
-            moved = f"somebody moved or replaced the run directory {printable(self.dir)} while the run was going on"
+            moved = f"the run directory {printable(self.dir)} was moved or replaced during the run"
             fix = "start the run again with --runs-dir and a folder that is yours alone"
             line = f"{moved}: no ranks are started there; {fix}"
             raise names.Refusal(line, names.EX_CANTCREAT, cause="launch.runs-dir")
@@ -256,7 +256,7 @@ def make_private(root: str) -> None:
     base = os.path.dirname(os.path.dirname(root))
     os.makedirs(base, mode=0o700, exist_ok=True)
     if not layout.users_alone(base):
-        raise PermissionError(errno.EACCES, f"{base} belongs to somebody else")
+        raise PermissionError(errno.EACCES, f"{base} belongs to another user")
     os.makedirs(root, mode=0o700, exist_ok=True)
 
 

@@ -90,7 +90,7 @@ class Blame:
         if other.state == ENDED and other.is_ready and other.spec.serves:
             if not is_echo(doubt.verdict):
                 return None  # its clients may have told it to end
-            line = f"it ended with 0 while {doubt.role.name} still needed it"
+            line = f"it ended with exit code 0 while {doubt.role.name} still needed it"
             return other.ended, launch.of_role("role.ended", line, other.last_lines)
         if other.failures and (not other.is_ready or doubt.when - other.failures[-1][0] < BEFORE_S):
             return other.failures[-1]

@@ -107,7 +107,7 @@ class RoleRun:
             found += ["--nproc-per-node", str(spec.count)]
             found += ["--gpus", ",".join(card.uuid for card in self.cards)] if self.cards else []
         if self.starts:
-            found.append("--again")  # a service that ended with 0 is started again
+            found.append("--again")  # a service that ended with exit code 0 is started again
         each = len(self.seats[0].cards)
         if each > 1:
             found += ["--gpus-per-rank", str(each)]

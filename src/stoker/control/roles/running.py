@@ -170,12 +170,12 @@ class Running:
         self._fail(role, verdict)
 
     def _say_what_is_left(self, ended: RoleRun) -> None:
-        """A server that never ends would keep the job going for ever, and nobody would know why. One that ended with 0 may be
+        """A server that never ends would keep the job going for ever, and nobody would know why. One that ended with exit code 0 may be
         missed: its clients are left alone, since they may have told it to end.
         """
         asking = [role.name for role in self._living() if ended.name in role.spec.after]
         if asking and ended.spec.serves and self._outcome is None:
-            line = f"role {ended.name} has ended with 0 while {' and '.join(asking)} may still need it"
+            line = f"role {ended.name} has ended with exit code 0 while {' and '.join(asking)} may still need it"
             self._say(f"stoker: {line}", colour=WARNING)
         left = [role.name for role in self._roles.values() if role.spec.required and role.child is not None]
         if left and self._outcome is None:
@@ -195,7 +195,7 @@ class Running:
             ended = " and ".join(role.name for role in needed)
             others = [role.name for role in self._roles.values() if not role.spec.required]
             rest = f"; {' and '.join(others)} stopped" if others else ""
-            self._outcome = Verdict("completed", "completed", f"{ended} ended with 0{rest}", 0)
+            self._outcome = Verdict("completed", "completed", f"{ended} ended with exit code 0{rest}", 0)
 
     def _fail(self, role: RoleRun, verdict: Verdict) -> None:
         rule, now = role.spec.restart, time.time()

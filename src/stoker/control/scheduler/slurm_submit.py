@@ -277,7 +277,7 @@ def write(script: JobScript, root: str, base: str) -> str:
         os.makedirs(root, 0o700, exist_ok=True)
         os.makedirs(folder, 0o700, exist_ok=True)
         if own_folder(root, job.FOLDER) != folder:  # somebody was quicker
-            raise Refusal(f"{folder} is not yours any more; choose another folder with --runs-dir", EX_CANTCREAT)
+            raise Refusal(f"{folder} no longer belongs to you; choose another folder with --runs-dir", EX_CANTCREAT)
         for n in range(1, 1000):
             path = os.path.join(folder, f"{time.strftime('%Y%m%d-%H%M%S')}-{base}" + (f"-{n}" if n > 1 else "") + ".sh")
             try:

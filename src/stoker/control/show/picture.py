@@ -45,7 +45,7 @@ def write_png(path: str, lines: Sequence[Line], metric: str, *, log: bool = Fals
     except ImportError as problem:
         line = f"no picture: matplotlib can't be imported ({problem}); pip install matplotlib, or leave --png out"
         raise Refusal(printable(line), EX_UNAVAILABLE) from problem
-    refuse_other_kind(path, b"\x89PNG", "PNG picture")
+    refuse_other_kind(path, b"\x89PNG", "a PNG picture")
     with matplotlib.rc_context(_LOOK):
         figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.subplots()

@@ -9,20 +9,20 @@ from stoker.contract.shapes import Stall
 from stoker.control.verdict.catalogue import Family, named, report
 
 _SILENT = "no step for longer than max(3 s, 5 × the p99 of its steps); "
-_STACKS = "the stacks of all ranks and their workers are in the record: stacks.txt of the attempt"
+_STACKS = "stacks of all ranks and their workers: attempt-N/stacks.txt in the run directory"
 family = Family(__name__, always=_STACKS, SILENT=_SILENT)
 family.entries("""
 hang.stopped, again: A rank's process is stopped.
   seen: /proc says state T. The job is stopped for it only when --hang-timeout is over
   unless: it was continued in the meantime, or the whole run is suspended (Ctrl-Z)
-  fix: who stopped it? kill -STOP, a debugger, or a shell that put it in the background: kill -CONT continues it
+  fix: something stopped it: kill -STOP, a debugger, or a shell that put it in the background; kill -CONT continues it
 hang.debugged: A debugger or tracer holds a rank's process.
   seen: /proc says state t
   unless: state T: hang.stopped
   fix: the run waits for as long as the debugger holds it: continue it there, or detach
 hang.sleep, again: A rank sleeps while the others wait for it.
   seen: {SILENT}its main thread is in nanosleep and has not entered the collective the others wait in
-  unless: it beats, prints or says a phase: then it goes on
+  unless: it beats, prints or reports a phase: then it makes progress
   fix: look at {where}
 hang.lock, again: A rank waits for a lock or another of its threads.
   seen: {SILENT}its main thread is in futex, outside of any collective
@@ -34,19 +34,19 @@ hang.io, again: A rank waits for a file, a pipe or a socket.
   fix: look at {where}: what does it read from, and who should write?
 hang.child, again: A rank waits for a process it started.
   seen: {SILENT}its main thread is in wait4, and a child of it lives
-  unless: the child works (CPU) and prints: then it is long, not stuck
+  unless: the child works (CPU) and prints: then it is slow, not stuck
   fix: look at {where}: give the call a timeout
 hang.gil, again: Native code holds the GIL and does not come back.
   seen: {SILENT}its main thread holds the GIL in every sample and is not running
   unless: another thread holds the GIL in one of the samples
   fix: look at {where}: the native call there must release the GIL, or return
-hang.spin, again: A rank computes without end.
+hang.spin, again: A rank computes and never finishes.
   seen: {SILENT}its main thread uses a core, on the same line in every sample, and enters no collective
   unless: it beats or prints: then it is a long computation
-  fix: look at {where}: a loop whose end never comes? if it is an evaluation, say stoker.phase("eval") before it
+  fix: look at {where}: a loop that never ends? before an evaluation, call stoker.phase("eval")
 hang.worker, again: A rank waits for a data-loader worker that is stuck.
   seen: {SILENT}its main thread waits in the DataLoader, and a worker is stopped or inside the data set's own code
-  unless: the workers wait for work themselves: then the rank does not ask
+  unless: the workers wait for work themselves: then the rank does not request any
   fix: look at {where}, in the data set; DataLoader(timeout=60) turns it into an exception
 hang.disk: A rank is in uninterruptible sleep.
   seen: {SILENT}/proc says state D, in both looks
@@ -63,9 +63,9 @@ hang.place, again: A rank stands still, for a reason that can't be seen from out
   unless: any of them
   fix: look at {where}
 hang.op-mismatch: Ranks have entered different operations.
-  seen: the flight recorder: the same number of the same group is another operation on this rank. Blamed is who did what
-      most did not; of as many on each side, who left the order in which the operations came before; without such an
-      order both are named and nobody is blamed
+  seen: the flight recorder: the same number of the same group is another operation on this rank. The rank that differs
+      from most others is blamed; if both sides are equal, the one that left the earlier order of operations; without
+      such an order both are reported and none is blamed
   unless: the operation is done on some rank: then they do match
   fix: look at {where}: every rank of a group must make the same calls in the same order
 hang.shape-mismatch: Ranks have entered the same operation with different shapes.
@@ -73,7 +73,7 @@ hang.shape-mismatch: Ranks have entered the same operation with different shapes
       have ended a rank for it (SIGABRT)
   unless: operations whose sizes may differ (gather, all_to_all); another line: gloo.diverged
   fix: look at {where}: the tensors must have one shape on all ranks; is a last batch shorter here?
-hang.rank-only: Some ranks alone have entered a collective: the call depends on the rank.
+hang.rank-only: Only some ranks have entered a collective: the call depends on the rank.
   seen: the stacks and the source: the line is inside a condition like `if rank == 0:`, or behind `if rank != 0: return`, and
       the ranks that it waits for are in neither branch of it: they are in another collective, or have ended
   unless: the others are in the other branch: hang.op-mismatch; they are in no collective: then they are late
@@ -83,8 +83,8 @@ hang.rank-only: Some ranks alone have entered a collective: the call depends on 
 hang.together, again: All ranks have entered the same operation and it does not end.
   seen: the flight recorder: same number, same operation, same shape everywhere
   unless: one of them has not entered it
-  fix: the way between the ranks: `stoker doctor`, NCCL_DEBUG=INFO in one run; several hosts: firewall, interface names,
-      MTU
+  fix: check the connection between the ranks: `stoker doctor`, one run with NCCL_DEBUG=INFO; several hosts: firewall,
+      interface names, MTU
 """)
 _PARTED = """
 {backend}.unequal-batches: A rank had fewer batches than the others and left the loop.
@@ -95,9 +95,9 @@ _PARTED = """
   fix: look at {where}
 {backend}.diverged: Ranks are on different paths: each waits in a call the others have not made.
   seen: the flight recorder: ranks that wait for each other in different groups, or in calls of different sizes at
-      different lines, or in sends and receives that don't pair. Blamed is who left the path of most ranks; of as many on
-      each side, who left the order of the steps before
-  unless: one of them waits for nobody: then that one is late
+      different lines, or in sends and receives that don't pair. The rank that left the path of most ranks is
+      blamed; if both sides are equal, the one that left the order of earlier steps
+  unless: one of them waits for no other rank: then that one is late
   fix: look at {where}: a branch that depends on the rank, or on data that differs, must not hold a collective
   fix: seeds and data order must be equal where control flow depends on them
 """

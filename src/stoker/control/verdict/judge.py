@@ -41,12 +41,12 @@ def judge(evidence: Evidence) -> Verdict:
             return launch.stopped(evidence, *_known_by_then(evidence))
         return _then_stopped(explain(guilty, evidence), evidence)
     if evidence.steps_reached and guilty is None:
-        made = f"{_everybody(evidence)} made at least {counted(evidence.steps_reached, 'step')}; ended as asked for"
+        made = f"{_everybody(evidence)} made at least {counted(evidence.steps_reached, 'step')}; stopped there as requested"
         return Verdict("completed", "completed", made, 0)
     # Then 0 means "saved and left", not "done".
     told_to = bool(evidence.regrouping) and any(end.ours for end in evidence.ends)
     if all(end.code == 0 for end in evidence.ends) and len(evidence.ends) == evidence.world_size and not told_to:
-        return Verdict("completed", "completed", f"{_everybody(evidence)} ended with 0", 0)
+        return Verdict("completed", "completed", f"{_everybody(evidence)} ended with exit code 0", 0)
     if guilty is None and evidence.regrouping:
         return launch.regrouped(evidence.regrouping)
     if guilty is None:
@@ -81,7 +81,7 @@ def _known_by_then(evidence: Evidence) -> tuple[str, tuple[str, ...], tuple[str,
     if not left:
         return "", (), ()
     before = span(evidence.stopped_at - left[0].time)
-    return f"rank {left[0].rank} ({left[0].label}) had ended with 0 {before} before", (), ()
+    return f"rank {left[0].rank} ({left[0].label}) had ended with exit code 0 {before} before", (), ()
 
 
 def _everybody(evidence: Evidence) -> str:

@@ -15,49 +15,49 @@ from stoker.control.verdict.catalogue import CATALOGUE, Family, report
 AT_ONCE_S = 2.5
 family = Family(__name__)
 family.entries("""
-completed: The job is done.
-  seen: every rank ended with 0, or made the steps that were asked for
-  unless: a rank that left early: rank.early-exit
-launch.stopped: Somebody stopped the run.
+completed: The job is complete.
+  seen: every rank ended with exit code 0, or made the requested number of steps
+  unless: a rank exited early: rank.early-exit
+launch.stopped: The run was stopped.
   seen: the launcher received a signal (Ctrl-C, stoker stop, the scheduler) before any rank failed
   unless: a rank failed before the signal came: then that is the cause
 launch.refused: What was asked for can't be done.
   seen: a flag, a value or a combination that makes no sense; exit code 64 to 78 says of which kind
-  fix: the line says what was wrong and what there is
-launch.script-missing: The script, module or program is not there.
+  fix: the message says what was wrong and what is possible
+launch.script-missing: The script, module or program does not exist.
   seen: before the start: no such file, module or program
   fix: check the spelling and the folder
 launch.syntax-error: The script is not valid Python.
   seen: before the start: it does not parse
-  fix: fix the line that is named
-launch.nodes: The machines that were asked for are not named, or did not meet.
+  fix: fix the line that the message names
+launch.nodes: The machines of the run were not given, or did not connect to each other.
   seen: --nnodes, --node-rank, --master-addr or --rdzv-* that don't fit
   fix: stoker run --hosts a,b,c on one of them starts all
-  fix: by hand, the same on all but for the number: --nnodes 2 --node-rank 0 --master-addr A
+  fix: by hand, the same command on each, with its own --node-rank: --nnodes 2 --node-rank 0 --master-addr A
 launch.hosts: Hosts of the hosts file can't be used.
   seen: before the start: no connection, no Python, no working directory, no way to each other
-  unless: it was there and vanished later: host.lost
-  fix: ssh HOST true   # no password, no question, in seconds?
+  unless: it was connected and was lost later: host.lost
+  fix: ssh HOST true   # must work within seconds, without a password or a question
   fix: stoker cluster check looks at all of them side by side
 launch.regroup, again: The attempt was ended after a checkpoint so that a host that is back can join.
   seen: --rejoin checkpoint, a host that answers again, and rank 0's stoker.mark("CHECKPOINT")
   unless: a rank failed by itself before that
-launch.port: A port for the store, or for metrics, could not be had.
+launch.port: A port for the store, or for metrics, could not be reserved.
   seen: --master-port outside 1024 to 65535, an agent that could not reserve one, or a --metrics-port that is refused
   fix: leave --master-port out; --metrics-port 0 takes a free one
-launch.port-in-use: The port that was asked for is taken.
-  seen: before the start: somebody listens on --master-port or --metrics-port
+launch.port-in-use: The requested port is in use.
+  seen: before the start: another process listens on --master-port or --metrics-port
   unless: a port of the script's own choice: net.port-in-use
   fix: leave --master-port out, or --metrics-port 0: a free one is taken
 launch.runs-dir: The run directory can't be written, or is not safe from other users.
-  seen: creating or writing below --runs-dir fails; or another user can exchange what lies there, or has moved the run
-      directory while the run was going on
+  seen: creating or writing below --runs-dir fails; or another user can replace what is there, or has moved the run
+      directory during the run
   unless: a rank's own files: data.no-space, data.permission
   fix: another folder, of your own: --runs-dir DIR, or $STOKER_RUNS
 launch.no-space: The disk or the quota of the run directory is full.
   seen: before the start: ENOSPC or EDQUOT when the run's record is made
-  unless: the disk fills later: the run continues, the verdict is written into reserved space, and a rank that fails of
-      it is data.no-space
+  unless: the disk fills later: the run continues, the verdict is written into reserved space, and a rank that fails
+      because of it is data.no-space
   fix: df -h and df -i on that folder; stoker clean --cache shows what caches take
   fix: another folder: --runs-dir DIR, or $STOKER_RUNS
 launch.system: The operating system refused Stoker something after the start.
@@ -66,11 +66,11 @@ launch.system: The operating system refused Stoker something after the start.
 launch.not-started: A rank's process could not be started.
   seen: the agent's spawn failed: no such program, not executable, no processes or descriptors left
   unless: it started and ended at once: then its end is the cause
-  fix: does the program exist, may it be executed, and are there descriptors and processes left (ulimit -n, -u)?
+  fix: check that the program exists and is executable, and the limits of open files and processes (ulimit -n, -u)
 launch.killed, again: The launcher is gone and left no verdict.
   seen: no verdict.json, and the launcher's process is gone: SIGKILL, or the machine went down
   unless: its process lives on another host
-  fix: the agent stopped the ranks when the launcher vanished; start the same command again
+  fix: the agent stopped the ranks when the launcher ended; start the same command again
 role.not-ready: A role was started and did not become ready.
   seen: its ready rule (port, http, file, line, mark) was not met within its timeout
   unless: it ended before: then its end is the cause
@@ -80,35 +80,35 @@ role.unhealthy, again: A role that was ready no longer answers.
   seen: its process lives, and its ready rule (port, http) failed three times in a row
   unless: it ended: then its end is the cause
   fix: `stoker logs RUN --role NAME`; restart: always in the roles file replaces it
-role.ended: A server ended with 0 while another role still needed it.
+role.ended: A server ended with exit code 0 while another role still needed it.
   seen: its ready rule is a port or an HTTP path, it ended by itself, and a role that waits for it failed afterwards: it
-      lost its connection, or its rewards taught nothing any more
-  unless: its clients went on without it: they may have told it to end
+      lost its connection, or its rewards were no longer useful
+  unless: its clients continued without it: they may have told it to end
   fix: its last lines are in the evidence; restart: always in the roles file starts it again
 role.restart-loop: A role was started again and again, and failed every time.
   seen: the same cause five times within ten minutes
   fix: its cause is in the evidence; start the role alone with `stoker run` to look at it
-gpu.too-few: Fewer GPUs are there, or free, than were asked for.
+gpu.too-few: Fewer GPUs exist, or are free, than were requested.
   seen: before the start: the plan needs more than the machine has
-  unless: enough are there and somebody holds them: gpu.busy
+  unless: enough exist, but are in use: gpu.busy
   fix: fewer ranks (--nproc-per-node), or --share-gpus; is CUDA_VISIBLE_DEVICES hiding some?
 gpu.legal: The job can't run with that number of ranks.
   seen: before the start: --legal-ranks does not hold the number of GPUs that are usable
   fix: --nproc-per-node with one of them
-host.agent-lost: A host's agent vanished while its ranks ran.
+host.agent-lost: The connection to a host's agent was lost while its ranks ran.
   seen: end-of-file on its connection, or no sign of life for 8 s
   unless: a rank ended first: then that is the cause
-  fix: was it killed? dmesg on that host may know
+  fix: was it killed? look at dmesg on that host
   fix: a host that went down or a cable that was cut looks the same: ping it
-host.lost: A host of a run with several was lost while its ranks ran.
+host.lost: A host of a multi-host run was lost while its ranks ran.
   seen: no sign of life of its agent for 8 s (power, cable, a frozen machine), or the end of its connection (agent or
       sshd killed)
-  unless: a rank failed by itself before that: then that is the cause. Ranks that lost their connection to it are the
-      echo
-  fix: is it up, and is its cable in? ping it; dmesg there may know of a killed agent
+  unless: a rank failed by itself before that: then that is the cause. Ranks that lost their connection to it
+      failed because of it
+  fix: is it up, and is its cable in? ping it; dmesg there shows whether the agent was killed
   fix: --min-hosts K continues without lost hosts, from the last checkpoint, and takes them back when they return
 unknown: The job ended without a cause that can be seen.
-  seen: no rank failed by itself, and not all ended with 0
+  seen: no rank failed by itself, and not all ended with exit code 0
   unless: any evidence for another cause
   fix: stoker logs --rank N, for each rank
   fix: dmesg, for what the kernel did
@@ -132,7 +132,7 @@ def stopped(evidence: Evidence, known: str = "", seen: tuple[str, ...] = (), fix
     else:
         how = "; the ranks ended on their own"
     ends = [f"rank {end.rank} ended with {end.code}" for end in evidence.ends[:8]]
-    summary = f"stopped by {name}{how}; {_kept(evidence)}" + (f". Known by then: {known}" if known else "")
+    summary = f"stopped by {name}{how}; {_kept(evidence)}" + (f". Before the stop: {known}" if known else "")
     return Verdict(
         "stopped",
         "launch.stopped",

@@ -21,27 +21,27 @@ family.entries("""
 slurm.allocation: The Slurm job can't be used as it was started.
   seen: before the start: srun started Stoker once per task, or a heterogeneous job, or a job without a node list
   fix: start `stoker run` once, in the job script or in salloc's shell, without srun
-slurm.unreachable, again: Slurm's own programs do not answer.
+slurm.unreachable, again: Slurm's commands do not answer.
   seen: scontrol or sbatch fails or takes more than 20 s
-  fix: scontrol ping   # is the controller there?
-slurm.refused: sbatch did not take the job.
+  fix: scontrol ping   # does the controller answer?
+slurm.refused: sbatch refused the job.
   seen: before the start: a partition, an account or an amount the cluster does not have or does not allow
-  fix: sinfo and sacctmgr show assoc user=$USER say what there is
-slurm.cancelled: Somebody cancelled the job.
+  fix: sinfo, and sacctmgr show assoc user=$USER, list what you can use
+slurm.cancelled: The job was cancelled.
   summary: Slurm job {id} was cancelled{by}
   seen: the job's state is CANCELLED: scancel, by its owner or an administrator
   unless: {OWN}
-  fix: submit it again under the same --name: it goes on from its last checkpoint
-slurm.timeout, again: The job's time was up.
+  fix: submit it again under the same --name: it resumes from its last checkpoint
+slurm.timeout, again: The job reached its time limit.
   summary: Slurm job {id} reached its time limit{of_limit}
   seen: the job's state is TIMEOUT or DEADLINE
   unless: {OWN}
-  fix: --time with more, or stoker submit --requeue: it saves before the end and goes on by itself
+  fix: --time with more, or stoker submit --requeue: it saves before the end and resumes by itself
 slurm.preempted, again: Another job took the nodes.
   summary: Slurm job {id} was preempted: another job took its nodes
   seen: the job's state is PREEMPTED
   unless: {OWN}
-  fix: stoker submit --requeue goes on when there is room again
+  fix: stoker submit --requeue resumes it when nodes are free again
 slurm.node-fail, again: A node of the job failed.
   summary: a node of Slurm job {id} failed{nodes}
   seen: the job's state is NODE_FAIL or BOOT_FAIL
@@ -56,20 +56,20 @@ slurm.out-of-memory: The job used more host memory than it asked for.
   fix: fewer data-loader workers, or fewer ranks a node
 slurm.notice, again: Slurm gave notice that the job's end is near, and the run was stopped so that it could save.
   summary: Slurm job {id} was told that its end is near{limit}, and stopped so that it could save
-  seen: USR1 to the job's script, so long before the time limit as --signal-before says, or before a preemption
+  seen: USR1 to the job's script, as long before the time limit as --signal-before says, or before a preemption
   unless: {OWN}
-  fix: submit it again under the same --name, or once with --requeue: it goes on from its last checkpoint
+  fix: submit it again under the same --name, or once with --requeue: it resumes from its last checkpoint
   fix: --time with more
 slurm.requeued, again: The job waits in the queue again.
   summary: Slurm job {id} waits in the queue again{reason}
   seen: the job's state is PENDING, or REQUEUED, after a start
   unless: it was never started
-  fix: nothing: it goes on from its last checkpoint when it starts again
+  fix: nothing: it resumes from its last checkpoint when it starts again
 slurm.no-run: The job ended and no run began in it.
   summary: job {id} ended ({state}) before a run began in it
   seen: the job is over, and no run directory belongs to it
   unless: it was cancelled while it waited: slurm.cancelled
-  fix: what the job printed says why; its path is in the evidence
+  fix: read what the job printed; the path is in the evidence
 """)
 
 _CANCELLED, _NODE_FAIL, _NOTICE, _REQUEUED = "slurm.cancelled", "slurm.node-fail", "slurm.notice", "slurm.requeued"

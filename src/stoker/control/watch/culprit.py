@@ -88,7 +88,7 @@ def _alone(guilty: list[int], snapshots: Snapshots, graph: Waits) -> Stall:
     waiting = tuple(sorted(graph.behind(rank) - set(guilty)))
     one, proof = snapshots[rank], False
     if one.message and one.state not in "Tt":  # gloo's recorder knows no send and receive: the stack does
-        whom = "that nobody answers"
+        whom = "that no rank answers"
         if one.peer is not None:
             whom = f"{'from' if one.message == 'recv' else 'to'} rank {one.peer}"
         kind, detail, proof = "diverged", f"it waits in {one.message} {whom}", one.peer in waiting

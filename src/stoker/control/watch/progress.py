@@ -46,14 +46,14 @@ class Progress:
             self.heard = now
 
     def said(self, now: float) -> None:
-        """A mark or a phase: the script itself says that it goes on."""
+        """A mark or a phase: the script itself says that it keeps running."""
         self.heard = self.shown = self.active = now
 
     def enter(self, phase: str) -> None:
         self.phase, self._phase_steps = phase, self.steps
 
     def beatless(self, now: float) -> None:
-        """Its beats can't be read any more: from here on it is one that never steps."""
+        """Its beats can no longer be read: from here on it is one that never steps."""
         self.steps = 0
         self._gaps.clear()
         self.said(now)

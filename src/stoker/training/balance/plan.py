@@ -241,7 +241,7 @@ class Balancer:
             if not self._advised:
                 self._advised = True
                 self._say(
-                    f"unlike ranks ({speeds} samples/s): --balance auto would compute {1 + found.gain:.2f} times as"
+                    f"ranks of different speed ({speeds} samples/s): --balance auto would compute {1 + found.gain:.2f} times as"
                     " fast"
                 )
             return

@@ -56,7 +56,7 @@ def refuse_exchangeable(folder: str) -> None:
     """Others could put a link in the place of a checkpoint that is being written: it would be written elsewhere."""
     why = owners.why_not_ours_alone(folder, sticky=True)
     if why:
-        line = f"checkpoint.folder {folder} can't be used: {why}, so others can exchange your checkpoints"
+        line = f"checkpoint.folder {folder} can't be used: {why}, so others can replace your checkpoints"
         raise Refusal(f"{line}; choose a folder of your own, or `chmod +t` it if it is yours", EX_CANTCREAT)
 
 
@@ -79,7 +79,7 @@ def make_unfinished(path: str) -> None:
     """For all ranks, whichever comes first. OSError: somebody else has put something there."""
     os.makedirs(path, exist_ok=True)
     if not is_own_folder(path):
-        raise OSError(errno.EEXIST, "somebody else has put something in its place", path)
+        raise OSError(errno.EEXIST, "another process has put something in its place", path)
 
 
 def is_own_folder(path: str) -> bool:
@@ -188,7 +188,7 @@ def hold(folder: str, say: Callable[[str], None]) -> int | None:
         ) from problem
     except OSError as problem:
         say(
-            f"{folder}: this file system can't lock ({problem.strerror}); see to it that only one job writes its"
+            f"{folder}: this file system can't lock ({problem.strerror}); make sure that only one job writes its"
             " checkpoints there"
         )
         os.close(fd)

@@ -178,6 +178,6 @@ def commit(unfinished: str, final: str, parts: Sequence[Part], wanted: Manifest)
         os.unlink(os.path.join(unfinished, name_of(rank, NOTE)))  # the manifest has what they said
     sync_folder(unfinished)
     if os.path.lexists(final) and not (is_checkpoint(final) and owners.is_own(final)):
-        what = "is another user's" if is_checkpoint(final) else "is no checkpoint"
-        raise GivenUp(f"{final} is there and {what}: move it away, or give another --checkpoint.folder")
+        what = "is another user's" if is_checkpoint(final) else "is not a checkpoint"
+        raise GivenUp(f"{final} already exists and {what}: move it away, or give another --checkpoint.folder")
     put_in_place(unfinished, final)

@@ -44,7 +44,7 @@ class Source:
 
 def dtype_of(name: str, tensor: torch.Tensor) -> str:
     if tensor.dtype not in DTYPES:
-        raise ValueError(f"{name}: {tensor.dtype} has no place in a safetensors file")
+        raise ValueError(f"{name}: {tensor.dtype} can't be stored in a safetensors file")
     return DTYPES[tensor.dtype]
 
 

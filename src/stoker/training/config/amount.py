@@ -110,7 +110,7 @@ def _counted(path: str) -> tuple[int, int]:
             first = block.find(b"\n")
             if length + (first if first >= 0 else len(block)) > LONGEST_LINE and kind_of(path) == "jsonl":
                 where = f"line {count + 1} is longer than {LONGEST_LINE >> 20} MB"
-                raise Refusal(f"{path}: {where}: is this a row per line?", EX_DATAERR)
+                raise Refusal(f"{path}: {where}: a jsonl file has one row per line", EX_DATAERR)
             marks = begun + block.translate(_MARKS, b" \t\r\v\f")
             count += marks.count(b".\n")
             begun = b"." if marks.endswith(b".") else b""

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from stoker.contract import limits, settings
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import amount
+from stoker.contract.quantities import amount, counted
 from stoker.contract.shape import shape
 from stoker.training.config.keys import KEYS, values_of
 from stoker.training.config.layers import Origin
@@ -58,7 +58,7 @@ def _adapter(checking: _Checking) -> None:
         return
     if not config.model.load:
         checking.refuse(
-            f"adapter.method {method} trains beside a model that is there: name its folder or hub id with --model.load",
+            f"adapter.method {method} needs a model to adapt: name its folder or hub id with --model.load",
             "adapter.method",
         )
     impossible = {
@@ -68,7 +68,9 @@ def _adapter(checking: _Checking) -> None:
         "compute.fp8 tensorwise": config.compute.fp8 != "off",
     }
     for what in (what for what, yes in impossible.items() if yes):
-        checking.refuse(f"adapter.method {method} can't do {what} yet: leave it out", what.split()[0], "adapter.method")
+        checking.refuse(
+            f"adapter.method {method} does not support {what} yet: leave it out", what.split()[0], "adapter.method"
+        )
 
 
 def _shape(checking: _Checking) -> None:
@@ -78,7 +80,7 @@ def _shape(checking: _Checking) -> None:
         fits = [count for count in range(1, min(model.dim, 1024) + 1) if model.dim % (2 * count) == 0]
         if not fits:
             checking.refuse(
-                f"model.dim {model.dim} is odd: no heads of an even width make it; give an even one, or model.head_dim",
+                f"model.dim {model.dim} is odd, and heads need an even width: give an even number, or model.head_dim",
                 *names,
             )
         near = ", ".join(map(str, sorted(sorted(fits, key=lambda count: abs(count - model.heads))[:4])))
@@ -147,20 +149,20 @@ def _combinations(checking: _Checking, on_cpu: bool | None) -> None:
     if parallel.strategy == "fsdp":
         _sharded(checking)
     elif parallel.sharding != "all":
-        line = f"parallel.sharding {parallel.sharding} needs parallel.strategy fsdp: ddp cuts nothing"
+        line = f"parallel.sharding {parallel.sharding} needs parallel.strategy fsdp: ddp does not shard"
         checking.refuse(line, "parallel.sharding", "parallel.strategy")
     elif parallel.offload != "off":
         line = f"parallel.offload {parallel.offload} needs parallel.strategy fsdp: it moves shards"
         checking.refuse(line, "parallel.offload", "parallel.strategy")
     if compute.compile == "fused" and compute.fp8 != "off":
         checking.refuse(
-            f"compute.compile fused and compute.fp8 {compute.fp8} exclude each other: our own kernels know no fp8; auto"
-            " compiles the blocks for it"
+            f"compute.compile fused and compute.fp8 {compute.fp8} exclude each other: the fused kernels do not support"
+            " fp8; use compute.compile auto"
         )
     if parallel.comm.startswith("local") and kind == "adamw8bit":
         checking.refuse(
-            f"parallel.comm {parallel.comm} averages the optimizer's moments in a checkpoint, and optim.kind adamw8bit"
-            " has codes instead: use adamw or muon"
+            f"parallel.comm {parallel.comm} does not work with optim.kind adamw8bit, whose 8-bit moments can't be averaged:"
+            " use adamw or muon"
         )
     packed = config.data.kind == "chat" or config.data.documents
     if compute.attention in ("flash", "cudnn") and (compute.dtype == "fp32" or packed):
@@ -181,11 +183,11 @@ def _sharded(checking: _Checking) -> None:
         )
     if parallel.balance != "off":
         checking.refuse(
-            "parallel.balance auto needs parallel.strategy ddp: fsdp's ranks wait for each other inside their work, and"
-            " nobody's own speed shows"
+            "parallel.balance auto needs parallel.strategy ddp: fsdp's ranks wait for each other inside each"
+            " step, so their own speed can't be measured"
         )
     if parallel.offload != "off" and checking.config.optim.kind == "muon":
-        line = f"parallel.offload {parallel.offload} can't do optim.kind muon, whose ranks put matrices together: use adamw8bit"
+        line = f"parallel.offload {parallel.offload} does not work with optim.kind muon: use adamw8bit"
         checking.refuse(line, "parallel.offload", "optim.kind")
     if parallel.comm != "full":
         checking.refuse(
@@ -260,9 +262,10 @@ def check_needs(needs: NeedsConfig, cards: Sequence[int | None], given: Mapping[
     def blame(name: str) -> str:
         return f"{origins[name].words}: " if name in origins else ""
 
+    anyway = f"--needs.gpus 0{' --needs.vram 0' if needs.vram else ''} starts it anyway"
     if len(cards) < needs.gpus:
         raise Refusal(
-            f"{blame('needs.gpus')}it needs {needs.gpus} GPUs, this machine has {len(cards) or 'none'}",
+            f"{blame('needs.gpus')}{counted(needs.gpus, 'GPU')} needed, this machine has {len(cards) or 'none'}; {anyway}",
             EX_UNAVAILABLE,
             cause="gpu.too-few",
         )
@@ -277,7 +280,7 @@ def check_needs(needs: NeedsConfig, cards: Sequence[int | None], given: Mapping[
         )
         wanted = f"{count} GPUs" if count > 1 else "a GPU"
         raise Refusal(
-            f"{blame('needs.vram')}it needs {wanted} with {amount(needs.vram)} of memory, {found}",
+            f"{blame('needs.vram')}{wanted} with {amount(needs.vram)} of memory needed, {found}; {anyway}",
             EX_UNAVAILABLE,
             cause="gpu.too-few",
         )

@@ -36,7 +36,7 @@ def load(path: str) -> dict[str, Any]:
     except FileNotFoundError as problem:
         names = ", ".join(shipped())
         raise Refusal(
-            f"{where} is not there{suggest(path, shipped())}; by name there are {names}", EX_NOINPUT
+            f"{where} does not exist{suggest(path, shipped())}; shipped settings: {names}", EX_NOINPUT
         ) from problem
     except OSError as problem:
         raise Refusal(f"{where} can't be read: {problem.strerror}", EX_NOINPUT) from problem

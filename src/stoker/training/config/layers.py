@@ -82,9 +82,7 @@ def _refuse_not_in_a_file(layers: Layers) -> None:
     for dotted, is_harmful in NOT_IN_A_FILE.items():
         if is_harmful(layers.file.values.get(dotted, KEYS[dotted].default)) and dotted not in given:
             where = layers.file.origins[dotted]
-            line = (
-                f"{where.words} is not taken from a file, which may come from anybody: if you want it, give --{dotted}"
-            )
+            line = f"{where.words} is not taken from a file, which another person may have written: if you want it, give --{dotted}"
             raise Refusal(line, where.code)
 
 

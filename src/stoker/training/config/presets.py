@@ -10,7 +10,7 @@ ABOUT = {
     "debug": "2 layers, 10 steps, every check on",
     "small": "4 layers: what a laptop's CPU trains in minutes; the default without GPUs",
     "stable": "cautious numbers for a run that went NaN; give it the model's shape",
-    "production": "32 layers, 1.5 billion parameters, 10,000 steps; the default where there are GPUs",
+    "production": "32 layers, 1.5 billion parameters, 10,000 steps; the default with GPUs",
 }
 PRESETS: dict[str, dict[str, Any]] = {
     "debug": {

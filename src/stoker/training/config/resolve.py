@@ -74,9 +74,9 @@ def _preset(layers: Layers, cpu: bool) -> tuple[str, str]:
     """(its name, the line that says so)."""
     told = layers.told(aliases.PRESET)
     if told is None:
-        name, why = ("small", "no GPU to train on") if cpu else ("production", "the default where there are GPUs")
+        name, why = ("small", "the default without a GPU") if cpu else ("production", "the default with GPUs")
         others = ", ".join(other for other in PRESETS if other != name)
-        return name, f"preset {name}: {why} (--preset: {others})"
+        return name, f"preset {name}: {why}; others: --preset {others}"
     name, origin = told
     if name not in PRESETS:
         raise Refusal(
@@ -196,6 +196,12 @@ def lasting(c: Config) -> Config:
 def pinned(c: Config) -> Config:
     """A path through `runs/latest` as the run that is latest now: the new run will be it before its ranks look."""
     return config_of(c.preset, {name: _pinned(value) for name, value in values_of(c).items()})
+
+
+def pinned_words(words: Sequence[str]) -> tuple[str, ...]:
+    """The same for the words of a command: --model.load runs/latest/hf, or --model.load=runs/latest/hf."""
+    split = (word.partition("=") if word.startswith("-") else ("", "", word) for word in words)
+    return tuple(f"{flag}{sign}{_pinned(value)}" for flag, sign, value in split)
 
 
 def _pinned(value: Any) -> Any:

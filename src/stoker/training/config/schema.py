@@ -57,7 +57,7 @@ SECTIONS: dict[str, type[Any]] = {name: part for name, part in get_type_hints(Co
 ABOUT = {
     "model": "the decoder's shape", "adapter": "small matrices that learn beside frozen weights", "tokenizer": "text to tokens", "data": "where the tokens come from", "batch": "how many tokens a step has",
     "optim": "optimizer and schedule", "parallel": "how ranks share the work", "compute": "precision, kernels, memory", "train": "how long, and what is reported",
-    "checkpoint": "what is kept, and where a run goes on", "nan": "numbers that are no numbers",
+    "checkpoint": "what is kept, and where a run resumes from", "nan": "NaN and Inf",
     "reward": "stage reward: which of two answers is the better", "dpo": "stage dpo: learning from preference pairs",
     "generate": "how answers are written",
     "density": "stage density: weights of prompts", "grpo": "stage grpo: learning from rewards", "evaluate": "stage evaluate: questions with answers",

@@ -70,8 +70,7 @@ def train(texts: Iterable[str], vocab_size: int, folder: str) -> Tokenizer:
     made.pre_tokenizer = pre.Sequence([words, as_bytes])  # only training cuts long words
     if made.get_vocab_size() <= 256 < vocab_size - len(SPECIAL):
         raise Refusal(
-            "there is too little text to train a tokenizer on: no two bytes stand together twice; tokenizer.path=bytes"
-            " needs no training",
+            "too little text to train a tokenizer: no pair of bytes occurs twice; --tokenizer.path bytes needs no training",
             EX_DATAERR,
         )
     # The highest ids.
@@ -93,14 +92,15 @@ def trained(
             if not _sound(folder, lambda line: None):
                 chosen = spread(spans(), told.train_megabytes * 1_000_000)
                 limit = min(sum(span.size for span in chosen), told.train_megabytes * 1_000_000)
-                say(f"training a tokenizer of {told.vocab_size} tokens on {limit / 1e6:.1f} MB of the data")
+                text = f"{limit / 1e6:.1f} MB" if limit >= 1e5 else f"{limit / 1e3:.1f} kB"
+                say(f"training a tokenizer of {told.vocab_size} tokens on {text} of the data")
                 began = time.monotonic()
                 with whole(folder) as temporary, Progress("reading for the tokenizer", limit, unit=BYTES) as progress:
                     pieces = _counted(_announced(_pieces(chosen, data, limit), say), progress)
                     made = train(pieces, told.vocab_size, temporary)
                 say(f"tokenizer of {made.vocab_size} tokens in {time_span(time.monotonic() - began)}: {folder}")
                 if made.vocab_size < told.vocab_size:
-                    say(f"the data gives {made.vocab_size} tokens, not the {told.vocab_size} of tokenizer.vocab_size")
+                    say(f"too little text for tokenizer.vocab_size {told.vocab_size}: using {made.vocab_size} tokens")
     return load(folder)
 
 
@@ -135,7 +135,7 @@ def _sound(folder: str, say: Say) -> bool:
     try:
         load(folder)
     except Refusal as problem:
-        say(f"{problem.line}: it is trained again")
+        say(f"{problem.line}: training it again")
         shutil.rmtree(folder)
         return False
     return True

@@ -23,7 +23,7 @@ def refuse_binary(path: str, head: bytes, at: int = 0) -> None:
     """NUL bytes or many control bytes are no text."""
     kind = next((name for beginning, name in _BEGINNINGS if at == 0 and head.startswith(beginning)), None)
     if kind == "UTF-16":
-        raise Refusal(f"{path} is UTF-16, not UTF-8: `iconv -f UTF-16 -t UTF-8` makes it so", EX_DATAERR)
+        raise Refusal(f"{path} is UTF-16, not UTF-8: `iconv -f UTF-16 -t UTF-8` converts it", EX_DATAERR)
     zero = head.find(b"\0")
     control = len(head) - len(head.translate(None, _CONTROL))
     if kind and (zero >= 0 or control > 0 or not _is_text(head)):
@@ -61,7 +61,7 @@ def check_head(path: str, text: bool, name: str = "") -> None:
     if text:
         refuse_binary(shown, head)
         if size <= HEAD and not head.strip():
-            raise Refusal(f"{shown} holds nothing but blanks", EX_DATAERR)
+            raise Refusal(f"{shown} holds only whitespace", EX_DATAERR)
 
 
 def as_text(path: str, data: bytes, at: int) -> None:
@@ -73,6 +73,6 @@ def as_text(path: str, data: bytes, at: int) -> None:
         guess = "latin-1" if byte >= 0xA0 else "windows-1252"
         raise Refusal(
             f"{path} is not UTF-8: byte 0x{byte:02x} at offset {at + problem.start}; if it is {guess}, `iconv -f"
-            f" {guess} -t UTF-8` makes it so",
+            f" {guess} -t UTF-8` converts it",
             EX_DATAERR,
         ) from problem

@@ -40,9 +40,7 @@ def own_cache(cache: str, say: Callable[[str], None]) -> str:
         problem = why_not_ours_alone(cache)
     except FileNotFoundError:
         if os.path.islink(cache):  # whoever made the link could put a folder there at any time
-            line = (
-                f"data.cache {cache} is a link to {os.readlink(cache)}, which is not there: make it, or remove the link"
-            )
+            line = f"data.cache {cache} is a link to {os.readlink(cache)}, which does not exist: create it, or remove the link"
             raise Refusal(line, EX_CANTCREAT) from None
         return _made(cache, say)
     if not problem:
@@ -99,7 +97,7 @@ def files_below(folder: str, say: Callable[[str], None]) -> Iterator[str]:
         yield from (os.path.join(place, name) for name in sorted(names) if not name.startswith("."))
     if ours:
         say(
-            "left out, being Stoker's own:"
+            "left out, because they are Stoker's own files:"
             f" {', '.join(ours[:3])}{f' and {len(ours) - 3} more' if len(ours) > 3 else ''}"
         )
 

@@ -47,7 +47,7 @@ def with_formats(sources: Sequence[Source], data: DataConfig, say: Callable[[str
             say(f"data format: text (the column {data.text_key})")
         return tuple(sources)
     if data.format == TEXT:
-        raise Refusal(f"data.format text has no turns to learn from; a chat is one of {known()}", EX_CONFIG)
+        raise Refusal(f"data.format text has no turns to learn from; use {known()} (`stoker docs data`)", EX_CONFIG)
     if data.format != AUTO:
         return tuple(replace(source, format=data.format, mixed=True) for source in sources)
     found = [replace(source, format=_format(source).name) for source in sources]
@@ -58,14 +58,17 @@ def with_formats(sources: Sequence[Source], data: DataConfig, say: Callable[[str
 def _format(source: Source) -> Format:
     if source.form == "text":
         shown = source.name or source.path
-        raise Refusal(f"{shown} is plain text, and a chat is one of {known()}", EX_DATAERR)
+        raise Refusal(f"{shown} is plain text; chats need rows: {known()} (`stoker docs data`)", EX_DATAERR)
     begin = next(iter(split([source], 0.0)[0]), None)
     first = None
     for row, place in itertools.islice(rows(begin, _COLUMNS), LOOK) if begin is not None else ():
         made = recognise(row)
         if made is not None:
             return made
-        first = first or f"{at(place)}: no known format of conversations; its keys: {key_names(row)}; known: {known()}"
+        first = (
+            first
+            or f"{at(place)}: no known format of conversations; its keys: {key_names(row)}; known: {known()} (`stoker docs data`)"
+        )
     if first is None:
         raise Refusal(f"{source.name or source.path} has no rows", EX_DATAERR)
     raise Refusal(printable(first, 1000), EX_DATAERR)
@@ -313,7 +316,7 @@ def _tolerate(split: dict[str, Any], say: Say) -> None:
         f" {'; '.join(split['first_wrong'])}{' …' if wrong > len(split['first_wrong']) else ''}"
     )
     if wrong >= TOLERATED * rows:
-        raise Refusal(f"{line}; below 1 % they would be left out: fix the file", EX_DATAERR)
+        raise Refusal(f"{line}; that is 1 % or more: fix the file", EX_DATAERR)
     say(f"{line}; left out")
 
 

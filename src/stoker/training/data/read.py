@@ -85,7 +85,7 @@ def texts(span: Span, text_key: str) -> Iterator[tuple[bytes, bool]]:
 def conversations(span: Span, wrong: Remarks) -> Iterator[tuple[list[Message], Place]]:
     """`wrong`: gets a remark for each row that is no conversation with an answer; the caller judges how many."""
     if span.form == "text":
-        raise Refusal(f"{span.shown} is plain text; data.kind=chat takes rows of {known()}", EX_DATAERR)
+        raise Refusal(f"{span.shown} is plain text; chats need rows: {known()} (`stoker docs data`)", EX_DATAERR)
     chosen = FORMATS[span.format or MESSAGES]
     found = lost = 0
     for row, place in rows(span, chosen.columns):
@@ -162,7 +162,9 @@ def _line(file: BinaryIO, span: Span) -> bytes:
     line = file.readline(LONGEST_LINE + 1)
     if len(line) > LONGEST_LINE:
         where = at(Place(span.shown, span.path, offset))
-        raise Refusal(f"{where}: the line is longer than {LONGEST_LINE >> 20} MB: is this a row per line?", EX_DATAERR)
+        raise Refusal(
+            f"{where}: the line is longer than {LONGEST_LINE >> 20} MB: a jsonl file has one row per line", EX_DATAERR
+        )
     return line
 
 

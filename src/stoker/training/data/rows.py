@@ -102,7 +102,9 @@ def _lines(path: str, stream: BinaryIO) -> Iterator[tuple[int, Row]]:
         number += 1
         where = f"{path}, line {number}"
         if len(line) > LONGEST_LINE:
-            raise Refusal(f"{where} is longer than {LONGEST_LINE >> 20} MB: is this a row per line?", EX_DATAERR)
+            raise Refusal(
+                f"{where} is longer than {LONGEST_LINE >> 20} MB: a jsonl file has one row per line", EX_DATAERR
+            )
         text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if not text.isspace() and text:
             try:

@@ -128,7 +128,9 @@ def show(path: str, ask: Ask, say: Callable[[str], None]) -> Shown:
     if view is None:
         if not total:
             raise Refusal(f"{path} is empty: it has no rows", EX_DATAERR)
-        raise Refusal(f"{path}: {dropped.all[0].why}; known: text: {ask.text_key}; {known()}", EX_DATAERR)
+        raise Refusal(
+            f"{path}: {dropped.all[0].why}; known: text: {ask.text_key}, {known()} (`stoker docs data`)", EX_DATAERR
+        )
     name, about = (made.name, made.about) if made is not None else (TEXT, f"the column {ask.text_key}")
     refused = _refused(view, _Counted(total, used, wrong, mixed if ask.format == AUTO else 0))
     left_out, shown = tuple(dropped.all), tuple(samples)

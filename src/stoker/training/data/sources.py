@@ -80,7 +80,7 @@ def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
     ) as problem:  # what datasets and its HTTP layers raise: no such data set, no network, a gated one
         first = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         raise Refusal(
-            f"{name}: no such file here, and the hub can't give it: {first[:200]}", EX_UNAVAILABLE
+            f"{name}: no such file here, and it can't be fetched from the hub: {first[:200]}", EX_UNAVAILABLE
         ) from problem
     say(f"{name}: {amount(size)} of rows in {path}")
     return path
@@ -155,7 +155,7 @@ def find_sources(
         next((path for place, path in enumerate(files) if path in files[:place]), None) if len(files) < 10_000 else None
     )
     if twice:
-        say(f"{twice} is named twice: it is read twice")
+        say(f"{twice} is given twice: it is read twice")
     room = DiskRoom(cache, OTHER_CACHE)
     return tuple(_source(path, cache, say, max(len(files), among), room) for path in files)
 
@@ -222,7 +222,7 @@ def _files(path: str, cache: str, say: Callable[[str], None], hub: Callable[...,
     if is_hub_id(path):
         return [hub(path, cache, say)]
     near = os.listdir(above or ".") if os.path.isdir(above or ".") else []
-    raise Refusal(f"{path} is not there{suggest_file(path, near)}", EX_NOINPUT)
+    raise Refusal(f"{path} does not exist{suggest_file(path, near)}", EX_NOINPUT)
 
 
 def _filled(files: list[str], where: str, say: Callable[[str], None]) -> list[str]:
@@ -230,9 +230,9 @@ def _filled(files: list[str], where: str, say: Callable[[str], None]) -> list[st
     empty = {path: None for path in files if os.path.isfile(path) and not os.path.getsize(path)}
     named = ", ".join(list(empty)[:3]) + (f" and {len(empty) - 3} more" if len(empty) > 3 else "")
     if len(empty) == len(files):
-        raise Refusal(f"{where} holds nothing but empty files: {named}", EX_DATAERR)
+        raise Refusal(f"{where} holds only empty files: {named}", EX_DATAERR)
     if empty:
-        say(f"left out, being empty: {named}")
+        say(f"left out, because they are empty: {named}")
     return [path for path in files if path not in empty]
 
 

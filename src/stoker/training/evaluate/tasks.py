@@ -189,7 +189,7 @@ def _usable(
         f" ({'; '.join(wrong[:3])}{'; …' if len(wrong) > 3 else ''})"
     )
     if len(wrong) >= TOLERATED * len(rows):
-        raise Refusal(f"{line}: below 1 % they would be skipped; fix the file", EX_DATAERR)
+        raise Refusal(f"{line}: that is 1 % or more: fix the file", EX_DATAERR)
     return found, places, f"{line} and are skipped"
 
 
@@ -214,9 +214,7 @@ def _bounded(rows: Iterable[tuple[str, Any]], path: str, where: str) -> list[tup
     with looking_at_file(where, path):
         found = list(islice(rows, _MOST_ROWS + 1))
     if len(found) > _MOST_ROWS:
-        raise Refusal(
-            f"{where} has more than {_MOST_ROWS:,} rows: no evaluation asks so many; cut the file", EX_DATAERR
-        )
+        raise Refusal(f"{where} has more than {_MOST_ROWS:,} rows: make the file smaller", EX_DATAERR)
     return found
 
 
@@ -235,7 +233,7 @@ def _json(line: str) -> Any:
 
 def _parquet_rows(path: str) -> list[tuple[str, Any]]:
     if not os.path.isfile(path):
-        raise Refusal(f"evaluate.tasks {path} is not there", EX_NOINPUT)
+        raise Refusal(f"evaluate.tasks {path} does not exist", EX_NOINPUT)
     table = open_parquet(path)
     names = table.schema_arrow.names
     columns = [name for name in _COLUMNS if name in names]

@@ -123,7 +123,7 @@ def written(text: str) -> list[Card] | None:
         known = _known(name) if name else None
         if not match or (name and known is None) or not (name or memory) or count in ("0", "00"):
             raise Refusal(
-                f"--gpus {text[:80]}: {part[:40]!r} is no GPU that is known; write memory (4x24GB), one of"
+                f"--gpus {text[:80]}: {part[:40]!r} is not a known GPU; write memory (4x24GB), one of"
                 f" {', '.join(list(CARDS)[:6])} …, or the numbers of GPUs here (0,1)",
                 EX_USAGE,
             )

@@ -99,7 +99,7 @@ def _dump(folder: str) -> RankDump:
         cut, left_out = _shown(files.get("cut", {})), _shown(files.get("left_out", {}))
         return RankDump(folder, Report.from_json(_shown(found["report"])), cut, left_out)
     except ValueError as problem:
-        raise Refusal(f"{path} is no report of this version: {problem}", EX_DATAERR) from problem
+        raise Refusal(f"{path} is not a report of this version: {problem}", EX_DATAERR) from problem
 
 
 def _shown(value: Any) -> Any:
@@ -132,7 +132,7 @@ def _read_with(reader: Callable[[str], Read], path: str) -> Read:
     try:
         return reader(path)
     except FileNotFoundError as problem:
-        raise Refusal(f"{path} is not there", EX_NOINPUT) from problem
+        raise Refusal(f"{path} does not exist", EX_NOINPUT) from problem
     except OSError as problem:
         raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     except ValueError as problem:

@@ -126,7 +126,7 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
     except (OSError, ValueError) as problem:
         if told.resume == "auto":
             return None  # damaged: the ranks say so and take the one before
-        raise Refusal(f"checkpoint.resume {where} is no checkpoint: {problem}", EX_NOINPUT) from problem
+        raise Refusal(f"checkpoint.resume {where} is not a checkpoint: {problem}", EX_NOINPUT) from problem
     if model.engine != "transformers":  # else its module knows
         check(found.meta, where, with_rows(model, made.vocab_size), made.tokenizer_digest, optimizer)
     step = found.meta.get("step")
@@ -166,7 +166,7 @@ def position(found: Mapping[str, Any], data: Data) -> tuple[Position, str]:
     waited, skipped = (found[key] if type(found.get(key)) is int else 0 for key in ("waited", "skipped"))
     whole = all(type(one) is int and 0 <= one < 1 << 62 for one in (*counts, waited, skipped))
     if not isinstance(theirs, dict) or not told or not whole or skipped > found["step"]:
-        raise Refusal("the checkpoint does not say how far it is: it was written by something else", EX_CONFIG)
+        raise Refusal("the checkpoint has no step number: another program wrote it", EX_CONFIG)
     other = [key for key in mine if theirs.get(key) != mine[key]]
     words = {"key": "the data", "seed": "its order", "context": "the context length", "count": "the number of samples"}
     lowest = float(best) if best is not None else None

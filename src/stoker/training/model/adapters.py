@@ -81,7 +81,7 @@ def freeze(model: Decoder, told: AdapterConfig) -> list[str]:
         return []
     more = f" and {len(odd_ones) - 1} more" if len(odd_ones) > 1 else ""
     return [
-        f"qlora: the elements of {odd_ones[0]}{more} are no multiple of {BLOCK}: {'they stay' if more else 'it stays'} in 16 bits"
+        f"qlora: the elements of {odd_ones[0]}{more} are not a multiple of {BLOCK}: {'they stay' if more else 'it stays'} in 16 bits"
     ]
 
 
@@ -355,10 +355,12 @@ def _settings_in(folder: str, path: str, method: str, dropout: float) -> tuple[A
     except ValueError as problem:
         raise Refusal(f"adapter {path} is not JSON: {problem}", EX_DATAERR) from problem
     if not isinstance(told, dict):
-        raise Refusal(f"adapter {path} is no table of settings", EX_DATAERR)
+        raise Refusal(f"adapter {path} holds no settings (not a JSON object)", EX_DATAERR)
     for key, allowed in _PLAIN.items():
         if told.get(key, allowed[0]) not in allowed:
-            raise Refusal(f"adapter {folder}: {key} is {str(told[key])[:60]!r}, which is not computed here", EX_CONFIG)
+            raise Refusal(
+                f"adapter {folder}: {key} is {str(told[key])[:60]!r}, which Stoker does not support", EX_CONFIG
+            )
     rank, alpha = told.get("r"), told.get("lora_alpha")
     if type(rank) is not int or not isinstance(alpha, (int, float)) or not (1 <= rank <= 4096 and 0 < alpha < 1e6):
         raise Refusal(f"adapter {path}: r is {str(rank)[:20]}, lora_alpha {str(alpha)[:20]}", EX_DATAERR)
@@ -381,7 +383,7 @@ def _names(value: Any, where: str) -> list[str]:
         return []
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(one, str) and len(one) < 200 for one in found):
-        raise Refusal(f"{where} is no list of names", EX_DATAERR)
+        raise Refusal(f"{where} is not a list of names", EX_DATAERR)
     if len(found) > _MOST_NAMES:
         raise Refusal(f"{where} has {len(found):,} names: at most {_MOST_NAMES:,} are read", EX_DATAERR)
     return sorted(set(found))  # peft itself writes some twice

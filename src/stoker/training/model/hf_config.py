@@ -99,7 +99,7 @@ def _indexed(folder: str) -> dict[str, Stored]:
         None,
     )
     if outside is not None:
-        raise Refusal(f"{path} names {outside}, which is no safetensors file of that folder", EX_DATAERR)
+        raise Refusal(f"{path} names {outside}, which is not a safetensors file in that folder", EX_DATAERR)
     headers = {name: header(os.path.join(folder, name)) for name in files}
     for name, shard in where.items():
         if name not in headers[shard]:
@@ -386,7 +386,9 @@ def _read(folder: str) -> ConfigJson:
         return ConfigJson(folder, read_json(path, _LONGEST, inside=True))
     except FileNotFoundError as problem:
         held = ", ".join(sorted(os.listdir(folder))[:5]) if os.path.isdir(folder) else "no such folder"
-        raise Refusal(f"model {folder}: there is no {CONFIG} in it; found {held or 'nothing'}", EX_NOINPUT) from problem
+        inner = os.path.join(folder, "hf")  # of a run directory
+        there = f"use {inner}" if os.path.isdir(inner) else f"found {held or 'nothing'}"
+        raise Refusal(f"model {folder}: it has no {CONFIG}; {there}", EX_NOINPUT) from problem
     except OSError as problem:
         raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     except ValueError as problem:

@@ -29,7 +29,7 @@ def folder_of(load: str, say: Callable[[str], None], code: bool = False, wanted:
         return load
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", load):
         raise Refusal(
-            f"model {load} is not there: a folder with config.json and safetensors, or a hub id (owner/name)",
+            f"model {load} does not exist; give a folder with config.json and safetensors, or a hub id (owner/name)",
             EX_NOINPUT,
         )
     try:
@@ -45,7 +45,7 @@ def folder_of(load: str, say: Callable[[str], None], code: bool = False, wanted:
     except (OSError, ValueError, RuntimeError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as problem:
         first = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         raise Refusal(
-            f"model {load}: no such folder here, and the hub can't give it: {first[:200]}", EX_UNAVAILABLE
+            f"model {load}: no such folder here, and it can't be fetched from the hub: {first[:200]}", EX_UNAVAILABLE
         ) from problem
     say(f"{load}: the copy in {folder} is used")
     return folder

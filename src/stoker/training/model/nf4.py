@@ -68,7 +68,7 @@ def coded(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(codes, the scale of each block)."""
     elements = weight.numel()
     if elements % BLOCK:
-        raise ValueError(f"{elements} elements are no multiple of {BLOCK}")
+        raise ValueError(f"{elements} elements are not a multiple of {BLOCK}")
     blocks = weight.detach().reshape(elements // BLOCK, BLOCK).float()
     largest = blocks.abs().amax(dim=1)
     levels = torch.bucketize(_scaled(blocks, largest).flatten(), _on(EDGES, weight.device), out_int32=True)

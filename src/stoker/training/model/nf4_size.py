@@ -43,7 +43,7 @@ def description(data: bytes) -> dict[str, Any]:
     except ValueError as problem:
         raise ValueError(f"its description can't be read: {problem}") from problem
     if not isinstance(about, dict):
-        raise ValueError("its description is no table")
+        raise ValueError("its description is not a JSON object")
     for key, value in {"quant_type": "nf4", "blocksize": BLOCK, "nested_blocksize": SECOND_BLOCK}.items():
         if about.get(key) != value:
             raise ValueError(f"{key} is {str(about.get(key))[:40]!r}, and {value!r} is what is read")

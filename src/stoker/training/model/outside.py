@@ -66,7 +66,10 @@ class Outside(nn.Module):
         assert not yes, "ready refuses it"
 
     def hidden(self, inputs: Tensor, packed: Documents | None = None) -> Tensor:
-        raise Refusal("model.engine transformers gives logits only: this stage needs a family of ours", EX_UNAVAILABLE)
+        raise Refusal(
+            "model.engine transformers gives logits only; this stage needs a model of one of Stoker's families (`stoker docs families`)",
+            EX_UNAVAILABLE,
+        )
 
     def logits(self, inputs: Tensor, packed: Documents | None = None) -> Tensor:
         return self._run(inputs, packed)[0]
@@ -119,7 +122,7 @@ class Outside(nn.Module):
         for key, value, free in (("compile", c.compile, ("auto", "off")), ("fp8", c.fp8, ("off",))):
             if value not in free:
                 raise Refusal(
-                    f"compute.{key} {value} can't be with model.engine transformers: use {free[0]}", EX_CONFIG
+                    f"compute.{key} {value} does not work with model.engine transformers: use {free[0]}", EX_CONFIG
                 )
         if c.recompute not in ("auto", "off", "0"):
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

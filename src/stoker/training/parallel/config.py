@@ -20,7 +20,7 @@ def read_comm(text: str) -> str:
     if text in PLAIN or (kind == "local" and is_count(number) and int(number) > 1):
         return text
     if kind == "local":
-        raise ValueError(f"{text!r} does not say how many steps a rank goes alone: local:8, say, from local:2 up")
+        raise ValueError(f"{text!r} needs the number of steps between exchanges, 2 or more; write local:8")
     raise ValueError(f"{text!r} is not one of {', '.join(PLAIN)}, local:N")
 
 
@@ -98,7 +98,7 @@ class ParallelConfig:
         " gradients only)"
     )
     offload: str = one_of(*OFFLOAD)(
-        "fsdp: what lies in host memory: off (nothing), optimizer (moments, which visit the GPU for an update), all (weights and"
+        "fsdp: what is in host memory: off (nothing), optimizer (moments, which visit the GPU for an update), all (weights and"
         " gradients in shards, too: a block is on the GPU while it computes)"
     )
     comm: str = option(

@@ -115,8 +115,8 @@ def dtype_of(c: Config, group: Group) -> torch.dtype:
     dtype = torch.float16 if torch.float16 in found else found[group.rank]
     if dtype == torch.float16 and c.parallel.comm == "powersgd":
         raise Refusal(
-            "parallel.comm powersgd adds what it left out to the next gradient: after an overflow of fp16 that would never be"
-            " a number again; use parallel.comm full or bf16",
+            "parallel.comm powersgd does not work with fp16: an overflow would stay in its error feedback for ever;"
+            " use parallel.comm full or bf16",
             EX_CONFIG,
         )
     return cast(torch.dtype, dtype)
@@ -169,7 +169,9 @@ def adapted(
 ) -> Decoder:
     """Frozen weights in 16 or 4 bits, with adapters that learn. A checkpoint has the adapters only. `entry`: of `shard`."""
     if c.model.vocab_size not in (0, hf_config.shape_of(own.base).vocab_size):
-        raise Refusal(f"adapter.method {c.adapter.method} can't do a new model.vocab_size yet: leave it out", EX_CONFIG)
+        raise Refusal(
+            f"adapter.method {c.adapter.method} does not support a new model.vocab_size yet: leave it out", EX_CONFIG
+        )
     told = own.settings
     with torch.device("meta"):
         model = kind(shape, c.data.context_length, dtype)
@@ -208,7 +210,7 @@ def check_beginning(own: adapters.Beside, sharded: bool) -> None:
     what = "adapter.also_train" if own.settings.also_train else "an adapter that is trained on"
     if sharded and (own.loaded or own.settings.also_train):
         raise Refusal(
-            f"parallel.strategy fsdp can't do {what} in a stage that compares with its beginning (dpo, grpo with a kl): use ddp",
+            f"parallel.strategy fsdp does not support {what} in a stage that compares with the model it began with (dpo, grpo with a kl): use ddp",
             EX_CONFIG,
         )
 
@@ -238,7 +240,7 @@ def _outside(
     }
     for what in (what for what, yes in asked.items() if yes):
         raise Refusal(
-            f"model.engine transformers can't do {what}: leave it out, or load a model of a family (`stoker docs families`)",
+            f"model.engine transformers does not support {what}: leave it out, or load a model of a family (`stoker docs families`)",
             EX_CONFIG,
         )
     hf_config.check_adapters_outside(c.adapter.method)
@@ -262,7 +264,7 @@ def _adapted_outside(model: Any, own: adapters.Beside, learner: Learner, seed: i
         outside_adapters.fill(model, told, told.continue_from, voice.say_once)
     if learner.compares and own.loaded:
         raise Refusal(
-            "model.engine transformers can't do DPO that begins with an adapter: its reference is the model without one",
+            "model.engine transformers does not support DPO that begins with an adapter: its reference is the model without one",
             EX_CONFIG,
         )
     if learner.compares:

@@ -83,7 +83,7 @@ def _questions(c: Config, folders: Sequence[str]) -> list[Question]:
     chosen = [prompts.questions[places[place]] for place in spread(len(places), c.diversity.most)]
     if len(chosen) < LEAST:
         raise Refusal(
-            f"diversity.prompts {c.diversity.prompts}: {len(chosen)} prompts; at least {LEAST} make a comparison",
+            f"diversity.prompts {c.diversity.prompts}: {len(chosen)} prompts; a comparison needs at least {LEAST}",
             EX_DATAERR,
         )
     return chosen

@@ -71,7 +71,7 @@ def reward_model_of(c: Config, tokenizer: Tokenizer, device: torch.device) -> Re
         return None
     if load_tokenizer(hf_config.tokenizer_in(hf_hub.folder_of(folder, lambda line: None))).digest != tokenizer.digest:
         raise Refusal(
-            f"grpo.reward_model {folder} has another tokenizer than model.load: its scores would be of other words",
+            f"grpo.reward_model {folder} has another tokenizer than model.load: its scores would be wrong",
             EX_CONFIG,
         )
     return open_reward(folder, c.data.context_length, c.compute, device)

@@ -140,7 +140,7 @@ def rows_of(path: str, key: str) -> list[dict[str, Any]]:
     with looking_at_file(f"{key} {path}", path):
         found = [row for _, row in islice(rows(path), MOST_ROWS + 1)]
     if len(found) > MOST_ROWS:
-        raise Refusal(f"{key} {path} has more than {MOST_ROWS:,} rows: no stage asks so many; cut the file", EX_DATAERR)
+        raise Refusal(f"{key} {path} has more than {MOST_ROWS:,} rows: make the file smaller", EX_DATAERR)
     if not found:
         raise Refusal(f"{key} {path} has no rows", EX_NOINPUT)
     return found

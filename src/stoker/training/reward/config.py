@@ -26,7 +26,7 @@ class DpoConfig:
     held_out: str = text("PATH")("pairs to measure by; empty: the last tenth of `pairs`")
     beta: float = limits.POSITIVE("how strongly the model is held to the one it began with: more stays closer", 0.1)
     loss: str = one_of("sigmoid", "ipo")(
-        "sigmoid: -log σ(margin); ipo: (margin / beta - 1 / 2 beta)², which keeps sure pairs from growing without end"
+        "sigmoid: -log σ(margin); ipo: (margin / beta - 1 / 2 beta)², which keeps pairs that are already clear from growing for ever"
     )
     length_normalised: bool = option(
         "log-probabilities per token of the answer: longer answers are not preferred for their length", default=False

@@ -206,7 +206,7 @@ def learner(likelihood: bool) -> Learner:
 def open_reward(folder: str, context_length: int, compute: ComputeConfig, device: torch.device) -> RewardModel:
     folder = hf_hub.folder_of(folder, lambda line: None)
     if not has_score(folder):
-        raise Refusal(f"{folder} is no reward model: it has no {HEAD}; `stoker train reward` makes one", EX_NOINPUT)
+        raise Refusal(f"{folder} is not a reward model: it has no {HEAD}; `stoker train reward` makes one", EX_NOINPUT)
     kind = RewardModel if "trust" in _head(folder) else _Plain
     dtype = ready.dtype_of(compute, device)
     model = hf.opened(folder, context_length, dtype, device, lambda line: None, kind, load)

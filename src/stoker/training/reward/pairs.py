@@ -112,7 +112,7 @@ def read_pairs(
     if wrong.count:
         line = f"{where}: {wrong.count:,} of {total:,} rows are no usable pairs: {wrong}"
         if wrong.count >= TOLERATED * total:
-            raise Refusal(f"{line}; below 1 % they would be left out: fix the file", EX_DATAERR)
+            raise Refusal(f"{line}; that is 1 % or more: fix the file", EX_DATAERR)
         say(f"{line}; left out")
     if long.count:
         line = f"{where}: {long.count:,} of {total:,} pairs are too long: {long}"

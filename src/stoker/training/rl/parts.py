@@ -69,7 +69,7 @@ def _part(text: str, taken: Collection[str], c: GrpoConfig) -> RewardPart:
     kind, _, argument = name.partition(":")
     if kind.endswith(".py"):
         if not argument.isidentifier():
-            raise Refusal(f"grpo.reward {text!r}: name the function behind the file: {kind}:score", EX_USAGE)
+            raise Refusal(f"grpo.reward {text!r}: add the function's name: {kind}:score", EX_USAGE)
         return RewardPart(CODE, argument, 1.0 if weight is None else weight, _free(argument, taken), kind)
     if kind not in NAMES:
         there = f"{suggest(kind, NAMES)}; there are {', '.join(NAMES)}, or a function of yours: FILE.py:FUNCTION"
@@ -90,7 +90,7 @@ def _weighted(text: str) -> tuple[str, float | None]:
     if sign and not math.isnan(weight) and math.isfinite(weight):
         return name, weight
     if sign and name.partition(":")[0] not in (REGEX,):
-        raise Refusal(f"grpo.reward {text!r}: {number!r} is no weight, which is a number: {name}=0.5", EX_USAGE)
+        raise Refusal(f"grpo.reward {text!r}: {number!r} is not a number; write {name}=0.5", EX_USAGE)
     return text.strip(), None
 
 
@@ -111,7 +111,7 @@ def _check_argument(text: str, kind: str, argument: str) -> None:
     elif kind == FORMAT and argument not in FORMATS:
         problem = f"{f'no format {argument!r}' if argument else 'which format?'} there are {', '.join(FORMATS)}"
     elif kind == LENGTH and argument and not (is_count(argument) and int(argument)):
-        problem = f"{argument!r} is no number of tokens: length:200, say"
+        problem = f"{argument!r} is not a number of tokens; write length:200"
     elif argument and kind not in (REGEX, FORMAT, LENGTH):
         problem = f"{kind} takes nothing behind a colon"
     if problem:
@@ -134,10 +134,12 @@ def _check_code(part: RewardPart) -> None:
     except SyntaxError as problem:
         raise Refusal(f"{where}, line {problem.lineno}: {problem.msg}", EX_DATAERR) from problem
     except (ValueError, RecursionError, MemoryError) as problem:
-        raise Refusal(f"{where} is no Python file: {problem or type(problem).__name__}", EX_DATAERR) from problem
+        raise Refusal(f"{where} is not valid Python: {problem or type(problem).__name__}", EX_DATAERR) from problem
     names = set(_names(tree))
     if part.argument not in names and "*" not in names:
-        there = suggest(part.argument, names) or f"; there are {printable(', '.join(sorted(names)), 200) or 'none'}"
+        functions = sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+        listed = f"its functions are {printable(', '.join(functions), 200)}" if functions else "it has no functions"
+        there = suggest(part.argument, names) or f"; {listed}"
         raise Refusal(f"{where} has no function {part.argument!r}{there}", EX_DATAERR)
 
 
@@ -162,7 +164,7 @@ def lacking(parts: Sequence[RewardPart]) -> Callable[[str | None], str]:
         if answer is None:
             return "without an answer" if kinds & set(MARKED) else ""
         if NUMBER in kinds and not states_number(answer):
-            return "whose answer is no number, and reward number compares numbers"
+            return "whose answer is not a number, which reward number needs"
         return ""
 
     return problem

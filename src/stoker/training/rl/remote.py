@@ -63,7 +63,7 @@ def _address(url: str) -> str:
     except ValueError:
         host, port = None, 0
     if not host or parts.scheme != "http" or parts.path.rstrip("/") not in ("", "/v1") or parts.query:
-        raise Refusal(f"grpo.server {printable(url)}: a URL such as http://127.0.0.1:8000 belongs there", EX_USAGE)
+        raise Refusal(f"grpo.server {printable(url)}: write a URL such as http://127.0.0.1:8000", EX_USAGE)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

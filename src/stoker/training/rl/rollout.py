@@ -70,7 +70,10 @@ def read(
     lines = [_named(problem, numbers, len(rows), path) for problem, numbers in wrong.items()]
     if sum(map(len, wrong.values())) >= TOLERATED * len(rows) and wrong:
         hint = f"; {room} tokens fit" if any("context_length" in problem for problem in wrong) else ""
-        raise Refusal(f"{'; '.join(lines)}{hint}: too many to leave out", EX_DATAERR)
+        line = f"{'; '.join(lines)}{hint}: too many to leave out"
+        keys = ", ".join(map(str, list(rows[0])[:8]))
+        fix = f"; rows need prompt or question, and answer; the first row has {keys}" if not found else ""
+        raise Refusal(f"{line}{fix}", EX_DATAERR)
     return found, [f"{line}: left out" for line in lines]
 
 
@@ -144,7 +147,7 @@ def weights(rows: Sequence[Mapping[str, Any]], count: int, path: str) -> NDArray
             or not 0 <= weight < math.inf
         ):
             raise Refusal(
-                f"grpo.weights {path}, row {number}: an index and a weight from 0 up belong there, found"
+                f"grpo.weights {path}, row {number}: a row needs an index and a weight of 0 or more, found"
                 f" {dict(row)!r:.120}",
                 EX_DATAERR,
             )

@@ -230,8 +230,8 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     found = list(dict.fromkeys(name for row in rows for name in row))
     if len(found) > MOST_COLUMNS:
         raise Refusal(
-            f"grpo.prompts: its rows have {len(found):,} different keys, of which a reward of your own gets each;"
-            f" {MOST_COLUMNS:,} is the most",
+            f"grpo.prompts: its rows have {len(found):,} different keys, at most {MOST_COLUMNS:,} are allowed:"
+            " remove keys that your reward function does not use",
             EX_DATAERR,
         )
     return found

@@ -93,7 +93,7 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
     last, counts = recent[-1], counts_right(c)
     if since := lasting(NOT_FINITE_STEPS, lambda seen: not seen.finite):
         return Finding(
-            f"the loss or its gradient was no number {since}, and nothing was learned: lower optim.learning_rate, or"
+            f"the loss or its gradient was not finite {since}, and nothing was learned: lower optim.learning_rate, or"
             " use compute.dtype fp32"
         )
     hint = (
@@ -200,7 +200,7 @@ def resumed(found: Checkpoint | None, optimizer: str, c: GrpoConfig) -> tuple[Po
     with reading(f"checkpoint {found.path}"):
         counts = [meta[name] for name in ("step", "updates", "tokens")]
         if not all(type(one) is int and 0 <= one < 1 << 62 for one in counts):
-            raise ValueError("it does not say how far it is")
+            raise ValueError("it has no step number")
         return Position(*counts), History.from_json(c, meta["history"])
 
 

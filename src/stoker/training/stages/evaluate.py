@@ -43,7 +43,9 @@ def check(c: Config) -> None:
         "generate.bits 4": c.generate.bits == "4",
     }.items():
         if asked:
-            raise Refusal(f"stage evaluate of a model in shards can't do {key}: leave it out, or use ddp", EX_USAGE)
+            raise Refusal(
+                f"stage evaluate of a model in shards does not support {key}: leave it out, or use ddp", EX_USAGE
+            )
 
 
 def headline(metrics: Metrics) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from stoker.contract.quantities import counted
 from stoker.contract.shape import replace, shape
 from stoker.training.config import amount
 from stoker.training.config.derived import BATCH, LENGTH, Learning, Situation, samples_a_step, settled, steps_and_passes
@@ -39,7 +40,7 @@ def _choices(
     optim, context = config.optim, config.data.context_length
     rate = f"{optim.learning_rate:.2g}" + (f" (Muon {optim.muon_learning_rate:.2g})" if optim.kind == "muon" else "")
     yield Choice("learning rate", f"{rate}, {optim.schedule}", "--learning-rate, --schedule", ("optim.learning_rate",))
-    warm = f"{warmup_length(optim, steps):,} steps" if steps else f"{optim.warmup_ratio:.0%} of the run"
+    warm = counted(warmup_length(optim, steps), "step") if steps else f"{optim.warmup_ratio:.0%} of the run"
     yield Choice("warm-up", warm, "--warmup", ("optim.warmup_steps", "optim.warmup_ratio"))
     if learning.prompts:
         asked = f"{config.grpo.prompts_per_step} prompts a step, {config.grpo.group} answers each"

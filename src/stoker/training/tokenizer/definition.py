@@ -126,7 +126,7 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         decoding = _decoding(told, vocabulary)
         before = _before(told.get("post_processor"))
         if before is not None and not all(_id(number) < size for number in before):
-            raise ValueError("its post-processor puts an id before texts that is no token's")
+            raise ValueError("its post-processor puts an id before texts that belongs to no token")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise refuse(
             f"tokenizer.json is not in the format of `tokenizers`: {type(problem).__name__} {problem}"
@@ -225,7 +225,7 @@ def _pair(merge: Any) -> tuple[str, str]:
 
 def _text(found: Any) -> str:
     if not isinstance(found, str):
-        raise ValueError(f"{str(found)[:40]!r} stands where a text should")
+        raise ValueError(f"{str(found)[:40]!r} is not a text")
     return found
 
 

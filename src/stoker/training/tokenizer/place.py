@@ -26,7 +26,7 @@ def folder_here(path: str) -> str | None:
         return folder
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
         raise Refusal(
-            f"tokenizer {path} is not there: a folder with tokenizer.json, a hub id (owner/name), or `bytes`",
+            f"tokenizer {path} does not exist; give a folder with tokenizer.json, a hub id (owner/name), or `bytes`",
             EX_NOINPUT,
         )
     return None

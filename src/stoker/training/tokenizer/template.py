@@ -209,7 +209,7 @@ class ChatTemplate:
         encoders, names = self._encoders(doubles), "".join(doubles.values())
         ids = encoders[0](names, 4 * len(names))[0]
         if len(ids) != len(doubles):
-            raise Refusal(f"tokenizer {self._where}: its special tokens can't be told from text", EX_DATAERR)
+            raise Refusal(f"tokenizer {self._where}: its special tokens can't be distinguished from text", EX_DATAERR)
         table = np.arange(1 + int(ids.max()), dtype=np.uint32)  # the library numbers what was added last as the last
         table[ids] = list(self._special.values())
         return encoders, doubles, table

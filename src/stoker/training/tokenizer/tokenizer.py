@@ -236,7 +236,9 @@ class Tokenizer:
                 place = match.end()
         ids = self._encode(text) if not found else np.concatenate([*found, self._encode(text[place:])])
         if len(ids) and int(ids.max()) >= self.vocab_size:
-            raise Refusal(f"tokenizer {self.where}: it gives the id {ids.max()}, which {FILES[0]} has not", EX_DATAERR)
+            raise Refusal(
+                f"tokenizer {self.where}: it gives the id {ids.max()}, which is not in {FILES[0]}", EX_DATAERR
+            )
         # A regex that matches not every character.
         if self.told.is_exact and int(self.lengths[ids].sum()) != len(data):
             raise Refusal(
@@ -351,7 +353,8 @@ def _fetch(name: str) -> str:
     ) as problem:
         first = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         raise Refusal(
-            f"tokenizer {name}: no such folder here, and the hub can't give it: {first[:200]}", EX_UNAVAILABLE
+            f"tokenizer {name}: no such folder here, and it can't be fetched from the hub: {first[:200]}",
+            EX_UNAVAILABLE,
         ) from problem
     return os.path.dirname(path)
 

@@ -308,7 +308,8 @@ def make(folder: str, *, seed: int, level: int, size: float) -> None:
         sync_folder(folder)
     except OSError as problem:
         raise Refusal(
-            f"the world can't be written in {folder}: {problem.strerror}; give another place or make room", EX_CANTCREAT
+            f"the built-in data set can't be written in {folder}: {problem.strerror}; give another folder, or free space",
+            EX_CANTCREAT,
         ) from problem
 
 

@@ -36,7 +36,7 @@ def driver(machine: Machine, missing: dict[str, str]) -> Iterator[Finding]:
         yield unknown(f"the NVIDIA driver could not be asked: {missing['machine']}")
     elif machine.gpu_error:
         text = f"the NVIDIA driver does not answer: {machine.gpu_error}"
-        yield fail(text, "nvidia-smi says the same? reboot, or reinstall the driver")
+        yield fail(text, "run nvidia-smi; if it says the same, reboot or reinstall the driver")
     for gpu in machine.gpus:
         if gpu.error:
             yield fail(f"GPU {gpu.index} does not answer: {gpu.error}", DEAD, gpu=gpu.index)
@@ -118,10 +118,10 @@ def context(probes: dict[str, Probe], machine: Machine) -> Iterator[Finding]:
         if probe is None or probe.outcome == "ok":
             if probe is not None and (probe.left or 0) > 2 * 10**8:
                 text = f"GPU {gpu.index}: {amount(probe.left or 0)} more in use after the probe was gone"
-                yield warn(text, "somebody else started meanwhile, or the driver is slow", gpu=gpu.index)
+                yield warn(text, "another process started in the meantime, or the driver is slow", gpu=gpu.index)
             continue
         if probe.outcome == "busy":
-            why = "its mode is default, so it is sick or held by the driver"
+            why = "its mode is default, so it is faulty or held by the driver"
             if gpu.compute_mode not in (None, "default"):
                 why = f"it is in {gpu.compute_mode} mode"
             yield fail(
@@ -133,7 +133,7 @@ def context(probes: dict[str, Probe], machine: Machine) -> Iterator[Finding]:
             text = f"GPU {gpu.index} is full: {probe.detail}"
             yield fail(text, "stoker doctor --only gpu.held names its holders", gpu=gpu.index)
         elif probe.outcome == "hung":
-            yield fail(f"GPU {gpu.index} does not come back from making a context: {probe.detail}", DEAD, gpu=gpu.index)
+            yield fail(f"GPU {gpu.index} hangs while a CUDA context is made: {probe.detail}", DEAD, gpu=gpu.index)
         elif probe.outcome == "wrong":
             yield fail(f"GPU {gpu.index} computes wrong results: {probe.detail}", DEAD, gpu=gpu.index)
         else:
@@ -151,7 +151,7 @@ def ecc(cards: Cards) -> Iterator[Finding]:
             yield fail(text, "reset the GPU, then watch it", gpu=gpu.index)
         if health.rows_pending or health.pages_pending:
             text = f"GPU {gpu.index}: memory is waiting to be taken out of use"
-            yield warn(text, "reset the GPU or reboot when nobody uses it", gpu=gpu.index)
+            yield warn(text, "reset the GPU or reboot when no process uses it", gpu=gpu.index)
 
 
 @check("gpu.recovery")

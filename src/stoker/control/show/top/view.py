@@ -63,7 +63,7 @@ def without_gone(view: View, snapshot: Snapshot) -> View:
         return view
     other = chosen(snapshot, view)
     shown = f"; this is {foreign(other.name or other.id)}" if other is not None else ""
-    return replace(view, run="", note=f"run {foreign(view.run)} is not there any more{shown}")
+    return replace(view, run="", note=f"run {foreign(view.run)} no longer exists{shown}")
 
 
 def panels(snapshot: Snapshot, view: View) -> dict[str, Panel]:
@@ -160,7 +160,7 @@ def _ask_to_stop(view: View, snapshot: Snapshot) -> View:
     if view.replay:
         return replace(view, note="this is a recording: nothing to stop")
     if not run.mine:
-        return replace(view, note=f"run {run.id} belongs to {run.user}, who alone can stop it")
+        return replace(view, note=f"run {run.id} belongs to {run.user}, and only that user can stop it")
     if run.state not in (RUNNING, UNKNOWN):
         return replace(view, note=f"run {run.id} is not running: {run.state}")
     return replace(view, mode=CONFIRM, asked=run.id)

@@ -36,7 +36,7 @@ class Folders:
         try:
             about = os.lstat(path)
         except (OSError, ValueError):
-            raise NotThere("this run is not there (any more)") from None
+            raise NotThere("this run does not exist, or no longer does") from None
         mine = ownership.is_mine(about.st_uid, self.root)
         if not stat.S_ISDIR(about.st_mode) or not (mine or self._everybody):
             raise NotThere("no such run")

@@ -42,8 +42,8 @@ data.shm: Shared memory is too small for what the data loader's workers hand ove
   fix: docker run --shm-size=16g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory on /dev/shm (docker's
       default is 64 MB)
   fix: stoker clean   # shows segments that dead runs left there
-  fix: less in flight: fewer workers, prefetch_factor=1, smaller batches; or num_workers=0
-  fix: torch.multiprocessing.set_sharing_strategy('file_system') where descriptors, not bytes, are short
+  fix: use less shared memory: fewer workers, prefetch_factor=1, smaller batches; or num_workers=0
+  fix: torch.multiprocessing.set_sharing_strategy('file_system') where file descriptors, not bytes, run out
 """)
 def shm(case: Case, found: Match | None) -> Found | None:
     around = case.end.around
@@ -74,7 +74,8 @@ data.worker-died, again: A data loader's worker process died under the rank.
   unless: the kernel killed it for memory: oom.host. A bus error with a small /dev/shm: data.shm. An exception in the
       worker comes with its own type
   fix: {ALONE}
-  fix: killed: the host's memory, though nobody could prove it here (dmesg on the host); fewer workers need less
+  fix: killed: probably the host ran out of memory, but its log can't be read from here (dmesg on the host); use fewer
+      workers
   fix: aborted or a segmentation fault: a library that does not survive fork (multiprocessing_context='spawn'), or a
       broken file
 """)
@@ -104,7 +105,7 @@ data.no-space: The disk, or a quota, is full.
   unless: the device is /dev/shm: data.shm or nccl.shm
   fix: df -h and df -i on that folder (bytes and files), and the quota: quota -s
   fix: keep fewer checkpoints; stoker clean --cache shows data and compile caches and what they take
-  fix: the checkpoint that was being written is not whole: go on from the one before
+  fix: the checkpoint that was being written is incomplete: resume from the one before
 """)
 
 
@@ -122,7 +123,7 @@ data.corrupt: A checkpoint or a data file is damaged, or not the kind of file it
   fix: ls -l the file, and compare size and sha256sum with the source: 0 bytes or too few is a write or download that
       was cut off
   fix: a text that begins with `version https://git-lfs` is a pointer: git lfs pull. An HTML page is a failed download
-  fix: a checkpoint: go on from the one before; write to another name, then rename, so that a half one is never found
+  fix: a checkpoint: resume from the one before; write to another name, then rename, so that an incomplete file is never found
 """)
 def corrupt(case: Case, found: Match | None) -> Found | None:
     if not found and not _cut_off(case):
@@ -158,8 +159,8 @@ data.network-fs, again: The file system failed under the script: a network mount
   seen: errno 116 (ESTALE, stale file handle), 5 (EIO), 121 (EREMOTEIO), or 107 (transport endpoint is not connected)
       on a file
   unless: a socket's error: rank.exception
-  fix: the file system's server, a mount or a disk failed: dmesg, df on that folder; a stale handle goes with
-      remounting it
+  fix: the file system's server, a mount or a disk failed: dmesg, df on that folder; remount it
+      after a stale handle
   fix: a FUSE mount (s3fs, gcsfuse, rclone) whose process died must be mounted again
   fix: data on a local disk survives a server's restart
 """)
@@ -170,8 +171,8 @@ data.permission: The script may not read or write a file.
   said: \[Errno (?:13|30)\] [^\n]*: '[^\n]*
   seen: errno 13 (EACCES) or 30 (EROFS, read-only file system) with a path
   unless: a permission that is not about a file: rank.exception
-  fix: ls -ld the file and its folders, and id: who are you there, and on which host?
-  fix: a cache of somebody else's: HF_HOME and TORCH_HOME to a folder of your own; a container's user is not the
+  fix: ls -ld the file and its folders, and id: which user runs the ranks, on which host?
+  fix: a cache of another user: set HF_HOME and TORCH_HOME to a folder of your own; a container's user is not the
       host's
 """)
 def permission(case: Case, found: Match) -> Found:
@@ -180,14 +181,14 @@ def permission(case: Case, found: Match) -> Found:
 
 
 @family.cause(r"""
-data.file-missing: A file the script wants is not there.
+data.file-missing: A file that the script needs does not exist.
   perhaps: \[Errno 2\] No such file or directory: '|is not a local folder and is not a valid model identifier|
       does not appear to have a file named
   seen: a FileNotFoundError with a path, or a model that the Hugging Face hub and the disk don't have
   unless: the file is a program that subprocess could not start: rank.exception. A library: env.version
   fix: is the path right from where the ranks start (the folder stoker was started in), and the same on every host?
   fix: is the disk mounted, and the download or preparation step done? rank 0 preparing what the others already open
-      is a race: a barrier between
+      is a race: put a barrier between them
   fix: a model by its hub name: logged in (HF_TOKEN), online (HF_HUB_OFFLINE unset), spelled right?
 """)
 def file_missing(case: Case, found: Match | None) -> Found | None:
@@ -198,4 +199,4 @@ def file_missing(case: Case, found: Match | None) -> Found | None:
         return None
     line = line_of(found) if found else first_line(said(case))
     path = path_in(line)
-    return Found(f"{case.who}: {path + ' is not there' if path else first_line(line)}", traced_line(case, line))
+    return Found(f"{case.who}: {path + ' does not exist' if path else first_line(line)}", traced_line(case, line))

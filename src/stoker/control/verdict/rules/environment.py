@@ -20,12 +20,12 @@ env.cuda-build: This torch was built without CUDA.
   fix: python -c 'import torch; print(torch.__version__, torch.version.cuda)'   # +cpu or None: a build without CUDA
   fix: pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128   # or another that the
       driver allows (nvidia-smi)
-  fix: no GPU here, and that is meant: backend gloo (or none named), and .to('cpu')
+  fix: to run without a GPU: backend gloo (or none), and .to('cpu')
 """)
 
 
 @family.cause(r"""
-env.version: Two pieces of software have versions that don't fit each other.
+env.version: Two packages have versions that don't work together.
   said: undefined symbol: \w+|version `(?:GLIBC|GLIBCXX|CXXABI)_[\d.]+' not found|
       [\w./+-]+\.so[\d.]*: cannot open shared object file|compiled using NumPy 1\.x|
       numpy\.core\.multiarray failed to import|Numpy is not available|numpy\.dtype size changed|
@@ -34,11 +34,11 @@ env.version: Two pieces of software have versions that don't fit each other.
       [<>=]=? ?v?\d+\.\d)
   seen: an "undefined symbol", a library or GLIBC version that is not found, a module built for another NumPy or CUDA,
       or a package that names the version it needs
-  unless: a module that is not there at all: env.import. A symbol of NCCL: nccl.version
+  unless: a module that does not exist at all: env.import. A symbol of NCCL: nccl.version
   fix: pip check   # names packages that don't fit each other
   fix: reinstall the package the message names, for this torch: extensions (flash-attn, xformers, torchvision) are
       built for one torch version each
-  fix: GLIBC: the wheel wants a newer system; take an older wheel or a newer image
+  fix: GLIBC: the wheel needs a newer system; use an older wheel or a newer image
   fix: LD_LIBRARY_PATH can bring in the wrong library: unset it and try
 """)
 def version(case: Case, found: Match) -> Found:
@@ -47,7 +47,7 @@ def version(case: Case, found: Match) -> Found:
 
 
 @family.cause("""
-env.import: A module that the script imports is not there, or lacks the name asked for.
+env.import: A module that the script imports does not exist, or lacks the imported name.
   seen: an ImportError or ModuleNotFoundError ended the rank
   unless: the module was found and something else in it failed: then that is the exception
   fix: {RIGHT_PYTHON}

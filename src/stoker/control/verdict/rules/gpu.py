@@ -43,7 +43,7 @@ def _xids(case: Case) -> list[tuple[int, str]]:
 
 
 @family.cause("""
-gpu.lost, again: The GPU is gone: it does not answer its driver any more.
+gpu.lost, again: The GPU no longer answers its driver.
   perhaps: GPU is lost|(?:CUDA|HIP) error: unknown error|fallen off the bus|Unable to determine the device handle
   seen: Xid 79 in the kernel's log, "GPU is lost", "CUDA error: unknown error" (999), or NVML that can't find the card
       any more
@@ -93,20 +93,20 @@ def xid(case: Case) -> Found | None:
 
 
 @family.cause("""
-gpu.busy, again: The GPU would not take the process: its compute mode, its memory, or a sick card.
+gpu.busy, again: The GPU refused the process: its compute mode, its memory, or a faulty card.
   said: is/are busy or unavailable
   seen: CUDA error 46: "CUDA-capable device(s) is/are busy or unavailable"
   unless: a number of GPUs that does not fit says "invalid device ordinal": gpu.ordinal
   fix: nvidia-smi --query-gpu=index,compute_mode --format=csv   # Exclusive_Process or Prohibited: nvidia-smi -i N -c
       DEFAULT, as root
-  fix: stoker doctor --only gpu.   # who holds it, and whether a context can be made at all: if not, the card is sick
+  fix: stoker doctor --only gpu.   # who holds it, and whether a context can be made at all: if not, the card is faulty
   fix: {DEAD}
 """)
 def busy(case: Case, found: Match) -> Found:
     others = [one for one in case.end.around.holders if not one.get("ours")]
     commands = [one.get("command") or "outside this container" for one in others]
     held = [f"pid {one.get('pid')} ({word}) is on the card" for one, word in zip(others, commands, strict=True)]
-    told = f"; {held[0]}" if held else "; nobody else is seen on it: its compute mode, or a sick card"
+    told = f"; {held[0]}" if held else "; no other process is seen on it: its compute mode, or a faulty card"
     summary = f"{case.who}: its GPU is busy or unavailable (CUDA error 46){told}"
     return Found(summary, (*noticed(case, line_of(found)), *held))
 
@@ -145,9 +145,9 @@ _ASSERTIONS = {
 
 
 family.entries("""
-gpu.ordinal: The script asked for a GPU that is not there.
+gpu.ordinal: The script asked for a GPU that does not exist.
   said: invalid device ordinal
-  summary: {who}: no GPU of the number asked for (invalid device ordinal)
+  summary: {who}: the requested GPU number does not exist (invalid device ordinal)
   seen: "invalid device ordinal" (CUDA error 101): the script asked for a GPU number that this rank can't see
   unless: "busy or unavailable" is not about the number: gpu.busy
   fix: torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), not RANK, and no fixed number
@@ -190,20 +190,20 @@ def device_assert(case: Case, found: Match) -> Found:
 
 
 family.entries("""
-gpu.illegal-access, again: A kernel touched memory that is not its own.
+gpu.illegal-access, again: A kernel accessed memory that is not its own.
   said: illegal memory access|misaligned address|(?:CUDA|HIP) error: an illegal instruction|CUDA_ERROR_ILLEGAL_ADDRESS
-  summary: {who}: a GPU kernel touched memory that is not its own ({said})
+  summary: {who}: a GPU kernel accessed memory that is not its own ({said})
   seen: "an illegal memory access was encountered" (CUDA error 700), "misaligned address" (716) or "illegal instruction"
       (715)
   unless: an assertion failed first: gpu.assert. An Xid of the hardware in the kernel's log: gpu.xid
   fix: {DEBUG}
-  fix: kernels that are not torch's (flash-attn, xformers, Triton, an extension of your own): do they fit this torch and
-      this GPU? without them, is it gone?
+  fix: kernels that are not torch's (flash-attn, xformers, Triton, an extension of your own): are they built for this torch
+      and this GPU? does the error occur without them?
   fix: compute-sanitizer python …   # names the kernel and the address, slowly
   fix: always on the same card and never on another: stoker doctor, and leave it out (--gpus)
-gpu.launch-failure, again: A GPU kernel broke off, and the driver does not say why.
+gpu.launch-failure, again: A GPU kernel failed, and the driver gives no reason.
   said: unspecified launch failure|CUDA_ERROR_LAUNCH_FAILED
-  summary: {who}: a GPU kernel broke off (unspecified launch failure)
+  summary: {who}: a GPU kernel failed (unspecified launch failure)
   seen: "unspecified launch failure" (CUDA error 719)
   unless: a hardware Xid in the kernel's log: gpu.xid, gpu.ecc, gpu.lost
   fix: {DEBUG}
@@ -235,8 +235,8 @@ gpu.not-initialized: cuBLAS or cuDNN could not start on the GPU.
   said: (CUBLAS|CUDNN)_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)
   seen: CUBLAS_STATUS_NOT_INITIALIZED, CUDNN_STATUS_NOT_INITIALIZED or CUDNN_STATUS_INTERNAL_ERROR
   unless: CUBLAS_STATUS_ALLOC_FAILED says it is memory: oom.gpu
-  fix: the card was nearly full when the library made its workspace: leave it room (a smaller micro-batch), and see
-      what it held (MEM lines in the log)
+  fix: the card was nearly full when the library made its workspace: leave it more memory (a smaller micro-batch), and
+      look at the MEM lines in the log
   fix: LD_LIBRARY_PATH must not bring in another cuDNN or cuBLAS than torch's own: unset it and try
   fix: an earlier error on the GPU (an index out of range) can end up here: {DEBUG}
 """)

@@ -98,7 +98,7 @@ _SMALLER = (
     "last, a shorter sequence: it changes what is learned",
 )
 _MAKE_ROOM = (
-    "stoker clean   # shows what your own dead runs still hold; --yes frees it, nobody else's work is touched",
+    "stoker clean   # shows what your own dead runs still hold; --yes frees it; other processes are not touched",
     "stoker run --gpus any:N --min-free-memory SIZE --wait 10m   # cards with room, or wait for them",
     "held from outside this container: ask who shares the machine, or the provider",
 )
@@ -192,7 +192,7 @@ def _look(case: Case) -> tuple[_Card, tuple[str, ...]] | None:
 
 
 @family.cause("""
-oom.gpu-foreign, again: The GPU's memory is taken by somebody else's process.
+oom.gpu-foreign, again: Other processes hold the GPU's memory.
   seen: torch.OutOfMemoryError (or CUDA error 2, CUBLAS_STATUS_ALLOC_FAILED), and processes that are not this run's
       hold so much of the card that what was needed would have fitted without them
   unless: others hold less than 1 GiB and 5 % of the card, or it would not have fitted on an empty card either:

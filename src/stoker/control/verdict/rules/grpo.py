@@ -11,13 +11,13 @@ family = Family(__name__)
 
 
 @family.cause("""
-grpo.reward: A reward function of the user's failed, so nothing could be learned from the step's answers.
-  seen: stoker's own GRPO reported the function's exception, a value that is no finite number, or that it took longer than
+grpo.reward: Your reward function failed, so nothing could be learned from the step's answers.
+  seen: stoker's own GRPO reported the function's exception, a value that is not a finite number, or that it took longer than
       grpo.reward_timeout, and ended itself
   unless: an exception of the rank's own, or another exit code than 70
-  fix: the line has the file, the line in it, and the prompt and answer it was called with: call the function with these
-  fix: the last step's weights are saved where the line names a checkpoint: checkpoint.resume goes on from it
-  fix: --grpo.reward_timeout 20m   # where it is only slow
+  fix: the message names file and line, prompt and answer: call the function with these to see the error
+  fix: if the message names a checkpoint, start the same command with the same --name: it resumes from there
+  fix: --grpo.reward_timeout 20m   # if it is only slow
 """)
 def reward(case: Case) -> Found | None:
     found = find(case, r"GRPO stopped: (reward .+)") if ended_itself(case) else None
@@ -29,10 +29,10 @@ grpo.server, again: The server that writes GRPO's answers refused, or did not an
   seen: stoker's own GRPO reported the server's status and sentence, or that it did not answer for grpo.server_timeout, and
       ended itself after a checkpoint
   unless: an exception of the rank's own, or another exit code than 70
-  fix: a refusal says what to change: the key in STOKER_API_KEY, or the server's --weights-from, which the run directory must
-      be below
-  fix: does it live? its record and log say what became of it: `stoker logs RUN --role NAME`
-  fix: --grpo.server_timeout 30m   # where it is only slow, or takes long to be replaced
+  fix: if it refused, its message says what to change: the key in STOKER_API_KEY, or --weights-from, which must be a folder
+      above the run directory
+  fix: is it running? `stoker logs RUN --role NAME` shows what it printed
+  fix: --grpo.server_timeout 30m   # if it is only slow, or takes long to be replaced
 """)
 def server(case: Case) -> Found | None:
     found = find(case, r"GRPO stopped: (the server at .+)") if ended_itself(case) else None
@@ -40,12 +40,12 @@ def server(case: Case) -> Found | None:
 
 
 @family.cause("""
-grpo.no-signal: GRPO stopped the run: the rewards taught nothing for several steps.
+grpo.no-signal: GRPO stopped the run: for several steps nothing could be learned from the rewards.
   seen: stoker's own GRPO saw for grpo.breaker_steps steps the same reward for every answer (0, say), the same reward for
       all answers to each prompt, or no right answer at all, and ended itself after a checkpoint
   unless: an exception, or another exit code than 70: the run did not end itself
-  fix: stoker rollouts   # what was answered, and what that was worth
-  fix: prompts that the model sometimes answers rightly; a longer sft; a higher grpo.group or generate.temperature
+  fix: stoker rollouts   # the answers and their rewards
+  fix: use prompts that the model sometimes answers correctly; a longer sft; a higher grpo.group or generate.temperature
   fix: a reward of your own that is always 0? call it with a prompt and an answer of rollouts.jsonl; does a server or a
       file it needs still answer?
 """)
@@ -60,7 +60,7 @@ grpo.identical: GRPO stopped the run: all answers to a prompt were the same text
   seen: stoker's own GRPO compared the answers of each group for grpo.breaker_steps steps, and ended itself after a checkpoint
   unless: an exception, or another exit code than 70; every answer right: that run is complete
   fix: a higher generate.temperature; a higher grpo.kl or a lower optim.learning_rate from an earlier checkpoint
-  fix: stoker rollouts   # since when
+  fix: stoker rollouts   # shows since which step
 """)
 def identical(case: Case) -> Found | None:
     return _stopped(case, "all answers to a prompt were the same text.+")
@@ -82,25 +82,24 @@ def cut(case: Case) -> Found | None:
 @family.cause("""
 grpo.other-weights: GRPO stopped the run: the server that writes the answers has other weights than the trainers.
   seen: the server's answers carried the digest of weights that the trainers never published, again after these were pushed;
-      or it said otherwise than the trainers how likely the tokens of a test prompt are; and they ended the run after a
-      checkpoint
+      or its log-probabilities of a test prompt differed from the trainers'; and they ended the run after a checkpoint
   unless: an exception, or another exit code than 70; a server that does not answer at all
   fix: does the server serve the model that the trainers began with, and the same tokenizer?
-  fix: does it load what they publish? its log says when it last took new weights: `stoker logs RUN --role NAME`
+  fix: does it load what they publish? its log shows when it last loaded new weights: `stoker logs RUN --role NAME`
 """)
 def other_weights(case: Case) -> Found | None:
     return _stopped(case, "the server at .+ answers with other weights.+")
 
 
 @family.cause("""
-grpo.broken: GRPO's stop rules ended the run: it was breaking its model.
-  seen: stoker's own GRPO saw for several steps a divergence, entropy or length out of bounds, or no numbers at all, and
+grpo.broken: GRPO's stop rules ended the run: training was damaging the model.
+  seen: stoker's own GRPO saw for several steps a divergence, entropy or length out of bounds, or non-finite numbers, and
       ended itself
   unless: an exception, or another exit code than 70: the run did not end itself
-  fix: the line says what to change; metrics.jsonl has each step's reward, kl, entropy and length
-  fix: a lower optim.learning_rate and a higher grpo.kl; where the line names a checkpoint, checkpoint.resume goes on
-      from it
-  fix: look at what is asked and what is answered: `stoker chat` with the model it began with
+  fix: the message says what to change; metrics.jsonl has each step's reward, kl, entropy and length
+  fix: a lower optim.learning_rate and a higher grpo.kl; if the message names a checkpoint,
+      checkpoint.resume continues from it
+  fix: look at prompts and answers: `stoker rollouts`, and `stoker chat` with the model it began with
 """)
 def broken(case: Case) -> Found | None:
     return _stopped(case, ".+")

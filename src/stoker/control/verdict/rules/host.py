@@ -42,13 +42,13 @@ host.files: The limit of open files is too low for the number of ranks.
   seen: before the start: ulimit -n below 4 per rank and 64 more
   unless: a rank ran into the limit by itself: data.too-many-files
   fix: ulimit -n 65536   # in the shell that starts stoker
-host.agent: A host's agent did not come up.
-  seen: before the start: it ended, or said nothing in time
-  unless: it was there and vanished later: host.agent-lost
-  fix: ssh HOST true   # no password, no question, in seconds?
-  fix: a sick driver can hang it: nvidia-smi on that host
+host.agent: A host's agent did not start.
+  seen: before the start: it ended, or did not answer in time
+  unless: it was connected and was lost later: host.agent-lost
+  fix: ssh HOST true   # must work within seconds, without a password or a question
+  fix: a faulty driver can block it: run nvidia-smi on that host
 host.copy: The working directory or staged data could not be copied to a host.
-  seen: before the start: --sync or --stage failed there; the line says which host and why
-  fix: room and permissions there: df -h, and who owns the folder
-  fix: without --sync a shared folder, or the same files on all hosts, will do
+  seen: before the start: --sync or --stage failed there; the message says which host and why
+  fix: check free space and permissions there: df -h, ls -ld on the folder
+  fix: without --sync, use a shared folder, or the same files on all hosts
 """)

@@ -25,7 +25,7 @@ oom.ram-limit: A rank's resident memory passed --ram-limit.
 oom.host: The kernel killed a rank, or a worker of it, because the host or the container was out of memory.
   seen: SIGKILL that Stoker did not send to the rank, or a data-loader worker of it that vanished; and the cgroup's
       oom_kill counter rose, or the kernel's log says it killed that pid
-  unless: neither of these: rank.killed, somebody sent it. An allocation that was refused and not punished:
+  unless: neither of these: rank.killed, another process sent it. An allocation that was refused without a kill:
       oom.host-allocation
   fix: fewer data-loader workers (each holds its own copy of what the dataset keeps in Python objects), or fewer ranks
   fix: --init-slots 1 loads models one after the other; safetensors with mmap reads weights without a second copy
@@ -67,14 +67,14 @@ def memory_trend(around: Around) -> tuple[str, ...]:
 
 
 @family.cause(r"""
-oom.host-allocation: The host would not give the rank memory it asked for: too little RAM, or a limit on its address space.
+oom.host-allocation: The host refused memory to the rank: too little RAM, or a limit on its address space.
   perhaps: std::bad_alloc|DefaultCPUAllocator: (?:can't|not enough)[^\n]*|\[Errno 12\][^\n]*|
       unable to mmap[^\n]*Cannot allocate memory[^\n]*
   seen: MemoryError, std::bad_alloc, errno 12, or torch's "DefaultCPUAllocator: can't allocate memory"
   unless: the process was killed and not refused: oom.host. The memory is the GPU's: oom.gpu
   fix: ulimit -v must say unlimited: RLIMIT_AS limits address space and not memory, and a CUDA context alone reserves
       18 GB of it (take resource.setrlimit(RLIMIT_AS) out; --ram-limit watches real memory)
-  fix: free -h, and cat /sys/fs/cgroup/memory.max: is there room for what was asked?
+  fix: free -h, and cat /sys/fs/cgroup/memory.max: is there enough for what was requested?
   fix: --init-slots 1: one rank at a time imports and loads its model
   fix: memory-map the weights and the data instead of reading them whole
 """)

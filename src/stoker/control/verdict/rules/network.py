@@ -29,8 +29,8 @@ gloo = Family(__name__, _at_line, REACH=_REACH)
 
 
 @gloo.cause("""
-net.port-in-use, again: The script asked for a port that is taken.
-  seen: EADDRINUSE in the exception: the script listens on a port of its own choice that somebody else has
+net.port-in-use, again: The script asked for a port that is in use.
+  seen: EADDRINUSE in the exception: the script listens on a port of its own choice that another process uses
   unless: the port is Stoker's own (MASTER_PORT): that one is reserved before the ranks start
   fix: use env:// (MASTER_ADDR and MASTER_PORT, which Stoker sets to a free port) instead of a port of your own
 """)
@@ -78,8 +78,8 @@ gloo.connection, again: A rank could not connect to its peers at the start.
       timed out connecting)
   seen: at start-up, ranks on CPU: the store can't be reached or not all ranks came, or gloo's full mesh of
       connections could not be made
-  unless: the connection was there and broke (reset, closed by peer): the echo of another rank's end. A refused
-      connection to something else than a peer: rank.exception
+  unless: the connection was there and broke (reset, closed by peer): a consequence of another rank's end. A refused
+      connection to something other than a peer: rank.exception
   fix: {REACH}
 """)
 def gloo_connection(case: Case, mesh: Match | None) -> Found | None:
@@ -174,7 +174,7 @@ nccl.connection, again: A rank could not connect to its peers at the start.
       nccl)[^\n]*[Cc]all to connect[^\n]*(?:refused|No route|timed out|unreachable)[^\n]*
   seen: at start-up, ranks on GPUs: NCCL's connection to a peer was refused, had no route or timed out; or the store
       can't be reached or not all ranks came
-  unless: the connection was there and broke (reset by peer, remote process exited): the echo of another rank's end
+  unless: the connection was there and broke (reset by peer, remote process exited): a consequence of another rank's end
   fix: {REACH}
   fix: a host with several networks: NCCL_SOCKET_IFNAME must name the one between the hosts (ip route get ADDRESS),
       not docker0 or a VPN
@@ -196,7 +196,7 @@ nccl.cuda, again: A CUDA call inside NCCL failed.
   fix: the torch build and its NCCL must be the same on all hosts (python -c 'import torch; print(torch.__version__,
       torch.cuda.nccl.version())'); an installed CUDA toolkit does not matter, torch brings its own
   fix: the driver must be new enough for torch's CUDA build, and the card in its list: stoker doctor, on each host
-  fix: not the firewall: a port that is closed says so (connection refused, timed out), and 29500 is only the store
+  fix: it is not the firewall: a closed port gives "connection refused" or "timed out", and 29500 is only the store
   fix: NCCL_P2P_DISABLE=1, for one run: if it helps, the cards can't reach each other's memory (IOMMU or ACS in the
       BIOS, a virtual machine)
   fix: {WARN}
@@ -230,10 +230,10 @@ nccl.timeout, again: A collective was not finished in time, and nothing shows wh
   said: Watchdog caught collective operation timeout[^\n]*|collective operation timeout: [^\n]*
   seen: NCCL's watchdog ended the process after the process group's timeout, and no rank failed, left or is seen to
       hang
-  unless: a rank that failed by itself, left early or stopped: that is the cause, and the timeout its echo
+  unless: a rank that failed by itself, left early or stopped: that is the cause, and the timeout a consequence
   fix: a rank that did not take part: unequal numbers of batches, an `if rank == 0` around a collective (saving a
       sharded model is one), other code paths
-  fix: where was each rank? `stoker logs --rank N`, and the stacks in the record of the attempt
+  fix: where was each rank? `stoker logs --rank N`, and attempt-N/stacks.txt in the run directory
   fix: long work on one rank between collectives: init_process_group(timeout=timedelta(hours=1)); NCCL_IB_TIMEOUT is
       something else
 """)

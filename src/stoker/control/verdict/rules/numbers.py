@@ -45,15 +45,15 @@ nan.exploding: The loss has exploded.
 
 
 @family.cause("""
-nan.traced: A step's loss or gradient is NaN or infinite, and its replay says where that began.
-  seen: stoker's own training found a loss or a gradient that is no number, replayed the step and named the first bad
+nan.traced: A step's loss or gradient is NaN or infinite, and its replay shows where that began.
+  seen: stoker's own training found a loss or a gradient that is not finite, replayed the step and named the first bad
       operation (NonFinite)
-  unless: a script that tells or prints its losses and goes on: nan.loss
+  unless: a script that reports or prints its losses and continues: nan.loss
   fix: stoker nan   # the first bad operation, its tensors, the samples; nan_step_N/ in the run directory has the
       files
   fix: a lower optim.learning_rate or a longer warm-up (optim.warmup_steps)
   fix: --preset stable: all cautious numbers at once
-  fix: not reproduced in the replay? `stoker burnin` compares the cards bit for bit
+  fix: if the replay does not reproduce it: `stoker burnin` compares the cards bit for bit
 """)
 def traced(case: Case) -> Found | None:
     if not _is_traced(case.end):

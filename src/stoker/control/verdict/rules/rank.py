@@ -23,7 +23,7 @@ family = Family(__name__, LOGS=_LOGS)
 
 
 @family.cause("""
-rank.breakpoint: A rank came to a breakpoint() and has no terminal to ask.
+rank.breakpoint: A rank reached a breakpoint() and has no terminal.
   seen: BdbQuit left the script: a debugger found the end of its input
   fix: remove it from {place}, or debug with one rank: stoker run --nproc-per-node 1
   fix: only rank 0 has the terminal: `if rank == 0: breakpoint()`
@@ -37,9 +37,9 @@ def breakpoint_(case: Case) -> Found | None:
 
 
 @family.cause("""
-rank.exception, again: The script raised an exception that nobody caught.
+rank.exception, again: The script raised an exception and did not catch it.
   seen: an exception left the script; the shim reported its type, place and time
-  unless: the exception is the echo of a peer's end (connection reset, collective timeout): then the peer is the cause
+  unless: the exception is a consequence of a peer's end (connection reset, collective timeout): then the peer is the cause
   fix: look at {place}
   fix: {LOGS}
 """)
@@ -56,9 +56,9 @@ def exception(case: Case) -> Found | None:
 
 
 @family.cause("""
-rank.early-exit, again: A rank left, with exit code 0, before the others were done.
-  seen: a rank ended with 0 while the others were still working, and they lost it or still wait for it
-  unless: every rank ends with 0 at about its own time: then nobody was left waiting
+rank.early-exit, again: A rank exited with code 0 before the others were done.
+  seen: a rank ended with exit code 0 while the others were still working, and they lost it or still wait for it
+  unless: every rank ends with exit code 0 and no other rank waits for it
   fix: look for sys.exit(), os._exit(0) or a loop that is shorter on this rank (unequal number of batches)
   fix: {LOGS}
 """)
@@ -71,7 +71,7 @@ def left_early(case: Case) -> Found | None:
     heard = [
         f"rank {other.rank}: {other.error.type}: {first_line(other.error.message)}" for other in others if other.error
     ]
-    summary = f"{case.who} ended with 0{after} while the others were still working"
+    summary = f"{case.who} ended with exit code 0{after} while the others were still working"
     return Found(summary, (f"rank {end.rank} ended with exit code 0", *heard[:4]))
 
 
@@ -90,7 +90,7 @@ def _ended_by(case: Case) -> tuple[int, str, tuple[str, ...]]:
 rank.killed, again: A rank was killed with SIGKILL from outside.
   seen: SIGKILL that Stoker did not send, no out-of-memory kill counted in the cgroup or written in the kernel's log
   unless: the cgroup's oom_kill counter rose, or the kernel's log names the pid: oom.host
-  fix: who sent it? an admin, a script, or the OOM killer of a host whose log can't be read from here (dmesg there)
+  fix: an admin, a script or the OOM killer sent it; this host's log can't be read from here: look at dmesg there
 """)
 def killed(case: Case) -> Found | None:
     number, _, seen = _ended_by(case)
@@ -105,7 +105,7 @@ def killed(case: Case) -> Found | None:
 
 @family.cause("""
 rank.crash, again: Native code crashed the rank.
-  seen: SIGSEGV, SIGBUS, SIGABRT, SIGFPE or SIGILL that nobody sent; faulthandler's stack is in rank-N.stack.txt
+  seen: SIGSEGV, SIGBUS, SIGABRT, SIGFPE or SIGILL that no process sent; faulthandler's stack is in rank-N.stack.txt
   unless: the abort is NCCL's watchdog answering a lost peer; a bus error with a full /dev/shm: data.shm
   fix: the Python stack is in the record: rank-{rank}.stack.txt
   fix: {LOGS}

@@ -56,7 +56,7 @@ slow.network: A rank is slow because its host's network link is full.
 slow.code: A rank is slow because of what it does at one line.
   seen: {SEEN}most samples of its main thread are at that line, outside of collectives
   fix: look at that line: work that only this rank does (logging, saving, evaluation) makes all wait
-  fix: unlike cards: equal batches make all as slow as the slowest one
+  fix: different cards with equal batches are all as slow as the slowest one: `stoker docs balance`
 slow.unknown: A rank is slow for a reason that can't be seen from outside.
   seen: {SEEN}no sample shows why
   unless: any of the reasons above

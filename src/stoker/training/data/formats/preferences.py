@@ -40,7 +40,7 @@ def _whole(prompt: list[Turn], value: Any, what: str) -> list[Turn]:
         turns = dialogue(value)
         if turns is None:
             if not prompt:
-                raise Unusable(f"no prompt, and {what} is no dialogue of Human: and Assistant: turns")
+                raise Unusable(f"no prompt, and {what} is not a dialogue of Human: and Assistant: turns")
             return [*prompt, (LEARNED, value)]
     elif isinstance(value, (list, tuple)):
         turns = turns_of(value, what)

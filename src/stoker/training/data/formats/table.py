@@ -26,8 +26,6 @@ def recognise_any(row: Row) -> Format | None:
 
 
 def known(pairs: bool = False) -> str:
-    return "; ".join(
-        f"{made.name}: {made.about}"
-        for made in FORMATS.values()
-        if (made.preference if pairs else made.conversation) is not None
+    return ", ".join(
+        made.name for made in FORMATS.values() if (made.preference if pairs else made.conversation) is not None
     )
