@@ -82,7 +82,7 @@ def test_what_cant_be_is_one_line_before_anything_is_started(tmp_path: Path) -> 
     file.write_text("def score(completion):\n    return (1\n")
     assert "line 2: '(' was never closed" in refused(f"{file}:score", code=EX_DATAERR)
     file.write_bytes(b"\x00\xff")
-    assert "no Python file" in refused(f"{file}:score", code=EX_DATAERR)
+    assert "not valid Python" in refused(f"{file}:score", code=EX_DATAERR)
 
 
 def test_a_config_file_names_no_code(tmp_path: Path) -> None:
