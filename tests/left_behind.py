@@ -11,6 +11,11 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 _PYTESTS_NAMES = ("PYTEST_CURRENT_TEST",)
+# Of variables for libraries, which they read once, and which they or Stoker set for good when they are first used.
+_LIBRARIES = (
+    "ACCELERATE_", "ARROW_", "CUBLAS_", "HF_", "KINETO_", "KMP_", "MPL", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH",
+    "TRANSFORMERS_", "TRITON_",
+)  # fmt: skip
 _PYTESTS_SIGNALS = (signal.SIGALRM,)  # of pytest-timeout
 
 
@@ -31,7 +36,11 @@ def state() -> dict[str, object]:
     os.umask(umask)
     torch = sys.modules.get("torch")
     return {
-        **{f"${name}": value for name, value in os.environ.items() if name not in _PYTESTS_NAMES},
+        **{
+            f"${name}": value
+            for name, value in os.environ.items()
+            if name not in _PYTESTS_NAMES and not name.startswith(_LIBRARIES)
+        },
         "the working directory": os.getcwd(),
         "the umask": oct(umask),
         "the default timeout of sockets": socket.getdefaulttimeout(),

@@ -174,7 +174,7 @@ def test_a_run_that_is_stopped_keeps_what_was_known() -> None:
         return RankEnd(number, "", f"CPU{number}", 100 + number, -9, 60.0, ours=True)
 
     late = judge(Evidence(2, (ended(0), ended(1)), stop_signal=2, stopped_at=10.0))
-    assert "--grace" in late.fix[0] and "Known by then" not in late.summary
+    assert "--grace" in late.fix[0] and "Before the stop" not in late.summary
     known = judge(Evidence(2, (ended(0), ended(1)), stop_signal=2, stopped_at=10.0, stall=SLEEPS))
     assert (
         known.cause == "launch.stopped"

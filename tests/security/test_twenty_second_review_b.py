@@ -246,7 +246,7 @@ def test_a_config_file_cant_fill_the_memory(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "c.yaml").write_text(f"{given}\n{asks}\n")
     started: list[Any] = []
     monkeypatch.setattr(run, "start", lambda *told: started.append(told) or 0)
-    with pytest.raises(Refusal, match=r"this can't fit: .* on the CPU with .* and this machine has"):
+    with pytest.raises(Refusal, match=r"this does not fit: .* on the CPU with .* and this machine has"):
         train.main(["pretrain", "--config", "c.yaml"])
     assert not started
 

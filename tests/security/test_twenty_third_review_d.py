@@ -117,7 +117,7 @@ def test_no_rank_is_started_for_weights_that_the_memory_cant_hold(
     monkeypatch.setattr(train, "look", lambda: replace(here, memory_total=least))
     assert train.main(words) == 0 and len(started) == 1
     monkeypatch.setattr(train, "look", lambda: replace(here, memory_total=least - 1))
-    with pytest.raises(Refusal, match="this can't fit: 1 rank on the CPU with"):
+    with pytest.raises(Refusal, match="this does not fit: 1 rank on the CPU with"):
         train.main(words)
     assert len(started) == 1
 

@@ -98,7 +98,7 @@ def refuse_beyond_memory(config: Config, ranks: int, memory: int, loaded: int = 
     if needed > memory:
         what = f"{numbers:,} parameters" if least > _RANK else "what a rank takes by itself"
         line = f"{ranks} rank{'' if ranks == 1 else 's'} on the CPU with {what} need {gib(needed)} of memory or more"
-        line = f"this can't fit: {line}, and this machine has {gib(memory)}"
+        line = f"this does not fit: {line}, and this machine has {gib(memory)}"
         smaller = "an adapter (--lora, --qlora)" if config.model.load else "a smaller model (--model.depth)"
         raise Refusal(f"{line}; take {smaller}, or fewer ranks (--nproc-per-node)", EX_UNAVAILABLE)
 
