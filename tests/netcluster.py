@@ -7,6 +7,7 @@ test ── bridge ─┬─ 10.x.y.1      The test is on the bridge too (10.x.y
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import json
 import os
@@ -15,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 import pytest
 
 from conftest import wait_for
+from stoker.control.cluster import agentzip
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin")
 SSH_PORT = 22
@@ -59,6 +62,25 @@ def _run(*argv: str) -> str:
     return done.stdout
 
 
+def met_before(shared: Path) -> Path:
+    """A home folder on which the agent has been before, made once for all workers of pytest. Meeting a host for the first time, it
+    unpacks and compiles hundreds of files, on each of three hosts in a hundred tests; test_ssh.py and test_remote_agent.py see that.
+    """
+    packed = agentzip.pack()
+    home = shared / f"met-{agentzip.announced(packed).partition(':')[2][:32]}"
+    if home.exists():
+        return home
+    made = Path(tempfile.mkdtemp(prefix="met-", dir=shared))
+    argv = [sys.executable, "-I", "-S", "-c", agentzip.unpack(), agentzip.announced(packed), "-1"]
+    subprocess.run(argv, input=packed, env={**os.environ, "HOME": str(made)}, check=True)
+    (agent,) = (made / ".cache" / "stoker").iterdir()
+    for part in ("contract", "control"):
+        compileall.compile_dir(agent / "stoker" / part, quiet=1)
+    with contextlib.suppress(OSError):  # another worker was faster
+        made.rename(home)
+    return home
+
+
 class NetHost:
     """One host. `name` is its address: what a hosts file names it by, and what its peers reach it by."""
 
@@ -79,8 +101,10 @@ class NetHost:
 
 
 class NetCluster:
-    def __init__(self, folder: Path, count: int = 3) -> None:
-        self.folder = folder
+    """`home`: what is in every host's home folder at the beginning."""
+
+    def __init__(self, folder: Path, count: int = 3, home: Path | None = None) -> None:
+        self.folder, self._home = folder, home
         folder.mkdir(parents=True, exist_ok=True)
         self.tag = f"stk{_DRAW.randrange(16**6):06x}"
         self.bridge = f"{self.tag}b"
@@ -124,8 +148,12 @@ class NetCluster:
             self.start_sshd(n)
 
     def _build(self, host: NetHost) -> None:
-        for folder in (host.folder, host.home, host.workdir):
+        for folder in (host.folder, host.workdir):
             folder.mkdir(parents=True)
+        if self._home is None:
+            host.home.mkdir()
+        else:
+            _run("cp", "-al", str(self._home), str(host.home))  # links: a tenth of what copying takes
         etc = Path("/etc/netns") / host.namespace  # what `ip netns exec` lays over /etc
         etc.mkdir(parents=True)
         (etc / "hosts").write_text("127.0.0.1 localhost\n")
@@ -390,11 +418,11 @@ def connects(cluster: NetCluster, source: int, target: int, port: int, seconds: 
 
 
 @pytest.fixture
-def netcluster(tmp_path: Path) -> Iterator[NetCluster]:
+def netcluster(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster]:
     reason = why_not()
     if reason:
         pytest.skip(f"no test cluster here: {reason}")
-    cluster = NetCluster(tmp_path / "net")
+    cluster = NetCluster(tmp_path / "net", home=met_before(tmp_path_factory.getbasetemp().parent))
     try:
         cluster.build()
         yield cluster
