@@ -754,7 +754,7 @@ def test_train_takes_the_strategy_from_the_plan(tmp_path: Path, small: Path, fol
     assert planned(80 * GIB, "parallel=auto", "lora")[0] == "ddp"
     with pytest.raises(Refusal, match=r"does not fit: a gathered block and the buffer .* however many ranks .* --qlora"):
         planned(1400 * MIB, "parallel=fsdp", f"model.load={folder}")
-    with pytest.raises(Refusal, match=r"can't fit: parallel.offload all needs .* of host memory, and 0\.1 GiB are"):
+    with pytest.raises(Refusal, match=r"does not fit: parallel.offload all needs .* of host memory, and 0\.1 GiB are"):
         planned(2150 * MIB, "parallel=fsdp", "offload=all", host=64 << 20)
     # 1.3 GB of gradients over PCIe take longer than 512 tokens: one card, unless somebody says how many.
     strategy, gpus, lines = planned(80 * GIB, "parallel=auto", "batch.tokens=2048")
