@@ -752,7 +752,9 @@ def test_train_takes_the_strategy_from_the_plan(tmp_path: Path, small: Path, fol
     strategy, gpus, lines = planned(2150 * MIB, "optim.kind=adamw")
     assert strategy == "ddp" and "may not fit" in lines[0] and lines[0].endswith("smallest change: --parallel fsdp")
     assert planned(80 * GIB, "parallel=auto", "lora")[0] == "ddp"
-    with pytest.raises(Refusal, match=r"does not fit: a gathered block and the buffer .* however many ranks .* --qlora"):
+    with pytest.raises(
+        Refusal, match=r"does not fit: a gathered block and the buffer .* however many ranks .* --qlora"
+    ):
         planned(1400 * MIB, "parallel=fsdp", f"model.load={folder}")
     with pytest.raises(Refusal, match=r"does not fit: parallel.offload all needs .* of host memory, and 0\.1 GiB are"):
         planned(2150 * MIB, "parallel=fsdp", "offload=all", host=64 << 20)
