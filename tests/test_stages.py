@@ -85,7 +85,7 @@ def test_a_stage_in_a_file_of_its_own_trains(stoker: Stoker, toy: dict[str, str]
     (run,) = (stoker.cwd / "runs").glob("*-first")
     assert json.loads((run / "result.json").read_text())["metrics"] == {"letters": 4}
     missing = stoker("train", "toy", env=toy)
-    assert missing.code == 64 and "no model: stage toy begins with one" in missing.err
+    assert missing.code == 64 and "no model: stage toy needs one" in missing.err
 
 
 def test_it_takes_its_place_in_the_chain_and_runs_there(stoker: Stoker, toy: dict[str, str]) -> None:
