@@ -16,7 +16,8 @@ _LIBRARIES = (
     "ACCELERATE_", "ARROW_", "CUBLAS_", "HF_", "KINETO_", "KMP_", "MPL", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH",
     "TRANSFORMERS_", "TRITON_",
 )  # fmt: skip
-_PYTESTS_SIGNALS = (signal.SIGALRM,)  # of pytest-timeout
+_OF_RANKS = ("STOKER_EARLY_CONTEXT", "CUDA_VISIBLE_DEVICES")
+_NOT_RESTORED = (signal.SIGALRM, signal.SIGKILL, signal.SIGSTOP)  # pytest-timeout's, and those that nobody sets
 
 
 def _foreign(module: str, table: str) -> list[str]:
@@ -34,34 +35,38 @@ def _home(entry: object) -> str:
 def state() -> dict[str, object]:
     umask = os.umask(0o077)
     os.umask(umask)
-    torch = sys.modules.get("torch")
     return {
-        **{
-            f"${name}": value
-            for name, value in os.environ.items()
-            if name not in _PYTESTS_NAMES and not name.startswith(_LIBRARIES)
-        },
+        **{f"${name}": value for name, value in os.environ.items() if not _is_restored(name)},
         "the working directory": os.getcwd(),
         "the umask": oct(umask),
         "the default timeout of sockets": socket.getdefaulttimeout(),
         "sys.path": list(sys.path),
         "sys.executable": sys.executable,
-        **{
-            f"the handler of {one.name}": signal.getsignal(one) for one in signal.Signals if one not in _PYTESTS_SIGNALS
-        },
         "checks from outside": _foreign("stoker.control.doctor.check", "CHECKS"),
         "causes from outside": _foreign("stoker.control.verdict.catalogue", "CATALOGUE"),
         "families from outside": _foreign("stoker.training.model.families", "_registered"),
-        "torch's default type": str(torch.get_default_dtype()) if torch else "torch.float32",
-        "torch's determinism": torch.are_deterministic_algorithms_enabled() if torch else False,
     }
+
+
+def _is_restored(name: str) -> bool:
+    """What a command that runs in the tests' own process sets for good, as in a process of its own: it is put back below."""
+    return name in _PYTESTS_NAMES or name.startswith(_LIBRARIES + _OF_RANKS)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    before = state()
+    before, variables = state(), dict(os.environ)
+    handlers = {one: signal.getsignal(one) for one in signal.Signals if one not in _NOT_RESTORED}
     yield
+    for one, handler in handlers.items():
+        if handler is not None and signal.getsignal(one) is not handler:
+            signal.signal(one, handler)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
     after = state()
+    for name in [name for name in os.environ if name.startswith(_OF_RANKS) and name not in variables]:
+        del os.environ[name]
     changed = [
         f"{name} was {before.get(name)!r} and is {after.get(name)!r}"
         for name in sorted({*before, *after})

@@ -76,7 +76,7 @@ def test_choice(gpus: Any, options: dict[str, Any], env: dict[str, str], want: l
         (0, {"nproc_per_node": "3"}, {}, 3, "3 CPU ranks"),
         (0, {}, {"NPROC_PER_NODE": "2"}, 2, "2 CPU ranks"),
         (0, {"nproc_per_node": "auto"}, {}, 8, "8 CPU ranks"),
-        (4, {"nproc_per_node": "cpu"}, {}, 8, "As asked for: 8 CPU ranks"),
+        (4, {"nproc_per_node": "cpu"}, {}, 8, "As requested: 8 CPU ranks"),
         (
             4,
             {"nproc_per_node": "2"},

@@ -138,7 +138,7 @@ time.sleep(0.3)
 def test_a_card_that_fails_its_proof_is_left_out(stoker: Stoker, with_probes: Callable[..., dict[str, str]]) -> None:
     done = stoker("run", "--max-restarts", "2", stoker.script("job.py", ECC), env=with_probes((1,)))
     assert done.code == 0, done.err
-    assert "GPU1" in done.err and "fails its proof" in done.err and "left out" in done.err
+    assert "GPU1" in done.err and "fails its test" in done.err and "left out" in done.err
     assert done.log(0, 1) == b"ranks 2\n"
     assert [event["world_size"] for event in done.events if event["event"] == "attempt"] == [3, 2]
 

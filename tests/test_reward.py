@@ -141,7 +141,7 @@ def test_a_folder_brings_the_head_back_and_one_without_is_refused(tmp_path: Path
     ) == scores(model, words, row, torch.device("cpu"))
     assert any("score.safetensors" in line for line in said), "and transformers does not read it"
     (tmp_path / "hf" / "score.safetensors").unlink()
-    with pytest.raises(Refusal, match="no reward model"):
+    with pytest.raises(Refusal, match="is not a reward model"):
         open_reward(str(tmp_path / "hf"), 64, c.compute, torch.device("cpu"))
     begun = RewardModel(SMALL, 64)
     begun.start(2)

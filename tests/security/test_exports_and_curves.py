@@ -162,16 +162,16 @@ def test_a_mistyped_name_costs_no_other_file(stoker: Stoker, words: tuple[str, .
     thesis.write_text("a year of work")
     done = stoker(*words)
     assert (
-        done.code == 73 and "thesis already exists and is not a " in done.err and thesis.read_text() == "a year of work"
+        done.code == 73 and "thesis already exists and is not a" in done.err and thesis.read_text() == "a year of work"
     )
 
 
 def test_a_file_of_the_same_kind_is_replaced(tmp_path: Path) -> None:
     for name, data in (("page", b"<!DOCTYPE html><p>"), ("empty", b"")):
         (tmp_path / name).write_bytes(data)
-        refuse_other_kind(str(tmp_path / name), b"<!doctype html", "HTML page")
+        refuse_other_kind(str(tmp_path / name), b"<!doctype html", "an HTML page")
     with pytest.raises(Refusal, match="page already exists and is not a PNG picture"):
-        refuse_other_kind(str(tmp_path / "page"), b"\x89PNG", "PNG picture")
+        refuse_other_kind(str(tmp_path / "page"), b"\x89PNG", "a PNG picture")
 
 
 @pytest.mark.parametrize("line", [b"[\n", b"{}}\n"])

@@ -101,7 +101,7 @@ def held_open(path: str) -> int:
     if is_mine(os.fstat(handle).st_uid, os.path.dirname(path)) and not os.listdir(handle):
         return handle
     os.close(handle)
-    raise OSError(errno.ESTALE, "somebody replaced the folder that was made in it", path)
+    raise OSError(errno.ESTALE, "the folder that was made in it was replaced", path)
 
 
 def why_a_folder_above_is_not_safe(path: str, roots_may_be_open: bool = False) -> str:

@@ -84,7 +84,7 @@ def fresh_folder(folder: str, size: int = 0) -> Iterator[str]:
         yield f"/proc/self/fd/{handle}"
         os.fsync(handle)
         if not os.path.samestat(os.fstat(handle), os.lstat(fresh)):
-            raise OSError(errno.ESTALE, f"somebody moved or replaced {fresh}", fresh)
+            raise OSError(errno.ESTALE, f"{fresh} was moved or replaced", fresh)
         if others:
             _refuse_to_replace(folder, others)
         put_in_place(fresh, folder, replace=not others)
