@@ -192,7 +192,10 @@ COUNTING = "import stoker, time\nfor n in range(2000):\n    print('step', n, flu
 
 @pytest.mark.parametrize(
     ("asked", "says"),
-    [(("--min-hosts", "3"), "--min-hosts is 3"), ((), "without --min-hosts all are needed")],
+    [
+        pytest.param(("--min-hosts", "3"), "--min-hosts is 3", marks=at_length),
+        ((), "without --min-hosts all are needed"),
+    ],
     ids=["three", "all"],
 )
 def test_below_min_hosts_the_lost_host_is_the_verdict(

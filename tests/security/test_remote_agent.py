@@ -116,7 +116,7 @@ def half_a_one(base: Path) -> None:
 @pytest.mark.parametrize(
     "spoil",
     at_length_but(
-        [of_the_same_size, a_missing_file, a_file_too_many, a_link_in_it, open_to_others],
+        [of_the_same_size, a_file_too_many, a_link_in_it, open_to_others],
         [
             a_changed_file,
             of_the_same_size,
