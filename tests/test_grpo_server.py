@@ -5,11 +5,13 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
 import signal
 import subprocess
-import sys
+import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -43,29 +45,50 @@ def work(job, rank):
 """)
 
 
+SERVER = program("""
+import torch
+from stoker.cli.main import main
+
+torch.set_num_threads(1)
+
+def work(job, rank):
+    os.environ["STOKER_API_KEY"] = job["key"]
+    sys.argv = ["stoker", *job["words"]]
+    return main()
+""")
+
+
 class Serving:
     """`stoker serve` on a port of its own, which it keeps when it is replaced."""
 
     def __init__(self, folder: Path, weights_from: Path) -> None:
-        self._argv = [sys.executable, "-m", "stoker", "serve", str(folder), "--context", "48", "--slots", "16"]
-        self._argv += ["--weights-from", str(weights_from)]
-        self.port, self._process = 0, None
+        self._words = ["serve", str(folder), "--context", "48", "--slots", "16", "--weights-from", str(weights_from)]
+        self._held = ExitStack()
+        self._forks = self._held.enter_context(server(SERVER))
+        self._log = Path(self._held.enter_context(tempfile.TemporaryDirectory())) / "rank-0.log"
+        self.port = 0
         self.start()
 
     def start(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "STOKER_API_KEY": KEY}
-        self._process = subprocess.Popen(
-            [*self._argv, "--port", str(self.port)], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line.startswith("http://"), line
-        self.port = int(line.split()[0].split(":")[2].split("/")[0])
+        self._log.unlink(missing_ok=True)
+        words = [*self._words, "--port", str(self.port)]
+        (self._pid,) = self._forks.begin(1, self._log.parent, words=words, key=KEY)
+        listens = wait_for(lambda: re.search(r"^http://127.0.0.1:(\d+)/", self._said(), re.M), 60)
+        if not listens:
+            self.close()
+        assert listens, self._said()
+        self.port = int(listens[1])
+
+    def _said(self) -> str:
+        return self._log.read_text() if self._log.exists() else ""
 
     def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.communicate()
+        os.kill(self._pid, signal.SIGKILL)
+        self._forks.codes()
+
+    def close(self) -> None:
+        with self._held:
+            self.kill()
 
     @property
     def url(self) -> str:
@@ -89,7 +112,7 @@ def forks(given: Path) -> Iterator[Forks]:
 def serving(given: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     made = Serving(given / "hf", tmp_path_factory.getbasetemp())
     yield made
-    made.kill()
+    made.close()
 
 
 STEPS = ("--max-steps", "6", "--every_steps", "2")
@@ -161,7 +184,7 @@ def test_a_server_that_is_killed_and_replaced_gets_the_newest_weights_and_the_ru
             mine.start()
         job = Job(tmp_path / "job", ranks.codes())
     finally:
-        mine.kill()
+        mine.close()
     assert job.codes == [0], job.said()
     assert without_ages(job.metrics) == alone.metrics
     assert (job.run / "rollouts.jsonl").read_bytes() == (alone.run / "rollouts.jsonl").read_bytes()
@@ -213,7 +236,7 @@ def test_what_a_server_refuses_ends_the_run_with_its_sentence(
     try:
         job = forks(2, tmp_path / "403", "--max-steps", "2", "--grpo.server", other.url)
     finally:
-        other.kill()
+        other.close()
     assert job.codes == [EX_SOFTWARE] * 2
     for rank in (0, 1):
         assert "refused /v1/weights with status 403" in job.said(rank) and "Traceback" not in job.said(rank)
