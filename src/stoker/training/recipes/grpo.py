@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -297,8 +298,10 @@ def main(argv: list[str]) -> int:
         with memory.watched():
             for step in loop.over(range(position.step, steps)):
                 updates_at[step] = updater.done
+                begun = time.monotonic()
                 sampler.refresh(step)
                 made = ask(step, c.train.seed)
+                answered = time.monotonic()
                 if checks is not None and (step - position.step) % CHECK_EVERY == 0:
                     checks(model, group, voice)
                 above = advantages(
@@ -310,8 +313,12 @@ def main(argv: list[str]) -> int:
                 lengths = [int(length) for length in made.outcome.lengths.tolist()]
                 learned = updater.learn(made.answers, above.flatten().tolist(), lengths, share)
                 rate = c.optim.learning_rate * share
-                told = Launched(step, made.outcome, learned, updater.done, rate, loop.words(), made.replaced, made.age)
-                loop.launched(told)
+                loop.launched(
+                    Launched(
+                        step, made.outcome, learned, updater.done, rate, loop.words(), made.replaced, made.age,
+                        answers_s=answered - begun, learn_s=time.monotonic() - answered,
+                    )
+                )  # fmt: skip
         memory.end(None)
         code = loop.code
     except (Stopped, OtherWeights) as broken:
