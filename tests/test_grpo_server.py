@@ -129,10 +129,17 @@ def without_ages(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in AGES} for line in metrics]
 
 
+def shared_folder(job: Job) -> Path:
+    """Where it published, in shared memory."""
+    (line,) = [line for line in job.said().splitlines() if "through shared memory" in line]
+    return Path(line.split(": ")[-1])
+
+
+@pytest.mark.parametrize("way", ["folder", "memory"])
 def test_with_no_staleness_a_server_makes_the_run_that_the_trainers_make_alone(
-    forks: Forks, serving: Serving, alone: Job, tmp_path: Path
+    forks: Forks, serving: Serving, alone: Job, tmp_path: Path, way: str
 ) -> None:
-    job = forks(1, tmp_path, *STEPS, "--grpo.server", serving.url)
+    job = forks(1, tmp_path, *STEPS, "--grpo.server", serving.url, "--grpo.publish", way)
     assert job.codes == [0], job.said()
     assert without_ages(job.metrics) == alone.metrics
     assert all(line["staleness"] == line["staleness_max"] == line["queue"] == 0 for line in job.metrics)
@@ -140,6 +147,8 @@ def test_with_no_staleness_a_server_makes_the_run_that_the_trainers_make_alone(
     ours, theirs = (load_file(one.run / "hf" / "model.safetensors") for one in (job, alone))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "bit for bit"
     assert not (job.run / "published").exists() and "could not be checked" not in job.said()
+    assert ("through shared memory" in job.said()) == (way == "memory")
+    assert way != "memory" or not shared_folder(job).exists()
 
 
 def test_ranks_in_shards_with_adapters_publish_these_alone(forks: Forks, serving: Serving, tmp_path: Path) -> None:
@@ -196,8 +205,10 @@ def test_trainers_that_are_killed_go_on_and_learn_each_sample_once(
     more = (*STEPS, "--grpo.server", serving.url)
     part = forks(1, tmp_path, *more, stop_after=3, by=signal.SIGKILL)
     assert part.codes == [-signal.SIGKILL]
+    left = shared_folder(part)
     rest = forks(1, tmp_path, *more)
     assert rest.codes == [0] and without_ages(rest.metrics) == alone.metrics, rest.said()
+    assert not left.exists(), "what was killed is swept"
 
 
 def test_trainers_that_start_again_take_the_answers_that_had_come(
@@ -234,7 +245,8 @@ def test_what_a_server_refuses_ends_the_run_with_its_sentence(
 ) -> None:
     other = Serving(given / "hf", given)  # takes weights from elsewhere
     try:
-        job = forks(2, tmp_path / "403", "--max-steps", "2", "--grpo.server", other.url)
+        more = ("--max-steps", "2", "--grpo.server", other.url, "--grpo.publish", "folder")
+        job = forks(2, tmp_path / "403", *more)
     finally:
         other.close()
     assert job.codes == [EX_SOFTWARE] * 2
@@ -332,6 +344,10 @@ def test_stale_answers_and_4_bits_are_refused_where_they_cannot_be(forks: Forks,
         (("--grpo.staleness", "1"), "grpo.staleness 1 needs grpo.server"),
         (("--grpo.server", "http://a:1", "--qlora"), "use --lora"),
         (("--grpo.server", "nobody"), "neither a URL"),
+        (
+            ("--grpo.server", "http://a:1", "--grpo.server_kind", "sglang", "--grpo.publish", "memory"),
+            "sglang loads folders",
+        ),
     ):
         job = forks(1, tmp_path / more[-1].strip("-"), "--max-steps", "1", *more)
         assert job.codes == [EX_USAGE] and said in job.said() and "Traceback" not in job.said()
