@@ -1,4 +1,4 @@
-"""A stranger's text whose words are all different; tokens of services in text; a run's words in the card of its model."""
+"""A stranger's text whose words are all different, and a model that is small and wide; tokens of services in text."""
 
 from __future__ import annotations
 
@@ -103,3 +103,59 @@ def test_names_that_are_written_as_one_word_are_a_secrets() -> None:
 @pytest.mark.parametrize("text", LOOK_ALIKE)
 def test_what_only_begins_like_a_token_stays(text: str) -> None:
     assert redact.whole(f"it said {text} and ended") == f"it said {text} and ended"
+
+
+def small_model(folder: Path, **changed: int) -> None:
+    """Weights of some MB."""
+    import torch
+
+    from stoker.training.model import hf
+    from stoker.training.model.config import ModelConfig
+    from stoker.training.model.decoder import Decoder
+    from stoker.training.tokenizer.tokenizer import bytes_tokenizer
+
+    sizes = {"layers": 1, "dim": 8, "heads": 2, "kv_heads": 2, "head_dim": 8, "ff": 16, "vocab_size": 300}
+    torch.manual_seed(1)
+    hf.save(Decoder(ModelConfig(**{**sizes, **changed}), 4096), str(folder), say=lambda line: None)
+    bytes_tokenizer().save(str(folder))
+
+
+@pytest.mark.parametrize("wide", [{"ff": 1 << 16}, {"heads": 8192, "kv_heads": 8192}], ids=["inside", "heads"])
+def test_a_model_that_is_wide_inside_and_nowhere_else_is_refused(wide: dict[str, int], tmp_path: Path) -> None:
+    """50 MB of weights, 4 million wide, took more than 10 GB for a prompt of 288 characters."""
+    pytest.importorskip("torch")
+    from stoker.training.model.hf_config import shape_of
+
+    small_model(tmp_path / "wide", **wide)
+    with pytest.raises(Refusal, match=r"wide inside and 8 outside"):
+        shape_of(str(tmp_path / "wide"))
+
+
+def test_keys_and_values_beyond_the_memory_that_is_free_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of 17 MB kept 9 GB of them for `stoker chat`."""
+    torch = pytest.importorskip("torch")
+    from stoker.training.generate.conversation import opened
+    from stoker.training.serve.batch import BatchEngine
+
+    small_model(tmp_path / "deep", layers=64, heads=512, kv_heads=512)
+    model, words = opened(str(tmp_path / "deep"), 4096, torch.device("cpu"), lambda line: None)
+    total, free = 8 << 30, 1 << 30
+    monkeypatch.setattr(hostmemory, "memory", lambda: (total, free, None))
+    with pytest.raises(Refusal, match=r"keys and values of 4,\d\d\d tokens take 8.* and 1.* is free"):
+        BatchEngine(model, rows=1, length=4096, vocab=words.vocab_size)
+    BatchEngine(model, rows=1, length=128, vocab=words.vocab_size)
+
+
+def test_a_wide_model_reads_fewer_tokens_at_once(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from stoker.training.model.config import ModelConfig
+    from stoker.training.model.decoder import Decoder
+    from stoker.training.serve import engine
+
+    c = ModelConfig(layers=1, dim=8, heads=2, kv_heads=2, head_dim=8, ff=1 << 18, vocab_size=300)
+    made = engine.PagedEngine(Decoder(c, 4096), engine.Sizes(1, 4096, 8192, prompt_tokens=8192))
+    made.add(engine.Request("a", tuple([7] * 2500), 1))
+    made.step()
+    assert made.schedule.prompt_tokens == 1024
