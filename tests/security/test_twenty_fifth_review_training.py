@@ -6,6 +6,7 @@ import itertools
 import string
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,7 +115,15 @@ def small_model(folder: Path, **changed: int) -> None:
     from stoker.training.model.decoder import Decoder
     from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
-    sizes = {"layers": 1, "dim": 8, "heads": 2, "kv_heads": 2, "head_dim": 8, "ff": 16, "vocab_size": 300}
+    sizes: dict[str, Any] = {
+        "layers": 1,
+        "dim": 8,
+        "heads": 2,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "ff": 16,
+        "vocab_size": 300,
+    }
     torch.manual_seed(1)
     hf.save(Decoder(ModelConfig(**{**sizes, **changed}), 4096), str(folder), say=lambda line: None)
     bytes_tokenizer().save(str(folder))
@@ -152,10 +161,22 @@ def test_a_wide_model_reads_fewer_tokens_at_once(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from stoker.training.model.config import ModelConfig
     from stoker.training.model.decoder import Decoder
-    from stoker.training.serve import engine
+    from stoker.training.serve.engine import PagedEngine, Sizes
+    from stoker.training.serve.request import Request
 
     c = ModelConfig(layers=1, dim=8, heads=2, kv_heads=2, head_dim=8, ff=1 << 18, vocab_size=300)
-    made = engine.PagedEngine(Decoder(c, 4096), engine.Sizes(1, 4096, 8192, prompt_tokens=8192))
-    made.add(engine.Request("a", tuple([7] * 2500), 1))
+    made = PagedEngine(Decoder(c, 4096), Sizes(1, 4096, 8192, prompt_tokens=8192))
+    made.add(Request("a", tuple([7] * 2500), 1))
     made.step()
     assert made.schedule.prompt_tokens == 1024
+
+
+def test_a_runs_words_are_text_in_the_card_of_its_model(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from stoker.training.generate.exporting import card_of
+
+    (tmp_path / "config.yaml").write_text("data:\n  path: ['a<img src=x>|b', '[text](https://example.org)']\n")
+    card = card_of(str(tmp_path), "sft\n# A heading\x1b[31m<script>alert(1)</script>")
+    before_settings = card.partition("## Settings")[0]
+    assert "\n# A heading" not in card and "\x1b" not in card
+    assert "<script" not in before_settings and "<img" not in before_settings and "\\[text\\](" in before_settings
