@@ -1,0 +1,82 @@
+"""What others can get in between: a listener that comes and goes, and words that no rule, plan or check can compute with."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from conftest import wait_for
+from localuser import ATTACKER, needs_root, start_as, wait
+from stoker.contract import listeners
+from stoker.control.roles.ready import Watching
+from stoker.control.roles.role import Ready
+
+# ---- another user's listener ----
+
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+
+def answer_and_keep(server: socket.socket) -> None:
+    with server.accept()[0] as peer, contextlib.suppress(ConnectionResetError):
+        peer.sendall(ANSWER)
+        while peer.recv(1 << 16):
+            pass
+
+
+def answer_and_close(server: socket.socket) -> None:
+    server.accept()[0].sendall(ANSWER)
+    server.close()
+
+
+class Neighbour:
+    """Another user, who listens and then does `serve`."""
+
+    def __init__(self, serve: Callable[[socket.socket], None]) -> None:
+        needs_root()
+        told = os.pipe()
+
+        def listen() -> None:
+            with socket.socket() as server:
+                server.bind(("127.0.0.1", 0))
+                server.listen()
+                os.write(told[1], str(server.getsockname()[1]).encode())
+                serve(server)
+
+        self.pid = start_as(ATTACKER, listen)
+        os.close(told[1])
+        self.port = int(os.read(told[0], 10))
+        os.close(told[0])
+
+
+@pytest.mark.parametrize("rule", [Ready("port", ""), Ready("http", "/health")], ids=["port", "http"])
+def test_who_listens_for_an_instant_makes_no_role_ready(rule: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They began to after the look at who listens: one who comes and goes a thousand times a second meets that instant soon."""
+    monkeypatch.setattr(Watching, "_foreign", lambda *_: "")
+    neighbour = Neighbour(answer_and_keep)
+    watching = Watching(rule, [("127.0.0.1", neighbour.port)], 0.0, 1)
+    wrong = wait_for(lambda: watching.newest or watching.ready.is_set() or None, 10)
+    watching.close()
+    assert wait(neighbour.pid) == 0
+    assert wrong is not None and "is in use by" in str(wrong) and not watching.ready.is_set()
+
+
+def test_an_answer_that_its_sender_no_longer_holds_is_nobodys() -> None:
+    """The kernel shows it as root's."""
+    neighbour = Neighbour(answer_and_close)
+    with socket.create_connection(("127.0.0.1", neighbour.port)) as connected:
+        assert wait(neighbour.pid) == 0
+        with pytest.raises(ConnectionResetError, match="closed the connection"):
+            listeners.answering_users(connected)
+
+
+def test_ones_own_server_is_known_before_and_after_it_accepts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname()) as connected:
+            assert listeners.answering_users(connected) == {os.getuid()}
+            with server.accept()[0]:
+                assert listeners.answering_users(connected) == {os.getuid()}
+            assert listeners.answering_users(connected) == {os.getuid()}  # it listens on
