@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from conftest import wait_for
 from localuser import ATTACKER, needs_root, start_as, wait
 from stoker.contract import listeners
+from stoker.control.agent import probe_net
 from stoker.control.roles.ready import Watching
 from stoker.control.roles.role import Ready
 
@@ -80,3 +83,23 @@ def test_ones_own_server_is_known_before_and_after_it_accepts() -> None:
             with server.accept()[0]:
                 assert listeners.answering_users(connected) == {os.getuid()}
             assert listeners.answering_users(connected) == {os.getuid()}  # it listens on
+
+
+# ---- a host of the same run, which has the check's token ----
+
+
+def test_a_host_sends_no_more_than_the_check_does() -> None:
+    """All of a message is held in memory until its end."""
+    key = b"token" * 4
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
+        theirs = server.accept()[0]
+        answering = threading.Thread(target=probe_net._answer, args=(theirs, key, {theirs: "evil"}))
+        answering.start()
+        ours.sendall(key + struct.pack("!I", probe_net.BIG) + bytes(probe_net.BIG))
+        assert ours.recv(1) == b"."
+        said = b""
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):  # closed with bytes unread: a reset
+            ours.sendall(struct.pack("!I", probe_net.BIG + 1) + bytes(probe_net.BIG + 1))
+            said = ours.recv(1)
+        answering.join()
+    assert said == b""
