@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import socket
 import struct
 import threading
@@ -11,12 +13,15 @@ from collections.abc import Callable
 
 import pytest
 
-from conftest import wait_for
+from conftest import Stoker, wait_for
 from localuser import ATTACKER, needs_root, start_as, wait
 from stoker.contract import listeners
+from stoker.contract.shapes import Evidence, RankEnd
 from stoker.control.agent import probe_net
+from stoker.control.launch.attempt import read_around, read_error
 from stoker.control.roles.ready import Watching
 from stoker.control.roles.role import Ready
+from stoker.control.verdict.judge import judge
 
 # ---- another user's listener ----
 
@@ -103,3 +108,41 @@ def test_a_host_sends_no_more_than_the_check_does() -> None:
             said = ours.recv(1)
         answering.join()
     assert said == b""
+
+
+# ---- what a rank printed or a host told, and nobody can compute with ----
+
+LONG, LONGER = "9" * 400, "9" * 5000  # more than a float holds, and than int() reads
+TEXTS = {
+    "memory of no GPU": f"CUDA out of memory. Tried to allocate {LONG} GiB. GPU 0 has a total capacity of 79.10 GiB",
+    "memory of no host": f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {LONG} bytes",
+    "a wait without end": "[rank0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=ALLREDUCE,"
+    f" Timeout(ms)=600000) ran for {LONG} milliseconds before timing out.",
+    "a culprit of no number": f"the loss is nan on rank {LONGER}",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_numbers_that_are_none_end_in_a_verdict(text: str) -> None:
+    """The launcher ended in a traceback, and the run was neither started again nor explained."""
+    for kind, module in (("RuntimeError", ""), ("NonFinite", "stoker.training.forensics.culprit")):
+        error = read_error({"type": kind, "message": text, "module": module, "file": "train.py", "line": 3})
+        verdict = judge(Evidence(1, (RankEnd(0, "", "GPU0", 5, 1, 1.0, error=error),)))
+        assert verdict.status == "failed" and verdict.exit_code == 1 and verdict.rank == 0
+
+
+def test_what_a_host_saw_around_an_end_may_be_anything() -> None:
+    told = {
+        "kernel": [f"NVRM: Xid (PCI:0000:01:00): {LONGER}, x"],
+        "holders": [{"pid": [], "memory": "much"}, {"pid": {}, "memory": {}, "ours": 7}],
+    }
+    error = read_error({"type": "OutOfMemoryError", "message": "CUDA out of memory. Tried to allocate 2.00 GiB. of 1"})
+    end = RankEnd(0, "evil", "evil/GPU0", 5, 1, 1.0, error=error, around=read_around(told))
+    assert end.around.holders and judge(Evidence(1, (end,))).exit_code == 1
+
+
+def test_a_run_that_says_such_a_thing_has_a_verdict(stoker: Stoker) -> None:
+    script = stoker.script("oom.py", f"raise RuntimeError({TEXTS['memory of no GPU']!r})\n")
+    done = stoker("run", "--nproc-per-node", "1", "--max-restarts", "0", script)
+    assert done.code == 1 and "Traceback" not in re.sub("(?m)^.*CPU0:.*$", "", done.err), done.err
+    assert json.loads(next((stoker.cwd / "runs").glob("2*/verdict.json")).read_text())["status"] == "failed"
