@@ -10,6 +10,8 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,11 @@ from localuser import ATTACKER, needs_root, start_as, wait
 from stoker.contract import listeners
 from stoker.contract.shapes import Evidence, RankEnd
 from stoker.control.agent import probe_net
+from stoker.control.cluster.check import doctor_findings
+from stoker.control.cluster.facts import Facts, OneHost
+from stoker.control.cluster.hosts import read as read_hosts
 from stoker.control.launch.attempt import read_around, read_error
+from stoker.control.machine.facts import examination_from_json
 from stoker.control.roles.ready import Watching
 from stoker.control.roles.role import Ready
 from stoker.control.verdict.judge import judge
@@ -146,3 +152,54 @@ def test_a_run_that_says_such_a_thing_has_a_verdict(stoker: Stoker) -> None:
     done = stoker("run", "--nproc-per-node", "1", "--max-restarts", "0", script)
     assert done.code == 1 and "Traceback" not in re.sub("(?m)^.*CPU0:.*$", "", done.err), done.err
     assert json.loads(next((stoker.cwd / "runs").glob("2*/verdict.json")).read_text())["status"] == "failed"
+
+
+MACHINE: dict[str, Any] = {"schema": 1, "hostname": "x", "cores": 4, "memory_total": 10**10, "memory_available": 10**9}
+CARD = {"index": 0, "uuid": "GPU-0", "name": "H100", "memory_total": 8 * 10**10, "memory_used": 0}
+EXAMINED: dict[str, Any] = {
+    "schema": 1,
+    "machine": {**MACHINE, "driver": "570.1", "gpus": [CARD]},
+    "health": {"GPU-0": {}},
+    "probes": {"GPU-0": {"outcome": "ok"}},
+    "torch": {"version": "2.9", "cuda": "12.8", "archs": ["sm_90"], "nccl": "2", "seconds": 1.0},
+    "host": {"shm_free": 10**12, "shm_total": 10**12},
+    "net": {"hostname": "x", "addresses": ["10.0.0.1"]},
+    "environment": {},
+}
+BENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "a CUDA of no version": ("torch.cuda-build", {"torch": {**EXAMINED["torch"], "cuda": "x"}}),
+    "a capability of none": ("torch.arch", {"health": {"GPU-0": {"capability": "x.y"}}}),
+    "an architecture of one digit": (
+        "torch.arch",
+        {"torch": {**EXAMINED["torch"], "archs": ["sm_5"]}, "health": {"GPU-0": {"capability": "9.0"}}},
+    ),
+    "a card without memory": (
+        "gpu.held",
+        {"machine": {**EXAMINED["machine"], "gpus": [{**CARD, "memory_total": 0, "holders": [{"pid": 1}]}]}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_a_check_that_cant_be_made_leaves_the_others(stoker: Stoker, tmp_path: Path, name: str) -> None:
+    id, bent = BENT[name]
+    told = {**EXAMINED, **bent}
+    (tmp_path / "box.json").write_text(json.dumps(told))
+    done = stoker("doctor", "--machine", str(tmp_path / "box.json"))
+    assert f"? {id}: could not be checked" in done.out and "Traceback" not in done.err, (done.out, done.err)
+    facts = Facts(
+        (
+            OneHost("good", examination=examination_from_json(EXAMINED)),
+            OneHost("evil", examination=examination_from_json(told)),
+        )
+    )
+    found = {finding.id: finding for finding in doctor_findings(facts, read_hosts("good,evil"))}
+    assert found[id].level == "unknown" and found[id].text.startswith("evil:")
+
+
+def test_errors_of_a_card_are_counted_once() -> None:
+    """Each was looked for among all of them."""
+    told = {**EXAMINED, "health": {"GPU-0": {"xids": [*range(300_000), 48]}}}
+    facts = Facts((OneHost("evil", examination=examination_from_json(told)),))
+    lines = [finding.text for finding in doctor_findings(facts, read_hosts("evil")) if finding.id == "gpu.xid"]
+    assert any("Xid 48 (double-bit ECC error), 2 times" in line for line in lines)
