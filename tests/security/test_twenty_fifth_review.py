@@ -17,6 +17,7 @@ import pytest
 
 from conftest import Stoker, wait_for
 from localuser import ATTACKER, needs_root, start_as, wait
+from stoker.cli import run
 from stoker.contract import listeners
 from stoker.contract.shapes import Evidence, RankEnd
 from stoker.control.agent import probe_net
@@ -24,7 +25,9 @@ from stoker.control.cluster.check import doctor_findings
 from stoker.control.cluster.facts import Facts, OneHost
 from stoker.control.cluster.hosts import read as read_hosts
 from stoker.control.launch.attempt import read_around, read_error
+from stoker.control.launch.plan import make_plan
 from stoker.control.machine.facts import examination_from_json
+from stoker.control.machine.model import machine_from_json
 from stoker.control.roles.ready import Watching
 from stoker.control.roles.role import Ready
 from stoker.control.verdict.judge import judge
@@ -203,3 +206,11 @@ def test_errors_of_a_card_are_counted_once() -> None:
     facts = Facts((OneHost("evil", examination=examination_from_json(told)),))
     lines = [finding.text for finding in doctor_findings(facts, read_hosts("evil")) if finding.id == "gpu.xid"]
     assert any("Xid 48 (double-bit ECC error), 2 times" in line for line in lines)
+
+
+def test_a_host_that_says_it_has_no_core_is_planned_for() -> None:
+    request = run.parse(["--hosts", "good,evil", "--no-preflight", "--nproc-per-node", "cpu", "train.py"])
+    hosts = {host.name: host for host in read_hosts("good,evil").hosts}
+    machines = {"good": machine_from_json(MACHINE), "evil": machine_from_json({**MACHINE, "cores": 0})}
+    plan = make_plan(request, ["python", "train.py"], {}, machines, {"good": {}, "evil": {}}, False, hosts)
+    assert [place.host for place in plan.places] == ["good"] * 4 + ["evil"]
