@@ -24,10 +24,11 @@ from stoker.control.agent import probe_net
 from stoker.control.cluster.check import doctor_findings
 from stoker.control.cluster.facts import Facts, OneHost
 from stoker.control.cluster.hosts import read as read_hosts
+from stoker.control.doctor.leftovers import find_others
 from stoker.control.launch.attempt import read_around, read_error
 from stoker.control.launch.plan import make_plan
 from stoker.control.machine.facts import examination_from_json
-from stoker.control.machine.model import machine_from_json
+from stoker.control.machine.model import Gpu, Holder, Machine, machine_from_json
 from stoker.control.roles.ready import Watching
 from stoker.control.roles.role import Ready
 from stoker.control.verdict.judge import judge
@@ -214,3 +215,11 @@ def test_a_host_that_says_it_has_no_core_is_planned_for() -> None:
     machines = {"good": machine_from_json(MACHINE), "evil": machine_from_json({**MACHINE, "cores": 0})}
     plan = make_plan(request, ["python", "train.py"], {}, machines, {"good": {}, "evil": {}}, False, hosts)
     assert [place.host for place in plan.places] == ["good"] * 4 + ["evil"]
+
+
+@pytest.mark.parametrize("name", ["", " ", "\t"])
+def test_a_process_without_a_name_on_a_gpu_ends_no_clean(name: str) -> None:
+    """Any user may call theirs so (PR_SET_NAME), and empty its command line."""
+    card = Gpu(0, "GPU-0", holders=(Holder(7, 1, name, "bob"),))
+    (found,) = find_others(Machine("x", 1, 1, 1, gpus=(card,)), set(), recorded=True)
+    assert "ask bob to end it" in found.advice
