@@ -11,6 +11,7 @@ import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +19,14 @@ import pytest
 from conftest import Stoker, wait_for
 from localuser import ATTACKER, needs_root, start_as, wait
 from stoker.cli import run
-from stoker.contract import listeners
+from stoker.contract import listeners, protocol
 from stoker.contract.shapes import Evidence, RankEnd
 from stoker.control.agent import probe_net
 from stoker.control.cluster.check import doctor_findings
 from stoker.control.cluster.facts import Facts, OneHost
 from stoker.control.cluster.hosts import read as read_hosts
 from stoker.control.doctor.leftovers import find_others
+from stoker.control.launch.agents import Agents
 from stoker.control.launch.attempt import read_around, read_error
 from stoker.control.launch.plan import make_plan
 from stoker.control.machine.facts import examination_from_json
@@ -118,6 +120,20 @@ def test_a_host_sends_no_more_than_the_check_does() -> None:
             said = ours.recv(1)
         answering.join()
     assert said == b""
+
+
+def test_of_a_hosts_words_only_what_was_asked_for_is_kept() -> None:
+    """The newest of every kind was, of any size, for as long as the run lived: 1.5 GB of one host."""
+    agents: Any = Agents.__new__(Agents)
+    agents._run, agents._asking, agents.hosts = SimpleNamespace(hear=lambda *_: None), None, None
+    agents.members = SimpleNamespace(waiting=[])
+    evil: Any = SimpleNamespace(host="evil", answers={}, machine=None, selves=[])
+    for kind in sorted(protocol.KINDS.keys() - {"host", "probe", "refused"}):
+        agents._hear(evil, {"is": kind}, b"")
+    assert set(evil.answers) == {"locked", "port", "suspended"}
+    agents._hear(evil, {"is": "host", "machine": dict(MACHINE), "held": {}, "selves": [[1, 2]] * 9, "found": []}, b"")
+    assert evil.machine.cores == 4 and evil.selves == [[1, 2]] * 4
+    assert set(evil.answers["host"]) == {"is", "held", "found"}
 
 
 # ---- what a rank printed or a host told, and nobody can compute with ----
