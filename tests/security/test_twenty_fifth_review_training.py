@@ -180,3 +180,29 @@ def test_a_runs_words_are_text_in_the_card_of_its_model(tmp_path: Path) -> None:
     before_settings = card.partition("## Settings")[0]
     assert "\n# A heading" not in card and "\x1b" not in card
     assert "<script" not in before_settings and "<img" not in before_settings and "\\[text\\](" in before_settings
+
+
+def test_capped_scores_of_many_heads_are_stored_for_few_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 MB of weights took 5 GB for a prompt of 300 tokens."""
+    torch = pytest.importorskip("torch")
+    from stoker.training.model.config import ModelConfig
+    from stoker.training.model.decoder import Decoder
+    from stoker.training.serve import engine
+    from stoker.training.serve.batch import BatchEngine
+    from stoker.training.serve.request import Request
+
+    torch.manual_seed(1)
+    sizes: dict[str, Any] = {"layers": 2, "dim": 16, "heads": 64, "kv_heads": 64, "head_dim": 8, "ff": 16}
+    model = Decoder(ModelConfig(**sizes, vocab_size=300, attention_cap=50.0), 4096)
+    made = engine.PagedEngine(model, engine.Sizes(1, 4096, 8192, prompt_tokens=8192))
+    made.add(Request("a", tuple([7] * 2500), 1))
+    made.step()
+    assert made.schedule.prompt_tokens == 1024
+
+    def answers() -> list[list[int]]:
+        written = BatchEngine(model, rows=2, length=128)
+        return written.generate([[7, 9, 11] * 20, [5] * 30], new_tokens=8, stop={1}, temperature=0.0)
+
+    whole = answers()
+    monkeypatch.setattr(engine, "_NUMBERS_AT_ONCE", 64 * 128 * 7)
+    assert answers() == whole, "a prompt that is read in pieces is answered alike"

@@ -132,7 +132,8 @@ class PagedEngine:
         at_once = sizes.prompt_tokens
         if model.device.type == "cpu":
             c = model.config
-            at_once = max(1, min(at_once, _NUMBERS_AT_ONCE // max(c.ff, c.heads * c.head_dim)))
+            scores = c.heads * length if c.attention_cap else 0  # which no kernel of torch keeps from being stored
+            at_once = max(1, min(at_once, _NUMBERS_AT_ONCE // max(c.ff, c.heads * c.head_dim, scores)))
         self.schedule = Schedule(slots, self.pool, at_once)
         self._paged = Paged(
             self.weights, slots, length, self.pool, _kernels(model, length), captures=not streamed, turn=sizes.turn
