@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import string
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,3 +209,30 @@ def test_capped_scores_of_many_heads_are_stored_for_few_tokens_at_once(monkeypat
     whole = answers()
     monkeypatch.setattr(engine, "_NUMBERS_AT_ONCE", 64 * 128 * 7)
     assert answers() == whole, "a prompt that is read in pieces is answered alike"
+
+
+ASKS_FOR_MUCH = """
+import sys
+import torch
+from stoker.contract import hostmemory
+from stoker.training.parallel.config import ParallelConfig
+from stoker.training.parallel.group import Group
+
+hostmemory.memory = lambda: (8 << 30, 1 << 30, 8 << 30)
+Group(ParallelConfig(strategy="ddp", device="cpu"))
+torch.zeros(int(sys.argv[1]) << 20, dtype=torch.uint8)
+"""
+
+
+@pytest.mark.parametrize(("ranks", "megabytes", "given"), [(1, 900, True), (1, 1100, False), (2, 600, False)])
+def test_a_rank_on_the_cpu_takes_no_more_than_its_part_of_what_is_free(ranks: int, megabytes: int, given: bool) -> None:
+    more = {"LOCAL_WORLD_SIZE": str(ranks), "WORLD_SIZE": "1", "RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", ASKS_FOR_MUCH, str(megabytes)],
+        env={**os.environ, **more},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode == 0) == given, done.stderr
+    assert given or "can't allocate memory" in done.stderr

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stoker.contract import names
+from stoker.contract import hostmemory, names
+from stoker.contract.memory import limit_to, used_memory
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.training.parallel.config import EVERYTHING, IN_HOST, NOTHING, ParallelConfig
@@ -66,6 +67,15 @@ def even_micro(share: int, most: int) -> int:
     return -(-share // -(-share // most))
 
 
+def _bound_memory(ranks: int) -> None:
+    """Each of a host's ranks may take its part of what is free now. A stranger's model or config of some MB may ask for any
+    amount; then this rank is refused memory, and nobody else's process is killed for it.
+    """
+    _, free, limit = hostmemory.memory()
+    swap = hostmemory.meminfo_lines("SwapFree")[0] or 0 if limit is None else 0
+    limit_to(used_memory() + (free + swap) // ranks)
+
+
 T = TypeVar("T")
 FOR_FIRST = timedelta(days=1)
 
@@ -88,6 +98,8 @@ class Group:
         self.label = f"GPU {card}" if self.device.type == "cuda" else f"CPU {self.rank}"
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        else:
+            _bound_memory(self.beside)
         # NCCL refuses several ranks on one card, gloo does not.
         shared = os.environ.get(names.SHARED_GPU) == "1"
         nccl = self.device.type == "cuda" and dist.is_nccl_available() and not shared

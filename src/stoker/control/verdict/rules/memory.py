@@ -77,6 +77,8 @@ oom.host-allocation: The host refused memory to the rank: too little RAM, or a l
   fix: free -h, and cat /sys/fs/cgroup/memory.max: is there enough for what was requested?
   fix: --init-slots 1: one rank at a time imports and loads its model
   fix: memory-map the weights and the data instead of reading them whole
+  fix: a CPU rank of stoker train may take its part of what was free when it started: close other programs, or use fewer
+      ranks (--nproc-per-node), a smaller --micro or a shorter --context-length
 """)
 def allocation(case: Case, found: Match | None) -> Found | None:
     error = case.end.error
