@@ -72,13 +72,13 @@ oom.host-allocation: The host refused memory to the rank: too little RAM, or a l
       unable to mmap[^\n]*Cannot allocate memory[^\n]*
   seen: MemoryError, std::bad_alloc, errno 12, or torch's "DefaultCPUAllocator: can't allocate memory"
   unless: the process was killed and not refused: oom.host. The memory is the GPU's: oom.gpu
-  fix: ulimit -v must say unlimited: RLIMIT_AS limits address space and not memory, and a CUDA context alone reserves
-      18 GB of it (take resource.setrlimit(RLIMIT_AS) out; --ram-limit watches real memory)
   fix: free -h, and cat /sys/fs/cgroup/memory.max: is there enough for what was requested?
-  fix: --init-slots 1: one rank at a time imports and loads its model
-  fix: memory-map the weights and the data instead of reading them whole
   fix: a CPU rank of stoker train may take its part of what was free when it started: close other programs, or use fewer
       ranks (--nproc-per-node), a smaller --micro or a shorter --context-length
+  fix: ulimit -v must say unlimited: RLIMIT_AS limits address space and not memory, and a CUDA context alone reserves
+      18 GB of it (take resource.setrlimit(RLIMIT_AS) out; --ram-limit watches real memory)
+  fix: --init-slots 1: one rank at a time imports and loads its model
+  fix: memory-map the weights and the data instead of reading them whole
 """)
 def allocation(case: Case, found: Match | None) -> Found | None:
     error = case.end.error
