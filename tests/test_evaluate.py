@@ -381,7 +381,7 @@ def test_questions_too_long_for_the_context_are_refused_unless_few(tmp_path: Pat
     words = bytes_tokenizer()
     asked = put(read_tasks([rows(tmp_path / "few.jsonl", *short, long)], 0)[0], words, Manner(True), 120, 8)
     assert len(asked.places) == 150
-    with pytest.raises(Refusal, match=r"1 of 51 are longer than 120 tokens \(question 51 has"):
+    with pytest.raises(Refusal, match=r"1 of 51 are longer than 120 tokens \(number 51 has"):
         put(read_tasks([rows(tmp_path / "many.jsonl", *short[:50], long)], 0)[0], words, Manner(True), 120, 8)
 
 

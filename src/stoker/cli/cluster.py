@@ -63,7 +63,7 @@ def parser() -> Parser:
 
 
 def check_parser() -> Parser:
-    about = "Are these hosts fit to train together: what is wrong, how that is known, and what to type."
+    about = "Checks whether these hosts can train together: what is wrong, how that is known, and what to type."
     made = Parser("stoker cluster check", about, _EXAMPLES)
     script = "a script that must be the same on all hosts, and its package"
     made.option("script", "SCRIPT", script, nargs="?", default="")
@@ -72,11 +72,11 @@ def check_parser() -> Parser:
     made.option("--data", "PATH", "prepared data that must be the same on all hosts", action="append", default=[])
     model = "a model's folder, with its tokenizer, that must be the same on all hosts"
     made.option("--model", "PATH", model, default="")
-    parameters = "how many to say a step's price for, e.g. 7B (default: --model's, else 1.1B)"
+    parameters = "parameters to compute the cost of a step's gradients for, e.g. 7B (default: --model's, else 1.1B)"
     made.option("--parameters", "N", parameters, parse_count, default=0.0)
     port = "the store's port, on the first host (default: a free one)"
     made.option("--master-port --master_port", "PORT", port, int, default=0)
-    made.switch("--quick", "only what takes no time, as before every run: no import of torch, no all-reduce")
+    made.switch("--quick", "only the quick checks that every run begins with: no import of torch, no all-reduce")
     made.switch("--tune", "try transport settings and keep what measurably helps in the hosts file")
     _add_ssh_option(made)
     made.switch("--json", "everything as JSON")
@@ -85,7 +85,7 @@ def check_parser() -> Parser:
 
 def _add_ssh_option(made: Parser) -> None:
     made.option(
-        "--ssh-option", "OPTION", "one more word for ssh, e.g. --ssh-option=-p2222", action="append", default=[]
+        "--ssh-option", "OPTION", "one more argument for ssh, e.g. --ssh-option=-p2222", action="append", default=[]
     )
 
 
@@ -97,8 +97,8 @@ def _hosts(told: argparse.Namespace) -> Hosts:
         given = engine(scheduler).allocation(os.environ)
         if given is not None:
             if told.tune:
-                line = f"--tune keeps what helps in a hosts file, and a {scheduler.title} job has none"
-                raise Refusal(f"{line}: --hosts names one", EX_USAGE)
+                line = f"--tune writes what helps to a hosts file, and a {scheduler.title} job has none"
+                raise Refusal(f"{line}: give one with --hosts", EX_USAGE)
             return given
     if not told.hosts:
         here = os.path.lexists(_WRITTEN)
@@ -106,7 +106,7 @@ def _hosts(told: argparse.Namespace) -> Hosts:
         raise Refusal(f"no hosts given: {way}; `stoker cluster init a b c` writes a hosts file", EX_USAGE)
     found = read(told.hosts, tuple(told.ssh_option))
     if told.tune and found.path is None:
-        line = "--tune keeps what helps in a hosts file, and --hosts a,b,c is none"
+        line = "--tune writes what helps to a hosts file, and --hosts a,b,c is not one"
         raise Refusal(f"{line}: `stoker cluster init a b c` writes one", EX_USAGE)
     if told.tune and told.quick:
         raise Refusal("--tune measures and --quick does not: give one of them", EX_USAGE)
@@ -208,7 +208,7 @@ def init_parser() -> Parser:
     made.option("hosts", "HOST", hosts, nargs="+")
     made.option("--out", "FILE", "the file to write (default: ./cluster.yaml)", default=_WRITTEN)
     made.switch("--force", "overwrite it")
-    made.option("--user", "NAME", "who to log in as")
+    made.option("--user", "NAME", "user to log in as")
     made.option("--port", "PORT", "ssh's port", int)
     made.option("--identity", "FILE", "a private key")
     python = "the Python of the ranks there (default: the first with torch of ~/venv, ~/.venv and python3)"

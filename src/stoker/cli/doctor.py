@@ -34,13 +34,13 @@ _COLOURS = {"fail": ERROR, "warn": WARNING, "unknown": ""}
 def parser() -> Parser:
     made = Parser("stoker doctor", "What is wrong with this machine, how that is known, and what to type.", _EXAMPLES)
     several: dict[str, Any] = {"action": "append", "default": []}
-    made.option("--only", "ID", "only checks whose id begins so, e.g. gpu. or host.disk", **several)
+    made.option("--only", "ID", "only checks whose id starts with this, e.g. gpu. or host.disk", **several)
     made.option("--skip", "ID", "leave these checks out", **several)
     made.option("--nproc-per-node --nproc_per_node", "N", "how many ranks you plan to run", int, default=0)
     made.option("--master-port --master_port", "PORT", "a port to look at", int, default=0)
-    made.switch("--no-probe", "make no context on the GPUs")
+    made.switch("--no-probe", "create no CUDA context on the GPUs")
     made.switch("--json", "everything as JSON")
-    watch = "look again every so often (default: 10s) and print what changes"
+    watch = "check again at this interval (default: 10s) and print what changes"
     made.option("--watch", "TIME", watch, duration, nargs="?", const="10s")
     made.option("--bundle", "FILE", "write a tar.gz for a support ticket")
     made.option("--record", "FILE", "write the examination as JSON")

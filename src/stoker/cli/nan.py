@@ -64,7 +64,7 @@ def _folder(where: str | None, root: str) -> str:
     place = where if where is not None and os.path.isdir(where) else reader.find(where, root).dir
     found = reading.newest(place)
     if found is None:
-        raise Refusal(f"no nan_step_N in {place}: nothing went NaN there, or nan.dump was off", EX_NOINPUT)
+        raise Refusal(f"no nan_step_N in {place}: it had no NaN, or nan.dump was off", EX_NOINPUT)
     return found
 
 

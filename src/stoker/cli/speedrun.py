@@ -30,9 +30,9 @@ _EPILOG = """stages, in this order: {stages}
   stoker speedrun --preset d20 --data my-data/          real data
   stoker speedrun --only grpo-density --set grpo:grpo.kl=0.05
 
-The same command goes on where it was stopped or killed; when all is done it says so and exits 0.
+The same command resumes where it was stopped or killed. When all stages are done it prints that and exits with 0.
 exit codes: the failed stage's own; 128+n for a signal; 64 a flag, 65 and 66 data or a missing input, 69 GPUs, 73 the folder can't be written or
-has no room, 75 another speedrun works there."""
+is full, 75 another speedrun works there."""
 
 
 def parser() -> Parser:

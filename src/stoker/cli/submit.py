@@ -16,13 +16,13 @@ from stoker.control.scheduler.slurm_submit import SubmitOptions
 
 _EXAMPLES = """examples:
   stoker submit --nodes 2 --gpus-per-node 4 --time 12h -- train.py --lr 3e-4
-  stoker submit --gpus-per-node 8 --time 4h --requeue --name exp1 -- train.py         goes on after each 4 hours until it is done
+  stoker submit --gpus-per-node 8 --time 4h --requeue --name exp1 -- train.py         resumes after each 4 hours until it is done
   stoker submit --gpus-per-node 1 --array-seeds 0-4 -- train.py                       five runs; SEED is in their environment
   stoker submit --nodes 2 --gpus-per-node 4 -- train pretrain --data texts/           a recipe, as stoker train has it
   stoker submit --follow 1234                                                         follow a job again
 
-What stands after -- is `stoker run`'s: its options, the script, its arguments. The job script goes to the runs folder, under slurm/.
-Ctrl-C leaves the job alone. exit codes: the run's own; 64 usage, 66 no script, 69 sbatch not there or refusing, 73 runs folder can't be written."""
+After -- come the arguments of `stoker run`: its options, the script, the script's arguments. The job script goes to the runs folder, under slurm/.
+Ctrl-C leaves the job alone. exit codes: the run's own; 64 usage, 66 no script, 69 sbatch missing or failing, 73 runs folder can't be written."""
 
 
 def parser() -> Parser:

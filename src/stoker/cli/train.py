@@ -69,19 +69,19 @@ stages:
   stoker train pretrain --debug --data book.txt             2 layers, 10 steps, every check on
   stoker train pretrain --config my.yaml --nproc-per-node 4 --optim.learning_rate 1e-4
 
-`stoker train STAGE --help` lists the keys that stage is given most, --help-all every key and option.
+`stoker train STAGE --help` lists the keys that stage needs most, --help-all every key and option.
 """
 _ABOUT = (
     "Checks the settings, prepares the data, then starts the stage's recipe as `stoker run` would. Takes `stoker run`'s"
     " options and every key."
 )
-_EPILOG = """a key's name that is clear without its section may stand alone, with - or _: --max-steps 10, --learning-rate 1e-4. A name that
-`stoker run` has too is `stoker run`'s when it stands alone: --gpus 0,3 chooses GPUs, --needs.gpus 4 asks for four.
+_EPILOG = """A key whose name is clear without its section may be given without it, with - or _: --max-steps 10, --learning-rate 1e-4. A name that
+`stoker run` has too is then `stoker run`'s: --gpus 0,3 chooses GPUs, --needs.gpus 4 asks for four.
 preset < the stage's defaults (by model size and data, printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE)
 < flags. `stoker docs config` prints every key.
 exit codes: those of `stoker run`; 64 an invalid flag, 78 an invalid config file or variable, 65 and 66 data, 69 GPUs that are needed and missing."""
 _SHORT = """--help-all lists the other {more} keys and every option of `stoker run`; `stoker docs config` prints every key.
-A name that is clear without its section may stand alone, with - or _: --max-steps 10.
+A key whose name is clear without its section may be given without it, with - or _: --max-steps 10.
 preset < the stage's defaults (printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE) < flags"""
 _RUN_MOST = ("nproc_per_node", "gpus", "hosts", "name", "max_restarts", "detach", "dry_run")
 
@@ -300,7 +300,7 @@ def _check_inputs(stage: str, config: Config) -> None:
         if not path:
             raise Refusal(f"stage {stage} needs --{key}: {KEYS[key].spec.help}", EX_USAGE)
         if not os.path.exists(path) and not is_hub_id(path):
-            raise Refusal(f"{key} {path}: there is no such file or folder", EX_NOINPUT)
+            raise Refusal(f"{key} {path}: no such file or folder", EX_NOINPUT)
 
 
 def _fetched(stage: str, config: Config) -> Config:

@@ -322,7 +322,7 @@ def _there(key: str, value: Any) -> None:
         (text for text in texts if key not in _OR_OF_THE_HUB or text.startswith(("/", "./", "../", "~"))), None
     )
     if missing is not None and not os.path.exists(os.path.expanduser(missing)):
-        raise Refusal(f"{key} {missing}: there is no such file or folder", EX_NOINPUT)
+        raise Refusal(f"{key} {missing}: no such file or folder", EX_NOINPUT)
 
 
 def _is_number(text: str) -> bool:

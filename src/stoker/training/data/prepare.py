@@ -283,7 +283,7 @@ def _check_content(told: dict[str, Any], data: DataConfig, given: Given, say: Sa
             more = " …" if part["cut"] > len(part["first_cut"]) else ""
             say(
                 f"{part['cut']:,} of {part['documents'] + part['dropped']:,} conversations are longer than"
-                f" data.context_length {data.context_length} and lose their end: {'; '.join(part['first_cut'])}{more}"
+                f" data.context_length {data.context_length} and are cut: {'; '.join(part['first_cut'])}{more}"
             )
     if train.get("only_last"):
         say(

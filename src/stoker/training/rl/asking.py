@@ -50,14 +50,14 @@ class Asking:
                 timer.cancel()
                 self._open.discard(own)
         except (OSError, http.client.HTTPException) as problem:
-            late = f"no whole answer within {span(2 * seconds)}" if over.is_set() else ""
+            late = f"no complete answer within {span(2 * seconds)}" if over.is_set() else ""
             raise NoAnswer(late or str(problem) or type(problem).__name__) from problem
         finally:
             connection.close()
         if len(body) > most:
             raise TooLong(f"its answer has more than {most} bytes")
         if over.is_set() or answer.length:
-            raise NoAnswer(f"no whole answer{f' within {span(2 * seconds)}' if over.is_set() else ''}")
+            raise NoAnswer(f"no complete answer{f' within {span(2 * seconds)}' if over.is_set() else ''}")
         return answer.status, body
 
     def close(self) -> None:

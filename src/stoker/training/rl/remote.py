@@ -214,14 +214,14 @@ class Servers:
         try:
             told = json.loads(text)
         except (ValueError, RecursionError) as problem:
-            raise ServerFailed(f"the server at {address} sent no JSON from {path}") from problem
+            raise ServerFailed(f"the server at {address} did not send JSON from {path}") from problem
         try:
             found = self._dialect.read(told, self._wanted, newest)
             if len(found) != count:
                 raise ValueError(f"{len(found)} answers instead of {count}")
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as problem:
             what = printable(f"{type(problem).__name__}: {problem}", 200)
-            raise ServerFailed(f"the server at {address} sent no answer that can be read: {what}") from problem
+            raise ServerFailed(f"the server at {address} sent an answer that can't be read: {what}") from problem
         return found
 
     def _is_known(self, version: int, digest: str) -> bool:
@@ -251,7 +251,7 @@ class Servers:
                 gone = f"the server at {address} did not answer {path} for {span(self._patience_s)}"
                 raise ServerFailed(f"{gone}: {f'status {status}: ' if status else ''}{line}")
             if self._over.wait(pause):
-                raise ServerFailed(f"the server at {address} is not asked any more: the run ends")
+                raise ServerFailed(f"the server at {address} is no longer asked: the run ends")
             pause = min(2 * pause, _PAUSE_S[1])
 
     def _exchange(self, address: str, path: str, data: bytes) -> tuple[int, bytes]:
@@ -262,7 +262,7 @@ class Servers:
             return 0, str(problem).encode()
         except TooLong as problem:
             raise ServerFailed(
-                f"the server at {address} sent no answer to {path} that can be read: {problem}"
+                f"the server at {address} sent an answer to {path} that can't be read: {problem}"
             ) from problem
 
 
