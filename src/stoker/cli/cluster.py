@@ -15,7 +15,7 @@ from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
-from stoker.contract.terminal import say
+from stoker.contract.terminal import say, tell
 from stoker.contract.untrusted import json_text, printable
 from stoker.control.cluster.hosts import Hosts, read
 from stoker.control.cluster.price import FORMULA, parse_count, prices, sentence
@@ -23,7 +23,7 @@ from stoker.control.cluster.price import FORMULA, parse_count, prices, sentence
 _USAGE = """usage: stoker cluster check --hosts cluster.yaml|a,b,c [SCRIPT] [options]
        stoker cluster init HOST ... [options]
 
-  check      side by side on all hosts: each by itself, and what only shows between them
+  check      each host by itself, then what only shows between them
   init       write cluster.yaml by asking the hosts
 
 `stoker cluster check --help` says more."""
@@ -36,7 +36,7 @@ examples:
   stoker cluster check --hosts cluster.yaml --tune          measures transport settings, keeps what helps in the file"""
 _INIT_EXAMPLES = """examples:
   stoker cluster init gpu1 gpu2 gpu3
-  stoker cluster init train@192.168.1.100 train@192.168.1.101 --python '~/venv/bin/python' --workdir '~/train'
+  stoker cluster init ann@10.0.0.1 ann@10.0.0.2 --python '~/venv/bin/python'
   stoker run --hosts cluster.yaml train.py"""
 _MARKS = {"fail": "✗", "warn": "!", "unknown": "?", "ok": "·"}
 _WRITTEN = "cluster.yaml"  # by `stoker cluster init`. Never read unasked: anybody may have put one into this folder
@@ -187,13 +187,13 @@ def _print(facts: Any, findings: list[Finding], report: dict[str, Any]) -> None:
         wires = [one.speed * 125_000 for one in facts.there if one.speed and one.physical]
         of = f"; the link: {gigabits(min(wires))} stated" if wires else ""
         of += f"; one TCP stream reaches {gigabits(min(rates))}" if rates else ""
-        print(f"all-reduce ({facts.reduce.backend}, one rank a host): {gigabits(facts.reduce.bus)} bus bandwidth{of}")
+        tell(f"all-reduce ({facts.reduce.backend}, one rank a host): {gigabits(facts.reduce.bus)} bus bandwidth{of}")
     if report["price"]:
-        print(f"a step's gradients: {report['price']['sentence']}   ({FORMULA}, n = {report['price']['hosts']})")
+        tell(f"a step's gradients: {report['price']['sentence']}   ({FORMULA}, n = {report['price']['hosts']})")
     for finding in sorted(findings, key=lambda one: list(_MARKS).index(one.level)):
-        print(printable(f"{_MARKS[finding.level]} {finding.id}: {finding.text}"))
+        tell(printable(f"{_MARKS[finding.level]} {finding.id}: {finding.text}"))
         if finding.fix:
-            print(printable(f"    → {finding.fix}"))
+            tell(printable(f"    → {finding.fix}"))
     if all(finding.level == "ok" for finding in findings):
         print(f"✓ {counted(len(facts.hosts), 'host')}, nothing wrong")
     for line in report["tuned"]:

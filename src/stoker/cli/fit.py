@@ -34,7 +34,7 @@ _EXAMPLES = """exit codes: 0 it fits, 1 it does not, 64-78 a refusal
 examples:
   stoker fit ./model-8b                                  on the GPUs that are here
   stoker fit ./model-8b --gpus 8GB --context-length 2048
-  stoker fit ./model-14b --gpus 2xH100 --method lora --data chats.jsonl --price 2.5
+  stoker fit ./model-14b --gpus 2xH100 --data chats.jsonl --price 2.5
   stoker fit ./model-8b --stage grpo --gpus 80GB --rows 32 --new-tokens 512
   stoker fit ./model-32b --gpus 4x24GB --method lora     one card, ddp or fsdp: what each would take
   stoker fit ./model-14b --machine box.json --json       for a machine that `stoker doctor --record` kept

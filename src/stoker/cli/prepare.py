@@ -25,7 +25,7 @@ Data with the same content and tokenizer is found in cache/datasets/ and used ag
 Without --preset the preset is the one that `stoker train` would take here: production with GPUs, small without."""
 _EXAMPLES = """examples:
   stoker prepare --data book.txt --tokenizer.path bytes --data.validation 0.1
-  stoker prepare --data 'web/*.jsonl' --data more.parquet --data.text_key content
+  stoker prepare --data 'web/*.jsonl' --data.text_key content
   stoker prepare --data chats.jsonl --data.kind chat --data.context_length 2048
   stoker prepare --data 'web/*.jsonl' --preset production        # here without GPUs, for a machine that has some
 """

@@ -13,6 +13,7 @@ from stoker.cli.sight import gpus_to_use, look
 from stoker.contract import names, redact
 from stoker.contract.settings import Parser, add_flags, build
 from stoker.contract.shape import replace
+from stoker.contract.terminal import tell
 from stoker.contract.untrusted import json_text
 from stoker.speedrun.options import SpeedrunOptions
 
@@ -116,4 +117,4 @@ def _plan(course: Course) -> int:
 
 
 def _say(line: str) -> None:
-    print(redact.whole(line), flush=True)
+    tell(redact.whole(line))

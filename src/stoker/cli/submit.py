@@ -10,6 +10,7 @@ from collections.abc import Collection
 from stoker.contract import layout
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build
+from stoker.contract.terminal import tell
 from stoker.control.record.writer import make_private
 from stoker.control.scheduler import slurm_submit as submit
 from stoker.control.scheduler.slurm_submit import SubmitOptions
@@ -125,7 +126,7 @@ def _follow(root: str, number: str) -> int:
     from stoker.control.scheduler.slurm_runs import Submitted
 
     def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        tell(line, sys.stderr)
 
     def put(data: bytes) -> None:
         sys.stdout.buffer.write(data)

@@ -20,9 +20,10 @@ from stoker.cli.train_fit import (
 )
 from stoker.contract import names, redact, schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.settings import Parser, add_flags, build, from_mapping, suggest
+from stoker.contract.settings import Help, Parser, add_flags, build, from_mapping, suggest
 from stoker.contract.shape import options_of, replace
 from stoker.contract.shapes import Verdict
+from stoker.contract.terminal import tell
 from stoker.contract.untrusted import is_count
 from stoker.control.launch.options import RunOptions, from_torchrun_environment, ranks_asked
 from stoker.control.launch.request import Request
@@ -65,11 +66,12 @@ _HELP = """usage: stoker train STAGE [options]
 stages:
 {stages}
 
-  stoker train pretrain --data 'texts/*.txt'                production where there are GPUs, small on a CPU
-  stoker train pretrain --debug --data book.txt             2 layers, 10 steps, every check on
-  stoker train pretrain --config my.yaml --nproc-per-node 4 --optim.learning_rate 1e-4
+  stoker train pretrain --data 'texts/*.txt'      large with GPUs, small without
+  stoker train pretrain --debug --data book.txt   2 layers, 10 steps, all checks
+  stoker train pretrain --config my.yaml --nproc-per-node 4 --max-steps 1000
 
-`stoker train STAGE --help` lists the keys that stage needs most, --help-all every key and option.
+`stoker train STAGE --help` lists the keys that stage needs most, --help-all
+every key and option.
 """
 _ABOUT = (
     "Checks the settings, prepares the data, then starts the stage's recipe as `stoker run` would. Takes `stoker run`'s"
@@ -99,7 +101,7 @@ def parser(stage: str | None = None, *, short: bool = False) -> Parser:
         _SHORT.format(more=rest) if short else _EPILOG,
         usage=f"{prog} [options]",
         allow_abbrev=False,
-        formatter_class=_wide if short else argparse.RawDescriptionHelpFormatter,
+        formatter_class=_wide if short else Help,
     )
     if stage is None:  # for completion
         made.add_argument("stage", choices=list(STAGES))
@@ -112,8 +114,8 @@ def parser(stage: str | None = None, *, short: bool = False) -> Parser:
 
 
 def _wide(prog: str) -> argparse.HelpFormatter:
-    columns = min(shutil.get_terminal_size((120, 24)).columns, 140)
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=max(columns // 3, 24), width=columns)
+    columns = min(shutil.get_terminal_size((80, 24)).columns, 140)
+    return Help(prog, max_help_position=max(columns // 3, 24), width=columns)
 
 
 def _foreign(stage: str) -> tuple[str, ...]:
@@ -408,4 +410,4 @@ def _show_loss(verdict: Verdict, run_dir: str, say: Callable[[str], None]) -> No
 
 
 def _say(line: str) -> None:
-    print(redact.whole(line), file=sys.stderr, flush=True)
+    tell(redact.whole(line), sys.stderr)

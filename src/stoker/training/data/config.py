@@ -25,7 +25,8 @@ class DataConfig:
         many=True,
     )
     format: str = option(
-        "format of the rows (`stoker data show PATH` prints it); auto: recognised from them",
+        f"format of the rows (`stoker data show PATH` prints it): {', '.join(NAMES)}; auto: recognised from them",
+        metavar="FORMAT",
         default=AUTO,
         choices=NAMES,
     )
