@@ -32,6 +32,8 @@ def test_a_line_breaks_between_words_and_a_command_stays_whole() -> None:
     command = f"  stoker run {'--flag value ' * 8}train.py"
     assert wrapped(command, 60) == command
     assert wrapped(f"{command}   what it is for", 60) == f"{command}\n        what it is for"
+    row = "  length         141 steps, 3 passes over your 199 conversations  sft's default; --epochs or --max-steps"
+    assert wrapped(row, 80).split("\n") == [row[:64], " " * 17 + "sft's default; --epochs or --max-steps"]
     word = "/a/path/without/any/blank" * 4
     assert wrapped(f"    {word} is long", 60).split("\n") == [f"    {word}", "      is long"]
 

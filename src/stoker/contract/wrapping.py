@@ -6,7 +6,7 @@ import re
 
 NARROWEST = 40  # columns: below, more breaks would not help
 _WORD = re.compile(r"(?:`[^`]*`|\S)+")  # a command in backticks stays whole
-_GAP = re.compile(r"(?<=\S) {3,}(?=\S)")  # before the comment on a command
+_GAP = re.compile(r"(?<=\S) {2,}(?=\S)")  # between columns, or before the comment on a command
 _COMMAND = re.compile(r"\s*(?:→ )?(?:[A-Z_]+=\S+ )*(?:stoker|pip|python3?|sudo|export|git|nvidia-smi|kill|ssh|bash) ")
 
 
@@ -21,8 +21,9 @@ def _pieces(line: str, columns: int) -> list[str]:
     if len(line) <= columns:
         return [line]
     lead = line[: len(line) - len(line.lstrip())]
-    if gap := _GAP.search(line, len(lead)):
-        return [line[: gap.start()], *_pieces(f"{lead}      {line[gap.end() :]}", columns)]
+    if gaps := list(_GAP.finditer(line, len(lead))):
+        last, second = gaps[-1], gaps[0].end() if len(gaps) > 1 else len(lead) + 6
+        return [*_pieces(line[: last.start()], columns), *_pieces(" " * second + line[last.end() :], columns)]
     if _COMMAND.match(line):  # what is copied must stay one line
         return [line]
     found = [lead]
