@@ -603,7 +603,10 @@ def test_answers_cut_at_the_token_limit_are_counted_and_reported(
         whole["metrics"]["all"]["correct"],
         whole["metrics"]["new_tokens"],
     ) == (0, 1, 12)
-    assert "cut at" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert (
+        "cut at" not in shown and '\nin form: the answer stands alone or after a mark such as "The answer is"' in shown
+    )
     short, completions = evaluated(model_folder, tmp_path, monkeypatch, *words, "--generate.new_tokens", "7")
     told = short["metrics"]["all"]
     assert (
