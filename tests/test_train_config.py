@@ -799,6 +799,15 @@ def test_a_dry_run_shows_preset_config_and_command_and_makes_nothing(trainer: St
         and "passes over your" in done.err
         and "you set it; --epochs or --max-steps" in done.err
     ), done.err
+    # Of some 165 keys those of this stage that matter: as a config file they make the same configuration again.
+    shown = done.out[done.out.index("preset: small") :]
+    assert shown.count("\n") < 60 and "grpo:" not in shown and "`stoker docs config` prints them" in shown
+    trainer.script("again.yaml", shown)
+    again = trainer(
+        "train", "pretrain", "--config", "again.yaml", "--dry-run", "--no-preflight", "--nproc-per-node", "2"
+    )
+    assert again.code == 0 and again.out[again.out.index("preset: small") :] == shown, again.err
+    (trainer.cwd / "again.yaml").unlink()
     plan = json.loads(trainer(*DRY, "--json").out)
     assert plan["argv"][1:6] == ["-P", "-m", "stoker.training.recipes.pretrain", "--preset", "small"]
 

@@ -6,7 +6,7 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from stoker.cli.sight import gpus_to_use, look
@@ -31,8 +31,9 @@ from stoker.control.machine.model import Machine
 from stoker.training.config.check import check, check_data, check_drill, check_needs, check_ranks
 from stoker.training.config.derived import about, derivable
 from stoker.training.config.flags import Shown, add_key_flags
-from stoker.training.config.keys import KEYS, as_yaml, config_of, values_of
+from stoker.training.config.keys import DEFAULTS, KEYS, as_yaml, config_of, values_of
 from stoker.training.config.layers import PREFIX, Layers, gather
+from stoker.training.config.presets import PRESETS
 from stoker.training.config.resolve import (
     Resolved,
     flags,
@@ -223,8 +224,18 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     keep = (*STAGES[stage].defaults, *derivable(STAGES[stage].learning))
     code = start(replace(request, args=tuple(flags(resolved.config, keep))), _show_loss)
     if options.dry_run and not options.json and not code:
-        print(redact.whole(as_yaml(resolved.config)), end="", flush=True)
+        shown = _worth_showing(stage, resolved, keep)
+        print(redact.whole(as_yaml(resolved.config, shown)), end="")
+        tell(f"# The other {len(KEYS) - len(shown)} keys have their defaults: `stoker docs config` prints them.")
     return code
+
+
+def _worth_showing(stage: str, resolved: Resolved, keep: Collection[str]) -> set[str]:
+    """Keys that people set most in this stage, and all that a file needs to make the same configuration again."""
+    values, preset = values_of(resolved.config), PRESETS[resolved.config.preset]
+    usual = {key for key in KEYS if values[key] == DEFAULTS[key] == preset.get(key, values[key])}
+    foreign = set(_foreign(stage)) - set(resolved.given)
+    return ({*STAGES[stage].common, *keep, *resolved.given} | (set(KEYS) - usual)) - foreign
 
 
 def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str, Any]]:
