@@ -144,6 +144,7 @@ def test_weighted_sources_resume_where_they_were(stoker: Stoker, tmp_path: Path,
         done = stoker.torch("train", "sft", *words, "--name", name, *more)
         assert done.code == 0, done.out + done.err
         assert "data format: messages (messages of role and content) in" in done.err and "alpaca" in done.err
+        assert "data format: " not in done.out  # once: the ranks don't repeat it
         (folder,) = (stoker.cwd / "runs").glob(f"*-{name}")
         return folder
 
