@@ -143,9 +143,9 @@ BAD: tuple[tuple[Any, int, str], ...] = (
     ({"folder": "a\0b"}, 400, "folder"), ({"folder": "seed-6", "versoin": 1}, 400, "did you mean"),
     ({"folder": "seed-6", "version": -1}, 400, "version"), ({"folder": "seed-6", "version": 1.5}, 400, "version"),
     ({"folder": "nothing"}, 404, "no such folder"), ({"folder": "file"}, 404, "no such folder"), ({"folder": "empty"}, 404, "empty"),
-    ({"folder": "../base"}, 403, "not below"), ({"folder": "/etc"}, 403, "not below"), ({"folder": "out"}, 403, "not below"),
-    ({"folder": "seed-6/../../nothing"}, 403, "not below"), ({"folder": "linked"}, 403, "link to elsewhere"),
-    ({"folder": "deeper"}, 409, "its layers is 3, and the model that is served has 2"), ({"folder": "wider"}, 409, "another shape"),
+    ({"folder": "../base"}, 403, "not in the folder"), ({"folder": "/etc"}, 403, "not in the folder"), ({"folder": "out"}, 403, "not in the folder"),
+    ({"folder": "seed-6/../../nothing"}, 403, "not in the folder"), ({"folder": "linked"}, 403, "link to a place outside"),
+    ({"folder": "deeper"}, 409, "its layers is 3, and that of the served model is 2"), ({"folder": "wider"}, 409, "another shape"),
     ({"folder": "cut"}, 422, "model.safetensors is damaged"), ({"folder": "seed-6", "digest": "00"}, 422, "has the digest"),
 )  # fmt: skip
 

@@ -13,6 +13,7 @@ from stoker.cli.sight import gpus_to_use, look
 from stoker.contract import layout, redact
 from stoker.contract.names import API_KEY, EX_USAGE, Refusal
 from stoker.contract.shape import replace
+from stoker.contract.terminal import tell
 from stoker.control.launch.options import ranks_asked
 from stoker.control.launch.ourselves import stoker_command
 from stoker.control.roles import allocation, role
@@ -115,4 +116,4 @@ def _trainer(keys: Sequence[Flag], layers: Layers, part: Part, server: str, env:
 
 
 def _say(line: str) -> None:
-    print(redact.whole(line), file=sys.stderr, flush=True)
+    tell(redact.whole(line), sys.stderr)

@@ -101,9 +101,13 @@ def policy_of(
     ready.make_ready(model, c.compute, group.device, voice.say_once)
     if c.grpo.kl <= 0:
         return model, None, None
-    copy = stage.open_model(c, weights, group.device, dtype=dtype).to(model.dtype).requires_grad_(False)
+    copy = stage.open_model(c, weights, group.device, dtype=dtype, say=_again).to(model.dtype).requires_grad_(False)
     ready.make_ready(copy, c.compute, group.device, voice.say_once)
     return model, copied(copy), copy
+
+
+def _again(_: str) -> None:
+    """Where the reference's weights are from: the model's line has told."""
 
 
 @contextmanager

@@ -204,14 +204,14 @@ class Servers:
         try:
             told = json.loads(text)
         except (ValueError, RecursionError) as problem:
-            raise ServerFailed(f"the server at {address} sent no JSON from {path}") from problem
+            raise ServerFailed(f"the server at {address} did not send JSON from {path}") from problem
         try:
             found = self._dialect.read(told, self._wanted, newest)
             if len(found) != count:
                 raise ValueError(f"{len(found)} answers instead of {count}")
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as problem:
             what = printable(f"{type(problem).__name__}: {problem}", 200)
-            raise ServerFailed(f"the server at {address} sent no answer that can be read: {what}") from problem
+            raise ServerFailed(f"the server at {address} sent an answer that can't be read: {what}") from problem
         return found
 
     def _is_known(self, version: int, digest: str) -> bool:

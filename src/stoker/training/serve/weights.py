@@ -79,7 +79,7 @@ class Loader:
         try:
             self._bodies.put_nowait((body, reply))
         except queue.Full:
-            reply(429, error(f"{MOST_WAITING} folders wait to be loaded already: try again later", 429))
+            reply(429, error(f"{MOST_WAITING} folders are already waiting to be loaded: try again later", 429))
 
     def _run(self) -> None:
         while (item := self._next()) is not None:
@@ -116,7 +116,9 @@ class Loader:
         base = self._base if adapts else folder
         digest = adapters.weights_digest(folder, base)
         if asked.digest not in ("", digest):
-            raise Problem(f"{asked.folder} has the digest {digest}: damaged, or other weights", 422, "digest")
+            raise Problem(
+                f"{asked.folder} has the digest {digest}, not {asked.digest}: damaged, or other weights", 422, "digest"
+            )
         if asked.version is not None and self._has(asked.version, digest, reply):
             return
         if self._newest is not None:
@@ -175,11 +177,11 @@ def asked_in(body: bytes) -> Asked:
             raise Problem(f"unknown key {printable(repr(key), 60)}{suggest(key, KEYS)}", key=printable(key, 60))
     folder, version, digest = (told.get(key) for key in KEYS)
     if not isinstance(folder, str) or not 0 < len(folder) <= _LONGEST_PATH or "\0" in folder:
-        raise Problem("folder: the path of a folder with weights", key="folder")
+        raise Problem("folder must be the path of a folder with weights", key="folder")
     if version is not None and (type(version) is not int or not 0 <= version < 1 << 62):
-        raise Problem("version: a whole number from 0 up", key="version")
+        raise Problem("version must be a whole number of 0 or more", key="version")
     if digest is not None and not isinstance(digest, str):
-        raise Problem("digest: a text", key="digest")
+        raise Problem("digest must be a text", key="digest")
     return Asked(folder, version, digest or "")
 
 
@@ -188,12 +190,14 @@ def inside(root: str, path: str) -> str:
     found = os.path.realpath(os.path.join(root, path))
     shown = printable(path, 200)
     if not _is_below(found, root):
-        raise Problem(f"{shown} is not below the folder that this server takes weights from", 403, "folder")
+        raise Problem(
+            f"{shown} is not in the folder that this server takes weights from (--weights-from)", 403, "folder"
+        )
     if not os.path.isdir(found):
-        raise Problem(f"{shown}: there is no such folder", 404, "folder")
+        raise Problem(f"{shown}: no such folder", 404, "folder")
     for name in os.listdir(found):
         if not _is_below(os.path.realpath(os.path.join(found, name)), root):
-            raise Problem(f"{printable(name, 100)} of {shown} is a link to elsewhere", 403, "folder")
+            raise Problem(f"{printable(name, 100)} of {shown} is a link to a place outside", 403, "folder")
     return found
 
 
@@ -205,7 +209,7 @@ def refuse_other_shape(theirs: ModelConfig, ours: ModelConfig, folder: str) -> N
     one, other = (vars(replace(c, **_NOT_SHAPE)) for c in (theirs, ours))
     key = next((key for key in other if one[key] != other[key]), "")
     if key:
-        line = f"{folder}: its {key} is {one[key]}, and the model that is served has {other[key]}"
+        line = f"{folder}: its {key} is {one[key]}, and that of the served model is {other[key]}"
         raise Problem(f"{printable(line, 400)}: weights of another shape", 409, "folder")
 
 
