@@ -150,7 +150,7 @@ def test_answers_are_so_many_steps_behind_at_most_and_the_model_learns(
     forks: Forks, serving: Serving, tmp_path: Path, staleness: int
 ) -> None:
     more = ("--max-steps", "20", "--export", "false", "--grpo.server", serving.url, "--grpo.staleness", str(staleness))
-    job = forks(2, tmp_path, *more)
+    job = forks(2, tmp_path, *more, "--grpo.publish", "auto" if staleness == 1 else "group")
     assert job.codes == [0, 0], job.said()
     ages = [line["staleness_max"] for line in job.metrics]
     assert ages[0] == 0 and 0 < max(ages) <= staleness, ages
