@@ -120,7 +120,7 @@ def test_answers_are_the_new_weights_whole_or_an_adapters_and_carry_version_and_
 ) -> None:
     base = server.answer()
     assert base[0] == wanted(place / "base") and base[1]["digest"] == adapters.weights_digest(str(place / "base"))
-    assert server.ask(PATH) == (200, {**base[1], "shared_memory": sharedweights.identity()})
+    assert server.ask(PATH) == (200, {**base[1], "shared_memory": sharedweights.identity(), "device": "cpu"})
     seen = {tuple(base[0])}
     pushed = place / "pushed"
     for number, name in enumerate(("adapter", "adapter-2", "seed-6", "seed-7"), 10):

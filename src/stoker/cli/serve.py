@@ -53,6 +53,8 @@ def parser() -> Parser:
     made.option(
         "--weights-from", "FOLDER", "POST /v1/weights may load folders below it while the server runs (default: none)"
     )
+    group = "POST /v1/weights may join process groups at these addresses, with commas between them (default: none)"
+    made.option("--weights-group", "HOST[:PORT]", group)
     made.option("--slots", "N", "answers written at once (default: 16)", int, default=16)
     made.option("--queue", "N", "requests that may wait for a slot; more get a 429 (default: 4 per slot)", int)
     context = "tokens of a prompt and its answer (default: what the model was trained for, up to 4096)"
@@ -134,7 +136,9 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
         signal.signal(signum, lambda number, _frame: over.append(number))
     served, driver, model = _opened(told, folder)
     local = serving.is_loopback(listening)
-    weights = None if told.weights_from is None else Loader(model, folder, told.weights_from, driver, say)
+    groups = tuple(one.strip() for one in (told.weights_group or "").split(",") if one.strip())
+    takes = told.weights_from is not None or groups
+    weights = Loader(model, folder, told.weights_from or "", driver, say, groups) if takes else None
     token = secrets.token_urlsafe(24) if weights is not None and not key else ""
     front = Front(
         served,
@@ -146,7 +150,7 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
         weights=weights,
         token=token,
         now=lambda: (driver.engine.version, driver.engine.digest),
-        shared_memory=sharedweights.identity(),
+        about={"shared_memory": sharedweights.identity(), "device": model.device.type},
     )
     limits = serving.Limits(clients=driver.most + MORE_CLIENTS, body=LONGEST_BODY)
     server = serving.Server(listening, front.answer, _failed, limits)

@@ -23,6 +23,7 @@ from stoker.training.config.flags import Flag
 from stoker.training.config.layers import Layers
 from stoker.training.config.resolve import on_cpu, settle
 from stoker.training.config.schema import Config
+from stoker.training.rl.config import GROUP
 from stoker.training.stages.registry import STAGES
 
 STAGE = "grpo"
@@ -89,6 +90,8 @@ def _server(c: Config, part: Part, runs: str) -> RoleSpec:
     context = min(c.data.context_length, longest if longest > 1 else c.data.context_length)
     slots = min(-(-c.grpo.prompts_per_step * c.grpo.group // part.size("d")), MOST_SLOTS)
     command = stoker_command(["serve", folder, "--port", "${port}", "--weights-from", os.path.abspath(runs)])
+    if c.grpo.publish == GROUP:
+        command += ["--weights-group", "127.0.0.1"]
     sizes = ("--slots", str(slots), "--context", str(context))
     key = os.environ.get(API_KEY) or secrets.token_urlsafe(24)
     ready = Ready("http", "/health", timeout=READY_S)

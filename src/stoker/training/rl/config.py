@@ -12,7 +12,7 @@ from stoker.contract.quantities import duration
 from stoker.contract.shape import option, shape
 
 STALE_CAP = 2.0  # of importance weights, where answers are of older weights and nobody gave one
-AUTO, IN_FOLDER, MEMORY = "auto", "folder", "memory"  # grpo.publish
+AUTO, IN_FOLDER, MEMORY, GROUP = "auto", "folder", "memory", "group"  # grpo.publish
 MICRO = 16  # answers a rank learns from at once, where batch.micro is auto
 
 
@@ -75,9 +75,9 @@ class GrpoConfig:
     server_timeout: float = limits.POSITIVE(
         "the run fails if a server does not answer for this long", 600.0, parse=duration, metavar="TIME"
     )
-    publish: str = one_of(AUTO, IN_FOLDER, MEMORY)(
+    publish: str = one_of(AUTO, IN_FOLDER, MEMORY, GROUP)(
         "how new weights reach grpo.server: a folder of the run directory; shared memory of this machine, where there is room;"
-        " auto: memory where the servers see it, else folder"
+        " a process group with the servers, also of other machines; auto: memory where the servers see it, else folder"
     )
     staleness: int = limits.Range(0, 64)(
         "with a server: answers may come from weights this many steps old, written while the trainers learn (0: none)",

@@ -22,8 +22,9 @@ _LARGEST_SEED = 1 << 63
 @shape
 class Published:
     version: int
-    folder: str
+    folder: str  # empty: it was sent
     digest: str
+    transfer: str = ""  # its name, where it was sent through a process group
 
 
 @shape
@@ -85,11 +86,8 @@ class Stoker:
         self._policy = policy
 
     def push(self, published: Published) -> tuple[str, Body]:
-        return "/v1/weights", {
-            "folder": published.folder,
-            "version": published.version,
-            "digest": published.digest,
-        }
+        what = {"transfer": published.transfer} if published.transfer else {"folder": published.folder}
+        return "/v1/weights", {**what, "version": published.version, "digest": published.digest}
 
     def is_there(self, status: int, line: str) -> bool:
         return False
