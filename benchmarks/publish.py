@@ -67,14 +67,29 @@ def main() -> int:
         tokenizer.save(os.path.join(place, "tokenizer"))
         base = os.path.join(place, "hf")
         hf.save(model, base, say=lambda _: None, tokenizer_folder=os.path.join(place, "tokenizer"))
-        flags = ["--port", "0", "--context", "64", "--slots", "2", "--weights-from", place, "--weights-group", "127.0.0.1"]
+        flags = [
+            "--port",
+            "0",
+            "--context",
+            "64",
+            "--slots",
+            "2",
+            "--weights-from",
+            place,
+            "--weights-group",
+            "127.0.0.1",
+        ]
         server = subprocess.Popen(
             [sys.executable, "-m", "stoker", "serve", base, *flags],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, API_KEY: KEY},
         )  # fmt: skip
         assert server.stdout is not None
         address = server.stdout.readline().split()[0].removeprefix("http://").partition("/")[0]
-        group, ask, ways = Group(ParallelConfig(device="cpu", strategy="ddp")), Patient(KEY, 60.0, 1 << 20), dict[str, Publisher | Sender]()
+        group, ask, ways = (
+            Group(ParallelConfig(device="cpu", strategy="ddp")),
+            Patient(KEY, 60.0, 1 << 20),
+            dict[str, Publisher | Sender](),
+        )
         for way in told.ways.split(","):
             to = To((address,), way, 0, ask, lambda _: None, lambda line: print(line, file=sys.stderr))
             if way == "group":
