@@ -939,7 +939,7 @@ def test_bad_input_is_one_line_and_a_code(forks: Forks, given: Path, tmp_path: P
             (("--generate.top_p", "0.9"), EX_USAGE, "generate.top_p 0.9"),
             (("--generate.top_k", "20"), EX_USAGE, "generate.top_k 20"),
             (("--strategy", "fsdp", "--offload", "all"), EX_USAGE, "use parallel.offload optimizer"),
-            (("--generate.new_tokens", "48"), EX_USAGE, "leaves no room"),
+            (("--generate.new_tokens", "48"), EX_USAGE, "leaves no tokens"),
             (("--grpo.updates", "49"), EX_USAGE, "more than the 48 answers"),
             (("--grpo.importance_cap", "0.5"), EX_USAGE, "0 switches it off, else from 1 up"),
         )

@@ -336,7 +336,7 @@ def test_a_jump_host_of_the_ssh_config_leads_to_the_next(netcluster: NetCluster)
         ("Connection timed out during banner exchange\nConnection to 10.0.0.1 port 22 timed out\n", 255, "ssh connected, but no data came back"),
         ("ssh: Could not resolve hostname b: Name or service not known\n", 255, "unknown host (Name or service not known)"),
         ("@@@@\n@  WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!  @\n@@@\nOffending ED25519 key in /h/known_hosts:3\nHost key verification failed.\n", 255,
-         "its host key changed since it was last known (/h/known_hosts, line 3); find out why; if it was installed anew: ssh-keygen -R b"),
+         "its host key changed since it was last known (/h/known_hosts, line 3); find out why; if it was installed again: ssh-keygen -R b"),
         ("Host key verification failed.\n", 255, "Host key verification failed: its key is not known here; connect once by hand (`ssh b`)"),
         ("u@b: Permission denied (publickey).\n", 255, "Permission denied (publickey): none of our keys is accepted for user u; ssh-copy-id"),
         ("@  WARNING: UNPROTECTED PRIVATE KEY FILE!  @\nPermissions 0644 for '/h/my key' are too open.\nLoad key \"/h/my key\": bad permissions\nu@b: Permission denied (publickey).\n", 255,
