@@ -114,10 +114,15 @@ def test_a_name_goes_on_with_an_unfinished_run(stoker: Stoker) -> None:
     assert (
         again.code == 0
         and again.run_dir == where
-        and again.log(0, 1) == b"resume step-10\n"
+        and again.log(0, 1).endswith(b"\nresume step-10\n")
         and "starting run" in again.err
         and "its newest checkpoint" in again.err
     )
+    skipped = again.log(0, 1).decode().splitlines()[:-1]
+    assert len(skipped) == 1 and skipped[0].startswith(f"stoker: {where}/checkpoints/step-12 does not count as"), (
+        skipped
+    )
+    assert "it has no manifest.json (1 more like it); using step-10" in skipped[0], skipped
     other = stoker("run", "--name", "exp", script, "another-argument")
     assert other.run_dir != where and "is complete: this is a new run" in other.err
 
