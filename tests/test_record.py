@@ -70,6 +70,9 @@ def test_runs_why_and_logs(stoker: Stoker) -> None:
     assert "completed" in table and "rank.exit" in table
     assert "exit code 7" in stoker("why").out and "completed" in stoker("why", "good").out
     assert stoker("logs", "--rank", "0").out == "before\n" and stoker("logs", "good").out == "fine\n"
+    stoker("run", "--name", "later", stoker.script("l.py", "print('later')"))
+    advice = next(line for line in stoker("why", "bad").out.splitlines() if line.startswith("  stoker logs "))
+    assert stoker(*advice.split()[1:]).out == "before\n", "an older run's advice is about that run"
     for words, says in (
         (["why", "baad"], "did you mean"),
         (["logs", "--rank", "5"], "no rank 5"),

@@ -77,7 +77,8 @@ def test_a_sleeping_rank_is_named_with_its_line(stoker: Stoker) -> None:
     assert "--hang-timeout of 5 s is over" in " ".join(done.verdict["evidence"])
     stacks = (done.run_dir / "attempt-0" / "stacks.txt").read_text()
     assert "in stuck" in stacks and "_engine_run_backward" in stacks and "not done" in stacks
-    assert "hang.sleep" in stoker("why").out
+    told = stoker("why").out
+    assert "hang.sleep" in told and f"their workers: {done.run_dir.resolve()}/attempt-0/stacks.txt\n" in told, told
 
 
 def test_without_py_spy(stoker: Stoker) -> None:
