@@ -25,7 +25,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-TIMES = ("time", "tokens_per_s", "mfu", "memory", "seconds_per_step", "resumed_at", "planned_bytes", "peak_bytes")
+TIMES = (
+    "time",
+    "tokens_per_s",
+    "mfu",
+    "memory",
+    "seconds_per_step",
+    "resumed_at",
+    "planned_bytes",
+    "peak_bytes",
+    "answers_s",
+    "learn_s",
+)
 FIXED = ("--preset", "debug", "--parallel.device", "cpu", "--train.log_samples", "false", "--train.debug", "false")
 SHAPE = ("--model.depth", "0", "--model.layers", "2", "--model.dim", "64", "--model.heads", "2", "--model.ff", "128")
 SHORT = ("--data.context_length", "128", "--batch.micro", "4")

@@ -39,7 +39,7 @@ SETTINGS = (
     "reward:train.max_steps=9", "grpo:train.max_steps=4", "grpo:grpo.prompts_per_step=4", "grpo:grpo.group=4", "evaluate.most=24", "diversity.most=8",
     "diversity.answers=3", "model.dim=32", "model.heads=2", "model.ff=64", "model.layers=2", "generate.new_tokens=24",
 )  # fmt: skip
-TIMES = {"seconds", "time", "tokens_per_s", "began", "created", "seconds_per_step"}
+TIMES = {"seconds", "time", "tokens_per_s", "began", "created", "seconds_per_step", "answers_s", "learn_s"}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ import pytest
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 _FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-component-update"]  # fmt: skip
 
+_NETWORK_CHANGED = "net::ERR_NETWORK_CHANGED"
+
 
 class Browser:
     def __init__(self, port: int, folder: Path) -> None:
@@ -47,7 +49,13 @@ class Browser:
         return self._call(method, f"/session/{self._session}{path}", body)
 
     def open(self, url: str) -> None:
-        self.ask("POST", "/url", {"url": url})
+        for _ in range(5):
+            try:
+                return self.ask("POST", "/url", {"url": url})
+            except RuntimeError as problem:
+                if _NETWORK_CHANGED not in str(problem):
+                    raise
+        raise AssertionError("network cards come and go without end")
 
     @property
     def url(self) -> str:
@@ -91,8 +99,13 @@ class Browser:
         self.until("(document.querySelector(arguments[0])?.innerText ?? '').includes(arguments[1])", css, words, seconds=seconds)  # fmt: skip
 
     def log(self) -> list[str]:
-        """What the console says since the last look: errors of scripts, refusals of the policy."""
-        return [entry["message"] for entry in self.ask("POST", "/se/log", {"type": "browser"}) if entry["level"] == "SEVERE"]  # fmt: skip
+        """What the console says since the last look: errors of scripts, refusals of the policy.
+
+        Not that a request was given up because a network card came or went: other tests make network namespaces
+        meanwhile, and the page asks again."""
+        entries = self.ask("POST", "/se/log", {"type": "browser"})
+        severe = [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
+        return [message for message in severe if _NETWORK_CHANGED not in message]
 
     def size(self, width: int, height: int, dark: bool = False) -> None:
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}

@@ -143,17 +143,17 @@ def test_records_become_replicas_and_links() -> None:
 
 def test_a_flipped_bit_names_its_replica_and_step(stoker: Stoker) -> None:
     pytest.importorskip("torch")
-    done = stoker.torch("burnin", "--nproc-per-node", "3", "--steps", "24", "--flip", "1:15")
+    done = stoker.torch("burnin", "--nproc-per-node", "3", "--steps", "12", "--flip", "1:7")
     assert done.code == 2, done.err
     table = [line.split() for line in done.out.splitlines()[1:4]]
     assert [(row[1], row[3], " ".join(row[6:])) for row in table] == [
-        ("CPU0", "24", "yes"),
-        ("CPU1", "24", "NO, step 15"),
-        ("CPU2", "24", "yes"),
+        ("CPU0", "12", "yes"),
+        ("CPU1", "12", "NO, step 7"),
+        ("CPU2", "12", "yes"),
     ]
     assert (
         done.out.count("FAIL") == 1
-        and "FAIL burnin.mismatch: rank 1 (CPU1) computes something else: from step 15" in done.out
+        and "FAIL burnin.mismatch: rank 1 (CPU1) computes something else: from step 7" in done.out
     )
     steps = {
         rank: [json.loads(line) for line in (done.run_dir / f"burnin/rank-{rank}.jsonl").read_text().splitlines()]
@@ -163,12 +163,12 @@ def test_a_flipped_bit_names_its_replica_and_step(stoker: Stoker) -> None:
         rank: [(one["step"], one["loss"], one["sum"]) for one in records if one["is"] == "step"]
         for rank, records in steps.items()
     }
-    assert bits[0] == bits[2] and bits[0][:15] == bits[1][:15] and bits[0][15:] != bits[1][15:]
+    assert bits[0] == bits[2] and bits[0][:7] == bits[1][:7] and bits[0][7:] != bits[1][7:]
 
 
 def test_healthy_replicas_raise_nothing_and_their_links_are_proven(stoker: Stoker) -> None:
     pytest.importorskip("torch")
-    done = stoker.torch("burnin", "--nproc-per-node", "2", "--minutes", "0.05", "--json")
+    done = stoker.torch("burnin", "--nproc-per-node", "2", "--minutes", "0.02", "--json")
     assert done.code == 0, done.err
     told = json.loads(done.out)
     assert told["schema"] == 1 and told["findings"] == [] and told["run"] == done.run_dir.name

@@ -418,7 +418,7 @@ def work(job, rank):
     os.environ["STOKER_RUN_DIR"] = os.path.join(job["folder"], "run")
     return stage.run(grpo.main, job["words"])
 """)
-TIMES = ("time", "tokens_per_s")  # what no two runs share
+TIMES = ("time", "tokens_per_s", "answers_s", "learn_s")  # what no two runs share
 
 
 class Job:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
 import signal
 import subprocess
-import sys
+import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -43,29 +45,50 @@ def work(job, rank):
 """)
 
 
+SERVER = program("""
+import torch
+from stoker.cli.main import main
+
+torch.set_num_threads(1)
+
+def work(job, rank):
+    os.environ["STOKER_API_KEY"] = job["key"]
+    sys.argv = ["stoker", *job["words"]]
+    return main()
+""")
+
+
 class Serving:
     """`stoker serve` on a port of its own, which it keeps when it is replaced."""
 
     def __init__(self, folder: Path, weights_from: Path) -> None:
-        self._argv = [sys.executable, "-m", "stoker", "serve", str(folder), "--context", "48", "--slots", "16"]
-        self._argv += ["--weights-from", str(weights_from)]
-        self.port, self._process = 0, None
+        self._words = ["serve", str(folder), "--context", "48", "--slots", "16", "--weights-from", str(weights_from)]
+        self._held = ExitStack()
+        self._forks = self._held.enter_context(server(SERVER))
+        self._log = Path(self._held.enter_context(tempfile.TemporaryDirectory())) / "rank-0.log"
+        self.port = 0
         self.start()
 
     def start(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "STOKER_API_KEY": KEY}
-        self._process = subprocess.Popen(
-            [*self._argv, "--port", str(self.port)], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line.startswith("http://"), line
-        self.port = int(line.split()[0].split(":")[2].split("/")[0])
+        self._log.unlink(missing_ok=True)
+        words = [*self._words, "--port", str(self.port)]
+        (self._pid,) = self._forks.begin(1, self._log.parent, words=words, key=KEY)
+        listens = wait_for(lambda: re.search(r"^http://127.0.0.1:(\d+)/", self._said(), re.M), 60)
+        if not listens:
+            self.close()
+        assert listens, self._said()
+        self.port = int(listens[1])
+
+    def _said(self) -> str:
+        return self._log.read_text() if self._log.exists() else ""
 
     def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.communicate()
+        os.kill(self._pid, signal.SIGKILL)
+        self._forks.codes()
+
+    def close(self) -> None:
+        with self._held:
+            self.kill()
 
     @property
     def url(self) -> str:
@@ -89,7 +112,7 @@ def forks(given: Path) -> Iterator[Forks]:
 def serving(given: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     made = Serving(given / "hf", tmp_path_factory.getbasetemp())
     yield made
-    made.kill()
+    made.close()
 
 
 STEPS = ("--max-steps", "6", "--every_steps", "2")
@@ -106,10 +129,17 @@ def without_ages(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in AGES} for line in metrics]
 
 
+def shared_folder(job: Job) -> Path:
+    """Where it published, in shared memory."""
+    (line,) = [line for line in job.said().splitlines() if "through shared memory" in line]
+    return Path(line.split(": ")[-1])
+
+
+@pytest.mark.parametrize("way", ["folder", "memory"])
 def test_with_no_staleness_a_server_makes_the_run_that_the_trainers_make_alone(
-    forks: Forks, serving: Serving, alone: Job, tmp_path: Path
+    forks: Forks, serving: Serving, alone: Job, tmp_path: Path, way: str
 ) -> None:
-    job = forks(1, tmp_path, *STEPS, "--grpo.server", serving.url)
+    job = forks(1, tmp_path, *STEPS, "--grpo.server", serving.url, "--grpo.publish", way)
     assert job.codes == [0], job.said()
     assert without_ages(job.metrics) == alone.metrics
     assert all(line["staleness"] == line["staleness_max"] == line["queue"] == 0 for line in job.metrics)
@@ -117,6 +147,8 @@ def test_with_no_staleness_a_server_makes_the_run_that_the_trainers_make_alone(
     ours, theirs = (load_file(one.run / "hf" / "model.safetensors") for one in (job, alone))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "bit for bit"
     assert not (job.run / "published").exists() and "could not be checked" not in job.said()
+    assert ("through shared memory" in job.said()) == (way == "memory")
+    assert way != "memory" or not shared_folder(job).exists()
 
 
 def test_ranks_in_shards_with_adapters_publish_these_alone(forks: Forks, serving: Serving, tmp_path: Path) -> None:
@@ -161,7 +193,7 @@ def test_a_server_that_is_killed_and_replaced_gets_the_newest_weights_and_the_ru
             mine.start()
         job = Job(tmp_path / "job", ranks.codes())
     finally:
-        mine.kill()
+        mine.close()
     assert job.codes == [0], job.said()
     assert without_ages(job.metrics) == alone.metrics
     assert (job.run / "rollouts.jsonl").read_bytes() == (alone.run / "rollouts.jsonl").read_bytes()
@@ -173,8 +205,10 @@ def test_trainers_that_are_killed_go_on_and_learn_each_sample_once(
     more = (*STEPS, "--grpo.server", serving.url)
     part = forks(1, tmp_path, *more, stop_after=3, by=signal.SIGKILL)
     assert part.codes == [-signal.SIGKILL]
+    left = shared_folder(part)
     rest = forks(1, tmp_path, *more)
     assert rest.codes == [0] and without_ages(rest.metrics) == alone.metrics, rest.said()
+    assert not left.exists(), "what was killed is swept"
 
 
 def test_trainers_that_start_again_take_the_answers_that_had_come(
@@ -211,9 +245,10 @@ def test_what_a_server_refuses_ends_the_run_with_its_sentence(
 ) -> None:
     other = Serving(given / "hf", given)  # takes weights from elsewhere
     try:
-        job = forks(2, tmp_path / "403", "--max-steps", "2", "--grpo.server", other.url)
+        more = ("--max-steps", "2", "--grpo.server", other.url, "--grpo.publish", "folder")
+        job = forks(2, tmp_path / "403", *more)
     finally:
-        other.kill()
+        other.close()
     assert job.codes == [EX_SOFTWARE] * 2
     for rank in (0, 1):
         assert "refused /v1/weights with status 403" in job.said(rank) and "Traceback" not in job.said(rank)
@@ -309,6 +344,10 @@ def test_stale_answers_and_4_bits_are_refused_where_they_cannot_be(forks: Forks,
         (("--grpo.staleness", "1"), "grpo.staleness 1 needs grpo.server"),
         (("--grpo.server", "http://a:1", "--qlora"), "use --lora"),
         (("--grpo.server", "nobody"), "neither a URL"),
+        (
+            ("--grpo.server", "http://a:1", "--grpo.server_kind", "sglang", "--grpo.publish", "memory"),
+            "sglang loads folders",
+        ),
     ):
         job = forks(1, tmp_path / more[-1].strip("-"), "--max-steps", "1", *more)
         assert job.codes == [EX_USAGE] and said in job.said() and "Traceback" not in job.said()

@@ -77,16 +77,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return losses(subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True).stdout)
 
 
-def test_three_hosts_with_unlike_slots_give_the_one_process_loss_curve(
+def test_hosts_with_unlike_slots_give_the_one_process_loss_curve(
     stoker: Stoker, netcluster: NetCluster, alone: Any
 ) -> None:
     script = stoker.script("train.py", TRAIN)
-    done = stoker.torch("run", "--hosts", str(netcluster.file(workdir=str(stoker.cwd))), script, "ddp")
+    done = stoker.torch("run", "--hosts", str(netcluster.file((2, 1), workdir=str(stoker.cwd))), script, "ddp")
     assert done.code == 0, done.err
-    first, second, third = (host.name for host in netcluster.hosts)
+    first, second = (host.name for host in netcluster.hosts[:2])
     assert [
         event["label"] for event in sorted((e for e in done.events if e["event"] == "rank-up"), key=lambda e: e["rank"])
-    ] == [f"{first}/CPU0", f"{first}/CPU1", f"{second}/CPU0", f"{third}/CPU0"]
+    ] == [f"{first}/CPU0", f"{first}/CPU1", f"{second}/CPU0"]
     assert losses(done.log(0).decode()) == pytest.approx(alone, rel=1e-9)
     names = {netcluster.run_in(n, ["hostname"]).stdout.strip() for n in range(3)}
     assert len(names) == 1 and netcluster.run_in(1, ["getent", "hosts", *names]).returncode != 0, (

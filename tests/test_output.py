@@ -129,13 +129,13 @@ def test_log_dir_has_torchruns_layout(stoker: Stoker) -> None:
 
 
 def test_a_flood_blocks_nobody_and_loses_no_byte(stoker: Stoker) -> None:
-    """Rank 0 prints 200 MB into a console that reads nothing; rank 1 must not notice, and the file must be whole."""
+    """Rank 0 prints 60 MB into a console that reads nothing; rank 1 must not notice, and the file must be whole."""
     script = stoker.script(
         "flood.py",
         "import os, time\n"
         "if os.environ['RANK'] == '0':\n"
         "    line = b'x' * 99 + b'\\n'\n    block = line * 10_000\n"
-        "    for _ in range(200):\n        sent = 0\n        while sent < len(block): sent += os.write(1, block[sent:])\n"
+        "    for _ in range(60):\n        sent = 0\n        while sent < len(block): sent += os.write(1, block[sent:])\n"
         "else:\n    for i in range(20): print('tick', i, time.time(), flush=True); time.sleep(0.05)\n",
     )
     read, write = os.pipe()
@@ -148,20 +148,20 @@ def test_a_flood_blocks_nobody_and_loses_no_byte(stoker: Stoker) -> None:
             """Before the run's end: it waits 2 s for a console that reads nothing."""
             if not all(log.exists() for log in logs):
                 return None
-            return (logs[0].stat().st_size >= 200 * 10_000 * 100 and logs[1].read_bytes().count(b"tick") == 20) or None
+            return (logs[0].stat().st_size >= 60 * 10_000 * 100 and logs[1].read_bytes().count(b"tick") == 20) or None
 
         assert wait_for(whole, 60)
         shown = b""
         while data := os.read(read, 1 << 20):
             shown += data
-        assert run.wait(100) == 0 and logs[0].stat().st_size == 200 * 10_000 * 100
+        assert run.wait(100) == 0 and logs[0].stat().st_size == 60 * 10_000 * 100
     finally:
         os.close(read)
     lines = [line for line in shown.split(b"\n") if b"CPU0:" in line]
     torn = [line for line in lines if line != b"CPU0:" + b"x" * 99]
     assert not torn, "torn lines on the console"
     skipped = [int(line.split()[1]) for line in shown.split(b"\n") if b"lines skipped here" in line]
-    assert sum(skipped) + len(lines) + shown.count(b"CPU1:") == 2_000_020
+    assert sum(skipped) + len(lines) + shown.count(b"CPU1:") == 600_020
 
 
 def test_a_dead_console_does_not_end_the_run(stoker: Stoker) -> None:

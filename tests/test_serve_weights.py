@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import wait_for
+from stoker.contract import sharedweights
 from stoker.contract.shape import replace
 from stoker.training.data.learn import train
 from stoker.training.model import adapters, hf
@@ -119,7 +120,7 @@ def test_answers_are_the_new_weights_whole_or_an_adapters_and_carry_version_and_
 ) -> None:
     base = server.answer()
     assert base[0] == wanted(place / "base") and base[1]["digest"] == adapters.weights_digest(str(place / "base"))
-    assert server.ask(PATH) == (200, base[1])
+    assert server.ask(PATH) == (200, {**base[1], "shared_memory": sharedweights.identity()})
     seen = {tuple(base[0])}
     pushed = place / "pushed"
     for number, name in enumerate(("adapter", "adapter-2", "seed-6", "seed-7"), 10):
@@ -161,6 +162,27 @@ def test_what_cannot_be_loaded_gets_the_status_and_one_sentence_and_the_old_weig
     assert server.ask(PATH, good, server.token, Host="elsewhere.example")[0] == 403
     assert server.ask(PATH, good, server.token, **{"Content-Type": "text/plain"})[0] == 415
     assert server.answer() == before and server.process.poll() is None
+
+
+def test_weights_in_shared_memory_are_taken_from_closed_folders_of_ones_own_user(server: Pushed, place: Path) -> None:
+    """Whatever --weights-from is: who may write there is who runs the server."""
+    made = sharedweights.SharedFolder()
+    try:
+        version = shutil.copytree(place / "pushed" / "seed-6", Path(made.path) / "version-00000001")
+        status, told = server.push(version, version=31)
+        assert status == 200 and server.answer() == (wanted(place / "pushed" / "seed-6"), told)
+        before = server.answer()
+        linked = shutil.copytree(place / "pushed" / "seed-7", Path(made.path) / "version-00000002")
+        (linked / "model.safetensors").unlink()
+        (linked / "model.safetensors").symlink_to(place / "base" / "model.safetensors")
+        (Path(made.path) / "version-00000003").symlink_to(place / "base")
+        for path in (linked, linked.parent / "version-00000003", f"{made.path}/../../etc", made.path):
+            assert server.push(path)[0] == 403, path
+        os.chmod(made.path, 0o755)
+        assert server.push(version)[0] == 403, "others can look into it"
+        assert server.answer() == before
+    finally:
+        made.remove()
 
 
 def test_running_answers_finish_on_the_old_weights_or_continue_with_the_new_ones(server: Pushed) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Stoker, wait_for
+from conftest import Done, Stoker, wait_for
 from forked_ranks import program, server
+from forked_recipes import trained
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -136,14 +137,12 @@ def test_weighted_sources_resume_where_they_were(stoker: Stoker, tmp_path: Path,
     words = [
         "--model.load", str(begin), "--data", str(tmp_path / "a.jsonl"), "--data", str(tmp_path / "b.json.gz"),
         "--data.mixture", "1", "--data.mixture", "2", "--data.validation", "0", "--parallel.device", "cpu",
-        "--preset", "small", "--context_length", "128", "--batch.tokens", "640", "--batch.micro", "2", "--max-steps", "24",
+        "--preset", "small", "--context_length", "128", "--batch.tokens", "640", "--batch.micro", "2", "--max-steps", "12",
         "--learning-rate", "3e-3", "--log_every", "1", "--eval_every", "0", "--log_samples", "true", "--no-preflight",
     ]  # fmt: skip
 
-    def run(name: str, *more: str) -> Path:
-        done = stoker.torch("train", "sft", *words, "--name", name, *more)
+    def run_dir_of(done: Done, name: str) -> Path:
         assert done.code == 0, done.out + done.err
-        assert "data format: messages (messages of role and content) in" in done.err and "alpaca" in done.err
         (folder,) = (stoker.cwd / "runs").glob(f"*-{name}")
         return folder
 
@@ -161,16 +160,19 @@ def test_weighted_sources_resume_where_they_were(stoker: Stoker, tmp_path: Path,
     def learned(folder: Path) -> dict[int, list[int]]:
         """The samples of each step, those of all ranks together."""
         lines = [json.loads(line) for path in folder.glob("samples-rank-*") for line in path.read_text().splitlines()]
-        last = {step: max(line["from"] for line in lines if line["step"] == step) for step in range(24)}
+        last = {step: max(line["from"] for line in lines if line["step"] == step) for step in range(12)}
         return {
             step: sorted(
                 number for line in lines if (line["step"], line["from"]) == (step, last[step]) for number in line["ids"]
             )
-            for step in range(24)
+            for step in range(12)
         }
 
-    whole = run("whole")
+    whole = run_dir_of(trained(stoker, ["train", "sft", "--name", "whole", *words[:-1]]), "whole")
     run_and_kill("parts")
-    parts = run("parts", "--nproc-per-node", "2", "--checkpoint.every_steps", "1")
+    more = ("--name", "parts", "--nproc-per-node", "2", "--checkpoint.every_steps", "1")
+    done = stoker.torch("train", "sft", *words, *more)
+    assert "data format: messages (messages of role and content) in" in done.err and "alpaca" in done.err
+    parts = run_dir_of(done, "parts")
     assert (parts / "samples-rank-1.jsonl").exists(), "the second attempt had two ranks"
     assert learned(parts) == learned(whole)

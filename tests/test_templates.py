@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from conftest import at_length_but
+from conftest import EVERYTHING, at_length_but
 from published import CHATML, PUBLISHED, Published, byte_level, conversation
 from stoker.contract.names import Refusal
 from stoker.training.data.encode import pair_ids
@@ -48,7 +48,7 @@ def test_a_conversation_is_the_ids_of_transformers(name: str, folders: dict[str,
     like = PUBLISHED[name]
     theirs, mine = transformers.AutoTokenizer.from_pretrained(str(folders[name])), load(str(folders[name]))
     dice = random.Random(name)
-    for _ in range(50):
+    for _ in range(50 if EVERYTHING else 15):
         messages, tools = conversation(dice, like)
         told = {"tools": tools, "tokenize": True, "return_dict": True}
         want = theirs.apply_chat_template(messages, **told)["input_ids"]

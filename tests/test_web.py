@@ -534,6 +534,20 @@ def chromium(one_chromium: Browser) -> Browser:
     return one_chromium
 
 
+def test_what_a_change_of_network_cut_off_is_asked_again(chromium: Browser, shared_page: tuple[Page, Path]) -> None:
+    page, folder = shared_page
+    chromium.open(page.printed)
+    chromium.until("document.querySelectorAll('.row[data-run]').length === 3")
+    conditions = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    chromium.devtools("Network.enable", {})
+    chromium.devtools("Network.emulateNetworkConditions", {**conditions, "offline": True})
+    chromium.js("location.hash = arguments[0]", f"run/{run_id(folder, 'exp1')}/settings")
+    chromium.until("performance.getEntriesByType('resource').some(one => one.name.includes('api/settings'))")
+    chromium.devtools("Network.emulateNetworkConditions", {**conditions, "offline": False})
+    chromium.until("[...document.querySelectorAll('main td')].some(cell => cell.textContent === 'ranks')")
+    assert any("ERR_INTERNET_DISCONNECTED" in line for line in chromium.log()), "it was cut off"
+
+
 def test_the_page_shows_zooms_compares_and_runs_no_foreign_text(
     chromium: Browser, shared_page: tuple[Page, Path]
 ) -> None:

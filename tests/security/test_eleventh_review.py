@@ -206,14 +206,19 @@ def test_a_checkpoint_of_impossible_experts_is_refused(stoker: Stoker) -> None:
         assert words in done.err, done.err
 
 
-def test_a_table_that_transformers_computes_entry_by_entry_ends(stoker: Stoker) -> None:
+def test_a_table_that_transformers_computes_entry_by_entry_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from safetensors.torch import save_file
 
+    from stoker.training.model import outside, outside_folder
+    from stoker.training.model.config import ModelConfig
+    from stoker.training.model.hf_config import shape_for
     from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
-    folder = stoker.cwd / "model"
+    folder = tmp_path / "model"
     folder.mkdir()
     config = {
         "architectures": ["MarianForCausalLM"], "model_type": "marian", "vocab_size": 300, "d_model": 4, "decoder_layers": 1,
@@ -223,9 +228,10 @@ def test_a_table_that_transformers_computes_entry_by_entry_ends(stoker: Stoker) 
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
     bytes_tokenizer().save(str(folder))
-    done = stoker.torch("chat", "model")
-    assert done.code != 0 and "Traceback" not in done.err
-    assert "s of CPU time to look at" in done.err, done.err[-600:]
+    monkeypatch.setattr(outside_folder, "SECONDS", 0.5)
+    shape = shape_for(ModelConfig(), str(folder))
+    with pytest.raises(Refusal, match="s of CPU time to look at"):
+        outside.opened(shape, 64, torch.float32, torch.device("cpu"), lambda line: None)
 
 
 @pytest.mark.parametrize("place", ["text_config", "decoder"])

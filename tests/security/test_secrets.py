@@ -194,7 +194,7 @@ HOSTILE = (
     'password="a\\', "password='\"'\"'", "password=\"\"\"\n", "password='x''", 'api_keys: ["a\\"', "api_keys: [a(", "password: |\n\n", '"password":\n ', "password=a(b)", 'Cookie: a="x"; ',
     "&quot;password&quot;:", "%2526password%253D",
 )  # fmt: skip
-SIZE = 1 << (20 if EVERYTHING else 17)
+SIZE = 1 << (20 if EVERYTHING else 16)
 ENOUGH_S = 20 * SIZE / (1 << 20)
 
 

@@ -19,8 +19,9 @@ import pytest
 pytest.importorskip("torch")
 
 from stoker.cli import completion
+from stoker.training.rl.asking import ServerFailed
 from stoker.training.rl.dialects import Published, Wanted
-from stoker.training.rl.remote import OtherWeights, ServerFailed, Servers
+from stoker.training.rl.remote import OtherWeights, Servers
 from stoker.training.rl.sampler import Ask
 from stoker.training.rl.server_match import Unanswered, served_logprobs
 

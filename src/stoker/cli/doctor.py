@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from stoker.contract import layout, redact
+from stoker.contract.effort import looking_at_file
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
@@ -69,8 +71,10 @@ def main(argv: list[str]) -> int:
 
     if told.watch:
         return _watch(look, checks, told.nproc_per_node, told.watch)
-    found = look()
-    findings = check.run(checks, found, told.nproc_per_node)
+    stranger = looking_at_file(f"recorded machine {told.machine}", told.machine) if told.machine else nullcontext()
+    with stranger:
+        found = look()
+        findings = check.run(checks, found, told.nproc_per_node)
     if told.record:
         _write(told.record, json_text(redact.data(found.to_json())) + "\n")
     if told.bundle:

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract import layout, redact
+from stoker.contract import layout, redact, sharedweights
 from stoker.contract.names import API_KEY, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, check_port
 from stoker.contract.terminal import say
@@ -144,6 +144,7 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
         weights=weights,
         token=token,
         now=lambda: (driver.engine.version, driver.engine.digest),
+        shared_memory=sharedweights.identity(),
     )
     limits = serving.Limits(clients=driver.most + MORE_CLIENTS, body=LONGEST_BODY)
     server = serving.Server(listening, front.answer, _failed, limits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 import sys
@@ -9,6 +10,7 @@ import sys
 from stoker.contract.process import kernel_lines
 
 LISTEN = "0A"
+_NO_INODE = "0"  # not accepted yet, or closed
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
@@ -31,16 +33,23 @@ def listening_users(host: str, port: int) -> set[int]:
 
 def answering_users(connected: socket.socket) -> set[int]:
     """Who has, or will have, the other end of this connection, where that is on this machine; of other machines' nobody is
-    known. Who listens is looked at first: whoever has stopped to has taken the connection by then.
+    known. Who listens is looked at first: whoever has stopped to has taken the connection by then. OSError: they have
+    closed it, too. What nobody has any more is the kernel's, under root's number, and may hold an answer already.
     """
     (here, own), (there, port) = connected.getsockname()[:2], connected.getpeername()[:2]
     if there != here and not ipaddress.ip_address(there.partition("%")[0]).is_loopback:
         return set()
-    uids = listening_users(there, port)
     ends = {(f"{a}:{port:04X}", f"{b}:{own:04X}") for a, b in zip(_spellings(there), _spellings(here), strict=True)}
-    for table in _TABLES:
-        rows = [line.split() for line in kernel_lines(table)][1:]
-        uids |= {int(row[7]) for row in rows if (row[1], row[2]) in ends}
+    for _ in range(3):  # a row may be missed where others come and go beside it
+        uids = listening_users(there, port)
+        rows = [line.split() for table in _TABLES for line in kernel_lines(table)[1:]]
+        found = [row for row in rows if (row[1], row[2]) in ends]
+        uids |= {int(row[7]) for row in found if row[9] != _NO_INODE}
+        if found or uids:
+            break
+    if found and not uids:
+        raise ConnectionResetError(errno.ECONNRESET, "who had this port has closed the connection")
+    connected.getpeername()  # it has none where they have reset it
     return uids
 
 

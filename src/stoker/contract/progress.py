@@ -25,6 +25,7 @@ from stoker.contract.untrusted import read_json
 from stoker.contract.wholefile import write_json
 
 SCHEMA = 1
+LARGEST = 1 << 14  # bytes of a file that is read ten times a second, and may be another user's
 AFTER_S = 2.0  # what takes less is over before anybody reads its bar
 REDRAW_S = 0.2
 KEEP_S = 1.0
@@ -130,7 +131,7 @@ def _file() -> str:
 def of_run(run_dir: str) -> State | None:
     """Where rank 0 is in what takes it long; None: nobody knows."""
     try:
-        found: Any = read_json(os.path.join(run_dir, layout.PROGRESS))
+        found: Any = read_json(os.path.join(run_dir, layout.PROGRESS), LARGEST)
         if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
             return None
         return read_shape(State, found)

@@ -29,7 +29,8 @@ _ANYWHERE = word_set(
 _ENDS = (
     "password", "passwd", "passphrase", "passcode", "secret", "apikey", "apitoken", "authtoken", "accesstoken", "refreshtoken", "accesskey", "secretkey",
     "privatekey", "accountkey", "identitytoken", "registrytoken", "sessionkey", "sessiontoken", "sessionid", "sessid", "credential", "credentials",
-    "rootpw", "adminpw", "userpw", "dbpw", "bindpw",
+    "rootpw", "adminpw", "userpw", "dbpw", "bindpw", "dbpass", "pgpass", "userpass", "rootpass", "adminpass", "ftppass", "keypass", "storepass",
+    "authkey", "masterkey", "encryptionkey", "privkey", "hftoken", "ghtoken", "bottoken", "sastoken",
 )  # fmt: skip
 _PAIRS = word_set(
     "api-key access-key secret-key private-key account-key signing-key encryption-key auth-token access-token"

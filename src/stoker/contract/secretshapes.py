@@ -20,12 +20,16 @@ _TOKENS = {
     ("hf_", "api_org_"): r"(?:hf|api_org)_[A-Za-z0-9]{16,}",  # Hugging Face
     # OpenAI, Anthropic and others
     ("sk-", "xai-", "pplx-", "gsk_", "r8_", "nvapi-", "tskey-"): r"(?:sk-|xai-|pplx-|gsk_|r8_|nvapi-|tskey-)[\w-]{16,}",
-    ("k_live_", "k_test_", "whsec_"): r"(?:[sr]k_(?:live|test)|whsec)_[A-Za-z0-9]{10,}",  # Stripe
+    ("k_live_", "k_test_", "_org_live_", "_org_test_", "whsec_"): r"(?:[sr]k_(?:org_)?(?:live|test)|whsec)_[A-Za-z0-9]{10,}",  # Stripe
     ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"): r"(?:gh[pousr]|github_pat)_\w{16,}",
-    ("glpat-", "glptt-", "gldt-", "glrt-", "glcbt-", "glsoat-"): r"gl(?:pat|ptt|dt|rt|cbt|soat)-[\w-]{16,}",
+    ("glpat-", "glptt-", "gldt-", "glrt-", "glrtr-", "glcbt-", "glsoat-", "glagent-", "glft-", "glimt-", "glffct-", "glwt-", "gloas-", "GR1348941"):
+        r"(?:gl(?:pat|ptt|dt|rtr?|cbt|soat|agent|ft|imt|ffct|wt|oas)-|GR1348941)[\w-]{16,}(?:\.[0-9a-z]{2}\.[0-9a-z]{9})?",
     ("AKIA", "ASIA", "ABIA", "ACCA"): r"A(?:KI|SI|BI|CC)A[A-Z0-9]{12,}",  # AWS
-    ("AIza", "ya29.", "GOCSPX-"): r"(?:AIza|ya29\.|GOCSPX-)[\w-]{16,}",  # Google
-    ("xox", "xapp-"): r"(?:xox[abeoprs]|xapp)-[\w-]{10,}",  # Slack
+    # AWS: Bedrock's keys, and tokens of a session
+    ("ABSK", "bedrock-api-key-", "IQoJb3JpZ2lu", "FwoGZXIvYXdz"): r"(?:ABSK|bedrock-api-key-|IQoJb3JpZ2lu|FwoGZXIvYXdz)[A-Za-z0-9+/]{60,}={0,2}",
+    ("AIza", "ya29.", "GOCSPX-", "AQ.Ab"): r"(?:AIza|ya29\.(?:[a-z]\.)?|GOCSPX-|AQ\.Ab)[\w-]{16,}",  # Google
+    ("1//0",): r"1//0[\w-]{40,}",  # Google, to refresh
+    ("xox", "xapp-"): r"xoxd-(?:[\w+/=-]|%2[BbFf]|%3[Dd]){10,}|(?:xox[abceoprs]|xapp)-[\w-]{10,}",  # Slack
     ("eyJ",): r"eyJ[\w-]*(?:\.[\w-]*)*",  # JWT
     ("npm_",): r"npm_[A-Za-z0-9]{30,}",
     ("pypi-", "rubygems_", "dckr_pat_", "_v1_", "shpat_", "shpss_", "shpca_", "lin_api_", "sbp_"):
@@ -35,6 +39,14 @@ _TOKENS = {
     ("rpa_", "KGAT_", "pcsk_", "lsv2_", "tgp_v1_", "ntn_", "figd_", "nfp_", "pscale_tkn_", "dckr_oat_", "glsa_", "glc_"):
         r"(?:rpa|KGAT|pcsk|lsv2|tgp_v1|ntn|figd|nfp|pscale_tkn|dckr_oat|glsa|glc)_[\w-]{24,}",  # RunPod, Kaggle, Pinecone …
     ("PMAK-", "NRAK-", "HRKU-", "ATATT3", "ATBB", "sq0"): r"(?:PMAK-|NRAK-|HRKU-|ATATT3|ATBB|sq0(?:csp|atp)-)[\w-]{20,}",
+    # Cerebras, Tavily, Thinking Machines, Supabase, Sentry, 1Password, Doppler, Terraform, Artifactory, Dropbox, Mapbox
+    ("csk-", "tvly-", "tml-", "sb_secret_"): r"(?:csk-|tvly-|tml-|sb_secret_)(?=[\w-]{0,80}\d)[\w-]{24,}",
+    ("sntrys_", "sntryu_", "ops_ey", "lin_oauth_", "pscale_pw_"): r"(?:sntry[su]_|ops_ey|lin_oauth_|pscale_pw_)[\w+/=-]{24,}",
+    ("dp.", "sk.ey", "dt0c01.", "snyk_uat.", "sl.u.", "sl.B"): r"(?:dp\.(?:st|pt|ct|sa)\.(?:[a-z0-9_-]{1,35}\.)?|sk\.ey|dt0c01\.|snyk_uat\.)[\w.-]{30,}|sl\.(?:u\.|B)[\w-]{60,}",
+    (".atlasv1.", "AKCp"): r"[A-Za-z0-9]{14}\.atlasv1\.[\w=-]{60,}|AKCp[A-Za-z0-9]{60,}",
+    # ElevenLabs, E2B, Prime Intellect, Pulumi, Firecrawl, Jina, Fireworks, Anyscale, PostHog, Render, Vercel, Buildkite
+    ("sk_", "e2b_", "pit_", "pul-", "fc-", "bkua_"): r"(?:sk_|e2b_|pit_|pul-|fc-|bkua_)[0-9a-f]{32,}",
+    ("jina_", "aph0_", "phx_", "rnd_", "vcp_", "fw_", "fm2_"): r"(?:jina|aph0|phx|rnd|vcp|fw|fm2)_(?=[A-Za-z0-9]{0,80}\d)[A-Za-z0-9]{22,}",
     ("AGE-SECRET-KEY-",): r"AGE-SECRET-KEY-[A-Z0-9]{16,}",
     # Discord's bots
     tuple(first + second for first in "MNO" for second in "DTjz"): r"[MNO][DTjz][\w-]{22,26}\.[\w-]{6}\.[\w-]{27,40}",

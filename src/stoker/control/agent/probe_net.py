@@ -135,6 +135,8 @@ def _answer(peer: socket.socket, key: bytes, strangers: dict[socket.socket, str]
                 if not length:
                     peer.sendall(struct.pack("!Q", _drain(peer)))
                     return
+                if length > BIG:
+                    return  # none of ours: a host that has the token may be hostile, and all of it is held here
                 _receive(peer, length)
                 peer.sendall(b".")
         except OSError:

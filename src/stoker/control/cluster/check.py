@@ -9,6 +9,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from stoker.contract.effort import LookingAt
+from stoker.contract.names import Refusal
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Finding
 from stoker.control.cluster import between, path, reaching, reducing
@@ -187,7 +189,12 @@ def doctor_findings(facts: Facts, hosts: Hosts) -> list[Finding]:
         if one.examination is None:
             found.setdefault(("between.host", "unknown", "it could not be examined", ""), []).append(one.name)
             continue
-        for finding in doctor.run(checks, one.examination, slots[one.name]):
+        try:
+            with LookingAt("what it tells of itself"):
+                findings = doctor.run(checks, one.examination, slots[one.name])
+        except Refusal as refusal:
+            findings = [Finding("between.host", "unknown", refusal.line)]
+        for finding in findings:
             found.setdefault((finding.id, finding.level, finding.text, finding.fix), []).append(one.name)
     return [
         Finding(id, level, f"{between.listed(names)}: {text}", fix) for (id, level, text, fix), names in found.items()

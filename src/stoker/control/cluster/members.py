@@ -43,7 +43,7 @@ class Member:
         self._lock = threading.RLock()  # the pinger writes too
         self.complaint = ""  # the last thing it wrote to stderr
         self.preamble = ""  # its stderr before the agent's first word: a banner, or why there is no agent
-        self.answers: dict[str, protocol.Message] = {}  # the newest of each kind
+        self.answers: dict[str, protocol.Message] = {}  # the newest of each kind that is waited for
         self.probed: dict[str, Any] = {}  # of one that waits to join: what it answered, by the probe's name
         self.told = 0  # bytes of those answers
         self.machine: Machine | None = None  # as it was last seen

@@ -9,6 +9,7 @@ from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Finding
+from stoker.contract.untrusted import printable
 from stoker.control.machine.facts import Examination, Health
 from stoker.control.machine.model import Gpu
 
@@ -26,6 +27,8 @@ class Check:
 
 
 CHECKS: dict[str, Check] = {}
+# Of values that another host, or a recorded machine, told: one check less, and the others count.
+_NO_SENSE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def check(id: str, fast: bool = False) -> Callable[[Body], Body]:
@@ -90,7 +93,11 @@ def run(checks: list[Check], found: Examination, ranks: int = 0) -> list[Finding
             findings.append(Finding(one.id, "unknown", f"could not be checked ({'; '.join(lacking)})"))
         else:
             given = {name: known[name] for name in _parameters(one.body)}
-            findings += [replace(finding, id=one.id) for finding in one.body(**given)]
+            try:
+                findings += [replace(finding, id=one.id) for finding in one.body(**given)]
+            except _NO_SENSE as problem:
+                why = f"{type(problem).__name__}: {problem}"
+                findings.append(Finding(one.id, "unknown", f"could not be checked ({printable(why, 200)})"))
     return findings
 
 

@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from stoker.contract import sharedweights
 from stoker.contract.process import process, send
 from stoker.contract.shape import shape
 from stoker.control.doctor.caches import Cache, own_folder
-from stoker.control.doctor.debris import Debris, alone_with, folder_in_use, paths_in_use
+from stoker.control.doctor.debris import WEIGHTS, Debris, alone_with, folder_in_use, paths_in_use
 from stoker.control.doctor.leftovers import lives, untouchable
 from stoker.control.machine import processes
 from stoker.control.machine.model import Machine
@@ -121,6 +122,11 @@ def remove_debris(found: list[Debris]) -> list[tuple[Debris, str]]:
     def remove(one: Debris) -> bool:
         if one.kind == "shared memory":
             return one.path not in used and unlink_alone(one.path, os.lstat(one.path))
+        if one.kind == WEIGHTS:
+            if not sharedweights.is_dead(one.path):
+                return False
+            shutil.rmtree(one.path)
+            return True
         if folder_in_use(one.path, used):
             return False
         _empty(one.path)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from stoker.contract import layout
+from stoker.contract import layout, sharedweights
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
 from stoker.control.machine import lockfiles
@@ -22,6 +22,7 @@ from stoker.control.machine.processes import open_files, pids_here, process
 
 MOST_LOCKS = 1000  # files looked at: no machine has so many GPUs
 FRESH_S = 60.0  # a file younger than this may be about to be opened
+WEIGHTS = "weights in shared memory"
 _SHM = re.compile(r"torch_(\d+)_\d+_\d+|pym-(\d+)-\w+|nccl-\w+")
 _MAPPINGS = 4 << 20  # characters of a process's mappings that are read: a rank has 1 MB of them
 _AGENT_FOLDER = re.compile(r"stoker-[a-z0-9_]{8}")  # tempfile's eight random characters
@@ -39,7 +40,7 @@ class Lock:
 
 @shape
 class Debris:
-    kind: str  # shared memory | agent's folder
+    kind: str  # shared memory | agent's folder | WEIGHTS
     path: str
     size: int
     age: float
@@ -85,7 +86,7 @@ def _lock(folder: lockfiles.Folder, name: str) -> list[Lock]:
 def find_debris(tmp: str = "/tmp", shm: str = "/dev/shm") -> list[Debris]:
     tmp, shm = os.path.realpath(tmp), os.path.realpath(shm)  # as /proc spells them
     used = paths_in_use((tmp + "/stoker-", shm + "/"))
-    return [*_dead_folders(tmp, used), *_dead_shared_memory(shm, used)]
+    return [*_dead_folders(tmp, used), *_dead_shared_memory(shm, used), *_dead_weights(shm)]
 
 
 def _own_entries(folder: str, pattern: re.Pattern[str]) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
@@ -124,6 +125,15 @@ def _dead_folders(folder: str, used: set[str]) -> Iterator[Debris]:
                 yield Debris("agent's folder", entry.path, size, time.time() - about.st_mtime)
         except FileNotFoundError:
             continue  # its agent has just ended in good order
+
+
+def _dead_weights(folder: str) -> Iterator[Debris]:
+    """What trainers published there; a lock that died with them tells it."""
+    for path in sharedweights.dead(folder):
+        found = list(walk(path))
+        if found:
+            size = sum(about.st_blocks * 512 for _, about in found)
+            yield Debris(WEIGHTS, path, size, time.time() - found[0][1].st_mtime)
 
 
 def folder_in_use(path: str, used: set[str]) -> bool:

@@ -293,7 +293,8 @@ def _on_gpu(gpu: str, who: Holder, age: float | None) -> OnGpu:
 def _advice(holder: Holder) -> str:
     if holder.command is None:
         return "held from outside this container: only its owner, out there, can end it"
-    if os.path.basename(holder.command.split()[0]).startswith(_SYSTEM):
+    program = next(iter(holder.command.split()), "")  # one may have no words, and a name of spaces
+    if os.path.basename(program).startswith(_SYSTEM):
         return "a service of this machine: leave it"
     if holder.user != processes.user_name(os.getuid()):
         return f"ask {holder.user or 'its owner'} to end it, or use what is free: `stoker run --gpus any:N`"

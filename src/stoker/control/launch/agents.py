@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # a run on one machine loads neither
     from stoker.control.launch.live import LiveRun
 
 MEET_S = 30.0
+_AWAITED = frozenset(("host", "locked", "port", "refused", "suspended"))  # answers to an order: the newest is kept
 # A host may be hostile, and all of this is kept for as long as the run lives.
 _MOST_PROBES = 64  # different ones that a host which waits to join is asked
 _MOST_PROBED = 8 << 20  # bytes of its answers: the names of 10,000 files have 1 MB
@@ -101,13 +102,13 @@ class Agents:
 
     def _note_machine(self, member: Member, message: protocol.Message) -> None:
         try:
-            member.machine = machine_from_json(message["machine"])
+            member.machine = machine_from_json(message.pop("machine"))
         except ValueError as problem:
             raise protocol.ProtocolError(f"what it says of its machine is {problem}") from None
         message["held"] = {uuid: printable(who, 300) for uuid, who in message["held"].items()}
         if "selves" in message:
             message["found"] = [printable(line, 200) for line in message.get("found", [])[:_MOST_FOUND]]
-            member.selves = [pair for pair in message["selves"][:_MOST_SELVES] if len(pair) == 2]
+            member.selves = [pair for pair in message.pop("selves")[:_MOST_SELVES] if len(pair) == 2]
             self._take_share(member.host, message.get("visible"))
 
     def _forget(self, kind: str) -> None:
@@ -235,7 +236,7 @@ class Agents:
             message["line"] = printable(
                 redact.whole(message["line"][:_LONGEST_LINE]), 2000
             )  # a cut token has no known shape
-        if kind != "out":
+        if kind in _AWAITED:
             member.answers[kind] = message
         if not waiting:
             self._run.hear(member.host, message, payload)

@@ -104,6 +104,7 @@ def _number(text: str, where: str) -> int | str:
 
 
 def _cpu(ranks: int, machine: Machine, why: str) -> Choice:
+    ranks = max(ranks, 1)  # a host may say that it has no core
     most = machine.max_processes
     if most is not None and ranks >= most:
         raise Refusal(f"{ranks} ranks: this machine allows {most} processes", EX_UNAVAILABLE, cause="host.processes")

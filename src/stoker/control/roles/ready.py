@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import os
 import socket
@@ -127,21 +128,32 @@ class Watching:
 
     def _foreign(self, host: str, port: int) -> str:
         """Another user who listens there could be asked in the role's place."""
-        uids = listeners.listening_users(host, port) if self._here else set()
-        others = sorted(uid for uid in uids if not owners.is_trusted(uid, os.curdir))
-        return f"port {port} is in use by {owners.user_name(others[0])}" if others else ""
+        return _in_use_by(listeners.listening_users(host, port), port) if self._here else ""
+
+    def _refuse_others(self, connected: socket.socket) -> None:
+        """They may listen in the instant between a look and a connection only. OSError: it is theirs, or nobody's."""
+        port = connected.getpeername()[1]
+        others = _in_use_by(listeners.answering_users(connected), port) if self._here else ""
+        if others:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, others)
 
     def _unconnected(self, host: str, port: int) -> str:
         try:
-            with socket.create_connection((host, port), CONNECT_S):
+            with socket.create_connection((host, port), CONNECT_S) as connected:
+                self._refuse_others(connected)
                 return ""
         except OSError as problem:
             return f"{host}:{port}: {problem.strerror or problem}"
+
+    def _connect(self, connection: http.client.HTTPConnection) -> None:
+        connection.connect()
+        self._refuse_others(connection.sock)
 
     def _counted(self, host: str, port: int) -> Served | None:
         """A page that is not there says nothing about the role's health: `ready` does."""
         connection = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
         try:
+            self._connect(connection)
             connection.request("GET", self._rule.metrics)
             answer = connection.getresponse()
             text = answer.read(_MOST)
@@ -156,6 +168,7 @@ class Watching:
         connection = http.client.HTTPConnection(host, port, timeout=rule.answer)
         began = time.monotonic()
         try:
+            self._connect(connection)
             headers = {"Content-Type": "application/json"} if rule.body else {}
             connection.request("POST" if rule.body else "GET", rule.value, rule.body or None, headers)
             answer = connection.getresponse()
@@ -171,3 +184,8 @@ class Watching:
         if rule.contains and rule.contains.encode() not in text:
             return f"{host}:{port}{rule.value}: its answer does not contain {rule.contains!r}"
         return ""
+
+
+def _in_use_by(uids: set[int], port: int) -> str:
+    others = sorted(uid for uid in uids if not owners.is_trusted(uid, os.curdir))
+    return f"port {port} is in use by {owners.user_name(others[0])}" if others else ""

@@ -20,6 +20,8 @@ from stoker.control.verdict.rules import numbers
 AT_ONCE_S = 5.0  # between a rank's end and what its peers say of it: on a busy machine Python takes seconds to end
 LEFT_S = 10.0  # between the end of one rank and a stop of the others: longer than ranks take to end one after another
 _RULES = rules()
+# Of numbers and shapes in what a rank printed or a host told: such a text is no cause's, and ends no launcher.
+_NO_SENSE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -115,7 +117,10 @@ def explain(end: RankEnd, evidence: Evidence) -> Verdict:
     """The first cause of the catalogue that the end fits."""
     case = Case(end, evidence)
     for cause in _RULES:
-        found = cause.explain(case) if cause.explain else None
+        try:
+            found = cause.explain(case) if cause.explain else None
+        except _NO_SENSE:
+            continue
         if found is not None:
             return verdict_of(cause, case, found)
     raise AssertionError(f"rank {end.rank} ended with {end.code} and no family took it")

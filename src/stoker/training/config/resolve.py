@@ -184,7 +184,7 @@ def recipe_settings(
 PASSING = ("train.log_every", "train.log_to", "train.profile", "train.profile_steps", "train.eval_every", "train.eval_first", "train.eval_tokens", "train.samples",
            "checkpoint.every_steps", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_best", "checkpoint.resume", "data.num_workers", "data.cache",
            "parallel.timeout", "parallel.strategy", "parallel.balance", "parallel.accumulate", "parallel.sharding", "parallel.offload", "batch.micro", "compute.compile", "compute.recompute", "compute.embedding", "compute.activations",
-           "compute.cuda_graphs", "grpo.reward_timeout", "grpo.server_timeout", "grpo.server", "grpo.server_kind", "grpo.rollouts_mb",
+           "compute.cuda_graphs", "grpo.reward_timeout", "grpo.server_timeout", "grpo.server", "grpo.server_kind", "grpo.publish", "grpo.rollouts_mb",
            "needs.gpus", "needs.vram")  # fmt: skip
 
 

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import json
 import os
 import re
+import resource
 import shutil
+import signal
+import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
+import stoker
+from stoker.contract import hostmemory
+from stoker.contract.memory import limit_to
+from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_OSERR, EX_SOFTWARE, Refusal
 from stoker.contract.progress import BYTES, Progress
+from stoker.contract.quantities import amount
 from stoker.contract.quantities import span as time_span
 from stoker.training.data.build import Say, alone, whole
 from stoker.training.data.config import DataConfig
+from stoker.training.data.crew import ALONE
 from stoker.training.data.read import Remark, Remarks, conversations, named, texts
 from stoker.training.data.units import Span
 from stoker.training.tokenizer.config import TokenizerConfig
@@ -80,6 +92,72 @@ def train(texts: Iterable[str], vocab_size: int, folder: str) -> Tokenizer:
     return found
 
 
+_SIZE = struct.Struct("<Q")  # of each text on the process's stdin
+_PR_SET_PDEATHSIG = 1
+_NO_MEMORY = (-signal.SIGKILL, -signal.SIGABRT)  # the kernel's way, and that of a library at the process's limit
+
+
+def train_apart(texts: Iterable[str], vocab_size: int, folder: str) -> Tokenizer:
+    """In a process of its own, with nine tenths of the memory that is free now. Each different word takes 650 bytes: text in which
+    no word comes twice takes 110 times its own size, and only the library knows how many words there are.
+    """
+    room = hostmemory.memory()[1] // 10 * 9
+    root = os.path.dirname(os.path.dirname(os.path.abspath(stoker.__file__)))
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "stoker.training.data.learn", folder, str(vocab_size), str(room)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # what a library prints when it crashes
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        with contextlib.suppress(BrokenPipeError), process.stdin as sink:  # else it has ended, and says why below
+            for text in texts:
+                data = text.encode()
+                sink.write(_SIZE.pack(len(data)) + data)
+        answer, code = process.stdout.read(), process.wait()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    if code in _NO_MEMORY:
+        raise Refusal(
+            f"training a tokenizer takes more than {amount(room)} of memory, which is what is free here: this text has very"
+            " many different words; lower tokenizer.train_megabytes, or name a tokenizer with --tokenizer.path",
+            EX_OSERR,
+        )
+    if code:
+        raise Refusal(f"training a tokenizer failed: its process ended with {code}", EX_SOFTWARE)
+    told = json.loads(answer)
+    if told:
+        raise Refusal(told["refusal"], told["code"])
+    return load(folder)
+
+
+def _sent() -> Iterator[str]:
+    while size := sys.stdin.buffer.read(_SIZE.size):
+        yield sys.stdin.buffer.read(*_SIZE.unpack(size)).decode()
+
+
+def main(argv: list[str]) -> None:
+    # Who asked may be killed: nobody must go on writing into a folder that the next builder removes.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: who asked decides
+    folder, vocab_size, room = argv
+    limit_to(int(room))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        train(_sent(), int(vocab_size), folder)
+    except Refusal as refusal:
+        print(json.dumps({"refusal": refusal.line, "code": refusal.code}))
+    except MemoryError:
+        os.abort()
+    else:
+        print("{}")
+
+
 def trained(
     told: TokenizerConfig, learned_from: dict[str, Any], spans: Callable[[], Sequence[Span]], data: DataConfig, say: Say
 ) -> Tokenizer:
@@ -97,7 +175,7 @@ def trained(
                 began = time.monotonic()
                 with whole(folder) as temporary, Progress("reading for the tokenizer", limit, unit=BYTES) as progress:
                     pieces = _counted(_announced(_pieces(chosen, data, limit), say), progress)
-                    made = train(pieces, told.vocab_size, temporary)
+                    made = (train if limit <= ALONE else train_apart)(pieces, told.vocab_size, temporary)
                 say(f"tokenizer of {made.vocab_size} tokens in {time_span(time.monotonic() - began)}: {folder}")
                 if made.vocab_size < told.vocab_size:
                     say(f"too little text for tokenizer.vocab_size {told.vocab_size}: using {made.vocab_size} tokens")
@@ -173,3 +251,7 @@ def _pieces(spans: Sequence[Span], data: DataConfig, limit: int) -> Iterator[str
         first_wrong = first_wrong or next(iter(wrong.first), None)
     if first_wrong and left == limit:
         raise Refusal(named(first_wrong), EX_DATAERR)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
@@ -12,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stoker.contract import hostmemory
+from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.training.generate import plain
 from stoker.training.generate.config import kernels_lack
@@ -252,6 +256,14 @@ class _Streamed:
         return map(self._weights.gathered, self._blocks)
 
 
+def _refuse_beyond_memory(needed: int, tokens: int) -> None:
+    """A model of few and wide columns is small, and what it keeps of each token is not."""
+    free = hostmemory.memory()[1]
+    if needed > free:
+        line = f"keys and values of {tokens:,} tokens take {amount(needed)} of memory, and {amount(free)} is free here"
+        raise Refusal(f"{line}: take a shorter context or fewer answers at once, or a smaller model", EX_UNAVAILABLE)
+
+
 class Cache:
     """One block of memory for keys and values of all layers."""
 
@@ -259,6 +271,8 @@ class Cache:
         c = w.config
         # Zeros: a slot that nobody wrote is multiplied by 0, and what happens to lie in fresh memory may be NaN.
         size = (c.layers, 2, rows, c.kv_heads, length, c.head_dim)
+        if w.embed.device.type == "cpu":
+            _refuse_beyond_memory(math.prod(size) * w.embed.dtype.itemsize, rows * length)
         self.kv = torch.zeros(size, dtype=w.embed.dtype, device=w.embed.device)
         self.length = length
 

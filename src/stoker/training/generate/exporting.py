@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, get_type_hints
@@ -59,8 +60,8 @@ def card_of(run: str, stage: str = "") -> str:
     parts = [
         "---\nlibrary_name: transformers\ntags:\n- stoker\n---",
         CARD_MARK,
-        f"# {printable(os.path.basename(os.path.abspath(run)))}",
-        f"Trained with Stoker {__version__}{f', stage {stage}' if stage else ''}.",
+        f"# {_text(os.path.basename(os.path.abspath(run)))}",
+        f"Trained with Stoker {__version__}{f', stage {_text(stage)}' if stage else ''}.",
         "## Data\n\n| | |\n|---|---|\n" + "\n".join(rows) if rows else "",
         "## Result\n\n| | at the last step that measured it |\n|---|---|\n" + "\n".join(results) if results else "",
         ""
@@ -75,7 +76,12 @@ def _shown(told: object, key: str) -> str:
     for name in key.split("."):
         told = told.get(name) if isinstance(told, dict) else None
     values = told if isinstance(told, list) else [told]
-    return ", ".join(printable(str(value), 200).replace("|", "\\|") for value in values if value not in (None, ""))
+    return ", ".join(_text(str(value)) for value in values if value not in (None, ""))
+
+
+def _text(value: str) -> str:
+    """One line that Markdown takes for text: no table, no HTML, no link."""
+    return re.sub(r"([|\[\]`])", r"\\\1", printable(value, 200)).replace("<", "&lt;")
 
 
 LONGEST_CONTEXT = 1 << 24  # tokens, and the most of anything else that a shape counts

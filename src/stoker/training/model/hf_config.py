@@ -140,12 +140,26 @@ def shape_of(folder: str) -> ModelConfig:
         return _shape_in(folder)
 
 
+# A number of a matrix costs 2 bytes on the disk, and for each token of its wider side 4 bytes of memory: with few columns, some
+# MB of weights would take any amount of it. Published models are up to 8 times as wide inside as outside.
+_MOST_TIMES_WIDER, _ANY_WIDTH = 64, 1 << 15
+
+
+def _refuse_disproportion(told: ConfigJson, outer: int, *inner: int) -> None:
+    if max(inner) > max(_MOST_TIMES_WIDER * outer, _ANY_WIDTH):
+        told.refuse(
+            f"its layers are {max(inner):,} wide inside and {outer:,} outside: no model has more than {_MOST_TIMES_WIDER} times"
+            " that"
+        )
+
+
 def _shape_in(folder: str) -> ModelConfig:
     told = _read(folder)
     _refuse_quantized(told)
     family = family_in(told)
     c = family.shape(told)
     check_options(c, f"model {folder}")
+    _refuse_disproportion(told, c.dim, c.ff, c.heads * c.head_dim, c.kv_heads * c.head_dim)
     longest = told.get(family.longest)
     return replace(c, kept=kept_text(told.keys()), longest=longest if type(longest) is int else 0)
 
@@ -181,6 +195,8 @@ def _computed_outside(asked: ModelConfig, told: ConfigJson, folder: str, planned
         ours: next((kept[key] for key in keys if type(kept.get(key)) is int and kept[key] > 0), 1)
         for ours, keys in _COUNTS.items()
     }
+    head = kept.get("head_dim")
+    _refuse_disproportion(told, counts["dim"], counts["ff"], counts["heads"] * head if type(head) is int else 0)
     return ModelConfig(
         load=folder,
         engine="transformers",

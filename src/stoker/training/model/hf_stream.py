@@ -91,9 +91,14 @@ class Stream:
 
     def fill(self, one: Stored, out: Tensor) -> Tensor:
         """Into `out`, which has as many numbers, perhaps of another dtype, and is on any device."""
+        dtype = dtype_of(one)
+        if out.device.type == "cpu" and dtype == out.dtype and out.is_contiguous() and one.size:
+            with open(one.path, "rb") as file:
+                _read(file, one, one.begin, memoryview(out.detach().view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            return out
         if not self._staged or out.device != self.device or not out.is_contiguous():
             return out.copy_(read_stored(one).view(out.shape))
-        dtype, flat = dtype_of(one), out.view(-1)
+        flat = out.view(-1)
         for begin, piece in self._pieces(one, dtype.itemsize):
             numbers, first = piece.view(dtype), begin // dtype.itemsize
             part = flat[first : first + len(numbers)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -46,12 +47,13 @@ from stoker.training.recipes import build, stage
 from stoker.training.recipes.memory import Holding, MemoryRecord, bytes_of, of_grpo
 from stoker.training.reward.model import RewardModel, open_reward, scores
 from stoker.training.rl import rollout as asking
-from stoker.training.rl.config import MICRO
+from stoker.training.rl.asking import Patient, ServerFailed
+from stoker.training.rl.config import IN_FOLDER, MICRO
 from stoker.training.rl.dialects import Wanted
 from stoker.training.rl.kept import Kept
 from stoker.training.rl.parts import lacking, parts_of
-from stoker.training.rl.publish import Publisher
-from stoker.training.rl.remote import OtherWeights, ServerFailed, Servers, addresses_of
+from stoker.training.rl.publish import Publisher, Say, To
+from stoker.training.rl.remote import OtherWeights, Servers, addresses_of
 from stoker.training.rl.rollout import Answer, Asking, Rollout
 from stoker.training.rl.sampler import Sampler
 from stoker.training.rl.scoring import RewardFailed, Rewards, RolloutLog, Worker, columns_of
@@ -61,6 +63,7 @@ from stoker.training.rl.update import Updater, advantages
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
+LONGEST_WORD = 1 << 20  # bytes that a server says of its weights
 CHECK_EVERY, CHECK_TOKENS = 25, 256  # steps between two looks at the servers' weights, and tokens of the test prompt
 
 
@@ -122,6 +125,14 @@ def memory_of(
         scorer_likelihood=judge is not None and judge.likelihood,
     )  # fmt: skip
     return of_grpo(c, own, held, needs, folder, voice)
+
+
+def publisher_of(c: Config, model: Decoder, own: adapters.Beside | None, run: str, group: Group, say: Say) -> Publisher:
+    """Other servers than Stoker's load folders: they say nothing of shared memory."""
+    ask = Patient(os.environ.get(API_KEY, ""), c.grpo.server_timeout, LONGEST_WORD)
+    how = c.grpo.publish if c.grpo.server_kind == "stoker" else IN_FOLDER
+    to = To(addresses_of(c.grpo.server, os.environ), how, c.grpo.staleness, ask, stoker.phase, say)
+    return Publisher(model, own, run, group, to)
 
 
 def servers_of(c: Config, wanted: Wanted, publish: Publisher, kept: Kept) -> Servers:
@@ -237,7 +248,7 @@ def main(argv: list[str]) -> int:
 
     # The steps: sample prompts, write answers (here, or by a server), judge them, learn.
     longest = max(len(prompt.ids) for prompt in prompts)
-    publish = Publisher(model, own, folder, group, c.grpo.staleness + 2) if c.grpo.server else None
+    publish = publisher_of(c, model, own, folder, group, voice.say_once) if c.grpo.server else None
     sampler: Sampler
     checks: WeightsChecks | None = None
     kept: Kept | None = None
@@ -297,8 +308,10 @@ def main(argv: list[str]) -> int:
         with memory.watched():
             for step in loop.over(range(position.step, steps)):
                 updates_at[step] = updater.done
+                begun = time.monotonic()
                 sampler.refresh(step)
                 made = ask(step, c.train.seed)
+                answered = time.monotonic()
                 if checks is not None and (step - position.step) % CHECK_EVERY == 0:
                     checks(model, group, voice)
                 above = advantages(
@@ -310,8 +323,12 @@ def main(argv: list[str]) -> int:
                 lengths = [int(length) for length in made.outcome.lengths.tolist()]
                 learned = updater.learn(made.answers, above.flatten().tolist(), lengths, share)
                 rate = c.optim.learning_rate * share
-                told = Launched(step, made.outcome, learned, updater.done, rate, loop.words(), made.replaced, made.age)
-                loop.launched(told)
+                loop.launched(
+                    Launched(
+                        step, made.outcome, learned, updater.done, rate, loop.words(), made.replaced, made.age,
+                        answers_s=answered - begun, learn_s=time.monotonic() - answered,
+                    )
+                )  # fmt: skip
         memory.end(None)
         code = loop.code
     except (Stopped, OtherWeights) as broken:
@@ -325,6 +342,8 @@ def main(argv: list[str]) -> int:
         voice.say(f"GRPO stopped: {stopped}")
     finally:
         sampler.close()
+        if publish is not None:
+            publish.end()
         if worker is not None:
             worker.close()
 

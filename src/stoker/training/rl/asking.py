@@ -5,13 +5,19 @@ in time, and on this machine no other user is asked: a question has the key, and
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import socket
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from stoker.contract import listeners, owners
 from stoker.contract.quantities import span
+from stoker.contract.untrusted import printable
+
+_PAUSE_S = (0.1, 2.0)  # between two tries: at first, and at most
 
 
 class NoAnswer(Exception):
@@ -22,6 +28,10 @@ class TooLong(Exception):
     """A line: the answer has more bytes than any that was asked for."""
 
 
+class ServerFailed(Exception):
+    """A line: the server refused, answered nonsense, or did not answer for too long."""
+
+
 class Asking:
     """Connections that are open can be ended from another thread."""
 
@@ -29,9 +39,11 @@ class Asking:
         self._open: set[socket.socket] = set()
 
     def post(
-        self, address: str, path: str, data: bytes, headers: Mapping[str, str], *, seconds: float, most: int
+        self, address: str, path: str, data: bytes | None, headers: Mapping[str, str], *, seconds: float, most: int
     ) -> tuple[int, bytes]:
-        """(status, body). `seconds`: for each word of the server, and twice that for all of them; `most`: bytes of the body."""
+        """(status, body). `seconds`: for each word of the server, and twice that for all of them; `most`: bytes of the body.
+        No `data`: it is only looked at (GET).
+        """
         connection = http.client.HTTPConnection(address, timeout=seconds)
         over = threading.Event()
         try:
@@ -43,7 +55,7 @@ class Asking:
             timer.daemon = True
             timer.start()
             try:
-                connection.request("POST", path, data, dict(headers))
+                connection.request("GET" if data is None else "POST", path, data, dict(headers))
                 answer = connection.getresponse()
                 body = answer.read(most + 1)
             finally:
@@ -64,6 +76,70 @@ class Asking:
         """Whoever waits for an answer stops waiting."""
         for one in list(self._open):
             _end(one)
+
+
+class Patient:
+    """Asks until there is an answer: a server may be full, or being replaced. `patience_s`: for each, and until then."""
+
+    def __init__(self, key: str, patience_s: float, most: int) -> None:
+        self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+        self._patience_s, self._most, self._asking = patience_s, most, Asking()
+        self._over = threading.Event()
+
+    def close(self) -> None:
+        """Whoever waits for an answer stops waiting."""
+        self._over.set()
+        self._asking.close()
+
+    def waits(self, seconds: float) -> bool:
+        """False: it is over."""
+        return not self._over.wait(seconds)
+
+    def __call__(
+        self,
+        address: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        is_fine: Callable[[int, str], bool] = lambda status, line: False,
+        waiting: Callable[[], None] = lambda: None,
+    ) -> bytes | None:
+        """None: a refusal that `is_fine`, by its status and line. No `body`: GET. `waiting` is called before each new try."""
+        data = None if body is None else json.dumps(body).encode()
+        until, pause = time.monotonic() + self._patience_s, _PAUSE_S[0]
+        while True:
+            status, text = self._exchange(address, path, data)
+            if status == 200:
+                return text
+            line = printable(_message(text), 300)
+            if is_fine(status, line):
+                return None
+            if 400 <= status < 500 and status != 429:
+                raise ServerFailed(f"the server at {address} refused {path} with status {status}: {line}")
+            if time.monotonic() > until:
+                gone = f"the server at {address} did not answer {path} for {span(self._patience_s)}"
+                raise ServerFailed(f"{gone}: {f'status {status}: ' if status else ''}{line}")
+            waiting()
+            if self._over.wait(pause):
+                raise ServerFailed(f"the server at {address} is not asked any more: the run ends")
+            pause = min(2 * pause, _PAUSE_S[1])
+
+    def _exchange(self, address: str, path: str, data: bytes | None) -> tuple[int, bytes]:
+        """Status 0: there was no answer, and the text says why."""
+        try:
+            return self._asking.post(address, path, data, self._headers, seconds=self._patience_s, most=self._most)
+        except NoAnswer as problem:
+            return 0, str(problem).encode()
+        except TooLong as problem:
+            raise ServerFailed(
+                f"the server at {address} sent no answer to {path} that can be read: {problem}"
+            ) from problem
+
+
+def _message(text: bytes) -> str:
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return text[:300].decode("utf-8", "replace")
 
 
 def _end(one: socket.socket, over: threading.Event | None = None) -> None:

@@ -12,6 +12,7 @@ from stoker.contract.quantities import duration
 from stoker.contract.shape import option, shape
 
 STALE_CAP = 2.0  # of importance weights, where answers are of older weights and nobody gave one
+AUTO, IN_FOLDER, MEMORY = "auto", "folder", "memory"  # grpo.publish
 MICRO = 16  # answers a rank learns from at once, where batch.micro is auto
 
 
@@ -72,6 +73,10 @@ class GrpoConfig:
     )
     server_timeout: float = limits.POSITIVE(
         "a server that does not answer for so long has failed", 600.0, parse=duration, metavar="TIME"
+    )
+    publish: str = one_of(AUTO, IN_FOLDER, MEMORY)(
+        "how new weights reach grpo.server: a folder of the run directory; shared memory of this machine, where there is room;"
+        " auto: memory where the servers see it, else folder"
     )
     staleness: int = limits.Range(0, 64)(
         "with a server: answers may be of weights so many steps behind; it writes them while the trainers learn (0: none)",

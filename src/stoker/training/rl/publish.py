@@ -1,51 +1,186 @@
-"""A version of the weights as a folder in the run directory, for the servers that write the answers."""
+"""A version of the weights for the servers that write the answers: a folder in shared memory, where they see the same one, or in
+the run directory.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections.abc import Callable, Sequence
 
 import torch
 
+from stoker.contract import sharedweights
+from stoker.contract.names import EX_CANTCREAT, Refusal
+from stoker.contract.shape import shape
+from stoker.contract.untrusted import printable
 from stoker.training.model import adapters, hf
 from stoker.training.model.decoder import Decoder
+from stoker.training.model.targets import extra, targets
 from stoker.training.parallel.group import Group
+from stoker.training.rl.asking import Patient, ServerFailed
+from stoker.training.rl.config import AUTO, MEMORY
 from stoker.training.rl.dialects import Published
 
 FOLDER = "published"
+WAITING = "waiting for the servers"
+_NOT_THERE = (404, 405, 501)  # a server that is no `stoker serve`, or an older one
+_BESIDE = 1 << 20  # bytes of a folder that are no weights, at most
+Say = Callable[[str], None]
+
+
+@shape
+class To:
+    """The servers, and how weights reach them: grpo.publish."""
+
+    addresses: Sequence[str]
+    how: str
+    staleness: int
+    ask: Patient
+    phase: Callable[[str], None]
+    say: Say  # on rank 0
 
 
 class Publisher:
-    """Whole weights in the dtype that answers are computed in, or the adapters alone. `keeps`: so many versions."""
+    """Whole weights in the dtype that answers are computed in, or the adapters alone."""
 
-    def __init__(self, model: Decoder, own: adapters.Beside | None, run: str, group: Group, keeps: int) -> None:
-        self._model, self._own, self._group, self._keeps = model, own, group, keeps
-        self._place = os.path.join(os.path.abspath(run), FOLDER)
+    def __init__(self, model: Decoder, own: adapters.Beside | None, run: str, group: Group, to: To) -> None:
+        self._model, self._own, self._group, self._to = model, own, group, to
+        self._disk = os.path.join(os.path.abspath(run), FOLDER)
+        self._shared: sharedweights.SharedFolder | None = None
+        self._is_settled = False
+        self._size = _BESIDE + bytes_of(model, own)
 
     def __call__(self, version: int) -> Published:
-        """All ranks call it; the folder is there, whole, when it returns."""
-        folder = os.path.join(self._place, f"version-{version:08d}")
+        """All ranks call it; the folder is there, whole, when it returns. Refusal, ServerFailed: on all ranks."""
+        if not self._is_settled:
+            self._settle()
+        while True:
+            problem: Refusal | None = None
+            folder = ""
+            try:
+                folder = self._folder_for(version) if self._group.first else ""
+                self._write(folder)
+            except Refusal as refused:
+                problem = refused
+            found = self._group.agreed(lambda folder=folder, problem=problem: self._published(version, folder, problem))  # type: ignore[misc]
+            if found is not None:
+                return found
+
+    def _settle(self) -> None:
+        self._is_settled = True
+
+        def settled() -> str:
+            try:
+                self._take_memory()
+            except ServerFailed as problem:
+                return str(problem)
+            return ""
+
+        if line := self._group.agreed(settled):
+            raise ServerFailed(line)
+
+    def _take_memory(self) -> None:
+        to = self._to
+        if to.how not in (AUTO, MEMORY):
+            return
+        here = sharedweights.identity()
+        for address in to.addresses:
+            if not here or self._seen_by(address) != here:
+                if to.how == MEMORY:
+                    line = f"grpo.publish {MEMORY}: the server at {address} does not share memory with the trainers"
+                    raise Refusal(f"{line} (another machine, container or user): use {AUTO}", EX_CANTCREAT)
+                return
+        problem = sharedweights.why_no_room((to.staleness + 1) * self._size)
+        try:
+            self._shared = None if problem else sharedweights.SharedFolder()
+        except OSError as refused:
+            problem = f"{sharedweights.PLACE}: {refused.strerror}"
+        if problem:
+            self._leave_memory(problem)
+        elif self._shared is not None:
+            to.say(f"new weights reach the servers through shared memory: {self._shared.path}")
+
+    def _seen_by(self, address: str) -> str:
+        """The shared memory that the server says it has."""
+        to, waited = self._to, False
+
+        def waiting() -> None:
+            nonlocal waited
+            waited = True
+            to.phase(WAITING)
+
+        text = to.ask(address, "/v1/weights", None, lambda status, line: status in _NOT_THERE, waiting)
+        if waited:
+            to.phase("train")
+        try:
+            return str(json.loads(text or b"{}").get("shared_memory", ""))
+        except (ValueError, AttributeError, RecursionError):
+            return ""
+
+    def _leave_memory(self, problem: str) -> None:
+        self._to.say(f"new weights go to {self._disk}, not to shared memory: {printable(problem, 300)}")
+        self.end()
+
+    def _folder_for(self, version: int) -> str:
+        name = f"version-{version:08d}"
+        if self._shared is not None:
+            # A server may still be told to load those of the last `staleness` steps; the others are in no one's way.
+            _keep(self._shared.path, self._to.staleness, name)
+            if problem := sharedweights.why_no_room(self._size):
+                self._leave_memory(problem)
+        return os.path.join(self._disk if self._shared is None else self._shared.path, name)
+
+    def _write(self, folder: str) -> None:
         model, own, first = self._model, self._own, self._group.first
         if own is None:
             dtype = torch.float32 if model.dtype == torch.float32 else model.dtype
             hf.save(model, folder, say=_quiet, dtype=dtype, write=first)
         else:
             adapters.save(model, own.settings, own.base, folder, None, _quiet, first)
-        return self._group.agreed(lambda: self._published(version, folder))
 
-    def _published(self, version: int, folder: str) -> Published:
-        there = sorted(name for name in os.listdir(self._place) if name.startswith("version-"))
-        newest = [name for name in there if name <= os.path.basename(folder)][-self._keeps :]
-        for name in there:
-            if name not in newest:  # later ones are of a run that was resumed before them
-                shutil.rmtree(os.path.join(self._place, name))
+    def _published(self, version: int, folder: str, problem: Refusal | None) -> Published | None:
+        """None: shared memory did not hold it, and it has to be written again."""
+        if problem is not None:
+            if self._shared is None or problem.code != EX_CANTCREAT:
+                raise problem
+            self._leave_memory(problem.line)
+            return None
+        if self._shared is None:
+            _keep(self._disk, self._to.staleness + 2, f"{os.path.basename(folder)}.")
         base = "" if self._own is None else self._own.base
         return Published(version, folder, adapters.weights_digest(folder, base))
 
+    def end(self) -> None:
+        """However the run ends: memory is given back."""
+        if self._shared is not None:
+            self._shared.remove()
+            self._shared = None
+
     def close(self) -> None:
         """Nobody needs them any more."""
-        if self._group.first and os.path.isdir(self._place):
-            shutil.rmtree(self._place)
+        self.end()
+        if self._group.first and os.path.isdir(self._disk):
+            shutil.rmtree(self._disk)
+
+
+def bytes_of(model: Decoder, own: adapters.Beside | None) -> int:
+    """Of the tensors of a version."""
+    if own is None:
+        return sum(tensor.numel() for _, tensor in hf.named(model)) * model.dtype.itemsize
+    pairs = (f"{target.name}.adapter.{part}" for target in targets(model.config, own.settings) for part in ("a", "up"))
+    return 4 * sum(model.get_parameter(name).numel() for name in (*pairs, *extra(model.config, own.settings)))
+
+
+def _keep(place: str, count: int, before: str) -> None:
+    """The newest so many versions whose names come before this one: later ones are of a run that was resumed before them."""
+    there = sorted(name for name in os.listdir(place) if name.startswith("version-"))
+    older = [name for name in there if name < before]
+    kept = older[len(older) - count :] if count else []
+    for name in there:
+        if name not in kept:
+            shutil.rmtree(os.path.join(place, name))
 
 
 def _quiet(line: str) -> None:

@@ -8,17 +8,15 @@ server that was replaced answers with weights that nobody published: it is told 
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import span
 from stoker.contract.untrusted import printable
-from stoker.training.rl.asking import Asking, NoAnswer, TooLong
+from stoker.training.rl.asking import Patient, ServerFailed
 from stoker.training.rl.dialects import Published, Question, Told, Wanted, dialect_of
 from stoker.training.rl.kept import Kept
 from stoker.training.rl.sampler import Ask, Written
@@ -32,14 +30,9 @@ TIMES_EXPECTED = 4  # so many bytes of an answer are read, where a server of ano
 TRIES = 3  # with new weights published to it in between, before a server counts as one with other weights
 KNOWN_S = 5.0  # another rank may have published just before this one knows of it
 WAITING_S = 20.0  # between two words of a rank that waits
-_PAUSE_S = (0.1, 2.0)  # between two tries: at first, and at most
 
 
 T = TypeVar("T")
-
-
-class ServerFailed(Exception):
-    """A line: the server refused, answered nonsense, or did not answer for too long."""
 
 
 class OtherWeights(Exception):
@@ -89,16 +82,14 @@ class Servers:
         kind: str = "stoker",
     ) -> None:
         self._addresses, self._wanted, self._publish = tuple(addresses), wanted, publish
-        self.length, self._patience_s = wanted.length, patience_s
+        self.length = wanted.length
         self._phase, self._is_waiting, self._kept = phase, False, kept
         self._staleness, self._dialect = staleness, dialect_of(kind, FINISH if staleness < 2 else CONTINUE)
-        self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._known: dict[int, Published] = {}
         self._newest: Published | None = None
         self._begun: dict[tuple[int, ...], Future[list[Future[list[Written]]]]] = {}
         self._problem: Exception | None = None
-        self._over = threading.Event()
-        self._asking, self._most = Asking(), TIMES_EXPECTED * (MOST_BYTES + BYTES_A_TOKEN * wanted.new_tokens)
+        self._post = Patient(key, patience_s, TIMES_EXPECTED * (MOST_BYTES + BYTES_A_TOKEN * wanted.new_tokens))
         # One after the other: who asks behind new weights gets their answers, or newer ones'.
         self._in_order = ThreadPoolExecutor(1, "in-order")
         self._pool = ThreadPoolExecutor(CONNECTIONS, "answers")
@@ -141,10 +132,9 @@ class Servers:
 
     def close(self) -> None:
         """Whoever waits for an answer stops waiting; the servers see clients that left."""
-        self._over.set()
         for pool in (self._in_order, self._pool):
             pool.shutdown(wait=False, cancel_futures=True)
-        self._asking.close()
+        self._post.close()
 
     def _push_all(self, published: Published) -> None:
         try:
@@ -227,47 +217,7 @@ class Servers:
     def _is_known(self, version: int, digest: str) -> bool:
         until = time.monotonic() + KNOWN_S
         while version not in self._known and version > max(self._known) and time.monotonic() < until:
-            if self._over.wait(0.05):
+            if not self._post.waits(0.05):
                 break
         known = self._known.get(version)
         return known is not None and digest in ("", known.digest)
-
-    def _post(
-        self, address: str, path: str, body: Mapping[str, Any], is_fine: Callable[[int, str], bool]
-    ) -> bytes | None:
-        """Waits where it is full, or is being replaced. None: a refusal that `is_fine`, by its status and line."""
-        data = json.dumps(body).encode()
-        until, pause = time.monotonic() + self._patience_s, _PAUSE_S[0]
-        while True:
-            status, text = self._exchange(address, path, data)
-            if status == 200:
-                return text
-            line = printable(_message(text), 300)
-            if is_fine(status, line):
-                return None
-            if 400 <= status < 500 and status != 429:
-                raise ServerFailed(f"the server at {address} refused {path} with status {status}: {line}")
-            if time.monotonic() > until:
-                gone = f"the server at {address} did not answer {path} for {span(self._patience_s)}"
-                raise ServerFailed(f"{gone}: {f'status {status}: ' if status else ''}{line}")
-            if self._over.wait(pause):
-                raise ServerFailed(f"the server at {address} is not asked any more: the run ends")
-            pause = min(2 * pause, _PAUSE_S[1])
-
-    def _exchange(self, address: str, path: str, data: bytes) -> tuple[int, bytes]:
-        """Status 0: there was no answer, and the text says why."""
-        try:
-            return self._asking.post(address, path, data, self._headers, seconds=self._patience_s, most=self._most)
-        except NoAnswer as problem:
-            return 0, str(problem).encode()
-        except TooLong as problem:
-            raise ServerFailed(
-                f"the server at {address} sent no answer to {path} that can be read: {problem}"
-            ) from problem
-
-
-def _message(text: bytes) -> str:
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return text[:300].decode("utf-8", "replace")

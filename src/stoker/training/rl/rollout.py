@@ -20,8 +20,9 @@ from stoker.training.evaluate.marking import LONGEST_ANSWER
 from stoker.training.generate.config import GenerateConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group, split
+from stoker.training.rl.asking import ServerFailed
 from stoker.training.rl.config import GrpoConfig
-from stoker.training.rl.remote import OtherWeights, ServerFailed
+from stoker.training.rl.remote import OtherWeights
 from stoker.training.rl.sampler import Ask, InTrainer, Sampler
 from stoker.training.rl.scoring import Judged, RewardFailed, Rewards
 from stoker.training.serve.batch import BatchEngine

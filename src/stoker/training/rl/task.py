@@ -216,6 +216,8 @@ class Launched:
     words: Words
     replaced: int = 0  # prompts whose answers taught nothing, and that others stood in for
     age: Age | None = None  # of the answers, where a server wrote them
+    answers_s: float = 0.0  # until they were here: written by the trainers, or waited for
+    learn_s: float = 0.0
 
 
 class GrpoTask(Task):
@@ -314,6 +316,8 @@ class GrpoTask(Task):
             tokens=self.position.tokens,
             grad_norm=learned.norm,
             lr=rate,
+            answers_s=round(launched.answers_s, 4),
+            learn_s=round(launched.learn_s, 4),
             **scale,
             **{name: value for name, value in memory.items() if value is not None},
         )

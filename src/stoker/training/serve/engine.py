@@ -93,6 +93,9 @@ class Sizes:
     turn: int = 1  # tokens of each answer, at most, that are written before the host looks at them
 
 
+_NUMBERS_AT_ONCE = 1 << 28  # of a prompt within a layer, on a CPU: 1 GB
+
+
 class _Change(NamedTuple):
     apply: Callable[[], None]
     version: int | None
@@ -126,7 +129,12 @@ class PagedEngine:
         self.length, self._embedded, self._text_of = length, model.config.vocab_size, text_of
         self.weights = Weights(model, vocab or model.config.vocab_size, codes, streamed)
         self.pool = Pool(-(-memory // sizes.block), sizes.block)
-        self.schedule = Schedule(slots, self.pool, sizes.prompt_tokens)
+        at_once = sizes.prompt_tokens
+        if model.device.type == "cpu":
+            c = model.config
+            scores = c.heads * length if c.attention_cap else 0  # which no kernel of torch keeps from being stored
+            at_once = max(1, min(at_once, _NUMBERS_AT_ONCE // max(c.ff, c.heads * c.head_dim, scores)))
+        self.schedule = Schedule(slots, self.pool, at_once)
         self._paged = Paged(
             self.weights, slots, length, self.pool, _kernels(model, length), captures=not streamed, turn=sizes.turn
         )

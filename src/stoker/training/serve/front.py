@@ -71,7 +71,8 @@ class Weights(Protocol):
 class Front:
     """`names`: hosts that a client may call us by without a key (empty: any); `key`: the API key (empty: none is needed);
     `numbers`: the page of /metrics; `weights`: what loads new ones (None: nobody may), and `token`, where there is no key,
-    what those have to send who ask for it; `now`: the version and digest of the weights.
+    what those have to send who ask for it; `now`: the version and digest of the weights; `shared_memory`: which one this
+    process sees.
     """
 
     def __init__(
@@ -86,10 +87,11 @@ class Front:
         weights: Weights | None = None,
         token: str = "",
         now: Callable[[], tuple[int, str]] = lambda: (0, ""),
+        shared_memory: str = "",
     ) -> None:
         self._served, self._driver, self._carrier = served, driver, carrier
         self._key, self._names, self._numbers = key, names, numbers
-        self._weights, self._token, self._now = weights, token, now
+        self._weights, self._token, self._now, self._shared_memory = weights, token, now, shared_memory
         self.turned_away = 0
         self._bodies: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read_bodies, name="reading", daemon=True)
@@ -139,7 +141,8 @@ class Front:
 
     def _versions(self) -> dict[str, Any]:
         version, digest = self._now()
-        return {"version": version, "digest": digest}
+        told: dict[str, Any] = {"version": version, "digest": digest}
+        return told if self._weights is None else {**told, "shared_memory": self._shared_memory}
 
     def _new_weights(self, request: Incoming) -> Any:
         if self._weights is None:

@@ -1,6 +1,7 @@
 """New weights for a model that is being served: read beside the old ones, and put in their place in one go.
 
-A body names a folder below the one given for that: whole weights, or an adapter for those that the server began with. The
+A body names a folder below the one given for that, or one that a trainer of the same user has put into shared memory
+(contract/sharedweights.py): whole weights, or an adapter for those that the server began with. The
 old weights stay until all of the new ones are in memory, so whatever is wrong with a folder changes nothing.
 """
 
@@ -15,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from stoker.contract import sharedweights
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
@@ -28,6 +30,7 @@ from stoker.training.serve.api import Problem, error, object_in
 
 KEYS = ("folder", "version", "digest")
 MOST_WAITING = 16
+SWEEP_S = 5.0  # between two looks for what a trainer that was killed left in shared memory
 _LONGEST_PATH = 4096
 _NOT_SHAPE = {"load": "", "kept": "", "longest": 0, "stored": 0, "dropout": 0.0, "init_std": 1.0}
 Reply = Callable[[int, bytes], None]  # HTTP's status, and a body of JSON
@@ -65,6 +68,7 @@ class Loader:
         self._bodies: queue.Queue[tuple[bytes, Reply] | None] = queue.Queue(MOST_WAITING)
         self._lock = threading.Lock()
         self._newest: _Coming | None = None
+        self._sweeps = False  # weights have come through shared memory
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
 
     def start(self) -> None:
@@ -78,7 +82,7 @@ class Loader:
             reply(429, error(f"{MOST_WAITING} folders wait to be loaded already: try again later", 429))
 
     def _run(self) -> None:
-        while (item := self._bodies.get()) is not None:
+        while (item := self._next()) is not None:
             body, reply = item
             try:
                 self._load(asked_in(body), reply)
@@ -94,8 +98,20 @@ class Loader:
                 self._say(printable(f"new weights: {type(problem).__name__}: {problem}", 500))
                 reply(500, error("loading failed; see the server's log", 500))
 
+    def _next(self) -> tuple[bytes, Reply] | None:
+        while self._sweeps:
+            try:
+                return self._bodies.get(timeout=SWEEP_S)
+            except queue.Empty:
+                sharedweights.sweep()
+        return self._bodies.get()
+
     def _load(self, asked: Asked, reply: Reply) -> None:
-        folder = inside(self._root, asked.folder)
+        if sharedweights.holds(asked.folder):
+            self._sweeps = True
+            folder = inside(os.path.dirname(asked.folder), asked.folder)
+        else:
+            folder = inside(self._root, asked.folder)
         adapts = is_adapter(folder)
         base = self._base if adapts else folder
         digest = adapters.weights_digest(folder, base)

@@ -50,6 +50,9 @@ def check(c: Config) -> None:
         ),
         f"grpo.server_kind sglang with --{c.adapter.method}: it is given whole weights; leave the adapter out, or serve with"
         " `stoker serve`": c.grpo.server and c.grpo.server_kind == "sglang" and c.adapter.method != "off",
+        f"grpo.publish {c.grpo.publish} is for `stoker serve`: {c.grpo.server_kind} loads folders": (
+            c.grpo.server and c.grpo.server_kind != "stoker" and c.grpo.publish not in ("auto", "folder")
+        ),
         f"grpo.updates {c.grpo.updates} is more than the {answers} answers of a step (grpo.prompts_per_step ×"
         " grpo.group)": c.grpo.updates > answers,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from stoker.contract.quantities import amount, counted, span
@@ -169,8 +170,8 @@ def xid(cards: Cards) -> Iterator[Finding]:
     are not reported.
     """
     for gpu, health in cards:
-        for number in sorted(set(health.xids)):
-            times = f", {health.xids.count(number)} times" if health.xids.count(number) > 1 else ""
+        for number, count in sorted(Counter(health.xids).items()):
+            times = f", {count} times" if count > 1 else ""
             if number in XIDS:
                 yield fail(f"GPU {gpu.index}: Xid {number} ({XIDS[number][0]}){times}", XIDS[number][1], gpu=gpu.index)
             elif number in XID_WARN:

@@ -72,7 +72,7 @@ def named_by(ends: Sequence[RankEnd]) -> RankEnd | None:
     for end in ends:
         if not _is_traced(end) or end.error is None:
             continue
-        found = re.search(r"\bon ranks? (\d+)", end.error.message)
+        found = re.search(r"\bon ranks? (\d{1,9})", end.error.message)
         return next((one for one in ends if found and _is_traced(one) and one.rank == int(found[1])), None)
     return None
 

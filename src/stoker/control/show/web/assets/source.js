@@ -79,7 +79,7 @@ export class LiveSource {
     for (const [name, value] of Object.entries(params)) {
       if (value !== null && value !== undefined && value !== "") query.set(name, Array.isArray(value) ? value.join("\n") : value);
     }
-    const answer = await fetch(`api/${path}?${query}`, { cache: "no-store" });
+    const answer = await again(() => fetch(`api/${path}?${query}`, { cache: "no-store" }));
     const data = await answer.json().catch(() => ({ error: `the server answers ${answer.status}` }));
     if (data.error) throw new Error(data.error);
     return data;
@@ -99,6 +99,18 @@ export class LiveSource {
     const data = await answer.json().catch(() => ({ error: `the server answers ${answer.status}` }));
     return data.error || data.told;
   }
+}
+
+// A browser gives up what is under way when a network card comes or goes (a VPN, a container), loopback included.
+async function again(attempt, waits = [300, 1000, 3000]) {
+  for (const wait of waits) {
+    try {
+      return await attempt();
+    } catch {
+      await new Promise((resolve) => setTimeout(resolve, wait));
+    }
+  }
+  return attempt();
 }
 
 export class SavedSource {

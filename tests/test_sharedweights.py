@@ -1,0 +1,145 @@
+"""Weights in shared memory: for their user alone, gone with the process that made them, and on the disk where they don't fit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from localuser import VICTIM, start_as, wait
+from stoker.contract import sharedweights
+from stoker.control.doctor import clean, debris
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """In the place of /dev/shm, which the other tests use at the same time. Other users can reach it."""
+    with tempfile.TemporaryDirectory(prefix="shm-", dir="/tmp") as made:
+        os.chmod(made, 0o1777)
+        monkeypatch.setattr(sharedweights, "PLACE", made)
+        yield Path(made)
+
+
+KILLED = """
+import os, signal, sys
+from stoker.contract import sharedweights
+sharedweights.PLACE = sys.argv[1]
+made = sharedweights.SharedFolder()
+os.mkdir(f"{made.path}/version-00000001")
+with open(f"{made.path}/version-00000001/model.safetensors", "wb") as file:
+    file.write(bytes(8192))
+worker = os.fork()  # of the trainer's: it must not keep the folder alive
+if worker:
+    print(worker, flush=True)
+signal.pause()
+"""
+
+
+def test_what_a_killed_process_left_is_swept_and_what_lives_stays(place: Path) -> None:
+    trainer = subprocess.Popen([sys.executable, "-c", KILLED, str(place)], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    worker = int(trainer.stdout.readline())
+    try:
+        (top,) = place.iterdir()
+        assert top.stat().st_mode & 0o777 == 0o700
+        mine = sharedweights.SharedFolder()
+        assert not list(sharedweights.dead()), "both live"
+        trainer.kill()
+        trainer.wait()
+        assert list(sharedweights.dead()) == [str(top)]
+        (found,) = debris.find_debris(str(place / "no-tmp"), str(place))
+        assert (found.kind, found.path) == (debris.WEIGHTS, str(top)) and found.size >= 8192
+        assert clean.remove_debris([found]) == [] and not top.exists() and Path(mine.path).exists()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        trainer.kill()
+        trainer.communicate()
+    mine.remove()
+    assert not list(place.iterdir())
+
+
+def test_the_next_trainer_sweeps_before_it_begins(place: Path) -> None:
+    text = KILLED.replace("worker = os.fork()", "os.kill(os.getpid(), signal.SIGKILL)")
+    done = subprocess.run([sys.executable, "-c", text, str(place)], check=False)
+    assert done.returncode == -signal.SIGKILL and len(list(place.iterdir())) == 1
+    mine = sharedweights.SharedFolder()
+    assert [str(one) for one in place.iterdir()] == [mine.path]
+    mine.remove()
+
+
+def test_only_closed_folders_of_ones_own_user_count(place: Path) -> None:
+    def made(name: str, mode: int = 0o700) -> Path:
+        (place / name / "version-1").mkdir(parents=True)
+        (place / name).chmod(mode)
+        return place / name / "version-1"
+
+    good = made("stoker-weights-a")
+    assert sharedweights.holds(str(good))
+    (place / "stoker-weights-link").symlink_to(good.parent)
+    others = [made("stoker-weights-b", 0o755), made("other"), place / "stoker-weights-link" / "version-1", good.parent]
+    others += [good / ".." / ".." / "other", Path("/etc/passwd")]
+    assert not any(sharedweights.holds(str(path)) for path in others)
+    if os.geteuid() == 0:
+        pid = start_as(VICTIM, lambda: sharedweights.SharedFolder() and None)
+        assert wait(pid) == 0
+        (theirs,) = [one for one in place.iterdir() if one.stat().st_uid == VICTIM]
+        assert not sharedweights.holds(str(theirs / "version-1")) and str(theirs) not in list(sharedweights.dead())
+        read = start_as(VICTIM, lambda: os.listdir(good))
+        assert wait(read) == 1, "closed to others"
+    place.chmod(0o777)
+    assert not sharedweights.holds(str(good)), "others could put theirs in its place"
+
+
+FILLED = """
+import os, sys
+import torch
+from stoker.contract import sharedweights
+from stoker.training.model.config import ModelConfig
+from stoker.training.model.decoder import Decoder
+from stoker.training.parallel.config import ParallelConfig
+from stoker.training.parallel.group import Group
+from stoker.training.rl.publish import Publisher, To
+
+model = Decoder(ModelConfig(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, ff=96, vocab_size=260), 32)
+model.start(0)
+group = Group(ParallelConfig(device="cpu", strategy="ddp"))
+
+def publisher(run, staleness):
+    return Publisher(model, None, run, group, To((), "auto", staleness, None, print, lambda line: print(line, flush=True)))
+
+def fill(left):
+    room = os.statvfs("/dev/shm")
+    with open("/dev/shm/other", "wb") as file:
+        file.write(bytes(room.f_bavail * room.f_frsize - left))
+
+first, second = publisher("first", 0), publisher("second", 1)
+print(first(0).folder, second(0).folder)
+fill(300_000)
+print(first(1).folder)
+sharedweights.why_no_room = lambda size: ""  # it looked well, and then somebody was faster
+os.unlink("/dev/shm/other")
+fill(100_000)
+print(second(1).folder, os.listdir("second/published"), os.listdir("/dev/shm"))
+"""
+
+
+def test_weights_go_to_the_disk_once_shared_memory_is_full(tmp_path: Path) -> None:
+    """A real one of 5 MB, in a mount namespace of its own; somebody else fills it while the run is under way."""
+    mount = 'mount -t tmpfs -o size=5m,mode=1777 tmpfs /dev/shm && exec "$@"'
+    command = ["unshare", "-rm", "sh", "-c", mount, "sh", sys.executable, "-c", FILLED]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    if done.stderr.startswith(("mount:", "unshare:")):
+        pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.count("/dev/shm/stoker-weights-") for line in lines[:3]] == [1, 1, 2], lines
+    goes = f"new weights go to {tmp_path}/first/published, not to shared memory: /dev/shm has "
+    assert lines[3].startswith(goes) and lines[4] == f"{tmp_path}/first/published/version-00000001", lines
+    assert "No space left on device" in lines[5] or "no space left" in lines[5], lines
+    assert lines[6] == f"{tmp_path}/second/published/version-00000001 ['version-00000001'] ['other']"
