@@ -170,7 +170,8 @@ class Membership:
         rule = f"--min-hosts is {self._least}" if self._least else "without --min-hosts all are needed"
         left = f"{self.here} left, and {rule}"
         lost = "; ".join(f"{name}: {one.why}" for name, one in self.lost.items())
-        verdict = replace(verdict, retryable=False, evidence=(*verdict.evidence, lost))
+        fix = tuple(step for step in verdict.fix if not (self._least and step.startswith("--min-hosts ")))
+        verdict = replace(verdict, retryable=False, evidence=(*verdict.evidence, lost), fix=fix)
         if verdict.cause != "host.lost":
             return replace(verdict, summary=f"{verdict.summary}; then {left}")
         if len(self.lost) == len(self._order) > 1:
