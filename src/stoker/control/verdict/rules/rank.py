@@ -8,7 +8,7 @@ from typing import Any
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_USAGE
 from stoker.contract.stacktext import is_library, threads_of
 from stoker.control.verdict.catalogue import Case, Family, Found
-from stoker.control.verdict.lastwords import first_line, last_lines, place
+from stoker.control.verdict.lastwords import first_line, last_lines, place, signal_name
 from stoker.control.verdict.rules.memory import memory_trend
 
 ORDER = 99
@@ -78,10 +78,7 @@ def left_early(case: Case) -> Found | None:
 def _ended_by(case: Case) -> tuple[int, str, tuple[str, ...]]:
     code = case.end.code
     number = -code if code is not None and code < 0 else 0
-    try:
-        name = signal.Signals(number).name if number else ""
-    except ValueError:
-        name = f"signal {number}"
+    name = signal_name(number) if number else ""
     seen = (f"wait status: killed by {name}",) + ((f"it had reached step {case.end.steps}",) if case.end.steps else ())
     return number, name, seen
 
