@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 _ABOUT = "Trains a model through every stage, each one a run of its own with verdict, restarts and logs, and writes a report."
 _EPILOG = """stages, in this order: {stages}
 
-  stoker speedrun                                       what this machine can do, on the built-in world
+  stoker speedrun                                       what this machine can do, on the built-in data set
   stoker speedrun --plan                                what it would run, and about how long
   stoker speedrun --set sft:train.max_steps=500         runs sft again, and what is built on it
   stoker speedrun --preset d20 --data my-data/          real data
   stoker speedrun --only grpo-density --set grpo:grpo.kl=0.05
 
-The same command goes on where it was stopped or killed; when all is done it says so and exits 0.
+The same command resumes it after a stop or a kill; when everything is done it says so and exits with 0.
 exit codes: the failed stage's own; 128+n for a signal; 64 a flag, 65 and 66 data or a missing input, 69 GPUs, 73 the folder can't be written or
-has no room, 75 another speedrun works there."""
+has no space, 75 another speedrun works there."""
 
 
 def parser() -> Parser:
