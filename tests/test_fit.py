@@ -648,7 +648,7 @@ def test_an_epochs_time_and_cost_and_where_the_speed_comes_from(stoker: Stoker, 
         (("--gpus", "8GB", "--stage", "grpo", "--new-tokens", "2048"), "leaves no tokens for a prompt"), (("--gpus", "8GB", "--stage", "grpo", "--kl", "-1"), "--kl -1"),
         (("--gpus", "8GB", "--stage", "grpo", "--reward-model", "nowhere"), "nowhere"), (("--gpus", "8GB", "--stage", "dpo", "--no-likelihood"), "is for --stage reward"),
         (("--gpus", "8GB", "--stage", "grpo", "--embedding", "host"), "--embedding host: stage grpo writes answers"),
-        (("--method", "dora"), "invalid choice"), (("--gpu", "8GB"), "unrecognized arguments"),
+        (("--method", "dora"), "invalid choice"), (("--gpu", "8GB"), "unknown option --gpu; did you mean --gpus?"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(stoker: Stoker, folder: Path, words: tuple[str, ...], says: str) -> None:

@@ -467,6 +467,9 @@ def test_init_asks_the_hosts_and_writes_a_file_that_reads_back(stoker: Stoker, n
         2
     ].user == "root"
     text = (stoker.cwd / "cluster.yaml").read_text()
+    python3_has_torch = "no torch in python3" not in text  # of the machine that the tests run on
+    assert (f"no torch on {c.name} (looked at ~/venv/bin/python, " in done.err) is not python3_has_torch, done.err
+    assert f"no torch on {a.name}" not in done.err
     assert "# 2 × NVIDIA A40, torch 2.9.1" in text and "# no GPU: one CPU rank, torch 2.10.0" in text
     again = stoker("cluster", "init", a.name, *_reaching(netcluster))
     assert (

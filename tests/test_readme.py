@@ -218,7 +218,7 @@ ROWS = [
         "there are no such hosts (tests/test_hosts.py runs it on a test cluster)",
     ),
     Row(
-        "stoker cluster check --hosts cluster.yaml train.py",
+        "stoker cluster check --hosts cluster.yaml",
         why=f"{PARSED}tests/test_cluster_check.py runs it on a test cluster",
     ),
     Row(

@@ -590,6 +590,11 @@ def test_files_are_counted_before_they_are_prepared(tmp_path: Path) -> None:
         (["--lerning_rate", "1"], "did you mean --learning_rate?"),
         (["--optim.lerning-rate", "1"], "did you mean --optim.learning-rate?"),
         (["--seed", "1"], "--seed: it could be data.seed or train.seed"),
+        (["--lora", "--qlora"], "--lora and --qlora exclude each other: adapter.method is lora or qlora"),
+        (
+            ["--wandb", "--mlflow"],
+            "exclude each other: train.log_to is wandb or mlflow; for both: --train.log_to wandb,mlflow",
+        ),
         (["--preset", "stabel"], "--preset: no preset 'stabel'; did you mean stable?"),
         (["--learning-rate", "0"], "--learning-rate: optim.learning_rate 0.0 is out of range: above 0"),
         (["--learning-rate", "nan"], "out of range"),
