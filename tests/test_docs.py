@@ -46,7 +46,7 @@ def test_every_command_guesses_what_a_misspelt_flag_means(stoker: Stoker) -> Non
         (["export", "a", "b"], "--mrege", "--merge"),
     ):
         done = stoker(*words, flag)
-        assert (done.code, done.err) == (64, f"stoker: unknown option {flag}; did you mean {meant}?\n")
+        assert (done.code, done.err) == (64, f"stoker: unknown option {flag} (did you mean {meant}?)\n")
     assert stoker("why", "--nothing-alike").err.endswith("; `stoker why --help` lists the options\n")
 
 

@@ -102,9 +102,9 @@ def test_the_test_cluster_is_not_this_machine_but_its_bridge_is(netcluster: NetC
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("hosts: [{host: a}]\ndefault: {user: x}", "unknown key 'default'; did you mean defaults?"),
-        ("hosts: [{host: a, slot: 2}]", "host a: unknown key 'slot'; did you mean slots?"),
-        ("hosts: [{host: a}]\ndefaults: {pyton: /x}", "defaults: unknown key 'pyton'; did you mean python?"),
+        ("hosts: [{host: a}]\ndefault: {user: x}", "unknown key 'default' (did you mean defaults?)"),
+        ("hosts: [{host: a, slot: 2}]", "host a: unknown key 'slot' (did you mean slots?)"),
+        ("hosts: [{host: a}]\ndefaults: {pyton: /x}", "defaults: unknown key 'pyton' (did you mean python?)"),
         ("hosts: [{host: a}]\ndefaults: {host: b}", "defaults: unknown key 'host'"),
         ("hosts: [{host: a}, b, {host: a}]", "host a is listed twice"),
         ("hosts: [x@a, y@a]", "host a is listed twice"),
