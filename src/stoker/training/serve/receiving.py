@@ -122,7 +122,7 @@ class Receiver:
 
     def _group_in(self, told: Any) -> Group:
         if not isinstance(told, dict) or sorted(told) != sorted(GROUP_KEYS):
-            raise Problem(f"group: an object with {', '.join(GROUP_KEYS)}", key="group")
+            raise Problem(f"group must be an object with {', '.join(GROUP_KEYS)}", key="group")
         name, address, backend, rank, size, bucket = (told[key] for key in GROUP_KEYS)
         host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
         good = isinstance(name, str) and 0 < len(name) <= 64 and backend in BACKENDS and bool(host) and port.isdecimal()
@@ -143,19 +143,23 @@ class Receiver:
             wanted = {name: tuple(tensor.shape) for name, tensor in hf.named(self._model)}
         else:
             if manifest.base != adapters.base_digest(self._base):
-                raise Problem("the adapter was trained beside other weights than this server began with", 409, "base")
+                raise Problem(
+                    "the adapter was trained on a base model other than the one this server was started with",
+                    409,
+                    "base",
+                )
             settings, _ = adapters.settings_from(manifest.adapter, "the adapter that is sent", LORA)
             wanted = adapters.shapes_of(c, settings)
         given = {one.name: one.size for one in manifest.entries}
         for name, size in given.items():
             if name not in wanted:
-                raise Problem(f"{printable(name, 100)}: the model that is served has no such tensor", 409, "tensors")
+                raise Problem(f"{printable(name, 100)}: the served model does not have this tensor", 409, "tensors")
             if size != wanted[name]:
-                line = f"{printable(name, 100)} is {list(size)}, and the model that is served has {list(wanted[name])}"
+                line = f"{printable(name, 100)} is {list(size)}, and in the served model {list(wanted[name])}"
                 raise Problem(f"{line}: weights of another shape", 409, "tensors")
         missing = next((name for name in wanted if name not in given), "")
         if missing or len(given) != len(manifest.entries):
-            raise Problem(f"{missing or 'a tensor'} is missing from what is to be sent, or there twice", 409, "tensors")
+            raise Problem(f"{missing or 'a tensor'} is missing in the list of tensors, or listed twice", 409, "tensors")
 
     def _whole(self, tensors: dict[str, Tensor]) -> Callable[[], None]:
         def change() -> None:
