@@ -30,6 +30,7 @@ from stoker.training.parallel.group import Group
 from stoker.training.rl.asking import Patient
 from stoker.training.rl.dialects import Stoker
 from stoker.training.rl.publish import Publisher, To
+from stoker.training.rl.sending import Sender
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
 KEY = "benchmark"
@@ -55,7 +56,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--ways", default="folder,memory")
+    parser.add_argument("--ways", default="folder,memory,group")
     parser.add_argument("--json", default="")
     parser.add_argument("--commit", default="")
     told = parser.parse_args()
@@ -66,17 +67,35 @@ def main() -> int:
         tokenizer.save(os.path.join(place, "tokenizer"))
         base = os.path.join(place, "hf")
         hf.save(model, base, say=lambda _: None, tokenizer_folder=os.path.join(place, "tokenizer"))
-        flags = ["--port", "0", "--context", "64", "--slots", "2", "--weights-from", place]
+        flags = [
+            "--port",
+            "0",
+            "--context",
+            "64",
+            "--slots",
+            "2",
+            "--weights-from",
+            place,
+            "--weights-group",
+            "127.0.0.1",
+        ]
         server = subprocess.Popen(
             [sys.executable, "-m", "stoker", "serve", base, *flags],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, API_KEY: KEY},
         )  # fmt: skip
         assert server.stdout is not None
         address = server.stdout.readline().split()[0].removeprefix("http://").partition("/")[0]
-        group, ask, ways = Group(ParallelConfig(device="cpu", strategy="ddp")), Patient(KEY, 60.0, 1 << 20), {}
+        group, ask, ways = (
+            Group(ParallelConfig(device="cpu", strategy="ddp")),
+            Patient(KEY, 60.0, 1 << 20),
+            dict[str, Publisher | Sender](),
+        )
         for way in told.ways.split(","):
             to = To((address,), way, 0, ask, lambda _: None, lambda line: print(line, file=sys.stderr))
-            ways[way] = Publisher(model, None, os.path.join(place, way), group, to)
+            if way == "group":
+                ways[way] = Sender(model, None, group, to, 60.0)
+            else:
+                ways[way] = Publisher(model, None, os.path.join(place, way), group, to)
         found: dict[str, list[tuple[float, float, int]]] = {way: [] for way in ways}
         version = 0
         for number in range(told.rounds + 1):

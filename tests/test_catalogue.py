@@ -327,7 +327,7 @@ JSON_LOAD = 'Traceback (most recent call last):\n  File "/usr/lib/python3.11/jso
 # (cause, the end, tried again, words of the summary)
 CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
     ("nan.traced", end(err("NonFinite", "step 12: NaN first in aten.bmm of layers.3.attention (forward) on rank 0, samples 17, 18", module="stoker.training.forensics.culprit")), False, ("step 12", "aten.bmm of layers.3.attention", "samples 17, 18")),
-    ("grpo.broken", end(code=70, tail="INFO | [GPU 0] GRPO stopped itself: the divergence from the model it began with stayed above 10 for 3 steps (since step 40), now 12.5\n"), False, ("stayed above 10",)),
+    ("grpo.broken", end(code=70, tail="INFO | [GPU 0] GRPO stopped itself: the divergence from the first model stayed above 10 for 3 steps (since step 40), now 12.5\n"), False, ("stayed above 10",)),
     ("grpo.other-weights", end(code=70, tail="INFO | [GPU 0] GRPO stopped itself: the server at 127.0.0.1:8000 answers with other weights than the trainers': on a test prompt its log-probabilities differ by 0.31 a token\n"), False, ("127.0.0.1:8000 answers with other weights",)),
     ("grpo.identical", end(code=70, tail="INFO | [GPU 0] GRPO stopped itself: all answers to a prompt were the same text, for every prompt for 10 steps (since step 4), so nothing is learned\n"), False, ("the same text", "since step 4")),
     ("grpo.cut", end(code=70, tail="INFO | [GPU 0] GRPO stopped itself: 97% of the answers were cut at generate.new_tokens for 10 steps (since step 4), mean length 64.0\n"), False, ("97% of the answers were cut",)),

@@ -513,7 +513,7 @@ def test_a_folder_that_was_deleted_is_made_anew_and_that_is_said(job: Callable[.
     one = job()
     one.save(1, {"w": torch.ones(100)})
     shutil.rmtree(one.folder)
-    assert one.save(2, {"w": torch.ones(100)}) == [True] and "was gone, with all checkpoints in it" in one.lines[0]
+    assert one.save(2, {"w": torch.ones(100)}) == [True] and "was removed, with all checkpoints in it" in one.lines[0]
     shutil.rmtree(one.folder.parent)
     assert one.save(3, {"w": torch.ones(100)}) == [False] and "there is no other one" in one.lines[1]
 

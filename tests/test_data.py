@@ -376,7 +376,7 @@ def test_chats_are_packed_whole_and_learn_the_assistant_only(place: Place) -> No
         place.said[-2].startswith("1 of 302 rows can't be used: ")
         and "chats.jsonl, line 301: no message is the assistant's; left out" in place.said[-2]
     )
-    assert "1 of 301 conversations are longer than data.context_length 512 and lose their end" in place.said[-1]
+    assert "1 of 301 conversations are longer than data.context_length 512 and are cut" in place.said[-1]
     assert place.said[-1].endswith("chats.jsonl, line 302 has 1,522 tokens")
     assert (
         made.dropped == 0

@@ -346,7 +346,7 @@ def test_pairs_as_published_are_used_or_listed_with_the_reason(stage: str, stoke
     done = stoker.torch(*given)
     assert done.code == 0, done.out + done.err
     said, path = done.out + done.err, f"{stage}.pairs {begin / 'pairs.jsonl.gz'}"
-    assert f"{path}: 2 of 300 rows are no usable pairs: chosen has an empty answer (row 11);" in said
+    assert f"{path}: 2 of 300 rows are not usable pairs: chosen has an empty answer (row 11);" in said
     assert "chosen and rejected are the same text (row 21); left out" in said
     assert (
         f"{path}: 1 of 300 pairs are too long: both answers have more tokens" in said and "(row 31); left out" in said

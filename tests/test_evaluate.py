@@ -381,7 +381,7 @@ def test_questions_too_long_for_the_context_are_refused_unless_few(tmp_path: Pat
     words = bytes_tokenizer()
     asked = put(read_tasks([rows(tmp_path / "few.jsonl", *short, long)], 0)[0], words, Manner(True), 120, 8)
     assert len(asked.places) == 150
-    with pytest.raises(Refusal, match=r"1 of 51 are longer than 120 tokens \(question 51 has"):
+    with pytest.raises(Refusal, match=r"1 of 51 are longer than 120 tokens \(number 51 has"):
         put(read_tasks([rows(tmp_path / "many.jsonl", *short[:50], long)], 0)[0], words, Manner(True), 120, 8)
 
 
@@ -603,7 +603,10 @@ def test_answers_cut_at_the_token_limit_are_counted_and_reported(
         whole["metrics"]["all"]["correct"],
         whole["metrics"]["new_tokens"],
     ) == (0, 1, 12)
-    assert "cut at" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert (
+        "cut at" not in shown and '\nin form: the answer stands alone or after a mark such as "The answer is"' in shown
+    )
     short, completions = evaluated(model_folder, tmp_path, monkeypatch, *words, "--generate.new_tokens", "7")
     told = short["metrics"]["all"]
     assert (

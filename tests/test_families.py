@@ -574,8 +574,8 @@ def test_every_option_has_words_and_an_unsupported_one_is_named(capfd: pytest.Ca
     for windows in ((3, 0), (8, 0)):
         assert kernels_for(replace(both, norms="both", windows=windows), 8, torch.device("cuda")) is None
     assert capfd.readouterr().err.splitlines() == [
-        "the generation kernels have no norm after attention and MLP, sliding window yet; using plain torch",
-        "the generation kernels have no norm after attention and MLP yet; using plain torch",
+        "the generation kernels don't support norm after attention and MLP, sliding window yet; using plain torch",
+        "the generation kernels don't support norm after attention and MLP yet; using plain torch",
     ]
 
 

@@ -642,10 +642,10 @@ def test_an_epochs_time_and_cost_and_where_the_speed_comes_from(stoker: Stoker, 
         (("--gpus", "8GB", "--method", "lora", "--optimizer", "muon"), "--optimizer muon is for --method full"),
         (("--gpus", "8GB", "--probe"), "it needs --data"), (("--gpus", "8GB", "--data", "nowhere.jsonl"), "nowhere.jsonl"),
         (("--gpus", "8GB", "--stage", "tokenizer"), "that stage has no memory plan"), (("--gpus", "8GB", "--stage", "evaluate"), "there is a plan for pretrain, midtrain, sft"),
-        (("--gpus", "8GB", "--stage", "dop"), "no stage is called that; did you mean dpo?"), (("--gpus", "8GB", "--stage", ""), "no stage is called that"),
+        (("--gpus", "8GB", "--stage", "dop"), "no such stage; did you mean dpo?"), (("--gpus", "8GB", "--stage", ""), "no such stage"),
         (("--gpus", "8GB", "--rows", "4"), "--rows is for --stage grpo, and this is sft"), (("--gpus", "8GB", "--stage", "grpo", "--rows", "-1"), "out of range"),
         (("--gpus", "8GB", "--bits", "4"), "--bits is for --stage grpo"), (("--gpus", "8GB", "--stage", "grpo", "--bits", "4", "--method", "lora"), "--bits 4 is for --method qlora"),
-        (("--gpus", "8GB", "--stage", "grpo", "--new-tokens", "2048"), "leaves no room for a prompt"), (("--gpus", "8GB", "--stage", "grpo", "--kl", "-1"), "--kl -1"),
+        (("--gpus", "8GB", "--stage", "grpo", "--new-tokens", "2048"), "leaves no tokens for a prompt"), (("--gpus", "8GB", "--stage", "grpo", "--kl", "-1"), "--kl -1"),
         (("--gpus", "8GB", "--stage", "grpo", "--reward-model", "nowhere"), "nowhere"), (("--gpus", "8GB", "--stage", "dpo", "--no-likelihood"), "is for --stage reward"),
         (("--gpus", "8GB", "--stage", "grpo", "--embedding", "host"), "--embedding host: stage grpo writes answers"),
         (("--method", "dora"), "invalid choice"), (("--gpu", "8GB"), "unrecognized arguments"),
@@ -757,7 +757,7 @@ def test_train_takes_the_strategy_from_the_plan(tmp_path: Path, small: Path, fol
     strategy, gpus, lines = planned(2150 * MIB, "parallel=auto")
     assert strategy == "fsdp" and lines[0].startswith("parallel auto: fsdp: ddp ") and "does not fit" in lines[0]
     strategy, gpus, lines = planned(2150 * MIB, "parallel=auto", "compute.compile=on")
-    assert strategy == "ddp" and "no memory plan knows this run" in lines[0]
+    assert strategy == "ddp" and "there is no memory plan for this run" in lines[0]
     strategy, gpus, lines = planned(2150 * MIB, "optim.kind=adamw")
     assert strategy == "ddp" and "may not fit" in lines[0] and lines[0].endswith("smallest change: --parallel fsdp")
     assert planned(80 * GIB, "parallel=auto", "lora")[0] == "ddp"

@@ -293,14 +293,14 @@ def test_a_bomb_is_refused_before_it_fills_the_disk(place: Place, monkeypatch: p
         "a.jsonl.gz": gzip.compress(row * 400_000),
         "b.jsonl.xz": lzma.compress(row * 400_000),
     }.items():
-        assert "unfolds to more than 200 times" in refusal(lambda: place.prepare(place.file(name, packed)))  # noqa: B023
+        assert "unpacks to more than 200 times" in refusal(lambda: place.prepare(place.file(name, packed)))  # noqa: B023
     assert os.listdir(place.folder / "cache" / "unpacked") == []
 
 
 def test_conversations_longer_than_the_context_are_named(place: Place) -> None:
     long = {"messages": [USER, {"role": "assistant", "content": "long " * 40}]}
     place.prepare(place.rows("long.jsonl", [{"messages": [USER, ANSWER]}, long]))
-    assert "1 of 2 conversations are longer than data.context_length 64 and lose their end" in place.said[-1]
+    assert "1 of 2 conversations are longer than data.context_length 64 and are cut" in place.said[-1]
     assert "long.jsonl, line 2 has " in place.said[-1]
 
 

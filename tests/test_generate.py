@@ -233,7 +233,11 @@ def test_what_cannot_be_is_refused_in_one_line() -> None:
     model = made(LLAMA)
     engine = BatchEngine(model, rows=2, length=20)
     for given, told, words in (
-        ([[1] * 15], {"new_tokens": 6}, "prompt 0 has 15 tokens, with 6 of an answer more than the 20"),
+        (
+            [[1] * 15],
+            {"new_tokens": 6},
+            "prompt 0 has 15 tokens; with an answer of 6 that is more than the limit of 20",
+        ),
         ([[1], []], {"new_tokens": 6}, "prompt 1 is empty"),
         ([[1, 96]], {"new_tokens": 6}, "id 96"),
         ([[1]], {"new_tokens": 0}, "new_tokens 0"),

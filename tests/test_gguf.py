@@ -181,4 +181,4 @@ def test_what_it_can_not_hold_is_refused_and_leaves_nothing(tmp_path: Path, monk
     words = tmp_path / "model" / "tokenizer.json"
     told = json.loads(words.read_text())
     words.write_text(json.dumps({**told, "normalizer": {"type": "Lowercase"}}))
-    assert "its tokenizer is no byte-level BPE" in refused(str(tmp_path / "out.gguf"))
+    assert "its tokenizer is not a byte-level BPE" in refused(str(tmp_path / "out.gguf"))

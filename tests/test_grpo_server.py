@@ -63,6 +63,7 @@ class Serving:
 
     def __init__(self, folder: Path, weights_from: Path) -> None:
         self._words = ["serve", str(folder), "--context", "48", "--slots", "16", "--weights-from", str(weights_from)]
+        self._words += ["--weights-group", "127.0.0.1"]
         self._held = ExitStack()
         self._forks = self._held.enter_context(server(SERVER))
         self._log = Path(self._held.enter_context(tempfile.TemporaryDirectory())) / "rank-0.log"
@@ -135,7 +136,7 @@ def shared_folder(job: Job) -> Path:
     return Path(line.split(": ")[-1])
 
 
-@pytest.mark.parametrize("way", ["folder", "memory"])
+@pytest.mark.parametrize("way", ["folder", "memory", "group"])
 def test_with_no_staleness_a_server_makes_the_run_that_the_trainers_make_alone(
     forks: Forks, serving: Serving, alone: Job, tmp_path: Path, way: str
 ) -> None:
@@ -151,10 +152,17 @@ def test_with_no_staleness_a_server_makes_the_run_that_the_trainers_make_alone(
     assert way != "memory" or not shared_folder(job).exists()
 
 
-def test_ranks_in_shards_with_adapters_publish_these_alone(forks: Forks, serving: Serving, tmp_path: Path) -> None:
-    more = ("--max-steps", "3", "--lora")
+@pytest.mark.parametrize(
+    "how", at_length_but([("auto", "--lora")], [("auto", "--lora"), ("group", "--lora"), ("group",)])
+)
+def test_ranks_in_shards_publish_adapters_alone_or_whole_weights(
+    forks: Forks, serving: Serving, tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    way, *method = how
+    more = ("--max-steps", "3", *method)
     one = forks(1, tmp_path / "1", *more)
-    two = forks(2, tmp_path / "2", *more, "--strategy", "fsdp", "--grpo.server", serving.url, "--every_steps", "1")
+    server = ("--grpo.server", serving.url, "--grpo.publish", way)
+    two = forks(2, tmp_path / "2", *more, "--strategy", "fsdp", *server, "--every_steps", "1")
     assert one.codes == [0] and two.codes == [0, 0], two.said()
     for name in ("loss", "reward", "kl", "entropy", "grad_norm"):
         ours, theirs = ([line[name] for line in job.metrics] for job in (two, one))
@@ -166,7 +174,7 @@ def test_answers_are_so_many_steps_behind_at_most_and_the_model_learns(
     forks: Forks, serving: Serving, tmp_path: Path, staleness: int
 ) -> None:
     more = ("--max-steps", "20", "--export", "false", "--grpo.server", serving.url, "--grpo.staleness", str(staleness))
-    job = forks(2, tmp_path, *more)
+    job = forks(2, tmp_path, *more, "--grpo.publish", "auto" if staleness == 1 else "group")
     assert job.codes == [0, 0], job.said()
     ages = [line["staleness_max"] for line in job.metrics]
     assert ages[0] == 0 and 0 < max(ages) <= staleness, ages
@@ -177,13 +185,14 @@ def test_answers_are_so_many_steps_behind_at_most_and_the_model_learns(
     assert all(steps.count(step) == 24 for step in range(20)), "rank 0's half, each once"
 
 
+@pytest.mark.parametrize("way", ["auto", "group"])
 def test_a_server_that_is_killed_and_replaced_gets_the_newest_weights_and_the_run_is_the_same(
-    forks: Forks, given: Path, alone: Job, tmp_path: Path
+    forks: Forks, given: Path, alone: Job, tmp_path: Path, way: str
 ) -> None:
     mine = Serving(given / "hf", tmp_path)
     try:
         ranks = forks._ranks
-        ranks.begin(1, tmp_path / "job", words=forks.words(*STEPS, "--grpo.server", mine.url))
+        ranks.begin(1, tmp_path / "job", words=forks.words(*STEPS, "--grpo.server", mine.url, "--grpo.publish", way))
         metrics = tmp_path / "job" / "run" / "metrics.jsonl"
         for lines in (1, 3):
             assert wait_for(

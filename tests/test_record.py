@@ -200,7 +200,8 @@ def test_stop_without_a_name_ends_one_that_runs(stoker: Stoker) -> None:
 def test_commands_in_our_lines_can_be_pasted(stoker: Stoker) -> None:
     failed = stoker("run", "--name", "my run", stoker.script("i.py", "import no_such_package"))
     quoted = f"'{failed.run_dir.name}'"
-    assert f"exit code 1; `pip install no_such_package`; `stoker why {quoted}` says more\n" in failed.err
+    assert "\nstoker: what to do: `pip install no_such_package`\n" in failed.err
+    assert f"exit code 1; `stoker why {quoted}` says more\n" in failed.err
     detached = stoker(
         "run", "--detach", "--again", "--name", "my run", stoker.script("nap.py", "import time; time.sleep(100)")
     )

@@ -196,7 +196,7 @@ BAD: tuple[tuple[Any, int, str], ...] = (
     ({"prompt": []}, 400, "prompt"), ({"prompt": [10**9]}, 400, "token ids"), ({"prompt": [-1]}, 400, "token ids"),
     ({"prompt": "x", "temprature": 1}, 400, "did you mean"), ({"prompt": "x", "temperature": "hot"}, 400, "temperature"),
     ({"prompt": "x", "temperature": -1}, 400, "temperature"), ({"prompt": "x", "temperature": 1e300}, 400, "0.001 to 1000"), ({"prompt": "x", "top_p": 0}, 400, "top_p"),
-    ({"prompt": "x", "n": 0}, 400, "n 0"), ({"prompt": "x", "n": 10**6}, 400, "n 1000000"), ({"prompt": "x", "n": 9}, 400, "8 at a time"),
+    ({"prompt": "x", "n": 0}, 400, "n must be a whole number from 1 to 128, not 0"), ({"prompt": "x", "n": 10**6}, 400, "not 1000000"), ({"prompt": "x", "n": 9}, 400, "8 at a time"),
     ({"prompt": "x", "max_tokens": 10**6}, 400, "max_tokens"), ({"prompt": "x", "max_tokens": True}, 400, "max_tokens"),
     ({"prompt": "the " * 400}, 400, "tokens"), ({"prompt": "x", "stop": [""]}, 400, "stop"), ({"prompt": "x", "stop": 5}, 400, "stop"),
     ({"prompt": "x", "logprobs": 99}, 400, "logprobs"), ({"prompt": "x", "presence_penalty": 1}, 400, "presence_penalty"),

@@ -329,7 +329,7 @@ def test_what_cannot_be_answered_is_refused_and_changes_nothing() -> None:
     engine.add(good)
     for request, words in (
         (good, "already"), (Request("a", (), 5), "at least 1"), (Request("a", (1,), 0), "at least 1"),
-        (Request("a", (1,) * 16, 5), "more than the 20"), (Request("a", (1, 96), 5), "id 96"),
+        (Request("a", (1,) * 16, 5), "more than the limit of 20"), (Request("a", (1, 96), 5), "id 96"),
         (Request("a", (-1, 3), 5), "id -1"), (Request("a", (1,), 5, stop_texts=("x",)), "tokenizer"),
         (Request("a", (1,), 5, logprobs=21), "at most 20"),
     ):  # fmt: skip

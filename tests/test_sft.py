@@ -173,6 +173,7 @@ def test_weighted_sources_resume_where_they_were(stoker: Stoker, tmp_path: Path,
     more = ("--name", "parts", "--nproc-per-node", "2", "--checkpoint.every_steps", "1")
     done = stoker.torch("train", "sft", *words, *more)
     assert "data format: messages (messages of role and content) in" in done.err and "alpaca" in done.err
+    assert "data format: " not in done.out  # once: the ranks don't repeat it
     parts = run_dir_of(done, "parts")
     assert (parts / "samples-rank-1.jsonl").exists(), "the second attempt had two ranks"
     assert learned(parts) == learned(whole)

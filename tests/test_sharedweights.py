@@ -100,6 +100,7 @@ FILLED = """
 import os, sys
 import torch
 from stoker.contract import sharedweights
+from stoker.contract.names import Refusal
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.config import ParallelConfig
@@ -118,6 +119,15 @@ def fill(left):
     with open("/dev/shm/other", "wb") as file:
         file.write(bytes(room.f_bavail * room.f_frsize - left))
 
+def elsewhere(how):
+    ask = lambda *_: b'{"version": 0, "digest": "", "shared_memory": "of another machine"}'
+    return Publisher(model, None, "elsewhere", group, To(("a:1",), how, 0, ask, print, print))
+
+try:
+    elsewhere("memory")(0)
+except Refusal as refused:
+    print(refused.line)
+print(elsewhere("auto")(0).folder)
 first, second = publisher("first", 0), publisher("second", 1)
 print(first(0).folder, second(0).folder)
 fill(300_000)
@@ -137,7 +147,9 @@ def test_weights_go_to_the_disk_once_shared_memory_is_full(tmp_path: Path) -> No
     if done.stderr.startswith(("mount:", "unshare:")):
         pytest.skip(f"no mount namespace here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+    other, auto, *lines = done.stdout.splitlines()
+    assert "the server at a:1 does not share memory with the trainers" in other
+    assert auto == f"{tmp_path}/elsewhere/published/version-00000000"
     assert [line.count("/dev/shm/stoker-weights-") for line in lines[:3]] == [1, 1, 2], lines
     goes = f"new weights go to {tmp_path}/first/published, not to shared memory: /dev/shm has "
     assert lines[3].startswith(goes) and lines[4] == f"{tmp_path}/first/published/version-00000001", lines

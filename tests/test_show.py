@@ -522,7 +522,7 @@ def test_runs_fit_the_width_and_are_filtered_sorted_and_limited(finished: Stoker
     ):
         refused = finished("runs", *args)
         assert refused.code == 64 and word in refused.err and refused.err.count("\n") == 1
-    assert finished("runs", "--filter", "nothing-like-it").out == "no run of 4 fits\n"
+    assert finished("runs", "--filter", "nothing-like-it").out == "none of 4 runs matches\n"
 
 
 def test_plot_in_the_terminal_as_json_and_refusals(finished: Stoker) -> None:
@@ -610,6 +610,10 @@ def test_the_end_of_a_training_shows_its_loss(tmp_path: Path) -> None:
     metrics_file(tmp_path, [3.0, "nan", 2.0, 1.0])
     show_loss(str(tmp_path), said.append)
     assert said[0].startswith("loss █▅▁ 3 to 1 (1 not finite); ") and (tmp_path / "loss.png").exists()
+    rewards = [{"step": step, "loss": 0.0, "reward": reward} for step, reward in enumerate((0.1, 0.5, 0.9))]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rewards))
+    show_loss(str(tmp_path), said.append)
+    assert said[1].startswith("reward ▁▅█ 0.1 to 0.9; ") and (tmp_path / "reward.png").exists()
 
 
 def test_viewers_load_nothing_heavy() -> None:

@@ -119,7 +119,7 @@ class Speedrun:
 
     def too_long(self, recipe: str, config: Config, tokenizer: str) -> TooLong | None:
         assert tokenizer.endswith("/tokenizer")
-        return TooLong("questions with room for the answer", 6, 24, 311, config) if recipe in self.long else None
+        return TooLong("questions with their answers", 6, 24, 311, config) if recipe in self.long else None
 
     def __call__(self, *args: str) -> int:
         (self.home / "calls.jsonl").unlink(missing_ok=True)
@@ -546,7 +546,7 @@ def test_what_is_too_long_to_be_asked_is_said_as_soon_as_there_is_a_tokenizer(
     speedrun.long = ("evaluate",)
     assert speedrun("--until", "eval-midtrain") == 0
     said = capsys.readouterr().out
-    line = "eval-base, eval-midtrain will fail: 6 of 24 questions with room for the answer are longer than 192 tokens, the longest has 311: "
+    line = "eval-base, eval-midtrain will fail: 6 of 24 questions with their answers are longer than 192 tokens, the longest has 311: "
     assert f"{line}--set evaluate:data.context_length=512\n" in said and said.index(line) < said.index("base …")
     speedrun.long = ("grpo",)
     for _ in range(2):

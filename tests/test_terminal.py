@@ -152,7 +152,7 @@ def test_a_training_on_a_terminal_its_attach_and_its_stop(stoker: Stoker) -> Non
     assert wait_for(lambda: (bar in attached.shown and b" Step " in attached.shown) or None, 60), attached.lines
     attached.keys(b"\x03")
     assert attached.wait() == 0 and run.process.poll() is None
-    assert attached.lines[-2].startswith("left run ") and not any("training [" in line for line in attached.lines)
+    assert attached.lines[-3].startswith("left run ") and not any("training [" in line for line in attached.lines)
     run.keys(b"\x03")
     assert run.wait() == 130
     assert not any("training [" in line or "^C" in line for line in run.lines), run.lines

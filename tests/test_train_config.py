@@ -507,6 +507,20 @@ def test_ranks_are_told_all_that_was_derived_and_derive_nothing(stage: str) -> N
         assert found.config == made and set(derivable(STAGES[stage].learning)) <= set(found.given)
 
 
+def test_automatic_validations_of_adapters_take_a_tenth_of_the_run_at_most() -> None:
+    """By tokens: a validation reads what is held out, and answers 3 prompts with a pass over them for each of 64 tokens."""
+    made, lines = staged("sft", "--lora")  # 40 rows: a validation would cost as much as 20 steps
+    assert made.train.eval_every == 0 and any("validation" in line and "at the end only" in line for line in lines)
+    made, lines = staged("sft", "--lora", samples=2000, count=10_000)
+    steps = made.train.epochs * 2000 * made.data.context_length / made.batch.tokens
+    assert made.train.eval_every == -(-steps // 10) and any("10 times" in line for line in lines), lines
+    between, _ = staged("sft", "--lora", samples=500, count=2500)
+    steps = between.train.epochs * 500 * between.data.context_length / between.batch.tokens
+    assert 2 <= steps / between.train.eval_every < 10
+    assert staged("sft", "--lora", "--patience", "3")[0].train.eval_every > 0  # it needs validations
+    assert staged("sft", "--lora", "--eval-every", "7")[0].train.eval_every == 7
+
+
 def test_data_that_is_not_here_yet_leaves_the_length_open() -> None:
     found = settle(gather(parse(["--model.load", "hf"]), {}), False, STAGES["sft"].defaults)
     made, derived, lines = with_defaults("sft", found.config, found.given, Situation(TINY, None, 1), True)
@@ -785,6 +799,15 @@ def test_a_dry_run_shows_preset_config_and_command_and_makes_nothing(trainer: St
         and "passes over your" in done.err
         and "you set it; --epochs or --max-steps" in done.err
     ), done.err
+    # Of some 165 keys those of this stage that matter: as a config file they make the same configuration again.
+    shown = done.out[done.out.index("preset: small") :]
+    assert shown.count("\n") < 60 and "grpo:" not in shown and "`stoker docs config` prints them" in shown
+    trainer.script("again.yaml", shown)
+    again = trainer(
+        "train", "pretrain", "--config", "again.yaml", "--dry-run", "--no-preflight", "--nproc-per-node", "2"
+    )
+    assert again.code == 0 and again.out[again.out.index("preset: small") :] == shown, again.err
+    (trainer.cwd / "again.yaml").unlink()
     plan = json.loads(trainer(*DRY, "--json").out)
     assert plan["argv"][1:6] == ["-P", "-m", "stoker.training.recipes.pretrain", "--preset", "small"]
 

@@ -121,7 +121,7 @@ def test_a_body_asks_for_so_many_logprobs_and_no_more(tmp_path: Path) -> None:
     assert (
         len(api.read(json.dumps({"prompt": "hi", "n": 80, "max_tokens": 4000}).encode(), False, served).requests) == 80
     )
-    with pytest.raises(api.Problem, match="log-probabilities: at most"):
+    with pytest.raises(api.Problem, match="log-probabilities are too many: at most"):
         api.read(json.dumps({**body, "n": 80}).encode(), True, served)
 
 

@@ -352,11 +352,11 @@ def test_one_long_text_in_many_rows_fills_no_disk(tmp_path: Path, monkeypatch: p
     same_text(tmp_path / "long.parquet", 20_000, "x" * 10_000)
     monkeypatch.setattr(unpack, "ALWAYS", 1 << 20)
     spans, _ = units.split(sources.find_sources([str(tmp_path / "long.parquet")], str(tmp_path), print), 0.0)
-    with pytest.raises(Refusal, match="unfolds to more than 200 times"):
+    with pytest.raises(Refusal, match="unpacks to more than 200 times"):
         for span in spans:
             for _ in texts(span, "text"):
                 pass
-    with pytest.raises(Refusal, match="unfolds to more than 200 times"):
+    with pytest.raises(Refusal, match="unpacks to more than 200 times"):
         for _ in rows(str(tmp_path / "long.parquet")):
             pass
 

@@ -220,7 +220,7 @@ def test_row_groups_count_together(tmp_path: Path) -> None:
         for _ in range(30):
             writer.write_table(table)
     spans = [units.Span(str(path), "parquet", 0, 60, group=group) for group in range(30)]
-    with pytest.raises(Refusal, match="unfolds to more than"):
+    with pytest.raises(Refusal, match="unpacks to more than"):
         for span in spans:
             sum(len(text) for text, _ in read.texts(span, "text"))
     good = tmp_path / "b.parquet"

@@ -89,7 +89,7 @@ def test_lists_that_share_their_items_unfold(tmp_path: Path, monkeypatch: pytest
         writer.write_table(table)
     monkeypatch.setattr(unpack, "ALWAYS", 1 << 20)
     monkeypatch.setattr(unpack, "MOST_TIMES", 1)
-    with pytest.raises(Refusal, match="unfolds to more than"):
+    with pytest.raises(Refusal, match="unpacks to more than"):
         list(rows(str(path)))
 
 

@@ -86,7 +86,7 @@ def test_many_packed_files_unfold_to_no_more_than_one_may(tmp_path: Path, monkey
     folder.mkdir()
     for number in range(8):
         (folder / f"{number}.txt.bz2").write_bytes(bz2.compress(f"{number} ".encode() * (400 << 10)))
-    with pytest.raises(Refusal, match="unfolds to more than 200 times") as problem:
+    with pytest.raises(Refusal, match="unpacks to more than 200 times") as problem:
         _prepare(tmp_path, str(folder))
     assert problem.value.code == EX_DATAERR
     assert _kept(tmp_path) <= 1 << 20
@@ -119,7 +119,7 @@ def test_a_packed_table_stands_for_no_more_than_its_packed_bytes(
     packed = tmp_path / "data.parquet.bz2"
     packed.write_bytes(bz2.compress(table.read_bytes()))
     assert table.stat().st_size > 1_000_000 and packed.stat().st_size < 10 << 10
-    with pytest.raises(Refusal, match="unfolds to more than 200 times") as problem:
+    with pytest.raises(Refusal, match="unpacks to more than 200 times") as problem:
         _prepare(tmp_path, str(packed))
     assert problem.value.code == EX_DATAERR and not _kept(tmp_path)
 
@@ -191,7 +191,7 @@ def test_packed_files_of_a_speedrun_unfold_to_no_more_than_one_may(
     for number in range(8):
         lines = json.dumps({**row, "number": number}) + "\n"
         (folder / role / f"{number}.jsonl.bz2").write_bytes(bz2.compress(lines.encode() * 800))
-    with pytest.raises(Refusal, match="unfolds to more than 200 times"):
+    with pytest.raises(Refusal, match="unpacks to more than 200 times"):
         material(str(folder), str(tmp_path / "speedrun"), str(tmp_path / "cache"))[1]()
     assert _kept(tmp_path) <= 1 << 20
     for number in range(1, 8):
@@ -214,7 +214,7 @@ def test_rows_of_the_hub_take_bounded_memory(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(sources, "_HUB_ROOM", 64 << 20)
     rows = ({"text": "x" * (number << 27)} for number in (0, 2))
     monkeypatch.setitem(sys.modules, "datasets", _Hub(rows))
-    with pytest.raises(Refusal, match="owner/name: its rows unfold to more than") as problem:
+    with pytest.raises(Refusal, match="owner/name: its rows unpack to more than") as problem:
         sources.fetch("owner/name", str(tmp_path), lambda line: None)
     assert problem.value.code == EX_DATAERR and not [*(tmp_path / "hub").iterdir()]
 

@@ -10,7 +10,7 @@ import time
 from stoker.contract import layout, terminal
 from stoker.contract.progress import of_run
 from stoker.contract.settings import Parser
-from stoker.contract.terminal import in_colour, say
+from stoker.contract.terminal import in_colour, say, tell
 from stoker.contract.untrusted import open_regular
 from stoker.control.launch.console import LONGEST, LineCutter
 from stoker.control.launch.output import RECIPES
@@ -79,7 +79,7 @@ def _follow(run: reader.Run, lines: int) -> int:
             time.sleep(0.1)
     except KeyboardInterrupt:
         terminal.fresh_line()
-        print(f"left run {run.id}; it keeps running. `stoker stop {shlex.quote(run.id)}` ends it", file=sys.stderr)
+        tell(f"left run {run.id}; it keeps running. `stoker stop {shlex.quote(run.id)}` ends it", sys.stderr)
         return 0
     terminal.wipe()
     for _, cutter in open_.values():

@@ -26,7 +26,7 @@ _MODEL = (
 _STAGE = "which stage's model: base, midtrain, sft, grpo-density … (default: the last one of the chain)"
 _TOP_P = "sample only from the most likely tokens that together have this probability"
 _CONTEXT = "tokens of a conversation (default: what the model was trained for, up to 4096)"
-_BITS = "of a weight; 4: NF4, a quarter of the memory (default: 16, or 4 where 16 don't fit on the GPU)"
+_BITS = "bits per weight; 4: NF4, a quarter of the memory (default: 16, or 4 if 16 don't fit on the GPU)"
 _EPILOG = """examples:
   stoker chat                                      the newest run or speedrun that has a model; of a speedrun, its last stage
   stoker chat runs/speedrun-cpu --stage sft
@@ -40,12 +40,12 @@ def parser() -> Parser:
     made = Parser("stoker chat", "Talks to a model in the terminal.", _EPILOG, usage="stoker chat [MODEL] [options]")
     made.option("model", "MODEL", _MODEL, nargs="?")
     made.option("--stage", "NAME", _STAGE)
-    made.option("--prompt", "TEXT", "one answer on stdout, and nothing else there")
+    made.option("--prompt", "TEXT", "print one answer on stdout, and nothing else")
     made.option("--system", "TEXT", "system message before the conversation", default="")
-    made.switch("--raw", "no roles and no memory: the model continues what is typed, as base models do")
+    made.switch("--raw", "no roles, no memory: the model continues what you type, as base models do")
     made.option("--temperature", "T", "0: greedy, always the most likely token (default: 0.7)", float, default=0.7)
     made.option("--top-p", "P", _TOP_P, float, default=1.0)
-    made.option("--max-tokens", "N", "an answer is cut after so many tokens (default: 256)", int, default=256)
+    made.option("--max-tokens", "N", "an answer has at most this many tokens (default: 256)", int, default=256)
     made.option("--context", "N", _CONTEXT, int, default=0)
     made.option("--seed", "N", "the same seed gives the same answers (default: another one each time)", int)
     devices = ("auto", "cpu", "cuda")
@@ -59,7 +59,7 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     if told.max_tokens < 1:
-        raise Refusal(f"--max-tokens {told.max_tokens}: at least 1", EX_USAGE)
+        raise Refusal(f"--max-tokens {told.max_tokens} is too small: at least 1", EX_USAGE)
     if told.raw and told.system:
         raise Refusal("--raw has no roles: leave --system out, or put its text into the prompt", EX_USAGE)
     from stoker.training.generate.finding import find
@@ -129,7 +129,7 @@ def _converse(talk: Conversation) -> int:
 def _obey(talk: Conversation, word: str) -> None:
     if word == "/new":
         talk.forget()
-        say("the conversation is forgotten; the system prompt stays")
+        say("new conversation; the system prompt stays")
         return
     if word not in ("/help", "/?"):
         say(f"no command {word}")

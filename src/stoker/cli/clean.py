@@ -12,6 +12,7 @@ from stoker.contract import names
 from stoker.contract.quantities import amount, duration, size, span
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json, pick
+from stoker.contract.terminal import tell
 from stoker.contract.untrusted import json_text, printable
 from stoker.control.doctor import caches, clean, debris, leftovers
 from stoker.control.doctor.caches import Cache
@@ -103,7 +104,7 @@ def _leftovers(told: argparse.Namespace) -> int:
         if not left and not files:
             print("nothing to clean")
         elif not told.yes:
-            print("nothing was touched: `stoker clean --yes` stops and removes what is left behind")
+            tell("nothing was touched: `stoker clean --yes` stops and removes what is left behind")
     if (stopped and stopped.survivors) or kept:
         return SURVIVED
     if (left or files) and not told.yes:
@@ -225,13 +226,13 @@ def _show_locks(locks: list[Lock], strange: list[str]) -> None:
     held = [one for one in locks if one.held]
     if locks:
         free = len(locks) - len(held)
-        print(f"GPU locks: {len(held)} held, {free} free (the files stay; a lock ends with its process)")
+        tell(f"GPU locks: {len(held)} held, {free} free (the files stay; a lock ends with its process)")
     for one in held:
         _line(f"  {one.gpu}  held by {one.who}")
     for line in strange[:_LINES]:
         _line(f"GPU locks: {line}; skipped")
     if len(strange) > _LINES:
-        print(f"GPU locks: and {len(strange) - _LINES} more files that are not locks; --json lists them all")
+        tell(f"GPU locks: and {len(strange) - _LINES} more files that are not locks; --json lists them all")
 
 
 def _show_others(others: list[OnGpu]) -> None:

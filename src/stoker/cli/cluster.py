@@ -15,7 +15,7 @@ from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
-from stoker.contract.terminal import say
+from stoker.contract.terminal import say, tell
 from stoker.contract.untrusted import json_text, printable
 from stoker.control.cluster.hosts import Hosts, read
 from stoker.control.cluster.price import FORMULA, parse_count, prices, sentence
@@ -23,7 +23,7 @@ from stoker.control.cluster.price import FORMULA, parse_count, prices, sentence
 _USAGE = """usage: stoker cluster check --hosts cluster.yaml|a,b,c [SCRIPT] [options]
        stoker cluster init HOST ... [options]
 
-  check      side by side on all hosts: each by itself, and what only shows between them
+  check      each host by itself, then what only shows between them
   init       write cluster.yaml by asking the hosts
 
 `stoker cluster check --help` says more."""
@@ -36,7 +36,7 @@ examples:
   stoker cluster check --hosts cluster.yaml --tune          measures transport settings, keeps what helps in the file"""
 _INIT_EXAMPLES = """examples:
   stoker cluster init gpu1 gpu2 gpu3
-  stoker cluster init train@192.168.1.100 train@192.168.1.101 --python '~/venv/bin/python' --workdir '~/train'
+  stoker cluster init ann@10.0.0.1 ann@10.0.0.2 --python '~/venv/bin/python'
   stoker run --hosts cluster.yaml train.py"""
 _MARKS = {"fail": "✗", "warn": "!", "unknown": "?", "ok": "·"}
 _WRITTEN = "cluster.yaml"  # by `stoker cluster init`. Never read unasked: anybody may have put one into this folder
@@ -63,7 +63,7 @@ def parser() -> Parser:
 
 
 def check_parser() -> Parser:
-    about = "Are these hosts fit to train together: what is wrong, how that is known, and what to type."
+    about = "Checks whether these hosts can train together: what is wrong, how that is known, and what to type."
     made = Parser("stoker cluster check", about, _EXAMPLES)
     script = "a script that must be the same on all hosts, and its package"
     made.option("script", "SCRIPT", script, nargs="?", default="")
@@ -72,11 +72,11 @@ def check_parser() -> Parser:
     made.option("--data", "PATH", "prepared data that must be the same on all hosts", action="append", default=[])
     model = "a model's folder, with its tokenizer, that must be the same on all hosts"
     made.option("--model", "PATH", model, default="")
-    parameters = "how many to say a step's price for, e.g. 7B (default: --model's, else 1.1B)"
+    parameters = "parameters to compute the cost of a step's gradients for, e.g. 7B (default: --model's, else 1.1B)"
     made.option("--parameters", "N", parameters, parse_count, default=0.0)
     port = "the store's port, on the first host (default: a free one)"
     made.option("--master-port --master_port", "PORT", port, int, default=0)
-    made.switch("--quick", "only what takes no time, as before every run: no import of torch, no all-reduce")
+    made.switch("--quick", "only the quick checks that every run begins with: no import of torch, no all-reduce")
     made.switch("--tune", "try transport settings and keep what measurably helps in the hosts file")
     _add_ssh_option(made)
     made.switch("--json", "everything as JSON")
@@ -85,7 +85,7 @@ def check_parser() -> Parser:
 
 def _add_ssh_option(made: Parser) -> None:
     made.option(
-        "--ssh-option", "OPTION", "one more word for ssh, e.g. --ssh-option=-p2222", action="append", default=[]
+        "--ssh-option", "OPTION", "one more argument for ssh, e.g. --ssh-option=-p2222", action="append", default=[]
     )
 
 
@@ -97,8 +97,8 @@ def _hosts(told: argparse.Namespace) -> Hosts:
         given = engine(scheduler).allocation(os.environ)
         if given is not None:
             if told.tune:
-                line = f"--tune keeps what helps in a hosts file, and a {scheduler.title} job has none"
-                raise Refusal(f"{line}: --hosts names one", EX_USAGE)
+                line = f"--tune writes what helps to a hosts file, and a {scheduler.title} job has none"
+                raise Refusal(f"{line}: give one with --hosts", EX_USAGE)
             return given
     if not told.hosts:
         here = os.path.lexists(_WRITTEN)
@@ -106,7 +106,7 @@ def _hosts(told: argparse.Namespace) -> Hosts:
         raise Refusal(f"no hosts given: {way}; `stoker cluster init a b c` writes a hosts file", EX_USAGE)
     found = read(told.hosts, tuple(told.ssh_option))
     if told.tune and found.path is None:
-        line = "--tune keeps what helps in a hosts file, and --hosts a,b,c is none"
+        line = "--tune writes what helps to a hosts file, and --hosts a,b,c is not one"
         raise Refusal(f"{line}: `stoker cluster init a b c` writes one", EX_USAGE)
     if told.tune and told.quick:
         raise Refusal("--tune measures and --quick does not: give one of them", EX_USAGE)
@@ -187,13 +187,13 @@ def _print(facts: Any, findings: list[Finding], report: dict[str, Any]) -> None:
         wires = [one.speed * 125_000 for one in facts.there if one.speed and one.physical]
         of = f"; the link: {gigabits(min(wires))} stated" if wires else ""
         of += f"; one TCP stream reaches {gigabits(min(rates))}" if rates else ""
-        print(f"all-reduce ({facts.reduce.backend}, one rank a host): {gigabits(facts.reduce.bus)} bus bandwidth{of}")
+        tell(f"all-reduce ({facts.reduce.backend}, one rank a host): {gigabits(facts.reduce.bus)} bus bandwidth{of}")
     if report["price"]:
-        print(f"a step's gradients: {report['price']['sentence']}   ({FORMULA}, n = {report['price']['hosts']})")
+        tell(f"a step's gradients: {report['price']['sentence']}   ({FORMULA}, n = {report['price']['hosts']})")
     for finding in sorted(findings, key=lambda one: list(_MARKS).index(one.level)):
-        print(printable(f"{_MARKS[finding.level]} {finding.id}: {finding.text}"))
+        tell(printable(f"{_MARKS[finding.level]} {finding.id}: {finding.text}"))
         if finding.fix:
-            print(printable(f"    → {finding.fix}"))
+            tell(printable(f"    → {finding.fix}"))
     if all(finding.level == "ok" for finding in findings):
         print(f"✓ {counted(len(facts.hosts), 'host')}, nothing wrong")
     for line in report["tuned"]:
@@ -208,7 +208,7 @@ def init_parser() -> Parser:
     made.option("hosts", "HOST", hosts, nargs="+")
     made.option("--out", "FILE", "the file to write (default: ./cluster.yaml)", default=_WRITTEN)
     made.switch("--force", "overwrite it")
-    made.option("--user", "NAME", "who to log in as")
+    made.option("--user", "NAME", "user to log in as")
     made.option("--port", "PORT", "ssh's port", int)
     made.option("--identity", "FILE", "a private key")
     python = "the Python of the ranks there (default: the first with torch of ~/venv, ~/.venv and python3)"

@@ -8,9 +8,9 @@ from importlib import import_module
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.settings import Parser
 
-_USE = """bash:  eval "$(stoker completion bash)"                                       # in ~/.bashrc
-zsh:   eval "$(stoker completion zsh)"                                        # in ~/.zshrc, after compinit
-tcsh:  stoker completion tcsh > ~/.stoker.tcsh; source ~/.stoker.tcsh         # in ~/.tcshrc"""
+_USE = """bash:  eval "$(stoker completion bash)"   # in ~/.bashrc
+zsh:   eval "$(stoker completion zsh)"   # in ~/.zshrc, after compinit
+tcsh:  stoker completion tcsh > ~/.stoker.tcsh; source ~/.stoker.tcsh   # in ~/.tcshrc"""
 
 
 # Runs by id and by name, in the folder that commands look in. Others may make folders there, and bash expands the words of

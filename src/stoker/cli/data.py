@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import as_json
-from stoker.contract.terminal import highlighted, say
+from stoker.contract.terminal import highlighted, say, tell
 from stoker.contract.untrusted import json_text
 
 if TYPE_CHECKING:
@@ -35,14 +35,15 @@ def show_parser() -> Parser:
     from stoker.training.data.formats.table import AUTO, NAMES
 
     made = Parser("stoker data show", _ABOUT, _EXAMPLES, allow_abbrev=False)
-    made.option("path", "PATH", "files, folders or globs, packed or not, or a hub id", nargs="+")
+    made.option("path", "PATH", "files, folders or globs, compressed or not, or a hub id", nargs="+")
     tokenizer = "a folder with tokenizer.json, or a hub id (default: bytes, a token each)"
     made.option("--tokenizer", "PATH", tokenizer, default="bytes")
-    made.add_argument("--format", default=AUTO, choices=NAMES, help="how rows are written (default: recognised)")
+    formats = f"format of the rows: {', '.join(NAMES[1:])} (default: recognised)"
+    made.add_argument("--format", default=AUTO, choices=NAMES, metavar="FORMAT", help=formats)
     made.option("--text-key", "NAME", "the field that holds a plain text", default="text")
-    made.option("--context-length", "N", "tokens a sample has (default: 1024)", int, default=1024)
-    made.option("--rows", "N", "look at the first so many rows of each file", int, default=0)
-    made.option("--cache", "DIR", "where rows of a hub id are kept", default="cache")
+    made.option("--context-length", "N", "tokens per sample (default: 1024)", int, default=1024)
+    made.option("--rows", "N", "read only the first N rows of each file", int, default=0)
+    made.option("--cache", "DIR", "where to keep rows of a hub id", default="cache")
     made.switch("--json", "everything as JSON")
     return made
 
@@ -81,12 +82,12 @@ def _print(shown: Shown, tokenizer: str, context: int) -> None:
     share = f", {shown.learned:,} of them learned" if shown.view != "texts" else ""
     print(f"  {shown.used:,} {shown.view} used, {shown.tokens:,} tokens{share} (tokenizer {tokenizer})")
     if shown.long:
-        print(f"  {shown.long:,} are longer than the context length {context} and lose their end")
+        tell(f"  {shown.long:,} are longer than the context length {context} and are cut")
     print(f"  {left:,} row{'' if left == 1 else 's'} left out" + (":" if left else ""))
     for reason in shown.dropped:
-        print(f"    {words(reason)}")
+        tell(f"    {words(reason)}")
     if shown.refused:
-        print(f"  training refuses this file: {shown.refused}")
+        tell(f"  training refuses this file: {shown.refused}")
     for sample in shown.samples:
         print(f"\n--- row {sample.row}{f', {sample.what}' if sample.what else ''}")
         highlighted([*sample.pieces, *([(" …", False)] if sample.cut else [])])

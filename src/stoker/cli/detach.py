@@ -8,6 +8,7 @@ import shlex
 from stoker.contract import layout
 from stoker.contract.names import DETACH_SIGNAL
 from stoker.contract.settings import Parser
+from stoker.contract.terminal import tell
 from stoker.contract.untrusted import printable
 from stoker.control.launch.signals import tell_launcher
 from stoker.control.record import reader
@@ -31,5 +32,5 @@ def main(argv: list[str]) -> int:
     tell_launcher(run, DETACH_SIGNAL)
     name = shlex.quote(run.id)
     how = f"`stoker attach {name}` follows it, `stoker stop {name}` stops it"
-    print(f"run {run.id} continues when its terminal closes; {how}")
+    tell(f"run {run.id} continues when its terminal closes; {how}")
     return 0

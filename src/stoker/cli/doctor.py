@@ -15,7 +15,7 @@ from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
-from stoker.contract.terminal import ERROR, SUCCESS, WARNING, paint
+from stoker.contract.terminal import ERROR, SUCCESS, WARNING, paint, tell
 from stoker.contract.untrusted import json_text, printable, read_json
 from stoker.contract.wholefile import WholeFile, refuse_other_kind
 from stoker.control.doctor import check
@@ -36,13 +36,13 @@ _COLOURS = {"fail": ERROR, "warn": WARNING, "unknown": ""}
 def parser() -> Parser:
     made = Parser("stoker doctor", "What is wrong with this machine, how that is known, and what to type.", _EXAMPLES)
     several: dict[str, Any] = {"action": "append", "default": []}
-    made.option("--only", "ID", "only checks whose id begins so, e.g. gpu. or host.disk", **several)
+    made.option("--only", "ID", "only checks whose id starts with this, e.g. gpu. or host.disk", **several)
     made.option("--skip", "ID", "leave these checks out", **several)
     made.option("--nproc-per-node --nproc_per_node", "N", "how many ranks you plan to run", int, default=0)
     made.option("--master-port --master_port", "PORT", "a port to look at", int, default=0)
-    made.switch("--no-probe", "make no context on the GPUs")
+    made.switch("--no-probe", "create no CUDA context on the GPUs")
     made.switch("--json", "everything as JSON")
-    watch = "look again every so often (default: 10s) and print what changes"
+    watch = "check again at this interval (default: 10s) and print what changes"
     made.option("--watch", "TIME", watch, duration, nargs="?", const="10s")
     made.option("--bundle", "FILE", "write a tar.gz for a support ticket")
     made.option("--record", "FILE", "write the examination as JSON")
@@ -99,7 +99,7 @@ def _print(found: Examination, findings: list[Finding], count: int) -> None:
     unasked = (found.missing or {}).get("torch") == NOT_ASKED
     torch = (found.torch and found.torch.version) or ("not looked at" if unasked else "none")
     memory = f"{machine.memory_available / 1e9:.1f}/{machine.memory_total / 1e9:.1f} GB memory"
-    print(printable(f"{machine.hostname}: {cards}; {machine.cores} cores, {memory}; torch {torch}"))
+    tell(printable(f"{machine.hostname}: {cards}; {machine.cores} cores, {memory}; torch {torch}"))
     for gpu in machine.gpus:
         used = "n/a"
         if gpu.memory_used is not None and gpu.memory_total is not None:
@@ -110,10 +110,10 @@ def _print(found: Examination, findings: list[Finding], count: int) -> None:
     for finding in findings:
         paint([(f"{_MARKS[finding.level]} {finding.id}", _COLOURS[finding.level]), (f": {finding.text}", "")])
         if finding.fix:
-            print(printable(f"    → {finding.fix}"))
+            tell(printable(f"    → {finding.fix}"))
     if not findings:
         paint([(f"✓ {count} checks, nothing wrong", SUCCESS)])
-    print(advice(found, findings))
+    tell(advice(found, findings))
 
 
 def _watch(look: Any, checks: list[check.Check], ranks: int, seconds: float) -> int:
@@ -127,9 +127,9 @@ def _watch(look: Any, checks: list[check.Check], ranks: int, seconds: float) -> 
             now = {(finding.id, finding.text): finding for finding in findings}
             stamp = time.strftime("%H:%M:%S")
             for key in now.keys() - before.keys():
-                print(printable(f"{stamp} {_MARKS[now[key].level]} {key[0]}: {key[1]}"), flush=True)
+                tell(printable(f"{stamp} {_MARKS[now[key].level]} {key[0]}: {key[1]}"))
             for key in before.keys() - now.keys():
-                print(printable(f"{stamp} ✓ {key[0]}: no longer: {key[1]}"), flush=True)
+                tell(printable(f"{stamp} ✓ {key[0]}: no longer: {key[1]}"))
             if first and not now:
                 print(f"{stamp} ✓ {len(checks)} checks, nothing wrong", flush=True)
             before, first = now, False

@@ -14,11 +14,11 @@ _EPILOG = """examples:
   stoker export runs/latest my-model                  a run's model, with its tokenizer and a chat template
   stoker export runs/speedrun-cpu my-model --stage sft
   stoker export runs/latest/checkpoints/step-00000500 my-model --dtype bf16
-  stoker export runs/latest my-model --merge          of an adapter: the whole model, with the adapter in its weights
+  stoker export runs/latest my-model --merge          the whole model, with an adapter merged into its weights
   stoker export runs/latest my-model.gguf --gguf
 
 The folder opens in transformers: AutoModelForCausalLM.from_pretrained("my-model"), and apply_chat_template writes what the model was trained on.
-Of a model that was loaded from elsewhere, context length, end tokens, generation settings, precision and tokenizer files stay as they were."""
+A model that was loaded from elsewhere keeps its context length, end tokens, generation settings, precision and tokenizer files."""
 
 
 def parser() -> Parser:
@@ -33,11 +33,11 @@ def parser() -> Parser:
     made.add_argument(
         "--dtype",
         choices=("bf16", "fp32"),
-        help="of the weights (default: bf16 with --merge or where they were loaded as 16 bits, else fp32)",
+        help="dtype of the weights (default: bf16 with --merge or if they were loaded in 16 bits, else fp32)",
     )
-    made.switch("--merge", "of an adapter: add it to the weights it was trained beside, and write the whole model")
+    made.switch("--merge", "merge an adapter into the weights it was trained on, and write the whole model")
     made.switch("--gguf", "OUT is one GGUF file, not a folder; needs the package gguf")
-    made.option("--tokenizer", "DIR", "its folder, where the model has none beside it")
+    made.option("--tokenizer", "DIR", "the tokenizer's folder, if the model's folder has none")
     made.switch("--trust-remote-code", "run Python code of the folder that a checkpoint's model was loaded from")
     made.runs_dir()
     return made
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         hf_files.check(found.folder, hf_config.shape_of(found.folder))
     if told.gguf:
         if found.checkpoint:
-            line = f"{found.folder} is a checkpoint: export it to a folder first, and then that folder with --gguf"
+            line = f"{found.folder} is a checkpoint: export it to a folder first, then export that folder with --gguf"
             raise Refusal(line, EX_USAGE)
         from stoker.training.generate.gguf_file import write
 

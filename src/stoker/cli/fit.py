@@ -34,7 +34,7 @@ _EXAMPLES = """exit codes: 0 it fits, 1 it does not, 64-78 a refusal
 examples:
   stoker fit ./model-8b                                  on the GPUs that are here
   stoker fit ./model-8b --gpus 8GB --context-length 2048
-  stoker fit ./model-14b --gpus 2xH100 --method lora --data chats.jsonl --price 2.5
+  stoker fit ./model-14b --gpus 2xH100 --data chats.jsonl --price 2.5
   stoker fit ./model-8b --stage grpo --gpus 80GB --rows 32 --new-tokens 512
   stoker fit ./model-32b --gpus 4x24GB --method lora     one card, ddp or fsdp: what each would take
   stoker fit ./model-14b --machine box.json --json       for a machine that `stoker doctor --record` kept
@@ -48,8 +48,8 @@ _OF_STAGE = {"rows": GRPO, "bits": GRPO, "new_tokens": GRPO, "reward_model": GRP
 def parser() -> Parser:
     made = Parser("stoker fit", _ABOUT, _EXAMPLES, allow_abbrev=False)
     made.option("model", "MODEL", "a model's folder (config.json is enough), or a hub id")
-    made.option("--data", "PATH", "rows to train on: time and cost of an epoch, too", action="append", default=[])
-    made.option("--stage", "STAGE", f"what it is trained for: {', '.join(STAGES)} (default: {SFT})", default=SFT)
+    made.option("--data", "PATH", "rows to train on: adds time and cost of an epoch", action="append", default=[])
+    made.option("--stage", "STAGE", f"stage to plan for: {', '.join(STAGES)} (default: {SFT})", default=SFT)
     methods = (plan.AUTO, *plan.METHODS)
     made.add_argument("--method", choices=methods, default=plan.AUTO, help="auto: full, else lora, else qlora")
     gpus = "GPUs to plan for: 4x24GB, 2xH100, 12GB,8GB; or numbers of those here: 0,1 (default: all here)"
@@ -62,7 +62,7 @@ def parser() -> Parser:
         "--offload",
         choices=("auto", *OFFLOAD),
         default="auto",
-        help="fsdp: what lives in host memory; auto: what does not fit",
+        help="fsdp: what is kept in host memory; auto: what does not fit",
     )
     made.option("--hosts", "HOSTS", "a hosts file, or a,b,c: the GPUs of these hosts", default="")
     made.option("--machine", "FILE", "a machine that `stoker doctor --record` kept, instead of this one", default="")
@@ -70,12 +70,14 @@ def parser() -> Parser:
     made.option("--micro", "N", "samples at once (default: what trains fastest)", int, default=0)
     made.option("--recompute", "N|off|full", "blocks computed again (default: the fewest that fit)", default="")
     made.add_argument("--optimizer", choices=_KINDS, default=plan.AUTO, help="auto: adamw, else adamw8bit")
-    made.add_argument("--embedding", choices=("auto", "device", "host"), default="auto", help="where a frozen one lies")
+    made.add_argument(
+        "--embedding", choices=("auto", "device", "host"), default="auto", help="where a frozen embedding is kept"
+    )
     made.add_argument(
         "--activations",
         choices=("auto", "device", "host"),
         default="auto",
-        help="where what blocks keep waits for the backward pass",
+        help="where saved activations wait for the backward pass",
     )
     made.option("--lora-rank", "N", "width of an adapter (default: 16)", int, default=16)
     made.option("--lora-targets", "NAMES", "which layers get one (default: all-linear)", default="all-linear")
@@ -83,14 +85,14 @@ def parser() -> Parser:
     samples = f"samples of a step, all GPUs together (default: {_SAMPLES}; of grpo {answers} answers)"
     made.option("--samples", "N", samples, int, default=0)
     made.option("--rows", "N", f"grpo: answers written at once (default: {StageNeeds().rows})", int, default=0)
-    bits = "grpo with qlora: of a weight while answers are written (default: 16, else 4)"
+    bits = "grpo with qlora: bits per weight while answers are written (default: 16, else 4)"
     made.add_argument("--bits", choices=("auto", "16", "4"), default="auto", help=bits)
     new = f"grpo: tokens of an answer at most (default: {StageNeeds().new_tokens})"
     made.option("--new-tokens", "N", new, int, default=0)
     made.option("--reward-model", "DIR", "grpo: the reward stage's model, which scores the answers", default="")
     made.option("--kl", "X", "grpo: weight of the divergence; 0 needs no reference (default: 0.02)", float)
     made.switch("--no-likelihood", "reward: without the answer's own log-probability (reward.likelihood false)")
-    made.option("--price", "X", "of a GPU hour: what an epoch costs", float, default=0.0)
+    made.option("--price", "X", "price of a GPU hour: prints the cost of an epoch", float, default=0.0)
     made.switch("--unpacked", "rows are not packed with several texts (a stream of text)")
     made.switch("--probe", "five real steps with these settings: planned against measured")
     made.switch("--json", "everything as JSON")
@@ -171,7 +173,7 @@ def _no_plan(stage: str) -> Refusal:
     there = f"there is a plan for {', '.join(STAGES)}"
     if stage in ALL:
         return Refusal(f"--stage {stage}: that stage has no memory plan; {there}", EX_USAGE)
-    return Refusal(f"--stage {stage[:80]}: no stage is called that{suggest(stage, STAGES)}; {there}", EX_USAGE)
+    return Refusal(f"--stage {stage[:80]}: no such stage{suggest(stage, STAGES)}; {there}", EX_USAGE)
 
 
 def _texts(stage: str) -> int:
@@ -185,7 +187,7 @@ def _needs(told: argparse.Namespace, context: int, answers: int) -> StageNeeds:
     default = StageNeeds(GRPO)
     new = told.new_tokens or min(default.new_tokens, context // 2)
     if new >= context:
-        raise Refusal(f"--new-tokens {new} leaves no room for a prompt in --context-length {context}", EX_USAGE)
+        raise Refusal(f"--new-tokens {new} leaves no tokens for a prompt in --context-length {context}", EX_USAGE)
     found = replace(
         default, reference=told.kl != 0, rows=told.rows or default.rows, bits=asked_bits(told.bits), new_tokens=new,
         answers=answers,
@@ -210,12 +212,12 @@ def _wish(told: argparse.Namespace, model: ModelConfig) -> plan.Wish:
     if told.method != plan.FULL and told.optimizer == "muon" and told.method != plan.AUTO:
         raise Refusal("--optimizer muon is for --method full: adapters learn with adamw or adamw8bit", EX_CONFIG)
     if model.engine == "transformers" and told.stage in (REWARD, GRPO):
-        line = f"--stage {told.stage}: transformers computes {told.model}, and that stage needs a model of a family"
+        line = f"--stage {told.stage}: {told.model} runs in transformers, and that stage needs a model of one of Stoker's families"
         raise Refusal(f"{line} (`stoker docs families`)", EX_CONFIG)
     if told.embedding == "host" and told.stage == GRPO:
         raise Refusal("--embedding host: stage grpo writes answers with it on the GPU; leave it out", EX_CONFIG)
     if told.bits == "4" and told.method != QLORA:
-        raise Refusal("--bits 4 is for --method qlora: other weights have no 4 bits to write answers with", EX_CONFIG)
+        raise Refusal("--bits 4 is for --method qlora: only its weights are in 4 bits", EX_CONFIG)
     samples = told.samples or (StageNeeds().answers if told.stage == GRPO else _SAMPLES)
     return plan.Wish(
         model,

@@ -54,14 +54,14 @@ def _measured(folder: str) -> object:
         path = os.path.join(folder, run, layout.MEMORY)
         if os.path.isfile(path):
             return read_json(path)
-    raise Refusal("the probe measured no memory: was there a GPU? `stoker doctor` looks", EX_SOFTWARE)
+    raise Refusal("the probe measured no GPU memory: `stoker doctor` shows whether there is a GPU", EX_SOFTWARE)
 
 
 def _report(found: Plan, told: object, as_json: bool) -> int:
     planned = found.shares[0].planned.total
     peak, rate = number_at(told, "peak_bytes"), number_at(told, "tokens_per_s")
     if not peak:
-        raise Refusal("the probe measured no memory: was there a GPU? `stoker doctor` looks", EX_SOFTWARE)
+        raise Refusal("the probe measured no GPU memory: `stoker doctor` shows whether there is a GPU", EX_SOFTWARE)
     if as_json:
         print(json_text({"schema": text.SCHEMA, "planned_bytes": planned, "measured": told}))
         return 0

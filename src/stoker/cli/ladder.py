@@ -11,6 +11,7 @@ from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import amount, counted, span
 from stoker.contract.settings import Parser, add_flags
 from stoker.contract.shape import as_json
+from stoker.contract.terminal import tell
 from stoker.contract.untrusted import json_text
 from stoker.control.launch import ladder
 from stoker.control.launch.options import RunOptions
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
         if as_data:
             _dump({"schema": 1, "imports": [one.name for one in imports], "rungs": rungs, "steps": steps})
         else:
-            print(f"would import: {', '.join(one.name for one in imports) or 'nothing but the standard library'}")
+            tell(f"would import: {', '.join(one.name for one in imports) or 'nothing but the standard library'}")
             counts = ", ".join(str(ranks) for ranks in rungs)
             ranks = f"{counts} rank{'s' if rungs[-1] > 1 else ''}"
             print(f"would start {ranks}, one after the other, {counted(steps, 'step')} each")
@@ -148,8 +149,8 @@ def _dump(data: dict[str, Any]) -> None:
 
 
 def _to_stdout(line: str) -> None:
-    print(redact.whole(line), flush=True)
+    tell(redact.whole(line))
 
 
 def _to_stderr(line: str) -> None:
-    print(redact.whole(line), file=sys.stderr, flush=True)
+    tell(redact.whole(line), sys.stderr)

@@ -19,7 +19,7 @@ def parser() -> Parser:
     made.option("--role", "NAME", "of a job of several roles: which one")
     made.option("--rank", "N", "which rank (default: 0)", int, default=0)
     made.option("--attempt", "K", "which attempt (default: the last)", int)
-    made.add_argument("--follow", "-f", action="store_true", help="go on until the run ends")
+    made.add_argument("--follow", "-f", action="store_true", help="follow until the run ends")
     made.runs_dir()
     return made
 

@@ -11,6 +11,7 @@ from stoker.contract import effort, layout
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json, pick
+from stoker.contract.terminal import tell
 from stoker.contract.untrusted import json_text
 from stoker.control.record import reader
 from stoker.training.forensics import reading
@@ -64,7 +65,7 @@ def _folder(where: str | None, root: str) -> str:
     place = where if where is not None and os.path.isdir(where) else reader.find(where, root).dir
     found = reading.newest(place)
     if found is None:
-        raise Refusal(f"no nan_step_N in {place}: nothing went NaN there, or nan.dump was off", EX_NOINPUT)
+        raise Refusal(f"no nan_step_N in {place}: it had no NaN, or nan.dump was off", EX_NOINPUT)
     return found
 
 
@@ -82,8 +83,8 @@ def _print(dump: reading.RankDump, dumps: list[reading.RankDump], summary: str) 
     if others:
         print("\nOther ranks:")
     for one in others:
-        print(f"  {headline(one.report)}")
-    print(f"\n{summary}")
+        tell(f"  {headline(one.report)}")
+    tell(f"\n{summary}")
     print(f"files: {dump.folder}")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, names_run, suggest
-from stoker.contract.terminal import in_colour, paint
+from stoker.contract.terminal import in_colour, paint, tell
 from stoker.contract.untrusted import is_count, json_text, printable
 from stoker.control.record import reader
 from stoker.control.show.curves import Curve, smoothed
@@ -114,7 +114,7 @@ def _draw(lines: Sequence[Line], told: Any) -> None:
     for row in rows:
         paint(row)
     if not rows:
-        print("nothing to draw: --log leaves out values that are not positive")
+        tell("nothing to draw: --log leaves out values that are not positive")
     for number, line in enumerate(lines):
         if not line.points:
             continue

@@ -19,13 +19,13 @@ from stoker.training.data.sources import FORMS
 from stoker.training.data.unpack import PACKED
 
 _HELP = f"""Turns files of text or rows, folders and globs of these, or a hub id into shards of tokens, once; `stoker train` does it by itself.
-Of a folder, and of the folders in it, what ends in {" ".join(FORMS)} is read, packed or not
+From a folder, and the folders in it, files ending in {" ".join(FORMS)} are read, compressed or not
 ({" ".join(PACKED)}). `stoker data show PATH` shows what training would make of a file.
-The same bytes and the same tokenizer are found again in cache/datasets/, whatever they are called.
-Without --preset the preset is the one that `stoker train` would take here: production where there are GPUs, small where there are none."""
+Data with the same content and tokenizer is found in cache/datasets/ and used again, whatever its name.
+Without --preset the preset is the one that `stoker train` would take here: production with GPUs, small without."""
 _EXAMPLES = """examples:
   stoker prepare --data book.txt --tokenizer.path bytes --data.validation 0.1
-  stoker prepare --data 'web/*.jsonl' --data more.parquet --data.text_key content
+  stoker prepare --data 'web/*.jsonl' --data.text_key content
   stoker prepare --data chats.jsonl --data.kind chat --data.context_length 2048
   stoker prepare --data 'web/*.jsonl' --preset production        # here without GPUs, for a machine that has some
 """
@@ -34,7 +34,7 @@ _EXAMPLES = """examples:
 def parser() -> Parser:
     made = Parser("stoker prepare", _HELP, _EXAMPLES, usage="stoker prepare [options]", allow_abbrev=False)
     made.switch(
-        "--verify", "compare every shard with its checksum, even where nothing changed; a damaged one is made again"
+        "--verify", "compare every shard with its checksum, even if nothing changed; a damaged one is made again"
     )
     made.switch("--json", "what was made, as JSON")
     add_key_flags(made)

@@ -11,6 +11,7 @@ from stoker.contract import effort, layout, redact
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json
+from stoker.contract.terminal import tell
 from stoker.contract.untrusted import is_count, json_text, printable
 from stoker.control.record import reader
 from stoker.control.record.rollouts import ENDS, Change, Rollout, Summary, mean, read_rollouts, summary, typical
@@ -106,19 +107,19 @@ def _print(found: Summary, most: int) -> None:
     for title, some in (("Best", best(found.last, most)), ("Worst", best(found.last, most, worst=True))):
         print(f"\n{title}:")
         for one in some:
-            print(f"  {_about(one)}")
-            print(f"    prompt: {_shown(one.prompt)}\n    answer: {_shown(one.answer)}")
+            tell(f"  {_about(one)}")
+            tell(f"    prompt: {_shown(one.prompt)}\n    answer: {_shown(one.answer)}")
     gained, lost = chosen(found.changes, most)
-    print(
+    tell(
         "\nWhat changed for the same prompt:"
         if found.changes
         else "\nNo prompt occurs in two of these steps, so there is no change to show."
     )
     for change in (*gained, *lost):
         before, after = typical(change.before), typical(change.after)
-        print(f"  {change.gain:+.3f}  prompt: {_shown(change.before[0].prompt)}")
+        tell(f"  {change.gain:+.3f}  prompt: {_shown(change.before[0].prompt)}")
         for one, group in ((before, change.before), (after, change.after)):
-            print(f"    step {one.step}, mean reward {mean(group):.3f}: {_shown(one.answer)}")
+            tell(f"    step {one.step}, mean reward {mean(group):.3f}: {_shown(one.answer)}")
 
 
 def _about(one: Rollout) -> str:

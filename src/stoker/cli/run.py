@@ -26,7 +26,7 @@ _EXAMPLES = """examples:
   stoker run --nproc-per-node 4 -m mypkg.train      as torchrun would
   stoker run --gpus 0,3 train.py                    these two, as nvidia-smi counts
   stoker run --gpus any:2 --min-free-memory 20GB --wait 10m train.py
-  stoker run --detach --name exp1 --max-restarts 3 --notify 'mail -s done me' train.py
+  stoker run --detach --name exp1 --notify 'mail -s done me' train.py
   stoker run --no-python ./a.out                    any program
   stoker run --hosts cluster.yaml --min-hosts 2 train.py   several machines; continues without a lost one
   stoker run --role server:1:'serve.py --port 8000' --role trainer:3:train.py    two programs as one run (`stoker docs roles`)

@@ -35,7 +35,7 @@ _SORTED: dict[str, Callable[[Run], Any]] = {
     "user": lambda run: run.user,
     "ranks": lambda run: run.world,
 }
-_EPILOG = f"""--filter takes a word that the run's id, name, state or cause holds, or COLUMN=VALUE (state=failed, user=ann, loss<2.5, step>1000); several must all fit.
+_EPILOG = f"""--filter takes a word that the run's id, name, state or cause holds, or COLUMN=VALUE (state=failed, user=ann, loss<2.5, step>1000); several must all match.
 --sort takes {", ".join(_SORTED)}; with - in front the other way round (--sort=-loss).
 
   stoker runs --filter state=running
@@ -46,7 +46,7 @@ def parser() -> Parser:
     made = Parser("stoker runs", "Lists the runs, newest last.", _EPILOG)
     made.runs_dir()
     made.switch("--all", "other users' runs in this folder, too (default: your own)")
-    made.option("--filter", "WORD", "only runs that fit; may be given several times", action="append", default=[])
+    made.option("--filter", "WORD", "only runs that match; may be given several times", action="append", default=[])
     made.option("--sort", "COLUMN", "by this column, the largest last (default: date)", default="date")
     made.option("--limit", "N", "the last N of them", _count)
     made.switch("--json", "one JSON object with all of them")
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
     if others and told.all:
         more = f"{left_out} of other users left out: very many runs, very large records, or not readable"
     if not chosen:
-        none = f"no run of {len(runs)} fits" if runs else f"no runs in {printable(root)}"
+        none = f"none of {len(runs)} runs matches" if runs else f"no runs in {printable(root)}"
         print(none + (f"; {more}" if more else ""))
         return 0
     _print_table(chosen, told.all)

@@ -53,11 +53,13 @@ def parser() -> Parser:
     made.option(
         "--weights-from", "FOLDER", "POST /v1/weights may load folders below it while the server runs (default: none)"
     )
-    made.option("--slots", "N", "answers that are written at once (default: 16)", int, default=16)
+    group = "POST /v1/weights may join process groups at these addresses, with commas between them (default: none)"
+    made.option("--weights-group", "HOST[:PORT]", group)
+    made.option("--slots", "N", "answers written at once (default: 16)", int, default=16)
     made.option("--queue", "N", "requests that may wait for a slot; more get a 429 (default: 4 per slot)", int)
     context = "tokens of a prompt and its answer (default: what the model was trained for, up to 4096)"
     made.option("--context", "N", context, int, default=0)
-    memory = "tokens whose keys and values are kept, of all answers together (default: half of slots × context)"
+    memory = "tokens whose keys and values the cache holds, all answers together (default: half of slots × context)"
     made.option("--memory", "TOKENS", memory, int)
     made.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU where there is one)"
@@ -71,11 +73,12 @@ def main(argv: list[str]) -> int:
     check_port(told.port)
     if told.slots < 1 or (told.queue is not None and told.queue < 0):
         raise Refusal(
-            f"--slots {told.slots}, --queue {told.queue}: at least 1 slot, and a queue of 0 or more", EX_USAGE
+            f"--slots {told.slots}, --queue {told.queue} is out of range: at least 1 slot, and a queue of 0 or more",
+            EX_USAGE,
         )
     key = _key(told.api_key_file)
     if told.weights_from is not None and not os.path.isdir(told.weights_from):
-        raise Refusal(f"--weights-from {printable(told.weights_from)}: there is no such folder", EX_NOINPUT)
+        raise Refusal(f"--weights-from {printable(told.weights_from)}: no such folder", EX_NOINPUT)
     from stoker.training.generate.finding import find
     from stoker.training.model import hf_config, hf_files
     from stoker.training.model.config import ModelConfig
@@ -84,7 +87,8 @@ def main(argv: list[str]) -> int:
     shape = hf_config.shape_for(ModelConfig(), found.folder)
     if shape.engine == "transformers":
         raise Refusal(
-            f"{found.folder}: stoker serve has only architectures of Stoker's own; `stoker chat` opens it", EX_USAGE
+            f"{found.folder}: stoker serve needs a model of one of Stoker's families (`stoker docs families`); `stoker chat` opens it",
+            EX_USAGE,
         )
     hf_files.check(found.folder, shape)
     listening = serving.listen(told.host, told.port)
@@ -132,7 +136,9 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
         signal.signal(signum, lambda number, _frame: over.append(number))
     served, driver, model = _opened(told, folder)
     local = serving.is_loopback(listening)
-    weights = None if told.weights_from is None else Loader(model, folder, told.weights_from, driver, say)
+    groups = tuple(one.strip() for one in (told.weights_group or "").split(",") if one.strip())
+    takes = told.weights_from is not None or groups
+    weights = Loader(model, folder, told.weights_from or "", driver, say, groups) if takes else None
     token = secrets.token_urlsafe(24) if weights is not None and not key else ""
     front = Front(
         served,
@@ -144,7 +150,7 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
         weights=weights,
         token=token,
         now=lambda: (driver.engine.version, driver.engine.digest),
-        shared_memory=sharedweights.identity(),
+        about={"shared_memory": sharedweights.identity(), "device": model.device.type},
     )
     limits = serving.Limits(clients=driver.most + MORE_CLIENTS, body=LONGEST_BODY)
     server = serving.Server(listening, front.answer, _failed, limits)
@@ -202,7 +208,5 @@ def _opened(told: argparse.Namespace, folder: str) -> tuple[Served, Driver, Deco
         name = os.path.basename(os.path.dirname(os.path.realpath(folder)))
     size = f"{parameters(model) / 1e6:,.1f} M parameters"
     say(f"{folder}: {size}, {told.slots} slots of {context} tokens, memory for {memory} tokens, on {device.type}")
-    if device.type == "cuda":
-        say("serving on GPUs is not measured yet")
     queued = 4 * told.slots if told.queue is None else told.queue
     return Served(name, words, context), Driver(engine, told.slots + queued), model

@@ -13,6 +13,7 @@ from stoker.cli.sight import gpus_to_use, look
 from stoker.contract import names, redact
 from stoker.contract.settings import Parser, add_flags, build
 from stoker.contract.shape import replace
+from stoker.contract.terminal import tell
 from stoker.contract.untrusted import json_text
 from stoker.speedrun.options import SpeedrunOptions
 
@@ -30,9 +31,9 @@ _EPILOG = """stages, in this order: {stages}
   stoker speedrun --preset d20 --data my-data/          real data
   stoker speedrun --only grpo-density --set grpo:grpo.kl=0.05
 
-The same command goes on where it was stopped or killed; when all is done it says so and exits 0.
+The same command resumes where it was stopped or killed. When all stages are done it prints that and exits with 0.
 exit codes: the failed stage's own; 128+n for a signal; 64 a flag, 65 and 66 data or a missing input, 69 GPUs, 73 the folder can't be written or
-has no room, 75 another speedrun works there."""
+is full, 75 another speedrun works there."""
 
 
 def parser() -> Parser:
@@ -116,4 +117,4 @@ def _plan(course: Course) -> int:
 
 
 def _say(line: str) -> None:
-    print(redact.whole(line), flush=True)
+    tell(redact.whole(line))

@@ -11,7 +11,7 @@ from stoker.contract import layout
 from stoker.contract.names import STOP_NOW_SIGNAL, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
-from stoker.contract.terminal import say
+from stoker.contract.terminal import say, tell
 from stoker.contract.untrusted import printable
 from stoker.control.launch.signals import tell_launcher
 from stoker.control.record import reader
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     while reader.alive(run) and time.monotonic() < deadline:
         time.sleep(0.05)
     if reader.alive(run):
-        print(f"run {run.id} is still stopping; `stoker stop --now {shlex.quote(run.id)}` ends it at once")
+        tell(f"run {run.id} is still stopping; `stoker stop --now {shlex.quote(run.id)}` ends it at once")
         return 75
     print(f"run {run.id} is stopped")
     return 0

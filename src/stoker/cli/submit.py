@@ -10,19 +10,20 @@ from collections.abc import Collection
 from stoker.contract import layout
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build
+from stoker.contract.terminal import tell
 from stoker.control.record.writer import make_private
 from stoker.control.scheduler import slurm_submit as submit
 from stoker.control.scheduler.slurm_submit import SubmitOptions
 
 _EXAMPLES = """examples:
   stoker submit --nodes 2 --gpus-per-node 4 --time 12h -- train.py --lr 3e-4
-  stoker submit --gpus-per-node 8 --time 4h --requeue --name exp1 -- train.py         goes on after each 4 hours until it is done
+  stoker submit --gpus-per-node 8 --time 4h --requeue --name exp1 -- train.py         resumes after each 4 hours until it is done
   stoker submit --gpus-per-node 1 --array-seeds 0-4 -- train.py                       five runs; SEED is in their environment
   stoker submit --nodes 2 --gpus-per-node 4 -- train pretrain --data texts/           a recipe, as stoker train has it
   stoker submit --follow 1234                                                         follow a job again
 
-What stands after -- is `stoker run`'s: its options, the script, its arguments. The job script goes to the runs folder, under slurm/.
-Ctrl-C leaves the job alone. exit codes: the run's own; 64 usage, 66 no script, 69 sbatch not there or refusing, 73 runs folder can't be written."""
+After -- come the arguments of `stoker run`: its options, the script, the script's arguments. The job script goes to the runs folder, under slurm/.
+Ctrl-C leaves the job alone. exit codes: the run's own; 64 usage, 66 no script, 69 sbatch missing or failing, 73 runs folder can't be written."""
 
 
 def parser() -> Parser:
@@ -125,7 +126,7 @@ def _follow(root: str, number: str) -> int:
     from stoker.control.scheduler.slurm_runs import Submitted
 
     def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        tell(line, sys.stderr)
 
     def put(data: bytes) -> None:
         sys.stdout.buffer.write(data)

@@ -6,7 +6,7 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from stoker.cli.sight import gpus_to_use, look
@@ -20,9 +20,10 @@ from stoker.cli.train_fit import (
 )
 from stoker.contract import names, redact, schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.settings import Parser, add_flags, build, from_mapping, suggest
+from stoker.contract.settings import Help, Parser, add_flags, build, from_mapping, suggest
 from stoker.contract.shape import options_of, replace
 from stoker.contract.shapes import Verdict
+from stoker.contract.terminal import tell
 from stoker.contract.untrusted import is_count
 from stoker.control.launch.options import RunOptions, from_torchrun_environment, ranks_asked
 from stoker.control.launch.request import Request
@@ -30,8 +31,9 @@ from stoker.control.machine.model import Machine
 from stoker.training.config.check import check, check_data, check_drill, check_needs, check_ranks
 from stoker.training.config.derived import about, derivable
 from stoker.training.config.flags import Shown, add_key_flags
-from stoker.training.config.keys import KEYS, as_yaml, config_of, values_of
+from stoker.training.config.keys import DEFAULTS, KEYS, as_yaml, config_of, values_of
 from stoker.training.config.layers import PREFIX, Layers, gather
+from stoker.training.config.presets import PRESETS
 from stoker.training.config.resolve import (
     Resolved,
     flags,
@@ -65,23 +67,24 @@ _HELP = """usage: stoker train STAGE [options]
 stages:
 {stages}
 
-  stoker train pretrain --data 'texts/*.txt'                production where there are GPUs, small on a CPU
-  stoker train pretrain --debug --data book.txt             2 layers, 10 steps, every check on
-  stoker train pretrain --config my.yaml --nproc-per-node 4 --optim.learning_rate 1e-4
+  stoker train pretrain --data 'texts/*.txt'      large with GPUs, small without
+  stoker train pretrain --debug --data book.txt   2 layers, 10 steps, all checks
+  stoker train pretrain --config my.yaml --nproc-per-node 4 --max-steps 1000
 
-`stoker train STAGE --help` lists the keys that stage is given most, --help-all every key and option.
+`stoker train STAGE --help` lists the keys that stage needs most, --help-all
+every key and option.
 """
 _ABOUT = (
     "Checks the settings, prepares the data, then starts the stage's recipe as `stoker run` would. Takes `stoker run`'s"
     " options and every key."
 )
-_EPILOG = """a key's name that is clear without its section may stand alone, with - or _: --max-steps 10, --learning-rate 1e-4. A name that
-`stoker run` has too is `stoker run`'s when it stands alone: --gpus 0,3 chooses GPUs, --needs.gpus 4 asks for four.
+_EPILOG = """A key whose name is clear without its section may be given without it, with - or _: --max-steps 10, --learning-rate 1e-4. A name that
+`stoker run` has too is then `stoker run`'s: --gpus 0,3 chooses GPUs, --needs.gpus 4 asks for four.
 preset < the stage's defaults (by model size and data, printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE)
 < flags. `stoker docs config` prints every key.
 exit codes: those of `stoker run`; 64 an invalid flag, 78 an invalid config file or variable, 65 and 66 data, 69 GPUs that are needed and missing."""
 _SHORT = """--help-all lists the other {more} keys and every option of `stoker run`; `stoker docs config` prints every key.
-A name that is clear without its section may stand alone, with - or _: --max-steps 10.
+A key whose name is clear without its section may be given without it, with - or _: --max-steps 10.
 preset < the stage's defaults (printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE) < flags"""
 _RUN_MOST = ("nproc_per_node", "gpus", "hosts", "name", "max_restarts", "detach", "dry_run")
 
@@ -99,7 +102,7 @@ def parser(stage: str | None = None, *, short: bool = False) -> Parser:
         _SHORT.format(more=rest) if short else _EPILOG,
         usage=f"{prog} [options]",
         allow_abbrev=False,
-        formatter_class=_wide if short else argparse.RawDescriptionHelpFormatter,
+        formatter_class=_wide if short else Help,
     )
     if stage is None:  # for completion
         made.add_argument("stage", choices=list(STAGES))
@@ -112,8 +115,8 @@ def parser(stage: str | None = None, *, short: bool = False) -> Parser:
 
 
 def _wide(prog: str) -> argparse.HelpFormatter:
-    columns = min(shutil.get_terminal_size((120, 24)).columns, 140)
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=max(columns // 3, 24), width=columns)
+    columns = min(shutil.get_terminal_size((80, 24)).columns, 140)
+    return Help(prog, max_help_position=max(columns // 3, 24), width=columns)
 
 
 def _foreign(stage: str) -> tuple[str, ...]:
@@ -221,8 +224,18 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     keep = (*STAGES[stage].defaults, *derivable(STAGES[stage].learning))
     code = start(replace(request, args=tuple(flags(resolved.config, keep))), _show_loss)
     if options.dry_run and not options.json and not code:
-        print(redact.whole(as_yaml(resolved.config)), end="", flush=True)
+        shown = _worth_showing(stage, resolved, keep)
+        print(redact.whole(as_yaml(resolved.config, shown)), end="")
+        tell(f"# The other {len(KEYS) - len(shown)} keys have their defaults: `stoker docs config` prints them.")
     return code
+
+
+def _worth_showing(stage: str, resolved: Resolved, keep: Collection[str]) -> set[str]:
+    """Keys that people set most in this stage, and all that a file needs to make the same configuration again."""
+    values, preset = values_of(resolved.config), PRESETS[resolved.config.preset]
+    usual = {key for key in KEYS if values[key] == DEFAULTS[key] == preset.get(key, values[key])}
+    foreign = set(_foreign(stage)) - set(resolved.given)
+    return ({*STAGES[stage].common, *keep, *resolved.given} | (set(KEYS) - usual)) - foreign
 
 
 def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str, Any]]:
@@ -300,7 +313,7 @@ def _check_inputs(stage: str, config: Config) -> None:
         if not path:
             raise Refusal(f"stage {stage} needs --{key}: {KEYS[key].spec.help}", EX_USAGE)
         if not os.path.exists(path) and not is_hub_id(path):
-            raise Refusal(f"{key} {path}: there is no such file or folder", EX_NOINPUT)
+            raise Refusal(f"{key} {path}: no such file or folder", EX_NOINPUT)
 
 
 def _fetched(stage: str, config: Config) -> Config:
@@ -408,4 +421,4 @@ def _show_loss(verdict: Verdict, run_dir: str, say: Callable[[str], None]) -> No
 
 
 def _say(line: str) -> None:
-    print(redact.whole(line), file=sys.stderr, flush=True)
+    tell(redact.whole(line), sys.stderr)

@@ -217,7 +217,7 @@ def without_memory_plan(resolved: Resolved, options: RunOptions, say: Callable[[
     if config.parallel.strategy != "auto" or options.dry_run:
         return resolved
     say(
-        "parallel auto: ddp; no memory plan knows this run (`stoker docs fit`), --parallel fsdp cuts the model into shards"
+        "parallel auto: ddp; there is no memory plan for this run (`stoker docs fit`); --parallel fsdp shards the model"
     )
     return replace(resolved, config=config_of(config.preset, values_of(config) | {"parallel.strategy": "ddp"}))
 

@@ -13,6 +13,7 @@ from stoker.cli.sight import gpus_to_use, look
 from stoker.contract import layout, redact
 from stoker.contract.names import API_KEY, EX_USAGE, Refusal
 from stoker.contract.shape import replace
+from stoker.contract.terminal import tell
 from stoker.control.launch.options import ranks_asked
 from stoker.control.launch.ourselves import stoker_command
 from stoker.control.roles import allocation, role
@@ -22,6 +23,7 @@ from stoker.training.config.flags import Flag
 from stoker.training.config.layers import Layers
 from stoker.training.config.resolve import on_cpu, settle
 from stoker.training.config.schema import Config
+from stoker.training.rl.config import GROUP
 from stoker.training.stages.registry import STAGES
 
 STAGE = "grpo"
@@ -88,6 +90,8 @@ def _server(c: Config, part: Part, runs: str) -> RoleSpec:
     context = min(c.data.context_length, longest if longest > 1 else c.data.context_length)
     slots = min(-(-c.grpo.prompts_per_step * c.grpo.group // part.size("d")), MOST_SLOTS)
     command = stoker_command(["serve", folder, "--port", "${port}", "--weights-from", os.path.abspath(runs)])
+    if c.grpo.publish == GROUP:
+        command += ["--weights-group", "127.0.0.1"]
     sizes = ("--slots", str(slots), "--context", str(context))
     key = os.environ.get(API_KEY) or secrets.token_urlsafe(24)
     ready = Ready("http", "/health", timeout=READY_S)
@@ -115,4 +119,4 @@ def _trainer(keys: Sequence[Flag], layers: Layers, part: Part, server: str, env:
 
 
 def _say(line: str) -> None:
-    print(redact.whole(line), file=sys.stderr, flush=True)
+    tell(redact.whole(line), sys.stderr)

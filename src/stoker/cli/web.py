@@ -13,7 +13,7 @@ from stoker.contract import layout, redact
 from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
 from stoker.contract.quantities import amount, duration
 from stoker.contract.settings import Parser, check_port
-from stoker.contract.terminal import say
+from stoker.contract.terminal import say, tell
 from stoker.contract.untrusted import printable
 from stoker.control.record import reader
 
@@ -133,9 +133,9 @@ def _announce(listening: socket.socket, token: str, address: str, local: bool) -
     port = listening.getsockname()[1]
     print(f"{address}?token={token}")
     if local:
-        print(f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {_me()}   and open the same address there")
+        tell(f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {_me()}   and open the same address there")
     else:
-        print("anybody who sees the traffic sees the token and the page: it is not encrypted. `ssh -L` is")
+        tell("anybody who sees the traffic sees the token and the page: it is not encrypted. `ssh -L` is")
     print("Ctrl-C ends it")
     sys.stdout.flush()
 

@@ -10,7 +10,7 @@ from stoker.contract import checkpoints, layout, redact, schedulers
 from stoker.contract.quantities import span
 from stoker.contract.settings import Parser
 from stoker.contract.shapes import Verdict
-from stoker.contract.terminal import ERROR, SUCCESS, WARNING, paint
+from stoker.contract.terminal import ERROR, SUCCESS, WARNING, paint, tell
 from stoker.contract.untrusted import json_text, printable, printable_lines
 from stoker.control.record import reader
 from stoker.control.record.writer import OURS
@@ -84,7 +84,7 @@ def _whose(run: reader.Run) -> str:
 
 
 def _print(line: str) -> None:
-    print(redact.whole(printable(line)))
+    tell(redact.whole(printable(line)))
 
 
 def _dump(data: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ def _print_restarts(run: reader.Run) -> None:
 
 def _print_lines(text: str) -> None:
     """Evidence may have several lines: those stay."""
-    print(redact.whole("\n".join(f"  {line}" for line in printable_lines(text).split("\n"))))
+    tell(redact.whole("\n".join(f"  {line}" for line in printable_lines(text).split("\n"))))
 
 
 def _another_attempt(verdict: Verdict) -> str:

@@ -26,7 +26,7 @@ class Range:
         return option(help, default=default, limit=self, **more)
 
     def __contains__(self, value: object) -> bool:
-        assert isinstance(value, (int, float)), f"a limit of {value!r}, which is no number"
+        assert isinstance(value, (int, float)), f"a limit of {value!r}, which is not a number"
         return (
             (self.low < value if self.above else self.low <= value)
             and (value < self.high if self.below else value <= self.high)

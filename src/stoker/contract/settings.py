@@ -13,17 +13,25 @@ from typing import Any, NoReturn, TypeVar
 from stoker.contract import spelling
 from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
 from stoker.contract.shape import Option, options_of
+from stoker.contract.wrapping import wrapped
 
 T = TypeVar("T")
 
 suggest = spelling.suggest
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Line breaks of a text stay; lines that are too long get more."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return wrapped(super()._fill_text(text, width, indent), width)
+
+
 class Parser(argparse.ArgumentParser):
-    """Raises Refusal instead of exiting, and suggests a flag. With an `epilog` texts are printed as they are."""
+    """Raises Refusal instead of exiting, and suggests a flag. With an `epilog` line breaks of texts stay."""
 
     def __init__(self, prog: str, description: str | None = None, epilog: str | None = None, **more: Any) -> None:
-        more.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter)
+        more.setdefault("formatter_class", Help if epilog else argparse.HelpFormatter)
         super().__init__(prog, description=description, epilog=epilog, **more)
 
     def option(self, flags: str, metavar: str, help: str, type: Callable[[str], Any] = str, **more: Any) -> None:

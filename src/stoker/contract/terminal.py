@@ -14,6 +14,7 @@ from typing import Any
 
 from stoker.contract import names
 from stoker.contract.untrusted import printable, printable_lines
+from stoker.contract.wrapping import wrapped
 
 
 class OwnLines:
@@ -54,10 +55,24 @@ def say(line: str, colour: str = "") -> None:
     """One line of ours to stderr."""
     line = f"stoker: {line}"
     if not colour or not in_colour(sys.stderr):
-        print(line, file=sys.stderr, flush=True)
+        tell(line, sys.stderr)
         return
     wipe()
-    _codes(f"{coloured(printable_lines(line), colour)}\n")
+    _codes(f"{coloured(wrapped(printable_lines(line), columns_of(sys.stderr)), colour)}\n")
+
+
+def tell(text: str, stream: Any = None) -> None:
+    """Sentences to stdout, or to this stream. A terminal gets them broken between words, a file or a pipe whole lines."""
+    stream = sys.stdout if stream is None else stream
+    print(wrapped(text, columns_of(stream)), file=stream, flush=True)
+
+
+def columns_of(stream: Any) -> int:
+    """Of the terminal behind it; 0: it is none, or does not say."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns if _is_terminal(stream) else 0
+    except (OSError, ValueError):
+        return 0
 
 
 # ---- one bar, at the bottom of the terminal ----
@@ -158,10 +173,22 @@ def coloured(text: str, colour: str) -> str:
 def paint(pieces: Iterable[tuple[str, str]]) -> None:
     """Prints one line on stdout: pieces of text, each with the name of its colour, or "" for none."""
     stream = getattr(sys.stdout, "stream", sys.stdout)
-    colours = in_colour()
-    for text, colour in pieces:
-        stream.write(coloured(printable(text), colour if colours else ""))
-    stream.write("\n")
+    colours, cleaned = in_colour(), [(printable(text), colour) for text, colour in pieces]
+    shown = wrapped("".join(text for text, _ in cleaned), columns_of(stream))
+    for text, colour in cleaned:
+        end = _end_of(text, shown)
+        stream.write(coloured(shown[:end], colour if colours else ""))
+        shown = shown[end:]
+    stream.write(f"{shown}\n")
+
+
+def _end_of(piece: str, shown: str) -> int:
+    """Where the piece that `shown` begins with ends in it: a line break is in the place of a space."""
+    left, at = sum(not sign.isspace() for sign in piece), 0
+    while at < len(shown) and (left or (shown[at].isspace() and piece[-1:].isspace())):
+        left -= not shown[at].isspace()
+        at += 1
+    return at
 
 
 def _codes(text: str) -> None:

@@ -19,6 +19,7 @@ from stoker.contract.names import EX_CANTCREAT, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
+from stoker.contract.terminal import tell
 from stoker.contract.untrusted import is_count
 from stoker.control.doctor.debris import walk
 from stoker.control.machine.model import Machine
@@ -269,7 +270,7 @@ def _with_settings(stages: Sequence[Stage], options: SpeedrunOptions) -> tuple[S
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    tell(line, sys.stderr)
 
 
 def _ranks(asked: str | None, usual: int) -> int:
@@ -322,7 +323,7 @@ def _there(key: str, value: Any) -> None:
         (text for text in texts if key not in _OR_OF_THE_HUB or text.startswith(("/", "./", "../", "~"))), None
     )
     if missing is not None and not os.path.exists(os.path.expanduser(missing)):
-        raise Refusal(f"{key} {missing}: there is no such file or folder", EX_NOINPUT)
+        raise Refusal(f"{key} {missing}: no such file or folder", EX_NOINPUT)
 
 
 def _is_number(text: str) -> bool:

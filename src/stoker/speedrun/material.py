@@ -66,7 +66,7 @@ class Found:
 
 def find(folder: str) -> Found:
     if not os.path.isdir(folder):
-        raise Refusal(f"--data {folder}: there is no such folder", EX_NOINPUT)
+        raise Refusal(f"--data {folder}: no such folder", EX_NOINPUT)
     roles: dict[str, list[str]] = {}
     unused: list[str] = []
     tables: dict[str, list[str]] = {}

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from stoker.contract.terminal import coloured, wants_colour
 from stoker.contract.untrusted import printable_lines
+from stoker.contract.wrapping import wrapped
 
 ROOM = 24 << 20
 RESERVE = 2 << 20  # for small pieces: others' lines, and our own, when a flooding rank has filled the room
@@ -72,8 +73,17 @@ class Console:
 
     def say(self, stream: int, text: str, colour: str = "") -> None:
         """Lines of our own. They quote what others wrote: control codes in them are escaped."""
-        text = printable_lines(text)
+        text = wrapped(printable_lines(text), self._columns(stream))
         self.put(stream, (coloured(text, colour) if self._colours[stream] else text).encode() + b"\n", own=True)
+
+    def _columns(self, stream: int) -> int:
+        """0: there is no terminal, or it does not say. Asked each time: windows change their size."""
+        if not self._terminal[stream]:
+            return 0
+        try:
+            return os.get_terminal_size(self._handles[stream]).columns
+        except OSError:
+            return 0
 
     def skip(self, stream: int, lines: int) -> None:
         with self._ready:

@@ -235,11 +235,10 @@ class Coordinator:
             self._say(f"stoker: {verdict.summary}", colour=colour)
             import shlex
 
-            fix = f"; {_inline(verdict.fix[0])}" if verdict.fix else ""
+            if verdict.fix:
+                self._say(f"stoker: what to do: {_inline(verdict.fix[0])}", colour=colour)
             why = f"`stoker why {shlex.quote(place.id)}` says more"
-            self._say(
-                f"stoker: {verdict.status} after {took}, exit code {verdict.exit_code}{fix}; {why}", colour=colour
-            )
+            self._say(f"stoker: {verdict.status} after {took}, exit code {verdict.exit_code}; {why}", colour=colour)
             if resume:
                 self._say(f"stoker: {_purpose(place)}: {resume}")
 

@@ -10,6 +10,7 @@ import re
 import shutil
 
 from stoker.contract.terminal import ERROR, SUCCESS, WARNING, coloured
+from stoker.contract.wrapping import wrapped
 
 WIDEST = 100  # columns
 _BEGIN = re.compile(rb"INFO \| \[([GC]PU) (\d+)\] ")
@@ -33,7 +34,8 @@ class ShortLines:
         head = b" " if self._prefix else begin[1] + begin[2] + b": "
         rest = line[begin.end() :]
         if not rest.startswith(b"Step ["):
-            return head + rest
+            room = shutil.get_terminal_size((0, 24)).columns - len(self._prefix)
+            return wrapped((head + rest).decode("utf-8", "replace"), room).encode() if room > 0 else head + rest
         if not self._steps:
             return None
         room = min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST) - len(self._prefix + head)

@@ -1,4 +1,6 @@
-"""What a training that is over leaves to look at: its loss in one line, and loss.png where matplotlib is installed."""
+"""What a training that is over leaves to look at: its loss, of GRPO its reward, in one line, and as a PNG where matplotlib is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,22 @@ def show_loss(run_dir: str, say: Callable[[str], None]) -> None:
     """Nothing of a run without a loss. What goes wrong here is reported, and changes no exit code."""
     metrics = MetricsTail(run_dir)
     metrics.look()
-    curve = metrics.curves.get("loss")
+    metric = "reward" if "reward" in metrics.curves else "loss"
+    curve = metrics.curves.get(metric)
     points = finite_points(curve.points()) if curve is not None else []
     if curve is None or len(points) < 2:
         return
     values = [value for _, value in points]
     wrong = len(curve.not_finite())
     bad = f" ({wrong} not finite)" if wrong else ""
-    drawn = f"loss {sparkline(values, _WIDTH)} {short(values[0])} to {short(values[-1])}{bad}"
+    drawn = f"{metric} {sparkline(values, _WIDTH)} {short(values[0])} to {short(values[-1])}{bad}"
     picture = ""
     try:
         if os.environ.get(names.PICTURES) != "0":
             line = Line(os.path.basename(run_dir), tuple((float(step), value) for step, value in points))
-            picture = leave_picture(run_dir, [line])
+            picture = leave_picture(run_dir, [line], metric)
     except Refusal as problem:
         say(f"stoker: {problem.line}")
     except Exception as problem:  # a matplotlib that is there and does not work
-        say(f"stoker: loss.png could not be drawn: {printable(f'{type(problem).__name__}: {problem}', 200)}")
+        say(f"stoker: {metric}.png could not be drawn: {printable(f'{type(problem).__name__}: {problem}', 200)}")
     say(drawn + (f"; {os.path.relpath(picture)}" if picture else ""))

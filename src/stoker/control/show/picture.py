@@ -71,8 +71,8 @@ def write_png(path: str, lines: Sequence[Line], metric: str, *, log: bool = Fals
             raise Refusal(f"{printable(path)} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
 
 
-def leave_picture(run_dir: str, lines: Sequence[Line], metric: str = "loss") -> str:
-    """loss.png in a finished run's folder, where matplotlib is installed. Returns its path, or ""."""
+def leave_picture(run_dir: str, lines: Sequence[Line], metric: str) -> str:
+    """METRIC.png in a finished run's folder, where matplotlib is installed. Returns its path, or ""."""
     if not there_is_matplotlib():
         return ""
     path = os.path.join(run_dir, f"{metric}.png")

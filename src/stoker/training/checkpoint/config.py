@@ -18,21 +18,21 @@ def interval(text: str) -> float:
 
 @shape
 class CheckpointConfig:
-    every_steps: int = limits.COUNT("save every so many steps (0: by time only)", 0)
+    every_steps: int = limits.COUNT("save every this many steps (0: by time only)", 0)
     every: float = limits.NOT_NEGATIVE(
         "save this often: 5min, 1h, '500 steps' (0: never by time)",
         600.0,
         parse=interval,
         metavar="TIME|STEPS",
     )
-    keep: int = limits.FROM_ONE("the newest so many stay", 2)
-    keep_best: bool = option("the one with the best validation loss stays too", default=True)
+    keep: int = limits.FROM_ONE("how many of the newest to keep", 2)
+    keep_best: bool = option("also keep the one with the best validation loss", default=True)
     resume: str = option(
         "auto: this run's newest valid checkpoint; never; a run directory (runs/ID) or a checkpoint's folder",
         default="auto",
         metavar="WHERE",
     )
-    folder: str = text("DIR")("where they lie (empty: checkpoints/ in the run directory)")
+    folder: str = text("DIR")("where to save them (empty: checkpoints/ in the run directory)")
     at_end: bool = option("save at the end of the run, too", default=True)
     export: bool = option(
         "at the end, write the model as a folder `transformers` opens: hf/ in the run directory", default=True

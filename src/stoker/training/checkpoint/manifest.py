@@ -110,7 +110,7 @@ def disagreement(files: Mapping[str, Sums], tensors: Mapping[str, Entry]) -> str
     for name, entry in tensors.items():
         for piece in entry.pieces:
             if piece.file not in files:
-                return f"{name} lies in {piece.file!r}, which is not among the files"
+                return f"{name} is in {piece.file!r}, which is not among the files"
             if (piece.file, piece.key) in stored:
                 return f"{name}: {piece.key!r} in {piece.file} is a piece twice"
             stored.add((piece.file, piece.key))
@@ -119,7 +119,7 @@ def disagreement(files: Mapping[str, Sums], tensors: Mapping[str, Entry]) -> str
             if any(
                 start + size > whole for start, size, whole in zip(piece.offset, piece.shape, entry.shape, strict=True)
             ):
-                return f"{name}: a piece lies outside of shape {list(entry.shape)}"
+                return f"{name}: a piece is outside of shape {list(entry.shape)}"
         if len(entry.shape) > MOST_DIMENSIONS:
             return f"{name} has {len(entry.shape)} dimensions"
         if sum(math.prod(piece.shape) for piece in entry.pieces) != math.prod(entry.shape):

@@ -156,7 +156,7 @@ class _Store:
             if os.stat(os.path.dirname(self.folder)).st_dev != self._device:
                 raise GivenUp("the file system it was on is gone (unmounted?)")
             os.makedirs(self.folder, exist_ok=True)
-            self._say(f"{self.folder} was gone, with all checkpoints in it; it is made anew")
+            self._say(f"{self.folder} was removed, with all checkpoints in it; it is created again")
         elif os.stat(self.folder).st_dev != self._device and not os.path.exists(
             os.path.join(self.folder, folders.LOCK)
         ):
@@ -173,7 +173,7 @@ class _Store:
         try:
             good = next((os.path.basename(path) for path in folders.steps_in(self.folder).values()), None)
         except OSError as problem:
-            return f"whether there is a good one can't be seen: {problem.strerror}"
+            return f"the folder of the others can't be read: {problem.strerror}"
         return f"the last good one is {good}" if good else "there is no other one"
 
     def _free(self) -> str:

@@ -38,6 +38,7 @@ class Amount:
     unit: str  # tokens, conversations, pairs or prompts
     tokens: int = 0  # 0: nobody counted them
     exact: bool = True
+    held_out: int = 0  # tokens of a validation; 0: nobody counted them, or there are none
 
 
 def of_prepared(ready: Prepared, config: Config) -> Amount:
@@ -47,8 +48,9 @@ def of_prepared(ready: Prepared, config: Config) -> Amount:
     kept = samples / max(whole, 1)  # data.max_samples
     tokens = round(ready.train_tokens * kept)
     if ready.kind == "chat":
-        return Amount(samples, round(ready.train_documents * kept), "conversations", tokens)
-    return Amount(samples, tokens, "tokens", tokens)
+        count = round(ready.train_documents * kept)
+        return Amount(samples, count, "conversations", tokens, held_out=ready.validation_tokens)
+    return Amount(samples, tokens, "tokens", tokens, held_out=ready.validation_tokens)
 
 
 def estimated(config: Config, vocabulary: int) -> Amount | None:
@@ -65,13 +67,15 @@ def estimated(config: Config, vocabulary: int) -> Amount | None:
     tokens = int(size * (CHAT_TEXT if chat else 1.0) / _bytes_per_token(config, vocabulary))
     context = config.data.context_length
     samples = max(int(tokens / context / (FILL if chat else 1.0)), 1)
+    aside = int(tokens * held_out / (1 - held_out))
     limit = config.data.max_samples
     if limit and limit < samples:
         tokens, samples = tokens * limit // samples, limit
     if not chat:
-        return Amount(samples, tokens, "tokens", tokens, exact=False)
+        return Amount(samples, tokens, "tokens", tokens, exact=False, held_out=aside)
     count = round(sum(lines_in(path) for path in files if kind_of(path) in ("jsonl", "json", "csv")) * (1 - held_out))
-    return Amount(samples, count or tokens, "conversations" if count else "tokens", tokens, exact=False)
+    unit = "conversations" if count else "tokens"
+    return Amount(samples, count or tokens, unit, tokens, exact=False, held_out=aside)
 
 
 def of_pairs(config: Config, vocabulary: int, given: RewardConfig | DpoConfig | None = None) -> Amount:
@@ -81,7 +85,8 @@ def of_pairs(config: Config, vocabulary: int, given: RewardConfig | DpoConfig | 
     pairs = max(lines_in(path), 1)
     trained = pairs if held_out else pairs - max(pairs // 10, 1)
     tokens = _unpacked(path) * trained / pairs * PAIR_TOKENS / _bytes_per_token(config, vocabulary)
-    return Amount(max(int(tokens / context), 1), max(trained, 1), "pairs", exact=False)
+    aside = 0 if held_out else int(tokens * (pairs - trained) / max(trained, 1))
+    return Amount(max(int(tokens / context), 1), max(trained, 1), "pairs", exact=False, held_out=aside)
 
 
 def of_prompts(config: Config) -> Amount:

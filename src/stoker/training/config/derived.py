@@ -29,6 +29,9 @@ LENGTH = ("train.max_steps", "train.epochs")
 BATCH = ("batch.tokens", "batch.accumulation")
 EVALUATION = "train.eval_every"
 EVALUATIONS = 10  # of a run that trains adapters: their checkpoints are small, and such runs short
+# They may take this share of the run, by tokens: a learned one costs two that are only read, because frozen weights need no
+# gradient. Held-out prompts are answered without a cache: each of ANSWERED tokens is a pass over all (loop/samples.py).
+EVALUATIONS_SHARE, LEARNED_COST, ANSWERED = 0.1, 2.0, 64
 
 
 @shape
@@ -74,9 +77,26 @@ def derive(learning: Learning, config: Config, given: Collection[str], at: Situa
     ):
         found |= {"train.max_steps": 0, "train.epochs": learning.passes}
     if EVALUATION not in given and config.adapter.method != OFF and config.preset not in KEEPS_ITS_LENGTH:
-        steps, _ = steps_and_passes(learning, config_of(config.preset, values_of(config) | found), at)
-        found[EVALUATION] = max(min(steps // EVALUATIONS, config.train.eval_every or steps), 1)
+        found[EVALUATION] = _eval_every(learning, config_of(config.preset, values_of(config) | found), at)
     return found
+
+
+def _eval_every(learning: Learning, config: Config, at: Situation) -> int:
+    """0: at the end only."""
+    assert at.amount is not None
+    steps, _ = steps_and_passes(learning, config, at)
+    every = max(min(-(-steps // EVALUATIONS), config.train.eval_every or steps), 1)
+    if config.train.patience:  # whoever gave it wants to hear often
+        return every
+    context, held_out = config.data.context_length, at.amount.held_out
+    read = min(held_out, config.train.eval_tokens or held_out)
+    typical = at.amount.samples * context // max(at.amount.count, 1)
+    answers = config.train.samples * ANSWERED * min(typical + ANSWERED, context)
+    learned = LEARNED_COST * steps * samples_a_step(config, at.ranks) * context
+    affordable = int(EVALUATIONS_SHARE * learned / max(read + answers, 1))
+    if affordable >= -(-steps // every):
+        return every
+    return -(-steps // affordable) if affordable > 1 else 0
 
 
 def settled(learning: Learning, config: Config, given: Collection[str], at: Situation) -> tuple[Config, dict[str, Any]]:
@@ -171,7 +191,10 @@ def about(dotted: str, stages: Mapping[str, Learning]) -> str:
         )
         return f"{grpo}; others 0, so that epochs counts (pretrain: where the data is small)"
     if dotted == EVALUATION:
-        return f"a run that trains adapters has {EVALUATIONS} validations"
+        return (
+            f"a run that trains adapters has {EVALUATIONS} validations, fewer if they would take more than"
+            f" {100 * EVALUATIONS_SHARE:.0f} % of it"
+        )
     if dotted == "batch.tokens":
         most = ", ".join(f"{name} {learning.samples}" for name, learning in packed.items() if learning.samples)
         least = ", ".join(f"{name} {learning.steps_a_pass}" for name, learning in packed.items())

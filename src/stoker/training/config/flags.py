@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from stoker.contract.settings import Parser
+from stoker.contract.settings import Help, Parser
 from stoker.contract.shape import shape
 from stoker.training.config import presets
 from stoker.training.config.aliases import RENAMED, SECTION_VALUES, SWITCHES, TRANSLATED
@@ -130,7 +130,7 @@ def _add(where: Any, name: str, spellings: list[str], text: str | None, metavar:
 
 def parse(argv: Sequence[str], prog: str = "pretrain") -> tuple[Flag, ...]:
     """Nothing but keys: what a recipe is started with."""
-    made = Parser(prog=prog, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = Parser(prog=prog, allow_abbrev=False, formatter_class=Help)
     add_key_flags(made)
     found, extra = made.parse_known_args(list(argv))
     if extra:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from decimal import Decimal
 from typing import Any
 
@@ -70,12 +71,14 @@ def config_of(preset: str, values: dict[str, Any]) -> Config:
     return Config(preset=preset, **parts)
 
 
-def as_yaml(config: Config) -> str:
-    """All of it; `--config` reads it back as exactly this configuration. Without the library: the ranks write it."""
+def as_yaml(config: Config, keys: Collection[str] = ()) -> str:
+    """All of it, which `--config` reads back as exactly this configuration, or these keys. Without the library: the ranks write it."""
     lines = [f"preset: {config.preset}"]
     section = ""
     for name, value in values_of(config).items():
         key = KEYS[name]
+        if keys and name not in keys:
+            continue
         if key.section != section:
             section = key.section
             lines.append(f"{section}:")

@@ -10,9 +10,9 @@ from stoker.training.data.formats.table import AUTO, NAMES
 @shape
 class DataConfig:
     path: tuple[str, ...] = option(
-        "files, folders, globs, or a hub id (owner/name:config:split@revision); several: one after the other. Of a"
-        " folder, what ends in .txt .text .md .rst .tex .jsonl .ndjson .json .parquet .arrow .feather .csv .tsv is read;"
-        " each may be packed: .gz .bz2 .xz .zst",
+        "files, folders, globs, or a hub id (owner/name:config:split@revision); several: one after the other. From a"
+        " folder, files ending in .txt .text .md .rst .tex .jsonl .ndjson .json .parquet .arrow .feather .csv .tsv are read;"
+        " each may be compressed: .gz .bz2 .xz .zst",
         default=(),
         metavar="PATH",
         many=True,
@@ -25,13 +25,16 @@ class DataConfig:
         many=True,
     )
     format: str = option(
-        "how rows are written (`stoker data show PATH` tells); auto: recognised from them", default=AUTO, choices=NAMES
+        f"format of the rows (`stoker data show PATH` prints it): {', '.join(NAMES)}; auto: recognised from them",
+        metavar="FORMAT",
+        default=AUTO,
+        choices=NAMES,
     )
     validation: str = option(
         "what is held out: a share of the end of the data (0.01), a path like `data.path`, or 0 for nothing",
         default="0.01",
     )
-    context_length: int = option("tokens a sample has", default=1024, limit=limits.FROM_TWO)
+    context_length: int = option("tokens per sample", default=1024, limit=limits.FROM_TWO)
     text_key: str = option("the field of a row that holds its text, where `data.kind` is stream", default="text")
     kind: str = limits.one_of("stream", "chat")(
         "stream: one text after the other; chat: whole conversations, best-fit packed, the assistant's words learned"
@@ -41,7 +44,7 @@ class DataConfig:
         " learned so)",
         default=False,
     )
-    max_samples: int = limits.LARGE("train on the first so many samples only (0: all)", 0)
+    max_samples: int = limits.LARGE("train only on the first N samples (0: all)", 0)
     cache: str = option("where prepared data and trained tokenizers are kept", default="cache", metavar="DIR")
     num_workers: int = option("processes that prepare data (0: one per core)", default=0, limit=limits.COUNT)
-    seed: int = option("order of the samples", default=0, limit=limits.SEED)
+    seed: int = option("seed of the order of samples", default=0, limit=limits.SEED)

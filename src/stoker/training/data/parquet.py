@@ -124,7 +124,7 @@ def read_rows(
                     some = batch.slice(place, step).to_pylist()
                 yield some
     except MemoryError as problem:
-        line = f"{shown}, row group {group + 1}: {count:,} rows of {', '.join(columns)} unfold to more than {ROOM >> 20} MB"
+        line = f"{shown}, row group {group + 1}: {count:,} rows of {', '.join(columns)} unpack to more than {ROOM >> 20} MB"
         raise Refusal(f"{line}: leave them out, or cut them into shorter ones", EX_DATAERR) from problem
     except (OSError, ValueError, import_module("pyarrow").lib.ArrowException) as problem:
         raise Refusal(f"{shown}, row group {group + 1} can't be read: {first_line(problem)}", EX_DATAERR) from problem

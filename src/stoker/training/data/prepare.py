@@ -37,6 +37,9 @@ LOOK = 100  # rows: the first that any format recognises decides
 _COLUMNS = tuple(dict.fromkeys(column for made in FORMATS.values() for column in made.columns))
 
 
+FORMAT = "data format: "  # what a line about formats begins with
+
+
 def with_formats(sources: Sequence[Source], data: DataConfig, say: Callable[[str], None]) -> tuple[Source, ...]:
     """Of sources of conversations; a stream's rows have a text and no format."""
     if data.kind != "chat":
@@ -44,14 +47,14 @@ def with_formats(sources: Sequence[Source], data: DataConfig, say: Callable[[str
             line = f"data.format {data.format} is for conversations: set data.kind chat, or leave data.format out"
             raise Refusal(line, EX_CONFIG)
         if any(source.form != "text" for source in sources):
-            say(f"data format: text (the column {data.text_key})")
+            say(f"{FORMAT}text (the column {data.text_key})")
         return tuple(sources)
     if data.format == TEXT:
         raise Refusal(f"data.format text has no turns to learn from; use {known()} (`stoker docs data`)", EX_CONFIG)
     if data.format != AUTO:
         return tuple(replace(source, format=data.format, mixed=True) for source in sources)
     found = [replace(source, format=_format(source).name) for source in sources]
-    say(f"data format: {'; '.join(_named(found))}")
+    say(f"{FORMAT}{'; '.join(_named(found))}")
     return tuple(found)
 
 
@@ -283,7 +286,7 @@ def _check_content(told: dict[str, Any], data: DataConfig, given: Given, say: Sa
             more = " …" if part["cut"] > len(part["first_cut"]) else ""
             say(
                 f"{part['cut']:,} of {part['documents'] + part['dropped']:,} conversations are longer than"
-                f" data.context_length {data.context_length} and lose their end: {'; '.join(part['first_cut'])}{more}"
+                f" data.context_length {data.context_length} and are cut: {'; '.join(part['first_cut'])}{more}"
             )
     if train.get("only_last"):
         say(

@@ -66,7 +66,7 @@ def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
             size = file.tell()
     except MemoryError as problem:
         line = (
-            f"{name}: its rows unfold to more than {_HUB_ROOM >> 30} GB at once, or than there is: it may be an attack"
+            f"{name}: its rows unpack to more than {_HUB_ROOM >> 30} GB at once, or than there is: it may be an attack"
         )
         raise Refusal(line, EX_DATAERR) from problem
     except ImportError as problem:
@@ -200,7 +200,7 @@ def share_of(text: str) -> float | None:
         return None
     if not 0 <= share < 1:
         raise Refusal(
-            f"data.validation is {text}: a share of the data lies between 0 and 1 (0.01 is one percent), a path is not"
+            f"data.validation is {text}: a share of the data is between 0 and 1 (0.01 is one percent), a path is not"
             " a number",
             EX_CONFIG,
         )

@@ -41,7 +41,7 @@ def most_unfolded(size: int, parts: int = 1) -> int:
 
 
 def unfolds(path: str, size: int) -> Refusal:
-    line = f"{path} unfolds to more than {MOST_TIMES} times its {amount(size)}: it may be an attack"
+    line = f"{path} unpacks to more than {MOST_TIMES} times its {amount(size)}: it may be an attack"
     return Refusal(f"{line}; unpack it yourself if it is not", EX_DATAERR)
 
 

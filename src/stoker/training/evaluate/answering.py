@@ -96,7 +96,10 @@ class Marker:
 
 
 def put(task: Task, tokenizer: Tokenizer, manner: Manner, context: int, new_tokens: int) -> Asked:
-    asked, what = as_asked(task.questions, tokenizer, manner, new_tokens), f"task {task.name}, with room for the answer"
+    asked, what = (
+        as_asked(task.questions, tokenizer, manner, new_tokens),
+        f"task {task.name}, questions with their answers",
+    )
     return Asked(
         task, tuple(tuple(ids) for ids, _ in asked), tuple(refuse_long([length for _, length in asked], context, what))
     )

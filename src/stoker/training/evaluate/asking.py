@@ -98,7 +98,7 @@ def refuse_long(lengths: Sequence[int], room: int, what: str) -> list[int]:
     long = [place for place, length in enumerate(lengths) if length > room]
     if long and len(long) >= TOLERATED * len(lengths):
         raise Refusal(
-            f"{what}: {len(long)} of {len(lengths)} are longer than {room} tokens (question {long[0] + 1} has"
+            f"{what}: {len(long)} of {len(lengths)} are longer than {room} tokens (number {long[0] + 1} has"
             f" {lengths[long[0]]}): raise data.context_length or lower generate.new_tokens",
             EX_DATAERR,
         )

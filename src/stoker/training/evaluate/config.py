@@ -16,11 +16,11 @@ class EvaluateConfig:
         metavar="PATH",
         many=True,
     )
-    most: int = limits.COUNT("questions of each file at most, spread evenly over it (0: all)", 0)
+    most: int = limits.COUNT("most questions of each file, spread evenly over it (0: all)", 0)
     draws: int = limits.COUNT(
-        "answers sampled per question at generate.temperature, beside the greedy one (0: only that)", 0
+        "answers sampled per question at generate.temperature, besides the greedy one (0: greedy only)", 0
     )
-    texts: str = text("PATH")("text whose bits per byte are measured (empty: none)")
+    texts: str = text("PATH")("a text to measure bits per byte on (empty: none)")
     chat: bool = option("ask as a chat; off: the question as plain text, for base models", default=True)
     shots: int = limits.COUNT("examples before a plain question", 0)
 
@@ -28,18 +28,18 @@ class EvaluateConfig:
 @shape
 class DensityConfig:
     prompts: str = text("PATH")("jsonl rows with prompt")
-    neighbours: int = limits.FROM_ONE("the k of the nearest neighbours", 16)
-    power: float = limits.NOT_NEGATIVE("a weight is (1 / density) to this power: 0 makes all alike", 1.0)
+    neighbours: int = limits.FROM_ONE("k of the k nearest neighbours", 16)
+    power: float = limits.NOT_NEGATIVE("a weight is (1 / density) to this power: 0 makes all equal", 1.0)
     most: float = limits.FROM_ONE("no weight above this multiple of the mean", 5.0)
-    clusters: int = limits.FROM_ONE("clusters the report counts over", 16)
+    clusters: int = limits.FROM_ONE("clusters for the report", 16)
 
 
 @shape
 class DiversityConfig:
     prompts: str = text("PATH")("jsonl rows with prompt")
-    baseline: str = text("DIR")("folder of the model that is compared with")
+    baseline: str = text("DIR")("folder of the baseline model")
     compared: str = text("DIR")("folder of the model trained with density weights")
-    most: int = limits.FROM_ONE("prompts that are answered", 64)
+    most: int = limits.FROM_ONE("prompts to answer", 64)
     answers: int = limits.FROM_TWO("answers per prompt and model", 8)
-    clusters: int = limits.FROM_ONE("clusters of answers that Gini and entropy are counted over", 16)
+    clusters: int = limits.FROM_ONE("clusters of answers for Gini and entropy", 16)
     rounds: int = limits.FROM_ONE("bootstrap rounds", 500)

@@ -50,7 +50,7 @@ class Footprint:
     def why_about(self) -> str:
         """Why it is an estimate; empty: it is not."""
         if self.outside:
-            return "transformers computes this model: an estimate, 30 % off at times"
+            return "this model runs in transformers: an estimate, 30 % off at times"
         if self._unfused:
             return f"{self._unfused}: an estimate, 30 % off at times"
         return "experts are counted about: an estimate" if self.config.experts else ""

@@ -71,7 +71,7 @@ def decide(cards: list[Card], wish: Wish, asked: str = AUTO, but: Collection[str
             names = [ONE]
         ways = [way for name in names if (way := _way(name, cards, wish)) is not None]
         if not ways:
-            line = f"parallel {asked}: transformers computes {wish.model.load}, which can't be cut into shards"
+            line = f"parallel {asked}: {wish.model.load} runs in transformers and can't be sharded"
             raise Refusal(f"{line}; use ddp, or a model of a family (`stoker docs families`)", EX_CONFIG)
         best = _best(ways)
         return Decision(best, tuple(way for way in ways if way is not best))

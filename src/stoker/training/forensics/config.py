@@ -22,7 +22,7 @@ class NanConfig:
     check: bool = option("look at loss and gradient norm of every step, on the device, one step late", default=True)
     dump: bool = option("write nan_step_N/: parameters, gradients, bad activations, batch, verdict", default=True)
     inject: str = text("WHERE@STEP")(
-        "a drill: WHERE@STEP[@RANK], e.g. layers.1.attention@5@0 (a NaN in its output), grad:layers.0.mlp.down.weight@5"
+        "inject a fault, to test: WHERE@STEP[@RANK], e.g. layers.1.attention@5@0 (a NaN in its output), grad:layers.0.mlp.down.weight@5"
         " (an Inf in a gradient)"
     )
 

@@ -20,7 +20,7 @@ _MASKED = (
     " itself"
 )
 _UNSEEN = "; no operation that torch's dispatcher saw made it: a Triton or C++ kernel, or a hook"
-_BURNIN = "`stoker burnin` compares the cards bit for bit: one that computes something else is named"
+_BURNIN = "`stoker burnin` compares the cards bit for bit and names one that computes something else"
 _LAST_GOOD = "the newest checkpoint from before this step still has good weights: checkpoint.resume takes its folder"
 
 

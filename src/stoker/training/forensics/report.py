@@ -81,7 +81,7 @@ class Report:
         numbers = {name: _number(data[name]) for name in ("loss", "grad_norm") if name in data}
         report = replace(read_shape(Report, {**data, **dict.fromkeys(numbers, 0.0)}), **numbers)
         if report.phase not in PHASES:
-            raise ValueError(f"phase: {printable(report.phase, 40)!r} is none of {', '.join(PHASES)}")
+            raise ValueError(f"phase: {printable(report.phase, 40)!r} is not one of {', '.join(PHASES)}")
         if report.schema != SCHEMA:
             raise ValueError(f"schema: {report.schema} instead of {SCHEMA}")
         return report

@@ -34,7 +34,7 @@ def four(asked: str, c: ModelConfig, rows: int, length: int, device: torch.devic
         return False
     say(
         f"16-bit weights and a cache of {rows} × {length} tokens need {amount(needed(c, rows, length))}, and {amount(free)} are"
-        " free on the GPU: the weights are loaded in 4 bits (NF4), which costs some quality"
+        " free on the GPU: loading the weights in 4 bits (NF4), which costs some quality"
     )
     return True
 
@@ -42,7 +42,8 @@ def four(asked: str, c: ModelConfig, rows: int, length: int, device: torch.devic
 def refuse_outside(asked: str) -> None:
     if asked == "4":
         raise Refusal(
-            "4 bits need a model of a family (`stoker docs families`): transformers computes this one", EX_UNAVAILABLE
+            "4 bits need a model of one of Stoker's families (`stoker docs families`); this one runs in transformers",
+            EX_UNAVAILABLE,
         )
 
 

@@ -298,7 +298,7 @@ def kernels_for(c: ModelConfig, length: int, device: torch.device) -> Any:
         return None
     lacks = kernels_lack(c, length)
     if lacks:
-        print(f"the generation kernels have no {lacks} yet; using plain torch", file=sys.stderr, flush=True)
+        print(f"the generation kernels don't support {lacks} yet; using plain torch", file=sys.stderr, flush=True)
         return None
     return import_module("stoker.training.generate.kernel")  # Triton: on GPUs only
 

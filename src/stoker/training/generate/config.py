@@ -24,17 +24,19 @@ KERNELS = (
 
 @shape
 class GenerateConfig:
-    new_tokens: int = limits.FROM_ONE("an answer is cut after so many tokens; the report counts the cut ones", 128)
+    new_tokens: int = limits.FROM_ONE(
+        "an answer has at most this many tokens; the report counts those that were cut", 128
+    )
     temperature: float = limits.NOT_NEGATIVE("0: greedy, always the most likely token", 1.0)
     top_k: int = limits.COUNT("sample only from the k most likely tokens (0: all)", 0)
     top_p: float = limits.SHARE(
         "sample only from the most likely tokens that together have this probability (1: all)", 1.0
     )
-    rows: int = limits.FROM_ONE("answers that are written at once", 64)
+    rows: int = limits.FROM_ONE("answers written at once", 64)
     bits: str = one_of("auto", "16", "4")(
-        "of a weight while answers are written; 4: NF4, a quarter of the memory; auto: 4 only where 16 don't fit on the GPU"
+        "bits per weight while answers are written; 4: NF4, a quarter of the memory; auto: 4 only if 16 don't fit on the GPU"
     )
-    system: str = text("TEXT")("a system message before each chat that has none: what form of answer is wanted, say")
+    system: str = text("TEXT")("system message for chats that have none, for example the form of answer you want")
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -60,10 +62,11 @@ class Sampling:
 def checked(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Sampling:
     low, high = TEMPERATURES
     if temperature and not low <= temperature <= high:
-        raise Refusal(f"temperature {temperature:g} can't be: 0 (greedy), or {low:g} to {high:g}", EX_USAGE)
+        raise Refusal(f"temperature {temperature:g} is out of range: use 0 (greedy), or {low:g} to {high:g}", EX_USAGE)
     if top_k < 0 or not 0.0 < top_p <= 1.0:
         raise Refusal(
-            f"top_k {top_k}, top_p {top_p:g} can't be: top_k is 0 (all) or above, top_p above 0 and up to 1", EX_USAGE
+            f"top_k {top_k}, top_p {top_p:g} is out of range: top_k is 0 (all) or more, top_p is above 0 and at most 1",
+            EX_USAGE,
         )
     return Sampling(temperature, top_k, top_p)
 

@@ -37,7 +37,9 @@ def context_of(folder: str, asked: int, trust: bool = False) -> int:
     most = shape_for(ModelConfig(trust_remote_code=trust), folder).longest
     trained = most if most > 1 else CONTEXT
     if asked > trained:
-        raise Refusal(f"--context {asked}: the model in {folder} was trained for {trained}", EX_USAGE)
+        raise Refusal(
+            f"--context {asked} is too long: the model in {folder} was trained for {trained} tokens", EX_USAGE
+        )
     return asked or min(trained, CONTEXT)
 
 
@@ -54,7 +56,7 @@ def opened(
     ready.arithmetic(compute, dtype)
     words = load_tokenizer(tokenizer_in(folder))
     if rows < words.vocab_size:
-        line = f"{folder}: the model has {rows} rows of embedding and the tokenizer {words.vocab_size} tokens"
+        line = f"{folder}: the tokenizer has {words.vocab_size} tokens and the model only {rows}: they don't belong together"
         raise Refusal(line, EX_USAGE)
     if shape.engine == "transformers":
         bits.refuse_outside(asked_bits)
@@ -157,7 +159,7 @@ class Conversation:
                 ids = self._chat()
         if len(ids) > room:
             raise Refusal(
-                f"this takes {len(ids)} tokens, and {room} is what the context has beside the answer: shorten it, or"
+                f"this has {len(ids)} tokens, and only {room} fit in the context with the answer: shorten it, or"
                 " lower --max-tokens",
                 EX_USAGE,
             )

@@ -109,7 +109,7 @@ def _export(
     is_adapter = base_of(found.folder) != found.folder
     if is_adapter and not merge:
         raise Refusal(
-            f"{found.folder} is an adapter, which peft opens as it is: --merge writes the whole model, with the adapter in"
+            f"{found.folder} is an adapter, which peft can open as it is: add --merge to write the whole model with the adapter in"
             " its weights",
             EX_USAGE,
         )
@@ -145,7 +145,7 @@ def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say
 def _refuse_inputs(out: str, *inputs: str) -> None:
     """An export may be replaced, but not by what is made of it."""
     if os.path.realpath(out) in map(os.path.realpath, inputs):
-        raise Refusal(f"{out} is where the model is, or a part of it: give another folder", EX_CANTCREAT)
+        raise Refusal(f"{out} is the folder of the model or of its tokenizer: give another folder", EX_CANTCREAT)
 
 
 def _dtype(asked: str | None, added: Added | None) -> torch.dtype | None:
@@ -183,30 +183,30 @@ def _checkpoint(
             raise ValueError("no config.json")
         shape = replace(shape, kept=kept_text(kept) if kept else "")
     except ValueError as problem:
-        line = f"{path} does not say which model it is of ({problem}): it was written by something else than `stoker train`"
+        line = f"{path} has no valid description of its model ({problem}): `stoker train` did not write it"
         raise Refusal(line, EX_DATAERR) from problem
     counts = [getattr(shape, key) for key, kind in get_type_hints(ModelConfig).items() if kind is int]
     if not all(0 <= count <= LONGEST_CONTEXT for count in (*counts, context)) or not 0 <= shape.layers <= 10_000:
-        raise Refusal(
-            f"{path} is of a model of impossible size: it was written by something else than `stoker train`", EX_DATAERR
-        )
+        raise Refusal(f"{path} describes a model of impossible size: `stoker train` did not write it", EX_DATAERR)
     check_options(shape, path)
     where = tokenizer or _tokenizer_of(opened)
     _refuse_inputs(out, path, where, *([shape.load, base_of(shape.load)] if shape.load else []))
     words = load_tokenizer(where)
     if not words.has_digest(opened.meta.get("tokenizer_digest")):
         raise Refusal(
-            f"{path} was trained with another tokenizer than {where}: name its own with --tokenizer", EX_DATAERR
+            f"{path} was trained with another tokenizer than {where}: give that one with --tokenizer", EX_DATAERR
         )
     if "model.score" in opened.tensors:
         say(
-            "a reward model's checkpoint: its decoder is exported without the score; a finished stage's folder has both"
+            "this is a reward model's checkpoint: its decoder is exported without the score; hf/ of a finished run has both"
         )
     run = os.path.dirname(os.path.dirname(os.path.abspath(path)))
     files = _Files(where, lambda fresh: _beside(fresh, words, run, say))
     added = _adapter(opened, shape) if opened.meta.get("adapter") is not None else None
     if added is not None and shape.engine == "transformers":
-        raise Refusal(f"{path} is of an adapter that peft computes: only hf/ of its finished run is exported", EX_USAGE)
+        raise Refusal(
+            f"{path} is an adapter's checkpoint that only peft can read: export hf/ of the finished run", EX_USAGE
+        )
     if added is not None and not merge:
         told, base = added
         found = adapters.peft_tensors(shape, told, partial(_read, opened))
@@ -245,19 +245,21 @@ def _adapter(opened: Checkpoint, c: ModelConfig) -> tuple[AdapterConfig, str]:
         if not 1 <= settings.lora_rank <= 4096:
             raise ValueError(f"its rank is {settings.lora_rank}")
     except ValueError as problem:
-        line = f"{opened.path} does not say which adapter it is of ({problem}): it was written by something else than `stoker train`"
+        line = f"{opened.path} has no valid description of its adapter ({problem}): `stoker train` did not write it"
         raise Refusal(line, EX_DATAERR) from problem
     if not os.path.isdir(c.load):
-        raise Refusal(f"{opened.path}: {c.load}, which its model was loaded from, is gone", EX_NOINPUT)
+        raise Refusal(
+            f"{opened.path}: its model was loaded from {c.load}, which no longer exists: put it back", EX_NOINPUT
+        )
     base = os.path.abspath(base_of(c.load))
     if adapters.base_digest(base) != told.get("base"):
-        raise Refusal(f"{opened.path} is of an adapter beside other weights than those in {base}", EX_DATAERR)
+        raise Refusal(f"{opened.path}: its adapter was not trained on the weights that are now in {base}", EX_DATAERR)
     return settings, base
 
 
 def _read(opened: Checkpoint, name: str) -> Tensor:
     if f"model.{name}" not in opened.tensors:
-        raise Refusal(f"{opened.path} has no {name}: it is of another kind of model", EX_DATAERR)
+        raise Refusal(f"{opened.path} has no {name}: it belongs to another kind of model", EX_DATAERR)
     return opened.read(f"model.{name}")
 
 
@@ -266,7 +268,9 @@ def _module(opened: Checkpoint, shape: ModelConfig, context: int, say: Say, trus
     may come from anybody: it names that folder, which is checked as any other, and no more.
     """
     if not os.path.isdir(shape.load):
-        raise Refusal(f"{opened.path}: {shape.load}, which its model was loaded from, is gone", EX_NOINPUT)
+        raise Refusal(
+            f"{opened.path}: its model was loaded from {shape.load}, which no longer exists: put it back", EX_NOINPUT
+        )
     loaded = shape_for(ModelConfig(engine="transformers", trust_remote_code=trust), shape.load)
     model = outside.Outside(loaded, context)
     outside.load(model, shape.load, say)
@@ -274,7 +278,9 @@ def _module(opened: Checkpoint, shape: ModelConfig, context: int, say: Say, trus
         for name, parameter in model.named_parameters():
             about = opened.tensors.get(f"model.{name}")
             if about is None or tuple(about.shape) != tuple(parameter.shape):
-                raise Refusal(f"{opened.path} has no {name} of this shape: it is of another kind of model", EX_DATAERR)
+                raise Refusal(
+                    f"{opened.path} has no {name} of this shape: it belongs to another kind of model", EX_DATAERR
+                )
             parameter.copy_(opened.read(f"model.{name}"))
     return model
 
@@ -287,7 +293,7 @@ def _tensors(opened: Checkpoint, shape: ModelConfig) -> Iterator[tuple[str, Tens
     for place in places(shape):
         name = stored.get(f"model.{place.name}")
         if name is None:
-            raise Refusal(f"{opened.path} has no {place.name}: it is of another kind of model", EX_DATAERR)
+            raise Refusal(f"{opened.path} has no {place.name}: it belongs to another kind of model", EX_DATAERR)
         yield place.name, opened.read(name)
 
 

@@ -35,7 +35,9 @@ def find(where: str | None, stage: str | None, root: str, say: Any, checkpoints:
         return _newest(root, stage, say)
     if _has_weights(where):
         if stage:
-            raise Refusal(f"{where} is one model: --stage {stage} goes with a speedrun's folder", EX_USAGE)
+            raise Refusal(
+                f"{where} is a single model: leave --stage {stage} out, or name a speedrun's folder", EX_USAGE
+            )
         return Found(where)
     if checkpoints and os.path.exists(os.path.join(where, MANIFEST)):
         return Found(where, checkpoint=True)
@@ -45,7 +47,7 @@ def find(where: str | None, stage: str | None, root: str, say: Any, checkpoints:
         return Found(folder_of(where, say))
     run = where if os.path.isdir(where) else reader.find(where, root).dir
     if stage:
-        raise Refusal(f"{run} is one run: --stage {stage} goes with a speedrun's folder", EX_USAGE)
+        raise Refusal(f"{run} is a single run: leave --stage {stage} out, or name a speedrun's folder", EX_USAGE)
     return _of_run(run, checkpoints)
 
 
@@ -55,17 +57,17 @@ def _has_weights(folder: str) -> bool:
 
 def _of_run(run: str, checkpoints: bool) -> Found:
     if _stage_of(run) in NO_ANSWERS and not checkpoints:
-        raise Refusal(f"{run} made a reward model: it gives scores, not answers", EX_USAGE)
+        raise Refusal(f"{run} trained a reward model, which gives scores, not answers: name another run", EX_USAGE)
     if _has_weights(os.path.join(run, HF)):
         return Found(os.path.join(run, HF))
     steps = steps_in(os.path.join(run, layout.CHECKPOINTS)) or steps_in(run)
     if steps and checkpoints:
         return Found(next(iter(steps.values())), checkpoint=True)
     if steps:
-        raise Refusal(f"{run} has checkpoints and no {HF} folder: `stoker export {run} OUT` makes one", EX_NOINPUT)
+        raise Refusal(f"{run} has checkpoints but no {HF} folder: `stoker export {run} OUT` makes one", EX_NOINPUT)
     held = ", ".join(sorted(os.listdir(run))[:6]) or "nothing"
     raise Refusal(
-        f"{run} has no model: a folder with {CONFIG} and weights, or a run directory with {HF} in it; found {held}",
+        f"{run} has no model: name a folder with {CONFIG} and weights, or a run directory with {HF} in it; found {held}",
         EX_NOINPUT,
     )
 
@@ -87,20 +89,17 @@ def _of_speedrun(folder: str, stage: str | None, say: Any, checkpoints: bool) ->
     if stage is not None and stage not in models and checkpoints and rows.get(stage):
         return _of_run(os.path.join(folder, rows[stage]), checkpoints)
     if not answering and stage not in models:
-        raise Refusal(f"{folder}: no stage of this speedrun has made a model yet", EX_NOINPUT)
+        raise Refusal(f"{folder}: no stage of this speedrun has finished a model yet", EX_NOINPUT)
     chosen = answering[-1] if stage is None else stage
     if chosen not in models:
         there = models if checkpoints else answering
         raise Refusal(
-            f"{folder}: no model of a stage {chosen!r}{suggest(chosen, there)}; there are {', '.join(there)}",
+            f"{folder}: no model of stage {chosen!r}{suggest(chosen, there)}; stages with a model: {', '.join(there)}",
             EX_NOINPUT,
         )
     run = os.path.dirname(models[chosen])
     if rows and chosen not in own:
-        say(
-            f"stage {chosen} has made no model with the settings that {folder} was last run with: {run} is of other"
-            " settings"
-        )
+        say(f"stage {chosen} has no model with the last settings of {folder}; using {run}, which has other settings")
     return _of_run(run, checkpoints)
 
 
@@ -118,7 +117,7 @@ def _newest(root: str, stage: str | None, say: Any) -> Found:
     if not models:
         which = f"no run of stage {stage}" if stage else "no run"
         raise Refusal(
-            f"{which} in {root} has made a model: name a folder with {CONFIG} and weights, or train one (`stoker train"
+            f"{which} in {root} has a model: name a folder with {CONFIG} and weights, or train one (`stoker train"
             " pretrain`)",
             EX_NOINPUT,
         )

@@ -58,13 +58,13 @@ def write(folder: str, out: str, dtype: str | None, tokenizer: str | None, say: 
     if os.path.isdir(out):
         raise Refusal(f"{out} is a folder: give a file", EX_CANTCREAT)
     if os.path.lexists(out) and not _is_ours(out):
-        line = f"{out} is there and was not written by stoker export: give another name, or remove it first"
+        line = f"{out} already exists and was not written by stoker export: give another name, or remove it first"
         raise Refusal(line, EX_CANTCREAT)
     if os.path.lexists(out):
         refuse_anothers(out)
     if base_of(folder) != folder or is_quantized(folder):
         what = "an adapter: export it with --merge first" if base_of(folder) != folder else "in 4 bits: export it first"
-        raise Refusal(f"{folder} is {what}, and then that folder with --gguf", EX_USAGE)
+        raise Refusal(f"{folder} is {what}, then export that folder with --gguf", EX_USAGE)
     library = _library()
     c, words = shape_of(folder), load_tokenizer(tokenizer or folder)
     kind = _refuse(folder, c, words)
@@ -102,20 +102,22 @@ def _library() -> Any:
     try:
         return import_module("gguf")
     except ImportError as problem:
-        raise Refusal("--gguf needs the package gguf, which is not here: pip install gguf", EX_UNAVAILABLE) from problem
+        raise Refusal(
+            "--gguf needs the package gguf, which is not installed: pip install gguf", EX_UNAVAILABLE
+        ) from problem
 
 
 def _refuse(folder: str, c: ModelConfig, words: Tokenizer) -> str:
     """What GGUF calls this family; or why it can't hold this model."""
     family = family_of(c)
-    why = "" if family.gguf else f"no GGUF of the family {family.name} is written yet"
+    why = "" if family.gguf else f"Stoker can't write models of the family {family.name} as GGUF yet"
     if not why and (lacks := lacking(c, _OPTIONS)):
         why = f"a GGUF file of {family.gguf} has no {lacks}"
     if not why and c.rope_factor != 1.0 and c.rope_kind not in ("bands", "linear"):
-        why = f"rotary scaling {c.rope_kind} is not written to GGUF yet"
+        why = f"Stoker can't write its rotary scaling {c.rope_kind} as GGUF yet"
     told = words.told
     if not why and (told.kind != "BPE" or not told.decoding.byte_level or told.normalizer not in (None, "NFC")):
-        why = "its tokenizer is no byte-level BPE"
+        why = "its tokenizer is not a byte-level BPE"
     if not why and words.vocab_size > c.vocab_size:
         why = f"its tokenizer has {words.vocab_size:,} tokens and the model {c.vocab_size:,}"
     if not why and _splitter(words) is None:

@@ -61,7 +61,7 @@ def run_of(folder: str) -> str:
 def check(found: Mapping[str, Any], where: str, model: ModelConfig, tokenizer: str, optimizer: str) -> None:
     """One line per mismatch would be a list; the first is enough to know."""
     if found.get("tokenizer_digest") not in (None, tokenizer):  # before the shape: it decides on vocab_size
-        hint = "name that one with tokenizer.path, or start anew (checkpoint.resume never)"
+        hint = "name that one with tokenizer.path, or start from scratch (checkpoint.resume never)"
         raise Refusal(f"checkpoint {where} was trained with another tokenizer: {hint}", EX_CONFIG)
     theirs, mine = found.get("model", {}), as_json(model)
     if not isinstance(theirs, dict):

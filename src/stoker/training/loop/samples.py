@@ -20,6 +20,7 @@ from torch import Tensor
 from stoker.contract import layout
 from stoker.contract.shape import shape
 from stoker.contract.wholefile import APPEND
+from stoker.training.config.derived import ANSWERED
 from stoker.training.data.reader import IGNORED
 from stoker.training.loop.feeder import Rows
 from stoker.training.model.outside import Outside
@@ -27,7 +28,7 @@ from stoker.training.model.pieces import give_back
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 FILE = "samples.jsonl"
-NEW_TOKENS = 64
+NEW_TOKENS = ANSWERED
 MULTIPLE = 64  # tokens of a row: one shape for a whole answer
 SHOWN = 160  # characters of a text in the log
 

@@ -243,10 +243,7 @@ def save(
 ) -> None:
     """A folder for peft, there when it is complete. `base`: the folder of the model under it. Of a sharded model all ranks
     call this, one `writes`."""
-    give_back(model)
-    pairs = (f"{target.name}.adapter.{part}" for target in targets(model.config, told) for part in ("a", "up"))
-    needed = (*pairs, *extra(model.config, told), *model.own)
-    parts = {name: collected(model.get_parameter(name)) for name in needed}  # of rank 0: others only send
+    parts = gathered(model, told)
     own = {name: parts[name] for name in model.own}
 
     def more(fresh: str) -> None:
@@ -255,6 +252,14 @@ def save(
     if writes:
         found = peft_tensors(model.config, told, parts.__getitem__, model.own)
         write(model.config, told, base, folder, files, say, found=found, own=model.own, more=more)
+
+
+def gathered(model: Decoder, told: AdapterConfig) -> dict[str, Tensor]:
+    """What learned, whole on rank 0; others only send."""
+    give_back(model)
+    pairs = (f"{target.name}.adapter.{part}" for target in targets(model.config, told) for part in ("a", "up"))
+    needed = (*pairs, *extra(model.config, told), *model.own)
+    return {name: collected(model.get_parameter(name)) for name in needed}
 
 
 def peft_tensors(c: ModelConfig, told: AdapterConfig, get: Get, own: Collection[str] = ()) -> dict[str, Tensor]:
@@ -281,6 +286,11 @@ def write(
     found: dict[str, Tensor], own: Collection[str] = (), more: Say = lambda fresh: None,
 ) -> None:  # fmt: skip
     """`found`: `peft_tensors`; `own`: what the stage adds to a decoder; `more` writes files of its own."""
+    write_folder(found, settings_for(c, told, base, own), base, folder, files, say, more)
+
+
+def settings_for(c: ModelConfig, told: AdapterConfig, base: str, own: Collection[str] = ()) -> dict[str, Any]:
+    """adapter_config.json of an adapter in our decoder."""
     family = family_of(c)
     saved = [one.rpartition(".")[0].rsplit(".", 1)[-1] for name in extra(c, told) for one in family.tensor(name, c)]
     saved += [SCORE] * (SCORE in own)
@@ -289,7 +299,7 @@ def write(
         "target_modules": sorted({name.rsplit(".", 1)[-1] for target in targets(c, told) for name in target.names}),
         "modules_to_save": sorted(set(saved)) or None,
     }  # fmt: skip
-    write_folder(found, settings_json(told, base, **own_keys), base, folder, files, say, more)
+    return settings_json(told, base, **own_keys)
 
 
 def settings_json(told: AdapterConfig, base: str, **more: Any) -> dict[str, Any]:
@@ -356,10 +366,17 @@ def _settings_in(folder: str, path: str, method: str, dropout: float) -> tuple[A
         raise Refusal(f"adapter {path} is not JSON: {problem}", EX_DATAERR) from problem
     if not isinstance(told, dict):
         raise Refusal(f"adapter {path} holds no settings (not a JSON object)", EX_DATAERR)
+    return settings_from(told, path, method, folder, dropout)
+
+
+def settings_from(
+    told: Mapping[str, Any], path: str, method: str, folder: str = "", dropout: float = 0.0
+) -> tuple[AdapterConfig, str]:
+    """`path`: where they are from, in words."""
     for key, allowed in _PLAIN.items():
         if told.get(key, allowed[0]) not in allowed:
             raise Refusal(
-                f"adapter {folder}: {key} is {str(told[key])[:60]!r}, which Stoker does not support", EX_CONFIG
+                f"adapter {folder or path}: {key} is {str(told[key])[:60]!r}, which Stoker does not support", EX_CONFIG
             )
     rank, alpha = told.get("r"), told.get("lora_alpha")
     if type(rank) is not int or not isinstance(alpha, (int, float)) or not (1 <= rank <= 4096 and 0 < alpha < 1e6):
@@ -425,7 +442,8 @@ def checked(c: ModelConfig, told: AdapterConfig, folder: str, *, scored: bool) -
         return _checked(c, told, folder, scored)
 
 
-def _checked(c: ModelConfig, told: AdapterConfig, folder: str, scored: bool) -> dict[str, Stored]:
+def shapes_of(c: ModelConfig, told: AdapterConfig) -> dict[str, tuple[int, ...]]:
+    """Of its tensors, by peft's names, as they are stored."""
     wanted: dict[str, tuple[int, ...]] = {}
     for target in targets(c, told):
         for name, (begin, end) in zip(target.names, target.parts(), strict=True):
@@ -435,7 +453,11 @@ def _checked(c: ModelConfig, told: AdapterConfig, folder: str, scored: bool) -> 
     for name in extra(c, told):
         for one, size in zip(family.tensor(name, c), sizes[name], strict=True):
             wanted[extra_name(one)] = Part(one, size, family.turned(name)).stored
-    stored = stored_tensors(folder)
+    return wanted
+
+
+def _checked(c: ModelConfig, told: AdapterConfig, folder: str, scored: bool) -> dict[str, Stored]:
+    wanted, stored = shapes_of(c, told), stored_tensors(folder)
     for name, size in wanted.items():
         refuse_misfit(stored.get(name), name, size, folder)
     left = sorted(stored.keys() - wanted.keys() - ({_SCORE_NAME} if scored else set()))

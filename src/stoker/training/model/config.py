@@ -223,7 +223,7 @@ def with_rows(told: ModelConfig, vocab_size: int) -> ModelConfig:
     rows = told.vocab_size or -(-vocab_size // ROUND) * ROUND
     if rows < vocab_size:
         raise Refusal(
-            f"the model has {rows} rows of embedding and the tokenizer {vocab_size} tokens: they don't belong together",
+            f"the tokenizer has {vocab_size} tokens and the model only {rows}: they don't belong together",
             EX_CONFIG,
         )
     return replace(told, vocab_size=rows)

@@ -264,7 +264,7 @@ def _refuse_unrunnable(told: ConfigJson, trusted: bool, planned: bool = False) -
     named = told.get("architectures")
     name = named[0] if isinstance(named, list) and len(named) == 1 and isinstance(named[0], str) else ""
     if not name.endswith(_CAUSAL):
-        told.refuse(f"its architecture is {told.words(named)}: no causal language model that can be trained here")
+        told.refuse(f"its architecture is {told.words(named)}: not a causal language model that Stoker can train")
     other = next(_elsewhere(told.keys()), None)
     if other is not None:
         told.refuse(
@@ -485,7 +485,7 @@ def kept_of(c: ModelConfig, say: Callable[[str], None]) -> Kept:
     config = json.loads(c.kept) if c.kept else None
     if not os.path.isfile(os.path.join(c.load, CONFIG)):
         lost = GENERATION if config else f"{CONFIG} and {GENERATION}"
-        say(f"{c.load}, which the model was loaded from, is gone: nothing of its {lost} is kept in the export")
+        say(f"{c.load}, which the model was loaded from, no longer exists: nothing of its {lost} is kept in the export")
         return Kept(config or {}, {})
     return Kept(
         config or _optional_json(os.path.join(c.load, CONFIG)), _optional_json(os.path.join(c.load, GENERATION))

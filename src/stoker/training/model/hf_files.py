@@ -108,9 +108,7 @@ def _with_prefix(found: dict[str, Stored], prefix: str, wanted: Collection[str])
 def _fits_in_4_bits(folder: str, found: dict[str, Stored], part: Part) -> None:
     numbers, stored = math.prod(part.shape), found[part.name]
     if part.transposed:
-        raise Refusal(
-            f"model {folder}: {part.name} has 4 bits and lies the other way round: this is not read", EX_DATAERR
-        )
+        raise Refusal(f"model {folder}: {part.name} has 4 bits and is transposed, which Stoker can't read", EX_DATAERR)
     if stored.size != numbers // 2 or numbers % 64:
         raise Refusal(
             f"model {folder}: {part.name} has {stored.size:,} bytes of codes, and {numbers / 2:,.0f} are needed for"

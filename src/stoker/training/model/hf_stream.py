@@ -19,15 +19,15 @@ from stoker.training.model.hf_config import Stored
 
 PIECE = 8 << 20  # bytes
 SLOTS = 8  # pieces that are being read, or travel
-_STORED = {
+STORED = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8,
 }  # fmt: skip
 
 
 def dtype_of(one: Stored) -> torch.dtype:
-    if one.dtype not in _STORED:
+    if one.dtype not in STORED:
         raise Refusal(f"{one.path} holds numbers of {one.dtype}, which are not read", EX_DATAERR)
-    return _STORED[one.dtype]
+    return STORED[one.dtype]
 
 
 def read_stored(one: Stored) -> Tensor:

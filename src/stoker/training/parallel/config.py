@@ -87,7 +87,7 @@ class ParallelConfig:
     )
     device: str = one_of("auto", "cuda", "cpu")("auto: GPUs where there are some; cuda; cpu")
     balance: str = one_of("off", "auto")(
-        "auto: a faster rank takes more of a step's samples, planned anew when imbalance stays; off: equal shares"
+        "auto: a faster rank takes more of a step's samples, planned again when imbalance stays; off: equal shares"
     )
     accumulate: str = one_of(*ACCUMULATE)(
         "fsdp: gradients between the micro-batches of a step: sharded (exchanged after each), whole (exchanged once a step; every"
@@ -134,10 +134,10 @@ class ComputeConfig:
         "auto, chunked (head and loss in pieces), liger (its fused kernel), or plain"
     )
     embedding: str = one_of("device", "host")(
-        "where an embedding that does not learn lies: device, or host (adapters only: the GPU gets the rows it needs)"
+        "where a frozen embedding is kept: device, or host (adapters only: the GPU gets the rows it needs)"
     )
     activations: str = one_of("device", "host")(
-        "where what blocks keep waits for the backward pass (inputs of recomputed ones, all that others save): device, or host"
+        "where saved activations wait for the backward pass (inputs of recomputed blocks, all that others save): device, or host"
         " (the GPU holds that of two blocks)"
     )
     attention: str = one_of("auto", "cudnn", "flash", "math")(

@@ -59,7 +59,7 @@ def parts_of(
     spoils = parse(c.nan.inject)
     if spoils:
         if c.compute.compile != "off" and group.device.type == "cuda":
-            voice.say_once("nan.inject: blocks run as plain torch, so that the drill can reach into them")
+            voice.say_once("nan.inject: blocks run as plain torch, so that a fault can be injected")
         c = replace(c, compute=replace(c.compute, compile="off", cuda_graphs="off"))
     own = adapters_of(c, voice)
     if own is None and c.compute.embedding == "host":
@@ -385,7 +385,7 @@ def largest_micro(
     while guess > 2 and peak(guess) is None:
         guess = even_micro(share, max(guess * 7 // 8, 2))
     a_sample = f"{(two - one) / 2**30:.2f} GiB a sample"
-    voice.say_once(f"micro-batch auto: {guess} ({a_sample}, {room / 2**30:.0f} GiB of room)")
+    voice.say_once(f"micro-batch auto: {guess} ({a_sample}, {room / 2**30:.0f} GiB free)")
     return guess
 
 
@@ -420,7 +420,8 @@ def samples_per_step(c: Config, micro: int, world: int, found: Checkpoint | None
         if type(stored[0]) is not int or not 0 < stored[0] <= _MOST_SAMPLES:
             assert found is not None
             raise Refusal(
-                f"checkpoint {found.path} says {ascii(stored[0])[:40]} samples a step: no run does", EX_CONFIG
+                f"checkpoint {found.path} says {ascii(stored[0])[:40]} samples a step, which is not possible: it is damaged",
+                EX_CONFIG,
             )
         return stored[0]
     return (micro << int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0"))) * b.accumulation * world

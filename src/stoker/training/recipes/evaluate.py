@@ -96,17 +96,17 @@ def row(outcome: Outcome) -> dict[str, Any]:
 
 def table(scored: dict[str, Any]) -> list[str]:
     """Lines for the console."""
-    lines = [
-        f"{'':24} {'right':>11}  {'greedy':>7}  {'95 %':<15} {'sampled':>7}  {'95 %':<15} {'in form':>7} {'cut':>6}"
-    ]
+    sampled = scored["all"]["sampled_accuracy"] is not None
+    title = f"{'sampled':>7}  {'95 %':<15} " if sampled else ""
+    lines = [f"{'':24} {'right':>11}  {'greedy':>7}  {'95 %':<15} {title}{'in form':>7} {'cut':>6}"]
     several = len(scored["tasks"]) > 1
     kinds = scored["kinds"].items() if len(scored["kinds"]) > 1 or not several else ()
     for name, share in (*(scored["tasks"].items() if several else ()), *kinds, ("all", scored["all"])):
-        shares = (
-            f"{_with_interval(share, '')}  {_with_interval(share, 'sampled_')} {_percent(share, 'form_')}"
-            f" {_percent(share, 'cut_'):>6}"
-        )
+        more = f"{_with_interval(share, 'sampled_')} " if sampled else ""
+        shares = f"{_with_interval(share, '')} {more}{_percent(share, 'form_')} {_percent(share, 'cut_'):>6}"
         lines.append(f"{name[:24]:24} {share['correct']:>5}/{share['total']:<5}  {shares}")
+    lines.append('in form: the answer stands alone or after a mark such as "The answer is", right or wrong')
+    lines.append("cut: the answer was not finished after generate.new_tokens")
     if scored["bits_per_byte"] is not None:
         lines.append(f"bits per byte {scored['bits_per_byte']:.4f}")
     return lines

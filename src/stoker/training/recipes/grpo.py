@@ -48,7 +48,7 @@ from stoker.training.recipes.memory import Holding, MemoryRecord, bytes_of, of_g
 from stoker.training.reward.model import RewardModel, open_reward, scores
 from stoker.training.rl import rollout as asking
 from stoker.training.rl.asking import Patient, ServerFailed
-from stoker.training.rl.config import IN_FOLDER, MICRO
+from stoker.training.rl.config import GROUP, IN_FOLDER, MICRO
 from stoker.training.rl.dialects import Wanted
 from stoker.training.rl.kept import Kept
 from stoker.training.rl.parts import lacking, parts_of
@@ -57,6 +57,7 @@ from stoker.training.rl.remote import OtherWeights, Servers, addresses_of
 from stoker.training.rl.rollout import Answer, Asking, Rollout
 from stoker.training.rl.sampler import Sampler
 from stoker.training.rl.scoring import RewardFailed, Rewards, RolloutLog, Worker, columns_of
+from stoker.training.rl.sending import Sender
 from stoker.training.rl.server_match import Unanswered, WeightsCheck, own_logprobs
 from stoker.training.rl.task import GrpoTask, Launched, Stopped, result, resumed
 from stoker.training.rl.update import Updater, advantages
@@ -101,9 +102,13 @@ def policy_of(
     ready.make_ready(model, c.compute, group.device, voice.say_once)
     if c.grpo.kl <= 0:
         return model, None, None
-    copy = stage.open_model(c, weights, group.device, dtype=dtype).to(model.dtype).requires_grad_(False)
+    copy = stage.open_model(c, weights, group.device, dtype=dtype, say=_again).to(model.dtype).requires_grad_(False)
     ready.make_ready(copy, c.compute, group.device, voice.say_once)
     return model, copied(copy), copy
+
+
+def _again(_: str) -> None:
+    """Where the reference's weights are from: the model's line has told."""
 
 
 @contextmanager
@@ -127,18 +132,22 @@ def memory_of(
     return of_grpo(c, own, held, needs, folder, voice)
 
 
-def publisher_of(c: Config, model: Decoder, own: adapters.Beside | None, run: str, group: Group, say: Say) -> Publisher:
+def publisher_of(
+    c: Config, model: Decoder, own: adapters.Beside | None, run: str, group: Group, say: Say
+) -> Publisher | Sender:
     """Other servers than Stoker's load folders: they say nothing of shared memory."""
     ask = Patient(os.environ.get(API_KEY, ""), c.grpo.server_timeout, LONGEST_WORD)
     how = c.grpo.publish if c.grpo.server_kind == "stoker" else IN_FOLDER
     to = To(addresses_of(c.grpo.server, os.environ), how, c.grpo.staleness, ask, stoker.phase, say)
+    if how == GROUP:
+        return Sender(model, own, group, to, c.grpo.server_timeout)
     return Publisher(model, own, run, group, to)
 
 
-def servers_of(c: Config, wanted: Wanted, publish: Publisher, kept: Kept) -> Servers:
+def servers_of(c: Config, wanted: Wanted, publish: Publisher | Sender, kept: Kept, group: Group) -> Servers:
     addresses, key = addresses_of(c.grpo.server, os.environ), os.environ.get(API_KEY, "")
     more: dict[str, Any] = {"staleness": c.grpo.staleness, "patience_s": c.grpo.server_timeout, "kept": kept}
-    more["kind"] = c.grpo.server_kind
+    more |= {"kind": c.grpo.server_kind, "together": group.all if isinstance(publish, Sender) else None}
     return Servers(addresses, key, wanted, publish, phase=stoker.phase, **more)
 
 
@@ -257,7 +266,7 @@ def main(argv: list[str]) -> int:
         kept = Kept(folder, group.rank, wanted.settings)
         if kept.count:
             voice.say_once(f"{kept.count} answers that came before are here: they are not asked for again")
-        sampler = servers_of(c, wanted, publish, kept)
+        sampler = servers_of(c, wanted, publish, kept, group)
         ids = max((prompt.ids for prompt in prompts), key=len)[:CHECK_TOKENS]
         if c.grpo.server_kind != "vllm":  # which is asked for an adapter's version by its name
             checks = WeightsChecks(addresses_of(c.grpo.server, os.environ), ids, os.environ.get(API_KEY, ""))

@@ -82,7 +82,7 @@ def exchanges_each(c: Config, held: Holding, stage: str, share: int, voice: Voic
         found = choose(footprint, job, room_on(group.device), share, held.micro)
     whole = all(group.all(found.whole))
     if held.micro == 0 or held.micro < share:
-        why = found.why if whole == found.whole else "another rank has no room for whole ones"
+        why = found.why if whole == found.whole else "whole ones don't fit on another rank"
         voice.say_once(f"gradients between micro-batches: {'whole' if whole else 'sharded'}; {why}")
     return not whole
 
@@ -224,7 +224,7 @@ class MemoryRecord:
         worst = max(over, key=lambda term: over[term])
         line = f"{self._at()}, {gib(planned.total)} were planned"
         if over[worst] < _LEAST:
-            return f"{line}; no term is above its plan: the card had less room than that, or it is in pieces"
+            return f"{line}; no term is above its plan: the card had less free memory than that, or it was fragmented"
         return f"{line}; underestimated: {worst}, by {gib(over[worst])} so far"
 
 

@@ -49,7 +49,7 @@ def learn(name: str, argv: list[str]) -> int:
     # wait: there is no process group yet.
     if c.model.load and not c.tokenizer.path:
         c = with_tokenizer(c, stage.from_rank_0)
-    prepared = prepare(c.data, c.tokenizer, stage.from_rank_0)
+    prepared = prepare(c.data, c.tokenizer, stage.of_data)
     check_data(c, prepared.train_tokens, prepared.vocab_size)
     c = stage.with_stage_defaults(name, c, resolved.given, prepared)
     startup.done("data")

@@ -24,6 +24,7 @@ from stoker.training.config.derived import derivable
 from stoker.training.config.keys import as_yaml
 from stoker.training.config.resolve import flags, on_cpu, recipe_settings
 from stoker.training.config.schema import Config
+from stoker.training.data.prepare import FORMAT
 from stoker.training.data.rows import rows
 from stoker.training.data.shards import Prepared
 from stoker.training.forensics.culprit import NonFinite
@@ -93,7 +94,12 @@ def tokenizer_folder(c: Config) -> str:
 
 
 def open_model(
-    c: Config, folder: str, device: torch.device, asked_bits: str = "16", dtype: torch.dtype | None = None
+    c: Config,
+    folder: str,
+    device: torch.device,
+    asked_bits: str = "16",
+    dtype: torch.dtype | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Decoder:
     """The decoder of a folder as transformers writes it, on its device, ready to run there. `asked_bits`: 4 or auto only
     where it answers and learns nothing.
@@ -108,7 +114,7 @@ def open_model(
     ready.arithmetic(c.compute, dtype)
     shape, length = hf_config.shape_of(folder), c.data.context_length
     narrow = bits.four(asked_bits, shape, c.generate.rows, length, device, from_rank_0)
-    return (hf.opened_in_4_bits if narrow else hf.opened)(folder, length, dtype, device, from_rank_0)
+    return (hf.opened_in_4_bits if narrow else hf.opened)(folder, length, dtype, device, say or from_rank_0)
 
 
 def open_to_ask(c: Config, folder: str, group: Group, asked_bits: str = "16") -> Decoder:
@@ -196,6 +202,12 @@ def learned(folder: str, steps: int, tokens: int) -> dict[str, Any]:
 def from_rank_0(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(printable_lines(redact.whole(line)), flush=True)
+
+
+def of_data(line: str) -> None:
+    """What preparing data prints; `stoker train` has told of formats before there were ranks."""
+    if names.RUN_DIR not in os.environ or not line.startswith(FORMAT):
+        from_rank_0(line)
 
 
 def run(main: Callable[[list[str]], int], argv: list[str] | None = None) -> int:

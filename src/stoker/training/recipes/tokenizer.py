@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     c = stage.settings(argv, "tokenizer")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise Refusal("a tokenizer is trained by one process: --nproc-per-node 1", EX_USAGE)
-    prepared = prepare(c.data, c.tokenizer, stage.from_rank_0)
+    prepared = prepare(c.data, c.tokenizer, stage.of_data)
     words = load(prepared.tokenizer)
     text, tokens = held_out(prepared, words)
     told = {

@@ -101,7 +101,7 @@ def read_pairs(
         except Unusable as problem:
             wrong.add(str(problem), number)
             if is_hopeless(wrong.count, len(pairs)):
-                line = f"{where}: {wrong.count:,} of its first {wrong.count + len(pairs):,} rows are no usable pairs: {wrong}"
+                line = f"{where}: {wrong.count:,} of its first {wrong.count + len(pairs):,} rows are not usable pairs: {wrong}"
                 raise Refusal(line, EX_DATAERR) from problem
             continue
         if (size := len(pair.better) + len(pair.worse)) > context:
@@ -110,7 +110,7 @@ def read_pairs(
             pairs.append(pair)
     total = len(pairs) + wrong.count + long.count
     if wrong.count:
-        line = f"{where}: {wrong.count:,} of {total:,} rows are no usable pairs: {wrong}"
+        line = f"{where}: {wrong.count:,} of {total:,} rows are not usable pairs: {wrong}"
         if wrong.count >= TOLERATED * total:
             raise Refusal(f"{line}; that is 1 % or more: fix the file", EX_DATAERR)
         say(f"{line}; left out")

@@ -62,14 +62,14 @@ class Asking:
                 timer.cancel()
                 self._open.discard(own)
         except (OSError, http.client.HTTPException) as problem:
-            late = f"no whole answer within {span(2 * seconds)}" if over.is_set() else ""
+            late = f"no complete answer within {span(2 * seconds)}" if over.is_set() else ""
             raise NoAnswer(late or str(problem) or type(problem).__name__) from problem
         finally:
             connection.close()
         if len(body) > most:
             raise TooLong(f"its answer has more than {most} bytes")
         if over.is_set() or answer.length:
-            raise NoAnswer(f"no whole answer{f' within {span(2 * seconds)}' if over.is_set() else ''}")
+            raise NoAnswer(f"no complete answer{f' within {span(2 * seconds)}' if over.is_set() else ''}")
         return answer.status, body
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class Patient:
                 raise ServerFailed(f"{gone}: {f'status {status}: ' if status else ''}{line}")
             waiting()
             if self._over.wait(pause):
-                raise ServerFailed(f"the server at {address} is not asked any more: the run ends")
+                raise ServerFailed(f"the server at {address} is no longer asked: the run ends")
             pause = min(2 * pause, _PAUSE_S[1])
 
     def _exchange(self, address: str, path: str, data: bytes | None) -> tuple[int, bytes]:
@@ -131,7 +131,7 @@ class Patient:
             return 0, str(problem).encode()
         except TooLong as problem:
             raise ServerFailed(
-                f"the server at {address} sent no answer to {path} that can be read: {problem}"
+                f"the server at {address} sent an answer to {path} that can't be read: {problem}"
             ) from problem
 
 

@@ -12,7 +12,7 @@ from stoker.contract.quantities import duration
 from stoker.contract.shape import option, shape
 
 STALE_CAP = 2.0  # of importance weights, where answers are of older weights and nobody gave one
-AUTO, IN_FOLDER, MEMORY = "auto", "folder", "memory"  # grpo.publish
+AUTO, IN_FOLDER, MEMORY, GROUP = "auto", "folder", "memory", "group"  # grpo.publish
 MICRO = 16  # answers a rank learns from at once, where batch.micro is auto
 
 
@@ -40,70 +40,70 @@ class GrpoConfig:
         "jsonl rows with prompt (a text, or messages) and answer; GSM8K's question and answer work too"
     )
     weights: str = text("PATH")(
-        "how often each prompt is sampled: weights.jsonl of the density stage (empty: all alike)"
+        "how often each prompt is sampled: weights.jsonl of the density stage (empty: all equally often)"
     )
     reward: tuple[str, ...] = option(
-        "what an answer is worth, in sum: exact (if none is given), number, math, regex:…, format:…, length, model,"
-        " FILE.py:FUNCTION; each with =WEIGHT",
+        "rewards, added up: exact (the default), number, math, regex:…, format:…, length, model,"
+        " FILE.py:FUNCTION; each may have =WEIGHT",
         "REWARD",
         default=(),
         many=True,
     )
     reward_timeout: float = limits.POSITIVE(
-        "a reward of yours that takes longer for a step's answers has failed", 300.0, parse=duration, metavar="TIME"
+        "your own reward fails if it takes longer than this for a step's answers", 300.0, parse=duration, metavar="TIME"
     )
     reward_model: str = text("DIR")("folder of the reward stage's model (empty: none)")
     reward_weight: float = limits.NOT_NEGATIVE("how much the reward model's score adds to a right answer's 1", 0.1)
     prompts_per_step: int = limits.FROM_ONE("prompts a step, all ranks together", 32)
     group: int = limits.FROM_TWO("answers per prompt", 8)
     updates: int = limits.FROM_ONE("optimizer steps per batch of answers", 1)
-    clip_ratio: float = limits.POSITIVE("the ratio of new to old probability counts up to 1 ± this", 0.2)
+    clip_ratio: float = limits.POSITIVE("clips the ratio of new to old probability to 1 ± this", 0.2)
     clip_ratio_high: float = limits.NOT_NEGATIVE(
-        "up to 1 + this where an answer is better than the others: rare tokens may grow faster (0: as clip_ratio)", 0.0
+        "clips it to 1 + this for answers better than the others: rare tokens may grow faster (0: clip_ratio)", 0.0
     )
     importance_cap: float = limits.NOT_NEGATIVE(
-        "a token weighs by how likely it is here and was where it was written, up to this; 2, say (0: all weigh 1)", 0.0
+        "weights tokens by their probability here over that where they were sampled, at most this, e.g. 2 (0: all weigh 1)",
+        0.0,
     )
     server: str = text("URL")(
-        "who writes the answers: `stoker serve` with --weights-from, several with commas, or a role of the job (empty: the"
+        "who writes the answers: a `stoker serve` with --weights-from, several separated by commas, or a role of the job (empty: the"
         " trainers); its key or token in STOKER_API_KEY"
     )
     server_kind: str = one_of("stoker", "sglang", "vllm")(
         "what grpo.server is: `stoker serve`; sglang, which loads what the trainers publish; vllm, which takes adapters (--lora)"
     )
     server_timeout: float = limits.POSITIVE(
-        "a server that does not answer for so long has failed", 600.0, parse=duration, metavar="TIME"
+        "the run fails if a server does not answer for this long", 600.0, parse=duration, metavar="TIME"
     )
-    publish: str = one_of(AUTO, IN_FOLDER, MEMORY)(
+    publish: str = one_of(AUTO, IN_FOLDER, MEMORY, GROUP)(
         "how new weights reach grpo.server: a folder of the run directory; shared memory of this machine, where there is room;"
-        " auto: memory where the servers see it, else folder"
+        " a process group with the servers, also of other machines; auto: memory where the servers see it, else folder"
     )
     staleness: int = limits.Range(0, 64)(
-        "with a server: answers may be of weights so many steps behind; it writes them while the trainers learn (0: none)",
+        "with a server: answers may come from weights this many steps old, written while the trainers learn (0: none)",
         0,
     )
     resample: int = limits.COUNT(
-        "so many times a step, groups whose answers all have one reward are replaced by other prompts (0: never)", 0
+        "up to this many times a step, replace groups whose answers all have the same reward by other prompts (0: never)",
+        0,
     )
     kl: float = limits.NOT_NEGATIVE("weight of the KL to the first model", 0.02)
     scale_by_deviation: bool = option("advantages are divided by the group's standard deviation", default=True)
     rollouts_mb: int = limits.Range(0, 512)(
-        "prompts, answers and rewards of rank 0 in rollouts.jsonl: about so many MB at most, thinned by steps (0: none)",
+        "about how many MB rollouts.jsonl may have: prompts, answers and rewards of rank 0, of fewer steps as it grows (0: none)",
         64,
     )
     breaker_steps: int = limits.COUNT(
-        "stop after so many steps of a constant reward, of identical answers, with no answer right, or with too many cut;"
-        " all right for so long ends it as done (0: never)",
+        "stop after this many steps of a constant reward, of identical answers, with no answer right, or with too many cut;"
+        " after as many with all answers right it ends as done (0: never)",
         10,
     )
     breaker_cut: float = limits.SHARE(
-        "stop where this share of the answers or more stays cut at generate.new_tokens (0: never)", 0.95
+        "stop if this share of the answers or more stays cut at generate.new_tokens (0: never)", 0.95
     )
-    breaker_kl: float = limits.NOT_NEGATIVE("stop where the divergence stays above this", 10.0)
-    breaker_entropy: float = limits.NOT_NEGATIVE("stop where the entropy per token stays below this", 0.001)
-    breaker_length: float = limits.SHARE(
-        "stop where answers stay shorter than this share of those at the beginning", 0.1
-    )
+    breaker_kl: float = limits.NOT_NEGATIVE("stop if the divergence stays above this", 10.0)
+    breaker_entropy: float = limits.NOT_NEGATIVE("stop if the entropy per token stays below this", 0.001)
+    breaker_length: float = limits.SHARE("stop if answers stay shorter than this share of those at the beginning", 0.1)
 
     @property
     def weight_cap(self) -> float:

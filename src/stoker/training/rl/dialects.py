@@ -22,8 +22,9 @@ _LARGEST_SEED = 1 << 63
 @shape
 class Published:
     version: int
-    folder: str
+    folder: str  # empty: it was sent
     digest: str
+    transfer: str = ""  # its name, where it was sent through a process group
 
 
 @shape
@@ -85,11 +86,8 @@ class Stoker:
         self._policy = policy
 
     def push(self, published: Published) -> tuple[str, Body]:
-        return "/v1/weights", {
-            "folder": published.folder,
-            "version": published.version,
-            "digest": published.digest,
-        }
+        what = {"transfer": published.transfer} if published.transfer else {"folder": published.folder}
+        return "/v1/weights", {**what, "version": published.version, "digest": published.digest}
 
     def is_there(self, status: int, line: str) -> bool:
         return False
@@ -195,6 +193,6 @@ def checked(ids: Sequence[Any], logprobs: Sequence[Any], versions: Sequence[Any]
     if any(type(one) is not int or not 0 <= one < wanted.vocab for one in ids):
         raise ValueError("ids that are not the tokenizer's")
     if any(type(one) is not int or not 0 <= one < 1 << 62 for one in versions):
-        raise ValueError("versions that are no whole numbers from 0 up")
+        raise ValueError("versions that are not whole numbers of 0 or more")
     numbers = tuple(math.nan if one is None else float(one) for one in logprobs)
     return Written(tuple(ids), numbers, tuple(versions))

@@ -26,10 +26,10 @@ EXACT, NUMBER, MATH, REGEX, FORMAT, LENGTH, MODEL, CODE = (
 )  # fmt: skip
 MARKED = (EXACT, NUMBER, MATH)  # these compare with the row's answer
 NAMES = {
-    EXACT: "1 for an answer that is right in the expected form (the default)",
-    NUMBER: "1 where the last number is the answer's",
-    MATH: "1 where the stated value is the answer's: fractions, roots, LaTeX",
-    REGEX: "regex:PATTERN, 1 where it is found",
+    EXACT: "1 if the answer is right and in the expected form (the default)",
+    NUMBER: "1 if the last number is that of the row's answer",
+    MATH: "1 if the stated value is that of the row's answer: fractions, roots, LaTeX",
+    REGEX: "regex:PATTERN, 1 if it is found",
     FORMAT: "format:think, format:boxed, format:stated or format:json",
     LENGTH: "shorter is better; length:N: 1 up to N tokens, 0 from 2 N on",
     MODEL: "the reward model's score (grpo.reward_model)",
@@ -72,7 +72,7 @@ def _part(text: str, taken: Collection[str], c: GrpoConfig) -> RewardPart:
             raise Refusal(f"grpo.reward {text!r}: add the function's name: {kind}:score", EX_USAGE)
         return RewardPart(CODE, argument, 1.0 if weight is None else weight, _free(argument, taken), kind)
     if kind not in NAMES:
-        there = f"{suggest(kind, NAMES)}; there are {', '.join(NAMES)}, or a function of yours: FILE.py:FUNCTION"
+        there = f"{suggest(kind, NAMES)}; there are {', '.join(NAMES)}, or your own function: FILE.py:FUNCTION"
         raise Refusal(f"grpo.reward {text!r}: no such reward{there}", EX_USAGE)
     _check_argument(text, kind, argument)
     if weight is None:
@@ -106,14 +106,14 @@ def _check_argument(text: str, kind: str, argument: str) -> None:
         try:
             re.compile(argument)
         except (re.error, OverflowError, RecursionError) as error:
-            problem = f"not a pattern: {error}"
-        problem = problem if argument else "no pattern behind regex:"
+            problem = f"not a valid pattern: {error}"
+        problem = problem if argument else "no pattern after regex:"
     elif kind == FORMAT and argument not in FORMATS:
-        problem = f"{f'no format {argument!r}' if argument else 'which format?'} there are {', '.join(FORMATS)}"
+        problem = f"{f'no format {argument!r}' if argument else 'no format given'}; there are {', '.join(FORMATS)}"
     elif kind == LENGTH and argument and not (is_count(argument) and int(argument)):
         problem = f"{argument!r} is not a number of tokens; write length:200"
     elif argument and kind not in (REGEX, FORMAT, LENGTH):
-        problem = f"{kind} takes nothing behind a colon"
+        problem = f"{kind} takes nothing after a colon"
     if problem:
         raise Refusal(f"grpo.reward {text!r}: {problem}", EX_USAGE)
 

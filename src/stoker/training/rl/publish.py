@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from stoker.contract import sharedweights
-from stoker.contract.names import EX_CANTCREAT, Refusal
+from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
 from stoker.training.model import adapters, hf
@@ -90,7 +90,7 @@ class Publisher:
             if not here or self._seen_by(address) != here:
                 if to.how == MEMORY:
                     line = f"grpo.publish {MEMORY}: the server at {address} does not share memory with the trainers"
-                    raise Refusal(f"{line} (another machine, container or user): use {AUTO}", EX_CANTCREAT)
+                    raise Refusal(f"{line} (another machine, container or user): use {AUTO}", EX_USAGE)
                 return
         problem = sharedweights.why_no_room((to.staleness + 1) * self._size)
         try:

@@ -35,6 +35,10 @@ WAITING_S = 20.0  # between two words of a rank that waits
 T = TypeVar("T")
 
 
+class Lacking(Exception):
+    """A line: a server has not got the weights that were sent, and only all trainers together can send them again."""
+
+
 class OtherWeights(Exception):
     """A line: the server answers with weights that nobody here published."""
 
@@ -63,7 +67,8 @@ def _address(url: str) -> str:
 class Servers:
     """A Sampler. `publish`: writes the weights of a version, all ranks together; `patience_s`: for an answer, or for a server
     that is being replaced; `staleness`: how many steps ahead answers are begun; `phase`: told what the rank does; `kept`: has
-    what came before the trainers started again; `kind`: of the servers.
+    what came before the trainers started again; `kind`: of the servers; `together`: every rank's word, on all ranks, where
+    weights are sent and a server that was replaced can't load them by itself.
     """
 
     engine = None
@@ -80,11 +85,14 @@ class Servers:
         phase: Callable[[str], None] = lambda name: None,
         kept: Kept | None = None,
         kind: str = "stoker",
+        together: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
         self._addresses, self._wanted, self._publish = tuple(addresses), wanted, publish
         self.length = wanted.length
         self._phase, self._is_waiting, self._kept = phase, False, kept
         self._staleness, self._dialect = staleness, dialect_of(kind, FINISH if staleness < 2 else CONTINUE)
+        self._together, self._pushed = together, Future[None]()
+        self._pushed.set_result(None)
         self._known: dict[int, Published] = {}
         self._newest: Published | None = None
         self._begun: dict[tuple[int, ...], Future[list[Future[list[Written]]]]] = {}
@@ -95,19 +103,43 @@ class Servers:
         self._pool = ThreadPoolExecutor(CONNECTIONS, "answers")
 
     def refresh(self, version: int) -> None:
+        if self._together is not None:
+            self._awaited(self._pushed)  # a server has room for one version that is not in place
         published = self._publish(version)
         self._known[version] = self._newest = published
         for old in sorted(self._known)[: -self._staleness - 2]:
             del self._known[old]
         if self._kept is not None:
             self._kept.forget()
-        self._in_order.submit(self._push_all, published)
+        self._pushed = self._in_order.submit(self._push_all, published)
 
     def begin(self, ask: Ask) -> None:
         if ask.seeds not in self._begun:
             self._begun[ask.seeds] = self._in_order.submit(self._send, ask)
 
     def take(self, ask: Ask) -> list[Written]:
+        if self._together is None:
+            return self._taken(ask)
+        found: list[Written] | None = None
+        for _ in range(TRIES):
+            problem: Exception | None = None
+            try:
+                found = self._taken(ask) if found is None else found
+            except (Lacking, ServerFailed, OtherWeights) as caught:
+                problem = caught
+            words = self._together("" if problem is None else type(problem).__name__)
+            if set(words) - {"", Lacking.__name__}:
+                break
+            if not any(words):
+                assert found is not None
+                return found
+            assert self._newest is not None
+            self.refresh(self._newest.version)
+        if found is None or problem is not None:
+            raise ServerFailed(str(problem)) if isinstance(problem, Lacking) else problem or ServerFailed("no answers")
+        return found
+
+    def _taken(self, ask: Ask) -> list[Written]:
         self.begin(ask)
         parts = self._awaited(self._begun.pop(ask.seeds))
         found = [written for part in parts for written in self._awaited(part)]
@@ -140,11 +172,19 @@ class Servers:
         try:
             for address in self._addresses:
                 self._push(address, published)
+        except Lacking:  # it was replaced: whoever asks it next is told
+            return
         except Exception as problem:  # whoever asks next is told
             self._problem = problem
 
     def _push(self, address: str, published: Published) -> None:
-        self._post(address, *self._dialect.push(published), is_fine=self._dialect.is_there)
+        sent = bool(published.transfer)
+
+        def is_fine(status: int, line: str) -> bool:
+            return status == 409 if sent else self._dialect.is_there(status, line)
+
+        if self._post(address, *self._dialect.push(published), is_fine=is_fine) is None and sent:
+            raise Lacking(f"the server at {address} has not got the weights that were sent, again and again")
 
     def _send(self, ask: Ask) -> list[Future[list[Written]]]:
         if self._problem is not None:
@@ -204,14 +244,14 @@ class Servers:
         try:
             told = json.loads(text)
         except (ValueError, RecursionError) as problem:
-            raise ServerFailed(f"the server at {address} sent no JSON from {path}") from problem
+            raise ServerFailed(f"the server at {address} did not send JSON from {path}") from problem
         try:
             found = self._dialect.read(told, self._wanted, newest)
             if len(found) != count:
                 raise ValueError(f"{len(found)} answers instead of {count}")
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as problem:
             what = printable(f"{type(problem).__name__}: {problem}", 200)
-            raise ServerFailed(f"the server at {address} sent no answer that can be read: {what}") from problem
+            raise ServerFailed(f"the server at {address} sent an answer that can't be read: {what}") from problem
         return found
 
     def _is_known(self, version: int, digest: str) -> bool:

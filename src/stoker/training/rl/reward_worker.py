@@ -67,12 +67,12 @@ class Function:
         known = ("prompts", "completions", "rows") if self.batch else ("prompt", "completion", "row")
         for parameter in given:
             if parameter.kind is parameter.POSITIONAL_ONLY:
-                raise Failed(f"reward {name}: {parameter.name!r} takes no name, and arguments are passed by name")
+                raise Failed(f"reward {name}: {parameter.name!r} is positional-only, and arguments are passed by name")
             if parameter.name in (*known, *columns):
                 self._names.append(parameter.name)
             elif parameter.default is parameter.empty:
                 there = ", ".join([*known, *(column for column in columns if column not in known)][:20])
-                raise Failed(f"reward {name} asks for {parameter.name!r}; it can have {there}")
+                raise Failed(f"reward {name} has an unknown parameter {parameter.name!r}; there are {there}")
 
     def __call__(self, call: Call) -> list[float]:
         is_async = inspect.iscoroutinefunction(self.function)
@@ -118,10 +118,12 @@ class Function:
             made = made.tolist()  # an array or a tensor
         if not isinstance(made, (list, tuple)):
             raise Failed(
-                f"reward {self.name} returned {_kind(made)}; a list of {count} numbers is wanted, one for each answer"
+                f"reward {self.name} returned {_kind(made)}; it must return a list of {count} numbers, one for each answer"
             )
         if len(made) != count:
-            raise Failed(f"reward {self.name} returned {len(made)} numbers for {count} answers")
+            raise Failed(
+                f"reward {self.name} returned {len(made)} numbers for {count} answers; it must return one for each"
+            )
         return [self._number(value, call, place) for place, value in enumerate(made)]
 
     def _number(self, value: Any, call: Call, place: int) -> float:

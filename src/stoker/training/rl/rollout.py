@@ -63,7 +63,7 @@ def read(
         made = _prompt(number, row, tokenizer, system, lacking)
         problem = made if isinstance(made, str) else ""
         if not isinstance(made, str) and len(made.ids) > room:
-            problem = "longer than data.context_length less generate.new_tokens leaves room for"
+            problem = "longer than data.context_length minus generate.new_tokens"
         if problem:
             wrong.setdefault(problem, []).append(number + 1)
         elif isinstance(made, Prompt):
@@ -99,7 +99,7 @@ def _prompt(
     try:
         return Prompt(number, asked, tuple(chat.prompt(tokenizer, messages)), answer)
     except chat.Unfit as problem:
-        return f"that can't be asked: {problem.line}"
+        return f"that can't be used as a prompt: {problem.line}"
 
 
 def _messages(asked: Any) -> list[tuple[str, bytes]] | str:

@@ -105,7 +105,9 @@ class Worker:
             left = deadline - time.monotonic()
             if left <= 0 or not ready.poll(1000 * left):
                 names = ", ".join(shown(part) for part in self._parts)
-                raise RewardFailed(f"reward {names} failed: no answer within {self._seconds:g} s (grpo.reward_timeout)")
+                raise RewardFailed(
+                    f"reward {names} failed: no answer within {self._seconds:g} s; make it faster, or raise grpo.reward_timeout"
+                )
             piece = os.read(pipe, 1 << 20)
             if not piece:
                 raise self._died()

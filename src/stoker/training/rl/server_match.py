@@ -59,9 +59,7 @@ def _read(data: bytes, count: int, address: str) -> list[float]:
         raise Unanswered(f"{address}/v1/completions: its answer has no token_logprobs (echo and logprobs)") from None
     good = isinstance(told, list) and len(told) == count - 1
     if not good or not all(type(one) in (int, float) and -_LARGEST < one < _LARGEST for one in told):
-        raise Unanswered(
-            f"{address}/v1/completions: its token_logprobs are not those of the {count} tokens it was asked"
-        )
+        raise Unanswered(f"{address}/v1/completions: its token_logprobs don't match the {count} tokens it was sent")
     return [float(one) for one in told]
 
 

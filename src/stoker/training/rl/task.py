@@ -97,7 +97,7 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
             " use compute.dtype fp32"
         )
     hint = (
-        "give prompts that the model sometimes answers rightly, train sft longer, or raise grpo.group or"
+        "give prompts that the model sometimes answers correctly, train sft longer, or raise grpo.group or"
         " generate.temperature"
     )
     if since := lasting(c.breaker_steps, lambda seen: seen.correct == 1 and (counts or not seen.unlike)):
@@ -109,7 +109,7 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
     if since := lasting(c.breaker_steps, lambda seen: seen.identical):
         return Finding(
             f"all answers to a prompt were the same text, for every prompt {since}, so nothing is learned: raise"
-            " generate.temperature or grpo.kl, lower optim.learning_rate, or begin with an earlier model"
+            " generate.temperature or grpo.kl, lower optim.learning_rate, or start from an earlier model"
         )
     if since := lasting(c.breaker_steps, lambda seen: seen.spread == 0 and seen.reward == last.reward):
         return Finding(
@@ -120,11 +120,11 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
             f"all answers to a prompt had the same reward, for every prompt {since}, so nothing is learned: {hint}"
         )
     if since := lasting(KL_STEPS, _kl(c)):
-        line = f"the divergence from the model it began with stayed above {c.breaker_kl:g} {since}, now {last.kl:.4g}"
+        line = f"the divergence from the first model stayed above {c.breaker_kl:g} {since}, now {last.kl:.4g}"
         return Finding(f"{line}: lower optim.learning_rate, or raise grpo.kl")
     if since := lasting(ENTROPY_STEPS, _entropy(c)):
         line = (
-            f"the entropy per token stayed below {c.breaker_entropy:g} {since}, now {last.entropy:.2g}, so that all"
+            f"the entropy per token stayed below {c.breaker_entropy:g} {since}, now {last.entropy:.2g}, so all"
             " answers to a prompt are the same"
         )
         return Finding(f"{line}: lower optim.learning_rate, raise grpo.kl or generate.temperature")
@@ -138,10 +138,10 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
     if since and last.cut >= recent[-c.breaker_steps].cut:  # where fewer are cut now than then, it is learning to end
         share = "every answer was" if last.cut == 1 else f"{last.cut:.0%} of the answers were"
         line = f"{share} cut at generate.new_tokens {since}, mean length {last.length:.1f}"
-        return Finding(f"{line}: raise generate.new_tokens, or begin with a model that ends its answers (stage sft)")
+        return Finding(f"{line}: raise generate.new_tokens, or start from a model that ends its answers (stage sft)")
     if since := lasting(c.breaker_steps, lambda seen: seen.correct == 0 and counts):
         line = f"no answer was right {since}: only {_others(c)} is learned"
-        return Finding(f"{line}; {hint}; where that opinion is all you want, grpo.breaker_steps 0")
+        return Finding(f"{line}; {hint}; if you want that, set grpo.breaker_steps 0")
     return None
 
 

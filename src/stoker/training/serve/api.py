@@ -83,7 +83,9 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
     prompts = [_conversation(told, served.tokenizer)] if is_chat else _prompts(told, served.tokenizer)
     count = _whole(told, "n", 1, 1, MOST_ANSWERS)
     if len(prompts) * count > MOST_ANSWERS:
-        raise Problem(f"{len(prompts)} prompts with {count} answers each: at most {MOST_ANSWERS} at once", key="n")
+        raise Problem(
+            f"{len(prompts)} prompts with {count} answers each are too many: at most {MOST_ANSWERS} at once", key="n"
+        )
     shared = {**_settings(told, is_chat, served), "echo": not is_chat and _flag(told, "echo")}
     name = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
     seed = _whole(told, "seed", secrets.randbits(63), -(2**63), 2**63 - 1)
@@ -92,9 +94,7 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
     for prompt in prompts:
         room = served.length - len(prompt)
         if room < 1 or not prompt:
-            line = (
-                f"a prompt of {len(prompt)} tokens: this server takes 1 to {served.length - 1}, and an answer behind it"
-            )
+            line = f"a prompt of {len(prompt)} tokens: this server takes 1 to {served.length - 1}, so that an answer fits, too"
             raise Problem(line, key="messages" if is_chat else "prompt")
         tokens = _new_tokens(told, is_chat, room)
         for index in range(first, first + count):
@@ -104,11 +104,11 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
             )
     logprobs = sum((1 + request.logprobs) * request.new_tokens for request in requests)
     if logprobs > MOST_LOGPROBS:
-        line = f"{logprobs} log-probabilities: at most {MOST_LOGPROBS} in one body; ask for fewer answers, tokens or alternatives"
+        line = f"{logprobs} log-probabilities are too many: at most {MOST_LOGPROBS} per request; ask for fewer answers, tokens or alternatives"
         raise Problem(line, key="logprobs")
     options = told.get("stream_options") or {}
     if not isinstance(options, dict):
-        raise Problem("stream_options: an object", key="stream_options")
+        raise Problem("stream_options must be an object", key="stream_options")
     with_usage = options.get("include_usage") is True
     is_stream, with_ids = (_flag(told, key) for key in ("stream", "return_token_ids"))
     return Asked(name, is_chat, int(time.time()), tuple(requests), is_stream, with_usage, with_ids)
@@ -132,7 +132,7 @@ def _object(body: bytes, known: Sequence[str]) -> dict[str, Any]:
         if key not in _IDLE:
             raise Problem(f"unknown key {_shown(key)}{suggest(key, known)}", key=printable(key, 60))
         if value is not None and not any(type(value) is type(idle) and value == idle for idle in _IDLE[key]):
-            raise Problem(f"{key} {_shown(value)}: this server has no {key}", key=key)
+            raise Problem(f"{key} {_shown(value)}: this server does not support {key}; leave it out", key=key)
     return told
 
 
@@ -142,14 +142,14 @@ def _prompts(told: Mapping[str, Any], tokenizer: Tokenizer) -> list[list[int]]:
     if isinstance(given, str) or (isinstance(given, list) and given and _is_ids(given)):
         given = [given]
     if not isinstance(given, list) or not given or not all(isinstance(one, str) or _is_ids(one) for one in given):
-        raise Problem("prompt: a text, a list of token ids, or a list of either", key="prompt")
+        raise Problem("prompt must be a text, a list of token ids, or a list of either", key="prompt")
     if len(given) > MOST_ANSWERS:
-        raise Problem(f"{len(given)} prompts: at most {MOST_ANSWERS} at once", key="prompt")
+        raise Problem(f"{len(given)} prompts are too many: at most {MOST_ANSWERS} at once", key="prompt")
     found = []
     for one in given:
         ids = [*tokenizer.start, *tokenizer.encode(one)] if isinstance(one, str) else list(one)
         if any(not 0 <= number < tokenizer.vocab_size for number in ids):
-            raise Problem(f"prompt: token ids are from 0 to {tokenizer.vocab_size - 1}", key="prompt")
+            raise Problem(f"prompt: token ids must be from 0 to {tokenizer.vocab_size - 1}", key="prompt")
         found.append(ids)
     return found
 
@@ -161,7 +161,7 @@ def _is_ids(value: Any) -> bool:
 def _conversation(told: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
     messages = told.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise Problem("messages: a list of at least one", key="messages")
+        raise Problem("messages must be a list of at least one message", key="messages")
     turns = [(_role(message), _content(message)) for message in messages]
     if turns[-1][0] == chat.LEARNED:
         raise Problem("the last message is the assistant's: there is nothing to answer", key="messages")
@@ -177,18 +177,20 @@ def _conversation(told: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
 def _role(message: Any) -> str:
     role = message.get("role") if isinstance(message, dict) else None
     if role not in chat.ROLES:
-        raise Problem(f"messages: a role is one of {', '.join(chat.ROLES)}, not {_shown(role)}", key="messages")
+        raise Problem(f"messages: a role must be one of {', '.join(chat.ROLES)}, not {_shown(role)}", key="messages")
     return str(role)
 
 
 def _content(message: Mapping[str, Any]) -> bytes:
     if extra := message.keys() - {"role", "content", "name"}:
-        raise Problem(f"messages: this server has no {_shown(min(extra))} of a message", key="messages")
+        raise Problem(
+            f"messages: this server does not support the key {_shown(min(extra))} of a message", key="messages"
+        )
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise Problem("messages: content is a text, or a list of parts that are texts", key="messages")
+        raise Problem("messages: content must be a text, or a list of parts that are texts", key="messages")
     return "".join(map(str, texts)).encode("utf-8", "surrogatepass")
 
 
@@ -198,14 +200,14 @@ def _settings(told: Mapping[str, Any], is_chat: bool, served: Served) -> dict[st
     stops = told.get("stop")
     stops = [stops] if isinstance(stops, str) else stops or []
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(_is_stop(text) for text in stops):
-        line = f"stop: a text or up to {MOST_STOPS} texts, of 1 to {LONGEST_STOP} characters"
+        line = f"stop must be a text or up to {MOST_STOPS} texts, of 1 to {LONGEST_STOP} characters"
         raise Problem(line, key="stop")
     more = told.get("stop_token_ids") or []
     if not isinstance(more, list) or len(more) > MOST_STOPS or not all(type(one) is int for one in more):
-        raise Problem(f"stop_token_ids: a list of up to {MOST_STOPS} ids", key="stop_token_ids")
+        raise Problem(f"stop_token_ids must be a list of up to {MOST_STOPS} ids", key="stop_token_ids")
     on_update = told.get("on_update") or FINISH
     if on_update not in (FINISH, CONTINUE):
-        raise Problem(f"on_update: {FINISH} or {CONTINUE}", key="on_update")
+        raise Problem(f"on_update must be {FINISH} or {CONTINUE}", key="on_update")
     ends = tokenizer.stop_ids if is_chat else (tokenizer.end_id,)
     return {
         "sampling": _sampling(told),
@@ -244,7 +246,7 @@ def _new_tokens(told: Mapping[str, Any], is_chat: bool, room: int) -> int:
     key = "max_completion_tokens" if told.get("max_completion_tokens") is not None else "max_tokens"
     found = _whole(told, key, min(room, DEFAULT_TOKENS) if not is_chat else room, 1, 2**31)
     if found > room:
-        raise Problem(f"{key} {found}: {room} tokens are left behind the prompt", key=key)
+        raise Problem(f"{key} {found} is too large: only {room} tokens are left after the prompt", key=key)
     return found
 
 
@@ -253,7 +255,7 @@ def _whole(told: Mapping[str, Any], key: str, default: int, least: int, most: in
     if value is None:
         return default
     if type(value) is not int or not least <= value <= most:
-        raise Problem(f"{key} {_shown(value)}: a whole number from {least} to {most}", key=key)
+        raise Problem(f"{key} must be a whole number from {least} to {most}, not {_shown(value)}", key=key)
     return value
 
 
@@ -262,14 +264,14 @@ def _number(told: Mapping[str, Any], key: str, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise Problem(f"{key} {_shown(value)}: a number", key=key)
+        raise Problem(f"{key} must be a number, not {_shown(value)}", key=key)
     return float(value)
 
 
 def _flag(told: Mapping[str, Any], key: str) -> bool:
     value = told.get(key)
     if value is not None and not isinstance(value, bool):
-        raise Problem(f"{key} {_shown(value)}: true or false", key=key)
+        raise Problem(f"{key} must be true or false, not {_shown(value)}", key=key)
     return bool(value)
 
 

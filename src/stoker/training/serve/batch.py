@@ -47,9 +47,11 @@ class BatchEngine:
         of a model in shards no rank holds all weights: all ranks write the same answers, and gather each block for each token.
         """
         if rows < 1 or length < 2:
-            raise Refusal(f"generation with {rows} rows of {length} tokens can't be: at least 1 row of 2", EX_USAGE)
+            raise Refusal(
+                f"generation with {rows} rows of {length} tokens is not possible: at least 1 row of 2", EX_USAGE
+            )
         if length > model.context_length:
-            line = f"generation of {length} tokens (prompt and answer): the model was opened for {model.context_length}"
+            line = f"prompt and answer of {length} tokens are too long: the model was opened for {model.context_length}"
             raise Refusal(f"{line} (data.context_length)", EX_USAGE)
         self.rows, self.length, self._keeps_logprobs = rows, length, logprobs
         self.logprobs: list[list[float]] = []  # of the last answers' tokens, where they are kept
@@ -162,14 +164,14 @@ class BatchEngine:
 
     def _check(self, prompts: Prompts, new_tokens: int) -> None:
         if new_tokens < 1:
-            raise Refusal(f"new_tokens {new_tokens}: at least 1", EX_USAGE)
+            raise Refusal(f"new_tokens {new_tokens} is too small: at least 1", EX_USAGE)
         for index, prompt in enumerate(prompts):
             if not prompt:
                 raise Refusal(f"prompt {index} is empty: an answer needs a token to follow", EX_USAGE)
             if len(prompt) + new_tokens > self.length:
-                line = f"prompt {index} has {len(prompt)} tokens, with {new_tokens} of an answer more than the"
-                line += f" {self.length} there is room for"
-                raise Refusal(f"{line}: fewer generate.new_tokens, or a larger data.context_length", EX_USAGE)
+                line = f"prompt {index} has {len(prompt)} tokens; with an answer of {new_tokens} that is more than"
+                line += f" the limit of {self.length}"
+                raise Refusal(f"{line}: lower generate.new_tokens, or raise data.context_length", EX_USAGE)
             if max(prompt) >= self._embedded or min(prompt) < 0:
-                line = f"prompt {index} has the id {max(prompt)}, the model {self._embedded} rows: another tokenizer's?"
+                line = f"prompt {index} has the token id {max(prompt)}, and the model has {self._embedded}: another tokenizer's?"
                 raise Refusal(line, EX_USAGE)

@@ -128,16 +128,21 @@ def metrics(driver: Driver, turned_away: int) -> str:
 def _lines(driver: Driver, turned_away: int) -> Iterator[str]:
     engine, schedule = driver.engine, driver.engine.schedule
     for name, kind, text, value in (
-        ("running", "gauge", "answers that are being written", len(schedule.running)),
-        ("waiting", "gauge", "requests that wait for a slot or for memory", len(schedule.waiting)),
-        ("blocks_held", "gauge", "blocks of the cache that running answers hold", engine.pool.held),
-        ("blocks", "gauge", "blocks of the cache", engine.pool.count),
+        ("running", "gauge", "answers being written", len(schedule.running)),
+        ("waiting", "gauge", "requests waiting for a slot or for memory", len(schedule.waiting)),
+        ("blocks_held", "gauge", "cache blocks in use by running answers", engine.pool.held),
+        ("blocks", "gauge", "cache blocks", engine.pool.count),
         ("weights_version", "gauge", "version of the weights", engine.version),
         ("tokens_total", "counter", "tokens written", driver.tokens),
-        ("prompt_tokens_total", "counter", "tokens of prompts that were computed", schedule.prompt_tokens),
-        ("shared_tokens_total", "counter", "tokens whose keys and values were there already", schedule.shared_tokens),
-        ("preemptions_total", "counter", "answers whose tokens had to be computed again", schedule.preemptions),
-        ("turned_away_total", "counter", "bodies that got a 429", turned_away),
+        ("prompt_tokens_total", "counter", "prompt tokens computed", schedule.prompt_tokens),
+        ("shared_tokens_total", "counter", "prompt tokens found in the cache", schedule.shared_tokens),
+        (
+            "preemptions_total",
+            "counter",
+            "answers that gave up their blocks and were computed again",
+            schedule.preemptions,
+        ),
+        ("turned_away_total", "counter", "requests that got status 429", turned_away),
     ):
         yield f"# HELP stoker_serve_{name} {text}"
         yield f"# TYPE stoker_serve_{name} {kind}"

@@ -121,10 +121,10 @@ class PagedEngine:
         """
         slots, length, memory = sizes.slots, sizes.length, sizes.memory
         if slots < 1 or length < 2 or memory < length:
-            line = f"{slots} answers of {length} tokens at once with memory for {memory} tokens can't be"
+            line = f"{slots} answers of {length} tokens at once with memory for {memory} tokens are not possible"
             raise Refusal(f"{line}: at least 1 answer of 2 tokens, and memory for one of full length", EX_USAGE)
         if length > model.context_length:
-            line = f"answers of {length} tokens with their prompts: the model was opened for {model.context_length}"
+            line = f"prompt and answer of {length} tokens are too long: the model was opened for {model.context_length}"
             raise Refusal(line, EX_USAGE)
         self.length, self._embedded, self._text_of = length, model.config.vocab_size, text_of
         self.weights = Weights(model, vocab or model.config.vocab_size, codes, streamed)
@@ -282,19 +282,21 @@ class PagedEngine:
     def _check(self, request: Request) -> None:
         prompt, new_tokens = request.prompt, request.new_tokens
         if request.id in self._open:
-            raise Refusal(f"a request {request.id!r} is being answered already", EX_USAGE)
+            raise Refusal(
+                f"request {request.id!r} is already being answered: give each request an id of its own", EX_USAGE
+            )
         if new_tokens < 1 or not prompt:
-            raise Refusal(f"a prompt of {len(prompt)} tokens and {new_tokens} new ones: at least 1 of each", EX_USAGE)
+            raise Refusal(f"a prompt of {len(prompt)} tokens with {new_tokens} new ones: at least 1 of each", EX_USAGE)
         if len(prompt) + new_tokens > self.length:
-            line = f"the prompt has {len(prompt)} tokens, with {new_tokens} of an answer more than the {self.length}"
-            raise Refusal(f"{line} there is room for", EX_USAGE)
+            line = f"the prompt has {len(prompt)} tokens; with an answer of {new_tokens} that is more"
+            raise Refusal(f"{line} than the limit of {self.length}", EX_USAGE)
         if max(prompt) >= self._embedded or min(prompt) < 0:
-            line = f"the prompt has the id {max(prompt) if min(prompt) >= 0 else min(prompt)}"
-            raise Refusal(f"{line}, the model {self._embedded} rows: another tokenizer's?", EX_USAGE)
+            line = f"the prompt has the token id {max(prompt) if min(prompt) >= 0 else min(prompt)}"
+            raise Refusal(f"{line}, and the model has {self._embedded}: another tokenizer's?", EX_USAGE)
         if request.stop_texts and self._text_of is None:
             raise Refusal("stop texts need a tokenizer; this engine was given none", EX_USAGE)
         if not -1 <= request.logprobs <= MOST_ALTERNATIVES:
-            line = f"log-probabilities of {request.logprobs} tokens at each place: at most {MOST_ALTERNATIVES}"
+            line = f"log-probabilities of {request.logprobs} tokens per position: at most {MOST_ALTERNATIVES}"
             raise Refusal(line, EX_USAGE)
 
 

@@ -71,8 +71,8 @@ class Weights(Protocol):
 class Front:
     """`names`: hosts that a client may call us by without a key (empty: any); `key`: the API key (empty: none is needed);
     `numbers`: the page of /metrics; `weights`: what loads new ones (None: nobody may), and `token`, where there is no key,
-    what those have to send who ask for it; `now`: the version and digest of the weights; `shared_memory`: which one this
-    process sees.
+    what those have to send who ask for it; `now`: the version and digest of the weights; `about`: what
+    those are told, too, who ask for it.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class Front:
         weights: Weights | None = None,
         token: str = "",
         now: Callable[[], tuple[int, str]] = lambda: (0, ""),
-        shared_memory: str = "",
+        about: Mapping[str, str] | None = None,
     ) -> None:
         self._served, self._driver, self._carrier = served, driver, carrier
         self._key, self._names, self._numbers = key, names, numbers
-        self._weights, self._token, self._now, self._shared_memory = weights, token, now, shared_memory
+        self._weights, self._token, self._now, self._about = weights, token, now, about or {}
         self.turned_away = 0
         self._bodies: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read_bodies, name="reading", daemon=True)
@@ -119,12 +119,12 @@ class Front:
         if request.path == WEIGHTS:
             return self._error(405, f"{WEIGHTS} takes GET and POST", (("Allow", "GET, POST"),))
         there = ", ".join([*posts, *pages, WEIGHTS])
-        return self._error(404, f"nothing at {printable(request.path, 80)}; there are {there}")
+        return self._error(404, f"no such path: {printable(request.path, 80)}; there are {there}")
 
     def _refused(self, request: Incoming) -> tuple[int, str] | None:
         if self._key:
             if not _has_key(request, self._key) and request.path != "/health":
-                return 401, "a wrong or missing API key: send it as `Authorization: Bearer KEY`"
+                return 401, "wrong or missing API key: send it as `Authorization: Bearer KEY`"
         elif self._names and request.host not in self._names:
             # a page of another site whose name was turned to this machine
             return 403, f"this server answers to {', '.join(self._names)} only"
@@ -142,13 +142,15 @@ class Front:
     def _versions(self) -> dict[str, Any]:
         version, digest = self._now()
         told: dict[str, Any] = {"version": version, "digest": digest}
-        return told if self._weights is None else {**told, "shared_memory": self._shared_memory}
+        return told if self._weights is None else {**told, **self._about}
 
     def _new_weights(self, request: Incoming) -> Any:
         if self._weights is None:
-            return self._error(403, "this server takes no new weights: start it with --weights-from FOLDER")
+            return self._error(
+                403, "this server accepts no new weights: start it with --weights-from FOLDER or --weights-group HOST"
+            )
         if not self._key and not (self._token and _has_key(request, self._token)):
-            return self._error(401, "a wrong or missing token: the server printed it when it started")
+            return self._error(401, "wrong or missing token: the server printed it when it started")
         if unfit := self._unfit(request):
             return unfit
         pipe = self._carrier.pipe(lambda: None)  # who leaves does not change what was asked for
@@ -232,7 +234,9 @@ class _Exchange:
         try:
             asked = api.read(body, self._is_chat, front._served)
             if len(asked.requests) > driver.most:
-                raise api.Problem(f"{len(asked.requests)} answers: this server takes {driver.most} at a time", key="n")
+                raise api.Problem(
+                    f"{len(asked.requests)} answers are too many: this server takes {driver.most} at a time", key="n"
+                )
         except api.Problem as problem:
             self._fail(problem.line, problem.status, problem.key)
             return
@@ -241,7 +245,7 @@ class _Exchange:
             return
         if not driver.reserve(len(asked.requests)):
             front.turned_away += 1
-            line = f"{driver.most} answers run or wait already: try again later"
+            line = f"the queue is full ({driver.most} answers): try again later"
             self._fail(line, 429, headers=(("Retry-After", str(RETRY_S)),))
             return
         with self._lock:

@@ -1,7 +1,7 @@
 """New weights for a model that is being served: read beside the old ones, and put in their place in one go.
 
 A body names a folder below the one given for that, or one that a trainer of the same user has put into shared memory
-(contract/sharedweights.py): whole weights, or an adapter for those that the server began with. The
+(contract/sharedweights.py), or a transfer through a process group (receiving.py): whole weights, or an adapter for those that the server began with. The
 old weights stay until all of the new ones are in memory, so whatever is wrong with a folder changes nothing.
 """
 
@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -27,8 +27,9 @@ from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_config import base_of, is_adapter, shape_of
 from stoker.training.model.hf_read import added_by
 from stoker.training.serve.api import Problem, error, object_in
+from stoker.training.serve.receiving import Receiver
 
-KEYS = ("folder", "version", "digest")
+KEYS = ("folder", "version", "digest", "transfer", "group", "tensors", "adapter", "base")
 MOST_WAITING = 16
 SWEEP_S = 5.0  # between two looks for what a trainer that was killed left in shared memory
 _LONGEST_PATH = 4096
@@ -46,9 +47,11 @@ class Engine(Protocol):
 
 @shape
 class Asked:
-    folder: str
+    folder: str  # empty: a transfer
     version: int | None
     digest: str  # what it must be; empty: not known
+    transfer: str = ""
+    begins: dict[str, Any] | None = None  # the body of a transfer that is to come
 
 
 class _Coming:
@@ -60,11 +63,22 @@ class _Coming:
 
 
 class Loader:
-    """`root`: folders below it may be loaded; `folder`: where the model's weights are from."""
+    """`root`: folders below it may be loaded (empty: none); `folder`: where the model's weights are from; `groups`: addresses of
+    process groups that may be joined.
+    """
 
-    def __init__(self, model: Decoder, folder: str, root: str, engine: Engine, say: Callable[[str], None]) -> None:
-        self._model, self._root, self._engine, self._say = model, os.path.realpath(root), engine, say
+    def __init__(
+        self,
+        model: Decoder,
+        folder: str,
+        root: str,
+        engine: Engine,
+        say: Callable[[str], None],
+        groups: tuple[str, ...] = (),
+    ) -> None:
+        self._model, self._root, self._engine, self._say = model, root and os.path.realpath(root), engine, say
         self._base = base_of(folder)  # what adapters are for: folders that were pushed may be gone
+        self._receiver = Receiver(model, self._base, groups)
         self._bodies: queue.Queue[tuple[bytes, Reply] | None] = queue.Queue(MOST_WAITING)
         self._lock = threading.Lock()
         self._newest: _Coming | None = None
@@ -79,7 +93,7 @@ class Loader:
         try:
             self._bodies.put_nowait((body, reply))
         except queue.Full:
-            reply(429, error(f"{MOST_WAITING} folders wait to be loaded already: try again later", 429))
+            reply(429, error(f"{MOST_WAITING} folders are already waiting to be loaded: try again later", 429))
 
     def _run(self) -> None:
         while (item := self._next()) is not None:
@@ -107,27 +121,47 @@ class Loader:
         return self._bodies.get()
 
     def _load(self, asked: Asked, reply: Reply) -> None:
-        if sharedweights.holds(asked.folder):
-            self._sweeps = True
-            folder = inside(os.path.dirname(asked.folder), asked.folder)
-        else:
-            folder = inside(self._root, asked.folder)
+        if asked.begins is not None:
+            if self._newest is not None:
+                self._newest.in_place.wait()  # until then the second copy is in use
+            reply(200, json.dumps(self._receiver.begin(asked.transfer, asked.begins)).encode())
+            return
+        if asked.transfer:
+            if asked.version is None or not self._has(asked.version, asked.digest, reply):
+                taken = self._receiver.take(asked.transfer, asked.digest)
+                self._put(taken, asked.version, asked.digest, reply, "a process group")
+            return
+        folder = self._folder(asked.folder)
         adapts = is_adapter(folder)
         base = self._base if adapts else folder
         digest = adapters.weights_digest(folder, base)
         if asked.digest not in ("", digest):
-            raise Problem(f"{asked.folder} has the digest {digest}: damaged, or other weights", 422, "digest")
+            raise Problem(
+                f"{asked.folder} has the digest {digest}, not {asked.digest}: damaged, or other weights", 422, "digest"
+            )
         if asked.version is not None and self._has(asked.version, digest, reply):
             return
         if self._newest is not None:
             self._newest.in_place.wait()  # until then they are in memory, too: there is room for one copy, not for many
         fresh = self._read(folder, base, adapts)
-        coming = _Coming(asked.version, digest, [reply])
 
         def change() -> None:
             with torch.no_grad():
                 for ours, new in zip(self._model.parameters(), fresh.parameters(), strict=True):
                     ours.copy_(new)
+
+        self._put(change, asked.version, digest, reply, folder)
+
+    def _folder(self, path: str) -> str:
+        if not self._root:
+            raise Problem("this server takes no folders: start it with --weights-from FOLDER", 403, "folder")
+        if sharedweights.holds(path):
+            self._sweeps = True
+            return inside(os.path.dirname(path), path)
+        return inside(self._root, path)
+
+    def _put(self, change: Callable[[], None], version: int | None, digest: str, reply: Reply, where: str) -> None:
+        coming = _Coming(version, digest, [reply])
 
         def applied(version: int) -> None:
             with self._lock:
@@ -137,8 +171,8 @@ class Loader:
                 one(200, in_place(version, digest))
 
         self._newest = coming
-        self._say(f"new weights from {folder}{'' if asked.version is None else f': version {asked.version}'}")
-        self._engine.update(change, asked.version, digest, applied)
+        self._say(f"new weights from {where}{'' if version is None else f': version {version}'}")
+        self._engine.update(change, version, digest, applied)
 
     def _has(self, version: int, digest: str, reply: Reply) -> bool:
         """Several trainers publish the same: it is loaded once, and all hear when it is in place."""
@@ -173,14 +207,19 @@ def asked_in(body: bytes) -> Asked:
     for key in told:
         if key not in KEYS:
             raise Problem(f"unknown key {printable(repr(key), 60)}{suggest(key, KEYS)}", key=printable(key, 60))
-    folder, version, digest = (told.get(key) for key in KEYS)
-    if not isinstance(folder, str) or not 0 < len(folder) <= _LONGEST_PATH or "\0" in folder:
-        raise Problem("folder: the path of a folder with weights", key="folder")
+    folder, version, digest, transfer = (told.get(key) for key in KEYS[:4])
+    if transfer is not None:
+        if not isinstance(transfer, str) or not 0 < len(transfer) <= 64 or folder is not None:
+            raise Problem("transfer must be a name of up to 64 letters, without a folder beside it", key="transfer")
+    elif not isinstance(folder, str) or not 0 < len(folder) <= _LONGEST_PATH or "\0" in folder:
+        raise Problem("folder must be the path of a folder with weights", key="folder")
     if version is not None and (type(version) is not int or not 0 <= version < 1 << 62):
-        raise Problem("version: a whole number from 0 up", key="version")
+        raise Problem("version must be a whole number of 0 or more", key="version")
     if digest is not None and not isinstance(digest, str):
-        raise Problem("digest: a text", key="digest")
-    return Asked(folder, version, digest or "")
+        raise Problem("digest must be a text", key="digest")
+    if transfer is None:
+        return Asked(str(folder), version, digest or "")
+    return Asked("", version, digest or "", transfer, told if "group" in told else None)
 
 
 def inside(root: str, path: str) -> str:
@@ -188,12 +227,14 @@ def inside(root: str, path: str) -> str:
     found = os.path.realpath(os.path.join(root, path))
     shown = printable(path, 200)
     if not _is_below(found, root):
-        raise Problem(f"{shown} is not below the folder that this server takes weights from", 403, "folder")
+        raise Problem(
+            f"{shown} is not in the folder that this server takes weights from (--weights-from)", 403, "folder"
+        )
     if not os.path.isdir(found):
-        raise Problem(f"{shown}: there is no such folder", 404, "folder")
+        raise Problem(f"{shown}: no such folder", 404, "folder")
     for name in os.listdir(found):
         if not _is_below(os.path.realpath(os.path.join(found, name)), root):
-            raise Problem(f"{printable(name, 100)} of {shown} is a link to elsewhere", 403, "folder")
+            raise Problem(f"{printable(name, 100)} of {shown} is a link to a place outside", 403, "folder")
     return found
 
 
@@ -205,7 +246,7 @@ def refuse_other_shape(theirs: ModelConfig, ours: ModelConfig, folder: str) -> N
     one, other = (vars(replace(c, **_NOT_SHAPE)) for c in (theirs, ours))
     key = next((key for key in other if one[key] != other[key]), "")
     if key:
-        line = f"{folder}: its {key} is {one[key]}, and the model that is served has {other[key]}"
+        line = f"{folder}: its {key} is {one[key]}, and that of the served model is {other[key]}"
         raise Problem(f"{printable(line, 400)}: weights of another shape", 409, "folder")
 
 

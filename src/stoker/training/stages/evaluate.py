@@ -19,7 +19,7 @@ def lengths(c: Config, words: Words) -> list[tuple[str, list[int]]]:
     manner = Manner(c.evaluate.chat, c.evaluate.shots, c.generate.system)
     return [
         (
-            f"questions of {task.name} with room for the answer",
+            f"questions of {task.name} with their answers",
             [length for _, length in as_asked(task.questions, words, manner, c.generate.new_tokens)],
         )
         for task in read_tasks(c.evaluate.tasks, c.evaluate.most)
@@ -32,7 +32,7 @@ def lengths_of_prompts(c: Config, words: Words, path: str, key: str, *, chat: bo
 
     questions = prompts_of(path, key).questions
     asked = as_asked(questions, words, Manner(chat, system=c.generate.system), c.generate.new_tokens)
-    return [(f"prompts of {path} with room for the answer", [length for _, length in asked])]
+    return [(f"prompts of {path} with their answers", [length for _, length in asked])]
 
 
 def check(c: Config) -> None:

@@ -33,7 +33,7 @@ def check(c: Config) -> None:
         f"generate.top_k {how.top_k}, generate.top_p {how.top_p:g}: stage grpo learns from the probabilities its answers"
         " were sampled with, and these cut some of them off; leave them at 0 and 1, and lower generate.temperature"
         " instead": how.top_k or how.top_p < 1,
-        f"generate.new_tokens {how.new_tokens} leaves no room for a prompt in data.context_length"
+        f"generate.new_tokens {how.new_tokens} leaves no tokens for a prompt in data.context_length"
         f" {c.data.context_length}: lower the one or raise the other": how.new_tokens >= c.data.context_length,
         "generate.bits 4 needs --qlora in stage grpo: other weights learn in more bits, and answers must come from those": (
             how.bits == "4" and c.adapter.method != "qlora"
@@ -41,7 +41,7 @@ def check(c: Config) -> None:
         f"grpo.importance_cap {c.grpo.importance_cap:g} would make every token weigh less: 0 switches it off, else from 1 up": (
             0 < c.grpo.importance_cap < 1
         ),
-        f"grpo.staleness {c.grpo.staleness} needs grpo.server: trainers that write the answers themselves have them of the"
+        f"grpo.staleness {c.grpo.staleness} needs grpo.server: trainers that write the answers themselves always use the"
         " newest weights": c.grpo.staleness and not c.grpo.server,
         "grpo.server with --qlora: the server has the weights in 16 bits, and answers must come from those that learn; use"
         " --lora": c.grpo.server and c.adapter.method == "qlora",

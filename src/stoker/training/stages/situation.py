@@ -55,6 +55,8 @@ def _choices(
             words += " at most"
         yield Choice("batch", words, "--batch.tokens", ("batch.tokens", "batch.accumulation", "batch.micro"))
     yield Choice("length", _length(steps, passes, at), "--epochs or --max-steps", ("train.max_steps", "train.epochs"))
+    if not learning.prompts and at.amount is not None and config.train.eval_every <= steps:
+        yield Choice("validation", _validation(config.train.eval_every, steps), "--eval-every", ("train.eval_every",))
     yield Choice("row length", f"{context:,} tokens", "--context-length", ("data.context_length",))
     dtype = {"auto": "fp32" if on_cpu else "bf16, or fp16 with loss scaling on a card without it"}.get(
         config.compute.dtype, config.compute.dtype
@@ -71,6 +73,10 @@ def _length(steps: int, passes: float, at: Situation) -> str:
         f"{about}{steps:,} steps, {shown} pass{'' if shown == '1' else 'es'} over your {at.amount.count:,}"
         f" {at.amount.unit}"
     )
+
+
+def _validation(every: int, steps: int) -> str:
+    return f"every {counted(every, 'step')}, {counted(-(-steps // every), 'time')}" if every else "at the end only"
 
 
 def _amount(at: Situation) -> str:

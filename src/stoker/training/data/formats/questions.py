@@ -73,7 +73,7 @@ def arc(row: Row, kind: str) -> Question | None:
     else:
         listed = _list(choices, "choices")
         if not all(isinstance(one, Mapping) for one in listed):
-            raise Unusable("choices are no objects with label and text")
+            raise Unusable("choices are not objects with label and text")
         labels, texts = [one.get("label") for one in listed], [one.get("text") for one in listed]
     return _choice(asked, labels, texts, row["answerKey"], kind, lettered=False)
 
@@ -85,7 +85,7 @@ def mmlu(row: Row, kind: str) -> Question | None:
     texts, place = _list(row["choices"], "choices"), row["answer"]
     if isinstance(place, int) and not isinstance(place, bool):
         if not 0 <= place < min(len(texts), len(LETTERS)):
-            raise Unusable(f"answer {place} is none of its {len(texts)} choices")
+            raise Unusable(f"answer {place} is not one of its {len(texts)} choices")
         place = LETTERS[place]
     subject = row.get("subject")
     return _choice(
@@ -126,7 +126,7 @@ def _choice(asked: Any, labels: list[Any], texts: list[Any], key: Any, kind: str
     names = tuple(_text(label, "a choice's label").strip() for label in labels)
     answer = _text(key, "the answer").strip()
     if answer not in names or len(set(names)) < len(names):
-        raise Unusable(f"the answer {answer!r} is none of the labels {', '.join(names)}")
+        raise Unusable(f"the answer {answer!r} is not one of the labels {', '.join(names)}")
     return Question(messages_of(asked), answer, kind, names, tuple(_text(text, "a choice") for text in texts), lettered)
 
 

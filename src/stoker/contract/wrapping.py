@@ -1,0 +1,35 @@
+"""Long lines of ours, broken between words for a terminal. Files and pipes get them whole: there people grep. Pure."""
+
+from __future__ import annotations
+
+import re
+
+NARROWEST = 40  # columns: below, more breaks would not help
+_WORD = re.compile(r"(?:`[^`]*`|\S)+")  # a command in backticks stays whole
+_GAP = re.compile(r"(?<=\S) {2,}(?=\S)")  # between columns, or before the comment on a command
+_COMMAND = re.compile(r"\s*(?:→ )?(?:[A-Z_]+=\S+ )*(?:stoker|pip|python3?|sudo|export|git|nvidia-smi|kill|ssh|bash) ")
+
+
+def wrapped(text: str, columns: int) -> str:
+    """`columns`: 0 where they are not known, which changes nothing."""
+    if columns < NARROWEST:
+        return text
+    return "\n".join(piece for line in text.split("\n") for piece in _pieces(line, columns))
+
+
+def _pieces(line: str, columns: int) -> list[str]:
+    if len(line) <= columns:
+        return [line]
+    lead = line[: len(line) - len(line.lstrip())]
+    if gaps := list(_GAP.finditer(line, len(lead))):
+        last, second = gaps[-1], gaps[0].end() if len(gaps) > 1 else len(lead) + 6
+        return [*_pieces(line[: last.start()], columns), *_pieces(" " * second + line[last.end() :], columns)]
+    if _COMMAND.match(line):  # what is copied must stay one line
+        return [line]
+    found = [lead]
+    for word in _WORD.findall(line):
+        if found[-1].strip() and len(found[-1]) + 1 + len(word) > columns:
+            found.append(f"{lead}  {word}")
+        else:
+            found[-1] += f" {word}" if found[-1].strip() else word
+    return found

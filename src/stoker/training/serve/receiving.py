@@ -1,0 +1,189 @@
+"""Weights that come through a process group: into a second copy, which the model is given only once all of it is there."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.contract.hostmemory import memory
+from stoker.contract.quantities import amount
+from stoker.contract.shape import shape
+from stoker.contract.untrusted import printable
+from stoker.training.model import adapters, hf
+from stoker.training.model.config import LORA
+from stoker.training.model.decoder import Decoder
+from stoker.training.model.hf_read import Added
+from stoker.training.model.hf_stream import STORED
+from stoker.training.serve.api import Problem
+from stoker.training.serve.member import IDLE_S, JOIN_S
+from stoker.training.serve.transfer import ITEM, Entry, Manifest, MemberFailed, Moving
+
+GROUP_KEYS = ("name", "address", "backend", "rank", "size", "bucket")
+BACKENDS = ("gloo", "nccl")
+MOST_MEMBERS = 1024
+BUCKETS = (1 << 12, 1 << 30)  # bytes: the smallest and the largest
+
+
+@shape
+class Group:
+    name: str
+    host: str
+    port: int
+    backend: str
+    rank: int
+    size: int
+    bucket: int
+
+
+class Receiver:
+    """`allowed`: HOST or HOST:PORT of the groups that this server may join; `base`: the folder that adapters are for."""
+
+    def __init__(self, model: Decoder, base: str, allowed: tuple[str, ...]) -> None:
+        self._model, self._base, self._allowed = model, base, allowed
+        self._moving: Moving | None = None
+        self._group: Group | None = None
+        self._manifest: Manifest | None = None
+        self._transfer = ""
+        self._is_joined = False
+
+    def begin(self, transfer: str, told: dict[str, Any]) -> dict[str, Any]:
+        """From now on the bytes may come. `joined`: it was a member of that group already."""
+        group = self._group_in(told["group"])
+        manifest = manifest_in(told)
+        self._check(manifest)
+        known = self._group is not None and self._group.name == group.name and self._moving is not None
+        known = known and not self._transfer  # nobody took what came before: the member would answer out of turn
+        self._transfer = ""
+        if not known:
+            self._leave()
+            free, needed = memory()[1], manifest.total
+            if free < needed:
+                raise Problem(
+                    f"{amount(needed)} of host memory are needed, and {amount(free)} are free", 422, "tensors"
+                )
+            self._moving, self._group = Moving(needed, group.host), group
+            device = self._model.device if group.backend == "nccl" else "cpu"
+            self._moving.tell(**{**vars(group), "device": str(device)})
+        assert self._moving is not None
+        os.ftruncate(self._moving.handle, manifest.total)
+        self._moving.tell(receive=manifest.total)
+        self._transfer, self._manifest, self._is_joined = transfer, manifest, known
+        return {"transfer": transfer, "joined": known}
+
+    def take(self, transfer: str, digest: str) -> Callable[[], None]:
+        """What gives the model these weights. Waits for the last of them."""
+        moving, manifest = self._moving, self._manifest
+        if not transfer or transfer != self._transfer or moving is None or manifest is None:
+            raise Problem(
+                f"transfer {printable(transfer, 40)} has not come to this server: send it again", 409, "transfer"
+            )
+        self._transfer = ""
+        try:
+            if not self._is_joined:
+                moving.hear("joined", JOIN_S + IDLE_S)
+            found = manifest.digest(str(moving.hear("digest", JOIN_S + IDLE_S)))
+        except MemberFailed as problem:
+            self._leave()
+            line = f"transfer {printable(transfer, 40)} broke off: {printable(str(problem), 300)}"
+            raise Problem(line, 409, "transfer") from None
+        if digest not in ("", found):
+            line = f"transfer {printable(transfer, 40)} has the digest {found}: damaged, or somebody else's"
+            raise Problem(line, 422, "digest")
+        tensors = _tensors(manifest, moving.handle)
+        return self._adapted(manifest, tensors) if manifest.adapter is not None else self._whole(tensors)
+
+    def _leave(self) -> None:
+        if self._moving is not None:
+            self._moving.end()
+        self._moving = self._group = self._manifest = None
+
+    def _group_in(self, told: Any) -> Group:
+        if not isinstance(told, dict) or sorted(told) != sorted(GROUP_KEYS):
+            raise Problem(f"group: an object with {', '.join(GROUP_KEYS)}", key="group")
+        name, address, backend, rank, size, bucket = (told[key] for key in GROUP_KEYS)
+        host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+        good = isinstance(name, str) and 0 < len(name) <= 64 and backend in BACKENDS and bool(host) and port.isdecimal()
+        good = good and all(type(one) is int for one in (rank, size, bucket))
+        if not good or not 0 < rank < size <= MOST_MEMBERS or not BUCKETS[0] <= bucket <= BUCKETS[1]:
+            raise Problem(
+                "group: a name, HOST:PORT, gloo or nccl, a rank from 1 up, a size and bytes of a bucket", key="group"
+            )
+        if host not in self._allowed and address not in self._allowed:
+            shown = ", ".join(self._allowed) or "none"
+            line = f"group {printable(address, 100)}: this server joins those at {shown} (--weights-group)"
+            raise Problem(line, 403, "group")
+        return Group(name, host, int(port), backend, rank, size, bucket)
+
+    def _check(self, manifest: Manifest) -> None:
+        c = self._model.config
+        if manifest.adapter is None:
+            wanted = {name: tuple(tensor.shape) for name, tensor in hf.named(self._model)}
+        else:
+            if manifest.base != adapters.base_digest(self._base):
+                raise Problem("the adapter was trained beside other weights than this server began with", 409, "base")
+            settings, _ = adapters.settings_from(manifest.adapter, "the adapter that is sent", LORA)
+            wanted = adapters.shapes_of(c, settings)
+        given = {one.name: one.size for one in manifest.entries}
+        for name, size in given.items():
+            if name not in wanted:
+                raise Problem(f"{printable(name, 100)}: the model that is served has no such tensor", 409, "tensors")
+            if size != wanted[name]:
+                line = f"{printable(name, 100)} is {list(size)}, and the model that is served has {list(wanted[name])}"
+                raise Problem(f"{line}: weights of another shape", 409, "tensors")
+        missing = next((name for name in wanted if name not in given), "")
+        if missing or len(given) != len(manifest.entries):
+            raise Problem(f"{missing or 'a tensor'} is missing from what is to be sent, or there twice", 409, "tensors")
+
+    def _whole(self, tensors: dict[str, Tensor]) -> Callable[[], None]:
+        def change() -> None:
+            with torch.no_grad():
+                for name, ours in hf.named(self._model):
+                    ours.copy_(tensors[name])
+
+        return change
+
+    def _adapted(self, manifest: Manifest, tensors: dict[str, Tensor]) -> Callable[[], None]:
+        model, base = self._model, self._base
+        settings, _ = adapters.settings_from(manifest.adapter or {}, "the adapter that is sent", LORA)
+        added = Added(model.config, settings, {name: lambda one=one: one for name, one in tensors.items()})  # type: ignore[misc]
+
+        def fill(fresh: Decoder, _: str, say: Callable[[str], None]) -> None:
+            hf.load_named(fresh, hf.named(fresh), base, say, added)
+
+        fresh = hf.opened(base, model.context_length, model.dtype, torch.device("cpu"), lambda _: None, load=fill)
+
+        def change() -> None:
+            with torch.no_grad():
+                for ours, new in zip(model.parameters(), fresh.parameters(), strict=True):
+                    ours.copy_(new)
+
+        return change
+
+
+def manifest_in(told: dict[str, Any]) -> Manifest:
+    tensors, adapter, base = told.get("tensors"), told.get("adapter"), told.get("base", "")
+    if not isinstance(tensors, list) or not tensors or not isinstance(base, str):
+        raise Problem("tensors: a list of [name, dtype, shape]", key="tensors")
+    if adapter is not None and not isinstance(adapter, dict):
+        raise Problem("adapter: settings as peft has them", key="adapter")
+    return Manifest(tuple(map(_entry, tensors)), adapter, base)
+
+
+def _entry(told: Any) -> Entry:
+    good = isinstance(told, list) and len(told) == 3 and isinstance(told[0], str) and told[1] in ITEM
+    if not good or not isinstance(told[2], list) or not all(type(one) is int and 0 < one < 1 << 40 for one in told[2]):
+        raise Problem(f"tensors: each is [name, one of {', '.join(ITEM)}, shape]", key="tensors")
+    return Entry(told[0], told[1], tuple(told[2]))
+
+
+def _tensors(manifest: Manifest, handle: int) -> dict[str, Tensor]:
+    whole = torch.frombuffer(mmap.mmap(handle, manifest.total), dtype=torch.uint8)
+    return {
+        one.name: whole[begin : begin + one.bytes].view(STORED[one.dtype]).view(one.size)
+        for one, begin in manifest.places
+    }

@@ -1,0 +1,127 @@
+"""Messages fit 80 columns on a terminal. Files and pipes get whole lines, to grep in."""
+
+from __future__ import annotations
+
+import ast
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from conftest import Stoker, Terminal
+from stoker.cli.main import COMMANDS
+from stoker.contract.settings import Parser
+from stoker.contract.wrapping import wrapped
+
+ROOT = Path(__file__).parents[1]
+LONGEST = 80  # of the fixed part of a message
+_ENTRY = ["-c", "import sys; from stoker.cli.main import main; sys.exit(main(sys.argv[1:]))"]
+
+
+def test_a_line_breaks_between_words_and_a_command_stays_whole() -> None:
+    text = "stoker: one two three `stoker run --name a train.py` four five six seven eight nine"
+    assert wrapped(text, 0) == text  # no terminal
+    lines = wrapped(text, 50).split("\n")
+    assert lines == [
+        "stoker: one two three",
+        "  `stoker run --name a train.py` four five six",
+        "  seven eight nine",
+    ]
+    assert " ".join(line.strip() for line in lines) == text
+    command = f"  stoker run {'--flag value ' * 8}train.py"
+    assert wrapped(command, 60) == command
+    assert wrapped(f"{command}   what it is for", 60) == f"{command}\n        what it is for"
+    row = "  length         141 steps, 3 passes over your 199 conversations  sft's default; --epochs or --max-steps"
+    assert wrapped(row, 80).split("\n") == [row[:64], " " * 17 + "sft's default; --epochs or --max-steps"]
+    word = "/a/path/without/any/blank" * 4
+    assert wrapped(f"    {word} is long", 60).split("\n") == [f"    {word}", "      is long"]
+
+
+def parsers() -> dict[str, Parser]:
+    found: dict[str, Parser] = {}
+    for name in COMMANDS:
+        module = import_module(f"stoker.cli.{name}")
+        for part in vars(module):
+            if part == "parser" or (part.endswith("_parser") and part != "whole_parser"):  # that one is for completion
+                made = getattr(module, part)
+                found[f"{name} {part}"] = made() if name != "train" else made("sft", short=True)
+    return found
+
+
+def test_help_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    found = parsers()
+    assert len(found) > 25
+    long = {
+        name: line for name, made in found.items() for line in made.format_help().splitlines() if len(line) > LONGEST
+    }
+    assert long == {}
+
+
+def plain(terminal: Terminal) -> list[str]:
+    text = re.sub(rb"\x1b\[[0-?]*[ -/]*[@-~]", b"", terminal.shown).decode()
+    return [line.rstrip("\r") for line in text.splitlines()]
+
+
+def test_a_failed_run_and_its_verdict_fit_the_terminal(stoker: Stoker) -> None:
+    """Bytes are compared, not the screen: a terminal breaks long lines itself, in the middle of words."""
+    stoker.script("train.py", "raise ValueError('the loss of this script is a long story ' + 'that goes on ' * 12)\n")
+    run = Terminal(stoker, [*_ENTRY, "run", "--nproc-per-node", "2", "train.py"], (80, 24))
+    assert run.wait() == 1
+    own = [line for line in plain(run) if line.startswith(("stoker: ", "  ", "✓ ", "cause: "))]
+    assert any("failed after" in line for line in own) and max(map(len, own)) <= LONGEST, own
+    why = Terminal(stoker, [*_ENTRY, "why"], (80, 24))
+    assert why.wait() == 0
+    shown = plain(why)
+    assert any(line.startswith("cause: rank.exception") for line in shown)
+    assert [line for line in shown if len(line) > LONGEST and " " in line.strip()] == []  # a path stays whole
+    whole = stoker("why").out.splitlines()
+    assert any("that goes on " * 12 in line for line in whole)  # a pipe: as long as it is
+
+
+def test_a_refusal_fits_the_terminal_and_is_one_line_elsewhere(stoker: Stoker) -> None:
+    words = [
+        "train",
+        "sft",
+        "--data",
+        "nothing.jsonl",
+        "--generate.temperature",
+        "1",
+        "--model.load",
+        "no/such-model-here",
+    ]
+    refused = Terminal(stoker, [*_ENTRY, *words, "--lora", "--qlora"], (80, 24))
+    assert refused.wait() >= 64
+    shown = [line for line in plain(refused) if line]
+    assert shown and max(map(len, shown)) <= LONGEST, shown
+    piped = stoker(*words, "--lora", "--qlora")
+    assert piped.err.count("\n") == 1 and " ".join(line.strip() for line in shown) == piped.err.strip()
+
+
+def test_doctor_fits_the_terminal(stoker: Stoker) -> None:
+    recorded = ROOT / "tests/machines/bad-environment.json"
+    looked = Terminal(stoker, [*_ENTRY, "doctor", "--machine", str(recorded)], (80, 24))
+    looked.wait()
+    shown = plain(looked)
+    long = [line for line in shown if len(line) > LONGEST and not re.match(r"\s*→ \S+ ", line)]
+    assert any("✗" in line for line in shown) and long == []
+
+
+def printed_directly() -> list[str]:
+    """`print` of a sentence that is too long for a line: `terminal.tell` and `say` break such ones."""
+    found = []
+    for path in sorted((ROOT / "src/stoker/cli").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"):
+                continue
+            for text in node.args:
+                pieces = [one.value for one in ast.walk(text) if isinstance(one, ast.Constant)]
+                fixed = "".join(piece for piece in pieces if isinstance(piece, str))
+                if max(map(len, fixed.split("\n")), default=0) > LONGEST - 20:  # values need some, too
+                    found.append(f"{path.name}:{node.lineno}: {fixed[:60]!r}")
+    return found
+
+
+def test_no_command_prints_a_long_sentence_by_itself() -> None:
+    assert printed_directly() == []
