@@ -155,7 +155,7 @@ def learn(base: Path, folder: Path, way: str, seed: int, steps: int, cores: Core
     ]
     words += ["--model.load", str(base / "hf"), "--grpo.prompts", str(base / "prompts.jsonl"), "--grpo.reward", f"{HERE / 'scripts' / 'last_number.py'}:score"]  # fmt: skip
     words += ["--context_length", str(LENGTH), "--generate.new_tokens", str(NEW_TOKENS), "--generate.rows", "128", "--grpo.prompts_per_step", "16"]  # fmt: skip
-    words += ["--grpo.group", "8", "--learning_rate", "1e-4", "--warmup_ratio", "0", "--schedule", "constant", "--weight_decay", "0"]  # fmt: skip
+    words += ["--grpo.group", "8", "--learning_rate", "1e-4", "--warmup_ratio", "0.1", "--schedule", "constant", "--weight_decay", "0"]  # fmt: skip
     words += ["--log_every", "1", "--batch.micro", "32", "--batch.tokens", "0", "--grpo.breaker_steps", "0", "--max-steps", str(steps), "--train.seed", str(seed)]  # fmt: skip
     words += ["--cache", str(folder / "cache")]
     server = None

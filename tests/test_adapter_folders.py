@@ -133,7 +133,7 @@ def test_an_adapter_and_a_whole_model_are_not_taken_for_each_other(stoker: Stoke
     for words, line in (
         (
             [str(ours), str(tmp_path / "out")],
-            "is an adapter, which peft opens as it is: --merge writes the whole model",
+            "is an adapter, which peft can open as it is: add --merge to write the whole model",
         ),
         ([str(folder), str(tmp_path / "out"), "--merge"], "there is nothing to merge"),
         ([str(ours), str(tmp_path / "out.gguf"), "--gguf"], "export it with --merge first"),
@@ -146,7 +146,7 @@ def test_an_adapter_and_a_whole_model_are_not_taken_for_each_other(stoker: Stoke
     save_file(other, folder / "model.safetensors", {"format": "pt"})
     for words in (["chat", str(ours), *ASK], ["export", str(ours), str(tmp_path / "out"), "--merge"]):
         done = stoker.torch(*words)
-        assert done.code != 0 and "was trained beside other weights" in done.err, done.err
+        assert done.code != 0 and "was trained on other weights" in done.err, done.err
 
 
 def in_4_bits(whole: Path, folder: Path, **keys: Any) -> Path:

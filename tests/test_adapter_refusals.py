@@ -65,12 +65,12 @@ def test_training_goes_on_with_an_adapter_of_this_base_only(stoker: Stoker, tmp_
     weights["model.norm.weight"] += 1
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     done = trained(stoker, sft("no", ours, data, "--lora"))
-    assert done.code != 0 and "was trained beside other weights" in done.out + done.err, done.err
+    assert done.code != 0 and "was trained on other weights" in done.out + done.err, done.err
     settings = json.loads((ours / adapters.SETTINGS).read_text())
     other = base(tmp_path / "other")
     words = sft("other", folder, data, "--lora", "--adapter.continue_from", str(adapter(other, tmp_path / "b")))
     done = trained(stoker, words)
-    assert done.code != 0 and "was trained beside other weights than those in" in done.out + done.err, done.err
+    assert done.code != 0 and "was trained on other weights than those in" in done.out + done.err, done.err
     (ours / adapters.SETTINGS).write_text(json.dumps({**settings, "base_model_name_or_path": str(tmp_path / "gone")}))
     done = stoker.torch(*sft("gone", ours, data, "--lora"))
     assert done.code != 0 and "gone does not exist" in done.err and "Traceback" not in done.err, done.err

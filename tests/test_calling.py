@@ -117,7 +117,7 @@ def test_mistakes_of_the_caller(stoker: Stoker) -> None:
             "tell(typo=error(scaled, 1, max_restart=2), hosts=error(scaled, 1, hosts='a,b'), lock=error(scaled, __import__('threading').Lock()))\n"
         ),
     )
-    assert told["typo"] == "TypeError: stoker.launch has no option 'max_restart'; did you mean max_restarts?"
+    assert told["typo"] == "TypeError: stoker.launch has no option 'max_restart' (did you mean max_restarts?)"
     assert (
         told["hosts"].startswith("TypeError: stoker.launch has no option 'hosts'")
         and "cannot pickle '_thread.lock' object" in told["lock"]

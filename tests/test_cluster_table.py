@@ -280,9 +280,9 @@ def test_a_hosts_file_whose_env_can_t_be_replaced_stays_as_it_is(tmp_path: Path)
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["chek"], "no `stoker cluster chek`; did you mean check?; there are check and init"),
-        (["check", "--hosts", "a,b", "--tune"], "--tune keeps what helps in a hosts file"),
-        (["check", "--hosts", "a,b", "--tune", "--quick"], "--tune keeps what helps in a hosts file"),
+        (["chek"], "no `stoker cluster chek` (did you mean check?); there are check and init"),
+        (["check", "--hosts", "a,b", "--tune"], "--tune writes what helps to a hosts file"),
+        (["check", "--hosts", "a,b", "--tune", "--quick"], "--tune writes what helps to a hosts file"),
         (["check", "--hosts", "a,b", "--parameters", "lots"], "is not a number of parameters"),
         (["check"], "no hosts given"),
     ],

@@ -120,7 +120,7 @@ def test_settings_layers_and_the_near_key() -> None:
         {"name": "y"},
     )
     assert build(_Sample, *layers) == _Sample(8, "y", True)
-    with pytest.raises(Refusal, match="unknown key 'coutn'; did you mean count"):
+    with pytest.raises(Refusal, match=r"unknown key 'coutn' \(did you mean count"):
         from_mapping(_Sample, {"coutn": 1}, "file")
     with pytest.raises(Refusal, match="count"):
         from_mapping(_Sample, {"count": [1]}, "file")
@@ -128,7 +128,7 @@ def test_settings_layers_and_the_near_key() -> None:
 
 def test_suggestions_know_abbreviations() -> None:
     flags = ["--nproc-per-node", "--grace", "--name", "--gpus"]
-    assert suggest("--nprc", flags) == "; did you mean --nproc-per-node?"
+    assert suggest("--nprc", flags) == " (did you mean --nproc-per-node?)"
     assert suggest("--zzzzzzzz", flags) == ""
 
 
@@ -147,7 +147,7 @@ def test_suggestions_know_abbreviations() -> None:
     ],
 )
 def test_a_file_is_suggested_only_where_its_name_is_close(word: str, known: list[str], meant: str) -> None:
-    assert suggest_file(word, known) == (f"; did you mean {meant}?" if meant else "")
+    assert suggest_file(word, known) == (f" (did you mean {meant}?)" if meant else "")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_file_is_suggested_only_where_its_name_is_close(word: str, known: list
     ],
 )
 def test_a_name_is_suggested_only_where_it_is_close(word: str, known: list[str], meant: str) -> None:
-    assert suggest(word, known) == (f"; did you mean {meant}?" if meant else "")
+    assert suggest(word, known) == (f" (did you mean {meant}?)" if meant else "")
 
 
 def test_verdict_survives_json_and_a_newer_writer() -> None:

@@ -295,7 +295,7 @@ def test_bad_input_is_refused_in_one_line_with_file_and_place(place: Place) -> N
         (place.file("bad.jsonl", b'{"text": "caf\xe9"}\n'), ["bad.jsonl is not UTF-8", "offset 13"]),
         (place.file("fake.parquet", "no parquet" * 9), ["fake.parquet is not a parquet file"]),
         (place.file("packed.jsonl.gz", b"\x1f\x8b123"), ["packed.jsonl.gz is damaged", "download it again"]),
-        (str(place.folder / "latin.text"), ["does not exist; did you mean ", "latin.txt?"]),
+        (str(place.folder / "latin.text"), ["does not exist (did you mean ", "latin.txt?"]),
         (str(place.folder / "no*match"), ["no file matches"]),
         (os.path.dirname(place.file("odd/a.bin", "x")), ["holds no", ".bin"]),
         (

@@ -36,6 +36,18 @@ def test_a_topic_that_is_not_there_is_one_line(stoker: Stoker) -> None:
         done = stoker("docs", word)
         assert done.code == 66 and done.err.count("\n") == 1 and not done.out, done.err
     assert "did you mean verdicts" in stoker("docs", "verdict").err
+    assert stoker("docs", "docs/launching.md").out == stoker("docs", "launching").out != "", "as links name it"
+
+
+def test_every_command_guesses_what_a_misspelt_flag_means(stoker: Stoker) -> None:
+    for words, flag, meant in (
+        (["chat"], "--temprature", "--temperature"),
+        (["why"], "--jsno", "--json"),
+        (["export", "a", "b"], "--mrege", "--merge"),
+    ):
+        done = stoker(*words, flag)
+        assert (done.code, done.err) == (64, f"stoker: unknown option {flag} (did you mean {meant}?)\n")
+    assert stoker("why", "--nothing-alike").err.endswith("; `stoker why --help` lists the options\n")
 
 
 def test_every_topic_that_code_or_readme_names_is_there() -> None:

@@ -111,7 +111,7 @@ def test_only_and_skip_and_the_near_id() -> None:
     assert {one.id for one in check.choose(["env."], ["env.slow"])} == {
         id for id in check.load() if id.startswith("env.")
     } - {"env.slow"}
-    with pytest.raises(Refusal, match=r"no check 'gpu.ecccc'; did you mean gpu.ecc\?"):
+    with pytest.raises(Refusal, match=r"no check 'gpu.ecccc' \(did you mean gpu.ecc\?\)"):
         check.choose(["gpu.ecccc"], [])
 
 

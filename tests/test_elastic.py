@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -170,6 +171,7 @@ def test_a_lost_host_is_named_and_the_run_goes_on_without_it_until_it_is_back(
     assert wait_for(lambda: True if steps_in(stoker, 1) else None, 40), console(stoker)
     print(f"first step of the next attempt after {time.monotonic() - began:.1f} s")
     assert f"host {lost} is lost" in console(stoker)
+    assert re.search(r"; continuing with 2 of 3 hosts; newest checkpoint: step-[0-9]+\.json", console(stoker))
     assert [one["hosts"] for one in events(stoker, "attempt")][1] in (others, [host.name for host in netcluster.hosts])
     netcluster.repair(1)
     assert wait_for(lambda: events(stoker, "host-joined") or None, 40), console(stoker)
@@ -207,6 +209,10 @@ def test_below_min_hosts_the_lost_host_is_the_verdict(
     verdict = stoker.result().verdict
     assert (verdict["cause"], verdict["host"]) == ("host.lost", netcluster.hosts[1].name)
     assert f"2 of 3 hosts left, and {says}" in verdict["summary"]
+    assert any(step.startswith("--min-hosts K") for step in verdict["fix"]) is not bool(asked), verdict["fix"]
+    assert re.search(
+        r"^stoker: to start it again: stoker run --name job --no-preflight --hosts .* job\.py$", console(stoker), re.M
+    )
     assert verdict["detected_s"] is None and " after it happened" not in stoker("why").out, (
         "nobody saw when it happened"
     )
@@ -237,6 +243,7 @@ def test_a_host_whose_agent_and_guardian_are_frozen_is_taken_over(stoker: Stoker
     )
     print(f"nothing left after {time.monotonic() - began:.1f} s")
     assert wait_for(lambda: events(stoker, "host-back") or None, 20), console(stoker)
+    assert "; continuing with 2 of 3 hosts; no complete checkpoint is seen in runs/" in console(stoker)
     run.terminate()
     assert run.wait(100) == 128 + signal.SIGTERM
     assert wait_for(lambda: True if not any(netcluster.pids(n) for n in range(3)) else None, 15)

@@ -71,6 +71,18 @@ def test_rank_1_ends_badly(stoker: Stoker, how: str, code: int, cause: str, retr
         assert "pair.py" in (done.run_dir / "attempt-0/rank-1.stack.txt").read_text()
 
 
+def test_a_crash_after_the_script_ended_is_told_as_that(stoker: Stoker) -> None:
+    """As torch's gloo does after a sys.exit() without destroy_process_group()."""
+    script = "import atexit, ctypes, os, sys, time\nif os.environ['RANK'] == '0': time.sleep(60)\n"
+    script += "print('terminate called without an active exception', file=sys.stderr, flush=True)\n"
+    script += "atexit.register(ctypes.CDLL(None).abort)\nsys.exit(0)\n"
+    done = stoker("run", "--nproc-per-node", "2", stoker.script("ends.py", script))
+    assert (done.code, done.verdict["cause"], done.verdict["rank"]) == (134, "rank.crash", 1)
+    assert done.verdict["summary"].endswith("while its process was ending: its script had already ended")
+    assert "it printed: terminate called without an active exception" in done.verdict["evidence"]
+    assert "look for sys.exit()" in done.verdict["fix"][0] and "destroy_process_group()" in done.verdict["fix"][1]
+
+
 def test_all_good_is_zero(stoker: Stoker) -> None:
     done = stoker("run", "--nproc-per-node", "2", stoker.script("pair.py", PAIR), "none")
     assert done.code == 0 and done.verdict["status"] == "completed"

@@ -850,7 +850,7 @@ def test_a_reward_that_fails_ends_all_ranks_with_its_line_and_a_checkpoint(forks
     job = forks(2, tmp_path / "two", *own)
     assert job.codes == [EX_SOFTWARE] * 2, job.said()
     for rank in (0, 1):
-        line = "GRPO stopped: reward rewards.py:score returned 2 numbers for 24 answers (step 2); the last good checkpoint is"
+        line = "GRPO stopped: reward rewards.py:score returned 2 numbers for 24 answers; it must return one for each (step 2); the last good checkpoint is"
         assert line in job.said(rank) and "Traceback" not in job.said(rank), job.said(rank)
     assert (job.run / "checkpoints" / "step-00000002").is_dir() and len(job.metrics) == 2
 
@@ -939,7 +939,7 @@ def test_bad_input_is_one_line_and_a_code(forks: Forks, given: Path, tmp_path: P
             (("--generate.top_p", "0.9"), EX_USAGE, "generate.top_p 0.9"),
             (("--generate.top_k", "20"), EX_USAGE, "generate.top_k 20"),
             (("--strategy", "fsdp", "--offload", "all"), EX_USAGE, "use parallel.offload optimizer"),
-            (("--generate.new_tokens", "48"), EX_USAGE, "leaves no room"),
+            (("--generate.new_tokens", "48"), EX_USAGE, "leaves no tokens"),
             (("--grpo.updates", "49"), EX_USAGE, "more than the 48 answers"),
             (("--grpo.importance_cap", "0.5"), EX_USAGE, "0 switches it off, else from 1 up"),
         )

@@ -102,9 +102,9 @@ def test_the_test_cluster_is_not_this_machine_but_its_bridge_is(netcluster: NetC
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("hosts: [{host: a}]\ndefault: {user: x}", "unknown key 'default'; did you mean defaults?"),
-        ("hosts: [{host: a, slot: 2}]", "host a: unknown key 'slot'; did you mean slots?"),
-        ("hosts: [{host: a}]\ndefaults: {pyton: /x}", "defaults: unknown key 'pyton'; did you mean python?"),
+        ("hosts: [{host: a}]\ndefault: {user: x}", "unknown key 'default' (did you mean defaults?)"),
+        ("hosts: [{host: a, slot: 2}]", "host a: unknown key 'slot' (did you mean slots?)"),
+        ("hosts: [{host: a}]\ndefaults: {pyton: /x}", "defaults: unknown key 'pyton' (did you mean python?)"),
         ("hosts: [{host: a}]\ndefaults: {host: b}", "defaults: unknown key 'host'"),
         ("hosts: [{host: a}, b, {host: a}]", "host a is listed twice"),
         ("hosts: [x@a, y@a]", "host a is listed twice"),
@@ -336,7 +336,7 @@ def test_a_jump_host_of_the_ssh_config_leads_to_the_next(netcluster: NetCluster)
         ("Connection timed out during banner exchange\nConnection to 10.0.0.1 port 22 timed out\n", 255, "ssh connected, but no data came back"),
         ("ssh: Could not resolve hostname b: Name or service not known\n", 255, "unknown host (Name or service not known)"),
         ("@@@@\n@  WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!  @\n@@@\nOffending ED25519 key in /h/known_hosts:3\nHost key verification failed.\n", 255,
-         "its host key changed since it was last known (/h/known_hosts, line 3); find out why; if it was installed anew: ssh-keygen -R b"),
+         "its host key changed since it was last known (/h/known_hosts, line 3); find out why; if it was installed again: ssh-keygen -R b"),
         ("Host key verification failed.\n", 255, "Host key verification failed: its key is not known here; connect once by hand (`ssh b`)"),
         ("u@b: Permission denied (publickey).\n", 255, "Permission denied (publickey): none of our keys is accepted for user u; ssh-copy-id"),
         ("@  WARNING: UNPROTECTED PRIVATE KEY FILE!  @\nPermissions 0644 for '/h/my key' are too open.\nLoad key \"/h/my key\": bad permissions\nu@b: Permission denied (publickey).\n", 255,
@@ -467,6 +467,9 @@ def test_init_asks_the_hosts_and_writes_a_file_that_reads_back(stoker: Stoker, n
         2
     ].user == "root"
     text = (stoker.cwd / "cluster.yaml").read_text()
+    python3_has_torch = "no torch in python3" not in text  # of the machine that the tests run on
+    assert (f"no torch on {c.name} (looked at ~/venv/bin/python, " in done.err) is not python3_has_torch, done.err
+    assert f"no torch on {a.name}" not in done.err
     assert "# 2 × NVIDIA A40, torch 2.9.1" in text and "# no GPU: one CPU rank, torch 2.10.0" in text
     again = stoker("cluster", "init", a.name, *_reaching(netcluster))
     assert (

@@ -780,7 +780,7 @@ def test_what_cannot_be_trained_is_one_line_before_any_rank_starts(stoker: Stoke
     stoker.script("short.txt", "twenty-one letters !!")
     kept = ("--checkpoint.folder", "kept")
     cases: list[tuple[list[str], int, str]] = [
-        (["--lerning_rate", "1"], 64, "unknown option --lerning_rate; did you mean --learning_rate?"),
+        (["--lerning_rate", "1"], 64, "unknown option --lerning_rate (did you mean --learning_rate?)"),
         (["--data", "empty.txt"], 65, "empty.txt is empty"),
         (["--data", "short.txt"], 65, "data.context_length is 32, longer than the data"),
         (["--data", "absent.txt"], 66, "absent.txt does not exist"),

@@ -218,7 +218,7 @@ ROWS = [
         "there are no such hosts (tests/test_hosts.py runs it on a test cluster)",
     ),
     Row(
-        "stoker cluster check --hosts cluster.yaml train.py",
+        "stoker cluster check --hosts cluster.yaml",
         why=f"{PARSED}tests/test_cluster_check.py runs it on a test cluster",
     ),
     Row(
@@ -301,25 +301,8 @@ def test_every_command_is_in_the_table_and_no_other() -> None:
     assert all(row.why for row in ROWS if row.instead), "a replacement has a reason"
 
 
-def test_the_readme_is_short_and_its_figures_are_those_of_the_benchmarks() -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 150
-    sections = {
-        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-"): text
-        for title, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/benchmarks.md").read_text(), re.M | re.S)
-    }  # fmt: skip
-    checked = 0
-    for line in lines:
-        for cell in line.split("|") if "benchmarks.md#" in line else ():
-            for claim, anchor in re.findall(
-                r"([^()]*(?:\([^()]*\)[^()]*)*)\(\[[^]]*\]\(docs/benchmarks\.md#([^)]+)\)\)", cell
-            ):
-                for figure in re.findall(r"\d[\d.,]*\d|\d", claim):
-                    assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", sections[anchor]), (
-                        f"{figure} is not in {anchor}"
-                    )
-                    checked += 1
-    assert checked >= 15
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150  # its figures: tests/test_figures.py
 
 
 @pytest.fixture(scope="module")

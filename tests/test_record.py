@@ -70,6 +70,9 @@ def test_runs_why_and_logs(stoker: Stoker) -> None:
     assert "completed" in table and "rank.exit" in table
     assert "exit code 7" in stoker("why").out and "completed" in stoker("why", "good").out
     assert stoker("logs", "--rank", "0").out == "before\n" and stoker("logs", "good").out == "fine\n"
+    stoker("run", "--name", "later", stoker.script("l.py", "print('later')"))
+    advice = next(line for line in stoker("why", "bad").out.splitlines() if line.startswith("  stoker logs "))
+    assert stoker(*advice.split()[1:]).out == "before\n", "an older run's advice is about that run"
     for words, says in (
         (["why", "baad"], "did you mean"),
         (["logs", "--rank", "5"], "no rank 5"),
@@ -114,10 +117,15 @@ def test_a_name_goes_on_with_an_unfinished_run(stoker: Stoker) -> None:
     assert (
         again.code == 0
         and again.run_dir == where
-        and again.log(0, 1) == b"resume step-10\n"
+        and again.log(0, 1).endswith(b"\nresume step-10\n")
         and "starting run" in again.err
         and "its newest checkpoint" in again.err
     )
+    skipped = again.log(0, 1).decode().splitlines()[:-1]
+    assert len(skipped) == 1 and skipped[0].startswith(f"stoker: {where}/checkpoints/step-12 does not count as"), (
+        skipped
+    )
+    assert "it has no manifest.json (1 more like it); using step-10" in skipped[0], skipped
     other = stoker("run", "--name", "exp", script, "another-argument")
     assert other.run_dir != where and "is complete: this is a new run" in other.err
 

@@ -68,7 +68,7 @@ def refused(stoker: Stoker, *args: str, code: int, says: str, lines: int = 1, en
         ),
         (["--config", "broken.yaml", "ok.py"], 65, "is not YAML at line 3"),
         (["--config", "list.yaml", "ok.py"], 65, "holds a list"),
-        (["--config", "typo.yaml", "ok.py"], 78, "unknown key 'max_restart'; did you mean max_restarts?"),
+        (["--config", "typo.yaml", "ok.py"], 78, "unknown key 'max_restart' (did you mean max_restarts?)"),
         (["--config", "value.yaml", "ok.py"], 78, "max-restarts: 'many' is not a whole number"),
         (["--hosts", "a,a", "ok.py"], 64, "list each host once"),
         (["--hosts", "-oProxyCommand=x", "ok.py"], 64, "expected one argument"),

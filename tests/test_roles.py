@@ -286,14 +286,14 @@ def test_a_job_that_waits_for_a_server_without_end_says_so(stoker: Stoker) -> No
 def test_a_program_that_is_not_there_is_refused_before_anything_starts(stoker: Stoker) -> None:
     stoker.script("bad.py", "def f(:\n")
     for command, code, line in (
-        ("trianer.py", 66, "stoker: role trainer: no script trianer.py; did you mean trainer.py?"),
+        ("trianer.py", 66, "stoker: role trainer: no script trianer.py (did you mean trainer.py?)"),
         ("nothing-like-this --x", 66, "stoker: role trainer: no program 'nothing-like-this' on the PATH"),
         ("python -m nothing_like_this", 66, "stoker: role trainer: no module nothing_like_this"),
         ("bad.py", 65, "stoker: role trainer: bad.py does not parse; nothing was started"),
         (
             "stoker train sft --max-stpes 3",
             64,
-            "stoker: role trainer: unknown option --max-stpes; did you mean --max-steps",
+            "stoker: role trainer: unknown option --max-stpes (did you mean --max-steps",
         ),
     ):
         done = stoker("run", "--roles", file_of(stoker, server=rules(), trainer={"command": command}))
@@ -382,7 +382,9 @@ def test_trainers_go_on_without_a_lost_host(stoker: Stoker, netcluster: NetClust
     assert again and job.returncode == 0, said
     starts = [event["role"] for event in events(stoker, "role-start")]
     if rule == "min_hosts":
-        assert starts == ["server", "trainer"] and "going on with 1 of 2 hosts" in said and "rank 0 of 1 asked" in said
+        assert (
+            starts == ["server", "trainer"] and "continuing with 1 of 2 hosts" in said and "rank 0 of 1 asked" in said
+        )
     else:
         assert starts == ["server", "trainer"] * 2 and f"host {second} is lost" in said and "rank 2 of 3 asked" in said
         assert len(pids(stoker, "server")) == 2
@@ -560,7 +562,7 @@ def test_words_that_name_no_role(words: list[str], said: str) -> None:
         ("roles: []", "it has no key roles"),
         ("roles: {a: {command: x}, b: {command: y, after: [c]}}", "b waits for 'c', and there is no such role"),
         ("roles: {a: {command: x, after: [b]}, b: {command: y, after: [a]}}", "no role can start first: a waits for b, b waits for a"),
-        ("roles: {a: {comand: x}}", "unknown key 'comand'; did you mean command"),
+        ("roles: {a: {comand: x}}", "unknown key 'comand' (did you mean command"),
         ("roles: {a: {command: x, count: -1}}", "count: -1 is not a whole number"),
         ("roles: {a: {command: x, count: true}}", "count: True is not a whole number"),
         ("roles: {a: {command: x, restart: often}}", "'often' is not one of always, never, job"),

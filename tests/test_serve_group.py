@@ -30,6 +30,8 @@ from stoker.training.rl.asking import Patient, ServerFailed
 from stoker.training.rl.dialects import Published, Stoker
 from stoker.training.rl.publish import To
 from stoker.training.rl.sending import Sender, manifest_of
+from stoker.training.serve import receiving
+from stoker.training.serve.api import Problem
 from test_serve import CONTEXT, TEXTS
 from test_serve_weights import PATH, Pushed, saved, shape_of, wanted
 
@@ -103,6 +105,8 @@ def test_two_servers_get_whole_weights_and_adapters(servers: list[Member], base:
             assert before == 0, "what has come changes nothing until its version is told"
             assert push(server, published) == (200, {"version": 7, "digest": published.digest})
             assert push(server, published)[0] == 200, "another trainer says the same"
+        same = send(7)  # where another server was replaced
+        assert [push(server, same) for server in servers] == [push(servers[0], published)] * 2
         tokens = tokens_of(model, base, tmp_path / "whole")
         assert [one.answer()[0] for one in servers] == [tokens] * 2 and tokens != wanted(base)
         with torch.no_grad():
@@ -165,6 +169,21 @@ def test_a_trainer_that_is_killed_while_it_sends_leaves_the_server_as_it_was(ser
 
 def children(pid: int) -> str:
     return "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+
+
+def test_a_server_that_nobody_sends_anything_gives_the_memory_back(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(base, 1)
+    receiver = receiving.Receiver(model, str(base), ("127.0.0.1",))
+    group = {"name": "x", "address": "127.0.0.1:1", "backend": "gloo", "rank": 1, "size": 2, "bucket": BUCKET}
+    receiver.begin("t", {"group": group, **manifest_of(model, None).body})
+    before = children(os.getpid()).split()
+    receiver.rest()
+    assert receiver.is_open
+    monkeypatch.setattr(receiving, "REST_S", -1.0)
+    receiver.rest()
+    assert not receiver.is_open and len(children(os.getpid()).split()) == len(before) - 1
+    with pytest.raises(Problem, match="send it again"):
+        receiver.take("t", "")
 
 
 def test_what_does_not_fit_or_is_not_allowed_is_refused_in_one_sentence(servers: list[Member], base: Path) -> None:

@@ -133,7 +133,7 @@ def test_answers_are_the_new_weights_whole_or_an_adapters_and_carry_version_and_
     assert server.push("adapter", version=13)[0] == 200, "whatever is served: it is for what the server began with"
     assert server.answer()[0] == wanted(pushed / "adapter")
     status, told = server.push("stranger")
-    assert status == 409 and "beside other weights" in told["error"]["message"]
+    assert status == 409 and "on other weights" in told["error"]["message"]
     assert server.push(pushed / "seed-6")[1]["version"] == 14, "a whole path, and one more than the last"
     assert server.answer()[0] == wanted(pushed / "seed-6")
 

@@ -119,9 +119,9 @@ def test_another_model_is_seen_at_the_first_check(server: Server) -> None:
         (200, b"{", "its answer has no token_logprobs"),
         (200, b'{"choices": []}', "its answer has no token_logprobs"),
         (200, b'{"choices": [{"logprobs": null}]}', "its answer has no token_logprobs"),
-        (200, b'{"choices": [{"logprobs": {"token_logprobs": [null, -1.0]}}]}', "not those of the 8 tokens"),
-        (200, json.dumps({"choices": [{"logprobs": {"token_logprobs": [None] * 9}}]}).encode(), "not those of the 8"),
-        (200, b'{"choices": [{"logprobs": {"token_logprobs": [null, NaN, 1, 1, 1, 1, 1, 1]}}]}', "not those of the 8"),
+        (200, b'{"choices": [{"logprobs": {"token_logprobs": [null, -1.0]}}]}', "match the 8 tokens"),
+        (200, json.dumps({"choices": [{"logprobs": {"token_logprobs": [None] * 9}}]}).encode(), "match the 8"),
+        (200, b'{"choices": [{"logprobs": {"token_logprobs": [null, NaN, 1, 1, 1, 1, 1, 1]}}]}', "match the 8"),
     ],
 )  # fmt: skip
 def test_an_answer_that_says_nothing_of_its_weights_is_no_mismatch(

@@ -442,7 +442,7 @@ def _inside(stoker: Stoker, slurm: SlurmCluster, around: list[str], *args: str) 
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
-        (["--nodse", "2", "--", "ok.py"], 64, "unknown option --nodse; did you mean --nodes?"),
+        (["--nodse", "2", "--", "ok.py"], 64, "unknown option --nodse (did you mean --nodes?)"),
         (["--nodes", "0", "--", "ok.py"], 64, "--nodes 0"),
         (["--gpus-per-node", "many", "--", "ok.py"], 64, "--gpus-per-node many"),
         (["--time", "soon", "--", "ok.py"], 64, "--time soon: write it like 30m"),
@@ -472,7 +472,7 @@ def _inside(stoker: Stoker, slurm: SlurmCluster, around: list[str], *args: str) 
         (["--partition", "x\ny", "--", "ok.py"], 64, "--partition"),
         (["ok.py"], 64, "put -- before the run"),
         (["--"], 64, "no script given"),
-        (["--", "okay.py"], 66, "no script okay.py; did you mean ok.py?"),
+        (["--", "okay.py"], 66, "no script okay.py (did you mean ok.py?)"),
         (["--", "--nproc-per-host", "2", "ok.py"], 64, "did you mean --nproc-per-node?"),
         (["--", "--name", "x", "ok.py"], 64, "--name belongs before the --"),
         (["--", "train", "pretrain", "--runs_dir=x"], 64, "--runs-dir belongs before the --"),

@@ -389,7 +389,10 @@ def test_estimates_grow_with_the_work_and_learn_from_what_was_measured() -> None
         "as a run of it was measured: Muon has one moment"
     )
     assert 90e6 < estimate.room(list(here.values())) < 115e6, "91 MB stay of a whole chain"
-    assert estimate.left({"a": 10, "b": 20, "c": 40}, {"a": 5}, ["b", "c"]) == 30
+    about = {"short": 4.0, "long": 300.0, "other": 250.0}
+    assert 500 < estimate.left(about, {"short": 1.0}, ["long", "other"]) < 550, "three seconds less say little"
+    assert 125 < estimate.left(about, {"short": 1.0, "long": 150.0}, ["other"]) < 150, "half of the time, so far"
+    assert estimate.left(about, {"short": 4.0, "long": 300.0}, ["other"]) == pytest.approx(250)
 
 
 def test_every_preset_makes_a_chain_that_stoker_train_would_take() -> None:

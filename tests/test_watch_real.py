@@ -77,7 +77,8 @@ def test_a_sleeping_rank_is_named_with_its_line(stoker: Stoker) -> None:
     assert "--hang-timeout of 5 s is over" in " ".join(done.verdict["evidence"])
     stacks = (done.run_dir / "attempt-0" / "stacks.txt").read_text()
     assert "in stuck" in stacks and "_engine_run_backward" in stacks and "not done" in stacks
-    assert "hang.sleep" in stoker("why").out
+    told = stoker("why").out
+    assert "hang.sleep" in told and f"their workers: {done.run_dir.resolve()}/attempt-0/stacks.txt\n" in told, told
 
 
 def test_without_py_spy(stoker: Stoker) -> None:
@@ -192,6 +193,7 @@ def test_a_run_that_its_user_stops_keeps_what_was_suspected(stoker: Stoker) -> N
         "stopped by SIGINT" in told
         and "Before the stop: rank 1 (CPU1) stands still after step 20: it sleeps at" in told
     ), told
+    assert "rank 1 was ended by SIGINT" in told, told
     assert "train.py:16, in stuck" in told and "--grace" not in told
 
 

@@ -54,8 +54,11 @@ def resume() -> "str | None":
         return None
     from importlib import import_module  # a package's first module imports none of the others
 
-    newest = import_module("stoker.contract.checkpoints").newest
-    saved = newest(run_dir, lambda line: print(f"stoker: {line}", file=sys.stderr, flush=True))
+    def say(line: str) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # once a host
+            print(f"stoker: {line}", file=sys.stderr, flush=True)
+
+    saved = import_module("stoker.contract.checkpoints").newest(run_dir, say)
     return saved.path if saved else None
 
 

@@ -76,7 +76,7 @@ def test_an_export_replaces_an_export_but_not_the_base_of_what_it_merges(tmp_pat
     told = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": str(tmp_path / "base")}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(told))
     before = _bytes_in(tmp_path)
-    with pytest.raises(Refusal, match="is where the model is, or a part of it"):
+    with pytest.raises(Refusal, match="is the folder of the model or of its tokenizer"):
         _export(tmp_path / "adapter", tmp_path / "base", merge=True)
     assert _bytes_in(tmp_path) == before
 

@@ -62,7 +62,7 @@ def test_impossible_numbers_of_a_server_are_no_answer(told: object) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
-        with pytest.raises(Unanswered, match="are not those of the 2 tokens"):
+        with pytest.raises(Unanswered, match="don't match the 2 tokens"):
             served_logprobs(f"127.0.0.1:{server.server_port}", "m", [1, 2])
         thread.join()
 

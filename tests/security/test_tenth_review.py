@@ -60,7 +60,7 @@ def test_rows_that_are_no_pairs_end_the_reading(tmp_path: Path) -> None:
             read.append(number)
             yield number, {"x": 1}
 
-    with pytest.raises(Refusal, match="no usable pairs"):
+    with pytest.raises(Refusal, match="not usable pairs"):
         read_pairs(rows(), bytes_tokenizer(), 128, "dpo.pairs x", lambda line: None)  # type: ignore[arg-type]
     assert len(read) <= 2000
 

@@ -34,6 +34,8 @@ def main(argv: list[str]) -> int:
                 print(f"{name:<{width}}  {text.readline().lstrip('# ').rstrip()}")
         print("\n`stoker docs TOPIC` shows one.")
         return 0
+    if topic not in pages:  # README.md and the pages themselves link to docs/launching.md
+        topic = os.path.splitext(os.path.basename(topic))[0]
     if topic not in pages:
         raise Refusal(f"no topic {topic!r}{suggest(topic, pages)}; `stoker docs` lists them", EX_NOINPUT)
     with open(pages[topic], encoding="utf-8") as text:

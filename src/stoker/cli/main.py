@@ -164,7 +164,7 @@ def _meant(word: str) -> str:
     from stoker.training.stages.registry import STAGES
 
     meant = f"stoker train {word}" if word in STAGES else MEANT.get(word)
-    return f"; did you mean `{meant}`?" if meant else suggest(word, COMMANDS)
+    return f" (did you mean `{meant}`?)" if meant else suggest(word, COMMANDS)
 
 
 def _place(problem: BaseException) -> str:

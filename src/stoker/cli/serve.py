@@ -136,7 +136,8 @@ def _serve(told: argparse.Namespace, folder: str, listening: socket.socket, key:
         signal.signal(signum, lambda number, _frame: over.append(number))
     served, driver, model = _opened(told, folder)
     local = serving.is_loopback(listening)
-    groups = tuple(one.strip() for one in (told.weights_group or "").split(",") if one.strip())
+    addresses = (told.weights_group or "").replace("localhost", "127.0.0.1").split(",")
+    groups = tuple(one.strip() for one in addresses if one.strip())
     takes = told.weights_from is not None or groups
     weights = Loader(model, folder, told.weights_from or "", driver, say, groups) if takes else None
     token = secrets.token_urlsafe(24) if weights is not None and not key else ""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _ABOUT = "Trains a model through every stage, each one a run of its own with verdict, restarts and logs, and writes a report."
 _EPILOG = """stages, in this order: {stages}
 
-  stoker speedrun                                       what this machine can do, on the built-in world
+  stoker speedrun                                       what this machine can do, on the built-in data set
   stoker speedrun --plan                                what it would run, and about how long
   stoker speedrun --set sft:train.max_steps=500         runs sft again, and what is built on it
   stoker speedrun --preset d20 --data my-data/          real data

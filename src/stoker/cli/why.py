@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from typing import Any
 
@@ -102,7 +103,8 @@ def _show(found: Verdict, title: str, run: reader.Run | None, as_json: bool) -> 
     rank = f", rank {verdict.rank}" if verdict.rank is not None else ""
     _print(f"cause: {verdict.cause}{rank}" + (f" on host {verdict.host}" if verdict.host else ""))
     _print_lines(verdict.summary)
-    for heading, lines in (("evidence", verdict.evidence), ("what to do", verdict.fix)):
+    fix = verdict.fix if run is None else tuple(_of_this_run(line, verdict, run) for line in verdict.fix)
+    for heading, lines in (("evidence", verdict.evidence), ("what to do", fix)):
         if lines:
             _print(f"{heading}:")
             for line in lines:
@@ -114,6 +116,14 @@ def _show(found: Verdict, title: str, run: reader.Run | None, as_json: bool) -> 
     if run is not None:
         _print(f"record: {run.dir}")
     return 0
+
+
+def _of_this_run(step: str, verdict: Verdict, run: reader.Run) -> str:
+    """A verdict is written while its run is the newest one. Read later, its commands must still mean this run."""
+    known = os.path.realpath(os.path.dirname(run.dir)) == os.path.realpath(layout.runs_root(None, os.environ))
+    step = step.replace("stoker logs --rank", f"stoker logs {shlex.quote(run.id if known else run.dir)} --rank")
+    stacks = os.path.join(run.dir, f"attempt-{verdict.attempt}", "stacks.txt")
+    return step.replace("attempt-N/stacks.txt in the run directory", stacks)
 
 
 def _print_restarts(run: reader.Run) -> None:

@@ -21,7 +21,8 @@ def newest(run_dir: str, say: Callable[[str], None] | None = None) -> SavedCheck
     """A folder is complete when it holds manifest.json, written last, and every file the manifest names is there with
     its size; a file is complete when it is in place under its own name (write to NAME.tmp, then rename).
 
-    What another user (but root) put there is left out, and `say` gets a line about it.
+    What another user (but root) put there is left out, and `say` gets a line about it. It gets one, too, where newer
+    folders are incomplete: a script that writes no manifest would start from scratch each time, and not know why.
     """
     folder = os.path.join(run_dir, layout.CHECKPOINTS)
     try:
@@ -33,11 +34,28 @@ def newest(run_dir: str, say: Callable[[str], None] | None = None) -> SavedCheck
         entries.sort(key=lambda entry: (_step_in(entry.name), entry.stat().st_mtime), reverse=True)
     except OSError:
         return None
+    incomplete: list[tuple[str, str]] = []  # path, and why
+    saved = None
     for entry in entries:
-        if not entry.is_dir() or _complete(entry.path):
+        lacks = _lacks(entry.path) if entry.is_dir() else ""
+        if not lacks:
             # A folder's own time changes when its last file is put in place, and a rename of the folder leaves it.
-            return SavedCheckpoint(entry.path, entry.stat().st_mtime)
-    return None
+            saved = SavedCheckpoint(entry.path, entry.stat().st_mtime)
+            break
+        incomplete.append((entry.path, lacks))
+    if incomplete and say is not None:
+        say(_skipping(incomplete, saved))
+    return saved
+
+
+def _skipping(incomplete: list[tuple[str, str]], saved: SavedCheckpoint | None) -> str:
+    path, lacks = incomplete[0]
+    others = f" ({len(incomplete) - 1} more like it)" if len(incomplete) > 1 else ""
+    instead = f"using {printable(os.path.basename(saved.path))}" if saved else "there is no other"
+    return (
+        f"{printable(path)} does not count as a complete checkpoint: {lacks}{others}; {instead}"
+        " (`stoker docs python`: what makes one complete)"
+    )
 
 
 def _trusted(path: str, folder: str, say: Callable[[str], None] | None) -> bool:
@@ -57,14 +75,19 @@ def _step_in(name: str) -> int:
     return int(numbers[-1]) if numbers else -1
 
 
-def _complete(folder: str) -> bool:
+def _lacks(folder: str) -> str:
+    """What a folder lacks to be complete; empty: nothing."""
     from stoker.contract.untrusted import read_json
 
+    manifest = os.path.join(folder, "manifest.json")
+    if not os.path.exists(manifest):
+        return "it has no manifest.json"
     try:
-        files = read_json(os.path.join(folder, "manifest.json"), 1 << 30).get("files", {})
-        return all(os.path.getsize(os.path.join(folder, name)) == _size(want) for name, want in files.items())
+        files = read_json(manifest, 1 << 30).get("files", {})
+        whole = all(os.path.getsize(os.path.join(folder, name)) == _size(want) for name, want in files.items())
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
-        return False
+        whole = False
+    return "" if whole else "not every file that its manifest.json lists is there with its size"
 
 
 def _size(want: object) -> int:

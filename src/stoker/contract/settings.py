@@ -62,10 +62,20 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise Refusal(f"{message}; `{self.prog} --help` lists the options", EX_USAGE)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """argparse lists what it does not know; a flag that is nearly right gets the right one instead."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.unknown(unknown)
+        return found
+
     def unknown(self, words: list[str]) -> NoReturn:
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
-        first = next((word for word in words if word.startswith("-")), words[0])
-        raise Refusal(f"unknown option {first}{suggest(first.partition('=')[0], flags)}", EX_USAGE)
+        first = next((word for word in words if word.startswith("-")), "")
+        if not first:
+            self.error(f"unrecognized arguments: {' '.join(words)}")
+        near = suggest(first.partition("=")[0], flags)
+        raise Refusal(f"unknown option {first}{near or f'; `{self.prog} --help` lists the options'}", EX_USAGE)
 
 
 def check_port(port: int) -> None:

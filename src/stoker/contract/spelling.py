@@ -1,4 +1,4 @@
-"""; did you mean ...? The name that was probably meant, or nothing: a poor guess misleads."""
+"""What a name was probably meant to be, "(did you mean ...?)", or nothing: a poor guess misleads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
     """A beginning that is nearly right counts as much as the whole: people abbreviate."""
     names = list(known)
     best = _nearest(word, names, lambda name: name) or _only_one_with_these_words(word, names)
-    return f"; did you mean {best}?" if best else ""
+    return f" (did you mean {best}?)" if best else ""
 
 
 def suggest_file(path: str, known: Iterable[str]) -> str:
@@ -22,7 +22,7 @@ def suggest_file(path: str, known: Iterable[str]) -> str:
 
     folder, name = os.path.split(path)
     best = _nearest(_stem(name), list(known), _stem, abbreviated=False)
-    return f"; did you mean {os.path.join(folder, best)}?" if best else ""
+    return f" (did you mean {os.path.join(folder, best)}?)" if best else ""
 
 
 def _stem(name: str) -> str:

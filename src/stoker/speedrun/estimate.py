@@ -59,7 +59,12 @@ def room(found: Sequence[Estimate]) -> float:
 
 
 def left(estimated: Mapping[str, float], took: Mapping[str, float], waiting: Sequence[str]) -> float:
-    """Seconds that the waiting stages take, corrected by how the done ones compare with their estimates."""
-    known = [(took[name], estimated[name]) for name in took if estimated.get(name, 0) > 0]
-    ratio = sum(one for one, _ in known) / sum(one for _, one in known) if known else 1.0
-    return sum(estimated.get(name, 0.0) for name in waiting) * ratio
+    """Seconds that the waiting stages take, corrected by how the done ones compare with their estimates. A tenth of the
+    chain is taken to be as estimated: a stage of seconds says little about one of minutes.
+    """
+    known = [name for name in took if estimated.get(name, 0) > 0]
+    rest = sum(estimated.get(name, 0.0) for name in waiting)
+    done = sum(estimated[name] for name in known)
+    certain = (done + rest) / 10
+    ratio = (sum(took[name] for name in known) + certain) / (done + certain) if certain else 1.0
+    return rest * ratio

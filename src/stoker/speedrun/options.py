@@ -17,7 +17,7 @@ class SpeedrunOptions:
     )
     data: str | None = option(
         "folder with your own base*, midtrain*, sft*, pairs*, prompts*, questions* files; what is missing comes from"
-        " the built-in world",
+        " the built-in data set",
         default=None,
         metavar="FOLDER",
         group=_WHAT,
@@ -29,7 +29,9 @@ class SpeedrunOptions:
         many=True,
         group=_WHAT,
     )
-    seed: int = option("of the world, the weights and the order of the data", default=0, metavar="N", group=_WHAT)
+    seed: int = option(
+        "of the built-in data set, the weights and the order of the data", default=0, metavar="N", group=_WHAT
+    )
     name: str = option(
         "another speedrun of the same preset, in a folder of its own", default="", metavar="NAME", group=_WHAT
     )

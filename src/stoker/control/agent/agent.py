@@ -393,6 +393,8 @@ class Agent:
         if where not in rank.marks:
             rank.marks.add(where)
             memory = memory_now(rank.pid, rank.gpu, self._nvml)
+            if not memory["rss"]:  # it has ended since: what it took is not known, and is not 0.0 GB
+                return
             self._relay.say({"is": "mem", "rank": rank.rank, "at": where, "note": note, **memory})
 
     @property

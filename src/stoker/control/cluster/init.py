@@ -66,6 +66,12 @@ def main_part(
         say(f"{answer.name}: {answer.about}{', reached through ' + answer.interface if answer.interface else ''}")
     _write(out, text(answers, defaults, more))
     ranks = sum(max(1, len(answer.gpus)) for answer in answers)
+    without = [answer.name for answer in answers if not answer.torch]
+    if without:
+        looked = f"looked at {defaults.get('python') or ', '.join(_PYTHONS)}"
+        say(
+            f"no torch on {', '.join(without)} ({looked}): name a Python that has it, with --python or python: in {out}"
+        )
     wrote = f"wrote {out}: {counted(len(answers), 'host')}, {counted(ranks, 'rank')}"
     say(f"{wrote}; `stoker cluster check --hosts {out}` looks closer")
 

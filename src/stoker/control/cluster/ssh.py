@@ -111,7 +111,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
      "`stoker cluster check` tells whether full-size packets vanish on the way"),
     (r"(?:Connection|Operation) timed out", "no answer: switched off, or a firewall drops its ssh port", "switch it on, or open the port"),
     (r"REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key changed since it was last known{key}",
-     "find out why; if it was installed anew: ssh-keygen -R {host}"),
+     "find out why; if it was installed again: ssh-keygen -R {host}"),
     (r"Host key verification failed", "Host key verification failed: its key is not known here", "connect once by hand (`ssh {host}`) and compare its key"),
     (r"Permissions (\d+) for '([^']*)' are too open", "permission denied: the private key {1} has permissions {0}, so ssh does not use it", "chmod 600 {1}"),
     (r"UNPROTECTED PRIVATE KEY", "permission denied: a private key that others can read is not used by ssh", "chmod 600 that key"),

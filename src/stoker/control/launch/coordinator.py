@@ -217,7 +217,8 @@ class Coordinator:
         assert self._record is not None
         missing = self._not_written()
         alone = names.JOB not in os.environ
-        resume = description.continue_command(self.request, place) if verdict.status == "stopped" and alone else ""
+        not_its_fault = verdict.status == "stopped" or verdict.cause == "host.lost"
+        resume = description.continue_command(self.request, place) if not_its_fault and alone else ""
         commands = (f"{resume}   # {_purpose(place)}",) if resume else ()
         self._record.verdict(replace(verdict, evidence=(*verdict.evidence, *missing), fix=(*commands, *verdict.fix)))
         if alone:  # else the job says how its roles ended

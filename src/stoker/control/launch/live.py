@@ -116,7 +116,7 @@ class LiveRun:
             attempt = Attempt(number, plan)
             began = time.monotonic()
             verdict = self._one_attempt(attempt, place, env)
-            regroup = self.membership.regroup(verdict, attempt) if self.membership is not None else None
+            regroup = self.membership.regroup(verdict, attempt, place.dir) if self.membership is not None else None
             if regroup is not None:
                 again, env = regroup, restarts.env()
             else:

@@ -5,13 +5,17 @@ brought the others, and waits for the next attempt.
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
+from stoker.contract import layout
+from stoker.contract.checkpoints import newest
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
 from stoker.contract.terminal import WARNING
+from stoker.contract.untrusted import printable
 from stoker.control.cluster.members import Member, Unusable, short
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.restarts import Again
@@ -57,6 +61,14 @@ class Lost:
         if self.bringing is not None:
             self.bringing.stop()
         self.member, self.bringing, self.back, self.asked, self.next_try = None, None, False, False, next_try
+
+
+def _from(run_dir: str) -> str:
+    """What the next attempt can resume from. Only what is seen from here: hosts may have disks of their own."""
+    saved = newest(run_dir)
+    if saved is not None:
+        return f"newest checkpoint: {printable(os.path.basename(saved.path))}"
+    return f"no complete checkpoint is seen in {printable(os.path.relpath(os.path.join(run_dir, layout.CHECKPOINTS)))}"
 
 
 class Membership:
@@ -142,23 +154,24 @@ class Membership:
         self._members.drop(member)
         self._tell("host-lost", on=member.host, why=why)
 
-    def regroup(self, verdict: Verdict, attempt: Attempt) -> Again | None:
+    def regroup(self, verdict: Verdict, attempt: Attempt, run_dir: str) -> Again | None:
         """The next attempt costs no restart where a host was lost and enough are left, or where one is to join."""
         if attempt.stop_signal:
             return None
         if verdict.cause == "launch.regroup":
-            return Again(f"starting again with host {attempt.regrouping}")
+            return Again(f"starting again with host {attempt.regrouping}; {_from(run_dir)}")
         if verdict.cause == "host.lost" and self.enough:
             left = sum(not member.gone for member in self._members.all)
             hosts = f"{left} of {len(self._order)} hosts"
-            return Again(f"{verdict.summary}; going on with {hosts}, from the last checkpoint")
+            return Again(f"{verdict.summary}; continuing with {hosts}; {_from(run_dir)}")
         return None
 
     def too_few(self, verdict: Verdict) -> Verdict:
         rule = f"--min-hosts is {self._least}" if self._least else "without --min-hosts all are needed"
         left = f"{self.here} left, and {rule}"
         lost = "; ".join(f"{name}: {one.why}" for name, one in self.lost.items())
-        verdict = replace(verdict, retryable=False, evidence=(*verdict.evidence, lost))
+        fix = tuple(step for step in verdict.fix if not (self._least and step.startswith("--min-hosts ")))
+        verdict = replace(verdict, retryable=False, evidence=(*verdict.evidence, lost), fix=fix)
         if verdict.cause != "host.lost":
             return replace(verdict, summary=f"{verdict.summary}; then {left}")
         if len(self.lost) == len(self._order) > 1:

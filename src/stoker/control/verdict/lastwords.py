@@ -127,3 +127,10 @@ def traced_line(case: Case, line: str) -> tuple[str, ...]:
 
 def last_lines(end: RankEnd, count: int = 3) -> tuple[str, ...]:
     return tuple([line for line in end.tail.strip().splitlines() if line.strip()][-count:])
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time one
+        return f"signal {number}"

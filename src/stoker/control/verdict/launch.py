@@ -11,6 +11,7 @@ from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import amount, span
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict.catalogue import CATALOGUE, Family, report
+from stoker.control.verdict.lastwords import signal_name
 
 AT_ONCE_S = 2.5
 family = Family(__name__)
@@ -131,7 +132,7 @@ def stopped(evidence: Evidence, known: str = "", seen: tuple[str, ...] = (), fix
         how = "; the ranks have no handler for it and ended without saving"
     else:
         how = "; the ranks ended on their own"
-    ends = [f"rank {end.rank} ended with {end.code}" for end in evidence.ends[:8]]
+    ends = [f"rank {end.rank} {_ended(end.code)}" for end in evidence.ends[:8]]
     summary = f"stopped by {name}{how}; {_kept(evidence)}" + (f". Before the stop: {known}" if known else "")
     return Verdict(
         "stopped",
@@ -142,6 +143,12 @@ def stopped(evidence: Evidence, known: str = "", seen: tuple[str, ...] = (), fix
         retryable=False,
         fix=fix,
     )
+
+
+def _ended(code: int | None) -> str:
+    if code is None:
+        return "was still running"
+    return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
 
 
 def _kept(evidence: Evidence) -> str:
@@ -186,7 +193,7 @@ def trouble(evidence: Evidence) -> Verdict:
 
 
 def unknown(evidence: Evidence) -> Verdict:
-    ends = [f"rank {end.rank} ended with {end.code}" for end in evidence.ends]
+    ends = [f"rank {end.rank} {_ended(end.code)}" for end in evidence.ends]
     missing = evidence.world_size - len([end for end in evidence.ends if end.code is not None])
     untold = f"{missing} of {evidence.world_size} ranks have no end on record"
     line = f"the job ended without a cause that can be seen; {untold}"

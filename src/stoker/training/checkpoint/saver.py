@@ -180,7 +180,7 @@ class _Store:
         try:
             disk = os.statvfs(self.folder)
         except OSError as problem:
-            return f" (its free space can't be asked for: {problem.strerror})"
+            return f" (its free space is unknown: {problem.strerror})"
         return f" ({amount(disk.f_bavail * disk.f_frsize)} free)"
 
     def _sweep(self, dead: Callable[[str, int], bool]) -> None:

@@ -122,7 +122,7 @@ def in_section(section: str, name: str) -> str | None:
 
 
 def near(section: str, name: str) -> str:
-    """; did you mean ...?"""
+    """What was probably meant, as `suggest` has it."""
     ours = NOTES_SECTIONS.get(section, section)
     own = [key.name for key in KEYS.values() if key.section == ours]
     return suggest(name, [*own, *names()] if not section or section in NOTES_SECTIONS else own)

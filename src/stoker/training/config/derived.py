@@ -14,6 +14,7 @@ from stoker.contract.shape import shape
 from stoker.training.config.amount import Amount
 from stoker.training.config.keys import config_of, values_of
 from stoker.training.config.schema import Config
+from stoker.training.loop.config import ANSWERED
 from stoker.training.model.config import OFF, ModelConfig, parameters
 
 RATE, CEILING = 2e-5, 1e-3  # full fine-tuning of a billion parameters; above that no stage goes at any size
@@ -31,7 +32,7 @@ EVALUATION = "train.eval_every"
 EVALUATIONS = 10  # of a run that trains adapters: their checkpoints are small, and such runs short
 # They may take this share of the run, by tokens: a learned one costs two that are only read, because frozen weights need no
 # gradient. Held-out prompts are answered without a cache: each of ANSWERED tokens is a pass over all (loop/samples.py).
-EVALUATIONS_SHARE, LEARNED_COST, ANSWERED = 0.1, 2.0, 64
+EVALUATIONS_SHARE, LEARNED_COST = 0.1, 2.0
 
 
 @shape

@@ -89,6 +89,7 @@ def _refuse_not_in_a_file(layers: Layers) -> None:
 def from_flags(flags: Sequence[Flag]) -> Layer:
     found = Layer()
     paths: dict[str, tuple[str, ...]] = {}
+    _refuse_opposite_switches(flags)
     for flag in flags:
         dotted = aliases.SECTION_VALUES.get(flag.name, flag.name)
         value: Any = flag.text
@@ -98,6 +99,20 @@ def from_flags(flags: Sequence[Flag]) -> Layer:
             known = found.take(flag.name, value, Origin(flag.spelling, EX_USAGE))
             assert known, f"a flag is registered that no key has: {flag.spelling}"
     return found
+
+
+def _refuse_opposite_switches(flags: Sequence[Flag]) -> None:
+    """`--lora --qlora`: the last one would win, and nobody would know. The same flag given twice is no contradiction."""
+    chosen: dict[str, tuple[Any, str]] = {}
+    for flag in flags:
+        if flag.name not in aliases.SWITCHES or flag.text != "true":
+            continue
+        for dotted, value in aliases.TRANSLATED[flag.name](flag.text).items():
+            before, spelling = chosen.setdefault(dotted, (value, flag.spelling))
+            if before != value:
+                both = f"{spelling} and {flag.spelling} exclude each other: {dotted} is {before} or {value}"
+                together = f"; for both: --{dotted} {before},{value}" if dotted == "train.log_to" else ""
+                raise Refusal(f"{both}{together}", EX_USAGE)
 
 
 def from_environment(environment: Mapping[str, str]) -> Layer:

@@ -160,7 +160,7 @@ def advice(report: Report) -> tuple[str, ...]:
     if report.phase == phases.FAILED:
         return (
             "the traceback is in report.json",
-            "the eager replay needs more memory than the compiled step: a smaller batch.micro leaves room for it",
+            "the eager replay needs more memory than the compiled step: use a smaller batch.micro",
         )
     return (_BURNIN, "compute.compile off and compute.deterministic: does the same step fail again?", _LAST_GOOD)
 

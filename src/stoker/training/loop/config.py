@@ -9,6 +9,8 @@ from stoker.contract.limits import text
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import option, shape
 
+ANSWERED = 64  # tokens of an answer to a held-out prompt, at most
+
 
 @shape
 class TrainConfig:

@@ -20,15 +20,14 @@ from torch import Tensor
 from stoker.contract import layout
 from stoker.contract.shape import shape
 from stoker.contract.wholefile import APPEND
-from stoker.training.config.derived import ANSWERED
 from stoker.training.data.reader import IGNORED
+from stoker.training.loop.config import ANSWERED
 from stoker.training.loop.feeder import Rows
 from stoker.training.model.outside import Outside
 from stoker.training.model.pieces import give_back
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 FILE = "samples.jsonl"
-NEW_TOKENS = ANSWERED
 MULTIPLE = 64  # tokens of a row: one shape for a whole answer
 SHOWN = 160  # characters of a text in the log
 
@@ -60,17 +59,17 @@ def chosen(found: Iterator[Example], count: int, context: int) -> list[Example]:
     """The first that leave room for an answer."""
     some: list[Example] = []
     while len(some) < count and (example := next(found, None)) is not None:
-        if len(example.prompt) + NEW_TOKENS <= context:
+        if len(example.prompt) + ANSWERED <= context:
             some.append(example)
     return some
 
 
 @torch.no_grad()
 def answers(model: Any, prompts: Sequence[Sequence[int]], stop: Sequence[int], vocab: int) -> list[list[int]]:
-    """Greedy, NEW_TOKENS at most."""
+    """Greedy, ANSWERED at most."""
     device = next(model.parameters()).device if isinstance(model, Outside) else model.device
     rows = torch.arange(len(prompts))
-    longest = max(map(len, prompts)) + NEW_TOKENS
+    longest = max(map(len, prompts)) + ANSWERED
     ids = torch.zeros(len(prompts), min(-(-longest // MULTIPLE) * MULTIPLE, model.context_length), dtype=torch.int64)
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = torch.tensor(list(prompt))
@@ -81,7 +80,7 @@ def answers(model: Any, prompts: Sequence[Sequence[int]], stop: Sequence[int], v
     training = model.training
     model.eval()
     with _uncompiled():
-        for place in range(NEW_TOKENS):
+        for place in range(ANSWERED):
             at = lengths - 1 + place
             token = _logits(model, ids, rows, at)[:, :vocab].argmax(-1)
             ids[rows, at + 1] = token

@@ -199,7 +199,7 @@ def check_same(found: Any, run: Beside | None, where: str) -> None:
         theirs, mine = ("all weights" if one is None else "an adapter" for one in (found, own))
         raise Refusal(f"checkpoint {where} holds {theirs}, and this run trains {mine}", EX_CONFIG)
     if found.get("base") != own["base"]:
-        raise Refusal(f"checkpoint {where} is of an adapter beside other weights than those of model.load", EX_CONFIG)
+        raise Refusal(f"checkpoint {where} belongs to an adapter of other weights than those of model.load", EX_CONFIG)
     key = next(key for key in (*own, *found) if found.get(key) != own.get(key))
     raise Refusal(f"checkpoint {where}: adapter.{key} is {found.get(key)!r} there and {own.get(key)!r} here", EX_CONFIG)
 
@@ -344,7 +344,7 @@ def check_base(folder: str, base: str = "") -> None:
     base = base or base_of(folder)
     if wanted and wanted != base_digest(base):
         raise Refusal(
-            f"adapter {folder} was trained beside other weights than those in {base}: its answers would be wrong; give it"
+            f"adapter {folder} was trained on other weights than those in {base}: its answers would be wrong; give it"
             " the model it was trained with",
             EX_CONFIG,
         )

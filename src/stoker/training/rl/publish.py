@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +26,6 @@ from stoker.training.rl.dialects import Published
 
 FOLDER = "published"
 WAITING = "waiting for the servers"
-_NOT_THERE = (404, 405, 501)  # a server that is no `stoker serve`, or an older one
 _BESIDE = 1 << 20  # bytes of a folder that are no weights, at most
 Say = Callable[[str], None]
 
@@ -40,6 +40,35 @@ class To:
     ask: Patient
     phase: Callable[[str], None]
     say: Say  # on rank 0
+
+
+def told_by(
+    to: To,
+    address: str,
+    body: Mapping[str, Any] | None,
+    is_fine: Callable[[int, str], bool] = lambda status, line: False,
+) -> dict[str, Any]:
+    """What the server says at /v1/weights; nothing: what is no object."""
+    waited = False
+
+    def waiting() -> None:
+        nonlocal waited
+        waited = True
+        to.phase(WAITING)
+
+    text = to.ask(address, "/v1/weights", body, is_fine, waiting)
+    if waited:
+        to.phase("train")
+    try:
+        told = json.loads(text or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _is_not_there(status: int, line: str) -> bool:
+    """A server that is no `stoker serve`, or an older one."""
+    return status in (404, 405, 501)
 
 
 class Publisher:
@@ -87,7 +116,7 @@ class Publisher:
             return
         here = sharedweights.identity()
         for address in to.addresses:
-            if not here or self._seen_by(address) != here:
+            if not here or told_by(to, address, None, _is_not_there).get("shared_memory") != here:
                 if to.how == MEMORY:
                     line = f"grpo.publish {MEMORY}: the server at {address} does not share memory with the trainers"
                     raise Refusal(f"{line} (another machine, container or user): use {AUTO}", EX_USAGE)
@@ -101,23 +130,6 @@ class Publisher:
             self._leave_memory(problem)
         elif self._shared is not None:
             to.say(f"new weights reach the servers through shared memory: {self._shared.path}")
-
-    def _seen_by(self, address: str) -> str:
-        """The shared memory that the server says it has."""
-        to, waited = self._to, False
-
-        def waiting() -> None:
-            nonlocal waited
-            waited = True
-            to.phase(WAITING)
-
-        text = to.ask(address, "/v1/weights", None, lambda status, line: status in _NOT_THERE, waiting)
-        if waited:
-            to.phase("train")
-        try:
-            return str(json.loads(text or b"{}").get("shared_memory", ""))
-        except (ValueError, AttributeError, RecursionError):
-            return ""
 
     def _leave_memory(self, problem: str) -> None:
         self._to.say(f"new weights go to {self._disk}, not to shared memory: {printable(problem, 300)}")

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -135,9 +136,10 @@ class Servers:
                 return found
             assert self._newest is not None
             self.refresh(self._newest.version)
-        if found is None or problem is not None:
-            raise ServerFailed(str(problem)) if isinstance(problem, Lacking) else problem or ServerFailed("no answers")
-        return found
+        if found is not None:
+            return found  # another rank has none, and all hear why
+        assert problem is not None
+        raise ServerFailed(str(problem)) if isinstance(problem, Lacking) else problem
 
     def _taken(self, ask: Ask) -> list[Written]:
         self.begin(ask)
@@ -171,9 +173,8 @@ class Servers:
     def _push_all(self, published: Published) -> None:
         try:
             for address in self._addresses:
-                self._push(address, published)
-        except Lacking:  # it was replaced: whoever asks it next is told
-            return
+                with suppress(Lacking):  # it was replaced: whoever asks it next is told
+                    self._push(address, published)
         except Exception as problem:  # whoever asks next is told
             self._problem = problem
 

@@ -6,7 +6,6 @@ the version and the digest of all bytes. Where a member is lost, the group is le
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import secrets
@@ -26,7 +25,7 @@ from stoker.training.model.pieces import collected, give_back
 from stoker.training.parallel.group import Group
 from stoker.training.rl.asking import ServerFailed
 from stoker.training.rl.dialects import Published
-from stoker.training.rl.publish import WAITING, To
+from stoker.training.rl.publish import To, told_by
 from stoker.training.serve.member import IDLE_S, JOIN_S
 from stoker.training.serve.transfer import ALIGNED, BUCKET, Entry, Manifest, MemberFailed, Moving, own_address
 
@@ -85,29 +84,17 @@ class Sender:
         on_cards = self._model.device.type == "cuda" and dist.is_nccl_available()
         if not on_cards:
             return "gloo"
-        kinds = [
-            json.loads(self._to.ask(one, "/v1/weights", None) or b"{}").get("device") for one in self._to.addresses
-        ]
+        kinds = [told_by(self._to, address, None).get("device") for address in self._to.addresses]
         return "nccl" if all(kind == "cuda" for kind in kinds) else "gloo"
 
     def _told(self, address: str, rank: int, transfer: str) -> bool:
         """Whether the server was a member before."""
         assert self._outlet is not None
-        to, waited = self._to, False
-
-        def waiting() -> None:
-            nonlocal waited
-            waited = True
-            to.phase(WAITING)
-
         body = {"transfer": transfer, "group": self._outlet.seen_by(rank), **self._manifest.body}
-        text = to.ask(address, "/v1/weights", body, waiting=waiting)
-        if waited:
-            to.phase("train")
-        try:
-            return json.loads(text or b"")["joined"] is True
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise ServerFailed(f"the server at {address} sent no answer to /v1/weights that can be read") from None
+        joined = told_by(self._to, address, body).get("joined")
+        if not isinstance(joined, bool):
+            raise ServerFailed(f"the server at {address} sent no answer to /v1/weights that can be read")
+        return joined
 
     def _send(self) -> str:
         """All ranks gather, one tensor at a time; rank 0 sends them. Why it could not; empty: it could."""

@@ -87,8 +87,7 @@ class Member:
         self._memory: Any = None
 
     def move(self, begin: int, size: int) -> None:
-        if self._memory is None:
-            self._map(2 * self._bucket)
+        self._map(2 * self._bucket)
         piece = self._memory[begin : begin + size]
         digest = self._pool.submit(_digest, piece)
         self._digests.append(digest)
@@ -110,7 +109,8 @@ class Member:
     def _map(self, size: int) -> None:
         import torch
 
-        self._memory = torch.frombuffer(mmap.mmap(self._handle, size), dtype=torch.uint8)
+        if self._memory is None or len(self._memory) != size:
+            self._memory = torch.frombuffer(mmap.mmap(self._handle, size), dtype=torch.uint8)
 
     def _broadcast(self, piece: Any) -> None:
         import torch.distributed as dist

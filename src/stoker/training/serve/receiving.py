@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from stoker.training.serve.transfer import ITEM, Entry, Manifest, MemberFailed, 
 GROUP_KEYS = ("name", "address", "backend", "rank", "size", "bucket")
 BACKENDS = ("gloo", "nccl")
 MOST_MEMBERS = 1024
+REST_S = 600.0  # nothing came for so long: the second copy's memory is given back
 BUCKETS = (1 << 12, 1 << 30)  # bytes: the smallest and the largest
 
 
@@ -50,6 +52,17 @@ class Receiver:
         self._manifest: Manifest | None = None
         self._transfer = ""
         self._is_joined = False
+        self._used = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self._moving is not None
+
+    def rest(self) -> None:
+        """Who sends again after a long time makes a new group."""
+        if time.monotonic() - self._used > REST_S:
+            self._transfer = ""
+            self._leave()
 
     def begin(self, transfer: str, told: dict[str, Any]) -> dict[str, Any]:
         """From now on the bytes may come. `joined`: it was a member of that group already."""
@@ -73,16 +86,21 @@ class Receiver:
         os.ftruncate(self._moving.handle, manifest.total)
         self._moving.tell(receive=manifest.total)
         self._transfer, self._manifest, self._is_joined = transfer, manifest, known
+        self._used = time.monotonic()
         return {"transfer": transfer, "joined": known}
+
+    def has(self, transfer: str) -> bool:
+        """It has come, or comes, and nobody took it."""
+        return bool(transfer) and transfer == self._transfer
 
     def take(self, transfer: str, digest: str) -> Callable[[], None]:
         """What gives the model these weights. Waits for the last of them."""
         moving, manifest = self._moving, self._manifest
-        if not transfer or transfer != self._transfer or moving is None or manifest is None:
+        if not self.has(transfer) or moving is None or manifest is None:
             raise Problem(
                 f"transfer {printable(transfer, 40)} has not come to this server: send it again", 409, "transfer"
             )
-        self._transfer = ""
+        self._transfer, self._used = "", time.monotonic()
         try:
             if not self._is_joined:
                 moving.hear("joined", JOIN_S + IDLE_S)

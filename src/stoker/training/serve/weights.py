@@ -113,11 +113,13 @@ class Loader:
                 reply(500, error("loading failed; see the server's log", 500))
 
     def _next(self) -> tuple[bytes, Reply] | None:
-        while self._sweeps:
+        while self._sweeps or self._receiver.is_open:
             try:
                 return self._bodies.get(timeout=SWEEP_S)
             except queue.Empty:
-                sharedweights.sweep()
+                self._receiver.rest()
+                if self._sweeps:
+                    sharedweights.sweep()
         return self._bodies.get()
 
     def _load(self, asked: Asked, reply: Reply) -> None:
@@ -127,7 +129,8 @@ class Loader:
             reply(200, json.dumps(self._receiver.begin(asked.transfer, asked.begins)).encode())
             return
         if asked.transfer:
-            if asked.version is None or not self._has(asked.version, asked.digest, reply):
+            fresh = self._receiver.has(asked.transfer)
+            if fresh or asked.version is None or not self._has(asked.version, asked.digest, reply):
                 taken = self._receiver.take(asked.transfer, asked.digest)
                 self._put(taken, asked.version, asked.digest, reply, "a process group")
             return
@@ -143,11 +146,11 @@ class Loader:
             return
         if self._newest is not None:
             self._newest.in_place.wait()  # until then they are in memory, too: there is room for one copy, not for many
-        fresh = self._read(folder, base, adapts)
+        model = self._read(folder, base, adapts)
 
         def change() -> None:
             with torch.no_grad():
-                for ours, new in zip(self._model.parameters(), fresh.parameters(), strict=True):
+                for ours, new in zip(self._model.parameters(), model.parameters(), strict=True):
                     ours.copy_(new)
 
         self._put(change, asked.version, digest, reply, folder)

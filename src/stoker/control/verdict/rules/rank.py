@@ -8,7 +8,7 @@ from typing import Any
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_USAGE
 from stoker.contract.stacktext import is_library, threads_of
 from stoker.control.verdict.catalogue import Case, Family, Found
-from stoker.control.verdict.lastwords import first_line, last_lines, place
+from stoker.control.verdict.lastwords import first_line, last_lines, place, signal_name
 from stoker.control.verdict.rules.memory import memory_trend
 
 ORDER = 99
@@ -78,10 +78,7 @@ def left_early(case: Case) -> Found | None:
 def _ended_by(case: Case) -> tuple[int, str, tuple[str, ...]]:
     code = case.end.code
     number = -code if code is not None and code < 0 else 0
-    try:
-        name = signal.Signals(number).name if number else ""
-    except ValueError:
-        name = f"signal {number}"
+    name = signal_name(number) if number else ""
     seen = (f"wait status: killed by {name}",) + ((f"it had reached step {case.end.steps}",) if case.end.steps else ())
     return number, name, seen
 
@@ -108,18 +105,40 @@ rank.crash, again: Native code crashed the rank.
   seen: SIGSEGV, SIGBUS, SIGABRT, SIGFPE or SIGILL that no process sent; faulthandler's stack is in rank-N.stack.txt
   unless: the abort is NCCL's watchdog answering a lost peer; a bus error with a full /dev/shm: data.shm
   fix: the Python stack is in the record: rank-{rank}.stack.txt
+  fix: without a line of Python in it, the script had already ended: is it a sys.exit() that nobody meant? else call
+      torch.distributed.destroy_process_group() at its end
   fix: {LOGS}
 """)
 def crash(case: Case) -> Found | None:
     number, name, seen = _ended_by(case)
     if number not in CRASHES:
         return None
+    if threads_of(case.end.stack) and not any(thread["frames"] for thread in threads_of(case.end.stack)):
+        return _crashed_while_ending(case, name, seen)
     where, frames = _crashed_at(case.end.stack)
     lines = [f'  File "{file}", line {line}, in {function}' for function, file, line in frames[:20]]
     look = (f"look at {where[3:]}",) if where.startswith("at ") else ()
     kept = (f"the Python stack is in the record: rank-{case.end.rank}.stack.txt",) if case.end.stack else ()
     summary = f"{case.who} died of {name}{f' {where}' if where else ''}"
     return Found(summary, (*seen, *lines), (*look, *kept, f"stoker logs --rank {case.end.rank}"))
+
+
+def _crashed_while_ending(case: Case, name: str, seen: tuple[str, ...]) -> Found:
+    """No thread had Python code left to run: the script was over, and a library's threads were not. gloo's are the
+    usual ones (`terminate called without an active exception`), where no destroy_process_group() ended them.
+    """
+    after = f" after step {case.end.steps}" if case.end.steps else ""
+    printed = tuple(f"it printed: {line}" for line in case.end.tail.splitlines() if "terminate called" in line)[-1:]
+    return Found(
+        f"{case.who} died of {name} while its process was ending: its script had already ended{after}",
+        (*seen, "no thread of it was running Python code", *printed),
+        (
+            "if it should not have ended yet: look for sys.exit() or a loop that is shorter on this rank"
+            " (unequal number of batches)",
+            "if it was done: call torch.distributed.destroy_process_group() at the end of the script",
+            f"stoker logs --rank {case.end.rank}",
+        ),
+    )
 
 
 def _crashed_at(stack: str) -> tuple[str, list[list[Any]]]:
