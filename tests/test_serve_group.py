@@ -161,7 +161,7 @@ def test_a_trainer_that_is_killed_while_it_sends_leaves_the_server_as_it_was(ser
     assert server.answer() == before, "while it comes, too"
     os.kill(trainer.pid, signal.SIGKILL)
     trainer.communicate()
-    status, told = server.ask(PATH, {"transfer": "half", "version": 3})
+    status, told = server.ask(PATH, {"transfer": "half", "version": 3, "digest": "d"})
     assert status == 409 and "transfer half broke off: " in told["error"]["message"], told
     assert server.answer() == before and server.process.poll() is None
     assert wait_for(lambda: not children(server.process.pid) or None, 30), "nothing is left of the group"
@@ -205,7 +205,8 @@ def test_what_does_not_fit_or_is_not_allowed_is_refused_in_one_sentence(servers:
         ({**good, "group": {**group, "bucket": 1 << 40}}, 400, "bucket"), ({**good, "tensors": []}, 400, "tensors"),
         ({**good, "tensors": [["a", "I8", [1]]]}, 400, "tensors"), ({**good, "tensors": [["a", "F32", [-1]]]}, 400, "tensors"),
         ({**good, "transfer": 5}, 400, "transfer"), ({**good, "folder": "x"}, 400, "transfer"),
-        ({"transfer": "unknown", "version": 1}, 409, "send it again"), ({"folder": "x"}, 403, "--weights-from"),
+        ({"transfer": "unknown", "version": 1, "digest": "d"}, 409, "send it again"),
+        ({"transfer": "t"}, 400, "needs its digest"), ({"folder": "x"}, 403, "--weights-from"),
         ({**good, "tensors": manifest.body["tensors"] * 2}, 409, "listed twice"),
         ({**good, "adapter": {"r": "x"}, "base": ""}, 409, "base model other than"),
     ):  # fmt: skip

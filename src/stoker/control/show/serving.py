@@ -139,14 +139,21 @@ def head(status: int, content_type: str, headers: Iterable[tuple[str, str]]) -> 
     return "\r\n".join([*lines, "", ""]).encode("ascii")
 
 
-def parse(data: bytes, longest_body: int = LONGEST_BODY) -> Request | int | None:
-    """A whole request, the status of one that can't be taken, or None: there is more to come."""
+@shape
+class More:
+    """The request is not whole before it has so many bytes. 0: nobody knows yet."""
+
+    size: int = 0
+
+
+def parse(data: bytes | bytearray, longest_body: int = LONGEST_BODY) -> Request | int | More:
+    """A whole request, or the status of one that can't be taken."""
     end = min((at for at in (data.find(b"\r\n\r\n"), data.find(b"\n\n")) if at >= 0), default=-1)
     if end < 0:
-        return 431 if len(data) > LONGEST_REQUEST else None
+        return 431 if len(data) > LONGEST_REQUEST else More()
     if end > LONGEST_REQUEST:
         return 431
-    body = data[end:].removeprefix(b"\r\n\r\n") if data[end : end + 1] == b"\r" else data[end + 2 :]
+    begin = end + (4 if data[end : end + 1] == b"\r" else 2)
     first, *lines = data[:end].replace(b"\r\n", b"\n").decode("latin-1").split("\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1.") or not words[1].startswith("/") or b"\0" in data[:end]:
@@ -161,14 +168,14 @@ def parse(data: bytes, longest_body: int = LONGEST_BODY) -> Request | int | None
     size = _body_size(headers)
     if not 0 <= size <= longest_body:
         return 413 if size > longest_body else 400
-    if len(body) < size:
-        return None
+    if len(data) < begin + size:
+        return More(begin + size)
     path, _, query = words[1].partition("?")
     try:
         fields = dict(parse_qsl(query, keep_blank_values=True, max_num_fields=30, errors="strict"))
     except ValueError:  # too many, or not UTF-8
         return 400
-    return Request(words[0], path, fields, headers, body[:size])
+    return Request(words[0], path, fields, headers, bytes(data[begin : begin + size]))
 
 
 def _body_size(headers: Mapping[str, str]) -> int:
@@ -220,7 +227,8 @@ Handler = Callable[[Request], "Answer | Stream | Work"]
 class _Client:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self.request = b""
+        self.request = bytearray()
+        self.whole = 0  # bytes before which there is nothing new in it
         self.answer: memoryview | None = None  # what is left of it
         self.stream: Stream | None = None
         self.open = True
@@ -374,8 +382,11 @@ class Server:
                 self._close(client)
             return
         client.request += data
+        if data and len(client.request) < client.whole:
+            return  # no look at 1 MiB for each byte of it
         request = parse(client.request, self._limits.body)
-        if request is None:
+        if isinstance(request, More):
+            client.whole = request.size
             if not data:
                 self._close(client)
             return

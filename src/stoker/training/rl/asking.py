@@ -5,12 +5,13 @@ in time, and on this machine no other user is asked: a question has the key, and
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from stoker.contract import listeners, owners
@@ -47,9 +48,7 @@ class Asking:
         connection = http.client.HTTPConnection(address, timeout=seconds)
         over = threading.Event()
         try:
-            connection.connect()
-            own = connection.sock
-            _refuse_others(own)
+            connection.sock = own = _connected(connection.host, connection.port, seconds)
             self._open.add(own)
             timer = threading.Timer(2 * seconds, _end, (own, over))
             timer.daemon = True
@@ -151,7 +150,31 @@ def _end(one: socket.socket, over: threading.Event | None = None) -> None:
         return  # it has just ended by itself
 
 
-def _refuse_others(connected: socket.socket) -> None:
-    others = sorted(uid for uid in listeners.answering_users(connected) if not owners.is_trusted(uid, os.curdir))
+def _connected(host: str, port: int, seconds: float) -> socket.socket:
+    """At the first of its addresses where no other user is: `localhost` may be ::1 and 127.0.0.1, and a server has one of them."""
+    problems: list[OSError | NoAnswer] = []
+    for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        own = socket.socket(family, kind, protocol)
+        try:
+            own.settimeout(seconds)
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback:
+                # Before anything is sent: who takes no connections would be waited for.
+                _refuse_others(listeners.listening_users(str(where[0]), port), port)
+            own.connect(where)
+            _refuse_others(listeners.answering_users(own), port)
+        except (OSError, NoAnswer) as refused:
+            own.close()
+            problems.append(refused)
+        except BaseException:
+            own.close()
+            raise
+        else:
+            return own
+    raise next((one for one in problems if isinstance(one, NoAnswer)), problems[0])
+
+
+def _refuse_others(uids: Iterable[int], port: int) -> None:
+    others = sorted(uid for uid in uids if not owners.is_trusted(uid, os.curdir))
     if others:
-        raise NoAnswer(f"port {connected.getpeername()[1]} is in use by {owners.user_name(others[0])}")
+        raise NoAnswer(f"port {port} is in use by {owners.user_name(others[0])}")

@@ -109,7 +109,7 @@ class Receiver:
             self._leave()
             line = f"transfer {printable(transfer, 40)} broke off: {printable(str(problem), 300)}"
             raise Problem(line, 409, "transfer") from None
-        if digest not in ("", found):
+        if digest != found:
             line = f"transfer {printable(transfer, 40)} has the digest {found}: damaged, or somebody else's"
             raise Problem(line, 422, "digest")
         tensors = _tensors(manifest, moving.handle)

@@ -220,6 +220,8 @@ def asked_in(body: bytes) -> Asked:
         raise Problem("version must be a whole number of 0 or more", key="version")
     if digest is not None and not isinstance(digest, str):
         raise Problem("digest must be a text", key="digest")
+    if transfer is not None and "group" not in told and not digest:
+        raise Problem("a transfer needs its digest: anybody may have sent what came through a group", key="digest")
     if transfer is None:
         return Asked(str(folder), version, digest or "")
     return Asked("", version, digest or "", transfer, told if "group" in told else None)
