@@ -78,7 +78,8 @@ def test_one_slot_lets_ranks_through_one_by_one(stoker: Stoker) -> None:
 def test_no_memory_is_reported_of_a_rank_that_has_ended(stoker: Stoker) -> None:
     done = stoker("run", stoker.script("short.py", "import os, stoker\nstoker.beat(step=1, loss=0.5)\nos._exit(0)\n"))
     told = [(event["at"], event["rss"] > 0) for event in done.events if event["event"] == "mem"]
-    assert done.code == 0 and told[0] == ("START", True) and ("POST-MODEL", False) not in told, told
+    # It may have ended before anybody looked at it the first time, too.
+    assert done.code == 0 and all(is_there for _, is_there in told), told
 
 
 UNTIL_BOTH_RUN = """

@@ -117,11 +117,11 @@ def test_a_name_goes_on_with_an_unfinished_run(stoker: Stoker) -> None:
     assert (
         again.code == 0
         and again.run_dir == where
-        and again.log(0, 1).endswith(b"\nresume step-10\n")
+        and b"resume step-10\n" in again.log(0, 1)
         and "starting run" in again.err
         and "its newest checkpoint" in again.err
     )
-    skipped = again.log(0, 1).decode().splitlines()[:-1]
+    skipped = [line for line in again.log(0, 1).decode().splitlines() if not line.startswith("resume ")]
     assert len(skipped) == 1 and skipped[0].startswith(f"stoker: {where}/checkpoints/step-12 does not count as"), (
         skipped
     )

@@ -239,15 +239,20 @@ def test_bad_input_gets_the_status_and_one_sentence_and_the_server_stays_up(serv
 def test_a_full_queue_turns_away_and_who_leaves_makes_room(server: Server) -> None:
     long = json.dumps({"prompt": "the", "max_tokens": 240, "n": 8, "stream": True, "stop_token_ids": []}).encode()
     before = server.numbers()['stoker_serve_answers_total{finish="abort"}']
-    for _ in range(3):  # who leaves at once, in the middle of a stream, and before having sent everything
+    turned_away = 0
+    for _ in range(30):  # on a busy machine the long answers may be written before the other request is looked at
         client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(long)}\r\n\r\n"
         client.sendall(head.encode() + long)
         assert client.recv(100).startswith(b"HTTP/1.1 200")
         status, told = server.ask("/v1/completions", {"prompt": "x", "max_tokens": 2})
-        assert status == 429 and "try again" in told["error"]["message"]
+        assert status == 200 or (status == 429 and "try again" in told["error"]["message"])
+        turned_away += status == 429
         client.close()
         assert wait_for(lambda: server.is_idle() or None, 60)
+        if turned_away == 3:
+            break
+    assert turned_away == 3
     assert server.numbers()['stoker_serve_answers_total{finish="abort"}'] > before + 10
     assert server.ask("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
 

@@ -85,6 +85,8 @@ def add_key_flags(parser: argparse.ArgumentParser, shown: Shown | None = None) -
 def _help(dotted: str, shown: Shown) -> str:
     key = KEYS[dotted]
     default = "none" if key.default in ((), "") else key.text(key.default)
+    if (key.spec.metavar or "").startswith("TIME"):
+        default = f"{key.default / 60:g}min"
     if shown.keys is not None:
         if dotted in DERIVED:
             return f"{key.spec.help} (default: by stage and data)"

@@ -10,9 +10,8 @@ from stoker.training.data.formats.table import AUTO, NAMES
 @shape
 class DataConfig:
     path: tuple[str, ...] = option(
-        "files, folders, globs, or a hub id (owner/name:config:split@revision); several: one after the other. From a"
-        " folder, files ending in .txt .text .md .rst .tex .jsonl .ndjson .json .parquet .arrow .feather .csv .tsv are read;"
-        " each may be compressed: .gz .bz2 .xz .zst",
+        "files (text, json, jsonl, csv, parquet, arrow; also compressed), folders, globs, or a hub id"
+        " (owner/name:config:split@revision); several: one after the other",
         default=(),
         metavar="PATH",
         many=True,

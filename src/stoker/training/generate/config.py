@@ -24,9 +24,7 @@ KERNELS = (
 
 @shape
 class GenerateConfig:
-    new_tokens: int = limits.FROM_ONE(
-        "an answer has at most this many tokens; the report counts those that were cut", 128
-    )
+    new_tokens: int = limits.FROM_ONE("an answer has at most this many tokens", 128)
     temperature: float = limits.NOT_NEGATIVE("0: greedy, always the most likely token", 1.0)
     top_k: int = limits.COUNT("sample only from the k most likely tokens (0: all)", 0)
     top_p: float = limits.SHARE(

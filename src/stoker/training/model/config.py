@@ -111,8 +111,7 @@ EVERY = "all-linear"
 @shape
 class AdapterConfig:
     method: str = one_of(OFF, LORA, QLORA)(
-        "off: all weights learn; lora: small matrices beside frozen weights; qlora: the same, and the frozen weights"
-        " take 4 bits (NF4)"
+        "off: all weights learn; lora: small matrices beside frozen weights; qlora: frozen weights in 4 bits (NF4)"
     )
     lora_rank: int = limits.Range(1, 4096)("width of an adapter", 16)
     lora_alpha: float = limits.POSITIVE("an adapter's product counts alpha / rank times", 32.0)

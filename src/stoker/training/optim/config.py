@@ -28,7 +28,7 @@ class OptimConfig:
     muon_learning_rate: float = limits.POSITIVE("peak learning rate of Muon's matrices", 0.02)
     min_ratio: float = limits.SHARE("the schedule ends at this share of the peak", 0.1)
     schedule: str = one_of("cosine", "linear", "constant", "wsd")(
-        "cosine, linear, constant, or wsd (constant, then linear over the last `cooldown` of the run)"
+        "wsd: constant, then linear over the last `cooldown` of the run"
     )
     warmup_steps: int = limits.COUNT("steps of linear warm-up (0: `warmup_ratio` counts)", 0)
     warmup_ratio: float = limits.LESS_THAN_ALL("share of the run that is warm-up", 0.01)
@@ -43,8 +43,7 @@ class OptimConfig:
 @shape
 class BatchConfig:
     tokens: int = limits.LARGE(
-        "tokens per optimizer step, all ranks together; any number of ranks may share them (0: micro × accumulation ×"
-        " ranks × context)",
+        "tokens per optimizer step of all ranks together (0: micro × accumulation × ranks × context)",
         0,
     )
     micro: int = limits.COUNT(

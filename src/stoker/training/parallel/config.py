@@ -114,7 +114,7 @@ class ParallelConfig:
 @shape
 class ComputeConfig:
     dtype: str = one_of("auto", "bf16", "fp16", "fp32")(
-        "auto (bf16; fp16 on GPUs without it, fp32 on CPUs), bf16, fp16 or fp32; what learns is always fp32"
+        "auto: bf16, fp16 on GPUs without it, fp32 on CPUs; what learns is always fp32"
     )
     compile: str = one_of("auto", "on", "fused", "off")(
         "how a block runs: auto (on GPUs fused, with fp8 compiled), fused (our own kernels, nothing to compile), on"
