@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 NARROWEST = 40  # columns: below, more breaks would not help
-_WORD = re.compile(r"(?:`[^`]*`|\S)+")  # a command in backticks stays whole
-_GAP = re.compile(r"(?<=\S) {2,}(?=\S)")  # between columns, or before the comment on a command
-_COMMAND = re.compile(r"\s*(?:→ )?(?:[A-Z_]+=\S+ )*(?:stoker|pip|python3?|sudo|export|git|nvidia-smi|kill|ssh|bash) ")
+# Texts: `re` compiles them when a line is long, and not when every command starts.
+_WORD = r"(?:`[^`]*`|\S)+"  # a command in backticks stays whole
+_GAP = r"(?<=\S) {2,}(?=\S)"  # between columns, or before the comment on a command
+_COMMAND = r"\s*(?:→ )?(?:[A-Z_]+=\S+ )*(?:stoker|pip|python3?|sudo|export|git|nvidia-smi|kill|ssh|bash) "
 
 
 def wrapped(text: str, columns: int) -> str:
@@ -21,13 +22,13 @@ def _pieces(line: str, columns: int) -> list[str]:
     if len(line) <= columns:
         return [line]
     lead = line[: len(line) - len(line.lstrip())]
-    if gaps := list(_GAP.finditer(line, len(lead))):
+    if gaps := [gap for gap in re.finditer(_GAP, line) if gap.start() >= len(lead)]:
         last, second = gaps[-1], gaps[0].end() if len(gaps) > 1 else len(lead) + 6
         return [*_pieces(line[: last.start()], columns), *_pieces(" " * second + line[last.end() :], columns)]
-    if _COMMAND.match(line):  # what is copied must stay one line
+    if re.match(_COMMAND, line):  # what is copied must stay one line
         return [line]
     found = [lead]
-    for word in _WORD.findall(line):
+    for word in re.findall(_WORD, line):
         if found[-1].strip() and len(found[-1]) + 1 + len(word) > columns:
             found.append(f"{lead}  {word}")
         else:
