@@ -5,15 +5,25 @@ from __future__ import annotations
 import pytest
 
 SLOWEST = (
-    "test_pretrain", "test_grpo", "test_roles", "test_sharded", "test_faults", "test_fit", "test_multihost", "test_cluster_check",
-    "test_slurm", "test_watch_real", "test_unmodified", "test_templates", "test_engine", "test_balance", "test_dropin", "test_speedrun",
-    "test_bad_input", "test_shared_runs", "test_families", "test_ninth_review", "test_strangers_tokenizers", "test_readme", "test_viewers",
-    "test_copying", "test_eleventh_review", "test_elastic", "test_protocol", "test_forensics", "test_adapter_stages",
-    "test_hostile_files", "test_stages", "test_sft", "test_refusals", "test_second_review", "test_secrets", "test_data", "test_locks",
-    "test_review", "test_strangers_templates", "test_wheel", "test_train_config", "test_record", "test_exports", "test_endings",
-    "test_checkpoint", "test_stopping", "test_report", "test_remote_agent", "test_burnin", "test_serve_engine", "test_evaluate",
-    "test_samples", "test_generate", "test_adapter_folders", "test_show", "test_clean", "test_fuzz", "test_web", "test_hosts",
-    "test_twelfth_review", "test_adapter_refusals", "test_ladder", "test_serve", "test_restarts",
+    "test_fit", "test_pretrain", "test_grpo", "test_speedrun", "test_sharded", "test_roles", "test_templates",
+    "test_strangers_tokenizers", "test_engine", "test_families", "test_grpo_server", "test_slurm", "test_multihost", "test_readme",
+    "test_hostile_files", "test_bad_input", "test_cluster_check", "test_protocol", "test_dropin", "test_eleventh_review",
+    "test_ninth_review", "test_balance", "test_faults", "test_strangers_templates", "test_twenty_fifth_review_training",
+    "test_shared_runs", "test_adapter_stages", "test_unmodified", "test_viewers", "test_forensics", "test_report", "test_train_config",
+    "test_stages", "test_refusals", "test_watch_real", "test_wheel", "test_locks", "test_serve_engine", "test_twenty_fourth_review",
+    "test_generate", "test_adapter_folders", "test_data", "test_record", "test_endings", "test_show", "test_second_review",
+    "test_strangers_caches", "test_checkpoint", "test_sft", "test_elastic", "test_remote_agent", "test_copying", "test_review",
+    "test_clean", "test_serve_group", "test_samples", "test_stopping", "test_secrets", "test_metrics", "test_hf",
+    "test_twenty_second_review_b", "test_hosts", "test_netcluster", "test_adapters", "test_exports", "test_dialects", "test_formats",
+    "test_who_is_signalled", "test_serve_weights", "test_fuzz", "test_chat", "test_top", "test_output", "test_twenty_second_review_a",
+    "test_secret_places", "test_adapter_refusals", "test_own_template_score", "test_web", "test_reward", "test_strangers_records",
+    "test_guide", "test_slow_files", "test_ladder", "test_site", "test_serve", "test_testing", "test_exit_codes", "test_dpo",
+    "test_diversity", "test_catalogue", "test_workers", "test_burnin", "test_twelfth_review", "test_habits", "test_healthy",
+    "test_rewards", "test_export_diff", "test_unlucky_moments", "test_reruns", "test_gguf", "test_host_kept", "test_notify",
+    "test_calling", "test_hostile_hosts", "test_style", "test_world", "test_doctor", "test_tokenizer", "test_packing", "test_words",
+    "test_twenty_third_review_c", "test_optim", "test_ssh", "test_evaluate", "test_exports_and_curves", "test_foreign_text",
+    "test_sharedweights", "test_terminal", "test_secret_lines", "test_sixteenth_review", "test_rendezvous", "test_eighteenth_review",
+    "test_torch", "test_gate", "test_goodput_simulator", "test_model", "test_docs", "test_restarts",
 )  # fmt: skip
 
 
