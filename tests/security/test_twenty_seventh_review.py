@@ -1,13 +1,18 @@
-"""What the twenty-seventh review found: files in a checkout's .git that have no end."""
+"""What the twenty-seventh review found: files in a checkout's .git that have no end, and an axis that has none."""
 
 from __future__ import annotations
 
+import json
+import os
 import resource
 import subprocess
 from pathlib import Path
 
+from browser import browsing
 from conftest import Stoker
+from localuser import ATTACKER, needs_root
 from stoker.contract.names import EX_NOINPUT
+from test_web import finished, web
 
 
 def test_git_is_not_given_all_memory_by_a_checkouts_own_files(stoker: Stoker, tmp_path: Path) -> None:
@@ -26,3 +31,19 @@ def test_git_is_not_given_all_memory_by_a_checkouts_own_files(stoker: Stoker, tm
     done = stoker("run", "--hosts", str(hosts), "--sync", "t.py", preexec_fn=at_most)
     assert done.code == EX_NOINPUT and "needs more than 1 GB of memory" in done.err, done.err
     assert not (tmp_path / "far").exists()
+
+
+def test_steps_beyond_whole_numbers_leave_the_page_alive(stoker: Stoker, tmp_path: Path) -> None:
+    """Marks between 10 ** 16 and the next steps were counted up by one, which is no other number there: the tab crashed."""
+    needs_root()
+    run = finished(stoker, "theirs")
+    lines = [{"schema": 1, "time": 1e9 + at, "step": 10**16 + 2 * at, "loss": 9.0 - at} for at in range(4)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for path in (run, *run.rglob("*")):
+        os.chown(path, ATTACKER, ATTACKER, follow_symlinks=False)
+    with web(stoker, "--all") as page, browsing(tmp_path) as chromium:
+        chromium.open(page.printed)
+        chromium.until("document.querySelectorAll('.row[data-run]').length === 1")
+        chromium.click(".cell.name a")
+        chromium.until("document.querySelector('canvas.chart')?.getAttribute('aria-label').includes('6')")
+        chromium.js("await new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
