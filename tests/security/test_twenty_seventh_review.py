@@ -1,4 +1,5 @@
-"""What the twenty-seventh review found: files in a checkout's .git that have no end, and an axis that has none."""
+"""What the twenty-seventh review found: files in a checkout's .git that have no end, an axis that has none,
+and long lines that took any amount of memory to break."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 from browser import browsing
-from conftest import Stoker
+from conftest import Stoker, Terminal
 from localuser import ATTACKER, needs_root
 from stoker.contract.names import EX_NOINPUT
 from test_web import finished, web
@@ -47,3 +48,19 @@ def test_steps_beyond_whole_numbers_leave_the_page_alive(stoker: Stoker, tmp_pat
         chromium.click(".cell.name a")
         chromium.until("document.querySelector('canvas.chart')?.getAttribute('aria-label').includes('6')")
         chromium.js("await new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+
+
+def test_a_long_line_of_another_user_is_broken_in_bounded_memory(stoker: Stoker) -> None:
+    """Each gap in it was a step of a recursion that kept a list of all gaps: 900 KB took more than 9 GB."""
+    needs_root()
+    run = finished(stoker, "theirs")
+    verdict = json.loads((run / "verdict.json").read_text())
+    (run / "verdict.json").write_text(json.dumps({**verdict, "status": "failed", "summary": "a  " * 300_000 + "end"}))
+    for path in (run, *run.rglob("*")):
+        os.chown(path, ATTACKER, ATTACKER, follow_symlinks=False)
+    room = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))"
+    terminal = Terminal(
+        stoker, ["-c", f"{room}; from stoker.cli.main import entry; entry()", "why", str(run)], (100, 40)
+    )
+    code = terminal.wait(100)
+    assert b"Traceback" not in terminal.shown and b" end" in terminal.shown, (code, terminal.shown[-2000:])
