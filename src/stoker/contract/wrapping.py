@@ -19,13 +19,22 @@ def wrapped(text: str, columns: int) -> str:
 
 
 def _pieces(line: str, columns: int) -> list[str]:
-    if len(line) <= columns:
-        return [line]
+    """Without recursion, and with no indent beyond the terminal: a line may quote a stranger, and have any length."""
+    lead, end = len(line) - len(line.lstrip()), len(line)
+    gaps = [gap for gap in re.finditer(_GAP, line) if gap.start() >= lead] if end > columns else []
+    behind: list[list[str]] = []
+    while gaps and end > columns:  # what stands behind the last one gets a line of its own
+        last = gaps.pop()
+        second = gaps[0].end() if gaps else lead + 6
+        behind.append(_broken(" " * min(second, columns) + line[last.end() : end], columns))
+        end = last.start()
+    return [*_broken(line[:end], columns), *(piece for pieces in reversed(behind) for piece in pieces)]
+
+
+def _broken(line: str, columns: int) -> list[str]:
+    """Between words alone."""
     lead = line[: len(line) - len(line.lstrip())]
-    if gaps := [gap for gap in re.finditer(_GAP, line) if gap.start() >= len(lead)]:
-        last, second = gaps[-1], gaps[0].end() if len(gaps) > 1 else len(lead) + 6
-        return [*_pieces(line[: last.start()], columns), *_pieces(" " * second + line[last.end() :], columns)]
-    if re.match(_COMMAND, line):  # what is copied must stay one line
+    if len(line) <= columns or len(lead) > columns or re.match(_COMMAND, line):  # what is copied must stay one line
         return [line]
     found = [lead]
     for word in re.findall(_WORD, line):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import resource
 import stat
 import subprocess
 import time
@@ -18,6 +20,7 @@ from stoker.contract.untrusted import hub_blobs, open_below, printable
 # Not copied, unless git tracks it.
 GIT_S = 120.0  # a large checkout on a slow network disk
 SLOW_S = 10.0  # after it, a look at what git may be waiting for
+_GIT_ROOM = 1 << 30  # bytes that git may take: the index of millions of files. A link to /dev/zero in .git has no end
 LEFT_OUT = ("runs", "cache", ".venv", "__pycache__", ".git")
 _MOST_WAYS = 64  # links that lead to one folder: links to folders with links multiply
 # The user's own settings, such as safe.directory in a container. Options on the command line win over them.
@@ -189,16 +192,28 @@ def _ask_git(root: str, *words: str) -> subprocess.CompletedProcess[bytes]:
         name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name.startswith(_GIT_KEPT)
     }
     env.update(GIT_OPTIONAL_LOCKS="0", GIT_TERMINAL_PROMPT="0", GIT_ALLOW_PROTOCOL="none")  # none: it fetches nothing
+    env["LC_ALL"] = "C"  # its complaints are looked at
     safe = ("--no-pager", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", "-C", root)
     argv = ["git", *safe, *words]
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=env) as git:
         try:
+            _limit_memory(git.pid)
             out, err = _output(git, root)
         except BaseException:
             git.kill()
             raise
+    if git.returncode and any(words in err.lower() for words in (b"out of memory", b"cannot allocate memory")):
+        line = f"git in {root} needs more than {_GIT_ROOM >> 30} GB of memory: what is in its .git may be an attack"
+        raise Refusal(line, EX_NOINPUT)
     return subprocess.CompletedProcess(argv, git.returncode, out, err)
+
+
+def _limit_memory(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        _, hard = resource.prlimit(pid, resource.RLIMIT_DATA)
+        most = _GIT_ROOM if hard == resource.RLIM_INFINITY else min(_GIT_ROOM, hard)
+        resource.prlimit(pid, resource.RLIMIT_DATA, (most, hard))
 
 
 def _output(git: subprocess.Popen[bytes], root: str) -> tuple[bytes, bytes]:

@@ -218,8 +218,10 @@ function marks(low, high, count, log) {
   const rough = wide / count, size = 10 ** Math.floor(Math.log10(rough));
   const step = size * ([1, 2, 5, 10].find((one) => one * size >= rough) || 10);
   const found = [];
-  for (let number = Math.ceil(low / step); number * step <= high; number++) {
-    const value = Number((number * step).toPrecision(12));
+  const first = Math.ceil(low / step);
+  // Counted: from 2 ** 53 on, a number and the next may be the same.
+  for (let more = 0; more <= count && (first + more) * step <= high; more++) {
+    const value = Number(((first + more) * step).toPrecision(12));
     found.push([value, value]);
   }
   return found;
