@@ -251,6 +251,10 @@ def test_the_model_is_found_by_run_by_stage_or_as_the_newest(
     assert which("mine") == which(str(single)) == str(single / "hf")
     with pytest.raises(Refusal, match="reward model"):
         chat.main([str(reward)])
+    (root / "20260102-000000-failed").mkdir()
+    (root / "20260102-000000-failed" / "run.json").write_text(json.dumps({"name": "failed", "started": 2.0}))
+    with pytest.raises(Refusal, match=r"failed has no model: .* \(the newest there: .*mine/hf\)"):
+        chat.main([str(root / "20260102-000000-failed")])
     with pytest.raises(Refusal, match="no run in"):
         chat.main(["--runs-dir", str(tmp_path / "empty")])
     with pytest.raises(Refusal, match="leave --stage sft out, or name a speedrun"):

@@ -536,7 +536,7 @@ def test_plot_in_the_terminal_as_json_and_refusals(finished: Stoker) -> None:
     told = json.loads(finished("plot", "odd", "--json").out)
     assert told["runs"][0]["points"] == [[0, 5.0], [1, "nan"], [2, 4.0], [3, 3.0]]
     for args, word in (
-        (["odd", "--metric", "los"], "did you mean loss?; it has loss, total_steps, val_loss"),
+        (["odd", "--metric", "los"], "did you mean loss?); it has loss, total_steps, val_loss"),
         ([finished.latest.name], "has no metrics"),
         (["nobody"], "no run 'nobody'"),
         (["odd", "--height", "0"], "from 1 to"),

@@ -253,7 +253,7 @@ class Coordinator:
             rows = [f"  rank {p.rank}  {p.label}{card}" for p, card in zip(plan.places, cards, strict=True)]
             command = " ".join(redact.arguments(plan.roles[0].argv))
             start = f"would start {counted(plan.world_size, 'rank')} of: {command}"
-            record = f"record: {os.path.relpath(place.dir, self._cwd)}"
+            record = f"would record in: {os.path.relpath(place.dir, self._cwd)}"
             text = "\n".join(map(printable, (*plan.lines, start, *rows, record)))
         self._console.say(1, text)
 

@@ -10,8 +10,8 @@ from stoker.training.data.formats.table import AUTO, NAMES
 @shape
 class DataConfig:
     path: tuple[str, ...] = option(
-        "files (text, json, jsonl, csv, parquet, arrow; also compressed), folders, globs, or a hub id"
-        " (owner/name:config:split@revision); several: one after the other",
+        "files, folders, globs, or a hub id (owner/name:config:split@revision); several: one after the other. Of a folder:"
+        " .txt .text .md .rst .tex .jsonl .ndjson .json .parquet .arrow .feather .csv .tsv, also with .gz .bz2 .xz .zst",
         default=(),
         metavar="PATH",
         many=True,

@@ -82,8 +82,11 @@ def _of_run(run: str, checkpoints: bool) -> Found:
     if steps:
         raise Refusal(f"{run} has checkpoints but no {HF} folder: `stoker export {run} OUT` makes one", EX_NOINPUT)
     held = ", ".join(sorted(os.listdir(run))[:6]) or "nothing"
+    others = _models(os.path.dirname(os.path.realpath(run)), "")
+    newest = f" (the newest there: {os.path.relpath(others[-1])})" if others else ""
     raise Refusal(
-        f"{run} has no model: name a folder with {CONFIG} and weights, or a run directory with {HF} in it; found {held}",
+        f"{run} has no model: name a folder with {CONFIG} and weights, or a run directory with {HF} in it{newest}; found"
+        f" {held}",
         EX_NOINPUT,
     )
 
