@@ -131,7 +131,7 @@ class RunOptions:
         choices=("stop", "detach"),
     )
     notify: str | None = option(
-        "who is told when the run ends or restarts: ntfy://TOPIC, a URL of ntfy, slack:URL, discord:URL,"
+        "whom to notify when the run ends or restarts: ntfy://TOPIC, a URL of ntfy, slack:URL, discord:URL,"
         " mailto:ADDRESS, or a shell command that gets the verdict on its stdin",
         "TARGET",
         default=None,
