@@ -1,6 +1,7 @@
 """GRPO with `stoker serve`: do generation and learning overlap, and does the model learn as well from answers that are one step old?
 
     python benchmarks/serve_overlap.py --only time           a step's seconds with 8 + 8 cores: about 2 minutes on 16 cores
+    python benchmarks/serve_overlap.py --only time --device cuda   the same where both share one GPU, in bf16: their times, and no bar
     python benchmarks/serve_overlap.py --only accuracy       held-out accuracy of three seeds, staleness 0 and 1: about 20 minutes on 2 cores
     python benchmarks/serve_overlap.py --steps 4 --seeds 1 --only time --base FOLDER   a try; FOLDER keeps the model that all runs begin with
 
@@ -113,17 +114,22 @@ def accuracy(folder: Path) -> float:
 class Cores:
     """Half of them each."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self.device = device
         mine = sorted(os.sched_getaffinity(0))
         half = max(len(mine) // 2, 1)
         self.server, self.trainer = mine[:half], mine[half:] or mine
         self.said = f"{len(self.server)} + {len(self.trainer)}"
 
 
-def started(words: list[str], cores: list[int], folder: Path, log: str, **more: str) -> subprocess.Popen[bytes]:
+def started(
+    words: list[str], cores: list[int], device: str, folder: Path, log: str, **more: str
+) -> subprocess.Popen[bytes]:
     paths = os.pathsep.join([str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "OMP_NUM_THREADS": str(len(cores)), "PYTHONPATH": paths, "HOME": str(folder), **more}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "STOKER_RUNS": str(folder / "runs")}
+    environment |= {"STOKER_RUNS": str(folder / "runs")}
+    if device == "cpu":
+        environment |= {"CUDA_VISIBLE_DEVICES": ""}
     command = ["taskset", "-c", ",".join(map(str, cores)), sys.executable, "-m", "stoker", *words]
     with open(folder / log, "wb") as file:
         return subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT)
@@ -149,9 +155,9 @@ def learn(base: Path, folder: Path, way: str, seed: int, steps: int, cores: Core
         "--preset",
         "small",
         "--parallel.device",
-        "cpu",
+        cores.device,
         "--compute.dtype",
-        "fp32",
+        "fp32" if cores.device == "cpu" else "bf16",
     ]
     words += ["--model.load", str(base / "hf"), "--grpo.prompts", str(base / "prompts.jsonl"), "--grpo.reward", f"{HERE / 'scripts' / 'last_number.py'}:score"]  # fmt: skip
     words += ["--context_length", str(LENGTH), "--generate.new_tokens", str(NEW_TOKENS), "--generate.rows", "128", "--grpo.prompts_per_step", "16"]  # fmt: skip
@@ -163,12 +169,12 @@ def learn(base: Path, folder: Path, way: str, seed: int, steps: int, cores: Core
     try:
         if way != "alone":
             more = {"STOKER_API_KEY": secrets.token_hex(16)}
-            serve = ["serve", str(base / "hf"), "--context", str(LENGTH), "--slots", "128", "--port", "0"]
+            serve = ["serve", str(base / "hf"), "--context", str(LENGTH), "--slots", "128", "--port", "0", "--device", cores.device]  # fmt: skip
             serve += ["--weights-from", str(folder / "runs")]
             (folder / "runs").mkdir(exist_ok=True)
-            server = started(serve, cores.server, folder, f"{name}.server.log", **more)
+            server = started(serve, cores.server, cores.device, folder, f"{name}.server.log", **more)
             words += ["--grpo.server", address_of(server, folder / f"{name}.server.log"), "--grpo.staleness", way.split()[1]]  # fmt: skip
-        trainer = started(words, cores.trainer, folder, f"{name}.log", **more)
+        trainer = started(words, cores.trainer, cores.device, folder, f"{name}.log", **more)
         if trainer.wait() != 0:
             raise SystemExit(f"{name} failed:\n{(folder / f'{name}.log').read_text(errors='replace')[-4000:]}")
     finally:
@@ -192,7 +198,12 @@ def timed(base: Path, folder: Path, told: argparse.Namespace, cores: Cores) -> d
     found = {way: seconds(learn(base, folder, way, 0, told.steps, cores)) for way in WAYS}
     alone = found["alone"]
     longer = max(alone["answers_s"], alone["learn_s"])
-    return {"cores": cores.said, **found, "step_to_longer": round(found["server 1"]["step_s"] / longer, 3)}
+    return {
+        "device": cores.device,
+        "cores": cores.said,
+        **found,
+        "step_to_longer": round(found["server 1"]["step_s"] / longer, 3),
+    }
 
 
 def learned(base: Path, folder: Path, told: argparse.Namespace, cores: Cores) -> dict[str, Any]:
@@ -208,6 +219,7 @@ def learned(base: Path, folder: Path, told: argparse.Namespace, cores: Cores) ->
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("time", "accuracy"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--base-steps", type=int, default=300, help="of supervised training")
@@ -217,7 +229,7 @@ def main() -> int:
     parser.add_argument("--commit", default="unknown")
     told = parser.parse_args()
     about = {"command": "python " + " ".join(sys.argv), "commit": told.commit, "date": time.strftime("%Y-%m-%d")}
-    cores = Cores()
+    cores = Cores(told.device)
     with tempfile.TemporaryDirectory(prefix="serve-overlap-") as place:
         folder = Path(place)
         base = told.base or folder / "base"

@@ -328,7 +328,8 @@ def test_an_export_is_collected_by_the_rank_that_writes_it(
     ours, theirs = (load_file(job.run / "hf" / "model.safetensors") for job in (several, one))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-5)
+        # AdamW's first steps go by a gradient's sign: where it is nearly 0, rounding shows.
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-4)
 
 
 def test_a_rank_reads_its_part_of_the_weights(ranks: Ranks, base: Path, tmp_path: Path) -> None:

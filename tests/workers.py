@@ -100,7 +100,9 @@ class _Office:
     def _hire(self) -> None:
         ours, theirs = Pipe()
         name = next(self._names)
-        pid = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of the threads that numpy's OpenBLAS has
+            pid = os.fork()
         if pid == 0:
             code = 1
             try:
