@@ -40,9 +40,11 @@ SWAP, ABORT = 0.03, 0.05  # at each look
 
 
 def made(c: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype) -> Decoder:
-    model = Decoder(c, LENGTH)
+    with torch.device(device):
+        model = Decoder(c, LENGTH, dtype)
+    model.place(device)
     model.start(seed)
-    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
 
 
 def requests_of(draw: random.Random, count: int, vocab: int) -> list[Request]:
