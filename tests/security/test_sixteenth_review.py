@@ -161,6 +161,16 @@ def test_a_known_secret_in_other_clothes() -> None:
         assert "MDENG" not in redact.whole(f"failed with {text} there"), text
 
 
+def test_learning_a_secret_again_adds_nothing() -> None:
+    """An agent learns at each attempt: forms of forms grew tenfold each time, 225 MB at the ninth."""
+    secret = {"SVC_PASSWORD": "wJalr\\XUtn&FEM'I%<K7>MDENG \"=="}
+    redact.learn(secret)
+    once = list(redact._known or ())
+    for _ in range(3):
+        redact.learn(secret)
+    assert redact._known == once
+
+
 @pytest.mark.parametrize("reward", ["rewards.py:score", "a=b.py:score=1", "lang=en/r.py:score=1", "r.py:score=0.5"])
 def test_a_config_file_names_no_code(reward: str) -> None:
     """However a weight is cut off it."""

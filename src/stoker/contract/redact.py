@@ -110,13 +110,16 @@ def _several(texts: list[str]) -> list[str]:
 def learn(variables: Mapping[str, str], argv: Iterable[str] = ()) -> None:
     """Secrets among these are hidden from now on wherever they turn up."""
     global _known
-    found = set(_known if _known is not None else _own())
+    before = _known if _known is not None else _own()
+    found = set[str]()
     for name, value in variables.items():
         found.update(value[begin:end] for begin, end in _value_spans(name, value))
     words = list(argv)
     for word, hidden in zip(words, _argument_spans(words), strict=True):
         found.update(word[begin:end] for begin, end in hidden or spans(word))
-    _known = sorted({form for value in found if _is_telling(value) for form in _forms(value)}, key=len, reverse=True)
+    # Forms of what is new alone: a form of a form has twice its backslashes, and a run's agent learns at every attempt.
+    forms = {form for value in found if _is_telling(value) for form in _forms(value)}
+    _known = sorted(forms.union(before), key=len, reverse=True)
 
 
 def _own() -> list[str]:
