@@ -57,6 +57,7 @@ from stoker.training.model.decoder import Decoder
 from stoker.training.model.reference import Beginning, Reference, copied
 from stoker.training.optim.config import OptimConfig
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
+from stoker.training.parallel.config import recompute_word
 from stoker.training.recipes import dpo
 from stoker.training.reward.config import DpoConfig
 from stoker.training.reward.model import RewardModel, score_ids
@@ -78,7 +79,9 @@ class Case:
     method: str  # off (full), lora, qlora
     micro: int
     context: int
-    recompute: str = "none"  # none, some, all
+    recompute: str = (
+        "none"  # none, some, all; mlp, most-mlp: the first product of the MLP in all or two thirds of the blocks
+    )
     packed: bool = False
     optimizer: str = "adamw"
     layers: int = 0  # fewer than the model has
@@ -101,7 +104,7 @@ class Case:
         adds = self.stage != GRPO or self.rows > micro
         return Job(
             micro, self.context, self.optimizer, self.packed or self.stage in (REWARD, DPO), 1, self.recomputed, 1, adds,
-            capability, needs=self.needs,
+            capability, needs=self.needs, mlp=self.mlp,
         )  # fmt: skip
 
     @property
@@ -111,7 +114,11 @@ class Case:
 
     @property
     def recomputed(self) -> int:
-        return {"none": 0, "some": self.config.layers // 2, "all": self.config.layers}[self.recompute]
+        return {"some": self.config.layers // 2, "all": self.config.layers}.get(self.recompute, 0)
+
+    @property
+    def mlp(self) -> int:
+        return {"mlp": self.config.layers, "most-mlp": self.config.layers * 2 // 3}.get(self.recompute, 0)
 
     @property
     def words(self) -> str:
@@ -143,6 +150,8 @@ CASES = (
     Case("gemma3-1b", "qlora", 2, 4096, "none", True), Case("gemma3-4b", "qlora", 1, 2048, "some"), Case("mistral-7b", "qlora", 2, 4096, "all"),
     Case("mistral-7b", "lora", 1, 8192, "some"), Case("mistral-7b", "off", 1, 512, "none", False, "adamw", 12),
     Case("tinyllama-1.1b", "off", 2, 1024, "none", False, "muon"),
+    Case("tinyllama-1.1b", "qlora", 4, 2048, "most-mlp"), Case("llama-3.1-8b", "lora", 2, 2048, "mlp", True),
+    Case("qwen3-0.6b", "off", 4, 2048, "mlp"), Case("mistral-7b", "qlora", 2, 2048, "most-mlp", True),
     Case("smollm2-135m", "off", 4, 1024, stage=DPO), Case("tinyllama-1.1b", "off", 2, 1024, "some", stage=DPO),
     Case("tinyllama-1.1b", "lora", 4, 2048, stage=DPO), Case("llama-3.1-8b", "qlora", 1, 2048, "all", stage=DPO),
     Case("qwen2.5-0.5b", "off", 2, 2048, "all", stage=DPO), Case("gemma3-1b", "lora", 2, 2048, "some", stage=DPO),
@@ -383,7 +392,7 @@ def _measure_grpo(
 
 def _policy(case: Case) -> tuple[Decoder, Reference]:
     """(what learns, what it is compared with where the stage does that)."""
-    told, again = AdapterConfig(method=case.method), str(case.recomputed) if case.recomputed else "off"
+    told, again = AdapterConfig(method=case.method), recompute_word(case.recomputed, case.mlp, case.config.layers)
     make = functools.partial(built, case.config, told, case.context, again, quick=True)
     if case.stage in (SFT, REWARD):
         model = make(kind=reward_learner(case.likelihood).kind if case.stage == REWARD else Decoder)

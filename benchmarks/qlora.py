@@ -5,7 +5,7 @@
 
     python benchmarks/qlora.py --peers stoker --cap 8 --cells 8b:1:2048:31:adamw8bit   does it run on a card of 8 GB?
 
-A cell is SIZE:MICRO:CONTEXT[:RECOMPUTED[:OPTIMIZER[:EMBEDDING[:ACTIVATIONS[:GRAPHS]]]]]: RECOMPUTED blocks of Stoker's model are computed again in the backward pass (0 if not given; `full`: all);
+A cell is SIZE:MICRO:CONTEXT[:RECOMPUTED[:OPTIMIZER[:EMBEDDING[:ACTIVATIONS[:GRAPHS]]]]]: RECOMPUTED blocks of Stoker's model are computed again in the backward pass (0 if not given; `full`: all; mlp17: the MLP's first product in 17; 4+mlp: 4 in full, that product in the others);
 peft always recomputes all of them (gradient checkpointing), as its guides do. Rank 16 on all linear layers, AdamW. EMBEDDING and ACTIVATIONS:
 device or host, where the embedding lies and where what blocks keep waits for the backward pass. GRAPHS: compute.cuda_graphs
 (auto, on, off), where nothing lies on the host.
@@ -27,6 +27,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -59,7 +60,8 @@ class Cell:
 def cell_of(text: str) -> Cell:
     size, micro, context, *more = text.split(":")
     how = dict(zip(("recompute", "optimizer", "place", "activations", "graphs"), more, strict=False))
-    return dataclasses.replace(Cell(size, int(micro), int(context)), **how)  # type: ignore[arg-type]
+    recompute = re.sub(r"^mlp(?=\d)", "mlp:", how.pop("recompute", "off"))
+    return dataclasses.replace(Cell(size, int(micro), int(context), recompute), **how)  # type: ignore[arg-type]
 
 
 def run_stoker(cell: Cell, method: str, steps: int) -> dict[str, Any]:
@@ -101,8 +103,9 @@ def run_stoker(cell: Cell, method: str, steps: int) -> dict[str, Any]:
 
     with kernels("auto"):
         found = measured(step, tokens * cell.micro_steps, steps, begun)
+    again, mlp = recomputed_blocks(cell.recompute, c.layers)
     job = Job(
-        cell.micro, cell.context, cell.optimizer, cell.packed, recomputed=recomputed_blocks(cell.recompute, c.layers),
+        cell.micro, cell.context, cell.optimizer, cell.packed, recomputed=again, mlp=mlp,
         accumulates=cell.micro_steps > 1, on_host=host, inputs_on_host=cell.activations == "host",
     )  # fmt: skip
     planned = round(predict(describe(c, told), job).total / 2**30, 2)

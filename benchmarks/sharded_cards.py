@@ -39,6 +39,7 @@ from stoker.training.fit.cards import CONTEXT, GIB, NCCL, SHOWN, Card
 from stoker.training.fit.plan import FSDP, OFFLOADED_WORDS, Plan, Wish
 from stoker.training.fit.strategy import decide
 from stoker.training.model.config import AdapterConfig
+from stoker.training.parallel.config import recompute_word
 
 STEPS, MICRO_STEPS, RANK = 2, 2, 16
 BUDGET_S = 440.0  # of all rows together
@@ -82,7 +83,7 @@ def about(row: Row, plan: Plan) -> dict[str, Any]:
     s, share = plan.settings, plan.shares[0]
     return {
         "row": row.name, "size": row.size, "method": row.method, "context": row.context, "cards": row.cards, "card_gb": row.gib,
-        "micro": s.micro, "recompute": s.recompute, "optimizer": s.optimizer, "host": OFFLOADED_WORDS.get(s.offload, ""),
+        "micro": s.micro, "recompute": recompute_word(s.recompute, s.mlp, plan.wish.layers), "optimizer": s.optimizer, "host": OFFLOADED_WORDS.get(s.offload, ""),
         "plan_fits": plan.fits, "planned_gib": round(share.planned.total / GIB, 2), "needs_gib": round(share.needs / GIB, 2),
         "host_gib": round(share.host_bytes / GIB, 2),
     }  # fmt: skip
@@ -254,7 +255,7 @@ def in_shards(row: Row, plan: Plan, group: Any, where: Any) -> Any:
         model = Decoder(shape_of(row.size), row.context, dtype)
     if told.method != "off":
         adapters.freeze(model, told)
-    ready.make_ready(model, ComputeConfig(recompute=str(s.recompute) if s.recompute else "off"), where, print)
+    ready.make_ready(model, ComputeConfig(recompute=recompute_word(s.recompute, s.mlp, plan.wish.layers)), where, print)
     if told.method != "off":
         adapters.cut_codes(model)
         adapters.add(model, told, torch.device("meta"))

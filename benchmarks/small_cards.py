@@ -32,6 +32,7 @@ from stoker.training.config.files import load
 from stoker.training.fit.cards import CONTEXT, GIB, NCCL, SHOWN, Card
 from stoker.training.fit.plan import STEP, Plan, Wish, make
 from stoker.training.model.config import AdapterConfig
+from stoker.training.parallel.config import recompute_word
 
 STEPS, MICRO_STEPS, LONGEST = 5, 2, 1 << 17
 
@@ -89,7 +90,7 @@ def about(row: Row, taken: int) -> tuple[dict[str, Any], Plan]:
     s, share = one_rank.settings, one_rank.shares[0]
     cell = {
         "micro": s.micro,
-        "recompute": s.recompute,
+        "recompute": recompute_word(s.recompute, s.mlp, one_rank.wish.layers),
         "optimizer": s.optimizer,
         "place": "host" if s.on_host else "device",
         "activations": "host" if s.inputs_on_host else "device",
@@ -108,7 +109,7 @@ def run(row: Row, taken: int) -> dict[str, Any]:
     found, plan = about(row, taken)
     s = plan.settings
     cell = qlora.Cell(
-        row.size, s.micro, row.context, str(s.recompute) if s.recompute else "off", s.optimizer,
+        row.size, s.micro, row.context, found["recompute"], s.optimizer,
         "host" if s.on_host else "device", "host" if s.inputs_on_host else "device", rank=row.rank,
         micro_steps=MICRO_STEPS, packed=True, quick=True,
     )  # fmt: skip

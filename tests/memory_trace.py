@@ -184,7 +184,7 @@ def pretended() -> Iterator[None]:
                 setattr(package, key, module)
 
 
-def _built(kind: Any, shape: Any, adapter: Any, context: int, recompute: int, host: bool = False) -> Any:
+def _built(kind: Any, shape: Any, adapter: Any, context: int, recompute: int, host: bool = False, mlp: int = 0) -> Any:
     """A model of this class, as recipes/build.py makes one."""
     from stoker.training.model import adapters, nf4, ready
     from stoker.training.parallel.config import block_kinds
@@ -208,7 +208,7 @@ def _built(kind: Any, shape: Any, adapter: Any, context: int, recompute: int, ho
     if adapter.method != "off":
         adapters.attach(model, adapter, 0)
     model.fuse(True)
-    ready.keep_by_kind(model, block_kinds(shape.layers, recompute, host), print if host else None)
+    ready.keep_by_kind(model, block_kinds(shape.layers, recompute, host, mlp), print if host else None)
     return model
 
 
@@ -257,19 +257,20 @@ def traced(
     host: bool = False,
     optim: Any = None,
     steps: int = 2,
+    mlp: int = 0,
 ) -> Trace:
     """Peaks by phase of `steps` micro-steps with an optimizer step behind: of the last, gradients are there already."""
     from stoker.training.model.decoder import Decoder
 
     with pretended(), Trace() as trace:
-        model = _built(Decoder, shape, adapter, context, recompute, host)
+        model = _built(Decoder, shape, adapter, context, recompute, host, mlp)
         _steps(trace, model, _optimizer(model, optim), (micro, context), packed, steps)
         return trace
 
 
 def traced_pairs(
     shape: Any, adapter: Any, context: int, *, likelihood: bool | None, micro: int = 1, recompute: int = 0,
-    optim: Any = None, steps: int = 2, loaded: bool = False,
+    optim: Any = None, steps: int = 2, loaded: bool = False, mlp: int = 0,
 ) -> Trace:  # fmt: skip
     """The same of stage reward, with `reward.likelihood` or without; None: of stage dpo. `loaded`: DPO that begins with an
     adapter."""
@@ -287,7 +288,7 @@ def traced_pairs(
             kind = dpo.learner(reference.requires_grad_(False).eval(), DpoConfig()).kind
         else:
             kind = dpo.learner(None, DpoConfig()).kind
-        model = _built(kind, shape, adapter, context, recompute)
+        model = _built(kind, shape, adapter, context, recompute, mlp=mlp)
         if likelihood is None and adapter.method != "off":
             model.begun = Beginning(model, loaded=loaded)
         optimizer = _optimizer(model, optim)

@@ -82,7 +82,14 @@ def test_fused_blocks_learn_what_plain_ones_do(method: str, dtype: str, tmp_path
     told = AdapterConfig(method=method, lora_rank=8, lora_targets="q_proj,v_proj,o_proj,up_proj,down_proj")
     tokens = torch.randint(0, 300, (2, 256), generator=torch.Generator().manual_seed(1)).to(CUDA)
     plain_loss, plain = learned(opened(folder, told, dtype=dtype, compile="off"), tokens)
-    for how in ({}, {"recompute": "2"}, {"recompute": "full"}, {"host": True}):
+    for how in (
+        {},
+        {"recompute": "2"},
+        {"recompute": "full"},
+        {"recompute": "mlp"},
+        {"recompute": "1+mlp"},
+        {"host": True},
+    ):
         model = opened(folder, told, dtype=dtype, **how)  # type: ignore[arg-type]
         assert model.fused
         loss, found = learned(model, tokens)
@@ -170,9 +177,7 @@ def test_what_blocks_save_in_host_memory_changes_no_bit_and_the_card_holds_what_
     for where in ("device", "host"):
         model = opened(folder, told, recompute=recompute, activations=where)
         described = described or describe(model.config, told)
-        job = Job(
-            32, 256, recomputed=recomputed_blocks(recompute, SHAPE.layers), inputs_on_host=where == "host"
-        )  # fmt: skip
+        job = Job(32, 256, recomputed=recomputed_blocks(recompute, SHAPE.layers)[0], inputs_on_host=where == "host")
         planned.append(predict(described, job).phases)
         learned(model, rows)  # buffers, kernels and gradients are there from now on
         torch.cuda.reset_peak_memory_stats()

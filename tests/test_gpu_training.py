@@ -47,13 +47,14 @@ def trained(trainer: Stoker, *words: str) -> Done:
 
 
 def test_recomputed_fused_blocks_learn_what_the_others_learn(trainer: Stoker) -> None:
-    """Fused blocks are the default on a GPU; selective recomputation keeps what products made, full keeps nothing."""
+    """Fused blocks are the default on a GPU; selective recomputation keeps what products made, full keeps nothing, mlp
+    all but the widest product."""
     curves = {
         how: losses(trained(trainer, "--batch.tokens", "4096", "--batch.micro", "8", "--max-steps", "8", "--recompute", how))
-        for how in ("off", "selective", "full")
+        for how in ("off", "selective", "full", "mlp", "1+mlp")
     }  # fmt: skip
     assert len(curves["off"]) == 8 and curves["off"][-1] < curves["off"][0]
-    for how in ("selective", "full"):
+    for how in ("selective", "full", "mlp", "1+mlp"):
         assert curves[how] == pytest.approx(curves["off"], rel=2e-3), how
 
 

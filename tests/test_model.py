@@ -22,7 +22,7 @@ from stoker.training.model.config import ModelConfig, flops_per_token, matmul_pa
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.linear import swiglu_linear
 from stoker.training.model.loss import IGNORED, chunk_rows, linear_cross_entropy
-from stoker.training.parallel.config import ComputeConfig
+from stoker.training.parallel.config import ComputeConfig, block_kinds
 
 SMALL = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ff=48, vocab_size=96, init_std=0.2)
 
@@ -343,7 +343,7 @@ def test_the_options_that_fused_blocks_are_tested_with_are_those_they_claim() ->
 
 
 @FUSED_OPTIONS
-@pytest.mark.parametrize("recompute", ["off", "full", "selective"])
+@pytest.mark.parametrize("recompute", ["off", "full", "selective", "mlp"])
 def test_recomputed_blocks_have_the_same_gradients(
     monkeypatch: pytest.MonkeyPatch, recompute: str, options: dict[str, Any]
 ) -> None:
@@ -365,7 +365,13 @@ def test_recomputed_blocks_have_the_same_gradients(
     for fused, how in ((False, "off"), (False, recompute), (True, recompute)):
         model = made(replace(SMALL, kv_heads=4, layers=3, **options))
         model.fuse(fused)
-        for block in model.layers if how != "off" else ():
+        gated = all(block.mlp is not None and block.mlp.activation is None for block in model.layers)
+        if how == "mlp" and fused and not gated:
+            with pytest.raises(Refusal, match="is for blocks with SwiGLU"):
+                ready.keep_by_kind(model, block_kinds(3, 0, False, 3))
+        elif how == "mlp":
+            ready.keep_by_kind(model, block_kinds(3, 0, False, 3))
+        for block in model.layers if how in ("full", "selective") else ():
             ready.checkpoint_block(block, how == "selective", False)
         model(inputs, inputs.roll(-1, 1), torch.tensor(1 / 32)).backward()
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})

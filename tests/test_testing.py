@@ -70,7 +70,9 @@ def run_test_sh(folder: Path, *words: str, **env: str) -> tuple[subprocess.Compl
     (folder / "test.sh").write_text((ROOT / "test.sh").read_text())
     (folder / "setup.sh").write_text("exit 0\n")
     (folder / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
-    (folder / "tests" / "__pycache__").mkdir(parents=True, exist_ok=True)  # or it would compile the tests where a GPU is
+    (folder / "tests" / "__pycache__").mkdir(
+        parents=True, exist_ok=True
+    )  # or it would compile the tests where a GPU is
     python = folder / ".venv" / "bin" / "python"
     python.write_text(STAND_IN)
     python.chmod(0o755)

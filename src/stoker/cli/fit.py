@@ -11,7 +11,7 @@ from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import replace
 from stoker.contract.terminal import say
-from stoker.contract.untrusted import is_count, json_text
+from stoker.contract.untrusted import json_text
 from stoker.training.fit import pace, plan, strategy, text
 from stoker.training.fit.footprint import STAGES
 from stoker.training.fit.runs import contexts
@@ -19,7 +19,7 @@ from stoker.training.fit.scorer import with_scorer
 from stoker.training.fit.terms import DPO, GRPO, REWARD, SFT, StageNeeds, asked_bits
 from stoker.training.model import hf_config, hf_hub
 from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig
-from stoker.training.parallel.config import EVERYTHING, NOTHING, OFFLOAD
+from stoker.training.parallel.config import EVERYTHING, NOTHING, OFFLOAD, read_recompute, recomputed_blocks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -68,7 +68,12 @@ def parser() -> Parser:
     made.option("--machine", "FILE", "a machine that `stoker doctor --record` kept, instead of this one", default="")
     made.option("--context-length --context", "N", f"tokens of a sample (default: {_CONTEXT:,})", int, default=0)
     made.option("--micro", "N", "samples at once (default: what trains fastest)", int, default=0)
-    made.option("--recompute", "N|off|full", "blocks computed again (default: the fewest that fit)", default="")
+    made.option(
+        "--recompute",
+        "HOW|N",
+        "blocks computed again: off, mlp (their MLP's first product), full, N, mlp:N or N+mlp (default: the least that fits)",
+        default="",
+    )
     made.add_argument("--optimizer", choices=_KINDS, default=plan.AUTO, help="auto: adamw, else adamw8bit")
     made.add_argument(
         "--embedding", choices=("auto", "device", "host"), default="auto", help="where a frozen embedding is kept"
@@ -151,8 +156,14 @@ def _check(told: argparse.Namespace) -> None:
         raise Refusal(f"--kl {told.kl:g} is not a weight: 0 or above", EX_USAGE)
     if not 0 <= told.price < 1e6:
         raise Refusal(f"--price {told.price:g} is not a price of a GPU hour", EX_USAGE)
-    if told.recompute not in ("", "off", "full") and not is_count(told.recompute):
-        raise Refusal(f"--recompute {told.recompute}: give a number of blocks, off or full", EX_USAGE)
+    if told.recompute:
+        try:
+            known = read_recompute(told.recompute) not in ("auto", "selective")
+        except ValueError:
+            known = False
+        if not known:
+            line = f"--recompute {told.recompute}: give a number of blocks, off, mlp or full"
+            raise Refusal(f"{line} (mlp:N and N+mlp: the MLP's first product)", EX_USAGE)
     if sum(bool(one) for one in (told.hosts, told.machine)) > 1:
         raise Refusal("--hosts and --machine: give one of them", EX_USAGE)
     if told.parallel == plan.FSDP and told.embedding == "host":
@@ -206,9 +217,7 @@ def _wish(told: argparse.Namespace, model: ModelConfig) -> plan.Wish:
     context = told.context_length or min(_CONTEXT, model.longest or _CONTEXT)
     if model.longest and context > model.longest:
         say(f"note: {told.model} was trained with {model.longest:,} tokens of context at most")
-    again = {"": None, "off": 0, "full": model.layers}.get(told.recompute, 0)
-    if is_count(told.recompute):
-        again = min(int(told.recompute), model.layers)
+    again, mlp = recomputed_blocks(told.recompute, model.layers) if told.recompute else (None, 0)
     if told.method != plan.FULL and told.optimizer == "muon" and told.method != plan.AUTO:
         raise Refusal("--optimizer muon is for --method full: adapters learn with adamw or adamw8bit", EX_CONFIG)
     if model.engine == "transformers" and told.stage in (REWARD, GRPO):
@@ -234,6 +243,7 @@ def _wish(told: argparse.Namespace, model: ModelConfig) -> plan.Wish:
         inputs_on_host={"auto": None, "device": False, "host": True}[told.activations],
         needs=_needs(told, context, samples),
         offload=None if told.offload == "auto" else told.offload,
+        mlp=mlp,
     )
 
 

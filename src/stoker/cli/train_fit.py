@@ -231,11 +231,11 @@ def _by_copy(needs: StageNeeds) -> StageNeeds:
 
 
 def _too_much(found: Plan) -> str:
-    from stoker.training.fit.plan import gib
+    from stoker.training.fit.plan import again_words, gib
 
     tightest = max(found.shares, key=lambda share: share.needs - share.card.free)
     card, s = tightest.card, found.settings
-    again = f", {s.recompute} of {found.wish.layers} blocks computed again" if s.recompute else ""
+    again = f", {again_words(s, found.wish.layers)} computed again" if s.saves else ""
     change = found.change
     words = "" if change is None else change.flags(train=True) or change.words
     return (
@@ -287,7 +287,7 @@ def _wish(stage: str, resolved: Resolved, world: int, ready: Prepared | None) ->
         folder = hf_hub.folder_of(config.model.load, lambda line: None, code=config.model.trust_remote_code)
         model = hf_config.shape_for(config.model, folder)
     told, batch = str(config.compute.recompute), config.batch
-    again = None if told == "auto" else recomputed_blocks(told, model.layers)
+    again, mlp = (None, 0) if told == "auto" else recomputed_blocks(told, model.layers)
     packed = stage in (REWARD, DPO) or (stage != GRPO and (config.data.kind == "chat" or config.data.documents))
     # Both answers of a pair are texts; DPO's prompts, too.
     documents = max(context // plan.DOCUMENT, 1) * {REWARD: 2, DPO: 4}.get(stage, 1)
@@ -306,7 +306,7 @@ def _wish(stage: str, resolved: Resolved, world: int, ready: Prepared | None) ->
         packed, documents, samples, moved[config.compute.activations], needs,
         offload=config.parallel.offload if "parallel.offload" in given else None,
         sharding=config.parallel.sharding if "parallel.sharding" in given else None,
-        kept="optim.kind" in given and given["optim.kind"].words.startswith("checkpoint "),
+        kept="optim.kind" in given and given["optim.kind"].words.startswith("checkpoint "), mlp=mlp,
     )  # fmt: skip
 
 
@@ -347,14 +347,14 @@ def _longest(config: Config, folder: str) -> int:
 def _filled(config: Config, given: Any, found: Plan, say: Callable[[str], None]) -> Config:
     """What nobody set, as the plan has it."""
     from stoker.training.fit.plan import gib
+    from stoker.training.parallel.config import recompute_word
 
     s, layers = found.settings, found.wish.layers
     values, changed = values_of(config), dict[str, Any]()
     if config.parallel.strategy == "auto":
         changed["parallel.strategy"] = s.strategy
-    if values["compute.recompute"] == "auto" and s.recompute:
-        counted = KEYS["compute.recompute"].spec.choices is None
-        changed["compute.recompute"] = str(s.recompute) if counted and s.recompute < layers else "full"
+    if values["compute.recompute"] == "auto" and s.saves:
+        changed["compute.recompute"] = recompute_word(s.recompute, s.mlp, layers)
     if s.optimizer != config.optim.kind:
         changed["optim.kind"] = s.optimizer
     if s.on_host and "compute.embedding" not in given:

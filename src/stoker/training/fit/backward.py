@@ -10,8 +10,8 @@ class Walk(Forward):
     """Both passes. `steals`: gradients stay where they were made, as the first ones of a step do; else they are added to
     those that are there."""
 
-    def __init__(self, memory: Memory, block: Block, rows: Rows, *, steals: bool) -> None:
-        super().__init__(memory, block, rows)
+    def __init__(self, memory: Memory, block: Block, rows: Rows, *, steals: bool, lean: bool = False) -> None:
+        super().__init__(memory, block, rows, lean=lean)
         self._steals = steals
 
     def again(self) -> Saved:
@@ -50,6 +50,11 @@ class Walk(Forward):
         m, b = self.memory, self.block
         if b.gate_up is None or b.down is None:
             return self._mixture_backward(saved)
+        if self.lean:
+            normed, rstd = m.take(WORK, self._stream), m.take(WORK, self._rstd)
+            saved["wide_narrow"], saved["wide"] = m.take(WORK, self._narrow(b.gate_up)), m.take(WORK, self._wide)
+            self._product(b.gate_up)
+            m.give(normed, rstd)
         inner = m.take(WORK, self._inner)
         made = self._back(b.down)
         if b.plain:

@@ -85,10 +85,10 @@ Saved = dict[str, Held]
 
 
 class Forward:
-    """One block's forward pass with one micro-batch."""
+    """One block's forward pass with one micro-batch. `lean`: the MLP's first product does not stay."""
 
-    def __init__(self, memory: Memory, block: Block, rows: Rows) -> None:
-        self.memory, self.block, self.rows = memory, block, rows
+    def __init__(self, memory: Memory, block: Block, rows: Rows, *, lean: bool = False) -> None:
+        self.memory, self.block, self.rows, self.lean = memory, block, rows, lean
         n = rows.tokens
         self._stream = HALF * n * block.width  # one tensor as wide as the residual stream
         self._rstd = WIDE * n
@@ -169,6 +169,8 @@ class Forward:
         hold("middle_rstd", self._rstd, False)
         if b.gate_up is None or b.down is None:
             return self._mixture(normed, hold)
+        if self.lean:
+            return self._lean_mlp(b.gate_up, b.down, normed, hold)
         hold("wide_narrow", self._narrow(b.gate_up), False)
         if not b.plain:
             hold("wide", self._wide)
@@ -188,6 +190,19 @@ class Forward:
         result = m.take(WORK, self._stream)
         self._product(b.down)
         m.give(kept_inner, wide)
+        return result
+
+    def _lean_mlp(self, gate_up: Layer, down: Layer, normed: Held, hold: Callable[..., None]) -> Held:
+        m = self.memory
+        narrow, wide = m.take(WORK, self._narrow(gate_up)), m.take(WORK, self._wide)
+        self._product(gate_up)
+        m.give(normed, narrow)
+        inner = m.take(WORK, self._inner)
+        m.give(wide)
+        hold("down_narrow", self._narrow(down), False)
+        result = m.take(WORK, self._stream)
+        self._product(down)
+        m.give(inner)
         return result
 
     def _plain(self, hold: Callable[..., None], saves: bool) -> Held | None:

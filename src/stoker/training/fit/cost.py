@@ -26,6 +26,12 @@ def flops_per_token(c: ModelConfig, context: int, passes: int, again: float = 0.
     return (passes + again) * products + (3 + again) * attention
 
 
+def mlp_share(c: ModelConfig, context: int) -> float:
+    """Of a block's forward pass: the MLP's first product."""
+    blocks = matmul_parameters(c) - c.dim * c.vocab_size + 2 * c.layers * c.heads * c.head_dim * context / 2
+    return 2 * c.dim * c.ff * c.layers / blocks
+
+
 def exchange_seconds(size: float, cards: Sequence[Card]) -> float:
     """Of gathering or reducing so many bytes over a ring of these cards, at the speed of its slowest link."""
     inside = min(card.peers for card in cards)

@@ -76,6 +76,13 @@ class Footprint:
         """What blocks keep, to the host: compiled ones keep it where it is."""
         return self.described is not None and not self._unfused and self.config.layers > 1
 
+    def can_keep_less(self) -> bool:
+        """All but the MLP's first product: fused blocks with SwiGLU."""
+        if self.described is None or self._unfused:
+            return False
+        blocks = (self.described.blocks[kind] for kind in self.described.kinds)
+        return all(block.gate_up is not None and not block.plain for block in blocks)
+
     def host_bytes(self, job: Job) -> int:
         return 0 if self.described is None else self._step(job).host_bytes()
 

@@ -35,7 +35,7 @@ def step_seconds(plan: Plan) -> float | None:
     wish, s, world = plan.wish, plan.settings, len(plan.shares)
     if wish.needs.stage == GRPO:
         return None
-    work = flops_per_token(wish.model, wish.context, PASSES[s.method], s.recompute / wish.layers)
+    work = flops_per_token(wish.model, wish.context, PASSES[s.method], s.again(wish))
     if wish.needs.stage == DPO:  # and a forward pass of the reference
         work += 2 * matmul_parameters(wish.model)
     rates = [(share.card.peak or ASSUMED) * _share_of_peak(plan) / work for share in plan.shares]

@@ -1,6 +1,7 @@
 """Settings that fit the cards: the fewest blocks that are computed again, the micro-batch, the method. Pure.
 
-Levers, in this order: the loss in chunks (always), micro-batch and recomputed blocks together, 8-bit moments, the embedding
+Levers, in this order: the loss in chunks (always), micro-batch and recomputed blocks together (first their MLP's first product
+alone: half of what a block keeps, for a third of its forward pass), 8-bit moments, the embedding
 in host memory, what blocks keep there, too, GRPO's answers by 4-bit weights, the method (auto: full, else lora, else qlora).
 What is left is named, not done: fewer answers at once, a shorter context, another card. What blocks keep also goes to host
 memory where that is faster than computing them again.
@@ -22,12 +23,13 @@ from stoker.training.fit.cost import (
     exchange_seconds,
     flops_per_token,
     host_seconds,
+    mlp_share,
 )
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.sharded import fetched, sent
 from stoker.training.fit.terms import GRPO, Job, Planned, StageNeeds, reserved
 from stoker.training.model.config import LORA, OFF, QLORA, AdapterConfig, ModelConfig
-from stoker.training.parallel.config import EVERYTHING, MOMENTS, NOTHING, OVER_ALL
+from stoker.training.parallel.config import EVERYTHING, MOMENTS, NOTHING, OVER_ALL, recompute_word
 
 AUTO, FULL = "auto", "full"
 METHODS = (FULL, LORA, QLORA)
@@ -65,6 +67,7 @@ class Wish:
     strategy: str = DDP
     offload: str | None = None  # shards: what lives in host memory
     sharding: str | None = None  # shards: over which ranks; None: decide (fit/strategy.py)
+    mlp: int = 0  # where `recompute` is given: blocks beside those of which the MLP's first product alone is made again
 
     @property
     def layers(self) -> int:
@@ -88,6 +91,17 @@ class Settings:
     strategy: str = DDP
     offload: str = NOTHING
     sharding: str = OVER_ALL
+    mlp: int = 0  # blocks beside `recompute` of which the MLP's first product is made again
+
+    def again(self, wish: Wish) -> float:
+        """Share of the blocks' forward passes that is computed once more."""
+        part = self.mlp * mlp_share(wish.model, wish.context) if self.mlp else 0.0
+        return (self.recompute + part) / wish.layers
+
+    @property
+    def saves(self) -> bool:
+        """Whether anything is computed again."""
+        return bool(self.recompute or self.mlp)
 
 
 @shape
@@ -136,6 +150,17 @@ def sharing(s: Settings, cards: Sequence[Card]) -> list[Card]:
     return [card for card in cards if s.sharding == OVER_ALL or card.host == cards[0].host]
 
 
+def again_words(s: Settings, layers: int) -> str:
+    """What is computed again, as people say it."""
+    parts = [f"{s.recompute} of {layers} blocks"] if s.recompute else []
+    if s.mlp:
+        where = (
+            "in the others" if s.recompute else "in all blocks" if s.mlp == layers else f"in {s.mlp} of {layers} blocks"
+        )
+        parts.append(f"the MLP's first product {where}")
+    return " and ".join(parts)
+
+
 def gib(size: float) -> str:
     return f"{size / (1 << 30):.1f} GiB"
 
@@ -166,16 +191,17 @@ class Search:
 
     def _of_method(self, wish: Wish, method: str, *, on_host: bool) -> Iterator[Settings]:
         """`on_host`: also with more in host memory than is asked for."""
-        recompute = wish.layers if wish.recompute is None else min(wish.recompute, wish.layers)
+        recompute, mlp = (wish.layers, 0) if wish.recompute is None else (min(wish.recompute, wish.layers), wish.mlp)
         kinds: tuple[str, ...] = ("adamw", "adamw8bit") if wish.optimizer == AUTO else (wish.optimizer,)
         if method != FULL:
             kinds = tuple(kind for kind in kinds if kind != "muon") or ("adamw",)
         moved = bool(wish.inputs_on_host)
         for bits in self._bits(method):
+            mlp = mlp if self._footprint(method).can_keep_less() else 0
             s = Settings(method, kinds[-1], recompute, bool(wish.on_host), max(wish.micro, 1), moved)
             kept = (wish.offload or NOTHING) if wish.strategy == FSDP else NOTHING
             s = self._written(
-                replace(s, strategy=wish.strategy, offload=kept, sharding=wish.sharding or OVER_ALL), bits
+                replace(s, strategy=wish.strategy, offload=kept, sharding=wish.sharding or OVER_ALL, mlp=mlp), bits
             )
             for kind in kinds:
                 yield replace(s, optimizer=kind)
@@ -232,7 +258,7 @@ class Search:
         return Job(
             s.micro, context or wish.context, s.optimizer, wish.packed, wish.documents, s.recompute, self._world,
             tries or wish.share(self._world) > s.micro, card.capability, s.on_host, s.inputs_on_host, needs,
-            len(sharing(s, self._cards)) if s.strategy == FSDP else 1, offload=s.offload,
+            len(sharing(s, self._cards)) if s.strategy == FSDP else 1, offload=s.offload, mlp=s.mlp,
         )  # fmt: skip
 
     def _needs(self, s: Settings, card: Card, context: int = 0) -> int:
@@ -260,23 +286,32 @@ class Search:
             return 0
         return last(1, MOST, lambda micro: self._fits(replace(s, micro=micro), card))
 
-    def _fewest(self, s: Settings) -> int | None:
-        """Blocks that have to be computed again at this micro-batch; None: all of them are not enough."""
+    def _fewest(self, s: Settings) -> Settings | None:
+        """With as little computed again as this micro-batch needs; None: all blocks are not enough."""
         card, asked = self._tightest, self._wish.recompute
         if not self._fits(s, card):
             return None
         if asked is not None or (s.inputs_on_host and not self._peaks_known):
-            return s.recompute  # inputs alone are copied in the time of any card's arithmetic
+            return s  # inputs alone are copied in the time of any card's arithmetic
         if s.inputs_on_host:  # memory is about the same for all numbers of them
             ways = [replace(s, recompute=again) for again in range(s.recompute + 1)]
-            return next(one.recompute for one in sorted(ways, key=self._cost) if self._fits(one, card))
-        kept = last(0, self._wish.layers, lambda keep: self._fits(replace(s, recompute=s.recompute - keep), card))
-        return s.recompute - kept
+            return next(one for one in sorted(ways, key=self._cost) if self._fits(one, card))
+        ways = self._levels(s)
+        return ways[last(0, len(ways) - 1, lambda level: self._fits(ways[level], card))]
+
+    def _levels(self, s: Settings) -> list[Settings]:
+        """From all blocks computed again to none, by what a byte costs: of some in full the others keep all but the MLP's first
+        product, where there is such a thing."""
+        layers = self._wish.layers
+        if not self._footprint(s.method).can_keep_less():
+            return [replace(s, recompute=full) for full in range(layers, -1, -1)]
+        some = [replace(s, recompute=full, mlp=layers - full) for full in range(layers, 0, -1)]
+        return some + [replace(s, recompute=0, mlp=mlp) for mlp in range(layers, -1, -1)]
 
     def _cost(self, s: Settings) -> float:
         """Time of a token, by that of one without recomputing in a large micro-batch."""
         wish, passes = self._wish, PASSES[s.method]
-        tokens, again = s.micro * wish.context, s.recompute / wish.layers
+        tokens, again = s.micro * wish.context, s.again(wish)
         slower = 1 + HALF_SPEED / tokens
         if s.strategy == FSDP:
             speed = SHARE * min(card.peak or ASSUMED for card in self._cards)
@@ -312,7 +347,7 @@ class Search:
         if s.inputs_on_host or self._wish.inputs_on_host is not None or not sure or not self._can_move_kept(s):
             return found
         frugal = replace(s, inputs_on_host=True)
-        if not found.recompute or not self._fits(frugal, self._tightest):
+        if not found.saves or not self._fits(frugal, self._tightest):
             return found
         moved = self._fastest(frugal)
         return moved if self._cost(moved) < GAIN * self._cost(found) else found
@@ -324,10 +359,10 @@ class Search:
         sizes = [wish.micro] if wish.micro else _sizes(min(share, MOST))
         found: list[Settings] = []
         for micro in sizes:
-            again = self._fewest(replace(s, micro=micro))
-            if again is None:
+            one = self._fewest(replace(s, micro=micro))
+            if one is None:
                 break
-            found.append(replace(s, micro=micro, recompute=again))
+            found.append(one)
         return min(found, key=self._cost)
 
     def _made(self, s: Settings, fits: bool, change: Change | None = None) -> Plan:
@@ -370,8 +405,9 @@ class Search:
         if s.bits == 4 and not wish.needs.bits:
             yield "answers by 4-bit weights: a copy of them in 16 bits does not fit"
         if wish.recompute is None:
-            if s.recompute:
-                yield f"recompute {s.recompute} of {wish.layers} blocks: {self._why_again(s)}"
+            if s.saves:
+                word = recompute_word(s.recompute, s.mlp, wish.layers)
+                yield f"recompute {word} ({again_words(s, wish.layers)}): {self._why_again(s)}"
             elif s.inputs_on_host:
                 yield "recompute off: computing takes longer than copies to host memory"
             else:
@@ -385,7 +421,9 @@ class Search:
         return "copies take less time than computing more blocks again"
 
     def _why_again(self, s: Settings) -> str:
-        if not self._fits(replace(s, recompute=s.recompute - 1), self._tightest):
+        levels = [s] if s.inputs_on_host else self._levels(s)
+        less = levels[levels.index(s) + 1] if s in levels[:-1] else replace(s, recompute=s.recompute - 1)
+        if not self._fits(less, self._tightest):
             return "with one less it does not fit"
         if not self._peaks_known:
             return "copies of more than their inputs may take longer on a card whose speed is not known"
@@ -395,7 +433,8 @@ class Search:
         if s.micro == self._wish.share(self._world):
             return f"a step of {self._wish.samples} samples has no more for a card"
         all_again = self._wish.layers if self._wish.recompute is None else s.recompute
-        if not self._fits(replace(s, micro=s.micro + 1, recompute=all_again), self._tightest):
+        most = replace(s, micro=s.micro + 1, recompute=all_again, mlp=0 if self._wish.recompute is None else s.mlp)
+        if not self._fits(most, self._tightest):
             return "no more fit"
         return "more would need more recomputing than it gains"
 
@@ -442,9 +481,9 @@ class Search:
         if s.micro > 1:
             yield one, replace(s, micro=1)
         if s.recompute < layers:
-            yield again, replace(s, recompute=layers)
+            yield again, replace(s, recompute=layers, mlp=0)
         if s.micro > 1 and s.recompute < layers:
-            yield one | again, replace(s, micro=1, recompute=layers)
+            yield one | again, replace(s, micro=1, recompute=layers, mlp=0)
         if s.strategy == DDP and self._world > 1 and self.can_shard(s.method):
             yield {"parallel": FSDP}, replace(s, strategy=FSDP, on_host=False, inputs_on_host=False)
         if s.optimizer != "adamw8bit" and not self._wish.kept:

@@ -29,7 +29,7 @@ from stoker.training.fit.memory import (
 from stoker.training.fit.sharded import as_computed, gathered, kept_copies
 from stoker.training.model.config import ModelConfig
 from stoker.training.optim.config import CHUNK, MUON_BYTES
-from stoker.training.parallel.config import EVERYTHING, HOST_LEAST, NOTHING, RECOMPUTED, block_kinds
+from stoker.training.parallel.config import EVERYTHING, HOST_LEAST, MLP_AGAIN, NOTHING, RECOMPUTED, block_kinds
 from stoker.training.parallel.config import host_bytes as pinned_bytes
 
 CHUNK_BYTES = 1 << 29  # of logits (model/loss.py)
@@ -81,6 +81,7 @@ class Job:
     shards: int = 1  # that each tensor is cut into (parallel.strategy fsdp)
     whole: bool = False  # shards: gradients of all weights wait for the last micro-batch (parallel.accumulate)
     offload: str = NOTHING  # shards: what lives in host memory (parallel.offload)
+    mlp: int = 0  # so many blocks more keep all but the MLP's first product
 
     def part(self, size: int) -> int:
         """A rank's, of what is cut into shards."""
@@ -91,7 +92,7 @@ class Job:
         return self.micro * self.context
 
     def kinds(self, layers: int) -> tuple[str, ...]:
-        return block_kinds(layers, self.recomputed, self.inputs_on_host)
+        return block_kinds(layers, self.recomputed, self.inputs_on_host, self.mlp)
 
 
 @shape
@@ -135,11 +136,12 @@ class _Run:
 
 
 @cache
-def _passes(block: Block, rows: Rows, first: bool, again: bool, steals: bool) -> _Passes:
-    """`again`: its forward pass is computed once more in the backward pass."""
+def _passes(block: Block, rows: Rows, first: bool, kind: str, steals: bool) -> _Passes:
+    """`kind`: what it keeps (parallel/config.py: block_kinds)."""
+    again = kind == RECOMPUTED  # its forward pass is computed once more in the backward pass
     stream = HALF * rows.tokens * block.width
     m = Memory()
-    walk = Walk(m, block, rows, steals=steals)
+    walk = Walk(m, block, rows, steals=steals, lean=kind == MLP_AGAIN)
     whole = first or again  # a recomputed block is given the sum, which is all that it keeps
     if whole:
         m.take(ACTIVATIONS, stream)
@@ -185,18 +187,18 @@ class Step:
     def _like(self) -> Iterator[_Run]:
         rows = Rows(self._job.tokens, offsets(self._job))
         of = [self._of(at) for at in range(self._d.config.layers)]
-        for (kind, by_offsets, first, again, moves), run in groupby(of):
-            one = _passes(replace(self._d.blocks[kind], flash=by_offsets), rows, first, again, self._steals)
+        for (block, by_offsets, first, kind, moves), run in groupby(of):
+            one = _passes(replace(self._d.blocks[block], flash=by_offsets), rows, first, kind, self._steals)
+            again = kind == RECOMPUTED
             moved = {ACTIVATIONS: sum(map(rounded, one.saved))} if moves else {}
             one = replace(one, stays=added(one.stays, moved, -1))
             yield _Run(one, sum(1 for _ in run), again, {} if again else moved, moved)
 
-    def _of(self, at: int) -> tuple[int, bool, bool, bool, bool]:
+    def _of(self, at: int) -> tuple[int, bool, bool, str, bool]:
         """What blocks differ in; those that follow each other and are alike are gone through once."""
         d, job = self._d, self._job
-        again = self._kinds[at] == RECOMPUTED
         moves = job.inputs_on_host and at < d.config.layers - 1
-        return d.kinds[at], flash(d, job, at), at == 0, again, moves
+        return d.kinds[at], flash(d, job, at), at == 0, self._kinds[at], moves
 
     def planned(self) -> Planned:
         base = self._base()

@@ -11,11 +11,11 @@ from stoker.contract.shape import as_json
 from stoker.training.fit.cards import NCCL, Card
 from stoker.training.fit.memory import COMMUNICATION, CONTEXT, MARGIN, TERMS
 from stoker.training.fit.pace import Pace
-from stoker.training.fit.plan import FSDP, FULL, OFFLOADED_WORDS, Plan, Share, gib, sharing
+from stoker.training.fit.plan import FSDP, FULL, OFFLOADED_WORDS, Plan, Share, again_words, gib, sharing
 from stoker.training.fit.strategy import Decision
 from stoker.training.fit.terms import DPO, GRPO, REWARD, StageNeeds
 from stoker.training.model.config import LORA, QLORA, AdapterConfig
-from stoker.training.parallel.config import NOTHING, OVER_ALL
+from stoker.training.parallel.config import NOTHING, OVER_ALL, recompute_word
 
 SCHEMA = 1
 BAR = 42
@@ -113,7 +113,7 @@ def _settings_words(plan: Plan) -> str:
     parts = [s.method, f"micro-batch {s.micro}", f"context {wish.context:,}", plan.dtype]
     if s.rows:
         parts.insert(2, f"{s.rows} answers at once" + (" by 4-bit weights" if s.bits == 4 else ""))
-    parts.append(f"{s.recompute} of {wish.layers} blocks recomputed" if s.recompute else "nothing recomputed")
+    parts.append(f"{again_words(s, wish.layers)} recomputed" if s.saves else "nothing recomputed")
     parts.append(s.optimizer)
     if s.on_host:
         parts.append("embedding in host memory")
@@ -145,7 +145,7 @@ def command(plan: Plan, model: str, data: str) -> str:
     own = _unlike(plan) and s.strategy != FSDP  # each card as much as it can take
     micro = "auto" if own else str(s.micro)
     words += ["--context-length", str(wish.context), "--micro", micro]
-    words += ["--recompute", {0: "off", wish.layers: "full"}.get(s.recompute, str(s.recompute))]
+    words += ["--recompute", recompute_word(s.recompute, s.mlp, wish.layers)]
     if s.optimizer != "adamw":
         words += ["--optimizer", s.optimizer]
     if s.on_host:

@@ -70,6 +70,7 @@ class Block(nn.Module):
         self.dropout, self.view = c.dropout, view
         self.fused = False  # our own kernels, see fused.py
         self.products_kept = False  # by selective recomputation
+        self.lean = False  # fused: the MLP's first product is made again in the backward pass
 
     def forward(
         self,

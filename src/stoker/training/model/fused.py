@@ -113,6 +113,42 @@ class _SwigluLinear(torch.autograd.Function):
         return None, gradient, *ctx.kind.gradients(g, activations, (kept, more), *learned)
 
 
+class _LeanMlp(torch.autograd.Function):
+    """(x + delta, its norm through both maps of a SwiGLU), where the wide product between them is not kept but made again: half
+    of what a block keeps, for a third of its forward pass or less."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kinds: tuple[Map, Map, int], x: Tensor, delta: Tensor, scale: Tensor, eps: float, *learned: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        up, down, first = kinds
+        out, normed, rstd = kernel.add_norm(x, delta, scale, eps)
+        wide = up.product(normed, *learned[:first])[0]
+        del normed
+        inner = kernel.swiglu(wide)
+        del wide
+        y, kept = down.product(inner, *learned[first:])
+        ctx.save_for_backward(out, rstd, scale, kept, *learned)
+        ctx.kinds, ctx.eps = kinds, eps
+        return out, y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        onward, g = gradients
+        x, rstd, scale, kept, *learned = ctx.saved_tensors
+        up, down, first = ctx.kinds
+        wide, narrow = up.product(kernel.add_norm(x, None, scale, ctx.eps)[1], *learned[:first])
+        inner, more = down.back(g, *learned[first:])
+        gradient, activations = kernel.swiglu_backward(inner, wide)
+        del inner, wide
+        of_down = down.gradients(g, activations, (kept, more), *learned[first:])
+        del activations, more
+        inner, more = up.back(gradient, *learned[:first])
+        dx, normed, dscale = kernel.norm_backward(inner, x, rstd, scale, onward)
+        of_up = up.gradients(gradient, normed, (narrow, more), *learned[:first])
+        return None, dx, dx, dscale.to(scale.dtype), None, *of_up, *of_down
+
+
 class _Norm(torch.autograd.Function):
     """(x + delta, its norm)."""
 
@@ -189,6 +225,10 @@ def _mlp(module: Any, rows: Tensor, delta: Tensor, size: tuple[int, int], counte
         y, load = module.experts(normed.view(*size, -1), counted)
         return rows, y.flatten(0, 1), load
     wide_map = mlp.gate_up.map
+    if module.lean:
+        up, down = wide_map.learned(mlp.gate_up), mlp.down.map.learned(mlp.down)
+        kinds = wide_map, mlp.down.map, len(up)
+        return _LeanMlp.apply(kinds, rows, delta, _scale(norm), norm.eps, *up, *down)  # type: ignore[no-untyped-call, no-any-return]
     rows, wide = _NormLinear.apply(wide_map, rows, delta, _scale(norm), norm.eps, *wide_map.learned(mlp.gate_up))  # type: ignore[no-untyped-call]
     if mlp.activation is None:
         return rows, _SwigluLinear.apply(mlp.down.map, wide, *mlp.down.map.learned(mlp.down))  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ from stoker.training.model.experts import ungrouped
 from stoker.training.model.host_kept import HostKept, Input
 from stoker.training.model.outside import Outside
 from stoker.training.optim.muon import has_bf16
-from stoker.training.parallel.config import RECOMPUTED, ComputeConfig, block_kinds, recomputed_blocks
+from stoker.training.parallel.config import MLP_AGAIN, RECOMPUTED, ComputeConfig, block_kinds, recomputed_blocks
 
 # What selective recomputation keeps.
 PRODUCTS = (
@@ -115,8 +115,13 @@ def make_ready(model: Decoder | Outside, c: ComputeConfig, device: torch.device,
     model.fuse(fused(c, model.config, device, say))
     selective, layers = c.recompute == "selective", model.config.layers
     host = _host_kept(c, layers, compile_it, device, say)
-    again = layers if selective else recomputed_blocks(c.recompute, layers)
-    keep_by_kind(model, block_kinds(layers, again, host), say if host else None, selective)
+    again, mlp = (layers, 0) if selective else recomputed_blocks(c.recompute, layers)
+    if mlp and compile_it:
+        raise Refusal(
+            f"compute.recompute {c.recompute}: blocks are compiled here; use a number of blocks, full, off or auto",
+            EX_CONFIG,
+        )
+    keep_by_kind(model, block_kinds(layers, again, host, mlp), say if host else None, selective)
     if not compile_it:
         return
     _keep_products_only(c.recompute != "off")
@@ -130,8 +135,8 @@ def _host_kept(
     """compute.activations."""
     if c.activations != "host":
         return False
-    if compile_it or c.recompute == "selective":
-        why = "blocks are compiled here" if compile_it else "selective recomputation keeps parts of blocks"
+    if compile_it or c.recompute == "selective" or "mlp" in c.recompute:
+        why = "blocks are compiled here" if compile_it else f"recompute {c.recompute} keeps parts of blocks"
         raise Refusal(
             f"compute.activations host: {why}; use compute.compile fused or off, recompute off, full or a number",
             EX_CONFIG,
@@ -153,8 +158,24 @@ def keep_by_kind(
         if kind == RECOMPUTED:
             keep = None if kept is None else functools.partial(kept.input, place=place)
             checkpoint_block(block, selective, model.config.dropout > 0, keep)
+        elif kind == MLP_AGAIN:
+            _recompute_mlp(block)
         elif kept is not None:
             block.forward = functools.partial(_offloaded, block, block.forward, kept, place)
+
+
+def _recompute_mlp(block: Any) -> None:
+    """compute.recompute mlp."""
+    gated = block.mlp is not None and block.mlp.activation is None
+    if block.fused and not gated:
+        raise Refusal(
+            "compute.recompute mlp is for blocks with SwiGLU, and this model has others: use a number of blocks, full or off",
+            EX_CONFIG,
+        )
+    if block.fused:
+        block.lean = True
+    elif block.mlp is not None:
+        block.mlp.forward = functools.partial(checkpoint, block.mlp.forward, use_reentrant=False)
 
 
 def _loss(c: ComputeConfig, model: ModelConfig) -> str:

@@ -30,35 +30,54 @@ def local_steps(told: str) -> int:
     return int(number) if kind == "local" else 0
 
 
-RECOMPUTE = ("auto", "off", "selective", "full")
+RECOMPUTE = ("auto", "off", "selective", "mlp", "full")
 
 
 def read_recompute(text: str) -> str:
-    """One of RECOMPUTE, or a number of blocks."""
-    if text in RECOMPUTE or is_count(text):
+    """One of RECOMPUTE, N, mlp:N or N+mlp."""
+    if (
+        text in RECOMPUTE
+        or is_count(text)
+        or is_count(text.removeprefix("mlp:"))
+        or is_count(text.removesuffix("+mlp"))
+    ):
         return text
-    raise ValueError(f"{text!r} is not one of {', '.join(RECOMPUTE)}, or a number of blocks")
+    raise ValueError(
+        f"{text!r} is not one of {', '.join(RECOMPUTE)}, nor a number of blocks (N in full, mlp:N their MLP's first product,"
+        " N+mlp both)"
+    )
 
 
-def recomputed_blocks(told: str, layers: int) -> int:
-    """Blocks that are computed again in full."""
-    if is_count(told):
-        return min(int(told), layers)
-    return layers if told == "full" else 0
+def recomputed_blocks(told: str, layers: int) -> tuple[int, int]:
+    """(blocks that are computed again in full, blocks of which only the MLP's first product is)."""
+    whole, plus, _ = told.partition("+")
+    full = layers if told == "full" else min(int(whole), layers) if is_count(whole) else 0
+    kind, _, number = told.partition(":")
+    narrow = min(int(number), layers) if number else layers
+    return full, narrow - full if kind == "mlp" or plus else 0
 
 
-# What a block has for its backward pass: its input, from which it is computed again; all that autograd saves, in host memory;
-# the same on the GPU.
-RECOMPUTED, OFFLOADED, KEPT = "recomputed", "offloaded", "kept"
+def recompute_word(full: int, mlp: int, layers: int) -> str:
+    """What `read_recompute` takes for these; blocks beside full ones are all or none of the second kind."""
+    if full and mlp:
+        return f"{full}+mlp"
+    if mlp:
+        return "mlp" if mlp == layers else f"mlp:{mlp}"
+    return {0: "off", layers: "full"}.get(full, str(full))
+
+
+# What a block has for its backward pass: its input, from which it is computed again; all that autograd saves but for the MLP's
+# first product, half of it; all, in host memory; the same on the GPU.
+RECOMPUTED, MLP_AGAIN, OFFLOADED, KEPT = "recomputed", "mlp", "offloaded", "kept"
 HOST_LEAST = 1 << 20  # bytes: a smaller tensor stays on the GPU
 
 
-def block_kinds(layers: int, recomputed: int, host: bool) -> tuple[str, ...]:
+def block_kinds(layers: int, recomputed: int, host: bool, mlp: int = 0) -> tuple[str, ...]:
     """Of each block. The first ones are recomputed: the last are the first to be freed in the backward pass. With
     compute.activations host those that are not, but for the last one, are spread evenly: the copy of what one keeps takes longer
     than its forward pass."""
     if not host or recomputed >= layers:
-        return (RECOMPUTED,) * recomputed + (KEPT,) * (layers - recomputed)
+        return (RECOMPUTED,) * recomputed + (MLP_AGAIN,) * mlp + (KEPT,) * (layers - recomputed - mlp)
     others = layers - 1
     moved = others - recomputed
     passed = [(at * moved + others // 2) // max(others, 1) for at in range(layers)]
@@ -122,7 +141,8 @@ class ComputeConfig:
     )
     recompute: str = option(
         "activation checkpointing: auto (compiled blocks keep what products and attention made), off, selective (the"
-        " same without a compiler), full, or in how many of the blocks in full",
+        " same without a compiler), mlp (the MLP's first product is made again: the half of what fused blocks keep that is"
+        " cheapest), full; or in how many blocks: N in full, mlp:N, N+mlp (N in full, mlp in the others)",
         default="auto",
         parse=read_recompute,
         metavar="HOW|N",

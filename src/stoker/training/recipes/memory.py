@@ -95,12 +95,12 @@ def room_on(device: torch.device) -> int:
 
 def job_of(c: Config, held: Holding, needs: StageNeeds, *, packed: bool, adds: bool) -> Job:
     values, layers, device = values_of(c), held.model.config.layers, held.group.device
-    again = recomputed_blocks(str(values["compute.recompute"]), layers)
+    again, mlp = recomputed_blocks(str(values["compute.recompute"]), layers)
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     return Job(
         held.micro, c.data.context_length, c.optim.kind, packed, max(c.data.context_length // DOCUMENT, 1), again,
         held.group.world, adds, major, values.get("compute.embedding") == "host", c.compute.activations == "host", needs,
-        held.group.shards, held.whole, held.group.offload,
+        held.group.shards, held.whole, held.group.offload, mlp,
     )  # fmt: skip
 
 
