@@ -1,7 +1,6 @@
 """Settings that fit the cards: the fewest blocks that are computed again, the micro-batch, the method. Pure.
 
-Levers, in this order: the loss in chunks (always), micro-batch and recomputed blocks together (first their MLP's first product
-alone: half of what a block keeps, for a third of its forward pass), 8-bit moments, the embedding
+Levers, in this order: the loss in chunks (always), micro-batch and recomputed blocks together, 8-bit moments, the embedding
 in host memory, what blocks keep there, too, GRPO's answers by 4-bit weights, the method (auto: full, else lora, else qlora).
 What is left is named, not done: fewer answers at once, a shorter context, another card. What blocks keep also goes to host
 memory where that is faster than computing them again.
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from stoker.contract.effort import SECONDS, LookingAt
 from stoker.contract.shape import replace, shape
+from stoker.training.fit.block import HALF
 from stoker.training.fit.cards import LINK_ELSE, Card
 from stoker.training.fit.cost import (
     ASSUMED,
@@ -29,7 +29,7 @@ from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.sharded import fetched, sent
 from stoker.training.fit.terms import GRPO, Job, Planned, StageNeeds, reserved
 from stoker.training.model.config import LORA, OFF, QLORA, AdapterConfig, ModelConfig
-from stoker.training.parallel.config import EVERYTHING, MOMENTS, NOTHING, OVER_ALL, recompute_word
+from stoker.training.parallel.config import EVERYTHING, MOMENTS, NOTHING, OVER_ALL
 
 AUTO, FULL = "auto", "full"
 METHODS = (FULL, LORA, QLORA)
@@ -43,6 +43,7 @@ HOST_SHARE = 0.75  # of the host memory that is available: processes and the pag
 STEP = 64  # a proposed context is a multiple of it
 MOST = 1024  # samples that are looked at as one micro-batch
 PASSES = {FULL: 3, LORA: 2, QLORA: 2}  # products of each weight: one of them is computed again with a block
+_WIDE_IN_GAPS = 3
 GAIN = 0.97  # of the time without: what copies to the host have to come to before a plan makes them for speed alone
 
 
@@ -262,7 +263,13 @@ class Search:
         )  # fmt: skip
 
     def _needs(self, s: Settings, card: Card, context: int = 0) -> int:
-        return reserved(self._footprint(s.method).planned(self._job(s, card, context)).total)
+        job = self._job(s, card, context)
+        return reserved(self._footprint(s.method).planned(job).total) + self._gaps(job)
+
+    def _gaps(self, job: Job) -> int:
+        """What blocks keep fills the place of the wide products that are made again, which then find none: 0.5 GiB beside 14.8 with
+        8B and 4,096 tokens, 0.7 beside 22 in shards of 32B (an H200). That is why no plan chooses `mlp` by itself."""
+        return _WIDE_IN_GAPS * 2 * HALF * job.tokens * self._wish.model.ff if job.mlp else 0
 
     def _fits(self, s: Settings, card: Card, context: int = 0) -> bool:
         return self._needs(s, card, context) <= card.room(self._world) and self._host_has(s, card, context)
@@ -296,17 +303,8 @@ class Search:
         if s.inputs_on_host:  # memory is about the same for all numbers of them
             ways = [replace(s, recompute=again) for again in range(s.recompute + 1)]
             return next(one for one in sorted(ways, key=self._cost) if self._fits(one, card))
-        ways = self._levels(s)
-        return ways[last(0, len(ways) - 1, lambda level: self._fits(ways[level], card))]
-
-    def _levels(self, s: Settings) -> list[Settings]:
-        """From all blocks computed again to none, by what a byte costs: of some in full the others keep all but the MLP's first
-        product, where there is such a thing."""
-        layers = self._wish.layers
-        if not self._footprint(s.method).can_keep_less():
-            return [replace(s, recompute=full) for full in range(layers, -1, -1)]
-        some = [replace(s, recompute=full, mlp=layers - full) for full in range(layers, 0, -1)]
-        return some + [replace(s, recompute=0, mlp=mlp) for mlp in range(layers, -1, -1)]
+        kept = last(0, self._wish.layers, lambda keep: self._fits(replace(s, recompute=s.recompute - keep), card))
+        return replace(s, recompute=s.recompute - kept)
 
     def _cost(self, s: Settings) -> float:
         """Time of a token, by that of one without recomputing in a large micro-batch."""
@@ -369,7 +367,7 @@ class Search:
         shares = []
         for card in self._cards:
             planned = self._footprint(s.method).planned(self._job(s, card))
-            needs = reserved(planned.total) + card.free - card.room(self._world)
+            needs = self._needs(s, card) + card.free - card.room(self._world)
             shares.append(Share(card, planned, needs, self._largest(s, card), self._host_bytes(s, card)))
         reasons = tuple(self._reasons(s)) if fits else ()
         about = self._footprint(s.method).why_about or (SHARDS_ABOUT if s.strategy == FSDP else "")
@@ -405,9 +403,8 @@ class Search:
         if s.bits == 4 and not wish.needs.bits:
             yield "answers by 4-bit weights: a copy of them in 16 bits does not fit"
         if wish.recompute is None:
-            if s.saves:
-                word = recompute_word(s.recompute, s.mlp, wish.layers)
-                yield f"recompute {word} ({again_words(s, wish.layers)}): {self._why_again(s)}"
+            if s.recompute:
+                yield f"recompute {s.recompute} of {wish.layers} blocks: {self._why_again(s)}"
             elif s.inputs_on_host:
                 yield "recompute off: computing takes longer than copies to host memory"
             else:
@@ -421,9 +418,7 @@ class Search:
         return "copies take less time than computing more blocks again"
 
     def _why_again(self, s: Settings) -> str:
-        levels = [s] if s.inputs_on_host else self._levels(s)
-        less = levels[levels.index(s) + 1] if s in levels[:-1] else replace(s, recompute=s.recompute - 1)
-        if not self._fits(less, self._tightest):
+        if not self._fits(replace(s, recompute=s.recompute - 1), self._tightest):
             return "with one less it does not fit"
         if not self._peaks_known:
             return "copies of more than their inputs may take longer on a card whose speed is not known"
