@@ -265,6 +265,8 @@ _CLEAR = (
     "NPROC_PER_NODE",
     "NUM_GPUS",
     "CUDA_VISIBLE_DEVICES",
+    "GOMP_SPINCOUNT",
+    "OMP_WAIT_POLICY",
     "STOKER_",
     "PET_",
 )

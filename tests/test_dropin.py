@@ -46,6 +46,7 @@ DIFFERENCES = (
     Difference("a script that is missing or does not parse", "started, fails in every rank, and again with `--max-restarts`", "refused before anything starts: 66, 65", "test_refusals.py::test_bad_words"),
     Difference("`--max-restarts N`", "after any failure", "after failures that another attempt can survive: not an ImportError, not twice at the same place", "test_dropin.py::test_restarts"),
     Difference("`OMP_NUM_THREADS`, where it is not set", "1, with one rank not set", "cores divided by ranks", "test_dropin.py::test_a_script", ("env OMP_NUM_THREADS",)),
+    Difference("`GOMP_SPINCOUNT` of ranks without a GPU, where neither it nor `OMP_WAIT_POLICY` is set", "not set: threads that wait for another spin for milliseconds", "1000: they sleep after about 25 µs, and the one that they wait for gets a core", "test_exit_codes.py::test_threads_of_a_cpu_rank_soon_sleep", ("env GOMP_SPINCOUNT",)),
     Difference("`MASTER_ADDR` without `--master-addr`", "`localhost`", "`127.0.0.1`", "test_dropin.py::test_a_script", ("env MASTER_ADDR",)),
     Difference("`TORCHELASTIC_USE_AGENT_STORE`", "`True`: the launcher holds the store", "`False`: rank 0 holds it, as without a launcher", "test_dropin.py::test_a_script", ("env TORCHELASTIC_USE_AGENT_STORE",)),
     Difference("`TORCHELASTIC_RUN_ID` on one machine", "a UUID, even with `--rdzv-id`", "`--rdzv-id`, else the run's id", "test_dropin.py::test_a_script", ("env TORCHELASTIC_RUN_ID",)),
@@ -256,6 +257,7 @@ def test_a_script(both: Both) -> None:
     by_version = {"env MASTER_ADDR", "env TORCHELASTIC_RUN_ID"}  # torchrun 2.11 has ours here
     assert agree(theirs, ours) | by_version == {
         "env OMP_NUM_THREADS",
+        "env GOMP_SPINCOUNT",
         "env MASTER_ADDR",
         "env TORCHELASTIC_USE_AGENT_STORE",
         "env TORCHELASTIC_RUN_ID",

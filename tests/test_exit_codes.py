@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 
 import pytest
 
@@ -126,12 +128,33 @@ def test_the_environment_is_torchruns(stoker: Stoker) -> None:
             "GPU_RANK": str(rank),
             "MINE": "1",
             "OMP_NUM_THREADS": "4",
+            "GOMP_SPINCOUNT": "1000",
             "STOKER_RUN_ID": done.run_dir.name,
             "STOKER_RUN_DIR": str(done.run_dir),
         }
         assert {key: env.get(key) for key in want} == want
         assert not [key for key in env if key.startswith("STOKER_SHIM")]
     assert envs[0]["MASTER_PORT"] == envs[1]["MASTER_PORT"]
+
+
+def test_threads_of_a_cpu_rank_soon_sleep(stoker: Stoker) -> None:
+    """What the OpenMP library that torch brings has made of the rank's environment, in its own words."""
+    script = stoker.script("threads.py", "import torch")
+    done = stoker("run", "--nproc-per-node", "1", script, env={"OMP_DISPLAY_ENV": "verbose"})
+    assert re.findall(rb"GOMP_SPINCOUNT = '(\d+)'", done.log(0)) == [b"1000"], done.log(0)
+
+
+def test_how_threads_wait_is_the_users_where_set(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    script = stoker.script("waits.py", f"import os; print(*map(os.environ.get, {names}))")
+
+    def given(*flags: str, **env: str) -> str:
+        return stoker("run", "--nproc-per-node", "1", *flags, script, env=env).log(0).decode().strip()
+
+    assert given() == "None 1000"
+    assert given(GOMP_SPINCOUNT="7") == given("--env", "GOMP_SPINCOUNT=7") == "None 7"
+    assert given(OMP_WAIT_POLICY="passive") == given("--env", "OMP_WAIT_POLICY=passive") == "passive None"
+    assert given(**box(1)) == "None None", "a rank with a GPU waits as its library does"
 
 
 def test_restart_with_a_fresh_port_and_the_attempts_apart(stoker: Stoker) -> None:

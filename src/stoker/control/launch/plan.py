@@ -231,6 +231,12 @@ def _asked_for(options: RunOptions, environment: Mapping[str, str]) -> dict[str,
     return made
 
 
+# How often a thread of a CPU rank looks for the others before it sleeps. libgomp's 300,000 are milliseconds, in which the
+# thread that is waited for may have no core: on a busy machine two threads had a seventh of one thread's speed.
+# Sleeping sooner costs a tiny model on a quiet machine about a tenth (docs/benchmarks.md#threads-of-a-cpu-rank).
+SPINS = "1000"
+
+
 def common_environment(
     plan: RunPlan,
     role: Role,
@@ -264,6 +270,8 @@ def common_environment(
         found[names.SHARED_GPU] = "1"
     if "OMP_NUM_THREADS" not in environment:
         found["OMP_NUM_THREADS"] = str(max(1, cores // max(1, len(mine))))
+    if not any(place.gpu for place in mine) and "OMP_WAIT_POLICY" not in {**environment, **role.env}:
+        found["GOMP_SPINCOUNT"] = environment.get("GOMP_SPINCOUNT", SPINS)
     found.update(role.env)
     return found
 
