@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from pathlib import Path
 
@@ -10,13 +11,14 @@ import torch
 from hostile_files import SHAPE, write_model
 from safetensors.torch import save_file
 
-from stoker.cli import chat, export
-from stoker.contract import hostmemory
+from stoker.cli import chat, export, nan
+from stoker.contract import effort, hostmemory
 from stoker.contract.memory import Bounded
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.training.checkpoint.manifest import NAME, Entry, Manifest, Piece, Sums, encode
 from stoker.training.checkpoint.reading import open_checkpoint
 from stoker.training.data.learn import train
+from stoker.training.forensics import reading
 from stoker.training.model.config import parameters
 from stoker.training.model.hf_config import Stored
 from stoker.training.model.hf_stream import Stream
@@ -82,3 +84,23 @@ def test_no_tensor_of_a_checkpoint_is_read_that_the_free_memory_cant_hold(
     only(64 * 64 * 4 - 1, monkeypatch)
     with pytest.raises(Refusal, match=r"model\.x takes .* of memory, and .* is free"):
         opened.read("model.x")
+
+
+# ---- a NaN dump: all of it is looked at within limits, not its report alone ----
+
+
+@pytest.mark.parametrize("tensor", [(), ("--tensor", "gradients/none")], ids=["samples", "tensors"])
+def test_no_part_of_a_nan_dump_takes_long_to_look_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor: tuple[str, ...]
+) -> None:
+    report = {"step": 3, "rank": 0, "world": 1, "label": "CPU 0", "loss": "nan", "grad_norm": "nan", "phase": "forward"}
+    (tmp_path / "report.json").write_text(json.dumps({"report": report}))
+    (tmp_path / "batch.json").write_text(json.dumps({"samples": [{"id": 1}] * 200_000}))
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"a tensor {number}": empty for number in range(50_000)}).encode()
+    (tmp_path / "gradients.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    monkeypatch.setattr(effort, "SECONDS", 0.1)
+    monkeypatch.setattr(effort, "BYTES_A_SECOND", 1 << 40)
+    monkeypatch.setattr(reading, "SECONDS", 0.1)
+    with pytest.raises(Refusal, match=r"s of CPU time to look at, which no ordinary file does"):
+        nan.main([str(tmp_path), *tensor])
