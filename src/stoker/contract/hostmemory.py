@@ -74,3 +74,9 @@ def memory() -> tuple[int, int, int | None]:
     if limit is not None and limit < total:
         return limit, max(0, min(available, limit - (used or 0))), limit
     return total, available, limit
+
+
+def usable() -> int:
+    """Bytes that can still be taken before the kernel ends a process for it: with swap, where no cgroup limits us."""
+    _, free, limit = memory()
+    return free + (meminfo_lines("SwapFree")[0] or 0 if limit is None else 0)

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stoker.contract import typed
+from stoker.contract import listeners, owners, typed
 from stoker.contract.names import EX_CONFIG, EX_TEMPFAIL, EX_UNAVAILABLE, RDZV_SECRET, RDZV_SECRET_FILE, Refusal
 from stoker.contract.quantities import span
 from stoker.contract.untrusted import open_regular, parse_json, printable
@@ -275,6 +275,7 @@ class Asking:
                 way.settimeout(2.0)
                 try:
                     way.connect(where)
+                    self._refuse_others(way)
                     found = self._talk(way, deadline)
                 except OSError as refused:
                     found, problem = None, refused.strerror or str(refused)
@@ -291,6 +292,13 @@ class Asking:
             until = time.monotonic() + AGAIN_S
             while time.monotonic() < until:
                 self._rest()
+
+    def _refuse_others(self, way: socket.socket) -> None:
+        """On this machine anybody may listen there before the launcher that would be number 0 does, and number us."""
+        others = sorted(uid for uid in listeners.answering_users(way) if not owners.is_trusted(uid, os.curdir))
+        if others:
+            line = f"port {self._told.port} is in use by {owners.user_name(others[0])}, whom this launch does not join"
+            raise _refusal(self._told, f"{line}: choose another port")
 
     def _talk(self, way: socket.socket, deadline: float) -> Nodes | None:
         """None: the other side is gone. It may come back, or another one in its place."""

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from stoker.contract import redact, typed
-from stoker.contract.effort import SECONDS, LookingAt
+from stoker.contract.effort import SECONDS, LookingAt, looking_at_file
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
-from stoker.contract.tensorheader import Tensor, read_header
+from stoker.contract.tensorheader import Header, Tensor, read_header
 from stoker.contract.untrusted import read_json
 from stoker.training.forensics.report import Report, TensorStats
 
@@ -116,16 +116,17 @@ def texts(dump: RankDump) -> list[dict[str, Any]]:
     path = os.path.join(dump.folder, BATCH)
     if not os.path.exists(path):
         return []
-    data: Any = _read_with(read_json, path)
-    try:
-        samples = [
-            typed.read_fields(_SAMPLE, sample)
-            for sample in typed.read_fields({"samples": "list[Any]"}, data)["samples"]
-        ]
-    except ValueError as problem:
-        raise Refusal(f"{path} is damaged: {problem}", EX_DATAERR) from problem
-    wanted = set(dump.report.sample_ids)
-    return [one for one in samples if not wanted or one.get("id") in wanted]
+    with looking_at_file(path, path):
+        data: Any = _read_with(read_json, path)
+        try:
+            samples = [
+                typed.read_fields(_SAMPLE, sample)
+                for sample in typed.read_fields({"samples": "list[Any]"}, data)["samples"]
+            ]
+        except ValueError as problem:
+            raise Refusal(f"{path} is damaged: {problem}", EX_DATAERR) from problem
+        wanted = set(dump.report.sample_ids)
+        return [one for one in samples if not wanted or one.get("id") in wanted]
 
 
 def _read_with(reader: Callable[[str], Read], path: str) -> Read:
@@ -141,6 +142,14 @@ def _read_with(reader: Callable[[str], Read], path: str) -> Read:
 
 def show(dump: RankDump, name: str, most: int = 8) -> Shown:
     """A tensor by its name; `gradients/layers.0.mlp.down.weight` where several files have it."""
+    with looking_at_file(dump.folder):
+        path, found, header = _found(dump, name)
+    tensor = found.partition("/")[2]
+    return _read(path, found, header.tensors[tensor], header.metadata.get(f"cut {tensor}", ""), most)
+
+
+def _found(dump: RankDump, name: str) -> tuple[str, str, Header]:
+    """(its file, the name with the file's, what the file says of itself)."""
     wanted, _, rest = name.partition("/")
     known: list[str] = []
     for file in _TENSORS:
@@ -148,11 +157,11 @@ def show(dump: RankDump, name: str, most: int = 8) -> Shown:
         kind = file.removesuffix(".safetensors")
         if not os.path.exists(path):
             continue
-        found = _read_with(read_header, path)
-        known += [f"{kind}/{tensor}" for tensor in found.tensors]
+        header = _read_with(read_header, path)
+        known += [f"{kind}/{tensor}" for tensor in header.tensors]
         sought = rest if wanted == kind and rest else name
-        if sought in found.tensors and (wanted == kind or not rest):
-            return _read(path, f"{kind}/{sought}", found.tensors[sought], found.metadata.get(f"cut {sought}", ""), most)
+        if sought in header.tensors and (wanted == kind or not rest):
+            return path, f"{kind}/{sought}", header
     raise Refusal(f"no tensor {name} in {dump.folder}{suggest(name, known)}", EX_NOINPUT)
 
 

@@ -28,7 +28,7 @@ from stoker.training.generate.finding import HF, RESULT, Found
 from stoker.training.model import adapters, hf, outside
 from stoker.training.model.config import AdapterConfig, ModelConfig, check_options
 from stoker.training.model.hf_config import base_of, kept_text, shape_for, shape_of, tokenizer_in
-from stoker.training.model.hf_files import places
+from stoker.training.model.hf_files import places, refuse_large_tensors
 from stoker.training.model.hf_read import Added, Source, added_by
 from stoker.training.model.hf_write import CARD, CARD_MARK, EXPORTED, SCORE, beside, refuse_other_models
 from stoker.training.tokenizer.chat import write_template
@@ -86,6 +86,7 @@ def _text(value: str) -> str:
 
 LONGEST_CONTEXT = 1 << 24  # tokens, and the most of anything else that a shape counts
 Say = Callable[[str], None]
+_AS_WRITTEN = 6  # bytes for each number of a tensor: in fp32, and in 16 bits beside that
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -139,6 +140,7 @@ def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say
     ends = () if words.template else words.stop_ids  # ChatML's: a folder with its own template says where answers end
     how: dict[str, Any] = {"say": say, "dtype": _dtype(dtype, added), "tokenizer_folder": where, "end_ids": ends}
     source = Source(folder, c, added)
+    refuse_large_tensors(folder, c, _AS_WRITTEN)
     hf.save_from(source.tensors(torch.float32), c, out, context_length=context, more=more, **how)
 
 
@@ -221,11 +223,13 @@ def _checkpoint(
         joined = Added(shape, told, {name: partial(Tensor.clone, tensor) for name, tensor in tensors.items()})
         shape = replace(shape, load=base)
         how["dtype"], source = _dtype(dtype, joined), Source(base, shape, joined)
+        refuse_large_tensors(base, shape, _AS_WRITTEN)
         return hf.save_from(source.tensors(torch.float32), shape, out, context_length=context, **how)
     how["dtype"] = _dtype(dtype, None)
     if shape.engine == "transformers":
         model = _module(opened, shape, context, say, trust)
         return outside.save(model, out, **how)
+    refuse_large_tensors(path, shape, _AS_WRITTEN)
     hf.save_from(_tensors(opened, shape), shape, out, context_length=context, **how)
 
 
@@ -294,6 +298,12 @@ def _tensors(opened: Checkpoint, shape: ModelConfig) -> Iterator[tuple[str, Tens
         name = stored.get(f"model.{place.name}")
         if name is None:
             raise Refusal(f"{opened.path} has no {place.name}: it belongs to another kind of model", EX_DATAERR)
+        wanted = (sum(part.shape[0] for part in place.parts), *place.parts[0].shape[1:])
+        if tuple(opened.tensors[name].shape) != wanted:  # before it is read: it may be of any size
+            line = (
+                f"{opened.path}: {place.name} is {list(opened.tensors[name].shape)}, and its model's is {list(wanted)}"
+            )
+            raise Refusal(line, EX_DATAERR)
         yield place.name, opened.read(name)
 
 

@@ -29,7 +29,7 @@ from stoker.training.model import hf_stream
 from stoker.training.model.config import ModelConfig, lacking
 from stoker.training.model.families import family_of
 from stoker.training.model.hf_config import Stored, base_of, is_quantized, shape_of
-from stoker.training.model.hf_files import check, places
+from stoker.training.model.hf_files import check, places, refuse_large_tensors
 from stoker.training.model.hf_write import refuse_anothers
 from stoker.training.tokenizer.definition import GGUF_BYTE_LEVEL, GGUF_SPLITTERS, GGUF_SPLITTERS_WHOLE_WORDS
 from stoker.training.tokenizer.template import DEFAULT, templates_of
@@ -38,6 +38,7 @@ from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
 ENDING = ".gguf"
 _MARK = "stoker.export"  # a key of every file that we write
+_AS_WRITTEN = 8  # bytes for each number of a tensor: in 32 bits twice at most, where its rows change places
 _OPTIONS = ("qkv_bias", "out_bias", "mlp_bias", "rope_kind")
 _HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 Say = Callable[[str], None]
@@ -68,6 +69,7 @@ def write(folder: str, out: str, dtype: str | None, tokenizer: str | None, say: 
     library = _library()
     c, words = shape_of(folder), load_tokenizer(tokenizer or folder)
     kind = _refuse(folder, c, words)
+    refuse_large_tensors(folder, c, _AS_WRITTEN)
     entries = list(_entries(library, folder, c, dtype))
     fresh = temporary_name(os.path.abspath(out))
     try:

@@ -54,9 +54,21 @@ def refuse_beyond_memory(folder: str, numbers: int, width: float) -> None:
     of a few KB unpacks to it.
     """
     needed, total = int(numbers * width), hostmemory.memory()[0]
+    line = f"model {folder}: its {numbers:,} parameters take {amount(needed)} of memory or more"
     if needed > total:
-        line = f"model {folder}: its {numbers:,} parameters take {amount(needed)} of memory or more"
         raise Refusal(f"{line}, and this machine has {amount(total)}", EX_UNAVAILABLE)
+    if needed > (free := hostmemory.usable()):
+        raise Refusal(f"{line}, and {amount(free)} is free here", EX_UNAVAILABLE)
+
+
+def refuse_large_tensors(folder: str, c: ModelConfig, width: int) -> None:
+    """The same where one tensor after the other is in memory, in so many bytes for each number."""
+    names = {place.name: sum(math.prod(part.shape) for part in place.parts) for place in places(c)}
+    name = max(names, key=names.__getitem__)
+    needed, free = names[name] * width, hostmemory.usable()
+    if needed > free:
+        line = f"model {folder}: {name} alone takes {amount(needed)} of memory to convert"
+        raise Refusal(f"{line}, and {amount(free)} is free here", EX_UNAVAILABLE)
 
 
 def check(folder: str, c: ModelConfig) -> dict[str, Stored]:

@@ -18,6 +18,7 @@ from stoker.contract.shape import replace
 from stoker.training.model.hf_config import Stored
 
 PIECE = 8 << 20  # bytes
+CONVERTED = 64 << 20  # bytes that are converted at once
 SLOTS = 8  # pieces that are being read, or travel
 STORED = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8,
@@ -97,7 +98,7 @@ class Stream:
                 _read(file, one, one.begin, memoryview(out.detach().view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
             return out
         if not self._staged or out.device != self.device or not out.is_contiguous():
-            return out.copy_(read_stored(one).view(out.shape))
+            return self._converted(one, out)
         flat = out.view(-1)
         for begin, piece in self._pieces(one, dtype.itemsize):
             numbers, first = piece.view(dtype), begin // dtype.itemsize
@@ -106,6 +107,17 @@ class Stream:
                 part.copy_(numbers, non_blocking=True)
             else:  # converted there: here it would be done by one core
                 part.copy_(numbers.to(self.device, non_blocking=True))
+        return out
+
+    def _converted(self, one: Stored, out: Tensor) -> Tensor:
+        """Some rows at a time: all of them in the file's dtype would be half as much memory again, or more."""
+        if not one.size or not one.shape or out.shape != one.shape:
+            return out.copy_(read_stored(one).view(out.shape))
+        rows = one.shape[0]
+        at_once = max(1, CONVERTED * rows // one.size)
+        for begin in range(0, rows, at_once):
+            end = min(rows, begin + at_once)
+            out[begin:end].copy_(read_stored(rows_of(one, begin, end)))
         return out
 
     def _pieces(self, one: Stored, itemsize: int) -> Iterator[tuple[int, Tensor]]:

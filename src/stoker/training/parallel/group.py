@@ -71,9 +71,7 @@ def _bound_memory(ranks: int) -> None:
     """Each of a host's ranks may take its part of what is free now. A stranger's model or config of some MB may ask for any
     amount; then this rank is refused memory, and nobody else's process is killed for it.
     """
-    _, free, limit = hostmemory.memory()
-    swap = hostmemory.meminfo_lines("SwapFree")[0] or 0 if limit is None else 0
-    limit_to(used_memory() + (free + swap) // ranks)
+    limit_to(used_memory() + hostmemory.usable() // ranks)
 
 
 T = TypeVar("T")

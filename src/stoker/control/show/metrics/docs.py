@@ -28,7 +28,8 @@ so the verdict of a run is seen by a `stoker metrics` of its own. Without `--met
 `deploy/` of the repository has all three:
 
 - `prometheus.yml` scrapes `stoker metrics` on this machine every 5 s and loads the alerts:
-  `prometheus --config.file=deploy/prometheus.yml`.
+  `prometheus --config.file=deploy/prometheus.yml --storage.tsdb.path="$HOME/prometheus" --web.listen-address=127.0.0.1:9090`.
+  Without that address Prometheus, which has no password, shows your runs to the whole network.
 - `alerts.yml`: each alert says what to do. A GPU's Xid errors (48, 62, 64, 74, 79, 95, 119 and 120 critical, 94 a warning, and never 13, 31,
   43, 63 or 92), a lost or slowed-down GPU, a run that hangs, makes no progress, has a loss that is not a number, a slow rank, restarts again and
   again or failed, a full disk, a host that is gone, failed checks of the doctor, an exporter that is down or stale. `alerts_test.yml` fires
