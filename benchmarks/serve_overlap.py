@@ -2,7 +2,7 @@
 
     python benchmarks/serve_overlap.py --only time           a step's seconds with 8 + 8 cores: about 2 minutes on 16 cores
     python benchmarks/serve_overlap.py --only time --device cuda   the same where both share one GPU, in bf16: their times, and no bar
-    python benchmarks/serve_overlap.py --only accuracy       held-out accuracy of three seeds, staleness 0 and 1: about 20 minutes on 2 cores
+    python benchmarks/serve_overlap.py --only accuracy       held-out accuracy of five seeds, staleness 0 and 1, with standard errors: about 35 minutes on 2 cores
     python benchmarks/serve_overlap.py --steps 4 --seeds 1 --only time --base FOLDER   a try; FOLDER keeps the model that all runs begin with
 
 The task: sums of two numbers of up to three digits, worked out digit by digit ("7+8=15;3+4+1=8;85"), by a model of 0.8 million weights that a little supervised
@@ -213,7 +213,18 @@ def learned(base: Path, folder: Path, told: argparse.Namespace, cores: Cores) ->
         for seed in range(told.seeds):
             found[way].append(round(accuracy(learn(base, folder, way, seed, told.steps, cores) / "hf"), 4))
             print(f"  {way}, seed {seed}: {found[way][-1]:.1%}", flush=True)
+    fresh, old = found["server 0"], found["server 1"]
+    # Of the same seed: the same prompts in the same order.
+    lower = [one - other for one, other in zip(fresh, old, strict=True)]
+    for name, values in (("mean 0", fresh), ("mean 1", old), ("lower by", lower)):
+        found[name] = mean_and_error(values)
     return found
+
+
+def mean_and_error(values: list[float]) -> list[float | None]:
+    """With its standard error, where there are two or more."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return [round(statistics.mean(values), 4), None if error is None else round(error, 4)]
 
 
 def main() -> int:
@@ -221,7 +232,7 @@ def main() -> int:
     parser.add_argument("--only", choices=("time", "accuracy"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--base-steps", type=int, default=300, help="of supervised training")
     parser.add_argument(
         "--base", type=Path, help="a folder with the model that all begin with; made where it is missing"

@@ -26,9 +26,15 @@ from forked_ranks import program, server  # noqa: E402
 from stoker.cli import train  # noqa: E402
 from stoker.contract.names import EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
 from stoker.control.record.rollouts import read_rollouts  # noqa: E402
+from stoker.training.checkpoint.reading import open_checkpoint  # noqa: E402
+from stoker.training.model import hf  # noqa: E402
+from stoker.training.model.decoder import Decoder  # noqa: E402
+from stoker.training.rl.dialects import Wanted  # noqa: E402
+from stoker.training.rl.kept import Kept  # noqa: E402
 from stoker.training.rl.remote import addresses_of  # noqa: E402
+from stoker.training.rl.rollout import in_epochs, number_from, read  # noqa: E402
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
-from test_grpo import Forks, Job, model_that_answers_with_a_digit  # noqa: E402
+from test_grpo import SHAPE, Forks, Job, model_that_answers_with_a_digit  # noqa: E402
 
 KEY = "a-key-for-tests"
 AGES = {"staleness", "staleness_max", "queue", "sampler_kl", "cap_rate"}
@@ -183,6 +189,63 @@ def test_answers_are_so_many_steps_behind_at_most_and_the_model_learns(
     assert sum(rewards[:3]) / 3 < 0.25 and sum(rewards[-3:]) / 3 > 0.4, rewards
     steps = [one.step for one in read_rollouts(str(job.run))]
     assert all(steps.count(step) == 24 for step in range(20)), "rank 0's half, each once"
+
+
+def test_an_old_answer_is_weighed_by_the_weights_that_learn_over_those_that_wrote_it(
+    forks: Forks, serving: Serving, given: Path, tmp_path: Path
+) -> None:
+    """A step's loss and gradient, again from its checkpoints and the answers it kept, by the formula written plainly."""
+    more = ("--max-steps", "9", "--every_steps", "1", "--checkpoint.keep", "9", "--grpo.server", serving.url)
+    job = forks(1, tmp_path, *more, "--grpo.staleness", "1", stop_after=3, by=signal.SIGKILL)
+    assert job.codes == [-signal.SIGKILL]
+    tokenizer = bytes_tokenizer()
+    wanted = Wanted(4, 1.0, frozenset(tokenizer.stop_ids), tokenizer.vocab_size, 48)
+    kept = Kept(str(job.run), 0, wanted.settings)
+    rows = [json.loads(line) for line in (given / "prompts.jsonl").read_text().splitlines()]
+    prompts, _ = read(rows, tokenizer, 44, "prompts.jsonl")
+    rewarded = list(read_rollouts(str(job.run)))
+    models, furthest = {0: weights_of(given / "hf")}, 0.0
+    for step in (1, 2):
+        models[step] = weights_of(given / "hf", job.run / "checkpoints" / f"step-{step:08d}")
+        asked = [prompts[index] for index in in_epochs(len(prompts), step, 0, 6)]
+        found = [kept.find(one.ids, number_from("answers", 0, step), 8 * n, 8) for n, one in enumerate(asked)]
+        answers = [(one.ids, written) for one, some in zip(asked, found, strict=True) for written in some or ()]
+        rewards = torch.tensor([one.reward for one in rewarded if one.step == step], dtype=torch.float64).view(6, 8)
+        above = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, unbiased=False, keepdim=True) + 1e-4)
+        losses, weights = [], []
+        for (prompt, written), advantage in zip(answers, above.flatten().tolist(), strict=True):
+            (version,) = set(written.versions)
+            now = logprobs_of(models[step], prompt, written.ids)
+            with torch.no_grad():
+                then, first = (logprobs_of(models[n], prompt, written.ids) for n in (version, 0))
+            assert written.logprobs == pytest.approx(then.tolist(), abs=1e-4), "of the version that it names"
+            weights.append(torch.exp(now.detach() - then))
+            surrogate = torch.exp(now - now.detach()) * advantage * weights[-1].clamp(max=2.0)
+            losses.append(0.02 * (torch.exp(first - now) - (first - now) - 1) - surrogate)
+        loss = torch.cat(losses).mean()
+        loss.backward()
+        norm = sum(float(one.grad.square().sum()) for one in models[step].parameters() if one.grad is not None) ** 0.5
+        line, every = job.metrics[step], torch.cat(weights)
+        assert line["loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-5)
+        assert line["grad_norm"] == pytest.approx(norm, rel=1e-3)
+        assert line["sampler_kl"] == pytest.approx(-float(every.log().mean()), rel=1e-3, abs=1e-5)
+        assert line["cap_rate"] == pytest.approx(float((every > 2).double().mean()), abs=1e-9)
+        furthest = max(furthest, float((every - 1).abs().max()))
+    assert furthest > 0.05, "weights that can be told from 1"
+
+
+def weights_of(folder: Path, checkpoint: Path | None = None) -> Decoder:
+    model = Decoder(SHAPE, 48)
+    hf.load(model, str(folder), lambda line: None)
+    if checkpoint is not None:
+        found = open_checkpoint(str(checkpoint))
+        model.load_state_dict({name: found.read(f"model.{name}") for name, _ in model.named_parameters()})
+    return model
+
+
+def logprobs_of(model: Decoder, prompt: tuple[int, ...], answer: tuple[int, ...]) -> torch.Tensor:
+    logits = model(torch.tensor([prompt + answer]))[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.float(), -1)[range(len(answer)), list(answer)]
 
 
 @pytest.mark.parametrize("way", ["auto", "group"])
