@@ -39,6 +39,7 @@ from stoker.training.model.nf4_shards import UNIT, Codes
 
 # What a rank counts while its recipe runs goes to counted-RANK.json.
 PROGRAM = program("""
+import ctypes
 from importlib import import_module
 import torch, torch._dynamo, torch.distributed.fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -87,6 +88,11 @@ def visits(method):
 def work(job, rank):
     if "local" in job:  # ranks of a host
         os.environ.update(LOCAL_WORLD_SIZE=str(job["local"]), LOCAL_RANK=str(rank % job["local"]))
+    if job.get("apart") and rank >= job["local"]:  # a disk of its own where rank 0's has the runs
+        libc, runs = ctypes.CDLL(None, use_errno=True), os.path.join(job["folder"], "runs").encode()
+        os.makedirs(runs, exist_ok=True)
+        ways = (libc.unshare(0x20000), libc.mount(b"none", b"/", None, 0x44000, None), libc.mount(b"none", runs, b"tmpfs", 0, None))
+        assert ways == (0, 0, 0), (ways, os.strerror(ctypes.get_errno()))
     os.preadv = read(os.preadv)
     def whole(self, *args, **kwargs):
         counted["whole"] += 1
@@ -330,6 +336,26 @@ def test_an_export_is_collected_by_the_rank_that_writes_it(
     for name, tensor in theirs.items():
         # AdamW's first steps go by a gradient's sign: where it is nearly 0, rounding shows.
         torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to give ranks a disk of their own")
+def test_hosts_without_a_shared_folder_save_on_the_first_and_resume_with_all(
+    ranks: Ranks, alone: list[float], tmp_path: Path
+) -> None:
+    """Rank 0 waited for files that lay on other machines: no checkpoint ever, and five minutes lost with each."""
+    there = {"local": 1, "apart": True}
+    steps = ("--checkpoint.every_steps", "2")
+    job = ranks.pretrain(3, tmp_path, *DEEP, *steps, "--max-steps", "4", **there)
+    assert "on rank 0's host alone" in job.said() and len(list(job.run.glob("checkpoints/step-*/manifest.json"))) >= 2
+    first = job.run
+    again = ranks.pretrain(
+        3, tmp_path, *DEEP, *steps, "--max-steps", "6", "--checkpoint.resume", str(first), **there
+    )  # fmt: skip
+    (second,) = (path for path in (tmp_path / "runs").iterdir() if path != first)
+    losses = [json.loads(line)["loss"] for line in (second / "metrics.jsonl").read_text().splitlines()]
+    assert "resumes at step 4" in again.said() and losses == pytest.approx(alone[4:], rel=1e-5)
+    refused = ranks.pretrain(3, tmp_path / "shards", *DEEP, *FSDP, "--max-steps", "4", fails=True, **there)
+    assert all(refused.codes) and "only where all hosts see the same folder" in refused.said()
 
 
 def test_a_rank_reads_its_part_of_the_weights(ranks: Ranks, base: Path, tmp_path: Path) -> None:

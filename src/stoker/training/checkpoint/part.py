@@ -123,19 +123,19 @@ def _write_tensors(
         out.close()
 
 
-def gather(folder: str, world: int, patience: float, pause: Callable[[float], bool]) -> list[Part]:
-    """The parts of all ranks, once they are there. `pause(seconds)` waits and says whether to stop."""
+def gather(folder: str, ranks: Sequence[int], patience: float, pause: Callable[[float], bool]) -> list[Part]:
+    """The parts of these ranks, once they are there. `pause(seconds)` waits and says whether to stop."""
     deadline = time.monotonic() + patience
     wait = 0.005
     while True:
         there = set(os.listdir(folder))
-        for rank in range(world):
+        for rank in ranks:
             if name_of(rank, FAILURE) in there:
                 with open(os.path.join(folder, name_of(rank, FAILURE)), encoding="utf-8") as file:
                     raise GivenUp(f"rank {rank} could not write its part: {file.read() or 'no reason given'}")
-        missing = [rank for rank in range(world) if name_of(rank, NOTE) not in there]
+        missing = [rank for rank in ranks if name_of(rank, NOTE) not in there]
         if not missing:
-            return [read_part(folder, rank) for rank in range(world)]
+            return [read_part(folder, rank) for rank in ranks]
         if time.monotonic() > deadline:
             raise GivenUp(
                 f"the part of rank {missing[0]} did not come within {span(patience)}; all hosts must see the same"
@@ -174,8 +174,8 @@ def commit(unfinished: str, final: str, parts: Sequence[Part], wanted: Manifest)
         raise GivenUp(problem)
     whole = manifest.encode(replace(wanted, files=files, tensors=tensors))
     write_whole(os.path.join(unfinished, manifest.NAME), whole)
-    for rank in range(wanted.world):
-        os.unlink(os.path.join(unfinished, name_of(rank, NOTE)))  # the manifest has what they said
+    for part in parts:
+        os.unlink(os.path.join(unfinished, name_of(part.rank, NOTE)))  # the manifest has what they said
     sync_folder(unfinished)
     if os.path.lexists(final) and not (is_checkpoint(final) and owners.is_own(final)):
         what = "is another user's" if is_checkpoint(final) else "is not a checkpoint"

@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,12 +42,10 @@ class _Job:
 class _Store:
     """The checkpoints' folder as one rank writes to it: a save becomes a checkpoint, or leaves nothing and says why."""
 
-    def __init__(
-        self, folder: str, rank: int, world: int, token: str, say: Callable[[str], None], only: str | None
-    ) -> None:
+    def __init__(self, folder: str, rank: int, token: str, say: Callable[[str], None], only: str | None) -> None:
         """`only`: the run whose checkpoints are counted and removed; None: all that are there."""
         self._only = only
-        self.folder, self._rank, self._world, self._token, self._say = os.path.abspath(folder), rank, world, token, say
+        self.folder, self._rank, self._token, self._say = os.path.abspath(folder), rank, token, say
         folders.unfinished_name(0, token, 0)  # a token that can't be part of a name is refused now
         self.problem: str | None = None
         self._said: object = None
@@ -63,14 +61,16 @@ class _Store:
             os.close(self._lock)
             self._lock = None
 
-    def write(self, job: _Job, buffers: Buffers, patience: float, stop: threading.Event) -> None:
-        """This rank's part; on rank 0 then all ranks' parts become a checkpoint."""
+    def write(
+        self, job: _Job, buffers: Buffers, writers: Sequence[int], patience: float, stop: threading.Event
+    ) -> None:
+        """This rank's part; on rank 0 then all writers' parts become a checkpoint."""
         wanted, serial = job.wanted, job.serial
         unfinished = self._unfinished(wanted.step, serial)
         self._make(unfinished)
         write_part(unfinished, self._rank, wanted.step, job.placed, buffers, stop.is_set)
         if self._rank == 0:
-            parts = gather(unfinished, self._world, patience, stop.wait)
+            parts = gather(unfinished, writers, patience, stop.wait)
             commit(unfinished, os.path.join(self.folder, folders.name_of(wanted.step)), parts, wanted)
             self._sweep(lambda token, one: token == self._token and one <= serial)
 
@@ -211,7 +211,8 @@ class Saver:
         patience: float = 300.0,
         only: str | None = None,
     ) -> None:
-        self._store = _Store(folder, rank, world, token, say, only)
+        self._store = _Store(folder, rank, token, say, only)
+        self._writers: Sequence[int] = range(world)
         self._rank, self._world, self._token, self._say = rank, world, token, say
         self._keep, self._keep_best, self._patience = keep, keep_best, patience
         self._buffers = Buffers(say)
@@ -229,6 +230,11 @@ class Saver:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
+
+    def write_by(self, ranks: Sequence[int]) -> None:
+        """Before the first save, on all ranks alike: these write, rank 0 among them. The others don't see the folder, so what they
+        alone have can't be saved: there must be no shards."""
+        self._writers = tuple(ranks)
 
     def prepare_buffers(self, tensors: Tensors) -> None:
         """Takes the host memory of a snapshot, in a thread: pinning takes half a second a GB, and no save has to."""
@@ -254,12 +260,14 @@ class Saver:
     ) -> bool:
         """Every rank calls this, in the same order; rank 0's `meta` and `score` count. `tensors`: replicated or DTensors.
 
-        Returns whether the save was taken up; with `wait`, whether the checkpoint is there.
+        Returns whether the save was taken up; with `wait`, whether the checkpoint is there: rank 0's answer is the true one.
         """
         if self._closed:
             raise ValueError("this Saver is closed")
         self._join_preparing()
         self._serial += 1
+        if self._rank not in self._writers:
+            return True
         if wait:
             self._wait_idle()
             if self._written is not None and self._written[1] == step and self._is_there():
@@ -305,7 +313,9 @@ class Saver:
 
     def _placed(self, tensors: Tensors) -> list[Source]:
         """Where each goes, with the memory for it reserved."""
-        placed = lay_out(sources(tensors, self._rank, self._world))
+        if self._rank not in self._writers:
+            return []
+        placed = lay_out(sources(tensors, self._writers.index(self._rank), len(self._writers)))
         on_gpu = any(one.block is not None and one.block.data.is_cuda for one in placed)
         self._buffers.reserve(max((one.stop for one in placed), default=0), pinned=on_gpu)
         return placed
@@ -365,7 +375,7 @@ class Saver:
         step = job.wanted.step
         try:
             job.copying.finish()
-            self._store.write(job, self._buffers, self._patience, self._stop)
+            self._store.write(job, self._buffers, self._writers, self._patience, self._stop)
             self._written = (job.serial, step)
         except Exception as problem:  # whatever it is: training goes on, and it is said
             self._store.failed(job.serial, step, problem)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from stoker.contract import layout
-from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.training.checkpoint import folders
 from stoker.training.checkpoint.config import CheckpointConfig
+from stoker.training.checkpoint.manifest import Manifest
 from stoker.training.checkpoint.reading import Checkpoint, find, open_checkpoint, verify
 from stoker.training.checkpoint.saver import Saver
 from stoker.training.loop.resume import located, run_of
@@ -23,6 +24,10 @@ from stoker.training.optim.optimizer import Optimizer
 from stoker.training.parallel.group import Group
 
 BUSY, BROKEN = "busy", "broken"  # why a checkpoint is left out
+_SHARED = (
+    "a model in shards is saved and resumed only where all hosts see the same folder; give --runs-dir on a shared disk, or"
+    " --parallel.strategy ddp"
+)
 
 
 def folder_of(c: CheckpointConfig, run: str) -> str:
@@ -52,7 +57,41 @@ def newest(c: CheckpointConfig, run: str, group: Group, voice: Voice) -> Checkpo
         return path
 
     path = group.agreed(look)
-    return open_checkpoint(path) if path else None
+    return opened(path, group) if path else None
+
+
+def opened(path: str, group: Group) -> Checkpoint:
+    """On every rank, also on those of hosts that don't have it."""
+    if not group.several_hosts:
+        return open_checkpoint(path)
+    manifest = group.agreed(lambda: open_checkpoint(path).manifest)
+    if all(group.all(_same(path, manifest))):
+        return Checkpoint(path, manifest)
+    if group.shards > 1:
+        raise Refusal(f"{path} is not on all hosts: {_SHARED}", EX_NOINPUT)
+    return _FromFirst(path, manifest, group)
+
+
+def _same(path: str, manifest: Manifest) -> bool:
+    """Another checkpoint of that name may lie on another host's disk."""
+    try:
+        return open_checkpoint(path).manifest == manifest
+    except Refusal:
+        return False
+
+
+class _FromFirst(Checkpoint):
+    """Rank 0 reads it, and sends it to the ranks that can't."""
+
+    def __init__(self, path: str, manifest: Manifest, group: Group) -> None:
+        super().__init__(path, manifest)
+        self._group = group
+
+    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
+        read = super()._fill
+        self._group.agreed(lambda: read(tensors))
+        for name in sorted(tensors):
+            self._group.spread(tensors[name])
 
 
 def best_in(folder: str) -> str | None:
@@ -74,6 +113,7 @@ class Keeper:
         self._c, self._run, self._group, self._voice, self.tensors = c, run, group, voice, tensors
         self.folder = folder_of(c, run)
         self.saver = self._saver(c.keep, keep_best)
+        self._apart = self._choose_writers()
         self.saved_step: int | None = None
         self._saved_at = time.monotonic()
         self._reported: set[str] = set()  # why checkpoints were left out
@@ -104,6 +144,8 @@ class Keeper:
     def save(self, step: int, meta: Mapping[str, Any], score: float | None, *, wait: bool) -> bool:
         """At a step that all ranks know. `wait`: until it is on the disk; False where that failed."""
         taken = self.saver.save(step, self.tensors, {**meta, "run": run_of(self._run)}, score, wait=wait)
+        if wait and self._apart:
+            taken = self._group.agreed(lambda: taken)
         self._saved_at, self.saved_step = time.monotonic(), step
         self._reported.discard(BROKEN)
         return taken
@@ -124,6 +166,23 @@ class Keeper:
         made: list[Saver] = []
         group.agreed(lambda: made.append(make()))
         return made[0] if made else make()
+
+    def _choose_writers(self) -> bool:
+        """Those that see rank 0's folder. True: some don't."""
+        group = self._group
+        seeing = group.seeing(self.folder)
+        if len(seeing) == group.world:
+            return False
+        if group.shards > 1:
+            if not self.wanted:
+                return False
+            raise Refusal(f"{self.folder} is not the same folder on all hosts: {_SHARED}", EX_CANTCREAT)
+        self.saver.write_by(seeing)
+        self._voice.say_once(
+            f"checkpoints are written on rank 0's host alone, in {self.folder}: other hosts don't see that folder; if the host"
+            " is lost, so are they (--runs-dir on a disk that all hosts see keeps them)"
+        )
+        return True
 
 
 def tensors_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

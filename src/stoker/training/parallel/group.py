@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from stoker.contract import hostmemory, names
 from stoker.contract.memory import limit_to, used_memory
-from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.training.parallel.config import EVERYTHING, IN_HOST, NOTHING, ParallelConfig
 
@@ -76,6 +77,7 @@ def _bound_memory(ranks: int) -> None:
 
 T = TypeVar("T")
 FOR_FIRST = timedelta(days=1)
+SEEN_S = 3.0  # after which a file that another host made is seen, or its disk is another: NFS keeps names for a moment
 
 
 class Group:
@@ -189,6 +191,27 @@ class Group:
         else:
             store.wait([name], FOR_FIRST)
 
+    @property
+    def several_hosts(self) -> bool:
+        return self.beside < self.world
+
+    def spread(self, tensor: Tensor) -> None:
+        """Rank 0's numbers, into every rank's."""
+        if self.world > 1:
+            dist.broadcast(tensor, src=0)
+
+    def seeing(self, folder: str) -> tuple[int, ...]:
+        """Ranks whose `folder` is the one that rank 0 has, not another of that name on another host's disk."""
+        if not self.several_hosts:
+            return tuple(range(self.world))
+        mark = os.path.join(folder, f".seen-{os.urandom(8).hex()}")
+        mark = self.agreed(lambda: _marked(mark))
+        try:
+            return tuple(rank for rank, there in enumerate(self.all(_sees(mark))) if there)
+        finally:
+            if self.first:
+                os.unlink(mark)
+
     def all(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
         if self.world == 1:
@@ -206,6 +229,23 @@ class Group:
             if "gloo" in dist.get_backend():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
             dist.destroy_process_group()
+
+
+def _marked(path: str) -> str:
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+    except OSError as problem:
+        raise Refusal(f"{os.path.dirname(path)} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
+    return path
+
+
+def _sees(path: str) -> bool:
+    until = time.monotonic() + SEEN_S
+    while not os.path.exists(path):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _device(c: ParallelConfig, local: int) -> torch.device:

@@ -10,14 +10,13 @@ from typing import Any, cast
 from torch import Tensor
 
 from stoker.contract.shape import as_json, shape
-from stoker.training.checkpoint.reading import open_checkpoint
 from stoker.training.config.check import check_ranks
 from stoker.training.config.schema import Config
 from stoker.training.data.order import order_of
 from stoker.training.evaluate.confidence import wilson
 from stoker.training.fit.terms import SFT
 from stoker.training.loop.feeder import Feeder, Material
-from stoker.training.loop.keeping import Keeper, best_in, newest, tensors_of
+from stoker.training.loop.keeping import Keeper, best_in, newest, opened, tensors_of
 from stoker.training.loop.learner import Learner
 from stoker.training.loop.run import Loop
 from stoker.training.loop.say import Voice
@@ -110,7 +109,7 @@ def take_best(keeper: Keeper, tensors: dict[str, Tensor], group: Group, voice: V
     if path is None:
         voice.say_once("no checkpoint has a validation loss: the last weights are exported, not the best")
         return
-    found = open_checkpoint(path)
+    found = opened(path, group)
     found.read_into(tensors)
     voice.say_once(f"back to the best checkpoint: {path}, validation loss {found.score:.4f}")
 
