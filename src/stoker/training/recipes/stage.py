@@ -6,6 +6,7 @@ import gc
 import hashlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
@@ -232,5 +233,8 @@ def run(main: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
     except Refusal as refusal:
         print(redact.whole(f"stoker: {refusal.line}"), file=sys.stderr, flush=True)
         return refusal.code
+    except KeyboardInterrupt:  # the loop of steps has a handler of its own
+        from_rank_0("stopped before the first step: there is nothing to save yet")
+        return 128 + signal.SIGINT
     finally:
         gc.freeze()  # Python looks for garbage when it ends: among all that torch is made of, a second of CPU time
