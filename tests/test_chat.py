@@ -12,8 +12,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -28,6 +30,7 @@ from stoker.contract.names import Refusal
 from stoker.contract.shape import as_json
 from stoker.training.checkpoint.saver import Saver
 from stoker.training.data.learn import train
+from stoker.training.generate.conversation import Conversation
 from stoker.training.generate.finding import find
 from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig
@@ -145,6 +148,26 @@ def test_an_export_in_bf16_is_half_as_large_and_replaces_an_earlier_one(model: P
     assert json.loads(Path(out, "config.json").read_text())["torch_dtype"] == "bfloat16"
     with pytest.raises(Refusal, match="the folder of the model"):
         export.main([out, out])
+
+
+def test_a_template_that_training_wrote_is_not_called_the_tokenizers_own(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export.main([str(model), str(tmp_path / "once")]) == 0
+    assert export.main([str(tmp_path / "once"), str(tmp_path / "twice")]) == 0
+    assert "of its own" not in "".join(capsys.readouterr())
+    written = [json.loads((tmp_path / name / "tokenizer_config.json").read_text()) for name in ("once", "twice")]
+    assert written[0]["chat_template"] == written[1]["chat_template"]
+
+
+@pytest.mark.parametrize(("answer", "told"), [("", True), (" \n", True), ("seven", False)])
+def test_an_empty_answer_is_said_to_be_empty(answer: str, told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    def pieces(text: str) -> Iterator[str]:
+        yield from answer
+
+    chat._answer(cast(Conversation, SimpleNamespace(answer=pieces)), "?")
+    shown = capsys.readouterr()
+    assert ("(empty answer)" in shown.err) == told and shown.out == f"{answer}\n"
 
 
 def test_a_template_of_its_own_stays(model: Path, tmp_path: Path) -> None:

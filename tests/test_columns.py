@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from importlib import import_module
 from pathlib import Path
@@ -98,6 +99,25 @@ def test_a_refusal_fits_the_terminal_and_is_one_line_elsewhere(stoker: Stoker) -
     assert shown and max(map(len, shown)) <= LONGEST, shown
     piped = stoker(*words, "--lora", "--qlora")
     assert piped.err.count("\n") == 1 and " ".join(line.strip() for line in shown) == piped.err.strip()
+
+
+def test_a_memory_plan_fits_the_terminal(stoker: Stoker) -> None:
+    (stoker.cwd / "llama").mkdir()
+    shape = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 1024,
+        "num_attention_heads": 8,
+    }
+    shape |= {"num_hidden_layers": 8, "intermediate_size": 4096, "vocab_size": 32000}
+    (stoker.cwd / "llama" / "config.json").write_text(json.dumps(shape))
+    words = ["fit", "llama", "--gpus", "2x24GB"]
+    fitted = Terminal(stoker, [*_ENTRY, *words], (80, 60))
+    assert fitted.wait() == 0
+    assert any("speed:" in line or "parallel" in line for line in fitted.lines)
+    shown = fitted.shown.decode().splitlines()
+    assert [line for line in shown if len(line) > 80 and not line.startswith("stoker train ")] == [], shown
+    assert max(map(len, stoker(*words).out.splitlines())) > 130  # a file gets whole lines
 
 
 def test_doctor_fits_the_terminal(stoker: Stoker) -> None:

@@ -365,6 +365,17 @@ def conversation(seed: int) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
+@pytest.mark.parametrize("place_of_it", ["first", "last"])
+def test_one_unusable_row_is_left_out_wherever_it_stands(place: Place, place_of_it: str) -> None:
+    """The last 1 % is held out: of 15 rows one would be 7 %."""
+    rows: list[dict[str, Any]] = [conversation(seed) for seed in range(1500)]
+    rows.insert(0 if place_of_it == "first" else 1500, {"messages": [{"role": "user", "content": "nobody answers"}]})
+    made = place.prepare(place.rows("chats.jsonl", rows), kind="chat", context_length=512, validation="0.01")
+    line = next(line for line in place.said if "can't be used" in line)
+    assert line.startswith("1 of 1,501 rows can't be used: ") and line.endswith("; left out"), line
+    assert made.validation_tokens
+
+
 def test_chats_are_packed_whole_and_learn_the_assistant_only(place: Place) -> None:
     rows = [conversation(seed) for seed in range(300)]
     rows += [

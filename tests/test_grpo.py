@@ -346,6 +346,9 @@ SOUND = steps(20)
 BREAKS: list[tuple[str, list[Seen], GrpoConfig, tuple[str, ...] | None]] = [
     ("all is well", SOUND, GrpoConfig(), None),
     ("no right answer", SOUND + steps(10, 40, reward=0.0, spread=0.0, correct=0.0), GrpoConfig(), ("exactly 0 for every answer for 10 steps (since step 40)", "sft longer")),
+    ("a reward that is blind", SOUND + steps(10, 40, reward=0.0, spread=0.0, correct=0.5), GrpoConfig(reward=("mine.py:score",)),
+     ("exactly 0", "so nothing is learned: mine.py:score gives 0 to answers that are right (50% were", "look at that first")),
+    ("blind, and the answers are wrong", SOUND + steps(10, 40, reward=0.0, spread=0.0, correct=0.0), GrpoConfig(reward=("mine.py:score",)), ("exactly 0", "sft longer")),
     ("nine steps are not ten", SOUND + steps(9, 40, reward=0.0, spread=0.0, correct=0.0), GrpoConfig(), None),
     ("a constant that moves", SOUND + steps(9, 40, reward=0.0, spread=0.0) + steps(1, 49, reward=0.1, spread=0.0), GrpoConfig(), None),
     ("constant but not nothing", SOUND + steps(3, 40, reward=0.1, spread=0.0, correct=0.0), GrpoConfig(breaker_steps=3), ("exactly 0.1", "for 3 steps")),
@@ -832,7 +835,7 @@ def test_rows_without_answers_learn_from_a_reward_of_ones_own(forks: Forks, tmp_
     job = forks(
         1, tmp_path / "own", *given, "--grpo.reward", f"{tmp_path}/rewards.py:score", "--grpo.reward", "length:2=0.5"
     )
-    assert job.codes == [0] and " | Right: n/a | " in job.said(), job.said()
+    assert job.codes == [0] and "Right: " not in job.said(), job.said()  # its own idea of right
     first, last = job.metrics[0], job.metrics[-1]
     assert first["correct"] is None and last["reward_score"] > first["reward_score"] + 0.2
     assert last["reward"] == pytest.approx(last["reward_score"] + 0.5 * last["reward_length"])

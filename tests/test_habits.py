@@ -130,5 +130,5 @@ def test_a_package_that_only_training_needs_is_named(stoker: Stoker) -> None:
     stoker.script("book.txt", "a line\n" * 2000)
     done = stoker("train", "pretrain", "--debug", "--data", "book.txt", env={"PYTHONPATH": f"{stoker.cwd}:{SOURCE}"})
     assert done.code == 69 and done.err.splitlines()[-1].endswith(
-        "needs the package numpy, which is not installed here: pip install 'stoker[train]'"
+        "needs the package numpy, which is not installed here: `pip install 'stoker[train]'`"
     ), done.err

@@ -85,6 +85,24 @@ def test_what_cant_be_is_one_line_before_anything_is_started(tmp_path: Path) -> 
     assert "not valid Python" in refused(f"{file}:score", code=EX_DATAERR)
 
 
+def test_a_misspelt_parameter_is_found_before_the_start(tmp_path: Path) -> None:
+    file, prompts = tmp_path / "rewards.py", tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "2+2?"}\n{"prompt": "3+3?", "answer": "6"}\n')
+
+    def asks(parameters: str) -> None:
+        file.write_text(f"def score({parameters}):\n    return 1.0\n")
+        check(GrpoConfig(reward=(f"{file}:score",), prompts=str(prompts)))
+
+    for parameters in ("completion, answer", "prompts, completions, answer, *, more=1", "row, other=None, **rest"):
+        asks(parameters)  # the second row has an answer
+    for parameters, name in (("completion, answr", "answr"), ("completions, row", "row"), ("*, answr", "answr")):
+        with pytest.raises(Refusal, match=f"rewards.py:score has an unknown parameter '{name}'") as refused:
+            asks(parameters)
+        assert refused.value.code == EX_DATAERR and ("did you mean" in refused.value.line.lower()), refused.value.line
+    file.write_text("import functools\n@functools.cache\ndef score(completion, answr):\n    return 1.0\n")
+    check(GrpoConfig(reward=(f"{file}:score",), prompts=str(prompts)))  # whatever a decorator makes of it
+
+
 def test_a_config_file_names_no_code(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("grpo:\n  reward: [rewards.py:score, length=0.1]\n")

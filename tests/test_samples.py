@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +73,39 @@ def test_answers_are_those_of_the_engine() -> None:
         prompts, new_tokens=64, stop={12}, temperature=0
     )
     assert ours == [row[:-1] if row[-1] == 12 else row for row in engine] and model.training
+
+
+INTERRUPTED = """
+import os, signal, sys
+from stoker.training.loop import samples
+from stoker.training.recipes import sft, stage
+
+if sys.argv[1] == "samples":
+    logits = samples._logits
+    def interrupted(*given):
+        os.kill(os.getpid(), signal.SIGINT)
+        samples._logits = logits
+        return logits(*given)
+    samples._logits = interrupted
+else:
+    stage.situation = lambda *given: os.kill(os.getpid(), signal.SIGINT)
+sys.exit(stage.run(sft.main, sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("when", ["samples", "settings"])
+def test_a_stop_before_the_first_step_has_no_traceback(tmp_path: Path, when: str) -> None:
+    given = words("x", base(tmp_path), chats(tmp_path / "chats.jsonl"))[4:]
+    command = [sys.executable, "-c", INTERRUPTED, when, *given]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    if when == "settings":
+        assert done.returncode == 130 and "stopped before the first step" in done.stdout, done
+        return
+    assert done.returncode == 0 and "stopped: 1 of " in done.stdout and "; saved " in done.stdout, done
+    assert "Sample 1" not in done.stdout
+    (line,) = re.findall("first step after .*", done.stdout)
+    assert re.search(r"sample answers [\d.]+, first step [\d.]+$", line), line
 
 
 def test_examples_are_prompts_and_first_answers_of_packed_rows() -> None:

@@ -28,6 +28,7 @@ from stoker.contract.names import (
     EX_USAGE,
     Refusal,
 )
+from stoker.contract.quantities import span
 from stoker.contract.shape import replace
 from stoker.speedrun import course, estimate, presets, rows, state
 from stoker.speedrun.child import cards_of, watt_hours
@@ -427,6 +428,34 @@ def test_a_plan_is_printed_and_nothing_is_made(speedrun: Speedrun, capsys: pytes
     assert not speedrun.folder.parent.exists() and not speedrun.calls
 
 
+def test_a_plan_says_what_a_cpu_rank_takes_and_fits_the_terminal(
+    speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process that has only imported torch has 230 MB; ranks of this chain were seen with 0.4 GB."""
+    assert speedrun("--plan", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert 350e6 < plan["about"]["memory"] < 600e6
+    assert all(row["about"]["memory"] == 0 or row["about"]["memory"] > 230e6 for row in plan["stages"])
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert speedrun("--plan") == 0
+    said = capsys.readouterr().out
+    sentences = [line for line in said.splitlines() if str(speedrun.folder) not in line]  # a path can't be broken
+    assert max(map(len, sentences)) <= 80 and "preset cpu" in said and "memory in each rank" in " ".join(said.split())
+
+
+def test_a_stage_is_announced_by_the_pace_that_was_measured(
+    speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here every stage takes next to nothing, so that the last ones are said to take less than the plan has."""
+    assert speedrun("--plan", "--json") == 0
+    planned = {row["name"]: row["about"]["seconds"] for row in json.loads(capsys.readouterr().out)["stages"]}
+    assert speedrun() == 0
+    said = capsys.readouterr().out
+    (announced,) = re.findall(r"\] grpo-density … about (.+)", said)
+    assert announced != span(planned["grpo-density"]), said
+
+
 def test_a_plan_leaves_out_columns_that_the_terminal_has_no_room_for(
     speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -482,6 +511,9 @@ def test_the_chain_runs_once_and_a_changed_setting_runs_what_depends_on_it(
     assert speedrun.ran == [name for name in NAMES if name not in ("world", "report")]
     said = capsys.readouterr().out
     assert "sft ✓" in said and "1.500 bits per byte" in said and "about" in said and "report.md" in said
+    ended = said[said.index("report ✓") :].splitlines()
+    assert re.fullmatch(r"all 16 stages are done, in .+ s", ended[1]), ended
+    assert "`stoker chat runs/speedrun-cpu`" in ended[2] and "runs/speedrun-cpu/report.html" in ended[2], ended
     entries = speedrun.entries
     assert {entry["status"] for entry in entries.values()} == {"done"} and entries["sft"]["attempts"] == 1
     assert (
@@ -1136,6 +1168,16 @@ def test_what_is_said_of_a_stage(tmp_path: Path) -> None:
         KINDS["evaluate"].headline({"all": cut})
         == "62.5% of held-out questions right, 50.0% of sampled answers, 25.0% cut at the token limit"
     )
+    both = {"questions": {"accuracy": 0.763, "total": 600}, PROMPTS: {"accuracy": 0.9, "total": 1400}}
+    told = KINDS["evaluate"].headline({"all": cut, "tasks": both})
+    expected = (
+        "right: 76.3% of 600 questions of all kinds, 90.0% of 1,400 prompts like GRPO's, 25.0% cut at the token limit"
+    )
+    assert told == expected, "as the report has them, and not the share of both together"
+    weights = {"prompts": 4000, "weight_min": 0.3, "weight_max": 3.1}
+    assert KINDS["density"].headline(weights).startswith("4000 prompts, weights from 0.30 to 3.10")
+    token = {"bytes_per_token": 2.85, "words_bytes_per_token": 4.36}
+    assert KINDS["tokenizer"].headline(token) == "2.85 bytes of text per token (whole words have 4.36)"
     assert KINDS["grpo"].headline({"reward_first": 0.25, "reward_last": 0.5}) == "reward 0.250 at first, 0.500 at last"
     assert KINDS["sft"].headline({}) == "" and state.progress(str(tmp_path), 10) == ""
     (tmp_path / "metrics.jsonl").write_text('{"step": 4, "loss": 2.0}\n{"step": 5, "lo')

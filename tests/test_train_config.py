@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from stoker.training.model.config import ModelConfig
 from stoker.training.stages import docs, table
 from stoker.training.stages.registry import STAGES, learning
 from stoker.training.stages.situation import with_defaults
+from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
 ROOT = Path(__file__).parent.parent
 LLAMA = {
@@ -1018,3 +1020,56 @@ def test_loaded_weights_bring_their_own_tokenizer_or_none_is_made_up(stoker: Sto
     assert (
         done.code == 0 and "the tokenizer is that of model.load: weights" in done.err and "path: weights" in done.out
     ), done.err
+
+
+def model_of_128_positions(stoker: Stoker) -> None:
+    (stoker.cwd / "weights").mkdir()
+    bytes_tokenizer().save(str(stoker.cwd / "weights"))
+    stoker.script("weights/config.json", json.dumps({**LLAMA, "max_position_embeddings": 128}))
+    turns = [{"role": "user", "content": "how many boats?"}, {"role": "assistant", "content": "seven boats"}]
+    stoker.script("chats.jsonl", (json.dumps({"messages": turns}) + "\n") * 200)
+    stoker.script("prompts.jsonl", (json.dumps({"prompt": "how many boats?", "answer": "seven"}) + "\n") * 200)
+
+
+OF_STAGE = {"sft": ("--data", "chats.jsonl"), "grpo": ("--grpo.prompts", "prompts.jsonl")}
+
+
+@pytest.mark.parametrize("stage", OF_STAGE)
+def test_rows_are_no_longer_than_what_a_loaded_model_was_trained_for(stoker: Stoker, stage: str) -> None:
+    model_of_128_positions(stoker)
+    words = ("train", stage, "--model.load", "weights", *OF_STAGE[stage], "--dry-run", "--no-preflight")
+    done = stoker(*words)
+    assert done.code == 0 and "  context_length: 128\n" in done.out and "--data.context_length 128" in done.out, (
+        done.err
+    )
+    assert "warning" not in done.err and "the most the model was trained for; --context-length" in done.err
+    assert stage != "grpo" or "  new_tokens: 64\n" in done.out, "a prompt needs a place, too"
+    asked = stoker(*words, "--context-length", "256")  # the preset's own: the ranks must be told all the same
+    assert asked.code == 0 and "--data.context_length 256" in asked.out, asked.err
+    assert asked.err.count("warning: data.context_length 256 is more than the 128 tokens that weights was trained") == 1
+
+
+def test_a_dry_run_shows_no_shape_of_the_preset_where_a_model_is_loaded(stoker: Stoker) -> None:
+    model_of_128_positions(stoker)
+    done = stoker("train", "sft", "--model.load", "weights", *OF_STAGE["sft"], "--dry-run", "--no-preflight")
+    shown = done.out[done.out.index("preset: small") :]
+    assert "load: weights" in shown and "2 layers of width 64, 1,024 tokens" in shown, shown
+    for name in ("depth", "layers", "dim", "heads", "ff", "vocab_size"):
+        assert f"  {name}: " not in shown, shown
+    stoker.script("again.yaml", shown)
+    again = stoker("train", "sft", "--config", "again.yaml", "--dry-run", "--no-preflight")
+    assert again.code == 0 and again.out[again.out.index("preset: small") :] == shown, again.err
+
+
+def test_tokens_before_the_data_is_prepared_are_about_and_counted_by_the_tokenizer(stoker: Stoker) -> None:
+    model_of_128_positions(stoker)
+    words = ("train", "sft", "--model.load", "weights", *OF_STAGE["sft"], "--data.validation", "0")
+    small = stoker(*words, "--dry-run", "--no-preflight").err
+    (shown,) = json.loads(stoker("data", "show", "chats.jsonl", "--tokenizer", "weights", "--json").out)["files"]
+    (tokens,) = re.findall(r"about 200 conversations, about ([\d,]+) tokens in about [\d,]+ rows", small)
+    assert int(tokens.replace(",", "")) == pytest.approx(shown["tokens"], rel=0.05), (small, shown)
+    assert "(the tokenizer counted all 200 rows)" in small
+    chats = stoker.cwd / "chats.jsonl"
+    chats.write_text(chats.read_text() * 200)
+    large = stoker(*words, "--dry-run", "--no-preflight").err
+    assert "rows (a guess from the size of the files)" in large, large

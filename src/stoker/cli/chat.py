@@ -149,11 +149,12 @@ def _answer(talk: Conversation, text: str, stoppable: bool = False) -> None:
         stopped = True
 
     before = signal.signal(signal.SIGINT, stop) if stoppable else None
-    pieces = talk.answer(text)
+    pieces, empty = talk.answer(text), True
     try:
         for piece in pieces:
             sys.stdout.write(piece)
             sys.stdout.flush()
+            empty = empty and not piece.strip()
             if stopped:
                 break
     finally:
@@ -161,3 +162,5 @@ def _answer(talk: Conversation, text: str, stoppable: bool = False) -> None:
         if before is not None:
             signal.signal(signal.SIGINT, before)
     print(flush=True)
+    if empty and not stopped:
+        say("(empty answer)")  # not into a file that takes the answers

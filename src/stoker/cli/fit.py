@@ -10,7 +10,7 @@ from stoker.contract import layout
 from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import replace
-from stoker.contract.terminal import say
+from stoker.contract.terminal import say, tell
 from stoker.contract.untrusted import json_text
 from stoker.training.fit import pace, plan, strategy, text
 from stoker.training.fit.footprint import STAGES
@@ -132,12 +132,12 @@ def main(argv: list[str]) -> int:
         print(json_text(text.as_dict(decision, told.model, data, rate, tokens, told.price)))
     else:
         for line in text.lines(found, told.model, data):
-            print(line)
+            tell(line)
         if decision.others:
-            print(f"parallel {decision.line()}")
+            tell(f"parallel {decision.line()}")
         if found.fits:
-            for line in text.pace_lines(rate, tokens, exact, told.price, len(found.shares)):
-                print(line)
+            for line in text.pace_lines(rate, tokens, exact, told.price, len(found.shares), data=bool(told.data)):
+                tell(line)
     return 0 if found.fits else 1
 
 

@@ -15,6 +15,7 @@ from stoker.contract.settings import Parser, add_flags, build
 from stoker.contract.shape import replace
 from stoker.contract.terminal import tell
 from stoker.contract.untrusted import json_text
+from stoker.contract.wrapping import wrapped
 from stoker.speedrun.options import SpeedrunOptions
 
 TYPE_CHECKING = False
@@ -66,7 +67,7 @@ def main(argv: list[str], tools: Tools | None = None) -> int:
     for line in course.lines:
         _say(line)
     if nothing_to_do:
-        report = os.path.join(course.folder, "report.md")
+        report = os.path.join(course.folder, "report.html")
         where = f"; report: {os.path.relpath(report)}" if os.path.exists(report) else ""
         count = len(course.selected)
         done = f"{count} {'stages are' if count > 1 else 'stage is'} done"
@@ -112,7 +113,8 @@ def _plan(course: Course) -> int:
         return 0
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     refused = [f"here it would be refused: {course.refused}"] if course.refused else []
-    print(redact.whole("\n".join((*course.lines, *refused, "", plan.as_text(course, columns)))))
+    before = (wrapped(line, columns or 0) for line in (*course.lines, *refused))
+    print(redact.whole("\n".join((*before, "", plan.as_text(course, columns)))))
     return 0
 
 

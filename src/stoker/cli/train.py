@@ -86,6 +86,7 @@ exit codes: those of `stoker run`; 64 an invalid flag, 78 an invalid config file
 _SHORT = """--help-all lists the other {more} keys and every option of `stoker run`; `stoker docs config` prints every key.
 A key whose name is clear without its section may be given without it, with - or _: --max-steps 10.
 preset < the stage's defaults (printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE) < flags"""
+_OF_LOADING = ("load", "engine", "trust_remote_code", "vocab_size")  # keys of `model` that count where one is loaded
 _RUN_MOST = ("nproc_per_node", "gpus", "hosts", "name", "max_restarts", "detach", "dry_run")
 
 
@@ -184,14 +185,21 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
         _say(line)
     learns = STAGES[stage].learning is not None
     machines = machines_to_plan(resolved.config, options, machine, _say) if learns and (gpus or options.hosts) else {}
-    if resolved.config.model.load and STAGES[stage].learning is not None and not options.dry_run:
-        loaded, most = _check_model(resolved.config), _most_ranks(resolved.config, options, machine, gpus)
+    loaded = _check_model(resolved.config) if resolved.config.model.load and learns and not options.dry_run else 0
+    if resolved.config.model.load and not resolved.config.tokenizer.path:
+        resolved = replace(resolved, config=with_tokenizer(resolved.config, _say))
+    if resolved.config.model.load and learns:
+        from stoker.training.stages.situation import with_context_of_model
+
+        cpu = on_cpu(resolved.config, gpus or options.hosts is not None)
+        fitting = with_context_of_model(stage, resolved.config, resolved.given, cpu, _say)
+        resolved = replace(resolved, config=fitting)
+    if loaded:
+        most = _most_ranks(resolved.config, options, machine, gpus)
         if most is not None and on_cpu(resolved.config, gpus):
             refuse_beyond_memory(resolved.config, most, machine.memory_total, loaded)
         if machines:
             refuse_too_large(stage, resolved, options, machines)
-    if resolved.config.model.load and not resolved.config.tokenizer.path:
-        resolved = replace(resolved, config=with_tokenizer(resolved.config, _say))
     if not options.dry_run:
         resolved = replace(resolved, config=_fetched(stage, resolved.config))
     ready = _prepare(resolved, options) if STAGES[stage].prepares and not options.dry_run else None
@@ -226,8 +234,31 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     if options.dry_run and not options.json and not code:
         shown = _worth_showing(stage, resolved, keep)
         print(redact.whole(as_yaml(resolved.config, shown)), end="")
-        tell(f"# The other {len(KEYS) - len(shown)} keys have their defaults: `stoker docs config` prints them.")
+        if resolved.config.model.load and learns:
+            tell(f"# The model's shape is that of {resolved.config.model.load}{_in_words(resolved.config)}.")
+        rest = len(KEYS) - len(shown) - len(_of_loaded(resolved))
+        tell(f"# The other {rest} keys have their defaults: `stoker docs config` prints them.")
     return code
+
+
+def _in_words(config: Config) -> str:
+    """How large the model is that a stage trains."""
+    from stoker.training.model.config import parameters
+
+    c = _loaded_shape(config.model)
+    return f": {parameters(c):,} parameters, {c.layers} layers of width {c.dim}, {c.vocab_size:,} tokens"
+
+
+def _of_loaded(resolved: Resolved) -> set[str]:
+    """Keys whose values the folders of model and tokenizer have, whatever the preset says."""
+    config, found = resolved.config, set[str]()
+    if config.model.load:
+        found |= {name for name, key in KEYS.items() if key.section == "model"} - {
+            f"model.{one}" for one in _OF_LOADING
+        }
+    if config.tokenizer.path:
+        found |= {name for name, key in KEYS.items() if key.section == "tokenizer"} - {"tokenizer.path"}
+    return found - set(resolved.given)
 
 
 def _worth_showing(stage: str, resolved: Resolved, keep: Collection[str]) -> set[str]:
@@ -235,7 +266,7 @@ def _worth_showing(stage: str, resolved: Resolved, keep: Collection[str]) -> set
     values, preset = values_of(resolved.config), PRESETS[resolved.config.preset]
     usual = {key for key in KEYS if values[key] == DEFAULTS[key] == preset.get(key, values[key])}
     foreign = set(_foreign(stage)) - set(resolved.given)
-    return ({*STAGES[stage].common, *keep, *resolved.given} | (set(KEYS) - usual)) - foreign
+    return ({*STAGES[stage].common, *keep, *resolved.given} | (set(KEYS) - usual)) - foreign - _of_loaded(resolved)
 
 
 def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str, Any]]:

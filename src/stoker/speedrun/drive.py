@@ -98,6 +98,7 @@ class Drive:
         self._environment = {names.PICTURES: "0", **kept}  # the report has every curve
         self._handles = handles
         self._took: dict[str, float] = {}
+        self._estimated = {name: about.seconds for name, about in course.estimates.items()}
         self._tokenizer = next(stage.name for stage in course.stages if TOKENIZER in stage.outputs)
         self._bar = terminal.for_bars() and not course.options.verbose
 
@@ -134,7 +135,25 @@ class Drive:
                 f"failed: {', '.join(failed)}; no later stage needs {'it' if len(failed) == 1 else 'them'}; the same"
                 " command tries again"
             )
+        elif waiting and all(entry.done for entry in self.entries.values()):
+            self._farewell()
         return next(iter(failed.values()), 0)
+
+    def _farewell(self) -> None:
+        """Of a whole chain: how long it took, how good the last model is, what to type next."""
+        took, folder = sum(entry.seconds for entry in self.entries.values()), _shown(self.course.folder)
+        result = ""
+        for stage in self.course.stages:
+            kind = STAGES.get(stage.stage)
+            if kind is None or not kind.measures or "model.load" not in stage.keys:
+                continue
+            run = self._run_of(stage)
+            found = state.result_of(run) if run is not None else None
+            if headline := kind.headline((found or {}).get("metrics") or {}):
+                result = f" | {stage.name}: {headline}"
+        self.say(f"all {len(self.entries)} stages are done, in {span(took)}{result}")
+        report = os.path.join(folder, "report.html")
+        self.say(f"next: `stoker chat {folder}` | {report} | `stoker export {folder} my-model` for transformers")
 
     def _needed(self, stage: Stage) -> bool:
         """Others are built on it, or it is all that was wanted; an evaluation is only measured by."""
@@ -167,7 +186,7 @@ class Drive:
     def _stage(self, stage: Stage, children: Children, after: Sequence[str]) -> int:
         name, options = stage.name, self.course.options
         number = f"[{[one.name for one in self.course.stages].index(name) + 1}/{len(self.course.stages)}]"
-        self.say(f"{number} {name} … about {span(self.course.estimates[name].seconds)}")
+        self.say(f"{number} {name} … about {span(left(self._estimated, self._took, [name]))}")
         self._await_end_of_former(stage)
         used = child.millijoules() if self.course.machine.gpus else None
         began, clock = time.time(), time.monotonic()
@@ -216,9 +235,8 @@ class Drive:
         if result is not None and (code == 0 or stopped):
             self._note(name, status=DONE)
             self._took[name] = self.entries[name].seconds
-            estimated = {one: about.seconds for one, about in self.course.estimates.items()}
             headline = STAGES[stage.stage].headline(result.get("metrics") or {}) if stage.stage in STAGES else ""
-            rest = left(estimated, self._took, after)
+            rest = left(self._estimated, self._took, after)
             parts = [f"{number} {name} ✓ {span(self.entries[name].seconds)}", *([headline] if headline else [])]
             parts += [f"the rest takes about {span(rest)}"] if rest >= 1 else []
             self.say(" | ".join(parts))

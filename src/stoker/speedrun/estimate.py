@@ -13,6 +13,7 @@ from stoker.training.stages.registry import STAGES
 from stoker.training.stages.stage import From
 
 CORE = Pace(2.2e10, 1e10, 6.0, 0.01, width=4)
+CPU_RANK = 230e6  # bytes of a process that has imported torch: it is in the same memory as model and activations
 CARDS = {"H200": Pace(3.6e14, 3.5e12, 20.0, 0.02), "H100": Pace(3.4e14, 2.5e12, 20.0, 0.02), "A100": Pace(1.4e14, 1.5e12, 20.0, 0.02),
          "B200": Pace(7e14, 6e12, 20.0, 0.02), "4090": Pace(8e13, 8e11, 20.0, 0.02), "A40": Pace(6e13, 6e11, 20.0, 0.02)}  # fmt: skip
 OTHER_CARD = Pace(4e13, 5e11, 20.0, 0.02)
@@ -45,7 +46,11 @@ def estimates(stages: Sequence[Stage], pace: Pace, ranks: int) -> dict[str, Esti
     found = {WORLD: Estimate(WORLD_SECONDS * size, disk=WORLD_BYTES * size), REPORT: Estimate(REPORT_SECONDS)}
     for stage in own:
         found[stage.name] = STAGES[stage.stage].estimate(Job({**values[stage.name], **model}, vocabulary, pace, ranks))
-    return {stage.name: found[stage.name] for stage in stages}
+    beside = CPU_RANK if pace.width == CORE.width else 0.0
+    return {
+        stage.name: replace(one, memory=one.memory + beside) if (one := found[stage.name]).memory else one
+        for stage in stages
+    }
 
 
 def _values(stage: Stage) -> dict[str, Any]:

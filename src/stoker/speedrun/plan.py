@@ -7,6 +7,7 @@ from typing import Any
 
 from stoker.contract.quantities import amount, span
 from stoker.contract.shape import as_json
+from stoker.contract.wrapping import wrapped
 from stoker.speedrun.course import Course
 from stoker.speedrun.estimate import room
 from stoker.speedrun.stages import REPORT, File, Stage
@@ -77,12 +78,12 @@ def as_text(course: Course, columns: int | None = None) -> str:
     if count:
         lines.append(
             f"{count} of {len(course.stages)} stages to run (•): about {span(total['seconds'])}"
-            f" ({course.estimated_for}), about {amount(total['memory'])} of memory in each rank, about {amount(total['disk'])}"
-            f" of disk in {course.folder}"
+            f" ({course.estimated_for}), about {amount(total['memory'])} of {'GPU ' if course.gpus else ''}memory in each"
+            f" rank, about {amount(total['disk'])} of disk in {course.folder}"
         )
     else:
         lines.append(f"nothing to run: all is done in {course.folder}")
-    return "\n".join(lines)
+    return "\n".join((*lines[:-1], wrapped(lines[-1], columns or 0)))
 
 
 def _table(rows: Sequence[Sequence[str]], columns: int | None) -> list[str]:

@@ -34,7 +34,7 @@ def summary(chain: Chain) -> Iterator[Block]:
         right = evaluations[name].questions.greedy
         lines.append(
             f"The last model, {MODELS[name]}, answers {percent(right.value)} of"
-            f" {f'{right.total:,} ' if right.total else ''}held-out questions right."
+            f" {f'{right.total:,} ' if right.total else ''}held-out questions of all kinds right."
         )
     yield Text(" ".join(lines), lead=True)
     yield from missing(chain)

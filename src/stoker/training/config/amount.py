@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Sequence
 
 from stoker.contract.effort import looking_at_file
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.training.config.schema import Config
+from stoker.training.data.formats.table import TEXT
 from stoker.training.data.rows import LONGEST_LINE, kind_of, rows
 from stoker.training.data.shards import Prepared
 from stoker.training.data.sources import local_files, share_of
@@ -17,6 +19,7 @@ from stoker.training.reward.config import DpoConfig, RewardConfig
 
 COUNTED = 1 << 28  # bytes of a file whose lines are counted; a longer one is taken to go on as it began
 COUNTED_ROWS = 1_000_000
+ENCODED = 1 << 21  # bytes of all files that the tokenizer reads before the start: a second or two
 _BLOCK = 1 << 20
 _MARKS = bytes(sign if sign == 10 else ord(".") for sign in range(256))  # every byte of a line becomes a point
 # Bytes per token of English: 2.85 measured with 768 tokens, 4.4 with 65,536.
@@ -39,6 +42,7 @@ class Amount:
     tokens: int = 0  # 0: nobody counted them
     exact: bool = True
     held_out: int = 0  # tokens of a validation; 0: nobody counted them, or there are none
+    how: str = ""  # an estimate was made, in words
 
 
 def of_prepared(ready: Prepared, config: Config) -> Amount:
@@ -53,6 +57,9 @@ def of_prepared(ready: Prepared, config: Config) -> Amount:
     return Amount(samples, tokens, "tokens", tokens, held_out=ready.validation_tokens)
 
 
+GUESSED, ENCODED_ALL = "a guess from the size of the files", "the tokenizer counted all {rows:,} rows"
+
+
 def estimated(config: Config, vocabulary: int) -> Amount | None:
     """Of `data.path`, before it is prepared. None: it is not on this machine yet."""
     try:
@@ -63,8 +70,12 @@ def estimated(config: Config, vocabulary: int) -> Amount | None:
         return None
     chat = config.data.kind == "chat"
     held_out = share_of(config.data.validation) or 0.0
-    size = sum(_unpacked(path) for path in files) * (1 - held_out)
-    tokens = int(size * (CHAT_TEXT if chat else 1.0) / _bytes_per_token(config, vocabulary))
+    size = sum(_unpacked(path) for path in files)
+    seen = _encoded(config, files) if size <= ENCODED else None
+    all_tokens, how = size * (CHAT_TEXT if chat else 1.0) / _bytes_per_token(config, vocabulary), GUESSED
+    if seen is not None:
+        all_tokens, how = seen[0], ENCODED_ALL.format(rows=seen[1])
+    tokens = int(all_tokens * (1 - held_out))
     context = config.data.context_length
     samples = max(int(tokens / context / (FILL if chat else 1.0)), 1)
     aside = int(tokens * held_out / (1 - held_out))
@@ -72,10 +83,28 @@ def estimated(config: Config, vocabulary: int) -> Amount | None:
     if limit and limit < samples:
         tokens, samples = tokens * limit // samples, limit
     if not chat:
-        return Amount(samples, tokens, "tokens", tokens, exact=False, held_out=aside)
+        return Amount(samples, tokens, "tokens", tokens, exact=False, held_out=aside, how=how)
     count = round(sum(lines_in(path) for path in files if kind_of(path) in ("jsonl", "json", "csv")) * (1 - held_out))
     unit = "conversations" if count else "tokens"
-    return Amount(samples, count or tokens, unit, tokens, exact=False, held_out=aside)
+    return Amount(samples, count or tokens, unit, tokens, exact=False, held_out=aside, how=how)
+
+
+def _encoded(config: Config, files: Sequence[str]) -> tuple[int, int] | None:
+    """(tokens, rows) by the tokenizer. None: it is not on this machine, or preparing the data will say what is wrong."""
+    folder = config.tokenizer.path
+    if folder != "bytes" and not os.path.isdir(folder):
+        return None
+    from stoker.training.data.show import Ask, show
+    from stoker.training.tokenizer.tokenizer import load
+
+    try:
+        data, words = config.data, load(folder)
+        as_rows = data.format if data.kind == "chat" else TEXT
+        ask = Ask(words, data.context_length, as_rows, data.text_key)
+        shown = [show(path, ask, lambda line: None) for path in files]
+    except Refusal:
+        return None
+    return sum(one.tokens for one in shown), sum(one.rows for one in shown)
 
 
 def of_pairs(config: Config, vocabulary: int, given: RewardConfig | DpoConfig | None = None) -> Amount:

@@ -28,6 +28,7 @@ RANKS_UNKNOWN = 16  # samples a step has at least where only the launch will sho
 RATES = ("optim.learning_rate", "optim.muon_learning_rate")
 LENGTH = ("train.max_steps", "train.epochs")
 BATCH = ("batch.tokens", "batch.accumulation")
+CONTEXT, NEW_TOKENS = "data.context_length", "generate.new_tokens"
 EVALUATION = "train.eval_every"
 EVALUATIONS = 10  # of a run that trains adapters: their checkpoints are small, and such runs short
 # They may take this share of the run, by tokens: a learned one costs two that are only read, because frozen weights need no
@@ -76,7 +77,7 @@ def derive(learning: Learning, config: Config, given: Collection[str], at: Situa
     if free_length and not (
         learning.most_steps and config.train.max_steps * samples <= learning.passes * at.amount.samples
     ):
-        found |= {"train.max_steps": 0, "train.epochs": learning.passes}
+        found |= {"train.max_steps": 0, "train.epochs": float(learning.passes)}
     if EVALUATION not in given and config.adapter.method != OFF and config.preset not in KEEPS_ITS_LENGTH:
         found[EVALUATION] = _eval_every(learning, config_of(config.preset, values_of(config) | found), at)
     return found
@@ -110,7 +111,22 @@ def derivable(learning: Learning | None) -> tuple[str, ...]:
     """What a launcher says to its ranks in any case: they must not derive it again."""
     if learning is None:
         return ()
-    return (*RATES, *LENGTH) if learning.prompts else (*RATES, *LENGTH, *BATCH, EVALUATION)
+    if learning.prompts:
+        return (*RATES, *LENGTH, CONTEXT, NEW_TOKENS)
+    return (*RATES, *LENGTH, *BATCH, EVALUATION, CONTEXT)
+
+
+def within(learning: Learning, config: Config, given: Collection[str], longest: int) -> dict[str, Any]:
+    """The keys that nobody gave, so that rows are no longer than what a loaded model was trained for. Pure. `longest`: 0 where
+    its folder does not say."""
+    if CONTEXT in given or not 1 < longest < config.data.context_length:
+        return {}
+    found: dict[str, Any] = {CONTEXT: longest}
+    if "batch.tokens" not in given and config.batch.tokens:
+        found["batch.tokens"] = max(config.batch.tokens // longest, 1) * longest
+    if learning.prompts and NEW_TOKENS not in given:
+        found[NEW_TOKENS] = min(config.generate.new_tokens, longest // 2)  # a prompt and its answer share the row
+    return found
 
 
 def rate_at(size: int, power: float) -> float:

@@ -23,7 +23,7 @@ from stoker.training.data.formats.table import AUTO, FORMATS, TEXT, known, recog
 from stoker.training.data.learn import trained
 from stoker.training.data.order import Mixture, mixture_of
 from stoker.training.data.ours import OTHER_CACHE, digest_files, own_cache, tag
-from stoker.training.data.read import MESSAGES, Remarks, at, conversations, key_names, rows, texts
+from stoker.training.data.read import MESSAGES, NAMED, Remarks, at, conversations, key_names, rows, texts
 from stoker.training.data.reasons import TOLERATED
 from stoker.training.data.shards import TOKENIZER, Prepared, from_manifest
 from stoker.training.data.sources import Source, find_sources, share_of
@@ -280,8 +280,11 @@ def _check_content(told: dict[str, Any], data: DataConfig, given: Given, say: Sa
         f" and {len(given.train) - 3} more" if len(given.train) > 3 else ""
     )
     train = told["splits"]["train"]
-    for part in told["splits"].values():
-        _tolerate(part, say)
+    parts = list(told["splits"].values())
+    # Held out of the same files, they are judged together: the last 1 % alone has few rows.
+    for together in [[part] for part in parts] if given.held else [parts]:
+        _tolerate(together, say)
+    for part in parts:
         if part.get("cut"):
             more = " …" if part["cut"] > len(part["first_cut"]) else ""
             say(
@@ -309,15 +312,14 @@ def _check_content(told: dict[str, Any], data: DataConfig, given: Given, say: Sa
         raise Refusal(f"{names}: there is no text in it", EX_DATAERR)
 
 
-def _tolerate(split: dict[str, Any], say: Say) -> None:
+def _tolerate(splits: Sequence[dict[str, Any]], say: Say) -> None:
     """Rows that are no conversations are left out while they are few."""
-    wrong, rows = split.get("wrong", 0), split.get("wrong", 0) + split["documents"] + split.get("dropped", 0)
+    wrong = sum(split.get("wrong", 0) for split in splits)
     if not wrong:
         return
-    line = (
-        f"{wrong:,} of {rows:,} rows can't be used:"
-        f" {'; '.join(split['first_wrong'])}{' …' if wrong > len(split['first_wrong']) else ''}"
-    )
+    rows = wrong + sum(split["documents"] + split.get("dropped", 0) for split in splits)
+    named = [line for split in splits for line in split.get("first_wrong", ())][:NAMED]
+    line = f"{wrong:,} of {rows:,} rows can't be used: {'; '.join(named)}{' …' if wrong > len(named) else ''}"
     if wrong >= TOLERATED * rows:
         raise Refusal(f"{line}; that is 1 % or more: fix the file", EX_DATAERR)
     say(f"{line}; left out")

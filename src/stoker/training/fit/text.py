@@ -185,12 +185,21 @@ def _stage_words(plan: Plan) -> list[str]:
     return words
 
 
-def pace_lines(pace: Pace | None, tokens: int, exact: bool, price: float, gpus: int) -> Iterator[str]:
+def pace_lines(
+    pace: Pace | None, tokens: int, exact: bool, price: float, gpus: int, *, data: bool = True
+) -> Iterator[str]:
+    """`data`: --data was given."""
     if pace is None:
         yield "speed: unknown (no run of this model was measured, and no table has this card or stage)"
+        unused = [flag for flag, given in (("--price", price), ("--data", data)) if given]
+        if unused:
+            yield f"no time and no cost of an epoch ({', '.join(unused)}): they follow from a speed"
         return
     yield f"speed: {pace.tokens_per_s:,.0f} tokens/s ({pace.source})"
     if not tokens:
+        if price:
+            why = "how long answers get is not known" if data else "the cost of an epoch needs --data"
+            yield f"no cost of an epoch (--price): {why}"
         return
     seconds = tokens / pace.tokens_per_s
     cost = f", {gpus * seconds / 3600 * price:,.2f} at {price:g} per GPU hour" if price else ""

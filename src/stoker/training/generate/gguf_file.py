@@ -105,7 +105,7 @@ def _library() -> Any:
         return import_module("gguf")
     except ImportError as problem:
         raise Refusal(
-            "--gguf needs the package gguf, which is not installed: pip install gguf", EX_UNAVAILABLE
+            "--gguf needs the package gguf, which is not installed: `pip install gguf`", EX_UNAVAILABLE
         ) from problem
 
 

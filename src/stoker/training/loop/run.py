@@ -98,10 +98,14 @@ class Loop:
         self._busy = self._slow = False  # as of the last numbers
         self._took, self._since = 0.0, time.monotonic()  # seconds of the step before; when this one began
 
-    def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Hands out what each step learns from, until all is done or a stop is agreed on; then saves."""
+    def listen(self) -> None:
+        """From here on a signal ends the run at a step. Called before what takes long ahead of the first one."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
+
+    def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Hands out what each step learns from, until all is done or a stop is agreed on; then saves."""
+        self.listen()
         self._since = time.monotonic()
         for batch in batches:
             before = self.done

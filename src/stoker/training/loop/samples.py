@@ -65,8 +65,11 @@ def chosen(found: Iterator[Example], count: int, context: int) -> list[Example]:
 
 
 @torch.no_grad()
-def answers(model: Any, prompts: Sequence[Sequence[int]], stop: Sequence[int], vocab: int) -> list[list[int]]:
-    """Greedy, ANSWERED at most."""
+def answers(
+    model: Any, prompts: Sequence[Sequence[int]], stop: Sequence[int], vocab: int,
+    stopping: Callable[[], bool] | None = None,
+) -> list[list[int]]:  # fmt: skip
+    """Greedy, ANSWERED at most; `stopping`: what there is by then."""
     device = next(model.parameters()).device if isinstance(model, Outside) else model.device
     rows = torch.arange(len(prompts))
     longest = max(map(len, prompts)) + ANSWERED
@@ -85,7 +88,7 @@ def answers(model: Any, prompts: Sequence[Sequence[int]], stop: Sequence[int], v
             token = _logits(model, ids, rows, at)[:, :vocab].argmax(-1)
             ids[rows, at + 1] = token
             alive &= ~torch.isin(token, ends)
-            if not alive.any():
+            if not alive.any() or (stopping is not None and stopping()):
                 break
     give_back(model)
     model.train(training)
@@ -114,11 +117,11 @@ class SampleLog:
         """`folder`: nothing on ranks that only compute."""
         self._path, self._examples, self._words, self._say = folder and os.path.join(folder, FILE), examples, words, say
 
-    def write(self, model: Any, step: int) -> None:
+    def write(self, model: Any, step: int, stopping: Callable[[], bool] | None = None) -> None:
         words = self._words
         stop = [token for token in words.stop_ids if token >= 0]
-        written = answers(model, [example.prompt for example in self._examples], stop, words.vocab_size)
-        if not self._path:
+        written = answers(model, [example.prompt for example in self._examples], stop, words.vocab_size, stopping)
+        if not self._path or (stopping is not None and stopping()):
             return
         handle = os.open(self._path, APPEND, 0o600)
         with os.fdopen(handle, "a", encoding="utf-8") as file:

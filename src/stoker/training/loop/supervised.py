@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TextIO
 
@@ -102,8 +102,9 @@ class Supervised(Task):
         self._asked = self._prompts()
         self._samples = sample_log(c.folder, self._group.rank) if c.train.log_samples else None
 
-    def begin(self) -> None:
-        """train.eval_first is kept in a file: the run may resume in another attempt, which can't measure it."""
+    def begin(self, stopping: Callable[[], bool]) -> None:
+        """train.eval_first is kept in a file: the run may resume in another attempt, which can't measure it. `stopping`: this
+        rank was told to stop."""
         if self._c.train.eval_first and not self._start.position.step and self._material.held_out is not None:
             found = self._measure(self._material.held_out)
             self._voice.say_once(f"Validation before the first step | Loss: {found.loss:.4f}")
@@ -112,7 +113,10 @@ class Supervised(Task):
                 text = json.dumps({"schema": layout.SCHEMA, **before})
                 write_whole(os.path.join(self._c.folder, BEFORE), text.encode())
         if self._asked is not None and not self._start.position.step:
-            self._asked.write(self._parts.model, 0)
+            # Of a model in shards all ranks make the same passes.
+            self._asked.write(self._parts.model, 0, stopping if self._group.strategy != "fsdp" else None)
+        if self._start.position.step == 0 and (self._asked is not None or self._c.train.eval_first):
+            self._startup.done("validation and sample answers" if self._c.train.eval_first else "sample answers")
         self._parts.learner.numbers(self._parts.model)  # those of trial steps
         stoker.mark("POST-MODEL")
         stoker.phase("train")

@@ -192,7 +192,9 @@ def _computed_outside(asked: ModelConfig, told: ConfigJson, folder: str, planned
     _refuse_unrunnable(told, asked.trust_remote_code, planned)
     kept = _without_code(told.keys())
     counts: dict[str, Any] = {
-        ours: next((kept[key] for key in keys if type(kept.get(key)) is int and kept[key] > 0), 1)
+        ours: next(
+            (kept[key] for key in keys if type(kept.get(key)) is int and kept[key] > 0), 0 if ours == "longest" else 1
+        )
         for ours, keys in _COUNTS.items()
     }
     head = kept.get("head_dim")

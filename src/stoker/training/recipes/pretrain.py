@@ -36,7 +36,7 @@ def learn(name: str, argv: list[str]) -> int:
     # Settings: a preset, a file, the environment, flags. Refused here, before anything is started, where they can't
     # work.
     resolved = recipe_settings(argv, torch.cuda.is_available(), say=stage.from_rank_0, defaults=STAGES[name].defaults)
-    c = resolved.config
+    c = stage.with_rows_for_model(name, resolved.config, resolved.given)
     STAGES[name].check(c)
     check_ranks(c, int(os.environ.get("WORLD_SIZE", "1")))
     check_loggers(c.train.log_to)

@@ -6,8 +6,9 @@ import gc
 import hashlib
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -22,6 +23,7 @@ from stoker.control.record import ownership
 from stoker.control.record.metrics import metrics_in
 from stoker.training.config.derived import derivable
 from stoker.training.config.keys import as_yaml
+from stoker.training.config.layers import Origin
 from stoker.training.config.resolve import flags, on_cpu, recipe_settings
 from stoker.training.config.schema import Config
 from stoker.training.data.prepare import FORMAT
@@ -37,7 +39,7 @@ from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group
 from stoker.training.parallel.sharded import shard
 from stoker.training.stages.registry import STAGES
-from stoker.training.stages.situation import situation, with_defaults
+from stoker.training.stages.situation import situation, with_context_of_model, with_defaults
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
@@ -62,14 +64,25 @@ def settings(argv: list[str], name: str) -> Config:
     c = resolved.config
     ready.environment(from_rank_0)
     if kind.learning is not None:
-        c = with_stage_defaults(name, c, resolved.given)
+        c = with_stage_defaults(name, with_rows_for_model(name, c, resolved.given), resolved.given)
     kind.check(c)
     return c
 
 
-def with_stage_defaults(name: str, c: Config, given: Collection[str], prepared: Prepared | None = None) -> Config:
-    """`stoker train` has given every key that can be derived and printed the block; under torchrun it is done here."""
-    if all(key in given for key in derivable(STAGES[name].learning)):
+def _all_given(name: str, given: Mapping[str, Origin]) -> bool:
+    """`stoker train` has given every key that can be derived and printed the block; under torchrun the recipe does."""
+    return all(key in given for key in derivable(STAGES[name].learning))
+
+
+def with_rows_for_model(name: str, c: Config, given: Mapping[str, Origin]) -> Config:
+    """No longer than what a loaded model was trained for, where nobody gave their length."""
+    if _all_given(name, given):
+        return c
+    return with_context_of_model(name, c, given, on_cpu(c, torch.cuda.is_available()), from_rank_0)
+
+
+def with_stage_defaults(name: str, c: Config, given: Mapping[str, Origin], prepared: Prepared | None = None) -> Config:
+    if _all_given(name, given):
         return c
     at = situation(name, c, int(os.environ.get("WORLD_SIZE", "1")), prepared)
     c, _, lines = with_defaults(name, c, given, at, on_cpu(c, torch.cuda.is_available()))
@@ -220,5 +233,8 @@ def run(main: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
     except Refusal as refusal:
         print(redact.whole(f"stoker: {refusal.line}"), file=sys.stderr, flush=True)
         return refusal.code
+    except KeyboardInterrupt:  # the loop of steps has a handler of its own
+        from_rank_0("stopped before the first step: there is nothing to save yet")
+        return 128 + signal.SIGINT
     finally:
         gc.freeze()  # Python looks for garbage when it ends: among all that torch is made of, a second of CPU time

@@ -83,7 +83,8 @@ def train(
     task = Supervised(parts, start, told, stepper, keeper.saver, voice, startup, memory.planned_bytes)
     profile = Profile(c.train.profile_steps if c.train.profile and group.first else 0, folder, device, voice.say)
     loop = Loop(task, keeper, group, voice, profile, first=first, steps=steps)
-    task.begin()
+    loop.listen()
+    task.begin(lambda: loop.stopping)
     micro = parts.own_micro if parts.plans else parts.micro
     rows, plans = material.train, parts.plans
     feeder = Feeder(rows, order, start.course, group, steps=range(first, steps), micro=micro, plans=plans)

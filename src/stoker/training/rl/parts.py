@@ -7,6 +7,7 @@ weighted sum of its parts.
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import is_count, printable, read_text
+from stoker.training.data.rows import rows
 from stoker.training.evaluate.marking import marked_part, right_in_form, right_number, states_number
 from stoker.training.evaluate.mathematics import same_value
 from stoker.training.rl.config import GrpoConfig
@@ -36,6 +38,7 @@ NAMES = {
 }
 _THINK = re.compile(r"\s*<think>(.+?)</think>\s*(\S.*)", re.DOTALL)
 _LARGEST = 4 << 20  # bytes of a file of rewards
+_LOOKED_AT = 100_000  # rows of the prompts whose columns a function may ask for
 
 
 @shape
@@ -122,10 +125,10 @@ def check(c: GrpoConfig) -> None:
     """Before anything is started: names, weights, files, their syntax. Nothing of a file is executed here."""
     for part in parts_of(c):
         if part.kind == CODE:
-            _check_code(part)
+            _check_code(part, c.prompts)
 
 
-def _check_code(part: RewardPart) -> None:
+def _check_code(part: RewardPart, prompts: str) -> None:
     where = f"grpo.reward {part.file}"
     try:
         tree = ast.parse(read_text(part.file, _LARGEST))
@@ -141,6 +144,40 @@ def _check_code(part: RewardPart) -> None:
         listed = f"its functions are {printable(', '.join(functions), 200)}" if functions else "it has no functions"
         there = suggest(part.argument, names) or f"; {listed}"
         raise Refusal(f"{where} has no function {part.argument!r}{there}", EX_DATAERR)
+    _check_parameters(part, tree, prompts)
+
+
+def _check_parameters(part: RewardPart, tree: ast.Module, prompts: str) -> None:
+    """Of a plain function: what it asks for is passed to every reward, or is a column of the prompts. Others are judged when
+    they are loaded."""
+    from stoker.training.rl.reward_worker import BATCH, PASSED
+
+    made = [node for node in tree.body if getattr(node, "name", None) == part.argument]
+    if len(made) != 1 or not isinstance(made[0], (ast.FunctionDef, ast.AsyncFunctionDef)) or made[0].decorator_list:
+        return
+    asked = made[0].args
+    names = [argument.arg for argument in (*asked.posonlyargs, *asked.args)]
+    required = names[: len(names) - len(asked.defaults)]
+    pairs = zip(asked.kwonlyargs, asked.kw_defaults, strict=True)
+    required += [argument.arg for argument, default in pairs if default is None]
+    known = PASSED[BATCH in (*names, *(argument.arg for argument in asked.kwonlyargs))]
+    unknown = [name for name in required if name not in known]
+    if not unknown or not os.path.isfile(prompts):
+        return
+    columns: dict[str, None] = {}
+    try:
+        for _, row in itertools.islice(rows(prompts), _LOOKED_AT):
+            columns |= dict.fromkeys(map(str, row))
+            if all(name in columns for name in unknown):
+                return
+    except Refusal:
+        return  # the recipe says what is wrong with them
+    name, there = next(name for name in unknown if name not in columns), list(dict.fromkeys((*known, *columns)))[:20]
+    raise Refusal(
+        f"grpo.reward {shown(part)} has an unknown parameter {printable(name, 80)!r}{suggest(name, there)}; there are"
+        f" {printable(', '.join(there), 400)}",
+        EX_DATAERR,
+    )
 
 
 def _names(tree: ast.Module) -> list[str]:

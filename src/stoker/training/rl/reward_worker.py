@@ -26,6 +26,8 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 SHOWN = 160  # characters of a prompt or an answer in a line
 BATCH = "completions"
+# What every function may ask for, by whether it gets all answers at once.
+PASSED = {False: ("prompt", "completion", "row"), True: ("prompts", BATCH, "rows")}
 
 
 class Failed(Exception):
@@ -64,7 +66,7 @@ class Function:
             if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         )
         self._names = []
-        known = ("prompts", "completions", "rows") if self.batch else ("prompt", "completion", "row")
+        known = PASSED[self.batch]
         for parameter in given:
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 raise Failed(f"reward {name}: {parameter.name!r} is positional-only, and arguments are passed by name")

@@ -100,6 +100,8 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
         "give prompts that the model sometimes answers correctly, train sft longer, or raise grpo.group or"
         " generate.temperature"
     )
+    if blamed := _blind(c, recent):
+        hint = blamed
     if since := lasting(c.breaker_steps, lambda seen: seen.correct == 1 and (counts or not seen.unlike)):
         return Finding(
             f"every answer was right {since}: nothing is left to learn from these prompts; give harder ones, or train"
@@ -148,6 +150,17 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
 def counts_right(c: GrpoConfig) -> bool:
     """Whether being right is part of the reward: rows may have answers that a reward of one's own never looks at."""
     return any(part.kind in MARKED for part in parts_of(c))
+
+
+def _blind(c: GrpoConfig, recent: Sequence[Seen]) -> str:
+    """What to do about a reward that does not see which answers are right; empty: none were, or being right is part of it."""
+    shares = [seen.correct for seen in recent[-c.breaker_steps :] if seen.correct is not None]
+    if counts_right(c) or not shares or not max(shares):
+        return ""
+    names, last = ", ".join(shown(part) for part in parts_of(c)), recent[-1]
+    paid = f"{last.reward:g} to answers that are right" if last.spread == 0 else "right answers no more than wrong ones"
+    seen = f"{sum(shares) / len(shares):.0%} were, by the `answer` of their rows"
+    return f"{names} gives {paid} ({seen}); look at that first (`stoker rollouts`)"
 
 
 def _others(c: GrpoConfig) -> str:
@@ -265,6 +278,12 @@ class GrpoTask(Task):
         means = outcome.parts.mean(1).tolist()
         return {f"reward_{part.label}": mean for part, mean in zip(parts_of(self._c), means, strict=True)}
 
+    def _right(self, seen: Seen) -> str:
+        """Not of a reward that has its own idea of right."""
+        if not counts_right(self._c):
+            return ""
+        return f"Right: {'n/a' if seen.correct is None else f'{seen.correct:.0%}'} | "
+
     def _tell(self, launched: Launched) -> None:
         step, outcome, learned, rate = launched.step, launched.outcome, launched.learned, launched.rate
         tokens = int(outcome.lengths.sum())
@@ -301,8 +320,7 @@ class GrpoTask(Task):
             learned.loss,
             self._speed,
             lambda left: (
-                f"Reward: {seen.reward:.3f} | Right: {'n/a' if seen.correct is None else f'{seen.correct:.0%}'} | Loss:"
-                f" {learned.loss:.4f} | KL:"
+                f"Reward: {seen.reward:.3f} | {self._right(seen)}Loss: {learned.loss:.4f} | KL:"
                 f" {'n/a' if kl is None else f'{kl:.4f}'} | Entropy: {learned.entropy:.3f} | Length: {seen.length:.1f} |"
                 f" Cut: {seen.cut:.0%} | LR: {rate:.2e} | Grad Norm: {learned.norm:.4f} | ETA: {left}"
             ),

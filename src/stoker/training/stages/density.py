@@ -8,11 +8,11 @@ from stoker.training.stages.stage import From, Link, Metrics, Rows, Stage, joine
 
 
 def headline(metrics: Metrics) -> str:
-    return joined(
-        ("{:.0f} prompts", number_at(metrics, "prompts")),
-        ("weights from {:.2f}", number_at(metrics, "weight_min")),
-        ("to {:.2f}", number_at(metrics, "weight_max")),
+    least, most = (number_at(metrics, f"weight_{which}") for which in ("min", "max"))
+    spread = (
+        "" if least is None or most is None else f"weights from {least:.2f} to {most:.2f} (rare prompts count more)"
     )
+    return ", ".join(part for part in (joined(("{:.0f} prompts", number_at(metrics, "prompts"))), spread) if part)
 
 
 STAGE = Stage(

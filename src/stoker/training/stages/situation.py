@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from stoker.contract.quantities import counted
 from stoker.contract.shape import replace, shape
 from stoker.training.config import amount
-from stoker.training.config.derived import BATCH, LENGTH, Learning, Situation, samples_a_step, settled, steps_and_passes
+from stoker.training.config.check import check
+from stoker.training.config.derived import (
+    BATCH,
+    CONTEXT,
+    LENGTH,
+    Learning,
+    Situation,
+    samples_a_step,
+    settled,
+    steps_and_passes,
+    within,
+)
+from stoker.training.config.keys import config_of, values_of
+from stoker.training.config.layers import Origin
 from stoker.training.config.schema import Config
 from stoker.training.data.shards import Prepared
 from stoker.training.model import hf_config, hf_hub
@@ -57,7 +70,7 @@ def _choices(
     yield Choice("length", _length(steps, passes, at), "--epochs or --max-steps", ("train.max_steps", "train.epochs"))
     if not learning.prompts and at.amount is not None and config.train.eval_every <= steps:
         yield Choice("validation", _validation(config.train.eval_every, steps), "--eval-every", ("train.eval_every",))
-    yield Choice("row length", f"{context:,} tokens", "--context-length", ("data.context_length",))
+    yield Choice("row length", f"{context:,} tokens", "--context-length", (CONTEXT,))
     dtype = {"auto": "fp32" if on_cpu else "bf16, or fp16 with loss scaling on a card without it"}.get(
         config.compute.dtype, config.compute.dtype
     )
@@ -82,9 +95,17 @@ def _validation(every: int, steps: int) -> str:
 def _amount(at: Situation) -> str:
     if at.amount is None:
         return "data that is not on this machine yet"
-    tokens = f", {at.amount.tokens:,} tokens" if at.amount.tokens and at.amount.unit != "tokens" else ""
-    rows = f" in {at.amount.samples:,} rows" if at.amount.samples != at.amount.count else ""
-    return f"{'' if at.amount.exact else 'about '}{at.amount.count:,} {at.amount.unit}{tokens}{rows}"
+    about, shown = ("", int) if at.amount.exact else ("about ", _rounded)
+    count = shown(at.amount.count) if at.amount.unit == "tokens" else at.amount.count
+    tokens = f", {about}{shown(at.amount.tokens):,} tokens" if at.amount.tokens and at.amount.unit != "tokens" else ""
+    rows = f" in {about}{shown(at.amount.samples):,} rows" if at.amount.samples != at.amount.count else ""
+    how = f" ({at.amount.how})" if at.amount.how else ""
+    return f"{about}{count:,} {at.amount.unit}{tokens}{rows}{how}"
+
+
+def _rounded(count: int) -> int:
+    """To two digits: an estimate has no more."""
+    return int(float(f"{count:.1e}"))
 
 
 def _fewer(learning: Learning, given: Collection[str]) -> str:
@@ -122,6 +143,27 @@ def situation(stage: str, config: Config, ranks: int | None, ready: Prepared | N
     return Situation(model, amount.of_pairs(config, model.vocab_size, pairs), ranks)
 
 
+def with_context_of_model(
+    stage: str, config: Config, given: Mapping[str, Origin], on_cpu: bool, say: Callable[[str], None]
+) -> Config:
+    """Of a loaded model: rows that it was trained for, where nobody gave their length; a longer one is warned about."""
+    learning = STAGES[stage].learning
+    if learning is None or not config.model.load:
+        return config
+    longest = _model(config, None).longest
+    changed = within(learning, config, given, longest)
+    if changed:
+        config = config_of(config.preset, values_of(config) | changed)
+        check(config, given, on_cpu)
+        STAGES[stage].check(config)
+    elif 1 < longest < config.data.context_length:
+        say(
+            f"warning: {CONTEXT} {config.data.context_length:,} is more than the {longest:,} tokens that"
+            f" {config.model.load} was trained for; beyond them it starts from what it can't do yet"
+        )
+    return config
+
+
 def with_defaults(
     stage: str, config: Config, given: Collection[str], at: Situation, on_cpu: bool
 ) -> tuple[Config, dict[str, Any], list[str]]:
@@ -134,6 +176,8 @@ def with_defaults(
     lines = [f"{stage}: {_millions(parameters(at.model))} parameters, {_amount(at)}"]
     for choice in choices:
         source = f"{stage}'s default" if any(key in derived for key in choice.keys) else f"preset {config.preset}"
+        if choice.keys == (CONTEXT,) and config.data.context_length == at.model.longest:
+            source = "the most the model was trained for"
         source = "you set it" if any(key in given for key in choice.keys) else source
         lines.append(f"  {choice.what:<14} {choice.chosen:<{wide}}  {source}; {choice.flags}")
     _, passes = steps_and_passes(learning, config, at)

@@ -16,10 +16,9 @@ TEXT = {"data.path": Rows("base", many=True), "data.validation": Rows("base-held
 
 
 def _tokenizer_headline(metrics: Metrics) -> str:
-    return joined(
-        ("{:.2f} bytes per token", number_at(metrics, "bytes_per_token")),
-        ("a token per word would have {:.2f}", number_at(metrics, "words_bytes_per_token")),
-    )
+    whole_words = number_at(metrics, "words_bytes_per_token")
+    reference = "" if whole_words is None else f" (whole words have {whole_words:.2f})"
+    return joined((f"{{:.2f}} bytes of text per token{reference}", number_at(metrics, "bytes_per_token")))
 
 
 def _tokenizer_effects(link: Reported) -> Iterator[Row]:

@@ -70,6 +70,8 @@ def check(tokenizer: Tokenizer) -> None:
 
 def write_template(folder: str, tokenizer: Tokenizer) -> str:
     """The template by which it was taught, into a folder that `transformers` opens. Its own stays. What was done."""
+    if tokenizer.config.get("chat_template") == CHATML:
+        return ""  # training wrote it there: the model's folder may have had none
     if tokenizer.template is not None or tokenizer.config.get("chat_template"):
         return "the tokenizer has a chat template of its own: it stays"
     if START not in tokenizer.special or STOP not in tokenizer.special:
