@@ -155,9 +155,8 @@ def again_words(s: Settings, layers: int) -> str:
     """What is computed again, as people say it."""
     parts = [f"{s.recompute} of {layers} blocks"] if s.recompute else []
     if s.mlp:
-        where = (
-            "in the others" if s.recompute else "in all blocks" if s.mlp == layers else f"in {s.mlp} of {layers} blocks"
-        )
+        where = "in all blocks" if s.mlp == layers else f"in {s.mlp} of {layers} blocks"
+        where = "in the others" if s.recompute else where
         parts.append(f"the MLP's first product {where}")
     return " and ".join(parts)
 

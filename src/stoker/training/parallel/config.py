@@ -51,7 +51,8 @@ def read_recompute(text: str) -> str:
 def recomputed_blocks(told: str, layers: int) -> tuple[int, int]:
     """(blocks that are computed again in full, blocks of which only the MLP's first product is)."""
     whole, plus, _ = told.partition("+")
-    full = layers if told == "full" else min(int(whole), layers) if is_count(whole) else 0
+    full = min(int(whole), layers) if is_count(whole) else 0
+    full = layers if told == "full" else full
     kind, _, number = told.partition(":")
     narrow = min(int(number), layers) if number else layers
     return full, narrow - full if kind == "mlp" or plus else 0
