@@ -340,7 +340,7 @@ def test_a_jump_host_of_the_ssh_config_leads_to_the_next(netcluster: NetCluster)
         ("Host key verification failed.\n", 255, "Host key verification failed: its key is not known here; connect once by hand (`ssh b`)"),
         ("u@b: Permission denied (publickey).\n", 255, "Permission denied (publickey): none of our keys is accepted for user u; ssh-copy-id"),
         ("@  WARNING: UNPROTECTED PRIVATE KEY FILE!  @\nPermissions 0644 for '/h/my key' are too open.\nLoad key \"/h/my key\": bad permissions\nu@b: Permission denied (publickey).\n", 255,
-         "permission denied: the private key /h/my key has permissions 0644, so ssh does not use it; chmod 600 /h/my key"),
+         "permission denied: the private key /h/my key has permissions 0644, so ssh does not use it; chmod 600 '/h/my key'"),
         ('Load key "/h/k": error in libcrypto\nu@b: Permission denied (publickey).\n', 255, "the private key /h/k can't be read (error in libcrypto)"),
         ("Received disconnect from 10.0.0.1 port 22:2: Too many authentication failures\nDisconnected\n", 255, "too many keys were offered; name the right one with identity:"),
         ("kex_exchange_identification: Connection closed by remote host\nConnection closed by 10.0.0.1 port 22\n", 255, "its sshd closed the connection"),

@@ -93,17 +93,13 @@ ROWS = [
         DRY,
     ),
     Row(
-        "stoker run --detach --name exp1 --max-restarts 3 --notify 'curl -s -d @- https://example.org/hook' train.py",
+        "stoker run --detach --name exp1 --max-restarts 3 --notify 'mail -s exp1 me@example.org' train.py",
         "stoker run --detach --name exp1 --max-restarts 3 --notify 'cat > told.txt' train.py",
-        "there is no such server",
+        "there may be no such program",
         after="stoker attach exp1",
     ),
     Row("stoker run --detach --name exp1 --max-restarts 3 train.py", after="stoker attach exp1", repeats=True),
-    Row(
-        "stoker run --notify ntfy://my-secret-topic train.py",
-        "stoker run --notify mailto:me@example.org train.py",
-        "nothing is sent to a server of others; there may be no sendmail, which is reported and changes nothing",
-    ),
+    Row("stoker run --config me.yaml train.py"),
     Row(
         "stoker metrics", "stoker metrics --once", "it serves until it is stopped", says="stoker_last_collect_success 1"
     ),
@@ -322,6 +318,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chat = [{"role": "user", "content": "how many?"}, {"role": "assistant", "content": "three"}]
     (folder / "book.txt").write_text("\n".join(lines))
     (folder / "rewards.py").write_text("def score(completion, answer):\n    return answer in completion\n")
+    (folder / "me.yaml").write_text("notify: cat > told.txt\n")
     (folder / "my.yaml").write_text("data: {path: book.txt}\npreset: debug\n")
     rows("texts/a.jsonl", [{"text": line} for line in lines])
     rows("chats.jsonl", [{"messages": chat}] * 200)

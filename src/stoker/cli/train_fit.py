@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -78,8 +79,8 @@ def refuse_too_large(stage: str, resolved: Resolved, options: RunOptions, machin
     _refuse_shards(found, cards)
     # An estimate refuses nothing, and what is close may fit.
     if not found.fits and not found.about and tightest.planned.total + _SURELY > tightest.card.free:
-        of_stage = "" if stage == "sft" else f" --stage {stage}"
-        line = f"{_too_much(found)} (`stoker fit {resolved.config.model.load}{of_stage}` shows more)"
+        words = [*filter(None, [resolved.config.model.load]), *([] if stage == "sft" else ["--stage", stage])]
+        line = f"{_too_much(found)} (`{shlex.join(['stoker', 'fit', *words])}` shows more)"
         raise Refusal(f"this does not fit: {line}", EX_UNAVAILABLE)
 
 

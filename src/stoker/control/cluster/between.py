@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 
 from stoker.contract.shape import replace
@@ -304,7 +305,7 @@ def torch(facts: Facts) -> Iterator[Finding]:
     if said:
         first = next(host for host in facts.there if build(host))
         version = (first.torch.version or "").split("+")[0] if first.torch else ""
-        yield fail(said, f"pip install torch=={version} on all, from the same index")
+        yield fail(said, f"pip install {shlex.quote(f'torch=={version}')} on all, from the same index")
 
 
 @between("between.torch-missing")

@@ -144,7 +144,9 @@ def explain(host: str, said: str, code: int | None) -> str:
         if found:
             groups = [group or "" for group in found.groups()]
             more = {"host": host, "key": _offending(said), "user": _as_whom(said)}
-            return f"host {host}: {means.format(*groups, **more)}; {fix.format(*groups, **more)}"
+            # What to do is a command to copy, and a host that we do not know yet may have written the path in it.
+            words = map(shlex.quote, groups)
+            return f"host {host}: {means.format(*groups, **more)}; {fix.format(*words, **more)}"
     last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
     if code is None:
         return f"host {host}: no agent answered{': ' + last if last else ''}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -237,7 +238,7 @@ def find_named(pids: list[int], held: Mapping[int, int]) -> list[Found]:
             raise names.Refusal(f"--pid {pid}: {one.name} is a thread of the kernel", names.EX_USAGE)
         run = _living_run(pid, table)
         if run:
-            line = f"--pid {pid}: run {run} is under way in it; `stoker stop {run}` ends that"
+            line = f"--pid {pid}: run {run} is under way in it; `stoker stop {shlex.quote(run)}` ends that"
             raise names.Refusal(line, names.EX_UNAVAILABLE)
         agent = _agent_above(pid, here)
         if agent:
@@ -299,7 +300,7 @@ def _advice(holder: Holder) -> str:
     if holder.user != processes.user_name(os.getuid()):
         return f"ask {holder.user or 'its owner'} to end it, or use what is free: `stoker run --gpus any:N`"
     if holder.run:
-        return f"of run {holder.run}: `stoker stop {holder.run}` ends it"
+        return f"of run {holder.run}: `stoker stop {shlex.quote(holder.run)}` ends it"
     return f"yours, not started by Stoker: `stoker clean --pid {holder.pid}` stops it"
 
 

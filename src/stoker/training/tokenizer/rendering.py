@@ -28,6 +28,7 @@ ASSISTANT = "assistant"
 MARKS, TURNS, LAST = "marks", "turns", "last"  # what says which characters are learned
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_CLOSED = (3, 1, 6)  # older ones of jinja2 let a template out of the sandbox; a host of --hosts may have any
 LONGEST_TEXT = 4 << 20  # characters: `tokenizers` takes 60 bytes for each
 MOST_SPANS = 10_000  # that the assistant wrote, apart from each other
 Span = tuple[int, int]
@@ -121,6 +122,9 @@ class Template:
     """One template. `names`: what it may call bos_token, eos_token and so on; `special`: finds special tokens."""
 
     def __init__(self, source: str, names: Mapping[str, str], special: re.Pattern[str]) -> None:
+        if tuple(map(int, re.findall(r"\d+", jinja2.__version__)[:3])) < _CLOSED:
+            least = ".".join(map(str, _CLOSED))
+            raise Unusable(f"jinja2 {jinja2.__version__} has holes in its sandbox; install {least} or later")
         environment: Any = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,

@@ -57,7 +57,7 @@ def missing_module(case: Case) -> Found | None:
     if error is None or error.type not in ("ImportError", "ModuleNotFoundError"):
         return None
     missing = error.import_name.partition(".")[0] if error.type == "ModuleNotFoundError" else ""
-    install = (f"pip install {missing}   # the package may have another name",) if missing else ()
+    install = (f"pip install {missing}   # the package may have another name",) if missing.isidentifier() else ()
     summary = f"{case.who}: {first_line(error.message)} at {place(case.end)}"
     return Found(summary, traced(case.end), (*install, _RIGHT_PYTHON))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Any
 
 from stoker.contract.shape import shape
@@ -205,7 +206,9 @@ def foreign(case: Case) -> Found | None:
         return None
     card, evidence = looked
     mine = tuple(
-        f"stoker stop {one['run']}   # if it is yours and not needed" for one in card.holders if one.get("run")
+        f"stoker stop {shlex.quote(str(one['run']))}   # if it is yours and not needed"
+        for one in card.holders
+        if one.get("run")
     )
     holders = card.who_holds()
     more = f" and {len(holders) - 2} more" if len(holders) > 2 else ""

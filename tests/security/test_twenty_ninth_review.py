@@ -1,0 +1,169 @@
+"""What the twenty-ninth review found."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import jinja2
+import pytest
+
+from stoker.contract.shapes import Around, RankError
+from stoker.control.cluster import between, ssh
+from stoker.control.cluster.facts import Torch
+from stoker.training.tokenizer.rendering import Template, Unusable
+from test_catalogue import FOREIGN, end, verdict
+from test_cluster_table import facts, host
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands() -> Iterator[str]:
+    """Every line of a block of code in the documentation."""
+    for page in PAGES:
+        for block in re.findall(r"^```[a-z]*\n(.*?)^```", page.read_text(), re.M | re.S):
+            yield from block.splitlines()
+
+
+def documented(words: str) -> str:
+    (line,) = [line for line in commands() if words in line]
+    return line
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+def type_it(line: str, tmp_path: Path, **more: str) -> None:
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    env = {**os.environ, "HOME": str(tmp_path), "PATH": path, "OUT": str(tmp_path), **more}
+    subprocess.run(["bash", "-c", f"umask 022; {line}"], env=env, check=True)
+
+
+# ---- commands that the documentation tells people to type ----
+
+
+def test_the_secret_of_a_meeting_is_never_readable_by_others(tmp_path: Path) -> None:
+    program(tmp_path / "bin", "openssl", 'stat -c %a "$HOME/.rdzv-secret" > "$OUT/mode"; echo 0123')
+    type_it(documented("openssl rand -hex 32 >"), tmp_path)
+    assert (tmp_path / "mode").read_text() == "600\n", "whoever opened it before a chmod reads it afterwards"
+    assert stat.S_IMODE((tmp_path / ".rdzv-secret").stat().st_mode) == 0o600
+
+
+def test_the_servers_token_is_on_no_command_line(tmp_path: Path) -> None:
+    program(tmp_path / "bin", "curl", 'printf "%s\\n" "$@" > "$OUT/words"; cat > "$OUT/input"')
+    type_it(documented("curl http://127.0.0.1:8000/v1/weights"), tmp_path, TOKEN="sesame-7")
+    words = (tmp_path / "words").read_text()
+    assert "sesame-7" not in words and "-H\n@-\n" in words
+    assert (tmp_path / "input").read_text() == "Authorization: Bearer sesame-7\n"
+
+
+def test_no_documented_command_has_a_secret_among_its_words() -> None:
+    lines = [line.partition("#")[0] for line in commands()]
+    assert len(lines) > 300
+    told = [
+        line
+        for line in lines
+        if re.search(r"Bearer|--api-key |--notify \S*(ntfy|slack|discord|https?):|curl .*-u ", line)
+    ]
+    assert not [line for line in told if "<<<" not in line]
+
+
+def test_no_documented_server_of_answers_listens_on_all_interfaces() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    started = re.findall(r"(?:vllm serve|vllm-serve|sglang\.launch_server) [^`\n]*", text)
+    assert len(started) >= 5 and not [line for line in started if "--host 127.0.0.1" not in line]
+
+
+def test_the_image_has_no_host_keys_of_its_own() -> None:
+    text = (ROOT / "deploy" / "Dockerfile").read_text().replace("\\\n", " ")
+    (layer,) = [line for line in text.splitlines() if line.startswith("RUN") and "openssh-server" in line]
+    removed = shlex.split(layer.rpartition("rm -rf")[2])
+    assert "/etc/ssh/ssh_host_*" in removed, "everybody who has the image would know the keys of every pod"
+
+
+# ---- commands in advice, with words that others wrote ----
+
+TRAP = "/home/you/.ssh/id; touch trapped"
+
+
+@pytest.mark.parametrize(
+    ("said", "path"),
+    [
+        (f"Permissions 0644 for '{TRAP}' are too open", TRAP),
+        ("Bad owner or permissions on /x;>trapped", "/x;>trapped"),
+        ("Bad owner or permissions on $(touch${IFS}trapped)", "$(touch${IFS}trapped)"),
+        ("Bad owner or permissions on /home/you/.ssh/config", "/home/you/.ssh/config"),
+    ],
+)
+def test_what_a_host_says_before_its_login_is_one_word_of_a_command(said: str, path: str, tmp_path: Path) -> None:
+    advice = ssh.explain("b", said, 255).rpartition("; chmod ")[2]
+    typed = f"chmod() {{ printf '%s\\n' \"$@\"; }}; chmod {advice}"
+    done = subprocess.run(["bash", "-c", typed], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["600", path] and not [*tmp_path.iterdir()]
+
+
+def test_a_hosts_version_of_torch_is_one_word_of_a_command() -> None:
+    (found,) = between.torch(facts(host(0, torch=Torch("2.9; reboot", None))))
+    assert shlex.split(found.fix)[:3] == ["pip", "install", "torch==2.9; reboot"]
+
+
+def test_a_run_that_a_host_names_is_one_word_of_a_command() -> None:
+    holder = {"pid": 727, "memory": 100 << 30, "command": "x", "user": "bob", "run": "a; reboot", "ours": False}
+    told = verdict(end(FOREIGN, around=Around(holders=(holder,))))
+    assert told.cause == "oom.gpu-foreign"
+    assert shlex.split(told.fix[0], comments=True) == ["stoker", "stop", "a; reboot"]
+
+
+@pytest.mark.parametrize("name", ["einops; reboot", "einops", "$(reboot)", "-r http://203.0.113.9/list"])
+def test_only_a_modules_name_is_installed(name: str) -> None:
+    error = RankError("ModuleNotFoundError", f"No module named '{name}'", "t.py", 1, "<module>", import_name=name)
+    told = verdict(end(error))
+    installs = [fix for fix in told.fix if fix.startswith("pip install")]
+    assert told.cause == "env.import" and [*map(str.split, installs)] == (
+        [["pip", "install", "einops", *["#", "the", "package", "may", "have", "another", "name"]]]
+        if name == "einops"
+        else []
+    )
+
+
+def test_an_alerts_commands_have_no_word_of_another_users_run_that_a_shell_reads(tmp_path: Path) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("no promtool here: apt-get install prometheus")
+    rules = ROOT / "deploy" / "alerts.yml"
+    series = """stoker_run_suspicion_info{run="a; touch trapped $(id)", kind="suspicion", cause="x"}"""
+    asked = {"eval_time": "10m", "alertname": "StokerRunHangs", "exp_alerts": []}
+    case = {"interval": "1m", "input_series": [{"series": series, "values": "1x20"}], "alert_rule_test": [asked]}
+    told = {"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": [case]}
+    (tmp_path / "case.yml").write_text(json.dumps(told))
+    words = [promtool, "test", "rules", str(tmp_path / "case.yml")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert "`stoker why a??touch?trapped???id?`" in done.stdout + done.stderr, "promtool prints what it did not expect"
+    for command in re.findall(r"`stoker [^`]*`", rules.read_text()):
+        assert "{{ $labels.run }}" not in command
+
+
+# ---- a host's own jinja2 ----
+
+
+@pytest.mark.parametrize(("version", "works"), [("3.1.5", False), ("3.0", False), ("3.1.6", True), ("3.1.10", True), ("4.0.0rc1", True)])  # fmt: skip
+def test_templates_are_rendered_by_a_sandbox_without_known_holes_only(
+    version: str, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jinja2, "__version__", version)
+    if works:
+        assert Template("{{ 1 }}", {}, re.compile("x")).text([], None) == "1"
+    else:
+        with pytest.raises(Unusable, match=r"install 3\.1\.6 or later"):
+            Template("{{ 1 }}", {}, re.compile("x"))
