@@ -29,6 +29,7 @@ from stoker.control.launch.request import Request, check_numbers, program
 from stoker.control.launch.runplace import Complete, RunPlace, abandon, find_place
 from stoker.control.launch.signals import Interrupted, Signals
 from stoker.control.machine import host
+from stoker.control.record.again import TO_CONTINUE, TO_START_AGAIN
 from stoker.control.record.writer import RunRecord
 
 TYPE_CHECKING = False
@@ -284,7 +285,7 @@ class Coordinator:
 
 
 def _purpose(place: RunPlace) -> str:
-    return "to continue" if checkpoints.newest(place.dir) else "to start it again"
+    return TO_CONTINUE if checkpoints.newest(place.dir) else TO_START_AGAIN
 
 
 def _inline(fix: str) -> str:

@@ -362,6 +362,14 @@ def all_runs(root: str) -> list[Run]:
     return list(look(root).runs)
 
 
+def is_only_one(root: str, name: str) -> bool:
+    """Of one's own runs there, at most one has this name, as far as can be read."""
+    try:
+        return sum(run.name == name for run in look(root).runs) <= 1
+    except names.Refusal:
+        return False
+
+
 def find(which: str | None, root: str, exact: bool = False, say: Callable[[str], None] = terminal.say) -> Run:
     """By path, id, name (the newest), a beginning that fits one run only, or the newest. Others' by path only."""
     if which is None or which == layout.LATEST:
@@ -389,6 +397,8 @@ def find(which: str | None, root: str, exact: bool = False, say: Callable[[str],
     if listing.skipped:
         say(listing.skipped)
     match = [run for run in listing.runs if run.name == which]
+    if len(match) > 1:
+        say(f"{printable(which, 100)} is the name of {len(match)} runs; the newest is taken: {match[-1].id}")
     if match:
         return match[-1]
     begins = [run for run in listing.runs if run.id.startswith(which) or run.name.startswith(which)]
