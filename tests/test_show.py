@@ -596,8 +596,32 @@ def test_compare_two_runs(finished: Stoker) -> None:
     assert "more than noise; b is lower" in done.out
     told = json.loads(finished("compare", "a", "b", "--json").out)
     assert told["settings"] == {"optim.learning_rate": ["0.001", "0.01"]} and told["noise"]["beyond"] is True
-    same = finished("compare", finished.latest.name, finished.latest.name)
-    assert same.code == 0 and "settings that differ: none" in same.out and "no steps in common" in same.out
+    same = finished("compare", "b", str(runs / "b"))
+    assert same.code == 64 and "are one run, b: name two" in same.err and not same.out
+    wide = finished("compare", "a", "b", env={"COLUMNS": "60"}).out
+    assert "loss, mean of the last tenth " in wide and "…" not in wide, "there is room for all of it"
+    none = finished("compare", finished.latest.name, "a")
+    assert none.code == 0 and "no steps in common" in none.out
+    about = finished("compare", "--help").out.partition("How noise")[2]
+    assert all(part.count("\n") == part.count("\n  ") for part in about.strip().split("\n\n")), about
+
+
+def test_a_name_of_several_runs_means_the_newest_and_says_so(finished: Stoker) -> None:
+    first = finished.latest
+    newer = finished("run", "--name", "exp", "train.py", "4").run_dir
+    assert newer != first
+    metrics_file(newer, [3.0, 2.0])
+    line = f"stoker: exp is the name of 2 runs; the newest is taken: {newer.name}\n"
+    for command in (["why", "exp"], ["plot", "exp"], ["top", "exp", "--once"], ["compare", "exp", first.name]):
+        done = finished(*command)
+        assert done.code == 0 and done.err == line, (command, done.err)
+    assert line in finished("logs", "exp").err
+    itself = finished("compare", "exp", newer.name)
+    assert itself.code == 64 and line in itself.err and f"exp and {newer.name} are one run" in itself.err
+    once = finished("plot", "exp", "latest")
+    assert once.code == 0 and "was named before; it is drawn once" in once.err and once.out.count("; step ") == 1
+    for told in (newer.name, str(newer), "latest"):
+        assert "is the name of" not in finished("why", told).err
 
 
 def test_the_end_of_a_training_shows_its_loss(tmp_path: Path) -> None:
