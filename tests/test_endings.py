@@ -297,6 +297,8 @@ def test_training_saves_and_continues(stoker: Stoker, text: Path, signum: signal
     step = sorted((stoker.latest / "checkpoints").glob("step-*"))[-1].name
     assert f"stopped by {signum.name} gracefully; saved: checkpoints/{step}" in said and "; saved " in said
     assert f"to continue: stoker train pretrain --name {stoker.latest.name} --data" in said
+    listed = json.loads(stoker("runs", "--json").out)["runs"][0]
+    assert f"stopped: {listed['step']} of 100000 steps" in said and step == f"step-{listed['step']:08d}"
     if signum is signal.SIGHUP:
         first = stoker.latest
         run = stoker.start(*continuing(said), env={"OMP_NUM_THREADS": "1"})

@@ -99,6 +99,14 @@ def test_the_time_of_a_run_is_that_of_all_its_starts(stoker: Stoker) -> None:
     assert took + 1.4 < both < events[-1] - events[0] - 2.5
 
 
+def test_the_time_of_a_run_is_that_of_its_last_line(stoker: Stoker) -> None:
+    """From when the command began, not from when its record did."""
+    done = stoker("run", stoker.script("ok.py", "print('ok')"))
+    began = json.loads((done.run_dir / "run.json").read_text())["started"]
+    took = json.loads(stoker("runs", "--json").out)["runs"][0]["seconds"]
+    assert took == pytest.approx(done.events[-1]["time"] - began, abs=0.002)
+
+
 def test_a_name_goes_on_with_an_unfinished_run(stoker: Stoker) -> None:
     script = stoker.script(
         "resume.py",

@@ -525,6 +525,47 @@ def test_runs_fit_the_width_and_are_filtered_sorted_and_limited(finished: Stoker
     assert finished("runs", "--filter", "nothing-like-it").out == "none of 4 runs matches\n"
 
 
+def test_the_list_counts_steps_made_not_the_last_line_of_the_metrics(finished: Stoker) -> None:
+    """`stoker train` writes a line for every tenth step or so; its ranks tell of every one."""
+    runs = finished.cwd / "runs"
+
+    def recorded(name: str, script: str) -> Path:
+        shutil.copytree(finished.latest, runs / name)
+        about = json.loads((runs / name / "run.json").read_text())
+        (runs / name / "run.json").write_text(json.dumps({**about, "script": script}))
+        metrics_file(runs / name, [5.0])
+        return runs / name
+
+    resumed = recorded("resumed", "stoker.training.recipes.sft")
+    (resumed / "checkpoints" / "step-00000025").mkdir(parents=True)
+    (resumed / "checkpoints" / "step-00000025" / "manifest.json").write_text("{}")
+    (resumed / "checkpoints" / "step-00000030.half-1.tmp").mkdir()
+    later = [{"event": "attempt", "attempt": 1}, {"event": "rank-exit", "rank": 0, "code": -2, "steps": 0}]
+    with open(resumed / "events.jsonl", "a") as events:
+        events.writelines(json.dumps({"schema": 1, "time": time.time(), **event}) + "\n" for event in later)
+    recorded("ended", "stoker.training.recipes.sft")
+    killed = recorded("killed", "stoker.training.recipes.sft")
+    (killed / "events.jsonl").write_text("")
+    (killed / "history").mkdir(exist_ok=True)
+    moment = {"schema": 1, "time": 1e9, "attempt": 0, "ranks": {"step": [7, 7]}, "gpus": {}, "hosts": {}}
+    (killed / "history" / "seconds.jsonl").write_text(json.dumps(moment) + "\n")
+    recorded("own", "train.py")  # what steps are in its metrics, its author knows
+    listed = {row["run"]: row["step"] for row in json.loads(finished("runs", "--json").out)["runs"]}
+    listed.pop(finished.latest.name)
+    assert listed == {"resumed": 25, "ended": 3, "killed": 7, "own": 1}
+    assert re.search(r"^ended .* 3/100 ", finished("runs").out, re.M)
+    assert re.search(r"^steps +3 +25$", finished("compare", "ended", "resumed").out, re.M)
+
+
+def test_of_grpo_the_list_has_the_reward(finished: Stoker) -> None:
+    assert "REWARD" not in finished("runs").out
+    metrics_file(finished.latest, [1.4e-07], reward=0.4375)
+    head, row = finished("runs").out.splitlines()
+    assert "REWARD" in head and "LOSS" not in head and " 0.4375 " in row and "e-07" not in row
+    assert json.loads(finished("runs", "--json").out)["runs"][0]["reward"] == 0.4375
+    assert finished("runs", "--filter", "reward<0.4").out == "none of 1 runs matches\n"
+
+
 def test_plot_in_the_terminal_as_json_and_refusals(finished: Stoker) -> None:
     runs = finished.cwd / "runs"
     shutil.copytree(finished.latest, runs / "odd")

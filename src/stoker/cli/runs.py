@@ -18,18 +18,19 @@ from stoker.contract.terminal import paint, say
 from stoker.contract.untrusted import is_count, json_text, printable
 from stoker.control.show.drawing import columns_of, fitted, short
 from stoker.control.show.gather import Gatherer
-from stoker.control.show.snapshot import Run, finite
+from stoker.control.show.snapshot import Metric, Run, finite
 
 _STATES = {"running": "cyan", "completed": "green", "failed": "red", "lost": "red", "stopped": "yellow"}
 # Columns that go first where a line is too long.
-_LEAST = ("CAUSE", "RANKS", "TRIES", "TIME", "TOK/S", "DATE", "USER", "LOSS", "STEP")
-_RIGHT = ("STEP", "LOSS", "TOK/S", "RANKS", "TRIES", "TIME")
+_LEAST = ("CAUSE", "RANKS", "TRIES", "TIME", "TOK/S", "DATE", "USER", "LOSS", "REWARD", "STEP")
+_RIGHT = ("STEP", "LOSS", "REWARD", "TOK/S", "RANKS", "TRIES", "TIME")
 _SORTED: dict[str, Callable[[Run], Any]] = {
     "date": lambda run: run.started,
     "name": lambda run: run.id,
     "state": lambda run: run.state,
     "step": lambda run: run.step,
     "loss": lambda run: finite(run.loss),
+    "reward": lambda run: finite(_reward(run)),
     "tokens": lambda run: finite(run.tokens_per_s),
     "time": lambda run: run.seconds,
     "user": lambda run: run.user,
@@ -140,6 +141,11 @@ def _cause(run: Run) -> str | None:
     return run.verdict.cause if run.verdict and run.verdict.status != "completed" else None
 
 
+def _reward(run: Run) -> Metric:
+    """Of GRPO, whose loss says nothing of how far it is."""
+    return run.metrics.get("reward")
+
+
 def _cells(run: Run, everybody: bool) -> dict[str, str]:
     of = f"/{run.total_steps}" if run.total_steps else ""
     step = f"{run.step}{of}" if run.step is not None else ""
@@ -149,7 +155,8 @@ def _cells(run: Run, everybody: bool) -> dict[str, str]:
         "DATE": time.strftime("%m-%d %H:%M", time.localtime(run.started)) if run.started else "",
         "STATE": printable(run.state, 10),
         "STEP": step,
-        "LOSS": short(run.loss) if run.loss is not None else "",
+        "LOSS": short(run.loss) if run.loss is not None and _reward(run) is None else "",
+        "REWARD": short(reward) if (reward := _reward(run)) is not None else "",
         "TOK/S": short(run.tokens_per_s) if run.tokens_per_s is not None else "",
         "RANKS": str(run.world),
         "TRIES": str(run.attempts),
@@ -199,5 +206,7 @@ def _row(run: Run) -> dict[str, Any]:
         "seconds": round(run.seconds, 3) if run.seconds is not None else None,
         "cause": _cause(run),
         "exit_code": run.verdict.exit_code if run.verdict else None,
-        **pick(run, "step", "total_steps", "loss", "tokens_per_s", "mfu", "restarts", "updated"),
+        **pick(run, "step", "total_steps", "loss"),
+        "reward": _reward(run),
+        **pick(run, "tokens_per_s", "mfu", "restarts", "updated"),
     }
