@@ -13,9 +13,10 @@ from stoker.contract import layout
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import counted, span
 from stoker.contract.settings import Parser, suggest
-from stoker.contract.shape import pick
-from stoker.contract.terminal import paint, say
+from stoker.contract.shape import as_json, pick
+from stoker.contract.terminal import paint, say, tell
 from stoker.contract.untrusted import is_count, json_text, printable
+from stoker.control.record.speedruns import speedruns
 from stoker.control.show.drawing import columns_of, fitted, short
 from stoker.control.show.gather import Gatherer
 from stoker.control.show.snapshot import Metric, Run, finite
@@ -69,18 +70,24 @@ def main(argv: list[str]) -> int:
         say(skipped)
     chosen = order([run for run in runs if all(one(run) for one in fits)])
     chosen = chosen[-told.limit :] if told.limit else chosen
+    chains = speedruns(root) if not told.filter else []
     if told.json:
-        print(json_text({"schema": 1, "runs": [_row(run) for run in chosen], "others_left_out": others}))
+        rows = [_row(run) for run in chosen]
+        made = [as_json(one) | {"runs_dir": one.runs_dir} for one in chains]
+        print(json_text({"schema": 1, "runs": rows, "speedruns": made, "others_left_out": others}))
         return 0
     left_out = counted(others, "folder")
     more = f"{left_out} of other users: `stoker runs --all`" if others else ""
     if others and told.all:
         more = f"{left_out} of other users left out: very many runs, very large records, or not readable"
-    if not chosen:
+    if chosen:
+        _print_table(chosen, told.all)
+    elif runs or not chains:
         none = f"none of {len(runs)} runs matches" if runs else f"no runs in {printable(root)}"
         print(none + (f"; {more}" if more else ""))
         return 0
-    _print_table(chosen, told.all)
+    for chain in chains:
+        tell(chain.line)
     if more:
         print(more)
     return 0

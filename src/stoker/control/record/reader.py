@@ -19,6 +19,7 @@ from stoker.contract.shapes import Verdict
 from stoker.contract.spelling import suggest
 from stoker.contract.untrusted import printable
 from stoker.control.record import ownership
+from stoker.control.record.speedruns import speedrun_at, speedruns
 
 _MOST = 16 << 20  # bytes of run.json: a run on 500 hosts has 2 MB
 _MOST_OF_OTHERS = 2 << 20  # the same of another user's
@@ -449,8 +450,9 @@ def _newest(root: str, say: Callable[[str], None]) -> Run:
         say(listing.skipped)
     if not listing.runs:
         others = f" of yours ({listing.others} of other users: `stoker runs --all`)" if listing.others else ""
-        line = f"no runs{others} in {printable(root)}; name another folder with --runs-dir"
-        raise names.Refusal(line, names.EX_NOINPUT)
+        there = [f"{printable(one.dir)} is a speedrun: --runs-dir {printable(one.runs_dir)}" for one in speedruns(root)]
+        hint = "; ".join(there[:3]) or "name another folder with --runs-dir"
+        raise names.Refusal(f"no runs{others} in {printable(root)}; {hint}", names.EX_NOINPUT)
     return listing.runs[-1]
 
 
@@ -466,6 +468,10 @@ def _no_run(which: str, root: str, listing: Listing) -> names.Refusal:
             user = ownership.user_name(uid)
             line = f"run {shown} in {printable(root)} belongs to {user}: to read it give its path, {printable(path)}"
             return names.Refusal(line, names.EX_NOPERM)
+    for place in (which, path):
+        if (speedrun := speedrun_at(place.rstrip(os.sep))) is not None:
+            line = f"{shown} is a speedrun: name a run of its stages, with --runs-dir {printable(speedrun.runs_dir)}"
+            return names.Refusal(line, names.EX_NOINPUT)
     hint = suggest(which, [*(run.name for run in listing.runs), *(run.id for run in listing.runs)])
     if not hint and listing.runs:
         hint = f"; `stoker runs` lists the {len(listing.runs)} there"

@@ -83,9 +83,9 @@ class EventTail:
         if not isinstance(kind, str) or type(when) not in (int, float) or not 0 <= when <= 1e11:
             return
         if kind == "run" or not self.starts:
-            began, before = event.get("began"), self.starts[-1][1] if self.starts else 0.0
-            told = type(began) in (int, float) and before <= began <= when  # as the end of the run counts
-            self.starts.append([float(began) if told else when, when])
+            began, before = finite(metric(event.get("began"))), self.starts[-1][1] if self.starts else 0.0
+            told = began is not None and before <= began <= when
+            self.starts.append([began if began is not None and told else when, when])  # as the run's last line counts
             if not self._mine:
                 del self.starts[:-1]
         self.starts[-1][1] = when
