@@ -150,12 +150,13 @@ def test_a_name_of_ones_own_continues_the_run_with_these_settings(stoker: Stoker
     _, said = stopped_with(stoker, command, signal.SIGTERM)
     stopped = stoker.latest
     assert continuing(said) == command
-    newer = stoker("run", "--name", "exp", "own.py", "other", env={"SECONDS_TO_RUN": "0"})
-    assert newer.code == 0 and newer.run_dir != stopped
+    assert stoker("run", "--name", "exp", "own.py", "other", env={"SECONDS_TO_RUN": "0"}).code == 0
+    newer = stoker.latest
+    assert newer != stopped
     told = json.loads(stoker("why", stopped.name, "--json").out)["fix"][0]
     assert told.startswith(f"stoker run --name {stopped.name} --nproc-per-node 1 own.py saves"), told
     again = stoker(*command, env={"SECONDS_TO_RUN": "0"})
-    assert again.code == 0 and f"starting run {stopped.name} again" in again.err and newer.run_dir.name in again.err
+    assert again.code == 0 and f"starting run {stopped.name} again" in again.err and newer.name in again.err
     assert (stopped / "attempt-1").is_dir()
 
 

@@ -120,7 +120,7 @@ def _show(found: Verdict, title: str, run: reader.Run | None, as_json: bool) -> 
     if verdict.detected_s is not None:
         _print(f"detected {span(verdict.detected_s)} after it happened{_another_attempt(verdict)}")
     if run is not None:
-        _print(f"record: {run.dir}")
+        _print(f"record: {os.path.abspath(run.dir)}")
     return 0
 
 
