@@ -211,7 +211,9 @@ def test_below_min_hosts_the_lost_host_is_the_verdict(
     assert f"2 of 3 hosts left, and {says}" in verdict["summary"]
     assert any(step.startswith("--min-hosts K") for step in verdict["fix"]) is not bool(asked), verdict["fix"]
     assert re.search(
-        r"^stoker: to start it again: stoker run --name job --no-preflight --hosts .* job\.py$", console(stoker), re.M
+        r"^stoker: to start it again: stoker run --name [0-9-]+-job --no-preflight --hosts .* job\.py$",
+        console(stoker),
+        re.M,
     )
     assert verdict["detected_s"] is None and " after it happened" not in stoker("why").out, (
         "nobody saw when it happened"

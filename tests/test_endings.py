@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -107,14 +108,68 @@ def test_an_own_script_that_saves(stoker: Stoker, signum: signal.Signals, code: 
     returned, said = stopped_with(stoker, own_script(stoker, "saves", "earlier"), signum)
     assert returned == code
     assert f"stopped by {signum.name} gracefully; saved: checkpoints/step-20.pt" in said
-    assert "to continue: stoker run --name own --nproc-per-node 1 own.py saves earlier" in said
+    assert f"to continue: stoker run --name {stoker.latest.name} --nproc-per-node 1 own.py saves earlier" in said
     assert why(stoker)["summary"] == f"stopped by {signum.name} gracefully; saved: checkpoints/step-20.pt"
-    again = stoker(
-        "run", "--name", "own", "--nproc-per-node", "1", "own.py", "saves", "earlier", env={"SECONDS_TO_RUN": "0"}
-    )
+    again = stoker(*continuing(said), env={"SECONDS_TO_RUN": "0"})
     assert (
         again.code == 0 and "its newest checkpoint" in again.err and len(list(stoker.cwd.glob("runs/2*"))) == 1
     )  # the printed command continues that run
+
+
+def continuing(said: str) -> list[str]:
+    """The words of the command that was printed, without `stoker`."""
+    return shlex.split(said.partition("to continue: stoker ")[2].splitlines()[0])
+
+
+def test_the_printed_command_continues_that_run_whatever_came_after(stoker: Stoker) -> None:
+    """A run without a name takes that of its script, and so does the next one: the command has to say more than the name."""
+    code, said = stopped_with(stoker, own_script(stoker, "saves"), signal.SIGTERM)
+    stopped, quickly = stoker.latest, {"SECONDS_TO_RUN": "0"}
+    newer = stoker("run", "own.py", "other", env=quickly)
+    assert code == 143 and newer.code == 0 and newer.run_dir != stopped
+    command = f"stoker run --name {stopped.name} --nproc-per-node 1 own.py saves"
+    done = stoker("run", "--name", "own", "own.py", "other", env=quickly)  # the newest of that name, and complete
+    assert done.code == 0 and "nothing to do" in done.err and f"is unfinished; to continue it: {command}" in done.err
+    other = stoker("run", "--name", "own", "own.py", "third", env=quickly)
+    assert "this is a new run of that name" in other.err and f"to continue it: {command}" in other.err
+    changed = stoker("run", "--name", stopped.name, "own.py", "fourth", env=quickly)
+    assert changed.code == 64 and "was started with other settings" in changed.err and command in changed.err
+
+    assert shlex.join(["stoker", *continuing(said)]) == command
+    before = set(stoker.cwd.glob("runs/2*"))
+    again = stoker(*continuing(said), env=quickly)
+    assert again.code == 0 and f"starting run {stopped.name} again; its newest checkpoint" in again.err, again.err
+    assert set(stoker.cwd.glob("runs/2*")) == before and (stopped / "attempt-1").is_dir()
+    assert json.loads((stopped / "run.json").read_text())["name"] == "own"
+    assert "is complete" in stoker(*continuing(said)).err, "by its id it is known to be complete, too"
+
+
+def test_a_name_of_ones_own_continues_the_run_with_these_settings(stoker: Stoker) -> None:
+    """`--name exp` stopped, then `--name exp` with other settings: the first command still means the first run."""
+    command = ["run", "--name", "exp", *own_script(stoker, "saves")[1:]]
+    _, said = stopped_with(stoker, command, signal.SIGTERM)
+    stopped = stoker.latest
+    assert continuing(said) == command
+    assert stoker("run", "--name", "exp", "own.py", "other", env={"SECONDS_TO_RUN": "0"}).code == 0
+    newer = stoker.latest
+    assert newer != stopped
+    told = json.loads(stoker("why", stopped.name, "--json").out)["fix"][0]
+    assert told.startswith(f"stoker run --name {stopped.name} --nproc-per-node 1 own.py saves"), told
+    again = stoker(*command, env={"SECONDS_TO_RUN": "0"})
+    assert again.code == 0 and f"starting run {stopped.name} again" in again.err and newer.name in again.err
+    assert (stopped / "attempt-1").is_dir()
+
+
+def test_a_killed_run_says_how_to_continue_it(stoker: Stoker) -> None:
+    run = stoker.start(*own_script(stoker, "earlier"))
+    assert wait_for(lambda: is_ready(stoker), 30)
+    run.kill()
+    run.communicate(timeout=60)
+    killed = stoker.latest
+    assert wait_for(lambda: True if why(stoker)["status"] == "lost" else None, 30)
+    command = f"stoker run --name {killed.name} --nproc-per-node 1 own.py earlier"
+    assert why(stoker)["fix"][0] == f"{command}   # to continue"
+    assert stoker(*shlex.split(command)[1:], env={"SECONDS_TO_RUN": "0"}).code == 0 and (killed / "attempt-1").is_dir()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
@@ -131,7 +186,7 @@ def test_nothing_saved_is_said_so_and_nothing_is_resumed(stoker: Stoker) -> None
     _, said = stopped_with(stoker, own_script(stoker), signal.SIGTERM)
     assert (
         "no checkpoint was seen" in said
-        and "to start it again: stoker run --name own" in said
+        and f"to start it again: stoker run --name {stoker.latest.name}" in said
         and "gracefully" not in said
     )
     again = stoker("run", "--name", "own", "--nproc-per-node", "1", "own.py", env={"SECONDS_TO_RUN": "0"})
@@ -242,10 +297,12 @@ def test_training_saves_and_continues(stoker: Stoker, text: Path, signum: signal
     assert code == 128 + signum
     step = sorted((stoker.latest / "checkpoints").glob("step-*"))[-1].name
     assert f"stopped by {signum.name} gracefully; saved: checkpoints/{step}" in said and "; saved " in said
-    assert "to continue: stoker train pretrain --name pretrain --data" in said
+    assert f"to continue: stoker train pretrain --name {stoker.latest.name} --data" in said
+    listed = json.loads(stoker("runs", "--json").out)["runs"][0]
+    assert f"stopped: {listed['step']} of 100000 steps" in said and step == f"step-{listed['step']:08d}"
     if signum is signal.SIGHUP:
         first = stoker.latest
-        run = stoker.start("train", "pretrain", "--name", "pretrain", *training(text)[2:], env={"OMP_NUM_THREADS": "1"})
+        run = stoker.start(*continuing(said), env={"OMP_NUM_THREADS": "1"})
         log = first / "attempt-1" / "rank-0.log"
         assert wait_for(lambda: True if log.exists() and b"Step [" in log.read_bytes() else None, 90)
         run.send_signal(signal.SIGTERM)

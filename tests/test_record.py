@@ -99,6 +99,38 @@ def test_the_time_of_a_run_is_that_of_all_its_starts(stoker: Stoker) -> None:
     assert took + 1.4 < both < events[-1] - events[0] - 2.5
 
 
+def test_logs_say_whose_they_are_and_that_a_rank_printed_nothing(stoker: Stoker) -> None:
+    script = stoker.script(
+        "two.py",
+        "import os, sys, time\nif os.environ['RANK'] == '0':\n    print('zero', flush=True); time.sleep(60)\nsys.exit(3)\n",
+    )
+    failed = stoker("run", "--nproc-per-node", "2", script)
+    assert failed.verdict["rank"] == 1
+    plain = stoker("logs")
+    assert (plain.out, plain.err) == ("zero\n", "stoker: this is rank 0 of 2; rank 1 failed: --rank 1\n")
+    asked = stoker("logs", "--rank", "0")
+    assert (asked.out, asked.err) == ("zero\n", ""), "who names a rank knows it"
+    silent = stoker("logs", "--rank", "1")
+    assert (silent.code, silent.out, silent.err) == (0, "", "stoker: rank 1 printed nothing\n")
+    assert stoker("run", stoker.script("one.py", "print('one')")).code == 0
+    assert stoker("logs").err == "", "there is no other"
+
+
+def test_why_gives_the_whole_path_of_the_record(stoker: Stoker) -> None:
+    whole = stoker("run", stoker.script("ok.py", "print('ok')")).run_dir
+    (stoker.cwd / "runs" / "latest").unlink()
+    for words in ([], [whole.name], [os.path.relpath(whole, stoker.cwd)]):
+        assert f"record: {whole}\n" in stoker("why", *words).out
+
+
+def test_the_time_of_a_run_is_that_of_its_last_line(stoker: Stoker) -> None:
+    """From when the command began, not from when its record did."""
+    done = stoker("run", stoker.script("ok.py", "print('ok')"))
+    began = json.loads((done.run_dir / "run.json").read_text())["started"]
+    took = json.loads(stoker("runs", "--json").out)["runs"][0]["seconds"]
+    assert took == pytest.approx(done.events[-1]["time"] - began, abs=0.002)
+
+
 def test_a_name_goes_on_with_an_unfinished_run(stoker: Stoker) -> None:
     script = stoker.script(
         "resume.py",

@@ -525,6 +525,47 @@ def test_runs_fit_the_width_and_are_filtered_sorted_and_limited(finished: Stoker
     assert finished("runs", "--filter", "nothing-like-it").out == "none of 4 runs matches\n"
 
 
+def test_the_list_counts_steps_made_not_the_last_line_of_the_metrics(finished: Stoker) -> None:
+    """`stoker train` writes a line for every tenth step or so; its ranks tell of every one."""
+    runs = finished.cwd / "runs"
+
+    def recorded(name: str, script: str) -> Path:
+        shutil.copytree(finished.latest, runs / name)
+        about = json.loads((runs / name / "run.json").read_text())
+        (runs / name / "run.json").write_text(json.dumps({**about, "script": script}))
+        metrics_file(runs / name, [5.0])
+        return runs / name
+
+    resumed = recorded("resumed", "stoker.training.recipes.sft")
+    (resumed / "checkpoints" / "step-00000025").mkdir(parents=True)
+    (resumed / "checkpoints" / "step-00000025" / "manifest.json").write_text("{}")
+    (resumed / "checkpoints" / "step-00000030.half-1.tmp").mkdir()
+    later = [{"event": "attempt", "attempt": 1}, {"event": "rank-exit", "rank": 0, "code": -2, "steps": 0}]
+    with open(resumed / "events.jsonl", "a") as events:
+        events.writelines(json.dumps({"schema": 1, "time": time.time(), **event}) + "\n" for event in later)
+    recorded("ended", "stoker.training.recipes.sft")
+    killed = recorded("killed", "stoker.training.recipes.sft")
+    (killed / "events.jsonl").write_text("")
+    (killed / "history").mkdir(exist_ok=True)
+    moment = {"schema": 1, "time": 1e9, "attempt": 0, "ranks": {"step": [7, 7]}, "gpus": {}, "hosts": {}}
+    (killed / "history" / "seconds.jsonl").write_text(json.dumps(moment) + "\n")
+    recorded("own", "train.py")  # what steps are in its metrics, its author knows
+    listed = {row["run"]: row["step"] for row in json.loads(finished("runs", "--json").out)["runs"]}
+    listed.pop(finished.latest.name)
+    assert listed == {"resumed": 25, "ended": 3, "killed": 7, "own": 1}
+    assert re.search(r"^ended .* 3/100 ", finished("runs").out, re.M)
+    assert re.search(r"^steps +3 +25$", finished("compare", "ended", "resumed").out, re.M)
+
+
+def test_of_grpo_the_list_has_the_reward(finished: Stoker) -> None:
+    assert "REWARD" not in finished("runs").out
+    metrics_file(finished.latest, [1.4e-07], reward=0.4375)
+    head, row = finished("runs").out.splitlines()
+    assert "REWARD" in head and "LOSS" not in head and " 0.4375 " in row and "e-07" not in row
+    assert json.loads(finished("runs", "--json").out)["runs"][0]["reward"] == 0.4375
+    assert finished("runs", "--filter", "reward<0.4").out == "none of 1 runs matches\n"
+
+
 def test_plot_in_the_terminal_as_json_and_refusals(finished: Stoker) -> None:
     runs = finished.cwd / "runs"
     shutil.copytree(finished.latest, runs / "odd")
@@ -596,8 +637,32 @@ def test_compare_two_runs(finished: Stoker) -> None:
     assert "more than noise; b is lower" in done.out
     told = json.loads(finished("compare", "a", "b", "--json").out)
     assert told["settings"] == {"optim.learning_rate": ["0.001", "0.01"]} and told["noise"]["beyond"] is True
-    same = finished("compare", finished.latest.name, finished.latest.name)
-    assert same.code == 0 and "settings that differ: none" in same.out and "no steps in common" in same.out
+    same = finished("compare", "b", str(runs / "b"))
+    assert same.code == 64 and "are one run, b: name two" in same.err and not same.out
+    wide = finished("compare", "a", "b", env={"COLUMNS": "60"}).out
+    assert "loss, mean of the last tenth " in wide and "…" not in wide, "there is room for all of it"
+    none = finished("compare", finished.latest.name, "a")
+    assert none.code == 0 and "no steps in common" in none.out
+    about = finished("compare", "--help").out.partition("How noise")[2]
+    assert all(part.count("\n") == part.count("\n  ") for part in about.strip().split("\n\n")), about
+
+
+def test_a_name_of_several_runs_means_the_newest_and_says_so(finished: Stoker) -> None:
+    first = finished.latest
+    newer = finished("run", "--name", "exp", "train.py", "4").run_dir
+    assert newer != first
+    metrics_file(newer, [3.0, 2.0])
+    line = f"stoker: exp is the name of 2 runs; the newest is taken: {newer.name}\n"
+    for command in (["why", "exp"], ["plot", "exp"], ["top", "exp", "--once"], ["compare", "exp", first.name]):
+        done = finished(*command)
+        assert done.code == 0 and done.err == line, (command, done.err)
+    assert line in finished("logs", "exp").err
+    itself = finished("compare", "exp", newer.name)
+    assert itself.code == 64 and line in itself.err and f"exp and {newer.name} are one run" in itself.err
+    once = finished("plot", "exp", "latest")
+    assert once.code == 0 and "was named before; it is drawn once" in once.err and once.out.count("; step ") == 1
+    for told in (newer.name, str(newer), "latest"):
+        assert "is the name of" not in finished("why", told).err
 
 
 def test_the_end_of_a_training_shows_its_loss(tmp_path: Path) -> None:

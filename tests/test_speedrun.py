@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from conftest import Stoker, machine_json, wait_for
+from stoker.cli.runs import main as runs_command
 from stoker.cli.speedrun import main
+from stoker.cli.why import main as why_command
 from stoker.contract.names import (
     EX_CANTCREAT,
     EX_CONFIG,
@@ -516,6 +518,15 @@ def test_the_chain_runs_once_and_a_changed_setting_runs_what_depends_on_it(
     assert "`stoker chat runs/speedrun-cpu`" in ended[2] and "runs/speedrun-cpu/report.html" in ended[2], ended
     entries = speedrun.entries
     assert {entry["status"] for entry in entries.values()} == {"done"} and entries["sft"]["attempts"] == 1
+    assert runs_command([]) == 0
+    assert capsys.readouterr().out == (
+        f"runs/speedrun-cpu is a speedrun, completed: {len(NAMES)} of {len(NAMES)} stages done;"
+        " `stoker runs --runs-dir runs/speedrun-cpu/stages` lists the runs of its stages\n"
+    )
+    for words in ([], ["speedrun-cpu"], ["runs/speedrun-cpu"]):
+        with pytest.raises(Refusal, match=r"is a speedrun.*--runs-dir runs/speedrun-cpu/stages"):
+            why_command(words)
+    assert runs_command(["--json"]) == 0 and json.loads(capsys.readouterr().out)["speedruns"][0]["done"] == len(NAMES)
     assert (
         entries["sft"]["cost"] == pytest.approx(entries["sft"]["seconds"], abs=0.01)
         and entries["sft"]["energy_wh"] is None
@@ -551,6 +562,7 @@ def test_a_stage_that_fails_stops_the_chain_and_says_why(
     )
     assert re.search("not reached, though it does not need reward: density ", said)
     assert speedrun.entries["reward"]["status"] == "failed" and speedrun.entries["density"]["status"] == "waiting"
+    assert runs_command([]) == 0 and "is a speedrun, failed at stage reward: 8 of" in capsys.readouterr().out
     speedrun.order()
     assert speedrun() == 0
     assert speedrun.ran[0] == "reward" and speedrun.entries["reward"]["attempts"] == 2  # the same run went on
@@ -697,9 +709,11 @@ def test_two_at_once_are_refused(speedrun: Speedrun, capsys: pytest.CaptureFixtu
         assert speedrun() == EX_TEMPFAIL
         assert f"another speedrun (pid {process.pid})" in capsys.readouterr().out
         assert not speedrun.calls and "base" in calls
+        assert runs_command([]) == 0 and "is a speedrun, running at stage base: 2 of" in capsys.readouterr().out
     finally:
         process.terminate()
         process.communicate(timeout=60)
+    assert runs_command([]) == 0 and "is a speedrun, unfinished at stage base: 2 of" in capsys.readouterr().out
 
 
 def test_a_finished_chain_ends_at_once_and_imports_no_torch(

@@ -162,7 +162,7 @@ def test_a_speedrun_uses_no_folder_of_another_user(tmp_path: Path) -> None:
     "rows", [[{"name": [1]}], [3], {"a": 1}, [{"name": "base", "key": "k", "stage": 3}], [{"name": "base"}], None]
 )
 def test_a_damaged_chain_counts_as_none(tmp_path: Path, rows: Any) -> None:
-    (tmp_path / state.CHAIN).write_text(json.dumps({"schema": 1, "stages": rows}))
+    (tmp_path / "chain.json").write_text(json.dumps({"schema": 1, "stages": rows}))
     stage = Stage("base", "pretrain", (), {}, ("model",))
     found = state.entries(str(tmp_path), [stage], {"base": "k"})
     assert found["base"].status == state.WAITING and not state.recorded_otherwise(str(tmp_path), {"base": "k"})

@@ -8,12 +8,12 @@ import sys
 import time
 
 from stoker.contract import layout, terminal
+from stoker.contract.names import RECIPES
 from stoker.contract.progress import of_run
 from stoker.contract.settings import Parser
 from stoker.contract.terminal import in_colour, say, tell
 from stoker.contract.untrusted import open_regular
 from stoker.control.launch.console import LONGEST, LineCutter
-from stoker.control.launch.output import RECIPES
 from stoker.control.launch.shortlines import OwnLines, ShortLines
 from stoker.control.record import follow, reader
 

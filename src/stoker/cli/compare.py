@@ -9,6 +9,7 @@ from typing import Any
 
 from stoker.cli.plot import watched
 from stoker.contract import layout
+from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import amount, span
 from stoker.contract.settings import Parser, names_run
 from stoker.contract.shape import as_json
@@ -20,9 +21,12 @@ from stoker.control.show.curves import Curve
 from stoker.control.show.drawing import fitted, mean, short
 from stoker.control.show.folder import RunFolder
 
-_EPILOG = f"""How noise is judged: the last {PART:.0%} of the steps both runs have made is cut into {PARTS} parts; each part gives the difference of the two
-means, and {PARTS} differences give a 95 % t interval. A difference is called more than noise if 0 is outside of it. That is the noise of
-batches within these two runs. Another seed moves a run, too: only runs with several seeds show by how much."""
+_EPILOG = (
+    f"How noise is judged: the last {PART:.0%} of the steps both runs have made is cut into {PARTS} parts; each part gives the"
+    f" difference of the two means, and {PARTS} differences give a 95 % t interval. A difference is called more than noise if"
+    " 0 is outside of it.\n\nThat is the noise of batches within these two runs. Another seed moves a run, too: only runs with"
+    " several seeds show by how much."
+)
 _SHOWN = 60  # settings that differ
 
 
@@ -43,7 +47,11 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     root = layout.runs_root(told.runs_dir, os.environ)
-    folders = [watched(reader.find(which, root)) for which in (told.first, told.second)]
+    records = [reader.find(which, root) for which in (told.first, told.second)]
+    if os.path.realpath(records[0].dir) == os.path.realpath(records[1].dir):
+        line = f"{told.first} and {told.second} are one run, {records[0].id}: name two; `stoker runs` lists them"
+        raise Refusal(printable(line), EX_USAGE)
+    folders = [watched(record) for record in records]
     settings = differing([settings_of(folder.record) for folder in folders])
     results = [_results(folder) for folder in folders]
     judged = noise(folders[0].curve(told.metric), folders[1].curve(told.metric))
@@ -116,9 +124,11 @@ def _lowest(curve: Curve, most: bool = False) -> float | None:
 
 
 def _table(rows: list[tuple[str, ...]], columns: int) -> None:
-    first = min(max(len(row[0]) for row in rows), max(columns // 3, 8))
-    room = max((columns - first - 4) // (len(rows[0]) - 1), 8)
-    widths = [min(max(len(row[at]) for row in rows), room) for at in range(1, len(rows[0]))]
+    first, *widths = (max(len(row[at]) for row in rows) for at in range(len(rows[0])))
+    if first + sum(widths) + 2 * len(widths) > columns:
+        first = min(first, max(columns // 3, 8))
+        room = max((columns - first - 4) // len(widths), 8)
+        widths = [min(width, room) for width in widths]
     for row in rows:
         cells = [fitted(row[0], first), *(fitted(text, width) for text, width in zip(row[1:], widths, strict=True))]
         print("  ".join(cells).rstrip())

@@ -10,6 +10,7 @@ import time
 from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import Parser
+from stoker.contract.terminal import say
 from stoker.control.record import follow, reader
 
 
@@ -17,7 +18,7 @@ def parser() -> Parser:
     made = Parser("stoker logs", "What a rank printed, byte for byte.")
     made.run_argument()
     made.option("--role", "NAME", "of a job of several roles: which one")
-    made.option("--rank", "N", "which rank (default: 0)", int, default=0)
+    made.option("--rank", "N", "which rank (default: 0)", int)
     made.option("--attempt", "K", "which attempt (default: the last)", int)
     made.add_argument("--follow", "-f", action="store_true", help="follow until the run ends")
     made.runs_dir()
@@ -44,22 +45,36 @@ def _show(run: reader.Run, told: argparse.Namespace) -> int:
     ranks = [rank for number, rank, _ in follow.rank_logs(run) if number == attempt]
     planned = run.ranks if attempt == attempts[-1] else 0  # the newest plan is the newest attempt's
     world = max([planned, *(rank + 1 for rank in ranks)])
-    if not 0 <= told.rank < world:
+    shown = told.rank or 0
+    if not 0 <= shown < world:
         where = f" in attempt {attempt}" if len(attempts) > 1 else ""
-        raise Refusal(f"run {run.id} has no rank {told.rank}{where}; there are 0 to {world - 1}", EX_NOINPUT)
-    if told.rank not in ranks and not told.follow:
-        raise Refusal(f"rank {told.rank} has no log in attempt {attempt}: it was not started", EX_NOINPUT)
-    tail = follow.Tail(layout.rank_log(run.dir, attempt, told.rank))
+        raise Refusal(f"run {run.id} has no rank {shown}{where}; there are 0 to {world - 1}", EX_NOINPUT)
+    if shown not in ranks and not told.follow:
+        raise Refusal(f"rank {shown} has no log in attempt {attempt}: it was not started", EX_NOINPUT)
+    if told.rank is None and world > 1:
+        say(f"this is rank {shown} of {world}; {_others(run, shown, world)}")
+    tail, silent = follow.Tail(layout.rank_log(run.dir, attempt, shown)), True
     while True:
         over = reader.over(run)  # asked before the last look, so that nothing is missed
         while data := tail.new():
+            silent = False
             sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
         if over or not told.follow:
+            if silent:
+                say(f"rank {shown} {'printed nothing' if over else 'has printed nothing yet'}")
             return 0
         newest = run.attempts[-1]
         if told.attempt is None and newest != attempt:
             attempt = newest
-            tail = follow.Tail(layout.rank_log(run.dir, attempt, told.rank))
+            tail = follow.Tail(layout.rank_log(run.dir, attempt, shown))
             continue
         time.sleep(0.1)
+
+
+def _others(run: reader.Run, shown: int, world: int) -> str:
+    """Which of them to look at: the one that failed, where that is known."""
+    failed = run.verdict.rank if run.verdict is not None else None
+    if failed is not None and 0 <= failed < world:
+        return "it is the one that failed" if failed == shown else f"rank {failed} failed: --rank {failed}"
+    return f"--rank 1 to {world - 1} shows another" if world > 2 else "--rank 1 shows the other"

@@ -11,7 +11,7 @@ from typing import Any
 from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, names_run, suggest
-from stoker.contract.terminal import in_colour, paint, tell
+from stoker.contract.terminal import in_colour, paint, say, tell
 from stoker.contract.untrusted import is_count, json_text, printable
 from stoker.control.record import reader
 from stoker.control.show.curves import Curve, smoothed
@@ -49,7 +49,7 @@ def _count(text: str) -> int:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     root = layout.runs_root(told.runs_dir, os.environ)
-    found = [watched(reader.find(which, root)) for which in told.runs or [None]]
+    found = [watched(run) for run in _once([reader.find(which, root) for which in told.runs or [None]])]
     curves = [(folder.record, _curve(folder, told.metric)) for folder in found]
     if told.json:
         runs = [{"run": run.id, "points": [list(one) for one in curve.points(1 << 40)]} for run, curve in curves]
@@ -70,6 +70,15 @@ def main(argv: list[str]) -> int:
         if wrong:
             print(f"{line.name}{wrong}")
     return 0
+
+
+def _once(runs: list[reader.Run]) -> list[reader.Run]:
+    """Each of them, in this order; one that was named twice is reported."""
+    by_path: dict[str, reader.Run] = {}
+    for run in runs:
+        if by_path.setdefault(os.path.realpath(run.dir), run) is not run:
+            say(f"run {printable(run.id, 100)} was named before; it is drawn once")
+    return list(by_path.values())
 
 
 def watched(run: reader.Run) -> RunFolder:

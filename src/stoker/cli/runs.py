@@ -13,23 +13,25 @@ from stoker.contract import layout
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import counted, span
 from stoker.contract.settings import Parser, suggest
-from stoker.contract.shape import pick
-from stoker.contract.terminal import paint, say
+from stoker.contract.shape import as_json, pick
+from stoker.contract.terminal import paint, say, tell
 from stoker.contract.untrusted import is_count, json_text, printable
+from stoker.control.record.speedruns import speedruns
 from stoker.control.show.drawing import columns_of, fitted, short
 from stoker.control.show.gather import Gatherer
-from stoker.control.show.snapshot import Run, finite
+from stoker.control.show.snapshot import Metric, Run, finite
 
 _STATES = {"running": "cyan", "completed": "green", "failed": "red", "lost": "red", "stopped": "yellow"}
 # Columns that go first where a line is too long.
-_LEAST = ("CAUSE", "RANKS", "TRIES", "TIME", "TOK/S", "DATE", "USER", "LOSS", "STEP")
-_RIGHT = ("STEP", "LOSS", "TOK/S", "RANKS", "TRIES", "TIME")
+_LEAST = ("CAUSE", "RANKS", "TRIES", "TIME", "TOK/S", "DATE", "USER", "LOSS", "REWARD", "STEP")
+_RIGHT = ("STEP", "LOSS", "REWARD", "TOK/S", "RANKS", "TRIES", "TIME")
 _SORTED: dict[str, Callable[[Run], Any]] = {
     "date": lambda run: run.started,
     "name": lambda run: run.id,
     "state": lambda run: run.state,
     "step": lambda run: run.step,
     "loss": lambda run: finite(run.loss),
+    "reward": lambda run: finite(_reward(run)),
     "tokens": lambda run: finite(run.tokens_per_s),
     "time": lambda run: run.seconds,
     "user": lambda run: run.user,
@@ -68,18 +70,24 @@ def main(argv: list[str]) -> int:
         say(skipped)
     chosen = order([run for run in runs if all(one(run) for one in fits)])
     chosen = chosen[-told.limit :] if told.limit else chosen
+    chains = speedruns(root) if not told.filter else []
     if told.json:
-        print(json_text({"schema": 1, "runs": [_row(run) for run in chosen], "others_left_out": others}))
+        rows = [_row(run) for run in chosen]
+        made = [as_json(one) | {"runs_dir": one.runs_dir} for one in chains]
+        print(json_text({"schema": 1, "runs": rows, "speedruns": made, "others_left_out": others}))
         return 0
     left_out = counted(others, "folder")
     more = f"{left_out} of other users: `stoker runs --all`" if others else ""
     if others and told.all:
         more = f"{left_out} of other users left out: very many runs, very large records, or not readable"
-    if not chosen:
+    if chosen:
+        _print_table(chosen, told.all)
+    elif runs or not chains:
         none = f"none of {len(runs)} runs matches" if runs else f"no runs in {printable(root)}"
         print(none + (f"; {more}" if more else ""))
         return 0
-    _print_table(chosen, told.all)
+    for chain in chains:
+        tell(chain.line)
     if more:
         print(more)
     return 0
@@ -140,6 +148,11 @@ def _cause(run: Run) -> str | None:
     return run.verdict.cause if run.verdict and run.verdict.status != "completed" else None
 
 
+def _reward(run: Run) -> Metric:
+    """Of GRPO, whose loss says nothing of how far it is."""
+    return run.metrics.get("reward")
+
+
 def _cells(run: Run, everybody: bool) -> dict[str, str]:
     of = f"/{run.total_steps}" if run.total_steps else ""
     step = f"{run.step}{of}" if run.step is not None else ""
@@ -149,7 +162,8 @@ def _cells(run: Run, everybody: bool) -> dict[str, str]:
         "DATE": time.strftime("%m-%d %H:%M", time.localtime(run.started)) if run.started else "",
         "STATE": printable(run.state, 10),
         "STEP": step,
-        "LOSS": short(run.loss) if run.loss is not None else "",
+        "LOSS": short(run.loss) if run.loss is not None and _reward(run) is None else "",
+        "REWARD": short(reward) if (reward := _reward(run)) is not None else "",
         "TOK/S": short(run.tokens_per_s) if run.tokens_per_s is not None else "",
         "RANKS": str(run.world),
         "TRIES": str(run.attempts),
@@ -199,5 +213,7 @@ def _row(run: Run) -> dict[str, Any]:
         "seconds": round(run.seconds, 3) if run.seconds is not None else None,
         "cause": _cause(run),
         "exit_code": run.verdict.exit_code if run.verdict else None,
-        **pick(run, "step", "total_steps", "loss", "tokens_per_s", "mfu", "restarts", "updated"),
+        **pick(run, "step", "total_steps", "loss"),
+        "reward": _reward(run),
+        **pick(run, "tokens_per_s", "mfu", "restarts", "updated"),
     }

@@ -10,10 +10,11 @@ from typing import Any
 from stoker.contract import checkpoints, layout, redact, schedulers
 from stoker.contract.quantities import span
 from stoker.contract.settings import Parser
+from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
 from stoker.contract.terminal import ERROR, SUCCESS, WARNING, paint, tell
 from stoker.contract.untrusted import json_text, printable, printable_lines
-from stoker.control.record import reader
+from stoker.control.record import again, reader
 from stoker.control.record.writer import OURS
 from stoker.control.scheduler import runs
 from stoker.control.verdict.launch import lost
@@ -73,10 +74,15 @@ def verdict_of(run: reader.Run) -> Verdict | None:
     status = reader.status(run)
     verdict = run.verdict if status not in ("running", "unknown") else None
     if verdict is None and status == "lost":
-        verdict = lost(run.id, checkpoints.newest(run.dir) if run.mine else None)
+        saved = checkpoints.newest(run.dir) if run.mine else None
+        verdict = lost(run.id, saved)
+        if saved is not None:  # "the same command" alone would start a run without a name from its beginning
+            verdict = replace(verdict, fix=(f"{again.command_of(run)}   # {again.TO_CONTINUE}", *verdict.fix))
     scheduler = schedulers.found(run.data.get("environment") or {}) if run.mine else None
     if scheduler is not None and status not in ("running", "completed"):
         verdict = runs(scheduler).explained(os.path.dirname(run.dir), run, verdict)
+    if verdict is not None and run.mine:
+        verdict = replace(verdict, fix=tuple(again.by_id(step, run, os.path.dirname(run.dir)) for step in verdict.fix))
     return verdict
 
 
@@ -114,7 +120,7 @@ def _show(found: Verdict, title: str, run: reader.Run | None, as_json: bool) -> 
     if verdict.detected_s is not None:
         _print(f"detected {span(verdict.detected_s)} after it happened{_another_attempt(verdict)}")
     if run is not None:
-        _print(f"record: {run.dir}")
+        _print(f"record: {os.path.abspath(run.dir)}")
     return 0
 
 

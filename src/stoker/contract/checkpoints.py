@@ -10,6 +10,8 @@ from stoker.contract import layout, owners
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
 
+_FOLDER, _MANIFEST = re.compile(r"step-([0-9]{8,18})"), "manifest.json"
+
 
 @shape
 class SavedCheckpoint:
@@ -48,6 +50,17 @@ def newest(run_dir: str, say: Callable[[str], None] | None = None) -> SavedCheck
     return saved
 
 
+def newest_step(run_dir: str) -> int | None:
+    """Of `stoker train`'s own: the number in the name of the newest folder with a manifest. Nothing of it is read."""
+    folder = os.path.join(run_dir, layout.CHECKPOINTS)
+    try:
+        steps = sorted(int(match[1]) for name in os.listdir(folder) if (match := _FOLDER.fullmatch(name)))
+    except OSError:
+        return None
+    there = (step for step in reversed(steps) if os.path.exists(os.path.join(folder, f"step-{step:08d}", _MANIFEST)))
+    return next(there, None)
+
+
 def _skipping(incomplete: list[tuple[str, str]], saved: SavedCheckpoint | None) -> str:
     path, lacks = incomplete[0]
     others = f" ({len(incomplete) - 1} more like it)" if len(incomplete) > 1 else ""
@@ -79,7 +92,7 @@ def _lacks(folder: str) -> str:
     """What a folder lacks to be complete; empty: nothing."""
     from stoker.contract.untrusted import read_json
 
-    manifest = os.path.join(folder, "manifest.json")
+    manifest = os.path.join(folder, _MANIFEST)
     if not os.path.exists(manifest):
         return "it has no manifest.json"
     try:

@@ -26,6 +26,7 @@ RDZV_SECRET = "STOKER_RDZV_SECRET"  # what machines started by hand prove to kno
 RDZV_SECRET_FILE = "STOKER_RDZV_SECRET_FILE"
 PY_SPY = "STOKER_PY_SPY"  # the py-spy program; empty: none, stacks come from faulthandler
 GPU_RANK = "GPU_RANK"
+RECIPES = "stoker.training.recipes."  # how the modules begin that `stoker train` runs
 API_KEY = "STOKER_API_KEY"  # of `stoker serve`: what clients send
 PORT = "STOKER_PORT"  # the rank's own, with --port-base
 SHARED_GPU = "STOKER_SHARED_GPU"  # 1: several ranks of this job use one GPU, which NCCL refuses

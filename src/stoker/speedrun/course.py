@@ -23,13 +23,14 @@ from stoker.contract.terminal import tell
 from stoker.contract.untrusted import is_count
 from stoker.control.doctor.debris import walk
 from stoker.control.machine.model import Machine
+from stoker.control.record.speedruns import CHAIN
 from stoker.control.record.writer import make_private
 from stoker.speedrun.estimate import estimates, pace_of, room
 from stoker.speedrun.keys import Code, keys_of
 from stoker.speedrun.options import SpeedrunOptions, command
 from stoker.speedrun.presets import Preset, choose, what_it_lacks
 from stoker.speedrun.stages import OUR_WORLD, REPORT, WORLD, Data, File, Stage, chain, config_of_stage, selected
-from stoker.speedrun.state import CHAIN, Entry, check_own, entries, recorded_otherwise
+from stoker.speedrun.state import Entry, check_own, entries, recorded_otherwise
 from stoker.training.config.check import check, check_ranks
 from stoker.training.config.keys import BARE, KEYS
 from stoker.training.config.layers import Origin

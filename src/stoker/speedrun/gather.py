@@ -15,8 +15,9 @@ from stoker.contract.quantities import number_at
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import lines_of, parse_json
 from stoker.control.record import reader
+from stoker.control.record.speedruns import CHAIN
 from stoker.speedrun.stages import REPORT
-from stoker.speedrun.state import CHAIN, RESULT
+from stoker.speedrun.state import RESULT
 from stoker.training.stages.evaluate import PROMPTS, QUESTIONS
 from stoker.training.stages.registry import STAGES, links
 from stoker.training.stages.significance import Marks, marks

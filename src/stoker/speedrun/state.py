@@ -20,11 +20,12 @@ from stoker.contract.typed import read_shape
 from stoker.contract.untrusted import parse_json
 from stoker.contract.wholefile import write_json
 from stoker.control.record import reader
+from stoker.control.record.speedruns import CHAIN, LOCK, STAGES
 from stoker.speedrun.keys import run_name
 from stoker.speedrun.stages import REPORT, WORLD, Stage
 
 SCHEMA = 1
-CHAIN, RESULT, STAGES, LOGS, LOCK = "chain.json", "result.json", "stages", "logs", ".lock"
+RESULT, LOGS = "result.json", "logs"
 WAITING, RUNNING, DONE, FAILED, STOPPED, PARTIAL = "waiting", "running", "done", "failed", "stopped", "partial"
 _TAIL = 4096  # bytes that are read of the end of a log
 _OURS = "stoker: "  # how our own lines begin

@@ -23,12 +23,13 @@ from stoker.control.cluster.members import Unusable
 from stoker.control.launch import description, detach
 from stoker.control.launch.console import Console
 from stoker.control.launch.live import LiveRun
-from stoker.control.launch.output import RECIPES, Output
+from stoker.control.launch.output import Output
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.request import Request, check_numbers, program
 from stoker.control.launch.runplace import Complete, RunPlace, abandon, find_place
 from stoker.control.launch.signals import Interrupted, Signals
 from stoker.control.machine import host
+from stoker.control.record.again import TO_CONTINUE, TO_START_AGAIN
 from stoker.control.record.writer import RunRecord
 
 TYPE_CHECKING = False
@@ -208,7 +209,7 @@ class Coordinator:
             warnings = preflight.preflight(self.options, plan, machine)
         if live.network is not None:
             warnings = live.network.prepare(plan, place)
-        recipe = self.options.module and self.request.script.startswith(RECIPES)
+        recipe = self.options.module and self.request.script.startswith(names.RECIPES)
         live.output = Output(self.options, plan, place.id, self._console, recipe)
         # Before the record: a port that can't be had leaves nothing behind.
         return live.reserve(plan), warnings
@@ -284,7 +285,7 @@ class Coordinator:
 
 
 def _purpose(place: RunPlace) -> str:
-    return "to continue" if checkpoints.newest(place.dir) else "to start it again"
+    return TO_CONTINUE if checkpoints.newest(place.dir) else TO_START_AGAIN
 
 
 def _inline(fix: str) -> str:

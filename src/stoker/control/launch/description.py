@@ -15,7 +15,8 @@ from stoker.control.launch.request import Request
 from stoker.control.launch.runplace import RunPlace, config_hash
 from stoker.control.machine.model import Machine
 from stoker.control.machine.processes import process
-from stoker.control.record.reader import read_json
+from stoker.control.record.again import command_for
+from stoker.control.record.reader import is_only_one, read_json
 
 _GIT_FILE = 16 << 20  # bytes: packed-refs of a repository with 200,000 branches
 
@@ -48,15 +49,12 @@ def describe(
 
 
 def continue_command(request: Request, place: RunPlace) -> str:
-    """The command that continues this run: the one that was typed, with the run's name."""
-    import shlex
-
-    typed = list(request.typed) or sys.argv[1:]
-    named = [] if request.options.name else ["--name", place.name]
-    words = 1 if typed[:1] == ["run"] else 2  # stoker run [options]; stoker train STAGE [options]
-    if typed[:1] not in (["run"], ["train"]) or redact.arguments(typed) != typed:
-        return f"the same command with --name {shlex.quote(place.name)}" if named else "the same command again"
-    return shlex.join(["stoker", *typed[:words], *named, *typed[words:]])
+    """The command that continues this run, whatever is started after it: by its id, unless its user gave it a name that no
+    other run has. (One that is started later under that name has other settings, or it is this run.)
+    """
+    given = request.options.name
+    by_name = given is not None and (given == place.id or is_only_one(os.path.dirname(place.dir), place.name))
+    return command_for(list(request.typed) or sys.argv[1:], given if given and by_name else place.id, given)
 
 
 def _planned(plan: RunPlan) -> dict[str, Any]:

@@ -149,7 +149,9 @@ class RunOptions:
     )
 
     _run = section("record")
-    name: str | None = option("name of the run; given again, an unfinished run of that name continues", default=None)
+    name: str | None = option(
+        "name of the run; given again, an unfinished run of that name continues; a run's id: that run", default=None
+    )
     again: bool = option("run it again although a run of this name and these settings is complete", default=False)
     runs_dir: str | None = option(
         "folder of the run directories (default: $STOKER_RUNS, else ./runs)", "DIR", default=None

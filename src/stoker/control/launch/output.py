@@ -17,7 +17,6 @@ from stoker.control.record.writer import RunRecord
 
 _TAIL = 8192
 _HOLD_S = 0.2
-RECIPES = "stoker.training.recipes."  # modules: the lines of our own scripts are shortened on a terminal
 _PATIENT = 1 << 16
 
 

@@ -6,13 +6,12 @@ import os
 import sys
 from typing import Any
 
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, RECIPES, Refusal
 from stoker.contract.shape import options_of, replace, shape
 from stoker.contract.spelling import suggest_file
 from stoker.contract.untrusted import is_count, open_regular
 from stoker.control.launch.options import RunOptions
 
-_RECIPES = "stoker.training.recipes."
 _LONGEST_SCRIPT = 16 << 20
 # Flags that are taken and change nothing, with the reason that is printed.
 _HELPS = {name: spec.help.partition("not needed: ") for name, spec in options_of(RunOptions).items()}
@@ -140,7 +139,7 @@ def program(request: Request) -> list[str]:
         if not remote and not options.no_preflight and other_python is None:  # another Python has other modules
             _check_module(script)
         # Our recipes import nothing from the working directory: not the json.py of a downloaded model's folder.
-        closed = ["-P"] if script.startswith(_RECIPES) else []
+        closed = ["-P"] if script.startswith(RECIPES) else []
         return [python, *flags, *closed, "-m", script, *request.args]
     if not remote and not options.no_preflight:
         _check_script(script, own_python=other_python is None)
@@ -190,7 +189,7 @@ def _check_module(name: str) -> None:
     path: list[str] | None = None
     here = os.getcwd()
     parts = name.split(".")
-    if name.startswith(_RECIPES):
+    if name.startswith(RECIPES):
         return  # ours, and not looked for here
     sys.path.insert(0, here)
     try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from stoker.contract import layout, schedulers
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
@@ -17,12 +18,16 @@ from stoker.contract.untrusted import printable
 from stoker.control.launch.plan import default_name
 from stoker.control.launch.request import Request
 from stoker.control.record import reader
+from stoker.control.record.again import command_of
 from stoker.control.record.writer import cannot_write, make_private
 
 # What may differ between two starts of one run without making it another run.
 _VOLATILE = {"ladder", "detach", "notify", "show", "quiet", "dry_run", "json", "runs_dir", "name", "wait", "grace", "max_restarts", "no_preflight", "config",
              "master_port", "tee", "redirects", "log_dir", "local_ranks_filter", "gpus", "gpu", "shutdown_timeout", "hang_timeout", "on_nan", "debug_retry",
              "again", "on_hangup", "min_hosts", "rejoin", "sync", "stage", "ssh_option", "prefix", "log_line_prefix_template", "metrics_port", "port_base"}  # fmt: skip
+
+_IS_NEW = "this is a new run of that name"
+_LIKE_AN_ID = re.compile(r"[0-9]{8}-[0-9]{6}-.+")
 
 
 @shape
@@ -69,40 +74,117 @@ def find_place(request: Request, environment: dict[str, str] | os._Environ[str])
 
 def _find(request: Request, environment: dict[str, str] | os._Environ[str], root: str) -> RunPlace:
     name = request.options.name or default_name(request)
-    if name in (layout.LATEST, ".", "..") or "/" in name or "\0" in name or len(name) > 100:
+    unusable = name in (layout.LATEST, ".", "..") or "/" in name or "\0" in name
+    if request.options.name is not None and not unusable and (run := _by_id(root, name)) is not None:
+        return _of_id(run, request, environment)
+    if unusable or len(name) > 100:
         raise Refusal(f"--name {name!r} can't be the name of a folder", EX_USAGE)
-    notice = ""
-    if request.options.name is not None:
-        listing = reader.look(root)  # one's own: another user's run of this name is another run
-        same = [run for run in listing.runs if run.name == name]
-        notice = listing.skipped
-        if same:
-            last = same[-1]
-            if reader.alive(last) is None and last.verdict is None and not _requeued(last, environment):
-                host = printable(last.launcher[2])
-                line = f"run {name} was started on host {host} and may be running there: stop it there first"
-                raise Refusal(line, EX_UNAVAILABLE)
-            if reader.alive(last):
-                import shlex
-
-                word = shlex.quote(name)
-                how = f"`stoker attach {word}` shows it, `stoker stop {word}` ends it"
-                raise Refusal(f"run {name} is running (pid {last.launcher[0]}): {how}", EX_UNAVAILABLE)
-            if last.verdict is not None and last.verdict.status == "completed":
-                if not request.options.again and last.data.get("config_hash") == config_hash(request):
-                    done = f"run {name} ({last.id}) is complete: {last.verdict.summary}"
-                    raise Complete(f"{done}; nothing to do (--again runs it again)")
-                notice = _joined(notice, f"run {name} ({last.id}) is complete: this is a new run of that name")
-            elif last.data.get("config_hash") != config_hash(request):
-                other = f"run {name} ({last.id}) is unfinished but was started with other settings"
-                notice = _joined(notice, f"{other}: this is a new run of that name")
-                if request.identity is not None and os.path.isdir(os.path.join(last.dir, layout.CHECKPOINTS)):
-                    notice += f"; --checkpoint.resume {os.path.relpath(last.dir)} starts from its weights"
-            else:
-                attempts = last.attempts
-                notice = _joined(notice, _reopening(last, request.identity is not None))
-                return RunPlace(last.dir, last.id, name, attempts[-1] + 1 if attempts else 0, True, notice)
+    if request.options.name is None:
+        return _new(root, name, "", make=not request.options.dry_run)
+    listing = reader.look(root)  # one's own: another user's run of this name is another run
+    notice = listing.skipped
+    same = [run for run in listing.runs if run.name == name]
+    if same:
+        place, line = _of_name(same, request, environment)
+        if place is not None:
+            return replace(place, notice=_joined(notice, line, place.notice))
+        notice = _joined(notice, line)
+    elif _LIKE_AN_ID.fullmatch(name):
+        notice = _joined(
+            notice, f"no run in {printable(os.path.relpath(root))} has the id {printable(name)}: {_IS_NEW}"
+        )
     return _new(root, name, notice, make=not request.options.dry_run)
+
+
+def _by_id(root: str, name: str) -> reader.Run | None:
+    path = os.path.join(root, name)
+    run = reader.load(path) if not os.path.islink(path) else None
+    return run if run is not None and run.mine else None
+
+
+def _of_id(run: reader.Run, request: Request, environment: Mapping[str, str]) -> RunPlace:
+    """--name with a run's id: that run and no other, whatever has taken its name since."""
+    _refuse_running(run, run.id, environment)
+    told = run.data.get("config_hash")  # missing: it was killed while it started
+    same = told is None or told == config_hash(request)
+    if not _is_complete(run) and same:
+        return _reopened(run, request)
+    if _is_complete(run) and request.options.again:
+        notice, make = f"run {run.id} is complete: {_IS_NEW}", not request.options.dry_run
+        return _new(os.path.dirname(run.dir), run.name or "run", notice, make)
+    if _is_complete(run) and same:
+        raise Complete(_nothing_to_do(f"run {run.id}", run))
+    state = "is complete and " if _is_complete(run) else ""
+    line = f"run {run.id} {state}was started with other settings: {command_of(run)}; for a new run give another --name"
+    raise Refusal(line + _weights_of(run, request), EX_USAGE)
+
+
+def _of_name(
+    same: Sequence[reader.Run], request: Request, environment: Mapping[str, str]
+) -> tuple[RunPlace | None, str]:
+    """(the run to continue, or None: a new one; a line to print). `same`: the runs of this name, oldest first."""
+    last, name = same[-1], same[-1].name
+    _refuse_running(last, name, environment)
+    settings, complete = config_hash(request), _is_complete(last)
+    if last.data.get("config_hash") == settings and not complete:
+        return _reopened(last, request), ""
+    others = [run for run in same[:-1] if _can_continue(run)]
+    older = f"; {_unfinished(others[-1])}" if others else ""
+    if last.data.get("config_hash") == settings and not request.options.again:
+        raise Complete(f"{_nothing_to_do(f'run {name} ({last.id})', last)}{older}")
+    mine = [run for run in others if run.data.get("config_hash") == settings]
+    if mine and not request.options.again:
+        return _reopened(mine[-1], request), f"the newest run {name} ({last.id}) was started with other settings"
+    if complete:
+        return None, f"run {name} ({last.id}) is complete: {_IS_NEW}{older}"
+    line = f"run {name} ({last.id}) is unfinished but was started with other settings: {_IS_NEW}"
+    return None, line + _weights_of(last, request)
+
+
+def _is_complete(run: reader.Run) -> bool:
+    return run.verdict is not None and run.verdict.status == "completed"
+
+
+def _nothing_to_do(which: str, run: reader.Run) -> str:
+    ended = run.verdict.summary if run.verdict is not None else ""
+    return f"{which} is complete: {ended}; nothing to do (--again runs it again)"
+
+
+def _refuse_running(run: reader.Run, name: str, environment: Mapping[str, str]) -> None:
+    living = reader.alive(run)
+    if living is None and run.verdict is None and not _requeued(run, environment):
+        host = printable(run.launcher[2])
+        line = f"run {name} was started on host {host} and may be running there: stop it there first"
+        raise Refusal(line, EX_UNAVAILABLE)
+    if living:
+        import shlex
+
+        word = shlex.quote(name)
+        how = f"`stoker attach {word}` shows it, `stoker stop {word}` ends it"
+        raise Refusal(f"run {name} is running (pid {run.launcher[0]}): {how}", EX_UNAVAILABLE)
+
+
+def _can_continue(run: reader.Run) -> bool:
+    """It is unfinished, and there is something to resume from."""
+    from stoker.contract.checkpoints import newest
+
+    return not _is_complete(run) and reader.alive(run) is False and newest(run.dir) is not None
+
+
+def _unfinished(run: reader.Run) -> str:
+    return f"an older run of that name, {run.id}, is unfinished; to continue it: {command_of(run)}"
+
+
+def _weights_of(run: reader.Run, request: Request) -> str:
+    if request.identity is None or not os.path.isdir(os.path.join(run.dir, layout.CHECKPOINTS)):
+        return ""
+    return f"; --checkpoint.resume {os.path.relpath(run.dir)} starts from its weights"
+
+
+def _reopened(run: reader.Run, request: Request) -> RunPlace:
+    attempts = run.attempts
+    first = attempts[-1] + 1 if attempts else 0
+    return RunPlace(run.dir, run.id, run.name or run.id, first, True, _reopening(run, request.identity is not None))
 
 
 def _reopening(last: reader.Run, recipe: bool) -> str:

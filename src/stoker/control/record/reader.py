@@ -19,6 +19,7 @@ from stoker.contract.shapes import Verdict
 from stoker.contract.spelling import suggest
 from stoker.contract.untrusted import printable
 from stoker.control.record import ownership
+from stoker.control.record.speedruns import speedrun_at, speedruns
 
 _MOST = 16 << 20  # bytes of run.json: a run on 500 hosts has 2 MB
 _MOST_OF_OTHERS = 2 << 20  # the same of another user's
@@ -362,6 +363,14 @@ def all_runs(root: str) -> list[Run]:
     return list(look(root).runs)
 
 
+def is_only_one(root: str, name: str) -> bool:
+    """Of one's own runs there, at most one has this name, as far as can be read."""
+    try:
+        return sum(run.name == name for run in look(root).runs) <= 1
+    except names.Refusal:
+        return False
+
+
 def find(which: str | None, root: str, exact: bool = False, say: Callable[[str], None] = terminal.say) -> Run:
     """By path, id, name (the newest), a beginning that fits one run only, or the newest. Others' by path only."""
     if which is None or which == layout.LATEST:
@@ -389,6 +398,8 @@ def find(which: str | None, root: str, exact: bool = False, say: Callable[[str],
     if listing.skipped:
         say(listing.skipped)
     match = [run for run in listing.runs if run.name == which]
+    if len(match) > 1:
+        say(f"{printable(which, 100)} is the name of {len(match)} runs; the newest is taken: {match[-1].id}")
     if match:
         return match[-1]
     begins = [run for run in listing.runs if run.id.startswith(which) or run.name.startswith(which)]
@@ -439,8 +450,9 @@ def _newest(root: str, say: Callable[[str], None]) -> Run:
         say(listing.skipped)
     if not listing.runs:
         others = f" of yours ({listing.others} of other users: `stoker runs --all`)" if listing.others else ""
-        line = f"no runs{others} in {printable(root)}; name another folder with --runs-dir"
-        raise names.Refusal(line, names.EX_NOINPUT)
+        there = [f"{printable(one.dir)} is a speedrun: --runs-dir {printable(one.runs_dir)}" for one in speedruns(root)]
+        hint = "; ".join(there[:3]) or "name another folder with --runs-dir"
+        raise names.Refusal(f"no runs{others} in {printable(root)}; {hint}", names.EX_NOINPUT)
     return listing.runs[-1]
 
 
@@ -456,6 +468,10 @@ def _no_run(which: str, root: str, listing: Listing) -> names.Refusal:
             user = ownership.user_name(uid)
             line = f"run {shown} in {printable(root)} belongs to {user}: to read it give its path, {printable(path)}"
             return names.Refusal(line, names.EX_NOPERM)
+    for place in (which, path):
+        if (speedrun := speedrun_at(place.rstrip(os.sep))) is not None:
+            line = f"{shown} is a speedrun: name a run of its stages, with --runs-dir {printable(speedrun.runs_dir)}"
+            return names.Refusal(line, names.EX_NOINPUT)
     hint = suggest(which, [*(run.name for run in listing.runs), *(run.id for run in listing.runs)])
     if not hint and listing.runs:
         hint = f"; `stoker runs` lists the {len(listing.runs)} there"

@@ -64,7 +64,7 @@ class RunRecord:
         try:
             data = {"schema": layout.SCHEMA, **redact.data(run, OURS)}
             write_json(os.path.join(self.dir, layout.RUN), data, durable=False)  # ranks wait for this one
-            os.write(self._events, self._line("run", {}))
+            os.write(self._events, self._line("run", {"began": run["started"]}))
         except OSError as problem:
             raise cannot_write(os.path.dirname(self.dir), problem) from problem
         return self._point_latest()

@@ -8,7 +8,8 @@ import os
 from collections import deque
 from typing import Any
 
-from stoker.contract import layout
+from stoker.contract import checkpoints, layout
+from stoker.contract.names import RECIPES
 from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
 from stoker.control.record import reader
@@ -82,7 +83,9 @@ class EventTail:
         if not isinstance(kind, str) or type(when) not in (int, float) or not 0 <= when <= 1e11:
             return
         if kind == "run" or not self.starts:
-            self.starts.append([when, when])
+            began, before = finite(metric(event.get("began"))), self.starts[-1][1] if self.starts else 0.0
+            told = began is not None and before <= began <= when
+            self.starts.append([began if began is not None and told else when, when])  # as the run's last line counts
             if not self._mine:
                 del self.starts[:-1]
         self.starts[-1][1] = when
@@ -168,7 +171,8 @@ class RunFolder:
             self._signature = signature
             self.events.look()
             self._newest = newest_line(self.record.dir) if self.metrics is None else {}
-            self._columns = {} if self._newest or watched else newest_columns(self.record.dir)
+            known = watched or (self._newest and (self.events.ended or not self._is_recipe))
+            self._columns = {} if known else newest_columns(self.record.dir)
         made = self._made(now, state)
         self._row = made
         return replace(made, **self._closely(now, made)) if watched else made
@@ -234,7 +238,8 @@ class RunFolder:
         record, events = self.record, self.events
         values, step, when = self._values()
         # A line is written when its step is done, and counts from 0.
-        done = step + 1 if step is not None else self._beaten()
+        logged = step + 1 if step is not None else None
+        done = logged if logged is not None and not self._is_recipe else self._done(logged)
         total = values.get("total_steps")
         total_steps = int(total) if isinstance(total, (int, float)) and 0 < total < 1 << 62 else None
         plan = record.data.get("plan") or {}
@@ -272,8 +277,20 @@ class RunFolder:
             hosts=_hosts(plan, record),
         )
 
+    @property
+    def _is_recipe(self) -> bool:
+        """Its ranks tell after every step how many are done; the metrics have a line for every tenth or so."""
+        return str(self.record.data.get("script") or "").startswith(RECIPES)
+
+    def _done(self, logged: int | None) -> int | None:
+        beaten = self._beaten()
+        if not beaten and self._is_recipe and self.record.mine:  # it was resumed and has made no step since
+            beaten = checkpoints.newest_step(self.record.dir) or beaten
+        known = [steps for steps in (logged, beaten) if steps is not None]
+        return max(known, default=None)
+
     def _beaten(self) -> int | None:
-        """Steps, of a script that writes no metrics: of the ranks that still run as their beats told, else as they ended."""
+        """Steps, of the ranks that still run as their beats told, else as they ended."""
         ended = self.events.ended
         members = self.moment.members.ranks if self.moment is not None else ()
         first = members[0] if members else 0  # the ranks of a job are numbered without gaps
