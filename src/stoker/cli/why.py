@@ -112,7 +112,10 @@ def _show(found: Verdict, title: str, run: reader.Run | None, as_json: bool) -> 
     if run is not None:
         _print_restarts(run)
     if verdict.detected_s is not None:
-        _print(f"detected {span(verdict.detected_s)} after it happened{_another_attempt(verdict)}")
+        when = f"detected {span(verdict.detected_s)} after it happened"
+        if verdict.stalled:
+            when = f"first noticed after {span(verdict.detected_s)} without progress"
+        _print(f"{when}{_another_attempt(verdict)}")
     if run is not None:
         _print(f"record: {run.dir}")
     return 0
