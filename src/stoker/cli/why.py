@@ -21,6 +21,7 @@ from stoker.control.verdict.launch import lost
 _JOBS = " or ".join(f"{scheduler.name}:JOB" for scheduler in schedulers.KNOWN)
 
 _MOST_CAUSES = 20  # of restarts, shown
+_UNCOUNTED = ("host.lost", "launch.regroup")  # restarts for them cost none of --max-restarts
 
 _MAYBE_DETERMINISTIC = ("rank.exception", "rank.exit", "rank.early-exit", "rank.crash")
 
@@ -135,7 +136,8 @@ def _print_restarts(run: reader.Run) -> None:
         if event["event"] == "restart":
             count += 1
             if count <= _MOST_CAUSES:
-                causes.append(printable(str(event.get("cause")), 80))
+                cause = printable(str(event.get("cause")), 80)
+                causes.append(f"{cause}, which --max-restarts does not count" if cause in _UNCOUNTED else cause)
     if count > _MOST_CAUSES:
         causes.append(f"and {count - _MOST_CAUSES} more")
     part = " in the last 1 MB of its events" if run.shows_last_events_only else ""
