@@ -180,7 +180,7 @@ def _outlier(snapshots: Snapshots, waiters: set[int]) -> Stall:
 # ---- what a rank that stopped is doing, from its own process alone ----
 
 BUSY = 0.5  # of a core: computing, not waiting
-_CONNECTING = "{} is still connecting: a name lookup, a port or a rank that is missing"
+_CONNECTING = "{} is still connecting, waiting for a name lookup, a port or another rank"
 _SLEEPS = ("nanosleep", "clock_nanosleep")
 _CHILD = ("wait4", "waitid")
 _IO = ("read", "write", "poll", "ppoll", "select", "pselect6", "connect", "accept", "recvfrom", "recvmsg", "epoll_wait", "epoll_pwait", "openat", "fsync",
