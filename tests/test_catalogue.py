@@ -161,7 +161,7 @@ SLEEPS = Stall(
     (0,),
     "train.py:31, in load",
     "it sleeps",
-    "gloo:all_reduce [[4]]",
+    "gloo:all_reduce of shape [4]",
     "gloo",
     silent_s=20.0,
     step=20,

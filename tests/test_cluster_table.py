@@ -87,9 +87,9 @@ CASES = [
      "10.0.0.2: can't listen on 10.0.0.2, port 29500: Address already in use"),
     (facts(pairs={(a, b): NO_ANSWER for a in range(3) for b in range(3)}), "between.port-blocked", "no host reaches any other: ports 29500 and 41234 do not answer"),
     (facts(pairs={(1, 2): {"big": False, "passes": 1400}}), "between.mtu",
-     "10.0.0.2 → 10.0.0.3: small messages pass, full-size packets (1500 bytes) vanish without a word: an MTU hole; packets of up to 1400 bytes pass"),
+     "10.0.0.2 → 10.0.0.3: small messages pass, full-size packets (1500 bytes) vanish without an error message: an MTU hole; packets of up to 1400 bytes pass"),
     (facts(host(0, error="timed out", hole=Hole(1400))), "between.mtu",
-     "this machine → 10.0.0.1: small packets pass, full-size ones vanish without a word: an MTU hole; packets of up to 1400 bytes pass"),
+     "this machine → 10.0.0.1: small packets pass, full-size ones vanish without an error message: an MTU hole; packets of up to 1400 bytes pass"),
     (facts(host(0, mtu=9000)), "between.mtu-differs", "the interfaces have different MTUs: 10.0.0.1 9000, 10.0.0.2 1500, 10.0.0.3 1500"),
     (facts(host(2, skew=300.0)), "between.clock", "10.0.0.3: its clock is 5.0 minutes ahead of the other hosts'"),
     (facts(host(1, skew=-3.0)), "between.clock", "10.0.0.2: its clock is 3.0 s behind the other hosts'"),
@@ -165,9 +165,10 @@ def test_the_table_has_hosts_as_columns_and_marks_what_differs() -> None:
     assert rows["torch"].endswith("≠ 2.12.0") and rows["torch"].count("≠") == 1
     assert (
         rows["clock"].endswith("≠ +300.0 s")
-        and rows["script train.py"].split("  ")[-1].strip() == "aaaaaaaa"
+        and rows["script train.py"].split("  ")[-1].strip() == "hash aaaaaaaa"
         and "≠ missing" in rows["script train.py"]
     )
+    assert rows["reaches hosts"].endswith("2 of 2 others")
     assert "≠" not in rows["interface"] and "1000 Mbit/s" in rows["interface"]
 
 

@@ -65,6 +65,12 @@ def plain(terminal: Terminal) -> list[str]:
     return [line.rstrip("\r") for line in text.splitlines()]
 
 
+def test_a_description_that_takes_two_lines_has_no_indent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    about = Parser("stoker x", "Words " * 20, "examples:\n  stoker x").format_help().split("\n\n")[1]
+    assert len(about.splitlines()) == 2 and all(line.startswith("Words") for line in about.splitlines()), about
+
+
 def test_a_failed_run_and_its_verdict_fit_the_terminal(stoker: Stoker) -> None:
     """Bytes are compared, not the screen: a terminal breaks long lines itself, in the middle of words."""
     stoker.script("train.py", "raise ValueError('the loss of this script is a long story ' + 'that goes on ' * 12)\n")

@@ -138,7 +138,7 @@ def test_this_machine(stoker: Stoker) -> None:
         and told["examination"]["machine"]["hostname"] == os.uname().nodename
     )
     assert set(told["checks"]) == {id for id in check.load() if not id.startswith("torch.")}
-    assert "; torch not looked at\n" in stoker("doctor", "--only", "env.").out
+    assert re.search(r" GB memory free; torch not looked at\n", stoker("doctor", "--only", "env.").out)
 
 
 def test_record_replay_and_bundle(stoker: Stoker) -> None:
@@ -228,6 +228,35 @@ def _children_of(folder: str) -> list[int]:
             except OSError:
                 continue
     return found
+
+
+SILENT_SERVER = """
+import pathlib, socket, subprocess, sys
+folder = pathlib.Path(sys.argv[1])
+for name, text in (("hosts", "127.0.0.1 localhost"), ("resolv.conf", "nameserver 127.0.0.9")):
+    (folder / name).write_text(text)
+    subprocess.run(["mount", "--bind", str(folder / name), f"/etc/{name}"], check=True)
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+socket.sethostname("lonely")
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+    server.bind(("127.0.0.9", 53))  # it hears all questions and answers none
+    sys.exit(subprocess.run(sys.argv[2:], check=False).returncode)
+"""
+
+
+def test_a_name_server_that_does_not_answer_is_named(stoker: Stoker, tmp_path: Path) -> None:
+    command = ["unshare", "--mount", "--net", "--uts", sys.executable, "-c", SILENT_SERVER, str(tmp_path)]
+    try:
+        tried = subprocess.run([*command, "true"], capture_output=True, text=True, check=False)
+    except FileNotFoundError as missing:
+        pytest.skip(str(missing))
+    if tried.returncode:
+        pytest.skip(f"no network namespace can be made here: {tried.stderr[-200:]}")
+    words = [sys.executable, "-m", "stoker", "doctor", "--only", "net", "--json"]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, check=False, env=stoker.env)
+    findings = json.loads(done.stdout)["findings"]
+    assert [(one["id"], one["level"]) for one in findings] == [("net.lookups", "warn")], done.stdout
+    assert "the name server 127.0.0.9 does not answer" in findings[0]["text"] and "/etc/hosts" in findings[0]["fix"]
 
 
 def test_watch_prints_what_changes(stoker: Stoker) -> None:

@@ -200,6 +200,7 @@ def test_with_min_hosts_a_run_starts_without_a_host_that_is_down(stoker: Stoker,
     done = stoker("run", "--no-preflight", "--min-hosts", "2", "--hosts", str(file), stoker.script("tell.py", TELL))
     assert done.code == 0, done.err
     assert "starting with 2 of 3 hosts" in done.err and netcluster.hosts[0].name in done.err
+    assert f"✓ {netcluster.hosts[1].name}: No GPU found" in done.err
     told = [json.loads(done.log(rank)) for rank in range(2)]
     assert {(one["WORLD_SIZE"], one["MASTER_ADDR"]) for one in told} == {("2", netcluster.hosts[1].address)}
 
@@ -215,6 +216,11 @@ def test_what_a_host_lacks_is_named_before_any_rank_starts(stoker: Stoker, netcl
         and f"host {netcluster.hosts[2].name}: no folder {missing}" in done.err
         and not (stoker.cwd / "runs").exists()
     )
+    missing = str(stoker.cwd / "nowhere")
+    done = stoker("run", "--hosts", str(netcluster.file(workdir=missing)), "s.py")
+    names = ", ".join(host.name for host in netcluster.hosts)
+    assert f"hosts {names}: no folder {missing} for the ranks; --sync copies this folder there" in done.err
+    assert done.err.count(missing) == 1, done.err
     done = stoker("run", "--hosts", str(netcluster.file(slots=(1, 1))), "s.py")
     assert done.code == 69 and f"host {netcluster.hosts[1].name}: s.py differs" in done.err and "ran" not in done.out
 

@@ -93,9 +93,8 @@ def test_lines_of_a_recipe_name_the_device_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_launchers_log_on_a_terminal() -> None:
-    line, own = b"[Rank 0] MEM:START RAM 0.%d GB (rank) 6.2/25.3 GB (host)", OwnLines(colours=True)
-    assert own(line % 0) == b"[Rank 0] MEM:START RAM below 50 MB (rank) 6.2/25.3 GB (host)"
-    assert b" RAM about 200 MB (rank)" in own(line % 2) and own("✓ ok".encode()) == "\x1b[32m✓ ok\x1b[0m".encode()
+    line, own = b"[Rank 0] MEM:START RAM 12 MB (rank) 6.2/25.3 GB (host)", OwnLines(colours=True)
+    assert own(line) == line and own("✓ ok".encode()) == "\x1b[32m✓ ok\x1b[0m".encode()
 
 
 def test_a_progress_file_of_others_is_data(tmp_path: Path) -> None:
@@ -167,7 +166,7 @@ def test_a_training_on_a_terminal_its_attach_and_its_stop(stoker: Stoker) -> Non
         line = rb"INFO \| \[CPU %d\] Step \[0/1000000\] \| Loss: [\d.]+ \| LR: [\d.e-]+ \| Grad Norm: [\d.]+ \| ETA: "
         assert re.search(line % rank, log) and b"\x1b" not in log and b"\r" not in log and b"training [" not in log
     own = (folder / "stoker.log").read_bytes()
-    assert re.search(rb"\[Rank 0\] MEM:POST-IMPORT RAM 0\.\d GB \(rank\) ", own) and b"\x1b" not in own
+    assert re.search(rb"\[Rank 0\] MEM:POST-IMPORT RAM \d{2,3} MB \(rank\) ", own) and b"\x1b" not in own
     assert not os.path.exists(folder / "progress.json")
 
 

@@ -128,6 +128,15 @@ def test_the_text_is_whole_and_printable(name: str) -> None:
     assert shown.count("GPU") >= len(snapshot.gpus)
 
 
+def test_no_number_and_no_heading_is_cut_at_80_columns(stoker: Stoker) -> None:
+    lines = stoker("top", "--demo", "--once", env={"COLUMNS": "80"}).out.splitlines()
+    titles, host = lines[2], next(line for line in lines if line.startswith("node1"))
+    state = next(line for line in lines if line.startswith("running "))
+    step = next(line for line in lines if line.startswith("step "))
+    assert "HISTORY" in titles and host.endswith("/s") and step.split("  ")[-1].split()[0] in ("MFU", "lr", "grad")
+    assert [line for line in (titles, host, step, state) if "…" in line] == []
+
+
 def test_a_snapshot_comes_back_from_its_json() -> None:
     for snapshot in (demo(), demo(16, 8), Snapshot(0.0)):
         assert snapshot_from_json(json.loads(json.dumps(snapshot.to_json()))).to_json() == snapshot.to_json()

@@ -109,7 +109,10 @@ def test_what_a_login_printed_is_not_why_its_agent_was_lost_later() -> None:
     while not member.gone and time.monotonic() < deadline:
         members.pump(0.1)
     members.close()
-    assert member.decoder.greeting and member.gone == "its agent, or the connection to it, ended without a word"
+    assert (
+        member.decoder.greeting
+        and member.gone == "its agent ended, or the connection to it broke, without an error message"
+    )
 
 
 def test_an_agent_told_to_finish_while_its_ranks_live_says_how_they_ended_and_lives_on(alone: Alone) -> None:

@@ -310,8 +310,8 @@ def test_of_two_ranks_the_one_that_left_the_usual_order(guilty: int) -> None:
     assert (stall.kind, stall.rank, stall.waiting) == ("op-mismatch", guilty, (1 - guilty,))
     text = summary(stall, "CPU0")
     assert (
-        f"it entered gloo:barrier [[72]] at {SCRIPT}:14" in text
-        and f"rank {1 - guilty} entered gloo:all_reduce [[72]] at {SCRIPT}:40" in text
+        f"it entered gloo:barrier of shape [72] at {SCRIPT}:14" in text
+        and f"rank {1 - guilty} entered gloo:all_reduce of shape [72] at {SCRIPT}:40" in text
     )
 
 
@@ -329,7 +329,7 @@ def test_of_two_ranks_that_gloo_ended_one_still_knows_its_operations() -> None:
     assert (
         stall is not None
         and (stall.kind, stall.rank) == ("diverged", 1)
-        and "[[289]]" in summary(stall, "CPU1")
+        and "all_reduce of shape [289]" in summary(stall, "CPU1")
         and f"{SCRIPT}:14" in summary(stall, "CPU1")
     )
     for one in ops:
@@ -425,6 +425,34 @@ def test_without_a_flight_recorder_the_stack_that_differs() -> None:
     assert any("no flight recorder" in line for line in stall.evidence)
 
 
+JOINING = [["rendezvous", f"{TORCH}/distributed/rendezvous.py", 200],
+           ["init_process_group", f"{TORCH}/distributed/distributed_c10d.py", 1700], ["main", SCRIPT, 3]]  # fmt: skip
+COMPUTING = {"state": "R", "syscall": "running", "main_cpu": 0.6, "cpu": 0.6}
+
+
+def test_one_rank_alone_never_waits_in_a_collective() -> None:
+    pending = group(op(26, done=False))
+    for groups in ((), (pending,)):
+        stall = found(rank(0, *groups, frames=BACKWARD, **COMPUTING), world=1)
+        assert (stall.kind, stall.rank, stall.waiting) == ("spin", 0, ())
+        line = summary(replace(stall, silent_s=12.0, step=20), "CPU0")
+        assert line == "rank 0 (CPU0) has made no step for 12 s after step 20: it computes (0.6 cores, always on this line) at /home/me/train.py:40, in main"  # fmt: skip
+    stall = found(rank(0, frames=JOINING, syscall="poll"), world=1)
+    assert (stall.kind, stall.rank) == ("io", 0) and "it is still connecting" in stall.detail
+
+
+def test_ranks_that_connect_or_compute_are_not_said_to_wait_in_a_collective() -> None:
+    """The first rank makes the store and the second connects to it: not the same innermost function."""
+    stall = found(rank(0, frames=JOINING, syscall="poll"), rank(1, frames=JOINING[1:], syscall="poll"))
+    assert (stall.kind, stall.rank) == ("together", None)
+    line = summary(replace(stall, silent_s=8.0), "")
+    assert line.startswith("no rank has made progress for 8 s: every rank is still connecting") and "train.py:3" in line
+    stall = found(*(rank(number, frames=BACKWARD, **COMPUTING) for number in (0, 1)))
+    assert (stall.kind, stall.rank, stall.detail) == ("spin", None, "every rank computes in the backward pass")
+    stall = found(*(rank(number, frames=BACKWARD) for number in (0, 1)))
+    assert (stall.kind, stall.rank, stall.detail) == ("together", None, "every rank waits in a collective")
+
+
 def test_nothing_at_all_is_no_accusation() -> None:
     assert explain({}, 2, {}, {}, {}, {}) is None
     assert read(0, {}) == Snapshot(0)
@@ -515,6 +543,21 @@ def test_a_stall_is_explained_in_seconds_and_stopped_at_the_timeout() -> None:
     stops = [when for when, action in actions if isinstance(action, Stop)]
     assert stops and 59 <= stops[0] <= 61
     assert sum(isinstance(action, Suspect) for _, action in actions) == 1, "said once"
+
+
+def test_one_that_computes_and_keeps_nobody_waiting_is_given_longer() -> None:
+    """A step on a busy machine may take three seconds; one that sleeps does nothing in them."""
+    computing = {**COMPUTING, "samples": [[{"main": True, "frames": BACKWARD}]]}
+    for doing, first, last in ((computing, 10, 15), ({**SLEEPING, "groups": []}, 3, 5)):
+        watch, now = watched(world=1, timeout=60.0)
+        actions = drive(watch, now, 90, doing)
+        when, suspicion = actions[0]
+        assert isinstance(suspicion, Suspect) and suspicion.stall.rank == 0 and first <= when <= last
+        stops = [when for when, action in actions if isinstance(action, Stop)]
+        assert stops and 59 <= stops[0] <= 61
+    watch, now = watched(timeout=60.0)
+    when, suspicion = drive(watch, now, 20, WAITING, {**computing, "groups": [DONE]})[0]
+    assert suspicion.stall.kind == "spin" and 3 <= when <= 5, "another rank waits for it"
 
 
 def test_lines_and_collectives_keep_it_alive_for_a_while() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import stat
 import time
@@ -79,6 +80,11 @@ def test_a_sleeping_rank_is_named_with_its_line(stoker: Stoker) -> None:
     assert "in stuck" in stacks and "_engine_run_backward" in stacks and "not done" in stacks
     told = stoker("why").out
     assert "hang.sleep" in told and f"their workers: {done.run_dir.resolve()}/attempt-0/stacks.txt\n" in told, told
+    noticed, stopped = (
+        re.search(words, told)
+        for words in (r"first noticed after (\S+) s without progress", r"stopped after (\S+) s without")
+    )
+    assert noticed and stopped and float(noticed[1]) < float(stopped[1]), told
 
 
 def test_without_py_spy(stoker: Stoker) -> None:

@@ -98,7 +98,7 @@ def _print(found: Examination, findings: list[Finding], count: int) -> None:
     cards = f"{len(machine.gpus)} GPU(s)" + (f", driver {machine.driver}" if machine.driver else "")
     unasked = (found.missing or {}).get("torch") == NOT_ASKED
     torch = (found.torch and found.torch.version) or ("not looked at" if unasked else "none")
-    memory = f"{machine.memory_available / 1e9:.1f}/{machine.memory_total / 1e9:.1f} GB memory"
+    memory = f"{machine.memory_available / 1e9:.1f}/{machine.memory_total / 1e9:.1f} GB memory free"
     tell(printable(f"{machine.hostname}: {cards}; {machine.cores} cores, {memory}; torch {torch}"))
     for gpu in machine.gpus:
         used = "n/a"

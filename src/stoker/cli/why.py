@@ -22,6 +22,7 @@ from stoker.control.verdict.launch import lost
 _JOBS = " or ".join(f"{scheduler.name}:JOB" for scheduler in schedulers.KNOWN)
 
 _MOST_CAUSES = 20  # of restarts, shown
+_UNCOUNTED = ("host.lost", "launch.regroup")  # restarts for them cost none of --max-restarts
 
 _MAYBE_DETERMINISTIC = ("rank.exception", "rank.exit", "rank.early-exit", "rank.crash")
 
@@ -118,7 +119,10 @@ def _show(found: Verdict, title: str, run: reader.Run | None, as_json: bool) -> 
     if run is not None:
         _print_restarts(run)
     if verdict.detected_s is not None:
-        _print(f"detected {span(verdict.detected_s)} after it happened{_another_attempt(verdict)}")
+        when = f"detected {span(verdict.detected_s)} after it happened"
+        if verdict.stalled:
+            when = f"first noticed after {span(verdict.detected_s)} without progress"
+        _print(f"{when}{_another_attempt(verdict)}")
     if run is not None:
         _print(f"record: {os.path.abspath(run.dir)}")
     return 0
@@ -138,7 +142,8 @@ def _print_restarts(run: reader.Run) -> None:
         if event["event"] == "restart":
             count += 1
             if count <= _MOST_CAUSES:
-                causes.append(printable(str(event.get("cause")), 80))
+                cause = printable(str(event.get("cause")), 80)
+                causes.append(f"{cause}, which --max-restarts does not count" if cause in _UNCOUNTED else cause)
     if count > _MOST_CAUSES:
         causes.append(f"and {count - _MOST_CAUSES} more")
     part = " in the last 1 MB of its events" if run.shows_last_events_only else ""

@@ -24,7 +24,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
     """Line breaks of a text stay; lines that are too long get more."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return wrapped(super()._fill_text(text, width, indent), width)
+        return wrapped(super()._fill_text(text, width, indent), width, hanging=0)
 
 
 class Parser(argparse.ArgumentParser):

@@ -145,6 +145,11 @@ class Verdict:
     attempt: int = 0
     schema: int = SCHEMA
 
+    @property
+    def stalled(self) -> bool:
+        """Ranks that made no progress, not one that ended: `detected_s` is how long, when it was first noticed."""
+        return self.cause.startswith("hang.") or self.cause.endswith((".diverged", ".unequal-batches"))
+
     def to_json(self) -> dict[str, Any]:
         return dict(as_json(self))
 

@@ -11,14 +11,14 @@ _GAP = r"(?<=\S) {2,}(?=\S)"  # between columns, or before the comment on a comm
 _COMMAND = r"\s*(?:→ )?(?:[A-Z_]+=\S+ )*(?:stoker|pip|python3?|sudo|export|git|nvidia-smi|kill|ssh|bash) "
 
 
-def wrapped(text: str, columns: int) -> str:
-    """`columns`: 0 where they are not known, which changes nothing."""
+def wrapped(text: str, columns: int, hanging: int = 2) -> str:
+    """`columns`: 0 where they are not known, which changes nothing. `hanging`: how much further in a line continues."""
     if columns < NARROWEST:
         return text
-    return "\n".join(piece for line in text.split("\n") for piece in _pieces(line, columns))
+    return "\n".join(piece for line in text.split("\n") for piece in _pieces(line, columns, hanging))
 
 
-def _pieces(line: str, columns: int) -> list[str]:
+def _pieces(line: str, columns: int, hanging: int) -> list[str]:
     """Without recursion, and with no indent beyond the terminal: a line may quote a stranger, and have any length."""
     lead, end = len(line) - len(line.lstrip()), len(line)
     gaps = [gap for gap in re.finditer(_GAP, line) if gap.start() >= lead] if end > columns else []
@@ -26,12 +26,12 @@ def _pieces(line: str, columns: int) -> list[str]:
     while gaps and end > columns:  # what stands behind the last one gets a line of its own
         last = gaps.pop()
         second = gaps[0].end() if gaps else lead + 6
-        behind.append(_broken(" " * min(second, columns) + line[last.end() : end], columns))
+        behind.append(_broken(" " * min(second, columns) + line[last.end() : end], columns, hanging))
         end = last.start()
-    return [*_broken(line[:end], columns), *(piece for pieces in reversed(behind) for piece in pieces)]
+    return [*_broken(line[:end], columns, hanging), *(piece for pieces in reversed(behind) for piece in pieces)]
 
 
-def _broken(line: str, columns: int) -> list[str]:
+def _broken(line: str, columns: int, hanging: int) -> list[str]:
     """Between words alone."""
     lead = line[: len(line) - len(line.lstrip())]
     if len(line) <= columns or len(lead) > columns or re.match(_COMMAND, line):  # what is copied must stay one line
@@ -39,7 +39,7 @@ def _broken(line: str, columns: int) -> list[str]:
     found = [lead]
     for word in re.findall(_WORD, line):
         if found[-1].strip() and len(found[-1]) + 1 + len(word) > columns:
-            found.append(f"{lead}  {word}")
+            found.append(f"{lead}{' ' * hanging}{word}")
         else:
             found[-1] += f" {word}" if found[-1].strip() else word
     return found

@@ -21,7 +21,9 @@ def ready(workdir: str, program: str, run_dir: str, token: str) -> Any:
     problems = []
     where = os.path.expanduser(workdir)
     if not os.path.isdir(where):
-        problems.append(f"no folder {workdir} for the ranks (workdir: in the hosts file, or --sync)")
+        problems.append(
+            f"no folder {workdir} for the ranks; --sync copies this folder there, workdir: in the hosts file names another"
+        )
     elif not os.access(where, os.R_OK | os.X_OK):
         problems.append(f"the folder {workdir} may not be entered")
     found = shutil.which(os.path.expanduser(program), path=os.environ.get("PATH", os.defpath))

@@ -117,7 +117,7 @@ def mtu(facts: Facts) -> Iterator[Finding]:
     """Full-size packets arrive too: where they vanish, jobs connect and then hang in their first all-reduce."""
     for one in facts.hosts:
         if one.hole is not None:
-            text = f"this machine → {one.name}: small packets pass, full-size ones vanish without a word: an MTU hole"
+            text = f"this machine → {one.name}: small packets pass, full-size ones vanish without an error message: an MTU hole"
             fix = f"ip link set dev IFACE mtu {one.hole.passes} on both, or find what drops ICMP between them"
             passing = f"packets of up to {one.hole.passes} bytes pass"
             yield fail(f"{text}; {passing}", f"{fix}; nothing else of it could be checked")
@@ -127,7 +127,7 @@ def mtu(facts: Facts) -> Iterator[Finding]:
             source = next((one for one in facts.hosts if one.name == pair.source), None)
             full = f" ({source.mtu} bytes)" if source and source.mtu else ""
             device = source.interface if source and source.interface else "eth0"
-            text = f"{pair.source} → {pair.target}: small messages pass, full-size packets{full} vanish without a word"
+            text = f"{pair.source} → {pair.target}: small messages pass, full-size packets{full} vanish without an error message"
             fix = f"ip link set dev {device} mtu {pair.passes or 1280} on {pair.source} and {pair.target}"
             yield fail(f"{text}: an MTU hole{largest}", f"{fix}, or find what drops ICMP between them")
 

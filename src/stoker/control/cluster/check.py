@@ -102,7 +102,7 @@ class Checking:
         """What must be the same -> its digest; "" where it is not there."""
         found = {f"data {path}": answer["paths"][path] or "" for path in self.asked.data}
         if self.asked.script:
-            own = {f"script {self.asked.script}": answer["script"] or "", "its package": answer["package"] or ""}
+            own = {f"script {self.asked.script}": answer["script"] or "", "Python files there": answer["package"] or ""}
             found = {**own, **found}
         if self.asked.model:
             found[f"model {self.asked.model}"] = answer["paths"][self.asked.model] or ""

@@ -287,7 +287,7 @@ def _how_ended(member: Member) -> str:
         return "it ended"
     code = _exit_code(member)
     if code in (None, 0, 255):
-        return "its agent, or the connection to it, ended without a word"
+        return "its agent ended, or the connection to it broke, without an error message"
     return f"its agent ended with exit code {code}"
 
 

@@ -93,13 +93,13 @@ def rows(facts: Facts) -> list[tuple[str, list[str], list[bool]]]:
             made.append(_row(facts, label, values, _strange(facts, label, values, same)))
     for what in dict.fromkeys(name for one in facts.there for name in one.files or {}):
         digests = {one.name: (one.files or {}).get(what, "") for one in facts.there}
-        shown = {name: digest[:8] or "missing" for name, digest in digests.items()}
+        shown = {name: f"hash {digest[:8]}" if digest else "missing" for name, digest in digests.items()}
         made.append(_row(facts, what, shown, {*odd(shown), *(name for name, digest in digests.items() if not digest)}))
     if facts.pairs:
         worst = {one.name: _worst([pair for pair in facts.pairs if pair.source == one.name]) for one in facts.there}
         shut = {pair.source for pair in facts.pairs if pair.closed or pair.error or pair.big is False}
         reached = {one.name: _reached(facts, one) for one in facts.there}
-        made.append(_row(facts, "reaches", reached, shut))
+        made.append(_row(facts, "reaches hosts", reached, shut))
         made.append(_row(facts, "round trip", {name: cells[0] for name, cells in worst.items()}, set()))
         if any(rate for _, rate in worst.values()):
             rates = {
@@ -122,7 +122,7 @@ def _strange(facts: Facts, label: str, values: dict[str, str], same: bool) -> se
 def _reached(facts: Facts, one: OneHost) -> str:
     mine = [pair for pair in facts.pairs if pair.source == one.name]
     good = [pair for pair in mine if not pair.closed and not pair.error and pair.big is not False]
-    return f"all {len(mine)}" if len(good) == len(mine) else f"{len(good)} of {len(mine)}"
+    return f"{len(good)} of {len(mine)} others"
 
 
 def _row(facts: Facts, label: str, values: dict[str, str], marked: set[str]) -> tuple[str, list[str], list[bool]]:

@@ -130,8 +130,7 @@ class Attempt:
 
     def detected_s(self, verdict: Verdict) -> float | None:
         """Seconds from what the verdict is about until it was noticed."""
-        stalled = verdict.cause.startswith("hang.") or verdict.cause.endswith((".diverged", ".unequal-batches"))
-        if stalled and self.suspected_s is not None:
+        if verdict.stalled and self.suspected_s is not None:
             return self.suspected_s
         if not self.first_failure:
             return None

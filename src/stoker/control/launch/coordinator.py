@@ -268,11 +268,10 @@ class Coordinator:
         if self._record is not None:
             self._record.event(kind, **more)
 
-    def _say(self, line: str, *, colour: str = "", on_terminal: str = "") -> None:
-        """One line, whatever the texts that it quotes hold. `on_terminal`: in its place there."""
+    def _say(self, line: str, *, colour: str = "") -> None:
+        """One line, whatever the texts that it quotes hold."""
         line = redact.whole(printable(line))
-        shown = redact.whole(printable(on_terminal)) if on_terminal and self._console.terminal(2) else line
-        self._console.say(2, shown, colour or (SUCCESS if line.startswith("✓") else ""))
+        self._console.say(2, line, colour or (SUCCESS if line.startswith("✓") else ""))
         if self._record is not None:
             self._record.say(line)
 

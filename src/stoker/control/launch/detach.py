@@ -95,5 +95,5 @@ def _listen(pipe: int) -> int:
                 return int(line[len(_ENDED) :])
             os.write(2, line + b"\n")
         if not data:
-            os.write(2, b"stoker: the background process ended without a word\n")
+            os.write(2, b"stoker: the background process ended without an error message\n")
             return 70

@@ -63,12 +63,15 @@ class Lost:
         self.member, self.bringing, self.back, self.asked, self.next_try = None, None, False, False, next_try
 
 
-def _from(run_dir: str) -> str:
-    """What the next attempt can resume from. Only what is seen from here: hosts may have disks of their own."""
+def _again(run_dir: str, who: str) -> str:
+    """How the next attempt goes on, and from where. Only what is seen from here: hosts may have disks of their own."""
     saved = newest(run_dir)
     if saved is not None:
-        return f"newest checkpoint: {printable(os.path.basename(saved.path))}"
-    return f"no complete checkpoint is seen in {printable(os.path.relpath(os.path.join(run_dir, layout.CHECKPOINTS)))}"
+        return f"continuing with {who}; newest checkpoint: {printable(os.path.basename(saved.path))}"
+    folder = printable(os.path.relpath(os.path.join(run_dir, layout.CHECKPOINTS)))
+    own = "from the beginning unless your script loads a file of its own"
+    how = "how a script saves and resumes: `stoker docs python`"
+    return f"starting again with {who}, {own}: no complete checkpoint is seen in {folder} ({how})"
 
 
 class Membership:
@@ -82,6 +85,7 @@ class Membership:
         self._least = run.options.min_hosts  # as it was asked for
         self._rejoins = run.options.rejoin != "never"
         self.lost: dict[str, Lost] = {}
+        self.saves = False  # rank 0 has said that a checkpoint was saved
         self.joined: list[str] = []  # by the newest `settle`
         self._times: dict[str, int] = {}  # how often a host was lost: one that comes and goes is asked ever less often
 
@@ -159,11 +163,11 @@ class Membership:
         if attempt.stop_signal:
             return None
         if verdict.cause == "launch.regroup":
-            return Again(f"starting again with host {attempt.regrouping}; {_from(run_dir)}")
+            return Again(_again(run_dir, f"host {attempt.regrouping}"))
         if verdict.cause == "host.lost" and self.enough:
             left = sum(not member.gone for member in self._members.all)
             hosts = f"{left} of {len(self._order)} hosts"
-            return Again(f"{verdict.summary}; continuing with {hosts}; {_from(run_dir)}")
+            return Again(f"{verdict.summary}; {_again(run_dir, hosts)}")
         return None
 
     def too_few(self, verdict: Verdict) -> Verdict:
@@ -248,4 +252,9 @@ class Membership:
         found = answer.get("found") or []
         was = f" (there, {' and '.join(found)}: ended)" if found else ""
         self._tell("host-back", on=name, found=found)
-        self._say(f"stoker: host {name} is back{was}; it joins at the next checkpoint or attempt")
+        when = "at the next checkpoint or attempt"
+        if not self.saves:
+            when = (
+                'at the next attempt, or once rank 0 has called stoker.mark("CHECKPOINT"), which it has not done so far'
+            )
+        self._say(f"stoker: host {name} is back{was}; it joins {when}")

@@ -126,9 +126,12 @@ class Network:
         finally:
             os.unlink(path)
         _refuse_errors(answers, agents)
-        wrong = [f"host {host}: {'; '.join(one['problems'])}" for host, one in answers.items() if one["problems"]]
+        wrong: dict[str, list[str]] = {}  # what -> the hosts that have it
+        for host, answer in answers.items():
+            for problem in answer["problems"]:
+                wrong.setdefault(problem, []).append(host)
         if wrong:
-            raise _refusal("; ".join(wrong))
+            raise _refusal("; ".join(f"{_hosts(names)}: {problem}" for problem, names in wrong.items()))
         lines = self._strangers_workdirs(answers)
         unwritable = [f"{host} ({answer['unwritable']})" for host, answer in answers.items() if answer["unwritable"]]
         if unwritable:
@@ -210,6 +213,10 @@ class Network:
 
 def _refusal(line: str) -> Refusal:
     return Refusal(line, EX_UNAVAILABLE, cause="launch.hosts")
+
+
+def _hosts(names: list[str]) -> str:
+    return f"host {names[0]}" if len(names) == 1 else f"hosts {', '.join(names)}"
 
 
 def _refuse_lost(agents: Agents) -> None:

@@ -136,7 +136,8 @@ def make_plan(
     visible: dict[str, str | None] = {}
     for group, (host, choice) in enumerate(choices.items()):
         prefix = f"{host}/" if hosts and len(hosts) > 1 else ""
-        lines.append(prefix + choice.line)
+        mark, _, found = choice.line.partition(" ")
+        lines.append(f"{mark} {host}: {found}" if prefix else choice.line)
         for local in range(choice.ranks):
             gpu, *more = choice.gpus[local * each : (local + 1) * each] or (None,)
             label = prefix + (gpu.label if gpu else f"CPU{local}")

@@ -200,9 +200,7 @@ class Reports:
         if message["gpu"]:
             more += f" GPU {message['gpu'][0] / 1e9:.1f}/{message['gpu'][1] / 1e9:.1f} GB"
         more += f" ({message['note']})" if message["note"] else ""
-        rss, head = message["rss"] or 0, f"[Rank {rank}] MEM:{where} RAM"
-        # People grep for the first; the second has units that a small rank does not make 0.0.
-        self._aside(rank, f"{head} {rss / 1e9:.1f} GB (rank){more}", f"{head} {amount(rss)} (rank){more}")
+        self._aside(rank, f"[Rank {rank}] MEM:{where} RAM {amount(message['rss'] or 0)} (rank){more}")
 
     def _on_lock(self, _host: str, message: protocol.Message) -> None:
         rank, what, seconds = message["rank"], message["what"], message.get("seconds", 0.0)
@@ -220,10 +218,10 @@ class Reports:
             line = f"LOCK: released{late}"
         self._aside(rank, f"[Rank {rank}] {line}")
 
-    def _aside(self, rank: int, line: str, on_terminal: str = "") -> None:
+    def _aside(self, rank: int, line: str) -> None:
         line = printable(line, 2000)
         if self._output.shows(rank) and not self._options.quiet:
-            self._say(line, on_terminal=printable(on_terminal, 2000))
+            self._say(line)
         else:
             self._record.say(line)
 

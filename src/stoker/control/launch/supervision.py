@@ -80,6 +80,7 @@ class Supervision:
             if self._killed_by and time.monotonic() > self._killed_by:
                 self._go_on_without()
             if self._membership is not None:
+                self._membership.saves = self._membership.saves or attempt.checkpoints > 0
                 self._membership.tend()
                 self._make_room(self._membership.returned)
         if self._has_history:

@@ -23,6 +23,7 @@ from stoker.control.machine.model import Gpu, Machine, machine_from_json
 from stoker.control.machine.observe import packages_dir
 
 LIMIT_S = 3.0
+NET_S = 6.0  # its own limits are lookups.SLOW_S and ANSWER_S; a busy machine starts it late
 PROBE_S = 10.0  # a context alone takes seconds on a box of eight without a persistence daemon
 TORCH_S = 120.0  # a cold disk on a rented pod
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -102,7 +103,8 @@ def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str
     torch = [Child("torch", argv, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, TORCH_S)] if "torch" in parts else []
     first = _run(
         [_gatherer("machine")]
-        + [_gatherer(part, {"host": runs_dir, "net": str(port)}[part]) for part in ("host", "net") if part in parts]
+        + ([_gatherer("host", runs_dir)] if "host" in parts else [])
+        + ([_gatherer("net", str(port), limit=NET_S)] if "net" in parts else [])
     )
     missing = {name: why for name, (found, why) in first.items() if found is None}
     machine = machine_from_json(first["machine"][0]) if first["machine"][0] is not None else _blind(first["machine"][1])

@@ -79,6 +79,8 @@ class Net:
     port: int | None = None
     port_holder: str | None = None
     error: str | None = None
+    slow_lookups: bool = False  # the host's own name or address was not looked up within lookups.SLOW_S
+    silent_servers: tuple[str, ...] = ()  # name servers that do not answer
 
 
 @shape

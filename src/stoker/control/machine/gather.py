@@ -17,6 +17,7 @@ from stoker.contract.process import of_kernel
 from stoker.contract.shape import as_json, replace
 from stoker.control.machine import facts, kernellog, ports, processes
 from stoker.control.machine.host import quick_host
+from stoker.control.machine.lookups import look_up
 from stoker.control.machine.observe import Observer
 
 BOOT = "import sys; sys.path += sys.argv[1:3]; from stoker.control.machine.gather import main; main(sys.argv[3:])"
@@ -79,15 +80,14 @@ def _host(disk: str) -> Any:
 
 def _net(port: str) -> Any:
     name = socket.gethostname()
-    try:
-        addresses = tuple(sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}))
-        error = None
-    except OSError as problem:
-        addresses, error = (), str(problem)
     interfaces = tuple(sorted(entry for entry in os.listdir("/sys/class/net") if entry != "lo" and _up(entry)))
     number = int(port)
     holder = ports.listener(number) if number else None
-    return as_json(facts.Net(name, addresses, interfaces, number or None, holder, error))
+    seen = look_up(name, interfaces)
+    net = facts.Net(
+        name, seen.addresses, interfaces, number or None, holder, seen.error, seen.slow, seen.silent_servers
+    )
+    return as_json(net)
 
 
 def _up(interface: str) -> bool:

@@ -41,7 +41,8 @@ hang.gil, again: Native code holds the GIL and does not come back.
   unless: another thread holds the GIL in one of the samples
   fix: look at {where}: the native call there must release the GIL, or return
 hang.spin, again: A rank computes and never finishes.
-  seen: {SILENT}its main thread uses a core, on the same line in every sample, and enters no collective
+  seen: {SILENT}its main thread uses a core, on the same line in every sample, and enters no collective. If no
+      rank waits for it, it is reported after 10 s
   unless: it beats or prints: then it is a long computation
   fix: look at {where}: a loop that never ends? before an evaluation, call stoker.phase("eval")
 hang.worker, again: A rank waits for a data-loader worker that is stuck.
@@ -77,13 +78,14 @@ hang.rank-only: Only some ranks have entered a collective: the call depends on t
   seen: the stacks and the source: the line is inside a condition like `if rank == 0:`, or behind `if rank != 0: return`, and
       the ranks that it waits for are in neither branch of it: they are in another collective, or have ended
   unless: the others are in the other branch: hang.op-mismatch; they are in no collective: then they are late
-  fix: look at {where}: all ranks must make this call; put only what one rank writes into the condition
+  fix: look at {where}: all ranks must make this call: move it out of the condition, and keep only the writing of files in it
   fix: saving a sharded model gathers it from all ranks (state_dict(), full_tensor(), save_model(), save_pretrained()): call
       it on every rank, and write the file on one
 hang.together, again: All ranks have entered the same operation and it does not end.
-  seen: the flight recorder: same number, same operation, same shape everywhere
+  seen: the flight recorder: same number, same operation, same shape everywhere; without one, the same stack everywhere.
+      Also ranks that all still connect in init_process_group
   unless: one of them has not entered it
-  fix: check the connection between the ranks: `stoker doctor`, one run with NCCL_DEBUG=INFO; several hosts: firewall,
+  fix: check the connection between the ranks: `stoker doctor` (it finds a name server that does not answer, too), one run with NCCL_DEBUG=INFO; several hosts: firewall,
       interface names, MTU
 """)
 _PARTED = """
@@ -119,7 +121,10 @@ def summary(stall: Stall, label: str) -> str:
         return _parted(stall, label, step)
     if stall.rank is None:
         where = f" ({stall.where})" if stall.where else ""
-        return f"no rank makes progress since {stall.silent_s:.0f} s: {stall.detail}{where}"
+        return f"no rank has made progress for {stall.silent_s:.0f} s: {stall.detail}{where}"
+    if stall.kind == "spin" and not stall.waiting:
+        at = f" at {stall.where}" if stall.where else ""
+        return f"{_who(stall, label)} has made no step for {stall.silent_s:.0f} s{step}: {stall.detail}{at}"
     at = f" at {stall.where}" if stall.where and stall.where not in stall.detail else ""
     who, others = _who(stall, label), ""
     if stall.waiting:
@@ -165,7 +170,7 @@ def _they(stall: Stall, ranks: tuple[int, ...]) -> str:
 def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, Any]:
     """Stoker stops the job for it. `printed`: the guilty rank's last lines: its workers' end may be in them."""
     more = {"rank": stall.rank, "at_once": True, "where": stall.where, "step": stall.step}
-    stopped = f"no progress for {stall.silent_s:.1f} s; stopped: {why}"
+    stopped = f"the job was stopped after {stall.silent_s:.1f} s without progress: {why}"
     full = [line for line in printed.splitlines() if "unable to allocate shared memory(shm)" in line]
     if full and stall.kind == "worker":
         told = f"rank {stall.rank} ({label}) waits for data its workers could not put into /dev/shm: it is full"

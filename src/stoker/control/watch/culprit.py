@@ -51,6 +51,9 @@ def _culprit(
     stopped = [rank for rank in states if states[rank] == "T"] or [rank for rank in states if states[rank] == "t"]
     if stopped:
         return _alone(stopped, snapshots, graph)  # no proof: whoever stopped it may continue it
+    if world == 1:  # it waits for no other rank, whatever its stack and its recorder look like
+        living = [rank for rank, one in snapshots.items() if rank in silent and one.state != "Z"]
+        return _alone(living, snapshots, Waits((), {}, {})) if living else None
     odds = mismatched(snapshots, graph, members, world)
     if odds is not None:
         return odds
@@ -82,10 +85,13 @@ def _operation(graph: Waits, rank: int) -> tuple[str, str]:
 def _alone(guilty: list[int], snapshots: Snapshots, graph: Waits) -> Stall:
     rank = guilty[0]
     kind, frame, detail = reason(snapshots[rank])
-    if kind in ("lock", "io", "place") and stacks.in_rendezvous(snapshots[rank].main):
-        detail = "it waits for the others to join the process group"
     operation, backend = _operation(graph, rank)
     waiting = tuple(sorted(graph.behind(rank) - set(guilty)))
+    lone = len(snapshots) == 1 and not waiting
+    if kind in ("lock", "io", "place") and stacks.in_rendezvous(snapshots[rank].main):
+        detail = _CONNECTING.format("it") if lone else "it waits for the others to join the process group"
+    elif kind == "spin" and not lone:
+        detail += " and enters no collective"
     one, proof = snapshots[rank], False
     if one.message and one.state not in "Tt":  # gloo's recorder knows no send and receive: the stack does
         whom = "that no rank answers"
@@ -152,8 +158,15 @@ def _outlier(snapshots: Snapshots, waiters: set[int]) -> Stall:
     groups = stacks.grouped(snapshots.values())
     ranks, one = groups[0]
     frame: Frame | None = stacks.users_frame(one.main)
+    everybody, where = tuple(sorted(waiters)), str(frame or "")
+    own_lines = {stacks.users_frame(snapshot.main) for snapshot in snapshots.values()}
+    if len(own_lines) == 1 and all(stacks.in_rendezvous(snapshot.main) for snapshot in snapshots.values()):
+        return Stall("together", None, (), everybody, where, _CONNECTING.format("every rank"))
+    if len(groups) == 1 and all(computes(snapshot) for snapshot in snapshots.values()):
+        place = " in the backward pass" if stacks.in_backward(one.main) else ""
+        return Stall("spin", None, (), (), where, f"every rank computes{place}")
     if len(groups) == 1:
-        return Stall("together", None, (), tuple(sorted(waiters)), str(frame or ""), "every rank waits in a collective")
+        return Stall("together", None, (), everybody, where, "every rank waits in a collective")
     parties = tuple(
         (members, first.main[0].name if first.main else "?", str(stacks.users_frame(first.main) or ""))
         for members, first in groups
@@ -167,6 +180,7 @@ def _outlier(snapshots: Snapshots, waiters: set[int]) -> Stall:
 # ---- what a rank that stopped is doing, from its own process alone ----
 
 BUSY = 0.5  # of a core: computing, not waiting
+_CONNECTING = "{} is still connecting, waiting for a name lookup, a port or another rank"
 _SLEEPS = ("nanosleep", "clock_nanosleep")
 _CHILD = ("wait4", "waitid")
 _IO = ("read", "write", "poll", "ppoll", "select", "pselect6", "connect", "accept", "recvfrom", "recvmsg", "epoll_wait", "epoll_pwait", "openat", "fsync",
@@ -193,15 +207,13 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
     if stacks.in_loader(one.main):
         return "worker", frame, "it waits for data that none of its data-loader workers is making"
     same_line, active, gil = _steady(one)
-    # Ready to run counts: a loop that spins on a machine with more work than cores is not waiting for anything.
-    computes = one.main_cpu + one.waiting_for_core > BUSY or (one.main_cpu == 0.0 and one.cpu > BUSY)
     waits = one.syscall in (*_SLEEPS, *_CHILD, *_IO) or "nanosleep" in one.wchan
     # It makes no step, and its card is busy all the same.
     if one.gpu_use is not None and one.gpu_use >= 90 and not waits:
         return "kernel", frame, f"it waits for a GPU kernel that does not end (its GPU is at {one.gpu_use} %)"
-    if computes:
+    if computes(one):
         how = (", holding the GIL" if gil else "") + (", always on this line" if same_line else "")
-        return "spin", frame, f"it computes ({one.cpu:.1f} cores{how}) and enters no collective"
+        return "spin", frame, f"it computes ({one.cpu:.1f} cores{how})"
     if gil and not active:
         detail = f"native code called there holds the GIL and waits{f' in {one.syscall}' if one.syscall else ''}"
         return "gil", frame, detail
@@ -217,6 +229,11 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
         return "lock", frame, "it waits for a lock or another thread"
     inside = one.syscall if one.syscall.isidentifier() and one.syscall != "running" else one.wchan
     return "place", frame, f"it is in {inside}" if inside else "it runs now and then"
+
+
+def computes(one: Snapshot) -> bool:
+    """Ready to run counts: a loop that spins on a machine with more work than cores is not waiting for anything."""
+    return one.main_cpu + one.waiting_for_core > BUSY or (one.main_cpu == 0.0 and one.cpu > BUSY)
 
 
 def _steady(one: Snapshot) -> tuple[bool, bool, bool]:

@@ -63,8 +63,9 @@ class Op:
     def __str__(self) -> str:
         if not self.sizes:
             return self.name
-        sizes = str([one[:_SIZES] if isinstance(one, (list, str)) else one for one in self.sizes[:_SIZES]])
-        return f"{self.name} {sizes if len(sizes) <= _SIZES else sizes[:_SIZES] + '…'}"
+        shapes = ", ".join(str(one[:_SIZES] if isinstance(one, (list, str)) else one) for one in self.sizes[:_SIZES])
+        cut = shapes if len(shapes) <= _SIZES else shapes[:_SIZES] + "…"
+        return f"{self.name} of shape{'s' if len(self.sizes) > 1 else ''} {cut}"
 
 
 @shape

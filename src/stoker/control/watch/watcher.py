@@ -24,6 +24,7 @@ ANSWER_S = 12.0  # an inspection that has not been answered by then is given up
 PHASE_TIMES = 6.0  # --hang-timeout in an announced phase, and before the first step
 START_STOP_S = 60.0
 MAX_WAIT_S = 60.0
+COMPUTES_S = 10.0  # silence of a rank that computes and keeps nobody waiting: before that it is only slow
 _MOST_GROUPS = 10_000  # process groups of a job; a host may be hostile
 _LONGEST_GROUP = 500  # characters of a group's name
 # Of a host's words about one rank: ten samples of 60 threads have 90,000 values; and of one text: a path has 4096 characters.
@@ -291,6 +292,8 @@ class Watcher:
         """Before the first step only who keeps others waiting, or can't go on, counts; never a starting interpreter."""
         if not stall.where and not stall.waiting and not stall.proof and stall.kind not in ("disk", "stopped"):
             return False
+        if stall.kind == "spin" and not stall.waiting:
+            return stall.silent_s >= min(COMPUTES_S, self._limit(stall) / 2)
         if stall.rank is not None and not any(one.steps for one in self._ranks.values()):
             return bool(stall.waiting) or stall.proof
         return True

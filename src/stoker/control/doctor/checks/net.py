@@ -12,9 +12,23 @@ from stoker.control.machine.facts import Net
 @check("net.hostname")
 def hostname(net: Net) -> Iterator[Finding]:
     """The host's own name resolves. torchrun and gloo look it up; Stoker passes addresses instead."""
-    if net.error or not net.addresses:
+    if (net.error or not net.addresses) and not net.slow_lookups:
         text = f"the host's name {net.hostname} does not resolve: {net.error or 'no address'}"
         yield warn(text, f"echo '127.0.1.1 {net.hostname}' >> /etc/hosts   # needs root")
+
+
+@check("net.lookups")
+def lookups(net: Net) -> Iterator[Finding]:
+    """The host's own name and address are looked up within 1.5 s. torch looks up both for each connection."""
+    if not net.slow_lookups:
+        return
+    count, listed = len(net.silent_servers), ", ".join(net.silent_servers)
+    verb = "does" if count == 1 else "do"
+    because = f": the name server{'s' * (count > 1)} {listed} {verb} not answer" if count else ""
+    yield warn(
+        f"looking up a name or an address takes longer than 1.5 s{because}; torch waits that long for each connection",
+        "add the name and the address of each host to /etc/hosts, on every host, or name a server that answers in /etc/resolv.conf   # needs root",
+    )
 
 
 @check("net.port")

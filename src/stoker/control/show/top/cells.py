@@ -57,6 +57,24 @@ def joined(pieces: Iterable[Piece | None], between: str = "  ") -> Line:
     return tuple(made)
 
 
+_SHORT = 24  # columns: a text that is longer is a sentence or a command, whose beginning is worth showing
+_LEAST = 12  # columns of that
+
+
+def whole(pieces: Iterable[Piece | None], width: int) -> Line:
+    """Joined, in exactly so many columns: short ones that don't fit are left out, a long one is cut."""
+    kept: list[Piece] = []
+    left = width
+    for piece in pieces:
+        if piece is None or not piece[0]:
+            continue
+        takes, gap = columns_of(piece[0]), 2 if kept else 0
+        if not kept or takes + gap <= left or (takes > _SHORT and left - gap >= _LEAST):
+            kept.append(piece)
+            left -= min(takes + gap, left)
+    return fit(joined(kept), width)
+
+
 def wrapped(text: str, width: int, style: str, most: int) -> list[Line]:
     """A sentence over several lines; the last one is cut."""
     lines: list[str] = []

@@ -89,7 +89,7 @@ def _columns(index: Index, with_host: bool) -> tuple[Column, ...]:
         Column("POWER", 10, _power, right=True, order=4),
         Column("THROTTLE", 16, _throttle, order=2),
         Column("RUN", 12, lambda card, width: _run(index, card), order=5),
-        Column("UTILISATION", 0, _history, order=6),
+        Column("HISTORY", 0, _history, order=6),
         Column("NAME", 22, lambda card, width: (foreign(card.name or NONE), DIM), order=9),
     )
 

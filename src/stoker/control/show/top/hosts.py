@@ -16,6 +16,7 @@ from stoker.control.show.top.cells import (
     gigabytes,
     joined,
     percent,
+    whole,
 )
 
 
@@ -43,7 +44,7 @@ def draw_host(host: HostGauges, width: int) -> Line:
     ]
     if host.gpu_error:  # before what is cut off
         parts.insert(1, parts.pop())
-    return fit(joined(parts), width)
+    return whole(parts, width)
 
 
 def _rates(name: str, down: float | None, up: float | None) -> str:

@@ -19,9 +19,9 @@ from stoker.control.show.top.cells import (
     clock,
     fit,
     foreign,
-    joined,
     number,
     percent,
+    whole,
     wrapped,
 )  # fmt: skip
 from stoker.control.show.top.curve import curve_lines
@@ -71,7 +71,7 @@ def _numbers(run: Run, width: int) -> Iterator[Line]:
         (f"of {foreign(run.user)}", DIM) if not run.mine else None,
         (foreign(run.command), DIM),
     ]
-    yield fit(joined(first), width)
+    yield whole(first, width)
     done = f" {run.step / run.total_steps:.0%}" if run.step is not None and run.total_steps else ""
     loss_style = BAD if isinstance(run.loss, str) else BOLD
     optional = (("lr", run.lr), ("grad", run.grad_norm))
@@ -84,7 +84,7 @@ def _numbers(run: Run, width: int) -> Iterator[Line]:
         *((f"{name} {_short(value)}", DIM) for name, value in optional if value is not None),
     ]
     if any(second):
-        yield fit(joined(second), width)
+        yield whole(second, width)
 
 
 def _short(value: float | str) -> str:
