@@ -68,7 +68,7 @@ def test_one_slot_lets_ranks_through_one_by_one(stoker: Stoker) -> None:
         r"\[Rank 0\] LOCK: acquired! Starting initialization\.\.\.",
         r"\[Rank 1\] LOCK: waiting for exclusive access\.\.\. \(rank 0 has it, until \d\d:\d\d:\d\d at the latest\)",
         r"\[Rank 0\] LOCK: released",
-        r"\[Rank 2\] MEM:START RAM \d+\.\d GB \(rank\) \d+\.\d/\d+\.\d GB \(host\)",
+        r"\[Rank 2\] MEM:START RAM \d+ MB \(rank\) \d+\.\d/\d+\.\d GB \(host\)",
         r"\[Rank 2\] MEM:POST-MODEL RAM ",
     ):
         assert re.search(line, done.err), line
