@@ -244,10 +244,11 @@ def test_a_host_whose_agent_and_guardian_are_frozen_is_taken_over(stoker: Stoker
         "left running on the cut-off side"
     )
     print(f"nothing left after {time.monotonic() - began:.1f} s")
-    assert wait_for(lambda: events(stoker, "host-back") or None, 20), console(stoker)
+    assert wait_for(lambda: events(stoker, "host-back") or None, 60), console(stoker)
     again = r"; starting again with 2 of 3 hosts, from the beginning unless [a-z ]+: no complete checkpoint is seen in runs/"
     assert re.search(again, console(stoker)) and "continuing with" not in console(stoker)
-    assert '; it joins at the next attempt, or once rank 0 has called stoker.mark("CHECKPOINT")' in console(stoker)
+    joins = '; it joins at the next attempt, or once rank 0 has called stoker.mark("CHECKPOINT")'
+    assert wait_for(lambda: True if joins in console(stoker) else None, 20), console(stoker)
     run.terminate()
     assert run.wait(100) == 128 + signal.SIGTERM
     assert "restarts: 1 (causes: host.lost, which --max-restarts does not count)" in stoker("why").out
