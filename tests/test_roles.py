@@ -257,7 +257,9 @@ def test_a_killed_job_takes_its_roles_with_it(stoker: Stoker) -> None:
 
 def test_a_line_a_mark_and_a_file_make_ready(stoker: Stoker) -> None:
     waits = "import time, os\nwhile not os.path.exists('done'): time.sleep(0.05)\n"
-    stoker.script("a.py", "print('server', 'started', flush=True)\n" + waits)
+    # in two pieces, as a busy machine reads it at times
+    pieces = "import os, time\nos.write(1, b'server ')\ntime.sleep(0.5)\nos.write(1, b'started\\n')\n"
+    stoker.script("a.py", pieces + waits)
     stoker.script("b.py", "import stoker\nstoker.mark('READY')\n" + waits)
     stoker.script("c.py", "open('there', 'w')\n" + waits)
     stoker.script("d.py", "open('done', 'w')\n")

@@ -24,6 +24,7 @@ from stoker.control.roles.seating import Seating
 from stoker.control.roles.served import Served
 
 WAITING, STARTING, UP, ENDED = "waiting", "starting", "up", "ended"
+_LONGEST_LINE = 1 << 16  # bytes of one that are kept until its end comes
 _LINES = 20  # of its last ones that are kept
 
 
@@ -64,6 +65,7 @@ class RoleRun:
         self._former: tuple[int, int] | None = None  # the verdict of the start before
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._cutters: dict[int, tuple[int, LineCutter]] = {}
+        self._begun: dict[int, bytes] = {}  # by pipe: a line without its end yet
 
     @property
     def name(self) -> str:
@@ -139,7 +141,7 @@ class RoleRun:
         )
         self.starts += 1
         assert self.child.stdout is not None and self.child.stderr is not None
-        self._cutters = {}
+        self._cutters, self._begun = {}, {}
         for stream, pipe in (1, self.child.stdout), (2, self.child.stderr):
             os.set_blocking(pipe.fileno(), False)
             self._cutters[pipe.fileno()] = stream, LineCutter(f"[{self.name}] ".encode())
@@ -161,9 +163,12 @@ class RoleRun:
         except BlockingIOError:
             return True
         self._console.put(stream, cutter.feed(data) if data else cutter.flush())
-        for line in data.splitlines():
+        *whole, rest = (self._begun.get(pipe, b"") + data).split(b"\n")  # a line may come in pieces
+        self._begun[pipe] = rest[-_LONGEST_LINE:]
+        for line in whole if data else [rest]:
             self._lines.append(printable(line.decode("utf-8", "replace"), 300))
-            if self.watching is not None:
+        if self.watching is not None:
+            for line in (*whole, rest):
                 self.watching.printed(line)
         if not data:
             del self._cutters[pipe]
