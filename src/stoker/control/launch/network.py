@@ -139,7 +139,7 @@ class Network:
             lines.append(f"! the run directory {place.dir} can't be made on {', '.join(unwritable)}: {home}")
         apart = [host for host, answer in answers.items() if not answer["shared"]]
         if apart:
-            stay = "checkpoints stay on the host that writes them"
+            stay = "checkpoints stay on the host that writes them (of `stoker train`, on rank 0's)"
             need = "resuming needs a shared folder, or the same host for rank 0"
             lines.append(f"! {', '.join(apart)}: the run directory is not the same folder as here: {stay}; {need}")
         return lines
