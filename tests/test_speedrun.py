@@ -449,7 +449,7 @@ def test_a_plan_says_what_a_cpu_rank_takes_and_fits_the_terminal(
 def test_a_stage_is_announced_by_the_pace_that_was_measured(
     speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Here every stage takes next to nothing, so that the last ones are said to take less than the plan has."""
+    """Here every stage takes next to nothing, so that the printed times of the last ones are below the plan."""
     assert speedrun("--plan", "--json") == 0
     planned = {row["name"]: row["about"]["seconds"] for row in json.loads(capsys.readouterr().out)["stages"]}
     assert speedrun() == 0

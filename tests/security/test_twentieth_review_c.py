@@ -197,4 +197,4 @@ def test_another_user_on_the_servers_port_gets_neither_key_nor_prompt(more: tupl
             assert more or "is in use by nobody" in str(found.value)
         finally:
             other.kill()
-        assert set(other.stdout.read().split()) <= {"b''"}, "who listens is looked at before anything is said"
+        assert set(other.stdout.read().split()) <= {"b''"}, "who listens is looked at before anything is sent"
