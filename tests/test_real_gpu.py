@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -126,22 +125,26 @@ def test_sharing_when_asked_for(real: Stoker) -> None:
 
 
 def test_a_full_card_is_refused_and_waited_for(real: Stoker) -> None:
-    total, used = _gpu().memory_total, _gpu().memory_used
-    most = (total - used) / 1e9 - 3
-    holder = _holder(real, most, 8)
+    """Half of what is free is held and three quarters are asked for: tests of other workers have room, and don't decide."""
+    gpu = _gpu()
+    free = (gpu.memory_total - gpu.memory_used) / 1e9
+    needed = f"{0.75 * free:.1f}"
+    holder = _holder(real, free / 2, 600)
     try:
         script = real.script("ok.py", "print('ran')")
-        done = real("run", "--min-free-memory", "20GB", script)
+        done = real("run", "--min-free-memory", f"{needed}GB", script)
         assert (
             done.code == 69
-            and "20.0 GB needed" in done.err
+            and f"{needed} GB needed" in done.err
             and f"by pid {holder.pid}" in done.err
             and "hold.py" in done.err
         )
-        began = time.monotonic()
-        done = real("run", "--min-free-memory", "20GB", "--wait", "60s", script)
-        assert done.code == 0 and "waiting for up to" in done.err and "ran" in done.out
-        assert holder.poll() is not None and time.monotonic() - began < 30
+        waiting = real.start("run", "--min-free-memory", f"{needed}GB", "--wait", "120s", script)
+        assert waiting.stdout is not None
+        assert any(b"waiting for up to" in line for line in waiting.stdout)
+        holder.kill()
+        printed = waiting.stdout.read()
+        assert waiting.wait() == 0 and b"ran" in printed, printed
     finally:
         if holder.poll() is None:
             holder.kill()

@@ -102,7 +102,9 @@ def test_the_time_of_a_run_is_that_of_all_its_starts(stoker: Stoker) -> None:
 def test_logs_say_whose_they_are_and_that_a_rank_printed_nothing(stoker: Stoker) -> None:
     script = stoker.script(
         "two.py",
-        "import os, sys, time\nif os.environ['RANK'] == '0':\n    print('zero', flush=True); time.sleep(60)\nsys.exit(3)\n",
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '0':\n    print('zero', flush=True); open('printed', 'w'); time.sleep(60)\n"
+        "while not os.path.exists('printed'): time.sleep(0.01)\nsys.exit(3)\n",
     )
     failed = stoker("run", "--nproc-per-node", "2", script)
     assert failed.verdict["rank"] == 1
