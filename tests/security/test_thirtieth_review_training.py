@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from stoker.training.checkpoint import folders
 
 # ---- answers that repeat their prompts ----
 
@@ -53,3 +56,18 @@ def test_ids_of_prompts_are_repeated_so_often_and_no_more(served: Any) -> None:
     prompt = {"prompt": [65] * 32_000, "max_tokens": 1, "return_token_ids": True}
     assert asked(served, **prompt, n=16) == 16
     assert asked(served, **prompt, n=128) == -1
+
+
+# ---- checkpoints in a folder that others may write to ----
+
+
+def test_another_spelling_of_a_step_hides_no_checkpoint(tmp_path: Path) -> None:
+    """In a --checkpoint.folder of mode 1777 another user's step-000000007 stood in the place of step-00000007: the run began anew."""
+    own = [tmp_path / folders.name_of(step) for step in (7, 8, 123_456_789)]
+    others = [f"step-{'0' * zeros}{step}" for step in (7, 8, 123_456_789) for zeros in range(1, 40)]
+    wide = ["step-" + "".join(chr(0xFF10 + int(digit)) for digit in "00000008"), "step-0000000\u0668"]
+    for name in {*others, *wide} - {path.name for path in own}:
+        (tmp_path / name).mkdir()
+    for path in own:
+        path.mkdir()
+    assert folders.steps_in(str(tmp_path)) == {123_456_789: str(own[2]), 8: str(own[1]), 7: str(own[0])}
