@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from stoker.contract.names import Refusal
 from stoker.training.checkpoint import folders
+from stoker.training.data.rows import rows
 
 # ---- answers that repeat their prompts ----
 
@@ -71,3 +77,22 @@ def test_another_spelling_of_a_step_hides_no_checkpoint(tmp_path: Path) -> None:
     for path in own:
         path.mkdir()
     assert folders.steps_in(str(tmp_path)) == {123_456_789: str(own[2]), 8: str(own[1]), 7: str(own[0])}
+
+
+# ---- packed tables ----
+
+
+@pytest.mark.parametrize("name", ["a.parquet.gz", "a.arrow.gz"])
+def test_unpacking_a_table_leaves_some_of_the_disk(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 MB unpacks to 200 MB, and 500 MB to 100 GB, in /tmp: which is memory on many machines."""
+    with gzip.open(tmp_path / name, "wb") as file:
+        for _ in range(128):
+            file.write(bytes(1 << 20))
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    real, full = os.statvfs, SimpleNamespace(f_bavail=10, f_blocks=1000, f_frsize=1 << 20)
+    monkeypatch.setattr(os, "statvfs", lambda path: full if str(path).startswith(str(place)) else real(path))
+    with pytest.raises(Refusal, match="stay free"):
+        next(rows(str(tmp_path / name)))
+    assert not os.listdir(place)
