@@ -119,3 +119,28 @@ def test_a_packed_file_has_no_more_pairs_than_one_of_its_size(tmp_path: Path, mo
     assert read("plain.jsonl") == 2000
     with pytest.raises(Refusal, match=r"more than 5[01][0-9] pairs"):
         read("packed.jsonl.gz")
+
+
+# ---- held-out text ----
+
+
+def test_no_more_of_a_text_is_encoded_than_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of 32 MB took 1 GB in each rank for the 10,000 tokens that were asked for; one of 0.8 MB may unpack to 256 MB."""
+    pytest.importorskip("torch")
+    pytest.importorskip("tokenizers")
+    from stoker.training.data.config import DataConfig
+    from stoker.training.evaluate.likelihood import documents, windows
+    from stoker.training.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
+
+    (tmp_path / "held-out.txt").write_bytes(b"she sells sea shells\n" * 400_000)
+    encoded, array = [], Tokenizer.array
+
+    def counted(words: Tokenizer, data: bytes) -> Any:
+        encoded.append(len(data))
+        return array(words, data)
+
+    monkeypatch.setattr(Tokenizer, "array", counted)
+    parts = documents(str(tmp_path / "held-out.txt"), DataConfig(cache=str(tmp_path / "cache")), lambda line: None)
+    rows_, sizes = windows(bytes_tokenizer(), parts, 256, 10_000)
+    assert sum(sizes) == 10_240 and len(rows_) == 40
+    assert sum(encoded) < 1 << 20
