@@ -144,3 +144,18 @@ def test_no_more_of_a_text_is_encoded_than_is_measured(tmp_path: Path, monkeypat
     rows_, sizes = windows(bytes_tokenizer(), parts, 256, 10_000)
     assert sum(sizes) == 10_240 and len(rows_) == 40
     assert sum(encoded) < 1 << 20
+
+
+def test_the_questions_of_a_task_have_so_many_tokens_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.8 MB of a packed file became 3 GB of token ids in each rank."""
+    pytest.importorskip("tokenizers")
+    from stoker.training.data.formats.questions import Question
+    from stoker.training.evaluate import asking
+    from stoker.training.tokenizer.tokenizer import bytes_tokenizer
+
+    questions = [Question((("user", "a" * 1000),), "x", "kind")] * 10
+    manner = asking.Manner(chat=False)
+    assert len(asking.as_asked(questions, bytes_tokenizer(), manner, 16)) == 10
+    monkeypatch.setattr(asking, "MOST_TOKENS", 5000, raising=False)
+    with pytest.raises(Refusal, match="10 questions have more than 5,000 tokens"):
+        asking.as_asked(questions, bytes_tokenizer(), manner, 16)
