@@ -512,10 +512,12 @@ def test_likelihoods_are_those_of_one_row_at_a_time(model_folder: Path) -> None:
 def test_bits_per_byte_count_every_byte_once(model_folder: Path) -> None:
     words = bytes_tokenizer()
     texts = [b"a" * 100, b"hello", "größe".encode()]
-    rows_, sizes = windows(words, texts, 32, 0)
+    rows_, sizes = windows(words, [(text, True) for text in texts], 32, 0)
     assert sum(sizes) == sum(map(len, texts)) and sum(len(asked) for _, asked in rows_) == sum(sizes)
     assert [given for given, _ in rows_] == [[words.end_id], [97], [97], [97], [words.end_id], [words.end_id]]
-    assert len(windows(words, texts, 32, 40)[0]) == 2, "it stops where enough is read"
+    in_parts = [(b"a" * 50, False), (b"a" * 50, True), (b"hel", False), (b"lo", True), (texts[2], True)]
+    assert windows(words, in_parts, 32, 0) == (rows_, sizes), "a text in parts is the same text"
+    assert len(windows(words, in_parts, 32, 40)[0]) == 2, "it stops where enough is read"
     assert bits_per_byte(-math.log(256) * 10, 10) == pytest.approx(8)
 
 

@@ -192,7 +192,7 @@ def test_chat_evaluation_and_grpo_ask_as_the_template_says(stoker: Stoker, tmp_p
     assert stop_ids(words, manner) == {eot, end}
     plain = prompt_ids(words, question, Manner(chat=False))
     assert plain[0] == begin and begin not in plain[1:] and end not in plain
-    rows, sizes = windows(words, [b"the river", "cafe\u0301".encode()], 64, 0)
+    rows, sizes = windows(words, [(b"the river", True), ("cafe\u0301".encode(), True)], 64, 0)
     assert [row[0] for row in rows] == [[begin], [begin]] and sizes == [9, 6]
     prompts, left_out = read_prompts([{"prompt": asked, "answer": "boats"}], words, 500, "here")
     assert prompts[0].ids == tuple(want) and not left_out

@@ -35,12 +35,15 @@ def unfinished_name(step: int, token: str, serial: int) -> str:
 
 
 def steps_in(folder: str) -> dict[int, str]:
-    """Step -> path of everything that has a checkpoint's name, newest first."""
+    """Step -> path of everything that has a checkpoint's name, newest first. No other spelling of a number (step-000000007, which
+    others may have made in a shared folder) stands in a checkpoint's place.
+    """
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    found = {int(match[1]): os.path.join(folder, name) for name in names if (match := _STEP.fullmatch(name))}
+    numbers = {name: int(match[1]) for name in names if (match := _STEP.fullmatch(name))}
+    found = {step: os.path.join(folder, name) for name, step in numbers.items() if name == name_of(step)}
     return dict(sorted(found.items(), reverse=True))
 
 

@@ -9,13 +9,13 @@ import csv
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, BinaryIO
 
+from stoker.contract.diskroom import DiskRoom
 from stoker.contract.effort import reading
 from stoker.contract.memory import Bounded, bounded_steps
 from stoker.contract.names import EX_DATAERR, Refusal
@@ -229,7 +229,10 @@ def _on_disk(path: str, files: int) -> Iterator[str]:
         tempfile.NamedTemporaryFile(prefix="stoker-", suffix=".unpacked") as file,
         open_unpacked(path, files) as stream,
     ):
-        shutil.copyfileobj(stream, file, _READ)
+        room = DiskRoom(os.path.dirname(file.name), "name another place in TMPDIR, or unpack the file yourself")
+        while data := stream.read(_READ):
+            room.take(len(data))
+            file.write(data)
         file.flush()
         yield file.name
 

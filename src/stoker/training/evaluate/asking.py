@@ -14,6 +14,7 @@ from stoker.training.tokenizer.chat import prompt as chat_prompt
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 MOST_OF_EXAMPLES = 256 << 20  # characters that they add to all questions of a task together
+MOST_TOKENS = 1 << 26  # of all questions of a task, which every rank holds: 2 GB
 _CALCULATOR = re.compile(r"<<[^<>]*>>")  # GSM8K's notes in its answers, for a calculator and not for readers
 
 
@@ -84,12 +85,16 @@ def as_asked(
     questions: Sequence[Question], tokenizer: Tokenizer, manner: Manner, new_tokens: int
 ) -> list[tuple[list[int], int]]:
     """Each question's ids, and how many there are with room for its answer."""
-    found, examples = [], examples_for(questions, 0 if manner.chat else manner.shots)
+    found, examples, total = [], examples_for(questions, 0 if manner.chat else manner.shots), 0
     _refuse_much(examples, len(questions), manner)
     for place, question in enumerate(questions):
         ids = prompt_ids(tokenizer, question, manner, examples(place))
         more = max(map(len, choice_ids(tokenizer, question, manner))) if question.labels else new_tokens
         found.append((ids, len(ids) + more))
+        total += len(ids)
+        if total > MOST_TOKENS:
+            line = f"evaluate.tasks: {len(questions):,} questions have more than {MOST_TOKENS:,} tokens"
+            raise Refusal(f"{line}: make the file smaller, or set evaluate.most", EX_DATAERR)
     return found
 
 

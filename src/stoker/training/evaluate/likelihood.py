@@ -21,6 +21,7 @@ from stoker.training.model.decoder import Decoder
 from stoker.training.model.loss import capped, chunk_rows
 from stoker.training.model.pieces import give_back, whole
 from stoker.training.parallel.group import Group
+from stoker.training.tokenizer.encoders import Ids
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 TOKENS_AT_ONCE = 16_384
@@ -89,41 +90,57 @@ def log_likelihoods(model: Decoder, rows: Sequence[Continuation]) -> list[float]
 
 
 def windows(
-    tokenizer: Tokenizer, documents: Iterable[bytes], context: int, tokens: int
+    tokenizer: Tokenizer, parts: Iterable[tuple[bytes, bool]], context: int, tokens: int
 ) -> tuple[list[Continuation], list[int]]:
-    """(each window's first token and the rest of it, its bytes): every token once, up to `tokens` (0: all)."""
+    """(each window's first token and the rest of it, its bytes): every token once, up to `tokens` (0: all). `parts`: of texts, and
+    whether one ends with it. No more of them is encoded than is needed: a text may have any length.
+    """
     found: list[Continuation] = []
     sizes: list[int] = []
     count = 0
-    for text in documents:
-        ids = [tokenizer.start[-1], *tokenizer.encode_bytes(text)]
-        lengths = tokenizer.lengths[ids[1:]].astype(float)
-        if not tokenizer.told.is_exact and lengths.sum():  # the bytes of the text count, not those that tokens have
-            lengths *= len(text) / lengths.sum()
-        for begin in range(0, len(ids) - 1, context):
-            asked = ids[begin + 1 : begin + 1 + context]
+    ids, lengths = [tokenizer.start[-1]], list[float]()  # of a text, from its last whole window on
+    for segment, ends in _segments(tokenizer, parts):
+        if segment:
+            made = tokenizer.array(segment)
+            ids += made.tolist()
+            lengths += _sizes(tokenizer, made, len(segment))
+        whole = len(lengths) if ends else len(lengths) // context * context
+        for begin in range(0, whole, context):
+            asked = ids[begin + 1 : min(begin + context, whole) + 1]
             found.append((ids[begin : begin + 1], asked))
-            sizes.append(round(float(lengths[begin : begin + len(asked)].sum())))
+            sizes.append(round(sum(lengths[begin : begin + len(asked)])))
             count += len(asked)
             if tokens and count >= tokens:
                 return found, sizes
+        ids, lengths = ([tokenizer.start[-1]], []) if ends else (ids[whole:], lengths[whole:])
     return found, sizes
+
+
+def _segments(tokenizer: Tokenizer, parts: Iterable[tuple[bytes, bool]]) -> Iterator[tuple[bytes, bool]]:
+    """An empty one ends a text that has no more."""
+    for part, ends in parts:
+        yield from ((segment, False) for segment in tokenizer.segments(part))
+        if ends:
+            yield b"", True
+
+
+def _sizes(tokenizer: Tokenizer, ids: Ids, size: int) -> list[float]:
+    """Bytes of each token, of a text of that size: where a tokenizer changes it, those of the text count."""
+    lengths = tokenizer.lengths[ids].astype(float)
+    if not tokenizer.told.is_exact and lengths.sum():
+        lengths *= size / lengths.sum()
+    return list(lengths.tolist())
 
 
 def bits_per_byte(log_likelihood: float, size: float) -> float:
     return -log_likelihood / math.log(2) / size
 
 
-def documents(path: str, data: DataConfig, say: Say) -> Iterator[bytes]:
-    """Whole texts of jsonl, parquet or text files."""
+def documents(path: str, data: DataConfig, say: Say) -> Iterator[tuple[bytes, bool]]:
+    """Parts of the texts of jsonl, parquet or text files, and whether a text ends with it."""
     sources = find_sources((path,), own_cache(data.cache, say), say, "evaluate.texts")
-    begun = b""
     for span in split(sources, 0.0)[0]:
-        for part, ends in texts(span, data.text_key):
-            begun += part
-            if ends:
-                yield begun
-                begun = b""
+        yield from texts(span, data.text_key)
 
 
 def measure(

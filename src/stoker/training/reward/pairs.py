@@ -6,7 +6,8 @@ The target at the better answer's last token is the place of the worse answer's 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from stoker.contract.effort import reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.training.data.encode import pair_ids
 from stoker.training.data.formats.format import Preference, Unusable
@@ -25,6 +27,8 @@ from stoker.training.data.rows import rows
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
+# All of them are in every rank's memory, 1.5 KB each, besides their tokens: so many in any case, and one for so many of the file's bytes.
+MOST_PAIRS, BYTES_A_PAIR = 1_000_000, 32
 Say = Callable[[str], None]
 Prompt = str | Sequence[dict[str, Any]]
 
@@ -56,10 +60,20 @@ def answered(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> list[int]:
     return chat.answered(tokenizer, messages_of(prompt), answer)
 
 
+def _rows(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """No more than a file of its size has: a packed one of 1 MB may stand for millions of short rows."""
+    most = MOST_PAIRS + os.path.getsize(path) // BYTES_A_PAIR if os.path.isfile(path) else MOST_PAIRS
+    for count, row in enumerate(rows(path), 1):
+        if count > most:
+            line = f"{path} has more than {most:,} pairs in {amount(os.path.getsize(path))}: it may be an attack"
+            raise Refusal(f"{line}; unpack it yourself if it is not", EX_DATAERR)
+        yield row
+
+
 def lengths_of(path: str, tokenizer: Tokenizer) -> list[int]:
     """Tokens of each pair, both answers; rows that are no pairs are counted elsewhere."""
     found = []
-    for number, row in rows(path):
+    for number, row in _rows(path):
         try:
             with reading(f"{path}, row {number}", Unusable):
                 pair = encode(preference(row), tokenizer)
@@ -75,10 +89,10 @@ def pairs_of(
     """(those to learn from, those to measure by): two files, or the last tenth of one is held out."""
     if not path:
         raise Refusal(f"{section}.pairs is empty: name a file of rows with chosen and rejected", EX_USAGE)
-    pairs = read_pairs(rows(path), tokenizer, context, f"{section}.pairs {path}", say)
+    pairs = read_pairs(_rows(path), tokenizer, context, f"{section}.pairs {path}", say)
     say(f"{section}.pairs {path}: {len(pairs):,} pairs in the format preference (chosen and rejected answers)")
     if held_out:
-        return pairs, read_pairs(rows(held_out), tokenizer, context, f"{section}.held_out {held_out}", say)
+        return pairs, read_pairs(_rows(held_out), tokenizer, context, f"{section}.held_out {held_out}", say)
     if len(pairs) < 2:
         line = f"{section}.pairs {path} has one pair, and one must be held out"
         raise Refusal(f"{line}: give more, or {section}.held_out", EX_DATAERR)

@@ -25,6 +25,8 @@ from stoker.training.tokenizer.tokenizer import Tokenizer
 MOST_ANSWERS = 128  # of one body: prompts times n
 MOST_STOPS, LONGEST_STOP = 16, 512
 MOST_LOGPROBS = 1 << 18  # of one body's answers: in JSON 20 MB, while they are written 100 MB
+# Of prompts that answers repeat, each for itself: bytes of text (in JSON six for one, twice with log-probabilities), and ids.
+MOST_ECHOED, MOST_IDS = 4 << 20, 1 << 21
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's; a chat's answer may fill the context
 _BOTH = (
     "model", "stream", "stream_options", "n", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "max_tokens", "logprobs",
@@ -96,22 +98,34 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
         if room < 1 or not prompt:
             line = f"a prompt of {len(prompt)} tokens: this server takes 1 to {served.length - 1}, so that an answer fits, too"
             raise Problem(line, key="messages" if is_chat else "prompt")
-        tokens = _new_tokens(told, is_chat, room)
+        tokens, ids = _new_tokens(told, is_chat, room), tuple(prompt)
         for index in range(first, first + count):
             number = len(requests)
-            requests.append(
-                Request(f"{name}-{number}", tuple(prompt), tokens, seed=seed, index=index, strips=is_chat, **shared)
-            )
-    logprobs = sum((1 + request.logprobs) * request.new_tokens for request in requests)
-    if logprobs > MOST_LOGPROBS:
-        line = f"{logprobs} log-probabilities are too many: at most {MOST_LOGPROBS} per request; ask for fewer answers, tokens or alternatives"
-        raise Problem(line, key="logprobs")
+            requests.append(Request(f"{name}-{number}", ids, tokens, seed=seed, index=index, strips=is_chat, **shared))
+    is_stream, with_ids = (_flag(told, key) for key in ("stream", "return_token_ids"))
+    _refuse_much(requests, prompts, with_ids, served.tokenizer)
     options = told.get("stream_options") or {}
     if not isinstance(options, dict):
         raise Problem("stream_options must be an object", key="stream_options")
     with_usage = options.get("include_usage") is True
-    is_stream, with_ids = (_flag(told, key) for key in ("stream", "return_token_ids"))
     return Asked(name, is_chat, int(time.time()), tuple(requests), is_stream, with_usage, with_ids)
+
+
+def _refuse_much(requests: Sequence[Request], prompts: Sequence[list[int]], with_ids: bool, words: Tokenizer) -> None:
+    """A short body can ask for any number of answers that repeat what it holds. `prompts`: each once, of all these requests."""
+    first, times = requests[0], len(requests) // len(prompts)
+    repeated = times * sum(map(len, prompts))
+    logprobs = sum((1 + request.logprobs) * request.new_tokens for request in requests)
+    logprobs += repeated if first.echo and first.logprobs >= 0 else 0
+    echoed = times * sum(int(words.lengths[prompt].sum()) for prompt in prompts) if first.echo else 0
+    for key, count, most, what in (
+        ("logprobs", logprobs, MOST_LOGPROBS, "log-probabilities"),
+        ("echo", echoed, MOST_ECHOED, "bytes of prompts in the answers"),
+        ("return_token_ids", repeated * with_ids, MOST_IDS, "token ids of prompts in the answers"),
+    ):
+        if count > most:
+            line = f"{count} {what} are too many: at most {most} per request"
+            raise Problem(f"{line}; ask for fewer answers, tokens or alternatives", key=key)
 
 
 def object_in(body: bytes) -> dict[str, Any]:
