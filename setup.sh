@@ -112,6 +112,9 @@ make_venv() {
     # Its venv comes with setuptools 65, which would hide the newer one that the Python below has for its torch.
     output=$(.venv/bin/python -m pip --disable-pip-version-check uninstall --yes setuptools 2>&1) || refuse "$?" "removing setuptools from .venv failed: $output"
   fi
+  # The pip of Python 3.11 takes twice the time to look through the index's pages.
+  output=$(.venv/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile 'pip>=25.3' 2>&1) ||
+    say "going on with the pip that Python $version brings; a newer one could not be installed: ${output##*$'\n'}"
   if [[ -n $found_torch && -n $packages_below ]]; then
     .venv/bin/python -c 'import sys, sysconfig; print(sys.argv[1], file=open(sysconfig.get_path("purelib") + "/below.pth", "w"))' "$packages_below"
   fi
