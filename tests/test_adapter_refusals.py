@@ -103,7 +103,7 @@ def test_the_configs_for_fine_tuning_are_shipped() -> None:
         assert told["adapter"]["method"] in ("lora", "qlora") and told["needs"]["vram"] and told["needs"]["gpus"]
 
 
-@pytest.mark.parametrize("name", at_length_but(["finetune_14b", "qlora_8GB"], FINETUNES))
+@pytest.mark.parametrize("name", at_length_but(["qlora_8GB"], FINETUNES))
 def test_a_shipped_config_trains_and_is_refused_where_its_cards_are_missing(
     name: str, stoker: Stoker, tmp_path: Path
 ) -> None:

@@ -200,7 +200,7 @@ def test_rows_that_can_not_be_learned_are_named_with_their_file(kind: str, good:
     assert [name for name in leftovers(stoker.cwd) if not name.startswith("cache/unpacked/")] == []
 
 
-@pytest.mark.parametrize("kind", at_length_but(["no answer", "a key twice"], PAIRS))
+@pytest.mark.parametrize("kind", at_length_but(["no answer"], PAIRS))
 def test_pairs_that_can_not_be_learned_are_named_with_their_file(kind: str, good: Path, stoker: Stoker) -> None:
     made, says = PAIRS[kind]
     path = rows(stoker.cwd / "pairs.jsonl.gz", made)

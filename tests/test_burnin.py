@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Stoker, wait_for
+from conftest import Stoker, at_length, wait_for
 from stoker.control.doctor.burnin import Link, Replica, Speed, judge, links_from, replica_from, sheet
 
 ROUND = 4
@@ -166,6 +166,7 @@ def test_a_flipped_bit_names_its_replica_and_step(stoker: Stoker) -> None:
     assert bits[0] == bits[2] and bits[0][:7] == bits[1][:7] and bits[0][7:] != bits[1][7:]
 
 
+@at_length
 def test_healthy_replicas_raise_nothing_and_their_links_are_proven(stoker: Stoker) -> None:
     pytest.importorskip("torch")
     done = stoker.torch("burnin", "--nproc-per-node", "2", "--minutes", "0.02", "--json")

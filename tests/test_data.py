@@ -21,7 +21,7 @@ pytest.importorskip("tiktoken")
 
 import numpy as np
 
-from conftest import EVERYTHING, Stoker, wait_for
+from conftest import EVERYTHING, Stoker, at_length, wait_for
 from stoker.contract.names import Refusal
 from stoker.training.data import shards, units
 from stoker.training.data.build import best_fit
@@ -108,6 +108,7 @@ def test_every_form_gives_its_documents_each_with_an_end(place: Place) -> None:
     assert found["folder"].key == found["glob"].key == found["files"].key and found["jsonl"].key != found["parquet"].key
 
 
+@at_length
 def test_the_number_of_processes_changes_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "UNIT", 20_000)  # many units of a small file
     text = place.file("a.txt", words(30_000))

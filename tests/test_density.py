@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
 
-from conftest import Stoker  # noqa: E402
+from conftest import Stoker, at_length  # noqa: E402
 from stoker.contract.names import Refusal  # noqa: E402
 from stoker.training.density.points import (  # noqa: E402  # noqa: E402
     Vectors,
@@ -171,6 +171,7 @@ def read(run_dir: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     ]
 
 
+@at_length
 def test_the_recipe_gives_rare_prompts_more_weight_on_one_rank_and_on_two(
     stoker: Stoker, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

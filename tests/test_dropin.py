@@ -271,6 +271,7 @@ def test_a_script(both: Both) -> None:
     assert ours["ranks"][0]["env"]["TORCHELASTIC_RUN_ID"] == "job7"
 
 
+@at_length
 def test_a_program_from_variables(both: Both) -> None:
     """PET_* as defaults, those that torchrun knows and no others; and the program's own order of lines."""
     env = {
@@ -472,6 +473,7 @@ def test_flags_without_effect(stoker: Stoker) -> None:
 # ---- output ----
 
 
+@at_length
 def test_prefixes(both: Both) -> None:
     """torchrun puts its template before the lines of --tee; so do we, and before all others too."""
     env = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${role_name} rank${rank} local${local_rank} ${other}]: "}

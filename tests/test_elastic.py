@@ -232,6 +232,7 @@ def test_a_coordinator_whose_own_network_is_cut_ends_with_that_word_and_the_host
     assert stoker.result().verdict["cause"] == "host.lost" and "all 3 hosts are lost at once" in console(stoker)
 
 
+@at_length
 def test_a_host_whose_agent_and_guardian_are_frozen_is_taken_over(stoker: Stoker, netcluster: NetCluster) -> None:
     """Nobody there can end its ranks: the next agent does, and only then takes part."""
     run = begin(stoker, netcluster, "--min-hosts", "2", job=COUNTING)
@@ -268,6 +269,7 @@ for n in range(2000):
 """
 
 
+@at_length
 def test_a_host_that_comes_late_gets_what_sync_and_stage_brought_the_others(
     stoker: Stoker, netcluster: NetCluster
 ) -> None:

@@ -19,7 +19,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 import torch
 import transformers
 
-from conftest import Done, Stoker
+from conftest import Done, Stoker, at_length
 from forked_ranks import Server, program, server
 from stoker.contract.names import Refusal
 from stoker.training.checkpoint.reading import open_checkpoint
@@ -296,6 +296,7 @@ def test_weights_that_are_missing_cut_or_pickled_are_refused_for_every_architect
     assert "it has no weights" in refusal(bloom)
 
 
+@at_length
 def test_the_conversion_that_the_refusal_prints_makes_the_folder_load(bloom: Path) -> None:
     from safetensors.torch import load_file
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Stoker, at_length_but, gpu_json, machine_json
+from conftest import Stoker, at_length, at_length_but, gpu_json, machine_json
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, RankError
@@ -97,7 +97,7 @@ LEAN_WAYS = (
 )
 
 
-@pytest.mark.parametrize("case", at_length_but([("llama", "qlora"), ("qwen2", "lora"), ("qwen3", "off")], [(k, m) for k, m in SHAPES_AND_METHODS if k != "gemma3"]), ids="-".join)  # fmt: skip
+@pytest.mark.parametrize("case", at_length_but([("llama", "qlora")], [(k, m) for k, m in SHAPES_AND_METHODS if k != "gemma3"]), ids="-".join)  # fmt: skip
 def test_blocks_that_make_their_mlps_first_product_again_allocate_what_is_planned(
     case: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +175,7 @@ UNEVEN = replace(LLAMA, ff=5648)  # the codes of `down` have blocks that go from
 GRPO_WAYS = {"off": (OFF, 16), "lora": (LORA, 16), "qlora": (QLORA, 16), "qlora-codes": (QLORA, 4)}
 
 
-@pytest.mark.parametrize("way", at_length_but(["off", "qlora", "qlora-codes"], list(GRPO_WAYS)))
+@pytest.mark.parametrize("way", at_length_but(["qlora-codes"], list(GRPO_WAYS)))
 def test_the_plan_of_grpo_is_what_the_modules_allocate(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers by the engine, with kernels and without; merging; the reference; a step. Graphs have no tensors here."""
     pytest.importorskip("torch", reason="torch is not installed")
@@ -923,6 +923,7 @@ def test_train_plans_pairs_and_prompts_too(tmp_path: Path, small: Path) -> None:
         planned("grpo", 2400 * MIB, *asked, "lora", "generate.rows=64")
 
 
+@at_length
 def test_a_resume_keeps_the_optimizer_that_a_plan_chose_whatever_the_card_is_now(
     tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Stoker
+from conftest import Stoker, at_length
 from stoker.contract.names import Refusal
 from stoker.contract.shapes import Evidence, RankEnd, RankError
 from stoker.control.verdict.judge import judge
@@ -723,6 +723,7 @@ raise NonFinite(summary)
 """
 
 
+@at_length
 def test_ranks_that_share_a_sharded_model_agree_on_whose_gradient_overflowed(stoker: Stoker) -> None:
     """Under FSDP the reduction spreads an Inf to every rank inside the backward: only one of them made it."""
     done = stoker.torch("run", "--nproc-per-node", "2", stoker.script("train.py", RANKS), str(Path(__file__).parent))

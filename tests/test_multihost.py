@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Stoker, wait_for
+from conftest import Stoker, at_length, wait_for
 from netcluster import NetCluster
 
 TELL = """
@@ -77,6 +77,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return losses(subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True).stdout)
 
 
+@at_length
 def test_hosts_with_unlike_slots_give_the_one_process_loss_curve(
     stoker: Stoker, netcluster: NetCluster, alone: Any
 ) -> None:
@@ -262,6 +263,7 @@ def by_hand(stoker: Stoker, cluster: NetCluster, script: str, flags: list[list[s
     return [next((stoker.cwd / "runs").glob(f"*-n{n}")) / "attempt-0" for n in range(len(flags))]
 
 
+@at_length
 def test_started_by_hand_on_each_machine_with_node_ranks(stoker: Stoker, netcluster: NetCluster, alone: Any) -> None:
     where = ["--master-addr", netcluster.hosts[0].address, "--master-port", "29511"]
     first, second = by_hand(
@@ -302,6 +304,7 @@ def test_machines_that_meet_at_an_endpoint_are_numbered_there(stoker: Stoker, ne
     } == {"eth0"}
 
 
+@at_length
 def test_machines_of_which_one_would_do_meet_all_the_same(stoker: Stoker, netcluster: NetCluster, alone: Any) -> None:
     """Two that train alone, each believing to be the job, would write one checkpoint."""
     where = [

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import Stoker
+from conftest import Stoker, at_length
 from stoker.contract.shape import replace
 from stoker.training.data.config import DataConfig
 from stoker.training.data.prepare import prepare
@@ -224,6 +224,7 @@ def test_fused_blocks_keep_documents_of_a_stream_apart(tmp_path: Path) -> None:
     assert ((found - want).norm() / want.norm()).item() < 0.02
 
 
+@at_length
 def test_pretraining_on_documents_starts_with_the_loss_of_each_alone(stoker: Stoker, tmp_path: Path) -> None:
     """The real command. With the option off the loss is that of whole rows."""
     prepared, data = stream(tmp_path)

@@ -492,6 +492,7 @@ STEP_LINE = re.compile(
 )
 
 
+@at_length
 def test_a_killed_rank_a_stop_and_a_killed_job_end_in_the_run_that_nobody_touched(
     stoker: Stoker, text: Path, unharmed: dict[int, float]
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import EVERYTHING
+from conftest import EVERYTHING, at_length
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.speedrun import gather, plots, report
@@ -523,6 +523,7 @@ def test_what_a_model_said_is_text_in_the_page_and_in_markdown(whole: Path) -> N
     assert len(re.findall(r"(?<!\\)\|", row)) == 4 and "<br>" in row
 
 
+@at_length
 def test_the_same_chain_gives_the_same_bytes(whole: Path) -> None:
     def made() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in whole.rglob("*") if path.suffix in (".md", ".html", ".svg", ".png")}

@@ -218,6 +218,7 @@ def test_a_server_that_no_longer_answers_is_replaced(stoker: Stoker) -> None:
     assert [event["cause"] for event in events(stoker, "role-restart")] == ["role.unhealthy"]
 
 
+@at_length
 def test_a_server_that_fails_at_once_again_and_again_is_a_loop(stoker: Stoker) -> None:
     stoker.script("broken.py", "raise SystemExit(9)\n")
     broken = rules(command="broken.py")

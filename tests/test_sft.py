@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Done, Stoker, wait_for
+from conftest import Done, Stoker, at_length, wait_for
 from forked_ranks import program, server
 from forked_recipes import trained
 
@@ -129,6 +129,7 @@ def test_one_two_and_three_ranks_give_the_same_sft_curve(tmp_path: Path, begin: 
     assert held_out[1:] == pytest.approx([held_out[0]] * 2, rel=1e-4)
 
 
+@at_length
 def test_weighted_sources_resume_where_they_were(stoker: Stoker, tmp_path: Path, begin: Path) -> None:
     """Two formats, one of them packed; killed after some steps and started again, by two ranks instead of one."""
     rows = [{"instruction": f"Say {number}.", "output": f"{number} " * 4} for number in range(40)]

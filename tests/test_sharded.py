@@ -720,6 +720,7 @@ OWN = (
 )
 
 
+@at_length
 def test_out_of_memory_in_shards_names_the_phase_and_what_helps() -> None:
     done = subprocess.run([sys.executable, "-c", SHORT_OF_MEMORY], capture_output=True, text=True, check=True)
     traces = json.loads(done.stdout.splitlines()[-1])

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from conftest import Stoker, machine_json, wait_for
+from conftest import Stoker, at_length, machine_json, wait_for
 from stoker.cli.runs import main as runs_command
 from stoker.cli.speedrun import main
 from stoker.cli.why import main as why_command
@@ -446,6 +446,7 @@ def test_a_plan_says_what_a_cpu_rank_takes_and_fits_the_terminal(
     assert max(map(len, sentences)) <= 80 and "preset cpu" in said and "memory in each rank" in " ".join(said.split())
 
 
+@at_length
 def test_a_stage_is_announced_by_the_pace_that_was_measured(
     speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -772,6 +773,7 @@ def test_where_there_is_no_speedrun_there_is_nothing_to_report(
     )
 
 
+@at_length
 def test_a_report_is_made_of_what_there_is(speedrun: Speedrun) -> None:
     assert speedrun("--until", "tokenizer") == 0
     assert speedrun("--only", "report") == 0
@@ -1055,6 +1057,7 @@ def test_rows_that_can_not_be_used_are_left_out_below_one_percent_and_refused_fr
     assert "left out" in rows.judge(more, rows.check_rows(role, more))
 
 
+@at_length
 def test_data_as_published_is_recognised_as_data_show_does(
     speedrun: Speedrun, stoker: Stoker, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,6 +75,7 @@ def test_a_lost_peer_is_not_blamed(stoker: Stoker) -> None:
     assert "after step 20" in done.verdict["summary"]
 
 
+@at_length
 def test_stop_after_steps(stoker: Stoker) -> None:
     endless = TRAIN.replace("range(25)", "range(10**9)")
     done = stoker.torch(

@@ -46,6 +46,7 @@ def ranks_that_stepped(stoker: Stoker) -> list[int]:
     return sorted(event["rank"] for event in stoker.result().events if event["event"] == "first-step")
 
 
+@at_length
 def test_hugging_face_trainer(stoker: Stoker) -> None:
     (zero,), (one,) = results(stoker, 2, "hf_trainer.py", str(stoker.cwd / "out"))
     for rank, found in enumerate((zero, one)):
@@ -97,6 +98,7 @@ def test_sibling_is_found_from_another_folder(stoker: Stoker) -> None:
         }
 
 
+@at_length
 def test_data_loaders_spawn_and_fork(stoker: Stoker) -> None:
     squares = [0, 1, 4, 9, 16, 25, 36, 49]
     for found in results(stoker, 1, "data_loaders.py"):

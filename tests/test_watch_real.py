@@ -106,6 +106,7 @@ def test_py_spy_without_rights(stoker: Stoker, tmp_path: Path) -> None:
     assert any("may not read the ranks" in line for line in seen["evidence"])
 
 
+@at_length
 def test_without_a_flight_recorder(stoker: Stoker) -> None:
     """Its socket can't be made; the ranks say so, and the stacks alone tell who is missing."""
     taken = 'shim = sys.modules["stoker.control.rank.shim"]; open(shim._files["server"], "w").close()'
@@ -115,6 +116,7 @@ def test_without_a_flight_recorder(stoker: Stoker) -> None:
     assert any("no flight recorder" in line for line in seen["evidence"])
 
 
+@at_length
 def test_replaced_handlers_hook_and_streams(stoker: Stoker) -> None:
     before = """
 import io, signal, sys
@@ -128,6 +130,7 @@ sys.stdout = sys.stderr = io.StringIO()
     assert (done.verdict["rank"], done.code) == (1, 70)
 
 
+@at_length
 def test_overwritten_beats(stoker: Stoker) -> None:
     """The page is the script's memory too. Without it a rank is not accused of standing still, and nothing crashes."""
     each = 'if n == 5: memory = sys.modules["stoker.control.rank.shim"]._writer._memory; memory[:] = os.urandom(len(memory))'

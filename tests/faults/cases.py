@@ -156,7 +156,7 @@ _BETWEEN_RANKS = [
     *_hangs("hang_subgroup.py", "mismatch", "hang.sleep", ranks=(4,), rank=(3,)),
     *_hangs("hang_subgroup_order.py", "mismatch", "gloo.diverged", ranks=(4,)),
     *_hangs("hang_subgroup_order.py", "mismatch", "gloo.diverged", ranks=(2,), rank=(None,)),
-    *_hangs("hang_rank_only.py", "mismatch", "hang.rank-only", ranks=(2,), rank=(0,), ci=True),
+    *_hangs("hang_rank_only.py", "mismatch", "hang.rank-only", ranks=(2,), rank=(0,)),
     *_hangs("hang_rank_only.py", "mismatch", "hang.rank-only", ranks=(4,), rank=(0,)),
     *_hangs("hang_unequal_barrier.py", "mismatch", "gloo.unequal-batches"),
     *_hangs(

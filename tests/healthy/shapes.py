@@ -84,7 +84,7 @@ SHAPES = (
     Shape("pipeline of two stages", "pipeline.py", ""),
     Shape("pipeline of four stages", "pipeline.py", "--steps 40", ranks=4),
     Shape("handlers, hooks and stdout replaced", "replaces.py", "", silence_s=15),
-    Shape("NaN and inf in the text", "strange_numbers.py", "", in_ci=True),
+    Shape("NaN and inf in the text", "strange_numbers.py", ""),
     Shape("the GIL held", "holds_the_gil.py", ""),
     Shape("beats of its own, a wild loss", "beats.py", "", silence_s=6),
     Shape("a straggler", "straggles.py", "", ranks=3, straggler=True),

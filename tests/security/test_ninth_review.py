@@ -21,7 +21,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from conftest import Stoker
+from conftest import Stoker, at_length
 from stoker.contract import memory
 from stoker.contract.diskroom import DiskRoom
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
@@ -146,7 +146,9 @@ NUMBERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("keys", NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize(
+    "keys", [pytest.param(keys, id=name, marks=at_length if name == "labels" else ()) for name, keys in NUMBERS.items()]
+)
 def test_a_model_is_not_larger_than_its_stored_weights(bloom: Path, keys: dict[str, object]) -> None:
     change(bloom, **keys)
     with pytest.raises(Refusal, match=str(bloom)):
@@ -280,6 +282,7 @@ def read(path: Path) -> tuple[str, int]:
     return line, int(memory)
 
 
+@at_length
 def test_a_csv_row_has_an_end(tmp_path: Path) -> None:
     line = b'"' + b"x" * 1000 + b"\n" + b"y" * 1000 + b'",'
     with gzip.open(tmp_path / "row.csv.gz", "wb", compresslevel=1) as file:
@@ -296,6 +299,7 @@ def test_a_csv_row_has_an_end(tmp_path: Path) -> None:
     assert read(tmp_path / "good.csv")[0] == "5 rows"
 
 
+@at_length
 def test_values_of_a_json_file_are_counted(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "lists.json.gz", "wb", compresslevel=1) as file:
         file.write(b'[{"text":"a","x":[' + b"{}," * (18 << 20) + b"0]}]")
@@ -408,6 +412,7 @@ for take in (lambda: list(rows.rows(path)), lambda: list(read.texts(span, "text"
 """
 
 
+@at_length
 def test_a_row_that_takes_much_memory_is_one_line_that_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("{}\n{}\n")

@@ -289,6 +289,7 @@ time.sleep(600)
 """
 
 
+@at_length
 def test_a_command_line_of_half_a_gigabyte_is_cut_before_it_is_read(tmp_path: Path) -> None:
     """Any user's process can do that to itself."""
     with subprocess.Popen(

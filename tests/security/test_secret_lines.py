@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Stoker
+from conftest import Stoker, at_length
 from stoker.contract import redact
 from stoker.contract.redact import HIDDEN
 
@@ -165,6 +165,7 @@ HOSTILE = (
 )  # fmt: skip
 
 
+@at_length
 def test_hostile_lines_take_no_longer_than_they_are() -> None:
     size = 1 << 16
     for piece in HOSTILE:

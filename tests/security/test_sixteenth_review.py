@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from conftest import at_length
+
 torch = pytest.importorskip("torch")
 
 from stoker.cli import rollouts  # noqa: E402
@@ -65,6 +67,7 @@ def test_a_checkpoint_of_another_user_is_not_replaced(tmp_path: Path) -> None:
     assert "step-00000002 already exists and is another user's" in "\n".join(said)
 
 
+@at_length
 def test_a_flood_of_empty_lines_among_rollouts_costs_little(tmp_path: Path) -> None:
     (tmp_path / "rollouts.jsonl").write_bytes(b"\n" * (9 << 20))
     begun = time.process_time()

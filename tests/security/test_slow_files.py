@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Stoker
+from conftest import Stoker, at_length
 from stoker.contract.names import Refusal
 from stoker.training.evaluate import tasks
 from stoker.training.evaluate.marking import LONGEST_ANSWER
@@ -77,6 +77,7 @@ def test_a_wide_parquet_file_is_read_by_the_columns_that_count(tmp_path: Path) -
         tasks.read_tasks([str(strange)], 0)
 
 
+@at_length
 def test_all_columns_of_a_wide_parquet_file_can_be_read(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hostile_files import write_model
 
-from conftest import EVERYTHING, Stoker
+from conftest import EVERYTHING, Stoker, at_length
 from localuser import VICTIM, do_as
 from stoker.contract import layout, owners
 from stoker.contract.names import Refusal
@@ -244,6 +244,7 @@ def grid(rows: int, columns: int) -> Entry:
     return Entry((rows, columns), "F32", pieces)
 
 
+@at_length
 def test_pieces_along_any_dimension_are_checked_quickly_and_in_a_grid_within_bounds() -> None:
     many = 60_000 if EVERYTHING else 20_000  # comparing each with each would take minutes
     columns = Entry((2, many), "F32", tuple(Piece("f", str(n), (0, n), (2, 1)) for n in range(many)))

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
+from conftest import at_length
 from stoker.contract.names import Refusal
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.chat import Unfit
@@ -83,6 +84,7 @@ confined.main()
     return done.returncode
 
 
+@at_length
 def test_cpu_time_is_earned_by_the_conversation_only() -> None:
     """1 MB takes 0.7 s, and earns 10 s where somebody wrote it."""
     setting = 'confined.BURST_S, text = 1, b"ab " * (1 << 19)'

@@ -290,6 +290,7 @@ def test_many_long_tokens_are_confined(where: str, length: int, is_slow: bool) -
     assert Tokenizer(json.dumps(told).encode(), {}, "x").told.is_known is not is_slow
 
 
+@at_length
 def test_loading_is_limited_over_all_requests() -> None:
     """Each of these takes less than the limit."""
     script = """
@@ -306,6 +307,7 @@ for _ in range(8):
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=300).returncode == -signal.SIGXCPU
 
 
+@at_length
 def test_a_tokenizer_that_loads_for_minutes_is_stopped() -> None:
     """19,000 added tokens of 1,000 characters: 120 s and 1.8 GB."""
     told = json.loads(bent(pre_tokenizer=split_by(GPT2)))
@@ -361,7 +363,10 @@ LARGE = {"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 34}
 
 @pytest.mark.parametrize(
     ("lines", "workers", "splitter", "why"),
-    [pytest.param(20_000, 0, SLOW, "too slow", marks=at_length), (400_000, 2, LARGE, "more than the 2 GB of memory")],
+    [
+        pytest.param(20_000, 0, SLOW, "too slow", marks=at_length),
+        pytest.param(400_000, 2, LARGE, "more than the 2 GB of memory", marks=at_length),
+    ],
     ids=["in one process", "by workers"],
 )
 def test_preparing_ends_in_one_line_and_leaves_nothing(

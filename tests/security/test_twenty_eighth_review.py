@@ -14,7 +14,7 @@ import torch
 from hostile_files import SHAPE, write_model
 from safetensors.torch import save_file
 
-from conftest import wait_for
+from conftest import at_length, wait_for
 from forked_ranks import free_port
 from localuser import ATTACKER, needs_root, start_as, wait
 from stoker.cli import chat, export, nan
@@ -67,6 +67,7 @@ def test_a_model_is_opened_in_the_memory_that_is_free(tmp_path: Path, monkeypatc
     assert problem.value.code == EX_UNAVAILABLE
 
 
+@at_length
 def test_weights_are_converted_some_rows_at_a_time(tmp_path: Path) -> None:
     rows, columns = 1 << 17, 1 << 10
     whole = torch.arange(rows, dtype=torch.float32).to(torch.bfloat16)[:, None].expand(rows, columns).contiguous()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from conftest import at_length
 from stoker.contract import hostmemory, redact
 from stoker.contract.names import Refusal
 
@@ -160,6 +161,7 @@ def test_keys_and_values_beyond_the_memory_that_is_free_are_refused(
     BatchEngine(model, rows=1, length=128, vocab=words.vocab_size)
 
 
+@at_length
 def test_a_wide_model_reads_fewer_tokens_at_once(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from stoker.training.model.config import ModelConfig
@@ -185,6 +187,7 @@ def test_a_runs_words_are_text_in_the_card_of_its_model(tmp_path: Path) -> None:
     assert "<script" not in before_settings and "<img" not in before_settings and "\\[text\\](" in before_settings
 
 
+@at_length
 def test_capped_scores_of_many_heads_are_stored_for_few_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 MB of weights took 5 GB for a prompt of 300 tokens."""
     torch = pytest.importorskip("torch")

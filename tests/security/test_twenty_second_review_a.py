@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Stoker
+from conftest import Stoker, at_length
 from localuser import ATTACKER, VICTIM, do_as, needs_root
 
 pytest.importorskip("torch")
@@ -36,6 +36,7 @@ def test_a_picture_is_drawn_without_settings_of_the_working_directory(stoker: St
     assert (stoker.cwd / "before.png").read_bytes() == (stoker.cwd / "behind.png").read_bytes()
 
 
+@at_length
 def test_a_report_is_drawn_without_settings_of_the_working_directory(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "speedrun-cpu"

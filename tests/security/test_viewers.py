@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from browser import browsing
-from conftest import Stoker, at_length_but, wait_for
+from conftest import Stoker, at_length, at_length_but, wait_for
 from localuser import ATTACKER, start_as
 from stoker.contract.shapes import Verdict
 from stoker.control.doctor import debris
@@ -100,6 +100,7 @@ def test_hostile_histories_stop_no_viewer(stoker: Stoker) -> None:
         assert all(f"mine {what}" in done.out for what in HISTORIES)
 
 
+@at_length
 def test_a_hundred_runs_of_another_user_hold_up_no_viewer(stoker: Stoker) -> None:
     """All are said to be running, and share one large file."""
     runs = stoker.cwd / "runs"
@@ -115,6 +116,7 @@ def test_a_hundred_runs_of_another_user_hold_up_no_viewer(stoker: Stoker) -> Non
     assert done.code == 0 and "run-59" in done.out, (done.code, done.err)
 
 
+@at_length
 def test_ranks_without_number_cost_little(stoker: Stoker) -> None:
     """The page asks for a run's ranks over time; lines without columns name as many as they like."""
     script = (
@@ -149,6 +151,7 @@ def python(stoker: Stoker, script: str, *words: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("blocks", at_length_but([50], [50, 250]))
+@at_length
 def test_half_a_million_names_of_metrics_cost_little(stoker: Stoker, blocks: int) -> None:
     """Or 100,000 in 50 blocks."""
     full, each = 4 * blocks, range(400)
