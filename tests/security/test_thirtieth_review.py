@@ -1,10 +1,13 @@
-"""What the thirtieth review found in the control plane: text that takes long to look through for secrets must neither take ever
-longer nor keep an agent from saying that it lives.
+"""What the thirtieth review found in the control plane: an image has no secrets of a checkout, and text that takes long to look
+through for secrets must neither take ever longer nor keep an agent from saying that it lives.
 """
 
 from __future__ import annotations
 
+import subprocess
 import time
+from fnmatch import fnmatch
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,7 @@ from conftest import Stoker
 from stoker.contract import redact, untrusted
 from stoker.control.watch.numbers import Losses
 
+ROOT = Path(__file__).parents[2]
 LISTED = "- password:\n- <redacted>\n"
 SLOW = "%25:" + "auth: " * 40  # of what takes long, but no longer than it is
 ENOUGH_S = 6.0  # of processor time; each takes a tenth of it, and took 10 to 60 s
@@ -55,3 +59,40 @@ def test_no_word_is_cut_in_two() -> None:
     """Half a secret is not recognized as one."""
     assert untrusted.within({"message": "a row: " + "x" * 400}, 300) == {"message": "a row:"}
     assert untrusted.within("x" * 400, 164) == "x" * 100
+
+
+# ---- the image ----
+
+
+def _copied(path: str) -> bool:
+    """Whether `docker build` copies it: the last pattern that fits the path, or a folder that it is in, counts."""
+    parts, copied = path.split("/"), True
+    ways = ["/".join(parts[: count + 1]) for count in range(len(parts))]
+    for pattern in (ROOT / "deploy/Dockerfile.dockerignore").read_text().splitlines():
+        told = pattern.removeprefix("!").removeprefix("**/")
+        if not pattern.startswith("#") and any(
+            fnmatch(way, told) and way.count("/") == told.count("/") for way in (*ways, *parts)
+        ):
+            copied = pattern.startswith("!")
+    return copied
+
+
+@pytest.mark.parametrize(
+    "path", [".git/config", ".git/logs/HEAD", ".env", "id_ed25519", "cluster.yaml", "wandb/x", "runs/x"]
+)
+def test_an_image_has_nothing_private_of_a_checkout(path: str) -> None:
+    """A clone by https://TOKEN@host keeps the token in .git/config, and `COPY .` took it along."""
+    assert not _copied(path)
+
+
+def test_an_image_has_what_its_version_is_made_of(tmp_path: Path) -> None:
+    """All that is tracked, or `stoker --version` would call it changed; git needs no config to name the commit."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no checkout")
+    listed = subprocess.run(["git", "-C", ROOT, "ls-files"], capture_output=True, text=True, check=True)
+    assert all(map(_copied, (*listed.stdout.splitlines(), ".git/HEAD", ".git/refs/heads/main", ".git/index")))
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.example"]
+    for words in (["init", "--quiet"], ["commit", "--quiet", "--allow-empty", "--message=x"]):
+        subprocess.run([*git, *words], check=True)
+    (tmp_path / ".git" / "config").unlink()
+    assert subprocess.run([*git, "describe", "--always"], capture_output=True, check=True).stdout.strip()
