@@ -12,7 +12,7 @@ from stoker.contract.names import RECIPES
 from stoker.contract.progress import of_run
 from stoker.contract.settings import Parser
 from stoker.contract.terminal import in_colour, say, tell
-from stoker.contract.untrusted import open_regular
+from stoker.contract.untrusted import open_regular, printable_lines
 from stoker.control.launch.console import LONGEST, LineCutter
 from stoker.control.launch.shortlines import OwnLines, ShortLines
 from stoker.control.record import follow, reader
@@ -67,8 +67,10 @@ def _follow(run: reader.Run, lines: int) -> int:
                     longest = LONGEST if run.mine else LONGEST_OF_OTHERS
                     open_[path] = (follow.Tail(path, skip), LineCutter(prefix, shorten, longest))
             first = False
-            for tail, cutter in open_.values():
+            for path, (tail, cutter) in open_.items():
                 while data := tail.new():
+                    if not path and not run.mine:  # ours was cleaned when it was written
+                        data = printable_lines(data.decode("utf-8", "replace")).encode()
                     if shown := cutter.feed(data):
                         terminal.wipe()
                         sys.stdout.buffer.write(shown)

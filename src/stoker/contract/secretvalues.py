@@ -179,6 +179,7 @@ def _members(text: str, of: re.Match[str], begin: int, end: int) -> Iterator[Spa
             if is_secret_member(of[1], found[2], word) and (value.quoted or opaque(word) or yaml):
                 line_end = _phrase_end(text, of[1], value.end) if block and yaml and not value.quoted else 0
                 yield value.begin, max(value.end, line_end)
+                place = max(place, line_end)  # what is hidden with it is not looked at again
 
 
 def _is_secret_item(text: str, found: re.Match[str], rating: int, item: valuetext.Value) -> bool:
@@ -200,7 +201,8 @@ def _is_secret_item(text: str, found: re.Match[str], rating: int, item: valuetex
 def _is_secret_below(text: str, found: re.Match[str], value: valuetext.Value) -> bool:
     """A block and a list are; a value alone is one word, or a phrase where people write them, and not the next key."""
     word = text[value.begin : value.end]
-    if plain(word) or word.lower() in _PROSE:
+    several = "\n" in word  # of which only the first may be hidden already
+    if not several and (plain(word) or word.lower() in _PROSE):
         return False
     if value.quoted or "\n" in text[value.begin : value.after] or text[value.begin - 2 : value.begin] == "- ":
         return True

@@ -138,6 +138,8 @@ def _within(found: Any, room: list[int], longest: int) -> Any:
     room[0] -= 64
     if isinstance(found, str):
         kept = found[: max(min(room[0], longest), 0)]
+        if len(kept) < len(found):  # not within a word: half a secret is not recognized as one
+            kept = kept[: max(kept.rfind(" "), kept.rfind("\n"), 0)] or kept
         room[0] -= len(kept)
         return kept
     if isinstance(found, dict):

@@ -190,9 +190,10 @@ def below(text: str, name_at: int, at: int, behind_equals: bool = False) -> Valu
         return _rows(text, rows, head.end())
     more = rf"(?:\n[ \t]{{{indent + 2}}}[^\n]*)*"  # lines of an item
     least = indent if indent > 1 else 0  # one blank stands for a colour
-    items = _rows(text, rf"(?:\n{empty})*(?:\n(?:{empty}|[ \t]{{{least},80}}- [^\n]*{more}))+", head.end())
-    if items and text[items.begin - 2 : items.begin] == "- ":
-        return None if behind_equals or not is_entry(line) else items
+    if compiled(rf"(?:\n{empty})*\n[ \t]{{{least},80}}- ").match(text, head.end()):
+        if behind_equals or not is_entry(line):  # asked before the list is read: names before it may be many
+            return None
+        return _rows(text, rf"(?:\n{empty})*(?:\n(?:{empty}|[ \t]{{{least},80}}- [^\n]*{more}))+", head.end())
     # JSON's lines begin where they like, behind a string's or element's first word.
     deeper = 0 if line.strip(" \t-") and line[-1] in "\"'>=" and not behind_equals else indent + 1
     found = compiled(rf"(?:\n{empty}){{0,8}}\n[ \t]{{{deeper},80}}(?=[^\s#])").match(text, head.end())

@@ -19,6 +19,7 @@ SUBSTANTIAL = 0.1  # first losses below this are no measure: RL begins with a lo
 EXPLODING_IN_A_ROW = 5
 FIRST = 10
 _QUOTED = 200  # characters of a line
+_LOOKED_AT = 1024  # of its characters, for secrets: a script may print long rows of data, and many of them
 LONGEST = 1 << 16  # a chunk larger than this is a flood, not step lines
 
 # A number as scripts print it: 2.31, 'nan' (transformers 5 quotes), nan.0 (Lightning), tensor(nan, device=...).
@@ -97,7 +98,7 @@ class Losses:
         self._printing.add(rank)
         found = _STEP.search(line)
         step, value = int(found[1]) if found else 0, _number(match["value"])
-        text = redact.whole(line.decode("utf-8", "replace").strip())[:_QUOTED]
+        text = redact.whole(line.decode("utf-8", "replace").strip()[:_LOOKED_AT])[:_QUOTED]
         if which not in _TRAINING:
             if math.isfinite(value):
                 return None
