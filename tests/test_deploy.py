@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conftest import Stoker, wait_for
+from conftest import Stoker, at_length, wait_for
 from slurmcluster import SlurmCluster
 
 ROOT = Path(__file__).parents[1]
@@ -74,6 +75,24 @@ def test_workflows_pin_their_actions_and_run_what_exists() -> None:
         elif step["run"].startswith("bash "):
             assert (ROOT / step["run"].split()[1]).exists()
     assert CI["jobs"]["test"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
+
+
+@at_length
+@pytest.mark.parametrize("job", ["lint", "wheel", "docs"])
+def test_the_steps_of_a_workflow_run_in_a_fresh_clone(job: str, tmp_path: Path) -> None:
+    """As a runner has them, one after the other in one folder, with a Python that has no packages. `test` is test.sh itself."""
+    clone, bare = tmp_path / "clone", tmp_path / "python"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", str(bare)], check=True)
+    env = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    env |= {"PATH": f"{bare}/bin:{env['PATH']}", "PYTHON": str(Path(sys.executable).resolve())}
+    for step in CI["jobs"][job]["steps"]:
+        if "run" in step:
+            told = step["run"].replace("/tmp/", f"{tmp_path}/").replace("cd /tmp\n", f"cd {tmp_path}\n")
+            done = subprocess.run(
+                ["bash", "-e", "-c", told], cwd=clone, env=env, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, (told, done.stdout[-2000:] + done.stderr[-2000:])
 
 
 @pytest.mark.parametrize("name", ["bug", "idea"])
