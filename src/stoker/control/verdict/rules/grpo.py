@@ -45,7 +45,9 @@ grpo.no-signal: GRPO stopped the run: for several steps nothing could be learned
       all answers to each prompt, or no right answer at all, and ended itself after a checkpoint
   unless: an exception, or another exit code than 70: the run did not end itself
   fix: stoker rollouts   # the answers and their rewards
-  fix: use prompts that the model sometimes answers correctly; a longer sft; a higher grpo.group or generate.temperature
+  fix: use prompts that the model sometimes answers correctly; a longer sft; a higher grpo.group
+  fix: a higher generate.temperature if the answers to a prompt are nearly the same text; a higher generate.new_tokens if
+      many are cut
   fix: a reward of your own that is always 0? call it with a prompt and an answer of rollouts.jsonl; does a server or a
       file it needs still answer?
 """)
