@@ -852,6 +852,27 @@ def test_a_reward_of_ones_own_that_is_the_built_in_one_gives_the_identical_run(
     assert two.codes == [0, 0] and [line["reward"] for line in two.metrics] == [line["reward"] for line in job.metrics]
 
 
+@pytest.mark.parametrize("paid", ["7", "never said"])
+def test_a_reward_is_blamed_only_where_right_answers_get_no_more_than_wrong_ones(
+    forks: Forks, tmp_path: Path, paid: str
+) -> None:
+    """It pays by the row alone, so all answers to a prompt get the same. What the stop tells is checked against the record."""
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": str(n), "answer": "7" if n % 2 else "never said"} for n in range(10, 50)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(f"def score(completion, answer):\n    return answer == {paid!r}\n")
+    own = ("--grpo.reward", f"{tmp_path}/rewards.py:score", "--grpo.breaker_steps", "4", "--max-steps", "9")
+    job = forks(1, tmp_path / "job", "--grpo.prompts", str(prompts), *own)
+    assert job.codes == [EX_SOFTWARE], job.said()
+    answers = [json.loads(line) for line in (job.run / "rollouts.jsonl").read_text().splitlines()]
+    given = {kind: [row["reward"] for row in answers if row["right"] is kind] for kind in (True, False)}
+    right, wrong = (sum(given[kind]) / len(given[kind]) for kind in (True, False))
+    assert (right > wrong) == (paid == "7"), "the two cases differ in that alone"
+    blame = f"gave right answers {right:.3g} on average, wrong ones {wrong:.3g}"
+    assert "had the same reward, for every prompt for 4 steps" in job.said(), job.said()
+    assert ("look at that first" in job.said(), blame in job.said()) == (right <= wrong,) * 2, job.said()
+
+
 def test_rows_without_answers_learn_from_a_reward_of_ones_own(forks: Forks, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": str(n), "wanted": "7"}) + "\n" for n in range(10, 50)))
