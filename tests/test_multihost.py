@@ -134,6 +134,24 @@ def test_our_recipes_run_on_the_hosts_with_the_coordinators_own_stoker(stoker: S
     assert done.code == 0 and done.out.count("/.cache/stoker/agent-") == 4, done.out + done.err
 
 
+def test_each_host_prepares_its_own_data_and_the_start_tells_what_it_needs(
+    stoker: Stoker, netcluster: NetCluster
+) -> None:
+    stoker.script("book.txt", "It was a dark night, and the rain fell in torrents. " * 400)
+    hosts = str(netcluster.file((1, 1)))
+    words = ("--preset", "debug", "--data", "book.txt", "--tokenizer.path", "bytes", "--parallel.device", "cpu")
+    small = ("--context_length", "32", "--batch.tokens", "256", "--max-steps", "2")
+    told = (
+        "each host prepares the data for itself, unless its cache has it already: it needs book.txt under the same path"
+    )
+    missing = stoker.torch("train", "pretrain", "--hosts", hosts, *words, *small)
+    assert missing.code != 0 and f"{told} (in a shared folder, or copied with --sync or --stage PATH)" in missing.err
+    done = stoker.torch("train", "pretrain", "--hosts", hosts, "--sync", *words, *small)
+    assert done.code == 0 and f"{told} (--sync copies what git does not ignore)" in done.err, done.err
+    for host in netcluster.hosts[:2]:
+        assert len(list(host.workdir.glob("cache/datasets/*/manifest.json"))) == 1, host.name
+
+
 def test_every_rank_is_given_its_hosts_own_and_a_failure_names_host_and_rank(
     stoker: Stoker, netcluster: NetCluster
 ) -> None:

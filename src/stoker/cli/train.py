@@ -52,6 +52,7 @@ from stoker.training.stages.registry import STAGES, learning
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from stoker.training.data.config import DataConfig
     from stoker.training.data.shards import Prepared
     from stoker.training.model.config import ModelConfig
 
@@ -363,13 +364,28 @@ def _prepare(resolved: Resolved, options: RunOptions) -> Prepared:
 
     config = resolved.config
     if options.hosts is not None:
-        other = "other hosts need the same cache folder: shared, or copied with --stage PATH"
-        _say(f"data is prepared on this host only: {other}")
+        _say(_data_elsewhere(config.data, options))
     ready = prepare(config.data, config.tokenizer, _say)
     check_data(config, ready.train_tokens, ready.vocab_size, resolved.given, ready.train_samples)
     if config.model.load:
         _check_weights(config.model, ready)
     return ready
+
+
+def _data_elsewhere(data: DataConfig, options: RunOptions) -> str:
+    """Each host's first rank prepares what its cache lacks, from files of its own: a cache without them is not enough."""
+    named = [*data.path, *([data.validation] if share_of(data.validation) is None else [])]
+    files = [path for path in named if not is_hub_id(path)]
+    line = f"each host prepares the data for itself, unless its {data.cache} has it already"
+    if not files:
+        return f"{line}: it fetches {', '.join(named)} from the hub"
+    inside = os.path.realpath(os.curdir)
+    how = "in a shared folder, or copied with --sync or --stage PATH"
+    if options.sync and all(os.path.realpath(path).startswith(f"{inside}{os.sep}") for path in files):
+        how = "--sync copies what git does not ignore"
+    elif options.sync:
+        how = "in a shared folder, or copied with --stage PATH: --sync copies the working directory only"
+    return f"{line}: it needs {', '.join(files)} under the same path ({how})"
 
 
 def _with_stage_defaults(
