@@ -11,6 +11,7 @@ from typing import Any
 
 from stoker.cli.sight import gpus_to_use, look
 from stoker.cli.train_fit import (
+    kept_defaults,
     machines_to_plan,
     refuse_beyond_memory,
     refuse_too_large,
@@ -52,6 +53,7 @@ from stoker.training.stages.registry import STAGES, learning
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from stoker.training.config.derived import Situation
     from stoker.training.data.config import DataConfig
     from stoker.training.data.shards import Prepared
     from stoker.training.model.config import ModelConfig
@@ -204,13 +206,20 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     if not options.dry_run:
         resolved = replace(resolved, config=_fetched(stage, resolved.config))
     ready = _prepare(resolved, options) if STAGES[stage].prepares and not options.dry_run else None
-    if STAGES[stage].learning is not None:
-        ranks, cpu = _most_ranks(resolved.config, options, machine, gpus), on_cpu(resolved.config, gpus)
-        resolved = _with_stage_defaults(stage, resolved, ranks, ready, cpu)
     given = frozenset(key for layer in outside for key in layer) | {"module"}
+
+    def request_of(config: Config) -> Request:
+        return Request(options, STAGES[stage].recipe, (), given, tuple(flags(lasting(config))), typed)
+
+    if STAGES[stage].learning is not None:
+        from stoker.training.stages.situation import situation
+
+        ranks, cpu = _most_ranks(resolved.config, options, machine, gpus), on_cpu(resolved.config, gpus)
+        resolved = _with_stage_defaults(
+            stage, resolved, situation(stage, resolved.config, ranks, ready), cpu, request_of
+        )
     # Before the plan: what it chooses for the cards that are here makes no other run.
-    identity = tuple(flags(lasting(resolved.config)))
-    request = Request(options, STAGES[stage].recipe, (), given, identity, typed)
+    request = request_of(resolved.config)
     if STAGES[stage].learning is not None:
         resolved = with_kept_optimizer(resolved, request)
     if machines:
@@ -389,13 +398,17 @@ def _data_elsewhere(data: DataConfig, options: RunOptions) -> str:
 
 
 def _with_stage_defaults(
-    stage: str, resolved: Resolved, ranks: int | None, ready: Prepared | None, cpu: bool
+    stage: str, resolved: Resolved, at: Situation, cpu: bool, request_of: Callable[[Config], Request]
 ) -> Resolved:
     """What nobody gave follows from stage, model and data: decided here, printed, told to every rank."""
-    from stoker.training.stages.situation import situation, with_defaults
+    from stoker.training.stages.situation import with_defaults
 
-    at = situation(stage, resolved.config, ranks, ready)
-    config, _, lines = with_defaults(stage, resolved.config, resolved.given, at, cpu)
+    config, derived, lines = with_defaults(stage, resolved.config, resolved.given, at, cpu)
+    if kept := kept_defaults(config, derived, request_of):
+        same = config_of(config.preset, values_of(config) | kept)
+        config, _, lines = with_defaults(stage, same, resolved.given, at, cpu, kept)
+        if at.ranks is not None:
+            check_ranks(config, at.ranks, resolved.given)
     for line in lines:
         _say(line)
     return replace(resolved, config=config)

@@ -165,12 +165,14 @@ def with_context_of_model(
 
 
 def with_defaults(
-    stage: str, config: Config, given: Collection[str], at: Situation, on_cpu: bool
+    stage: str, config: Config, given: Collection[str], at: Situation, on_cpu: bool, kept: Collection[str] = ()
 ) -> tuple[Config, dict[str, Any], list[str]]:
-    """The settings, the keys that were derived, and the block to print, whose last line may be a warning."""
+    """The settings, the keys that were derived, and the block to print, whose last line may be a warning. `kept`: keys that
+    have the values of the run that is continued.
+    """
     learning = STAGES[stage].learning
     assert isinstance(learning, Learning), f"stage {stage} does not train"
-    config, derived = settled(learning, config, given, at)
+    config, derived = settled(learning, config, {*given, *kept}, at)
     choices = list(_choices(learning, config, given, at, on_cpu))
     wide = max(len(choice.chosen) for choice in choices)
     lines = [f"{stage}: {_millions(parameters(at.model))} parameters, {_amount(at)}"]
@@ -178,6 +180,7 @@ def with_defaults(
         source = f"{stage}'s default" if any(key in derived for key in choice.keys) else f"preset {config.preset}"
         if choice.keys == (CONTEXT,) and config.data.context_length == at.model.longest:
             source = "the most the model was trained for"
+        source = "as this run began" if any(key in kept for key in choice.keys) else source
         source = "you set it" if any(key in given for key in choice.keys) else source
         lines.append(f"  {choice.what:<14} {choice.chosen:<{wide}}  {source}; {choice.flags}")
     _, passes = steps_and_passes(learning, config, at)
