@@ -454,6 +454,25 @@ def test_each_cause_by_its_words(cause: str, ended: RankEnd, retryable: bool, wo
     assert found.fix and found.evidence and "\n" not in found.summary
 
 
+@pytest.mark.parametrize(
+    ("cause", "line"),
+    [
+        ("grpo.reward", "GRPO stopped: reward rewards.py:score failed: line 7: ValueError: no digits (step 0); {}"),
+        ("grpo.broken", "GRPO stopped itself: the loss or its gradient was not finite for 3 steps; {}"),
+    ],
+)
+def test_a_checkpoint_is_spoken_of_only_where_one_was_saved(cause: str, line: str) -> None:
+    saved, none = (
+        verdict(end(code=70, tail=f"INFO | [GPU 0] {line.format(last_good)}\n"))
+        for last_good in (
+            "the last good checkpoint is runs/x/checkpoints/step-00000003",
+            "no checkpoint was saved before it",
+        )
+    )
+    assert saved.cause == none.cause == cause and any("checkpoint that the message names" in fix for fix in saved.fix)
+    assert not any("the message names a" in fix or "checkpoint that" in fix for fix in none.fix), none.fix
+
+
 # What looks like a cause and is not: (not this one, the end, what it is)
 NEAR: list[tuple[str, RankEnd, str]] = [
     # the text was printed and survived: the rank was killed, or failed of something else
