@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, at_length
+from stoker.contract.shape import replace
 from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Stall, Verdict
 from stoker.control.verdict import docs
 from stoker.control.verdict.catalogue import CATALOGUE
@@ -576,6 +577,22 @@ def test_fixes_are_in_order_and_repeat_no_mistake_of_the_field_notes() -> None:
         r"pkill|fuser|killall|fewer accumulation|LoRA rank|load_in_8bit|cuda-toolkit|NCCL_ALGO|NCCL_PROTO|setrlimit\(RLIMIT_AS, ",
         everything,
     )
+
+
+def test_ranks_that_went_different_ways_are_looked_for_at_the_places_of_both() -> None:
+    """The one that went on stands at its next call; the condition that the other skipped it by is where that one is."""
+    parties = (
+        ((1,), "gloo:all_reduce of shape [64]", "skip.py:11"),
+        ((0,), "gloo:all_reduce of shape [1]", "skip.py:14"),
+    )
+    parted = Stall("diverged", 1, (1,), (0,), "skip.py:11", backend="gloo", parties=parties)
+    assert trouble(parted, "CPU1", "they wait for each other")["fix"][0].startswith(
+        "look at skip.py:11, and at skip.py:14: a branch that depends on the rank"
+    )
+    alike = replace(parted, parties=tuple((*party[:2], "skip.py:11") for party in parties))
+    assert trouble(alike, "CPU1", "they wait for each other")["fix"][0].startswith("look at skip.py:11: a branch")
+    left = verdict(end(code=0), end(err("RuntimeError", "Connection closed by peer"), rank=1, time=6.0))
+    assert left.cause == "rank.early-exit" and "under an `if rank`" in left.fix[1]
 
 
 def test_every_cause_is_complete_and_has_a_case() -> None:
