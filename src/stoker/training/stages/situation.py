@@ -9,6 +9,7 @@ from typing import Any
 from stoker.contract.quantities import counted
 from stoker.contract.shape import replace, shape
 from stoker.training.config import amount
+from stoker.training.config.amount import Amount
 from stoker.training.config.check import check
 from stoker.training.config.derived import (
     BATCH,
@@ -67,7 +68,12 @@ def _choices(
         if at.amount is None and not set(BATCH) & set(given):
             words += " at most"
         yield Choice("batch", words, "--batch.tokens", ("batch.tokens", "batch.accumulation", "batch.micro"))
-    yield Choice("length", _length(steps, passes, at), "--epochs or --max-steps", ("train.max_steps", "train.epochs"))
+    yield Choice(
+        "length",
+        _length(steps, passes, at, bool(config.train.max_steps)),
+        "--epochs or --max-steps",
+        ("train.max_steps", "train.epochs"),
+    )
     if not learning.prompts and at.amount is not None and config.train.eval_every <= steps:
         yield Choice("validation", _validation(config.train.eval_every, steps), "--eval-every", ("train.eval_every",))
     yield Choice("row length", f"{context:,} tokens", "--context-length", (CONTEXT,))
@@ -77,15 +83,20 @@ def _choices(
     yield Choice("precision", dtype, "--dtype", ("compute.dtype",))
 
 
-def _length(steps: int, passes: float, at: Situation) -> str:
+def _length(steps: int, passes: float, at: Situation, fixed: bool) -> str:
+    """`fixed`: the steps are a setting, and do not follow from the data."""
     if at.amount is None:
         return f"{steps:,} steps" if steps else "known once the data is here"
     shown = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
-    about = "" if at.amount.exact else "about "
-    return (
-        f"{about}{steps:,} steps, {shown} pass{'' if shown == '1' else 'es'} over your {at.amount.count:,}"
-        f" {at.amount.unit}"
-    )
+    many = f"{steps:,}" if at.amount.exact or fixed else f"about {_rounded(steps):,}"
+    return f"{many} steps, {shown} pass{'' if shown == '1' else 'es'} over {_count(at.amount)}"
+
+
+def _count(amount: Amount) -> str:
+    """What people count; of tokens that were estimated, about."""
+    if not amount.exact and amount.unit == "tokens":
+        return f"about {_rounded(amount.count):,} tokens"
+    return f"your {amount.count:,} {amount.unit}"
 
 
 def _validation(every: int, steps: int) -> str:
@@ -186,8 +197,7 @@ def with_defaults(
     _, passes = steps_and_passes(learning, config, at)
     if passes > MANY_PASSES and at.amount is not None:
         line = (
-            f"warning: {passes:,.0f} passes over your {at.amount.count:,} {at.amount.unit}: above {MANY_PASSES} a model"
-            " learns them by heart"
+            f"warning: {passes:,.0f} passes over {_count(at.amount)}: above {MANY_PASSES} a model learns them by heart"
         )
         lines.append(f"{line}; {_fewer(learning, given)}")
     return config, derived, lines
