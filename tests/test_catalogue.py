@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, at_length
+from stoker.contract.shape import replace
 from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Stall, Verdict
 from stoker.control.verdict import docs
 from stoker.control.verdict.catalogue import CATALOGUE
@@ -454,6 +455,25 @@ def test_each_cause_by_its_words(cause: str, ended: RankEnd, retryable: bool, wo
     assert found.fix and found.evidence and "\n" not in found.summary
 
 
+@pytest.mark.parametrize(
+    ("cause", "line"),
+    [
+        ("grpo.reward", "GRPO stopped: reward rewards.py:score failed: line 7: ValueError: no digits (step 0); {}"),
+        ("grpo.broken", "GRPO stopped itself: the loss or its gradient was not finite for 3 steps; {}"),
+    ],
+)
+def test_a_checkpoint_is_spoken_of_only_where_one_was_saved(cause: str, line: str) -> None:
+    saved, none = (
+        verdict(end(code=70, tail=f"INFO | [GPU 0] {line.format(last_good)}\n"))
+        for last_good in (
+            "the last good checkpoint is runs/x/checkpoints/step-00000003",
+            "no checkpoint was saved before it",
+        )
+    )
+    assert saved.cause == none.cause == cause and any("checkpoint that the message names" in fix for fix in saved.fix)
+    assert not any("the message names a" in fix or "checkpoint that" in fix for fix in none.fix), none.fix
+
+
 # What looks like a cause and is not: (not this one, the end, what it is)
 NEAR: list[tuple[str, RankEnd, str]] = [
     # the text was printed and survived: the rank was killed, or failed of something else
@@ -557,6 +577,22 @@ def test_fixes_are_in_order_and_repeat_no_mistake_of_the_field_notes() -> None:
         r"pkill|fuser|killall|fewer accumulation|LoRA rank|load_in_8bit|cuda-toolkit|NCCL_ALGO|NCCL_PROTO|setrlimit\(RLIMIT_AS, ",
         everything,
     )
+
+
+def test_ranks_that_went_different_ways_are_looked_for_at_the_places_of_both() -> None:
+    """The one that went on stands at its next call; the condition that the other skipped it by is where that one is."""
+    parties = (
+        ((1,), "gloo:all_reduce of shape [64]", "skip.py:11"),
+        ((0,), "gloo:all_reduce of shape [1]", "skip.py:14"),
+    )
+    parted = Stall("diverged", 1, (1,), (0,), "skip.py:11", backend="gloo", parties=parties)
+    assert trouble(parted, "CPU1", "they wait for each other")["fix"][0].startswith(
+        "look at skip.py:11, and at skip.py:14: a branch that depends on the rank"
+    )
+    alike = replace(parted, parties=tuple((*party[:2], "skip.py:11") for party in parties))
+    assert trouble(alike, "CPU1", "they wait for each other")["fix"][0].startswith("look at skip.py:11: a branch")
+    left = verdict(end(code=0), end(err("RuntimeError", "Connection closed by peer"), rank=1, time=6.0))
+    assert left.cause == "rank.early-exit" and "under an `if rank`" in left.fix[1]
 
 
 def test_every_cause_is_complete_and_has_a_case() -> None:

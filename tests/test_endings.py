@@ -133,7 +133,9 @@ def test_the_printed_command_continues_that_run_whatever_came_after(stoker: Stok
     other = stoker("run", "--name", "own", "own.py", "third", env=quickly)
     assert "this is a new run of that name" in other.err and f"to continue it: {command}" in other.err
     changed = stoker("run", "--name", stopped.name, "own.py", "fourth", env=quickly)
-    assert changed.code == 64 and "was started with other settings" in changed.err and command in changed.err
+    assert changed.code == 64 and command in changed.err
+    which = "--nproc-per-node: 1 then, not given now; arguments: saves then, fourth now"
+    assert f"was started with other settings ({which}); its command: " in changed.err, changed.err
 
     assert shlex.join(["stoker", *continuing(said)]) == command
     before = set(stoker.cwd.glob("runs/2*"))

@@ -43,7 +43,7 @@ from stoker.training.parallel.group import Group  # noqa: E402
 from stoker.training.rl import rollout as asking  # noqa: E402
 from stoker.training.rl.config import GrpoConfig  # noqa: E402
 from stoker.training.rl.parts import parts_of  # noqa: E402
-from stoker.training.rl.rollout import Answer  # noqa: E402
+from stoker.training.rl.rollout import Answer, Paid  # noqa: E402
 from stoker.training.rl.scoring import Judged, Rewards, Scorer  # noqa: E402
 from stoker.training.rl.task import FIRST, History, Seen, judge  # noqa: E402
 from stoker.training.rl.update import Policy, Row, Updater, advantages, arrange  # noqa: E402
@@ -177,6 +177,18 @@ def test_a_steps_answers_are_told_identical_only_where_every_prompts_are() -> No
         return asking.outcome(answers, rewards, 4, 2, ranks)[1]
 
     assert told((1, 2), (1, 2), (3,), (3,)).identical and not told((1, 2), (1, 2), (3,), (4,)).identical
+    assert [told((1, 2), (1, 2), *rest).alike(2) for rest in (((3,), (3,)), ((3,), (4,)))] == [1.0, 0.5]
+
+
+def test_a_step_tells_what_right_and_wrong_answers_were_given() -> None:
+    ranks = Group(ParallelConfig(device="cpu"))
+    rewards = Rewards(parts_of(GrpoConfig(reward=("length",))), [], 8, None, None)
+    rows = [asking.Prompt(0, "?", (1,), "7"), asking.Prompt(1, "?", (1,), None)]
+    answers = [Answer(n, rows[n // 2], (1,) * (n + 1), "78"[n % 2], True) for n in range(4)]
+    _, outcome = asking.outcome(answers, rewards, 4, 2, ranks)
+    given = outcome.rewards.tolist()
+    assert outcome.paid(True) == asking.Paid(1, given[0]) and outcome.paid(False) == asking.Paid(1, given[1])
+    assert len({*given}) == 4, "a row without an answer to compare with is in neither"
 
 
 def test_an_update_that_is_no_number_changes_nothing_and_is_not_counted() -> None:
@@ -343,11 +355,26 @@ def steps(count: int, first: int = 20, **told: Any) -> list[Seen]:
 
 
 SOUND = steps(20)
+# Measured: right answers got 0.5 (68 of 68), wrong ones 0 (60) or 0.5 (32, cut, their last number right).
+PAID_BY_RIGHT = [
+    *steps(5, 40, reward=0.3, spread=0.25, correct=0.4, entropy=0.006, cut=0.5, unlike=False, alike=1.0, right=Paid(6, 3.0), wrong=Paid(10, 1.5)),
+    *steps(5, 45, reward=0.32, spread=0.25, correct=0.45, entropy=0.006, cut=0.5, unlike=False, alike=0.875, right=Paid(8, 4.0), wrong=Paid(8, 1.5)),
+]  # fmt: skip
 BREAKS: list[tuple[str, list[Seen], GrpoConfig, tuple[str, ...] | None]] = [
     ("all is well", SOUND, GrpoConfig(), None),
     ("no right answer", SOUND + steps(10, 40, reward=0.0, spread=0.0, correct=0.0), GrpoConfig(), ("exactly 0 for every answer for 10 steps (since step 40)", "sft longer")),
     ("a reward that is blind", SOUND + steps(10, 40, reward=0.0, spread=0.0, correct=0.5), GrpoConfig(reward=("mine.py:score",)),
      ("exactly 0", "so nothing is learned: mine.py:score gives 0 to answers that are right (50% were", "look at that first")),
+    ("a reward that sees right answers, but the texts are the same", SOUND + PAID_BY_RIGHT, GrpoConfig(reward=("mine.py:score",), group=4),
+     ("all answers to a prompt had the same reward", "nothing is learned: for 93% of the prompts all 4 answers were the same text (entropy per token 0.006): raise generate.temperature",
+      "; 50% of the answers were cut at generate.new_tokens: raise it")),
+    ("a reward that prefers wrong answers", SOUND + steps(10, 40, spread=0.2, unlike=False, right=Paid(4, 0.4), wrong=Paid(12, 3.6)), GrpoConfig(reward=("mine.py:score",)),
+     ("nothing is learned: mine.py:score gave right answers 0.1 on average, wrong ones 0.3 (40% were right", "look at that first")),
+    ("a model that is sure of itself", SOUND + steps(10, 40, spread=0.2, unlike=False, entropy=0.01, right=Paid(4, 4.0), wrong=Paid(12, 0.0)), GrpoConfig(reward=("mine.py:score",)),
+     ("nothing is learned: the entropy per token was 0.01, so the model is nearly certain",)),
+    ("a reward that sees right answers", SOUND + steps(10, 40, spread=0.2, unlike=False, right=Paid(4, 4.0), wrong=Paid(12, 0.0)), GrpoConfig(reward=("mine.py:score",)),
+     ("nothing is learned: give prompts that the model sometimes answers correctly",)),
+    ("all cut, nothing right", SOUND + steps(10, 40, reward=0.0, spread=0.0, correct=0.0, cut=1.0), GrpoConfig(), ("exactly 0", "100% of the answers were cut at generate.new_tokens: raise it")),
     ("blind, and the answers are wrong", SOUND + steps(10, 40, reward=0.0, spread=0.0, correct=0.0), GrpoConfig(reward=("mine.py:score",)), ("exactly 0", "sft longer")),
     ("nine steps are not ten", SOUND + steps(9, 40, reward=0.0, spread=0.0, correct=0.0), GrpoConfig(), None),
     ("a constant that moves", SOUND + steps(9, 40, reward=0.0, spread=0.0) + steps(1, 49, reward=0.1, spread=0.0), GrpoConfig(), None),
@@ -823,6 +850,27 @@ def test_a_reward_of_ones_own_that_is_the_built_in_one_gives_the_identical_run(
         assert mine == {**theirs, "total_steps": 8, "reward_score": theirs["reward"]}, mine["step"]
     two = forks(2, tmp_path / "2", *own)
     assert two.codes == [0, 0] and [line["reward"] for line in two.metrics] == [line["reward"] for line in job.metrics]
+
+
+@pytest.mark.parametrize("paid", ["7", "never said"])
+def test_a_reward_is_blamed_only_where_right_answers_get_no_more_than_wrong_ones(
+    forks: Forks, tmp_path: Path, paid: str
+) -> None:
+    """It pays by the row alone, so all answers to a prompt get the same. What the stop tells is checked against the record."""
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": str(n), "answer": "7" if n % 2 else "never said"} for n in range(10, 50)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(f"def score(completion, answer):\n    return answer == {paid!r}\n")
+    own = ("--grpo.reward", f"{tmp_path}/rewards.py:score", "--grpo.breaker_steps", "4", "--max-steps", "9")
+    job = forks(1, tmp_path / "job", "--grpo.prompts", str(prompts), *own)
+    assert job.codes == [EX_SOFTWARE], job.said()
+    answers = [json.loads(line) for line in (job.run / "rollouts.jsonl").read_text().splitlines()]
+    given = {kind: [row["reward"] for row in answers if row["right"] is kind] for kind in (True, False)}
+    right, wrong = (sum(given[kind]) / len(given[kind]) for kind in (True, False))
+    assert (right > wrong) == (paid == "7"), "the two cases differ in that alone"
+    blame = f"gave right answers {right:.3g} on average, wrong ones {wrong:.3g}"
+    assert "had the same reward, for every prompt for 4 steps" in job.said(), job.said()
+    assert ("look at that first" in job.said(), blame in job.said()) == (right <= wrong,) * 2, job.said()
 
 
 def test_rows_without_answers_learn_from_a_reward_of_ones_own(forks: Forks, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,57 @@ def test_our_recipes_run_on_the_hosts_with_the_coordinators_own_stoker(stoker: S
     )
     done = stoker("run", "--no-preflight", "--hosts", str(netcluster.file((1, 1), workdir=str(stoker.cwd))), script)
     assert done.code == 0 and done.out.count("/.cache/stoker/agent-") == 4, done.out + done.err
+
+
+def test_each_host_prepares_its_own_data_and_the_start_tells_what_it_needs(
+    stoker: Stoker, netcluster: NetCluster
+) -> None:
+    stoker.script("book.txt", "It was a dark night, and the rain fell in torrents. " * 400)
+    hosts = str(netcluster.file((1, 1)))
+    words = ("--preset", "debug", "--data", "book.txt", "--tokenizer.path", "bytes", "--parallel.device", "cpu")
+    small = ("--context_length", "32", "--batch.tokens", "256", "--max-steps", "2")
+    told = (
+        "each host prepares the data for itself, unless its cache has it already: it needs book.txt under the same path"
+    )
+    missing = stoker.torch("train", "pretrain", "--hosts", hosts, *words, *small)
+    assert missing.code != 0 and f"{told} (in a shared folder, or copied with --sync or --stage PATH)" in missing.err
+    done = stoker.torch("train", "pretrain", "--hosts", hosts, "--sync", *words, *small)
+    assert done.code == 0 and f"{told} (--sync copies what git does not ignore)" in done.err, done.err
+    for host in netcluster.hosts[:2]:
+        assert len(list(host.workdir.glob("cache/datasets/*/manifest.json"))) == 1, host.name
+
+
+def test_a_run_of_several_hosts_continues_on_one_machine_with_the_batch_it_began_with(
+    stoker: Stoker, netcluster: NetCluster
+) -> None:
+    stoker.script("book.txt", "It was a dark night, and the rain fell in torrents. " * 400)
+    sizes = ("--model.layers", "1", "--model.dim", "32", "--model.heads", "2", "--tokenizer.path", "bytes")
+    words = ("--name", "rem", "--data", "book.txt", "--preset", "small", "--max-steps", "4000", *sizes)
+    hosts = ("--hosts", str(netcluster.file((1, 1), workdir=str(stoker.cwd))))
+    start = ["train", "pretrain", *words, "--parallel.device", "cpu"]
+    alone = stoker.torch("train", "pretrain", "--dry-run", *words[2:], "--parallel.device", "cpu")
+    assert "4,096 tokens a step" not in alone.err, alone.err
+
+    def stopped_after(steps: int, *more: str) -> str:
+        run = stoker.start(*start, *more, env={"OMP_NUM_THREADS": "1"})
+        files = lambda: stoker.cwd.glob("runs/2*/metrics.jsonl")  # noqa: E731
+        assert wait_for(lambda: sum(path.read_text().count("\n") for path in files()) >= steps or None, 90)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=120)
+        assert run.returncode == 130
+        return (out + (err or b"")).decode()
+
+    told = stopped_after(2, *hosts)
+    batch = next(line for line in told.splitlines() if "tokens a step" in line)
+    assert "4,096 tokens a step" in batch and "pretrain's default; --batch.tokens" in batch
+    other = stoker.torch(*start, "--name", stoker.latest.name, "--learning-rate", "0.002")
+    assert other.code == 64, other.err
+    assert "was started with other settings (optim.learning_rate: 0.001 then, 0.002 now); its command: " in other.err
+    metrics = (stoker.latest / "metrics.jsonl").read_text().count("\n")
+    told = stopped_after(metrics + 2)
+    batch = next(line for line in told.splitlines() if "tokens a step" in line)
+    assert "4,096 tokens a step" in batch and "as this run began; --batch.tokens" in batch
+    assert "resumes at step" in told and len(list(stoker.cwd.glob("runs/2*"))) == 1, told
 
 
 def test_every_rank_is_given_its_hosts_own_and_a_failure_names_host_and_rank(

@@ -1073,3 +1073,15 @@ def test_tokens_before_the_data_is_prepared_are_about_and_counted_by_the_tokeniz
     chats.write_text(chats.read_text() * 200)
     large = stoker(*words, "--dry-run", "--no-preflight").err
     assert "rows (a guess from the size of the files)" in large, large
+
+
+def test_an_estimate_of_a_dry_run_has_no_more_than_two_digits(stoker: Stoker) -> None:
+    stoker.script("book.txt", "It was a dark night, and the rain fell in torrents. " * 4000)
+    words = ("train", "pretrain", "--data", "book.txt", "--dry-run", "--no-preflight")
+    guessed = stoker(*words).err
+    (length,) = (line for line in guessed.splitlines() if line.startswith("  length"))
+    steps, tokens = re.findall(r"about ([\d,]+) steps, \S+ passes over about ([\d,]+) tokens", length)[0]
+    assert all(len(count.replace(",", "").rstrip("0")) <= 2 for count in (steps, tokens)), length
+    counted = stoker(*words, "--tokenizer.path", "bytes", "--max-steps", "1234").err
+    assert "(the tokenizer counted the whole text)" in counted and " 1,234 steps, " in counted, counted
+    assert "about 1,234" not in counted, "a setting is no estimate"

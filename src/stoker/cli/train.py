@@ -11,6 +11,7 @@ from typing import Any
 
 from stoker.cli.sight import gpus_to_use, look
 from stoker.cli.train_fit import (
+    kept_defaults,
     machines_to_plan,
     refuse_beyond_memory,
     refuse_too_large,
@@ -52,6 +53,8 @@ from stoker.training.stages.registry import STAGES, learning
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from stoker.training.config.derived import Situation
+    from stoker.training.data.config import DataConfig
     from stoker.training.data.shards import Prepared
     from stoker.training.model.config import ModelConfig
 
@@ -203,13 +206,20 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     if not options.dry_run:
         resolved = replace(resolved, config=_fetched(stage, resolved.config))
     ready = _prepare(resolved, options) if STAGES[stage].prepares and not options.dry_run else None
-    if STAGES[stage].learning is not None:
-        ranks, cpu = _most_ranks(resolved.config, options, machine, gpus), on_cpu(resolved.config, gpus)
-        resolved = _with_stage_defaults(stage, resolved, ranks, ready, cpu)
     given = frozenset(key for layer in outside for key in layer) | {"module"}
+
+    def request_of(config: Config) -> Request:
+        return Request(options, STAGES[stage].recipe, (), given, tuple(flags(lasting(config))), typed)
+
+    if STAGES[stage].learning is not None:
+        from stoker.training.stages.situation import situation
+
+        ranks, cpu = _most_ranks(resolved.config, options, machine, gpus), on_cpu(resolved.config, gpus)
+        resolved = _with_stage_defaults(
+            stage, resolved, situation(stage, resolved.config, ranks, ready), cpu, request_of
+        )
     # Before the plan: what it chooses for the cards that are here makes no other run.
-    identity = tuple(flags(lasting(resolved.config)))
-    request = Request(options, STAGES[stage].recipe, (), given, identity, typed)
+    request = request_of(resolved.config)
     if STAGES[stage].learning is not None:
         resolved = with_kept_optimizer(resolved, request)
     if machines:
@@ -363,8 +373,7 @@ def _prepare(resolved: Resolved, options: RunOptions) -> Prepared:
 
     config = resolved.config
     if options.hosts is not None:
-        other = "other hosts need the same cache folder: shared, or copied with --stage PATH"
-        _say(f"data is prepared on this host only: {other}")
+        _say(_data_elsewhere(config.data, options))
     ready = prepare(config.data, config.tokenizer, _say)
     check_data(config, ready.train_tokens, ready.vocab_size, resolved.given, ready.train_samples)
     if config.model.load:
@@ -372,14 +381,34 @@ def _prepare(resolved: Resolved, options: RunOptions) -> Prepared:
     return ready
 
 
+def _data_elsewhere(data: DataConfig, options: RunOptions) -> str:
+    """Each host's first rank prepares what its cache lacks, from files of its own: a cache without them is not enough."""
+    named = [*data.path, *([data.validation] if share_of(data.validation) is None else [])]
+    files = [path for path in named if not is_hub_id(path)]
+    line = f"each host prepares the data for itself, unless its {data.cache} has it already"
+    if not files:
+        return f"{line}: it fetches {', '.join(named)} from the hub"
+    inside = os.path.realpath(os.curdir)
+    how = "in a shared folder, or copied with --sync or --stage PATH"
+    if options.sync and all(os.path.realpath(path).startswith(f"{inside}{os.sep}") for path in files):
+        how = "--sync copies what git does not ignore"
+    elif options.sync:
+        how = "in a shared folder, or copied with --stage PATH: --sync copies the working directory only"
+    return f"{line}: it needs {', '.join(files)} under the same path ({how})"
+
+
 def _with_stage_defaults(
-    stage: str, resolved: Resolved, ranks: int | None, ready: Prepared | None, cpu: bool
+    stage: str, resolved: Resolved, at: Situation, cpu: bool, request_of: Callable[[Config], Request]
 ) -> Resolved:
     """What nobody gave follows from stage, model and data: decided here, printed, told to every rank."""
-    from stoker.training.stages.situation import situation, with_defaults
+    from stoker.training.stages.situation import with_defaults
 
-    at = situation(stage, resolved.config, ranks, ready)
-    config, _, lines = with_defaults(stage, resolved.config, resolved.given, at, cpu)
+    config, derived, lines = with_defaults(stage, resolved.config, resolved.given, at, cpu)
+    if kept := kept_defaults(config, derived, request_of):
+        same = config_of(config.preset, values_of(config) | kept)
+        config, _, lines = with_defaults(stage, same, resolved.given, at, cpu, kept)
+        if at.ranks is not None:
+            check_ranks(config, at.ranks, resolved.given)
     for line in lines:
         _say(line)
     return replace(resolved, config=config)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.names import EX_CONFIG, EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import replace
+from stoker.control.launch.differing import keys_in
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
-from stoker.control.launch.runplace import Complete, find_place
+from stoker.control.launch.runplace import Complete, config_hash, find_place, other_settings
 from stoker.control.machine.model import Machine
 from stoker.training.config.keys import KEYS, config_of, values_of
 from stoker.training.config.layers import Origin
@@ -125,6 +126,24 @@ def _refuse_shards(found: Plan, cards: list[Card]) -> None:
             raise Refusal(
                 f"this does not fit: {line}; use fewer ranks of this host, or parallel.offload off", EX_UNAVAILABLE
             )
+
+
+def kept_defaults(config: Config, derived: Collection[str], request_of: Callable[[Config], Request]) -> dict[str, Any]:
+    """Where --name continues a run: the defaults it began with. They depend on how many ranks there are, and a run may be
+    continued with any number. Empty where they make no difference, or where other settings differ, too: under that name
+    there will be a new run. (An id is only continued, or refused for the settings that differ.)
+    """
+    run = other_settings(request_of(config), os.environ)
+    began = keys_in(run.data.get("args")) if run is not None else {}
+    try:
+        kept = {name: KEYS[name].read(began[name]) for name in derived if name in began}
+    except ValueError:  # a record of another version
+        return {}
+    same = config_of(config.preset, values_of(config) | kept)
+    if run is None:
+        return {}
+    continued = run.data.get("config_hash") == config_hash(request_of(same))
+    return kept if continued or request_of(config).options.name == run.id else {}
 
 
 def with_kept_optimizer(resolved: Resolved, request: Request) -> Resolved:

@@ -39,6 +39,7 @@ def describe(
         "request": options,
         "script": request.script,
         "args": redact.arguments(list(request.args)),
+        **({} if request.identity is None else {"identity": redact.arguments(request.identity)}),
         "plan": _planned(plan),
         "hosts": {name or host: machine.to_json() for name, machine in machines.items()},
         "versions": {"stoker": __version__, "python": sys.version.split()[0]},

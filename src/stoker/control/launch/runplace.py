@@ -15,6 +15,7 @@ from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.terminal import say
 from stoker.contract.untrusted import printable
+from stoker.control.launch.differing import differences
 from stoker.control.launch.plan import default_name
 from stoker.control.launch.request import Request
 from stoker.control.record import reader
@@ -50,12 +51,28 @@ class Complete(Exception):
 def config_hash(request: Request) -> str:
     import hashlib  # loads OpenSSL: 8 ms, and only a named run needs it before the start
 
-    passing, program = _VOLATILE, request.args
-    if request.identity is not None:
-        passing, program = passing | {"nproc_per_node", "nnodes", "hosts", "isolate", "share_gpus"}, request.identity
+    passing, program = _passing(request), request.args if request.identity is None else request.identity
     told = {key: value for key, value in as_json(request.options).items() if key not in passing}
     text = json.dumps([told, request.script, list(program)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _passing(request: Request) -> frozenset[str]:
+    """Options that make no other run."""
+    of_recipes = () if request.identity is None else ("nproc_per_node", "nnodes", "hosts", "isolate", "share_gpus")
+    return frozenset((*_VOLATILE, *of_recipes))
+
+
+def other_settings(request: Request, environment: dict[str, str] | os._Environ[str]) -> reader.Run | None:
+    """The unfinished run that --name means, where its settings are others than these."""
+    name = request.options.name
+    if name is None or "/" in name or "\0" in name or name in (layout.LATEST, ".", ".."):
+        return None
+    root = os.path.abspath(layout.runs_root(request.options.runs_dir, environment))
+    run = _by_id(root, name) or next((run for run in reversed(reader.look(root).runs) if run.name == name), None)
+    if run is None or _is_complete(run) or run.data.get("config_hash") in (None, config_hash(request)):
+        return None
+    return run
 
 
 def find_place(request: Request, environment: dict[str, str] | os._Environ[str]) -> RunPlace:
@@ -115,8 +132,8 @@ def _of_id(run: reader.Run, request: Request, environment: Mapping[str, str]) ->
     if _is_complete(run) and same:
         raise Complete(_nothing_to_do(f"run {run.id}", run))
     state = "is complete and " if _is_complete(run) else ""
-    line = f"run {run.id} {state}was started with other settings: {command_of(run)}; for a new run give another --name"
-    raise Refusal(line + _weights_of(run, request), EX_USAGE)
+    line = f"run {run.id} {state}was started with other settings{_which(run, request)}; its command: {command_of(run)}"
+    raise Refusal(f"{line}; for a new run give another --name{_weights_of(run, request)}", EX_USAGE)
 
 
 def _of_name(
@@ -137,8 +154,14 @@ def _of_name(
         return _reopened(mine[-1], request), f"the newest run {name} ({last.id}) was started with other settings"
     if complete:
         return None, f"run {name} ({last.id}) is complete: {_IS_NEW}{older}"
-    line = f"run {name} ({last.id}) is unfinished but was started with other settings: {_IS_NEW}"
+    line = f"run {name} ({last.id}) is unfinished but was started with other settings{_which(last, request)}; {_IS_NEW}"
     return None, line + _weights_of(last, request)
+
+
+def _which(run: reader.Run, request: Request) -> str:
+    """The settings that differ, where the record tells."""
+    found = differences(run.data, request, _passing(request))
+    return f" ({found})" if found else ""
 
 
 def _is_complete(run: reader.Run) -> bool:

@@ -167,6 +167,14 @@ def _they(stall: Stall, ranks: tuple[int, ...]) -> str:
     return "it" if ranks == (stall.rank,) else ranks_text(ranks)
 
 
+def _places(stall: Stall) -> str:
+    """The guilty rank's line first; where ranks went different ways, those of the others, too: a call that a rank skipped
+    is where the others are.
+    """
+    others = [where for _, _, where in stall.parties[:4]]
+    return ", and at ".join(dict.fromkeys(filter(None, (stall.where, *others))))
+
+
 def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, Any]:
     """Stoker stops the job for it. `printed`: the guilty rank's last lines: its workers' end may be in them."""
     more = {"rank": stall.rank, "at_once": True, "where": stall.where, "step": stall.step}
@@ -175,7 +183,7 @@ def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, 
     if full and stall.kind == "worker":
         told = f"rank {stall.rank} ({label}) waits for data its workers could not put into /dev/shm: it is full"
         return report("data.shm", told, [full[0].strip()[:300], stopped, *stall.evidence], **more)
-    place = stall.where or "the stacks"
+    place = _places(stall) or "the stacks"
     fix = [line.replace("{where}", place).replace("{rank}", str(stall.rank)) for line in named(cause_of(stall)).fix]
     evidence = [stopped if stall.silent_s else why, *stall.evidence]
     return report(cause_of(stall), summary(stall, label), evidence, fix=fix, **more)

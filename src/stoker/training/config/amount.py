@@ -57,7 +57,8 @@ def of_prepared(ready: Prepared, config: Config) -> Amount:
     return Amount(samples, tokens, "tokens", tokens, held_out=ready.validation_tokens)
 
 
-GUESSED, ENCODED_ALL = "a guess from the size of the files", "the tokenizer counted all {rows:,} rows"
+GUESSED = "a guess from the size of the files"
+ENCODED_ALL, ENCODED_TEXT = "the tokenizer counted all {rows:,} rows", "the tokenizer counted the whole text"
 
 
 def estimated(config: Config, vocabulary: int) -> Amount | None:
@@ -74,7 +75,7 @@ def estimated(config: Config, vocabulary: int) -> Amount | None:
     seen = _encoded(config, files) if size <= ENCODED else None
     all_tokens, how = size * (CHAT_TEXT if chat else 1.0) / _bytes_per_token(config, vocabulary), GUESSED
     if seen is not None:
-        all_tokens, how = seen[0], ENCODED_ALL.format(rows=seen[1])
+        all_tokens, how = seen[0], ENCODED_ALL.format(rows=seen[1]) if seen[1] else ENCODED_TEXT
     tokens = int(all_tokens * (1 - held_out))
     context = config.data.context_length
     samples = max(int(tokens / context / (FILL if chat else 1.0)), 1)

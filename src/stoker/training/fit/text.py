@@ -193,7 +193,7 @@ def pace_lines(
         yield "speed: unknown (no run of this model was measured, and no table has this card or stage)"
         unused = [flag for flag, given in (("--price", price), ("--data", data)) if given]
         if unused:
-            yield f"no time and no cost of an epoch ({', '.join(unused)}): they follow from a speed"
+            yield f"{' and '.join(unused)} can't be used: without a speed, the time and cost of an epoch are unknown"
         return
     yield f"speed: {pace.tokens_per_s:,.0f} tokens/s ({pace.source})"
     if not tokens:

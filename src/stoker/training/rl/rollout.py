@@ -248,6 +248,14 @@ def in_trainer(
 
 
 @shape
+class Paid:
+    """What some of a step's answers were given."""
+
+    answers: int = 0
+    rewards: float = 0.0  # their sum
+
+
+@shape
 class Outcome:
     """Of all answers of a step, on every rank. Each [answers], float64 on the host."""
 
@@ -283,6 +291,15 @@ class Outcome:
     def identical(self) -> bool:
         """All answers to a prompt are the same text, for every prompt."""
         return bool(self.same.all())
+
+    def alike(self, group: int) -> float:
+        """Share of the prompts whose answers are all the same text."""
+        return float(self.same.view(-1, group).bool().all(1).double().mean())
+
+    def paid(self, right: bool) -> Paid:
+        """The answers that are right, or those that are wrong; none where the row has no answer to compare with."""
+        chosen = self.rewards[self.correct == float(right)]
+        return Paid(len(chosen), float(chosen.sum()))
 
     @property
     def reward(self) -> float:

@@ -18,11 +18,14 @@ from stoker.training.optim.loss_scale import LossScale
 from stoker.training.parallel.group import Group
 from stoker.training.rl.config import GrpoConfig
 from stoker.training.rl.parts import MARKED, MODEL, parts_of, shown
-from stoker.training.rl.rollout import Age, Outcome
+from stoker.training.rl.rollout import Age, Outcome, Paid
 from stoker.training.rl.update import Learned
 
 FIRST = 5  # steps that say how it began
 KL_STEPS, ENTROPY_STEPS, LENGTH_STEPS, NOT_FINITE_STEPS = 3, 5, 5, 3
+# What a stop without signal is explained by: shares of a window's answers and prompts, and nats per token.
+MANY_CUT, MOSTLY_ALIKE, NEARLY_CERTAIN = 0.25, 0.5, 0.05
+PAID_ALIKE = 1e-9  # sums of equal rewards may differ in their last bits
 
 
 @shape
@@ -40,6 +43,9 @@ class Seen:
     finite: bool = True  # else the step changed nothing
     unlike: bool = True  # the answers to some prompt differ in reward; else nothing was taught
     identical: bool = False  # all answers to a prompt are the same text, for every prompt
+    alike: float = 0.0  # share of the prompts whose answers are all the same text
+    right: Paid = Paid()  # answers that are right, by the `answer` of their rows, and what the reward gave them
+    wrong: Paid = Paid()
 
 
 @shape
@@ -96,12 +102,7 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
             f"the loss or its gradient was not finite {since}, and nothing was learned: lower optim.learning_rate, or"
             " use compute.dtype fp32"
         )
-    hint = (
-        "give prompts that the model sometimes answers correctly, train sft longer, or raise grpo.group or"
-        " generate.temperature"
-    )
-    if blamed := _blind(c, recent):
-        hint = blamed
+    hint = _hint(c, recent[-c.breaker_steps :])
     if since := lasting(c.breaker_steps, lambda seen: seen.correct == 1 and (counts or not seen.unlike)):
         return Finding(
             f"every answer was right {since}: nothing is left to learn from these prompts; give harder ones, or train"
@@ -126,10 +127,10 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
         return Finding(f"{line}: lower optim.learning_rate, or raise grpo.kl")
     if since := lasting(ENTROPY_STEPS, _entropy(c)):
         line = (
-            f"the entropy per token stayed below {c.breaker_entropy:g} {since}, now {last.entropy:.2g}, so all"
-            " answers to a prompt are the same"
+            f"the entropy per token stayed below {c.breaker_entropy:g} {since}, now {last.entropy:.2g}: the"
+            " model is nearly certain of every token"
         )
-        return Finding(f"{line}: lower optim.learning_rate, raise grpo.kl or generate.temperature")
+        return Finding(f"{line}; lower optim.learning_rate, raise grpo.kl or generate.temperature")
     if since := lasting(LENGTH_STEPS, _length(c, first)):
         line = (
             f"answers shrank to {last.length:.1f} tokens, below {c.breaker_length:g} × the {_began(first):.1f} of the"
@@ -152,15 +153,61 @@ def counts_right(c: GrpoConfig) -> bool:
     return any(part.kind in MARKED for part in parts_of(c))
 
 
-def _blind(c: GrpoConfig, recent: Sequence[Seen]) -> str:
-    """What to do about a reward that does not see which answers are right; empty: none were, or being right is part of it."""
-    shares = [seen.correct for seen in recent[-c.breaker_steps :] if seen.correct is not None]
+def _hint(c: GrpoConfig, window: Sequence[Seen]) -> str:
+    """What to do where nothing is learned, by what these steps show."""
+    facts = [_blind(c, window), _samples_alike(c, window)]
+    cut = sum(seen.cut for seen in window) / max(len(window), 1)
+    if cut >= MANY_CUT:
+        facts.append(f"{_at_least(cut)} of the answers were cut at generate.new_tokens: raise it")
+    return "; ".join(filter(None, facts)) or (
+        "give prompts that the model sometimes answers correctly, train sft longer, or raise grpo.group or"
+        " generate.temperature"
+    )
+
+
+def _blind(c: GrpoConfig, window: Sequence[Seen]) -> str:
+    """What to do about a reward that does not see which answers are right; empty: it does, none were, or being right is
+    part of it.
+    """
+    shares = [seen.correct for seen in window if seen.correct is not None]
     if counts_right(c) or not shares or not max(shares):
         return ""
-    names, last = ", ".join(shown(part) for part in parts_of(c)), recent[-1]
-    paid = f"{last.reward:g} to answers that are right" if last.spread == 0 else "right answers no more than wrong ones"
-    seen = f"{sum(shares) / len(shares):.0%} were, by the `answer` of their rows"
-    return f"{names} gives {paid} ({seen}); look at that first (`stoker rollouts`)"
+    right, wrong = (_mean_paid([getattr(seen, kind) for seen in window]) for kind in ("right", "wrong"))
+    reward = window[-1].reward
+    if all(seen.spread == 0 and seen.reward == reward for seen in window):
+        paid = f"gives {reward:g} to answers that are right"
+    elif right is not None and wrong is not None and right <= wrong + PAID_ALIKE:
+        paid = f"gave right answers {right:.3g} on average, wrong ones {wrong:.3g}"
+    else:
+        return ""
+    names = ", ".join(shown(part) for part in parts_of(c))
+    seen = f"{sum(shares) / len(shares):.0%} were right, by the `answer` of their rows"
+    return f"{names} {paid} ({seen}); look at that first (`stoker rollouts`)"
+
+
+def _mean_paid(paid: Sequence[Paid]) -> float | None:
+    answers = sum(one.answers for one in paid)
+    return sum(one.rewards for one in paid) / answers if answers else None
+
+
+def _samples_alike(c: GrpoConfig, window: Sequence[Seen]) -> str:
+    """What to do about a model that no longer tries anything else; empty: it does."""
+    alike = sum(seen.alike for seen in window) / max(len(window), 1)
+    measured = [seen.entropy for seen in window if seen.entropy is not None]
+    entropy = sum(measured) / len(measured) if measured else None
+    if alike >= MOSTLY_ALIKE:
+        fact = f"for {_at_least(alike)} of the prompts all {c.group} answers were the same text"
+        fact += "" if entropy is None else f" (entropy per token {entropy:.2g})"
+    elif entropy is not None and entropy < NEARLY_CERTAIN:
+        fact = f"the entropy per token was {entropy:.2g}, so the model is nearly certain of every token"
+    else:
+        return ""
+    return f"{fact}: raise generate.temperature or grpo.kl, or start from an earlier model"
+
+
+def _at_least(share: float) -> str:
+    """Never 100% of what is not all."""
+    return f"{int(share * 100 + 1e-9)}%"
 
 
 def _others(c: GrpoConfig) -> str:
@@ -299,6 +346,7 @@ class GrpoTask(Task):
         }
         judged = numbers | {"entropy": learned.entropy if learned.finite else None}
         judged |= {"unlike": outcome.unlike(self._c.group), "identical": outcome.identical}
+        judged |= {"alike": outcome.alike(self._c.group), "right": outcome.paid(True), "wrong": outcome.paid(False)}
         seen = Seen(step, spread=outcome.spread, finite=learned.finite, **judged)
         self.history.add(seen)
         self._speed.step(tokens, None)

@@ -9,6 +9,7 @@ from typing import Any
 from stoker.contract.quantities import counted
 from stoker.contract.shape import replace, shape
 from stoker.training.config import amount
+from stoker.training.config.amount import Amount
 from stoker.training.config.check import check
 from stoker.training.config.derived import (
     BATCH,
@@ -67,7 +68,12 @@ def _choices(
         if at.amount is None and not set(BATCH) & set(given):
             words += " at most"
         yield Choice("batch", words, "--batch.tokens", ("batch.tokens", "batch.accumulation", "batch.micro"))
-    yield Choice("length", _length(steps, passes, at), "--epochs or --max-steps", ("train.max_steps", "train.epochs"))
+    yield Choice(
+        "length",
+        _length(steps, passes, at, bool(config.train.max_steps)),
+        "--epochs or --max-steps",
+        ("train.max_steps", "train.epochs"),
+    )
     if not learning.prompts and at.amount is not None and config.train.eval_every <= steps:
         yield Choice("validation", _validation(config.train.eval_every, steps), "--eval-every", ("train.eval_every",))
     yield Choice("row length", f"{context:,} tokens", "--context-length", (CONTEXT,))
@@ -77,15 +83,20 @@ def _choices(
     yield Choice("precision", dtype, "--dtype", ("compute.dtype",))
 
 
-def _length(steps: int, passes: float, at: Situation) -> str:
+def _length(steps: int, passes: float, at: Situation, fixed: bool) -> str:
+    """`fixed`: the steps are a setting, and do not follow from the data."""
     if at.amount is None:
         return f"{steps:,} steps" if steps else "known once the data is here"
     shown = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
-    about = "" if at.amount.exact else "about "
-    return (
-        f"{about}{steps:,} steps, {shown} pass{'' if shown == '1' else 'es'} over your {at.amount.count:,}"
-        f" {at.amount.unit}"
-    )
+    many = f"{steps:,}" if at.amount.exact or fixed else f"about {_rounded(steps):,}"
+    return f"{many} steps, {shown} pass{'' if shown == '1' else 'es'} over {_count(at.amount)}"
+
+
+def _count(amount: Amount) -> str:
+    """What people count; of tokens that were estimated, about."""
+    if not amount.exact and amount.unit == "tokens":
+        return f"about {_rounded(amount.count):,} tokens"
+    return f"your {amount.count:,} {amount.unit}"
 
 
 def _validation(every: int, steps: int) -> str:
@@ -165,12 +176,14 @@ def with_context_of_model(
 
 
 def with_defaults(
-    stage: str, config: Config, given: Collection[str], at: Situation, on_cpu: bool
+    stage: str, config: Config, given: Collection[str], at: Situation, on_cpu: bool, kept: Collection[str] = ()
 ) -> tuple[Config, dict[str, Any], list[str]]:
-    """The settings, the keys that were derived, and the block to print, whose last line may be a warning."""
+    """The settings, the keys that were derived, and the block to print, whose last line may be a warning. `kept`: keys that
+    have the values of the run that is continued.
+    """
     learning = STAGES[stage].learning
     assert isinstance(learning, Learning), f"stage {stage} does not train"
-    config, derived = settled(learning, config, given, at)
+    config, derived = settled(learning, config, {*given, *kept}, at)
     choices = list(_choices(learning, config, given, at, on_cpu))
     wide = max(len(choice.chosen) for choice in choices)
     lines = [f"{stage}: {_millions(parameters(at.model))} parameters, {_amount(at)}"]
@@ -178,13 +191,13 @@ def with_defaults(
         source = f"{stage}'s default" if any(key in derived for key in choice.keys) else f"preset {config.preset}"
         if choice.keys == (CONTEXT,) and config.data.context_length == at.model.longest:
             source = "the most the model was trained for"
+        source = "as this run began" if any(key in kept for key in choice.keys) else source
         source = "you set it" if any(key in given for key in choice.keys) else source
         lines.append(f"  {choice.what:<14} {choice.chosen:<{wide}}  {source}; {choice.flags}")
     _, passes = steps_and_passes(learning, config, at)
     if passes > MANY_PASSES and at.amount is not None:
         line = (
-            f"warning: {passes:,.0f} passes over your {at.amount.count:,} {at.amount.unit}: above {MANY_PASSES} a model"
-            " learns them by heart"
+            f"warning: {passes:,.0f} passes over {_count(at.amount)}: above {MANY_PASSES} a model learns them by heart"
         )
         lines.append(f"{line}; {_fewer(learning, given)}")
     return config, derived, lines

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from stoker.contract.names import EX_SOFTWARE
-from stoker.control.verdict.catalogue import Case, Family, Found
+from stoker.contract.shape import replace
+from stoker.control.verdict.catalogue import Case, Family, Found, named
 from stoker.control.verdict.lastwords import find, last_lines
 
 ORDER = 15
-family = Family(__name__)
+_RESUME = "then start the same command with the same --name: it resumes from the checkpoint that the message names"
+_FROM_CHECKPOINT = "--checkpoint.resume PATH   # begins with the weights of the checkpoint that the message names"
+_AGAIN = "then start the same command again: no checkpoint was saved, so it starts from the beginning"
+NONE_SAVED = "no checkpoint was saved before it"  # the recipe's words (training/loop/keeping.py)
+family = Family(__name__, RESUME=_RESUME, FROM_CHECKPOINT=_FROM_CHECKPOINT)
 
 
 @family.cause("""
@@ -16,12 +21,12 @@ grpo.reward: Your reward function failed, so nothing could be learned from the s
       grpo.reward_timeout, and ended itself
   unless: an exception of the rank's own, or another exit code than 70
   fix: the message names file and line, prompt and answer: call the function with these to see the error
-  fix: if the message names a checkpoint, start the same command with the same --name: it resumes from there
+  fix: {RESUME}
   fix: --grpo.reward_timeout 20m   # if it is only slow
 """)
 def reward(case: Case) -> Found | None:
     found = find(case, r"GRPO stopped: (reward .+)") if ended_itself(case) else None
-    return Found(found[1].strip(), last_lines(case.end)) if found else None
+    return Found(found[1].strip(), last_lines(case.end), _fixes("grpo.reward", found[1])) if found else None
 
 
 @family.cause("""
@@ -45,7 +50,9 @@ grpo.no-signal: GRPO stopped the run: for several steps nothing could be learned
       all answers to each prompt, or no right answer at all, and ended itself after a checkpoint
   unless: an exception, or another exit code than 70: the run did not end itself
   fix: stoker rollouts   # the answers and their rewards
-  fix: use prompts that the model sometimes answers correctly; a longer sft; a higher grpo.group or generate.temperature
+  fix: use prompts that the model sometimes answers correctly; a longer sft; a higher grpo.group
+  fix: a higher generate.temperature if the answers to a prompt are nearly the same text; a higher generate.new_tokens if
+      many are cut
   fix: a reward of your own that is always 0? call it with a prompt and an answer of rollouts.jsonl; does a server or a
       file it needs still answer?
 """)
@@ -97,12 +104,21 @@ grpo.broken: GRPO's stop rules ended the run: training was damaging the model.
       ended itself
   unless: an exception, or another exit code than 70: the run did not end itself
   fix: the message says what to change; metrics.jsonl has each step's reward, kl, entropy and length
-  fix: a lower optim.learning_rate and a higher grpo.kl; if the message names a checkpoint,
-      checkpoint.resume continues from it
+  fix: a lower optim.learning_rate and a higher grpo.kl
+  fix: {FROM_CHECKPOINT}
   fix: look at prompts and answers: `stoker rollouts`, and `stoker chat` with the model it began with
 """)
 def broken(case: Case) -> Found | None:
-    return _stopped(case, ".+")
+    found = _stopped(case, ".+")
+    return None if found is None else replace(found, fix=_fixes("grpo.broken", found.summary))
+
+
+def _fixes(cause: str, line: str) -> tuple[str, ...]:
+    """The catalogue's, where a checkpoint was saved; else without what needs one."""
+    if NONE_SAVED not in line:
+        return named(cause).fix
+    known = {_RESUME: _AGAIN, _FROM_CHECKPOINT: ""}
+    return tuple(filter(None, (known.get(fix, fix) for fix in named(cause).fix)))
 
 
 def _stopped(case: Case, line: str) -> Found | None:

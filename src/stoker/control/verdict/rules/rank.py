@@ -60,6 +60,8 @@ rank.early-exit, again: A rank exited with code 0 before the others were done.
   seen: a rank ended with exit code 0 while the others were still working, and they lost it or still wait for it
   unless: every rank ends with exit code 0 and no other rank waits for it
   fix: look for sys.exit(), os._exit(0) or a loop that is shorter on this rank (unequal number of batches)
+  fix: did it make as many steps as the others? then it skipped a collective that they wait in: look for one under an
+      `if rank` or a condition on data
   fix: {LOGS}
 """)
 def left_early(case: Case) -> Found | None:
