@@ -11,7 +11,7 @@ from stoker.contract import layout, terminal
 from stoker.contract.names import RECIPES
 from stoker.contract.progress import of_run
 from stoker.contract.settings import Parser
-from stoker.contract.terminal import in_colour, say, tell
+from stoker.contract.terminal import columns_of, in_colour, say, tell
 from stoker.contract.untrusted import open_regular
 from stoker.control.launch.console import LONGEST, LineCutter
 from stoker.control.launch.shortlines import OwnLines, ShortLines
@@ -42,10 +42,10 @@ def main(argv: list[str]) -> int:
 
 
 def _follow(run: reader.Run, lines: int) -> int:
-    watched, recipe = sys.stdout.isatty(), str(run.data.get("script")).startswith(RECIPES)
+    watched = sys.stdout.isatty()
     console = follow.Tail(os.path.join(run.dir, layout.CONSOLE))
     open_: dict[str, tuple[follow.Tail, LineCutter]] = {
-        "": (console, LineCutter(b"", OwnLines(in_colour()) if watched else None))
+        "": (console, LineCutter(b"", OwnLines(in_colour(), lambda: columns_of(sys.stdout)) if watched else None))
     }
     first, left_out = True, False
     try:
@@ -59,11 +59,12 @@ def _follow(run: reader.Run, lines: int) -> int:
                         say(f"run {run.id} of {run.user} has more logs: {MOST_LOGS_OF_OTHERS} of them are followed")
                     left_out = True
                 labels = follow.labels(part) if new else {}
+                recipe = str(part.data.get("script")).startswith(RECIPES)
                 for attempt, rank, path in new:
                     skip = _start_of_last(path, lines) if first else 0
                     label = labels.get((attempt, rank), f"rank {rank}")
                     prefix = (f"[{name}] " if name else "").encode() + f"{label}:".encode()
-                    shorten = ShortLines(prefix, steps=not rank) if watched and recipe else None
+                    shorten = ShortLines(prefix, not rank, recipe) if watched and (recipe or name) else None
                     longest = LONGEST if run.mine else LONGEST_OF_OTHERS
                     open_[path] = (follow.Tail(path, skip), LineCutter(prefix, shorten, longest))
             first = False
@@ -75,7 +76,7 @@ def _follow(run: reader.Run, lines: int) -> int:
             if over:
                 break
             sys.stdout.buffer.flush()
-            _draw(run.dir)
+            _draw([run, *reader.roles(run).values()])
             time.sleep(0.1)
     except KeyboardInterrupt:
         terminal.fresh_line()
@@ -89,10 +90,11 @@ def _follow(run: reader.Run, lines: int) -> int:
     return ended.verdict.exit_code if ended and ended.verdict else 70
 
 
-def _draw(run_dir: str) -> None:
+def _draw(runs: list[reader.Run]) -> None:
+    """Of a job's roles one has a bar."""
     if not terminal.for_bars():
         return
-    state = of_run(run_dir)
+    state = next((state for run in runs if (state := of_run(run.dir)) is not None), None)
     if state is None:
         terminal.wipe()
     else:

@@ -71,12 +71,15 @@ class Console:
     def terminal(self, stream: int) -> bool:
         return self._terminal[stream]
 
+    def in_colour(self, stream: int) -> bool:
+        return self._colours[stream]
+
     def say(self, stream: int, text: str, colour: str = "") -> None:
         """Lines of our own. They quote what others wrote: control codes in them are escaped."""
-        text = wrapped(printable_lines(text), self._columns(stream))
+        text = wrapped(printable_lines(text), self.columns(stream))
         self.put(stream, (coloured(text, colour) if self._colours[stream] else text).encode() + b"\n", own=True)
 
-    def _columns(self, stream: int) -> int:
+    def columns(self, stream: int) -> int:
         """0: there is no terminal, or it does not say. Asked each time: windows change their size."""
         if not self._terminal[stream]:
             return 0

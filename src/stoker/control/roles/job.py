@@ -115,7 +115,7 @@ class JobCoordinator(Coordinator):
             specs, dealt, found.cards, found.hosts, self._plan.share, lambda spec, seats: self._write(root, spec, seats)
         )
         roles = [self._role(spec, seating, ports.get(spec.name, 0), root) for spec in in_order(specs, "", 0)]
-        started_with = environment, self._locks.handles
+        started_with = environment, self._locks.handles, self._console.terminal(2)
         running = Running(
             roles, seating, self._record, place.id, self._signals, self._say, self.options.max_restarts, *started_with
         )
