@@ -43,7 +43,13 @@ def main(argv: list[str]) -> int:
 
 def _follow(run: reader.Run, lines: int) -> int:
     watched = sys.stdout.isatty()
-    console = follow.Tail(os.path.join(run.dir, layout.CONSOLE))
+    start = follow.newest_start(run)
+    if start.number > 1:
+        command = f"stoker logs {shlex.quote(run.id)} --attempt {start.first_attempt - 1}"
+        before = f"; `{command}` shows the one before" if start.first_attempt else ""
+        say(f"this is start {start.number} of run {run.id}{before}")
+    starts = {"": start}
+    console = follow.Tail(os.path.join(run.dir, layout.CONSOLE), start.console_at)
     open_: dict[str, tuple[follow.Tail, LineCutter]] = {
         "": (console, LineCutter(b"", OwnLines(in_colour(), lambda: columns_of(sys.stdout)) if watched else None))
     }
@@ -52,7 +58,10 @@ def _follow(run: reader.Run, lines: int) -> int:
         while True:
             over = reader.over(run)
             for name, part in {"": run, **reader.roles(run)}.items():
-                new = [one for one in follow.rank_logs(part) if one[2] not in open_]
+                if name not in starts:
+                    starts[name] = follow.newest_start(part)
+                since = starts[name].first_attempt
+                new = [one for one in follow.rank_logs(part) if one[2] not in open_ and one[0] >= since]
                 if not run.mine and len(new) > (room := MOST_LOGS_OF_OTHERS + 1 - len(open_)):
                     new = sorted(new, key=lambda one: (-one[0], one[1]))[:room]  # the newest attempt's
                     if not left_out:

@@ -260,7 +260,8 @@ class Coordinator:
 
     def _open_record(self, plan: RunPlan, place: RunPlace) -> str:
         record = RunRecord(place.dir, os.uname().nodename, place.reopened)
-        notice = record.begin(description.describe(self.request, plan, place, self._live.agents.machines, self._began))
+        about = description.describe(self.request, plan, place, self._live.agents.machines, self._began)
+        notice = record.begin(about, place.first_attempt)
         self._record = self._live.record = record
         return notice
 

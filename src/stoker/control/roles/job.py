@@ -101,7 +101,7 @@ class JobCoordinator(Coordinator):
             environment = self._lock(dealt, place)
             self._record = RunRecord(place.dir, os.uname().nodename, place.reopened)
             about = description.describe(self.request, shown, place, {}, self._began)
-            notice = self._record.begin(about)
+            notice = self._record.begin(about, place.first_attempt)
         except BaseException:
             abandon(place)
             raise
