@@ -195,6 +195,19 @@ def test_detach_attach_and_stop(stoker: Stoker) -> None:
     assert "not running" in stoker("stop", "bg").out
 
 
+def test_a_shell_hears_all_lines_before_its_run_is_in_the_background(stoker: Stoker) -> None:
+    script = stoker.script("f.py", "import os, sys\nsys.exit(not os.path.exists('there'))\n")
+    words = ["run", "--name", "twice", "--nproc-per-node", "2", script]
+    assert stoker(*words).code == 1
+    (stoker.cwd / "there").touch()
+    again = Terminal(stoker, ["-m", "stoker", words[0], "--detach", *words[1:]], (80, 24))
+    assert again.wait() == 0
+    lines = [line.rstrip("\r") for line in again.shown.decode().splitlines()]
+    assert lines[0].startswith("starting run ") and "✓ No GPU found: 2 CPU ranks, gloo" in lines, lines
+    assert "is in the background" in " ".join(lines) and max(map(len, lines)) <= 80, lines
+    assert stoker("attach", "twice").code == 0
+
+
 def test_attach_ends_with_the_runs_exit_code(stoker: Stoker) -> None:
     stoker("run", "--detach", stoker.script("f.py", "import time; time.sleep(1); print('bye'); raise SystemExit(6)"))
     attached = stoker("attach")

@@ -157,6 +157,14 @@ class Console:
             except OSError:
                 self._dead.add(stream)  # `| head -1`, a closed terminal: the run goes on without this stream
 
+    def settle(self, seconds: float = 2.0) -> None:
+        """Until all that was put is written, or so long: a console that stands still holds up nobody."""
+        deadline = time.monotonic() + seconds
+        while self._size and time.monotonic() < deadline:
+            with self._ready:
+                self._ready.notify()
+            time.sleep(0.002)
+
     def close(self, seconds: float = 2.0) -> int:
         """Gives the console a little time to catch up. Returns how many lines it never got."""
         with self._ready:

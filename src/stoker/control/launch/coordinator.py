@@ -190,9 +190,14 @@ class Coordinator:
                 self._say(line, colour=WARNING)
         if self._exporter is not None:
             self._exporter.start(place.dir)
-        if self._report is not None:
-            self._report.started(place.dir)
+        self._leave_shell(place)
         return plan
+
+    def _leave_shell(self, place: RunPlace) -> None:
+        """The shell that waits for a detached run reads no further than this."""
+        if self._report is not None:
+            self._console.settle()
+            self._report.started(place.dir)
 
     def _make_ready(self, argv: list[str], place: RunPlace) -> tuple[RunPlan, list[str]]:
         """The plan, with everything it needs reserved, and what to warn of."""

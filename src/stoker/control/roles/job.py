@@ -108,8 +108,7 @@ class JobCoordinator(Coordinator):
         said = (place.elsewhere, place.notice, notice, *found.lines, *order_lines(specs, dealt, ports))
         for line in filter(None, said):
             self._say(line)
-        if self._report is not None:
-            self._report.started(place.dir)
+        self._leave_shell(place)
         root = os.path.join(place.dir, layout.ROLES)
         seating = Seating(
             specs, dealt, found.cards, found.hosts, self._plan.share, lambda spec, seats: self._write(root, spec, seats)
