@@ -93,6 +93,20 @@ def test_lines_of_a_recipe_name_the_device_once(monkeypatch: pytest.MonkeyPatch)
     assert bare.feed(step).startswith(b"GPU0: Step 100/2000 | ")
 
 
+def test_a_path_that_is_too_long_is_shown_from_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    here = tmp_path_factory.mktemp("here")
+    monkeypatch.chdir(here)
+    shorten = ShortLines(b"10.94.0.1/CPU0:", steps=True)
+    saved = f"{here}/runs/20261117-214701-pretrain/checkpoints/step-00000016"
+    assert shorten(f"INFO | [CPU 0] stopped: 16 of 200 steps; saved {saved}".encode()) == (
+        b" stopped: 16 of 200 steps; saved\n   runs/20261117-214701-pretrain/checkpoints/step-00000016"
+    )
+    assert shorten(b"INFO | [CPU 0] read %s/x" % bytes(here)) == b" read %s/x" % bytes(here), "it fits"
+
+
 def test_the_launchers_log_on_a_terminal() -> None:
     line, own = b"[Rank 0] MEM:START RAM 12 MB (rank) 6.2/25.3 GB (host)", OwnLines(True, lambda: 40)
     folded = b"[Rank 0] MEM:START RAM 12 MB (rank)\n  6.2/25.3 GB (host)"

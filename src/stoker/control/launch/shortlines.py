@@ -6,6 +6,8 @@ Step 0/100 | Loss 12.2340 | LR 1.00e-05 | Grad 2.7565 | 9,120 tok/s | ETA 5:30
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -45,7 +47,14 @@ class ShortLines:
 
     def _folded(self, line: bytes) -> bytes:
         room = shutil.get_terminal_size((0, 24)).columns - len(self._prefix)
-        return wrapped(line.decode("utf-8", "replace"), room).encode() if room > 0 else line
+        if room <= 0:
+            return line
+        text = line.decode("utf-8", "replace")
+        shown = wrapped(text, room)
+        if max(map(len, shown.split("\n"))) > room:  # a path, which has no place to break at
+            with contextlib.suppress(OSError):
+                shown = wrapped(text.replace(f" {os.getcwd()}/", " "), room)
+        return shown.encode()
 
 
 class OwnLines:
