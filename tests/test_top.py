@@ -145,6 +145,13 @@ def test_runs_of_one_name_have_their_ids() -> None:
     assert listed == ["dpo", "20261111-220320-sft", "20261110-220320-sft"], shown
 
 
+def test_a_run_that_is_over_has_no_ranks_any_more() -> None:
+    made = demo()
+    run = replace(made.runs[-1], state="completed", ranks=(), verdict=Verdict("completed", "completed", "", 0))
+    assert "the run is over: it has no ranks any more" in text(replace(made, runs=(run,)), 80, View())
+    assert "no ranks are known" in text(replace(made, runs=(replace(run, state="running"),)), 80, View())
+
+
 def test_a_snapshot_comes_back_from_its_json() -> None:
     for snapshot in (demo(), demo(16, 8), Snapshot(0.0)):
         assert snapshot_from_json(json.loads(json.dumps(snapshot.to_json()))).to_json() == snapshot.to_json()

@@ -56,10 +56,10 @@ class Start:
 
 def newest_start(run: Run) -> Start:
     found = [event for event in run.events() if event["event"] == "run"]
-    known = [found[-1].get(key) for key in ("attempt", "console_at")] if found else []
-    if not all(isinstance(value, int) and value >= 0 for value in known) or not known:
+    attempt, at = (found[-1].get("attempt"), found[-1].get("console_at")) if found else (None, None)
+    if not isinstance(attempt, int) or not isinstance(at, int) or min(attempt, at) < 0:
         return Start()  # of an earlier version, or of another user
-    return Start(len(found), *known)
+    return Start(len(found), attempt, at)
 
 
 def labels(run: Run) -> dict[tuple[int, int], str]:
