@@ -410,6 +410,9 @@ def test_a_job_on_a_terminal_looks_as_a_run_alone_does(stoker: Stoker, forks: Fo
     attached.wait()
     seen.keys(b"\x03")
     assert seen.wait(120) == 130 and shown and there, (seen.lines, attached.lines)
+    assert (
+        seen.shown.count(b"new weights from") == 1 and b"[server] CPU0:stoker: new weights: version 2\r" in seen.shown
+    )
     for terminal in (seen, attached):
         assert not any("training [" in line for line in terminal.lines), "the bar is gone"
         text = re.sub(rb"\x1b\[[0-?]*[ -/]*[@-~]|[^\n]*\r(?=[^\n])", b"", terminal.shown).decode()
