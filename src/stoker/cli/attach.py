@@ -25,7 +25,8 @@ LONGEST_OF_OTHERS = 1 << 16
 
 def parser() -> Parser:
     about = (
-        "Follows a run as its own console would show it. Ctrl-C leaves the run alone. Ends with the run's exit code."
+        "Follows the newest start of a run as its own console would show it. Ctrl-C leaves the run alone. Ends with the run's"
+        " exit code."
     )
     made = Parser("stoker attach", about)
     made.run_argument()
