@@ -126,6 +126,28 @@ def test_a_memory_plan_fits_the_terminal(stoker: Stoker) -> None:
     assert max(map(len, stoker(*words).out.splitlines())) > 130  # a file gets whole lines
 
 
+def test_a_file_of_chats_fits_the_terminal(stoker: Stoker) -> None:
+    chat = {"messages": [{"role": "user", "content": "How long is it?" * 4}, {"role": "assistant", "content": "So."}]}
+    (stoker.cwd / "chats-that-people-wrote.jsonl").write_text(f"{json.dumps(chat)}\n" * 300)
+    shown = Terminal(stoker, [*_ENTRY, "data", "show", "chats-that-people-wrote.jsonl"], (80, 24))
+    assert shown.wait() == 0
+    lines = plain(shown)
+    own = lines[: next(at for at, line in enumerate(lines) if line.startswith("--- row"))]
+    assert any("300 conversations used" in line for line in own) and max(map(len, own)) <= LONGEST, own
+
+
+def test_a_line_about_memory_leaves_the_last_column_free(stoker: Stoker) -> None:
+    """Some terminals break a line that fills them, and show an empty one after it."""
+    stoker.script(
+        "train.py",
+        "import stoker, time\nkept = b'x' * (300 << 20)\nfor n in range(30): stoker.beat(step=n), time.sleep(0.1)\n",
+    )
+    run = Terminal(stoker, [*_ENTRY, "run", "train.py"], (80, 24))
+    assert run.wait() == 0
+    marks = [line for line in plain(run) if "MEM:POST-MODEL" in line]
+    assert marks and all(len(line) < LONGEST for line in marks), marks
+
+
 def test_doctor_fits_the_terminal(stoker: Stoker) -> None:
     recorded = ROOT / "tests/machines/bad-environment.json"
     looked = Terminal(stoker, [*_ENTRY, "doctor", "--machine", str(recorded)], (80, 24))

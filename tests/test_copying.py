@@ -461,6 +461,9 @@ def test_the_program_is_compared_file_by_file(tmp_path: Path) -> None:
         "host h1: train.py could not be compared: no answer",
         "host h2: train.py does not exist there; copy it with --sync, or set workdir:",
     ]
+    assert agreement.disagreements(dict.fromkeys(("h1", "h2", "h3"), answers["h2"]), "train.py") == [
+        "hosts h1, h2, h3: train.py does not exist there; copy it with --sync, or set workdir:"
+    ]
     module = files(str(tmp_path / "1"), "pkg.net", module=True)
     assert set(module["names"]) == {"pkg/__init__.py", "pkg/net.py"} and module["script"] is None
     installed = files(str(tmp_path / "1"), "pytest", module=True, python=sys.executable)

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from conftest import Stoker, at_length, at_length_but, wait_for  # noqa: E402
+from conftest import Stoker, Terminal, at_length, at_length_but, wait_for  # noqa: E402
 from forked_ranks import program, server  # noqa: E402
 from stoker.cli import train  # noqa: E402
 from stoker.contract.names import EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
@@ -390,6 +390,37 @@ def test_one_command_starts_the_server_and_the_trainers(stoker: Stoker, given: P
     assert len(files) > 15 and not [path for path in files if KEY.encode() in path.read_bytes()], (
         "the key is in no record"
     )
+
+
+def test_a_job_on_a_terminal_looks_as_a_run_alone_does(stoker: Stoker, forks: Forks) -> None:
+    words = [
+        "train",
+        "grpo",
+        "--allocation",
+        "stoker:d1+ddp:d2",
+        *forks.words("--max-steps", "100000", "--name", "job"),
+    ]
+    env = {"STOKER_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
+    seen = Terminal(stoker, ["-m", "stoker", *words], (80, 24), env)
+    bar = "[trainer] training [·".encode()
+    shown = wait_for(lambda: (seen.shown.count(b" Step ") > 2 and bar in seen.shown) or None, 120)
+    attached = Terminal(stoker, ["-m", "stoker", "attach"], (80, 24))
+    there = wait_for(lambda: (b" Step " in attached.shown and b"training [" in attached.shown) or None, 60)
+    attached.keys(b"\x03")
+    attached.wait()
+    seen.keys(b"\x03")
+    assert seen.wait(120) == 130 and shown and there, (seen.lines, attached.lines)
+    assert (
+        seen.shown.count(b"new weights from") == 1 and b"[server] CPU0:stoker: new weights: version 2\r" in seen.shown
+    )
+    for terminal in (seen, attached):
+        assert not any("training [" in line for line in terminal.lines), "the bar is gone"
+        text = re.sub(rb"\x1b\[[0-?]*[ -/]*[@-~]|[^\n]*\r(?=[^\n])", b"", terminal.shown).decode()
+        lines = [line.rstrip("\r") for line in text.splitlines()]
+        steps = [line for line in lines if " Step " in line]
+        assert steps and all(re.match(r"\[trainer\] CPU0: Step \d+/100000 \| Reward \d", line) for line in steps)
+        alone = r"\[\w+\] (CPU\d:\s*\S+$|CPU0:weights from )"  # one word, or what a rank prints by itself
+        assert [line for line in lines if len(line) > 80 and not re.match(alone, line)] == []
 
 
 @pytest.mark.parametrize(

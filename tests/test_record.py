@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Stoker, forget_verdict, tagged, wait_for
+from conftest import Stoker, Terminal, forget_verdict, tagged, wait_for
 from stoker.contract import redact
 from stoker.control.record import reader
 
@@ -194,10 +195,49 @@ def test_detach_attach_and_stop(stoker: Stoker) -> None:
     assert "not running" in stoker("stop", "bg").out
 
 
+def test_a_shell_hears_all_lines_before_its_run_is_in_the_background(stoker: Stoker) -> None:
+    script = stoker.script("f.py", "import os, sys\nsys.exit(not os.path.exists('there'))\n")
+    words = ["run", "--name", "twice", "--nproc-per-node", "2", script]
+    assert stoker(*words).code == 1
+    (stoker.cwd / "there").touch()
+    again = Terminal(stoker, ["-m", "stoker", words[0], "--detach", *words[1:]], (80, 24))
+    assert again.wait() == 0
+    lines = [line.rstrip("\r") for line in again.shown.decode().splitlines()]
+    assert lines[0].startswith("starting run ") and "✓ No GPU found: 2 CPU ranks, gloo" in lines, lines
+    assert "is in the background" in " ".join(lines) and max(map(len, lines)) <= 80, lines
+    assert stoker("attach", "twice").code == 0
+
+
 def test_attach_ends_with_the_runs_exit_code(stoker: Stoker) -> None:
     stoker("run", "--detach", stoker.script("f.py", "import time; time.sleep(1); print('bye'); raise SystemExit(6)"))
     attached = stoker("attach")
     assert attached.code == 6 and "CPU0:bye\n" in attached.out and "ended with exit code 6" in attached.out
+
+
+def test_attach_shows_the_newest_start_alone(stoker: Stoker) -> None:
+    """A run that was resumed: the error of its first start is no longer news."""
+    script = stoker.script(
+        "f.py",
+        "import os, sys\nif not os.path.exists('there'):\n    open('there', 'w'); sys.exit('of before')\nprint('of now')\n",
+    )
+    assert stoker("run", "--name", "twice", script).code == 1
+    first = stoker("attach", "twice")
+    assert "of before" in first.out and "this is start" not in first.err
+    assert stoker("run", "--name", "twice", script).code == 0
+    seen = stoker("attach", "twice")
+    assert seen.code == 0 and "CPU0:of now\n" in seen.out and "of before" not in seen.out and "failed" not in seen.out
+    named = re.search(r"^stoker: this is start 2 of run \S+-twice; `stoker (logs \S+ --attempt 0)` shows", seen.err)
+    assert named is not None and "of before" in stoker(*named[1].split()).out
+
+
+def test_attach_folds_the_launchers_lines(stoker: Stoker) -> None:
+    stoker("run", stoker.script("f.py", "raise ValueError('a long story ' * 20)\n"))
+    seen = Terminal(stoker, ["-m", "stoker", "attach"], (80, 24))
+    assert seen.wait() == 1
+    text = re.sub(rb"\x1b\[[0-?]*[ -/]*[@-~]", b"", seen.shown).decode()
+    lines = [line.rstrip("\r") for line in text.splitlines()]
+    own = [line for line in lines if not line.startswith("CPU0:")]
+    assert len(own) > 5 and [line for line in own if len(line) > 80 and " " in line.strip()] == [], own
 
 
 def test_each_attempt_has_its_own_ranks_and_labels(stoker: Stoker) -> None:

@@ -15,7 +15,7 @@ from conftest import Stoker, Terminal, wait_for
 from stoker.contract import progress
 from stoker.contract.progress import BYTES, State
 from stoker.control.launch.console import LineCutter
-from stoker.control.launch.shortlines import OwnLines, ShortLines, step_line
+from stoker.control.launch.shortlines import OwnLines, RoleLines, ShortLines, step_line
 
 # A program that works for as long as it is left to, with lines in between.
 WORK = """
@@ -69,6 +69,7 @@ STEP = "Step [100/2000] | Loss: 3.2564 | LR: 1.00e-03 | Grad Norm: 1.0072 | ETA:
         (STEP, 20, "Step 100/2000 | Loss 3.2564 | 13,409 tok/s | ETA 1:12"),
         ("Step [0/9] | Loss: nan | LR: 1.00e-05 | ETA: ?:?? | ? tok/s | MFU: n/a | Mem: n/a | right: 0.5000", 60, "Step 0/9 | Loss nan | LR 1.00e-05 | ? tok/s | ETA ?:??"),
         ("Step [0/9] | Reward: 0.123 | Right: 12% | Loss: 0.1234 | KL: n/a | Entropy: 1.234 | Length: 9.0 | Cut: 0% | LR: 1.00e-05 | Grad Norm: 1.2345 | ETA: 1:05:30", 94, "Step 0/9 | Reward 0.123 | Right 12% | Loss 0.1234 | LR 1.00e-05 | Grad 1.2345 | ETA 1:05:30"),
+        ("Step [0/100000] | Reward: 0.123 | Right: 12% | Loss: 0.1234 | KL: n/a | ETA: 21:05:30", 64, "Step 0/100000 | Reward 0.123 | Right 12% | ETA 21:05:30"),
     ],
 )  # fmt: skip
 def test_a_step_line_fits(line: str, room: int, shown: str) -> None:
@@ -92,9 +93,46 @@ def test_lines_of_a_recipe_name_the_device_once(monkeypatch: pytest.MonkeyPatch)
     assert bare.feed(step).startswith(b"GPU0: Step 100/2000 | ")
 
 
+def test_a_path_that_is_too_long_is_shown_from_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    here = tmp_path_factory.mktemp("here")
+    monkeypatch.chdir(here)
+    shorten = ShortLines(b"10.94.0.1/CPU0:", steps=True)
+    saved = f"{here}/runs/20261117-214701-pretrain/checkpoints/step-00000016"
+    assert shorten(f"INFO | [CPU 0] stopped: 16 of 200 steps; saved {saved}".encode()) == (
+        b" stopped: 16 of 200 steps; saved\n   runs/20261117-214701-pretrain/checkpoints/step-00000016"
+    )
+    assert shorten(b"INFO | [CPU 0] read %s/x" % bytes(here)) == b" read %s/x" % bytes(here), "it fits"
+
+
 def test_the_launchers_log_on_a_terminal() -> None:
-    line, own = b"[Rank 0] MEM:START RAM 12 MB (rank) 6.2/25.3 GB (host)", OwnLines(colours=True)
-    assert own(line) == line and own("✓ ok".encode()) == "\x1b[32m✓ ok\x1b[0m".encode()
+    line, own = b"[Rank 0] MEM:START RAM 12 MB (rank) 6.2/25.3 GB (host)", OwnLines(True, lambda: 40)
+    folded = b"[Rank 0] MEM:START RAM 12 MB (rank)\n  6.2/25.3 GB (host)"
+    assert own(line) == folded and own("✓ ok".encode()) == "\x1b[32m✓ ok\x1b[0m".encode()
+
+
+def test_a_roles_lines_are_shown_as_those_of_a_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    own = OwnLines(False, lambda: 80 - len("[trainer] "))
+    cutter = LineCutter(b"[trainer] ", RoleLines(b"[trainer] ", own, recipe=True, hosts=["b", "a"]))
+    step = f"INFO | [GPU 0] {STEP}\n".encode()
+    assert cutter.feed(b"b/GPU0:weights from x\n") == b"[trainer] b/GPU0:weights from x\n"
+    assert (
+        cutter.feed(b"b/GPU0:" + step) == b"[trainer] b/GPU0: Step 100/2000 | Loss 3.2564 | 13,409 tok/s | ETA 1:12\n"
+    )
+    assert cutter.feed(b"a/GPU0:" + step) == b"", "one rank's are enough"
+    row = b"  length         141 steps, 3 passes over your 199 conversations  sft's default; --epochs or --max-steps\n"
+    assert cutter.feed(row).split(b"\n") == [
+        b"[trainer]   length         141 steps, 3 passes over your 199 conversations",
+        b"[trainer]                  sft's default; --epochs or --max-steps",
+        b"",
+    ]
+    server = LineCutter(b"[server] ", RoleLines(b"[server] ", own, recipe=False))
+    words = b"stoker: " + b"word " * 14
+    assert server.feed(b"CPU0:" + words + b"\n").count(b"\n[server] CPU0:  word") == 1
+    assert server.feed(b"CPU0:" + b"word " * 20 + b"\n") == b"[server] CPU0:" + b"word " * 20 + b"\n", "its own"
 
 
 def test_a_progress_file_of_others_is_data(tmp_path: Path) -> None:

@@ -137,6 +137,21 @@ def test_no_number_and_no_heading_is_cut_at_80_columns(stoker: Stoker) -> None:
     assert [line for line in (titles, host, step, state) if "…" in line] == []
 
 
+def test_runs_of_one_name_have_their_ids() -> None:
+    made = demo()
+    runs = tuple(replace(made.runs[0], id=f"2026111{n}-220320-sft", name="sft" if n < 2 else "dpo") for n in range(3))
+    shown = text(replace(made, runs=runs), 80, View())
+    listed = [line.split()[0] for line in shown.splitlines() if re.match(r"\d{8}-|sft |dpo ", line)]
+    assert listed == ["dpo", "20261111-220320-sft", "20261110-220320-sft"], shown
+
+
+def test_a_run_that_is_over_has_no_ranks_any_more() -> None:
+    made = demo()
+    run = replace(made.runs[-1], state="completed", ranks=(), verdict=Verdict("completed", "completed", "", 0))
+    assert "the run is over: it has no ranks any more" in text(replace(made, runs=(run,)), 80, View())
+    assert "no ranks are known" in text(replace(made, runs=(replace(run, state="running"),)), 80, View())
+
+
 def test_a_snapshot_comes_back_from_its_json() -> None:
     for snapshot in (demo(), demo(16, 8), Snapshot(0.0)):
         assert snapshot_from_json(json.loads(json.dumps(snapshot.to_json()))).to_json() == snapshot.to_json()

@@ -87,6 +87,16 @@ def test_a_sleeping_rank_is_named_with_its_line(stoker: Stoker) -> None:
     assert noticed and stopped and float(noticed[1]) < float(stopped[1]), told
 
 
+def test_a_rank_that_failed_is_not_suspected_as_well(stoker: Stoker) -> None:
+    """Two ranks in different collectives: both end with an error, one of them seconds after the other."""
+    odd = "dist.all_reduce(torch.ones(3)) if not (n == 20 and rank == 1) else None"
+    late = "import atexit; atexit.register(time.sleep, 4)"
+    done = stoker.torch("run", "--nproc-per-node", "2", script(stoker, "pass", late, odd, model=DDP))
+    assert done.code == 1 and done.verdict["cause"] == "gloo.diverged", done.err
+    assert any(event["event"] == "suspicion" for event in done.events)
+    assert "stands still" not in done.err and "keeps running" not in done.err, done.err
+
+
 def test_without_py_spy(stoker: Stoker) -> None:
     done, seen = hang(stoker, script(stoker), env={"STOKER_PY_SPY": ""})
     assert (seen["cause"], seen["rank"]) == ("hang.sleep", 1) and "in stuck" in seen["where"]

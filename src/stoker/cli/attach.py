@@ -11,7 +11,7 @@ from stoker.contract import layout, terminal
 from stoker.contract.names import RECIPES
 from stoker.contract.progress import of_run
 from stoker.contract.settings import Parser
-from stoker.contract.terminal import in_colour, say, tell
+from stoker.contract.terminal import columns_of, in_colour, say, tell
 from stoker.contract.untrusted import open_regular, printable_lines
 from stoker.control.launch.console import LONGEST, LineCutter
 from stoker.control.launch.shortlines import OwnLines, ShortLines
@@ -25,7 +25,8 @@ LONGEST_OF_OTHERS = 1 << 16
 
 def parser() -> Parser:
     about = (
-        "Follows a run as its own console would show it. Ctrl-C leaves the run alone. Ends with the run's exit code."
+        "Follows the newest start of a run as its own console would show it. Ctrl-C leaves the run alone. Ends with the run's"
+        " exit code."
     )
     made = Parser("stoker attach", about)
     made.run_argument()
@@ -42,28 +43,38 @@ def main(argv: list[str]) -> int:
 
 
 def _follow(run: reader.Run, lines: int) -> int:
-    watched, recipe = sys.stdout.isatty(), str(run.data.get("script")).startswith(RECIPES)
-    console = follow.Tail(os.path.join(run.dir, layout.CONSOLE))
+    watched = sys.stdout.isatty()
+    start = follow.newest_start(run)
+    if start.number > 1:
+        command = f"stoker logs {shlex.quote(run.id)} --attempt {start.first_attempt - 1}"
+        before = f"; `{command}` shows the one before" if start.first_attempt else ""
+        say(f"this is start {start.number} of run {run.id}{before}")
+    starts = {"": start}
+    console = follow.Tail(os.path.join(run.dir, layout.CONSOLE), start.console_at)
     open_: dict[str, tuple[follow.Tail, LineCutter]] = {
-        "": (console, LineCutter(b"", OwnLines(in_colour()) if watched else None))
+        "": (console, LineCutter(b"", OwnLines(in_colour(), lambda: columns_of(sys.stdout)) if watched else None))
     }
     first, left_out = True, False
     try:
         while True:
             over = reader.over(run)
             for name, part in {"": run, **reader.roles(run)}.items():
-                new = [one for one in follow.rank_logs(part) if one[2] not in open_]
+                if name not in starts:
+                    starts[name] = follow.newest_start(part)
+                since = starts[name].first_attempt
+                new = [one for one in follow.rank_logs(part) if one[2] not in open_ and one[0] >= since]
                 if not run.mine and len(new) > (room := MOST_LOGS_OF_OTHERS + 1 - len(open_)):
                     new = sorted(new, key=lambda one: (-one[0], one[1]))[:room]  # the newest attempt's
                     if not left_out:
                         say(f"run {run.id} of {run.user} has more logs: {MOST_LOGS_OF_OTHERS} of them are followed")
                     left_out = True
                 labels = follow.labels(part) if new else {}
+                recipe = str(part.data.get("script")).startswith(RECIPES)
                 for attempt, rank, path in new:
                     skip = _start_of_last(path, lines) if first else 0
                     label = labels.get((attempt, rank), f"rank {rank}")
                     prefix = (f"[{name}] " if name else "").encode() + f"{label}:".encode()
-                    shorten = ShortLines(prefix, steps=not rank) if watched and recipe else None
+                    shorten = ShortLines(prefix, not rank, recipe) if watched and (recipe or name) else None
                     longest = LONGEST if run.mine else LONGEST_OF_OTHERS
                     open_[path] = (follow.Tail(path, skip), LineCutter(prefix, shorten, longest))
             first = False
@@ -77,7 +88,7 @@ def _follow(run: reader.Run, lines: int) -> int:
             if over:
                 break
             sys.stdout.buffer.flush()
-            _draw(run.dir)
+            _draw([run, *reader.roles(run).values()])
             time.sleep(0.1)
     except KeyboardInterrupt:
         terminal.fresh_line()
@@ -91,10 +102,11 @@ def _follow(run: reader.Run, lines: int) -> int:
     return ended.verdict.exit_code if ended and ended.verdict else 70
 
 
-def _draw(run_dir: str) -> None:
+def _draw(runs: list[reader.Run]) -> None:
+    """Of a job's roles one has a bar."""
     if not terminal.for_bars():
         return
-    state = of_run(run_dir)
+    state = next((state for run in runs if (state := of_run(run.dir)) is not None), None)
     if state is None:
         terminal.wipe()
     else:

@@ -38,7 +38,7 @@ def show_parser() -> Parser:
     made.option("path", "PATH", "files, folders or globs, compressed or not, or a hub id", nargs="+")
     tokenizer = "a folder with tokenizer.json, or a hub id (default: bytes, a token each)"
     made.option("--tokenizer", "PATH", tokenizer, default="bytes")
-    formats = f"format of the rows: {', '.join(NAMES[1:])} (default: recognised)"
+    formats = f"format of the rows: {', '.join(NAMES[1:])} (default: recognized)"
     made.add_argument("--format", default=AUTO, choices=NAMES, metavar="FORMAT", help=formats)
     made.option("--text-key", "NAME", "the field that holds a plain text", default="text")
     made.option("--context-length", "N", "tokens per sample (default: 1024)", int, default=1024)
@@ -77,10 +77,10 @@ def main(argv: list[str]) -> int:
 def _print(shown: Shown, tokenizer: str, context: int) -> None:
     from stoker.training.data.reasons import words
 
-    print(f"{shown.file}: format {shown.format} ({shown.about}), {shown.rows:,} rows")
+    tell(f"{shown.file}: format {shown.format} ({shown.about}), {shown.rows:,} rows")
     left = shown.rows - shown.used
     share = f", {shown.learned:,} of them learned" if shown.view != "texts" else ""
-    print(f"  {shown.used:,} {shown.view} used, {shown.tokens:,} tokens{share} (tokenizer {tokenizer})")
+    tell(f"  {shown.used:,} {shown.view} used, {shown.tokens:,} tokens{share} (tokenizer {tokenizer})")
     if shown.long:
         tell(f"  {shown.long:,} are longer than the context length {context} and are cut")
     print(f"  {left:,} row{'' if left == 1 else 's'} left out" + (":" if left else ""))

@@ -111,9 +111,14 @@ def draw(line: str) -> None:
 
     By way of a launcher it ends with \\r, which such bars are known by, twice: the last one could be half of \\r\\n.
     """
-    line = f"{_NO_WRAP}{_encodable(printable(line))}{_WRAP}"
+    line = in_one_row(line)
     _codes(f"\r\x1b[K{line}" if not _through_launcher() else f" {line}\x1b[K\r\r")
     _bar["drawn"] = True
+
+
+def in_one_row(line: str) -> str:
+    """With the codes by which a terminal cuts it where it is too long."""
+    return f"{_NO_WRAP}{_encodable(printable(line))}{_WRAP}"
 
 
 def wipe() -> None:

@@ -265,7 +265,7 @@ def trouble(run: str | None, code: int, log: str, log_from: int) -> tuple[str, s
         return f"its launcher was ended by {_signal(code - 128)}, and no verdict was written", ""
     lines = [line for line in redact.whole(_tail(log, log_from)).splitlines() if line.strip()]
     named = [line for line in lines if line.startswith(_OURS)]
-    return (named or lines or ["it ended without a word"])[-1].removeprefix(_OURS).strip(), ""
+    return (named or lines or ["it ended without an error message"])[-1].removeprefix(_OURS).strip(), ""
 
 
 def _signal(number: int) -> str:

@@ -409,7 +409,7 @@ class Agent:
 
     def _first_step(self, rank: Rank, when: float) -> None:
         self._relay.say({"is": "first-step", "rank": rank.rank, "time": when})
-        self._tell_memory(rank, "POST-MODEL", "at its first step")
+        self._tell_memory(rank, "POST-MODEL", "first step")
 
     def _collect(self) -> None:
         """Ranks that ended, and orphans. Unswept, a rank stays our zombie: its group's number can't be reused."""

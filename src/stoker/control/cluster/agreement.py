@@ -22,12 +22,14 @@ def remedy(script: str, folder: str, synced: bool) -> str:
 
 
 def disagreements(answers: Mapping[str, Mapping[str, Any]], script: str = "the script", lacking: str = "") -> list[str]:
-    """A line for each host that has not what most have, or the first has. `lacking`: what to do where it is not there."""
+    """A line for each host that has not what most have, or the first has, and one for all that lack it. `lacking`: what to do where it is not there."""
     asked = {host: answer for host, answer in answers.items() if "error" not in answer}
     failed = {host: answer["error"] for host, answer in answers.items() if "error" in answer}
     lines = [f"host {host}: {script} could not be compared: {why}" for host, why in failed.items()]
     missing = [host for host, answer in asked.items() if not answer["names"]]
-    lines += [f"host {host}: {script} does not exist there; {lacking or remedy(script, '', False)}" for host in missing]
+    if missing:
+        which = f"host{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+        lines.append(f"{which}: {script} does not exist there; {lacking or remedy(script, '', False)}")
     there = {host: answer for host, answer in asked.items() if host not in missing}
     if not there:
         return lines

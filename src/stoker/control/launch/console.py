@@ -71,12 +71,15 @@ class Console:
     def terminal(self, stream: int) -> bool:
         return self._terminal[stream]
 
+    def in_colour(self, stream: int) -> bool:
+        return self._colours[stream]
+
     def say(self, stream: int, text: str, colour: str = "") -> None:
         """Lines of our own. They quote what others wrote: control codes in them are escaped."""
-        text = wrapped(printable_lines(text), self._columns(stream))
+        text = wrapped(printable_lines(text), self.columns(stream))
         self.put(stream, (coloured(text, colour) if self._colours[stream] else text).encode() + b"\n", own=True)
 
-    def _columns(self, stream: int) -> int:
+    def columns(self, stream: int) -> int:
         """0: there is no terminal, or it does not say. Asked each time: windows change their size."""
         if not self._terminal[stream]:
             return 0
@@ -153,6 +156,14 @@ class Console:
                 time.sleep(0.01)  # somebody made the terminal non-blocking: wait for room on this thread only
             except OSError:
                 self._dead.add(stream)  # `| head -1`, a closed terminal: the run goes on without this stream
+
+    def settle(self, seconds: float = 2.0) -> None:
+        """Until all that was put is written, or so long: a console that stands still holds up nobody."""
+        deadline = time.monotonic() + seconds
+        while self._size and time.monotonic() < deadline:
+            with self._ready:
+                self._ready.notify()
+            time.sleep(0.002)
 
     def close(self, seconds: float = 2.0) -> int:
         """Gives the console a little time to catch up. Returns how many lines it never got."""

@@ -190,9 +190,14 @@ class Coordinator:
                 self._say(line, colour=WARNING)
         if self._exporter is not None:
             self._exporter.start(place.dir)
-        if self._report is not None:
-            self._report.started(place.dir)
+        self._leave_shell(place)
         return plan
+
+    def _leave_shell(self, place: RunPlace) -> None:
+        """The shell that waits for a detached run reads no further than this."""
+        if self._report is not None:
+            self._console.settle()
+            self._report.started(place.dir)
 
     def _make_ready(self, argv: list[str], place: RunPlace) -> tuple[RunPlan, list[str]]:
         """The plan, with everything it needs reserved, and what to warn of."""
@@ -260,7 +265,8 @@ class Coordinator:
 
     def _open_record(self, plan: RunPlan, place: RunPlace) -> str:
         record = RunRecord(place.dir, os.uname().nodename, place.reopened)
-        notice = record.begin(description.describe(self.request, plan, place, self._live.agents.machines, self._began))
+        about = description.describe(self.request, plan, place, self._live.agents.machines, self._began)
+        notice = record.begin(about, place.first_attempt)
         self._record = self._live.record = record
         return notice
 

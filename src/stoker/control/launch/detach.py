@@ -6,6 +6,7 @@ import os
 import sys
 
 from stoker.contract.names import Refusal
+from stoker.contract.terminal import tell
 
 _STARTED = b"\0started "
 _ENDED = b"\0ended "
@@ -93,7 +94,7 @@ def _listen(pipe: int) -> int:
                 return 0
             if line.startswith(_ENDED):
                 return int(line[len(_ENDED) :])
-            os.write(2, line + b"\n")
+            tell(line.decode("utf-8", "replace"), sys.stderr)
         if not data:
             os.write(2, b"stoker: the background process ended without an error message\n")
             return 70

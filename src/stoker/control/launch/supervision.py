@@ -241,7 +241,8 @@ class Supervision:
         record.event("suspicion", attempt=attempt.number, cause=hang.cause_of(stall), summary=summary, **seen)
         stacks = "\n".join(text for _, text in sorted(attempt.watch.text_of_stacks().items()))
         record.save(layout.stacks(record.dir, attempt.number), stacks)
-        self._say(f"stoker: {summary} ({self._then(stall, stops_in)})", colour=WARNING)
+        if not attempt.first_failure:  # else the verdict comes within seconds, and it knows more
+            self._say(f"stoker: {summary} ({self._then(stall, stops_in)})", colour=WARNING)
 
     def _then(self, stall: Stall, stops_in: float | None) -> str:
         """What will happen, and when."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.shape import shape
 from stoker.contract.untrusted import open_regular, printable
 from stoker.control.record.reader import Run
 
@@ -42,6 +43,23 @@ def rank_logs(run: Run) -> Iterator[tuple[int, int, str]]:
             raise Refusal(f"{printable(folder)} can't be read: {problem.strerror}", EX_NOINPUT) from problem
         for rank in sorted(int(match[1]) for match in matches if match):
             yield attempt, rank, layout.rank_log(run.dir, attempt, rank)
+
+
+@shape
+class Start:
+    """A run that is started again under its name has several."""
+
+    number: int = 1
+    first_attempt: int = 0
+    console_at: int = 0  # bytes of the launcher's log that are of the starts before
+
+
+def newest_start(run: Run) -> Start:
+    found = [event for event in run.events() if event["event"] == "run"]
+    attempt, at = (found[-1].get("attempt"), found[-1].get("console_at")) if found else (None, None)
+    if not isinstance(attempt, int) or not isinstance(at, int) or min(attempt, at) < 0:
+        return Start()  # of an earlier version, or of another user
+    return Start(len(found), attempt, at)
 
 
 def labels(run: Run) -> dict[tuple[int, int], str]:

@@ -59,12 +59,14 @@ class RunRecord:
         except OSError as problem:
             raise cannot_write(root, problem) from problem
 
-    def begin(self, run: dict[str, Any]) -> str:
+    def begin(self, run: dict[str, Any], first_attempt: int) -> str:
         """run.json, first event, link to the newest run. The last chance to refuse a full disk. Returns a notice."""
         try:
             data = {"schema": layout.SCHEMA, **redact.data(run, OURS)}
             write_json(os.path.join(self.dir, layout.RUN), data, durable=False)  # ranks wait for this one
-            os.write(self._events, self._line("run", {"began": run["started"]}))
+            at = os.fstat(self._console).st_size  # where the launcher's lines of this start begin
+            start = {"began": run["started"], "attempt": first_attempt, "console_at": at}
+            os.write(self._events, self._line("run", start))
         except OSError as problem:
             raise cannot_write(os.path.dirname(self.dir), problem) from problem
         return self._point_latest()

@@ -101,21 +101,20 @@ class JobCoordinator(Coordinator):
             environment = self._lock(dealt, place)
             self._record = RunRecord(place.dir, os.uname().nodename, place.reopened)
             about = description.describe(self.request, shown, place, {}, self._began)
-            notice = self._record.begin(about)
+            notice = self._record.begin(about, place.first_attempt)
         except BaseException:
             abandon(place)
             raise
         said = (place.elsewhere, place.notice, notice, *found.lines, *order_lines(specs, dealt, ports))
         for line in filter(None, said):
             self._say(line)
-        if self._report is not None:
-            self._report.started(place.dir)
+        self._leave_shell(place)
         root = os.path.join(place.dir, layout.ROLES)
         seating = Seating(
             specs, dealt, found.cards, found.hosts, self._plan.share, lambda spec, seats: self._write(root, spec, seats)
         )
         roles = [self._role(spec, seating, ports.get(spec.name, 0), root) for spec in in_order(specs, "", 0)]
-        started_with = environment, self._locks.handles
+        started_with = environment, self._locks.handles, self._console.terminal(2)
         running = Running(
             roles, seating, self._record, place.id, self._signals, self._say, self.options.max_restarts, *started_with
         )

@@ -11,11 +11,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from stoker.contract import layout, names
+from stoker.contract.progress import of_run
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Verdict
+from stoker.contract.terminal import in_one_row
 from stoker.contract.untrusted import printable
 from stoker.control.launch.console import Console, LineCutter
 from stoker.control.launch.ourselves import stoker_command
+from stoker.control.launch.shortlines import OwnLines, RoleLines
 from stoker.control.record import reader
 from stoker.control.roles.placing import Card, Seat, numbered
 from stoker.control.roles.ready import Watching
@@ -144,12 +147,36 @@ class RoleRun:
         self._cutters, self._begun = {}, {}
         for stream, pipe in (1, self.child.stdout), (2, self.child.stderr):
             os.set_blocking(pipe.fileno(), False)
-            self._cutters[pipe.fileno()] = stream, LineCutter(f"[{self.name}] ".encode())
+            self._cutters[pipe.fileno()] = stream, self._cutter(stream)
         if self.spec.ready is None:
             self.state = UP
             return
         here = not self.given.hosts_file
         self.watching = Watching(self.spec.ready, self.addresses, self.began, self.spec.count, here)
+
+    def _cutter(self, stream: int) -> LineCutter:
+        """A terminal gets its lines as it would get those of that run alone."""
+        prefix, console = self._prefix, self._console
+        if not console.terminal(stream):
+            return LineCutter(prefix)
+        own = OwnLines(console.in_colour(stream), lambda: console.columns(stream) - len(prefix))
+        hosts = list(dict.fromkeys(seat.host for seat in self.seats))
+        return LineCutter(prefix, RoleLines(prefix, own, trains(self.spec.command), hosts))
+
+    def draw(self) -> bool:
+        """A bar of what its rank 0 is at, below the lines, as far as that is known here."""
+        run = self.find_record() if self.child is not None else None
+        state = of_run(run.dir) if run is not None else None
+        if state is None:
+            return False
+        prefix = self._prefix.decode()
+        bar = in_one_row(f"{prefix}{state.bar(self._console.columns(2) - len(prefix) - 1)}")
+        self._console.put(2, f"{bar}\x1b[K\r".encode())
+        return True
+
+    @property
+    def _prefix(self) -> bytes:
+        return f"[{self.name}] ".encode()
 
     @property
     def pipes(self) -> list[int]:

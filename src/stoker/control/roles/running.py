@@ -22,6 +22,7 @@ from stoker.control.roles.seating import Seating
 from stoker.control.verdict import launch
 
 TICK_S = 0.1
+REDRAW_S = 1.0  # a rank writes no sooner down where it is
 LONGEST_WAIT_S = 30.0
 LIVED_S = 60.0  # one that lived as long was no crash loop
 LOOP, LOOP_S = 5, 600.0  # the same failure so often within this time is a loop
@@ -43,8 +44,9 @@ class Running:
         max_restarts: int,
         environment: Mapping[str, str],
         handles: Sequence[int],
+        watched: bool = False,
     ) -> None:
-        """`environment` and `handles`: what each role is started with. `max_restarts`: of the whole job."""
+        """`watched`: there is a terminal to draw bars on. `environment` and `handles`: what each role is started with. `max_restarts`: of the whole job."""
         self._roles = {role.name: role for role in roles}
         self._seating = seating
         self._record, self._id = record, run_id
@@ -57,6 +59,7 @@ class Running:
         self._again = ""  # the role for whose failure all are started again
         self._blame = Blame(self._roles, run_id)
         self._stop = 0  # a signal that we got
+        self._watched, self._drawn = watched, 0.0
 
     def run(self) -> Verdict:
         while True:
@@ -67,6 +70,7 @@ class Running:
             self._heed_signals()
             for role in self._roles.values():
                 self._look_at(role)
+            self._draw()
             self._outcome = self._outcome or self._blame.decided()
             if all(role.child is None for role in self._roles.values()) and (self._outcome or self._again):
                 if self._outcome is not None:
@@ -74,6 +78,13 @@ class Running:
                 self._begin_again()
             if self._outcome is not None or self._again or self._stop:
                 self._stop_the_rest()
+
+    def _draw(self) -> None:
+        """One bar, of the role that the job is about."""
+        if not self._watched or time.monotonic() - self._drawn < REDRAW_S:
+            return
+        self._drawn = time.monotonic()
+        any(role.draw() for role in sorted(self._living(), key=lambda role: not role.spec.required))
 
     # ---- starting ----
 

@@ -82,6 +82,7 @@ class Loader:
         self._bodies: queue.Queue[tuple[bytes, Reply] | None] = queue.Queue(MOST_WAITING)
         self._lock = threading.Lock()
         self._newest: _Coming | None = None
+        self._source = ""  # of the newest, as it was printed: trainers publish in one place, step after step
         self._sweeps = False  # weights have come through shared memory
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
 
@@ -174,7 +175,10 @@ class Loader:
                 one(200, in_place(version, digest))
 
         self._newest = coming
-        self._say(f"new weights from {where}{'' if version is None else f': version {version}'}")
+        source = os.path.dirname(where) or where
+        come = "new weights" if source == self._source and version is not None else f"new weights from {where}"
+        self._source = source
+        self._say(f"{come}{'' if version is None else f': version {version}'}")
         self._engine.update(change, version, digest, applied)
 
     def _has(self, version: int, digest: str, reply: Reply) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 from stoker.contract.quantities import span
 from stoker.control.show.drawing import short
@@ -22,11 +23,16 @@ _BROKEN = ("failed", LOST, DAMAGED, "hang")
 
 
 def runs_panel(index: Index, wish: Wish, chosen: str) -> Panel:
-    """Newest first."""
+    """Newest first. A name that several runs have tells nobody which is which: those have their ids."""
     found = reversed(index.snapshot.runs)
+    names = Counter(run.name for run in index.snapshot.runs)
+
+    def shown_name(run: Run) -> str:
+        return foreign(run.name if run.name and names[run.name] == 1 else run.id)
+
     kept, hidden = ordered((Row(run.id, run, _run_text(run)) for run in found), wish, RUN_ORDERS)
     columns = (
-        Column("RUN", 26, lambda run, width: (foreign(run.name or run.id), ACCENT if run.id == chosen else PLAIN)),
+        Column("RUN", 26, lambda run, width: (shown_name(run), ACCENT if run.id == chosen else PLAIN)),
         Column("STATE", 10, _run_state, order=1),
         Column("STEP", 13, lambda run, width: (steps(run), PLAIN), 2, True),
         Column("LOSS", 9, lambda run, width: (number(run.loss), _loss(run)), 2, True),

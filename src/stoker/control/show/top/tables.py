@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stoker.contract.quantities import amount, span
-from stoker.control.show.snapshot import GpuGauges, Holder, Rank, Run
+from stoker.control.show.snapshot import RUNNING, GpuGauges, Holder, Rank, Run
 from stoker.control.show.top.cells import (
     ACCENT,
     BAD,
@@ -45,6 +45,8 @@ def ranks_panel(run: Run | None, wish: Wish) -> Panel:
     rows = (Row(str(rank.rank), rank, _rank_text(rank, slow.get(rank.rank, ""))) for rank in ranks)
     kept, hidden = ordered(rows, wish, RANK_ORDERS)
     empty = "no ranks are known of this run" if run is not None else "no run"
+    if run is not None and run.verdict is not None and run.state != RUNNING:
+        empty = "the run is over: it has no ranks any more"
     return Panel(RANKS, _rank_columns(slow, ranks), kept, empty, hidden)
 
 
