@@ -110,7 +110,7 @@ def test_another_users_own_lines_are_shown_without_control_codes(stoker: Stoker)
     texts = {
         "run.json": json.dumps({"name": "x", "started": 1}),
         "verdict.json": json.dumps({"status": "failed", "cause": "x", "summary": "s", "exit_code": 7}),
-        "events.jsonl": "",
+        "events.jsonl": json.dumps({"event": "run", "time": 1, "attempt": 0, "console_at": 10**30}) + "\n",
         "stoker.log": "a title \x1b]0;owned\a\rand a bar\n✓ done\n",
     }
     for name, text in texts.items():

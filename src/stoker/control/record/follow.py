@@ -57,7 +57,7 @@ class Start:
 def newest_start(run: Run) -> Start:
     found = [event for event in run.events() if event["event"] == "run"]
     attempt, at = (found[-1].get("attempt"), found[-1].get("console_at")) if found else (None, None)
-    if not isinstance(attempt, int) or not isinstance(at, int) or min(attempt, at) < 0:
+    if not isinstance(attempt, int) or not isinstance(at, int) or not (0 <= attempt < 1 << 31 and 0 <= at < 1 << 62):
         return Start()  # of an earlier version, or of another user
     return Start(len(found), attempt, at)
 
