@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from stoker.contract import checkpoints, names, redact
+from stoker.contract import names, redact
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import counted, span
 from stoker.contract.shape import replace
@@ -29,7 +29,8 @@ from stoker.control.launch.request import Request, check_numbers, program
 from stoker.control.launch.runplace import Complete, RunPlace, abandon, find_place
 from stoker.control.launch.signals import Interrupted, Signals
 from stoker.control.machine import host
-from stoker.control.record.again import TO_CONTINUE, TO_START_AGAIN
+from stoker.control.record import reader
+from stoker.control.record.again import purpose
 from stoker.control.record.writer import RunRecord
 
 TYPE_CHECKING = False
@@ -183,7 +184,8 @@ class Coordinator:
         if place.elsewhere:
             self._say(place.elsewhere)
         if self.options.quiet is False:
-            begins = "" if names.JOB in os.environ else place.notice  # the job says so of its roles
+            # What a role continues from, its job has said; one that starts from scratch says why.
+            begins = "" if names.JOB in os.environ and place.reopened else place.notice
             for line in filter(None, (begins, notice, *plan.lines)):
                 self._say(line)
             for line in warnings:
@@ -220,10 +222,11 @@ class Coordinator:
         alone = names.JOB not in os.environ
         not_its_fault = verdict.status == "stopped" or verdict.cause == "host.lost"
         resume = description.continue_command(self.request, place) if not_its_fault and alone else ""
-        commands = (f"{resume}   # {_purpose(place)}",) if resume else ()
+        why = purpose(reader.load(place.dir)) if resume else ""
+        commands = (f"{resume}   # {why}",) if resume else ()
         self._record.verdict(replace(verdict, evidence=(*verdict.evidence, *missing), fix=(*commands, *verdict.fix)))
         if alone:  # else the job says how its roles ended
-            self._say_how(verdict, place, resume)
+            self._say_how(verdict, place, f"{why}: {resume}" if resume else "")
         for line in (*missing, *self._not_written()):
             self._say(f"stoker: {line}", colour=WARNING)
 
@@ -242,7 +245,7 @@ class Coordinator:
             why = f"`stoker why {shlex.quote(place.id)}` says more"
             self._say(f"stoker: {verdict.status} after {took}, exit code {verdict.exit_code}; {why}", colour=colour)
             if resume:
-                self._say(f"stoker: {_purpose(place)}: {resume}")
+                self._say(f"stoker: {resume}")
 
     def _print_plan(self, plan: RunPlan, place: RunPlace) -> None:
         import json
@@ -281,10 +284,6 @@ class Coordinator:
             f"{lost.bytes} bytes of {os.path.basename(path)} could not be written: {lost.why}"
             for path, lost in self._record.lost().items()
         ]
-
-
-def _purpose(place: RunPlace) -> str:
-    return TO_CONTINUE if checkpoints.newest(place.dir) else TO_START_AGAIN
 
 
 def _inline(fix: str) -> str:

@@ -18,7 +18,7 @@ from stoker.contract.untrusted import printable
 from stoker.control.launch.plan import default_name
 from stoker.control.launch.request import Request
 from stoker.control.record import reader
-from stoker.control.record.again import command_of
+from stoker.control.record.again import command_of, saved
 from stoker.control.record.writer import cannot_write, make_private
 
 # What may differ between two starts of one run without making it another run.
@@ -166,9 +166,7 @@ def _refuse_running(run: reader.Run, name: str, environment: Mapping[str, str]) 
 
 def _can_continue(run: reader.Run) -> bool:
     """It is unfinished, and there is something to resume from."""
-    from stoker.contract.checkpoints import newest
-
-    return not _is_complete(run) and reader.alive(run) is False and newest(run.dir) is not None
+    return not _is_complete(run) and reader.alive(run) is False and bool(saved(run))
 
 
 def _unfinished(run: reader.Run) -> str:
@@ -189,16 +187,17 @@ def _reopened(run: reader.Run, request: Request) -> RunPlace:
 
 def _reopening(last: reader.Run, recipe: bool) -> str:
     """ "Resuming" only where there is something to resume from."""
-    from stoker.contract.checkpoints import newest
-
-    saved = newest(last.dir)
-    if saved is None:
+    checkpoints = saved(last)
+    if not checkpoints:
         folder = os.path.relpath(os.path.join(last.dir, layout.CHECKPOINTS))
         return f"starting run {last.id} again from the beginning: it is unfinished and has no checkpoint in {folder}"
+    if checkpoints[0].role:
+        newest = ", ".join(f"of role {one.role} {os.path.relpath(one.path)}" for one in checkpoints)
+        return f"starting run {last.id} again; its newest checkpoint{'s' * (len(checkpoints) > 1)}: {newest}"
+    path = os.path.relpath(checkpoints[0].path)
     if recipe:
-        return f"resuming run {last.id} from {os.path.relpath(saved.path)}"
-    given = f"{os.path.relpath(saved.path)}, is what stoker.resume() gives the script"
-    return f"starting run {last.id} again; its newest checkpoint, {given}"
+        return f"resuming run {last.id} from {path}"
+    return f"starting run {last.id} again; its newest checkpoint, {path}, is what stoker.resume() gives the script"
 
 
 def _joined(*notices: str) -> str:

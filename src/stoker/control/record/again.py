@@ -1,4 +1,4 @@
-"""The command that continues a run: the one that was typed, with the run's id or name."""
+"""What a run can continue from, and the command that continues it: the one that was typed, with the run's id or name."""
 
 from __future__ import annotations
 
@@ -6,10 +6,29 @@ import itertools
 import shlex
 from collections.abc import Sequence
 
-from stoker.contract import layout, redact
-from stoker.control.record.reader import Run, is_only_one
+from stoker.contract import checkpoints, layout, redact
+from stoker.contract.shape import shape
+from stoker.control.record.reader import Run, is_only_one, roles
 
 TO_CONTINUE, TO_START_AGAIN = "to continue", "to start it again"  # what it is for: behind it, as a comment
+
+
+@shape
+class Saved:
+    role: str  # of a job; empty: the run's own
+    path: str  # of the newest complete checkpoint
+
+
+def saved(run: Run) -> tuple[Saved, ...]:
+    """What it continues from: its own newest checkpoint; of a job, that of each role that is not complete."""
+    unfinished = {role: one for role, one in roles(run).items() if not one.verdict or one.verdict.status != "completed"}
+    newest = {role: checkpoints.newest(one.dir) for role, one in {"": run, **unfinished}.items()}
+    return tuple(Saved(role, one.path) for role, one in newest.items() if one is not None)
+
+
+def purpose(run: Run | None) -> str:
+    """What the command is for."""
+    return TO_CONTINUE if run is not None and saved(run) else TO_START_AGAIN
 
 
 def command_of(run: Run) -> str:
