@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -390,6 +391,29 @@ def test_one_command_starts_the_server_and_the_trainers(stoker: Stoker, given: P
     assert len(files) > 15 and not [path for path in files if KEY.encode() in path.read_bytes()], (
         "the key is in no record"
     )
+
+
+def test_a_stopped_job_without_a_key_of_its_users_own_resumes(stoker: Stoker, forks: Forks) -> None:
+    """Each start makes a new key for the server: that is no other setting of the trainer's run."""
+    words = forks.words("--max-steps", "40", "--grpo.breaker_steps", "0")
+    alone = {"OMP_NUM_THREADS": "1", "STOKER_API_KEY": ""}
+    job = stoker.start("train", "grpo", "--allocation", "stoker:d1+ddp:d1", *words, env=alone)
+
+    def steps() -> int:
+        return sum(path.read_text().count("\n") for path in stoker.cwd.glob("runs/2*/roles/*-trainer/metrics.jsonl"))
+
+    assert wait_for(lambda: True if steps() >= 2 else None, 240)
+    job.send_signal(signal.SIGINT)
+    said = job.communicate(timeout=240)[0].decode()
+    (trainer,) = (stoker.latest / "roles").glob("*-trainer")
+    (saved,) = (path.name for path in (trainer / "checkpoints").glob("step-*"))
+    assert job.returncode == 130 and f"saved: checkpoints/{saved}" in said, said
+    command = shlex.split(said.partition("to continue: stoker ")[2].splitlines()[0])
+    assert command[:2] == ["train", "grpo"] and command[2:4] == ["--name", stoker.latest.name], said
+    again = stoker(*command, env=alone, timeout=600)
+    assert again.code == 0 and f"resumes at step {int(saved.removeprefix('step-'))}" in again.out + again.err
+    assert "from the beginning" not in again.err and f"{trainer.name}/checkpoints/{saved}" in again.err, again.err
+    assert list((stoker.latest / "roles").glob("*-trainer")) == [trainer], "it is the same run"
 
 
 @pytest.mark.parametrize(
