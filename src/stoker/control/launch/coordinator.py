@@ -30,7 +30,7 @@ from stoker.control.launch.runplace import Complete, RunPlace, abandon, find_pla
 from stoker.control.launch.signals import Interrupted, Signals
 from stoker.control.machine import host
 from stoker.control.record import reader
-from stoker.control.record.again import purpose
+from stoker.control.record.again import files_elsewhere, purpose
 from stoker.control.record.writer import RunRecord
 
 TYPE_CHECKING = False
@@ -222,15 +222,29 @@ class Coordinator:
         alone = names.JOB not in os.environ
         not_its_fault = verdict.status == "stopped" or verdict.cause == "host.lost"
         resume = description.continue_command(self.request, place) if not_its_fault and alone else ""
-        why = purpose(reader.load(place.dir)) if resume else ""
-        commands = (f"{resume}   # {why}",) if resume else ()
-        self._record.verdict(replace(verdict, evidence=(*verdict.evidence, *missing), fix=(*commands, *verdict.fix)))
+        run = reader.load(place.dir)
+        why = purpose(run) if resume else ""
+        elsewhere = files_elsewhere(run, verdict.status == "completed") if run is not None else ()
+        places = [what for what, command in elsewhere if not command]
+        commands = [f"{resume}   # {why}"] if resume else []
+        copies = [f"{command}   # {what}" for what, command in elsewhere if command]
+        self._record.verdict(
+            replace(
+                verdict,
+                evidence=(*verdict.evidence, *places, *missing),
+                fix=(*commands, *verdict.fix, *copies),
+            )
+        )
         if alone:  # else the job says how its roles ended
-            self._say_how(verdict, place, f"{why}: {resume}" if resume else "")
+            self._say_how(verdict, place)
+            for what, command in elsewhere:
+                self._say(f"stoker: {what}" + (f"; to copy the model: {command}" if command else ""))
+            if resume:
+                self._say(f"stoker: {why}: {resume}")
         for line in (*missing, *self._not_written()):
             self._say(f"stoker: {line}", colour=WARNING)
 
-    def _say_how(self, verdict: Verdict, place: RunPlace, resume: str) -> None:
+    def _say_how(self, verdict: Verdict, place: RunPlace) -> None:
         shown = os.path.relpath(place.dir, self._cwd) if place.dir.startswith(self._cwd + os.sep) else place.dir
         took = span(time.time() - self._began)
         if verdict.status == "completed":
@@ -244,8 +258,6 @@ class Coordinator:
                 self._say(f"stoker: what to do: {_inline(verdict.fix[0])}", colour=colour)
             why = f"`stoker why {shlex.quote(place.id)}` says more"
             self._say(f"stoker: {verdict.status} after {took}, exit code {verdict.exit_code}; {why}", colour=colour)
-            if resume:
-                self._say(f"stoker: {resume}")
 
     def _print_plan(self, plan: RunPlan, place: RunPlace) -> None:
         import json
@@ -263,7 +275,10 @@ class Coordinator:
 
     def _open_record(self, plan: RunPlan, place: RunPlace) -> str:
         record = RunRecord(place.dir, os.uname().nodename, place.reopened)
-        notice = record.begin(description.describe(self.request, plan, place, self._live.agents.machines, self._began))
+        live = self._live
+        apart = live.network.apart if live.network is not None else None
+        about = description.describe(self.request, plan, place, live.agents.machines, self._began, apart)
+        notice = record.begin(about)
         self._record = self._live.record = record
         return notice
 

@@ -18,7 +18,7 @@ from stoker.contract.untrusted import printable
 from stoker.control.launch.plan import default_name
 from stoker.control.launch.request import Request
 from stoker.control.record import reader
-from stoker.control.record.again import command_of, saved
+from stoker.control.record.again import Saved, command_of, host_of_files, saved
 from stoker.control.record.writer import cannot_write, make_private
 
 # What may differ between two starts of one run without making it another run.
@@ -189,17 +189,28 @@ def _reopened(run: reader.Run, request: Request) -> RunPlace:
 
 def _reopening(last: reader.Run, recipe: bool) -> str:
     """ "Resuming" only where there is something to resume from."""
-    checkpoints = saved(last)
+    checkpoints, host = saved(last), host_of_files(last)
+    if not checkpoints and host:
+        there = f"what it saved is on host {host}, and it resumes there if there is a checkpoint"
+        return f"starting run {last.id} again: {there}"
     if not checkpoints:
         folder = os.path.relpath(os.path.join(last.dir, layout.CHECKPOINTS))
         return f"starting run {last.id} again from the beginning: it is unfinished and has no checkpoint in {folder}"
     if checkpoints[0].role:
-        newest = ", ".join(f"of role {one.role} {os.path.relpath(one.path)}" for one in checkpoints)
+        newest = ", ".join(f"of role {one.role} {_place(one)}" for one in checkpoints)
         return f"starting run {last.id} again; its newest checkpoint{'s' * (len(checkpoints) > 1)}: {newest}"
+    if checkpoints[0].host:
+        there = f"its checkpoints are on host {host}, and it resumes from the newest if rank 0 is there again"
+        return f"starting run {last.id} again: {there}"
     path = os.path.relpath(checkpoints[0].path)
     if recipe:
         return f"resuming run {last.id} from {path}"
     return f"starting run {last.id} again; its newest checkpoint, {path}, is what stoker.resume() gives the script"
+
+
+def _place(one: Saved) -> str:
+    path = os.path.relpath(one.path)
+    return f"in {path} on host {one.host}" if one.host else path
 
 
 def _joined(*notices: str) -> str:
