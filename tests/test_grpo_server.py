@@ -412,6 +412,14 @@ def test_a_stopped_job_without_a_key_of_its_users_own_resumes(stoker: Stoker, fo
     assert command[:2] == ["train", "grpo"] and command[2:4] == ["--name", stoker.latest.name], said
     again = stoker(*command, env=alone, timeout=600)
     assert again.code == 0 and f"resumes at step {int(saved.removeprefix('step-'))}" in again.out + again.err
+    model = f"runs/{stoker.latest.name}/roles/{trainer.name}"
+    assert f"stoker: the model of role trainer is {model}/hf\n" in again.err, again.err
+    chat = stoker.torch("chat", "runs/latest", "--prompt", "1 + 1 =", "--max-tokens", "2")
+    assert chat.code == 0 and f"runs/latest is a job: the model of its role trainer is used, {model}\n" in chat.err
+    assert stoker.torch("chat", "--prompt", "1 + 1 =", "--max-tokens", "2").code == 0, "the newest model is a role's"
+    assert stoker.torch("export", "runs/latest", "out").code == 0
+    kept, exported = (load_file(folder / "model.safetensors") for folder in (trainer / "hf", stoker.cwd / "out"))
+    assert kept.keys() == exported.keys() and all(torch.equal(kept[name], exported[name]) for name in kept)
     assert "from the beginning" not in again.err and f"{trainer.name}/checkpoints/{saved}" in again.err, again.err
     assert list((stoker.latest / "roles").glob("*-trainer")) == [trainer], "it is the same run"
 
