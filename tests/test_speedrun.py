@@ -665,7 +665,7 @@ def test_a_signal_reaches_the_stage_and_the_same_command_goes_on(speedrun: Speed
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number, out.decode()
-    assert b"stopped in stage base; the same command resumes it" in out
+    assert b"stopped in stage base; the same command resumes it: stoker speedrun" in out
     assert speedrun.entries["base"]["status"] == "stopped"
     speedrun.order()
     assert speedrun("--until", "base") == 0

@@ -221,18 +221,21 @@ class Coordinator:
         missing = self._not_written()
         alone = names.JOB not in os.environ
         not_its_fault = verdict.status == "stopped" or verdict.cause == "host.lost"
-        resume = description.continue_command(self.request, place) if not_its_fault and alone else ""
+        resume = description.continue_command(self.request, place) if alone and verdict.status != "completed" else ""
+        if not not_its_fault and not resume.startswith("stoker "):
+            resume = ""  # of a ladder, or of a program that called us: its own command is not known
         run = reader.load(place.dir)
         why = purpose(run) if resume else ""
         elsewhere = files_elsewhere(run, verdict.status == "completed") if run is not None else ()
         places = [what for what, command in elsewhere if not command]
         commands = [f"{resume}   # {why}"] if resume else []
+        advice = [*commands, *verdict.fix] if not_its_fault else [*verdict.fix, *commands]  # the cause is fixed first
         copies = [f"{command}   # {what}" for what, command in elsewhere if command]
         self._record.verdict(
             replace(
                 verdict,
                 evidence=(*verdict.evidence, *places, *missing),
-                fix=(*commands, *verdict.fix, *copies),
+                fix=(*advice, *copies),
             )
         )
         if alone:  # else the job says how its roles ended
