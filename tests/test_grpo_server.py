@@ -424,6 +424,17 @@ def test_a_stopped_job_without_a_key_of_its_users_own_resumes(stoker: Stoker, fo
     assert list((stoker.latest / "roles").glob("*-trainer")) == [trainer], "it is the same run"
 
 
+def test_a_job_that_stops_itself_ends_with_the_command_that_continues(stoker: Stoker, forks: Forks) -> None:
+    stoker.script("rewards.py", "def score(completion):\n    return 0.0\n")
+    words = forks.words("--max-steps", "9", "--grpo.reward", "rewards.py:score", "--grpo.breaker_steps", "2")
+    more = ("--allocation", "stoker:d1+ddp:d1", "--name", "zero", "--every_steps", "1")
+    done = stoker("train", "grpo", *more, *words, env={"OMP_NUM_THREADS": "1"}, timeout=600)
+    command = shlex.join(["stoker", "train", "grpo", *more, *words])
+    assert done.verdict["cause"] == "grpo.no-signal" and "the last good checkpoint is" in done.err, done.err
+    assert done.err.endswith(f"stoker: to continue: {command}\n"), done.err
+    assert f"  {command}   # to continue\n" in stoker("why", "zero").out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

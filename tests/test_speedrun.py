@@ -1206,6 +1206,9 @@ def test_what_is_said_of_a_stage(tmp_path: Path) -> None:
         )
     )
     assert state.trouble(str(tmp_path), 65, "nowhere", 0) == ("too long", "")
+    failed = {"status": "failed", "summary": "boom", "fix": ["stoker train sft --name 1-sft   # to start it again"]}
+    (tmp_path / "verdict.json").write_text(json.dumps(failed))
+    assert state.trouble(str(tmp_path), 1, "nowhere", 0) == ("boom", ""), "the speedrun's own command resumes its stage"
     before, after = {"GPU-a": 5, "GPU-b": 7}, {"GPU-a": 3_600_005, "GPU-b": 1}
     assert watt_hours(before, after, ["GPU-a"]) == 1.0, "the others of a shared box are not counted"
     assert (

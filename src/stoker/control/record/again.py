@@ -106,8 +106,13 @@ def command_for(typed: Sequence[str], run: str, named: str | None) -> str:
     return shlex.join(["stoker", *kept, *rest])
 
 
+def starts_again(step: str) -> bool:
+    """Is this line of a verdict the command?"""
+    return step.endswith((f"# {TO_CONTINUE}", f"# {TO_START_AGAIN}"))
+
+
 def by_id(step: str, run: Run, root: str) -> str:
     """A line of a verdict, read later: where another run has the name by now, the command takes the id."""
-    if not step.endswith((f"# {TO_CONTINUE}", f"# {TO_START_AGAIN}")) or is_only_one(root, run.name):
+    if not starts_again(step) or is_only_one(root, run.name):
         return step
     return step.replace(f"--name {shlex.quote(run.name)} ", f"--name {shlex.quote(run.id)} ", 1)
