@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -94,10 +95,14 @@ class NetHost:
         self.env: dict[str, str] = {"HOME": str(self.home)}  # what sshd gives a session
         self.sshd_lines: list[str] = []  # more of its sshd_config
         self.server: subprocess.Popen[bytes] | None = None
+        self.own: tuple[Path, Path] | None = None  # a folder of its own, and where it lies over one that all see
 
     def enter(self, argv: Sequence[str]) -> list[str]:
-        """`ip netns exec` also gives it its own /sys/class/net, /etc/hosts and /etc/resolv.conf."""
-        return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", _SET_NAME, HOSTNAME, *argv]
+        """`ip netns exec` also gives it its own mounts, /sys/class/net, /etc/hosts and /etc/resolv.conf."""
+        script = (
+            _SET_NAME if self.own is None else f"{shlex.join(['mount', '--bind', *map(str, self.own)])} && {_SET_NAME}"
+        )
+        return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", script, HOSTNAME, *argv]
 
 
 class NetCluster:
@@ -260,7 +265,7 @@ class NetCluster:
         (host.folder / "sshd_config").write_text(
             f'Port {SSH_PORT}\nListenAddress {host.address}\nHostKey "{host.folder}/host_key"\nAuthorizedKeysFile "{self.identity}.pub"\nPidFile none\n'
             f"StrictModes no\nUsePAM no\nPermitRootLogin yes\nPasswordAuthentication no\nKbdInteractiveAuthentication no\nMaxStartups 100\nSetEnv {given}\n"
-            + "".join(f"{line}\n" for line in host.sshd_lines)
+            "Subsystem sftp internal-sftp\n" + "".join(f"{line}\n" for line in host.sshd_lines)
         )
         assert SSHD is not None
         with open(host.folder / "sshd.log", "ab") as log:
@@ -281,6 +286,17 @@ class NetCluster:
             if os.stat(f"/proc/{host.server.pid}/ns/net").st_ino == os.stat(f"/run/netns/{host.namespace}").st_ino:
                 return any(row.split()[1].endswith(f":{SSH_PORT:04X}") and row.split()[3] == "0A" for row in rows)
         return False
+
+    def give_own_folder(self, i: int, shared: Path) -> Path:
+        """What new sessions on host i find at `shared` is its own, as on another disk. Returns where it is seen from here."""
+        host = self.hosts[i]
+        own = host.folder / "own"
+        for folder in (own, shared):
+            folder.mkdir(exist_ok=True)
+        self.stop_sshd(i)
+        host.own = (own, shared)
+        self.start_sshd(i)
+        return own
 
     def stop_sshd(self, i: int) -> None:
         """New connections are refused; those that stand go on."""

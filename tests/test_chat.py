@@ -32,7 +32,7 @@ from stoker.training.checkpoint.saver import Saver
 from stoker.training.data.learn import train
 from stoker.training.generate.conversation import Conversation
 from stoker.training.generate.finding import find
-from stoker.training.model import hf
+from stoker.training.model import hf, hf_config
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer, load
@@ -277,12 +277,54 @@ def test_the_model_is_found_by_run_by_stage_or_as_the_newest(
         chat.main([str(reward)])
     (root / "20260102-000000-failed").mkdir()
     (root / "20260102-000000-failed" / "run.json").write_text(json.dumps({"name": "failed", "started": 2.0}))
-    with pytest.raises(Refusal, match=r"failed has no model: .* \(the newest there: .*mine/hf\)"):
+    with pytest.raises(Refusal, match=r"failed has no model: .* \(the newest model of another run there: .*mine/hf\)"):
         chat.main([str(root / "20260102-000000-failed")])
     with pytest.raises(Refusal, match="no run in"):
         chat.main(["--runs-dir", str(tmp_path / "empty")])
     with pytest.raises(Refusal, match="leave --stage sft out, or name a speedrun"):
         chat.main([str(model), "--stage", "sft"])
+
+
+def test_the_model_of_a_job_is_that_of_its_role(model: Path, tmp_path: Path) -> None:
+    root, now = tmp_path / "runs", time.time()
+    run_of(root / "20260101-000000-older", model, "sft", now - 50)
+    job = root / "20260102-000000-server-trainer"
+    trainer = run_of(job / "roles" / "20260102-000001-trainer", model, "grpo", now - 10)
+    server = job / "roles" / "20260102-000000-server"
+    server.mkdir()
+    for run, name in ((job, "server-trainer"), (trainer, "trainer"), (server, "server")):
+        (run / "run.json").write_text(json.dumps({"name": name, "started": 2.0}))
+    (root / "latest").symlink_to(job.name)
+    lines: list[str] = []
+    for where in (str(root / "latest"), str(job), "server-trainer"):
+        for checkpoints in (False, True):
+            assert find(where, None, str(root), lines.append, checkpoints).folder == str(trainer / "hf")
+    assert (
+        find(None, None, str(root), print).folder == find(None, "grpo", str(root), print).folder == str(trainer / "hf")
+    )
+    assert "is a job: the model of its role trainer is used" in lines[0] and len(lines) == 6
+    with pytest.raises(Refusal, match=f"it has no config.json; use {trainer}/hf"):
+        hf_config.shape_for(ModelConfig(), str(job))
+    critic = run_of(job / "roles" / "20260102-000001-critic", model, "sft", now - 10)
+    (critic / "run.json").write_text(json.dumps({"name": "critic", "started": 2.0}))
+    with pytest.raises(
+        Refusal, match=r"several models: name one of .*-critic \(role critic\), .*-trainer \(role trainer\)"
+    ):
+        find(str(job), None, str(root), print)
+
+
+def test_a_model_that_is_on_another_host_is_said_to_be_there(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "20260102-000000-mine"
+    run_of(tmp_path / "runs" / "20260101-000000-older", model, "sft", time.time())
+    run.mkdir()
+    words = ["scp", "-r", "-P", "2222", "me@10.0.0.1:"]
+    about = {"name": "mine", "plan": {"ranks": [{"rank": 0, "host": "10.0.0.1"}]}, "apart": {"10.0.0.1": words}}
+    (run / "run.json").write_text(json.dumps(about))
+    with pytest.raises(Refusal) as refused:
+        find(str(run), None, str(tmp_path / "runs"), print)
+    copy = f"scp -r -P 2222 me@10.0.0.1:{run}/hf {os.path.relpath(run)}/"
+    assert "its files are on host 10.0.0.1; to copy the model: " + copy in refused.value.line
+    assert "older" not in refused.value.line
 
 
 def test_without_a_name_the_last_stage_of_the_newest_speedrun_answers_whichever_file_is_newest(

@@ -174,6 +174,30 @@ def test_a_killed_run_says_how_to_continue_it(stoker: Stoker) -> None:
     assert stoker(*shlex.split(command)[1:], env={"SECONDS_TO_RUN": "0"}).code == 0 and (killed / "attempt-1").is_dir()
 
 
+@pytest.mark.parametrize(("args", "purpose"), [(("earlier",), "to continue"), ((), "to start it again")])
+def test_a_run_that_fails_ends_with_the_command_that_starts_it_again(
+    stoker: Stoker, args: tuple[str, ...], purpose: str
+) -> None:
+    own_script(stoker)
+    stoker.script("own.py", (stoker.cwd / "own.py").read_text() + "\nassert os.environ.get('FIXED')\n")
+    failed = stoker("run", "--nproc-per-node", "1", "own.py", *args, env={"SECONDS_TO_RUN": "0"})
+    command = shlex.join(["stoker", "run", "--name", stoker.latest.name, "--nproc-per-node", "1", "own.py", *args])
+    assert failed.code == 1 and failed.err.endswith(f"stoker: {purpose}: {command}\n"), failed.err
+    assert "look at " in why(stoker)["fix"][0] and why(stoker)["fix"][-1] == f"{command}   # {purpose}"
+    again = stoker(*shlex.split(command)[1:], env={"SECONDS_TO_RUN": "0", "FIXED": "1"})
+    assert again.code == 0 and len(list(stoker.cwd.glob("runs/2*"))) == 1
+
+
+def test_a_killed_run_without_a_checkpoint_says_how_to_start_it_again(stoker: Stoker) -> None:
+    run = stoker.start(*own_script(stoker))
+    assert wait_for(lambda: is_ready(stoker), 30)
+    run.kill()
+    run.communicate(timeout=60)
+    assert wait_for(lambda: True if why(stoker)["status"] == "lost" else None, 30)
+    command = f"stoker run --name {stoker.latest.name} --nproc-per-node 1 own.py"
+    assert why(stoker)["fix"][0] == f"{command}   # to start it again"
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 def test_an_own_script_without_a_handler_is_not_called_graceful(stoker: Stoker, signum: signal.Signals) -> None:
     _, said = stopped_with(stoker, own_script(stoker, "earlier"), signum)

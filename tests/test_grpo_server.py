@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -421,6 +422,48 @@ def test_a_job_on_a_terminal_looks_as_a_run_alone_does(stoker: Stoker, forks: Fo
         assert steps and all(re.match(r"\[trainer\] CPU0: Step \d+/100000 \| Reward \d", line) for line in steps)
         alone = r"\[\w+\] (CPU\d:\s*\S+$|CPU0:weights from )"  # one word, or what a rank prints by itself
         assert [line for line in lines if len(line) > 80 and not re.match(alone, line)] == []
+
+
+def test_a_stopped_job_without_a_key_of_its_users_own_resumes(stoker: Stoker, forks: Forks) -> None:
+    """Each start makes a new key for the server: that is no other setting of the trainer's run."""
+    words = forks.words("--max-steps", "40", "--grpo.breaker_steps", "0")
+    alone = {"OMP_NUM_THREADS": "1", "STOKER_API_KEY": ""}
+    job = stoker.start("train", "grpo", "--allocation", "stoker:d1+ddp:d1", *words, env=alone)
+
+    def steps() -> int:
+        return sum(path.read_text().count("\n") for path in stoker.cwd.glob("runs/2*/roles/*-trainer/metrics.jsonl"))
+
+    assert wait_for(lambda: True if steps() >= 2 else None, 240)
+    job.send_signal(signal.SIGINT)
+    said = job.communicate(timeout=240)[0].decode()
+    (trainer,) = (stoker.latest / "roles").glob("*-trainer")
+    (saved,) = (path.name for path in (trainer / "checkpoints").glob("step-*"))
+    assert job.returncode == 130 and f"saved: checkpoints/{saved}" in said, said
+    command = shlex.split(said.partition("to continue: stoker ")[2].splitlines()[0])
+    assert command[:2] == ["train", "grpo"] and command[2:4] == ["--name", stoker.latest.name], said
+    again = stoker(*command, env=alone, timeout=600)
+    assert again.code == 0 and f"resumes at step {int(saved.removeprefix('step-'))}" in again.out + again.err
+    model = f"runs/{stoker.latest.name}/roles/{trainer.name}"
+    assert f"stoker: the model of role trainer is {model}/hf\n" in again.err, again.err
+    chat = stoker.torch("chat", "runs/latest", "--prompt", "1 + 1 =", "--max-tokens", "2")
+    assert chat.code == 0 and f"runs/latest is a job: the model of its role trainer is used, {model}\n" in chat.err
+    assert stoker.torch("chat", "--prompt", "1 + 1 =", "--max-tokens", "2").code == 0, "the newest model is a role's"
+    assert stoker.torch("export", "runs/latest", "out").code == 0
+    kept, exported = (load_file(folder / "model.safetensors") for folder in (trainer / "hf", stoker.cwd / "out"))
+    assert kept.keys() == exported.keys() and all(torch.equal(kept[name], exported[name]) for name in kept)
+    assert "from the beginning" not in again.err and f"{trainer.name}/checkpoints/{saved}" in again.err, again.err
+    assert list((stoker.latest / "roles").glob("*-trainer")) == [trainer], "it is the same run"
+
+
+def test_a_job_that_stops_itself_ends_with_the_command_that_continues(stoker: Stoker, forks: Forks) -> None:
+    stoker.script("rewards.py", "def score(completion):\n    return 0.0\n")
+    words = forks.words("--max-steps", "9", "--grpo.reward", "rewards.py:score", "--grpo.breaker_steps", "2")
+    more = ("--allocation", "stoker:d1+ddp:d1", "--name", "zero", "--every_steps", "1")
+    done = stoker("train", "grpo", *more, *words, env={"OMP_NUM_THREADS": "1"}, timeout=600)
+    command = shlex.join(["stoker", "train", "grpo", *more, *words])
+    assert done.verdict["cause"] == "grpo.no-signal" and "the last good checkpoint is" in done.err, done.err
+    assert done.err.endswith(f"stoker: to continue: {command}\n"), done.err
+    assert f"  {command}   # to continue\n" in stoker("why", "zero").out
 
 
 @pytest.mark.parametrize(

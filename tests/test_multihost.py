@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -94,6 +95,44 @@ def test_hosts_with_unlike_slots_give_the_one_process_loss_curve(
     assert len(names) == 1 and netcluster.run_in(1, ["getent", "hosts", *names]).returncode != 0, (
         "one name for all, which resolves nowhere"
     )
+
+
+def test_a_run_whose_files_are_on_another_host_says_so_and_continues_there(
+    stoker: Stoker, netcluster: NetCluster
+) -> None:
+    stoker.script("book.txt", "It was a dark night, and the rain fell in torrents. " * 400)
+    there = netcluster.give_own_folder(0, stoker.cwd / "runs")
+    hosts = str(netcluster.file((1,), workdir=str(stoker.cwd)))
+    words = ("--preset", "debug", "--data", "book.txt", "--tokenizer.path", "bytes", "--context_length", "32")
+    sizes = ("--batch.tokens", "256", "--max-steps", "150", "--name", "rem")
+    env = {"OMP_NUM_THREADS": "1"}
+    run = stoker.start("train", "pretrain", "--hosts", hosts, *words, *sizes, env=env)
+    files = there.glob
+    assert wait_for(
+        lambda: True if any(path.read_bytes().count(b"\n") > 2 for path in files("*/metrics.jsonl")) else None, 90
+    )
+    run.send_signal(signal.SIGINT)
+    said = run.communicate(timeout=120)[0].decode()
+    host, name = netcluster.hosts[0].name, stoker.latest.name
+    (step,) = (path.name for path in there.glob("*/checkpoints/step-*"))
+    assert f"metrics.jsonl, config.yaml, samples and checkpoints/ are on host {host}, in {stoker.latest}\n" in said, (
+        said
+    )
+    assert f"stoker: to continue: stoker train pretrain --hosts {hosts}" in said, said
+    command = shlex.split(said.partition("to continue: stoker ")[2].splitlines()[0])
+    again = stoker(*command, env=env)
+    head = f"starting run {name} again: its checkpoints are on host {host}, and it resumes from the newest if rank 0 is there"
+    assert again.code == 0 and head in again.err and "from the beginning" not in again.err, again.err
+    assert f"resumes at step {int(step.removeprefix('step-'))}" in again.out + again.err
+
+    copy = next(line for line in again.err.splitlines() if "to copy the model: " in line)
+    assert f"hf/ (the model), metrics.jsonl, config.yaml, samples and checkpoints/ are on host {host}" in copy
+    copy = copy.partition("to copy the model: ")[2]
+    assert f"  {copy}   # hf/ (the model), " in stoker("why").out
+    for words in (("chat", "runs/latest", "--prompt", "x"), ("export", "runs/latest", "out")):
+        assert f"has no model here: its files are on host {host}; to copy the model: {copy}" in stoker.torch(*words).err
+    subprocess.run(shlex.split(copy), cwd=stoker.cwd, check=True)
+    assert stoker.torch("export", "runs/latest", "out").code == 0 and (stoker.cwd / "out" / "config.json").exists()
 
 
 def test_our_recipes_run_on_the_hosts_with_the_coordinators_own_stoker(stoker: Stoker, netcluster: NetCluster) -> None:

@@ -217,7 +217,7 @@ def sendmail(folder: Path, body: str) -> dict[str, str]:
 def test_mail_goes_through_sendmail(stoker: Stoker) -> None:
     env = sendmail(stoker.cwd, 'echo "$@" > words; cat > mail')
     done = stoker("run", "--name", "exp4", "--notify", "mailto:me@example.org", stoker.script("b.py", BOOM), env=env)
-    assert done.code == 1 and "--notify" not in done.err
+    assert done.code == 1 and "stoker: --notify" not in done.err
     assert (stoker.cwd / "words").read_text() == "-i me@example.org\n"
     head, _, text = (stoker.cwd / "mail").read_text().partition("\n\n")
     assert "To: me@example.org\n" in head and "Subject: stoker: exp4 failed [rank.exception]" in head

@@ -248,6 +248,46 @@ def test_ctrl_c_ends_the_trainers_first_and_nothing_is_left(stoker: Stoker) -> N
     assert "to start it again: the same command with --name" in said or "to start it again: stoker run" in said
 
 
+def test_a_stopped_job_continues_from_the_checkpoints_of_its_roles(stoker: Stoker) -> None:
+    saves = (
+        "import os, signal, stoker, sys, time\n"
+        "def stop(*_):\n"
+        "    folder = os.path.join(os.environ['STOKER_RUN_DIR'], 'checkpoints')\n"
+        "    os.makedirs(folder)\n"
+        "    open(os.path.join(folder, 'step-7.pt'), 'w').close()\n"
+        "    sys.exit(0)\n"
+        "if (saved := stoker.resume()):\n"
+        "    print('resumed', os.path.basename(saved)); sys.exit(0)\n"
+        "signal.signal(signal.SIGINT, stop)\n"
+        "open('there', 'w')\n"
+        "time.sleep(300)\n"
+    )
+    trainer = {"command": stoker.script("saves.py", saves), "env": {"GREETING": "hello"}}
+    job = stoker.start("run", "--roles", file_of(stoker, server=rules(), trainer=trainer), "--name", "mine")
+    assert wait_for(lambda: True if (stoker.cwd / "there").exists() else None, 60)
+    job.send_signal(signal.SIGINT)
+    said = job.communicate(timeout=120)[0].decode()
+    command = "stoker run --roles job.yaml --name mine"
+    assert "saved: checkpoints/step-7.pt" in said and f"stoker: to continue: {command}\n" in said, said
+    assert stoker.result().verdict["fix"][0] == f"{command}   # to continue"
+    (folder,) = stoker.latest.glob("roles/*-trainer")
+    again = stoker("run", "--roles", "job.yaml", "--name", "mine")
+    head = f"starting run {stoker.latest.name} again; its newest checkpoint: of role trainer"
+    assert (
+        again.code == 0 and f"{head} runs/{stoker.latest.name}/roles/{folder.name}/checkpoints/step-7.pt" in again.err
+    )
+    assert "CPU0:resumed step-7.pt" in again.out and "from the beginning" not in again.err
+
+
+def test_a_role_that_does_not_continue_says_why(stoker: Stoker) -> None:
+    trainer = {"command": stoker.script("fails.py", "raise SystemExit(3)\n"), "env": {"GREETING": "hello"}}
+    assert stoker("run", "--name", "mine", "--roles", file_of(stoker, trainer=trainer)).code == 3
+    other = file_of(stoker, trainer={**trainer, "env": {"GREETING": "good-bye"}})
+    again = stoker("run", "--name", "mine", "--roles", other)
+    assert again.code == 3 and len(list(stoker.latest.glob("roles/*-trainer"))) == 2
+    assert "is unfinished but was started with other settings: this is a new run of that name" in again.err, again.err
+
+
 def test_a_killed_job_takes_its_roles_with_it(stoker: Stoker) -> None:
     job = stoker.start("run", "--roles", file_of(stoker, server=rules(), trainer={"command": "trainer.py"}))
     assert ready(stoker, 1) and wait_for(lambda: pids(stoker, "trainer") or None, 60)

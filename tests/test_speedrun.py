@@ -666,7 +666,7 @@ def test_a_signal_reaches_the_stage_and_the_same_command_goes_on(speedrun: Speed
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number, out.decode()
-    assert b"stopped in stage base; the same command resumes it" in out
+    assert b"stopped in stage base; the same command resumes it: stoker speedrun" in out
     assert speedrun.entries["base"]["status"] == "stopped"
     speedrun.order()
     assert speedrun("--until", "base") == 0
@@ -1209,6 +1209,9 @@ def test_what_is_said_of_a_stage(tmp_path: Path) -> None:
         )
     )
     assert state.trouble(str(tmp_path), 65, "nowhere", 0) == ("too long", "")
+    failed = {"status": "failed", "summary": "boom", "fix": ["stoker train sft --name 1-sft   # to start it again"]}
+    (tmp_path / "verdict.json").write_text(json.dumps(failed))
+    assert state.trouble(str(tmp_path), 1, "nowhere", 0) == ("boom", ""), "the speedrun's own command resumes its stage"
     before, after = {"GPU-a": 5, "GPU-b": 7}, {"GPU-a": 3_600_005, "GPU-b": 1}
     assert watt_hours(before, after, ["GPU-a"]) == 1.0, "the others of a shared box are not counted"
     assert (

@@ -7,7 +7,7 @@ import shlex
 import time
 from typing import Any
 
-from stoker.contract import checkpoints, layout, redact, schedulers
+from stoker.contract import layout, redact, schedulers
 from stoker.contract.quantities import span
 from stoker.contract.settings import Parser
 from stoker.contract.shape import replace
@@ -75,10 +75,10 @@ def verdict_of(run: reader.Run) -> Verdict | None:
     status = reader.status(run)
     verdict = run.verdict if status not in ("running", "unknown") else None
     if verdict is None and status == "lost":
-        saved = checkpoints.newest(run.dir) if run.mine else None
-        verdict = lost(run.id, saved)
-        if saved is not None:  # "the same command" alone would start a run without a name from its beginning
-            verdict = replace(verdict, fix=(f"{again.command_of(run)}   # {again.TO_CONTINUE}", *verdict.fix))
+        saved = again.saved(run) if run.mine else ()
+        verdict = lost(run.id, saved[0].path if saved else "", saved[0].host if saved else "")
+        if run.mine:  # "the same command" alone would start a run without a name from its beginning
+            verdict = replace(verdict, fix=(f"{again.command_of(run)}   # {again.purpose(run)}", *verdict.fix))
     scheduler = schedulers.found(run.data.get("environment") or {}) if run.mine else None
     if scheduler is not None and status not in ("running", "completed"):
         verdict = runs(scheduler).explained(os.path.dirname(run.dir), run, verdict)

@@ -20,6 +20,7 @@ ROLLOUTS = "rollouts.jsonl"
 MEMORY = "memory.json"  # planned and measured, of a run that trains
 PROGRESS = "progress.json"  # where rank 0 is in what takes it long: the bar that `attach` draws
 CHECKPOINTS = "checkpoints"
+MODEL = "hf"  # what a run that trains has made, as transformers writes it
 ROLES = "roles"  # the runs of a job's roles
 CONSOLE = "stoker.log"  # Stoker's own lines, so that `attach` can show them again
 LATEST = "latest"

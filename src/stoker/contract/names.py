@@ -28,6 +28,7 @@ PY_SPY = "STOKER_PY_SPY"  # the py-spy program; empty: none, stacks come from fa
 GPU_RANK = "GPU_RANK"
 RECIPES = "stoker.training.recipes."  # how the modules begin that `stoker train` runs
 API_KEY = "STOKER_API_KEY"  # of `stoker serve`: what clients send
+CHECKPOINT = "CHECKPOINT"  # rank 0's mark: one has been saved whole, the run may be ended and go on from there
 PORT = "STOKER_PORT"  # the rank's own, with --port-base
 SHARED_GPU = "STOKER_SHARED_GPU"  # 1: several ranks of this job use one GPU, which NCCL refuses
 MICRO_BATCH_HALVINGS = "STOKER_MICRO_BATCH_HALVINGS"  # set after a recipe ran out of GPU memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -256,7 +257,8 @@ class Drive:
     def _ended_early(self, stage: Stage, unreached: Sequence[Stage], code: int, stopped: int) -> int:
         if stopped:
             where = f" in stage {stage.name}" if code else ""
-            self.say(f"stopped{where}; the same command resumes it")
+            again = shlex.join(["stoker", "speedrun", *self._argv])
+            self.say(f"stopped{where}; the same command resumes it: {again}")
             return code or 128 + stopped
         hindered = dependents(self.course.stages, stage.name)
         others = [one.name for one in unreached if one.name not in hindered and one.name != REPORT]

@@ -19,7 +19,7 @@ from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.typed import read_shape
 from stoker.contract.untrusted import parse_json
 from stoker.contract.wholefile import write_json
-from stoker.control.record import reader
+from stoker.control.record import again, reader
 from stoker.control.record.speedruns import CHAIN, LOCK, STAGES
 from stoker.speedrun.keys import run_name
 from stoker.speedrun.stages import REPORT, WORLD, Stage
@@ -259,8 +259,10 @@ def trouble(run: str | None, code: int, log: str, log_from: int) -> tuple[str, s
         )
         if refusals:
             return refusals[-1].removeprefix(_OURS).strip(), ""
-        fix = said.get("fix")
-        return str(said.get("summary", "")), str(fix[0]) if isinstance(fix, list) and fix else ""
+        told = said.get("fix")
+        fix = [str(step) for step in told] if isinstance(told, list) else []
+        first = next((step for step in fix if not again.starts_again(step)), "")  # the speedrun's own command does that
+        return str(said.get("summary", "")), first
     if code > 128:
         return f"its launcher was ended by {_signal(code - 128)}, and no verdict was written", ""
     lines = [line for line in redact.whole(_tail(log, log_from)).splitlines() if line.strip()]

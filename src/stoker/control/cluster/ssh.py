@@ -51,6 +51,16 @@ def ssh_command(host: Host, hosts: Hosts, words: Sequence[str]) -> list[str]:
     return [*argv, "--", host.target, remote_line(words)]
 
 
+def copy_command(host: Host, hosts: Hosts) -> list[str]:
+    """For a user who types it: scp as ssh is called. A path on the host belongs behind its last word."""
+    argv = ["scp", "-r"]
+    for flag, value in (("-F", hosts.ssh_config), ("-P", host.port), ("-i", host.identity)):
+        argv += [flag, str(value)] if value is not None else []
+    argv += [option for option in hosts.ssh_options if option.startswith("-o")]  # others are not scp's
+    target = f"[{host.target}]" if ":" in host.target else host.target
+    return [*argv, f"{host.user}@{target}:" if host.user else f"{target}:"]
+
+
 def afresh(hosts: Hosts) -> Hosts:
     """By connections that nothing shares, and soon given up."""
     options = ("-oControlMaster=no", "-oControlPath=none", "-oConnectTimeout=4", *hosts.ssh_options)

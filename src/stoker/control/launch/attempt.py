@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from stoker.control.watch.watcher import Watcher
 
 LOOK_S = 15.0  # at most, for a look at the ranks that outlived an echo
-CHECKPOINT = "CHECKPOINT"  # rank 0's mark: one has been saved whole, the run may be ended and go on from there
 ASKS = 1_000_000  # inspections an attempt may number: an answer that comes late is nobody else's
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from stoker.contract import checkpoints, names, redact
+from stoker.contract import names, redact
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import counted, span
 from stoker.contract.shape import replace
@@ -29,7 +29,8 @@ from stoker.control.launch.request import Request, check_numbers, program
 from stoker.control.launch.runplace import Complete, RunPlace, abandon, find_place
 from stoker.control.launch.signals import Interrupted, Signals
 from stoker.control.machine import host
-from stoker.control.record.again import TO_CONTINUE, TO_START_AGAIN
+from stoker.control.record import reader
+from stoker.control.record.again import files_elsewhere, purpose
 from stoker.control.record.writer import RunRecord
 
 TYPE_CHECKING = False
@@ -183,7 +184,8 @@ class Coordinator:
         if place.elsewhere:
             self._say(place.elsewhere)
         if self.options.quiet is False:
-            begins = "" if names.JOB in os.environ else place.notice  # the job says so of its roles
+            # What a role continues from, its job has said; one that starts from scratch says why.
+            begins = "" if names.JOB in os.environ and place.reopened else place.notice
             for line in filter(None, (begins, notice, *plan.lines)):
                 self._say(line)
             for line in warnings:
@@ -224,15 +226,33 @@ class Coordinator:
         missing = self._not_written()
         alone = names.JOB not in os.environ
         not_its_fault = verdict.status == "stopped" or verdict.cause == "host.lost"
-        resume = description.continue_command(self.request, place) if not_its_fault and alone else ""
-        commands = (f"{resume}   # {_purpose(place)}",) if resume else ()
-        self._record.verdict(replace(verdict, evidence=(*verdict.evidence, *missing), fix=(*commands, *verdict.fix)))
+        resume = description.continue_command(self.request, place) if alone and verdict.status != "completed" else ""
+        if not not_its_fault and not resume.startswith("stoker "):
+            resume = ""  # of a ladder, or of a program that called us: its own command is not known
+        run = reader.load(place.dir)
+        why = purpose(run) if resume else ""
+        elsewhere = files_elsewhere(run, verdict.status == "completed") if run is not None else ()
+        places = [what for what, command in elsewhere if not command]
+        commands = [f"{resume}   # {why}"] if resume else []
+        advice = [*commands, *verdict.fix] if not_its_fault else [*verdict.fix, *commands]  # the cause is fixed first
+        copies = [f"{command}   # {what}" for what, command in elsewhere if command]
+        self._record.verdict(
+            replace(
+                verdict,
+                evidence=(*verdict.evidence, *places, *missing),
+                fix=(*advice, *copies),
+            )
+        )
         if alone:  # else the job says how its roles ended
-            self._say_how(verdict, place, resume)
+            self._say_how(verdict, place)
+            for what, command in elsewhere:
+                self._say(f"stoker: {what}" + (f"; to copy the model: {command}" if command else ""))
+            if resume:
+                self._say(f"stoker: {why}: {resume}")
         for line in (*missing, *self._not_written()):
             self._say(f"stoker: {line}", colour=WARNING)
 
-    def _say_how(self, verdict: Verdict, place: RunPlace, resume: str) -> None:
+    def _say_how(self, verdict: Verdict, place: RunPlace) -> None:
         shown = os.path.relpath(place.dir, self._cwd) if place.dir.startswith(self._cwd + os.sep) else place.dir
         took = span(time.time() - self._began)
         if verdict.status == "completed":
@@ -246,8 +266,6 @@ class Coordinator:
                 self._say(f"stoker: what to do: {_inline(verdict.fix[0])}", colour=colour)
             why = f"`stoker why {shlex.quote(place.id)}` says more"
             self._say(f"stoker: {verdict.status} after {took}, exit code {verdict.exit_code}; {why}", colour=colour)
-            if resume:
-                self._say(f"stoker: {_purpose(place)}: {resume}")
 
     def _print_plan(self, plan: RunPlan, place: RunPlace) -> None:
         import json
@@ -265,7 +283,9 @@ class Coordinator:
 
     def _open_record(self, plan: RunPlan, place: RunPlace) -> str:
         record = RunRecord(place.dir, os.uname().nodename, place.reopened)
-        about = description.describe(self.request, plan, place, self._live.agents.machines, self._began)
+        live = self._live
+        apart = live.network.apart if live.network is not None else None
+        about = description.describe(self.request, plan, place, live.agents.machines, self._began, apart)
         notice = record.begin(about, place.first_attempt)
         self._record = self._live.record = record
         return notice
@@ -287,10 +307,6 @@ class Coordinator:
             f"{lost.bytes} bytes of {os.path.basename(path)} could not be written: {lost.why}"
             for path, lost in self._record.lost().items()
         ]
-
-
-def _purpose(place: RunPlace) -> str:
-    return TO_CONTINUE if checkpoints.newest(place.dir) else TO_START_AGAIN
 
 
 def _inline(fix: str) -> str:

@@ -22,8 +22,14 @@ _GIT_FILE = 16 << 20  # bytes: packed-refs of a repository with 200,000 branches
 
 
 def describe(
-    request: Request, plan: RunPlan, place: RunPlace, machines: Mapping[str, Machine], began: float
+    request: Request,
+    plan: RunPlan,
+    place: RunPlace,
+    machines: Mapping[str, Machine],
+    began: float,
+    apart: Mapping[str, list[str]] | None = None,
 ) -> dict[str, Any]:
+    """`apart`: hosts with a run directory of their own -> the command that copies from there."""
     from stoker import __version__
 
     me, host = process(os.getpid()), os.uname().nodename
@@ -44,6 +50,7 @@ def describe(
         "hosts": {name or host: machine.to_json() for name, machine in machines.items()},
         "versions": {"stoker": __version__, "python": sys.version.split()[0]},
         "environment": redact.environment(os.environ),
+        **({"apart": {host: redact.arguments(words) for host, words in apart.items()}} if apart else {}),
         # A full disk may keep `enrich` from writing it.
         **({"config_hash": config_hash(request)} if request.options.name else {}),
     }

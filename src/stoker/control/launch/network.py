@@ -38,6 +38,9 @@ class Network:
         self._ready: dict[str, Any] = {}  # what the hosts were asked, but for what is each one's own
         self._pythons: dict[str, str] = {}
         self._program = ""  # the hash they agreed on
+        self.apart: dict[
+            str, list[str]
+        ] = {}  # hosts with a run directory of their own: the command that copies from there
 
     def prepare(self, plan: RunPlan, place: RunPlace) -> list[str]:
         """Before any rank starts: lines to say. What can't work is refused, all hosts together."""
@@ -138,6 +141,8 @@ class Network:
             home = "logs come home all the same, checkpoints there don't"
             lines.append(f"! the run directory {place.dir} can't be made on {', '.join(unwritable)}: {home}")
         apart = [host for host, answer in answers.items() if not answer["shared"]]
+        assert agents.hosts is not None
+        self.apart = {host: ssh.copy_command(agents.by_name[host], agents.hosts) for host in apart}
         if apart:
             stay = "checkpoints stay on the host that writes them (of `stoker train`, on rank 0's)"
             need = "resuming needs a shared folder, or the same host for rank 0"

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.contract import layout, protocol, redact
+from stoker.contract.names import CHECKPOINT
 from stoker.contract.quantities import amount, span
 from stoker.contract.shape import pick, replace
 from stoker.contract.shapes import BadNumber, RankEnd, RankError
 from stoker.contract.stacktext import threads_of
 from stoker.contract.terminal import WARNING
 from stoker.contract.untrusted import printable, within
-from stoker.control.launch.attempt import CHECKPOINT, Attempt, read_around, read_error
+from stoker.control.launch.attempt import Attempt, read_around, read_error
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from stoker.contract import layout, schedulers
-from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.names import API_KEY, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.terminal import say
 from stoker.contract.untrusted import printable
@@ -19,7 +19,7 @@ from stoker.control.launch.differing import differences
 from stoker.control.launch.plan import default_name
 from stoker.control.launch.request import Request
 from stoker.control.record import reader
-from stoker.control.record.again import command_of
+from stoker.control.record.again import Saved, command_of, host_of_files, saved
 from stoker.control.record.writer import cannot_write, make_private
 
 # What may differ between two starts of one run without making it another run.
@@ -53,6 +53,8 @@ def config_hash(request: Request) -> str:
 
     passing, program = _passing(request), request.args if request.identity is None else request.identity
     told = {key: value for key, value in as_json(request.options).items() if key not in passing}
+    # A job makes a new key at each start where its user gave none. (And no record holds a digest of one.)
+    told["env"] = [API_KEY if word.startswith(f"{API_KEY}=") else word for word in told["env"]]
     text = json.dumps([told, request.script, list(program)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -189,9 +191,7 @@ def _refuse_running(run: reader.Run, name: str, environment: Mapping[str, str]) 
 
 def _can_continue(run: reader.Run) -> bool:
     """It is unfinished, and there is something to resume from."""
-    from stoker.contract.checkpoints import newest
-
-    return not _is_complete(run) and reader.alive(run) is False and newest(run.dir) is not None
+    return not _is_complete(run) and reader.alive(run) is False and bool(saved(run))
 
 
 def _unfinished(run: reader.Run) -> str:
@@ -212,16 +212,28 @@ def _reopened(run: reader.Run, request: Request) -> RunPlace:
 
 def _reopening(last: reader.Run, recipe: bool) -> str:
     """ "Resuming" only where there is something to resume from."""
-    from stoker.contract.checkpoints import newest
-
-    saved = newest(last.dir)
-    if saved is None:
+    checkpoints, host = saved(last), host_of_files(last)
+    if not checkpoints and host:
+        there = f"what it saved is on host {host}, and it resumes there if there is a checkpoint"
+        return f"starting run {last.id} again: {there}"
+    if not checkpoints:
         folder = os.path.relpath(os.path.join(last.dir, layout.CHECKPOINTS))
         return f"starting run {last.id} again from the beginning: it is unfinished and has no checkpoint in {folder}"
+    if checkpoints[0].role:
+        newest = ", ".join(f"of role {one.role} {_place(one)}" for one in checkpoints)
+        return f"starting run {last.id} again; its newest checkpoint{'s' * (len(checkpoints) > 1)}: {newest}"
+    if checkpoints[0].host:
+        there = f"its checkpoints are on host {host}, and it resumes from the newest if rank 0 is there again"
+        return f"starting run {last.id} again: {there}"
+    path = os.path.relpath(checkpoints[0].path)
     if recipe:
-        return f"resuming run {last.id} from {os.path.relpath(saved.path)}"
-    given = f"{os.path.relpath(saved.path)}, is what stoker.resume() gives the script"
-    return f"starting run {last.id} again; its newest checkpoint, {given}"
+        return f"resuming run {last.id} from {path}"
+    return f"starting run {last.id} again; its newest checkpoint, {path}, is what stoker.resume() gives the script"
+
+
+def _place(one: Saved) -> str:
+    path = os.path.relpath(one.path)
+    return f"in {path} on host {one.host}" if one.host else path
 
 
 def _joined(*notices: str) -> str:

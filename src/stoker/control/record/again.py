@@ -1,15 +1,81 @@
-"""The command that continues a run: the one that was typed, with the run's id or name."""
+"""What a run can continue from, and the command that continues it: the one that was typed, with the run's id or name."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import shlex
 from collections.abc import Sequence
 
-from stoker.contract import layout, redact
-from stoker.control.record.reader import Run, is_only_one
+from stoker.contract import checkpoints, layout, redact
+from stoker.contract.names import CHECKPOINT, RECIPES
+from stoker.contract.shape import shape
+from stoker.control.record.reader import Run, is_only_one, roles
 
 TO_CONTINUE, TO_START_AGAIN = "to continue", "to start it again"  # what it is for: behind it, as a comment
+
+
+@shape
+class Saved:
+    role: str  # of a job; empty: the run's own
+    path: str  # of the newest complete checkpoint; on another host, of the folder of all
+    host: str = ""  # it is there, and not seen from here
+
+
+def saved(run: Run) -> tuple[Saved, ...]:
+    """What it continues from: its own newest checkpoint; of a job, that of each role that is not complete."""
+    unfinished = {role: one for role, one in roles(run).items() if not one.verdict or one.verdict.status != "completed"}
+    newest = [_saved(role, one) for role, one in {"": run, **unfinished}.items()]
+    return tuple(one for one in newest if one is not None)
+
+
+def _saved(role: str, run: Run) -> Saved | None:
+    newest = checkpoints.newest(run.dir)
+    if newest is not None:
+        return Saved(role, newest.path)
+    host = host_of_files(run)
+    if not host or not any(event["event"] == "mark" and event.get("name") == CHECKPOINT for event in run.events()):
+        return None
+    return Saved(role, os.path.join(run.dir, layout.CHECKPOINTS), host)
+
+
+def host_of_files(run: Run) -> str:
+    """Rank 0's, where that host has a run directory of its own; empty: it is this one."""
+    ranks, apart = (run.data.get("plan") or {}).get("ranks"), run.data.get("apart")
+    first = ranks[0] if isinstance(ranks, list) and ranks else None
+    host = first.get("host") if isinstance(first, dict) else None
+    return host if isinstance(host, str) and isinstance(apart, dict) and host in apart else ""
+
+
+def copy_command(run: Run, name: str) -> str:
+    """What brings a file or folder of the run's here, from the host that has its files."""
+    words = [str(word) for word in run.data["apart"][host_of_files(run)]]
+    there = f"{words[-1]}{os.path.join(os.path.abspath(run.dir), name)}"
+    return shlex.join([*words[:-1], there, f"{os.path.relpath(run.dir)}/"])
+
+
+def files_elsewhere(run: Run, completed: bool) -> tuple[tuple[str, str], ...]:
+    """(what is where, the command that brings the model here): what a user would look for in the run's own directory. Without a
+    command it is on this machine, or there is no model yet.
+    """
+    found = []
+    for role, one in {"": run, **roles(run)}.items():
+        if not str(one.data.get("script")).startswith(RECIPES):
+            continue
+        of_role, host = f" of role {role}" if role else "", host_of_files(one)
+        model = os.path.join(one.dir, layout.MODEL)
+        if host:
+            files = f"{layout.METRICS}, config.yaml, samples and {layout.CHECKPOINTS}/{of_role} are on host {host}"
+            files = f"{layout.MODEL}/ (the model), {files}" if completed else files
+            found.append((f"{files}, in {one.dir}", copy_command(one, layout.MODEL) if completed else ""))
+        elif role and completed and os.path.isdir(model):
+            found.append((f"the model{of_role} is {os.path.relpath(model)}", ""))
+    return tuple(found)
+
+
+def purpose(run: Run | None) -> str:
+    """What the command is for."""
+    return TO_CONTINUE if run is not None and saved(run) else TO_START_AGAIN
 
 
 def command_of(run: Run) -> str:
@@ -40,8 +106,13 @@ def command_for(typed: Sequence[str], run: str, named: str | None) -> str:
     return shlex.join(["stoker", *kept, *rest])
 
 
+def starts_again(step: str) -> bool:
+    """Is this line of a verdict the command?"""
+    return step.endswith((f"# {TO_CONTINUE}", f"# {TO_START_AGAIN}"))
+
+
 def by_id(step: str, run: Run, root: str) -> str:
     """A line of a verdict, read later: where another run has the name by now, the command takes the id."""
-    if not step.endswith((f"# {TO_CONTINUE}", f"# {TO_START_AGAIN}")) or is_only_one(root, run.name):
+    if not starts_again(step) or is_only_one(root, run.name):
         return step
     return step.replace(f"--name {shlex.quote(run.name)} ", f"--name {shlex.quote(run.id)} ", 1)

@@ -6,7 +6,6 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from stoker.contract.checkpoints import SavedCheckpoint
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import amount, span
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
@@ -200,11 +199,11 @@ def unknown(evidence: Evidence) -> Verdict:
     return Verdict("failed", "unknown", line, EX_SOFTWARE, evidence=tuple(ends), fix=CATALOGUE["unknown"].fix)
 
 
-def lost(run: str, newest: SavedCheckpoint | None = None) -> Verdict:
-    """The launcher is gone and left no verdict."""
-    kept = "there is no checkpoint in the run's checkpoints/"
-    if newest:
-        kept = f"the newest checkpoint is {_short(newest.path)}"
+def lost(run: str, saved: str = "", host: str = "") -> Verdict:
+    """The launcher is gone and left no verdict. `saved`: the newest checkpoint, or their folder on that host."""
+    kept = f"the newest checkpoint is {_short(saved)}" if saved else "there is no checkpoint in the run's checkpoints/"
+    if host:
+        kept = f"the checkpoints are on host {host}, in {saved}"
     return Verdict(
         "lost",
         "launch.killed",

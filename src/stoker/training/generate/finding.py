@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from stoker.contract import layout, owners
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
-from stoker.control.record import reader
+from stoker.control.record import again, reader
 from stoker.training.checkpoint.folders import steps_in
 from stoker.training.checkpoint.manifest import NAME as MANIFEST
 from stoker.training.model.families.family import CONFIG
 from stoker.training.model.hf_config import ADAPTER
 from stoker.training.model.hf_hub import folder_of
 
-HF, RESULT, CHAIN, STAGES = "hf", "result.json", "chain.json", "stages"
+HF, RESULT, CHAIN, STAGES = layout.MODEL, "result.json", "chain.json", "stages"
 NO_ANSWERS = ("reward",)  # stages whose model gives scores
 # Of a speedrun's stages, where chain.json does not say it.
 ORDER = ("base", "midtrain", "sft", "reward", "grpo-uniform", "grpo-density")
@@ -49,7 +50,7 @@ def find(where: str | None, stage: str | None, root: str, say: Any, checkpoints:
     run = where if os.path.isdir(where) else reader.find(where, root).dir
     if stage:
         raise Refusal(f"{run} is a single run: leave --stage {stage} out, or name a speedrun's folder", EX_USAGE)
-    return _of_run(run, checkpoints)
+    return _of_run(run, checkpoints, say)
 
 
 def _own_latest(where: str, say: Any) -> str:
@@ -71,7 +72,7 @@ def _has_weights(folder: str) -> bool:
     return any(os.path.isfile(os.path.join(folder, name)) for name in (CONFIG, ADAPTER))
 
 
-def _of_run(run: str, checkpoints: bool) -> Found:
+def _of_run(run: str, checkpoints: bool, say: Any) -> Found:
     if _stage_of(run) in NO_ANSWERS and not checkpoints:
         raise Refusal(f"{run} trained a reward model, which gives scores, not answers: name another run", EX_USAGE)
     if _has_weights(os.path.join(run, HF)):
@@ -81,14 +82,36 @@ def _of_run(run: str, checkpoints: bool) -> Found:
         return Found(next(iter(steps.values())), checkpoint=True)
     if steps:
         raise Refusal(f"{run} has checkpoints but no {HF} folder: `stoker export {run} OUT` makes one", EX_NOINPUT)
+    record = reader.load(os.path.realpath(run))
+    roles = reader.roles(record) if record is not None else {}
+    if (role := _with_model(run, roles, checkpoints)) is not None:
+        say(f"{run} is a job: the model of its role {role.name} is used, {os.path.relpath(role.dir)}")
+        return _of_run(role.dir, checkpoints, say)
+    for one in (record, *roles.values()):
+        if one is not None and (host := again.host_of_files(one)):
+            copy = again.copy_command(one, HF)
+            raise Refusal(
+                f"{run} has no model here: its files are on host {host}; to copy the model: {copy}", EX_NOINPUT
+            )
     held = ", ".join(sorted(os.listdir(run))[:6]) or "nothing"
     others = _models(os.path.dirname(os.path.realpath(run)), "")
-    newest = f" (the newest there: {os.path.relpath(others[-1])})" if others else ""
+    newest = f" (the newest model of another run there: {os.path.relpath(others[-1])})" if others else ""
     raise Refusal(
         f"{run} has no model: name a folder with {CONFIG} and weights, or a run directory with {HF} in it{newest}; found"
         f" {held}",
         EX_NOINPUT,
     )
+
+
+def _with_model(job: str, roles: Mapping[str, reader.Run], checkpoints: bool) -> reader.Run | None:
+    """The role that has one, or where none has, checkpoints."""
+    answering = [run for run in roles.values() if checkpoints or _stage_of(run.dir) not in NO_ANSWERS]
+    models = [run for run in answering if _has_weights(os.path.join(run.dir, HF))]
+    models = models or [run for run in answering if steps_in(os.path.join(run.dir, layout.CHECKPOINTS))]
+    if len(models) > 1:
+        each = ", ".join(f"{os.path.relpath(run.dir)} (role {run.name})" for run in models)
+        raise Refusal(f"{job} is a job with several models: name one of {each}", EX_USAGE)
+    return models[0] if models else None
 
 
 def _of_speedrun(folder: str, stage: str | None, say: Any, checkpoints: bool) -> Found:
@@ -106,7 +129,7 @@ def _of_speedrun(folder: str, stage: str | None, say: Any, checkpoints: bool) ->
     models = {name: own.get(name) or made[name] for name in rows if name in own or name in made} or made
     answering = [name for name, path in models.items() if _stage_of(os.path.dirname(path)) not in NO_ANSWERS]
     if stage is not None and stage not in models and checkpoints and rows.get(stage):
-        return _of_run(os.path.join(folder, rows[stage]), checkpoints)
+        return _of_run(os.path.join(folder, rows[stage]), checkpoints, say)
     if not answering and stage not in models:
         raise Refusal(f"{folder}: no stage of this speedrun has finished a model yet", EX_NOINPUT)
     chosen = answering[-1] if stage is None else stage
@@ -119,7 +142,7 @@ def _of_speedrun(folder: str, stage: str | None, say: Any, checkpoints: bool) ->
     run = os.path.dirname(models[chosen])
     if rows and chosen not in own:
         say(f"stage {chosen} has no model with the last settings of {folder}; using {run}, which has other settings")
-    return _of_run(run, checkpoints)
+    return _of_run(run, checkpoints, say)
 
 
 def _newest(root: str, stage: str | None, say: Any) -> Found:
@@ -130,8 +153,7 @@ def _newest(root: str, stage: str | None, say: Any) -> Found:
         return stage is None or stage in (_stage_of(run), _name_of(run))
 
     models = {path: "" for path in _models(root, "") if asked_for(path)}
-    folders = [entry.path for entry in os.scandir(root) if _is_own(entry)] if os.path.isdir(root) else []
-    speedruns = [path for path in folders if os.path.isdir(os.path.join(path, STAGES))]
+    speedruns = [path for path in _own_folders(root) if os.path.isdir(os.path.join(path, STAGES))]
     models |= {path: speedrun for speedrun in speedruns for path in _models(speedrun) if asked_for(path)}
     if not models:
         which = f"no run of stage {stage}" if stage else "no run"
@@ -148,14 +170,16 @@ def _newest(root: str, stage: str | None, say: Any) -> Found:
 
 
 def _models(folder: str, inside: str = STAGES, scores: bool = False) -> list[str]:
-    """hf folders of the runs there that answer, oldest first; `scores`: of reward models, too."""
-    place = os.path.join(folder, inside) if inside else folder
-    if not os.path.isdir(place):
-        return []
-    paths = [os.path.join(entry.path, HF) for entry in os.scandir(place) if _is_own(entry)]
-    made = [path for path in paths if _has_weights(path)]
+    """hf folders of the runs there that answer, and of jobs' roles, oldest first; `scores`: of reward models, too."""
+    runs = _own_folders(os.path.join(folder, inside) if inside else folder)
+    roles = [role for run in runs for role in _own_folders(os.path.join(run, layout.ROLES))]
+    made = [path for run in (*runs, *roles) if _has_weights(path := os.path.join(run, HF))]
     answering = [path for path in made if scores or _stage_of(os.path.dirname(path)) not in NO_ANSWERS]
     return sorted(answering, key=_made)
+
+
+def _own_folders(place: str) -> list[str]:
+    return [entry.path for entry in os.scandir(place) if _is_own(entry)] if os.path.isdir(place) else []
 
 
 def _is_own(entry: os.DirEntry[str]) -> bool:

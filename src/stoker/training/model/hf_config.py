@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import json
 import math
@@ -9,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from stoker.contract import layout
 from stoker.contract.effort import SECONDS, LookingAt
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import replace, shape
@@ -404,8 +406,9 @@ def _read(folder: str) -> ConfigJson:
         return ConfigJson(folder, read_json(path, _LONGEST, inside=True))
     except FileNotFoundError as problem:
         held = ", ".join(sorted(os.listdir(folder))[:5]) if os.path.isdir(folder) else "no such folder"
-        inner = os.path.join(folder, "hf")  # of a run directory
-        there = f"use {inner}" if os.path.isdir(inner) else f"found {held or 'nothing'}"
+        of_run, of_roles = (layout.MODEL,), (layout.ROLES, "*", layout.MODEL)
+        models = [path for part in (of_run, of_roles) for path in glob.glob(os.path.join(glob.escape(folder), *part))]
+        there = f"use {' or '.join(models)}" if models else f"found {held or 'nothing'}"
         raise Refusal(f"model {folder}: it has no {CONFIG}; {there}", EX_NOINPUT) from problem
     except OSError as problem:
         raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
