@@ -12,6 +12,7 @@ from typing import Any
 
 from stoker.contract.memory import ROOM, Bounded  # besides the compressed columns themselves
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.untrusted import stored_size
 from stoker.training.data.unpack import most_unfolded, unfolds
 
 ROWS, BATCH = 1024, 64 << 20  # rows that are read at once, and their bytes as far as the file's metadata tells
@@ -40,7 +41,7 @@ def open_parquet(path: str, name: str = "") -> Any:
             min(group.num_rows, group.total_byte_size) < 0 for group in groups
         ):
             raise ValueError("its row groups do not add up")
-        refuse_empty_rows(shown, table.metadata.num_rows, os.path.getsize(path))
+        refuse_empty_rows(shown, table.metadata.num_rows, stored_size(path))
         return table
     except (OSError, ValueError) as problem:  # pyarrow's ArrowInvalid is a ValueError
         raise Refusal(f"{shown} is not a parquet file: {first_line(problem)}", EX_DATAERR) from problem
@@ -107,7 +108,7 @@ def read_rows(
     wanted = frozenset(columns)
     parts = [part for part in parts if not wanted.isdisjoint(_columns_above(part.path_in_schema))]
     unfolded = sum(max(part.total_uncompressed_size, 0) for part in parts)
-    compressed = min(sum(max(part.total_compressed_size, 0) for part in parts), os.path.getsize(path))
+    compressed = min(sum(max(part.total_compressed_size, 0) for part in parts), stored_size(path))
     count = max(1, min(ROWS, BATCH * about.num_rows // max(unfolded, 1)))
     try:
         batches = table.iter_batches(batch_size=count, row_groups=[group], columns=list(columns), use_threads=False)
