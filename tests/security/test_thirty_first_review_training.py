@@ -87,8 +87,10 @@ def test_one_task_named_many_times_is_held_in_the_room_of_one(tmp_path: Path, mo
         read_tasks(names, 0)
 
 
-def test_a_text_of_holes_is_refused_before_it_is_cut_into_a_million_parts(tmp_path: Path) -> None:
-    path = with_hole(tmp_path / "book.txt", b"she sells sea shells\n" * 20_000)
+@pytest.mark.parametrize("name", ["book.txt", "book.jsonl", "book.csv"])
+def test_a_text_of_holes_is_refused_before_it_is_cut_into_a_million_parts(name: str, tmp_path: Path) -> None:
+    """Or hashed for hours."""
+    path = with_hole(tmp_path / name, b"she sells sea shells\n" * 20_000)
     with pytest.raises(Refusal, match=r"unpacks to more than 200 times its 0\.4 MB"):
         find_sources((path,), str(tmp_path / "cache"), lambda line: None)
 

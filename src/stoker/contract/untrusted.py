@@ -174,9 +174,12 @@ def open_regular(path: str | os.PathLike[str], dir_fd: int | None = None, follow
 
 def stored_size(path: str | os.PathLike[str]) -> int:
     """Bytes of a regular file without its holes: a file of holes has any size, and an archive of a few KB unpacks to it. What a
-    file may take is in proportion to this. OSError: it can't be opened.
+    file may take is in proportion to this. OSError: there is none.
     """
-    handle = open_regular(path)
+    try:
+        handle = open_regular(path)
+    except OSError:  # whoever reads it says why
+        return os.stat(path).st_size
     size = end = 0
     try:
         while True:

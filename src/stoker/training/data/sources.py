@@ -166,10 +166,10 @@ def _source(path: str, cache: str, say: Callable[[str], None], files: int, room:
     if os.path.splitext(path)[1].lower() == ".zip":
         raise Refusal(f"{path} is an archive of files: unpack it first, e.g. `unzip {path}`", EX_DATAERR)
     check_head(path, text=not packing_of(path) and kind not in ("parquet", "arrow"))
+    size, stored = os.path.getsize(path), stored_size(path)
+    if size > most_unfolded(stored, files):  # the rest is holes, which are read as zeros
+        raise unfolds(path, stored)
     if not packing_of(path) and kind in IN_PLACE:
-        size, stored = os.path.getsize(path), stored_size(path)
-        if size > most_unfolded(stored, files):  # the rest is holes
-            raise unfolds(path, stored)
         return Source(path, kind, size)
     copy = unfold(path, cache, say, files, room)
     if not os.path.getsize(copy):
