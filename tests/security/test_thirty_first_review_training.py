@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stoker.contract import effort
+from stoker.contract.memory import used_memory
 from stoker.contract.names import Refusal
 from stoker.training.data import unpack
 from stoker.training.data.rows import rows
@@ -73,18 +74,20 @@ def test_a_file_under_many_names_has_the_limits_of_one(tmp_path: Path) -> None:
 
 def test_one_task_named_many_times_is_held_in_the_room_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each name had a gigabyte of its own: 40 names of a file of 7 MB took 2.7 GB."""
-    from stoker.training.evaluate.tasks import read_tasks
+    from stoker.training.evaluate import tasks
 
-    line = json.dumps({"prompt": "a", "answer": "b", "alternatives": [str(number) for number in range(200)]}) + "\n"
     path = tmp_path / "q.jsonl"
-    path.write_text(line * 500)
-    names = [f"t{number}={path}" for number in range(12)]
-    assert len(read_tasks(names, 0)) == 12
-    monkeypatch.setattr(effort, "ROOM", 24 << 20)
-    monkeypatch.setattr(effort, "TIMES", 0)
-    assert len(read_tasks(names[:1], 0)) == 1
-    with pytest.raises(Refusal, match="too much memory to look at"):
-        read_tasks(names, 0)
+    path.write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
+    limits, read = [], tasks._task
+
+    def measured(path: str, most: int) -> tasks.Task:
+        limits.append(resource.getrlimit(resource.RLIMIT_DATA)[0])
+        return read(path, most)
+
+    monkeypatch.setattr(tasks, "_task", measured)
+    most = used_memory() + effort.ROOM + (64 << 20)
+    assert len(tasks.read_tasks([f"t{number}={path}" for number in range(200)], 0)) == 200
+    assert len(limits) == 200 and all(0 < limit < most for limit in limits)
 
 
 @pytest.mark.parametrize("name", ["book.txt", "book.jsonl", "book.csv"])
