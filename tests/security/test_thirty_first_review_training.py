@@ -309,3 +309,36 @@ def test_a_template_writes_so_many_special_tokens_and_no_more() -> None:
     assert len(words.template.prompt([{"role": "user", "content": "20000"}])) == 20_000
     with pytest.raises(Unfit, match=r"more than [0-9,]+ special tokens"):
         words.template.prompt([{"role": "user", "content": "100000"}])
+
+
+# ---- tokens, and choices ----
+
+
+def test_a_token_has_so_many_bytes_and_no_more() -> None:
+    """1,024 emoji are 4 KB, of which every answer may be made."""
+    pytest.importorskip("tokenizers")
+    from stoker.training.tokenizer.tokenizer import Tokenizer
+
+    def made(token: str) -> Tokenizer:
+        model = {"type": "WordPiece", "unk_token": "<|endoftext|>", "continuing_subword_prefix": "##"}
+        model |= {"max_input_chars_per_word": 100, "vocab": {"<|endoftext|>": 0, token: 1}}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        added = [{**flags, "id": 0, "content": "<|endoftext|>", "special": True}]
+        return Tokenizer(json.dumps({"added_tokens": added, "model": model}).encode(), {}, "x")
+
+    assert made("\U0001f600" * 256).vocab_size == 2
+    with pytest.raises(Refusal, match=r"a token has 1,028 bytes; 1,024 is the most"):
+        assert made("\U0001f600" * 257).vocab_size
+
+
+def test_choices_count_among_the_tokens_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tokenizers")
+    from stoker.training.data.formats.questions import Question
+    from stoker.training.evaluate import asking
+    from stoker.training.tokenizer.tokenizer import bytes_tokenizer
+
+    asked = Question((("user", "a"),), "A", "kind", ("A", "B"), ("b" * 500, "c" * 500))
+    monkeypatch.setattr(asking, "MOST_TOKENS", 5000)
+    assert len(asking.as_asked([asked] * 4, bytes_tokenizer(), asking.Manner(chat=False), 16)) == 4
+    with pytest.raises(Refusal, match="10 questions have more than 5,000 tokens"):
+        asking.as_asked([asked] * 10, bytes_tokenizer(), asking.Manner(chat=False), 16)

@@ -257,7 +257,8 @@ def _arrow(path: str, place: str) -> Iterator[Row]:
             is_file = begin.read(6) == b"ARROW1"
         size = stored_size(place)
         with arrow.OSFile(place) as source:
-            reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
+            with Bounded():
+                reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
             batches = (reader.get_batch(at) for at in range(reader.num_record_batches)) if is_file else iter(reader)
             while True:
                 with Bounded():
