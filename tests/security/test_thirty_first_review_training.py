@@ -342,3 +342,13 @@ def test_choices_count_among_the_tokens_of_a_task(monkeypatch: pytest.MonkeyPatc
     assert len(asking.as_asked([asked] * 4, bytes_tokenizer(), asking.Manner(chat=False), 16)) == 4
     with pytest.raises(Refusal, match="10 questions have more than 5,000 tokens"):
         asking.as_asked([asked] * 10, bytes_tokenizer(), asking.Manner(chat=False), 16)
+
+
+def test_the_first_row_of_a_table_is_looked_for_in_its_first_lines(tmp_path: Path) -> None:
+    """Cells that each have a line's end made one row of a whole file, twelve times its size in memory."""
+    from stoker.speedrun import material
+
+    (tmp_path / "a.csv").write_text('"what\nis it?",a,b,c,d,A\n')
+    assert material._is_mmlu(str(tmp_path / "a.csv"))
+    (tmp_path / "b.csv").write_bytes(b'"x\n",' * 100_000 + b"\xff")  # where it is no UTF-8 it is not read
+    assert not material._is_mmlu(str(tmp_path / "b.csv"))
