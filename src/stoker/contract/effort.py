@@ -10,11 +10,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from stoker.contract.memory import Bounded
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.untrusted import stored_size
 
 SECONDS, BYTES_A_SECOND = 4.0, 4 << 20  # in any case; and of the file for each second more
 ROOM, TIMES = 1 << 30, 16  # bytes in any case; and for each of the file
@@ -126,8 +127,21 @@ def _is_ours(frame: FrameType | None) -> bool:
 
 def looking_at_file(what: str, *paths: str) -> LookingAt:
     """In proportion to their size."""
-    size = 0
+    size = _stored(paths)
+    return LookingAt(what, SECONDS + size / BYTES_A_SECOND, ROOM + TIMES * size)
+
+
+def all_of_them(what: str, paths: Sequence[str]) -> LookingAt:
+    """The same of files that are looked at one by one, each within its own limit of time, and kept together in memory."""
+    size = _stored(paths)
+    return LookingAt(what, SECONDS * max(len(paths), 1) + size / BYTES_A_SECOND, ROOM + TIMES * size)
+
+
+def _stored(paths: Sequence[str]) -> int:
+    """Each file counts once, however many names it has."""
+    sizes: dict[tuple[int, int], int] = {}
     for path in paths:
         with contextlib.suppress(OSError):  # whoever opens it says why
-            size += os.path.getsize(path)
-    return LookingAt(what, SECONDS + size / BYTES_A_SECOND, ROOM + TIMES * size)
+            about = os.stat(path)
+            sizes[about.st_dev, about.st_ino] = stored_size(path)
+    return sum(sizes.values())

@@ -172,6 +172,26 @@ def open_regular(path: str | os.PathLike[str], dir_fd: int | None = None, follow
     return handle
 
 
+def stored_size(path: str | os.PathLike[str]) -> int:
+    """Bytes of a regular file without its holes: a file of holes has any size, and an archive of a few KB unpacks to it. What a
+    file may take is in proportion to this. OSError: there is none.
+    """
+    try:
+        handle = open_regular(path)
+    except OSError:  # whoever reads it says why
+        return os.stat(path).st_size
+    size = end = 0
+    try:
+        while True:
+            begin = os.lseek(handle, end, os.SEEK_DATA)
+            end = os.lseek(handle, begin, os.SEEK_HOLE)
+            size += end - begin
+    except OSError as problem:  # no data behind it; or a file system that knows of no holes
+        return size if problem.errno == errno.ENXIO else os.fstat(handle).st_size
+    finally:
+        os.close(handle)
+
+
 def open_below(root: str, path: str) -> int:
     """As open_regular, of `path` below `root`: no link is followed, neither the file nor a folder on the way to it."""
     folder = os.open(root, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)

@@ -173,9 +173,12 @@ def forms_of_row(row: Any) -> tuple[str, ...]:
     return (*found, "chat") if chat is not None and "chat" not in found else tuple(found)
 
 
+_FIRST_ROW = 1000  # lines, at most: of quotes that open as soon as they close a row of any length is made
+
+
 def _is_mmlu(path: str) -> bool:
     try:
-        cells = next(csv.reader(text_lines(path)), [])
+        cells = next(csv.reader(itertools.islice(text_lines(path), _FIRST_ROW)), [])
         return len(cells) == 6 and cells[-1].strip().upper() in (*LETTERS[:4], "ANSWER")
     except (OSError, ValueError, csv.Error) as problem:
         raise Refusal(f"--data: {path} can't be read: {problem}", EX_NOINPUT) from problem

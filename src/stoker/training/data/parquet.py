@@ -12,12 +12,14 @@ from typing import Any
 
 from stoker.contract.memory import ROOM, Bounded  # besides the compressed columns themselves
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.untrusted import stored_size
 from stoker.training.data.unpack import most_unfolded, unfolds
 
 ROWS, BATCH = 1024, 64 << 20  # rows that are read at once, and their bytes as far as the file's metadata tells
 _NOTHING = 64  # characters that an empty text, list or place counts as: it takes time and memory too
 _LEAST = 8  # that any other value counts as: a list may hold one short text a million times
 MOST_ROWS, MOST_ROWS_EACH = 100_000, 2  # that any file may have, and for each of its bytes: nothing takes none
+FOOTER_ROOM = 1 << 30  # bytes that the list of row groups and their columns may take: 20 times what it has in the file
 AT_ONCE = 64  # rows that become Python's at once
 
 
@@ -34,16 +36,21 @@ def open_parquet(path: str, name: str = "") -> Any:
     try:
         if not os.path.isfile(path):
             raise ValueError("not a regular file")
-        table = parquet.ParquetFile(path)
-        groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
+        with Bounded(FOOTER_ROOM):
+            table = parquet.ParquetFile(path)
+            groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
         if sum(group.num_rows for group in groups) != table.metadata.num_rows or any(
             min(group.num_rows, group.total_byte_size) < 0 for group in groups
         ):
             raise ValueError("its row groups do not add up")
-        refuse_empty_rows(shown, table.metadata.num_rows, os.path.getsize(path))
+        refuse_empty_rows(shown, table.metadata.num_rows, stored_size(path))
         return table
-    except (OSError, ValueError) as problem:  # pyarrow's ArrowInvalid is a ValueError
-        raise Refusal(f"{shown} is not a parquet file: {first_line(problem)}", EX_DATAERR) from problem
+    except (MemoryError, OSError, ValueError) as problem:  # pyarrow's ArrowInvalid is a ValueError
+        if not isinstance(problem, MemoryError) and "bad_alloc" not in str(problem):
+            raise Refusal(f"{shown} is not a parquet file: {first_line(problem)}", EX_DATAERR) from problem
+        raise Refusal(
+            f"{shown}: its list of row groups takes too much memory: it may be an attack", EX_DATAERR
+        ) from problem
 
 
 def refuse_empty_rows(shown: str, rows: int, size: int) -> None:
@@ -107,7 +114,7 @@ def read_rows(
     wanted = frozenset(columns)
     parts = [part for part in parts if not wanted.isdisjoint(_columns_above(part.path_in_schema))]
     unfolded = sum(max(part.total_uncompressed_size, 0) for part in parts)
-    compressed = min(sum(max(part.total_compressed_size, 0) for part in parts), os.path.getsize(path))
+    compressed = min(sum(max(part.total_compressed_size, 0) for part in parts), stored_size(path))
     count = max(1, min(ROWS, BATCH * about.num_rows // max(unfolded, 1)))
     try:
         batches = table.iter_batches(batch_size=count, row_groups=[group], columns=list(columns), use_threads=False)

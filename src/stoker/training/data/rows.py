@@ -19,7 +19,7 @@ from stoker.contract.diskroom import DiskRoom
 from stoker.contract.effort import reading
 from stoker.contract.memory import Bounded, bounded_steps
 from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.contract.untrusted import MOST_VALUES, open_regular
+from stoker.contract.untrusted import MOST_VALUES, open_regular, stored_size
 from stoker.training.data.jsonl import DECODER, HALF, parse_row, sound, utf8
 from stoker.training.data.looks import as_text
 from stoker.training.data.parquet import Unfolding, first_line, open_parquet, read_rows, refuse_empty_rows
@@ -75,7 +75,7 @@ def _rows(path: str, files: int) -> Iterator[tuple[int, Row]]:
     kind = kind_of(path)
     if kind in ("parquet", "arrow"):
         with _on_disk(path, files) as place:
-            unfolding = Unfolding(path, os.path.getsize(place), files)
+            unfolding = Unfolding(path, stored_size(place), files)
             for number, row in enumerate(_parquet(path, place) if kind == "parquet" else _arrow(path, place), 1):
                 unfolding.take(row)
                 yield number, row
@@ -255,15 +255,17 @@ def _arrow(path: str, place: str) -> Iterator[Row]:
     try:
         with os.fdopen(open_regular(place), "rb") as begin:
             is_file = begin.read(6) == b"ARROW1"
+        size = stored_size(place)
         with arrow.OSFile(place) as source:
-            reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
+            with Bounded():
+                reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
             batches = (reader.get_batch(at) for at in range(reader.num_record_batches)) if is_file else iter(reader)
             while True:
                 with Bounded():
                     batch = next(batches, None)
                 if batch is None:
                     return
-                refuse_empty_rows(path, number + len(batch), os.path.getsize(place))
+                refuse_empty_rows(path, number + len(batch), size)
                 for begins in range(0, len(batch), 64):
                     with Bounded():
                         some = batch.slice(begins, 64).to_pylist()

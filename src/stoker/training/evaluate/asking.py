@@ -14,7 +14,7 @@ from stoker.training.tokenizer.chat import prompt as chat_prompt
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 MOST_OF_EXAMPLES = 256 << 20  # characters that they add to all questions of a task together
-MOST_TOKENS = 1 << 26  # of all questions of a task, which every rank holds: 2 GB
+MOST_TOKENS = 1 << 26  # of all questions of a task and their choices, which every rank holds: 2 GB
 _CALCULATOR = re.compile(r"<<[^<>]*>>")  # GSM8K's notes in its answers, for a calculator and not for readers
 
 
@@ -89,9 +89,9 @@ def as_asked(
     _refuse_much(examples, len(questions), manner)
     for place, question in enumerate(questions):
         ids = prompt_ids(tokenizer, question, manner, examples(place))
-        more = max(map(len, choice_ids(tokenizer, question, manner))) if question.labels else new_tokens
-        found.append((ids, len(ids) + more))
-        total += len(ids)
+        choices = [len(one) for one in choice_ids(tokenizer, question, manner)] if question.labels else []
+        found.append((ids, len(ids) + (max(choices) if choices else new_tokens)))
+        total += len(ids) + sum(choices)
         if total > MOST_TOKENS:
             line = f"evaluate.tasks: {len(questions):,} questions have more than {MOST_TOKENS:,} tokens"
             raise Refusal(f"{line}: make the file smaller, or set evaluate.most", EX_DATAERR)

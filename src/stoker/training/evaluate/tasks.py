@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, BinaryIO
 
-from stoker.contract.effort import looking_at_file, reading
+from stoker.contract.effort import all_of_them, looking_at_file, reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.shape import replace, shape
 from stoker.training.data import jsonl
@@ -51,7 +51,9 @@ class Prompts:
 def read_tasks(paths: Sequence[str], most: int) -> tuple[Task, ...]:
     """A path, or NAME=PATH."""
     told = [_told(word) for word in paths]
-    tasks = [replace(task, name=name or task.name) for (name, path) in told for task in (_task(path, most),)]
+    files = [file for _, path in told for file in _files(path)]
+    with all_of_them("evaluate.tasks", files):  # one file may be named any number of times
+        tasks = [replace(task, name=name or task.name) for (name, path) in told for task in (_task(path, most),)]
     names = [task.name for task in tasks]
     twice = {name for name in names if names.count(name) > 1}
     tasks = [

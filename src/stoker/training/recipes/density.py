@@ -8,12 +8,16 @@ Reads top to bottom: settings, prompts, embeddings, neighbours, weights. Writes 
 from __future__ import annotations
 
 import sys
+from array import array
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 import stoker
+from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.training.config.schema import Config
+from stoker.training.data.formats.questions import Question
 from stoker.training.density.points import Vectors, centred, clusters, evenness, gini
 from stoker.training.evaluate.asking import Manner, prompt_ids
 from stoker.training.evaluate.likelihood import embed_shared
@@ -22,6 +26,7 @@ from stoker.training.model import ready
 from stoker.training.model.attention import kernels
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import stage
+from stoker.training.tokenizer.tokenizer import Tokenizer
 
 # How often a prompt should be sampled. Where prompts are sparse each counts for more: w ∝ (1 / density)^power. Pure.
 
@@ -84,6 +89,20 @@ def densities(vectors: Vectors, k: int) -> NDArray[np.float64]:
 
 
 WEIGHTS = "weights.jsonl"
+MOST_TOKENS = 1 << 28  # of all prompts, which every rank holds: 1 GB
+
+
+def shortened(questions: Sequence[Question], tokenizer: Tokenizer, manner: Manner, longest: int) -> list[Sequence[int]]:
+    """Their ids, as far as the model reads them, in 4 bytes each."""
+    rows: list[Sequence[int]] = []
+    total = 0
+    for question in questions:
+        rows.append(array("i", prompt_ids(tokenizer, question, manner)[:longest]))
+        total += len(rows[-1])
+        if total > MOST_TOKENS:
+            line = f"density.prompts: its first {len(rows):,} prompts have more than {MOST_TOKENS:,} tokens"
+            raise Refusal(f"{line}: make the file smaller", EX_DATAERR)
+    return rows
 
 
 def main(argv: list[str]) -> int:
@@ -93,10 +112,8 @@ def main(argv: list[str]) -> int:
         stage.from_rank_0(prompts.skipped)
     folder = stage.weights_of(c.model.load)
     tokenizer = stage.tokenizer_of(c)
-    rows = [
-        prompt_ids(tokenizer, question, Manner(c.evaluate.chat, system=c.generate.system))
-        for question in prompts.questions
-    ]
+    manner = Manner(c.evaluate.chat, system=c.generate.system)
+    rows = shortened(prompts.questions, tokenizer, manner, c.data.context_length)
 
     group = Group(c.parallel)
     with kernels(ready.attention(c.compute, group.device)):

@@ -267,7 +267,7 @@ def main(argv: list[str]) -> int:
         if kept.count:
             voice.say_once(f"{kept.count} answers that came before are here: they are not asked for again")
         sampler = servers_of(c, wanted, publish, kept, group)
-        ids = max((prompt.ids for prompt in prompts), key=len)[:CHECK_TOKENS]
+        ids = tuple(max((prompt.ids for prompt in prompts), key=len)[:CHECK_TOKENS])
         if c.grpo.server_kind != "vllm":  # which is asked for an adapter's version by its name
             checks = WeightsChecks(addresses_of(c.grpo.server, os.environ), ids, os.environ.get(API_KEY, ""))
     else:

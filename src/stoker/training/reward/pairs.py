@@ -17,6 +17,7 @@ from stoker.contract.effort import reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import stored_size
 from stoker.training.data.encode import pair_ids
 from stoker.training.data.formats.format import Preference, Unusable
 from stoker.training.data.formats.preferences import preference
@@ -62,10 +63,11 @@ def answered(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> list[int]:
 
 def _rows(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """No more than a file of its size has: a packed one of 1 MB may stand for millions of short rows."""
-    most = MOST_PAIRS + os.path.getsize(path) // BYTES_A_PAIR if os.path.isfile(path) else MOST_PAIRS
+    size = stored_size(path) if os.path.isfile(path) else 0
+    most = MOST_PAIRS + size // BYTES_A_PAIR
     for count, row in enumerate(rows(path), 1):
         if count > most:
-            line = f"{path} has more than {most:,} pairs in {amount(os.path.getsize(path))}: it may be an attack"
+            line = f"{path} has more than {most:,} pairs in {amount(size)}: it may be an attack"
             raise Refusal(f"{line}; unpack it yourself if it is not", EX_DATAERR)
         yield row
 

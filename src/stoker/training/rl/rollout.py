@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from stoker.training.tokenizer.tokenizer import Tokenizer
 # Of the rows: fewer that can't be used are left out and said, more are a file that is not what it should be.
 TOLERATED = 0.01
 NAMED = 3
+MOST_TOKENS = 1 << 28  # of all prompts, which every rank holds: 1 GB
 Draw = Callable[[int, int, int], list[int]]  # of step, seed and how many
 
 
@@ -39,7 +41,7 @@ Draw = Callable[[int, int, int], list[int]]  # of step, seed and how many
 class Prompt:
     row: int  # of the file, from 0: what the density stage's weights count in
     asked: Any  # a text, or messages: what the reward model is shown
-    ids: tuple[int, ...]
+    ids: Sequence[int]  # 4 bytes each: every rank holds all prompts
     answer: str | None  # None: the row has none
 
 
@@ -59,6 +61,7 @@ def read(
     chat.check(tokenizer)
     found: list[Prompt] = []
     wrong: dict[str, list[int]] = {}
+    total = 0
     for number, row in enumerate(rows):
         made = _prompt(number, row, tokenizer, system, lacking)
         problem = made if isinstance(made, str) else ""
@@ -68,6 +71,10 @@ def read(
             wrong.setdefault(problem, []).append(number + 1)
         elif isinstance(made, Prompt):
             found.append(made)
+            total += len(made.ids)
+            if total > MOST_TOKENS:
+                line = f"grpo.prompts {path}: its first {number + 1:,} rows have more than {MOST_TOKENS:,} tokens"
+                raise Refusal(f"{line}: make the file smaller", EX_DATAERR)
     lines = [_named(problem, numbers, len(rows), path) for problem, numbers in wrong.items()]
     if sum(map(len, wrong.values())) >= TOLERATED * len(rows) and wrong:
         hint = f"; {room} tokens fit" if any("context_length" in problem for problem in wrong) else ""
@@ -97,7 +104,7 @@ def _prompt(
     if system and not any(role == "system" for role, _ in messages):
         messages = [("system", system.encode("utf-8", "surrogatepass")), *messages]
     try:
-        return Prompt(number, asked, tuple(chat.prompt(tokenizer, messages)), answer)
+        return Prompt(number, asked, array("i", chat.prompt(tokenizer, messages)), answer)
     except chat.Unfit as problem:
         return f"that can't be used as a prompt: {problem.line}"
 
@@ -232,7 +239,8 @@ class Rollout:
         share = split(len(prompts), self._ranks.world, self._ranks.rank, 1, False)
         asked_here = [number for number in range(share.begin, share.end) if only is None or number in only]
         places = [number * self._group + one for number in asked_here for one in range(self._group)]
-        asked = tuple(prompts[place // self._group].ids for place in places)
+        ids = {number: tuple(prompts[number].ids) for number in asked_here}
+        asked = tuple(ids[place // self._group] for place in places)
         return Ask(seeds, number_from("answers", *seeds), asked, tuple(places))
 
 

@@ -234,7 +234,7 @@ class Updater:
         """Answers dealt out to the updates by place: the same for any number of ranks, with some of every prompt's."""
         count = self._c.updates
         rows = [
-            (answer.place, Row(answer.prompt.ids, answer.ids, advantage, answer.sampled))
+            (answer.place, Row(tuple(answer.prompt.ids), answer.ids, advantage, answer.sampled))
             for answer, advantage in zip(answers, advantages, strict=True)
         ]
         found = []

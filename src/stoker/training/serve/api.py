@@ -27,6 +27,9 @@ MOST_STOPS, LONGEST_STOP = 16, 512
 MOST_LOGPROBS = 1 << 18  # of one body's answers: in JSON 20 MB, while they are written 100 MB
 # Of prompts that answers repeat, each for itself: bytes of text (in JSON six for one, twice with log-probabilities), and ids.
 MOST_ECHOED, MOST_IDS = 4 << 20, 1 << 21
+# Of what the answers to a body say, in bytes: in any case, and for each token that they may have. Tokens have 128 at most in published
+# tokenizers; a stranger's have 4,096, each of them up to 21 times in a list of log-probabilities.
+MOST_SAID, SAID_A_TOKEN = 4 << 20, 320
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's; a chat's answer may fill the context
 _BOTH = (
     "model", "stream", "stream_options", "n", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "max_tokens", "logprobs",
@@ -311,6 +314,13 @@ class Reply:
         self._places = {request.id: place for place, request in enumerate(asked.requests)}
         self._events: list[list[Event]] = [[] for _ in asked.requests]
         self._open = set(self._places)
+        self._lengths = served.tokenizer.lengths
+        self._room = MOST_SAID + SAID_A_TOKEN * sum(request.new_tokens for request in asked.requests)
+
+    @property
+    def is_too_long(self) -> bool:
+        """It says more than any published tokenizer can: a model may write the longest tokens only."""
+        return self._room < 0
 
     @property
     def is_done(self) -> bool:
@@ -321,6 +331,7 @@ class Reply:
         place = self._places[event.id]
         first = not self._events[place]
         self._events[place].append(event)
+        self._room -= self._said(event, self._asked.requests[place])
         if event.finish:
             self._open.discard(event.id)
         if not self._asked.stream:
@@ -331,6 +342,13 @@ class Reply:
                 pieces.append({**self._chunk([]), "usage": self._usage()})
             return b"".join(map(_line, pieces)) + b"data: [DONE]\n\n"
         return b"".join(map(_line, pieces))
+
+    def _said(self, event: Event, request: Request) -> int:
+        """Bytes of its tokens, each as often as it is written."""
+        if event.token is None:
+            return 0
+        others = sum(int(self._lengths[token]) for token, _ in event.alternatives)
+        return int(self._lengths[event.token]) * (1 + (request.logprobs >= 0)) + others
 
     def whole(self) -> bytes:
         choices = [self._choice(place, events) for place, events in enumerate(self._events)]

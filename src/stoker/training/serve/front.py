@@ -261,6 +261,11 @@ class _Exchange:
         carrier = self._front._carrier
         if self._is_gone or event.finish == ABORTED:
             return
+        if self._reply.is_too_long:
+            self._is_gone = True
+            self._failed("the tokens of its answers are too long: ask for fewer answers, tokens or alternatives", True)
+            self._front._driver.abort(self._asked.requests)
+            return
         if data:
             if not self._is_begun:
                 self._is_begun = True

@@ -62,7 +62,7 @@ GGUF_SPLITTERS = {GPT2: "gpt-2", OURS: "dbrx", _GPT4: "dbrx", _DIGIT_BY_DIGIT: "
 MOST_BEFORE = 64  # ids before a text: published ones have one or two
 MOST_PARTS = 4  # of a known way to split: DeepSeek's has four
 LONGEST_TOKEN = (
-    1024  # characters; published ones have 128. A model may write nothing else: an answer has so much text a token
+    1024  # bytes; published ones have 128. A model may write nothing else: an answer has so much text a token
 )
 
 
@@ -134,6 +134,10 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
     longest = max(map(len, (*vocabulary, *special, *ordinary)), default=0)
     if longest > LONGEST_TOKEN:
         raise refuse(f"a token has {longest:,} characters; {LONGEST_TOKEN:,} is the most that could be used")
+    if longest > LONGEST_TOKEN // 4 and not decoding.byte_level:  # there a character is a byte
+        longest = max(len(token.encode("utf-8", "replace")) for token in vocabulary)
+        if longest > LONGEST_TOKEN:
+            raise refuse(f"a token has {longest:,} bytes; {LONGEST_TOKEN:,} is the most that could be used")
     if model.get("dropout"):
         raise refuse("its model has dropout: the same text would not always be the same tokens")
     end = next((one for one in ENDS if one in special), eos)

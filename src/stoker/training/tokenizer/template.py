@@ -41,6 +41,7 @@ _PRIVATE_CHARACTER = re.compile(f"[{chr(_PRIVATE[0])}-{chr(_PRIVATE[-1])}]")
 # How long a text may be that a template wrote and that is encoded without limits: characters of its own, and times the
 # conversation as JSON. Published templates write 3,000 at most, and a special token counts 45.
 _OF_ITS_OWN, _TIMES = 1 << 14, 4
+_OF_SPECIAL = 1 << 20  # characters that the names of special tokens may add to any text: some 25,000 of them
 
 
 class Unfit(Refusal):
@@ -175,7 +176,7 @@ class ChatTemplate:
         (near, limited), doubles, to_special = self._encoder
         text = written.text
         pieces: list[str] = []
-        edges, shifts, place, shift = [0], [0], 0, 0
+        edges, shifts, place, shift, most = [0], [0], 0, 0, max(_OF_SPECIAL, written.due)
         for match in self._unlike(text, written.inside):
             if match.start() < place:
                 continue
@@ -183,6 +184,9 @@ class ChatTemplate:
             pieces += [text[place : match.start()], double]
             place = match.end()
             shift += len(double) - len(match[0])
+            if shift > most:
+                line = f"the chat template of {self._where} can't write it: it writes more than {len(edges):,} special tokens"
+                raise Unfit(line)
             edges.append(place)
             shifts.append(shift)
         joined = "".join([*pieces, text[place:]])
