@@ -804,7 +804,7 @@ def test_a_dry_run_shows_preset_config_and_command_and_makes_nothing(trainer: St
     assert sorted(path.name for path in trainer.cwd.iterdir()) == ["machine.json", "text.txt"]
     assert (
         "pretrain: 4." in done.err
-        and "passes over your" in done.err
+        and "passes over about" in done.err
         and "you set it; --epochs or --max-steps" in done.err
     ), done.err
     # Of some 165 keys those of this stage that matter: as a config file they make the same configuration again.
