@@ -1,11 +1,13 @@
 """What the thirty-first review found: words of hosts and of files in commands that are advised, names of other users' programs in
-the kernel's log.
+the kernel's log, other users' events in viewers' memory.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from stoker.control.cluster.hosts import is_address
 from stoker.control.doctor.checks import net
 from stoker.control.machine import gather, kernellog
 from stoker.control.machine.facts import Net
+from stoker.control.show.gather import Gatherer
 from stoker.control.verdict.judge import judge
 
 # A kernel's own lines of programs that uid 12345 had called so, started by their names and through a link `a`.
@@ -111,3 +114,39 @@ def test_a_hosts_name_is_one_name_of_a_line_for_etc_hosts() -> None:
     ]
     (found,) = between.hostname(Facts(tuple(there)))
     assert found.fix == "in every /etc/hosts: 10.0.0.1 vm-1.lan; 10.0.0.2 NAME"
+
+
+# ---- what a viewer keeps of another user's events ----
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
+def test_a_viewer_keeps_nothing_of_any_size_of_another_users_events(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    run = root / "20261117-000000-x"
+    run.mkdir(parents=True)
+    launcher = {"pid": 1, "start": 1, "host": "elsewhere"}
+    record = {"schema": 1, "name": "x", "started": 1.7e9, "launcher": launcher, "plan": {"world_size": 2}}
+    (run / "run.json").write_text(json.dumps(record))
+    nothing = json.dumps([[]] * 60_000)
+    path, looks = run / "events.jsonl", 3
+    path.write_text('{"event": "run", "time": 1700000000}\n')
+    for one in (run, *run.iterdir()):
+        os.chown(one, 12345, -1)
+    gatherer = Gatherer(str(root), everybody=True, machine=False)
+    tracemalloc.start()
+    try:
+        for look in range(looks):
+            with path.open("a") as events:
+                for place in (2 * look, 2 * look + 1):
+                    events.write(
+                        f'{{"event": "straggler", "time": 1700000001, "rank": {place}, "summary": "s", "x": {nothing}}}\n'
+                    )
+                    events.write(
+                        f'{{"event": "role-served", "time": 1700000001, "role": "{place}", "replicas": {nothing}}}\n'
+                    )
+            (shown,) = gatherer.snapshot().runs
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert not shown.mine and shown.suspicion is not None
+    assert kept < 4 << 20, "of 3 looks at 720 KB, which are 15 MB as lists each"
