@@ -23,6 +23,7 @@ _EVENTS_OF_OTHERS = 1 << 20
 _BLOCK = 16 << 20
 _MOST_RANKS = 100_000
 _RANKS_OF_OTHERS = 1024  # of another user's run: a listing has a hundred of those, and none of their ranks is shown
+_LOSSES_OF_OTHERS = 100_000  # that another user's ranks told, of all looks together
 _TEXT = 400  # characters of a summary
 _MOST_ROLES = 64
 _MOST_CAUSES = 1000  # of restarts, told apart: there are about a hundred
@@ -216,7 +217,8 @@ class RunFolder:
         for step, loss in zip(moment.ranks.get("step", ()), moment.ranks.get("loss", ()), strict=False):
             kept = metric(loss)
             if whole(step) is not None and kept is not None:
-                if self._told.steps and step < self._told.steps[-1]:  # an attempt that began again
+                again = self._told.steps and step < self._told.steps[-1]  # an attempt that began again
+                if again or (not self.record.mine and len(self._told.steps) >= _LOSSES_OF_OTHERS):
                     self._told = Curve()
                 self._told.add(step, float(kept))
                 return
