@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Stoker
-from stoker.contract import hostmemory
+from stoker.contract import hostmemory, kerneltext
 from stoker.contract.layout import scratch_files
 from stoker.control.doctor import debris
 from stoker.control.machine import host, kernellog
@@ -23,7 +23,7 @@ from stoker.control.machine import host, kernellog
 def test_a_card_is_found_in_the_kernels_log(pci: str, where: str, same: bool) -> None:
     assert kernellog.same_card(pci, where) == same
     if same and "." not in where:
-        found = kernellog.xid(f"NVRM: Xid (PCI:{where}): 79, pid=1234, GPU has fallen off the bus.")
+        found = kerneltext.xid(f"NVRM: Xid (PCI:{where}): 79, pid=1234, GPU has fallen off the bus.")
         assert found == (where, 79) and kernellog.same_card(pci, found[0])
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract import hostmemory
+from stoker.contract import hostmemory, kerneltext
 from stoker.contract.beats import Beat
 from stoker.contract.process import kernel_lines, of_kernel, send
 from stoker.contract.shape import as_json
@@ -151,7 +151,7 @@ def _kernel_lines(rank: Rank) -> tuple[str, ...]:
     words = (f"process {rank.pid} ", f"[{rank.pid}]", "Out of memory", "oom-kill", "Memory cgroup out of memory")
 
     def concerns(line: str) -> bool:
-        found = kernellog.xid(line)
+        found = kerneltext.xid(line)
         return kernellog.same_card(rank.pci, found[0]) if found else any(word in line for word in words)
 
     return tuple(line[:300] for line in kernellog.lines(rank.started) if concerns(line))[-12:]

@@ -12,7 +12,7 @@ from stoker.contract import protocol, typed
 from stoker.contract.protocol import ProtocolError
 from stoker.contract.untrusted import parse_json, printable
 from stoker.control.cluster import transport
-from stoker.control.cluster.hosts import Hosts
+from stoker.control.cluster.hosts import Hosts, is_address
 from stoker.control.cluster.members import Member, Members
 
 _MOST_SAID = 32 << 20  # bytes of all answers of a host; as JSON of empty lists they take twenty times that in memory
@@ -176,7 +176,15 @@ def read_answer(what: str, payload: bytes) -> dict[str, Any]:
         except ValueError as problem:
             return _unfit(what, problem)
         return word
-    return fitting(_FINAL[what], word, what) if what in _FINAL else word
+    found = fitting(_FINAL[what], word, what) if what in _FINAL else word
+    return _with_addresses_only(found) if what == "route" and "error" not in found else found
+
+
+def _with_addresses_only(answer: dict[str, Any]) -> dict[str, Any]:
+    """Every other host is told them, and commands that we advise have them: words that are none are left out."""
+    at, ways = answer["reached_at"], answer["routes"].items()
+    kept = {to: {key: one for key, one in way.items() if key != "source" or is_address(one or "")} for to, way in ways}
+    return {**answer, "routes": kept, "reached_at": at if is_address(at or "") else None}
 
 
 def fitting(fields: Mapping[str, Any], word: Any, what: str) -> dict[str, Any]:

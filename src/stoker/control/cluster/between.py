@@ -89,7 +89,9 @@ def port_blocked(facts: Facts) -> Iterator[Finding]:
         address = _address(facts, pair.source)
         let = f"on {pair.target}, let TCP from {address} in on ports 1024-65535"
         text = f"{pair.source} → {pair.target}: {_how(pair)}{some}{way}: a firewall"
-        yield fail(text + (" that rejects" if refused else ""), f"{let}:   ufw allow proto tcp from {address}")
+        yield fail(
+            text + (" that rejects" if refused else ""), f"{let}:   ufw allow proto tcp from {shlex.quote(address)}"
+        )
 
 
 def _open(pair: Pair) -> list[int]:
@@ -128,7 +130,7 @@ def mtu(facts: Facts) -> Iterator[Finding]:
             full = f" ({source.mtu} bytes)" if source and source.mtu else ""
             device = source.interface if source and source.interface else "eth0"
             text = f"{pair.source} → {pair.target}: small messages pass, full-size packets{full} vanish without an error message"
-            fix = f"ip link set dev {device} mtu {pair.passes or 1280} on {pair.source} and {pair.target}"
+            fix = f"ip link set dev {shlex.quote(device)} mtu {pair.passes or 1280} on {pair.source} and {pair.target}"
             yield fail(f"{text}: an MTU hole{largest}", f"{fix}, or find what drops ICMP between them")
 
 
@@ -157,7 +159,7 @@ def hostname(facts: Facts) -> Iterator[Finding]:
     if loops:
         loopback = {one.name: listed(list((one.resolves or {})[one.hostname or ""])) for one in loops}
         said = listed([f"{one.name}'s hostname {one.hostname} resolves to {loopback[one.name]}" for one in loops])
-        fixes = "; ".join(f"{one.address or 'ADDRESS'} {one.hostname}" for one in loops)
+        fixes = "; ".join(map(_entry, loops))
         yield _note(f"{said}, which is loopback", f"in /etc/hosts there: {fixes}")
     lost = {
         name: [one.name for one in there if name in (one.resolves or {}) and not (one.resolves or {})[name]]
@@ -170,10 +172,16 @@ def hostname(facts: Facts) -> Iterator[Finding]:
         where = f"on {listed(next(iter(lost.values())))}" if len(lost) == 1 else "on all hosts"
         if everywhere:
             where = "on any host"
-        fixes = "; ".join(f"{one.address or 'ADDRESS'} {one.hostname}" for one in there if one.hostname in lost)
+        fixes = "; ".join(_entry(one) for one in there if one.hostname in lost)
         many = len(lost) > 1
         text = f"the hostname{'s' if many else ''} {listed(list(lost))} {'do' if many else 'does'} not resolve {where}"
         yield _note(text, f"in every /etc/hosts: {fixes}")
+
+
+def _entry(one: OneHost) -> str:
+    """For /etc/hosts, where a host that says it is called `a pypi.org` would get a second name."""
+    name = one.hostname or ""
+    return f"{one.address or 'ADDRESS'} {name if all(sign.isalnum() or sign in '._-' for sign in name) else 'NAME'}"
 
 
 def _loopback(addresses: tuple[str, ...]) -> bool:

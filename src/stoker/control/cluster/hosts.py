@@ -241,9 +241,12 @@ def _plain(key: str, value: str, where: str, more: str = "") -> None:
 def is_address(word: str) -> bool:
     import socket
 
+    bare, _, interface = word.partition("%")
+    if not all(sign.isalnum() or sign in "._-" for sign in interface):
+        return False
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
-            socket.inet_pton(family, word.partition("%")[0])
+            socket.inet_pton(family, bare)
             return True
         except (OSError, ValueError):  # ValueError: a NUL in it
             continue

@@ -13,6 +13,7 @@ import sys
 import time
 from typing import Any
 
+from stoker.contract import kerneltext
 from stoker.contract.process import of_kernel
 from stoker.contract.shape import as_json, replace
 from stoker.control.machine import facts, kernellog, ports, processes
@@ -59,7 +60,7 @@ def _kernel_xids() -> dict[str, list[int]]:
     """PCI address -> Xid numbers in the kernel's log, where we may read it."""
     found: dict[str, list[int]] = {}
     for line in kernellog.lines():
-        one = kernellog.xid(line)
+        one = kerneltext.xid(line)
         if one is not None:
             found.setdefault(one[0], []).append(one[1])
     return found

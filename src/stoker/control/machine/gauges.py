@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Collection
 
-from stoker.contract import hostmemory
+from stoker.contract import hostmemory, kerneltext
 from stoker.contract.process import kernel_lines, of_kernel
 from stoker.contract.shape import pick, replace
 from stoker.contract.typed import read_shape
@@ -112,7 +112,7 @@ class Gauges:
         assert self._observer is not None and self._observer.nvml is not None
         if not self._told_before:
             self._told_before = True
-            for where, number in filter(None, map(kernellog.xid, kernellog.lines())):
+            for where, number in filter(None, map(kerneltext.xid, kernellog.lines())):
                 for card in cards:
                     if kernellog.same_card(card.pci or "", where):
                         self._keep_xid(card.uuid, 0.0, number)

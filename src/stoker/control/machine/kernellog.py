@@ -36,12 +36,3 @@ def same_card(pci: str, where: str) -> bool:
     """NVML says 00000000:3b:00.0, the kernel's log 0000:3b:00, and sometimes with the function behind it."""
     mine, theirs = pci.lower().partition(".")[0], where.lower().partition(".")[0]
     return bool(theirs) and mine.endswith(theirs)
-
-
-def xid(line: str) -> tuple[str, int] | None:
-    """(PCI address, number) of an NVIDIA driver's complaint."""
-    if "NVRM: Xid (PCI:" not in line:
-        return None
-    where, _, rest = line.partition("NVRM: Xid (PCI:")[2].partition(")")
-    number = rest.lstrip(": ").split(",")[0].strip()
-    return (where.lower(), int(number)) if number.isdigit() else None

@@ -18,6 +18,7 @@ POINTS = 400  # of a curve in a snapshot
 MOST_METRICS = 200  # different names that are kept of one run
 _MOST_NEW = 2 * MOST_METRICS  # names of a block that are looked at
 MOST_OF_OTHERS = 16 << 20  # the last bytes that are read of another user's run
+_MOST_TAKEN = 2 * MOST_OF_OTHERS  # bytes by all looks, where only the last are read; then it begins anew with those
 _BLOCK = 4 << 20
 NEWEST_BYTES = 1 << 15  # at the end of the file, for the newest values alone
 _NEWEST = 64  # lines whose times are kept: the speed of the last steps
@@ -135,7 +136,7 @@ def smoothed(curve: Curve, window: int) -> tuple[tuple[float, float], ...]:
 class MetricsTail:
     """metrics.jsonl of one run. `look` reads what is new; a file that was replaced (a resumed run) is read again.
 
-    `most`: at every look the last of so many bytes only; 0: all.
+    `most`: at every look the last of so many bytes only, and of all looks together some more; 0: all.
     """
 
     def __init__(self, run_dir: str, most: int = 0) -> None:
@@ -152,14 +153,15 @@ class MetricsTail:
         self.clock = Curve()  # when each step was written
         self.times: list[tuple[int, float]] = []  # (step, time) of the newest lines
         self.partial = False  # only the end was read
-        self._inode = self._at = 0
+        self._inode = self._at = self._taken = 0
 
     def look(self) -> bool:
         """Whether there was anything new."""
         try:
             with os.fdopen(open_in(self._dir, layout.METRICS), "rb") as file:
                 about = os.fstat(file.fileno())
-                if about.st_ino != self._inode or about.st_size < self._at:
+                much = self._most and self._taken > _MOST_TAKEN
+                if about.st_ino != self._inode or about.st_size < self._at or much:
                     self._clear()
                     self._inode = about.st_ino
                 if self._most and about.st_size - self._at > self._most:
@@ -196,6 +198,7 @@ class MetricsTail:
                 else:
                     self._add(block)
             self._at += end
+            self._taken += end
             file.seek(self._at)
         return self._at > before
 

@@ -22,6 +22,8 @@ RECENT = 60  # values of a sparkline
 _EVENTS_OF_OTHERS = 1 << 20
 _BLOCK = 16 << 20
 _MOST_RANKS = 100_000
+_RANKS_OF_OTHERS = 1024  # of another user's run: a listing has a hundred of those, and none of their ranks is shown
+_LOSSES_OF_OTHERS = 100_000  # that another user's ranks told, of all looks together
 _TEXT = 400  # characters of a summary
 _MOST_ROLES = 64
 _MOST_CAUSES = 1000  # of restarts, told apart: there are about a hundred
@@ -90,7 +92,7 @@ class EventTail:
                 del self.starts[:-1]
         self.starts[-1][1] = when
         rank = whole(event.get("rank"))
-        rank = rank if rank is not None and 0 <= rank < _MOST_RANKS else None
+        rank = rank if rank is not None and 0 <= rank < (_MOST_RANKS if self._mine else _RANKS_OF_OTHERS) else None
         if kind == "attempt":
             self.attempt = whole(event.get("attempt"))
             for told in (self.up, self.ended, self.phases, self.slow, self.suspicions):
@@ -102,7 +104,7 @@ class EventTail:
         elif kind == "relief":
             self.suspicions.pop("suspicion", None)
         elif kind == "role-served" and isinstance(event.get("replicas"), list) and isinstance(event.get("role"), str):
-            if event["role"] in self.served or len(self.served) < _MOST_ROLES:
+            if self._mine and (event["role"] in self.served or len(self.served) < _MOST_ROLES):
                 self.served[event["role"]] = event["replicas"]
         elif kind == "straggler-over":
             self._over(rank)
@@ -126,7 +128,9 @@ class EventTail:
         silent = metric(event.get("silent_s"))
         self.suspicions[kind] = Suspicion(when, kind, cause, summary, rank, ranks, finite(silent))
         if kind == "straggler" and rank is not None:
-            self.slow[rank] = {**event, "cause": cause, "summary": summary, "time": float(when)}
+            # Not the event itself: another user's may have any size, and there is one for each rank.
+            told = {name: finite(metric(event.get(name))) for name in ("wait_s", "step_s")}
+            self.slow[rank] = {**told, "cause": cause, "summary": summary, "time": when}
 
     def _over(self, rank: int | None) -> None:
         """It is no longer slow."""
@@ -213,7 +217,8 @@ class RunFolder:
         for step, loss in zip(moment.ranks.get("step", ()), moment.ranks.get("loss", ()), strict=False):
             kept = metric(loss)
             if whole(step) is not None and kept is not None:
-                if self._told.steps and step < self._told.steps[-1]:  # an attempt that began again
+                again = self._told.steps and step < self._told.steps[-1]  # an attempt that began again
+                if again or (not self.record.mine and len(self._told.steps) >= _LOSSES_OF_OTHERS):
                     self._told = Curve()
                 self._told.add(step, float(kept))
                 return

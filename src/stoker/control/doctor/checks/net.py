@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from stoker.contract.shapes import Finding
@@ -14,7 +15,7 @@ def hostname(net: Net) -> Iterator[Finding]:
     """The host's own name resolves. torchrun and gloo look it up; Stoker passes addresses instead."""
     if (net.error or not net.addresses) and not net.slow_lookups:
         text = f"the host's name {net.hostname} does not resolve: {net.error or 'no address'}"
-        yield warn(text, f"echo '127.0.1.1 {net.hostname}' >> /etc/hosts   # needs root")
+        yield warn(text, f"echo {shlex.quote(f'127.0.1.1 {net.hostname}')} >> /etc/hosts   # needs root")
 
 
 @check("net.lookups")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 
+from stoker.contract import kerneltext
 from stoker.control.verdict.catalogue import Case, Family, Found, Match
 from stoker.control.verdict.lastwords import find, line_of, noticed
 
@@ -37,9 +38,8 @@ def _xids(case: Case) -> list[tuple[int, str]]:
     )
     if not crashed and not find(case, r"(?i)\b(?:cuda|nccl|hip|nvml|cublas|cudnn)"):
         return []
-    lines = ((re.search(r"NVRM: Xid \([^)]*\): (\d+)", line), line) for line in case.end.around.kernel)
-    found = [(int(seen[1]), line) for seen, line in lines if seen]
-    return [(number, line) for number, line in found if number in _XIDS]
+    lines = ((kerneltext.xid(line), line) for line in case.end.around.kernel)
+    return [(told[1], line) for told, line in lines if told is not None and told[1] in _XIDS]
 
 
 @family.cause("""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 
+from stoker.contract import kerneltext
 from stoker.contract.quantities import amount, span
 from stoker.contract.shapes import Around
 from stoker.control.verdict.catalogue import Case, Family, Found, Match
@@ -37,9 +38,8 @@ def host(case: Case) -> Found | None:
     worker = find(case, r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)" + ended)
     if end.code != -signal.SIGKILL and worker is None:
         return None
-    pids = [pid.strip() for pid in worker[1].split(",")] if worker else [str(end.pid)]
-    killed = rf"Killed process (?:{'|'.join(pids)})\b"
-    kernel = [line for line in end.around.kernel if "ut of memory" in line and re.search(killed, line)]
+    pids = worker[1].replace(",", " ").split() if worker else [str(end.pid)]
+    kernel = [line for line in end.around.kernel if kerneltext.killed(line) in pids]
     if not kernel and not end.oom_killed:
         return None
     who = f"a data-loader worker (pid {', '.join(pids)}) of {case.who}" if worker else case.who
