@@ -53,7 +53,7 @@ def arithmetic(c: ComputeConfig, dtype: torch.dtype) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if torch.cuda.is_available() or c.compile == "on":
             torch.use_deterministic_algorithms(True, warn_only=True)
-        else:  # the same but for the compiler's own setting: that alone would load the compiler, half of a rank's start
+        else:  # the same but for the compiler's own setting: that alone would load the compiler, 1 s
             torch.set_deterministic_debug_mode("warn")
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # 15 % of a small step, and we read nothing unwritten
     torch.set_float32_matmul_precision("highest" if c.deterministic or dtype == torch.float32 else "high")
