@@ -50,6 +50,19 @@ def parsers() -> dict[str, Parser]:
     return found
 
 
+def test_a_command_that_ends_a_line_gets_one_of_its_own() -> None:
+    command = "stoker train grpo --name 20260101-000000-job --allocation stoker:d1+ddp:d1 --grpo.prompts prompts.jsonl"
+    for lead in (
+        "stoker: to continue:",
+        "stoker: hf/ (the model) is on host 10.0.0.1, in a folder; to copy the model:",
+    ):
+        lines = wrapped(f"{lead} {command}", 80).split("\n")
+        assert lines[-1] == f"  {command}" and " ".join(lines[:-1]).replace("   ", " ") == lead
+    assert wrapped("stoker: to continue: stoker run a.py", 80) == "stoker: to continue: stoker run a.py"
+    copied = "scp -r -F /home/me/cluster/ssh_config me@10.0.0.1:/home/me/runs/20260101-000000-job/hf runs/x/"
+    assert f"  {copied}" in wrapped(f"  {copied}   # hf/ (the model)", 80).split("\n")
+
+
 def test_help_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     found = parsers()

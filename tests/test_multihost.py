@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,6 +121,11 @@ def test_a_run_whose_files_are_on_another_host_says_so_and_continues_there(
     )
     assert f"stoker: to continue: stoker train pretrain --hosts {hosts}" in said, said
     command = shlex.split(said.partition("to continue: stoker ")[2].splitlines()[0])
+    early = stoker.torch("export", "runs/latest", "early").err  # no model is there yet
+    assert f"it is not complete, and what it saved is on host {host}" in early, early
+    subprocess.run(shlex.split(early.partition("to copy them: ")[2]), cwd=stoker.cwd, check=True)
+    assert stoker.torch("export", "runs/latest", "early").code == 0
+    shutil.rmtree(stoker.latest / "checkpoints")
     again = stoker(*command, env=env)
     head = f"starting run {name} again: its checkpoints are on host {host}, and it resumes from the newest if rank 0 is there"
     assert again.code == 0 and head in again.err and "from the beginning" not in again.err, again.err

@@ -126,7 +126,8 @@ def _about(one: Rollout) -> str:
     some = list(one.parts.items())[:_PARTS]
     parts = ", ".join(f"{printable(redact.whole(name), 60)} {value:g}" for name, value in some)
     marks = [f"step {one.step}", f"{one.tokens} tokens"]
-    marks += ["right" if one.right else "wrong"] if one.right is not None else []
+    own = "by Stoker's own check"  # of a row's answer; a reward of the user's may look at other things
+    marks += [f"right {own}" if one.right else f"wrong {own}"] if one.right is not None else []
     marks += ["cut at the token limit"] if one.cut else []
     return f"{one.reward:.3f}" + (f" ({parts})" if len(one.parts) > 1 else "") + f"  {', '.join(marks)}"
 

@@ -8,7 +8,9 @@ NARROWEST = 40  # columns: below, more breaks would not help
 # Texts: `re` compiles them when a line is long, and not when every command starts.
 _WORD = r"(?:`[^`]*`|\S)+"  # a command in backticks stays whole
 _GAP = r"(?<=\S) {2,}(?=\S)"  # between columns, or before the comment on a command
-_COMMAND = r"\s*(?:→ )?(?:[A-Z_]+=\S+ )*(?:stoker|pip|python3?|sudo|export|git|nvidia-smi|kill|ssh|bash) "
+_COMMAND = r"\s*(?:→ )?(?:[A-Z_]+=\S+ )*(?:stoker|pip|python3?|sudo|export|git|nvidia-smi|kill|ssh|scp|bash) "
+# A command that ends a line, and that somebody is about to paste: it gets a line of its own where both don't fit.
+_AT_THE_END = rf"\b(?:to continue|to start it again|to copy (?:the model|them)): (?={_COMMAND})"
 
 
 def wrapped(text: str, columns: int, hanging: int = 2) -> str:
@@ -20,6 +22,9 @@ def wrapped(text: str, columns: int, hanging: int = 2) -> str:
 
 def _pieces(line: str, columns: int, hanging: int) -> list[str]:
     """Without recursion, and with no indent beyond the terminal: a line may quote a stranger, and have any length."""
+    if len(line) > columns and (found := re.search(_AT_THE_END, line)):
+        command = f"{' ' * hanging}{line[found.end() :]}"
+        return [*_pieces(line[: found.end() - 1], columns, hanging), *_pieces(command, columns, hanging)]
     lead, end = len(line) - len(line.lstrip()), len(line)
     gaps = [gap for gap in re.finditer(_GAP, line) if gap.start() >= lead] if end > columns else []
     behind: list[list[str]] = []
