@@ -89,10 +89,9 @@ def _of_run(run: str, checkpoints: bool, say: Any) -> Found:
         return _of_run(role.dir, checkpoints, say)
     for one in (record, *roles.values()):
         if one is not None and (host := again.host_of_files(one)):
-            copy = again.copy_command(one, HF)
-            raise Refusal(
-                f"{run} has no model here: its files are on host {host}; to copy the model: {copy}", EX_NOINPUT
-            )
+            copy = again.advised_copy(one, HF)
+            how = f"; to copy the model: {copy}" if copy else f", in {one.dir}"
+            raise Refusal(f"{run} has no model here: its files are on host {host}{how}", EX_NOINPUT)
     held = ", ".join(sorted(os.listdir(run))[:6]) or "nothing"
     others = _models(os.path.dirname(os.path.realpath(run)), "")
     newest = f" (the newest model of another run there: {os.path.relpath(others[-1])})" if others else ""
