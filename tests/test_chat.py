@@ -320,6 +320,10 @@ def test_a_model_that_is_on_another_host_is_said_to_be_there(model: Path, tmp_pa
     words = ["scp", "-r", "-P", "2222", "me@10.0.0.1:"]
     about = {"name": "mine", "plan": {"ranks": [{"rank": 0, "host": "10.0.0.1"}]}, "apart": {"10.0.0.1": words}}
     (run / "run.json").write_text(json.dumps(about))
+    with pytest.raises(Refusal, match=r"it is not complete, .* host 10\.0\.0\.1; no checkpoint of it is known$"):
+        find(str(run), None, str(tmp_path / "runs"), print)
+    ended = {"status": "completed", "cause": None, "summary": "", "exit_code": 0}
+    (run / "verdict.json").write_text(json.dumps(ended))
     with pytest.raises(Refusal) as refused:
         find(str(run), None, str(tmp_path / "runs"), print)
     copy = f"scp -r -P 2222 me@10.0.0.1:{run}/hf {os.path.relpath(run)}/"

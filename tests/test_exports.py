@@ -195,7 +195,7 @@ def test_chat_evaluation_and_grpo_ask_as_the_template_says(stoker: Stoker, tmp_p
     rows, sizes = windows(words, [(b"the river", True), ("cafe\u0301".encode(), True)], 64, 0)
     assert [row[0] for row in rows] == [[begin], [begin]] and sizes == [9, 6]
     prompts, left_out = read_prompts([{"prompt": asked, "answer": "boats"}], words, 500, "here")
-    assert prompts[0].ids == tuple(want) and not left_out
+    assert list(prompts[0].ids) == list(want) and not left_out
     pair = answered(words, asked, "boats")
     assert pair == [*want, *words.encode("boats"), eot]
     for more in (), ("--raw",):

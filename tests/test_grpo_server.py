@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -244,8 +244,8 @@ def weights_of(folder: Path, checkpoint: Path | None = None) -> Decoder:
     return model
 
 
-def logprobs_of(model: Decoder, prompt: tuple[int, ...], answer: tuple[int, ...]) -> torch.Tensor:
-    logits = model(torch.tensor([prompt + answer]))[0, len(prompt) - 1 : -1]
+def logprobs_of(model: Decoder, prompt: Sequence[int], answer: tuple[int, ...]) -> torch.Tensor:
+    logits = model(torch.tensor([[*prompt, *answer]]))[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits.float(), -1)[range(len(answer)), list(answer)]
 
 
@@ -421,7 +421,8 @@ def test_a_job_on_a_terminal_looks_as_a_run_alone_does(stoker: Stoker, forks: Fo
         steps = [line for line in lines if " Step " in line]
         assert steps and all(re.match(r"\[trainer\] CPU0: Step \d+/100000 \| Reward \d", line) for line in steps)
         alone = r"\[\w+\] (CPU\d:\s*\S+$|CPU0:weights from )"  # one word, or what a rank prints by itself
-        assert [line for line in lines if len(line) > 80 and not re.match(alone, line)] == []
+        commands = [line for line in lines if line.startswith("  stoker train ")]  # whole, to be pasted
+        assert [line for line in lines if len(line) > 80 and not re.match(alone, line)] == commands
 
 
 def test_a_stopped_job_without_a_key_of_its_users_own_resumes(stoker: Stoker, forks: Forks) -> None:

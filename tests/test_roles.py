@@ -285,7 +285,8 @@ def test_a_role_that_does_not_continue_says_why(stoker: Stoker) -> None:
     other = file_of(stoker, trainer={**trainer, "env": {"GREETING": "good-bye"}})
     again = stoker("run", "--name", "mine", "--roles", other)
     assert again.code == 3 and len(list(stoker.latest.glob("roles/*-trainer"))) == 2
-    assert "is unfinished but was started with other settings: this is a new run of that name" in again.err, again.err
+    why = "was started with other settings (--env: GREETING=hello then, GREETING=good-bye now); this is a new run"
+    assert f"is unfinished but {why} of that name" in again.err, again.err
 
 
 def test_a_killed_job_takes_its_roles_with_it(stoker: Stoker) -> None:

@@ -86,7 +86,7 @@ def test_wandb_gets_no_settings_from_the_working_directory(
     open_loggers("wandb", str(run), {}, lines.append)
     import wandb
 
-    assert wandb.read == [] and wandb.places == [(str(run), str(checkout / "logs"))]
+    assert wandb.read == [] and wandb.places == [("/", str(checkout / "logs"))]
     assert os.getcwd() == str(checkout)
     assert f"{name}/settings of the working directory is not read" in lines[0] and "WANDB_BASE_URL" in lines[0]
     monkeypatch.delitem(sys.modules, "wandb")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -244,12 +245,18 @@ def open_inside(path: str | os.PathLike[str]) -> int:
 
 
 def open_lock_file(path: str) -> int:
-    """A lock file, open for writing, made where there is none: regular, with one name. A link would lead elsewhere."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    """A lock file, open for writing, made where there is none: regular, with one name. A link would lead elsewhere.
+
+    For its owner alone: whoever can open a file, if only to read it, can lock it and keep its owner out.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     about = os.fstat(handle)
     if not stat.S_ISREG(about.st_mode) or about.st_nlink != 1:
         os.close(handle)
         raise OSError(errno.EINVAL, "is not a regular file with one name", path)
+    if about.st_mode & 0o077 and about.st_uid == os.geteuid():  # an earlier version's
+        with contextlib.suppress(OSError):  # a file system without modes
+            os.fchmod(handle, 0o600)
     return handle
 
 

@@ -17,7 +17,7 @@ from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
 from stoker.contract.quantities import number_at
 from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.typed import read_shape
-from stoker.contract.untrusted import parse_json
+from stoker.contract.untrusted import open_lock_file, parse_json
 from stoker.contract.wholefile import write_json
 from stoker.control.record import again, reader
 from stoker.control.record.speedruns import CHAIN, LOCK, STAGES
@@ -203,7 +203,7 @@ def hold(folder: str) -> int:
         check_own(folder)
         os.makedirs(runs_root(folder), exist_ok=True)
         os.makedirs(os.path.join(folder, LOGS), exist_ok=True)
-        handle = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        handle = open_lock_file(os.path.join(folder, LOCK))
     except OSError as problem:
         raise Refusal(
             f"the speedrun folder {folder} can't be written: {problem.strerror}; choose another with --runs-dir",

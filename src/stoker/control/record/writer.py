@@ -123,7 +123,12 @@ class RunRecord:
         """Its folder."""
         self.require_place()
         try:
-            os.makedirs(layout.attempt_dir(self.dir, number), exist_ok=True)
+            folder = layout.attempt_dir(self.dir, number)
+            os.makedirs(folder, exist_ok=True)
+            if os.path.islink(
+                folder
+            ):  # of a run directory that came with a link in it: logs would be written elsewhere
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), folder)
             self._forget_progress()
         except OSError as problem:
             raise cannot_write(self.dir, problem) from problem

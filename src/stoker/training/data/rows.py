@@ -257,8 +257,12 @@ def _arrow(path: str, place: str) -> Iterator[Row]:
             is_file = begin.read(6) == b"ARROW1"
         size = stored_size(place)
         with arrow.OSFile(place) as source:
-            with Bounded():
-                reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
+            try:
+                with Bounded():
+                    reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
+            except MemoryError as problem:  # of any other file, the first bytes may be taken for a size
+                line = f"{path} is not an arrow file, or its columns take too much memory"
+                raise Refusal(line, EX_DATAERR) from problem
             batches = (reader.get_batch(at) for at in range(reader.num_record_batches)) if is_file else iter(reader)
             while True:
                 with Bounded():

@@ -89,14 +89,17 @@ def _of_run(run: str, checkpoints: bool, say: Any) -> Found:
         return _of_run(role.dir, checkpoints, say)
     for one in (record, *roles.values()):
         if one is not None and (host := again.host_of_files(one)):
-            if one.verdict is not None and one.verdict.status == "completed":
-                line = f"{run} has no model here: its files are on host {host}; to copy the model"
-                raise Refusal(f"{line}: {again.copy_command(one, HF)}", EX_NOINPUT)
-            line = f"{run} has no model: it is not complete, and what it saved is on host {host}"
+            done = one.verdict is not None and one.verdict.status == "completed"
+            copy = again.advised_copy(one, HF if done else layout.CHECKPOINTS)
+            where = f", in {one.dir}" if not copy else ""
+            if done:
+                line = f"{run} has no model here: its files are on host {host}{where}"
+                raise Refusal(line + (f"; to copy the model: {copy}" if copy else ""), EX_NOINPUT)
+            line = f"{run} has no model: it is not complete, and what it saved is on host {host}{where}"
             if not again.saved(one):
                 raise Refusal(f"{line}; no checkpoint of it is known", EX_NOINPUT)
-            made = "`stoker export` makes a model of checkpoints that are here; to copy them"
-            raise Refusal(f"{line}; {made}: {again.copy_command(one, layout.CHECKPOINTS)}", EX_NOINPUT)
+            made = "`stoker export` makes a model of checkpoints that are here"
+            raise Refusal(f"{line}; {made}" + (f"; to copy them: {copy}" if copy else ""), EX_NOINPUT)
     held = ", ".join(sorted(os.listdir(run))[:6]) or "nothing"
     others = _models(os.path.dirname(os.path.realpath(run)), "")
     newest = f" (the newest model of another run there: {os.path.relpath(others[-1])})" if others else ""

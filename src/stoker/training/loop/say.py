@@ -49,15 +49,15 @@ def _mlflow(folder: str, config: dict[str, Any]) -> Logger:
 
 
 def _tracked(name: str) -> Callable[[str, dict[str, Any]], Logger]:
-    """wandb, and trackio, which has the same words. Begun in the run directory: wandb takes the address that it sends its key to
-    from a file of the working directory, which may be anybody's.
+    """wandb, and trackio, which has the same words. Begun in /: wandb takes the address that it sends its key to from a file of
+    the working directory, which may be anybody's; so may a run directory that is continued.
     """
 
     def opened(folder: str, config: dict[str, Any]) -> Logger:
         place = f"{name.upper()}_DIR"
-        if place in os.environ:
-            os.environ[place] = os.path.abspath(os.environ[place])
-        with working_in(folder):
+        if place in os.environ or place == "WANDB_DIR":  # else trackio's own
+            os.environ[place] = os.path.abspath(os.environ.get(place) or folder)
+        with working_in("/"):
             module = importlib.import_module(name)
             module.init(project="stoker", name=os.path.basename(folder), config=config)
         return Logger(lambda step, values: module.log(values, step=step), module.finish)
