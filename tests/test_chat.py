@@ -322,7 +322,7 @@ def test_a_model_that_is_on_another_host_is_said_to_be_there(model: Path, tmp_pa
     (run / "run.json").write_text(json.dumps(about))
     with pytest.raises(Refusal, match=r"it is not complete, .* host 10\.0\.0\.1; no checkpoint of it is known$"):
         find(str(run), None, str(tmp_path / "runs"), print)
-    ended = {"status": "completed", "cause": None, "summary": "", "exit_code": 0}
+    ended = {"status": "completed", "cause": "completed", "summary": "", "exit_code": 0}
     (run / "verdict.json").write_text(json.dumps(ended))
     with pytest.raises(Refusal) as refused:
         find(str(run), None, str(tmp_path / "runs"), print)

@@ -26,6 +26,8 @@ def refusal_of(folder: Path, words: Any) -> str:
     folder.mkdir()
     about = {"name": "evil", "plan": {"ranks": [{"rank": 0, "host": "gpu7"}]}, "apart": {"gpu7": words}}
     (folder / "run.json").write_text(json.dumps(about))
+    ended = {"status": "completed", "cause": "completed", "summary": "", "exit_code": 0}
+    (folder / "verdict.json").write_text(json.dumps(ended))
     with pytest.raises(Refusal) as refused:
         find(str(folder), None, str(folder.parent), print)
     return refused.value.line
@@ -47,7 +49,7 @@ def test_a_strangers_record_puts_no_program_into_the_command_that_copies_a_model
     folder = tmp_path / "evil"
     line = refusal_of(folder, words)
     copy = f"scp -r -P 2222 -i key me@gpu7:{folder}/hf {os.path.relpath(folder)}/"
-    assert line.partition(" to copy the model: ")[2].partition(" (")[0] == copy
+    assert line.partition(" to copy the model: ")[2].partition("   # ")[0] == copy
 
 
 @pytest.mark.parametrize(
