@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 import stoker  # noqa: E402
-from conftest import EVERYTHING, wait_for  # noqa: E402
+from conftest import EVERYTHING, at_length, wait_for  # noqa: E402
 from stoker.contract.names import Refusal  # noqa: E402
 from stoker.training.checkpoint import part, snapshot  # noqa: E402
 from stoker.training.checkpoint.reading import find, open_checkpoint, verify  # noqa: E402
@@ -659,6 +659,7 @@ all_end_well(ranks(2, loads))
 """
 
 
+@at_length
 def test_sharded_over_three_ranks_is_read_by_two_and_by_one_and_replicated_by_sharded(tmp_path: Path) -> None:
     where = [str(tmp_path / name) for name in ("checkpoints", "plain", "reference.safetensors")]
     done = run_script(tmp_path, SHARDED, *where)

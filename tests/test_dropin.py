@@ -367,6 +367,7 @@ def test_two_dashes() -> None:
     assert all(split(list(words))[1] == "s.py" for words in DASHES)
 
 
+@at_length
 def test_the_number_of_ranks_by_default(both: Both) -> None:
     theirs, ours = both("probe.py", env={"NUM_GPUS": "2"})
     assert (sorted(theirs["ranks"]), sorted(ours["ranks"])) == ([0], [0, 1])

@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import Stoker  # noqa: E402
+from conftest import Stoker, at_length  # noqa: E402
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal  # noqa: E402
 from stoker.training.evaluate.answering import Answerer, Marker, Written, put  # noqa: E402
 from stoker.training.evaluate.asking import Manner, answer_text, prompt_ids, stop_ids  # noqa: E402
@@ -648,6 +648,7 @@ def test_a_base_model_is_asked_in_plain_text(
     assert not any("\n" in one["completion"] for one in completions)
 
 
+@at_length
 def test_two_ranks_find_what_one_finds(
     stoker: Stoker, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -822,6 +822,7 @@ exec sh -c "$3"
 """
 
 
+@at_length
 def test_train_takes_the_strategy_of_several_hosts_from_what_they_say(
     tmp_path: Path, small: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -456,6 +456,7 @@ def test_a_stopped_job_without_a_key_of_its_users_own_resumes(stoker: Stoker, fo
     assert list((stoker.latest / "roles").glob("*-trainer")) == [trainer], "it is the same run"
 
 
+@at_length
 def test_a_job_that_stops_itself_ends_with_the_command_that_continues(stoker: Stoker, forks: Forks) -> None:
     stoker.script("rewards.py", "def score(completion):\n    return 0.0\n")
     words = forks.words("--max-steps", "9", "--grpo.reward", "rewards.py:score", "--grpo.breaker_steps", "2")

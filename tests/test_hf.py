@@ -26,6 +26,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from conftest import at_length
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.training.model import hf, hf_stream, hf_write
@@ -477,6 +478,7 @@ os._exit(0)  # torch 2.13's gloo may abort in its own shutdown
 """
 
 
+@at_length
 def test_ranks_of_a_sharded_model_load_and_save_together(folder: Path) -> None:
     work = folder.parent
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -681,6 +681,7 @@ def test_a_loss_that_is_no_number_in_fp16_is_the_models_own(forks: Forks, tmp_pa
 # ---- beside the launcher ----
 
 
+@at_length
 def test_plain_torchrun_a_profile_and_tensorboard(stoker: Stoker, text: Path) -> None:
     pytest.importorskip("tensorboard")
     words = (

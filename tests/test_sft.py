@@ -52,6 +52,7 @@ def begin(tmp_path: Path) -> Path:
     return tmp_path / "begin"
 
 
+@at_length
 def test_60_chats_are_passed_over_three_times_and_that_is_printed_before_the_start(
     stoker: Stoker, tmp_path: Path, begin: Path
 ) -> None:

@@ -475,6 +475,7 @@ def test_a_plan_leaves_out_columns_that_the_terminal_has_no_room_for(
     assert said(80) == ["stage", "size", "time", "disk", "state"]
 
 
+@at_length
 def test_a_disk_without_room_is_refused_before_anything_is_made(
     speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_rank_that_failed_is_not_suspected_as_well(stoker: Stoker) -> None:
     assert "stands still" not in done.err and "keeps running" not in done.err, done.err
 
 
+@at_length
 def test_without_py_spy(stoker: Stoker) -> None:
     done, seen = hang(stoker, script(stoker), env={"STOKER_PY_SPY": ""})
     assert (seen["cause"], seen["rank"]) == ("hang.sleep", 1) and "in stuck" in seen["where"]

@@ -88,6 +88,7 @@ HISTORIES: dict[str, Rows] = {
 }  # fmt: skip
 
 
+@at_length
 def test_hostile_histories_stop_no_viewer(stoker: Stoker) -> None:
     """Of other users in a shared folder, and of folders that were copied here."""
     for number, (what, history) in enumerate(HISTORIES.items()):
