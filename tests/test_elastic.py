@@ -221,6 +221,7 @@ def test_below_min_hosts_the_lost_host_is_the_verdict(
     assert wait_for(lambda: True if not any(netcluster.pids(n) for n in range(3)) else None, 15)
 
 
+@at_length
 def test_a_coordinator_whose_own_network_is_cut_ends_with_that_word_and_the_hosts_stop_by_themselves(
     stoker: Stoker, netcluster: NetCluster
 ) -> None:

@@ -456,6 +456,7 @@ def test_the_fastest_way_is_chosen_where_several_fit() -> None:
     assert {way.strategy: way.seconds or 0 for way in near.ways}["ddp"] < 0.1 * by["ddp"]
 
 
+@at_length
 def test_shards_go_to_the_host_where_they_do_not_fit_the_cards() -> None:
     found = decided("4x24GB", Wish(EIGHT, 2048, "full"))
     s, share = found.plan.settings, found.plan.shares[0]
@@ -486,6 +487,7 @@ def test_a_method_nobody_asked_for_does_not_wait_for_host_memory() -> None:
     assert last.method == "qlora" and last.inputs_on_host, "where nothing else is left"
 
 
+@at_length
 def test_hosts_far_apart_hold_copies_where_these_fit() -> None:
     far = [replace(card, host=f"host-{at // 4}") for at, card in enumerate(cards("8xH100"))]
     found = decide(far, Wish(EIGHT, 2048, "full", samples=64), "fsdp")

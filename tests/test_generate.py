@@ -105,6 +105,7 @@ def test_drawn_answers_depend_on_seed_and_index_and_not_on_the_batch(how: dict[s
     assert BatchEngine(model, rows=7, length=100).generate(prompts(), new_tokens=40, stop=STOP, seed=22, **how) != alone
 
 
+@at_length
 def test_a_prompt_asked_several_times_is_computed_once_and_answered_the_same() -> None:
     """Groups in a row, as GRPO asks; and the same prompts mixed, where copies lie between others."""
     model, lengths = made(SHAPES["qwen3"]), (9, 3, 30, 14)

@@ -393,6 +393,7 @@ def test_one_command_starts_the_server_and_the_trainers(stoker: Stoker, given: P
     )
 
 
+@at_length
 def test_a_job_on_a_terminal_looks_as_a_run_alone_does(stoker: Stoker, forks: Forks) -> None:
     words = [
         "train",

@@ -786,6 +786,7 @@ def test_a_report_is_made_of_what_there_is(speedrun: Speedrun) -> None:
     assert (speedrun.folder / "report.md").stat().st_mtime_ns > before, "made again whenever it is asked for"
 
 
+@at_length
 def test_a_bare_report_is_of_the_chain_as_it_was_run_and_rewrites_nothing_else(
     speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,7 @@ def test_cpu_time_is_earned_by_the_conversation_only() -> None:
     assert in_limits(setting, f"{load} + request(_SPANS, text, 0) * 8") == -signal.SIGXCPU
 
 
+@at_length
 def test_templates_have_a_limit_over_all_conversations() -> None:
     setting = """
 import json, time

@@ -27,6 +27,7 @@ def all_different(size: int) -> Iterator[str]:
         yield piece
 
 
+@at_length
 def test_training_a_tokenizer_keeps_to_the_memory_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tokenizers")
     from stoker.training.data.config import DataConfig
