@@ -115,9 +115,7 @@ def test_a_run_whose_files_are_on_another_host_says_so_and_continues_there(
     said = run.communicate(timeout=120)[0].decode()
     host, name = netcluster.hosts[0].name, stoker.latest.name
     (step,) = (path.name for path in there.glob("*/checkpoints/step-*"))
-    assert f"metrics.jsonl, config.yaml, samples and checkpoints/ are on host {host}, in {stoker.latest}\n" in said, (
-        said
-    )
+    assert f"metrics.jsonl, config.yaml and checkpoints/ are on host {host}, in {stoker.latest}\n" in said, said
     assert f"stoker: to continue: stoker train pretrain --hosts {hosts}" in said, said
     command = shlex.split(said.partition("to continue: stoker ")[2].splitlines()[0])
     early = stoker.torch("export", "runs/latest", "early").err  # no model is there yet
@@ -129,7 +127,7 @@ def test_a_run_whose_files_are_on_another_host_says_so_and_continues_there(
     assert f"resumes at step {int(step.removeprefix('step-'))}" in again.out + again.err
 
     copy = next(line for line in again.err.splitlines() if "to copy the model: " in line)
-    assert f"hf/ (the model), metrics.jsonl, config.yaml, samples and checkpoints/ are on host {host}" in copy
+    assert f"hf/ (the model), metrics.jsonl, config.yaml and checkpoints/ are on host {host}" in copy
     copy = copy.partition("to copy the model: ")[2]
     assert f"  {copy}   # hf/ (the model), " in stoker("why").out
     whole = shlex.split(copy)

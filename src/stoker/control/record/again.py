@@ -86,7 +86,7 @@ def files_elsewhere(run: Run, completed: bool) -> tuple[tuple[str, str], ...]:
         of_role, host = f" of role {role}" if role else "", host_of_files(one)
         model = os.path.join(one.dir, layout.MODEL)
         if host:
-            files = f"{layout.METRICS}, config.yaml, samples and {layout.CHECKPOINTS}/{of_role} are on host {host}"
+            files = f"{layout.METRICS}, config.yaml and {layout.CHECKPOINTS}/{of_role} are on host {host}"
             files = f"{layout.MODEL}/ (the model), {files}" if completed else files
             found.append((f"{files}, in {one.dir}", copy_command(one, layout.MODEL) if completed else ""))
         elif role and completed and os.path.isdir(model):
