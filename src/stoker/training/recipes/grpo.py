@@ -265,7 +265,9 @@ def main(argv: list[str]) -> int:
         wanted = wanted_of(c, tokenizer, longest)
         kept = Kept(folder, group.rank, wanted.settings)
         if kept.count:
-            voice.say_once(f"{kept.count} answers that came before are here: what is not learned yet is not asked for again")
+            voice.say_once(
+                f"{kept.count} answers that came before are here: what is not learned yet is not asked for again"
+            )
         sampler = servers_of(c, wanted, publish, kept, group)
         ids = tuple(max((prompt.ids for prompt in prompts), key=len)[:CHECK_TOKENS])
         if c.grpo.server_kind != "vllm":  # which is asked for an adapter's version by its name
