@@ -181,7 +181,7 @@ def read_answer(what: str, payload: bytes) -> dict[str, Any]:
 
 
 def _with_addresses_only(answer: dict[str, Any]) -> dict[str, Any]:
-    """Every other host is told them, and commands that we advise have them: words that are none are left out."""
+    """Every other host gets them, and commands that we advise contain them: what is no address is left out."""
     at, ways = answer["reached_at"], answer["routes"].items()
     kept = {to: {key: one for key, one in way.items() if key != "source" or is_address(one or "")} for to, way in ways}
     return {**answer, "routes": kept, "reached_at": at if is_address(at or "") else None}
