@@ -28,7 +28,7 @@ MOST_LOGPROBS = 1 << 18  # of one body's answers: in JSON 20 MB, while they are 
 # Of prompts that answers repeat, each for itself: bytes of text (in JSON six for one, twice with log-probabilities), and ids.
 MOST_ECHOED, MOST_IDS = 4 << 20, 1 << 21
 # Of what the answers to a body say, in bytes: in any case, and for each token that they may have. Tokens have 128 at most in published
-# tokenizers; a stranger's have 4,096, each of them up to 21 times in a list of log-probabilities.
+# tokenizers; a stranger's have 1,024, each of them up to 21 times in a list of log-probabilities.
 MOST_SAID, SAID_A_TOKEN = 4 << 20, 320
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's; a chat's answer may fill the context
 _BOTH = (
