@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Done, Stoker, at_length_but, on_terminal, wait_for
+from conftest import Done, Stoker, at_length, at_length_but, on_terminal, wait_for
 
 SAVES = """
 import os, signal, sys, time
@@ -306,6 +306,7 @@ def test_a_closed_tmux_saves(stoker: Stoker) -> None:
 # ---- stoker train ----
 
 
+@at_length
 def test_the_command_that_continues_names_the_run_that_was_the_latest_before(stoker: Stoker, text: Path) -> None:
     """As it was typed it would name the stopped run itself."""
     before = stoker.cwd / "runs" / "1-before"

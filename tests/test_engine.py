@@ -143,6 +143,7 @@ def forks(fork_server: Server, tmp_path: Path) -> Forks:
     return Forks(fork_server, tmp_path)
 
 
+@at_length
 def test_an_unknown_architecture_trains_resumes_and_exports(stoker: Stoker, forks: Forks, bloom: Path) -> None:
     whole, run = trained(stoker, bloom, "whole")
     assert whole.code == 0, whole.out[-2000:] + whole.err[-3000:]

@@ -1037,6 +1037,7 @@ http.server.HTTPServer(("127.0.0.1", int(os.environ["STOKER_PORT"])), Judge).ser
 """
 
 
+@at_length
 def test_a_role_whose_reward_is_zero_since_its_server_died_stops_after_ten_steps_with_that_cause(
     stoker: Stoker, forks: Forks
 ) -> None:

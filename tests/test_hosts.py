@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Stoker, machine_json, wait_for
+from conftest import Stoker, at_length, machine_json, wait_for
 from netcluster import NetCluster
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.control.cluster import agentzip, copying, hosts, init, ssh
@@ -373,6 +373,7 @@ def _fake_old_python(folder: Path) -> str:
     return str(path)
 
 
+@at_length
 def test_each_host_that_fails_is_named_and_nothing_is_started(stoker: Stoker, netcluster: NetCluster) -> None:
     """Several faults in turn, on a host of their own each."""
     script = stoker.script("s.py", "print('ran')")

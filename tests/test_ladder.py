@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Done, Stoker, tagged, wait_for
+from conftest import Done, Stoker, at_length, tagged, wait_for
 from stoker.contract.settings import build
 from stoker.control.launch import imports, ladder
 from stoker.control.launch.ladder import Climbed, Plan, command_words, rung_words, rungs, scaling, wanted_by_environment
@@ -416,6 +416,7 @@ def test_stopped_on_the_way_leaves_nothing(stoker: Stoker, signum: int) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="no torch here")
+@at_length
 def test_a_torch_script(stoker: Stoker) -> None:
     text = (
         "import torch, time\nfrom torch import nn\nw = nn.Linear(8, 8)\no = torch.optim.SGD(w.parameters(), 0.1)\n"

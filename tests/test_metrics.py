@@ -644,6 +644,7 @@ def test_every_panel_of_the_dashboards_has_data(tmp_path: Path) -> None:
                     assert named <= found[0]["metric"].keys(), (panel["title"], found[0]["metric"])
 
 
+@at_length
 def test_several_hosts_from_one_endpoint(stoker: Stoker, netcluster: NetCluster) -> None:
     for number in range(3):
         path = stoker.cwd / f"host{number}.json"

@@ -180,6 +180,7 @@ def test_our_recipes_run_on_the_hosts_with_the_coordinators_own_stoker(stoker: S
     assert done.code == 0 and done.out.count("/.cache/stoker/agent-") == 4, done.out + done.err
 
 
+@at_length
 def test_each_host_prepares_its_own_data_and_the_start_tells_what_it_needs(
     stoker: Stoker, netcluster: NetCluster
 ) -> None:
@@ -198,6 +199,7 @@ def test_each_host_prepares_its_own_data_and_the_start_tells_what_it_needs(
         assert len(list(host.workdir.glob("cache/datasets/*/manifest.json"))) == 1, host.name
 
 
+@at_length
 def test_a_run_of_several_hosts_continues_on_one_machine_with_the_batch_it_began_with(
     stoker: Stoker, netcluster: NetCluster
 ) -> None:
@@ -371,6 +373,7 @@ def test_started_by_hand_on_each_machine_with_node_ranks(stoker: Stoker, netclus
     )
 
 
+@at_length
 def test_started_by_hand_a_rank_that_dies_has_all_machines_start_again(
     stoker: Stoker, netcluster: NetCluster, alone: Any
 ) -> None:

@@ -386,6 +386,7 @@ def test_a_role_on_a_host_that_cant_start_reports_its_own_reason(tmp_path: Path)
         assert verdict["summary"].startswith("role server: ") and verdict["started"] == ["server"], verdict
 
 
+@at_length
 def test_a_role_whose_host_is_lost_moves_and_its_trainers_learn_the_new_address(
     stoker: Stoker, netcluster: NetCluster
 ) -> None:

@@ -20,7 +20,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 import torch
 from safetensors.torch import load_file
 
-from conftest import Stoker
+from conftest import Stoker, at_length, at_length_but
 from forked_recipes import trained
 from stoker.training.loop.samples import Example, answers, chosen, from_chats
 from stoker.training.model import hf
@@ -93,7 +93,7 @@ sys.exit(stage.run(sft.main, sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("when", ["samples", "settings"])
+@pytest.mark.parametrize("when", at_length_but(["settings"], ["samples", "settings"]))
 def test_a_stop_before_the_first_step_has_no_traceback(tmp_path: Path, when: str) -> None:
     given = words("x", base(tmp_path), chats(tmp_path / "chats.jsonl"))[4:]
     command = [sys.executable, "-c", INTERRUPTED, when, *given]
@@ -124,6 +124,7 @@ def test_examples_are_prompts_and_first_answers_of_packed_rows() -> None:
     assert chosen(iter(found), 1, 66) == found[:1] and chosen(iter(found), 2, 65) == []
 
 
+@at_length
 def test_held_out_prompts_are_answered_before_during_and_after(stoker: Stoker, tmp_path: Path) -> None:
     load, data = base(tmp_path), chats(tmp_path / "chats.jsonl")
     done = stoker.torch(

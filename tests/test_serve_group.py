@@ -18,7 +18,7 @@ pytest.importorskip("tokenizers")
 
 import torch
 
-from conftest import wait_for
+from conftest import at_length, wait_for
 from stoker.contract.shape import replace
 from stoker.training.data.learn import train
 from stoker.training.model import adapters, hf
@@ -186,6 +186,7 @@ def test_a_server_that_nobody_sends_anything_gives_the_memory_back(base: Path, m
         receiver.take("t", "")
 
 
+@at_length
 def test_what_does_not_fit_or_is_not_allowed_is_refused_in_one_sentence(servers: list[Member], base: Path) -> None:
     server, c = servers[0], shape_of_folder(base)
     before = server.answer()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Stoker, wait_for
+from conftest import Stoker, at_length, wait_for
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.training.stages import registry
@@ -88,6 +88,7 @@ def test_a_stage_in_a_file_of_its_own_trains(stoker: Stoker, toy: dict[str, str]
     assert missing.code == 64 and "no model: stage toy needs one" in missing.err
 
 
+@at_length
 def test_it_takes_its_place_in_the_chain_and_runs_there(stoker: Stoker, toy: dict[str, str]) -> None:
     pytest.importorskip("torch")
     plan = json.loads(stoker("speedrun", "--preset", "cpu", "--plan", "--json", env=toy).out)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Stoker, Terminal, wait_for
+from conftest import Stoker, Terminal, at_length, wait_for
 from stoker.contract import progress
 from stoker.contract.progress import BYTES, State
 from stoker.control.launch.console import LineCutter
@@ -153,6 +153,7 @@ def test_errors_are_red(stoker: Stoker, where: dict[str, str], coloured: bool) -
         assert "\x1b" not in piped.out + piped.err
 
 
+@at_length
 def test_a_training_on_a_terminal_its_attach_and_its_stop(stoker: Stoker) -> None:
     (stoker.cwd / "book.txt").write_text(
         "".join(f"line {n}: the dog jumps {n * 7919 % 1000} times\n" for n in range(4000))

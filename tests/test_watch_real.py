@@ -69,6 +69,7 @@ def hang(stoker: Stoker, name: str, **more: Any) -> Any:
     return done, next(event for event in done.events if event["event"] == "suspicion")
 
 
+@at_length
 def test_a_sleeping_rank_is_named_with_its_line(stoker: Stoker) -> None:
     done, seen = hang(stoker, script(stoker, model=DDP))
     assert (done.verdict["cause"], done.verdict["rank"], done.code) == ("hang.sleep", 1, 70)
@@ -171,6 +172,7 @@ for n in range(4): optimizer.step()
     assert [event["steps"] for event in done.events if event["event"] == "rank-exit"] == [7]
 
 
+@at_length
 def test_a_stopped_rank_is_named_and_goes_on_when_continued(stoker: Stoker) -> None:
     """A suspicion is not a verdict: continued in time, the run completes and nobody is blamed."""
     name = script(stoker, stuck="open('pid', 'w').write(str(os.getpid()))", steps=150)

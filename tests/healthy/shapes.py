@@ -28,7 +28,7 @@ class Shape:
 SHAPES = (
     Shape("long first step, computing", "long_first_step.py", "--how busy", silence_s=25),
     Shape("long first step, waiting", "long_first_step.py", "--how sleep", silence_s=25, ranks=3),
-    Shape("long first step on rank 0 only", "long_first_step.py", "--who rank0", silence_s=25, in_ci=True),
+    Shape("long first step on rank 0 only", "long_first_step.py", "--who rank0", silence_s=25),
     Shape("evaluation, marked", "evaluates.py", "--marked yes --seconds 20", silence_s=20),
     Shape(
         "evaluation, marked, on rank 0",
