@@ -33,8 +33,8 @@ from stoker.contract.shape import replace
 from stoker.control.record.history import Members, Moment
 from stoker.control.record.writer import RunRecord
 from stoker.control.show.snapshot import Snapshot
-from stoker.control.show.top.demo import demo_snapshot
 from stoker.control.show.top.frame import make_frame
+from stoker.control.show.top.sources import demo_snapshot
 from stoker.control.show.top.view import View
 
 WIDTH, HEIGHT = 160, 50

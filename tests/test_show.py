@@ -29,8 +29,8 @@ from stoker.control.show.drawing import Line, chart, columns_of, fitted, short, 
 from stoker.control.show.folder import EventTail, RunFolder
 from stoker.control.show.gather import Gatherer
 from stoker.control.show.joined import late_rank, why_card, why_host
-from stoker.control.show.replay import Replay
 from stoker.control.show.snapshot import Rank, Run, Snapshot, snapshot_from_json
+from stoker.control.show.top.player import Replay
 from stoker.control.verdict import judge  # noqa: F401 (fills the catalogue)
 from stoker.control.verdict.catalogue import CATALOGUE
 from stoker.control.watch.straggler import waiting_shares

@@ -28,9 +28,9 @@ from stoker.control.machine.model import Holder
 from stoker.control.show.drawing import columns_of
 from stoker.control.show.snapshot import GpuGauges, HostGauges, Rank, Run, Snapshot, Suspicion, snapshot_from_json
 from stoker.control.show.top.cells import plain
-from stoker.control.show.top.demo import demo_snapshot
 from stoker.control.show.top.frame import Frame, make_frame, text
 from stoker.control.show.top.panel import PANELS, RANKS, RUNS
+from stoker.control.show.top.sources import demo_snapshot
 from stoker.control.show.top.view import View, press, without_gone
 
 

@@ -26,9 +26,9 @@ from localuser import ATTACKER, needs_root
 from netcluster import NetCluster
 from stoker.control.record.history import Members, Moment
 from stoker.control.show.serving import More, Request, parse
-from stoker.control.show.top.demo import demo_snapshot
+from stoker.control.show.top.sources import demo_snapshot
+from stoker.control.show.web.folders import letters
 from stoker.control.show.web.state import difference, ranks_of, shared
-from stoker.control.show.web.timeline import letters
 
 BEATS = "import stoker, sys\nfor step in range(int(sys.argv[1])):\n    stoker.beat(step)\nprint(open('said.txt').read() if len(sys.argv) > 2 else 'done')\n"  # fmt: skip
 FOREIGN = (

@@ -20,7 +20,7 @@ from localuser import ATTACKER, needs_root
 from security.test_viewers import make_run, members, moment
 from stoker.control.record import history, reader
 from stoker.control.show import serving
-from stoker.control.show.replay import Replay
+from stoker.control.show.top.player import Replay
 from stoker.training.serve import api
 from stoker.training.serve.front import Front
 

@@ -16,7 +16,7 @@ from stoker.contract.names import Refusal
 from stoker.control.machine.model import GpuGauges, HostGauges
 from stoker.control.record import history, reader
 from stoker.control.show.gather import Gatherer
-from stoker.control.show.web.timeline import Timeline
+from stoker.control.show.web.folders import Timeline
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer, load
 
 Change = Callable[[], None]

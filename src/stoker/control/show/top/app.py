@@ -1,4 +1,4 @@
-"""The screen in a terminal, by Textual: keys and mouse in, frames out. Snapshots come from a thread; no frame waits."""
+"""The screen in a terminal, by Textual: keys and mouse in, frames out, on one widget. Snapshots come from a thread; no frame waits."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import time
 from collections.abc import Callable
 from typing import ClassVar, Protocol
 
+from rich.segment import Segment
+from rich.style import Style
 from textual import events
 from textual.app import App, ComposeResult
+from textual.geometry import Region
 from textual.message import Message
+from textual.strip import Strip
+from textual.widget import Widget
 
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.control.show.snapshot import Snapshot
-from stoker.control.show.top.board import Board
+from stoker.control.show.top.cells import Line
 from stoker.control.show.top.frame import Frame, make_frame
 from stoker.control.show.top.panel import RUN
 from stoker.control.show.top.view import (
@@ -36,6 +41,59 @@ from stoker.control.show.top.view import (
     typed_in,
     without_gone,
 )  # fmt: skip
+
+# The terminal's own sixteen colours: they fit its theme, light or dark.
+_LOOKS = {
+    "": Style.null(),
+    "dim": Style(dim=True),
+    "bold": Style(bold=True),
+    "good": Style(color="green"),
+    "warn": Style(color="yellow"),
+    "bad": Style(color="red", bold=True),
+    "accent": Style(color="cyan"),
+    "head": Style(dim=True, underline=True),
+    "focus": Style(bold=True, reverse=True),
+    "cursor": Style(reverse=True),
+}
+
+
+def style_of(name: str) -> Style:
+    found = _LOOKS.get(name)
+    if found is None:  # "cursor bad"
+        found = _LOOKS[name] = Style.combine([_LOOKS.get(word, Style.null()) for word in name.split()])
+    return found
+
+
+def strip_of(line: Line) -> Strip:
+    """Pieces, not markup: foreign text stays text."""
+    return Strip([Segment(text, style_of(style)) for text, style in line])
+
+
+class Board(Widget, can_focus=True):
+    DEFAULT_CSS = "Board { width: 1fr; height: 1fr; }"
+
+    def __init__(self, resized: Callable[[], None]) -> None:
+        super().__init__()
+        self._resized = resized
+        self.lines: tuple[Line, ...] = ()
+
+    def on_resize(self) -> None:
+        self._resized()
+
+    def render_line(self, y: int) -> Strip:
+        return strip_of(self.lines[y]) if y < len(self.lines) else Strip.blank(self.size.width)
+
+    def show(self, lines: tuple[Line, ...]) -> None:
+        """Only lines that have changed are drawn."""
+        before, self.lines = self.lines, lines
+        width = self.size.width
+        if len(before) != len(lines):
+            self.refresh()
+            return
+        changed = [Region(0, y, width, 1) for y, line in enumerate(lines) if line != before[y]]
+        if changed:
+            self.refresh(*changed)
+
 
 _WHEEL = 3  # rows
 

@@ -1,17 +1,151 @@
-"""The runs that a page may ask about: by the name of a folder directly below the runs folder, and nothing else."""
+"""The runs that a page may ask about: by the name of a folder directly below the runs folder, and nothing else.
+
+And their ranks over time, from a run's history: how long each waited, who kept the others waiting, who stood still. A moment of
+a rank is one letter, so that an hour of 128 ranks travels in 40 KB: A to K, none to all of its time waiting for others; p, in a
+phase that it announced; w, in a collective for a long time; s, no sign of progress; a dot, nothing known.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
 
 from stoker.contract.untrusted import printable
 from stoker.control.record import ownership, reader
+from stoker.control.record.history import HistoryTail, Moment, newest_history, read_history
 from stoker.control.show.folder import RunFolder
 from stoker.control.show.job import folder_of
-from stoker.control.show.web.timeline import Timeline
+from stoker.control.show.joined import late_of
+from stoker.control.show.snapshot import finite, metric
+
+COLUMNS = 360  # of an answer
+_ORDER = ".ABCDEFGHIJKpws"  # of several moments the last of these is shown
+_LONG_S = 5.0  # in one collective
+_STILL_S = 10.0  # without a sign of progress
+_MARKS = 200
+_STEPS = ("step", "train", "training")  # phases in which it makes steps
+_TOLD = (
+    "suspicion",
+    "relief",
+    "straggler",
+    "straggler-over",
+    "numbers",
+    "restart",
+    "attempt",
+    "host-lost",
+    "host-back",
+    "stop",
+    "verdict",
+)
+_MOST_RANKS = 4096  # of an answer
+_CELLS, _CELLS_OF_OTHERS = 64 << 20, 4 << 20  # ranks of all moments that are kept; beyond that the oldest go
+_PER_MOMENT = 64  # that each counts besides: a moment may have no ranks
+
+
+class Timeline:
+    def __init__(self, record: reader.Run) -> None:
+        self._record = record
+        self._tail: HistoryTail | None = None
+        self._columns: list[tuple[float, tuple[int, ...], str, int | None]] = []  # time, ranks, letters, who is late
+
+    def look(self) -> None:
+        if self._tail is None:
+            self._tail = newest_history(self._record.dir, self._record.mine)
+            newest = self._tail.new()
+            begun = newest[0].time if newest else float("inf")
+            for tier in ("hours", "minutes") if self._record.mine else ():
+                older = [moment for moment in read_history(self._record.dir, tier) if moment.time < begun]
+                if older:
+                    self._columns = [one for one in self._columns if one[0] < older[0].time]
+                    self._take(older)
+        else:
+            newest = self._tail.new()
+        self._take(newest)
+
+    def _take(self, moments: Iterable[Moment]) -> None:
+        for moment in moments:
+            if not moment.ranks:  # nothing is known of them, and a line without columns may name any number
+                continue
+            row = "".join(letters(moment))
+            shares = [finite(metric(one)) for one in moment.ranks.get("waiting", ())]
+            late = late_of(shares)
+            ranks = moment.members.ranks
+            self._columns.append((moment.time, ranks, row, ranks[late] if late is not None else None))
+        self._forget()
+
+    def _forget(self) -> None:
+        room = _CELLS if self._record.mine else _CELLS_OF_OTHERS
+        for place in range(len(self._columns) - 1, -1, -1):
+            room -= len(self._columns[place][1]) + _PER_MOMENT
+            if room < 0:
+                del self._columns[: place + 1]
+                return
+
+    def to_json(self, since: float, within: tuple[float, float] = (-math.inf, math.inf)) -> dict[str, Any]:
+        """`since`: only what is newer. `within`: from, to; a shorter time has finer columns."""
+        self.look()
+        first, last = within
+        chosen = [one for one in self._columns if one[0] > since and first <= one[0] <= last]
+        ranks = sorted({rank for _, members, _, _ in chosen for rank in members})[:_MOST_RANKS]
+        groups = [chosen[at * len(chosen) // COLUMNS : (at + 1) * len(chosen) // COLUMNS] for at in range(COLUMNS)]
+        groups = [group for group in groups if group] if len(chosen) > COLUMNS else [[one] for one in chosen]
+        rows: dict[int, list[str]] = {rank: [] for rank in ranks}
+        for group in groups:
+            worst = dict.fromkeys(ranks, ".")
+            for _, members, letters, _ in group:
+                for rank, letter in zip(members, letters, strict=True):
+                    if rank in worst and _ORDER.index(letter) > _ORDER.index(worst[rank]):
+                        worst[rank] = letter
+            for rank, letter in worst.items():
+                rows[rank].append(letter)
+        return {
+            "times": [round(group[-1][0], 1) for group in groups],
+            "ranks": ranks,
+            "cells": ["".join(rows[rank]) for rank in ranks],
+            "late": [next((one[3] for one in reversed(group) if one[3] is not None), None) for group in groups],
+            "marks": self._marks(since),
+        }
+
+    def _marks(self, since: float) -> list[dict[str, Any]]:
+        found = []
+        for event in self._record.events():
+            if event["event"] in _TOLD and event["time"] > since:
+                rank = event.get("rank") if type(event.get("rank")) is int else None
+                text = event.get("summary") or event.get("cause") or ""
+                if event["event"] == "attempt":
+                    text = f"attempt {event.get('attempt')}"
+                found.append(
+                    {
+                        "time": round(float(event["time"]), 1),
+                        "kind": event["event"],
+                        "rank": rank,
+                        "text": printable(str(text), 400),
+                    }
+                )
+        return found[-_MARKS:]
+
+
+def letters(moment: Moment) -> Iterable[str]:
+    columns = [moment.ranks.get(name, ()) for name in ("waiting", "collective_age", "beat_age", "phase", "step")]
+    for at in range(len(moment.members.ranks)):
+        waiting, collective, beat, phase, step = (column[at] if column else None for column in columns)
+        share, in_collective, silent = (finite(metric(one)) for one in (waiting, collective, beat))
+        if in_collective is not None and in_collective >= _LONG_S:
+            yield "w"
+        elif phase and phase not in _STEPS:
+            yield "p"
+        elif silent is not None and silent >= _STILL_S:
+            yield "s"
+        elif share is not None:
+            yield "ABCDEFGHIJK"[round(max(0.0, min(share, 1.0)) * 10)]
+        else:
+            yield "A" if step is not None else "."
+
 
 _KEPT = 8  # runs whose curves and timelines stay in memory
 _LONGEST_NAME = 255
