@@ -23,6 +23,35 @@ def sparse(path: Path, size: int) -> None:
 # ---- a run of GRPO that is continued ----
 
 
+def test_published_weights_are_not_put_where_a_link_leads(tmp_path: Path) -> None:
+    """RUN/published of a run directory that came with a folder was a link: folders called version-… there were removed."""
+    pytest.importorskip("torch")
+    from stoker.training.model.config import ModelConfig
+    from stoker.training.model.decoder import Decoder
+    from stoker.training.parallel.config import ParallelConfig
+    from stoker.training.parallel.group import Group
+    from stoker.training.rl.publish import Publisher, To
+
+    model = Decoder(ModelConfig(layers=1, dim=16, heads=1, kv_heads=1, head_dim=16, ff=32, vocab_size=260), 8)
+    model.start(0)
+    to = To((), "folder", 0, None, print, print)  # type: ignore[arg-type]
+    group = Group(ParallelConfig(device="cpu", strategy="ddp"))
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    (elsewhere / "version-1.0").mkdir(parents=True)
+    (run / "published").symlink_to(elsewhere)
+    with pytest.raises(Refusal, match="is a link"):
+        Publisher(model, None, str(run), group, to)(7)
+    assert [one.name for one in elsewhere.iterdir()] == ["version-1.0"]
+    (run / "published").unlink()
+    (run / "published").mkdir()
+    (run / "published" / "version-1").symlink_to(elsewhere)
+    made = Publisher(model, None, str(run), group, to)
+    assert os.path.exists(os.path.join(made(7).folder, "config.json"))
+    made.close()
+    assert not (run / "published").exists() and (elsewhere / "version-1.0").exists()
+
+
 def test_answers_of_a_continued_run_take_no_memory_for_holes(tmp_path: Path) -> None:
     """A file of 3 GB of holes took 6.5 GB in each rank: all of it was read at once."""
     kept = Kept(str(tmp_path), 0, "s")
