@@ -1,21 +1,32 @@
-"""The thirty-third review, of the training plane: run directories and speedruns that came with a folder."""
+"""The thirty-third review, of the training plane: runs and speedruns that came with a folder, and clients of a server."""
 
 from __future__ import annotations
 
 import json
 import os
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from stoker.contract import effort
-from stoker.contract.names import Refusal
-from stoker.control.record.rollouts import LARGEST, Rollouts
-from stoker.speedrun import report
-from stoker.speedrun.gather import gather
-from stoker.training.rl.kept import FOLDER, Kept
-from stoker.training.rl.sampler import Written
+torch = pytest.importorskip("torch")
+
+from stoker.contract import effort  # noqa: E402
+from stoker.contract.names import Refusal  # noqa: E402
+from stoker.control.record.rollouts import LARGEST, Rollouts  # noqa: E402
+from stoker.speedrun import report  # noqa: E402
+from stoker.speedrun.gather import gather  # noqa: E402
+from stoker.training.generate.config import Sampling  # noqa: E402
+from stoker.training.model.config import ModelConfig  # noqa: E402
+from stoker.training.model.decoder import Decoder  # noqa: E402
+from stoker.training.parallel.config import ParallelConfig  # noqa: E402
+from stoker.training.parallel.group import Group  # noqa: E402
+from stoker.training.rl.kept import FOLDER, Kept  # noqa: E402
+from stoker.training.rl.publish import Publisher, To  # noqa: E402
+from stoker.training.rl.sampler import Written  # noqa: E402
+from stoker.training.serve.engine import PagedEngine, Sizes, answers  # noqa: E402
+from stoker.training.serve.request import Request  # noqa: E402
 
 
 def sparse(path: Path, size: int) -> None:
@@ -28,13 +39,6 @@ def sparse(path: Path, size: int) -> None:
 
 def test_published_weights_are_not_put_where_a_link_leads(tmp_path: Path) -> None:
     """RUN/published of a run directory that came with a folder was a link: folders called version-… there were removed."""
-    pytest.importorskip("torch")
-    from stoker.training.model.config import ModelConfig
-    from stoker.training.model.decoder import Decoder
-    from stoker.training.parallel.config import ParallelConfig
-    from stoker.training.parallel.group import Group
-    from stoker.training.rl.publish import Publisher, To
-
     model = Decoder(ModelConfig(layers=1, dim=16, heads=1, kv_heads=1, head_dim=16, ff=32, vocab_size=260), 8)
     model.start(0)
     to = To((), "folder", 0, None, print, print)  # type: ignore[arg-type]
@@ -130,3 +134,40 @@ def test_plots_are_not_written_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="is a link"):
         report.write(str(tmp_path))
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+# ---- clients of stoker serve ----
+
+WORDS = tuple(7 * place % 61 for place in range(64))
+GREEDY = Sampling(0.0, 0, 1.0)
+
+
+def engine_of_a_gpu() -> PagedEngine:
+    """It writes several tokens before the host looks at them, as `stoker serve` does on GPUs."""
+    model = Decoder(ModelConfig(layers=2, dim=32, heads=2, kv_heads=1, head_dim=16, ff=64, vocab_size=64), 64)
+    model.start(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6 if parameter.dim() == 2 else 1)  # each token counts
+    return PagedEngine(model.eval(), Sizes(slots=8, length=64, memory=512, turn=8))
+
+
+@pytest.mark.parametrize("count", [16, 32, 48])
+def test_answers_of_one_token_leave_what_others_read_as_it_is(count: int) -> None:
+    """A row whose answer had ended wrote on, over the last token of its prompt, until the others' turn was over: who began with
+    the same block was answered by what stood there then.
+    """
+    engine, asked = engine_of_a_gpu(), WORDS[: count + 5]
+
+    def logprobs(name: str) -> Sequence[float]:
+        return answers(engine, [Request(name, asked, 3, sampling=GREEDY, logprobs=0)])[0].logprobs
+
+    before = logprobs("before")
+    engine.add(Request("long", (9, 8, 7), 40, sampling=GREEDY))
+    engine.step()
+    for seed in range(3):
+        engine.add(Request(f"one {seed}", WORDS[:count], 1, sampling=Sampling(1000.0, 0, 1.0), seed=seed))
+        engine.step()
+    while engine.busy:
+        engine.step()
+    assert logprobs("after") == pytest.approx(before, abs=1e-4)
