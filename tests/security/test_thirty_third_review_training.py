@@ -152,6 +152,19 @@ def engine_of_a_gpu() -> PagedEngine:
     return PagedEngine(model.eval(), Sizes(slots=8, length=64, memory=512, turn=8))
 
 
+def test_a_prompt_that_others_continue_does_not_end_the_server() -> None:
+    """Where several tokens are written at once, as on every GPU: a prompt of whole blocks and a longer one that begins with
+    it, both asked for again in one body, ended the engine, and with it the server.
+    """
+    engine = engine_of_a_gpu()
+
+    def asked(again: str) -> list[tuple[int, ...]]:
+        requests = [Request(f"{again}{count}", WORDS[:count], 12, sampling=GREEDY) for count in (16, 20)]
+        return [tuple(one.tokens) for one in answers(engine, requests)]
+
+    assert asked("first") == asked("second")
+
+
 @pytest.mark.parametrize("count", [16, 32, 48])
 def test_answers_of_one_token_leave_what_others_read_as_it_is(count: int) -> None:
     """A row whose answer had ended wrote on, over the last token of its prompt, until the others' turn was over: who began with
