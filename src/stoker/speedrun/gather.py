@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from stoker.contract import layout
+from stoker.contract.effort import looking_at_file
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.quantities import number_at
 from stoker.contract.shape import shape
@@ -139,7 +140,9 @@ def gather(folder: str) -> Chain:
         for row in (rows if isinstance(rows, list) else ())
         if isinstance(row, dict) and row.get("name") not in (None, REPORT)
     ]
-    records = [_stage(folder, row, price) for row in _each_run_once(known[:_MOST_STAGES])]
+    told = list(_each_run_once(folder, known[:_MOST_STAGES]))
+    with looking_at_file(f"speedrun {folder}", *_files(folder, told)):
+        records = [_stage(folder, row, price) for row in told]
     hardware = chain.get("hardware")
     hardware = hardware if isinstance(hardware, dict) else {}
     return Chain(
@@ -151,11 +154,20 @@ def gather(folder: str) -> Chain:
     )
 
 
-def _each_run_once(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A run that a chain names again would be in memory again, with all its steps."""
+def _files(folder: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Those of all runs that are read."""
+    runs = [os.path.join(folder, row["run"]) for row in rows if isinstance(row.get("run"), str) and row["run"]]
+    names = (layout.METRICS, layout.EVENTS, layout.RUN, layout.VERDICT, RESULT, COMPLETIONS)
+    return [os.path.join(run, name) for run in runs for name in names]
+
+
+def _each_run_once(folder: str, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A run that a chain names again, or by a link, would be in memory again, with all its steps."""
     seen: set[Any] = set()
     for row in rows:
-        run = os.path.normpath(row["run"]) if isinstance(row.get("run"), str) and row["run"] else ""
+        run = (
+            os.path.realpath(os.path.join(folder, row["run"])) if isinstance(row.get("run"), str) and row["run"] else ""
+        )
         if not run or run not in seen:
             seen.add(run)
             yield row

@@ -44,6 +44,8 @@ class Rollouts:
         """`resumed_at`: lines of that step and later are of an attempt that was lost. `limit`: bytes."""
         self._path, self._limit = os.path.join(run_dir, layout.ROLLOUTS), limit
         if os.path.exists(self._path):
+            if os.path.getsize(self._path) > LARGEST:
+                raise ValueError(f"it is larger than {LARGEST >> 20} MB, and no run writes such a file")
             kept = [line for step, line in self._lines() if step < resumed_at]
             write_whole(self._path, "".join(kept), durable=False)
         self._handle = os.open(self._path, APPEND, 0o600)

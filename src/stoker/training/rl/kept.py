@@ -17,11 +17,13 @@ from contextlib import suppress
 
 from stoker.contract import layout
 from stoker.contract.untrusted import open_regular, parse_json
-from stoker.contract.wholefile import APPEND
+from stoker.contract.wholefile import APPEND, refuse_link
 from stoker.training.rl.sampler import Written
 
 FOLDER = "answers"
 MOST_BYTES = 64 << 20  # of a rank; beyond that the oldest steps go
+MOST_READ = 512 << 20  # bytes of all ranks' that a start reads; the rest is asked for again
+LONGEST = 64 << 20  # bytes of a line: 256 answers of 8,192 tokens
 _NAME = re.compile(r"step-(\d{8})-rank-(\d{1,6})\.jsonl")
 _CHECKPOINT = re.compile(r"step-(\d+)")
 
@@ -35,7 +37,9 @@ class Kept:
         self._lock = threading.Lock()
         self._found: dict[tuple[str, int], Written] = {}
         self._sizes: dict[int, int] = {}  # of this rank's files, by step
-        for name, step, writer in self._files():
+        self._left = MOST_READ
+        refuse_link(self._place)
+        for name, step, writer in sorted(self._files(), key=lambda one: one[1:]):
             self._read(os.path.join(self._place, name))
             if writer == rank:
                 self._sizes[step] = os.path.getsize(os.path.join(self._place, name))
@@ -97,15 +101,20 @@ class Kept:
 
     def _read(self, path: str) -> None:
         with os.fdopen(open_regular(path, follow=False), "rb") as file:
-            lines = file.read().split(b"\n")
-        for line in lines:
-            try:
-                told = parse_json(line)
-                for place, (ids, logprobs, versions) in enumerate(told["answers"], int(told["first"])):
-                    written = Written(tuple(map(int, ids)), tuple(map(float, logprobs)), tuple(map(int, versions)))
-                    self._found[str(told["key"]), place] = written
-            except (ValueError, KeyError, TypeError, OverflowError):
-                continue  # half a line: it is asked for again
+            while line := file.readline(min(LONGEST, self._left) + 1):
+                self._left -= len(line)
+                if self._left < 0 or len(line) > LONGEST:
+                    return  # no end of it comes: a file of holes has any size
+                self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            told = parse_json(line)
+            for place, (ids, logprobs, versions) in enumerate(told["answers"], int(told["first"])):
+                written = Written(tuple(map(int, ids)), tuple(map(float, logprobs)), tuple(map(int, versions)))
+                self._found[str(told["key"]), place] = written
+        except (ValueError, KeyError, TypeError, OverflowError):
+            return  # half a line: it is asked for again
 
     def _key(self, prompt: Sequence[int], seed: int) -> str:
         about = f"{self._settings} {seed} {' '.join(map(str, prompt))}"

@@ -16,6 +16,7 @@ from stoker.contract import sharedweights
 from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
+from stoker.contract.wholefile import refuse_link
 from stoker.training.model import adapters, hf
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.targets import extra, targets
@@ -101,6 +102,7 @@ class Publisher:
         self._is_settled = True
 
         def settled() -> str:
+            refuse_link(self._disk)
             try:
                 self._take_memory()
             except ServerFailed as problem:
@@ -187,7 +189,9 @@ def bytes_of(model: Decoder, own: adapters.Beside | None) -> int:
 
 def _keep(place: str, count: int, before: str) -> None:
     """The newest so many versions whose names come before this one: later ones are of a run that was resumed before them."""
-    there = sorted(name for name in os.listdir(place) if name.startswith("version-"))
+    with os.scandir(place) as entries:
+        folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    there = sorted(name for name in folders if name.startswith("version-"))
     older = [name for name in there if name < before]
     kept = older[len(older) - count :] if count else []
     for name in there:

@@ -131,7 +131,8 @@ class Schedule:
         if more > self.pool.available:
             return 1
         for table, end, writing in zip(tables, ends, rows, strict=True):
-            made = self.pool.grow(table, len(writing.tokens) - 1, end)
+            # Behind the last token: that one has its place, maybe in a full block that others hold, too, where it is computed again.
+            made = self.pool.grow(table, len(writing.tokens), end)
             assert made == [], "what is written to is a row's own already"
         return count
 
