@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from conftest import Stoker
 from stoker import calling
 from stoker.cli import run as run_command
 from stoker.contract.names import Refusal
 from stoker.control.launch import ladder
 from stoker.control.launch.request import Request
+from stoker.control.scheduler import slurm_submit
 from stoker.speedrun import state
 from stoker.speedrun.child import Children
 from stoker.speedrun.drive import Drive
@@ -148,3 +150,31 @@ def test_the_launcher_of_a_function_has_no_address_on_its_command_line(monkeypat
         calling.launch(print, (), 1, {"HF_TOKEN": "hf_env7xq"}, {"notify": HANDED[2].partition("=")[2]})
     assert "7xq" not in " ".join(found["words"])
     assert json.loads(found["environment"]["STOKER_HANDED"]) == HANDED[2:]
+
+
+# ---- other folders that came with a checkout ----
+
+
+def test_a_job_is_not_submitted_where_its_output_could_go_elsewhere(tmp_path: Path) -> None:
+    """`runs/slurm/1234.out` led to ~/.bashrc: Slurm appends what job 1234 prints to what its output's name leads to."""
+    theirs, folder = tmp_path / "bashrc", tmp_path / "runs" / "slurm"
+    folder.mkdir(parents=True, mode=0o700)
+    script = slurm_submit.JobScript("#!/bin/bash\n", "exp", {})
+    assert os.path.dirname(slurm_submit.write(script, str(folder.parent), "exp")) == str(folder)
+    (folder / "1234.out").symlink_to(theirs)
+    with pytest.raises(Refusal, match=r"1234\.out is a symbolic link"):
+        slurm_submit.write(script, str(folder.parent), "exp")
+
+
+def test_the_roles_of_a_job_are_not_recorded_behind_a_link(stoker: Stoker) -> None:
+    """A job's directory that came with a checkout, whose name is given again."""
+    (stoker.cwd / "fails.py").write_text("import sys; sys.exit(3)")
+    job = ("run", "--name", "job", "--role", "one:1:fails.py", "--role", "two:1:fails.py")
+    assert stoker(*job).code == 3
+    (folder,) = stoker.cwd.glob("runs/*-job")
+    (folder / "roles").rename(stoker.cwd / "before")
+    (folder / "roles").symlink_to(stoker.cwd / "elsewhere")
+    (stoker.cwd / "elsewhere").mkdir()
+    again = stoker(*job)
+    assert again.code == 73 and "is a symbolic link" in again.err
+    assert os.listdir(stoker.cwd / "elsewhere") == []
