@@ -21,6 +21,8 @@ from stoker.control.scheduler import slurm_submit
 from stoker.speedrun import state
 from stoker.speedrun.child import Children
 from stoker.speedrun.drive import Drive
+from stoker.training.checkpoint.config import CheckpointConfig
+from stoker.training.loop import keeping
 
 # ---- a speedrun folder that came with a checkout ----
 
@@ -179,6 +181,31 @@ def test_the_roles_of_a_job_are_not_recorded_behind_a_link(stoker: Stoker) -> No
     again = stoker(*job)
     assert again.code == 73 and "is a symbolic link" in again.err
     assert os.listdir(stoker.cwd / "elsewhere") == []
+
+
+def test_a_runs_checkpoints_are_not_those_behind_a_link(tmp_path: Path) -> None:
+    """`runs/…-b/checkpoints` led to another run's: b resumed from those, and removed them as its own old ones."""
+    run, others = tmp_path / "20260101-000000-b", tmp_path / "20260101-000000-a"
+    for folder in (run, others / "checkpoints" / "step-00000004"):
+        folder.mkdir(parents=True)
+    (run / "checkpoints").symlink_to(others / "checkpoints")
+
+    class Alone:
+        """A group of one rank."""
+
+        def agreed(self, look: Any) -> Any:
+            return look()
+
+    class Silent:
+        def say(self, line: str) -> None:
+            """Nobody hears it."""
+
+    def look(told: CheckpointConfig) -> Any:
+        return keeping.newest(told, str(run), Alone(), Silent())  # type: ignore[arg-type]
+
+    with pytest.raises(Refusal, match="is a symbolic link"):
+        look(CheckpointConfig())
+    assert look(CheckpointConfig(folder=str(run / "checkpoints"))) is None  # its user's own word
 
 
 # ---- a hosts file that is closed to others ----
