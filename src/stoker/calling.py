@@ -32,6 +32,7 @@ from stoker.contract.shapes import Verdict
 from stoker.control.cluster.transport import ROOT
 from stoker.control.launch.ladder import flag_words
 from stoker.control.launch.options import TORCHRUN_VARIABLES, RunOptions
+from stoker.control.launch.ourselves import unseen
 from stoker.control.rank import call
 from stoker.control.rank.call import NoValue, fill_class, fill_function, make_class, make_function, make_mapping
 from stoker.control.record import reader
@@ -58,12 +59,12 @@ def launch(
     if call.importing_main:
         line = "stoker.launch runs while its ranks import this script"
         raise RuntimeError(f"{line}: put the call below  if __name__ == '__main__':")
-    words = _words(nproc, options)
+    words, hidden = unseen(_words(nproc, options))
     folder = tempfile.mkdtemp(prefix="stoker-launch-")  # 0700
     try:
         script = _write_call(folder, function, args)
         report = os.path.join(folder, "report.json")
-        code = _run([str(os.getpid()), report, *words, "--", script], {**os.environ, **(env or {})})
+        code = _run([str(os.getpid()), report, *words, "--", script], {**os.environ, **(env or {}), **hidden})
         if code == 0:
             return _results(folder, report)
         raise _failure(code, report)

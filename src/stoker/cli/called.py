@@ -14,6 +14,7 @@ from stoker.contract.names import Refusal
 from stoker.control.agent.kernel import die_with_parent
 from stoker.control.cluster import transport
 from stoker.control.launch import coordinator, detach
+from stoker.control.launch.ourselves import handed
 
 
 class CallersReport(detach.Report):
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
     die_with_parent(int(caller), signal.SIGTERM)  # the ranks may save
     report = CallersReport(path)
     try:
-        request = run.parse(words)
+        request = run.parse(handed(words))
     except Refusal as refusal:
         print(f"stoker: {refusal.line}", file=sys.stderr)
         report.refused(refusal)

@@ -133,6 +133,10 @@ def is_job(told: dict[str, Any]) -> bool:
 
 
 def main(argv: list[str]) -> int:
+    if names.HANDED in os.environ:
+        from stoker.control.launch.ourselves import handed
+
+        argv = handed(argv)
     given = given_by_job()
     told, script, args = split(argv)
     if given:

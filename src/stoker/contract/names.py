@@ -21,6 +21,7 @@ GPU_LOCKS = "STOKER_GPU_LOCKS"  # the folder of the GPUs' lock files, where it i
 GPU_LENDER = "STOKER_GPU_LENDER"  # a pid above this process: it holds GPU locks for the runs it starts
 JOB = "STOKER_JOB"  # the run of which this one is a role
 GIVEN = "STOKER_GIVEN"  # a role's own variables, as JSON: command lines are visible to all users
+HANDED = "STOKER_HANDED"  # options of a `stoker run` that may hold secrets, as JSON, for the same reason
 PARENT = "STOKER_PARENT"  # a pid: this `stoker run` is a role of that process's job, and ends when it is killed
 RDZV_SECRET = "STOKER_RDZV_SECRET"  # what machines started by hand prove to know where they meet. No rank is given it
 RDZV_SECRET_FILE = "STOKER_RDZV_SECRET_FILE"

@@ -5,6 +5,7 @@ locked for its stages, and the energy they take.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -15,7 +16,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from stoker.contract import names
-from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
+from stoker.contract.wholefile import APPEND
 from stoker.control.agent.reservations import GpuLocks, held
 from stoker.control.launch.gpus import NotFree, choose
 from stoker.control.launch.options import RunOptions
@@ -165,7 +167,7 @@ class Children:
             if os.getppid() != parent:
                 os._exit(1)
 
-        where = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644) if log is not None else None
+        where = _opened(log) if log is not None else None
         try:
             # A group of its own: Ctrl-C reaches us alone, and the child once, through us.
             self._child = subprocess.Popen(
@@ -191,3 +193,12 @@ class Children:
                 look()
         self._child = None
         return code if code >= 0 else 128 - code
+
+
+def _opened(log: str) -> int:
+    """A speedrun folder may have come with a checkout: no link is followed to a file elsewhere, and no pipe is waited for."""
+    try:
+        return os.open(log, APPEND | os.O_NONBLOCK | os.O_NOCTTY, 0o644)
+    except OSError as problem:
+        why = "is a symbolic link" if problem.errno == errno.ELOOP else f"can't be written: {problem.strerror}"
+        raise Refusal(f"the log {log} {why}; remove it", EX_CANTCREAT) from problem

@@ -17,6 +17,7 @@ from stoker.contract.shape import shape
 from stoker.contract.untrusted import text_lines
 from stoker.speedrun.rows import CHECKS, TEXT_KEY, check_once, check_questions, check_text, copy_usable, judge
 from stoker.speedrun.stages import FILES, OUR_WORLD, Data, File, Place
+from stoker.speedrun.state import COPIES
 from stoker.training.data.formats.questions import LETTERS
 from stoker.training.data.formats.table import recognise, recognise_any
 from stoker.training.data.ours import digest_files, files_below
@@ -260,7 +261,7 @@ def _role(role: str, paths: list[str], speedrun: str, cache: str) -> tuple[tuple
 
     def copy_of(sources: Sequence[str]) -> tuple[Copy, File]:
         digest = together([known[path] for path in sources])
-        target = os.path.join(os.path.abspath(speedrun), "data", f"{role}-{digest[:12]}.jsonl")
+        target = os.path.join(os.path.abspath(speedrun), COPIES, f"{role}-{digest[:12]}.jsonl")
         return Copy(kind, tuple(sources), target, len(paths)), File(target, digest)
 
     if role in _ONE_FILE and len(listed) > 1:

@@ -20,10 +20,10 @@ from stoker.contract.wholefile import refuse_link, write_whole
 from stoker.speedrun import report_chain, report_results, report_summary
 from stoker.speedrun.gather import Chain, gather
 from stoker.speedrun.plots import COLOURS, Drawing, draw
+from stoker.speedrun.state import PLOTS
 from stoker.training.stages.blocks import BAD, GOOD, Block, Bullets, Cell, Code, Figure, Heading, Table, Text
 
 TITLE = "Speedrun report"
-PLOTS = "plots"
 _MARKUP = re.compile(r"([\\`*_\[\]|~#$!])")
 # How the page looks on a phone, in light and dark, on paper. LIGHT and DARK stand for the colours, which the figures share.
 DARK = {

@@ -25,7 +25,7 @@ from stoker.speedrun.keys import run_name
 from stoker.speedrun.stages import REPORT, WORLD, Stage
 
 SCHEMA = 1
-RESULT, LOGS = "result.json", "logs"
+RESULT, LOGS, COPIES, PLOTS = "result.json", "logs", "data", "plots"
 WAITING, RUNNING, DONE, FAILED, STOPPED, PARTIAL = "waiting", "running", "done", "failed", "stopped", "partial"
 _TAIL = 4096  # bytes that are read of the end of a log
 _OURS = "stoker: "  # how our own lines begin
@@ -201,6 +201,8 @@ def hold(folder: str) -> int:
     try:
         os.makedirs(folder, 0o700, exist_ok=True)
         check_own(folder)
+        for name in (STAGES, LOGS, COPIES, PLOTS):
+            refuse_link(os.path.join(folder, name))
         os.makedirs(runs_root(folder), exist_ok=True)
         os.makedirs(os.path.join(folder, LOGS), exist_ok=True)
         handle = open_lock_file(os.path.join(folder, LOCK))
@@ -223,16 +225,22 @@ def hold(folder: str) -> int:
     return handle
 
 
+def refuse_link(place: str) -> None:
+    """A speedrun folder that came with a checkout may have a link in the place of a folder that is written to."""
+    if os.path.islink(place):
+        raise Refusal(f"{place} is a symbolic link, where a folder of the speedrun belongs: remove it", EX_CANTCREAT)
+
+
 def progress(run: str | None, steps: int) -> str:
     """The newest line of a run's metrics; empty before there is one."""
     if run is None:
         return ""
     try:
-        with open(os.path.join(run, layout.METRICS), "rb") as file:
+        with os.fdopen(reader.open_in(run, layout.METRICS), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
             lines = [line for line in file.read().split(b"\n")[:-1] if line.strip()]
-    except FileNotFoundError:
-        return ""
+    except OSError:
+        return ""  # none yet; or a link or a pipe, of a folder that somebody else packed
     if not lines:
         return ""
     try:

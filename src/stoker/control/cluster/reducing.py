@@ -274,9 +274,10 @@ def keep(path: str, env: dict[str, str]) -> None:
     """Writes it, whole or not at all."""
     try:
         changed = with_env(read_text(path), env)
-        with WholeFile(path) as file:
+        mode = os.stat(path).st_mode & 0o7777
+        with WholeFile(path, mode=0o600) as file:  # its env may hold secrets: who opens it now could read them later
+            os.fchmod(file.fileno(), mode)
             file.write(changed.encode())
-            os.fchmod(file.fileno(), os.stat(path).st_mode & 0o7777)
     except ValueError as problem:
         lines = ", ".join(f"{name}: {value}" for name, value in env.items())
         raise Refusal(f"{path}: {problem}; write it yourself: env: {{{lines}}}", EX_CONFIG) from problem

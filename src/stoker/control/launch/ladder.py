@@ -22,7 +22,7 @@ from stoker.contract.shape import options_of, shape
 from stoker.contract.shapes import Verdict
 from stoker.control.launch.imports import Import, Imported, find_imports, start, try_imports
 from stoker.control.launch.options import TORCHRUN_VARIABLES, RunOptions
-from stoker.control.launch.ourselves import stoker_command
+from stoker.control.launch.ourselves import stoker_command, unseen
 from stoker.control.launch.plan import default_name
 from stoker.control.launch.request import Request, program, python_flags
 from stoker.control.launch.signals import STOPS, handled
@@ -296,12 +296,13 @@ class Ladder:
     def _stoker(self, words: list[str], aloud: bool, hide: bool = False) -> tuple[int, bytes, str, int]:
         """A `stoker run` to its end: (exit code, stdout, its last word, pid). A refusal is said in any case."""
         ours = TORCHRUN_VARIABLES | set(_TESTS)  # resolved already; and a rung does not climb a ladder
-        env = {name: value for name, value in os.environ.items() if name not in ours}
+        shown, hidden = unseen(words)
+        env = {name: value for name, value in os.environ.items() if name not in ours} | hidden
         if hide:
             env["CUDA_VISIBLE_DEVICES"] = ""
         said = ""
         with tempfile.TemporaryFile() as out:
-            argv = stoker_command(["run", *words], self._flags)
+            argv = stoker_command(["run", *shown], self._flags)
             # stdin stays ours: a first rung that read it would leave nothing for the others.
             with start(argv, env, out, subprocess.PIPE, signal.SIGTERM) as child:
                 self._child = child

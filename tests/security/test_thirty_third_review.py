@@ -1,0 +1,235 @@
+"""What the thirty-third review found in the control plane."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Stoker
+from stoker import calling
+from stoker.cli import run as run_command
+from stoker.contract.names import Refusal
+from stoker.control.cluster import reducing
+from stoker.control.launch import ladder
+from stoker.control.launch.request import Request
+from stoker.control.scheduler import slurm_submit
+from stoker.speedrun import state
+from stoker.speedrun.child import Children
+from stoker.speedrun.drive import Drive
+from stoker.training.checkpoint.config import CheckpointConfig
+from stoker.training.loop import keeping
+
+# ---- a speedrun folder that came with a checkout ----
+
+
+def test_a_stages_log_is_not_written_through_a_link(tmp_path: Path) -> None:
+    """`runs/speedrun-cpu/logs/tokenizer-5ff96c38.log` of a checkout led to ~/.bashrc: the stage's output was appended there."""
+    theirs, log = tmp_path / "bashrc", tmp_path / "tokenizer-5ff96c38.log"
+    theirs.write_text("alias ll='ls -l'\n")
+    log.symlink_to(theirs)
+    with pytest.raises(Refusal, match="symbolic link"):
+        Children().run(["echo", "hello"], os.environ, str(log), lambda: None)
+    assert theirs.read_text() == "alias ll='ls -l'\n"
+
+
+def test_a_stages_log_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    log = tmp_path / "stage.log"
+    os.mkfifo(log)
+    with pytest.raises(Refusal, match="can't be written"):
+        Children().run(["echo", "hello"], os.environ, str(log), lambda: None)
+
+
+def test_a_stages_log_grows(tmp_path: Path) -> None:
+    log = tmp_path / "stage.log"
+    for _ in range(2):
+        assert Children().run(["echo", "hello"], os.environ, str(log), lambda: None) == 0
+    assert log.read_text() == "hello\nhello\n"
+
+
+@pytest.mark.parametrize("name", ["stages", "logs", "data", "plots"])
+def test_a_speedrun_does_not_write_to_a_folder_behind_a_link(tmp_path: Path, name: str) -> None:
+    folder, elsewhere = tmp_path / "speedrun-cpu", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (folder / name).symlink_to(elsewhere)
+    with pytest.raises(Refusal, match="symbolic link"):
+        os.close(state.hold(str(folder)))
+
+
+def test_the_built_in_data_set_is_not_written_behind_a_link(tmp_path: Path) -> None:
+    """`stages/world-KEY` led to another folder: its result.json and world.json were replaced."""
+    elsewhere, world = tmp_path / "elsewhere", tmp_path / "world-7099fc92"
+    elsewhere.mkdir()
+    world.symlink_to(elsewhere)
+
+    class Bent(Drive):
+        def __init__(self) -> None:
+            self.tools = None  # not reached
+
+        def _run_of(self, stage: object) -> str:
+            return str(world)
+
+    with pytest.raises(Refusal, match="symbolic link"):
+        Bent()._world(None)
+    assert os.listdir(elsewhere) == []
+
+
+def test_the_progress_of_a_stage_is_not_read_from_elsewhere(tmp_path: Path) -> None:
+    elsewhere, run = tmp_path / "elsewhere.jsonl", tmp_path / "run"
+    run.mkdir()
+    elsewhere.write_text('{"step": 3, "loss": 1.0}\n')
+    (run / "metrics.jsonl").symlink_to(elsewhere)
+    assert state.progress(str(run), 10) == ""
+    (run / "metrics.jsonl").unlink()
+    elsewhere.rename(run / "metrics.jsonl")
+    assert state.progress(str(run), 10) == "step 4 of 10, loss 1.000"
+
+
+# ---- secrets that a file has on the command lines of processes that we start ----
+
+CONFIG = "notify: slack:http://127.0.0.1:9/services/notify7xq\nenv: [HF_TOKEN=hf_env7xq, NAME=text]\n"
+HANDED = ["--env=HF_TOKEN=hf_env7xq", "--env=NAME=text", "--notify=slack:http://127.0.0.1:9/services/notify7xq"]
+
+
+def configured(folder: Path) -> Request:
+    """As docs/launching.md advises it: the address is in a file, because command lines are visible to all users."""
+    (folder / "me.yaml").write_text(CONFIG)
+    (folder / "train.py").write_text("")
+    return run_command.parse(["--config", str(folder / "me.yaml"), "--ladder", str(folder / "train.py"), "--env=own"])
+
+
+class Started(Exception):
+    """Instead of a process."""
+
+
+@pytest.mark.parametrize("rung", [False, True])
+def test_a_rung_has_no_secret_of_a_config_file_on_its_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rung: bool
+) -> None:
+    """`stoker run --config me.yaml --ladder train.py`: every user of the machine could read them in /proc/PID/cmdline."""
+    found: dict[str, Any] = {}
+
+    def started(argv: list[str], env: dict[str, str], *_: object) -> None:
+        found.update(argv=argv, env=env)
+        raise Started
+
+    monkeypatch.setattr(ladder, "start", started)
+    climber = ladder.Ladder(configured(tmp_path), 20, print)
+    with pytest.raises(Started):
+        climber._rung(1, "rung 1 of 1") if rung else climber._look()
+    assert "7xq" not in " ".join(found["argv"])
+    assert found["argv"][-1] == "--env=own"  # the script's own
+    # And the rung has them all the same.
+    given = found["argv"][found["argv"].index("run") + 1 :]
+    monkeypatch.setattr(sys, "argv", ["stoker", "run", *given])
+    monkeypatch.setattr(os, "environ", found["env"].copy())
+    asked: list[Request] = []
+    monkeypatch.setattr(run_command, "start", lambda request: asked.append(request) or 0)
+    assert run_command.main(given) == 0
+    options = asked[0].options
+    assert options.env[:2] == ("HF_TOKEN=hf_env7xq", "NAME=text")
+    assert options.notify == (None if rung else "slack:http://127.0.0.1:9/services/notify7xq")
+    assert asked[0].args == ("--env=own",)
+    # Its ranks have what they are given, and no more.
+    assert not any("7xq" in value for value in os.environ.values())
+    assert sys.argv[2] == "--env=HF_TOKEN=hf_env7xq"  # for the record, which hides it
+
+
+def test_the_launcher_of_a_function_has_no_address_on_its_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`stoker.launch(function, notify="slack:…")`"""
+    found: dict[str, Any] = {}
+
+    def ran(words: list[str], environment: dict[str, str]) -> int:
+        found.update(words=words, environment=environment)
+        raise Started
+
+    monkeypatch.setattr(calling, "_run", ran)
+    with pytest.raises(Started):
+        calling.launch(print, (), 1, {"HF_TOKEN": "hf_env7xq"}, {"notify": HANDED[2].partition("=")[2]})
+    assert "7xq" not in " ".join(found["words"])
+    assert json.loads(found["environment"]["STOKER_HANDED"]) == HANDED[2:]
+
+
+# ---- other folders that came with a checkout ----
+
+
+def test_a_job_is_not_submitted_where_its_output_could_go_elsewhere(tmp_path: Path) -> None:
+    """`runs/slurm/1234.out` led to ~/.bashrc: Slurm appends what job 1234 prints to what its output's name leads to."""
+    theirs, folder = tmp_path / "bashrc", tmp_path / "runs" / "slurm"
+    folder.mkdir(parents=True, mode=0o700)
+    script = slurm_submit.JobScript("#!/bin/bash\n", "exp", {})
+    assert os.path.dirname(slurm_submit.write(script, str(folder.parent), "exp")) == str(folder)
+    (folder / "1234.out").symlink_to(theirs)
+    with pytest.raises(Refusal, match=r"1234\.out is a symbolic link"):
+        slurm_submit.write(script, str(folder.parent), "exp")
+
+
+def test_the_roles_of_a_job_are_not_recorded_behind_a_link(stoker: Stoker) -> None:
+    """A job's directory that came with a checkout, whose name is given again."""
+    (stoker.cwd / "fails.py").write_text("import sys; sys.exit(3)")
+    job = ("run", "--name", "job", "--role", "one:1:fails.py", "--role", "two:1:fails.py")
+    assert stoker(*job).code == 3
+    (folder,) = stoker.cwd.glob("runs/*-job")
+    (folder / "roles").rename(stoker.cwd / "before")
+    (folder / "roles").symlink_to(stoker.cwd / "elsewhere")
+    (stoker.cwd / "elsewhere").mkdir()
+    again = stoker(*job)
+    assert again.code == 73 and "is a symbolic link" in again.err
+    assert os.listdir(stoker.cwd / "elsewhere") == []
+
+
+def test_a_runs_checkpoints_are_not_those_behind_a_link(tmp_path: Path) -> None:
+    """`runs/…-b/checkpoints` led to another run's: b resumed from those, and removed them as its own old ones."""
+    run, others = tmp_path / "20260101-000000-b", tmp_path / "20260101-000000-a"
+    for folder in (run, others / "checkpoints" / "step-00000004"):
+        folder.mkdir(parents=True)
+    (run / "checkpoints").symlink_to(others / "checkpoints")
+
+    class Alone:
+        """A group of one rank."""
+
+        def agreed(self, look: Any) -> Any:
+            return look()
+
+    class Silent:
+        def say(self, line: str) -> None:
+            """Nobody hears it."""
+
+    def look(told: CheckpointConfig) -> Any:
+        return keeping.newest(told, str(run), Alone(), Silent())  # type: ignore[arg-type]
+
+    with pytest.raises(Refusal, match="is a symbolic link"):
+        look(CheckpointConfig())
+    assert look(CheckpointConfig(folder=str(run / "checkpoints"))) is None  # its user's own word
+
+
+# ---- a hosts file that is closed to others ----
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640])
+def test_a_hosts_file_is_never_more_open_than_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    """`stoker cluster check --tune` wrote it anew under the umask, and closed it then: of 100 times another user who was told of
+    new files there had it open 64 times before that, and read its env.
+    """
+    path = tmp_path / "cluster.yaml"
+    path.write_text("hosts: [{host: a}, {host: b}]\nenv:\n  HF_TOKEN: hf_7xq\n")
+    path.chmod(mode)
+    seen: list[int] = []
+    opened = os.open
+
+    def watched(name: Any, flags: int, *more: Any, **others: Any) -> int:
+        handle = opened(name, flags, *more, **others)
+        seen.append(os.fstat(handle).st_mode & 0o777) if flags & os.O_CREAT else None
+        return handle
+
+    monkeypatch.setattr(os, "open", watched)
+    reducing.keep(str(path), {"HF_TOKEN": "hf_7xq", "NCCL_ALGO": "Ring"})
+    assert seen == [0o600]
+    assert path.stat().st_mode & 0o777 == mode and "NCCL_ALGO" in path.read_text()
