@@ -13,6 +13,7 @@ import pytest
 from conftest import Stoker
 from stoker import calling
 from stoker.cli import run as run_command
+from stoker.contract import layout
 from stoker.contract.names import Refusal
 from stoker.control.cluster import reducing
 from stoker.control.launch import ladder
@@ -20,9 +21,6 @@ from stoker.control.launch.request import Request
 from stoker.control.scheduler import slurm_submit
 from stoker.speedrun import state
 from stoker.speedrun.child import Children
-from stoker.speedrun.drive import Drive
-from stoker.training.checkpoint.config import CheckpointConfig
-from stoker.training.loop import keeping
 
 # ---- a speedrun folder that came with a checkout ----
 
@@ -51,32 +49,14 @@ def test_a_stages_log_grows(tmp_path: Path) -> None:
     assert log.read_text() == "hello\nhello\n"
 
 
-@pytest.mark.parametrize("name", ["stages", "logs", "data", "plots"])
+@pytest.mark.parametrize("name", ["stages", "logs", "data", "plots", "stages/world-7099fc92"])
 def test_a_speedrun_does_not_write_to_a_folder_behind_a_link(tmp_path: Path, name: str) -> None:
     folder, elsewhere = tmp_path / "speedrun-cpu", tmp_path / "elsewhere"
-    folder.mkdir()
     elsewhere.mkdir()
+    (folder / name).parent.mkdir(parents=True)
     (folder / name).symlink_to(elsewhere)
     with pytest.raises(Refusal, match="symbolic link"):
         os.close(state.hold(str(folder)))
-
-
-def test_the_built_in_data_set_is_not_written_behind_a_link(tmp_path: Path) -> None:
-    """`stages/world-KEY` led to another folder: its result.json and world.json were replaced."""
-    elsewhere, world = tmp_path / "elsewhere", tmp_path / "world-7099fc92"
-    elsewhere.mkdir()
-    world.symlink_to(elsewhere)
-
-    class Bent(Drive):
-        def __init__(self) -> None:
-            self.tools = None  # not reached
-
-        def _run_of(self, stage: object) -> str:
-            return str(world)
-
-    with pytest.raises(Refusal, match="symbolic link"):
-        Bent()._world(None)
-    assert os.listdir(elsewhere) == []
 
 
 def test_the_progress_of_a_stage_is_not_read_from_elsewhere(tmp_path: Path) -> None:
@@ -183,29 +163,56 @@ def test_the_roles_of_a_job_are_not_recorded_behind_a_link(stoker: Stoker) -> No
     assert os.listdir(stoker.cwd / "elsewhere") == []
 
 
-def test_a_runs_checkpoints_are_not_those_behind_a_link(tmp_path: Path) -> None:
-    """`runs/…-b/checkpoints` led to another run's: b resumed from those, and removed them as its own old ones."""
-    run, others = tmp_path / "20260101-000000-b", tmp_path / "20260101-000000-a"
-    for folder in (run, others / "checkpoints" / "step-00000004"):
-        folder.mkdir(parents=True)
-    (run / "checkpoints").symlink_to(others / "checkpoints")
+RECIPES = [
+    "checkpoints",
+    "answers",
+    "published",
+    "attempt-1",
+    "metrics.jsonl",
+    "tensorboard",
+    "wandb",
+    "hf",
+    "roles/one",
+]
 
-    class Alone:
-        """A group of one rank."""
 
-        def agreed(self, look: Any) -> Any:
-            return look()
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_run_that_is_continued_has_no_link_that_leads_out_of_it(tmp_path: Path, name: str) -> None:
+    """Of one that came with a checkout: `checkpoints` led to another run's, which were resumed from and then removed as its own
+    old ones; `published` to folders that were removed; `attempt-1` to where logs were written.
+    """
+    run, elsewhere = tmp_path / "20260101-000000-b", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (run / name).parent.mkdir(parents=True)
+    (run / name).symlink_to(elsewhere)
+    with pytest.raises(Refusal, match=f"{name} is a symbolic link that leads out of"):
+        layout.refuse_links(str(run), layout.ROLES)
+    (run / name).unlink()
+    (run / "inside").mkdir()
+    (run / name).symlink_to(run / "inside")
+    layout.refuse_links(str(run), layout.ROLES)
 
-    class Silent:
-        def say(self, line: str) -> None:
-            """Nobody hears it."""
 
-    def look(told: CheckpointConfig) -> Any:
-        return keeping.newest(told, str(run), Alone(), Silent())  # type: ignore[arg-type]
+def test_a_scripts_own_links_and_those_of_libraries_are_let_be(tmp_path: Path) -> None:
+    (tmp_path / "run" / "wandb").mkdir(parents=True)
+    for name in ("run/data", "run/wandb/debug-core.log"):  # W&B makes that one itself
+        (tmp_path / name).symlink_to(tmp_path)
+    layout.refuse_links(str(tmp_path / "run"), layout.ROLES, ours_only=True)
+    (tmp_path / "run" / "data").unlink()
+    layout.refuse_links(str(tmp_path / "run"), layout.ROLES)
 
-    with pytest.raises(Refusal, match="is a symbolic link"):
-        look(CheckpointConfig())
-    assert look(CheckpointConfig(folder=str(run / "checkpoints"))) is None  # its user's own word
+
+@pytest.mark.parametrize("name", ["checkpoints", "attempt-1"])
+def test_the_launcher_refuses_such_a_run(stoker: Stoker, name: str) -> None:
+    (stoker.cwd / "fails.py").write_text("import sys; sys.exit(3)")
+    words = ("run", "--name", "x", "--nproc-per-node", "1", "fails.py")
+    assert stoker(*words).code == 3
+    (folder,) = stoker.cwd.glob("runs/*-x")
+    (stoker.cwd / "elsewhere").mkdir()
+    (folder / name).symlink_to(stoker.cwd / "elsewhere")
+    again = stoker(*words)
+    assert again.code == 73 and f"{name} is a symbolic link" in again.err, again.err
+    assert os.listdir(stoker.cwd / "elsewhere") == []
 
 
 # ---- a hosts file that is closed to others ----

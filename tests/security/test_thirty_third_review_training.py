@@ -22,6 +22,7 @@ from stoker.training.model.config import ModelConfig  # noqa: E402
 from stoker.training.model.decoder import Decoder  # noqa: E402
 from stoker.training.parallel.config import ParallelConfig  # noqa: E402
 from stoker.training.parallel.group import Group  # noqa: E402
+from stoker.training.recipes import stage  # noqa: E402
 from stoker.training.rl.kept import FOLDER, Kept  # noqa: E402
 from stoker.training.rl.publish import Publisher, To  # noqa: E402
 from stoker.training.rl.sampler import Written  # noqa: E402
@@ -38,7 +39,7 @@ def sparse(path: Path, size: int) -> None:
 
 
 def test_published_weights_are_not_put_where_a_link_leads(tmp_path: Path) -> None:
-    """RUN/published of a run directory that came with a folder was a link: folders called version-… there were removed."""
+    """In RUN/published of a run directory that came with a folder."""
     model = Decoder(ModelConfig(layers=1, dim=16, heads=1, kv_heads=1, head_dim=16, ff=32, vocab_size=260), 8)
     model.start(0)
     to = To((), "folder", 0, None, print, print)  # type: ignore[arg-type]
@@ -46,17 +47,21 @@ def test_published_weights_are_not_put_where_a_link_leads(tmp_path: Path) -> Non
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     run.mkdir()
     (elsewhere / "version-1.0").mkdir(parents=True)
-    (run / "published").symlink_to(elsewhere)
-    with pytest.raises(Refusal, match="is a link"):
-        Publisher(model, None, str(run), group, to)(7)
-    assert [one.name for one in elsewhere.iterdir()] == ["version-1.0"]
-    (run / "published").unlink()
     (run / "published").mkdir()
     (run / "published" / "version-1").symlink_to(elsewhere)
     made = Publisher(model, None, str(run), group, to)
     assert os.path.exists(os.path.join(made(7).folder, "config.json"))
     made.close()
     assert not (run / "published").exists() and (elsewhere / "version-1.0").exists()
+
+
+def test_rank_0_refuses_a_run_with_a_link_that_leads_out_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under plain torchrun, and on other hosts, no launcher has looked."""
+    monkeypatch.setenv("STOKER_RUN_DIR", str(tmp_path / "run"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path)
+    with pytest.raises(Refusal, match="checkpoints is a symbolic link"):
+        stage.run_directory(None, Group(ParallelConfig(device="cpu", strategy="ddp")))  # type: ignore[arg-type]
 
 
 def test_answers_of_a_continued_run_take_no_memory_for_holes(tmp_path: Path) -> None:
@@ -68,13 +73,6 @@ def test_answers_of_a_continued_run_take_no_memory_for_holes(tmp_path: Path) -> 
     again = Kept(str(tmp_path), 0, "s")
     assert again.count == 1 and again.find([1, 2], 7, 0, 1) == [Written((3,), (-0.5,), (0,))]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < (256 << 20) >> 10
-
-
-def test_answers_of_a_continued_run_are_not_written_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / FOLDER).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(Refusal, match="is a link"):
-        Kept(str(tmp_path), 0, "s")
 
 
 def test_rollouts_of_a_continued_run_that_no_run_writes_are_not_read(tmp_path: Path) -> None:
@@ -128,12 +126,14 @@ def test_a_report_has_the_room_of_the_files_that_are_stored(tmp_path: Path, monk
 
 
 def test_plots_are_not_written_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "plots").symlink_to("elsewhere")
-    chain_of(tmp_path, [])
-    with pytest.raises(Refusal, match="is a link"):
-        report.write(str(tmp_path))
-    assert not list((tmp_path / "elsewhere").iterdir())
+    chain, elsewhere = tmp_path / "speedrun", tmp_path / "elsewhere"
+    chain.mkdir()
+    elsewhere.mkdir()
+    (chain / "plots").symlink_to(elsewhere)
+    chain_of(chain, [])
+    with pytest.raises(Refusal, match="plots is a symbolic link"):
+        report.write(str(chain))
+    assert not list(elsewhere.iterdir())
 
 
 # ---- clients of stoker serve ----

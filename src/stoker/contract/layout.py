@@ -33,6 +33,31 @@ CACHE_SIGNATURE = (
 )
 
 
+_OURS = {RUN, EVENTS, VERDICT, RESERVE, METRICS, ROLLOUTS, MEMORY, PROGRESS, CHECKPOINTS, MODEL, ROLES, CONSOLE}
+
+
+def refuse_links(folder: str, *below: str, ours_only: bool = False) -> None:
+    """A folder that is continued may have come with a checkout: a link in it would lead what is written, or removed, elsewhere.
+    Looked at are its entries, and those of its folders `below`; what lies deeper is opened without following links. A link
+    that stays in the folder will do. `ours_only`: a script keeps its own things there, too.
+    """
+    top = os.path.realpath(folder) + os.sep
+    for place in (folder, *(os.path.join(folder, name) for name in below)):
+        try:
+            with os.scandir(place) as entries:
+                links = sorted(entry.path for entry in entries if entry.is_symlink())
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        for path in links:
+            name = os.path.relpath(path, folder).split(os.sep)[0]
+            counts = not ours_only or name in _OURS or name.startswith("attempt-")
+            if counts and not (os.path.realpath(path) + os.sep).startswith(top):
+                from stoker.contract.untrusted import printable  # the start waits for no pattern of it
+
+                line = f"{printable(path)} is a symbolic link that leads out of {printable(folder)}"
+                raise Refusal(f"{line}: what is written to it, or removed, would be elsewhere; remove it", EX_CANTCREAT)
+
+
 def attempt_dir(run_dir: str, attempt: int) -> str:
     return os.path.join(run_dir, f"attempt-{attempt}")
 

@@ -72,16 +72,6 @@ def refuse_other_kind(path: str, begins: bytes, kind: str) -> None:
         raise Refusal(line, EX_CANTCREAT)
 
 
-def refuse_link(place: str) -> None:
-    """A folder within a run directory, which may have come with a link in it: what that leads to is not ours to fill or to empty."""
-    from stoker.contract.names import EX_CANTCREAT, Refusal
-    from stoker.contract.untrusted import printable
-
-    if os.path.islink(place):
-        line = f"{printable(place)} is a link: what is written to it, or removed from it, would be elsewhere"
-        raise Refusal(f"{line}; remove the link", EX_CANTCREAT)
-
-
 def write_whole(path: str, data: bytes | str, durable: bool = True) -> None:
     with WholeFile(path, durable=durable) as file:
         # Names that aren't UTF-8: \\udc80 is JSON.

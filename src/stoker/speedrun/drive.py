@@ -330,7 +330,6 @@ class Drive:
     def _world(self, stage: Stage) -> int:
         folder = self._run_of(stage)
         assert folder is not None
-        state.refuse_link(folder)
         os.makedirs(folder, exist_ok=True)
         self.tools.world(folder, stage.keys)
         result = {"schema": 1, "stage": WORLD, "metrics": dict(stage.keys), "model": None}

@@ -14,9 +14,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from html import escape
 
+from stoker.contract import layout
 from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
 from stoker.contract.untrusted import printable
-from stoker.contract.wholefile import refuse_link, write_whole
+from stoker.contract.wholefile import write_whole
 from stoker.speedrun import report_chain, report_results, report_summary
 from stoker.speedrun.gather import Chain, gather
 from stoker.speedrun.plots import COLOURS, Drawing, draw
@@ -98,7 +99,7 @@ def write(folder: str) -> None:
             f"No plots: {problem}; run `pip install matplotlib`, then `stoker speedrun --only report`.",
         )
     blocks = tuple(contents(chain, unable))
-    refuse_link(os.path.join(folder, PLOTS))
+    layout.refuse_links(folder)
     try:
         os.makedirs(os.path.join(folder, PLOTS), exist_ok=True)
         for name, drawing in drawings.items():

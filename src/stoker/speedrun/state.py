@@ -201,8 +201,7 @@ def hold(folder: str) -> int:
     try:
         os.makedirs(folder, 0o700, exist_ok=True)
         check_own(folder)
-        for name in (STAGES, LOGS, COPIES, PLOTS):
-            refuse_link(os.path.join(folder, name))
+        layout.refuse_links(folder, STAGES)
         os.makedirs(runs_root(folder), exist_ok=True)
         os.makedirs(os.path.join(folder, LOGS), exist_ok=True)
         handle = open_lock_file(os.path.join(folder, LOCK))
@@ -223,12 +222,6 @@ def hold(folder: str) -> int:
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
     return handle
-
-
-def refuse_link(place: str) -> None:
-    """A speedrun folder that came with a checkout may have a link in the place of a folder that is written to."""
-    if os.path.islink(place):
-        raise Refusal(f"{place} is a symbolic link, where a folder of the speedrun belongs: remove it", EX_CANTCREAT)
 
 
 def progress(run: str | None, steps: int) -> str:

@@ -125,10 +125,6 @@ class RunRecord:
         try:
             folder = layout.attempt_dir(self.dir, number)
             os.makedirs(folder, exist_ok=True)
-            if os.path.islink(
-                folder
-            ):  # of a run directory that came with a link in it: logs would be written elsewhere
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), folder)
             self._forget_progress()
         except OSError as problem:
             raise cannot_write(self.dir, problem) from problem

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker.contract import layout, names, redact
-from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.shape import pick, replace, shape
 from stoker.contract.shapes import Verdict
@@ -98,7 +98,6 @@ class JobCoordinator(Coordinator):
             if self.options.dry_run:
                 self._print_job(shown, place, order_lines(specs, dealt, ports))
                 return None
-            root = _folder_of_roles(place)
             environment = self._lock(dealt, place)
             self._record = RunRecord(place.dir, os.uname().nodename, place.reopened)
             about = description.describe(self.request, shown, place, {}, self._began)
@@ -110,6 +109,7 @@ class JobCoordinator(Coordinator):
         for line in filter(None, said):
             self._say(line)
         self._leave_shell(place)
+        root = os.path.join(place.dir, layout.ROLES)
         seating = Seating(
             specs, dealt, found.cards, found.hosts, self._plan.share, lambda spec, seats: self._write(root, spec, seats)
         )
@@ -213,13 +213,6 @@ def _check_training(spec: RoleSpec) -> None:
         said = [line for line in done.stderr.splitlines() if line.startswith("stoker: ")]
         line = said[-1].removeprefix("stoker: ") if said else f"its dry run ended with {done.returncode}"
         raise Refusal(f"role {spec.name}: {line}", done.returncode)
-
-
-def _folder_of_roles(place: RunPlace) -> str:
-    root = os.path.join(place.dir, layout.ROLES)
-    if os.path.islink(root):  # of a run directory that came with a checkout: roles would be recorded elsewhere
-        raise Refusal(f"{printable(root)} is a symbolic link, where the job's roles belong: remove it", EX_CANTCREAT)
-    return root
 
 
 def hosts_file(described: Hosts, seats: Sequence[Seat]) -> dict[str, Any]:

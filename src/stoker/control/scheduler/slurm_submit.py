@@ -10,12 +10,12 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from stoker.contract import redact
+from stoker.contract import layout, redact
 from stoker.contract import slurmjob as job
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, OF_A_RANK, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.shape import option, section, shape
-from stoker.contract.untrusted import is_count, printable
+from stoker.contract.untrusted import is_count
 from stoker.contract.wholefile import write_json
 from stoker.control.record.ownership import own_folder
 from stoker.control.record.writer import cannot_write
@@ -278,12 +278,7 @@ def write(script: JobScript, root: str, base: str) -> str:
         os.makedirs(folder, 0o700, exist_ok=True)
         if own_folder(root, job.FOLDER) != folder:  # somebody was quicker
             raise Refusal(f"{folder} no longer belongs to you; choose another folder with --runs-dir", EX_CANTCREAT)
-        with os.scandir(folder) as entries:
-            linked = next((entry.path for entry in entries if entry.is_symlink()), None)
-        if (
-            linked is not None
-        ):  # it came with a checkout: Slurm would write what a job of that number prints to its target
-            raise Refusal(f"{printable(linked)} is a symbolic link, where jobs' output goes: remove it", EX_CANTCREAT)
+        layout.refuse_links(folder)  # Slurm follows them when it writes what a job prints
         for n in range(1, 1000):
             path = os.path.join(folder, f"{time.strftime('%Y%m%d-%H%M%S')}-{base}" + (f"-{n}" if n > 1 else "") + ".sh")
             try:

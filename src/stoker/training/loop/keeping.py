@@ -42,10 +42,6 @@ def newest(c: CheckpointConfig, run: str, group: Group, voice: Voice) -> Checkpo
     of_run = run_of(run) if again and c.resume != "auto" else ""  # other runs may save into the same folder
 
     def look() -> str | None:
-        if not c.folder and os.path.islink(folder):
-            # A run directory that came with a checkout: another run's checkpoints would be taken for its own, and removed.
-            line = f"{folder} is a symbolic link, where this run's own checkpoints belong"
-            raise Refusal(f"{line}: remove it, or name its target with --checkpoint.folder", EX_CANTCREAT)
         if (c.resume == "auto" or again or not c.folder) and os.path.isdir(folder):
             best = find(folder, voice.say, of_run=of_run)
             if best is not None:

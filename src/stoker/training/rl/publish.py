@@ -16,7 +16,6 @@ from stoker.contract import sharedweights
 from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
-from stoker.contract.wholefile import refuse_link
 from stoker.training.model import adapters, hf
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.targets import extra, targets
@@ -102,7 +101,6 @@ class Publisher:
         self._is_settled = True
 
         def settled() -> str:
-            refuse_link(self._disk)
             try:
                 self._take_memory()
             except ServerFailed as problem:
