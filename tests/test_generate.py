@@ -174,10 +174,10 @@ def test_answers_that_ended_leave_their_places_to_others(monkeypatch: pytest.Mon
     model, rows = made(LLAMA), list[int]()
     real = Paged.step
 
-    def counted(paged: Paged, some: Any, kind: Any, count: int) -> Any:
+    def counted(paged: Paged, some: Any, kind: Any, count: int, ended: Any) -> Any:
         rows.append(len(some))
         assert count == 1, "on a CPU"
-        return real(paged, some, kind, count)
+        return real(paged, some, kind, count, ended)
 
     monkeypatch.setattr(Paged, "step", counted)
     engine, shares = BatchEngine(model, rows=4, length=150), list[float]()

@@ -148,14 +148,38 @@ def test_answers_are_those_of_one_at_a_time_whatever_comes_and_goes(case: tuple[
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("turn", [1, 4])
-def test_answers_of_every_kind_of_block_are_those_of_one_at_a_time(block: str, turn: int) -> None:
+@pytest.mark.parametrize(("turn", "turns"), [(1, 1), (4, 3)])
+def test_answers_of_every_kind_of_block_are_those_of_one_at_a_time(block: str, turn: int, turns: int) -> None:
     model, draw = made(BLOCKS[block]), random.Random(2)
     requests = requests_of(draw, 14, (Sampling(0.0), Sampling(1.0)))
-    engine = PagedEngine(model, Sizes(slots=4, length=64, memory=72, block=4, prompt_tokens=10, turn=turn))
+    sizes = Sizes(slots=4, length=64, memory=72, block=4, prompt_tokens=10, turn=turn, turns=turns)
+    engine = PagedEngine(model, sizes)
     want = alone(model, requests)
     assert {answer.id: answer.tokens for answer in answers(engine, requests)} == want
     assert len({len(tokens) for tokens in want.values()}) > 3
+
+
+@pytest.mark.parametrize("stops_at", [0, 9, 50])
+def test_several_turns_at_once_end_soon_behind_the_last_answer(stops_at: int) -> None:
+    """The host looks at a turn while the next one is computed: none begins behind that."""
+    model, prompts = made(SMALL), [(3, 17, 40, 40, 8), (3, 17, 41)]
+    alone = [answers(PagedEngine(model, Sizes(2, 64, 128)), [Request("a", one, 40)])[0].tokens for one in prompts]
+    engine = PagedEngine(model, Sizes(slots=2, length=64, memory=128, turn=4, turns=10))
+    one, steps = engine._paged._one, []
+
+    def counted(*given: Any) -> None:
+        steps.append(given)
+        one(*given)
+
+    engine._paged._one = counted  # type: ignore[method-assign]
+    requests = [
+        Request(str(number), prompt, 40, stop=frozenset(tokens[stops_at : stops_at + 1]))
+        for number, (prompt, tokens) in enumerate(zip(prompts, alone, strict=True))
+    ]
+    found = answers(engine, requests)
+    ends = [next((n + 1 for n, token in enumerate(tokens) if token in one.stop), 40) for one, tokens in zip(requests, alone, strict=True)]  # fmt: skip
+    assert [answer.tokens for answer in found] == [tokens[:end] for tokens, end in zip(alone, ends, strict=True)]
+    assert max(ends) - 1 <= len(steps) <= max(ends) + 3 + 4
 
 
 @pytest.mark.parametrize("turn", [1, 4])

@@ -86,7 +86,8 @@ def _chunks(logits, peaks, sums, width, temperatures, chunk: tl.constexpr):  # t
     number = tl.program_id(1)
     column = number * chunk + tl.arange(0, chunk)
     value = tl.load(logits + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32)
-    value = value / tl.load(temperatures + row)
+    warmth = tl.load(temperatures + row)
+    value = value / tl.where(warmth > 0, warmth, 1.0)
     peak = tl.max(value)
     tl.store(peaks + row * tl.num_programs(1) + number, peak)
     tl.store(sums + row * tl.num_programs(1) + number, tl.sum(tl.exp(value - peak)))
@@ -101,22 +102,25 @@ def _pick(  # type: ignore[no-untyped-def]
     peak = tl.load(peaks + row * chunks + number, mask=number < chunks, other=float("-inf"))
     top = tl.max(peak)
     running = tl.cumsum(tl.load(sums + row * chunks + number, mask=number < chunks, other=0.0) * tl.exp(peak - top), 0)
+    warmth = tl.load(temperatures + row)
     at = tl.load(uniform + row) * tl.max(running)
     which = tl.minimum(tl.sum((running <= at).to(tl.int32)), chunks - 1)
+    which = tl.where(warmth > 0, which, tl.minimum(tl.argmax(peak, 0), chunks - 1))
     rest = at - tl.max(tl.where(running <= at, running, 0.0))
     column = which * chunk + tl.arange(0, chunk)
     value = tl.load(logits + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32)
-    value = value / tl.load(temperatures + row)
+    value = value / tl.where(warmth > 0, warmth, 1.0)
     chance = tl.exp(value - top)
     found = tl.sum((tl.cumsum(chance, 0) <= rest).to(tl.int32))
     # The chunk's sum was rounded another way: `rest` may lie just behind its end.
     last = tl.max(tl.where(chance > 0, tl.arange(0, chunk), 0))
-    tl.store(out + row, (which * chunk + tl.minimum(found, last)).to(tl.int64))
+    found = tl.where(warmth > 0, tl.minimum(found, last), tl.argmax(value, 0))
+    tl.store(out + row, tl.minimum(which * chunk + found, width - 1).to(tl.int64))
 
 
 def sample_token(logits: Tensor, uniform: Tensor, temperature: float | Tensor) -> Tensor:
     """sample.sample_token where nothing is left out: the chunk that `uniform` falls in, then the word within it. Temperatures:
-    one, or one for each row; above 0."""
+    one, or one for each row; of 0: the likeliest."""
     rows, width = logits.shape
     count = triton.cdiv(width, CHUNK)
     peaks = torch.empty(2, rows, count, dtype=torch.float32, device=logits.device)

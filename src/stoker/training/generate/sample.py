@@ -59,9 +59,9 @@ def sample_rows(
 ) -> Tensor:
     """sample_token where each row has settings of its own, all [rows]. `filtered`: some row leaves tokens out. `draw`: a kernel
     that does it by logits, uniform and temperature where no row does."""
-    likeliest, warmth = logits.argmax(-1), torch.where(temperature > 0, temperature, 1.0)
     if draw is not None and not filtered:
-        return torch.where(temperature > 0, draw(logits, uniform.contiguous(), warmth), likeliest)
+        return draw(logits, uniform.contiguous(), temperature.contiguous())
+    likeliest, warmth = logits.argmax(-1), torch.where(temperature > 0, temperature, 1.0)
     wide = logits.float() / warmth[:, None]
     token = _place(torch.softmax(wide, -1), uniform)
     if filtered:

@@ -68,15 +68,16 @@ class Borrowed:
 
 
 PREFILL_TOKENS_ON_CPU = 1 << 13  # at once: the feed-forward layer's activations stay below 1 GB for widths up to 32 K
+TURNS = 8  # at once on a GPU: what the host does for each answer between them takes as long as three tokens
 TURN_ALONE = 4  # tokens: somebody reads along, and for one answer the host has little to do
 Prompts = Sequence[Sequence[int]]
 Tokens = tuple[int, Sequence[int], Sequence[float]]  # which prompt, its next tokens, their log-probabilities
 
 
-def sizes_for(rows: int, length: int, prompt_tokens: int, turn: int) -> Sizes:
+def sizes_for(rows: int, length: int, prompt_tokens: int, turn: int, turns: int = 1) -> Sizes:
     """A block more for each row than its tokens need, so that nobody ever gives way."""
     memory = rows * (-(-length // BLOCK) + 1) * BLOCK
-    return Sizes(rows, length, memory, BLOCK, prompt_tokens, turn)
+    return Sizes(rows, length, memory, BLOCK, prompt_tokens, turn, turns)
 
 
 class BatchEngine:
@@ -109,8 +110,9 @@ class BatchEngine:
             # A CPU launches nothing, and a token that nobody wants costs it as much as any other.
             on_gpu = model.device.type == "cuda"
             at_once, turn = (PREFILL_TOKENS, TURN) if on_gpu else (PREFILL_TOKENS_ON_CPU, 1)
-            turn = min(turn, TURN_ALONE) if rows == 1 else turn
-            sizes = sizes_for(rows, length, at_once, turn)
+            alone = rows == 1
+            turn, turns = min(turn, TURN_ALONE) if alone else turn, TURNS if on_gpu and not alone else 1
+            sizes = sizes_for(rows, length, at_once, turn, turns)
             self._paged = PagedEngine(model, sizes, vocab=vocab, codes=codes, streamed=streamed)
 
     @property

@@ -93,6 +93,7 @@ class Sizes:
     block: int = 16  # tokens that are kept, shared and given back together
     prompt_tokens: int = 2048  # of prompts, computed in one step beside a token of each answer
     turn: int = 1  # tokens of each answer, at most, that are written before the host looks at them
+    turns: int = 1  # such turns at once, at most, where no request waits for a slot: they end together
 
 
 _NUMBERS_AT_ONCE = 1 << 28  # of a prompt within a layer, on a CPU: 1 GB
@@ -138,9 +139,10 @@ class PagedEngine:
             at_once = max(1, min(at_once, _NUMBERS_AT_ONCE // max(c.ff, c.heads * c.head_dim, scores)))
         self.schedule = Schedule(slots, self.pool, at_once)
         self._paged = Paged(
-            self.weights, slots, length, self.pool, _kernels(model, length), captures=not streamed, turn=sizes.turn
-        )
-        self._turn = sizes.turn
+            self.weights, slots, length, self.pool, _kernels(model, length), captures=not streamed, turn=sizes.turn,
+            turns=sizes.turns,
+        )  # fmt: skip
+        self._turn, self._at_once = sizes.turn, sizes.turn * sizes.turns
         self._open: dict[str, _Open] = {}
         self._of: dict[Writing, _Open] = {}
         self._ended: list[Run] = []
@@ -166,7 +168,7 @@ class PagedEngine:
         self._check(request)
         writing = self.schedule.add(request.prompt, request.echo, request.new_tokens)
         text = None if self._text_of is None else self._text_of(request)
-        self._open[request.id] = self._of[writing] = _Open(request, writing, text, self._turn)
+        self._open[request.id] = self._of[writing] = _Open(request, writing, text, self._at_once)
 
     def abort(self, name: str) -> bool:
         """Its last event comes with the next step. False: there is no such request, or it is answered."""
@@ -201,7 +203,9 @@ class PagedEngine:
         if self._changes and not any(map(self._finishes, self._of.values())):
             self._change()
         closing = bool(self._changes)
-        plan = self.schedule.plan(lambda writing: not closing or self._finishes(self._of[writing]), self._turn)
+        plain = self._text_of is None and all(one.request.logprobs <= 0 for one in self._open.values())
+        alone = self._at_once if plain and not closing else 0
+        plan = self.schedule.plan(lambda writing: not closing or self._finishes(self._of[writing]), self._turn, alone)
         for writing in plan.left_out:
             self._of[writing].is_fed = False
         self._paged.copy(plan.copies)
@@ -227,7 +231,7 @@ class PagedEngine:
                 if not asked.is_fed:
                     self._paged.start(asked.writing.slot, asked.writing.tokens[-1])
             rows = [asked.row(len(asked.writing.tokens)) for asked in stepped]
-            made = self._paged.step(rows, _kind(stepped), plan.count)
+            made = self._paged.step(rows, _kind(stepped), plan.count, _Ended(stepped))
             written += [(asked, made, place) for place, asked in enumerate(stepped)]
         self.schedule.computed(plan)
         return runs + [self._run(*one) for one in written]
@@ -300,6 +304,19 @@ class PagedEngine:
         if not -1 <= request.logprobs <= MOST_ALTERNATIVES:
             line = f"log-probabilities of {request.logprobs} tokens per position: at most {MOST_ALTERNATIVES}"
             raise Refusal(line, EX_USAGE)
+
+
+class _Ended:
+    """Whether all of them have ended, by the tokens that follow."""
+
+    def __init__(self, asked: Sequence[_Open]) -> None:
+        self._stops = [one.request.stop for one in asked]
+        self._left = [one.request.new_tokens - one.written for one in asked]
+
+    def __call__(self, tokens: list[list[int]]) -> bool:
+        for place, (some, stop) in enumerate(zip(tokens, self._stops, strict=True)):
+            self._left[place] = self._left[place] - len(some) if stop.isdisjoint(some) else 0
+        return max(self._left) <= 0
 
 
 def _until_end(tokens: list[int], asked: _Open) -> tuple[list[int], str, list[str]]:

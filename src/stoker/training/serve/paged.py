@@ -41,7 +41,7 @@ class Row(NamedTuple):  # made for each token: a tenth of the time of a shape
     blocks: Sequence[int]
     place: int
     last: int  # the last place that is computed, however many steps there are
-    uniforms: NDArray[np.float32]  # [turn]
+    uniforms: NDArray[np.float32]  # [turns · turn]
     temperature: float
     top_k: int
     top_p: float
@@ -94,10 +94,10 @@ class _Group:
 class Paged:
     def __init__(
         self, w: Weights, slots: int, length: int, pool: Pool, kernels: Kernels | None = None, captures: bool = True,
-        turn: int = 1,
+        turn: int = 1, turns: int = 1,
     ) -> None:  # fmt: skip
         """`kernels`: of Triton; without them plain torch. `captures`: on GPUs a token step is a graph, which can't hold gathers.
-        `turn`: token steps at most that the host does not look at.
+        `turn`: token steps at most that the host does not look at; `turns`: how many of these it may ask for at once.
         """
         self._weights, self._size, self._nobody, self._kernels = w, pool.size, pool.count, kernels
         ops = kernels.between if kernels else plain
@@ -116,7 +116,8 @@ class Paged:
         self._graphs = torch.cuda.graph_pool_handle() if captures and self._device.type == "cuda" else None
         self._ids = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._whole = self._both(slots, FIRST_BLOCK + self._across, torch.int64)
-        self._real = self._both(slots, FIRST_UNIFORM + turn, torch.float32)
+        self._turn = turn
+        self._real = self._both(slots, FIRST_UNIFORM + turn * turns, torch.float32)
         self._at = torch.zeros(1, dtype=torch.int64, device=self._device)  # which step since the host was heard
         self._whole[0][:, FIRST_BLOCK:] = self._nobody
         # Whether something in the cache may be no number. Only on a CPU it is looked at, where copies of whole blocks are faster.
@@ -124,8 +125,8 @@ class Paged:
         self._shown: dict[int, list[int]] = {}  # the blocks that each slot's row has there
         # [step, slot, …]: what was written since then
         count = min(MOST_ALTERNATIVES, len(w.head))
-        self._tokens_made = torch.zeros(turn, slots, dtype=torch.int64, device=self._device)
-        self._logprobs = torch.zeros(turn, slots, device=self._device)
+        self._tokens_made = torch.zeros(turn * turns, slots, dtype=torch.int64, device=self._device)
+        self._logprobs = torch.zeros(turn * turns, slots, device=self._device)
         self._top = torch.zeros(turn, slots, count, device=self._device)
         self._top_ids = torch.zeros(turn, slots, count, dtype=torch.int64, device=self._device)
 
@@ -176,7 +177,7 @@ class Paged:
         slots = torch.tensor([row.slot for row in rows], device=self._device)
         logits = self._prompts.logits(x[last], None if delta is None else delta[last])
         self._write(logits, slots, kind)
-        return replace(self._read([row.slot for row in rows], kind, 1), following=following)
+        return replace(self._read(slots, kind, 1), following=following)
 
     def _following(self, parts: Sequence[Part], x: Tensor, delta: Tensor | None) -> tuple[list[float], ...]:
         found, begin = [], 0
@@ -245,8 +246,12 @@ class Paged:
         """The token that the slot's next step computes."""
         self._ids[slot] = token
 
-    def step(self, rows: Sequence[Row], kind: Kind, count: int = 1) -> Written:
-        """`count` tokens for each row. Behind a row's last place they mean nothing."""
+    def step(
+        self, rows: Sequence[Row], kind: Kind, count: int = 1, ended: Callable[[list[list[int]]], bool] | None = None
+    ) -> Written:
+        """`count` tokens for each row. Behind a row's last place they mean nothing. `ended`: whether nobody needs more, by the
+        rows' next tokens: it is asked turn by turn, while the one after that is computed, and may leave out the rest.
+        """
         self._show(rows)
         self._tell(rows)
         width = max(row.slot for row in rows) + 1
@@ -257,9 +262,35 @@ class Paged:
         if self._kernels:  # which read as much as there is
             looked_at = self._across
         step = self._step(width, looked_at, kind)
-        for _ in range(count):
-            step()
-        return self._read([row.slot for row in rows], kind, count)
+        slots = torch.tensor([row.slot for row in rows], device=self._device)
+        coming: Callable[[], list[list[int]]] | None = None
+        made = 0
+        while made < count:
+            begin, made = made, min(made + self._turn, count)
+            for _ in range(begin, made):
+                step()
+            if ended is None or count <= self._turn:
+                continue
+            before, coming = coming, self._later(self._tokens_made[begin:made, slots])
+            if before is not None and ended(before()):
+                break
+        return self._read(slots, kind, made)
+
+    def _later(self, made: Tensor) -> Callable[[], list[list[int]]]:
+        """These tokens of each row, when they are asked for; the device goes on meanwhile."""
+        if self._device.type != "cuda":
+            return made.t().tolist
+        host = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
+        host.copy_(made, non_blocking=True)
+        there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        there.record()
+
+        def read() -> list[list[int]]:
+            there.synchronize()
+            found: list[list[int]] = host.t().tolist()
+            return found
+
+        return read
 
     def _show(self, rows: Sequence[Row]) -> None:
         """The rows' blocks, and nobody's for slots that are not among them. Few change from step to step."""
@@ -312,7 +343,7 @@ class Paged:
         x, delta = self._tokens.run(self._ids[:width], *args)
         self._look_at(x)
         whose = tables[:, 0] != self._nobody
-        self._write(self._tokens.logits(x, delta), torch.arange(width, device=self._device), kind, whose)
+        self._write(self._tokens.logits(x, delta), slice(width), kind, whose)
         told[:, PLACE] = torch.minimum(places + 1, told[:, LAST])
         self._at += 1
 
@@ -354,7 +385,7 @@ class Paged:
 
         return attention
 
-    def _write(self, logits: Tensor, slots: Tensor, kind: Kind, whose: Tensor | None = None) -> None:
+    def _write(self, logits: Tensor, slots: Tensor | slice, kind: Kind, whose: Tensor | None = None) -> None:
         """Samples a token for each of these slots, and leaves it there; `whose`: only in those that are somebody's."""
         real = self._real[1][slots]
         temperature, top_p = real[:, TEMPERATURE], real[:, TOP_P]
@@ -374,12 +405,11 @@ class Paged:
             if kind.logprobs == OF_ALTERNATIVES:
                 self._top[self._at, slots], self._top_ids[self._at, slots] = every.topk(self._top.shape[2], dim=-1)
 
-    def _read(self, slots: list[int], kind: Kind, count: int) -> Written:
-        """The only wait for the device."""
-        which = torch.tensor(slots, device=self._device)
+    def _read(self, slots: Tensor, kind: Kind, count: int) -> Written:
+        """Waits for the device."""
 
         def listed(made: Tensor) -> list[Any]:
-            found: list[Any] = made[:count, which].transpose(0, 1).tolist()
+            found: list[Any] = made[:count, slots].transpose(0, 1).tolist()
             return found
 
         tokens = listed(self._tokens_made)

@@ -102,8 +102,8 @@ class Schedule:
         for writing in self.waiting:
             writing.chain = None
 
-    def plan(self, admits: Callable[[Writing], bool] = lambda _: True, most: int = 1) -> Plan:
-        """`admits`: whether one that waits may begin now; `most`: token steps at once."""
+    def plan(self, admits: Callable[[Writing], bool] = lambda _: True, most: int = 1, alone: int = 0) -> Plan:
+        """`admits`: whether one that waits may begin now; `most`: token steps at once; `alone`: where nobody waits."""
         rows, copies, left_out = self._token_rows()
         pieces: list[Piece] = []
         budget = self._budget
@@ -118,18 +118,23 @@ class Schedule:
                 elif budget:
                     pieces.append(self._piece(writing, budget))
                     budget -= pieces[-1].end - pieces[-1].begin
+        most = max(most, alone) if not self.waiting else most
         count = 1 if pieces or left_out or most < 2 or not rows else self._several(rows, most)
         self._since += count
         return Plan(tuple(copies), tuple(pieces), tuple(rows), tuple(left_out), count)
 
     def _several(self, rows: Sequence[Writing], most: int) -> int:
-        """How many steps all rows have blocks for, which they take; 1 where there are too few."""
+        """How many steps all rows have blocks for, which they take: half as many, and again, where there are too few."""
         count = min(most, max(writing.longest - len(writing.tokens) for writing in rows))
-        ends = [min(len(writing.tokens) + count - 1, writing.longest) for writing in rows]
         tables = [writing.table for writing in rows if writing.table is not None]
-        more = sum(max(self.pool.needed(end) - len(one.blocks), 0) for one, end in zip(tables, ends, strict=True))
-        if more > self.pool.available:
-            return 1
+        while True:
+            if count < 2:
+                return 1
+            ends = [min(len(writing.tokens) + count - 1, writing.longest) for writing in rows]
+            more = sum(max(self.pool.needed(end) - len(one.blocks), 0) for one, end in zip(tables, ends, strict=True))
+            if more <= self.pool.available:
+                break
+            count //= 2
         for table, end, writing in zip(tables, ends, rows, strict=True):
             # Behind the last token: that one has its place, maybe in a full block that others hold, too, where it is computed again.
             made = self.pool.grow(table, len(writing.tokens), end)
