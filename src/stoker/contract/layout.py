@@ -55,7 +55,10 @@ def refuse_links(folder: str, *below: str, ours_only: bool = False) -> None:
                 from stoker.contract.untrusted import printable  # the start waits for no pattern of it
 
                 line = f"{printable(path)} is a symbolic link that leads out of {printable(folder)}"
-                raise Refusal(f"{line}: what is written to it, or removed, would be elsewhere; remove it", EX_CANTCREAT)
+                fix = "remove it"
+                if name == CHECKPOINTS and not ours_only:
+                    fix += ", or, if you made it, name the folder where it leads with --checkpoint.folder"
+                raise Refusal(f"{line}: what is written to it, or removed, would be elsewhere; {fix}", EX_CANTCREAT)
 
 
 def attempt_dir(run_dir: str, attempt: int) -> str:
