@@ -60,6 +60,7 @@ def _show(folder: str, told: argparse.Namespace) -> int:
 
 
 def _folder(where: str | None, root: str) -> str:
+    where = None if where is None else reader.through_latest(where)
     if where is not None and os.path.exists(os.path.join(where, reading.REPORT)):
         return where
     place = where if where is not None and os.path.isdir(where) else reader.find(where, root).dir

@@ -54,6 +54,7 @@ def main(argv: list[str]) -> int:
 
 
 def _folder(where: str | None, root: str) -> str:
+    where = None if where is None else reader.through_latest(where)
     if where is not None and os.path.exists(os.path.join(where, layout.ROLLOUTS)):
         return where
     found = reader.find(where, root).dir

@@ -378,7 +378,8 @@ def find(which: str | None, root: str, exact: bool = False, say: Callable[[str],
     if os.path.basename(which) == layout.LATEST and os.path.islink(which):
         return _newest(os.path.dirname(which), say)
     by_path = os.sep in which
-    for candidate in (which, os.path.join(root, which)):
+    for given in (which, os.path.join(root, which)):
+        candidate = through_latest(given, say)
         folder = os.path.dirname(candidate) or "."
         link = os.path.islink(candidate) and not by_path
         if link and not ownership.is_mine(os.lstat(candidate).st_uid, folder):
@@ -454,6 +455,42 @@ def _newest(root: str, say: Callable[[str], None]) -> Run:
         hint = "; ".join(there[:3]) or "name another folder with --runs-dir"
         raise names.Refusal(f"no runs{others} in {printable(root)}; {hint}", names.EX_NOINPUT)
     return listing.runs[-1]
+
+
+def through_latest(path: str, say: Callable[[str], None] = terminal.say) -> str:
+    """`path`; where it leads through a `latest` that is not ours, through our newest run there: in a folder that several users
+    share anybody may have made it, as a link or as a folder. Where we have no run there, it stays what was named.
+    """
+    parts = path.split("/")
+    for at in (at for at, part in enumerate(parts) if part == layout.LATEST):
+        latest, root = "/".join(parts[: at + 1]), "/".join(parts[:at]) or ("/" if at else ".")
+        whose = _whose(latest, root)
+        if not whose:
+            continue
+        try:
+            runs = all_runs(root)
+        except names.Refusal:  # not ours to list: no place of our runs
+            continue
+        if runs:
+            say(f"{printable(latest)} {whose}: your newest run there is used, {printable(runs[-1].dir)}")
+            return os.path.join(runs[-1].dir, *filter(None, parts[at + 1 :]))
+    return path
+
+
+def _whose(latest: str, root: str) -> str:
+    """Who else has made it, or what it leads to. Empty: there is none, or all of it is ours."""
+    try:
+        link = os.lstat(latest)
+    except OSError:
+        return ""
+    is_link = stat.S_ISLNK(link.st_mode)
+    if not ownership.is_mine(link.st_uid, root):
+        return f"is a {'link' if is_link else 'folder'} of {ownership.user_name(link.st_uid)}"
+    try:
+        target = os.stat(latest).st_uid
+    except OSError:
+        return "leads nowhere"
+    return "" if ownership.is_mine(target, root) else f"leads to a folder of {ownership.user_name(target)}"
 
 
 def _no_run(which: str, root: str, listing: Listing) -> names.Refusal:

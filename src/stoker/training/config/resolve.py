@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from stoker.contract import layout
+from stoker.contract import layout, terminal
 from stoker.contract.names import Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import options_of, replace, shape
-from stoker.control.record import ownership, reader
+from stoker.control.record import reader
 from stoker.training.config import aliases
 from stoker.training.config.check import check
 from stoker.training.config.flags import parse
@@ -201,24 +201,26 @@ def pinned(c: Config) -> Config:
 def pinned_words(words: Sequence[str]) -> tuple[str, ...]:
     """The same for the words of a command: --model.load runs/latest/hf, or --model.load=runs/latest/hf."""
     split = (word.partition("=") if word.startswith("-") else ("", "", word) for word in words)
-    return tuple(f"{flag}{sign}{_pinned(value)}" for flag, sign, value in split)
+    return tuple(f"{flag}{sign}{_pinned(value, _quiet)}" for flag, sign, value in split)
 
 
-def _pinned(value: Any) -> Any:
+def _quiet(line: str) -> None:
+    """It was said of the settings."""
+
+
+def _pinned(value: Any, say: Callable[[str], None] = terminal.say) -> Any:
     if isinstance(value, tuple):
-        return tuple(_pinned(one) for one in value)
+        return tuple(_pinned(one, say) for one in value)
     if not isinstance(value, str) or layout.LATEST not in value.split("/"):
         return value
+    own = reader.through_latest(value, say)
+    if own != value:
+        return own
     parts = value.split("/")
     link = "/".join(parts[: parts.index(layout.LATEST) + 1])
     if not os.path.islink(link):
         return value
-    root = os.path.dirname(link)
-    rest = parts[parts.index(layout.LATEST) + 1 :]
-    # Of another user, in a folder that several share.
-    if os.path.exists(link) and not ownership.is_mine(os.stat(link).st_uid, root):
-        return os.path.join(reader.find(None, root or ".").dir, *rest)
-    return os.path.join(root, os.readlink(link), *rest)
+    return os.path.join(os.path.dirname(link), os.readlink(link), *parts[parts.index(layout.LATEST) + 1 :])
 
 
 def with_tokenizer(c: Config, say: Callable[[str], None]) -> Config:

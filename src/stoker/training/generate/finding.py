@@ -34,7 +34,7 @@ def find(where: str | None, stage: str | None, root: str, say: Any, checkpoints:
     """`checkpoints`: one counts where there is no folder for transformers."""
     if where is None:
         return _newest(root, stage, say)
-    where = _own_latest(where, say)
+    where = reader.through_latest(where, say)
     if _has_weights(where):
         if stage:
             raise Refusal(
@@ -51,21 +51,6 @@ def find(where: str | None, stage: str | None, root: str, say: Any, checkpoints:
     if stage:
         raise Refusal(f"{run} is a single run: leave --stage {stage} out, or name a speedrun's folder", EX_USAGE)
     return _of_run(run, checkpoints, say)
-
-
-def _own_latest(where: str, say: Any) -> str:
-    """runs/latest in a folder that several users share is the link of whoever came first: with runs of our own there, the newest
-    of those is meant.
-    """
-    parts = where.split("/")
-    for at in (at for at, part in enumerate(parts) if part == layout.LATEST):
-        link, root = "/".join(parts[: at + 1]), "/".join(parts[:at]) or ("/" if at else ".")
-        if not os.path.islink(link) or owners.is_trusted(uid := os.lstat(link).st_uid, root):
-            continue
-        if runs := reader.all_runs(root):
-            say(f"{link} is a link of {owners.user_name(uid)}: your newest run there is used, {runs[-1].dir}")
-            return os.path.join(runs[-1].dir, *filter(None, parts[at + 1 :]))
-    return where
 
 
 def _has_weights(folder: str) -> bool:
