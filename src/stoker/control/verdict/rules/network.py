@@ -32,7 +32,9 @@ gloo = Family(__name__, _at_line, REACH=_REACH)
 net.port-in-use, again: The script asked for a port that is in use.
   seen: EADDRINUSE in the exception: the script listens on a port of its own choice that another process uses
   unless: the port is Stoker's own (MASTER_PORT): that one is reserved before the ranks start
-  fix: use env:// (MASTER_ADDR and MASTER_PORT, which Stoker sets to a free port) instead of a port of your own
+  fix: where ranks meet, use env:// (MASTER_ADDR and MASTER_PORT, which Stoker sets to a free port) instead of a port of your
+      own
+  fix: for a server, choose another port, or end the process that has this one (ss -ltnp shows it)
 """)
 def port_in_use(case: Case) -> Found | None:
     error = case.end.error
