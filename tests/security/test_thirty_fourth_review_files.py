@@ -1,0 +1,46 @@
+"""What the thirty-fourth review found in folders that strangers packed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from stoker.contract import layout
+from stoker.contract.names import Refusal
+from stoker.contract.wholefile import APPEND
+from stoker.control.record.writer import RunRecord
+
+# ---- named pipes in a run that is continued ----
+
+
+def test_a_launcher_does_not_wait_for_a_pipe_in_the_place_of_its_log(tmp_path: Path) -> None:
+    """Neither Ctrl-C nor SIGTERM ended `stoker train … --name` in a folder whose run had stoker.log as a pipe."""
+    run = tmp_path / "runs" / "20260101-000000-a"
+    run.mkdir(parents=True)
+    os.mkfifo(run / layout.CONSOLE)
+    with pytest.raises(Refusal, match="can't be written"):
+        RunRecord(str(run), "here", reopened=True)
+
+
+def test_a_rank_whose_log_is_a_pipe_runs_without_one(tmp_path: Path) -> None:
+    """attempt-1000000 is the attempt behind the last that is looked for, so it may be there."""
+    run = tmp_path / "runs" / "20260101-000000-a"
+    folder = run / "attempt-1000000"
+    folder.mkdir(parents=True)
+    log, stacks = str(folder / "rank-0.log"), str(folder / "stacks.txt")
+    os.mkfifo(log)
+    os.mkfifo(stacks)
+    record = RunRecord(str(run), "here", reopened=True)
+    record.output(log, b"step 1\n")
+    record.save(stacks, "no stacks")
+    assert set(record.lost()) == {log, stacks}
+
+
+def test_logs_grow_as_before(tmp_path: Path) -> None:
+    for line in (b"1\n", b"2\n"):
+        handle = os.open(tmp_path / "log", APPEND, 0o644)
+        os.write(handle, line)
+        os.close(handle)
+    assert (tmp_path / "log").read_bytes() == b"1\n2\n"
