@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from stoker.contract import layout
 from stoker.contract.names import Refusal
+from stoker.contract.untrusted import read_json
 from stoker.contract.wholefile import APPEND
 from stoker.control.record.writer import RunRecord
 
@@ -44,3 +46,22 @@ def test_logs_grow_as_before(tmp_path: Path) -> None:
         os.write(handle, line)
         os.close(handle)
     assert (tmp_path / "log").read_bytes() == b"1\n2\n"
+
+
+# ---- a cache that came with a folder ----
+
+
+def test_an_index_of_holes_is_not_made_a_text_of(tmp_path: Path) -> None:
+    """cache/digests.json of 1 GB with nothing stored and one emoji at its end took 6.3 GB of any `stoker train` or `prepare`."""
+    index = tmp_path / "digests.json"
+    with index.open("wb") as file:
+        file.truncate(32 << 20)
+        file.seek(0, os.SEEK_END)
+        file.write("\U0001f600".encode())
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="zero bytes"):
+            read_json(index)
+        assert tracemalloc.get_traced_memory()[1] < 96 << 20
+    finally:
+        tracemalloc.stop()
