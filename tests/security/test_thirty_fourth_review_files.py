@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import tracemalloc
 from pathlib import Path
@@ -9,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from stoker.contract import layout
+from stoker.contract.diskroom import DiskRoom
 from stoker.contract.names import Refusal
 from stoker.contract.untrusted import read_json
 from stoker.contract.wholefile import APPEND
 from stoker.control.record.writer import RunRecord
+from stoker.speedrun.rows import copy_usable
+from stoker.training.data import sources
 
 # ---- named pipes in a run that is continued ----
 
@@ -65,3 +69,21 @@ def test_an_index_of_holes_is_not_made_a_text_of(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 96 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("write", ["unpacked", "speedrun"])
+def test_rows_of_a_private_file_stay_private_in_a_folder_that_is_open(tmp_path: Path, write: str) -> None:
+    """`cache/unpacked` of a checkout has mode 0755: what Stoker unpacked there of a file of mode 0600 every user could read."""
+    private, folder = tmp_path / "pairs.jsonl.gz", tmp_path / "cache" / "unpacked"
+    folder.mkdir(parents=True)
+    for place in (tmp_path / "cache", folder):
+        place.chmod(0o755)
+    private.write_bytes(gzip.compress(b'{"prompt": "hello", "completion": "there"}\n'))
+    private.chmod(0o600)
+    if write == "unpacked":
+        made = sources.unfold(str(private), str(tmp_path / "cache"), print, 1, DiskRoom(str(folder), ""))
+    else:
+        made = str(folder / "sft-1.jsonl")
+        copy_usable("sft", [str(private)], made, 1)
+    assert "hello" in Path(made).read_text()
+    assert os.stat(made).st_mode & 0o077 == 0

@@ -10,6 +10,9 @@ from typing import IO, Any
 # checkout, and no signal ends a launcher that waits in open().
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
+# For what was made of files that others may not read: a folder around it that came with a checkout is open to them.
+PRIVATE = 0o600
+
 
 def temporary_name(path: str) -> str:
     """Beside `path`, and nobody can have made it before: neither a process of this number that died nor another user."""
