@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import tracemalloc
 from pathlib import Path
@@ -14,11 +15,12 @@ from stoker.contract.diskroom import DiskRoom
 from stoker.contract.names import Refusal
 from stoker.contract.untrusted import read_json
 from stoker.contract.wholefile import APPEND
+from stoker.control.record.history import HistoryWriter, Members, Moment
 from stoker.control.record.writer import RunRecord
 from stoker.speedrun.rows import copy_usable
 from stoker.training.data import sources
 
-# ---- named pipes in a run that is continued ----
+# ---- pipes and holes in a run that is continued ----
 
 
 def test_a_launcher_does_not_wait_for_a_pipe_in_the_place_of_its_log(tmp_path: Path) -> None:
@@ -50,6 +52,23 @@ def test_logs_grow_as_before(tmp_path: Path) -> None:
         os.write(handle, line)
         os.close(handle)
     assert (tmp_path / "log").read_bytes() == b"1\n2\n"
+
+
+def test_a_history_of_holes_is_put_aside_and_not_read(tmp_path: Path) -> None:
+    """history/seconds.jsonl of 8 TB, nothing of it stored: the launcher read it all, and neither Ctrl-C nor SIGTERM ended it."""
+    (tmp_path / "history").mkdir()
+    seconds = tmp_path / "history" / "seconds.jsonl"
+    seconds.touch()
+    os.truncate(seconds, 8 << 40)
+    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    lost: list[object] = []
+    writer = HistoryWriter(folder, lambda *what: lost.append(what))
+    writer.write(Moment(10.0, 0, Members((0,)), {"step": (1,)}, {}, {}))
+    writer.close()
+    os.close(folder)
+    assert not lost
+    assert (tmp_path / "history" / "seconds.1.jsonl").stat().st_size == 8 << 40
+    assert [json.loads(line)["time"] for line in seconds.read_text().splitlines()] == [10.0, 10.0]
 
 
 # ---- a cache that came with a folder ----
