@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import tarfile
 import tracemalloc
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from stoker.contract.diskroom import DiskRoom
 from stoker.contract.names import Refusal
 from stoker.contract.untrusted import read_json
 from stoker.contract.wholefile import APPEND
+from stoker.control.doctor import bundle
+from stoker.control.machine.facts import Examination
+from stoker.control.machine.model import Machine
 from stoker.control.record.history import HistoryWriter, Members, Moment
 from stoker.control.record.writer import RunRecord
 from stoker.speedrun.rows import copy_usable
@@ -69,6 +73,25 @@ def test_a_history_of_holes_is_put_aside_and_not_read(tmp_path: Path) -> None:
     assert not lost
     assert (tmp_path / "history" / "seconds.1.jsonl").stat().st_size == 8 << 40
     assert [json.loads(line)["time"] for line in seconds.read_text().splitlines()] == [10.0, 10.0]
+
+
+def test_a_bundle_takes_the_end_of_a_runs_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`stoker doctor --bundle` read a stoker.log of 1 GB, nothing of it stored: 8.4 GB of memory, and no end in 100 s."""
+    run = tmp_path / "20260101-000000-a"
+    run.mkdir()
+    (run / layout.RUN).write_text('{"schema": 1, "name": "a"}')
+    log = run / layout.CONSOLE
+    log.touch()
+    os.truncate(log, 1 << 40)
+    with log.open("ab") as file:
+        file.write(b"\nthe last line\n")
+    monkeypatch.setattr(bundle, "COMMANDS", {})
+    monkeypatch.setattr(bundle, "_processes", lambda: "")
+    bundle.write_bundle(str(tmp_path / "b.tgz"), Examination(Machine("here", 1, 1, 1)), [], str(tmp_path))
+    with tarfile.open(tmp_path / "b.tgz") as archive:
+        kept = archive.extractfile(f"stoker-doctor/latest-run/{layout.CONSOLE}")
+        assert kept is not None
+        assert kept.read() == b"(its last 4 MB)\nthe last line\n"
 
 
 # ---- a cache that came with a folder ----
