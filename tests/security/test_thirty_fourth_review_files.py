@@ -19,6 +19,7 @@ from stoker.contract.wholefile import APPEND
 from stoker.control.doctor import bundle
 from stoker.control.machine.facts import Examination
 from stoker.control.machine.model import Machine
+from stoker.control.record import reader
 from stoker.control.record.history import HistoryWriter, Members, Moment
 from stoker.control.record.writer import RunRecord
 from stoker.speedrun.rows import copy_usable
@@ -92,6 +93,22 @@ def test_a_bundle_takes_the_end_of_a_runs_log(tmp_path: Path, monkeypatch: pytes
         kept = archive.extractfile(f"stoker-doctor/latest-run/{layout.CONSOLE}")
         assert kept is not None
         assert kept.read() == b"(its last 4 MB)\nthe last line\n"
+
+
+def test_a_record_with_many_names_is_one_runs(tmp_path: Path) -> None:
+    """An archive of 19 KB, with one run.json of 15 MB under a hundred names: 6.3 GB in `stoker runs`, `why` and `train --name`."""
+    for place, name in enumerate("abc"):
+        (tmp_path / name).mkdir()
+        for file in (layout.RUN, layout.VERDICT):
+            if place:
+                os.link(tmp_path / "a" / file, tmp_path / name / file)
+            else:
+                (tmp_path / name / file).write_text('{"schema": 1, "name": "x", "started": 5}')
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / layout.RUN).write_text('{"schema": 1, "name": "y", "started": 4}')
+    found = reader.look(str(tmp_path))
+    assert [run.id for run in found.runs] == ["d", "c"]
+    assert found.damaged == tuple((name, "run.json is the same file as that of c") for name in "ab")
 
 
 # ---- a cache that came with a folder ----
