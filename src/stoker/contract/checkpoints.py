@@ -96,7 +96,7 @@ def _lacks(folder: str) -> str:
     if not os.path.exists(manifest):
         return "it has no manifest.json"
     try:
-        files = read_json(manifest, 1 << 30).get("files", {})
+        files = read_json(manifest, 512 << 20).get("files", {})
         whole = all(os.path.getsize(os.path.join(folder, name)) == _size(want) for name, want in files.items())
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         whole = False

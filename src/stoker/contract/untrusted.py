@@ -64,6 +64,8 @@ _decoders: dict[bool, json.JSONDecoder] = {}
 def parse_json(text: str | bytes | bytearray, depth: int = DEPTH, unique: bool = False, most: int = MOST_VALUES) -> Any:
     """json.loads with ValueError for every bad input and deep nesting. `unique`: the same key twice is refused."""
     if not isinstance(text, str):
+        if b"\0" in text:  # before it is a text, of up to four times its size: a file of holes has any
+            raise ValueError("it holds zero bytes")
         text = text.decode("utf-8")  # UnicodeDecodeError is a ValueError
     if text.startswith("\ufeff"):
         raise ValueError("it begins with a byte order mark")
@@ -289,7 +291,7 @@ def read_text(
 
 
 def read_json(path: str | os.PathLike[str], limit: int = _SMALL, *, inside: bool = False) -> Any:
-    return parse_json(read_text(path, limit, inside=inside))
+    return parse_json(read_bytes(path, limit, inside=inside))
 
 
 def lines_of(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Iterator[bytes]:

@@ -6,8 +6,12 @@ import os
 from types import TracebackType
 from typing import IO, Any
 
-# For logs that grow: no link is followed to a file elsewhere.
-APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+# For logs that grow: no link is followed to a file elsewhere, and no pipe is waited for (ENXIO). Their folder may have come with a
+# checkout, and no signal ends a launcher that waits in open().
+APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+
+# For what was made of files that others may not read: a folder around it that came with a checkout is open to them.
+PRIVATE = 0o600
 
 
 def temporary_name(path: str) -> str:

@@ -198,7 +198,7 @@ class Children:
 def _opened(log: str) -> int:
     """A speedrun folder may have come with a checkout: no link is followed to a file elsewhere, and no pipe is waited for."""
     try:
-        return os.open(log, APPEND | os.O_NONBLOCK | os.O_NOCTTY, 0o644)
+        return os.open(log, APPEND, 0o644)
     except OSError as problem:
         why = "is a symbolic link" if problem.errno == errno.ELOOP else f"can't be written: {problem.strerror}"
         raise Refusal(f"the log {log} {why}; remove it", EX_CANTCREAT) from problem

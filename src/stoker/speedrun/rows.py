@@ -10,7 +10,7 @@ from stoker.contract.diskroom import DiskRoom
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import read_json
-from stoker.contract.wholefile import WholeFile, sync_folder, write_json
+from stoker.contract.wholefile import PRIVATE, WholeFile, sync_folder, write_json
 from stoker.training.data.formats.format import Format, Unusable
 from stoker.training.data.formats.preferences import preference
 from stoker.training.data.formats.table import recognise
@@ -172,7 +172,7 @@ def copy_usable(role: str, sources: Sequence[str], target: str, files: int) -> N
     """The usable rows of all sources in one file: whole, or not there."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
     room = DiskRoom(os.path.dirname(target), "--runs-dir names another place")
-    with WholeFile(target) as file:
+    with WholeFile(target, PRIVATE) as file:
         for path in sources:
             for _, row, wrong in rows_of(role, path, files):
                 if not wrong:

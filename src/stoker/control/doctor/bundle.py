@@ -26,6 +26,7 @@ COMMANDS = {
 }  # fmt: skip
 LIMIT_S = 5.0
 LONGEST = 1 << 20  # characters of what a command says
+_MOST = 4 << 20  # the last bytes of a file of the run
 
 
 def write_bundle(path: str, found: Examination, findings: list[Finding], runs_dir: str) -> None:
@@ -40,8 +41,7 @@ def write_bundle(path: str, found: Examination, findings: list[Finding], runs_di
     for name in (layout.RUN, layout.VERDICT, layout.EVENTS, layout.CONSOLE):
         try:
             handle = reader.open_in(reader.find(None, runs_dir).dir, name)
-            with os.fdopen(handle, encoding="utf-8", errors="replace") as file:
-                files[f"latest-run/{name}"] = _of_a_run(name, file.read())
+            files[f"latest-run/{name}"] = _of_a_run(name, _end_of_file(handle))
         except (OSError, Refusal):
             continue  # no run yet, or none of ours
     try:
@@ -58,6 +58,14 @@ def write_bundle(path: str, found: Examination, findings: list[Finding], runs_di
 def _end_of(said: str) -> str:
     """Without the line that is cut: half a token has no known shape."""
     return said if len(said) <= LONGEST else said[-LONGEST:].partition("\n")[2]
+
+
+def _end_of_file(handle: int) -> str:
+    """The run may have come with a folder: a file of holes has any size."""
+    with os.fdopen(handle, "rb") as file:
+        skipped = file.seek(max(0, os.fstat(handle).st_size - _MOST))
+        text = file.read(_MOST).decode("utf-8", "replace")
+    return f"(its last {_MOST >> 20} MB)\n{text.partition(chr(10))[2]}" if skipped else text
 
 
 def _processes() -> str:

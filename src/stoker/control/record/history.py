@@ -144,12 +144,12 @@ class _File:
             os.mkdir(FOLDER, 0o755, dir_fd=self._folder)
         except FileExistsError:
             pass
-        inner = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._folder)
-        try:
-            flags = (APPEND & ~os.O_WRONLY) | os.O_RDWR
-            self._handle = os.open(f"{self._name}.jsonl", flags, 0o644, dir_fd=inner)
-        finally:
-            os.close(inner)
+        self._handle = self._opened()
+        if os.fstat(self._handle).st_size >= MOST_BYTES:
+            # Not counted first: a run that came with a folder may have a file of holes, of any size, and the launcher would read it
+            # all before it hears of a signal.
+            self._turn()
+            self._handle = self._opened()
         self._bytes = os.fstat(self._handle).st_size
         self._lines = at = 0
         last = b"\n"
@@ -158,6 +158,14 @@ class _File:
             at, last = at + len(block), block[-1:]
         if last != b"\n":
             os.write(self._handle, b"\n")
+
+    def _opened(self) -> int:
+        inner = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._folder)
+        try:
+            flags = (APPEND & ~os.O_WRONLY) | os.O_RDWR
+            return os.open(f"{self._name}.jsonl", flags, 0o644, dir_fd=inner)
+        finally:
+            os.close(inner)
 
     def _turn(self) -> None:
         self.close()

@@ -198,7 +198,7 @@ class RunRecord:
             return
         try:
             if isinstance(data, str):
-                handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+                handle = os.open(path, (APPEND & ~os.O_APPEND) | os.O_TRUNC, 0o644)
                 with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(redact.whole(data))
             else:

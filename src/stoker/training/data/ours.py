@@ -104,6 +104,7 @@ def files_below(folder: str, say: Callable[[str], None]) -> Iterator[str]:
 
 BLOCK = 32 << 20
 SCHEMA = 1
+_LARGEST = 256 << 20  # bytes of digests.json: a million files have 230 MB
 LOCK_S = 10.0
 _FILES = "dict[str, tuple[list[int], str]]"
 # A file changed just now may change again within the clock's grain: its digest is not remembered.
@@ -158,7 +159,7 @@ def _block(block: tuple[str, int]) -> bytes:
 
 def _read(index: str) -> dict[str, list[object]]:
     try:
-        told = read_json(index, 1 << 30)  # a line for each of a million files
+        told = read_json(index, _LARGEST)
         files: dict[str, list[object]] = typed.read_fields({"schema": "int", "files": _FILES}, told)["files"]
     except (OSError, ValueError):
         return {}  # it only saves reading: what it held is found again

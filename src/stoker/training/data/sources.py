@@ -15,7 +15,7 @@ from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.contract.spelling import suggest_file
 from stoker.contract.untrusted import stored_size
-from stoker.contract.wholefile import WholeFile
+from stoker.contract.wholefile import PRIVATE, WholeFile
 from stoker.training.data.looks import check_head
 from stoker.training.data.ours import OTHER_CACHE, digest_files, files_below
 from stoker.training.data.rows import IN_PLACE, KINDS, as_line, counted_in, is_known, kind_of, rows
@@ -59,7 +59,7 @@ def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
         os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
         say(f"{name}: fetching from the hub")
         room = DiskRoom(cache, OTHER_CACHE)
-        with WholeFile(path) as file:
+        with WholeFile(path, PRIVATE) as file:
             for row in bounded_steps(iter(found), _HUB_ROOM):
                 data = as_line(row)
                 room.take(len(data))
@@ -102,7 +102,7 @@ def unfold(path: str, cache: str, say: Callable[[str], None], files: int, room: 
     if os.path.exists(target):
         return target
     os.makedirs(os.path.dirname(target), 0o700, exist_ok=True)
-    with WholeFile(target) as file:
+    with WholeFile(target, PRIVATE) as file:
         for data in _unfolded(path, kind, files):
             room.take(len(data))
             file.write(data)
