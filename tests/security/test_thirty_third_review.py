@@ -186,20 +186,41 @@ def test_a_run_that_is_continued_has_no_link_that_leads_out_of_it(tmp_path: Path
     (run / name).parent.mkdir(parents=True)
     (run / name).symlink_to(elsewhere)
     with pytest.raises(Refusal, match=f"{name} is a symbolic link that leads out of"):
-        layout.refuse_links(str(run), layout.ROLES)
+        layout.check_entries(str(run), layout.ROLES)
     (run / name).unlink()
     (run / "inside").mkdir()
     (run / name).symlink_to(run / "inside")
-    layout.refuse_links(str(run), layout.ROLES)
+    layout.check_entries(str(run), layout.ROLES)
+
+
+@pytest.mark.parametrize("name", ["stoker.log", "metrics.jsonl", "history/seconds.jsonl"])
+@pytest.mark.parametrize("kind", ["holes", "pipe"])
+def test_a_run_with_holes_or_a_pipe_in_the_place_of_its_files_is_refused(stoker: Stoker, name: str, kind: str) -> None:
+    """By whatever command: all of them would have to know a limit, or not to wait."""
+    (stoker.cwd / "fails.py").write_text("import sys; sys.exit(3)")
+    words = ("run", "--name", "x", "--nproc-per-node", "1", "fails.py")
+    assert stoker(*words).code == 3 and stoker("why", "x").code == 0
+    (folder,) = stoker.cwd.glob("runs/*-x")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        with (folder / name).open("wb") as file:
+            file.truncate(8 << 30)
+    for command in (("why", "x"), words):
+        done = stoker(*command)
+        assert done.code == 73 and done.err.count("\n") == 1, done.err
+        assert f"{name} {'consists of holes' if kind == 'holes' else 'is a named pipe'}" in done.err
 
 
 def test_a_scripts_own_links_and_those_of_libraries_are_let_be(tmp_path: Path) -> None:
     (tmp_path / "run" / "wandb").mkdir(parents=True)
     for name in ("run/data", "run/wandb/debug-core.log"):  # W&B makes that one itself
         (tmp_path / name).symlink_to(tmp_path)
-    layout.refuse_links(str(tmp_path / "run"), layout.ROLES, ours_only=True)
+    layout.check_entries(str(tmp_path / "run"), layout.ROLES, ours_only=True)
     (tmp_path / "run" / "data").unlink()
-    layout.refuse_links(str(tmp_path / "run"), layout.ROLES)
+    layout.check_entries(str(tmp_path / "run"), layout.ROLES)
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "attempt-1"])

@@ -31,34 +31,66 @@ CACHE_SIGNATURE = (
     "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of Stoker's: prepared data, tokenizers and compiled code."
     " It may be removed.\n"
 )
+HISTORY = "history"  # how ranks, cards and hosts stood, moment by moment
+_OURS = {
+    RUN,
+    EVENTS,
+    VERDICT,
+    RESERVE,
+    METRICS,
+    ROLLOUTS,
+    MEMORY,
+    PROGRESS,
+    CHECKPOINTS,
+    MODEL,
+    ROLES,
+    CONSOLE,
+    HISTORY,
+}
+_LARGE, _DENSEST = 16 << 20, 1024  # bytes of a file that is looked at; bytes of a log that a file system stores in one
 
 
-_OURS = {RUN, EVENTS, VERDICT, RESERVE, METRICS, ROLLOUTS, MEMORY, PROGRESS, CHECKPOINTS, MODEL, ROLES, CONSOLE}
-
-
-def refuse_links(folder: str, *below: str, ours_only: bool = False) -> None:
-    """A folder that is continued may have come with a checkout: a link in it would lead what is written, or removed, elsewhere.
-    Looked at are its entries, and those of its folders `below`; what lies deeper is opened without following links. A link
-    that stays in the folder will do. `ours_only`: a script keeps its own things there, too.
+def check_entries(folder: str, *below: str, ours_only: bool = False) -> None:
+    """Refused where a folder that may have come with a checkout has what nobody writes there: a link that leads out of it, so that
+    what is written or removed would be elsewhere; a named pipe or a device, which would be waited for; a file of holes, which
+    has any size and fits into an archive of a few KB. Looked at are its entries, and those of its folders `below`; what lies
+    deeper is opened without following links. `ours_only`: a script keeps its own things there, too.
     """
     top = os.path.realpath(folder) + os.sep
     for place in (folder, *(os.path.join(folder, name) for name in below)):
         try:
             with os.scandir(place) as entries:
-                links = sorted(entry.path for entry in entries if entry.is_symlink())
+                found = sorted(entries, key=lambda entry: entry.name)
         except (FileNotFoundError, NotADirectoryError):
             continue
-        for path in links:
-            name = os.path.relpath(path, folder).split(os.sep)[0]
-            counts = not ours_only or name in _OURS or name.startswith("attempt-")
-            if counts and not (os.path.realpath(path) + os.sep).startswith(top):
+        for entry in found:
+            name = entry.name if place == folder else os.path.basename(place)
+            wrong = _oddity(entry, top) if not ours_only or name in _OURS or name.startswith("attempt-") else ""
+            if wrong:
                 from stoker.contract.untrusted import printable  # the start waits for no pattern of it
 
-                line = f"{printable(path)} is a symbolic link that leads out of {printable(folder)}"
                 fix = "remove it"
-                if name == CHECKPOINTS and not ours_only:
+                if name == CHECKPOINTS and entry.is_symlink() and not ours_only:
                     fix += ", or, if you made it, name the folder where it leads with --checkpoint.folder"
-                raise Refusal(f"{line}: what is written to it, or removed, would be elsewhere; {fix}", EX_CANTCREAT)
+                line = f"{printable(entry.path)} {wrong.format(folder=printable(folder))}; {fix}"
+                raise Refusal(line, EX_CANTCREAT)
+
+
+def _oddity(entry: os.DirEntry[str], top: str) -> str:
+    if entry.is_symlink():
+        leads_out = not (os.path.realpath(entry.path) + os.sep).startswith(top)
+        why = "what is written to it, or removed, would be elsewhere"
+        return f"is a symbolic link that leads out of {{folder}}: {why}" if leads_out else ""
+    if entry.is_dir(follow_symlinks=False):
+        return ""
+    if not entry.is_file(follow_symlinks=False):
+        return "is a named pipe, a socket or a device"
+    try:
+        about = entry.stat(follow_symlinks=False)
+    except OSError:
+        return ""  # gone meanwhile
+    stored = about.st_blocks * 512  # a compressed file system stores less than there is
+    return "consists of holes" if about.st_size > _LARGE and stored < about.st_size // _DENSEST else ""
 
 
 def attempt_dir(run_dir: str, attempt: int) -> str:

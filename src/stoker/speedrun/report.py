@@ -99,7 +99,7 @@ def write(folder: str) -> None:
             f"No plots: {problem}; run `pip install matplotlib`, then `stoker speedrun --only report`.",
         )
     blocks = tuple(contents(chain, unable))
-    layout.refuse_links(folder)
+    layout.check_entries(folder)
     try:
         os.makedirs(os.path.join(folder, PLOTS), exist_ok=True)
         for name, drawing in drawings.items():

@@ -205,7 +205,7 @@ def _weights_of(run: reader.Run, request: Request) -> str:
 
 
 def _reopened(run: reader.Run, request: Request) -> RunPlace:
-    layout.refuse_links(run.dir, layout.ROLES, ours_only=request.identity is None)
+    layout.check_entries(run.dir, layout.ROLES, layout.HISTORY, ours_only=request.identity is None)
     attempts = run.attempts
     first = attempts[-1] + 1 if attempts else 0
     return RunPlace(run.dir, run.id, run.name or run.id, first, True, _reopening(run, request.identity is not None))

@@ -14,13 +14,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from stoker.contract import typed
+from stoker.contract import layout, typed
 from stoker.contract.shape import as_json, shape
 from stoker.contract.wholefile import APPEND
 from stoker.control.record.reader import open_in
 
 SCHEMA = 1
-FOLDER = "history"
+FOLDER = layout.HISTORY
 EVERY_S = 2.0
 # Name of the file -> seconds between its lines, and lines of a full one.
 TIERS: dict[str, tuple[float, int]] = {"seconds": (EVERY_S, 1800), "minutes": (60.0, 1440), "hours": (1200.0, 1008)}

@@ -278,7 +278,7 @@ def write(script: JobScript, root: str, base: str) -> str:
         os.makedirs(folder, 0o700, exist_ok=True)
         if own_folder(root, job.FOLDER) != folder:  # somebody was quicker
             raise Refusal(f"{folder} no longer belongs to you; choose another folder with --runs-dir", EX_CANTCREAT)
-        layout.refuse_links(folder)  # Slurm follows them when it writes what a job prints
+        layout.check_entries(folder)  # Slurm follows links when it writes what a job prints
         for n in range(1, 1000):
             path = os.path.join(folder, f"{time.strftime('%Y%m%d-%H%M%S')}-{base}" + (f"-{n}" if n > 1 else "") + ".sh")
             try:

@@ -197,7 +197,7 @@ def run_directory(c: Config, group: Group) -> str:
     folder = where_runs_go(c)
     if group.first:
         os.makedirs(folder, 0o700, exist_ok=True)
-        layout.refuse_links(folder)
+        layout.check_entries(folder, "answers")
         write_whole(os.path.join(folder, "config.yaml"), redact.whole(as_yaml(c)).encode())
     return folder
 
