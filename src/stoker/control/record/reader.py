@@ -320,7 +320,6 @@ def look(root: str, everybody: bool = False, read_run: Callable[[str, int], Run 
         line = f"the runs folder {printable(root)} can't be read: {problem.strerror}; name another with --runs-dir"
         raise names.Refusal(line, names.EX_NOINPUT) from problem
     allowances: dict[int, _Allowance] = {}  # by uid
-    files: dict[tuple[int, int], str] = {}  # with several names -> the run whose they are
     for name in entries:
         run_dir = os.path.join(root, name)
         try:
@@ -339,7 +338,7 @@ def look(root: str, everybody: bool = False, read_run: Callable[[str, int], Run 
                 others += 1
                 continue
             if mine:  # another user's second name of our file takes nothing from us
-                _refuse_same_file(run_dir, files)
+                _refuse_same_file(run_dir)
             run = read_run(run_dir, _MOST_LISTED)
         except Damaged as problem:
             damaged.append((name, str(problem)))
@@ -353,19 +352,40 @@ def look(root: str, everybody: bool = False, read_run: Callable[[str, int], Run 
     return Listing(tuple(sorted(runs, key=lambda run: run.started)), tuple(damaged), others)
 
 
-def _refuse_same_file(run_dir: str, known: dict[tuple[int, int], str]) -> None:
-    """A record that came with a folder may have any number of names, and each would be in memory: an archive of 19 KB made
-    6 GB of a hundred.
+_KEPT = (
+    layout.RUN,
+    layout.VERDICT,
+    layout.EVENTS,
+    layout.METRICS,
+)  # what is in memory of each run, in proportion to its size
+_first_names: dict[tuple[int, int], str] = {}  # of files with several names -> the one that counts
+
+
+def _refuse_same_file(run_dir: str) -> None:
+    """A record that came with a folder may have any number of names, and each would be in memory: an archive of 4 KB made
+    3.6 GB of forty. Of all folders that this process lists: a job's roles are in one of their own.
     """
-    for name in (layout.RUN, layout.VERDICT):
+    for name in _KEPT:
+        path = os.path.join(run_dir, name)
         try:
-            about = os.lstat(os.path.join(run_dir, name))
+            about = os.lstat(path)
         except OSError:
             continue  # none; or whoever reads it says why
         if about.st_nlink > 1 and stat.S_ISREG(about.st_mode):  # on some network mounts all files have the same number
-            first = known.setdefault((about.st_dev, about.st_ino), run_dir)
-            if first != run_dir:
-                raise Damaged(f"{name} is the same file as that of {printable(os.path.basename(first), 80)}")
+            first = _first_names.setdefault((about.st_dev, about.st_ino), path)
+            folder = os.path.dirname(first)
+            if folder == run_dir:
+                continue
+            if _is_same(first, about) and not _is_same(folder, os.lstat(run_dir)):
+                raise Damaged(f"{name} is the same file as that of {printable(os.path.basename(folder), 80)}")
+            _first_names[about.st_dev, about.st_ino] = path  # that one is gone, or the same by another path
+
+
+def _is_same(path: str, about: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), about)
+    except OSError:
+        return False
 
 
 def _brief(run: Run) -> Run:
