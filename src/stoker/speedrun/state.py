@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import stat
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ SCHEMA = 1
 RESULT, LOGS, COPIES, PLOTS = "result.json", "logs", "data", "plots"
 WAITING, RUNNING, DONE, FAILED, STOPPED, PARTIAL = "waiting", "running", "done", "failed", "stopped", "partial"
 _TAIL = 4096  # bytes that are read of the end of a log
+_EVENTS = 1 << 20  # the same of a stage's events: a run writes some KB, and one that came with a folder anything
+_MOST_RESTARTS = 1000  # of a stage, that chain.json keeps
 _OURS = "stoker: "  # how our own lines begin
 
 
@@ -157,16 +160,19 @@ def seen(folder: str, entry: Entry) -> Entry:
     loaded = reader.load(run) if entry.run else None
     if loaded is None:
         return entry
-    restarts = tuple(
-        {name: event.get(name) for name in ("time", "attempt", "cause", "rank")}
-        for event in reader.events(run)
-        if event.get("event") == "restart"
+    restarts = deque(
+        (
+            {name: event.get(name) for name in ("time", "attempt", "cause", "rank")}
+            for event in reader.events(run, tail=_EVENTS)
+            if event.get("event") == "restart"
+        ),
+        _MOST_RESTARTS,
     )
     result = os.path.join(run, RESULT)
     seconds = entry.seconds or (
         max(0.0, os.path.getmtime(result) - loaded.started) if loaded.started and os.path.exists(result) else 0.0
     )
-    return replace(entry, attempts=len(loaded.attempts), restarts=restarts, seconds=round(seconds, 2))
+    return replace(entry, attempts=len(loaded.attempts), restarts=tuple(restarts), seconds=round(seconds, 2))
 
 
 def write_chain(folder: str, about: Mapping[str, Any], found: Mapping[str, Entry]) -> None:

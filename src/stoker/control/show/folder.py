@@ -39,7 +39,8 @@ class EventTail:
 
     def _clear(self) -> None:
         self._inode = self._at = 0
-        self.starts: list[list[float]] = []  # [first, last] event of each start of the run
+        self.start: tuple[float, float] | None = None  # first and last event of the newest start of the run
+        self.before = 0.0  # seconds that the starts before took
         self.restarts: dict[str, int] = {}
         self.attempt: int | None = None
         self.up: dict[int, int] = {}  # rank -> pid, of the newest attempt
@@ -73,24 +74,24 @@ class EventTail:
 
     @property
     def last(self) -> float | None:
-        return self.starts[-1][1] if self.starts else None
+        return self.start[1] if self.start else None
 
     @property
     def begin(self) -> float | None:
         """Of the newest start."""
-        return self.starts[-1][0] if self.starts else None
+        return self.start[0] if self.start else None
 
     def take(self, event: dict[str, Any]) -> None:
         kind, when = event.get("event"), event.get("time", 0.0)
         if not isinstance(kind, str) or type(when) not in (int, float) or not 0 <= when <= 1e11:
             return
-        if kind == "run" or not self.starts:
-            began, before = finite(metric(event.get("began"))), self.starts[-1][1] if self.starts else 0.0
-            told = began is not None and before <= began <= when
-            self.starts.append([began if began is not None and told else when, when])  # as the run's last line counts
-            if not self._mine:
-                del self.starts[:-1]
-        self.starts[-1][1] = when
+        begin, end = self.start or (when, 0.0)
+        if kind == "run" or self.start is None:
+            began = finite(metric(event.get("began")))
+            if self.start is not None:
+                self.before += max(0.0, end - begin)
+            begin = began if began is not None and end <= began <= when else when  # as the run's last line counts
+        self.start = begin, when
         rank = whole(event.get("rank"))
         rank = rank if rank is not None and 0 <= rank < (_MOST_RANKS if self._mine else _RANKS_OF_OTHERS) else None
         if kind == "attempt":
@@ -325,14 +326,13 @@ class RunFolder:
 
     def _seconds(self, now: float, state: str) -> float | None:
         """All starts of the run together, without the time between them. A start begins with the event "run"."""
-        starts = self.events.starts
-        if not starts:
+        start = self.events.start
+        if start is None:
             return max(0.0, now - self.record.started) if state == RUNNING and self.record.started else None
+        begin, end = start
         if not self.record.mine:  # its first events may not have been read
-            return max(0.0, starts[-1][1] - self.record.started) if self.record.started else None
-        past = sum(max(0.0, end - begin) for begin, end in starts[:-1])
-        begin, end = starts[-1]
-        return past + max(0.0, (now if state == RUNNING else end) - begin)
+            return max(0.0, end - self.record.started) if self.record.started else None
+        return self.events.before + max(0.0, (now if state == RUNNING else end) - begin)
 
     def _eta(self, state: str, done: int | None, total: int | None, values: dict[str, Metric]) -> float | None:
         if state != RUNNING or done is None or total is None:
