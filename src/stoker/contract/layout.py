@@ -47,6 +47,7 @@ _OURS = {
     CONSOLE,
     HISTORY,
 }
+HOLES = "consists of holes"
 _LARGE, _DENSEST = 16 << 20, 1024  # bytes of a file that is looked at; bytes of a log that a file system stores in one
 
 
@@ -77,20 +78,23 @@ def check_entries(folder: str, *below: str, ours_only: bool = False) -> None:
 
 
 def _oddity(entry: os.DirEntry[str], top: str) -> str:
-    if entry.is_symlink():
-        leads_out = not (os.path.realpath(entry.path) + os.sep).startswith(top)
-        why = "what is written to it, or removed, would be elsewhere"
-        return f"is a symbolic link that leads out of {{folder}}: {why}" if leads_out else ""
-    if entry.is_dir(follow_symlinks=False):
+    if entry.is_symlink() and not (os.path.realpath(entry.path) + os.sep).startswith(top):
+        return "is a symbolic link that leads out of {folder}: what is written to it, or removed, would be elsewhere"
+    if entry.is_dir():
         return ""
-    if not entry.is_file(follow_symlinks=False):
-        return "is a named pipe, a socket or a device"
     try:
-        about = entry.stat(follow_symlinks=False)
+        about = entry.stat()  # of a link, what it leads to: a pipe may lie in any folder of this one
     except OSError:
-        return ""  # gone meanwhile
+        return ""  # gone meanwhile, or a link to nothing
+    if not stat.S_ISREG(about.st_mode):
+        return "is a named pipe, a socket or a device"
+    return HOLES if consists_of_holes(about) else ""
+
+
+def consists_of_holes(about: os.stat_result) -> bool:
+    """A file that has any size and fits into an archive of a few KB: whoever reads or copies all of it has no end."""
     stored = about.st_blocks * 512  # a compressed file system stores less than there is
-    return "consists of holes" if about.st_size > _LARGE and stored < about.st_size // _DENSEST else ""
+    return about.st_size > _LARGE and stored < about.st_size // _DENSEST
 
 
 def attempt_dir(run_dir: str, attempt: int) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from stoker.contract import layout
 from stoker.contract.progress import Progress
 from stoker.contract.shape import as_json, shape
 from stoker.contract.typed import Count, read_shape
@@ -243,6 +244,8 @@ def _wrong_size(folder: str, name: str, sums: Sums, known: dict[object, str]) ->
     same = known.setdefault(itself, name)
     if same != name:
         return f"is the same file as {same}"
+    if layout.consists_of_holes(about):
+        return layout.HOLES
     return None if about.st_size == sums.size else f"has {about.st_size} bytes instead of {sums.size}"
 
 

@@ -28,7 +28,7 @@ from stoker.training.generate.finding import HF, RESULT, Found
 from stoker.training.model import adapters, hf, outside
 from stoker.training.model.config import AdapterConfig, ModelConfig, check_options
 from stoker.training.model.hf_config import base_of, kept_text, shape_for, shape_of, tokenizer_in
-from stoker.training.model.hf_files import places, refuse_large_tensors
+from stoker.training.model.hf_files import places, refuse_holes, refuse_large_tensors
 from stoker.training.model.hf_read import Added, Source, added_by
 from stoker.training.model.hf_write import CARD, CARD_MARK, EXPORTED, SCORE, beside, refuse_other_models
 from stoker.training.tokenizer.chat import write_template
@@ -141,6 +141,7 @@ def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say
     how: dict[str, Any] = {"say": say, "dtype": _dtype(dtype, added), "tokenizer_folder": where, "end_ids": ends}
     source = Source(folder, c, added)
     refuse_large_tensors(folder, c, _AS_WRITTEN)
+    refuse_holes(base)
     hf.save_from(source.tensors(torch.float32), c, out, context_length=context, more=more, **how)
 
 
@@ -224,6 +225,7 @@ def _checkpoint(
         shape = replace(shape, load=base)
         how["dtype"], source = _dtype(dtype, joined), Source(base, shape, joined)
         refuse_large_tensors(base, shape, _AS_WRITTEN)
+        refuse_holes(base)
         return hf.save_from(source.tensors(torch.float32), shape, out, context_length=context, **how)
     how["dtype"] = _dtype(dtype, None)
     if shape.engine == "transformers":

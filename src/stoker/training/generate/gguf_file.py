@@ -29,7 +29,7 @@ from stoker.training.model import hf_stream
 from stoker.training.model.config import ModelConfig, lacking
 from stoker.training.model.families import family_of
 from stoker.training.model.hf_config import Stored, base_of, is_quantized, shape_of
-from stoker.training.model.hf_files import check, places, refuse_large_tensors
+from stoker.training.model.hf_files import check, places, refuse_holes, refuse_large_tensors
 from stoker.training.model.hf_write import refuse_anothers
 from stoker.training.tokenizer.definition import GGUF_BYTE_LEVEL, GGUF_SPLITTERS, GGUF_SPLITTERS_WHOLE_WORDS
 from stoker.training.tokenizer.template import DEFAULT, templates_of
@@ -70,6 +70,7 @@ def write(folder: str, out: str, dtype: str | None, tokenizer: str | None, say: 
     c, words = shape_of(folder), load_tokenizer(tokenizer or folder)
     kind = _refuse(folder, c, words)
     refuse_large_tensors(folder, c, _AS_WRITTEN)
+    refuse_holes(folder)
     entries = list(_entries(library, folder, c, dtype))
     fresh = temporary_name(os.path.abspath(out))
     try:

@@ -5,9 +5,10 @@ with them. No torch: the launcher can say what does not fit before any rank star
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Iterator
 
-from stoker.contract import hostmemory
+from stoker.contract import hostmemory, layout
 from stoker.contract.effort import reading
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import amount
@@ -69,6 +70,13 @@ def refuse_large_tensors(folder: str, c: ModelConfig, width: int) -> None:
     if needed > free:
         line = f"model {folder}: {name} alone takes {amount(needed)} of memory to convert"
         raise Refusal(f"{line}, and {amount(free)} is free here", EX_UNAVAILABLE)
+
+
+def refuse_holes(folder: str) -> None:
+    """Where all weights are written again: of a stranger's archive of 4 KB that would fill the disk."""
+    for path in sorted({stored.path for stored in stored_in(folder).values()}):
+        if layout.consists_of_holes(os.stat(path)):
+            raise Refusal(f"{path} {layout.HOLES}: it has none of the weights that it lists", EX_DATAERR)
 
 
 def check(folder: str, c: ModelConfig) -> dict[str, Stored]:
