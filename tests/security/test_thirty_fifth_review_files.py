@@ -15,6 +15,7 @@ from stoker.contract import layout
 from stoker.contract.names import Refusal
 from stoker.contract.tensorheader import pack_header
 from stoker.control.record import reader
+from stoker.control.record.metrics import Metrics
 from stoker.control.show.folder import RunFolder
 from stoker.control.show.gather import Gatherer
 from stoker.speedrun import state
@@ -104,6 +105,20 @@ def test_a_speedruns_stage_keeps_the_last_restarts(tmp_path: Path) -> None:
         file.writelines(f'{{"event":"restart","time":{number}}}\n' for number in range(5000))
     restarts = state.seen(str(tmp_path), Entry("base", "pretrain", "", run=run.name)).restarts
     assert [restart["time"] for restart in restarts] == list(range(4000, 5000))
+
+
+def test_metrics_of_a_resumed_run_are_cut_line_by_line(tmp_path: Path) -> None:
+    """All of them were in memory, in five times their bytes."""
+    lines = [f'{{"step":{step}}}\n' for step in range(50_000)]
+    (tmp_path / layout.METRICS).write_text("".join(lines))
+    tracemalloc.start()
+    try:
+        Metrics(str(tmp_path), resumed_at=40_000).close()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / layout.METRICS).read_text() == "".join(lines[:40_000])
+    assert peak < 1 << 20
 
 
 # ---- files of holes, and pipes behind links ----

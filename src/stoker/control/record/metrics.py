@@ -12,7 +12,7 @@ from typing import Any
 from stoker.contract import layout
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.untrusted import json_lines, last_lines, parse_json
-from stoker.contract.wholefile import APPEND, write_whole
+from stoker.contract.wholefile import APPEND, WholeFile
 
 LONGEST = 1 << 20  # bytes of a line
 LAST_BYTES, LAST_LINES = 16 << 20, 100_000  # that last_metrics reads: about two seconds at worst
@@ -32,8 +32,12 @@ class Metrics:
         self._handle = os.open(self._path, APPEND, 0o644)
 
     def _forget(self, step: int) -> None:
-        kept = [line for line, told in json_lines(self._path) if line.endswith("\n") and _step(told) < step]
-        write_whole(self._path, "".join(kept), durable=False)
+        with WholeFile(
+            self._path, durable=False
+        ) as kept:  # line by line: one that came with a folder may have any number
+            for line, told in json_lines(self._path):
+                if line.endswith("\n") and _step(told) < step:
+                    kept.write(line.encode("utf-8", "backslashreplace"))
 
     def write(self, **values: Any) -> None:
         shown = {name: _number(value) for name, value in values.items()}
