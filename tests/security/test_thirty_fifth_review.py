@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import test_protocol
 
 from stoker.control.launch.console import LineCutter
 from stoker.control.launch.shortlines import OwnLines, RoleLines, ShortLines
+
+hostile = test_protocol.evil  # a run whose host says what a test likes
 
 # ---- 1. a host's line on the launcher's terminal, which shortens and folds what recipes print ----
 
@@ -35,3 +42,27 @@ def test_a_label_of_any_number_of_digits_is_no_rank() -> None:
     lines = RoleLines(b"[a] ", OwnLines(False, lambda: 0), recipe=False)
     told = b"GPU" + b"9" * 5000 + b": x"
     assert lines(told) == told
+
+
+# ---- 2. one host's words and the watch over all ranks ----
+
+
+def test_a_loss_that_is_no_number_costs_its_host_and_not_the_watch(hostile: Any) -> None:
+    done, _ = hostile("start", test_protocol.line(**{"is": "beats", "ranks": {"0": [1, 1, 1, 1.0, [[1, "x" * 5000]]]}}))
+    err = done.stderr.decode()
+    assert done.returncode == 70 and "it is broken: it sends a loss" in err and "watching failed" not in err, err
+
+
+def test_a_host_may_come_and_go_a_thousand_times() -> None:
+    """As often as a month has turns of the longest wait between two tries."""
+    from stoker.control.launch.membership import LONGEST_S, Membership
+
+    agents = SimpleNamespace(by_name={"a": None}, members=SimpleNamespace(drop=lambda _: None))
+    options = SimpleNamespace(min_hosts=1, rejoin="auto")
+    told: list[str] = []
+    run = SimpleNamespace(agents=agents, options=options, say=told.append, tell=lambda what, **_: told.append(what))
+    membership = Membership(run, SimpleNamespace())  # type: ignore[arg-type]
+    for _ in range(1100):
+        membership.give_up(SimpleNamespace(host="a", gone="it ended", selves=[]))  # type: ignore[arg-type]
+    assert told == ["host-lost"] * 1100
+    assert membership.lost["a"].next_try <= time.monotonic() + LONGEST_S
