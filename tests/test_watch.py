@@ -829,7 +829,7 @@ def test_the_late_one_is_named() -> None:
 
 def test_one_who_keeps_up_again_is_reported_once_and_can_be_named_again() -> None:
     stragglers = Stragglers(2)
-    clock = steps = 0.0
+    clock, steps = 0.0, 0
 
     def look(late: float) -> None:
         """Twelve steps, then a look at the collectives and, where it asks why, at the stacks."""

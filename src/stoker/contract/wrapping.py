@@ -21,10 +21,15 @@ def wrapped(text: str, columns: int, hanging: int = 2) -> str:
 
 
 def _pieces(line: str, columns: int, hanging: int) -> list[str]:
-    """Without recursion, and with no indent beyond the terminal: a line may quote a stranger, and have any length."""
+    """Without recursion: a line may quote a stranger, and have any length."""
     if len(line) > columns and (found := re.search(_AT_THE_END, line)):
         command = f"{' ' * hanging}{line[found.end() :]}"
-        return [*_pieces(line[: found.end() - 1], columns, hanging), *_pieces(command, columns, hanging)]
+        return [*_parts(line[: found.end() - 1], columns, hanging), *_parts(command, columns, hanging)]
+    return _parts(line, columns, hanging)
+
+
+def _parts(line: str, columns: int, hanging: int) -> list[str]:
+    """Between columns, then between words, with no indent beyond the terminal."""
     lead, end = len(line) - len(line.lstrip()), len(line)
     gaps = [gap for gap in re.finditer(_GAP, line) if gap.start() >= lead] if end > columns else []
     behind: list[list[str]] = []

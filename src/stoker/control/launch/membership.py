@@ -154,7 +154,7 @@ class Membership:
         times = self._times[member.host] = self._times.get(member.host, 0) + 1
         self.lost[member.host] = Lost(why, member.selves)
         if times > 1:
-            self.lost[member.host].next_try = time.monotonic() + min(LONGEST_S, AGAIN_S * 2.0 ** (times - 2))
+            self.lost[member.host].next_try = time.monotonic() + min(LONGEST_S, AGAIN_S * 2.0 ** min(times - 2, 8))
         self._members.drop(member)
         self._tell("host-lost", on=member.host, why=why)
 

@@ -237,16 +237,19 @@ class Reports:
 
     def _on_beats(self, _host: str, message: protocol.Message) -> None:
         self._attempt.steps.update({int(rank): beats[0] for rank, beats in message["ranks"].items()})
-        self._feed(self._take_beats, message)
+        try:  # here, not in the watch room, which one host's words must not close for all the others
+            losses = [
+                (step, int(rank), float(loss)) for rank, beats in message["ranks"].items() for step, loss in beats[4]
+            ]
+        except ValueError:
+            raise protocol.ProtocolError("it sends a loss that is not written as a number") from None
+        self._feed(self._take_beats, message, losses)
 
-    def _take_beats(self, message: protocol.Message) -> None:
+    def _take_beats(self, message: protocol.Message, losses: list[tuple[int, int, float]]) -> None:
         attempt, now = self._attempt, time.monotonic()
-        told: list[tuple[int, int, float]] = []
-        for word, (steps, _, count, longest, losses) in message["ranks"].items():
-            rank = int(word)
-            attempt.watch.beats(rank, steps, count, longest, now)
-            told += [(step, rank, float(loss)) for step, loss in losses]
-        for bad in attempt.losses.heard_all(told):
+        for rank, (steps, _, count, longest, _) in message["ranks"].items():
+            attempt.watch.beats(int(rank), steps, count, longest, now)
+        for bad in attempt.losses.heard_all(losses):
             self._bad_number(bad)
 
     def _on_vitals(self, _host: str, message: protocol.Message) -> None:

@@ -147,7 +147,8 @@ class Stragglers:
     def answered(self, host: str, told: Mapping[str, Any]) -> None:
         for rank, data in told.items():
             if is_count(rank) and isinstance(data, dict) and "timings" in data:
-                self._timings.setdefault(host, {})[int(rank)] = data["timings"]
+                entries = data["timings"] if isinstance(data["timings"], list) else []
+                self._timings.setdefault(host, {})[int(rank)] = [entry for entry in entries if _is_timing(entry)]
 
     def conclude(self, answers: Snapshots) -> None:
         mode, self._mode, self.asked = self._mode, "", 0
@@ -195,6 +196,13 @@ class Stragglers:
             self._named[rank] = Named(named.step_s, until, keeps_up)
             if keeps_up:
                 self._look_closely()
+
+
+def _is_timing(entry: Any) -> bool:
+    """[group, number, nanoseconds] and perhaps the backend. A host may have written anything."""
+    if not isinstance(entry, list) or len(entry) not in (3, 4) or not isinstance(entry[0], str):
+        return False
+    return all(type(number) is int and 0 <= number < 1 << 63 for number in entry[1:3])
 
 
 def cost_of(rank: int, timings: Mapping[int, list[list[Any]]], since: float) -> tuple[float, float, float]:

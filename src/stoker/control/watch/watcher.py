@@ -149,16 +149,18 @@ class Watcher:
 
     def failed(self, rank: int, collectives: Sequence[Any], frames: Sequence[Any]) -> None:
         """Its last operations and its stack. torch calls one that failed done: the newest, or all from the first unusual."""
-        orders = {op.get("order", 0): op.get("usual") for group in collectives for op in group.get("ops") or ()}
+        samples = [[{"main": True, "frames": frames}]]
+        seen = snapshot.read(rank, {"state": "Z", "groups": collectives, "samples": samples})
+        orders = {op.order: op.usual for group in seen.groups for op in group.ops}
         usual = max((order for order, was in orders.items() if was), default=0)
         failed = min(
             (order for order, was in orders.items() if was is False and order > usual), default=max(orders, default=0)
         )
-        for group in collectives:
-            for op in group.get("ops") or ():
-                op["done"] = bool(op.get("done")) and op.get("order", 0) < failed
-        samples = [[{"main": True, "frames": frames}]]
-        self._failed[rank] = snapshot.read(rank, {"state": "Z", "groups": collectives, "samples": samples})
+
+        def until_then(group: snapshot.Group) -> snapshot.Group:
+            return replace(group, ops=tuple(replace(op, done=op.done and op.order < failed) for op in group.ops))
+
+        self._failed[rank] = replace(seen, groups=tuple(map(until_then, seen.groups)))
 
     def failing(self) -> None:
         """A rank has failed, perhaps as the echo of one that stands still: look at those that live, at once."""
