@@ -11,6 +11,7 @@ import pty
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -357,15 +358,19 @@ def test_a_hub_id_has_a_config_a_split_and_a_revision(place: Place, monkeypatch:
 
     class Datasets:
         @staticmethod
-        def load_dataset(*names: Any, **more: Any) -> list[dict[str, Any]]:
-            asked.append((*names, more))
-            return [{"messages": [USER, ANSWER]}] * 3
+        def load_dataset_builder(*names: Any, **more: Any) -> Any:
+            def streamed(split: str) -> list[dict[str, Any]]:
+                asked.append((*names, {**more, "split": split}))
+                return [{"messages": [USER, ANSWER]}] * 3
+
+            files = {"train": ["hf://datasets/owner/name@1/a.parquet", "zip://*.csv::hf://datasets/owner/name@1/b.zip"]}
+            return SimpleNamespace(config=SimpleNamespace(data_files=files), as_streaming_dataset=streamed)
 
     monkeypatch.setitem(sys.modules, "datasets", Datasets)
     assert place.prepare("owner/name:default:test_sft@v1.2").train_documents == 3
-    assert asked == [("owner/name", "default", {"split": "test_sft", "revision": "v1.2", "streaming": True})]
+    assert asked == [("owner/name", "default", {"split": "test_sft", "revision": "v1.2"})]
     place.prepare("owner/other")
-    assert asked[1][1:] == (None, {"split": "train", "revision": None, "streaming": True})
+    assert asked[1][1:] == (None, {"split": "train", "revision": None})
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install datasets" in refusal(lambda: place.prepare("owner/third"))
 
@@ -404,6 +409,7 @@ def test_the_datasets_library_reads_a_folder_of_files_as_a_hub_id(
     place.rows("owner/name/train.jsonl", [{"messages": [USER, ANSWER]}] * 4)
     place.rows("owner/name/test.jsonl", [{"messages": [USER, ANSWER]}] * 2)
     monkeypatch.chdir(place.folder)
+    monkeypatch.setattr(sources, "_refuse_files_of_ours", lambda name, files: None)  # a folder here stands for the hub
     path = sources.fetch("owner/name:default:test", str(place.folder / "cache"), place.said.append)
     assert len(list(rows(path))) == 2
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,8 +208,8 @@ class _Hub:
     def __init__(self, rows: Iterator[dict[str, Any]]) -> None:
         self._rows = rows
 
-    def load_dataset(self, *names: Any, **more: Any) -> Iterator[dict[str, Any]]:
-        return self._rows
+    def load_dataset_builder(self, *names: Any, **more: Any) -> Any:
+        return SimpleNamespace(config=SimpleNamespace(data_files=None), as_streaming_dataset=lambda split: self._rows)
 
 
 def test_rows_of_the_hub_take_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 
 from stoker.contract.diskroom import DiskRoom
@@ -14,7 +14,7 @@ from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_UNAVAILA
 from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.contract.spelling import suggest_file
-from stoker.contract.untrusted import stored_size
+from stoker.contract.untrusted import printable, stored_size
 from stoker.contract.wholefile import PRIVATE, WholeFile
 from stoker.training.data.looks import check_head
 from stoker.training.data.ours import OTHER_CACHE, digest_files, files_below
@@ -49,13 +49,11 @@ def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # as data/parquet.py: within another no limit is seen
     try:
         with Bounded(_HUB_ROOM):
-            found = import_module("datasets").load_dataset(
-                parts["id"],
-                parts["config"] or None,
-                split=parts["split"] or "train",
-                revision=parts["revision"],
-                streaming=True,
+            builder = import_module("datasets").load_dataset_builder(
+                parts["id"], parts["config"] or None, revision=parts["revision"]
             )
+            _refuse_files_of_ours(name, builder.config.data_files or {})
+            found = builder.as_streaming_dataset(split=parts["split"] or "train")
         os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
         say(f"{name}: fetching from the hub")
         room = DiskRoom(cache, OTHER_CACHE)
@@ -85,6 +83,14 @@ def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
         ) from problem
     say(f"{name}: {amount(size)} of rows in {path}")
     return path
+
+
+def _refuse_files_of_ours(name: str, files: Mapping[str, Iterable[object]]) -> None:
+    """The page of a data set says which files it has, and `datasets` takes a path of this machine for one of them."""
+    for path in (str(one) for some in files.values() for one in some):
+        if not path.rpartition("::")[2].startswith(("hf://", "https://")):
+            line = f"{name}: its page names {printable(path, 200)} as one of its files, which is not a file of the hub"
+            raise Refusal(f"{line}: it may be an attack", EX_DATAERR)
 
 
 # What many processes can't read from any place (packed files, json, csv, arrow) becomes one that they can, once.
