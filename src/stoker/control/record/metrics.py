@@ -32,9 +32,8 @@ class Metrics:
         self._handle = os.open(self._path, APPEND, 0o644)
 
     def _forget(self, step: int) -> None:
-        with WholeFile(
-            self._path, durable=False
-        ) as kept:  # line by line: one that came with a folder may have any number
+        # Line by line: a file that came with a folder may have any number of them.
+        with WholeFile(self._path, durable=False) as kept:
             for line, told in json_lines(self._path):
                 if line.endswith("\n") and _step(told) < step:
                     kept.write(line.encode("utf-8", "backslashreplace"))

@@ -352,12 +352,8 @@ def look(root: str, everybody: bool = False, read_run: Callable[[str, int], Run 
     return Listing(tuple(sorted(runs, key=lambda run: run.started)), tuple(damaged), others)
 
 
-_KEPT = (
-    layout.RUN,
-    layout.VERDICT,
-    layout.EVENTS,
-    layout.METRICS,
-)  # what is in memory of each run, in proportion to its size
+# What is in memory of each run, in proportion to its size.
+_KEPT = (layout.RUN, layout.VERDICT, layout.EVENTS, layout.METRICS)
 _first_names: dict[tuple[int, int], str] = {}  # of files with several names -> the one that counts
 
 
