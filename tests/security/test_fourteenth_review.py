@@ -19,7 +19,7 @@ from stoker.contract.effort import LookingAt, reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.quantities import span
 from stoker.control.machine.model import machine_from_json
-from stoker.control.record import reader
+from stoker.control.record import finder, reader
 from stoker.training.config.amount import lines_in
 from stoker.training.fit.cards import written
 from stoker.training.fit.pace import measured
@@ -110,10 +110,10 @@ def test_a_record_that_nobody_foresaw_is_damaged(tmp_path: Path, monkeypatch: py
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text('{"schema": 1}')
     monkeypatch.setattr(reader, "_check", lambda data: data["schema"]["x"])
-    listing = reader.look(str(tmp_path))
+    listing = finder.look(str(tmp_path))
     assert not listing.runs and "run: it can't be read: TypeError" in listing.skipped
     with pytest.raises(Refusal, match="is damaged: it can't be read: TypeError"):
-        reader.find(str(tmp_path / "run"), str(tmp_path))
+        finder.find(str(tmp_path / "run"), str(tmp_path))
 
 
 # ---- others' measurements ----

@@ -21,7 +21,7 @@ from localuser import do_as
 from stoker.contract import names, owners
 from stoker.contract.shapes import Verdict
 from stoker.contract.wholefile import write_json
-from stoker.control.record import follow, ownership, reader
+from stoker.control.record import finder, follow, ownership, reader
 
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="two real users need root to become them")
 ANN, BOB, TEAM = 12345, 12346, 12347
@@ -175,22 +175,22 @@ def test_one_damaged_record_is_skipped_and_reported(tmp_path: Path, kind: str) -
     folder = damage(tmp_path, kind)
     (tmp_path / "2026-good").mkdir()
     write_json(str(tmp_path / "2026-good" / "run.json"), {**GOOD, "name": "good"})
-    listing = reader.look(str(tmp_path))
+    listing = finder.look(str(tmp_path))
     word = DAMAGED[kind][1]
     assert [run.id for run in listing.runs if run.name == "good"] == ["2026-good"] and len(listing.runs) == (
         1 if word else 2
     )
     assert word in listing.skipped and "\n" not in listing.skipped and listing.skipped.isprintable(), listing.skipped
-    assert reader.find("good", str(tmp_path)).id == "2026-good"
+    assert finder.find("good", str(tmp_path)).id == "2026-good"
     for run in listing.runs:
         assert reader.status(run) == "lost" and reader.over(run)
         assert run.attempts == [] and list(reader.events(run.dir)) == [] and reader.last_time(run.dir) is None
         assert list(follow.rank_logs(run)) == [] and follow.labels(run) == {}
     if word:
         with pytest.raises(names.Refusal, match="damaged"):
-            reader.find(str(folder), str(tmp_path))
+            finder.find(str(folder), str(tmp_path))
         with pytest.raises(names.Refusal, match="damaged"):
-            reader.find(folder.name, str(tmp_path))
+            finder.find(folder.name, str(tmp_path))
 
 
 def test_every_command_gets_past_all_of_them(stoker: Stoker) -> None:
@@ -234,7 +234,7 @@ def test_every_command_gets_past_all_of_them(stoker: Stoker) -> None:
                     command,
                     done.err,
                 )
-                break  # one path for all four: reader.find
+                break  # one path for all four: finder.find
 
 
 VERDICT = {"status": "failed", "cause": "rank.exit", "summary": "s", "exit_code": 1, "evidence": ["e"], "fix": ["f"]}
@@ -402,7 +402,7 @@ def test_another_users_large_records_do_not_hold_a_listing_up(public: Path, size
     do_as(BOB, lambda: [record(f"b{number}", json.dumps(GOOD)) for number in range(50)])
     record("own", large)
     began = time.process_time()
-    listing = reader.look(str(public), everybody=True)
+    listing = finder.look(str(public), everybody=True)
     assert time.process_time() - began < SOON
     names_listed = [run.id for run in listing.runs]
     assert "own" in names_listed and sum(name.startswith("b") for name in names_listed) == 50, "others are all listed"

@@ -37,7 +37,7 @@ _LOOK = """
 import sys
 from stoker.contract import checkpoints, owners
 from stoker.control.doctor import debris
-from stoker.control.record import ownership, reader
+from stoker.control.record import ownership, finder, reader
 from stoker.speedrun.state import check_own
 from stoker.contract.names import Refusal
 from stoker.training.checkpoint import folders, reading
@@ -45,7 +45,7 @@ from stoker.training.generate import finding
 from stoker.training.model import hf_write
 
 root, theirs = sys.argv[1:]
-listing = reader.look(root)
+listing = finder.look(root)
 assert listing.others == 1 and not listing.damaged, listing
 assert not owners.is_own(theirs) and owners.is_own(root)
 debris.FRESH_S = -1.0

@@ -14,7 +14,7 @@ from hostile_files import write_model
 from stoker.contract import layout
 from stoker.contract.names import Refusal
 from stoker.contract.tensorheader import pack_header
-from stoker.control.record import reader
+from stoker.control.record import finder, reader
 from stoker.control.record.metrics import Metrics
 from stoker.control.show.folder import RunFolder
 from stoker.control.show.gather import Gatherer
@@ -43,7 +43,7 @@ def test_one_file_counts_for_one_run(tmp_path: Path, name: str) -> None:
     (first / name).write_text("{}\n")
     for number in range(1, 4):
         os.link(first / name, run_in(tmp_path, f"20260101-00000{number}-a") / name)
-    listing = reader.look(str(tmp_path))
+    listing = finder.look(str(tmp_path))
     assert len(listing.runs) == 1
     assert [why for _, why in listing.damaged] == [f"{name} is the same file as that of 20260101-000003-a"] * 3
 
@@ -59,9 +59,9 @@ def test_one_file_counts_for_one_role_of_all_jobs(tmp_path: Path) -> None:
         else:
             (job / layout.ROLES / "role").mkdir(parents=True)
             os.link(first, job / layout.ROLES / "role" / layout.RUN)
-    jobs = reader.look(str(tmp_path)).runs
+    jobs = finder.look(str(tmp_path)).runs
     assert len(jobs) == 4
-    assert sum(len(reader.roles(job)) for job in jobs) == 1
+    assert sum(len(finder.roles(job)) for job in jobs) == 1
 
 
 def test_a_run_is_itself_by_every_path_and_after_a_move(tmp_path: Path) -> None:
@@ -70,9 +70,9 @@ def test_a_run_is_itself_by_every_path_and_after_a_move(tmp_path: Path) -> None:
     os.link(run / layout.RUN, tmp_path / "backup.json")
     (tmp_path / "other").symlink_to("runs")
     for root in ("runs", "other", "runs"):
-        assert len(reader.look(str(tmp_path / root)).runs) == 1
+        assert len(finder.look(str(tmp_path / root)).runs) == 1
     run.rename(tmp_path / "runs" / "20260101-000001-b")
-    assert [found.id for found in reader.look(str(tmp_path / "runs")).runs] == ["20260101-000001-b"]
+    assert [found.id for found in finder.look(str(tmp_path / "runs")).runs] == ["20260101-000001-b"]
     assert len(Gatherer(str(tmp_path / "runs"), machine=False).snapshot().runs) == 1
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from localuser import ATTACKER, do_as
-from stoker.control.record import reader
+from stoker.control.record import finder
 
 
 def made(root: Path, name: str) -> Path:
@@ -47,7 +47,7 @@ def setting(path: str, root: str) -> str:
 
 
 OPENED: dict[str, Callable[[str, str], str]] = {
-    "stoker why": lambda path, root: reader.find(path, root).dir,
+    "stoker why": lambda path, root: finder.find(path, root).dir,
     "stoker chat": model_folder,
     "--model.load": setting,
     "stoker nan": nan_folder,

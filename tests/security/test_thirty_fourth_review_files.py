@@ -19,7 +19,7 @@ from stoker.contract.wholefile import APPEND
 from stoker.control.doctor import bundle
 from stoker.control.machine.facts import Examination
 from stoker.control.machine.model import Machine
-from stoker.control.record import reader
+from stoker.control.record import finder
 from stoker.control.record.history import HistoryWriter, Members, Moment
 from stoker.control.record.writer import RunRecord
 from stoker.speedrun.rows import copy_usable
@@ -103,7 +103,7 @@ def test_a_record_with_many_names_is_one_runs(tmp_path: Path) -> None:
                 (tmp_path / name / file).write_text('{"schema": 1, "name": "x", "started": 5}')
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / layout.RUN).write_text('{"schema": 1, "name": "y", "started": 4}')
-    found = reader.look(str(tmp_path))
+    found = finder.look(str(tmp_path))
     assert [run.id for run in found.runs] == ["d", "c"]
     assert found.damaged == tuple((name, "run.json is the same file as that of c") for name in "ab")
 

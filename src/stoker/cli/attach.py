@@ -15,7 +15,7 @@ from stoker.contract.terminal import columns_of, in_colour, say, tell
 from stoker.contract.untrusted import open_regular, printable_lines
 from stoker.control.launch.console import LONGEST, LineCutter
 from stoker.control.launch.shortlines import OwnLines, ShortLines
-from stoker.control.record import follow, reader
+from stoker.control.record import finder, follow, reader
 
 _LOOK_BACK = 1 << 16  # bytes
 # Of another user's run: its logs may be a hundred thousand names of one file, and hold no end of a line.
@@ -37,7 +37,7 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
-    run = reader.find(told.run, layout.runs_root(told.runs_dir, os.environ))
+    run = finder.find(told.run, layout.runs_root(told.runs_dir, os.environ))
     with reader.of_others(run):
         return _follow(run, told.lines)
 
@@ -58,7 +58,7 @@ def _follow(run: reader.Run, lines: int) -> int:
     try:
         while True:
             over = reader.over(run)
-            for name, part in {"": run, **reader.roles(run)}.items():
+            for name, part in {"": run, **finder.roles(run)}.items():
                 if name not in starts:
                     starts[name] = follow.newest_start(part)
                 since = starts[name].first_attempt
@@ -88,7 +88,7 @@ def _follow(run: reader.Run, lines: int) -> int:
             if over:
                 break
             sys.stdout.buffer.flush()
-            _draw([run, *reader.roles(run).values()])
+            _draw([run, *finder.roles(run).values()])
             time.sleep(0.1)
     except KeyboardInterrupt:
         terminal.fresh_line()

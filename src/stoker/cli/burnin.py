@@ -22,7 +22,7 @@ from stoker.contract.untrusted import json_lines
 from stoker.control.doctor import burnin as doctor
 from stoker.control.launch.options import RunOptions, ranks_asked
 from stoker.control.launch.request import Request
-from stoker.control.record import reader
+from stoker.control.record import finder, reader
 
 SCHEMA = 1
 COULD_NOT = 3
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
 def _own_run(root: str) -> reader.Run | None:
     """The run this process launched. Not runs/latest: somebody may have started another since."""
     me = os.getpid(), os.uname().nodename
-    runs = [run for run in reader.all_runs(root) if (run.launcher[0], run.launcher[2]) == me]
+    runs = [run for run in finder.all_runs(root) if (run.launcher[0], run.launcher[2]) == me]
     return runs[-1] if runs else None
 
 

@@ -15,7 +15,7 @@ from stoker.contract.settings import Parser, names_run
 from stoker.contract.shape import as_json
 from stoker.contract.terminal import paint
 from stoker.contract.untrusted import json_text, printable
-from stoker.control.record import reader
+from stoker.control.record import finder
 from stoker.control.show.comparison import PART, PARTS, Noise, differing, noise, settings_of
 from stoker.control.show.curves import Curve
 from stoker.control.show.drawing import fitted, mean, short
@@ -47,7 +47,7 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     root = layout.runs_root(told.runs_dir, os.environ)
-    records = [reader.find(which, root) for which in (told.first, told.second)]
+    records = [finder.find(which, root) for which in (told.first, told.second)]
     if os.path.realpath(records[0].dir) == os.path.realpath(records[1].dir):
         line = f"{told.first} and {told.second} are one run, {records[0].id}: name two; `stoker runs` lists them"
         raise Refusal(printable(line), EX_USAGE)

@@ -11,7 +11,7 @@ from stoker.contract.settings import Parser
 from stoker.contract.terminal import tell
 from stoker.contract.untrusted import printable
 from stoker.control.launch.signals import tell_launcher
-from stoker.control.record import reader
+from stoker.control.record import finder, reader
 
 
 def parser() -> Parser:
@@ -25,7 +25,7 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    run = reader.find(options.run, layout.runs_root(options.runs_dir, os.environ), exact=True)
+    run = finder.find(options.run, layout.runs_root(options.runs_dir, os.environ), exact=True)
     if reader.status(run) not in ("running", "unknown"):
         print(f"run {printable(run.id)} is not running: {reader.status(run)}")
         return 0

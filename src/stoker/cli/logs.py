@@ -11,7 +11,7 @@ from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import Parser
 from stoker.contract.terminal import say
-from stoker.control.record import follow, reader
+from stoker.control.record import finder, follow, reader
 
 
 def parser() -> Parser:
@@ -27,15 +27,15 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
-    run = reader.find(told.run, layout.runs_root(told.runs_dir, os.environ))
-    run = reader.role_of(run, told.role) if told.role else run
+    run = finder.find(told.run, layout.runs_root(told.runs_dir, os.environ))
+    run = finder.role_of(run, told.role) if told.role else run
     with reader.of_others(run):
         return _show(run, told)
 
 
 def _show(run: reader.Run, told: argparse.Namespace) -> int:
     attempts = run.attempts
-    if not attempts and (names := reader.roles(run)):
+    if not attempts and (names := finder.roles(run)):
         raise Refusal(f"run {run.id} is a job of several roles: --role {' or '.join(names)}", EX_USAGE)
     if not attempts:
         raise Refusal(f"run {run.id} has started no rank yet", EX_NOINPUT)

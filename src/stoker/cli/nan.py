@@ -13,7 +13,7 @@ from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json, pick
 from stoker.contract.terminal import tell
 from stoker.contract.untrusted import json_text
-from stoker.control.record import reader
+from stoker.control.record import finder
 from stoker.training.forensics import reading
 from stoker.training.forensics.culprit import banner, decide, headline, table
 
@@ -60,10 +60,10 @@ def _show(folder: str, told: argparse.Namespace) -> int:
 
 
 def _folder(where: str | None, root: str) -> str:
-    where = None if where is None else reader.through_latest(where)
+    where = None if where is None else finder.through_latest(where)
     if where is not None and os.path.exists(os.path.join(where, reading.REPORT)):
         return where
-    place = where if where is not None and os.path.isdir(where) else reader.find(where, root).dir
+    place = where if where is not None and os.path.isdir(where) else finder.find(where, root).dir
     found = reading.newest(place)
     if found is None:
         raise Refusal(f"no nan_step_N in {place}: it had no NaN, or nan.dump was off", EX_NOINPUT)

@@ -13,7 +13,7 @@ from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, names_run, suggest
 from stoker.contract.terminal import in_colour, paint, say, tell
 from stoker.contract.untrusted import is_count, json_text, printable
-from stoker.control.record import reader
+from stoker.control.record import finder, reader
 from stoker.control.show.curves import Curve, smoothed
 from stoker.control.show.drawing import COLOURS, LETTERS, Line, chart, fitted, mean, short
 from stoker.control.show.folder import RunFolder
@@ -49,7 +49,7 @@ def _count(text: str) -> int:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     root = layout.runs_root(told.runs_dir, os.environ)
-    found = [watched(run) for run in _once([reader.find(which, root) for which in told.runs or [None]])]
+    found = [watched(run) for run in _once([finder.find(which, root) for which in told.runs or [None]])]
     curves = [(folder.record, _curve(folder, told.metric)) for folder in found]
     if told.json:
         runs = [{"run": run.id, "points": [list(one) for one in curve.points(1 << 40)]} for run, curve in curves]

@@ -13,7 +13,7 @@ from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json
 from stoker.contract.terminal import tell
 from stoker.contract.untrusted import is_count, json_text, printable
-from stoker.control.record import reader
+from stoker.control.record import finder
 from stoker.control.record.rollouts import ENDS, Change, Rollout, Summary, mean, read_rollouts, summary, typical
 from stoker.control.record.writer import OURS
 
@@ -54,12 +54,12 @@ def main(argv: list[str]) -> int:
 
 
 def _folder(where: str | None, root: str) -> str:
-    where = None if where is None else reader.through_latest(where)
+    where = None if where is None else finder.through_latest(where)
     if where is not None and os.path.exists(os.path.join(where, layout.ROLLOUTS)):
         return where
-    found = reader.find(where, root).dir
+    found = finder.find(where, root).dir
     if not os.path.exists(os.path.join(found, layout.ROLLOUTS)):
-        for role in reader.look(os.path.join(found, layout.ROLES)).runs:  # of a job: its trainers
+        for role in finder.look(os.path.join(found, layout.ROLES)).runs:  # of a job: its trainers
             if os.path.exists(os.path.join(role.dir, layout.ROLLOUTS)):
                 return role.dir
     return found

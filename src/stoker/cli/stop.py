@@ -14,7 +14,7 @@ from stoker.contract.settings import Parser
 from stoker.contract.terminal import say, tell
 from stoker.contract.untrusted import printable
 from stoker.control.launch.signals import tell_launcher
-from stoker.control.record import reader
+from stoker.control.record import finder, reader
 
 
 def parser() -> Parser:
@@ -29,7 +29,7 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     root = layout.runs_root(told.runs_dir, os.environ)
-    run = reader.find(told.run, root, exact=True) if told.run else _newest(root)
+    run = finder.find(told.run, root, exact=True) if told.run else _newest(root)
     status = reader.status(run)
     if run.mine and status not in ("running", "unknown"):
         which = f"run {run.id} is not running" if told.run else f"no run in {root} is running; the newest, {run.id}"
@@ -48,11 +48,11 @@ def main(argv: list[str]) -> int:
 
 def _newest(root: str) -> reader.Run:
     """One that runs here before one on another host, which may not run any more; else the newest of all."""
-    listing = reader.look(root)
+    listing = finder.look(root)
     runs = [(reader.status(run), run) for run in reversed(listing.runs)]
     found = next((run for wanted in ("running", "unknown") for status, run in runs if status == wanted), None)
     if found is None:
-        return reader.find(None, root)
+        return finder.find(None, root)
     if listing.skipped:
         say(listing.skipped)
     return found

@@ -13,7 +13,7 @@ from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
 from stoker.contract.untrusted import json_text
-from stoker.control.record import reader
+from stoker.control.record import finder
 from stoker.control.show.top.frame import text
 from stoker.control.show.top.player import Player
 from stoker.control.show.top.sources import Demo, Live
@@ -81,7 +81,7 @@ def _source(told: argparse.Namespace) -> tuple[Live | Demo | Player, View]:
     if told.demo:
         return Demo(told.interval), View()
     if told.replay:
-        run = reader.find(told.replay, root)
+        run = finder.find(told.replay, root)
         return Player(run, told.interval), View(run=run.id, replay=True)
     elsewhere = None
     if told.hosts:
@@ -91,7 +91,7 @@ def _source(told: argparse.Namespace) -> tuple[Live | Demo | Player, View]:
         elsewhere = Elsewhere(read(told.hosts, tuple(told.ssh_option)), min(told.interval, _HOSTS_S))
     chosen = ""
     if told.run:
-        run = reader.find(told.run, root)
+        run = finder.find(told.run, root)
         root, chosen = os.path.dirname(run.dir), run.id
     return Live(root, told.interval, told.all, elsewhere), View(run=chosen)
 

@@ -15,7 +15,7 @@ from stoker.contract.quantities import amount, duration
 from stoker.contract.settings import Parser, check_port
 from stoker.contract.terminal import say, tell
 from stoker.contract.untrusted import printable
-from stoker.control.record import reader
+from stoker.control.record import finder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _save(root: str, which: str, path: str) -> int:
     from stoker.control.show.web.saved import saved_page
 
     refuse_other_kind(path, b"<!doctype html", "an HTML page")
-    run = reader.find(which, root)
+    run = finder.find(which, root)
     data = saved_page(run, verdict_of)
     try:
         write_whole(path, data)
@@ -90,7 +90,7 @@ def _serve(told: argparse.Namespace, root: str) -> int:
 
     chosen = ""
     if told.run:
-        run = reader.find(told.run, root)
+        run = finder.find(told.run, root)
         root, chosen = os.path.dirname(run.dir), run.id
     elsewhere: Elsewhere | None = None
     if told.hosts:

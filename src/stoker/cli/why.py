@@ -14,7 +14,7 @@ from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
 from stoker.contract.terminal import ERROR, SUCCESS, WARNING, paint, tell
 from stoker.contract.untrusted import json_text, printable, printable_lines
-from stoker.control.record import again, reader
+from stoker.control.record import again, finder, reader
 from stoker.control.record.writer import OURS
 from stoker.control.scheduler import runs
 from stoker.control.verdict.launch import lost
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
             return _show(jobs.verdict_of(root, job), told.run, None, told.json)
         run = found
     else:
-        run = reader.find(told.run, root)
+        run = finder.find(told.run, root)
     with reader.of_others(run):
         return _explain(run, told.json)
 

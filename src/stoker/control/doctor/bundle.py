@@ -17,7 +17,7 @@ from stoker.contract.untrusted import parse_json, printable
 from stoker.contract.wholefile import WholeFile
 from stoker.control.machine import processes
 from stoker.control.machine.facts import Examination
-from stoker.control.record import reader
+from stoker.control.record import finder, reader
 from stoker.control.record.writer import OURS
 
 COMMANDS = {
@@ -40,7 +40,7 @@ def write_bundle(path: str, found: Examination, findings: list[Finding], runs_di
     files["processes.txt"] = _processes()
     for name in (layout.RUN, layout.VERDICT, layout.EVENTS, layout.CONSOLE):
         try:
-            handle = reader.open_in(reader.find(None, runs_dir).dir, name)
+            handle = reader.open_in(finder.find(None, runs_dir).dir, name)
             files[f"latest-run/{name}"] = _of_a_run(name, _end_of_file(handle))
         except (OSError, Refusal):
             continue  # no run yet, or none of ours

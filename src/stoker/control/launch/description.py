@@ -16,7 +16,8 @@ from stoker.control.launch.runplace import RunPlace, config_hash
 from stoker.control.machine.model import Machine
 from stoker.control.machine.processes import process
 from stoker.control.record.again import command_for
-from stoker.control.record.reader import is_only_one, read_json
+from stoker.control.record.finder import is_only_one
+from stoker.control.record.reader import read_json
 
 _GIT_FILE = 16 << 20  # bytes: packed-refs of a repository with 200,000 branches
 

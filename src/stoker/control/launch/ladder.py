@@ -26,7 +26,7 @@ from stoker.control.launch.ourselves import stoker_command, unseen
 from stoker.control.launch.plan import default_name
 from stoker.control.launch.request import Request, program, python_flags
 from stoker.control.launch.signals import STOPS, handled
-from stoker.control.record import reader
+from stoker.control.record import finder, reader
 from stoker.control.verdict.launch import lost
 
 IMPORTS, SINGLE, ALL = "imports", "single", "all"  # what can be wanted
@@ -283,7 +283,7 @@ class Ladder:
         self._say(f"{which}: {counted(ranks, 'rank')}, {self._steps} steps or the script's end")
         words = rung_words(request, plan, ranks, self._steps, time.strftime("%Y%m%d-%H%M%S"))
         code, _, said, pid = self._stoker(words, True, hide=plan.hidden)
-        runs = reader.all_runs(layout.runs_root(request.options.runs_dir, os.environ))
+        runs = finder.all_runs(layout.runs_root(request.options.runs_dir, os.environ))
         ours = [run for run in runs if run.launcher[0] == pid and run.name.endswith(f"-ladder-{ranks}")]
         run = ours[-1] if ours else None
         self._climbed.append(measure(ranks, code, run))

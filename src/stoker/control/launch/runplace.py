@@ -18,7 +18,7 @@ from stoker.contract.untrusted import printable
 from stoker.control.launch.differing import differences
 from stoker.control.launch.plan import default_name
 from stoker.control.launch.request import Request
-from stoker.control.record import reader
+from stoker.control.record import finder, reader
 from stoker.control.record.again import Saved, command_of, host_of_files, saved
 from stoker.control.record.writer import cannot_write, make_private
 
@@ -71,7 +71,7 @@ def other_settings(request: Request, environment: dict[str, str] | os._Environ[s
     if name is None or "/" in name or "\0" in name or name in (layout.LATEST, ".", ".."):
         return None
     root = os.path.abspath(layout.runs_root(request.options.runs_dir, environment))
-    run = _by_id(root, name) or next((run for run in reversed(reader.look(root).runs) if run.name == name), None)
+    run = _by_id(root, name) or next((run for run in reversed(finder.look(root).runs) if run.name == name), None)
     if run is None or _is_complete(run) or run.data.get("config_hash") in (None, config_hash(request)):
         return None
     return run
@@ -100,7 +100,7 @@ def _find(request: Request, environment: dict[str, str] | os._Environ[str], root
         raise Refusal(f"--name {name!r} can't be the name of a folder", EX_USAGE)
     if request.options.name is None:
         return _new(root, name, "", make=not request.options.dry_run)
-    listing = reader.look(root)  # one's own: another user's run of this name is another run
+    listing = finder.look(root)  # one's own: another user's run of this name is another run
     notice = listing.skipped
     same = [run for run in listing.runs if run.name == name]
     if same:

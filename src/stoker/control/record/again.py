@@ -12,7 +12,8 @@ from stoker.contract import checkpoints, layout, redact
 from stoker.contract.names import CHECKPOINT, RECIPES
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import is_count
-from stoker.control.record.reader import Run, is_only_one, roles
+from stoker.control.record.finder import is_only_one, roles
+from stoker.control.record.reader import Run
 
 TO_CONTINUE, TO_START_AGAIN = "to continue", "to start it again"  # what it is for: behind it, as a comment
 _TARGET = re.compile(r"([\w.][\w.-]*@)?([\w.][\w.-]*|\[[\w:.%-]+\]):")  # of scp, and no option of it

@@ -6,25 +6,21 @@ import errno
 import itertools
 import os
 import re
-import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from stoker.contract import layout, names, terminal, untrusted
+from stoker.contract import layout, names, untrusted
 from stoker.contract.effort import reading
 from stoker.contract.process import owner, process
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Verdict
-from stoker.contract.spelling import suggest
 from stoker.contract.untrusted import printable
 from stoker.control.record import ownership
-from stoker.control.record.speedruns import speedrun_at, speedruns
 
 _MOST = 16 << 20  # bytes of run.json: a run on 500 hosts has 2 MB
 _MOST_OF_OTHERS = 2 << 20  # the same of another user's
 _MOST_EVENTS = 256 << 20
-_MOST_LISTED = 64 << 10  # the same where it is one of many: a run on one host has 6 KB
 _EVENTS_OF_OTHERS = 1 << 20  # the last bytes of events.jsonl that are read of another user's run
 _MOST_ENTRIES = 10_000  # of a run directory
 _LONGEST_EVENT = 1 << 20
@@ -71,7 +67,7 @@ class Run:
 
     @property
     def shows_last_events_only(self) -> bool:
-        return not self.mine and _size(os.path.join(self.dir, layout.EVENTS)) > _EVENTS_OF_OTHERS
+        return not self.mine and size_of(os.path.join(self.dir, layout.EVENTS)) > _EVENTS_OF_OTHERS
 
     @property
     def attempts(self) -> list[int]:
@@ -82,22 +78,6 @@ class Run:
         except OSError:
             return []
         return sorted(int(match[1]) for name in folders if (match := re.fullmatch(r"attempt-(0|[1-9]\d{0,5})", name)))
-
-
-@shape
-class Listing:
-    runs: tuple[Run, ...]  # oldest first
-    damaged: tuple[tuple[str, str], ...]  # name of the folder, why
-    others: int  # folders of other users that were not looked into
-
-    @property
-    def skipped(self) -> str:
-        """One line; empty where nothing was skipped."""
-        if not self.damaged:
-            return ""
-        told = "; ".join(f"{printable(name, 80)}: {why}" for name, why in self.damaged[:3])
-        more = f"; and {len(self.damaged) - 3} more" if len(self.damaged) > 3 else ""
-        return f"skipped {len(self.damaged)} damaged run record{'s' if len(self.damaged) > 1 else ''}: {told}{more}"
 
 
 def read_json(path: str) -> Any:
@@ -239,6 +219,13 @@ def _checked_part(data: dict[str, Any]) -> dict[str, Any]:
     return {**kept, **{name: data.get(name) for name in ("name", "config_hash", "started")}}
 
 
+def size_of(path: str) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return 0
+
+
 def events(run_dir: str, tail: int = 0) -> Iterator[dict[str, Any]]:
     """Whole lines only, each with a kind and a time: the last may be half written. `tail`: of so many bytes."""
     try:
@@ -278,282 +265,6 @@ def _event(line: bytes) -> dict[str, Any] | None:
         return None
     when = event.setdefault("time", 0.0)
     return event if isinstance(when, (int, float)) and not isinstance(when, bool) and 0 <= when <= 1e11 else None
-
-
-class _Allowance:
-    """How much of one other user's runs a listing reads, whatever they put there."""
-
-    def __init__(self) -> None:
-        self._folders, self._bytes = 100, 1 << 20
-
-    def covers(self, run_dir: str) -> bool:
-        sizes = {name: _size(os.path.join(run_dir, name)) for name in (layout.RUN, layout.VERDICT, layout.EVENTS)}
-        if sizes[layout.RUN] > _MOST_LISTED:
-            return False
-        if sizes[layout.VERDICT]:
-            del sizes[layout.EVENTS]  # read only where there is no verdict
-        self._folders -= 1
-        self._bytes -= sum(min(size, _MOST_LISTED) for size in sizes.values())
-        return self._folders >= 0 and self._bytes >= 0
-
-
-def _size(path: str) -> int:
-    try:
-        return os.lstat(path).st_size
-    except OSError:
-        return 0
-
-
-def look(root: str, everybody: bool = False, read_run: Callable[[str, int], Run | None] = read) -> Listing:
-    """One's own runs; with `everybody` other users' too, of each the last by name, and small records only.
-
-    `read_run`: `read`, or one that remembers: a viewer lists a thousand runs every two seconds.
-    """
-    runs: list[Run] = []
-    damaged: list[tuple[str, str]] = []
-    others = 0
-    try:
-        entries = sorted(os.listdir(root), reverse=True)
-    except FileNotFoundError:
-        entries = []
-    except OSError as problem:
-        line = f"the runs folder {printable(root)} can't be read: {problem.strerror}; name another with --runs-dir"
-        raise names.Refusal(line, names.EX_NOINPUT) from problem
-    allowances: dict[int, _Allowance] = {}  # by uid
-    for name in entries:
-        run_dir = os.path.join(root, name)
-        try:
-            about = os.lstat(run_dir)
-        except FileNotFoundError:
-            continue  # removed meanwhile
-        except OSError:
-            others += 1  # a user's FUSE mount is closed to everybody else, even to root
-            continue
-        if not stat.S_ISDIR(about.st_mode):
-            continue
-        try:
-            uid = about.st_uid
-            mine = ownership.is_mine(uid, root)
-            if not mine and not (everybody and allowances.setdefault(uid, _Allowance()).covers(run_dir)):
-                others += 1
-                continue
-            if mine:  # another user's second name of our file takes nothing from us
-                _refuse_same_file(run_dir)
-            run = read_run(run_dir, _MOST_LISTED)
-        except Damaged as problem:
-            damaged.append((name, str(problem)))
-        except OSError as problem:
-            damaged.append((name, f"can't be read: {problem.strerror}"))
-        else:
-            if run is not None:
-                runs.append(run if mine else _brief(run))
-    runs.reverse()
-    damaged.reverse()
-    return Listing(tuple(sorted(runs, key=lambda run: run.started)), tuple(damaged), others)
-
-
-# What is in memory of each run, in proportion to its size.
-_KEPT = (layout.RUN, layout.VERDICT, layout.EVENTS, layout.METRICS)
-_first_names: dict[tuple[int, int], str] = {}  # of files with several names -> the one that counts
-
-
-def _refuse_same_file(run_dir: str) -> None:
-    """A record that came with a folder may have any number of names, and each would be in memory: an archive of 4 KB made
-    3.6 GB of forty. Of all folders that this process lists: a job's roles are in one of their own.
-    """
-    for name in _KEPT:
-        path = os.path.join(run_dir, name)
-        try:
-            about = os.lstat(path)
-        except OSError:
-            continue  # none; or whoever reads it says why
-        if about.st_nlink > 1 and stat.S_ISREG(about.st_mode):  # on some network mounts all files have the same number
-            first = _first_names.setdefault((about.st_dev, about.st_ino), path)
-            folder = os.path.dirname(first)
-            if folder == run_dir:
-                continue
-            if _is_same(first, about) and not _is_same(folder, os.lstat(run_dir)):
-                raise Damaged(f"{name} is the same file as that of {printable(os.path.basename(folder), 80)}")
-            _first_names[about.st_dev, about.st_ino] = path  # that one is gone, or the same by another path
-
-
-def _is_same(path: str, about: os.stat_result) -> bool:
-    try:
-        return os.path.samestat(os.lstat(path), about)
-    except OSError:
-        return False
-
-
-def _brief(run: Run) -> Run:
-    """With no more of its verdict than a row of the listing shows."""
-    if run.verdict is None:
-        return run
-    verdict = run.verdict
-    return replace(run, verdict=Verdict(verdict.status[:80], verdict.cause[:80], "", verdict.exit_code, verdict.rank))
-
-
-def all_runs(root: str) -> list[Run]:
-    """One's own, oldest first."""
-    return list(look(root).runs)
-
-
-def is_only_one(root: str, name: str) -> bool:
-    """Of one's own runs there, at most one has this name, as far as can be read."""
-    try:
-        return sum(run.name == name for run in look(root).runs) <= 1
-    except names.Refusal:
-        return False
-
-
-def find(which: str | None, root: str, exact: bool = False, say: Callable[[str], None] = terminal.say) -> Run:
-    """By path, id, name (the newest), a beginning that fits one run only, or the newest. Others' by path only."""
-    run = _found(which, root, exact, say)
-    if run.mine:  # or unpacked from somebody's archive; others' are read within limits
-        layout.check_entries(run.dir, layout.HISTORY, ours_only=True)
-    return run
-
-
-def _found(which: str | None, root: str, exact: bool, say: Callable[[str], None]) -> Run:
-    if which is None or which == layout.LATEST:
-        return _newest(root, say)
-    if os.path.basename(which) == layout.LATEST and os.path.islink(which):
-        return _newest(os.path.dirname(which), say)
-    by_path = os.sep in which
-    for given in (which, os.path.join(root, which)):
-        candidate = through_latest(given, say)
-        folder = os.path.dirname(candidate) or "."
-        link = os.path.islink(candidate) and not by_path
-        if link and not ownership.is_mine(os.lstat(candidate).st_uid, folder):
-            continue
-        try:
-            run = read(os.path.realpath(candidate))
-        except Damaged as problem:
-            if by_path:
-                line = f"the record of run {printable(which)} is damaged: {problem}"
-                raise names.Refusal(line, names.EX_DATAERR) from problem
-            continue  # perhaps another run has this name
-        if run is not None and (run.mine or by_path):
-            return run
-    if by_path and (role := _role(which, root, exact, say)) is not None:
-        return role
-    listing = look(root)
-    if listing.skipped:
-        say(listing.skipped)
-    match = [run for run in listing.runs if run.name == which]
-    if len(match) > 1:
-        say(f"{printable(which, 100)} is the name of {len(match)} runs; the newest is taken: {match[-1].id}")
-    if match:
-        return match[-1]
-    begins = [run for run in listing.runs if run.id.startswith(which) or run.name.startswith(which)]
-    others = os.path.isdir(os.path.join(root, which))  # another user's, whatever of ours begins like it
-    if len(begins) == 1 and not exact and not others:
-        return begins[0]
-    raise _no_run(which, root, listing)
-
-
-def _role(which: str, root: str, exact: bool, say: Callable[[str], None]) -> Run | None:
-    """JOB/ROLE: the run of one role of a job."""
-    job, _, name = which.rpartition(os.sep)
-    try:
-        return role_of(find(job or None, root, exact, say), name)
-    except names.Refusal:
-        return None
-
-
-def roles(run: Run) -> dict[str, Run]:
-    """The runs of a job's roles that have been started; none of a plain run."""
-    if not run.mine or not os.path.isdir(os.path.join(run.dir, layout.ROLES)):
-        return {}
-    found = {one.name: one for one in look(os.path.join(run.dir, layout.ROLES)).runs}
-    return {name: found[name] for name in sorted(found)}
-
-
-def role_of(run: Run, name: str) -> Run:
-    found = roles(run)
-    if name not in found:
-        there = f"; it has {', '.join(found)}" if found else ", but is a plain run"
-        raise names.Refusal(f"run {run.id} has no role {printable(name, 60)!r}{there}", names.EX_NOINPUT)
-    return found[name]
-
-
-def _newest(root: str, say: Callable[[str], None]) -> Run:
-    """The link's where it is our own and leads to a run of ours in this folder; else the newest by its start."""
-    link = os.path.join(root, layout.LATEST)
-    try:
-        target = os.readlink(link)
-        if ownership.is_mine(os.lstat(link).st_uid, root) and os.path.basename(target) == target:
-            run = load(os.path.realpath(link))
-            if run is not None and run.mine:
-                return run
-    except OSError:
-        pass  # there is none: a file system without links, or another user's
-    listing = look(root)
-    if listing.skipped:
-        say(listing.skipped)
-    if not listing.runs:
-        others = f" of yours ({listing.others} of other users: `stoker runs --all`)" if listing.others else ""
-        there = [f"{printable(one.dir)} is a speedrun: --runs-dir {printable(one.runs_dir)}" for one in speedruns(root)]
-        hint = "; ".join(there[:3]) or "name another folder with --runs-dir"
-        raise names.Refusal(f"no runs{others} in {printable(root)}; {hint}", names.EX_NOINPUT)
-    return listing.runs[-1]
-
-
-def through_latest(path: str, say: Callable[[str], None] = terminal.say) -> str:
-    """`path`; where it leads through a `latest` that is not ours, through our newest run there: in a folder that several users
-    share anybody may have made it, as a link or as a folder. Where we have no run there, it stays what was named.
-    """
-    parts = path.split("/")
-    for at in (at for at, part in enumerate(parts) if part == layout.LATEST):
-        latest, root = "/".join(parts[: at + 1]), "/".join(parts[:at]) or ("/" if at else ".")
-        whose = _whose(latest, root)
-        if not whose:
-            continue
-        try:
-            runs = all_runs(root)
-        except names.Refusal:  # not ours to list: no place of our runs
-            continue
-        if runs:
-            say(f"{printable(latest)} {whose}: your newest run there is used, {printable(runs[-1].dir)}")
-            return os.path.join(runs[-1].dir, *filter(None, parts[at + 1 :]))
-    return path
-
-
-def _whose(latest: str, root: str) -> str:
-    """Who else has made it, or what it leads to. Empty: there is none, or all of it is ours."""
-    try:
-        link = os.lstat(latest)
-    except OSError:
-        return ""
-    is_link = stat.S_ISLNK(link.st_mode)
-    if not ownership.is_mine(link.st_uid, root):
-        return f"is a {'link' if is_link else 'folder'} of {ownership.user_name(link.st_uid)}"
-    try:
-        target = os.stat(latest).st_uid
-    except OSError:
-        return "leads nowhere"
-    return "" if ownership.is_mine(target, root) else f"leads to a folder of {ownership.user_name(target)}"
-
-
-def _no_run(which: str, root: str, listing: Listing) -> names.Refusal:
-    shown = printable(which, 100)
-    path = os.path.join(root, which)
-    broken = dict(listing.damaged).get(which)
-    if broken:
-        return names.Refusal(f"the record of run {shown} is damaged: {broken}", names.EX_DATAERR)
-    if os.sep not in which and os.path.isdir(path):
-        uid = os.lstat(path).st_uid
-        if not ownership.is_mine(uid, root):
-            user = ownership.user_name(uid)
-            line = f"run {shown} in {printable(root)} belongs to {user}: to read it give its path, {printable(path)}"
-            return names.Refusal(line, names.EX_NOPERM)
-    for place in (which, path):
-        if (speedrun := speedrun_at(place.rstrip(os.sep))) is not None:
-            line = f"{shown} is a speedrun: name a run of its stages, with --runs-dir {printable(speedrun.runs_dir)}"
-            return names.Refusal(line, names.EX_NOINPUT)
-    hint = suggest(which, [*(run.name for run in listing.runs), *(run.id for run in listing.runs)])
-    if not hint and listing.runs:
-        hint = f"; `stoker runs` lists the {len(listing.runs)} there"
-    return names.Refusal(f"no run {shown!r} in {printable(root)}{printable(hint)}", names.EX_NOINPUT)
 
 
 def alive(run: Run) -> bool | None:

@@ -19,7 +19,7 @@ from stoker.contract.untrusted import printable
 from stoker.control.launch.console import Console, LineCutter
 from stoker.control.launch.ourselves import stoker_command
 from stoker.control.launch.shortlines import OwnLines, RoleLines
-from stoker.control.record import reader
+from stoker.control.record import finder, reader
 from stoker.control.roles.placing import Card, Seat, numbered
 from stoker.control.roles.ready import Watching
 from stoker.control.roles.role import RoleSpec, program, trains
@@ -203,7 +203,7 @@ class RoleRun:
 
     def find_record(self) -> reader.Run | None:
         """The newest of its name. Its folder has the time of its first start in its name."""
-        runs = [run for run in reader.look(self._root).runs if run.name == self.name]
+        runs = [run for run in finder.look(self._root).runs if run.name == self.name]
         return runs[-1] if runs else None
 
     def send(self, signum: int) -> None:

@@ -19,7 +19,7 @@ from stoker.contract.slurmjob import Job, ask_slurm
 from stoker.contract.untrusted import is_count
 from stoker.contract.wholefile import write_json
 from stoker.control.launch.console import LineCutter
-from stoker.control.record import reader
+from stoker.control.record import finder, reader
 from stoker.control.record.follow import Tail
 from stoker.control.record.ownership import own_folder
 from stoker.control.verdict import launch, slurm
@@ -156,7 +156,7 @@ def run_of(root: str, task: str) -> reader.Run | None:
     """The newest run of this job. Numbers come again when a cluster is set up anew: none from before the job."""
     submitted = read_note(root, task).get("submitted")
     since = submitted - 60.0 if isinstance(submitted, (int, float)) else 0.0
-    found = [run for run in reader.all_runs(root) if job_of(run) == task and run.started >= since]
+    found = [run for run in finder.all_runs(root) if job_of(run) == task and run.started >= since]
     return found[-1] if found else None
 
 

@@ -148,7 +148,7 @@ class EventTail:
 
 
 class RunFolder:
-    """`record`: as reader.look gives it. `whole_curves`: else only their newest values are read, which is all a page's list needs."""
+    """`record`: as finder.look gives it. `whole_curves`: else only their newest values are read, which is all a page's list needs."""
 
     def __init__(self, record: reader.Run, whole_curves: bool = True) -> None:
         self.record = record

@@ -18,7 +18,7 @@ from stoker.contract.typed import readable
 from stoker.contract.untrusted import printable
 from stoker.control.machine.gauges import Gauges
 from stoker.control.machine.model import OFFLINE, GpuGauges, HostGauges
-from stoker.control.record import ownership, reader
+from stoker.control.record import finder, ownership, reader
 from stoker.control.record.history import EVERY_S, Moment, row_at
 from stoker.control.show.curves import Curve
 from stoker.control.show.folder import RECENT, Remembering, RunFolder
@@ -82,7 +82,7 @@ class Gatherer:
     def runs(self) -> tuple[tuple[Run, ...], int, str]:
         """(rows, other users' folders left out, what could not be read) and nothing else: for a list."""
         now = time.time()
-        listing = reader.look(self.root, self._everybody, self._read)
+        listing = finder.look(self.root, self._everybody, self._read)
         rows = [self._run(record, now, None) for record in listing.runs]
         return tuple(rows), listing.others, listing.skipped
 
@@ -95,19 +95,19 @@ class Gatherer:
         folder = self._folders.get(run_id)
         return tuple(folder.metrics.curves) if folder is not None and folder.metrics is not None else ()
 
-    def _listing(self, only: str | None) -> tuple[reader.Listing, str]:
+    def _listing(self, only: str | None) -> tuple[finder.Listing, str]:
         try:
             if only is None:
-                return reader.look(self.root, self._everybody, self._read), ""
+                return finder.look(self.root, self._everybody, self._read), ""
             run = reader.read(os.path.realpath(only))
-            return reader.Listing((run,) if run is not None else (), (), 0), ""
+            return finder.Listing((run,) if run is not None else (), (), 0), ""
         except reader.Damaged as problem:
             name = os.path.basename(str(only))
-            return reader.Listing((), ((name, str(problem)),), 0), ""
+            return finder.Listing((), ((name, str(problem)),), 0), ""
         except Refusal as problem:  # the folder can't be read
-            return reader.Listing((), (), 0), problem.line
+            return finder.Listing((), (), 0), problem.line
 
-    def _forget(self, listing: reader.Listing) -> None:
+    def _forget(self, listing: finder.Listing) -> None:
         """Runs that were deleted."""
         self._read.forget({record.dir for record in listing.runs})
         for gone in self._folders.keys() - {record.id for record in listing.runs}:

@@ -6,7 +6,7 @@ import os
 
 from stoker.contract import layout
 from stoker.contract.shape import replace
-from stoker.control.record import reader
+from stoker.control.record import finder, reader
 from stoker.control.show.curves import Curve
 from stoker.control.show.folder import RunFolder, roles_of
 from stoker.control.show.snapshot import RUNNING, UNKNOWN, Rank, Run, whole
@@ -90,7 +90,7 @@ class JobFolder(RunFolder):
         return f"{requests:,} requests, {tokens:,} tokens"
 
     def _look(self) -> None:
-        for record in reader.look(os.path.join(self.record.dir, layout.ROLES)).runs:
+        for record in finder.look(os.path.join(self.record.dir, layout.ROLES)).runs:
             known = self._roles.get(record.name)
             if known is None or known.record.dir != record.dir:
                 self._roles[record.name] = known = RunFolder(record, self._whole_curves)

@@ -10,7 +10,7 @@ from stoker.contract import layout, terminal
 from stoker.contract.names import Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import options_of, replace, shape
-from stoker.control.record import reader
+from stoker.control.record import finder
 from stoker.training.config import aliases
 from stoker.training.config.check import check
 from stoker.training.config.flags import parse
@@ -213,7 +213,7 @@ def _pinned(value: Any, say: Callable[[str], None] = terminal.say) -> Any:
         return tuple(_pinned(one, say) for one in value)
     if not isinstance(value, str) or layout.LATEST not in value.split("/"):
         return value
-    own = reader.through_latest(value, say)
+    own = finder.through_latest(value, say)
     if own != value:
         return own
     parts = value.split("/")

@@ -11,7 +11,7 @@ from stoker.contract import layout, owners
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
-from stoker.control.record import again, reader
+from stoker.control.record import again, finder, reader
 from stoker.training.checkpoint.folders import steps_in
 from stoker.training.checkpoint.manifest import NAME as MANIFEST
 from stoker.training.model.families.family import CONFIG
@@ -34,7 +34,7 @@ def find(where: str | None, stage: str | None, root: str, say: Any, checkpoints:
     """`checkpoints`: one counts where there is no folder for transformers."""
     if where is None:
         return _newest(root, stage, say)
-    where = reader.through_latest(where, say)
+    where = finder.through_latest(where, say)
     if _has_weights(where):
         if stage:
             raise Refusal(
@@ -47,7 +47,7 @@ def find(where: str | None, stage: str | None, root: str, say: Any, checkpoints:
         return _of_speedrun(where, stage, say, checkpoints)
     if not os.path.isdir(where) and "/" in where.strip("/") and not os.path.exists(os.path.join(root, where)):
         return Found(folder_of(where, say))
-    run = where if os.path.isdir(where) else reader.find(where, root).dir
+    run = where if os.path.isdir(where) else finder.find(where, root).dir
     if stage:
         raise Refusal(f"{run} is a single run: leave --stage {stage} out, or name a speedrun's folder", EX_USAGE)
     return _of_run(run, checkpoints, say)
@@ -68,7 +68,7 @@ def _of_run(run: str, checkpoints: bool, say: Any) -> Found:
     if steps:
         raise Refusal(f"{run} has checkpoints but no {HF} folder: `stoker export {run} OUT` makes one", EX_NOINPUT)
     record = reader.load(os.path.realpath(run))
-    roles = reader.roles(record) if record is not None else {}
+    roles = finder.roles(record) if record is not None else {}
     if (role := _with_model(run, roles, checkpoints)) is not None:
         say(f"{run} is a job: the model of its role {role.name} is used, {os.path.relpath(role.dir)}")
         return _of_run(role.dir, checkpoints, say)
