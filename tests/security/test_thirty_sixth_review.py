@@ -8,11 +8,16 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from hostile_files import bytes_tokenizer_file
 
+from stoker.contract import diskroom
 from stoker.contract.names import Refusal
-from stoker.training.data import sources
+from stoker.training.data import sources, work
+from stoker.training.tokenizer.tokenizer import load
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,3 +66,24 @@ def test_a_chain_of_addresses_has_no_file_of_this_machine(
     with pytest.raises(Refusal, match="as one of its files, which is not a file of the hub"):
         sources.fetch("owner/name", str(tmp_path / "cache"), lambda line: None)
     assert not (tmp_path / "cache" / "hub").exists()
+
+
+# ---- a disk that is nearly full ----
+
+
+@pytest.mark.parametrize("kind", ["stream", "chat"])
+def test_one_part_of_prepared_data_leaves_some_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A row group of any size is one part, and the disk was looked at behind each part only."""
+    bytes_tokenizer_file(tmp_path)
+    texts = [(b"some words", True)] * 100
+    said = [([("user", b"some"), ("assistant", b"words")], "here")] * 100
+    monkeypatch.setattr(work, "texts", lambda span, key: iter(texts))
+    monkeypatch.setattr(work, "conversations", lambda span, wrong: iter(said))
+    monkeypatch.setattr(diskroom, "_BETWEEN", 64)
+    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_bavail=1, f_frsize=4096, f_blocks=1000))
+    told = SimpleNamespace(kind=kind, dtype="<u2", text_key="text", longest=512)
+    span = SimpleNamespace(form="jsonl", begin=0, entry=0)
+    with pytest.raises(Refusal, match="stay free"):
+        work.do(load(str(tmp_path)), cast(Any, told), [cast(Any, span)], str(tmp_path / "part"))
