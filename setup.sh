@@ -91,6 +91,9 @@ finished() {
 if finished; then exit 0; fi
 
 # pip inherits the lock: if this script is killed, the next one waits until that pip is gone too.
+# Only who may write to it can lock it: a user who can merely read this folder must not hold the setup up.
+(umask go-r && : >>.venv.lock)
+if [[ -O .venv.lock ]]; then chmod go-r .venv.lock; fi
 exec 9>.venv.lock
 if ! flock --nonblock 9; then
   say "waiting for another setup of this checkout"

@@ -27,6 +27,7 @@ _HUB = re.compile(
     r"(?P<id>[\w-][\w.-]*/[\w.-]+)(:(?P<config>[\w.+-]*)(:(?P<split>[\w.+-]+))?)?(@(?P<revision>[\w./-]+))?"
 )
 _HUB_ROOM = 6 << 30  # bytes of memory: `datasets` reads whole row groups
+_ARCHIVES = ("zip://", "tar://", "gzip://", "bz2://", "xz://", "lz4://", "zstd://")
 
 
 def is_hub_id(path: str) -> bool:
@@ -88,7 +89,8 @@ def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
 def _refuse_files_of_ours(name: str, files: Mapping[str, Iterable[object]]) -> None:
     """The page of a data set says which files it has, and `datasets` takes a path of this machine for one of them."""
     for path in (str(one) for some in files.values() for one in some):
-        if not path.rpartition("::")[2].startswith(("hf://", "https://")):
+        *within, file = path.split("::")  # zip://rows.csv::hf://…; of another chain it may open any part
+        if not file.startswith(("hf://", "https://")) or not all(part.startswith(_ARCHIVES) for part in within):
             line = f"{name}: its page names {printable(path, 200)} as one of its files, which is not a file of the hub"
             raise Refusal(f"{line}: it may be an attack", EX_DATAERR)
 

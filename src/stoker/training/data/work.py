@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.contract.diskroom import DiskRoom
 from stoker.contract.memory import limit_to, used_memory
 from stoker.contract.names import EX_OSERR, Refusal
 from stoker.contract.shape import as_json, shape
+from stoker.training.data.ours import OTHER_CACHE
 from stoker.training.data.read import NAMED, Remark, Remarks, conversations, remark, texts
 from stoker.training.data.units import Span, span_from
 from stoker.training.tokenizer import chat
@@ -85,6 +87,7 @@ def _stream(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> P
     begin = np.array(tokenizer.begin, dtype=work.dtype).tobytes()
     tokens = size = documents = 0
     inked = False
+    room = DiskRoom(os.path.dirname(path), OTHER_CACHE)  # a row group of any size is one part
     with open(path, "wb", buffering=1 << 20) as file:
         for span in spans:
             for text, ends in texts(span, work.text_key):
@@ -95,6 +98,7 @@ def _stream(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> P
                     ids = tokenizer.array(segment)
                     file.write(ids.astype(work.dtype).tobytes())
                     tokens += len(ids)
+                    room.take(len(end) * (len(tokenizer.begin) + len(ids)))
                 size += len(text)
                 inked = inked or not text.isspace()
                 if ends and text:
@@ -109,6 +113,7 @@ def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Pa
     learned = size = cut = dropped = only_last = 0
     wrong = Remarks()
     first_cut: list[Remark] = []
+    room = DiskRoom(os.path.dirname(path), OTHER_CACHE)
     with open(path, "wb", buffering=1 << 20) as file, open(mask_path(path), "wb", buffering=1 << 20) as beside:
         for span in spans:
             for messages, place in conversations(span, wrong):
@@ -131,6 +136,7 @@ def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Pa
                 bits[0] |= BEGIN
                 file.write(ids.astype(work.dtype).tobytes())
                 beside.write(bits.tobytes())
+                room.take(len(ids) * (np.dtype(work.dtype).itemsize + 1))
                 lengths.append(len(ids))
                 learned += len(mine)
                 size += encoded.size if len(ids) == len(encoded.ids) else _text_bytes(tokenizer, mine)
