@@ -47,7 +47,7 @@ _OURS = {
     CONSOLE,
     HISTORY,
 }
-HOLES = "consists of holes"
+HOLES = "consists of holes: almost nothing of its size is stored"
 _LARGE, _DENSEST = 16 << 20, 1024  # bytes of a file that is looked at; bytes of a log that a file system stores in one
 
 

@@ -120,7 +120,7 @@ def _pick(  # type: ignore[no-untyped-def]
 
 def sample_token(logits: Tensor, uniform: Tensor, temperature: float | Tensor) -> Tensor:
     """sample.sample_token where nothing is left out: the chunk that `uniform` falls in, then the word within it. Temperatures:
-    one, or one for each row; of 0: the likeliest."""
+    one, or one for each row; 0 is greedy."""
     rows, width = logits.shape
     count = triton.cdiv(width, CHUNK)
     peaks = torch.empty(2, rows, count, dtype=torch.float32, device=logits.device)

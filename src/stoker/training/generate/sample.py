@@ -61,7 +61,7 @@ def sample_rows(
     that does it by logits, uniform and temperature where no row does."""
     if draw is not None and not filtered:
         return draw(logits, uniform.contiguous(), temperature.contiguous())
-    likeliest, warmth = logits.argmax(-1), torch.where(temperature > 0, temperature, 1.0)
+    greedy, warmth = logits.argmax(-1), torch.where(temperature > 0, temperature, 1.0)
     wide = logits.float() / warmth[:, None]
     token = _place(torch.softmax(wide, -1), uniform)
     if filtered:
@@ -72,7 +72,7 @@ def sample_rows(
         chances = chances.masked_fill((before >= top_p[:, None]) & (top_p < 1)[:, None], 0.0)
         kept = ids.gather(-1, _place(chances, uniform)[:, None])[:, 0]
         token = torch.where((top_k > 0) | (top_p < 1), kept, token)
-    return torch.where(temperature > 0, token, likeliest)
+    return torch.where(temperature > 0, token, greedy)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:

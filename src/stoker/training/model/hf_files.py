@@ -76,7 +76,7 @@ def refuse_holes(folder: str) -> None:
     """Where all weights are written again: of a stranger's archive of 4 KB that would fill the disk."""
     for path in sorted({stored.path for stored in stored_in(folder).values()}):
         if layout.consists_of_holes(os.stat(path)):
-            raise Refusal(f"{path} {layout.HOLES}: it has none of the weights that it lists", EX_DATAERR)
+            raise Refusal(f"{path} {layout.HOLES}, so it has none of the weights that it lists", EX_DATAERR)
 
 
 def check(folder: str, c: ModelConfig) -> dict[str, Stored]:

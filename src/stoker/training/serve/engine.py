@@ -79,7 +79,7 @@ class _Open:
         assert writing.table is not None
         first = 0 if how.greedy else self.written
         drawn = self._uniforms[first : first + self._turn]
-        # Steps behind the answer's end, which others' rows need, write to the place of its last token, which nobody is told of: the
+        # Steps behind the answer's end, which others' rows need, write to the place of its last token, which nobody reads: the
         # one before may end a block that others read.
         last = writing.longest - 1
         return Row(writing.slot, writing.table.blocks, end - 1, last, drawn, how.temperature, how.top_k, how.top_p)

@@ -37,7 +37,7 @@ class Replay:
         self._next = self._told = 0
 
     def snapshot(self, number: int) -> Snapshot:
-        """As it was at moment `number`. One after the other is quick; going back begins anew."""
+        """As it was at moment `number`. One after the other is quick; going back starts from the beginning."""
         if number < self._next - 1:
             self._begin()
         folder = self._folder
