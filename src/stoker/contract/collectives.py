@@ -45,7 +45,7 @@ def digest(trace: Any) -> list[dict[str, Any]]:
         path.append(((name, *likeness(op["name"], op["sizes"])), op))
     path.sort(key=lambda step: step[1]["order"])
     for number in range(max(0, len(path) - _JUDGED), len(path)):
-        path[number][1]["usual"] = _is_usual([key for key, _ in path[max(0, number - _PAST) : number]], path[number][0])
+        path[number][1]["usual"] = is_usual([key for key, _ in path[max(0, number - _PAST) : number]], path[number][0])
     for group in groups.values():
         pending = next((n for n, op in enumerate(group["ops"]) if not op["done"]), len(group["ops"]))
         first = max(0, min(pending, len(group["ops"]) - RECENT))
@@ -57,7 +57,7 @@ def digest(trace: Any) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _is_usual(past: list[Any], key: Any) -> bool | None:
+def is_usual(past: list[Any], key: Any) -> bool | None:
     """Is this what came next whenever the operations before were the same? None: they have not repeated yet."""
     longest, nearest = 0, 0
     followers: set[Any] = set()

@@ -6,7 +6,7 @@ from typing import Any
 
 from stoker.contract.untrusted import is_count
 
-_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>")
+_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>", "/stoker/control/rank/")
 _CURRENT = "Current thread 0x"  # in a report of a fatal signal: the thread it happened in
 
 

@@ -26,6 +26,7 @@ from stoker.control.agent.questions import Questions
 from stoker.control.agent.relay import CHUNK, RESTLESS, Relay
 from stoker.control.agent.reservations import GpuLocks, held, reserve
 from stoker.control.agent.spawn import Gate, Rank
+from stoker.control.agent.spy import CALLS, newest_calls
 from stoker.control.agent.sweep import Finishing, StopSequence, Sweeper, ending, reap, take_over
 from stoker.control.agent.vitals import BEATS_S, VITALS_S, Vitals, gauges_message, keep_below, memory_now
 from stoker.control.machine import host, origin
@@ -439,6 +440,7 @@ class Agent:
                     "steps": rank.steps,
                     "core": end[1],
                     "oom_killed": kills is not None and self._kills_before is not None and kills > self._kills_before,
+                    "calls": newest_calls(rank.calls(CALLS)),
                     "around": self._vitals.around(rank, self._nvml, self._run_id) if bad else {},
                 }
             )

@@ -22,7 +22,7 @@ from stoker.contract.untrusted import is_count, printable
 from stoker.control.agent import kernel
 from stoker.control.agent.relay import Relay
 from stoker.control.agent.spawn import Rank
-from stoker.control.agent.spy import LOOK_S, SPY_S, Spy, conditions_around, flight_recorder, loops_around, timings
+from stoker.control.agent.spy import CALLS, LOOK_S, SPY_S, Spy, flight_recorder, newest_calls, timings, with_source
 from stoker.control.agent.sweep import Sweeper
 from stoker.control.agent.vitals import children
 from stoker.control.machine import processes
@@ -221,10 +221,7 @@ class _Look:
         threads = self._spy.stacks(self.rank.pid, self.rank.files["asked"])
         for thread in threads:
             if thread["main"]:
-                thread["frames"] = [
-                    [*frame, loops_around(frame[1], frame[2]), conditions_around(frame[1], frame[2])]
-                    for frame in thread["frames"]
-                ]
+                thread["frames"] = [with_source(frame) for frame in thread["frames"]]
         self._samples.append(threads)
 
     def end(self) -> dict[str, Any]:
@@ -245,6 +242,7 @@ class _Look:
             "stacks_by": self._spy.how,
             "groups": self._groups,
             "no_groups": self._no_groups,
+            "calls": newest_calls(self.rank.calls(CALLS)),
             "workers": [self._worker(pid, took) for pid in self._below if processes.process(pid)],
             **self._message(),
         }

@@ -14,6 +14,7 @@ from typing import Any
 from stoker.contract import beats, layout, names
 from stoker.control.agent import kernel
 from stoker.control.machine.processes import Process, process
+from stoker.control.rank import call_log
 
 INJECT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "rank", "inject")
 MAIL = "s"  # the agent's socket in its folder; a Unix socket's path is limited to 107 bytes
@@ -31,6 +32,7 @@ class Rank:
         self.me = me
         self.streams = streams  # our read end -> 1 or 2, or 0 where both are one pipe
         self.reader: beats.Reader | None = None
+        self.shared_memory: mmap | None = None  # beats and the log of torch.distributed's calls
         self.files = layout.scratch_files(base)
         self.gpu: str | None = spec.get("gpu")
         self.pci = (spec.get("pci") or "").lower()
@@ -46,6 +48,10 @@ class Rank:
         self.rss: deque[tuple[float, int]] = deque(maxlen=120)
         self.over = 0  # bytes, when it passed its memory limit
 
+    def calls(self, newest: int) -> list[dict[str, Any]]:
+        """Return its newest calls of torch.distributed, also after its end (control/rank/call_log.py)."""
+        return call_log.read_calls(self.shared_memory, beats.SIZE, newest) if self.shared_memory is not None else []
+
 
 def start(spec: dict[str, Any], host_dir: str, stdin: int) -> Rank:
     """`spec`: an entry of the start message. In the agent's main thread: PDEATHSIG follows the thread."""
@@ -60,7 +66,9 @@ def start(spec: dict[str, Any], host_dir: str, stdin: int) -> Rank:
     try:
         memory = os.memfd_create(f"stoker-beats-{spec['rank']}", os.MFD_CLOEXEC)
         held.append(memory)
-        os.posix_fallocate(memory, 0, beats.SIZE)  # a page that can't be had later would be a SIGBUS in the rank
+        os.posix_fallocate(
+            memory, 0, beats.SIZE + call_log.SIZE
+        )  # a page that can't be had later would be a SIGBUS in the rank
         held += (out := _pipe())
         err = (-1, out[1])
         if spec["split"]:
@@ -84,7 +92,7 @@ def start(spec: dict[str, Any], host_dir: str, stdin: int) -> Rank:
     os.close(failed_write)
     problem = _read_all(failed_read)
     os.close(failed_read)
-    page = mmap(memory, beats.SIZE)
+    page = mmap(memory, beats.SIZE + call_log.SIZE)
     os.close(memory)
     streams = {out_read: 1 if spec["split"] else 0}
     if err_read >= 0:
@@ -96,7 +104,9 @@ def start(spec: dict[str, Any], host_dir: str, stdin: int) -> Rank:
         raise OSError(problem)
     me = process(pid) or Process(pid, agent, pid, pid, "Z", 0, "?")
     made = Rank(spec, me, streams, base, started)
-    made.reader = beats.Reader(page) if spec["shim"] else None
+    if spec["shim"]:
+        made.reader = beats.Reader(page)
+        made.shared_memory = page
     return made
 
 

@@ -28,6 +28,8 @@ ASK_S = 1.0
 LOOK_S = 6.0  # all stacks of one look
 FRAMES = 60  # per thread
 THREADS = 24
+CALLS = 48  # newest calls of torch.distributed that are sent
+CALLS_WITH_SOURCE = 8
 
 
 class Spy:
@@ -109,6 +111,18 @@ def loops_around(file: str, line: int) -> list[int]:
 def conditions_around(file: str, line: int) -> list[list[Any]]:
     """[first line, text] of the script's conditions on the rank that a line depends on, outermost first."""
     return [[at, text] for begin, end, at, text in _conditions(file) if begin <= line <= end]
+
+
+def with_source(frame: list[Any]) -> list[Any]:
+    """Return [function, file, line] with the loops and the conditions on the rank that are around that line."""
+    return [*frame[:3], loops_around(frame[1], frame[2]), conditions_around(frame[1], frame[2])]
+
+
+def newest_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the calls (control/rank/call_log.py) with the source around the lines of the last ones."""
+    for call in calls[-CALLS_WITH_SOURCE:]:
+        call["frames"] = [with_source(frame) for frame in call["frames"]]
+    return calls
 
 
 @functools.cache

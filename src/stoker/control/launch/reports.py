@@ -161,10 +161,10 @@ class Reports:
             **{name: message[name] for name in ("code", "time", "ours", "steps", "oom_killed", "core")},
         )
         self._feed(attempt.watch.ended, rank, code)
-        if error is not None or stack:
+        if error is not None or stack or (code != 0 and message["calls"]):
             collectives = error.collectives if error is not None else ()
             frames = place_in(error) if error is not None else main_thread(stack)
-            self._feed(attempt.watch.failed, rank, collectives, frames)
+            self._feed(attempt.watch.failed, rank, collectives, frames, message["calls"])
         record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
         if error is not None or message["elastic"]:
             reported = message["error"] if isinstance(message["error"], dict) else {}

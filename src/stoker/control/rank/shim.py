@@ -20,6 +20,7 @@ _pid = 0
 _socket_path = ""
 _files: dict[str, str] = {}
 _writer: Any = None
+_call_log: Any = None
 _kept_open: list[Any] = []  # files faulthandler writes to: open for the life of the process
 _script_steps = 0
 _optimizers: dict[int, list[int]] = {}  # id -> [number, steps]
@@ -65,16 +66,22 @@ class _Silent:
 def _in_a_fork() -> None:
     global _writer
     _writer = _Silent()
+    if _call_log is not None:
+        _call_log.active = False
 
 
 def _open_beats(descriptor: int) -> None:
-    global _writer
+    """Map the memory shared with the agent: beats, and behind them the log of torch.distributed's calls."""
+    global _writer, _call_log
     from mmap import mmap
 
     from stoker.contract import beats
+    from stoker.control.rank import call_log
 
     try:
-        _writer = beats.Writer(mmap(descriptor, beats.SIZE), _pid)
+        memory = mmap(descriptor, beats.SIZE + call_log.SIZE)
+        _writer = beats.Writer(memory, _pid)
+        _call_log = call_log.Writer(memory, beats.SIZE, time.time_ns)
     finally:
         os.close(descriptor)
 
@@ -341,6 +348,10 @@ def _distributed_loaded(module: Any) -> None:
     else:
         lacks = "this torch does not show the ranks of its process groups"
         tell("note", f"{lacks}: a hang within one is explained from stacks")
+    try:
+        _call_log.wrap(module)
+    except Exception as problem:
+        tell("note", f"the calls of torch.distributed are not recorded ({type(problem).__name__}: {problem})")
     server = getattr(sys.modules.get("torch._C._distributed_c10d"), "_WorkerServer", None)
     if server is None:
         tell("note", "this torch has no worker server: a hang is explained from stacks alone")

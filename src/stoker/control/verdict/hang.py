@@ -73,7 +73,7 @@ hang.shape-mismatch: Ranks have entered the same operation with different shapes
   seen: the flight recorder: all_reduce or broadcast of other sizes under the same number, at the same line; gloo may
       have ended a rank for it (SIGABRT)
   unless: operations whose sizes may differ (gather, all_to_all); another line: gloo.diverged
-  fix: look at {where}: the tensors must have one shape on all ranks; is a last batch shorter here?
+  fix: look at {where}: the tensors must have one shape and dtype on all ranks; is a last batch shorter here?
 hang.rank-only: Only some ranks have entered a collective: the call depends on the rank.
   seen: the stacks and the source: the line is inside a condition like `if rank == 0:`, or behind `if rank != 0: return`, and
       the ranks that it waits for are in neither branch of it: they are in another collective, or have ended
@@ -154,7 +154,7 @@ def _parted(stall: Stall, label: str, step: str) -> str:
     what = {
         "rank-only": f"entered a collective alone{step}, inside `{stall.detail}`",
         "unequal": f"left the training loop{step}, with fewer batches than {others}",
-        "shape-mismatch": f"uses another size than {others}{step}",
+        "shape-mismatch": f"uses another {stall.detail or 'size'} than {others}{step}",
     }.get(stall.kind, f"left the path of {others}{step}")
     return f"{_who(stall, label)} {what}: {'; '.join(each)}{more}"
 

@@ -13,20 +13,11 @@ from stoker.contract.collectives import kind_of, likeness
 from stoker.contract.quantities import ranks_text
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Stall
-from stoker.control.watch import rank_only, stacks
-from stoker.control.watch.snapshot import Frame, Group, Members, Op, Snapshot, Snapshots
+from stoker.control.watch import call_paths, rank_only, stacks
+from stoker.control.watch.snapshot import Frame, Group, Members, Op, Party, Snapshot, Snapshots
 from stoker.control.watch.waits import Wait, Waits
 
 Place = tuple[str, int]  # file and line of the script
-
-
-@shape
-class Party:
-    """Ranks that did the same."""
-
-    ranks: tuple[int, ...]
-    group: str = ""
-    op: Op | None = None  # None: nobody knows, gloo ended these ranks and their recorders with them
 
 
 @shape
@@ -46,7 +37,14 @@ class Step:
 
 
 def parting(snapshots: Snapshots, members: Members, world: int) -> Parting | None:
-    """Of all ranks; where their programs differ by design (stages of a pipeline), of the members of one group."""
+    """Return who left the common path, or None: by the logs of calls, else by the flight recorders.
+
+    The recorders of all ranks are compared; where their programs differ by design (stages of a pipeline), those of the
+    members of one group.
+    """
+    parties = call_paths.first_difference(snapshots)
+    if parties:
+        return decided(parties)
     known = {rank: one for rank, one in snapshots.items() if any(group.ops for group in one.groups)}
     mute = {rank: one for rank, one in snapshots.items() if rank not in known and one.main}
     candidates = [
@@ -61,7 +59,10 @@ def parting(snapshots: Snapshots, members: Members, world: int) -> Parting | Non
 
 
 def from_silence(snapshots: Snapshots) -> Parting | None:
-    """gloo ended some ranks because sizes differ, and the others agree: then the ended ones did something else."""
+    """gloo ended some ranks because sizes differ, and the others agree: then the ended ones did something else.
+
+    Not if the log of calls shows that they made the same call: what differs then can't be seen.
+    """
     known = {rank: one for rank, one in snapshots.items() if any(group.ops for group in one.groups)}
     mute = tuple(sorted(rank for rank in snapshots if rank not in known))
     under_way = [
@@ -71,10 +72,18 @@ def from_silence(snapshots: Snapshots) -> Parting | None:
         for op in group.ops
         if not op.done
     ]
-    if not mute or not under_way:
+    if not mute or not under_way or all(_made_same_call(snapshots[rank], known) for rank in mute):
         return None
     _, group, op = min(under_way, key=lambda entry: entry[0])
     return decided([Party(tuple(sorted(known)), group, op), Party(mute)])
+
+
+def _made_same_call(mute: Snapshot, known: Snapshots) -> bool:
+    newest = mute.calls[-1] if mute.calls else None
+    if newest is None or newest.returned:
+        return False
+    theirs = (call for one in known.values() for call in one.calls)
+    return any(call.group == newest.group and call.count == newest.count for call in theirs)
 
 
 def members_of(group: Group, rank: int, members: Members, world: int) -> tuple[int, ...]:
@@ -240,13 +249,19 @@ def _stall(apart: Parting, snapshots: Snapshots, proof: bool, kind: str = "") ->
     kind = "unequal" if fewer_batches else kind
     odd, others = apart.odd, tuple(sorted({rank for party in apart.parties for rank in party.ranks} - set(apart.odd)))
     rank = odd[0] if odd else None
-    told = tuple((party.ranks, _entered(party, apart.parties), _where(party, snapshots)) for party in apart.parties)
+    told = tuple(
+        (party.ranks, _entered(party, apart.parties), str(_party_frame(party, apart.parties, snapshots) or ""))
+        for party in apart.parties
+    )
     usual = next((party for party in reversed(apart.parties) if party.op is not None), apart.parties[-1])
-    frame = _frame(snapshots, rank) if rank is not None else None
+    same_sizes = len({str(party.op.sizes) for party in apart.parties if party.op is not None}) == 1
+    odd_party = next((party for party in apart.parties if rank in party.ranks), None)
+    frame = _party_frame(odd_party, apart.parties, snapshots) if odd_party is not None else None
     lines = [f"{ranks_text(party.ranks)} entered {_operation(party)}" for party in apart.parties]
     operation, backend = str(usual.op or ""), usual.op.name.partition(":")[0] if usual.op else "gloo"
     where, evidence = str(frame or ""), (*lines, apart.how)
-    found = Stall(kind, rank, odd, others, where, "", operation, backend, proof, evidence=evidence, parties=told)
+    detail = "dtype" if kind == "shape-mismatch" and same_sizes else ""
+    found = Stall(kind, rank, odd, others, where, detail, operation, backend, proof, evidence=evidence, parties=told)
     return _by_condition(found, apart, snapshots)
 
 
@@ -280,13 +295,14 @@ def _kind(parties: tuple[Party, ...], snapshots: Snapshots) -> str:
         return "op-mismatch"
     if len({party.group for party in parties if party.op is not None}) > 1:
         return "diverged"
-    places = [{place_of(snapshots[rank]) for rank in party.ranks if rank in snapshots} - {None} for party in parties]
+    places = [_places(party, snapshots) for party in parties]
     return "diverged" if all(places) and not set.intersection(*places) else "shape-mismatch"
 
 
 def _operation(party: Party) -> str:
     if party.op is not None:
-        return f"operation {party.op.seq} of group {party.group}: {party.op}"
+        number = f"operation {party.op.seq}" if party.op.seq else "a call"
+        return f"{number} of group {party.group}: {party.op}"
     return "an operation of another size"
 
 
@@ -298,23 +314,32 @@ def _entered(party: Party, parties: tuple[Party, ...]) -> str:
     return str(party.op)
 
 
-def _frame(snapshots: Snapshots, rank: int) -> Frame | None:
-    return stacks.users_frame(snapshots[rank].main) if rank in snapshots else None
+def _places(party: Party, snapshots: Snapshots) -> set[tuple[Place, ...]]:
+    """Return the lines from which the ranks of a party made the call, each with its callers where they are known."""
+    if party.op is not None and party.op.frames:
+        return {tuple((frame.file, frame.line) for frame in party.op.frames)}
+    places = (place_of(snapshots[rank]) for rank in party.ranks if rank in snapshots)
+    return {(place,) for place in places if place is not None}
 
 
-def _where(party: Party, snapshots: Snapshots) -> str:
-    """The line of one that still waits in it: another one of the party may be done with it and somewhere else by now."""
+def _party_frame(party: Party, parties: tuple[Party, ...], snapshots: Snapshots) -> Frame | None:
+    """Return the line from which a party entered its operation, or None if that can't be known.
+
+    Where all made the call from the same line of a helper function, that is the first caller's line in which they
+    differ. A rank that is done with the operation is somewhere else by now: its present stack says nothing about it.
+    """
     op = party.op
-    there = [
-        rank
-        for rank in party.ranks
-        if rank in snapshots and any(op == one for group in snapshots[rank].groups for one in group.ops if not one.done)
-    ]
-    for rank in (*there, *party.ranks):
-        frame = _frame(snapshots, rank)
-        if frame is not None:
-            return str(frame)
-    return ""
+    if op is not None and op.frames:
+        callers = [other.op.frames for other in parties if other.op is not None and other.op.frames]
+        common = min(map(len, callers))
+        differ = (depth for depth in range(common) if len({frames[depth] for frames in callers}) > 1)
+        return op.frames[next(differ, 0)]
+    for rank in party.ranks:
+        groups = snapshots[rank].groups if rank in snapshots else ()
+        waits = any(op == one for group in groups for one in group.ops if not one.done)
+        if rank in snapshots and (waits or op is None or not groups):
+            return stacks.users_frame(snapshots[rank].main)
+    return None
 
 
 def _left_the_loop(snapshots: Snapshots, guilty: tuple[int, ...], others: tuple[int, ...]) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract.shape import shape
+from stoker.contract.quantities import counted
+from stoker.contract.shape import replace, shape
 from stoker.contract.typed import readable
 
 _SIZES = 400  # characters of the sizes of an operation: it may have hundreds of tensors
@@ -59,13 +60,26 @@ class Op:
     done: bool
     order: int = 0
     usual: bool | None = None  # it is what came next before too (contract/collectives.py)
+    frames: tuple[Frame, ...] = ()  # of the script, when it made the call; none for what torch starts in C++ (DDP)
+    dtype: str = ""
 
     def __str__(self) -> str:
         if not self.sizes:
             return self.name
+        if self.dtype:  # from the log of calls, which has no shape
+            return f"{self.name} of {counted(self.sizes[0][0], 'element')} ({self.dtype})"
         shapes = ", ".join(str(one[:_SIZES] if isinstance(one, (list, str)) else one) for one in self.sizes[:_SIZES])
         cut = shapes if len(shapes) <= _SIZES else shapes[:_SIZES] + "…"
         return f"{self.name} of shape{'s' if len(self.sizes) > 1 else ''} {cut}"
+
+
+@shape
+class Party:
+    """Ranks that entered the same operation."""
+
+    ranks: tuple[int, ...]
+    group: str = ""
+    op: Op | None = None  # None: it is not known: gloo ended these ranks, and their recorders with them
 
 
 @shape
@@ -82,6 +96,30 @@ class Group:
         if len(undone) > 20:  # a torch that never marks them done: only the newest can be what it waits in
             return undone[-1]
         return undone[0] if undone else None
+
+
+@shape
+class Call:
+    """A call of torch.distributed as the script made it (control/rank/call_log.py). It can be read after the rank's end."""
+
+    number: int
+    count: int
+    name: str
+    group: str
+    entered_ns: int
+    left_ns: int  # 0: it has not returned; 1: it raised
+    elements: int = -1
+    dtype: str = ""
+    peer: int | None = None
+    frames: tuple[Frame, ...] = ()  # of the script, the innermost first
+
+    @property
+    def returned(self) -> bool:
+        return self.left_ns > 1
+
+    @property
+    def where(self) -> str:
+        return str(self.frames[0]) if self.frames else ""
 
 
 @shape
@@ -117,6 +155,7 @@ class Snapshot:
     stacks_by: str = ""
     groups: tuple[Group, ...] = ()
     no_groups: str = ""
+    calls: tuple[Call, ...] = ()  # its newest, oldest first
     workers: tuple[Worker, ...] = ()
     message: str = ""  # recv or send, where its main thread is in one
     peer: int | None = None  # with whom
@@ -150,4 +189,18 @@ def main_thread(threads: tuple[Thread, ...]) -> Thread | None:
 def read(rank: int, data: dict[str, Any]) -> Snapshot:
     card = data["gpu"] if isinstance(data.get("gpu"), dict) else {}
     of_card = {"gpu_use": card.get("use"), "throttle": card.get("throttle"), "lanes": card.get("lanes")}
-    return Snapshot(**{**readable(Snapshot, {**data, **of_card}), "rank": rank})
+    snapshot = Snapshot(**{**readable(Snapshot, {**data, **of_card}), "rank": rank})
+    groups = tuple(
+        replace(group, ops=tuple(replace(op, frames=_caller(op, group, snapshot.calls)) for op in group.ops))
+        for group in snapshot.groups
+    )
+    return replace(snapshot, groups=groups)
+
+
+def _caller(op: Op, group: Group, calls: tuple[Call, ...]) -> tuple[Frame, ...]:
+    """Return the lines of the script that started an operation: those of the call that was under way at that time."""
+    for call in reversed(calls):
+        same_group = not call.group or call.group == group.name or call.name == "new_group"
+        if same_group and call.entered_ns <= op.order and (not call.returned or op.order <= call.left_ns):
+            return call.frames
+    return ()

@@ -147,10 +147,10 @@ class Watcher:
             one.stopped_since = 0.0
         self._forget()
 
-    def failed(self, rank: int, collectives: Sequence[Any], frames: Sequence[Any]) -> None:
+    def failed(self, rank: int, collectives: Sequence[Any], frames: Sequence[Any], calls: Sequence[Any] = ()) -> None:
         """Its last operations and its stack. torch calls one that failed done: the newest, or all from the first unusual."""
         samples = [[{"main": True, "frames": frames}]]
-        seen = snapshot.read(rank, {"state": "Z", "groups": collectives, "samples": samples})
+        seen = snapshot.read(rank, {"state": "Z", "groups": collectives, "samples": samples, "calls": calls})
         orders = {op.order: op.usual for group in seen.groups for op in group.ops}
         usual = max((order for order, was in orders.items() if was), default=0)
         failed = min(

@@ -1,0 +1,210 @@
+"""A rank's latest `torch.distributed` calls, in shared memory: the shim writes them, the agent reads them.
+
+torch's flight recorder knows which operations ran, but not which line called them, and it is gone when a rank aborts.
+This log survives an abort, can be read while a thread holds the GIL, and needs no answer from the rank.
+"""
+
+from __future__ import annotations
+
+import struct
+from mmap import mmap
+
+from stoker.contract.stacktext import is_library
+
+TYPE_CHECKING = False  # this file is imported in every rank
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import CodeType, FrameType, ModuleType
+    from typing import Any
+
+VERSION = 1
+SLOTS = 128
+FRAMES = 4  # lines of the script that are kept of a call, the innermost first
+_HEAD = struct.Struct("<II")  # version, bytes of text
+# number of the call (from 1), entered_ns, left_ns (0: not yet, 1: it raised), number within its group, elements, text, peer
+_CALL = struct.Struct("<QQQIqIi")
+_LEFT = struct.Struct("<Q")
+_LEFT_AT = 16
+_CALLS_AT = _HEAD.size
+_TEXT_AT = _CALLS_AT + SLOTS * _CALL.size
+_TEXT_SIZE = 48 << 10
+SIZE = _TEXT_AT + _TEXT_SIZE
+_NO_PEER = -1
+
+# What a script calls: (function, index of its `group` argument or None, index of its peer or None).
+_CALLS: tuple[tuple[str, int | None, int | None], ...] = (
+    ("all_gather", 2, None),
+    ("all_gather_into_tensor", 2, None),
+    ("all_gather_object", 2, None),
+    ("all_reduce", 2, None),
+    ("all_to_all", 2, None),
+    ("all_to_all_single", 4, None),
+    ("barrier", 0, None),
+    ("batch_isend_irecv", None, None),
+    ("broadcast", 2, None),
+    ("broadcast_object_list", 2, None),
+    ("gather", 3, None),
+    ("gather_object", 3, None),
+    ("irecv", 2, 1),
+    ("isend", 2, 1),
+    ("monitored_barrier", 0, None),
+    ("new_group", None, None),
+    ("recv", 2, 1),
+    ("reduce", 3, None),
+    ("reduce_scatter", 3, None),
+    ("reduce_scatter_tensor", 3, None),
+    ("scatter", 3, None),
+    ("scatter_object_list", 3, None),
+    ("send", 2, 1),
+)
+# Counted apart, since only some members of a group make them.
+_KINDS = dict.fromkeys(("batch_isend_irecv", "irecv", "isend", "recv", "send"), "message") | {"new_group": "new_group"}
+
+
+class Writer:
+    """Wraps the calls of torch.distributed and records each one, at about 1.5 µs a call."""
+
+    def __init__(self, memory: mmap, offset: int, clock: Callable[[], int]) -> None:
+        self._memory = memory
+        self._offset = offset
+        self._clock = clock
+        self._begun = 0
+        self._text_used = 0
+        self._texts: dict[Any, int] = {}  # -> where the text begins, from 1; 0: no space was left for it
+        self._own: dict[CodeType, bool] = {}  # is this code the script's?
+        self._counts: dict[tuple[str, str], int] = {}
+        self.active = True  # not in a forked worker: it shares the memory and must not write to it
+        _HEAD.pack_into(memory, offset, VERSION, 0)
+
+    def wrap(self, module: ModuleType) -> None:
+        """Replace the functions of torch.distributed.distributed_c10d, before others import them from there."""
+        for name, group_at, peer_at in _CALLS:
+            function = getattr(module, name, None)
+            if function is not None:
+                setattr(module, name, self._wrapped(function, name, group_at, peer_at, module.__dict__))
+
+    def _wrapped(
+        self, function: Any, name: str, group_at: int | None, peer_at: int | None, inside: dict[str, Any]
+    ) -> Any:
+        import functools
+        from sys import _getframe
+
+        memory, first, clock, begin = self._memory, self._offset + _CALLS_AT, self._clock, self._begin
+        size, pack, names = _CALL.size, _LEFT.pack_into, inside["_world"].pg_names
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            frame = _getframe(1)
+            if frame.f_globals is inside or not self.active:  # within another call: the log has the outer one
+                return function(*args, **kwargs)
+            group = None
+            if group_at is not None:
+                group = args[group_at] if len(args) > group_at else kwargs.get("group")
+            peer: Any = _NO_PEER
+            if peer_at is not None:
+                peer = args[peer_at] if len(args) > peer_at else kwargs.get("dst", kwargs.get("src"))
+            try:
+                group_name = "0" if group is None else names.get(group, "")
+                number = begin(name, frame, group_name, args[0] if args else kwargs.get("tensor"), peer)
+            except Exception:  # never at the cost of the script: one call less in the log
+                return function(*args, **kwargs)
+            left = first + (number - 1) % SLOTS * size + _LEFT_AT
+            try:
+                result = function(*args, **kwargs)
+            except BaseException:
+                pack(memory, left, 1)
+                raise
+            pack(memory, left, clock())
+            return result
+
+        return call
+
+    def _begin(self, name: str, frame: FrameType | None, group: str, tensor: Any, peer: Any) -> int:
+        try:
+            elements, dtype = tensor.numel(), tensor.dtype
+        except AttributeError:  # a list of tensors, an object
+            elements, dtype = -1, None
+        own, key = self._own, [name, group, dtype]
+        while frame is not None and len(key) < 2 * FRAMES + 3:
+            code = frame.f_code
+            mine = own.get(code)
+            if mine is None:
+                mine = own[code] = not is_library(code.co_filename)
+            if mine:
+                key.append(code)
+                key.append(frame.f_lasti)
+            frame = frame.f_back
+        site = tuple(key)
+        text = self._texts.get(site)
+        if text is None:
+            text = self._texts[site] = self._keep(name, group, dtype, key[3:])
+        counted = group, _KINDS.get(name, "collective")
+        count = self._counts[counted] = self._counts.get(counted, 0) + 1
+        self._begun = number = self._begun + 1
+        at = self._offset + _CALLS_AT + (number - 1) % SLOTS * _CALL.size
+        whom = peer if type(peer) is int else _NO_PEER
+        _CALL.pack_into(self._memory, at, number, self._clock(), 0, count, elements, text, whom)
+        return number
+
+    def _keep(self, name: str, group: str, dtype: Any, sites: list[Any]) -> int:
+        lines = [f"{name}\t{group}\t{'' if dtype is None else str(dtype).removeprefix('torch.')}"]
+        for code, instruction in zip(sites[::2], sites[1::2], strict=True):
+            lines.append(f"{code.co_filename}\t{_line_of(code, instruction)}\t{code.co_name}")
+        text = "\n".join(lines).encode("utf-8", "replace") + b"\0"
+        at = self._text_used
+        if at + len(text) > _TEXT_SIZE:
+            return 0
+        start = self._offset + _TEXT_AT + at
+        self._memory[start : start + len(text)] = text
+        self._text_used = at + len(text)
+        _HEAD.pack_into(self._memory, self._offset, VERSION, self._text_used)
+        return at + 1
+
+
+def _line_of(code: CodeType, instruction: int) -> int:
+    for first, last, line in code.co_lines():
+        if first <= instruction < last:
+            return line or 0
+    return code.co_firstlineno
+
+
+def read_calls(memory: mmap, offset: int, newest: int = SLOTS) -> list[dict[str, Any]]:
+    """Return the newest calls that the log still holds, oldest first. What can't be read is left out.
+
+    Keys: number (of all calls of the rank, from 1), count (of the collectives, or of the messages, of this group), name,
+    group (torch's name of it), entered_ns, left_ns (0: it has not returned; 1: it raised), elements and dtype (of its
+    tensor; -1: not one tensor), peer (of a message, else None), frames ([function, file, line] of the script, the innermost first).
+    """
+    version, used = _HEAD.unpack_from(memory, offset)
+    if version != VERSION or used > _TEXT_SIZE:
+        return []  # the script wrote over it, or has not imported torch.distributed
+    texts = memory[offset + _TEXT_AT : offset + _TEXT_AT + used]
+    calls = []
+    for slot in range(SLOTS):
+        record = _CALL.unpack_from(memory, offset + _CALLS_AT + slot * _CALL.size)
+        number, entered_ns, left_ns, count, elements, text, peer = record
+        if number and (number - 1) % SLOTS == slot and text <= used:
+            calls.append(
+                {
+                    "number": number,
+                    "count": count,
+                    "entered_ns": entered_ns,
+                    "left_ns": left_ns,
+                    "elements": elements,
+                    "peer": None if peer == _NO_PEER else peer,
+                    **_read_text(texts, text),
+                }
+            )
+    return sorted(calls, key=lambda call: int(call["number"]))[-newest:]
+
+
+def _read_text(texts: bytes, start: int) -> dict[str, Any]:
+    if not start:
+        return {"name": "?", "group": "", "dtype": "", "frames": []}
+    head, *lines = texts[start - 1 :].partition(b"\0")[0].decode("utf-8", "replace").split("\n")
+    name, group, dtype = [*head.split("\t"), "", ""][:3]
+    frames = []
+    for line in lines:
+        file, number, function = [*line.split("\t"), "", ""][:3]
+        frames.append([function, file, int(number) if number.isdecimal() else 0])
+    return {"name": name, "group": group, "dtype": dtype, "frames": frames}

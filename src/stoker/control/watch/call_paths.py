@@ -1,0 +1,79 @@
+"""Compares the ranks' logs of torch.distributed calls: the first call of a group in which its members differ. Pure.
+
+The n-th collective of a group must be the same call on all of its members. The log has the caller's line at the time of the
+call and outlives an abort, so it also covers ranks whose flight recorder is gone. Operations that torch starts in C++
+(DDP's gradients) are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stoker.contract.collectives import is_usual, sizes_must_agree
+from stoker.control.watch.snapshot import Call, Op, Party, Snapshot, Snapshots
+
+_NOT_COLLECTIVE = ("batch_isend_irecv", "irecv", "isend", "new_group", "recv", "send")
+
+
+def first_difference(snapshots: Snapshots) -> list[Party]:
+    """Return the parties of the first call in which ranks differ and that held somebody up; empty if there is none."""
+    groups = dict.fromkeys(call.group for one in snapshots.values() for call in _collectives(one) if call.group)
+    for group in groups:
+        by_rank = {
+            rank: {call.count: call for call in _collectives(one) if call.group == group}
+            for rank, one in snapshots.items()
+        }
+        parties = _compare(group, {rank: calls for rank, calls in by_rank.items() if calls}, snapshots)
+        if parties:
+            return parties
+    return []
+
+
+def _compare(group: str, by_rank: Mapping[int, Mapping[int, Call]], snapshots: Snapshots) -> list[Party]:
+    if len(by_rank) < 2:
+        return []
+    # Calls that have been written over on one rank are left out on all.
+    first = max(min(calls) for calls in by_rank.values())
+    last = max(max(calls) for calls in by_rank.values())
+    for count in range(first, last + 1):
+        here = {rank: calls[count] for rank, calls in by_rank.items() if count in calls}
+        if all(call.returned for call in here.values()):
+            continue  # they differ by design, or are the same
+        failed = any(snapshots[rank].state == "Z" for rank in here)
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for rank, call in here.items():
+            alike.setdefault(_likeness(call, failed), []).append(rank)
+        if len(alike) > 1:
+            return [_party(group, here, ranks, snapshots) for ranks in alike.values()]
+    return []
+
+
+def _likeness(call: Call, failed: bool) -> tuple[object, ...]:
+    """What the members of a group must have in common. `failed`: the call ended a rank, so any difference counts."""
+    if failed or sizes_must_agree(call.name):
+        return call.name, call.elements, call.dtype
+    return (call.name,)
+
+
+def _party(group: str, here: Mapping[int, Call], ranks: list[int], snapshots: Snapshots) -> Party:
+    rank = min(ranks, key=lambda rank: here[rank].returned)  # one that still waits in it, if there is one
+    return Party(tuple(sorted(ranks)), group, as_op(here[rank], snapshots[rank]))
+
+
+def as_op(call: Call, snapshot: Snapshot) -> Op:
+    """Return the call in the form of a recorded operation."""
+    backend = next((one.backend for one in snapshot.groups if one.name == call.group and one.backend), "gloo")
+    sizes = ([call.elements],) if call.elements >= 0 else ()
+    name = f"{backend}:{call.name}"
+    usual = _is_usual(call, snapshot)
+    return Op(0, 0, name, sizes, call.returned, call.entered_ns, usual, call.frames, call.dtype)
+
+
+def _is_usual(call: Call, snapshot: Snapshot) -> bool | None:
+    """Is this call, from this line, what came next whenever the calls before were the same?"""
+    path = [(_likeness(one, True), one.where) for one in _collectives(snapshot) if one.number <= call.number]
+    return is_usual(path[:-1], path[-1]) if path else None
+
+
+def _collectives(snapshot: Snapshot) -> list[Call]:
+    return [call for call in snapshot.calls if call.name not in _NOT_COLLECTIVE]
