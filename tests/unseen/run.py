@@ -1,0 +1,389 @@
+"""Runs the programs of this folder under `stoker run` and scores how well the verdict names cause, rank and line.
+
+    python tests/unseen/run.py --only path_ --out results.jsonl     # programs whose name contains path_
+    python tests/unseen/run.py --report results.jsonl               # print the tables of results again
+    python tests/unseen/run.py --torchrun --repeats 3               # each program three times, and once under torchrun
+
+The expected answer stands in a program's first docstring, as `key: value` lines; README.md in this folder describes the keys.
+The expectations are written from what the program does, before any run of it, and are not adapted to Stoker's answers.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import fnmatch
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+# Options of `stoker run`, the same for all programs of a kind. Only programs that hang get a shorter --hang-timeout than the default of 5 minutes.
+OPTIONS = {
+    "hang": ("--hang-timeout", "10s"),
+    "crash": (),
+    "numbers": (),
+    "slow": (),
+    "healthy": (),
+}
+LIMIT = 120.0  # seconds until the runner stops a run
+TORCHRUN_LIMIT = 40.0
+STOP_GRACE = 45.0
+
+# A family accepts every cause that is a fair name for the fault, so that a cause may be split, merged or renamed.
+FAMILIES = {
+    "diverged": (
+        "gloo.diverged",
+        "gloo.shape",
+        "gloo.unequal-batches",
+        "hang.op-mismatch",
+        "hang.shape-mismatch",
+        "hang.rank-only",
+        "collective.*",
+        "p2p.*",
+    ),
+    "hang": ("hang.sleep", "hang.lock", "hang.io", "hang.child", "hang.spin", "hang.place", "hang.thread*", "hang.wait*", "hang.queue", "hang.pool"),
+    "numbers": ("nan.*", "numbers.*", "loss.*"),
+    "flat": ("numbers.*", "loss.*", "*.constant*", "*.flat*", "*.zero*", "*.frozen*"),
+    "slow": ("slow.*",),
+    "raised": ("rank.exception",),
+}
+NAMES_NO_RANK = ("unknown", "hang.together", "gloo.timeout", "nccl.timeout", "none")
+SCORES = ("right", "half", "wrong", "undecided", "invalid")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program and the answer that is expected for it."""
+
+    name: str
+    path: Path
+    description: str
+    group: str  # the class of faults
+    kind: str  # a key of OPTIONS
+    ranks: int
+    causes: tuple[str, ...]  # patterns
+    guilty: tuple[int | None, ...]  # accepted values of the verdict's rank; None: nobody in particular
+    lines: str  # required | all | none
+    decidable: bool
+    outcome: str  # fails | completes | any
+    mention: tuple[str, ...]
+    no_mention: tuple[str, ...]
+    args: tuple[str, ...]
+    needs: tuple[str, ...]
+    limit: float
+
+    def marked(self, mark: str) -> list[str]:
+        """Return `file.py:N` for each line that ends with the comment `# MARK`."""
+        places = []
+        for path in sorted(self.path.parent.glob("*.py")) if self.path.name == "train.py" else [self.path]:
+            for number, text in enumerate(path.read_text().splitlines(), 1):
+                if text.rstrip().endswith(f"# {mark}"):
+                    places.append(f"{path.name}:{number}")
+        return places
+
+    def missing(self) -> str:
+        """Return the first library that the program needs and that is not installed, or an empty string."""
+        return next((name for name in self.needs if importlib.util.find_spec(name) is None), "")
+
+
+@dataclass
+class Verdict:
+    """What Stoker recorded about a run."""
+
+    status: str = "none"  # completed | failed | …; none: no verdict was written
+    cause: str = "none"
+    rank: int | None = None
+    exit_code: int | None = None
+    summary: str = ""
+    fix: list[str] = field(default_factory=list)
+    evidence: list[str] = field(default_factory=list)
+    suspicions: list[dict[str, Any]] = field(default_factory=list)  # events: suspicion, numbers, straggler
+
+    @property
+    def text(self) -> str:
+        """What the console shows of the verdict: the summary and what to do."""
+        return "\n".join([self.summary, *self.fix])
+
+
+def parse(path: Path, name: str) -> Program:
+    """Read a program's header. Raises ValueError if a required key is missing or a value is unknown."""
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    description, _, rest = docstring.partition("\n\n")
+    keys = dict(re.findall(r"^([a-z-]+): *(.*)$", rest, re.MULTILINE))
+
+    def listed(key: str) -> tuple[str, ...]:
+        return tuple(item.strip() for item in keys.get(key, "").split(",") if item.strip())
+
+    causes: list[str] = []
+    for item in listed("expect"):
+        causes += FAMILIES[item[1:]] if item.startswith("@") else [item]
+    kind, ranks = keys["kind"], int(keys["ranks"])
+    if kind not in OPTIONS:
+        raise ValueError(f"{path}: kind is {kind}, not one of {', '.join(OPTIONS)}")
+    guilty: list[int | None] = []
+    for item in listed("rank") or ("none",):
+        if item == "any":
+            guilty += [None, *range(ranks)]
+        else:
+            guilty.append(None if item == "none" else int(item))
+    return Program(
+        name=name,
+        path=path,
+        description=" ".join(description.split()),
+        group=keys["class"],
+        kind=kind,
+        ranks=ranks,
+        causes=tuple(causes),
+        guilty=tuple(guilty),
+        lines=keys.get("line", "none"),
+        decidable=keys.get("decidable", "yes") == "yes",
+        outcome=keys.get("outcome", "completes" if kind in ("healthy", "slow") else "fails"),
+        mention=listed("must-mention"),
+        no_mention=listed("must-not-mention"),
+        args=tuple(keys.get("args", "").split()),
+        needs=listed("needs"),
+        limit=float(keys.get("limit", LIMIT)),
+    )
+
+
+def programs() -> list[Program]:
+    """Return all programs: the scripts of this folder, and train.py of each folder in it."""
+    found = [(path, path.stem) for path in HERE.glob("*.py") if path.name not in ("run.py", "__init__.py")]
+    found += [(path, path.parent.name) for path in HERE.glob("*/train.py")]
+    return [parse(path, name) for path, name in sorted(found, key=lambda item: item[1])]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return the environment of a run: one thread per rank, no network, temporary files in `folder`."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("STOKER_", "PET_", "TORCHELASTIC_"))}
+    return env | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(folder / "datasets"),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "TMPDIR": str(folder),
+    }
+
+
+def run_limited(command: Sequence[str], cwd: Path, limit: float) -> tuple[int | None, float, str]:
+    """Run a command; return its exit code (None if it was stopped at the limit), its seconds, and what it printed.
+
+    At the limit it gets SIGTERM, and after a grace period its process group SIGKILL.
+    """
+    output = cwd / "console.txt"
+    began = time.monotonic()
+    with output.open("w") as console:
+        process = subprocess.Popen(
+            command, cwd=cwd, env=environment(cwd), stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        code: int | None
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+            process.terminate()
+            try:
+                process.wait(STOP_GRACE)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return code, time.monotonic() - began, output.read_text(errors="replace")
+
+
+def read_verdict(runs: Path) -> Verdict:
+    """Read verdict.json and the events of the newest run below `runs`."""
+    verdict = Verdict()
+    run = runs / "latest"
+    if (run / "verdict.json").exists():
+        content = json.loads((run / "verdict.json").read_text())
+        for key in ("status", "cause", "rank", "exit_code", "summary", "fix", "evidence"):
+            setattr(verdict, key, content.get(key))
+    if (run / "events.jsonl").exists():
+        for line in (run / "events.jsonl").read_text().splitlines():
+            event = json.loads(line)
+            if event["event"] in ("suspicion", "numbers", "straggler"):
+                verdict.suspicions.append({key: event[key] for key in ("event", "cause", "rank", "summary") if key in event})
+    return verdict
+
+
+def names_line(place: str, text: str) -> bool:
+    return re.search(rf"\b{re.escape(place)}(?!\d)", text) is not None
+
+
+def score(program: Program, verdict: Verdict, code: int | None) -> tuple[str, str]:
+    """Compare a verdict with the expected answer; return a score of SCORES and the reason for it."""
+    if program.kind == "healthy":
+        return score_healthy(verdict, code)
+    if program.outcome == "completes" or (program.outcome == "any" and verdict.status == "completed"):
+        return score_suspicion(program, verdict)
+    if verdict.status == "completed":
+        return "invalid", "the program completed"
+    if code is None:
+        return "undecided", "no verdict within the limit"
+    blamed, cause = verdict.rank, verdict.cause
+    matches = any(fnmatch.fnmatchcase(cause, pattern) for pattern in program.causes)
+    if program.decidable and cause in NAMES_NO_RANK and not matches:
+        return "undecided", f"{cause}: names no cause"
+    if blamed is not None and blamed not in program.guilty:
+        return "wrong", f"blames rank {blamed} ({cause})"
+    if not matches:
+        return "wrong", f"cause {cause}"
+    gaps = []
+    if blamed not in program.guilty:
+        gaps.append("no rank blamed")
+    gaps += text_gaps(program, verdict.text)
+    return ("half", "; ".join(gaps)) if gaps else ("right", "")
+
+
+def text_gaps(program: Program, text: str) -> list[str]:
+    """Return what the text should name and does not, and what it should not mention and does."""
+    fault, near = program.marked("FAULT"), program.marked("NEAR")
+    gaps = []
+    if program.lines == "all":
+        gaps += [f"{place} not named" for place in fault if not names_line(place, text)]
+    elif program.lines == "required" and not any(names_line(place, text) for place in fault + near):
+        gaps.append(f"{' / '.join(fault)} not named")
+    gaps += [f"does not mention {word!r}" for word in program.mention if word.lower() not in text.lower()]
+    gaps += [f"mentions {word!r}" for word in program.no_mention if word.lower() in text.lower()]
+    return gaps
+
+
+def score_healthy(verdict: Verdict, code: int | None) -> tuple[str, str]:
+    if code is None:
+        return "invalid", "not done within the limit"
+    if verdict.status == "completed":
+        return "right", ""
+    return "wrong", f"blamed: {verdict.cause}, rank {verdict.rank}: {verdict.summary}"
+
+
+def score_suspicion(program: Program, verdict: Verdict) -> tuple[str, str]:
+    """Score a program that completes: a suspicion or a straggler has to name its cause and its rank."""
+    if verdict.status != "completed":
+        return "wrong", f"did not complete: {verdict.cause}: {verdict.summary}"
+    if not program.causes:
+        return ("right", "") if not any(event["event"] == "straggler" for event in verdict.suspicions) else ("wrong", "a rank is suspected")
+    named = [
+        event
+        for event in verdict.suspicions
+        if any(fnmatch.fnmatchcase(str(event.get("cause")), pattern) for pattern in program.causes)
+    ]
+    if not named:
+        return "undecided", "no suspicion with this cause"
+    if any(event.get("rank") is not None and event.get("rank") not in program.guilty for event in named):
+        return "wrong", f"suspects rank {named[0].get('rank')}"
+    gaps = text_gaps(program, "\n".join(str(event.get("summary")) for event in named))
+    if not any(event.get("rank") in program.guilty for event in named):
+        gaps.append("no rank named")
+    return ("half", "; ".join(gaps)) if gaps else ("right", "")
+
+
+def run_program(program: Program, launcher: Sequence[str], keep: Path | None, with_torchrun: bool) -> dict[str, Any]:
+    """Run one program under Stoker in a fresh folder and return its result."""
+    folder = Path(tempfile.mkdtemp(prefix="unseen-"))
+    try:
+        command = [*launcher, "run", "--nproc-per-node", str(program.ranks), "--runs-dir", str(folder / "runs")]
+        command += [*OPTIONS[program.kind], str(program.path), *program.args]
+        code, seconds, console = run_limited(command, folder, program.limit)
+        verdict = read_verdict(folder / "runs")
+        points, reason = score(program, verdict, code)
+        result: dict[str, Any] = {
+            "program": program.name,
+            "class": program.group,
+            "kind": program.kind,
+            "score": points,
+            "reason": reason,
+            "seconds": round(seconds, 1),
+            "code": code,
+            "verdict": asdict(verdict),
+            "console": console[-3000:],
+        }
+        if keep is not None:
+            shutil.copytree(folder, keep / program.name, symlinks=True, dirs_exist_ok=True, ignore=lambda _, names: [n for n in names if n != "runs" and not n.startswith("20") and n.endswith(".fifo")])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if with_torchrun:
+        folder = Path(tempfile.mkdtemp(prefix="unseen-torchrun-"))
+        try:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(program.ranks)]
+            code, seconds, console = run_limited([*command, str(program.path), *program.args], folder, TORCHRUN_LIMIT)
+            result["torchrun"] = {"code": code, "seconds": round(seconds, 1), "console": console[-3000:]}
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+def table(results: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the table of scores per class, and of the list of what is not right."""
+    rows = list(results)
+    yield f"{'class':<16}{'runs':>6}" + "".join(f"{name:>11}" for name in SCORES)
+    for group in [*dict.fromkeys(row["class"] for row in rows), None]:
+        chosen = [row for row in rows if group is None or row["class"] == group]
+        counts = "".join(f"{sum(row['score'] == name for row in chosen):>11}" for name in SCORES)
+        yield f"{group or 'total':<16}{len(chosen):>6}{counts}"
+    for row in rows:
+        if row["score"] != "right":
+            verdict = row["verdict"]
+            yield f"\n{row['program']}: {row['score']}: {row['reason']}"
+            yield f"    {verdict['status']}, {verdict['cause']}, rank {verdict['rank']}: {verdict['summary']}"
+            for event in verdict["suspicions"]:
+                yield f"    {event['event']}: {event.get('cause')}, rank {event.get('rank')}: {event.get('summary')}"
+
+
+def stoker_command() -> list[str]:
+    beside_python = Path(sys.executable).with_name("stoker")
+    return [str(beside_python)] if beside_python.exists() else [sys.executable, "-m", "stoker"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", help="run programs whose name or class contains this; may be given several times")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--torchrun", action="store_true", help=f"run each program once under torchrun too, for at most {TORCHRUN_LIMIT:.0f} s")
+    parser.add_argument("--out", type=Path, help="append each result to this file of JSON lines")
+    parser.add_argument("--keep", type=Path, help="copy each run's folder into this folder")
+    parser.add_argument("--report", type=Path, help="print the tables of this file and run nothing; of several results of a program the newest counts")
+    parser.add_argument("--list", action="store_true", help="list the programs and run nothing")
+    options = parser.parse_args()
+    if options.report:
+        newest = {row["program"]: row for row in map(json.loads, options.report.read_text().splitlines())}
+        print("\n".join(table(newest[name] for name in sorted(newest))))
+        return 0
+    chosen = [p for p in programs() if not options.only or any(word in p.name or word == p.group for word in options.only)]
+    if options.list:
+        for program in chosen:
+            print(f"{program.name:<44}{program.group:<16}{program.kind:<9}{program.ranks}  {program.description}")
+        return 0
+    results = []
+    for program in chosen:
+        if missing := program.missing():
+            print(f"{program.name}: skipped: {missing} is not installed", flush=True)
+            continue
+        for repeat in range(options.repeats):
+            result = run_program(program, stoker_command(), options.keep, options.torchrun and repeat == 0)
+            results.append(result)
+            print(f"{program.name}: {result['score']} {result['reason']} ({result['seconds']} s)", flush=True)
+            if options.out:
+                with options.out.open("a") as out:
+                    out.write(json.dumps(result) + "\n")
+    print()
+    print("\n".join(table(results)))
+    return 0 if all(row["score"] == "right" for row in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

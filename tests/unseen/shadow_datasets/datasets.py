@@ -1,0 +1,3 @@
+"""The data sets of this project."""
+
+NAMES = ["books", "code"]

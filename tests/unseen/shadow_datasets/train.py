@@ -1,0 +1,22 @@
+"""datasets.py beside the script hides Hugging Face's datasets: load_dataset can't be imported.
+
+class: environment
+kind: crash
+ranks: 3
+needs: datasets
+expect: env.*, launch.*
+rank: any
+line: none
+must-mention: datasets.py
+"""
+
+import torch.distributed as dist
+from datasets import load_dataset
+
+
+def rows() -> list:
+    return list(load_dataset("json", data_files="train.jsonl", split="train"))
+
+
+dist.init_process_group("gloo")
+print(len(rows()))

@@ -1,0 +1,7 @@
+"""Random batches for smoke tests."""
+
+import torch
+
+
+def batch(rows: int) -> torch.Tensor:
+    return torch.randn(rows, 4)
