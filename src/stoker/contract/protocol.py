@@ -149,7 +149,7 @@ KINDS: dict[str, dict[str, str]] = {
     "inspection": {"ask": "int"},
     "error": {**_RANK, "error": "Any"},
     "exit": {**_RANK, "code": "int", "time": "float", "ours": "bool", "error": "Any", "elastic": "Any", "stack": "str", "steps": "int", "core": "bool",
-             "calls": "list[Any]", "oom_killed": "bool", "around": "Any"},
+             "calls": "list[Any]", "script_end": "Any", "oom_killed": "bool", "around": "Any"},
     # of the end
     "stopping": {},
     "helpers": {"names": "list[str]", "seconds": "float"},

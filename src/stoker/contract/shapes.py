@@ -30,6 +30,21 @@ class RankError:
 
 
 @shape
+class ScriptEnd:
+    """How a rank's script ended, as the shim saw it: its process may die after that, in a thread of a library."""
+
+    how: str  # return | exit
+    status: str = ""  # what sys.exit() was given
+    file: str = ""  # of the line that called sys.exit()
+    line: int = 0
+    function: str = ""
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}, in {self.function}" if self.file else ""
+
+
+@shape
 class Around:
     """What an agent sees when a rank ends badly: the keys of RankEnd.around, None where it could not be seen."""
 
@@ -60,6 +75,7 @@ class RankEnd:
     stack: str = ""  # what faulthandler wrote on a fatal signal
     oom_killed: bool = False
     core: bool = False
+    script_end: ScriptEnd | None = None  # None: not seen: an exception, a signal, os._exit()
     around: Around = Around()  # what its agent saw around a bad end
 
 

@@ -380,6 +380,10 @@ class Agent:
             self._vitals.note_holders(rank, self._nvml, self._run_id)
         elif kind == "shim":
             self._tell_memory(rank, "START")
+        elif kind == "ended":
+            how, status, file, line, function = [*name.split("\t"), "", "", "", ""][:5]
+            number = int(line) if untrusted.is_count(line) else 0
+            rank.script_end = {"how": how, "status": status, "file": file, "line": number, "function": function}
         elif kind == "note":
             self._relay.say({"is": "note", "rank": rank.rank, "text": name[:500]})
         elif kind == "groups":
@@ -415,6 +419,7 @@ class Agent:
     def _collect(self) -> None:
         """Ranks that ended, and orphans. Unswept, a rank stays our zombie: its group's number can't be reused."""
         reap(self._sweeper.groups)
+        self._read_mail()  # what a rank wrote before it ended
         for rank in list(self._by_pid.values()):
             end = ending(rank.pid)
             if end is None:
@@ -440,6 +445,7 @@ class Agent:
                     "steps": rank.steps,
                     "core": end[1],
                     "oom_killed": kills is not None and self._kills_before is not None and kills > self._kills_before,
+                    "script_end": rank.script_end,
                     "calls": newest_calls(rank.calls(CALLS)),
                     "around": self._vitals.around(rank, self._nvml, self._run_id) if bad else {},
                 }

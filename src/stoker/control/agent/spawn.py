@@ -40,6 +40,7 @@ class Rank:
         self.signalled = False
         self.reported = 0.0  # when the shim reported an exception: it is on its way out by itself
         self.ended: int | None = None
+        self.script_end: dict[str, Any] | None = None  # contract/shapes.py:ScriptEnd
         self.marks: set[str] = set()
         self.steps = 0
         self.beaten = 0.0  # when its last beat was noticed

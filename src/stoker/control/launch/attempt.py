@@ -7,7 +7,7 @@ from typing import Any
 
 from stoker.contract.checkpoints import SavedCheckpoint
 from stoker.contract.shape import fields_of, pick, replace
-from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Stall, Verdict
+from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, ScriptEnd, Stall, Verdict
 from stoker.contract.typed import read_shape
 from stoker.control.launch.plan import RunPlan
 from stoker.control.verdict.consequence import failed, is_consequence, is_mismatch, unquoted
@@ -159,6 +159,13 @@ def read_error(data: Any) -> RankError | None:
         return None
     # A host may send megabytes, and every cause looks through them.
     return unquoted(replace(error, message=error.message[:_MESSAGE], traceback=error.traceback[-_TRACEBACK:]))
+
+
+def read_script_end(data: Any) -> ScriptEnd | None:
+    try:
+        return _known(ScriptEnd, data)
+    except ValueError:
+        return None
 
 
 def read_around(data: Any) -> Around:

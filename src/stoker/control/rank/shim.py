@@ -14,13 +14,14 @@ from stoker.contract import layout, names
 TYPE_CHECKING = False  # typing and collections together cost every rank 8 ms
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
+    from typing import Any, NoReturn
 
 _pid = 0
 _socket_path = ""
 _files: dict[str, str] = {}
 _writer: Any = None
 _call_log: Any = None
+_exit_call: tuple[str, str, int, str] | None = None  # of the last sys.exit(): its status, file, line, function
 _kept_open: list[Any] = []  # files faulthandler writes to: open for the life of the process
 _script_steps = 0
 _optimizers: dict[int, list[int]] = {}  # id -> [number, steps]
@@ -45,6 +46,7 @@ def install() -> None:
     _allow_tracing(os.environ.pop(names.SHIM_TRACER, ""))
     _previous_hook = sys.excepthook
     sys.excepthook = _on_exception
+    _watch_exit()
     import atexit
 
     atexit.register(_at_exit)  # first in, last out: sees an exception even if the script replaced the hook
@@ -149,6 +151,35 @@ class _Groups(dict):  # type: ignore[type-arg]
         if name is not None:
             everybody = len(ranks) == int(os.environ.get("WORLD_SIZE", "0") or 0)
             tell("groups", f"{name}={'*' if everybody else ','.join(str(rank) for rank in ranks)}")
+
+
+def _watch_exit() -> None:
+    """Remember who called sys.exit(): a SystemExit reaches no excepthook."""
+    real = sys.exit
+
+    def exit(status: Any = None, /) -> NoReturn:
+        global _exit_call
+        if inside():
+            from stoker.contract.stacktext import is_library
+
+            caller: Any = sys._getframe(1)
+            frame: Any = caller
+            while caller is not None and is_library(caller.f_code.co_filename):  # argparse's, for example
+                caller = caller.f_back
+            frame = caller or frame
+            _exit_call = str(status)[:200], frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        real(status)
+
+    exit.__doc__ = real.__doc__
+    sys.exit = exit
+
+
+def _on_script_end() -> None:
+    """The main script has ended, its threads may live on: tell how, for a process that dies before it has shut down."""
+    if not inside() or _reported:
+        return
+    status, file, line, function = _exit_call or ("", "", 0, "")
+    tell("ended", f"{'exit' if _exit_call else 'return'}\t{status}\t{file}\t{line}\t{function}")
 
 
 def _on_exception(kind: type[BaseException], value: BaseException, trace: Any) -> None:
@@ -327,6 +358,12 @@ def _nothing_more(_module: Any) -> None:
 
 def _torch_loaded(_module: Any) -> None:
     tell("mark", "POST-IMPORT")
+    import threading  # torch has loaded it
+
+    # Python's own hook at the end of the main script, before it joins threads; concurrent.futures uses it.
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(_on_script_end)
 
 
 def _optimizers_loaded(module: Any) -> None:

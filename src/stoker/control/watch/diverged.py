@@ -14,7 +14,7 @@ from stoker.contract.quantities import ranks_text
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Stall
 from stoker.control.watch import call_paths, rank_only, stacks
-from stoker.control.watch.snapshot import Frame, Group, Members, Op, Party, Snapshot, Snapshots
+from stoker.control.watch.snapshot import Call, Frame, Group, Members, Op, Party, Snapshot, Snapshots
 from stoker.control.watch.waits import Wait, Waits
 
 Place = tuple[str, int]  # file and line of the script
@@ -59,12 +59,13 @@ def parting(snapshots: Snapshots, members: Members, world: int) -> Parting | Non
 
 
 def from_silence(snapshots: Snapshots) -> Parting | None:
-    """gloo ended some ranks because sizes differ, and the others agree: then the ended ones did something else.
+    """Return who left the common path if gloo ended some ranks because sizes differ, or None if that can't be seen.
 
-    Not if the log of calls shows that they made the same call: what differs then can't be seen.
+    The recorders of the ended ranks are gone, and the others agree. The log of calls shows what the ended ones did: the
+    same call as the others, nothing (they were in DDP's backward pass too), or another call. Without a log they did
+    something else.
     """
     known = {rank: one for rank, one in snapshots.items() if any(group.ops for group in one.groups)}
-    mute = tuple(sorted(rank for rank in snapshots if rank not in known))
     under_way = [
         (op.order, group.name, op)
         for rank in sorted(known)[:1]
@@ -72,18 +73,28 @@ def from_silence(snapshots: Snapshots) -> Parting | None:
         for op in group.ops
         if not op.done
     ]
-    if not mute or not under_way or all(_made_same_call(snapshots[rank], known) for rank in mute):
+    if not under_way:
         return None
     _, group, op = min(under_way, key=lambda entry: entry[0])
-    return decided([Party(tuple(sorted(known)), group, op), Party(mute)])
+    agreeing = list(known)
+    others: dict[object, Party] = {}
+    for rank, one in snapshots.items():
+        if rank in known:
+            continue
+        call = one.calls[-1] if one.calls and not one.calls[-1].returned else None
+        same_phase = bool(one.calls) and call is None and not op.frames
+        if same_phase or (call is not None and _made_call(call, known)):
+            agreeing.append(rank)
+            continue
+        key = (call.group, call.count, call.name, call.elements) if call is not None else None
+        ranks = (*others[key].ranks, rank) if key in others else (rank,)
+        others[key] = Party(tuple(sorted(ranks)), group, call_paths.as_op(call, one) if call is not None else None)
+    return decided([Party(tuple(sorted(agreeing)), group, op), *others.values()]) if others else None
 
 
-def _made_same_call(mute: Snapshot, known: Snapshots) -> bool:
-    newest = mute.calls[-1] if mute.calls else None
-    if newest is None or newest.returned:
-        return False
-    theirs = (call for one in known.values() for call in one.calls)
-    return any(call.group == newest.group and call.count == newest.count for call in theirs)
+def _made_call(call: Call, snapshots: Snapshots) -> bool:
+    theirs = (other for one in snapshots.values() for other in one.calls)
+    return any(other.group == call.group and other.count == call.count for other in theirs)
 
 
 def members_of(group: Group, rank: int, members: Members, world: int) -> tuple[int, ...]:

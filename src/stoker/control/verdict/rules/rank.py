@@ -6,8 +6,10 @@ import signal
 from typing import Any
 
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_USAGE
+from stoker.contract.shapes import RankEnd
 from stoker.contract.stacktext import is_library, threads_of
 from stoker.control.verdict.catalogue import Case, Family, Found
+from stoker.control.verdict.consequence import is_consequence
 from stoker.control.verdict.lastwords import first_line, last_lines, place, signal_name
 from stoker.control.verdict.rules.memory import memory_trend
 
@@ -58,6 +60,7 @@ def exception(case: Case) -> Found | None:
 @family.cause("""
 rank.early-exit, again: A rank exited with code 0 before the others were done.
   seen: a rank ended with exit code 0 while the others were still working, and they lost it or still wait for it
+      Also where torch's threads abort its process after its script has returned
   unless: every rank ends with exit code 0 and no other rank waits for it
   fix: look for sys.exit(), os._exit(0) or a loop that is shorter on this rank (unequal number of batches)
   fix: did it make as many steps as the others? then it skipped a collective that they wait in: look for one under an
@@ -66,15 +69,33 @@ rank.early-exit, again: A rank exited with code 0 before the others were done.
 """)
 def left_early(case: Case) -> Found | None:
     end = case.end
-    if end.code != 0:
+    if end.code != 0 and not (_aborted_after_script(end) and _others_needed(case)):
         return None
     after = f" after step {end.steps}" if end.steps else ""
     others = [other for other in case.evidence.ends if other.rank != end.rank and other.code != 0]
     heard = [
         f"rank {other.rank}: {other.error.type}: {first_line(other.error.message)}" for other in others if other.error
     ]
-    summary = f"{case.who} ended with exit code 0{after} while the others were still working"
-    return Found(summary, (f"rank {end.rank} ended with exit code 0", *heard[:4]))
+    script, how = end.script_end, f"ended with exit code {end.code}"
+    if script is not None:
+        how = "returned from its script" if script.how == "return" else f"called sys.exit({script.status})"
+    where = f" at {script.place}" if script is not None and script.place else ""
+    summary = f"{case.who} {how}{where}{after} while the others were still working"
+    seen = f"rank {end.rank} ended with exit code {end.code}"
+    if end.code:
+        seen = f"rank {end.rank}'s process was aborted after that, by a thread of a library ({signal_name(-end.code)})"
+    look = (f"look at {script.place}", f"stoker logs --rank {end.rank}") if script is not None and where else ()
+    return Found(summary, (seen, *heard[:4]), look)
+
+
+def _aborted_after_script(end: RankEnd) -> bool:
+    return end.code == -signal.SIGABRT and end.script_end is not None
+
+
+def _others_needed(case: Case) -> bool:
+    """Did other ranks lose this one, or still run when it ended?"""
+    others = [other for other in case.evidence.ends if other.rank != case.end.rank]
+    return any(other.ours or other.code is None or is_consequence(other) for other in others)
 
 
 def _ended_by(case: Case) -> tuple[int, str, tuple[str, ...]]:
@@ -115,6 +136,8 @@ def crash(case: Case) -> Found | None:
     number, name, seen = _ended_by(case)
     if number not in CRASHES:
         return None
+    if _aborted_after_script(case.end):
+        return _aborted_when_done(case, name, seen)
     if threads_of(case.end.stack) and not any(thread["frames"] for thread in threads_of(case.end.stack)):
         return _crashed_while_ending(case, name, seen)
     where, frames = _crashed_at(case.end.stack)
@@ -140,6 +163,30 @@ def _crashed_while_ending(case: Case, name: str, seen: tuple[str, ...]) -> Found
             "if it was done: call torch.distributed.destroy_process_group() at the end of the script",
             f"stoker logs --rank {case.end.rank}",
         ),
+    )
+
+
+def _aborted_when_done(case: Case, name: str, seen: tuple[str, ...]) -> Found:
+    """Nobody waits for this rank: a thread of a library aborted a process whose script had returned."""
+    script = case.end.script_end
+    assert script is not None
+    how = "had returned" if script.how == "return" else f"had called sys.exit({script.status}) at {script.place}"
+    after = f" after step {case.end.steps}" if case.end.steps else ""
+    ends = case.evidence.ends
+    all_done = len(ends) == case.evidence.world_size and all(
+        end.code == 0 or _aborted_after_script(end) for end in ends
+    )
+    printed = tuple(f"it printed: {line}" for line in case.end.tail.splitlines() if "terminate called" in line)[-1:]
+    work = ("the scripts of all ranks had ended: the work is complete",) if all_done else ()
+    return Found(
+        f"{case.who}: its script {how}{after}, then its process died of {name} while it was shutting down",
+        (*seen, *work, *printed),
+        (
+            "call torch.distributed.destroy_process_group() at the end of the script: threads of torch that still run"
+            " then can abort the process",
+            f"stoker logs --rank {case.end.rank}",
+        ),
+        retryable=False if all_done else None,
     )
 
 
@@ -187,4 +234,8 @@ def ended(case: Case) -> Found | None:
     # A recipe of ours: one line, and a code that says of which kind.
     if case.end.code in _REFUSED and last.startswith("stoker: "):
         return Found(f"{case.who} refused: {last.removeprefix('stoker: ')}", seen, retryable=False)
+    script = case.end.script_end
+    if script is not None and script.place:
+        summary = f"{case.who} ended with exit code {case.end.code}: sys.exit() was called at {script.place}"
+        return Found(summary, seen, (f"look at {script.place}",))
     return Found(f"{case.who} ended with exit code {case.end.code}", seen)
