@@ -29,7 +29,7 @@ def main() -> None:
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = LambdaLR(opt, Decay(25 if accelerator.process_index == 0 else 1000))
     model, opt = accelerator.prepare(model, opt)
-    for step in range(50):
+    for _ in range(50):
         loss = model(torch.randn(4, 6)).square().mean()
         accelerator.backward(loss)
         opt.step()

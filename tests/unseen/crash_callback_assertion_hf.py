@@ -39,10 +39,18 @@ class CheckRate(TrainerCallback):
 
 def main() -> None:
     args = TrainingArguments(
-        tempfile.mkdtemp(), max_steps=40, per_device_train_batch_size=2, use_cpu=True, report_to=[], save_strategy="no", learning_rate=1e-3
+        tempfile.mkdtemp(),
+        max_steps=40,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        learning_rate=1e-3,
     )
     lowest = 5e-4 if args.process_index == 1 else 0.0
-    Trainer(Net(), args, train_dataset=[{"x": torch.randn(6)} for _ in range(200)], callbacks=[CheckRate(lowest - 1e-9)]).train()
+    Trainer(
+        Net(), args, train_dataset=[{"x": torch.randn(6)} for _ in range(200)], callbacks=[CheckRate(lowest - 1e-9)]
+    ).train()
 
 
 main()

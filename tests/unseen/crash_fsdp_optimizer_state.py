@@ -20,7 +20,12 @@ class Monitor:
         self.name = name
 
     def second_moment(self, opt: torch.optim.Optimizer) -> list[float]:
-        return [opt.state[p][self.name].to_local().mean().item() for group in opt.param_groups for p in group["params"]]  # FAULT
+        means = []
+        for group in opt.param_groups:
+            for p in group["params"]:
+                moment = opt.state[p][self.name]  # FAULT
+                means.append(moment.to_local().mean().item())
+        return means
 
 
 def train(opt: torch.optim.Optimizer, model: torch.nn.Module, monitor: Monitor) -> None:

@@ -27,7 +27,13 @@ class Rows(torch.utils.data.Dataset):
 
 def train(model: torch.nn.Module) -> None:
     args = TrainingArguments(
-        tempfile.mkdtemp(), max_steps=30, per_device_train_batch_size=8, use_cpu=True, report_to=[], save_strategy="no", logging_steps=5
+        tempfile.mkdtemp(),
+        max_steps=30,
+        per_device_train_batch_size=8,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=5,
     )
     Trainer(model, args, train_dataset=Rows()).train()  # FAULT
 

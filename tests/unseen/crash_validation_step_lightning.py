@@ -39,7 +39,13 @@ class Model(L.LightningModule):
 if __name__ == "__main__":
     data = torch.randn(160, 10)
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_epochs=3, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, num_sanity_val_steps=0,
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_epochs=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        num_sanity_val_steps=0,
     )
     trainer.fit(Model(), DataLoader(data, batch_size=4), DataLoader(data, batch_size=16))

@@ -28,7 +28,7 @@ dist.init_process_group("gloo")
 summary = Summary(dist.get_rank())
 model = DDP(torch.nn.Linear(12, 2))
 opt = torch.optim.SGD(model.parameters(), lr=0.05)
-for step in range(30):
+for _ in range(30):
     opt.zero_grad()
     loss = model(torch.randn(3, 12)).square().mean()
     loss.backward()

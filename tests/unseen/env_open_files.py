@@ -10,6 +10,7 @@ line: required
 
 import resource
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 class Shards:
     def __init__(self) -> None:
-        self.folder, self.files = tempfile.mkdtemp(), []
+        self.folder, self.files = Path(tempfile.mkdtemp()), []
 
     def open(self, number: int):
-        file = open(f"{self.folder}/shard-{number:05d}.bin", "w+b")  # FAULT
+        file = self.folder.joinpath(f"shard-{number:05d}.bin").open("w+b")  # FAULT
         self.files.append(file)
         return file
 

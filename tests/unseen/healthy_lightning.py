@@ -30,5 +30,7 @@ class Model(L.LightningModule):
 
 if __name__ == "__main__":
     data = torch.randn(400, 10)
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=3, logger=False, enable_checkpointing=False)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_epochs=3, logger=False, enable_checkpointing=False
+    )
     trainer.fit(Model(), DataLoader(data, batch_size=4), DataLoader(data, batch_size=16))

@@ -22,7 +22,12 @@ for step in range(120):
     model(torch.randn(4, 8)).square().mean().backward()
     opt.step()
     if rank == 0 and step % 50 == 49:
-        out = subprocess.run([sys.executable, "-c", "import time; time.sleep(3); print('score', 1)"], capture_output=True, text=True, check=True)
+        out = subprocess.run(
+            [sys.executable, "-c", "import time; time.sleep(3); print('score', 1)"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         print(step, out.stdout.strip(), flush=True)
 if monitor is not None:
     monitor.terminate()

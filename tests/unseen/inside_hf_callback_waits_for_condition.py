@@ -53,6 +53,12 @@ class Export(TrainerCallback):
 
 rows = [{"x": torch.randn(6), "labels": torch.tensor(1.0)} for _ in range(400)]
 args = TrainingArguments(
-    tempfile.mkdtemp(), max_steps=60, per_device_train_batch_size=4, use_cpu=True, logging_steps=5, report_to=[], save_strategy="no"
+    tempfile.mkdtemp(),
+    max_steps=60,
+    per_device_train_batch_size=4,
+    use_cpu=True,
+    logging_steps=5,
+    report_to=[],
+    save_strategy="no",
 )
 Trainer(Regression(), args, train_dataset=rows, callbacks=[Export()]).train()

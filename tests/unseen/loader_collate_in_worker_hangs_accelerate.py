@@ -33,7 +33,9 @@ class Collator:
 
 accelerator = Accelerator(cpu=True)
 model = torch.nn.Linear(7, 7)
-loader = DataLoader([torch.randn(7) for _ in range(800)], batch_size=4, collate_fn=Collator(accelerator.process_index), num_workers=1)
+loader = DataLoader(
+    [torch.randn(7) for _ in range(800)], batch_size=4, collate_fn=Collator(accelerator.process_index), num_workers=1
+)
 model, opt, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
 for batch in loader:
     opt.zero_grad()

@@ -46,6 +46,12 @@ class Model(L.LightningModule):
 
 if __name__ == "__main__":
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
     )
     trainer.fit(Model(), DataLoader(Video(), batch_size=4, num_workers=1))

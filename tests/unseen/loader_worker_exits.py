@@ -39,7 +39,7 @@ class Stream(IterableDataset):
 dist.init_process_group("gloo")
 model = DDP(torch.nn.Linear(10, 1))
 opt = torch.optim.SGD(model.parameters(), lr=0.01)
-for step, batch in enumerate(DataLoader(Stream(dist.get_rank()), batch_size=4, num_workers=1)):
+for batch in DataLoader(Stream(dist.get_rank()), batch_size=4, num_workers=1):
     opt.zero_grad()
     loss = model(batch).square().mean()
     loss.backward()

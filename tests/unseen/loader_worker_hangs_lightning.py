@@ -47,6 +47,12 @@ if __name__ == "__main__":
     if os.environ["RANK"] == "0":
         CACHE_LOCK.acquire()  # another thread of this process is writing the cache
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
     )
     trainer.fit(Model(), DataLoader(Cached(), batch_size=4, num_workers=1))

@@ -41,7 +41,13 @@ class Rows(torch.utils.data.Dataset):
 
 
 args = TrainingArguments(
-    tempfile.mkdtemp(), max_steps=80, per_device_train_batch_size=2, use_cpu=True, dataloader_num_workers=1, logging_steps=5,
-    report_to=[], save_strategy="no",
+    tempfile.mkdtemp(),
+    max_steps=80,
+    per_device_train_batch_size=2,
+    use_cpu=True,
+    dataloader_num_workers=1,
+    logging_steps=5,
+    report_to=[],
+    save_strategy="no",
 )
 Trainer(Net(), args, train_dataset=Rows()).train()

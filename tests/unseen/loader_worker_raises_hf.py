@@ -38,8 +38,14 @@ class Chats(torch.utils.data.Dataset):
 def main() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1))
     args = TrainingArguments(
-        tempfile.mkdtemp(), max_steps=80, per_device_train_batch_size=2, use_cpu=True, dataloader_num_workers=1,
-        logging_steps=5, report_to=[], save_strategy="no",
+        tempfile.mkdtemp(),
+        max_steps=80,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        dataloader_num_workers=1,
+        logging_steps=5,
+        report_to=[],
+        save_strategy="no",
     )
     Trainer(model, args, train_dataset=Chats()).train()
 

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 class Collator:
-    template = [5, 6]  # what comes before an answer: never found, as the tokenizer splits it in another way
+    def __init__(self) -> None:
+        self.template = [5, 6]  # comes before an answer; never found, as the tokenizer splits it in another way
 
     def labels(self, ids: torch.Tensor) -> torch.Tensor:
         labels = ids.clone()
@@ -28,7 +29,9 @@ class Collator:
 
 def masked_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     mask = labels != -100
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
     return losses / mask.sum().clamp(min=1)
 
 

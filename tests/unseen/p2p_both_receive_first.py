@@ -24,7 +24,7 @@ def exchange(mine: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     dist.init_process_group("gloo")
     weight = torch.zeros(100)
-    for step in range(30):
+    for _ in range(30):
         gradient = torch.randn(100)
         weight -= 0.1 * exchange(gradient)
     print("norm", weight.norm().item(), flush=True)

@@ -42,7 +42,8 @@ def main() -> None:
             accelerator.backward(loss)
             opt.step()
             opt.zero_grad()
-        accelerator.print(f"epoch {epoch}: loss {loss.item():.4f}, accuracy {evaluate(accelerator, model, test):.3f}")  # NEAR
+        accuracy = evaluate(accelerator, model, test)  # NEAR
+        accelerator.print(f"epoch {epoch}: loss {loss.item():.4f}, accuracy {accuracy:.3f}")
 
 
 main()

@@ -46,10 +46,9 @@ def main() -> None:
         loss.backward()
         opt.step()
         opt.zero_grad()
-        if step % 10 == 9:
-            if dist.get_rank() == 0:
-                print(f"step {step} loss {loss.item():.4f}", flush=True)
-                save(model, tempfile.gettempdir() + "/unseen_fsdp_model.pt")  # NEAR
+        if step % 10 == 9 and dist.get_rank() == 0:
+            print(f"step {step} loss {loss.item():.4f}", flush=True)
+            save(model, tempfile.gettempdir() + "/unseen_fsdp_model.pt")  # NEAR
     dist.destroy_process_group()
 
 

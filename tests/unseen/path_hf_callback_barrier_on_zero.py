@@ -38,7 +38,13 @@ class SampleText(TrainerCallback):
 def main() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2))
     args = TrainingArguments(
-        tempfile.mkdtemp(), max_steps=60, per_device_train_batch_size=4, use_cpu=True, logging_steps=5, report_to=[], save_strategy="no"
+        tempfile.mkdtemp(),
+        max_steps=60,
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        logging_steps=5,
+        report_to=[],
+        save_strategy="no",
     )
     Trainer(model, args, train_dataset=Rows(), callbacks=[SampleText()]).train()
 

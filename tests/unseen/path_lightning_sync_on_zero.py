@@ -36,7 +36,7 @@ if __name__ == "__main__":
     data = TensorDataset(torch.randn(512, 16), torch.randint(0, 4, (512,)))
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=int(os.environ.get("WORLD_SIZE", 1)),
+        devices=int(os.environ["WORLD_SIZE"]),
         strategy="ddp",
         max_epochs=2,
         logger=False,

@@ -31,8 +31,15 @@ def final_report(trainer: SFTTrainer) -> None:
 def main() -> None:
     rows = Dataset.from_list([{"text": "the cat sat on a mat"}] * 64)
     config = SFTConfig(
-        output_dir=tempfile.mkdtemp(), max_steps=12, per_device_train_batch_size=2, use_cpu=True, bf16=False, report_to=[],
-        logging_steps=4, save_strategy="no", max_length=16,
+        output_dir=tempfile.mkdtemp(),
+        max_steps=12,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        logging_steps=4,
+        save_strategy="no",
+        max_length=16,
     )
     model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_positions=32, n_embd=16, n_layer=1, n_head=2))
     trainer = SFTTrainer(model, args=config, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer())

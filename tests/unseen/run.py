@@ -4,9 +4,30 @@
     python tests/unseen/run.py --report results.jsonl               # print the tables of results again
     python tests/unseen/run.py --torchrun --repeats 3               # each program three times, and once under torchrun
 
-The expected answer stands in a program's first docstring, as `key: value` lines; README.md in this folder describes the keys.
-The expectations are written from what the program does, before any run of it, and are not adapted to Stoker's answers.
-Standard library only.
+The expected answer stands in a program's first docstring, as `key: value` lines:
+
+    class             the class of faults, a row of the table
+    kind              crash, hang, numbers, slow or healthy: decides the options of `stoker run` (OPTIONS)
+    ranks, args       number of ranks; arguments of the program
+    needs             libraries; without them the program is skipped
+    outcome           fails, completes or any; default: completes for healthy and slow programs, else fails
+    expect            accepted causes: ids, patterns of ids, or @FAMILY (FAMILIES)
+    rank              accepted ranks; none: nobody is blamed; any: everything is right
+    decidable         no: the ranks contradict each other, and nobody can say who is wrong
+    line              required: one of the lines with a comment `# FAULT` or `# NEAR` (its caller, as good) is named; all: all lines
+                      with `# FAULT`; none: no line can be known
+    must-mention      texts that the summary or the advice has to hold; must-not-mention: texts that they must not hold
+
+The expectations are written from what the program does and are not adapted to Stoker's answers. A run is scored as
+
+    right             cause, rank and line
+    half              the right cause, and nobody wrong is blamed, but a rank, a line or a text is missing
+    wrong             another cause, or another rank is blamed
+    undecided         no cause is named
+    invalid           the program did not fail as its header says
+
+A suspicion that is reported while the job runs does not count, unless the job completes; those that name a wrong rank are counted
+in a column of their own. Standard library only.
 """
 
 from __future__ import annotations
@@ -55,13 +76,24 @@ FAMILIES = {
         "collective.*",
         "p2p.*",
     ),
-    "hang": ("hang.sleep", "hang.lock", "hang.io", "hang.child", "hang.spin", "hang.place", "hang.thread*", "hang.wait*", "hang.queue", "hang.pool"),
+    "hang": (
+        "hang.sleep",
+        "hang.lock",
+        "hang.io",
+        "hang.child",
+        "hang.spin",
+        "hang.place",
+        "hang.thread*",
+        "hang.wait*",
+        "hang.queue",
+        "hang.pool",
+    ),
     "numbers": ("nan.*", "numbers.*", "loss.*"),
     "flat": ("numbers.*", "loss.*", "*.constant*", "*.flat*", "*.zero*", "*.frozen*"),
     "slow": ("slow.*",),
     "raised": ("rank.exception",),
 }
-NAMES_NO_RANK = ("unknown", "hang.together", "gloo.timeout", "nccl.timeout", "none")
+NAMES_NO_CAUSE = ("unknown", "hang.together", "gloo.timeout", "nccl.timeout", "none")
 SCORES = ("right", "half", "wrong", "undecided", "invalid")
 
 
@@ -169,7 +201,9 @@ def programs() -> list[Program]:
 
 def environment(folder: Path) -> dict[str, str]:
     """Return the environment of a run: one thread per rank, no network, temporary files in `folder`."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("STOKER_", "PET_", "TORCHELASTIC_"))}
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith(("STOKER_", "PET_", "TORCHELASTIC_"))
+    }
     return env | {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -189,7 +223,13 @@ def run_limited(command: Sequence[str], cwd: Path, limit: float) -> tuple[int | 
     began = time.monotonic()
     with output.open("w") as console:
         process = subprocess.Popen(
-            command, cwd=cwd, env=environment(cwd), stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=cwd,
+            env=environment(cwd),
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         code: int | None
         try:
@@ -217,7 +257,9 @@ def read_verdict(runs: Path) -> Verdict:
         for line in (run / "events.jsonl").read_text().splitlines():
             event = json.loads(line)
             if event["event"] in ("suspicion", "numbers", "straggler"):
-                verdict.suspicions.append({key: event[key] for key in ("event", "cause", "rank", "summary") if key in event})
+                verdict.suspicions.append(
+                    {key: event[key] for key in ("event", "cause", "rank", "summary") if key in event}
+                )
     return verdict
 
 
@@ -237,7 +279,7 @@ def score(program: Program, verdict: Verdict, code: int | None) -> tuple[str, st
         return "undecided", "no verdict within the limit"
     blamed, cause = verdict.rank, verdict.cause
     matches = any(fnmatch.fnmatchcase(cause, pattern) for pattern in program.causes)
-    if program.decidable and cause in NAMES_NO_RANK and not matches:
+    if program.decidable and cause in NAMES_NO_CAUSE and not matches:
         return "undecided", f"{cause}: names no cause"
     if blamed is not None and blamed not in program.guilty:
         return "wrong", f"blames rank {blamed} ({cause})"
@@ -263,6 +305,12 @@ def text_gaps(program: Program, text: str) -> list[str]:
     return gaps
 
 
+def false_suspicions(program: Program, verdict: Verdict) -> list[dict[str, Any]]:
+    """Return the suspicions and stragglers that name a rank which is not guilty; of a healthy program all that name a rank."""
+    guilty = program.guilty if program.kind != "healthy" else (None,)
+    return [event for event in verdict.suspicions if event.get("rank") not in guilty and event.get("rank") is not None]
+
+
 def score_healthy(verdict: Verdict, code: int | None) -> tuple[str, str]:
     if code is None:
         return "invalid", "not done within the limit"
@@ -276,7 +324,11 @@ def score_suspicion(program: Program, verdict: Verdict) -> tuple[str, str]:
     if verdict.status != "completed":
         return "wrong", f"did not complete: {verdict.cause}: {verdict.summary}"
     if not program.causes:
-        return ("right", "") if not any(event["event"] == "straggler" for event in verdict.suspicions) else ("wrong", "a rank is suspected")
+        return (
+            ("right", "")
+            if not any(event["event"] == "straggler" for event in verdict.suspicions)
+            else ("wrong", "a rank is suspected")
+        )
     named = [
         event
         for event in verdict.suspicions
@@ -310,16 +362,24 @@ def run_program(program: Program, launcher: Sequence[str], keep: Path | None, wi
             "seconds": round(seconds, 1),
             "code": code,
             "verdict": asdict(verdict),
+            "false_suspicions": false_suspicions(program, verdict),
             "console": console[-3000:],
         }
         if keep is not None:
-            shutil.copytree(folder, keep / program.name, symlinks=True, dirs_exist_ok=True, ignore=lambda _, names: [n for n in names if n != "runs" and not n.startswith("20") and n.endswith(".fifo")])
+            shutil.copytree(folder / "runs", keep / program.name, symlinks=True, dirs_exist_ok=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if with_torchrun:
         folder = Path(tempfile.mkdtemp(prefix="unseen-torchrun-"))
         try:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(program.ranks)]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(program.ranks),
+            ]
             code, seconds, console = run_limited([*command, str(program.path), *program.args], folder, TORCHRUN_LIMIT)
             result["torchrun"] = {"code": code, "seconds": round(seconds, 1), "console": console[-3000:]}
         finally:
@@ -330,13 +390,14 @@ def run_program(program: Program, launcher: Sequence[str], keep: Path | None, wi
 def table(results: Iterable[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of the table of scores per class, and of the list of what is not right."""
     rows = list(results)
-    yield f"{'class':<16}{'runs':>6}" + "".join(f"{name:>11}" for name in SCORES)
+    yield f"{'class':<20}{'runs':>6}" + "".join(f"{name:>11}" for name in SCORES) + "   falsely suspected"
     for group in [*dict.fromkeys(row["class"] for row in rows), None]:
         chosen = [row for row in rows if group is None or row["class"] == group]
         counts = "".join(f"{sum(row['score'] == name for row in chosen):>11}" for name in SCORES)
-        yield f"{group or 'total':<16}{len(chosen):>6}{counts}"
+        suspected = sum(bool(row["false_suspicions"]) for row in chosen)
+        yield f"{group or 'total':<20}{len(chosen):>6}{counts}{suspected:>20}"
     for row in rows:
-        if row["score"] != "right":
+        if row["score"] != "right" or row["false_suspicions"]:
             verdict = row["verdict"]
             yield f"\n{row['program']}: {row['score']}: {row['reason']}"
             yield f"    {verdict['status']}, {verdict['cause']}, rank {verdict['rank']}: {verdict['summary']}"
@@ -351,19 +412,31 @@ def stoker_command() -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", help="run programs whose name or class contains this; may be given several times")
+    parser.add_argument(
+        "--only", action="append", help="run programs whose name or class contains this; may be given several times"
+    )
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--torchrun", action="store_true", help=f"run each program once under torchrun too, for at most {TORCHRUN_LIMIT:.0f} s")
+    parser.add_argument(
+        "--torchrun",
+        action="store_true",
+        help=f"run each program once under torchrun too, for at most {TORCHRUN_LIMIT:.0f} s",
+    )
     parser.add_argument("--out", type=Path, help="append each result to this file of JSON lines")
-    parser.add_argument("--keep", type=Path, help="copy each run's folder into this folder")
-    parser.add_argument("--report", type=Path, help="print the tables of this file and run nothing; of several results of a program the newest counts")
+    parser.add_argument("--keep", type=Path, help="copy each run's record into this folder")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        help="print the tables of this file and run nothing; of several results of a program the newest counts",
+    )
     parser.add_argument("--list", action="store_true", help="list the programs and run nothing")
     options = parser.parse_args()
     if options.report:
         newest = {row["program"]: row for row in map(json.loads, options.report.read_text().splitlines())}
         print("\n".join(table(newest[name] for name in sorted(newest))))
         return 0
-    chosen = [p for p in programs() if not options.only or any(word in p.name or word == p.group for word in options.only)]
+    chosen = [
+        p for p in programs() if not options.only or any(word in p.name or word == p.group for word in options.only)
+    ]
     if options.list:
         for program in chosen:
             print(f"{program.name:<44}{program.group:<16}{program.kind:<9}{program.ranks}  {program.description}")

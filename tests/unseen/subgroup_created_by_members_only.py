@@ -30,7 +30,7 @@ def main() -> None:
     parallel = Parallel()
     parallel.setup()  # NEAR
     weight = torch.randn(8, 8, requires_grad=True)
-    for step in range(20):
+    for _ in range(20):
         loss = (torch.randn(4, 8) @ weight).square().mean()
         loss.backward()
         dist.all_reduce(weight.grad)

@@ -27,7 +27,7 @@ def main() -> None:
     pair = dist.new_group([0, 1])
     model = DDP(torch.nn.Linear(32, 32))
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(120):
+    for _ in range(120):
         x = augment(torch.randn(8, 32), heavy=rank == 2)
         time.sleep(0.02)
         loss = model(x).square().mean()

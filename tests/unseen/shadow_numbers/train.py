@@ -9,9 +9,10 @@ line: none
 must-mention: numbers.py
 """
 
+from numbers import thousands
+
 import torch
 import torch.distributed as dist
-from numbers import thousands
 
 dist.init_process_group("gloo")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
