@@ -71,7 +71,8 @@ class Writer:
         self._begun = 0
         self._text_used = 0
         self._texts: dict[Any, int] = {}  # -> where the text begins, from 1; 0: no space was left for it
-        self._own: dict[CodeType, bool] = {}  # is this code the script's?
+        # id -> (is this code the script's?, the code). By id: code objects of different files may compare equal.
+        self._codes: dict[int, tuple[bool, CodeType]] = {}
         self._counts: dict[tuple[str, str], int] = {}
         self.active = True  # not in a forked worker: it shares the memory and must not write to it
         _HEAD.pack_into(memory, offset, VERSION, 0)
@@ -124,14 +125,14 @@ class Writer:
             elements, dtype = tensor.numel(), tensor.dtype
         except AttributeError:  # a list of tensors, an object
             elements, dtype = -1, None
-        own, key = self._own, [name, group, dtype]
+        codes, key = self._codes, [name, group, dtype]
         while frame is not None and len(key) < 2 * FRAMES + 3:
             code = frame.f_code
-            mine = own.get(code)
-            if mine is None:
-                mine = own[code] = not is_library(code.co_filename)
-            if mine:
-                key.append(code)
+            known = codes.get(id(code))
+            if known is None:
+                known = codes[id(code)] = not is_library(code.co_filename), code
+            if known[0]:
+                key.append(id(code))
                 key.append(frame.f_lasti)
             frame = frame.f_back
         site = tuple(key)
@@ -148,7 +149,8 @@ class Writer:
 
     def _keep(self, name: str, group: str, dtype: Any, sites: list[Any]) -> int:
         lines = [f"{name}\t{group}\t{'' if dtype is None else str(dtype).removeprefix('torch.')}"]
-        for code, instruction in zip(sites[::2], sites[1::2], strict=True):
+        for code_id, instruction in zip(sites[::2], sites[1::2], strict=True):
+            code = self._codes[code_id][1]
             lines.append(f"{code.co_filename}\t{_line_of(code, instruction)}\t{code.co_name}")
         text = "\n".join(lines).encode("utf-8", "replace") + b"\0"
         at = self._text_used
