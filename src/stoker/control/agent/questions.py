@@ -244,16 +244,7 @@ class _Look:
             "no_groups": self._no_groups,
             "calls": newest_calls(self.rank.calls(CALLS)),
             "workers": [self._worker(pid, took) for pid in self._below if processes.process(pid)],
-            **self._message(),
         }
-
-    def _message(self) -> dict[str, Any]:
-        """Where it is in a send or a receive, and with whom: gloo's recorder does not know these."""
-        newest = self._samples[-1] if self._samples else []
-        for name, file, *_ in next((thread["frames"] for thread in newest if thread["main"]), []):
-            if name in ("recv", "send") and file.endswith("distributed_c10d.py"):
-                return {"message": name, "peer": self._spy.argument(self.rank.pid, name, ("src", "dst"))}
-        return {}
 
     def _worker(self, pid: int, took: float) -> dict[str, Any]:
         one = processes.process(pid)

@@ -16,7 +16,7 @@ from typing import Any
 from stoker.contract import collectives, names
 from stoker.contract.process import send
 from stoker.contract.stacktext import threads_of
-from stoker.contract.untrusted import is_count, parse_json
+from stoker.contract.untrusted import parse_json
 from stoker.control.machine import processes
 
 TYPE_CHECKING = False
@@ -55,29 +55,11 @@ class Spy:
                 return found
         return _by_faulthandler(pid, asked)
 
-    def argument(self, pid: int, function: str, names_: tuple[str, ...]) -> int | None:
-        """A whole number that was passed to a function on the main thread's stack."""
-        if not self._program:
-            return None
-        import subprocess
-
-        try:
-            done = self._dump(pid, "--locals")
-            threads = json.loads(done.stdout)
-        except (subprocess.SubprocessError, ValueError):
-            return None
-        for thread in threads:
-            for frame in thread.get("frames") or () if thread.get("os_thread_id") == pid else ():
-                for local in frame.get("locals") or () if frame.get("name") == function else ():
-                    if local.get("name") in names_ and is_count(str(local.get("repr"))):
-                        return int(local["repr"])
-        return None
-
-    def _dump(self, pid: int, *more: str) -> subprocess.CompletedProcess[bytes]:
+    def _dump(self, pid: int) -> subprocess.CompletedProcess[bytes]:
         import subprocess
 
         assert self._program is not None
-        command = [self._program, "dump", "--json", *more, "--nonblocking", "--pid", str(pid)]
+        command = [self._program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
         return subprocess.run(command, capture_output=True, timeout=SPY_S, check=False)
 
     def _by_py_spy(self, pid: int) -> list[dict[str, Any]]:

@@ -40,7 +40,6 @@ _CALLS: tuple[tuple[str, int | None, int | None], ...] = (
     ("all_to_all", 2, None),
     ("all_to_all_single", 4, None),
     ("barrier", 0, None),
-    ("batch_isend_irecv", None, None),
     ("broadcast", 2, None),
     ("broadcast_object_list", 2, None),
     ("gather", 3, None),
@@ -57,8 +56,8 @@ _CALLS: tuple[tuple[str, int | None, int | None], ...] = (
     ("scatter_object_list", 3, None),
     ("send", 2, 1),
 )
-# Counted apart, since only some members of a group make them.
-_KINDS = dict.fromkeys(("batch_isend_irecv", "irecv", "isend", "recv", "send"), "message") | {"new_group": "new_group"}
+# Counted apart, since only some members of a group make them; messages are also counted by peer.
+_KINDS = {"send": "out", "isend": "out", "recv": "in", "irecv": "in", "new_group": "new_group"}
 
 
 class Writer:
@@ -73,7 +72,7 @@ class Writer:
         self._texts: dict[Any, int] = {}  # -> where the text begins, from 1; 0: no space was left for it
         # id -> (is this code the script's?, the code). By id: code objects of different files may compare equal.
         self._codes: dict[int, tuple[bool, CodeType]] = {}
-        self._counts: dict[tuple[str, str], int] = {}
+        self._counts: dict[tuple[str, str, int], int] = {}
         self.active = True  # not in a forked worker: it shares the memory and must not write to it
         _HEAD.pack_into(memory, offset, VERSION, 0)
 
@@ -83,6 +82,9 @@ class Writer:
             function = getattr(module, name, None)
             if function is not None:
                 setattr(module, name, self._wrapped(function, name, group_at, peer_at, module.__dict__))
+        batch = getattr(module, "batch_isend_irecv", None)
+        if batch is not None:
+            module.__dict__["batch_isend_irecv"] = self._wrapped_batch(batch, module.__dict__)
 
     def _wrapped(
         self, function: Any, name: str, group_at: int | None, peer_at: int | None, inside: dict[str, Any]
@@ -90,8 +92,7 @@ class Writer:
         import functools
         from sys import _getframe
 
-        memory, first, clock, begin = self._memory, self._offset + _CALLS_AT, self._clock, self._begin
-        size, pack, names = _CALL.size, _LEFT.pack_into, inside["_world"].pg_names
+        begin, end, names = self._begin, self._end, inside["_world"].pg_names
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -109,16 +110,43 @@ class Writer:
                 number = begin(name, frame, group_name, args[0] if args else kwargs.get("tensor"), peer)
             except Exception:  # never at the cost of the script: one call less in the log
                 return function(*args, **kwargs)
-            left = first + (number - 1) % SLOTS * size + _LEFT_AT
             try:
                 result = function(*args, **kwargs)
             except BaseException:
-                pack(memory, left, 1)
+                end(number, False)
                 raise
-            pack(memory, left, clock())
+            end(number, True)
             return result
 
         return call
+
+    def _wrapped_batch(self, function: Any, inside: dict[str, Any]) -> Any:
+        """batch_isend_irecv: every message of it is a record."""
+        import functools
+        from sys import _getframe
+
+        begin, names = self._begin, inside["_world"].pg_names
+
+        @functools.wraps(function)
+        def batch(p2p_op_list: Any) -> Any:
+            numbers = []
+            try:
+                for message in p2p_op_list if self.active else ():
+                    group = "0" if message.group is None else names.get(message.group, "")
+                    numbers.append(begin(message.op.__name__, _getframe(1), group, message.tensor, message.peer))
+            except Exception:  # torch itself says what is wrong with the list
+                numbers.clear()
+            try:
+                result = function(p2p_op_list)
+            except BaseException:
+                for number in numbers:
+                    self._end(number, False)
+                raise
+            for number in numbers:
+                self._end(number, True)
+            return result
+
+        return batch
 
     def _begin(self, name: str, frame: FrameType | None, group: str, tensor: Any, peer: Any) -> int:
         try:
@@ -139,13 +167,17 @@ class Writer:
         text = self._texts.get(site)
         if text is None:
             text = self._texts[site] = self._keep(name, group, dtype, key[3:])
-        counted = group, _KINDS.get(name, "collective")
+        whom = peer if type(peer) is int else _NO_PEER
+        counted = group, _KINDS.get(name, "collective"), whom
         count = self._counts[counted] = self._counts.get(counted, 0) + 1
         self._begun = number = self._begun + 1
         at = self._offset + _CALLS_AT + (number - 1) % SLOTS * _CALL.size
-        whom = peer if type(peer) is int else _NO_PEER
         _CALL.pack_into(self._memory, at, number, self._clock(), 0, count, elements, text, whom)
         return number
+
+    def _end(self, number: int, returned: bool) -> None:
+        at = self._offset + _CALLS_AT + (number - 1) % SLOTS * _CALL.size + _LEFT_AT
+        _LEFT.pack_into(self._memory, at, self._clock() if returned else 1)
 
     def _keep(self, name: str, group: str, dtype: Any, sites: list[Any]) -> int:
         lines = [f"{name}\t{group}\t{'' if dtype is None else str(dtype).removeprefix('torch.')}"]
@@ -173,7 +205,7 @@ def _line_of(code: CodeType, instruction: int) -> int:
 def read_calls(memory: mmap, offset: int, newest: int = SLOTS) -> list[dict[str, Any]]:
     """Return the newest calls that the log still holds, oldest first. What can't be read is left out.
 
-    Keys: number (of all calls of the rank, from 1), count (of the collectives, or of the messages, of this group), name,
+    Keys: number (of all calls of the rank, from 1), count (of the collectives of this group, or of the messages to or from this peer), name,
     group (torch's name of it), entered_ns, left_ns (0: it has not returned; 1: it raised), elements and dtype (of its
     tensor; -1: not one tensor), peer (of a message, else None), frames ([function, file, line] of the script, the innermost first).
     """

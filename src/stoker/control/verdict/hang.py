@@ -148,6 +148,9 @@ def _parted(stall: Stall, label: str, step: str) -> str:
     more = f"; and {len(stall.parties) - 4} more ways" if len(stall.parties) > 4 else ""
     if stall.rank is None:
         everybody = ranks_text(rank for ranks, _, _ in stall.parties for rank in ranks)
+        if stall.detail == "messages":
+            circle = "; ".join(each).replace(" entered ", " waits in ")
+            return f"{everybody} wait for each other{step}: {circle}{more}"
         paths = f"{everybody} took different paths{step}: {'; '.join(each)}{more}"
         return f"{paths}; which of them is wrong can't be seen from outside"
     others = ranks_text(stall.waiting)
@@ -184,6 +187,10 @@ def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, 
         told = f"rank {stall.rank} ({label}) waits for data its workers could not put into /dev/shm: it is full"
         return report("data.shm", told, [full[0].strip()[:300], stopped, *stall.evidence], **more)
     place = _places(stall) or "the stacks"
-    fix = [line.replace("{where}", place).replace("{rank}", str(stall.rank)) for line in named(cause_of(stall)).fix]
+    advice = named(cause_of(stall)).fix
+    if stall.detail == "messages":
+        advice = ("look at {where}: of two ranks one must send first and the other receive first; or use isend, irecv or"
+                  " batch_isend_irecv",)  # fmt: skip
+    fix = [line.replace("{where}", place).replace("{rank}", str(stall.rank)) for line in advice]
     evidence = [stopped if stall.silent_s else why, *stall.evidence]
     return report(cause_of(stall), summary(stall, label), evidence, fix=fix, **more)

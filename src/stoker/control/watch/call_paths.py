@@ -8,11 +8,14 @@ call and outlives an abort, so it also covers ranks whose flight recorder is gon
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 
 from stoker.contract.collectives import is_usual, sizes_must_agree
-from stoker.control.watch.snapshot import Call, Op, Party, Snapshot, Snapshots
+from stoker.control.watch.snapshot import Call, Op, Party, Snapshot, Snapshots, Wait
 
-_NOT_COLLECTIVE = ("batch_isend_irecv", "irecv", "isend", "new_group", "recv", "send")
+_RECEIVES = ("irecv", "recv")
+MESSAGES = ("irecv", "isend", "recv", "send")
+_NOT_COLLECTIVE = (*MESSAGES, "new_group")
 
 
 def first_difference(snapshots: Snapshots) -> list[Party]:
@@ -64,15 +67,53 @@ def as_op(call: Call, snapshot: Snapshot) -> Op:
     """Return the call in the form of a recorded operation."""
     backend = next((one.backend for one in snapshot.groups if one.name == call.group and one.backend), "gloo")
     sizes = ([call.elements],) if call.elements >= 0 else ()
-    name = f"{backend}:{call.name}"
+    name, messages = f"{backend}:{call.name}", 0
+    if call.name in MESSAGES:
+        messages = call.count
+        name += " from " if call.name in _RECEIVES else " to "
+        name += f"rank {call.peer}" if call.peer is not None else "any rank"
     usual = _is_usual(call, snapshot)
-    return Op(0, 0, name, sizes, call.returned, call.entered_ns, usual, call.frames, call.dtype)
+    return Op(0, messages, name, sizes, call.returned, call.entered_ns, usual, call.frames, call.dtype)
 
 
 def _is_usual(call: Call, snapshot: Snapshot) -> bool | None:
     """Is this call, from this line, what came next whenever the calls before were the same?"""
-    path = [(_likeness(one, True), one.where) for one in _collectives(snapshot) if one.number <= call.number]
+    path = [(_likeness(one, True), one.peer, one.where) for one in snapshot.calls if one.number <= call.number]
     return is_usual(path[:-1], path[-1]) if path else None
+
+
+def blocked_in(snapshot: Snapshot) -> Call | None:
+    """Return the call that the rank is in, or the messages whose end it waits for; None if it is in none."""
+    newest = snapshot.calls[-1] if snapshot.calls else None
+    if newest is None or (newest.returned and newest.name not in ("isend", "irecv")):
+        return None
+    return newest
+
+
+def message_waits(snapshots: Snapshots) -> list[Wait]:
+    """Return who waits for whose message: those that its peer has neither sent nor received.
+
+    The n-th message from one rank to another pairs with the n-th that is received there. gloo's flight recorder knows no
+    messages.
+    """
+    waits = []
+    for rank, one in snapshots.items():
+        if blocked_in(one) is None:
+            continue
+        newest = list(takewhile(lambda call: call.name in MESSAGES, reversed(one.calls)))
+        missing = [call for call in newest if call.peer in snapshots and not _is_paired(rank, call, snapshots)]
+        receives = [call for call in missing if call.name in _RECEIVES]
+        for call in receives or missing:
+            assert call.peer is not None
+            waits.append(Wait(rank, call.peer, "peer", call.group, as_op(call, one)))
+    return waits
+
+
+def _is_paired(rank: int, call: Call, snapshots: Snapshots) -> bool:
+    assert call.peer is not None
+    others = (other for other in snapshots[call.peer].calls if other.peer == rank and other.group == call.group)
+    counts = (other.count for other in others if (other.name in _RECEIVES) != (call.name in _RECEIVES))
+    return max(counts, default=0) >= call.count
 
 
 def _collectives(snapshot: Snapshot) -> list[Call]:

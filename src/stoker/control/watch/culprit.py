@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from stoker.contract.quantities import ranks_text
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Stall
-from stoker.control.watch import rank_only, stacks
+from stoker.control.watch import call_paths, rank_only, stacks
 from stoker.control.watch.diverged import at_odds, mismatched
 from stoker.control.watch.snapshot import Frame, Members, Snapshot, Snapshots, Worker, main_thread
 from stoker.control.watch.waits import Waits, waits
@@ -93,12 +93,11 @@ def _alone(guilty: list[int], snapshots: Snapshots, graph: Waits) -> Stall:
     elif kind == "spin" and not lone:
         detail += " and enters no collective"
     one, proof = snapshots[rank], False
-    if one.message and one.state not in "Tt":  # gloo's recorder knows no send and receive: the stack does
-        whom = "that no rank answers"
-        if one.peer is not None:
-            whom = f"{'from' if one.message == 'recv' else 'to'} rank {one.peer}"
-        kind, detail, proof = "diverged", f"it waits in {one.message} {whom}", one.peer in waiting
-        if one.peer in waiting:
+    call = call_paths.blocked_in(one)
+    if call is not None and call.name in call_paths.MESSAGES and not call.returned and one.state not in "Tt":
+        kind, proof = "diverged", call.peer in waiting
+        detail = f"it waits in {call_paths.as_op(call, one).name.partition(':')[2]}"
+        if proof:
             detail += f", which waits in {operation}"
     edge = next((edge for edge in graph.edges if edge.target == rank), None)
     lines = []

@@ -14,8 +14,8 @@ from stoker.contract.quantities import ranks_text
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Stall
 from stoker.control.watch import call_paths, rank_only, stacks
-from stoker.control.watch.snapshot import Call, Frame, Group, Members, Op, Party, Snapshot, Snapshots
-from stoker.control.watch.waits import Wait, Waits
+from stoker.control.watch.snapshot import Call, Frame, Group, Members, Op, Party, Snapshot, Snapshots, Wait
+from stoker.control.watch.waits import Waits
 
 Place = tuple[str, int]  # file and line of the script
 
@@ -190,10 +190,10 @@ def _with_mute(parties: list[Party], known: Snapshots, mute: Snapshots) -> list[
     return [Party(tuple(sorted(ranks)), party.group, party.op) for party, ranks in zip(parties, joined, strict=True)]
 
 
-def decided(parties: list[Party]) -> Parting:
+def decided(parties: list[Party], by_majority: bool = True) -> Parting:
     parties = sorted(parties, key=lambda party: (len(party.ranks), party.ranks))
     most = parties[-1]
-    if 2 * len(most.ranks) > sum(len(party.ranks) for party in parties):
+    if by_majority and 2 * len(most.ranks) > sum(len(party.ranks) for party in parties):
         fewer = _ranks(parties[:-1])
         return Parting(tuple(parties), fewer, f"{ranks_text(most.ranks)} did the same, {ranks_text(fewer)} did not")
     usual = [party for party in parties if party.op is not None and party.op.usual]
@@ -226,15 +226,31 @@ def mismatched(snapshots: Snapshots, graph: Waits, members: Members, world: int)
 def at_odds(snapshots: Snapshots, graph: Waits, members: Members, world: int) -> Stall:
     """Everybody waits for somebody: groups entered in another order, one left out, or messages that don't pair."""
     # With async_op an operation need not be waited in: a deadlock only if every one of them is in a collective.
-    proof = all(stacks.in_collective(snapshots[rank].main) for rank in graph.pending)
+    proof = all(_is_blocked(snapshots[rank]) for rank in graph.pending)
     apart = parting(snapshots, members, world)
     if apart is not None:
         return _stall(apart, snapshots, proof, kind="diverged")
-    parties: dict[str, list[int]] = {}
+    messages = any(op.p2p for _, op in graph.pending.values())
+    parties: dict[object, list[int]] = {}
+    pending = dict(graph.pending)
     for rank, (group, op) in graph.pending.items():
-        parties.setdefault(group if not op.p2p else f"{group} {op.name}", []).append(rank)
-    waiting = [Party(tuple(sorted(ranks)), *graph.pending[ranks[0]]) for ranks in parties.values()]
-    return _stall(decided(waiting), snapshots, proof, kind="diverged")
+        call = call_paths.blocked_in(snapshots[rank])
+        if messages and call is not None:  # the flight recorder's order of operations lacks messages
+            pending[rank] = group, call_paths.as_op(call, snapshots[rank])
+        op = pending[rank][1]
+        parties.setdefault((group, op.name, op.usual) if messages else group, []).append(rank)
+    waiting = [Party(tuple(sorted(ranks)), *pending[ranks[0]]) for ranks in parties.values()]
+    # Ranks have different parts in sending and receiving: what most of them do says nothing then.
+    stall = _stall(decided(waiting, by_majority=not messages), snapshots, proof, kind="diverged")
+    only_messages = all(op.p2p for _, op in pending.values())
+    return replace(stall, detail="messages") if only_messages and stall.rank is None else stall
+
+
+def _is_blocked(snapshot: Snapshot) -> bool:
+    """Is its main thread inside a collective, or asleep until a message has been sent or received?"""
+    call = call_paths.blocked_in(snapshot)
+    waits = call is not None and call.name in call_paths.MESSAGES and snapshot.main_cpu < 0.1
+    return waits or stacks.in_collective(snapshot.main)
 
 
 def after_the_end(snapshots: Snapshots, members: Members, world: int, sizes_differ: bool) -> Stall | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from stoker.contract.quantities import ranks_text
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Stall
-from stoker.control.watch import stacks
+from stoker.control.watch import call_paths, stacks
 from stoker.control.watch.snapshot import Condition, Frame, Snapshot, Snapshots
 
 
@@ -37,7 +37,8 @@ def _found(snapshots: Snapshots, entered: tuple[int, ...], others: tuple[int, ..
     if not entered or not others or any(rank not in snapshots for rank in entered):
         return None
     first = snapshots[entered[0]]
-    if first.message:  # a send or receive is for one rank to make
+    call = call_paths.blocked_in(first)
+    if call is not None and call.name in call_paths.MESSAGES:  # a send or receive is for one rank to make
         return None
     for frame in first.main:
         for condition in reversed(frame.conditions) if stacks.is_users(frame) else ():

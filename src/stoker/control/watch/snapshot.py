@@ -83,6 +83,16 @@ class Party:
 
 
 @shape
+class Wait:
+    rank: int
+    target: int  # the rank it waits for
+    why: str  # absent, other-op, other-shape, peer
+    group: str
+    op: Op
+    other: Op | None = None  # what the target did instead
+
+
+@shape
 class Group:
     name: str
     ops: tuple[Op, ...]
@@ -157,8 +167,6 @@ class Snapshot:
     no_groups: str = ""
     calls: tuple[Call, ...] = ()  # its newest, oldest first
     workers: tuple[Worker, ...] = ()
-    message: str = ""  # recv or send, where its main thread is in one
-    peer: int | None = None  # with whom
     gpu_use: int | None = None
     throttle: tuple[str, ...] = ()
     lanes: tuple[int | None, ...] = ()  # of its card's PCIe link: now, and at most

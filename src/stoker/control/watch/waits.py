@@ -12,19 +12,10 @@ from collections.abc import Mapping
 
 from stoker.contract.collectives import kind_of, numbers_in, sizes_must_agree
 from stoker.contract.shape import shape
-from stoker.control.watch.snapshot import Group, Members, Op, Snapshots
+from stoker.control.watch import call_paths
+from stoker.control.watch.snapshot import Group, Members, Op, Snapshots, Wait
 
 _PEER = re.compile(r"(?<!\d)(\d{1,9})\s{0,9}(->|<-)\s{0,9}(\d{1,9})")
-
-
-@shape
-class Wait:
-    rank: int
-    target: int  # the rank it waits for
-    why: str  # absent, other-op, other-shape, peer
-    group: str
-    op: Op
-    other: Op | None = None  # what the target did instead
 
 
 @shape
@@ -76,6 +67,9 @@ def waits(snapshots: Snapshots, members: Members, world: int) -> Waits:
                     edge = _edge(rank, other, name, op, seen.get(other))
                     if edge is not None:
                         edges.append(edge)
+    for wait in call_paths.message_waits(snapshots):
+        edges.append(wait)
+        pending.setdefault(wait.rank, (wait.group, wait.op))
     sources: dict[int, set[int]] = {}
     for one_edge in edges:
         sources.setdefault(one_edge.target, set()).add(one_edge.rank)
