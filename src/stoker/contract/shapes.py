@@ -45,6 +45,15 @@ class ScriptEnd:
 
 
 @shape
+class LastCall:
+    """The call of torch.distributed that a rank was in when it ended."""
+
+    name: str  # barrier
+    where: str  # file:line, in function
+    condition: str = ""  # the innermost condition on the rank around it: if rank == 0
+
+
+@shape
 class Around:
     """What an agent sees when a rank ends badly: the keys of RankEnd.around, None where it could not be seen."""
 
@@ -75,6 +84,7 @@ class RankEnd:
     stack: str = ""  # what faulthandler wrote on a fatal signal
     oom_killed: bool = False
     core: bool = False
+    last_call: LastCall | None = None  # None: it was in none, or its line is not known
     script_end: ScriptEnd | None = None  # None: not seen: an exception, a signal, os._exit()
     around: Around = Around()  # what its agent saw around a bad end
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from stoker.contract.checkpoints import SavedCheckpoint
 from stoker.contract.shape import fields_of, pick, replace
-from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, ScriptEnd, Stall, Verdict
+from stoker.contract.shapes import Around, Evidence, LastCall, RankEnd, RankError, ScriptEnd, Stall, Verdict
 from stoker.contract.typed import read_shape
 from stoker.control.launch.plan import RunPlan
 from stoker.control.verdict.consequence import failed, is_consequence, is_mismatch, unquoted
@@ -159,6 +159,17 @@ def read_error(data: Any) -> RankError | None:
         return None
     # A host may send megabytes, and every cause looks through them.
     return unquoted(replace(error, message=error.message[:_MESSAGE], traceback=error.traceback[-_TRACEBACK:]))
+
+
+def read_last_call(calls: list[Any]) -> LastCall | None:
+    """Return the call that had not returned, from an agent's list of calls (control/rank/call_log.py)."""
+    from stoker.control.watch import snapshot
+
+    newest = snapshot.read(0, {"calls": calls[-1:]}).calls
+    if not newest or newest[0].returned or not newest[0].frames:
+        return None
+    conditions = [condition.text for frame in newest[0].frames for condition in reversed(frame.conditions)]
+    return LastCall(newest[0].name, newest[0].where, conditions[0] if conditions else "")
 
 
 def read_script_end(data: Any) -> ScriptEnd | None:

@@ -14,7 +14,7 @@ from stoker.contract.shapes import BadNumber, RankEnd, RankError
 from stoker.contract.stacktext import threads_of
 from stoker.contract.terminal import WARNING
 from stoker.contract.untrusted import printable, within
-from stoker.control.launch.attempt import Attempt, read_around, read_error, read_script_end
+from stoker.control.launch.attempt import Attempt, read_around, read_error, read_last_call, read_script_end
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ class Reports:
             error=error,
             tail=output.tail(rank),
             stack=stack,
+            last_call=read_last_call(message["calls"]),
             script_end=read_script_end(redact.data(message["script_end"])),
             around=read_around(message["around"]),
             **{name: message[name] for name in ("code", "time", "ours", "steps", "oom_killed", "core")},

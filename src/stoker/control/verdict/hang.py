@@ -133,7 +133,8 @@ def summary(stall: Stall, label: str) -> str:
         others = f"; {names} wait{'s' if len(stall.waiting) == 1 else ''} for it{inside}"
     if stall.kind == "rank-only":
         gone = f"; {ranks_text(stall.waiting)} did not come to it"
-        return f"{who} entered a collective alone{step}, inside `{stall.detail}`: {stall.operation}{at}{gone}"
+        inside = f", inside `{stall.detail}`" if stall.detail else ""
+        return f"{who} entered a collective alone{step}{inside}: {stall.operation}{at}{gone}"
     if stall.kind == "left":
         return f"{who} ended with exit code 0{step}{others}"
     return f"{who} stand{'s' if len(stall.ranks) < 2 else ''} still{step}: {stall.detail}{at}{others}"
@@ -155,7 +156,7 @@ def _parted(stall: Stall, label: str, step: str) -> str:
         return f"{paths}; which of them is wrong can't be seen from outside"
     others = ranks_text(stall.waiting)
     what = {
-        "rank-only": f"entered a collective alone{step}, inside `{stall.detail}`",
+        "rank-only": f"entered a collective alone{step}{f', inside `{stall.detail}`' if stall.detail else ''}",
         "unequal": f"left the training loop{step}, with fewer batches than {others}",
         "shape-mismatch": f"uses another {stall.detail or 'size'} than {others}{step}",
     }.get(stall.kind, f"left the path of {others}{step}")

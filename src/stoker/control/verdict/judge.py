@@ -7,10 +7,11 @@ rank failed by itself or left early. Without evidence the verdict says so.
 from __future__ import annotations
 
 import signal
+from typing import Any
 
-from stoker.contract.quantities import counted, span
+from stoker.contract.quantities import counted, ranks_text, span
 from stoker.contract.shape import replace
-from stoker.contract.shapes import Evidence, RankEnd, Verdict
+from stoker.contract.shapes import Evidence, RankEnd, Stall, Verdict
 from stoker.control.verdict import hang, launch
 from stoker.control.verdict.catalogue import Case, rules, verdict_of
 from stoker.control.verdict.consequence import failed, is_collectives, is_consequence, is_mismatch, when
@@ -32,6 +33,8 @@ def judge(evidence: Evidence) -> Verdict:
     guilty = _guilty(evidence)
     stall = evidence.stall
     explained = stall is not None and (stall.rank is not None or stall.parties)
+    if stall is None and not evidence.stop_signal and (alone := _waited_alone(evidence)) is not None:
+        return launch.trouble(replace(evidence, trouble=(alone,)))
     if stall is not None and explained and not evidence.stop_signal and guilty is not None and _only_echoes(evidence):
         accused = next((end for end in evidence.ends if end.rank == stall.rank), None)
         told = hang.trouble(stall, accused.label if accused else "", "the ranks that waited for it gave up")
@@ -93,6 +96,27 @@ def _everybody(evidence: Evidence) -> str:
 def _only_echoes(evidence: Evidence) -> bool:
     bad = [end for end in evidence.ends if failed(end, evidence.stopped_at)]
     return bool(bad) and all(is_collectives(end) or is_mismatch(end) for end in bad)
+
+
+def _waited_alone(evidence: Evidence) -> dict[str, Any] | None:
+    """Report a rank that lost the others in a call to which they did not come: their scripts had returned.
+
+    They had made as many steps, so the call is one too many, and not theirs one too few.
+    """
+    lost = [end for end in evidence.ends if failed(end, evidence.stopped_at)]
+    done = [end for end in evidence.ends if end not in lost]
+    if not lost or not done or len(evidence.ends) < evidence.world_size:
+        return None
+    returned = all(end.code == 0 and end.script_end is not None and end.script_end.how == "return" for end in done)
+    calls = {end.last_call for end in lost}
+    call = lost[0].last_call
+    same_steps = min(end.steps for end in done) >= max(end.steps for end in lost)
+    if not (returned and same_steps and call is not None and len(calls) == 1 and all(map(is_collectives, lost))):
+        return None
+    ranks, others = tuple(end.rank for end in lost), tuple(end.rank for end in done)
+    stall = Stall("rank-only", ranks[0], ranks, others, call.where, call.condition, call.name, step=lost[0].steps)
+    trouble = hang.trouble(stall, lost[0].label, f"the scripts of {ranks_text(others)} had returned")
+    return {**trouble, "exit_code": exit_code(lost[0])}
 
 
 def _guilty(evidence: Evidence) -> RankEnd | None:

@@ -27,7 +27,7 @@ def explain(
     """`ended`: rank -> exit code. `silent`: seconds without progress, of overdue ranks. None: nothing found."""
     if not snapshots:
         return None
-    found = _culprit(snapshots, world, members, ended, silent)
+    found = _culprit(snapshots, world, members, ended, silent, steps)
     if found is None:
         return None
     rank = found.rank
@@ -44,7 +44,12 @@ def explain(
 
 
 def _culprit(
-    snapshots: Snapshots, world: int, members: Members, ended: Mapping[int, int], silent: Mapping[int, float]
+    snapshots: Snapshots,
+    world: int,
+    members: Members,
+    ended: Mapping[int, int],
+    silent: Mapping[int, float],
+    steps: Mapping[int, int],
 ) -> Stall | None:
     graph = waits(snapshots, members, world)
     states = {rank: one.state for rank, one in snapshots.items()}
@@ -60,6 +65,8 @@ def _culprit(
     gone = [rank for rank in graph.roots if ended.get(rank) == 0]
     if gone:
         left = _left(gone[0], ended, graph)
+        if _came_too_often(gone, left.waiting, steps):
+            return _waits_alone(left, gone, snapshots)
         return rank_only.instead(left, snapshots, left.waiting, tuple(gone))
     roots = [rank for rank in graph.roots if rank in snapshots and snapshots[rank].state != "Z"]
     if roots:
@@ -118,6 +125,29 @@ def _left(rank: int, ended: Mapping[int, int], graph: Waits) -> Stall:
     detail = f"it ended with exit code {ended[rank]} before the others were done"
     gone = f"{ranks_text(waiting)} wait in {operation}; rank {rank} is gone"
     return Stall("left", rank, (rank,), waiting, "", detail, operation, backend, proof=True, evidence=(gone,))
+
+
+def _came_too_often(gone: list[int], waiting: tuple[int, ...], steps: Mapping[int, int]) -> bool:
+    """Had those that ended made as many steps as those that wait for them? Then the call they wait in is one too many."""
+    made = [steps.get(rank, 0) for rank in waiting]
+    return bool(made) and min(made) > 0 and all(steps.get(rank, 0) >= max(made) for rank in gone)
+
+
+def _waits_alone(left: Stall, gone: list[int], snapshots: Snapshots) -> Stall:
+    ranks = tuple(rank for rank in left.waiting if rank in snapshots)
+    if not ranks:
+        return left
+    frame = stacks.users_frame(snapshots[ranks[0]].main)
+    condition = frame.conditions[-1].text if frame is not None and frame.conditions else ""
+    return replace(
+        left,
+        kind="rank-only",
+        rank=ranks[0],
+        ranks=ranks,
+        waiting=tuple(gone),
+        where=str(frame or ""),
+        detail=condition,
+    )
 
 
 def _together(snapshots: Snapshots, graph: Waits) -> Stall:
