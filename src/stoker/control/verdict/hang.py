@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from stoker.contract.quantities import ranks_text
 from stoker.contract.shapes import Stall
+from stoker.contract.stacktext import is_library
 from stoker.control.verdict.catalogue import Family, named, report
 
 _SILENT = "no step for longer than max(3 s, 5 × the p99 of its steps); "
@@ -179,6 +181,24 @@ def _places(stall: Stall) -> str:
     return ", and at ".join(dict.fromkeys(filter(None, (stall.where, *others))))
 
 
+_THREAD_CRASH = re.compile(
+    r"Exception in thread (?P<name>[^\n]{1,200}?):?\n(?P<trace>Traceback .*?\n)(?P<error>\w[^\n]*)", re.S
+)
+
+
+def _crashed_thread(printed: str) -> str:
+    """Return what ended a thread of the rank, from the traceback that Python prints for it; empty if there is none."""
+    crash = None
+    for crash in _THREAD_CRASH.finditer(printed):
+        pass  # the newest one
+    if crash is None:
+        return ""
+    frames = re.findall(r'^ *File "([^"\n]+)", line (\d+), in (\S+)', crash["trace"], re.M)
+    file, line, function = next((frame for frame in reversed(frames) if not is_library(frame[0])), ("", "", ""))
+    where = f" at {file}:{line}, in {function}" if file else ""
+    return f"its thread {crash['name']} ended with {crash['error'][:200]}{where}"
+
+
 def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, Any]:
     """Stoker stops the job for it. `printed`: the guilty rank's last lines: its workers' end may be in them."""
     more = {"rank": stall.rank, "at_once": True, "where": stall.where, "step": stall.step}
@@ -187,6 +207,11 @@ def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, 
     if full and stall.kind == "worker":
         told = f"rank {stall.rank} ({label}) waits for data its workers could not put into /dev/shm: it is full"
         return report("data.shm", told, [full[0].strip()[:300], stopped, *stall.evidence], **more)
+    crashed = _crashed_thread(printed) if stall.kind in ("lock", "place") else ""
+    if crashed:
+        told = f"{summary(stall, label)}; before that {crashed}"
+        more_fix = [f"look at {stall.where}: what it waits for may have been the work of that thread"]
+        return report(cause_of(stall), told, [stopped, *stall.evidence], fix=more_fix, **more)
     place = _places(stall) or "the stacks"
     advice = named(cause_of(stall)).fix
     if stall.detail == "messages":

@@ -78,7 +78,9 @@ def as_op(call: Call, snapshot: Snapshot) -> Op:
 
 def _is_usual(call: Call, snapshot: Snapshot) -> bool | None:
     """Is this call, from this line, what came next whenever the calls before were the same?"""
-    path = [(one.group, _likeness(one, True), one.peer, one.where) for one in snapshot.calls if one.number <= call.number]
+    path = [
+        (one.group, _likeness(one, True), one.peer, one.where) for one in snapshot.calls if one.number <= call.number
+    ]
     return is_usual(path[:-1], path[-1]) if path else None
 
 

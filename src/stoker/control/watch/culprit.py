@@ -12,7 +12,7 @@ from stoker.contract.shape import replace
 from stoker.contract.shapes import Stall
 from stoker.control.watch import call_paths, rank_only, stacks
 from stoker.control.watch.diverged import at_odds, mismatched
-from stoker.control.watch.snapshot import Frame, Members, Snapshot, Snapshots, Worker, main_thread
+from stoker.control.watch.snapshot import Frame, Members, Snapshot, Snapshots, Thread, Worker, main_thread
 from stoker.control.watch.waits import Waits, waits
 
 
@@ -233,6 +233,10 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
         how = {"T": "is stopped", "t": "is stopped", "D": "is in uninterruptible sleep"}.get(worker.state, how)
         detail = f"it waits for its data-loader worker {worker.pid}, which {how}{f' at {inner}' if inner else ''}"
         return "worker", inner or frame, detail
+    thread = _thread_of_script(one) if stacks.at_shutdown(one.main) else None
+    if thread is not None:
+        waits = f"its script has ended, and Python waits for its thread{f' {thread.name}' if thread.name else ''}"
+        return "lock", stacks.users_frame(thread.frames), f"{waits}, which is still running"
     if stacks.in_loader(one.main):
         return "worker", frame, "it waits for data that none of its data-loader workers is making"
     same_line, active, gil = _steady(one)
@@ -258,6 +262,12 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
         return "lock", frame, "it waits for a lock or another thread"
     inside = one.syscall if one.syscall.isidentifier() and one.syscall != "running" else one.wchan
     return "place", frame, f"it is in {inside}" if inside else "it runs now and then"
+
+
+def _thread_of_script(one: Snapshot) -> Thread | None:
+    """Return a thread beside the main one that is in the script's own code."""
+    threads = one.samples[-1] if one.samples else ()
+    return next((thread for thread in threads if not thread.main and any(map(stacks.is_users, thread.frames))), None)
 
 
 def computes(one: Snapshot) -> bool:

@@ -13,7 +13,7 @@ _COLLECTIVES = tuple(
     f"torch/distributed/{name}"
     for name in ("distributed_c10d.py", "_functional_collectives.py", "rendezvous.py", "nn/")
 )
-_LOADER = ("_next_data", "_try_get_data", "_get_data")
+_LOADER = ("_try_get_data", "_get_data")  # waiting for a worker; with num_workers=0 there is none
 
 
 def is_users(frame: Frame) -> bool:
@@ -45,6 +45,11 @@ def in_rendezvous(frames: Iterable[Frame]) -> bool:
 
 def in_loader(frames: Iterable[Frame]) -> bool:
     return any(frame.function in _LOADER and frame.file.endswith("torch/utils/data/dataloader.py") for frame in frames)
+
+
+def at_shutdown(frames: Iterable[Frame]) -> bool:
+    """Has the script ended, and does Python wait for its threads?"""
+    return any(frame.function == "_shutdown" and frame.file.endswith("/threading.py") for frame in frames)
 
 
 def in_backward(frames: Iterable[Frame]) -> bool:
