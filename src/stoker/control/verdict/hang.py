@@ -188,11 +188,10 @@ _THREAD_CRASH = re.compile(
 
 def _crashed_thread(printed: str) -> str:
     """Return what ended a thread of the rank, from the traceback that Python prints for it; empty if there is none."""
-    crash = None
-    for crash in _THREAD_CRASH.finditer(printed):
-        pass  # the newest one
-    if crash is None:
+    crashes = list(_THREAD_CRASH.finditer(printed))
+    if not crashes:
         return ""
+    crash = crashes[-1]
     frames = re.findall(r'^ *File "([^"\n]+)", line (\d+), in (\S+)', crash["trace"], re.M)
     file, line, function = next((frame for frame in reversed(frames) if not is_library(frame[0])), ("", "", ""))
     where = f" at {file}:{line}, in {function}" if file else ""

@@ -235,8 +235,8 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
         return "worker", inner or frame, detail
     thread = _thread_of_script(one) if stacks.at_shutdown(one.main) else None
     if thread is not None:
-        waits = f"its script has ended, and Python waits for its thread{f' {thread.name}' if thread.name else ''}"
-        return "lock", stacks.users_frame(thread.frames), f"{waits}, which is still running"
+        holder = f"its script has ended, and Python waits for its thread{f' {thread.name}' if thread.name else ''}"
+        return "lock", stacks.users_frame(thread.frames), f"{holder}, which is still running"
     if stacks.in_loader(one.main):
         return "worker", frame, "it waits for data that none of its data-loader workers is making"
     same_line, active, gil = _steady(one)
