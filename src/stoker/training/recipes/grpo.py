@@ -209,7 +209,8 @@ def main(argv: list[str]) -> int:
 
     # Ranks.
     group = Group(c.parallel)
-    voice = Voice(group, c.train.log_every)
+    # A GRPO step takes seconds, so a metrics line for each of them costs nothing.
+    voice = Voice(group, c.train.log_every, metrics_every=1)
     for line in left_out:
         voice.say_once(line)
     folder = stage.run_directory(c, group)
