@@ -108,7 +108,9 @@ def _numbers(run: Run, width: int) -> Iterator[Line]:
     yield whole(first, width)
     done = f" {run.step / run.total_steps:.0%}" if run.step is not None and run.total_steps else ""
     rl = run.rl_metrics
-    loss_style = BAD if isinstance(run.loss, str) else DIM if rl else BOLD
+    loss_style = DIM if rl else BOLD
+    if isinstance(run.loss, str):
+        loss_style = BAD
     optional = (("lr", run.lr), ("grad", run.grad_norm))
     second: list[Piece | None] = [
         (f"step {steps(run)}{done}", PLAIN) if run.step is not None else None,
