@@ -328,11 +328,15 @@ def test_a_rank_that_hangs_is_behind_the_run(finished: Stoker) -> None:
 def test_ranks_of_a_run_that_was_stopped_have_not_failed(stoker: Stoker) -> None:
     script = stoker.script("train.py", BEATS)
     child = stoker.start("run", "--nproc-per-node", "2", "--name", "endless", script, "100000")
-    assert wait_for(
-        lambda: any("first-step" in one.read_text() for one in stoker.cwd.glob("runs/2*/events.jsonl")) or None, 60
-    )
-    assert stoker("stop", "endless").code == 0
-    assert child.wait(60) == 128 + signal.SIGTERM
+    try:
+        runs = stoker.cwd / "runs"
+        steps = lambda: any("first-step" in one.read_text() for one in runs.glob("2*/events.jsonl")) or None  # noqa: E731
+        assert wait_for(steps, 60)
+        assert stoker("stop", "endless").code == 0
+        assert child.wait(60) == 128 + signal.SIGTERM
+    finally:
+        child.terminate()
+        child.wait(60)
     record = reader.read(str(stoker.latest))
     assert record is not None
     run = RunFolder(record).run(time.time(), watched=True)
