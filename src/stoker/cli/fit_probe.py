@@ -21,11 +21,11 @@ from stoker.training.fit.terms import GRPO
 STEPS = 5
 
 
-def probe(found: Plan, model: str, data: str, as_json: bool) -> int:
+def probe(found: Plan, given: text.Command, as_json: bool) -> int:
     """0: it ran, and the plan held. The run's folder is a temporary one."""
     if any(share.card.host for share in found.shares):
         raise Refusal("--probe trains on this machine: leave --hosts out", EX_UNAVAILABLE)
-    words = shlex.split(text.command(found, model, data))[1:]
+    words = shlex.split(text.command(found, given))[1:]
     more = [
         "--max-steps",
         str(STEPS),

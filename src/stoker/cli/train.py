@@ -211,20 +211,26 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     def request_of(config: Config) -> Request:
         return Request(options, STAGES[stage].recipe, (), given, tuple(flags(lasting(config))), typed)
 
+    at: Situation | None = None
     if STAGES[stage].learning is not None:
         from stoker.training.stages.situation import situation
 
         ranks, cpu = _most_ranks(resolved.config, options, machine, gpus), on_cpu(resolved.config, gpus)
-        resolved = _with_stage_defaults(
-            stage, resolved, situation(stage, resolved.config, ranks, ready), cpu, request_of
-        )
+        at = situation(stage, resolved.config, ranks, ready)
+        resolved = _with_stage_defaults(stage, resolved, at, cpu, request_of)
     # Before the plan: what it chooses for the cards that are here makes no other run.
     request = request_of(resolved.config)
     if STAGES[stage].learning is not None:
         resolved = with_kept_optimizer(resolved, request)
+    os.environ.pop(names.MEMORY_PLAN, None)  # another run's, of which this command is a part
     if machines:
-        resolved, options = with_memory_plan(stage, resolved, options, machines, ready, _say)
+        amount = at.amount if at is not None else None
+        resolved, options, plan = with_memory_plan(stage, resolved, options, machines, ready, _say, amount)
         request = replace(request, options=options)
+        if plan is not None:
+            from stoker.training.fit.launch_plan import LaunchPlan
+
+            os.environ.update(LaunchPlan.of(plan).to_environment())
     else:
         resolved = without_memory_plan(resolved, options, _say)
     if ready is not None:
