@@ -1085,6 +1085,45 @@ def test_a_resume_keeps_the_optimizer_that_a_plan_chose_whatever_the_card_is_now
     assert kind(elsewhere) == "adamw8bit"
 
 
+def test_a_run_compares_what_it_used_with_the_plan_made_before_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from types import SimpleNamespace
+
+    from stoker.training.config.keys import DEFAULTS
+    from stoker.training.config.keys import config_of as configured
+    from stoker.training.fit.launch_plan import LaunchPlan
+    from stoker.training.recipes.memory import Holding, MemoryRecord, MemoryUse, usage_line
+
+    before = LaunchPlan.of(make(cards("24GB"), Wish(EIGHT, 2048, "qlora", samples=2)))
+    for name, value in before.to_environment().items():
+        monkeypatch.setenv(name, value)
+    lines: list[str] = []
+    group = SimpleNamespace(device=torch.device("cpu"), all=lambda value: [value], first=True, strategy="ddp", shards=1)
+    voice = SimpleNamespace(say_once=lines.append, say=lines.append)
+    held = Holding(group, None, None, before.micro + 1)  # type: ignore[arg-type]
+    later = predict(
+        describe(EIGHT, QLORA), Job(before.micro + 1, 2048)
+    )  # as a rank would plan with its own micro-batch
+    assert later.total != before.planned.total
+    record = MemoryRecord(configured("", DEFAULTS), "sft", held, (later, ""), str(tmp_path), voice)  # type: ignore[arg-type]
+    record.begin()
+    assert record.planned_bytes == before.planned.total
+    assert json.loads((tmp_path / "memory.json").read_text())["planned_bytes"] == before.planned.total
+
+    # More than planned is reported as that, also where CUDA graphs took it: 1.9 % more, reserved and device total apart.
+    planned = before.planned.total
+    use = MemoryUse(int(1.019 * planned), int(0.019 * planned), 2 * planned, 2 * planned + GIB)
+    line = usage_line(before, before.micro, use)
+    assert "1.9% above the plan" in line and f"{0.019 * planned / GIB:.1f} GiB of it by CUDA graphs" in line
+    for size in (planned, 1.019 * planned, 2 * planned, 2 * planned + GIB):
+        assert f"{size / GIB:.1f} GiB" in line, line
+    assert "below the plan" in usage_line(before, before.micro, replace(use, allocated=planned // 2, graphs=0))
+    hidden = usage_line(before, before.micro + 1, replace(use, device=None))
+    assert "unknown" in hidden and f"for micro-batch {before.micro}, and it was {before.micro + 1}" in hidden
+
+
 def test_the_verdict_names_the_term_that_was_underestimated() -> None:
     said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB of which 0.50 GiB is free."
     said += " Of the allocated memory 22.00 GiB is allocated by PyTorch, and 0.10 GiB is reserved by PyTorch but unallocated."

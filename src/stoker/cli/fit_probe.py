@@ -65,7 +65,10 @@ def _report(found: Plan, told: object, as_json: bool) -> int:
     if as_json:
         print(json_text({"schema": text.SCHEMA, "planned_bytes": planned, "measured": told}))
         return 0
-    print(f"planned {gib(planned)}, measured {gib(peak)} ({planned / peak - 1:+.1%})")
+    share = peak / planned - 1
+    print(
+        f"planned {gib(planned)}, measured {gib(peak)} ({abs(share):.1%} {'above' if share > 0 else 'below'} the plan)"
+    )
     if rate:
         print(f"speed: {rate:,.0f} tokens/s (measured over {STEPS} steps)")
     return 0
