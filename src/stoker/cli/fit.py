@@ -132,8 +132,11 @@ def main(argv: list[str]) -> int:
     machine = machine_of(asked)
     cards = cards_of(asked, machine, contexts(runs), say)
     # `stoker train` derives its defaults for all GPUs of a machine, and leaves full ones out only when it starts.
-    here = machine is not None and not told.gpus
-    ranks = None if told.hosts else len(machine.gpus) if here and machine is not None else len(cards)
+    ranks: int | None = len(cards)
+    if told.hosts:
+        ranks = None
+    elif machine is not None and not told.gpus:
+        ranks = len(machine.gpus)
     config, given = _resolved(told, model)
     _check_run(told, config, model)
     rows = _rows(told, config, folder, model)
