@@ -31,6 +31,11 @@ TEXTS_PER_PAIR = {
     REWARD: 2,
     DPO: 4,
 }  # documents that a pair adds to a packed row: both answers; for DPO, with their prompts
+# Keys that the plan may decide where the user does not.
+PLANNED_KEYS = (
+    "batch.micro", "compute.recompute", "compute.embedding", "compute.activations", "optim.kind", "parallel.offload", "parallel.sharding",
+    "generate.bits",
+)  # fmt: skip
 _CHECKPOINT = "checkpoint "  # how the origin of an optimizer begins that a checkpoint decided
 
 
