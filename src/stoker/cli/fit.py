@@ -31,7 +31,7 @@ from stoker.training.model.config import LORA, QLORA, ModelConfig
 from stoker.training.model.hf_config import tokenizer_in
 from stoker.training.parallel.config import EVERYTHING, NOTHING, OFFLOAD, read_recompute
 from stoker.training.stages.registry import STAGES as TRAIN_STAGES
-from stoker.training.stages.run_plan import RunInputs, plan_run
+from stoker.training.stages.run_plan import RunInputs, plan_run, summary_line
 from stoker.training.stages.situation import with_defaults, within_context_of_model
 
 _ABOUT = (
@@ -169,7 +169,7 @@ def main(argv: list[str]) -> int:
         return 1
     for line in block:
         tell(line)
-    tell(text.summary(found))
+    tell(summary_line(inputs, found))
     if not told.data and not told.samples and told.stage != GRPO:
         tell(f"note: without --data a step is assumed to have {_SAMPLES} samples (--samples)")
     for line in text.pace_lines(rate, tokens, exact, told.price, len(found.shares), data=bool(told.data)):

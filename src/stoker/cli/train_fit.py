@@ -193,10 +193,10 @@ def with_memory_plan(
     cards = _cards(options, machines) if _known(stage, config, options) else []
     if not cards:
         return without_memory_plan(resolved, options, say), options, None
-    from stoker.training.fit.text import summary
-    from stoker.training.stages.run_plan import is_micro_planned, plan_run, planned_values
+    from stoker.training.stages.run_plan import plan_run, planned_values, summary_line
 
-    decision = plan_run(_inputs(stage, resolved, ready, amount), cards, exclude=_excluded(resolved, options))
+    inputs = _inputs(stage, resolved, ready, amount)
+    decision = plan_run(inputs, cards, exclude=_excluded(resolved, options))
     plan = decision.plan
     if config.parallel.strategy == "auto":
         say(f"parallel auto: {decision.line()}")
@@ -205,9 +205,7 @@ def with_memory_plan(
     changed = planned_values(config, resolved.given, plan)
     named = {name: "optimizer" if name == "optim.kind" else KEYS[name].name for name in changed}
     words = ", ".join(f"{named[name]} {value}" for name, value in changed.items() if name != "batch.micro")
-    measured = not is_micro_planned(config, plan) and "batch.micro" not in resolved.given
-    how = " (the run measures its micro-batch at the start)" if measured else ""
-    say(f"{summary(plan)}{how}; {words or 'nothing to change'}")
+    say(f"{summary_line(inputs, plan)}; {words or 'nothing to change'}")
     resolved = replace(resolved, config=config_of(config.preset, values_of(config) | changed))
     if decision.way.strategy == ONE and len(cards) > 1:
         options = replace(options, gpus=plan.shares[0].card.label.removeprefix("GPU "))

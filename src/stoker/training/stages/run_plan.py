@@ -21,6 +21,7 @@ from stoker.training.fit.plan import AUTO, DDP, DOCUMENT, FSDP, FULL, Plan, Wish
 from stoker.training.fit.scorer import with_scorer
 from stoker.training.fit.strategy import ONE, Decision, decide
 from stoker.training.fit.terms import DPO, GRPO, REWARD, StageNeeds, asked_bits
+from stoker.training.fit.text import summary
 from stoker.training.model.config import OFF, ModelConfig
 from stoker.training.model.hf_config import is_adapter, tokenizer_in
 from stoker.training.parallel.config import recompute_word, recomputed_blocks
@@ -157,6 +158,13 @@ def is_micro_planned(config: Config, plan: Plan) -> bool:
     if plan.wish.needs.stage == GRPO:
         return True
     return plan.fits and not plan.about and config.parallel.balance == "off" and config.batch.tokens > 0
+
+
+def summary_line(inputs: RunInputs, plan: Plan) -> str:
+    """Return the line about the plan that `stoker train` and `stoker fit` both print."""
+    is_measured = "batch.micro" not in inputs.given and not is_micro_planned(inputs.config, plan)
+    how = " (without --micro the run measures its micro-batch at the start)" if is_measured else ""
+    return f"{summary(plan)}{how}"
 
 
 def _host_or_free(value: str, key: str, given: Collection[str]) -> bool | None:
