@@ -129,7 +129,7 @@ def make_wish(inputs: RunInputs, world_size: int, method: str = "") -> Wish:
 def planned_values(config: Config, given: Collection[str], plan: Plan) -> dict[str, Any]:
     """Return the keys that the plan decides, with their values, where these differ from the configuration's."""
     s = plan.settings
-    values = {
+    values: dict[str, Any] = {
         "parallel.offload": s.offload,
         "parallel.sharding": s.sharding,
         "optim.kind": s.optimizer,
