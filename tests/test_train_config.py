@@ -947,7 +947,7 @@ def test_help_lists_options_and_keys_with_defaults(stoker: Stoker) -> None:
         done.code == 0
         and "--nproc-per-node" in done.out
         and "--optim.learning_rate RATE" in done.out
-        and "(default: 0.0003; debug 0.001" in done.out
+        and "(default: 0.001; derived: with model.load 8e-05" in done.out
     )
     others = ("reward", "dpo", "density", "grpo", "evaluate", "diversity")  # sections of other stages
     own = [name for name, key in KEYS.items() if key.section not in others]

@@ -30,7 +30,7 @@ from stoker.control.launch.options import RunOptions, from_torchrun_environment,
 from stoker.control.launch.request import Request
 from stoker.control.machine.model import Machine
 from stoker.training.config.check import check, check_data, check_drill, check_needs, check_ranks
-from stoker.training.config.derived import about, derivable
+from stoker.training.config.derived import derivable
 from stoker.training.config.flags import Shown, add_key_flags
 from stoker.training.config.keys import DEFAULTS, KEYS, as_yaml, config_of, values_of
 from stoker.training.config.layers import PREFIX, Layers, gather
@@ -49,7 +49,7 @@ from stoker.training.config.schema import SECTIONS, Config
 from stoker.training.data.sources import check_there, fetch, is_hub_id, share_of
 from stoker.training.loop.config import check_loggers
 from stoker.training.model.config import OFF
-from stoker.training.stages.registry import STAGES, learning
+from stoker.training.stages.registry import STAGES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ _OF_LOADING = ("load", "engine", "trust_remote_code", "vocab_size")  # keys of `
 _RUN_MOST = ("nproc_per_node", "gpus", "hosts", "name", "max_restarts", "detach", "dry_run")
 
 
-def parser(stage: str | None = None, *, short: bool = False) -> Parser:
-    """`short`: its help lists only what people need most. All of it is understood in any case."""
+def parser(stage: str | None = None, *, short: bool = False, default: Callable[[str], str] | None = None) -> Parser:
+    """`short`: its help lists only what people need most. All of it is understood in any case. `default`: of a key, in words."""
     kind = STAGES[stage] if stage is not None else None
     keys = kind.common if kind is not None and short else None
     foreign = _foreign(stage) if stage is not None else ()
@@ -111,16 +111,24 @@ def parser(stage: str | None = None, *, short: bool = False) -> Parser:
     if stage is None:  # for completion
         made.add_argument("stage", choices=list(STAGES))
     made.add_argument("--help-all", action="help", help="list every key of this stage and every option")
-    rules = learning()
-    own = {stage: rules[stage]} if stage in rules else rules
-    add_key_flags(made, Shown(keys, foreign, lambda dotted: about(dotted, own)))
+    add_key_flags(made, Shown(keys, foreign, default))
     add_flags(made, RunOptions, without=_NOT_HERE, shown=_RUN_MOST if short else None)
     return made
 
 
+class _KeyHelp(Help):
+    """Prints an option's value once: --lr, --optim.learning_rate RATE."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, action.metavar if isinstance(action.metavar, str) else action.dest.upper())
+        return f"{', '.join(action.option_strings)} {value}"
+
+
 def _wide(prog: str) -> argparse.HelpFormatter:
     columns = min(shutil.get_terminal_size((80, 24)).columns, 140)
-    return Help(prog, max_help_position=max(columns // 3, 24), width=columns)
+    return _KeyHelp(prog, max_help_position=max(columns // 3, 24), width=columns)
 
 
 def _foreign(stage: str) -> tuple[str, ...]:
@@ -140,8 +148,8 @@ def main(argv: list[str]) -> int:
         if stage.startswith("-"):
             what = "name the stage first: stoker train STAGE [options]"
         raise Refusal(f"{what}; the stages are {', '.join(STAGES)}", EX_USAGE)
-    if "--help-all" not in words and any(word in ("-h", "--help") for word in words):
-        print(parser(stage, short=True).format_help(), end="")
+    if helps := [word for word in words if word in ("-h", "--help", "--help-all")]:
+        print(_help(stage, [word for word in words if word not in helps], short="--help-all" not in helps), end="")
         return 0
     made = parser(stage)
     found, extra = made.parse_known_args(words)
@@ -160,6 +168,19 @@ def main(argv: list[str]) -> int:
 
         return start_job(stage, keys, layers, told)
     return _train(stage, layers, told)
+
+
+def _help(stage: str, words: list[str], *, short: bool) -> str:
+    """Return the help of a stage, with the defaults that a run on this machine resolves (of --preset, if that is among `words`)."""
+    from stoker.training.stages.help import default_text
+
+    told, _ = parser(stage).parse_known_args(words)
+    presets = [flag for flag in getattr(told, "keys", ()) if flag.name in ("preset", "debug")]
+    gpus = gpus_to_use(look(), getattr(told, "nproc_per_node", None))
+    resolved = settle(gather(presets, {}), gpus, STAGES[stage].defaults)
+    made = parser(stage, short=short, default=lambda key: default_text(stage, key, resolved.config, gpus=gpus))
+    made.description = f"{made.description}\n\nDefaults below: {resolved.lines[0]}."
+    return made.format_help()
 
 
 def _refuse_keys_of_others(stage: str, layers: Layers) -> None:
@@ -211,20 +232,26 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     def request_of(config: Config) -> Request:
         return Request(options, STAGES[stage].recipe, (), given, tuple(flags(lasting(config))), typed)
 
+    at: Situation | None = None
     if STAGES[stage].learning is not None:
         from stoker.training.stages.situation import situation
 
         ranks, cpu = _most_ranks(resolved.config, options, machine, gpus), on_cpu(resolved.config, gpus)
-        resolved = _with_stage_defaults(
-            stage, resolved, situation(stage, resolved.config, ranks, ready), cpu, request_of
-        )
+        at = situation(stage, resolved.config, ranks, ready)
+        resolved = _with_stage_defaults(stage, resolved, at, cpu, request_of)
     # Before the plan: what it chooses for the cards that are here makes no other run.
     request = request_of(resolved.config)
     if STAGES[stage].learning is not None:
         resolved = with_kept_optimizer(resolved, request)
+    os.environ.pop(names.MEMORY_PLAN, None)  # another run's, of which this command is a part
     if machines:
-        resolved, options = with_memory_plan(stage, resolved, options, machines, ready, _say)
+        amount = at.amount if at is not None else None
+        resolved, options, plan = with_memory_plan(stage, resolved, options, machines, ready, _say, amount)
         request = replace(request, options=options)
+        if plan is not None:
+            from stoker.training.fit.launch_plan import LaunchPlan
+
+            os.environ.update(LaunchPlan.of(plan).to_environment())
     else:
         resolved = without_memory_plan(resolved, options, _say)
     if ready is not None:

@@ -75,7 +75,7 @@ class RunOptions:
     quiet: bool = option("no MEM and LOCK lines on the console", default=False, flags=("-q",))
     prefix: str = option(
         "GPU0: before every line on the console: always, never, or auto (the default: always, except on the stdout of a"
-        " single rank when stdout goes to a pipe or file of its own)",
+        " single rank when stdout goes to a pipe or file of its own; `stoker train`: always)",
         "WHEN",
         default="auto",
         choices=("auto", "always", "never"),

@@ -254,10 +254,11 @@ class Search:
     def _job(self, s: Settings, card: Card, context: int = 0) -> Job:
         wish = self._wish
         needs = replace(wish.needs, rows=s.rows, bits=s.bits) if s.rows else wish.needs
-        tries = wish.micro == 0 and needs.stage != GRPO  # on the GPU, which adds gradients to gradients
+        # A micro-batch that is measured at the start, and a step that became a CUDA graph, add gradients to gradients.
+        accumulates = needs.stage != GRPO or wish.share(self._world) > s.micro
         return Job(
             s.micro, context or wish.context, s.optimizer, wish.packed, wish.documents, s.recompute, self._world,
-            tries or wish.share(self._world) > s.micro, card.capability, s.on_host, s.inputs_on_host, needs,
+            accumulates, card.capability, s.on_host, s.inputs_on_host, needs,
             len(sharing(s, self._cards)) if s.strategy == FSDP else 1, offload=s.offload, mlp=s.mlp,
         )  # fmt: skip
 

@@ -45,6 +45,16 @@ class Decision:
     def ways(self) -> tuple[Way, ...]:
         return tuple(sorted((self.way, *self.others), key=lambda way: STRATEGIES.index(way.strategy)))
 
+    def preferring(self, strategy: str) -> Decision:
+        """Return the decision for `strategy` if that fits with the method chosen here, else this one."""
+        if self.way.strategy == strategy or not self.plan.fits:
+            return self
+        method = self.plan.settings.method
+        for way in self.others:
+            if way.strategy == strategy and way.plan.fits and way.plan.settings.method == method:
+                return Decision(way, tuple(other for other in self.ways if other is not way))
+        return self
+
     def line(self) -> str:
         """Each one's memory and time."""
         auto = self.plan.wish.method == AUTO

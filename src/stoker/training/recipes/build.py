@@ -322,6 +322,8 @@ def micro_batch(
     if not micro:
         again = halvings if sharded else 0
         micro = largest_micro(c, model, optimizer, group, voice, share=share, packed=packed, each=each, halvings=again)
+        if group.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(group.device)  # the trials' peaks are not those of training
     if halvings:
         micro = max(micro >> halvings, 1) if c.batch.micro or not sharded else micro
         voice.say_once(f"micro-batch halved {halvings} time(s) after running out of GPU memory: {micro}")

@@ -157,17 +157,27 @@ def situation(stage: str, config: Config, ranks: int | None, ready: Prepared | N
 def with_context_of_model(
     stage: str, config: Config, given: Mapping[str, Origin], on_cpu: bool, say: Callable[[str], None]
 ) -> Config:
-    """Of a loaded model: rows that it was trained for, where nobody gave their length; a longer one is warned about."""
-    learning = STAGES[stage].learning
-    if learning is None or not config.model.load:
+    """Return the configuration with rows that a loaded model was trained for, and check what that changes."""
+    if STAGES[stage].learning is None or not config.model.load:
         return config
-    longest = _model(config, None).longest
+    limited = within_context_of_model(stage, config, given, _model(config, None).longest, say)
+    if limited is not config:
+        check(limited, given, on_cpu)
+        STAGES[stage].check(limited)
+    return limited
+
+
+def within_context_of_model(
+    stage: str, config: Config, given: Mapping[str, Origin], longest: int, say: Callable[[str], None]
+) -> Config:
+    """Limit the rows to the `longest` that the loaded model was trained for, unless the user set their length: then a longer
+    one is warned about."""
+    learning = STAGES[stage].learning
+    assert learning is not None, f"stage {stage} does not train"
     changed = within(learning, config, given, longest)
     if changed:
-        config = config_of(config.preset, values_of(config) | changed)
-        check(config, given, on_cpu)
-        STAGES[stage].check(config)
-    elif 1 < longest < config.data.context_length:
+        return config_of(config.preset, values_of(config) | changed)
+    if 1 < longest < config.data.context_length:
         say(
             f"warning: {CONTEXT} {config.data.context_length:,} is more than the {longest:,} tokens that"
             f" {config.model.load} was trained for; beyond them it starts from what it can't do yet"
