@@ -49,6 +49,7 @@ from stoker.training.config.schema import SECTIONS, Config
 from stoker.training.data.sources import check_there, fetch, is_hub_id, share_of
 from stoker.training.loop.config import check_loggers
 from stoker.training.model.config import OFF
+from stoker.training.stages.inputs import input_digests
 from stoker.training.stages.registry import STAGES, learning
 
 TYPE_CHECKING = False
@@ -209,7 +210,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     given = frozenset(key for layer in outside for key in layer) | {"module"}
 
     def request_of(config: Config) -> Request:
-        return Request(options, STAGES[stage].recipe, (), given, tuple(flags(lasting(config))), typed)
+        return Request(options, STAGES[stage].recipe, (), given, tuple(flags(lasting(config))), typed, ())
 
     if STAGES[stage].learning is not None:
         from stoker.training.stages.situation import situation
@@ -240,7 +241,8 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     from stoker.cli.run import start
 
     keep = (*STAGES[stage].defaults, *derivable(STAGES[stage].learning))
-    code = start(replace(request, args=tuple(flags(resolved.config, keep))), _show_loss)
+    contents = input_digests(STAGES[stage], resolved.config, ready.key if ready is not None else None)
+    code = start(replace(request, args=tuple(flags(resolved.config, keep)), contents=contents), _show_loss)
     if options.dry_run and not options.json and not code:
         shown = _worth_showing(stage, resolved, keep)
         print(redact.whole(as_yaml(resolved.config, shown)), end="")

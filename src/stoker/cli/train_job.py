@@ -24,6 +24,7 @@ from stoker.training.config.layers import Layers
 from stoker.training.config.resolve import on_cpu, settle
 from stoker.training.config.schema import Config
 from stoker.training.rl.config import GROUP
+from stoker.training.stages.inputs import input_digests
 from stoker.training.stages.registry import STAGES
 
 STAGE = "grpo"
@@ -57,7 +58,8 @@ def start(stage: str, keys: Sequence[Flag], layers: Layers, told: dict[str, Any]
     plan = roles.by_allocation(role.checked(specs, "--allocation", EX_USAGE), text)
     if on_cpu(config, gpus):
         plan = replace(plan, specs=tuple(replace(spec, gpus=0) for spec in plan.specs))
-    return roles.start_plan(roles.request_for(told, plan.specs, ()), plan)
+    contents = input_digests(STAGES[stage], config, None)
+    return roles.start_plan(replace(roles.request_for(told, plan.specs, ()), contents=contents), plan)
 
 
 def parts_of(text: str) -> tuple[Part, Part]:
