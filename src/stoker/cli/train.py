@@ -230,6 +230,8 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
         resolved = without_memory_plan(resolved, options, _say)
     if ready is not None:
         _check_resume(resolved.config, ready)
+    if STAGES[stage].learning is not None:
+        _refuse_earlier_result(resolved.config, request)
     if resolved.config.parallel.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # one CPU rank, or as many as asked for, and no GPU locked
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
@@ -425,6 +427,24 @@ def _check_resume(config: Config, ready: Prepared) -> None:
         line = nothing_left(begins, config.train.max_steps)
         if line:
             _say(line)
+
+
+def _refuse_earlier_result(config: Config, request: Request) -> None:
+    """Raises Refusal where --again would make a new run that resumes from the finished run's last checkpoint."""
+    from stoker.control.launch.runplace import Complete, find_place
+    from stoker.training.loop.resume import newest_in
+
+    folder = config.checkpoint.folder
+    newest = newest_in(folder) if request.options.again and folder and config.checkpoint.resume == "auto" else None
+    if newest is None:
+        return
+    try:
+        place = find_place(replace(request, options=replace(request.options, dry_run=True)), os.environ)
+    except (Complete, Refusal):
+        return  # the start reports it
+    if not place.reopened:
+        fix = "name another --checkpoint.folder, or start from scratch with --checkpoint.resume never"
+        raise Refusal(f"--again would resume from {newest}, which an earlier run saved: {fix}", EX_USAGE)
 
 
 def _check_model(config: Config) -> int:
