@@ -17,6 +17,7 @@ from stoker.training.fit.footprint import STAGES
 from stoker.training.fit.runs import contexts
 from stoker.training.fit.scorer import with_scorer
 from stoker.training.fit.terms import DPO, GRPO, REWARD, SFT, StageNeeds, asked_bits
+from stoker.training.generate.finding import find_for_setting
 from stoker.training.model import hf_config, hf_hub
 from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig
 from stoker.training.parallel.config import EVERYTHING, NOTHING, OFFLOAD, read_recompute, recomputed_blocks
@@ -47,7 +48,9 @@ _OF_STAGE = {"rows": GRPO, "bits": GRPO, "new_tokens": GRPO, "reward_model": GRP
 
 def parser() -> Parser:
     made = Parser("stoker fit", _ABOUT, _EXAMPLES, allow_abbrev=False)
-    made.option("model", "MODEL", "a model's folder (config.json is enough), or a hub id")
+    made.option(
+        "model", "MODEL", "a model's folder (config.json is enough), a run (path, id, name or latest), or a hub id"
+    )
     made.option("--data", "PATH", "rows to train on: adds time and cost of an epoch", action="append", default=[])
     made.option("--stage", "STAGE", f"stage to plan for: {', '.join(STAGES)} (default: {SFT})", default=SFT)
     methods = (plan.AUTO, *plan.METHODS)
@@ -108,8 +111,9 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     _check(told)
-    folder, model = _model(told)
     runs = layout.runs_root(told.runs_dir, os.environ)
+    told.model = find_for_setting(told.model, runs, say)
+    folder, model = _model(told)
     cards = cards_of(Asked(told.gpus, told.hosts, told.machine), contexts(runs), say)
     wish = _wish(told, model)
     rows = _amount(told, model, wish.context)

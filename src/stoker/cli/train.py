@@ -19,7 +19,7 @@ from stoker.cli.train_fit import (
     with_memory_plan,
     without_memory_plan,
 )
-from stoker.contract import names, redact, schedulers
+from stoker.contract import layout, names, redact, schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Help, Parser, add_flags, build, from_mapping, suggest
 from stoker.contract.shape import options_of, replace
@@ -47,6 +47,7 @@ from stoker.training.config.resolve import (
 )
 from stoker.training.config.schema import SECTIONS, Config
 from stoker.training.data.sources import check_there, fetch, is_hub_id, share_of
+from stoker.training.generate.settings import with_models
 from stoker.training.loop.config import check_loggers
 from stoker.training.model.config import OFF
 from stoker.training.stages.inputs import input_digests
@@ -177,13 +178,15 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     machine = look()
     gpus = gpus_to_use(machine, ranks_asked(build(RunOptions, *outside).nproc_per_node, os.environ))
     resolved = settle(layers, gpus, STAGES[stage].defaults)
-    resolved, typed = replace(resolved, config=pinned(resolved.config)), pinned_words(sys.argv[1:])
     named = dict(resolved.run_options)
     if any("gpus" in layer for layer in outside[1:]):  # these, and not the GPU that the file's device_id names
         named.pop("gpu", None)
     outside = _run_layers(named, layers.path, told)
     # People grep for GPU0:INFO, with one GPU and in files too.
     options = build(RunOptions, {"module": not STAGES[stage].is_script, "prefix": "always"}, *outside)
+    root, remote = layout.runs_root(options.runs_dir, os.environ), options.hosts is not None
+    config, models = with_models(resolved.config, root, _say, options.name, remote)
+    resolved, typed = replace(resolved, config=pinned(config)), pinned_words(sys.argv[1:], models)
     _refuse_what_can_be(stage, resolved, options, machine, gpus)
     for line in resolved.lines:
         _say(line)

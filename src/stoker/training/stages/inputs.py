@@ -7,20 +7,12 @@ from collections.abc import Iterator
 
 from stoker.contract.digests import file_digest, path_digest
 from stoker.training.config.keys import KEYS, values_of
+from stoker.training.config.resolve import MODEL_KEYS
 from stoker.training.config.schema import Config
 from stoker.training.data.ours import own_cache
 from stoker.training.data.sources import find_sources
 from stoker.training.rl.parts import CODE, parts_of
 from stoker.training.stages.stage import Stage
-
-MODEL_KEYS = (
-    "model.load",
-    "tokenizer.path",
-    "adapter.continue_from",
-    "grpo.reward_model",
-    "diversity.baseline",
-    "diversity.compared",
-)  # the values are folders of models
 
 
 def input_digests(stage: Stage, config: Config, prepared: str | None) -> tuple[tuple[str, str], ...]:
