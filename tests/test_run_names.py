@@ -214,7 +214,7 @@ def test_a_failed_fine_tuning_after_a_good_one(two_runs: Stoker) -> None:
     assert same.code == 0 and "nothing to do" in same.err, "its own model is not what `latest` means to it"
     failed = two_runs(*sft, "--again", "--nan.inject", "layers.1.attention@1", env=env)
     assert failed.code != 0 and failed.run_dir.name != good
-    for which in ("runs/latest/hf", "latest", "tuned"):
+    for which in ("runs/latest/hf", "latest", "tuned", "tuned/hf"):
         chat = two_runs.torch("chat", which, "--prompt", "x", "--max-tokens", "1", "--device", "cpu")
         assert chat.code == 0 and f"runs/{good} (stage sft)" in chat.err and failed.run_dir.name in chat.err, chat.err
     refused = two_runs.torch("chat", f"runs/{failed.run_dir.name}", "--prompt", "x")

@@ -285,18 +285,22 @@ def _split(parts: list[str], at: int) -> tuple[str, str]:
 
 
 def through_latest(path: str, say: Callable[[str], None] = terminal.say) -> str:
-    """`path`; where it leads through a `latest` that is not ours, through our newest run there: in a folder that several users
-    share anybody may have made it, as a link or as a folder. Where we have no run there, it stays what was named.
+    """Return the path with the run instead of a link `latest`, which may lead to another run later.
+
+    Where `latest` is another user's (in a shared folder anybody may make it, as a link or a folder), it is our newest run
+    there; without runs of ours there, the path stays what it is.
     """
     parts = path.split("/")
     for at in (at for at, part in enumerate(parts) if part == layout.LATEST):
         latest, root = _split(parts, at)
         whose = _whose(latest, root)
         if not whose:
+            if os.path.islink(latest):
+                return os.path.join(os.path.dirname(latest), os.readlink(latest), *filter(None, parts[at + 1 :]))
             continue
         try:
             runs = all_runs(root)
-        except names.Refusal:  # not ours to list: no place of our runs
+        except names.Refusal:  # a folder that we can't list has no runs of ours
             continue
         if runs:
             say(f"{printable(latest)} {whose}: your newest run there is used, {printable(runs[-1].dir)}")

@@ -241,14 +241,7 @@ def _pinned(value: Any, say: Callable[[str], None] = terminal.say) -> Any:
         return tuple(_pinned(one, say) for one in value)
     if not isinstance(value, str) or layout.LATEST not in value.split("/"):
         return value
-    own = finder.through_latest(value, say)
-    if own != value:
-        return own
-    parts = value.split("/")
-    link = "/".join(parts[: parts.index(layout.LATEST) + 1])
-    if not os.path.islink(link):
-        return value
-    return os.path.join(os.path.dirname(link), os.readlink(link), *parts[parts.index(layout.LATEST) + 1 :])
+    return finder.through_latest(value, say)
 
 
 def with_tokenizer(c: Config, say: Callable[[str], None]) -> Config:

@@ -92,28 +92,35 @@ def find_for_setting(value: str, root: str, say: Say, besides: str = "", scores:
     if found.checkpoint:
         line = f"{found.folder} is a checkpoint: `stoker export {found.folder} OUT` makes a model of it"
         raise Refusal(line, EX_NOINPUT)
-    path = os.path.relpath(found.folder)
-    return found.folder if found.folder == value or path.startswith("..") else path
+    return value if found.folder == value else _from_here(found.folder)
 
 
 def _is_hub_id(where: str, root: str) -> bool:
-    """Whether a word that is not a folder is an id of the hub: not below the runs folder, nor a role of a job there."""
+    """Whether a word that is not a folder is an id of the hub: not below the runs folder, nor the name of a run there."""
+    run = _without_hf(where)
     if "/" not in where.strip("/") or os.path.exists(os.path.join(root, where)):
         return False
-    parent = os.path.realpath(os.path.dirname(where.rstrip("/").removesuffix(f"/{HF}")))
-    return parent != os.path.realpath(root) and finder.find_role(where, root) is None
+    if os.path.realpath(os.path.dirname(run)) == os.path.realpath(root):
+        return False
+    is_run = run != where and any(run in (one.id, one.name) for one in finder.all_runs(root))
+    return not is_run and finder.find_role(where, root) is None
+
+
+def _without_hf(where: str) -> str:
+    """RUN of RUN/hf."""
+    return where.rstrip("/").removesuffix(f"/{HF}")
 
 
 def _run_by_name(which: str, root: str, say: Say, checkpoints: bool) -> str:
     """Return the directory of a run; of several with that name, the newest that has a model."""
     try:
-        run = finder.find(which.rstrip("/").removesuffix(f"/{HF}"), root, say=lambda line: None)
+        run = finder.find(_without_hf(which), root, say=lambda line: None)
     except Refusal as refusal:
         hint = "; a model may also be a folder with weights or a hub id (owner/name)"
         raise Refusal(refusal.line + hint, refusal.code) from refusal
-    namesakes = [one for one in finder.all_runs(root) if one.name == which]
+    namesakes = [one for one in finder.all_runs(root) if one.name == _without_hf(which)]
     with_model = [one for one in namesakes if _has_model(one.dir, checkpoints)]
-    if run.id not in [one.id for one in namesakes[-1:]] or len(namesakes) == 1 or not with_model:
+    if run.id not in [one.id for one in namesakes] or len(namesakes) == 1 or not with_model:
         return run.dir
     _say_which(with_model[-1].dir, run, say)
     return with_model[-1].dir
@@ -129,10 +136,16 @@ def _has_model(run_dir: str, checkpoints: bool) -> bool:
     )
 
 
+def _from_here(path: str) -> str:
+    """Return a path relative to the working directory where it is below it, else as it is."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
+
+
 def _say_which(run_dir: str, newest: reader.Run | None, say: Say) -> None:
     """Print which run's model is used. `newest`: the newest run that the word could mean."""
     stage = f" (stage {_stage_of(run_dir)})" if _stage_of(run_dir) else ""
-    line = f"using the model of run {printable(os.path.relpath(run_dir))}{stage}"
+    line = f"using the model of run {printable(_from_here(run_dir))}{stage}"
     parts = os.path.realpath(run_dir).split(os.sep)
     if newest is not None and os.path.basename(os.path.realpath(newest.dir)) not in parts:
         instead = "gives scores, not answers" if _stage_of(newest.dir) in NO_ANSWERS else "has no model"
