@@ -153,7 +153,7 @@ class RunOptions:
         "name of the run; given again, an unfinished run of that name continues; a run's id: that run", default=None
     )
     again: bool = option(
-        "if the run of this name is complete, run it anew in a run directory of its own; the old one stays",
+        "if the run of this name is complete, run it again in a new run directory; the old one stays",
         default=False,
     )
     runs_dir: str | None = option(

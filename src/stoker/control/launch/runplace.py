@@ -129,7 +129,7 @@ def _of_id(run: reader.Run, request: Request, environment: Mapping[str, str]) ->
     same = told is None or told == config_hash(request)
     if not _is_complete(run) and same:
         return _reopened(run, request)
-    if _is_complete(run) and (request.options.again or (same and _runs_anew(run, request))):
+    if _is_complete(run) and (request.options.again or (same and _is_changed_role(run, request))):
         notice, make = f"run {run.id} is complete: {_IS_NEW}", not request.options.dry_run
         return _new(os.path.dirname(run.dir), run.name or "run", notice, make)
     if _is_complete(run) and same:
@@ -151,7 +151,7 @@ def _of_name(
     others = [run for run in same[:-1] if _can_continue(run)]
     older = f"; {_unfinished(others[-1])}" if others else ""
     same_settings = last.data.get("config_hash") == settings
-    if same_settings and not request.options.again and not _runs_anew(last, request):
+    if same_settings and not request.options.again and not _is_changed_role(last, request):
         raise Complete(f"{_nothing_to_do(f'run {name} ({last.id})', last, request)}{older}")
     mine = [run for run in others if run.data.get("config_hash") == settings]
     if mine and not same_settings and not request.options.again:
@@ -176,12 +176,12 @@ def _nothing_to_do(which: str, run: reader.Run, request: Request) -> str:
     """Return the line for a complete run whose files are unchanged. Raises Refusal where they changed since."""
     changed = changes(run.data, request)
     if changed:
-        fix = "give another --name for a new run, or --again to run this one anew"
+        fix = "give another --name for a new run, or --again to run it again"
         raise Refusal(f"{which} is complete, but {_named(changed)} changed since it started: {fix}", EX_USAGE)
     ended = run.verdict.summary if run.verdict is not None else ""
     unknown = " (its record has no digests of its files: whether they changed since is unknown)"
     line = f"{which} is complete: {ended}; nothing to do{unknown if changed is None else ''}"
-    return f"{line}; --again runs it anew"
+    return f"{line}; --again runs it again"
 
 
 def _named(labels: Sequence[str]) -> str:
@@ -191,7 +191,7 @@ def _named(labels: Sequence[str]) -> str:
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
-def _runs_anew(run: reader.Run, request: Request) -> bool:
+def _is_changed_role(run: reader.Run, request: Request) -> bool:
     """Whether a complete role of a resumed job is run again: its files changed, and nobody can give it --again."""
     return names.JOB in os.environ and bool(changes(run.data, request))
 
