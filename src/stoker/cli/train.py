@@ -47,10 +47,10 @@ from stoker.training.config.resolve import (
 )
 from stoker.training.config.schema import SECTIONS, Config
 from stoker.training.data.sources import check_there, fetch, is_hub_id, share_of
-from stoker.training.generate.settings import with_models
 from stoker.training.loop.config import check_loggers
 from stoker.training.model.config import OFF
 from stoker.training.stages.inputs import input_digests
+from stoker.training.stages.models import with_models
 from stoker.training.stages.registry import STAGES, learning
 
 TYPE_CHECKING = False

@@ -24,9 +24,9 @@ from stoker.training.config.keys import values_of
 from stoker.training.config.layers import Layers
 from stoker.training.config.resolve import MODEL_KEYS, on_cpu, settle
 from stoker.training.config.schema import Config
-from stoker.training.generate.settings import with_models
 from stoker.training.rl.config import GROUP
 from stoker.training.stages.inputs import input_digests
+from stoker.training.stages.models import with_models
 from stoker.training.stages.registry import STAGES
 
 STAGE = "grpo"
