@@ -26,6 +26,7 @@ from stoker.training.fit import pace, plan, strategy, text
 from stoker.training.fit.footprint import STAGES
 from stoker.training.fit.runs import contexts
 from stoker.training.fit.terms import DPO, GRPO, REWARD, SFT, StageNeeds
+from stoker.training.generate.finding import find_for_setting
 from stoker.training.model import hf_config, hf_hub
 from stoker.training.model.config import LORA, QLORA, ModelConfig
 from stoker.training.model.hf_config import tokenizer_in
@@ -55,7 +56,9 @@ _OF_STAGE = {"rows": GRPO, "bits": GRPO, "new_tokens": GRPO, "reward_model": GRP
 
 def parser() -> Parser:
     made = Parser("stoker fit", _ABOUT, _EXAMPLES, allow_abbrev=False)
-    made.option("model", "MODEL", "a model's folder (config.json is enough), or a hub id")
+    made.option(
+        "model", "MODEL", "a model's folder (config.json is enough), a run (path, id, name or latest), or a hub id"
+    )
     made.option("--data", "PATH", "rows to train on: adds time and cost of an epoch", action="append", default=[])
     made.option("--stage", "STAGE", f"stage to plan for: {', '.join(STAGES)} (default: {SFT})", default=SFT)
     methods = (plan.AUTO, *plan.METHODS)
@@ -125,9 +128,10 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     _check(told)
+    runs = layout.runs_root(told.runs_dir, os.environ)
+    told.model = find_for_setting(told.model, runs, say)
     folder = hf_hub.config_of(told.model, say)
     model = hf_config.shape_for(ModelConfig(load=told.model), folder, planned=True)
-    runs = layout.runs_root(told.runs_dir, os.environ)
     asked = Asked(told.gpus, told.hosts, told.machine)
     machine = machine_of(asked)
     cards = cards_of(asked, machine, contexts(runs), say)

@@ -19,7 +19,7 @@ from stoker.cli.train_fit import (
     with_memory_plan,
     without_memory_plan,
 )
-from stoker.contract import names, redact, schedulers
+from stoker.contract import layout, names, redact, schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Help, Parser, add_flags, build, from_mapping, suggest
 from stoker.contract.shape import options_of, replace
@@ -49,6 +49,8 @@ from stoker.training.config.schema import SECTIONS, Config
 from stoker.training.data.sources import check_there, fetch, is_hub_id, share_of
 from stoker.training.loop.config import check_loggers
 from stoker.training.model.config import OFF
+from stoker.training.stages.inputs import input_digests
+from stoker.training.stages.models import with_models
 from stoker.training.stages.registry import STAGES
 
 TYPE_CHECKING = False
@@ -197,13 +199,15 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     machine = look()
     gpus = gpus_to_use(machine, ranks_asked(build(RunOptions, *outside).nproc_per_node, os.environ))
     resolved = settle(layers, gpus, STAGES[stage].defaults)
-    resolved, typed = replace(resolved, config=pinned(resolved.config)), pinned_words(sys.argv[1:])
     named = dict(resolved.run_options)
     if any("gpus" in layer for layer in outside[1:]):  # these, and not the GPU that the file's device_id names
         named.pop("gpu", None)
     outside = _run_layers(named, layers.path, told)
     # People grep for GPU0:INFO, with one GPU and in files too.
     options = build(RunOptions, {"module": not STAGES[stage].is_script, "prefix": "always"}, *outside)
+    root, remote = layout.runs_root(options.runs_dir, os.environ), options.hosts is not None
+    config, models = with_models(resolved.config, root, _say, options.name, remote)
+    resolved, typed = replace(resolved, config=pinned(config)), pinned_words(sys.argv[1:], models)
     _refuse_what_can_be(stage, resolved, options, machine, gpus)
     for line in resolved.lines:
         _say(line)
@@ -230,7 +234,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     given = frozenset(key for layer in outside for key in layer) | {"module"}
 
     def request_of(config: Config) -> Request:
-        return Request(options, STAGES[stage].recipe, (), given, tuple(flags(lasting(config))), typed)
+        return Request(options, STAGES[stage].recipe, (), given, tuple(flags(lasting(config))), typed, ())
 
     at: Situation | None = None
     if STAGES[stage].learning is not None:
@@ -256,6 +260,8 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
         resolved = without_memory_plan(resolved, options, _say)
     if ready is not None:
         _check_resume(resolved.config, ready)
+    if STAGES[stage].learning is not None:
+        _refuse_earlier_result(resolved.config, request)
     if resolved.config.parallel.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # one CPU rank, or as many as asked for, and no GPU locked
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
@@ -267,7 +273,8 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     from stoker.cli.run import start
 
     keep = (*STAGES[stage].defaults, *derivable(STAGES[stage].learning))
-    code = start(replace(request, args=tuple(flags(resolved.config, keep))), _show_loss)
+    contents = input_digests(STAGES[stage], resolved.config, ready.key if ready is not None else None)
+    code = start(replace(request, args=tuple(flags(resolved.config, keep)), contents=contents), _show_loss)
     if options.dry_run and not options.json and not code:
         shown = _worth_showing(stage, resolved, keep)
         print(redact.whole(as_yaml(resolved.config, shown)), end="")
@@ -450,6 +457,24 @@ def _check_resume(config: Config, ready: Prepared) -> None:
         line = nothing_left(begins, config.train.max_steps)
         if line:
             _say(line)
+
+
+def _refuse_earlier_result(config: Config, request: Request) -> None:
+    """Raises Refusal where --again would make a new run that resumes from the finished run's last checkpoint."""
+    from stoker.control.launch.runplace import Complete, find_place
+    from stoker.training.loop.resume import newest_in
+
+    folder = config.checkpoint.folder
+    newest = newest_in(folder) if request.options.again and folder and config.checkpoint.resume == "auto" else None
+    if newest is None:
+        return
+    try:
+        place = find_place(replace(request, options=replace(request.options, dry_run=True)), os.environ)
+    except (Complete, Refusal):
+        return  # the start reports it
+    if not place.reopened:
+        fix = "name another --checkpoint.folder, or start from scratch with --checkpoint.resume never"
+        raise Refusal(f"--again would resume from {newest}, which an earlier run saved: {fix}", EX_USAGE)
 
 
 def _check_model(config: Config) -> int:

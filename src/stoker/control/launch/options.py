@@ -152,7 +152,10 @@ class RunOptions:
     name: str | None = option(
         "name of the run; given again, an unfinished run of that name continues; a run's id: that run", default=None
     )
-    again: bool = option("run it again although a run of this name and these settings is complete", default=False)
+    again: bool = option(
+        "if the run of this name is complete, run it again in a new run directory; the old one stays",
+        default=False,
+    )
     runs_dir: str | None = option(
         "folder of the run directories (default: $STOKER_RUNS, else ./runs)", "DIR", default=None
     )
