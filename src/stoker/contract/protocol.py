@@ -142,6 +142,7 @@ KINDS: dict[str, dict[str, str]] = {
     "beatless": _RANK,
     "groups": {**_RANK, "groups": "str"},
     "mark": {**_RANK, "name": "str"},
+    "listening": {**_RANK, "port": "int"},
     "phase": {**_RANK, "name": "str"},
     "note": {**_RANK, "text": "str"},
     "out": {**_RANK, "fd": "int"},

@@ -17,7 +17,7 @@ from stoker.contract.process import kernel_lines, of_kernel, send
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Around
 from stoker.control.agent.spawn import Rank
-from stoker.control.machine import host, kernellog, processes
+from stoker.control.machine import host, kernellog, ports, processes
 from stoker.control.machine.model import GpuGauges, HostGauges
 from stoker.control.machine.nvml import Nvml
 
@@ -50,6 +50,7 @@ class Vitals:
             if due:
                 resident = sum(processes.resident(pid) or 0 for pid in (rank.pid, *children(rank.pid)))
                 rank.rss.append((round(time.time(), 1), resident))
+                self._report_listening(rank)
             if now - rank.beaten > QUIET_S:
                 one = processes.process(rank.pid)
                 state = one.state if one else "Z"
@@ -85,6 +86,12 @@ class Vitals:
                 first_step(rank, news[0].time_ns / 1e9)
         if fresh:
             self._say({"is": "beats", "ranks": fresh})
+
+    def _report_listening(self, rank: Rank) -> None:
+        """Report, once, that the rank or a process below it listens on the port it was given: it is a service."""
+        if rank.port and not rank.is_listening and ports.is_listening(rank.port, (rank.pid, *children(rank.pid))):
+            rank.is_listening = True
+            self._say({"is": "listening", "rank": rank.rank, "port": rank.port})
 
     def note_holders(self, rank: Rank, nvml: Nvml | None, run_id: str) -> None:
         """Who is on its card while it fails: once it is gone, so is its own entry, and perhaps the other's."""

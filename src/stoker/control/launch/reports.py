@@ -292,6 +292,9 @@ class Reports:
             self._attempt.checkpoints += 1
             self._attempt.checkpoint_at = time.time()
 
+    def _on_listening(self, _host: str, message: protocol.Message) -> None:
+        self._record.event("listening", rank=message["rank"], port=message["port"])
+
     def _on_phase(self, _host: str, message: protocol.Message) -> None:
         self._record.event("phase", rank=message["rank"], name=message["name"])
         self._feed(self._attempt.watch.said, message["rank"], time.monotonic(), message["name"])
