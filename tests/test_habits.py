@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from conftest import Stoker
 from stoker.cli import chat, main
 from stoker.contract.names import Refusal
 from stoker.contract.quantities import duration
+from stoker.control.verdict.rules.environment import install_advice
 from stoker.training.config.flags import parse
 from stoker.training.config.layers import gather
 
@@ -129,6 +131,20 @@ def test_a_package_that_only_training_needs_is_named(stoker: Stoker) -> None:
     (stoker.cwd / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')\n")
     stoker.script("book.txt", "a line\n" * 2000)
     done = stoker("train", "pretrain", "--debug", "--data", "book.txt", env={"PYTHONPATH": f"{stoker.cwd}:{SOURCE}"})
-    assert done.code == 69 and done.err.splitlines()[-1].endswith(
-        "needs the package numpy, which is not installed here: `pip install 'stoker[train]'`"
-    ), done.err
+    line = done.err.splitlines()[-1]
+    assert done.code == 69 and "needs the package numpy" in line, done.err
+    assert "pip install '.[train]'" in line and ".whl[train]" in line, "from the clone or the wheel"
+
+
+def test_nothing_is_installed_by_the_name_stoker_which_is_somebody_elses_on_pypi() -> None:
+    command = re.compile(r"install[^\n`]*?[\s'\"]stoker(?![\w./-])")
+    pages = [*SOURCE.parent.glob("*.md"), *SOURCE.parent.glob("docs/*.md"), *SOURCE.rglob("*.py")]
+    assert (
+        len(pages) > 300 and command.search("pip install 'stoker[train]'") and command.search("pip install -U stoker")
+    )
+    assert [f"{page}: {line}" for page in pages for line in command.findall(page.read_text())] == []
+
+
+def test_a_script_that_misses_stoker_itself_is_sent_to_the_clone() -> None:
+    assert "pip install stoker" not in install_advice("stoker")[0] and "pip install ." in install_advice("stoker")[0]
+    assert install_advice("numpy")[0].startswith("pip install numpy ")

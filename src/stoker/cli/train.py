@@ -328,7 +328,11 @@ def _refuse_what_can_be(stage: str, resolved: Resolved, options: RunOptions, mac
         check_drill(config, most, given)
         if on_cpu(config, gpus) and STAGES[stage].learning is not None and not options.dry_run:
             refuse_beyond_memory(config, most, machine.memory_total)
-    check_loggers(config.train.log_to)
+    if "wandb" in check_loggers(config.train.log_to) and not remote:  # rank 0 checks it on its own host
+        from stoker.control.launch.plan import added_environment
+        from stoker.training.loop.wandb_login import check_wandb_login
+
+        check_wandb_login({**os.environ, **added_environment(options, os.environ)})
     _check_inputs(stage, config)
 
 
