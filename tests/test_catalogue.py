@@ -6,6 +6,7 @@ the scripts at the end provoke them again.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, at_length
+from stoker.contract.quantities import amount
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Stall, Verdict
 from stoker.control.verdict import docs
@@ -356,9 +358,9 @@ CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
     ("oom.host", end(code=-9, oom_killed=True, around=Around(rss=((0.0, 3 * 10**9), (40.0, 58 * 10**9)), host_available=4 * 10**8, host_total=64 * 10**9)), False, ("killed by the kernel", "grew from 3.0 GB to 58.0 GB in 40 s")),
     ("oom.host", end(code=-9, around=Around(kernel=(KILLED_LINE,))), False, ("killed by the kernel",)),
     ("oom.host", end(WORKER, around=Around(kernel=("Out of memory: Killed process 2027 (python3) total-vm:9kB",))), False, ("data-loader worker (pid 2027)", "killed by the kernel")),
-    ("oom.host-allocation", end(err("MemoryError", "")), False, ("gave no memory",)),
-    ("oom.host-allocation", end(err("MemoryError", "std::bad_alloc")), False, ("gave no memory",)),
-    ("oom.host-allocation", end(code=-6, tail="terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"), False, ("gave no memory",)),
+    ("oom.host-allocation", end(err("MemoryError", "")), False, ("allocation failed",)),
+    ("oom.host-allocation", end(err("MemoryError", "std::bad_alloc")), False, ("allocation failed",)),
+    ("oom.host-allocation", end(code=-6, tail="terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"), False, ("allocation failed",)),
     ("oom.host-allocation", end(err("RuntimeError", "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes. Error code 12 (Cannot allocate memory)")), False, ("8.0 GiB",)),
     ("oom.host-allocation", end(err("_ArrayMemoryError", "Unable to allocate 71.1 PiB for an array with shape (10000000000000000,) and data type float64", module="numpy._core._exceptions")), False, ("71.1 PiB",)),
     ("gpu.busy", end(cuda("CUDA-capable device(s) is/are busy or unavailable")), True, ("busy or unavailable", "error 46", "compute mode, or a faulty card")),
@@ -661,6 +663,29 @@ def test_provoked(stoker: Stoker, how: str, cause: str) -> None:
     stoker.cwd.chmod(0o777)
     done = stoker("run", "--nproc-per-node", "1", stoker.script("bad.py", PLAIN), how)
     assert done.verdict["cause"] == cause, done.verdict["summary"]
+
+
+@pytest.mark.parametrize("by", ["the script", "the shell"])
+def test_an_address_space_limit_is_named_and_the_host_is_not_blamed(stoker: Stoker, by: str) -> None:
+    script = stoker.script(
+        "bad.py", PLAIN if by == "the script" else "import time; time.sleep(0.1); bytearray(20 << 30)\n"
+    )
+    limit = 1 << 30 if by == "the script" else 5 << 30
+    if by == "the script":
+        done = stoker("run", "--nproc-per-node", "1", script, "address")
+    else:
+        words = f"ulimit -v {limit >> 10}; exec {sys.executable} -m stoker run --nproc-per-node 1 {script}"
+        subprocess.run(["bash", "-c", words], cwd=stoker.cwd, env=stoker.environment(), check=False)
+        done = stoker.result(1)
+    told = done.verdict
+    assert told["cause"] == "oom.host-allocation" and amount(limit) in told["summary"], told
+    assert "RLIMIT_AS" in told["summary"] and "ulimit -v" in told["summary"] and "bad.py:" in told["summary"]
+    assert "ulimit -v unlimited" in told["fix"][0] and not any("free -h" in line for line in told["fix"]), told["fix"]
+
+
+def test_a_refused_allocation_without_a_limit_says_nothing_of_limits(stoker: Stoker) -> None:
+    done = stoker("run", "--nproc-per-node", "1", stoker.script("bad.py", PLAIN), "memory")
+    assert done.verdict["cause"] == "oom.host-allocation" and "ulimit" not in json.dumps(done.verdict), done.verdict
 
 
 TORCH = """

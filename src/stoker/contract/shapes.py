@@ -41,6 +41,7 @@ class Around:
     gpu_total: int | None = None
     shm_free: int | None = None
     shm_total: int | None = None
+    address_limit: int | None = None  # RLIMIT_AS of the rank (`ulimit -v`), bytes; None: unlimited
 
 
 @shape

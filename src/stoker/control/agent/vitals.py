@@ -6,6 +6,7 @@ A rank that beats costs one look at shared memory twice a second. Only one that 
 from __future__ import annotations
 
 import itertools
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -108,9 +109,21 @@ class Vitals:
             self.note_holders(rank, nvml, run_id)
         card = nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None
         holders = self._holders.get(rank.pid, ())
-        seen = Around(tuple(rank.rss), available, total, _kernel_lines(rank), holders, card and card[1], free, whole)
+        limit = address_space_limit(rank.pid)
+        seen = Around(
+            tuple(rank.rss), available, total, _kernel_lines(rank), holders, card and card[1], free, whole, limit
+        )
         found: dict[str, Any] = as_json(seen)
         return found
+
+
+def address_space_limit(pid: int) -> int | None:
+    """Return RLIMIT_AS of a process in bytes, or None if it has none. A zombie still has its limits."""
+    try:
+        limit = resource.prlimit(pid, resource.RLIMIT_AS)[0]
+    except OSError:
+        return None
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 # What a run's history keeps of a host and of a card: fields of HostGauges and GpuGauges.

@@ -88,7 +88,7 @@ def shm_left(around: Around) -> tuple[str, ...]:
 
 def torch_size(count: float) -> str:
     """As torch writes sizes, so that the line in the log and the verdict can be compared."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    for unit, name in ((2**50, "PiB"), (2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"
     return f"{count:.0f} bytes"
