@@ -688,6 +688,59 @@ def test_a_refused_allocation_without_a_limit_says_nothing_of_limits(stoker: Sto
     assert done.verdict["cause"] == "oom.host-allocation" and "ulimit" not in json.dumps(done.verdict), done.verdict
 
 
+KERNELS = Around(kernel=("Out of memory: Killed process 100 (python3) total-vm:9kB",))
+LM_TRACE = '  File "model.py", line 9, in forward\n    return F.cross_entropy(logits, targets)\n'
+
+
+def test_out_of_memory_says_where_and_advises_only_what_the_program_has() -> None:
+    plain = verdict(end(FULL))
+    assert "train.py:7" in plain.summary, "the line that ran out is in the verdict's first line"
+    assert not re.search("logits|sequence|8-bit|checkpointing|loader", " ".join(plain.fix)), plain.fix
+    lm = verdict(end(replace(FULL, traceback=LM_TRACE)))
+    assert (
+        re.search("logits", " ".join(lm.fix)) and re.search("sequence", " ".join(lm.fix)) and "FSDP" in " ".join(lm.fix)
+    )
+    alone = judge(Evidence(1, (end(replace(FULL, traceback=LM_TRACE)),)))
+    assert "FSDP" not in " ".join(alone.fix), "there are no ranks to shard over"
+    stepped = verdict(end(FULL, steps=5))
+    assert "8-bit optimizer" in " ".join(stepped.fix) and "logits" not in " ".join(stepped.fix)
+
+
+def test_a_rank_that_the_kernel_killed_is_where_the_suspicion_had_seen_it() -> None:
+    stall = Stall("spin", 0, where="load.py:41, in read_all")
+    killed = end(code=-9, around=KERNELS)
+    found = judge(Evidence(1, (killed,), stall=stall))
+    assert found.cause == "oom.host" and "load.py:41, in read_all" in found.summary
+    assert "load.py" not in judge(Evidence(2, (killed,), stall=replace(stall, rank=1))).summary, "another rank's line"
+    assert not re.search("worker|fewer ranks", " ".join(found.fix)), "it had neither workers nor other ranks"
+    workers = judge(Evidence(2, (replace(killed, around=replace(KERNELS, loader_workers=4)),)))
+    assert re.search("fewer data-loader workers", " ".join(workers.fix)) and "4 data-loader workers" in str(
+        workers.evidence
+    )
+
+
+WORKERS = """
+import sys, time, torch
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 100
+    def __getitem__(self, index): time.sleep(0.1); return index
+def main():
+    kept = []
+    for batch in torch.utils.data.DataLoader(Data(), num_workers=int(sys.argv[1])):
+        kept.append(b"x" * 20_000_000)
+if __name__ == "__main__": main()
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_fewer_loader_workers_are_advised_where_there_are_some(stoker: Stoker, workers: int) -> None:
+    pytest.importorskip("torch")
+    words = ("--nproc-per-node", "1", "--ram-limit", "900MB", stoker.script("grows.py", WORKERS), str(workers))
+    told = stoker("run", *words).verdict
+    assert told["cause"] == "oom.ram-limit", told
+    assert ("data-loader workers" in " ".join(told["fix"])) == bool(workers), told["fix"]
+
+
 TORCH = """
 import os, signal, sys, torch, torch.distributed as dist
 how, rank = sys.argv[1], int(os.environ["RANK"])

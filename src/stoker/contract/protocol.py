@@ -146,7 +146,7 @@ KINDS: dict[str, dict[str, str]] = {
     "phase": {**_RANK, "name": "str"},
     "note": {**_RANK, "text": "str"},
     "out": {**_RANK, "fd": "int"},
-    "ram": {**_RANK, "bytes": "int", "limit": "int"},
+    "ram": {**_RANK, "bytes": "int", "limit": "int", "loader_workers?": "int"},
     "inspection": {"ask": "int"},
     "error": {**_RANK, "error": "Any"},
     "exit": {**_RANK, "code": "int", "time": "float", "ours": "bool", "error": "Any", "elastic": "Any", "stack": "str", "steps": "int", "core": "bool",

@@ -47,6 +47,7 @@ class Rank:
         self.over = 0  # bytes, when it passed its memory limit
         port = spec["env"].get(names.PORT, "")
         self.port = int(port) if port.isdecimal() else 0  # STOKER_PORT; 0: it has none
+        self.loader_workers = 0  # of torch's DataLoader, the most that were seen at once
         self.is_listening = False  # on that port; set once and kept
 
 

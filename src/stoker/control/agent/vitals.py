@@ -49,7 +49,9 @@ class Vitals:
             if rank.ended is not None:
                 continue
             if due:
-                resident = sum(processes.resident(pid) or 0 for pid in (rank.pid, *children(rank.pid)))
+                below = children(rank.pid)
+                resident = sum(processes.resident(pid) or 0 for pid in (rank.pid, *below))
+                rank.loader_workers = max(rank.loader_workers, sum(map(_is_loader_worker, below)))
                 rank.rss.append((round(time.time(), 1), resident))
                 self._report_listening(rank)
             if now - rank.beaten > QUIET_S:
@@ -109,12 +111,25 @@ class Vitals:
             self.note_holders(rank, nvml, run_id)
         card = nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None
         holders = self._holders.get(rank.pid, ())
-        limit = address_space_limit(rank.pid)
         seen = Around(
-            tuple(rank.rss), available, total, _kernel_lines(rank), holders, card and card[1], free, whole, limit
+            tuple(rank.rss),
+            available,
+            total,
+            _kernel_lines(rank),
+            holders,
+            card and card[1],
+            free,
+            whole,
+            rank.loader_workers,
+            address_space_limit(rank.pid),
         )
         found: dict[str, Any] = as_json(seen)
         return found
+
+
+def _is_loader_worker(pid: int) -> bool:
+    """Whether torch's DataLoader started this process: it names its workers since torch 2.7."""
+    return of_kernel(f"/proc/{pid}/comm").strip() == "pt_data_worker"
 
 
 def address_space_limit(pid: int) -> int | None:
@@ -203,7 +218,8 @@ def keep_below(limit: int, ranks: dict[int, Rank], say: Say) -> None:
             rank.over = taken
             rank.signalled = True
             send(rank.me, signal.SIGSTOP)  # no further growth while the coordinator hears of it
-            say({"is": "ram", "rank": rank.rank, "bytes": taken, "limit": limit})
+            workers = max(rank.loader_workers, sum(map(_is_loader_worker, family)))
+            say({"is": "ram", "rank": rank.rank, "bytes": taken, "limit": limit, "loader_workers": workers})
 
 
 def children(pid: int) -> list[int]:

@@ -230,7 +230,10 @@ class Reports:
         from stoker.control.verdict import launch
 
         rank = message["rank"]
-        self._trouble(launch.over_ram_limit(rank, self._attempt.label(rank), message["bytes"], message["limit"]))
+        stall = self._attempt.watch.stall
+        where = stall.where if stall is not None and rank == stall.rank else ""
+        taken, limit, workers = message["bytes"], message["limit"], message.get("loader_workers", 0)
+        self._trouble(launch.over_ram_limit(rank, self._attempt.label(rank), taken, limit, workers, where))
 
     def _on_first_step(self, _host: str, message: protocol.Message) -> None:
         self._record.event("first-step", rank=message["rank"], at=message["time"])

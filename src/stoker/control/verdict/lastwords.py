@@ -108,6 +108,12 @@ def place(end: RankEnd) -> str:
     return f"{error.file}:{error.line}, in {error.function}" if error and error.file else "no place known"
 
 
+def last_seen(case: Case) -> str:
+    """Return where the watch had last seen the rank if it was suspected of standing still: FILE:LINE, in FUNCTION; or ""."""
+    stall = case.evidence.stall
+    return stall.where if stall is not None and case.end.rank == stall.rank else ""
+
+
 def first_line(text: str, limit: int = 200) -> str:
     line = text.strip().splitlines()[0] if text.strip() else ""
     return line if len(line) <= limit else line[: limit - 1] + "…"

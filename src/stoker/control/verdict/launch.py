@@ -216,9 +216,15 @@ def lost(run: str, saved: str = "", host: str = "") -> Verdict:
     )
 
 
-def over_ram_limit(rank: int, label: str, taken: int, limit: int) -> dict[str, Any]:
-    summary = f"rank {rank} ({label}) took {amount(taken)} of memory, past --ram-limit {amount(limit)}"
-    return report("oom.ram-limit", summary, [f"resident memory {taken} bytes, limit {limit}"], rank=rank, at_once=True)
+def over_ram_limit(rank: int, label: str, taken: int, limit: int, workers: int, where: str) -> dict[str, Any]:
+    """`workers`: data-loader workers of the rank. `where`: the line at which it was suspected to be stuck; may be empty."""
+    from stoker.control.verdict.rules.memory import FEWER_WORKERS
+
+    seen = f"; last seen at {where}" if where else ""
+    summary = f"rank {rank} ({label}) took {amount(taken)} of memory, past --ram-limit {amount(limit)}{seen}"
+    fix = [line for line in CATALOGUE["oom.ram-limit"].fix if workers or line != FEWER_WORKERS]
+    evidence = [f"resident memory {taken} bytes, limit {limit}"]
+    return report("oom.ram-limit", summary, evidence, rank=rank, at_once=True, fix=fix)
 
 
 def agent_lost(host: str, why: str, complaint: str) -> dict[str, Any]:

@@ -6,10 +6,10 @@ import re
 import signal
 
 from stoker.contract import kerneltext
-from stoker.contract.quantities import amount, span
+from stoker.contract.quantities import amount, counted, span
 from stoker.contract.shapes import Around
 from stoker.control.verdict.catalogue import CATALOGUE, Case, Family, Found, Match
-from stoker.control.verdict.lastwords import at, find, first_line, line_of, place, said, torch_size
+from stoker.control.verdict.lastwords import at, find, first_line, last_seen, line_of, place, said, torch_size
 
 ORDER = 20
 UNLIMITED = (
@@ -17,12 +17,16 @@ UNLIMITED = (
     " address space, not memory, and a CUDA context alone reserves 18 GB of it; --ram-limit limits real memory"
 )
 
-family = Family(__name__, UNLIMITED=UNLIMITED)
+FEWER_WORKERS = "fewer data-loader workers: each holds its own copy of what the dataset keeps in Python objects"
+FEWER_RANKS = "fewer ranks on this host (--nproc-per-node)"
+
+family = Family(__name__, UNLIMITED=UNLIMITED, FEWER_WORKERS=FEWER_WORKERS, FEWER_RANKS=FEWER_RANKS)
 family.entries("""
 oom.ram-limit: A rank's resident memory passed --ram-limit.
   seen: the rank and its workers together hold more (PSS) than --ram-limit
   unless: the sum of resident sizes is over but the proportional one is not: shared pages counted twice
-  fix: fewer data-loader workers, a smaller batch, or a higher --ram-limit
+  fix: {FEWER_WORKERS}
+  fix: a smaller batch, or a higher --ram-limit
 """)
 
 
@@ -32,7 +36,8 @@ oom.host: The kernel killed a rank, or a worker of it, because the host or the c
       oom_kill counter rose, or the kernel's log says it killed that pid
   unless: neither of these: rank.killed, another process sent it. An allocation that was refused without a kill:
       oom.host-allocation
-  fix: fewer data-loader workers (each holds its own copy of what the dataset keeps in Python objects), or fewer ranks
+  fix: {FEWER_WORKERS}
+  fix: {FEWER_RANKS}
   fix: --init-slots 1 loads models one after the other; safetensors with mmap reads weights without a second copy
   fix: --ram-limit SIZE stops the job before the kernel does; a container's own limit is in /sys/fs/cgroup/memory.max
 """)
@@ -52,7 +57,18 @@ def host(case: Case) -> Found | None:
     counter = ("the cgroup's oom_kill counter went up",) if end.oom_killed else ()
     trend = memory_trend(end.around)
     grew = f" ({trend[0]})" if trend else ""
-    return Found(f"{who} was killed by the kernel: out of memory{grew}", (*how, *steps, *counter, *kernel[-2:], *trend))
+    where = "" if worker else last_seen(case)
+    summary = f"{who} was killed by the kernel: out of memory{grew}{where and f'; last seen at {where}'}"
+    workers = (
+        (f"it had {counted(end.around.loader_workers, 'data-loader worker')}",) if end.around.loader_workers else ()
+    )
+    has_workers = worker is not None or bool(workers)
+    fix = (
+        line
+        for line in CATALOGUE["oom.host"].fix
+        if (has_workers or line != FEWER_WORKERS) and (case.evidence.world_size > 1 or line != FEWER_RANKS)
+    )
+    return Found(summary, (*how, *steps, *counter, *kernel[-2:], *trend, *workers), tuple(fix))
 
 
 def memory_trend(around: Around) -> tuple[str, ...]:
