@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, at_length
+from faults.around import cannot
+from stoker.contract.checkpoints import SavedCheckpoint
 from stoker.contract.quantities import amount
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Stall, Verdict
@@ -739,6 +741,41 @@ def test_fewer_loader_workers_are_advised_where_there_are_some(stoker: Stoker, w
     told = stoker("run", *words).verdict
     assert told["cause"] == "oom.ram-limit", told
     assert ("data-loader workers" in " ".join(told["fix"])) == bool(workers), told["fix"]
+
+
+def test_a_full_disk_is_named_with_what_is_complete() -> None:
+    line = (
+        "the checkpoint of step 40 was not written in /data/runs/r/checkpoints: no space left: rank-00000.safetensors needs"
+        " 6.0 MB, 0.4 MB are free in /data/runs/r/checkpoints; the last good one is step-00000010"
+    )
+    tail = f"{line}\nINFO | [CPU 0] wrote /data/runs/r/hf: 2.0 MB of float32 as LlamaForCausalLM\n"
+    disks = (("/", 0, 10**10), ("/data", 4 * 10**5, 14 * 10**6), ("/other", 0, 10**9))
+    full = end(code=73, tail=tail, around=Around(full_disks=disks))
+    saved = SavedCheckpoint("/data/runs/r/checkpoints/step-00000010", 1.0)
+    found = judge(Evidence(1, (full,), checkpoint=saved))
+    assert found.cause == "data.no-space" and "/data/runs/r/checkpoints" in found.summary
+    assert "full: /data (" in found.summary and "/other" not in found.summary, "the file system that holds the folder"
+    assert "checkpoints/step-00000010" in found.summary and "r/hf" in found.summary, "both are complete"
+    assert "/data/runs/r/checkpoints" in found.fix[0]
+    assert "incomplete" not in " ".join(found.fix), (
+        "the checkpoint under way is gone already: nothing of it is left to avoid"
+    )
+    nothing = judge(Evidence(1, (replace(full, tail=line),)))
+    assert "complete:" not in nothing.summary and "incomplete" in " ".join(nothing.fix)
+    half = judge(
+        Evidence(1, (replace(full, tail=line),), checkpoint=SavedCheckpoint("/data/runs/r/checkpoints/7.pt", 1.0))
+    )
+    assert "7.pt" not in half.summary, "a file in place may be the one whose write failed"
+
+
+def test_a_write_that_names_no_file_has_the_full_file_system_named(stoker: Stoker) -> None:
+    if reason := cannot("root"):
+        pytest.skip(reason)
+    text = "file = open('/mnt/x', 'wb', buffering=0)\nfor _ in range(64): file.write(bytes(1_000_000))\n"
+    words = f"mount -t tmpfs -o size=4m tmpfs /mnt && {sys.executable} -m stoker run --nproc-per-node 1 {stoker.script('full.py', text)}"
+    subprocess.run(["unshare", "--mount", "bash", "-c", words], cwd=stoker.cwd, env=stoker.environment(), check=False)
+    told = stoker.result(1).verdict
+    assert told["cause"] == "data.no-space" and "full: /mnt (" in told["summary"], told
 
 
 TORCH = """

@@ -120,6 +120,7 @@ class Vitals:
             card and card[1],
             free,
             whole,
+            tuple(host.full_disks()),
             rank.loader_workers,
             address_space_limit(rank.pid),
         )
