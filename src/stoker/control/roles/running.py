@@ -363,7 +363,8 @@ class Running:
         told = {role.name: role.verdict.summary for role in self._required() if role.verdict}
         parts = [f"{role}: {text.removeprefix(f'stopped by {name}').lstrip('; ')}" for role, text in told.items()]
         summary = "; ".join([f"stopped by {name}", *parts])
-        return Verdict("stopped", "launch.stopped", summary, 128 + self._stop)
+        fix = launch.outlive_terminal(self._stop)
+        return Verdict("stopped", "launch.stopped", summary, 128 + self._stop, fix=fix)
 
 
 def _has(role_names: Sequence[str]) -> str:

@@ -21,6 +21,8 @@ completed: The job is complete.
 launch.stopped: The run was stopped.
   seen: the launcher received a signal (Ctrl-C, stoker stop, the scheduler) before any rank failed
   unless: a rank failed before the signal came: then that is the cause
+  fix: stopped by SIGHUP, when the terminal or the connection was closed: start with --detach, or type `stoker detach`
+      while it runs
 launch.refused: What was asked for can't be done.
   seen: a flag, a value or a combination that makes no sense; exit code 64 to 78 says of which kind
   fix: the message says what was wrong and what is possible
@@ -132,6 +134,7 @@ def stopped(evidence: Evidence, known: str = "", seen: tuple[str, ...] = (), fix
     else:
         how = "; the ranks ended on their own"
     ends = [f"rank {end.rank} {_ended(end.code)}" for end in evidence.ends[:8]]
+    fix = (*fix, *outlive_terminal(evidence.stop_signal))
     summary = f"stopped by {name}{how}; {_kept(evidence)}" + (f". Before the stop: {known}" if known else "")
     return Verdict(
         "stopped",
@@ -142,6 +145,13 @@ def stopped(evidence: Evidence, known: str = "", seen: tuple[str, ...] = (), fix
         retryable=False,
         fix=fix,
     )
+
+
+def outlive_terminal(stop_signal: int) -> tuple[str, ...]:
+    """Return the advice for a run that was stopped because its terminal or connection was closed."""
+    if stop_signal != signal.SIGHUP:
+        return ()
+    return ("its terminal was closed: start with --detach, or type `stoker detach` while it runs, and it continues",)
 
 
 def _ended(code: int | None) -> str:

@@ -173,11 +173,18 @@ _WIDE, _NARROW = "=" * 80, "=" * 40
 _LISTED = 8
 
 
+# What the banner's head names, by the phase in which the first bad number was made.
+_HEADS = {phases.PARAMETERS: "WEIGHT", phases.TARGETS: "LOSS", phases.FORWARD: "ACTIVATION"}
+
+
 def banner(report: Report, where: str = "") -> str:
     bad, of = (report.loss, "LOSS") if math.isfinite(report.grad_norm) else (report.grad_norm, "GRADIENT")
+    kind = "Inf" if math.isinf(bad) else "NaN"
+    if report.phase in _HEADS:  # where it began, not where it was noticed
+        kind, of = report.what.lstrip("-") or kind, _HEADS[report.phase]
     lines = [
         _WIDE,
-        f"{'Inf' if math.isinf(bad) else 'NaN'} {of} DETECTED [{report.label}]",
+        f"{kind} {of} DETECTED [{report.label}]",
         _WIDE,
         f"Step: {report.step}",
         f"Loss: {_number(report.loss)}",
