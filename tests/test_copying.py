@@ -140,7 +140,7 @@ def test_sync_brings_every_host_the_same_files_and_only_what_changed(
     assert said[-1] == "the working directory is the same on all hosts, nothing to copy"
     (netcluster.hosts[1].workdir / "train.py").write_text("edited there")
     copying.sync(read, str(source), said)
-    assert said[-1].startswith(f"copied the working directory to {netcluster.hosts[1].name} (1 files, ") and said[
+    assert said[-1].startswith(f"copied the working directory to {netcluster.hosts[1].name} (1 file, ") and said[
         -1
     ].endswith("2 had it")
     assert [(host.workdir / "train.py").stat().st_ino == before[host.name] for host in netcluster.hosts] == [
@@ -400,7 +400,7 @@ def test_a_host_that_comes_late_is_offered_what_the_others_got(
     assert wait_for(lambda: copy.over or None, 30) and not copy.failure
     assert (
         late.workdir / "data" / "a.bin"
-    ).read_text() == "old" and f"copied {data} to {late.name} (1 files, 0.0 MB)" in copy.brought
+    ).read_text() == "old" and f"copied {data} to {late.name} (1 file, 0.0 MB)" in copy.brought
 
 
 def test_a_remembered_hash_does_not_survive_a_change(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import stoker as package
 from conftest import Stoker
 from stoker.cli import chat, main
 from stoker.contract.names import Refusal
-from stoker.contract.quantities import duration
+from stoker.contract.quantities import counted, duration
 from stoker.control.verdict.rules.environment import install_advice
 from stoker.training.config.flags import parse
 from stoker.training.config.layers import gather
@@ -143,6 +143,21 @@ def test_nothing_is_installed_by_the_name_stoker_which_is_somebody_elses_on_pypi
         len(pages) > 300 and command.search("pip install 'stoker[train]'") and command.search("pip install -U stoker")
     )
     assert [f"{page}: {line}" for page in pages for line in command.findall(page.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [(1, "row", "1 row"), (0, "row", "0 rows"), (12000, "token", "12,000 tokens"), (2, "pass", "2 passes"),
+     (3, "entry", "3 entries"), (2, "day", "2 days"), (2, "process", "2 processes"), (1, "process", "1 process")],
+)  # fmt: skip
+def test_a_number_and_its_noun_agree(count: int, noun: str, text: str) -> None:
+    assert counted(count, noun) == text
+
+
+def test_one_row_is_not_one_rows(stoker: Stoker) -> None:
+    stoker.script("one.jsonl", '{"text": "a"}\n')
+    done = stoker("data", "show", "one.jsonl")
+    assert "1 row\n" in done.out and "1 text used, 1 token" in done.out, done.out
 
 
 def test_a_script_that_misses_stoker_itself_is_sent_to_the_clone() -> None:

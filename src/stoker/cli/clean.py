@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stoker.contract import names
-from stoker.contract.quantities import amount, duration, size, span
+from stoker.contract.quantities import amount, counted, duration, size, span
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json, pick
 from stoker.contract.terminal import tell
@@ -189,7 +189,7 @@ def _show_caches(found: list[Cache], chosen: list[Cache]) -> None:
         groups.setdefault(one.path if one.kind == "data" else one.root, []).append(one)
     for path, members in groups.items():
         going, staying = [one for one in members if one in chosen], {one.kept for one in members if one.kept}
-        note = f", {len(members)} entries" if members[0].kind != "data" else ""
+        note = f", {counted(len(members), 'entry')}" if members[0].kind != "data" else ""
         note += f"; to prune: {amount(sum(one.size for one in going))} ({len(going)})" if going else ""
         note += f"; kept: {', '.join(sorted(staying))}" if staying else ""
         held, idle = amount(sum(one.size for one in members)), span(min(one.idle for one in members))

@@ -11,7 +11,7 @@ from typing import Any
 from stoker.contract import layout, redact
 from stoker.contract.effort import looking_at_file
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, Refusal
-from stoker.contract.quantities import duration
+from stoker.contract.quantities import counted, duration
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
@@ -131,7 +131,7 @@ def _watch(look: Any, checks: list[check.Check], ranks: int, seconds: float) -> 
             for key in before.keys() - now.keys():
                 tell(printable(f"{stamp} ✓ {key[0]}: no longer: {key[1]}"))
             if first and not now:
-                print(f"{stamp} ✓ {len(checks)} checks, nothing wrong", flush=True)
+                print(f"{stamp} ✓ {counted(len(checks), 'check')}, nothing wrong", flush=True)
             before, first = now, False
             time.sleep(seconds)
     except KeyboardInterrupt:
@@ -182,7 +182,9 @@ def advice(found: Examination, findings: list[Finding]) -> str:
         return f"no GPU: `stoker run train.py` runs one CPU rank ({found.machine.cores} cores)"
     good = usable(found, findings)
     if not good:
-        return f"none of the {len(cards)} GPUs can be used now: `stoker run --wait 10m train.py` waits for one"
+        return (
+            f"none of the {counted(len(cards), 'GPU')} can be used now: `stoker run --wait 10m train.py` waits for one"
+        )
     if good == cards:
         return f"use {'the GPU' if len(cards) == 1 else f'all {len(cards)} GPUs'}: `stoker run train.py`"
     return f"use {len(good)} of {len(cards)} GPUs: `stoker run --gpus {','.join(map(str, good))} train.py`"

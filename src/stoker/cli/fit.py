@@ -8,6 +8,7 @@ import os
 from stoker.cli.cards import Asked, cards_of
 from stoker.contract import layout
 from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import replace
 from stoker.contract.terminal import say, tell
@@ -216,7 +217,7 @@ def _model(told: argparse.Namespace) -> tuple[str, ModelConfig]:
 def _wish(told: argparse.Namespace, model: ModelConfig) -> plan.Wish:
     context = told.context_length or min(_CONTEXT, model.longest or _CONTEXT)
     if model.longest and context > model.longest:
-        say(f"note: {told.model} was trained with {model.longest:,} tokens of context at most")
+        say(f"note: {told.model} was trained with {counted(model.longest, 'token')} of context at most")
     again, mlp = recomputed_blocks(told.recompute, model.layers) if told.recompute else (None, 0)
     if told.method != plan.FULL and told.optimizer == "muon" and told.method != plan.AUTO:
         raise Refusal("--optimizer muon is for --method full: adapters learn with adamw or adamw8bit", EX_CONFIG)

@@ -21,6 +21,7 @@ from stoker.cli.train_fit import (
 )
 from stoker.contract import names, redact, schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.settings import Help, Parser, add_flags, build, from_mapping, suggest
 from stoker.contract.shape import options_of, replace
 from stoker.contract.shapes import Verdict
@@ -256,7 +257,7 @@ def _in_words(config: Config) -> str:
     from stoker.training.model.config import parameters
 
     c = _loaded_shape(config.model)
-    return f": {parameters(c):,} parameters, {c.layers} layers of width {c.dim}, {c.vocab_size:,} tokens"
+    return f": {parameters(c):,} parameters, {c.layers} layers of width {c.dim}, {counted(c.vocab_size, 'token')}"
 
 
 def _of_loaded(resolved: Resolved) -> set[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.names import EX_CONFIG, EX_UNAVAILABLE, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.shape import replace
 from stoker.control.launch.differing import keys_in
 from stoker.control.launch.options import RunOptions
@@ -98,7 +99,7 @@ def refuse_beyond_memory(config: Config, ranks: int, memory: int, loaded: int = 
     least = int(numbers * {LORA: 2, QLORA: 0.5}.get(config.adapter.method, learned))  # frozen: 16 or 4 bits
     needed = ranks * _RANK + least * (1 if config.parallel.strategy == "fsdp" else ranks)
     if needed > memory:
-        what = f"{numbers:,} parameters" if least > _RANK else "what a rank takes by itself"
+        what = f"{counted(numbers, 'parameter')}" if least > _RANK else "what a rank takes by itself"
         line = f"{ranks} rank{'' if ranks == 1 else 's'} on the CPU with {what} need {gib(needed)} of memory or more"
         line = f"this does not fit: {line}, and this machine has {gib(memory)}"
         smaller = "an adapter (--lora, --qlora)" if config.model.load else "a smaller model (--model.depth)"

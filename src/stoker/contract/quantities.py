@@ -67,8 +67,14 @@ def span(seconds: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """1 rank, 2 ranks."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """Return the number with its noun: 1 row, 2 rows, 12,000 tokens, 2 processes, 3 entries."""
+    if count == 1:
+        return f"1 {noun}"
+    if noun.endswith(("s", "x", "ch", "sh")):
+        return f"{count:,} {noun}es"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{count:,} {noun[:-1]}ies"
+    return f"{count:,} {noun}s"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

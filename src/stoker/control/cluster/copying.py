@@ -156,7 +156,7 @@ def copy(hosts: Hosts, load: Load, say: Say) -> None:
 
 
 def _count(copy: _Copy) -> str:
-    parts = [f"{copy.written} files, {copy.sent / 1e6:.1f} MB"] if copy.written else []
+    parts = [f"{counted(copy.written, 'file')}, {copy.sent / 1e6:.1f} MB"] if copy.written else []
     return ", ".join([*parts, *([f"{copy.removed} removed"] if copy.removed else [])])
 
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.contract.quantities import span
+from stoker.contract.quantities import counted, span
 from stoker.contract.shape import as_json
 from stoker.training.fit.cards import NCCL, Card
 from stoker.training.fit.memory import COMMUNICATION, CONTEXT, MARGIN, TERMS
@@ -204,7 +204,7 @@ def pace_lines(
     seconds = tokens / pace.tokens_per_s
     cost = f", {gpus * seconds / 3600 * price:,.2f} at {price:g} per GPU hour" if price else ""
     about = "" if exact else "about "
-    yield f"one epoch: {about}{tokens:,} tokens, {span(seconds)}{cost}"
+    yield f"one epoch: {about}{counted(tokens, 'token')}, {span(seconds)}{cost}"
 
 
 def as_dict(decision: Decision, model: str, data: str, pace: Pace | None, tokens: int, price: float) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from stoker.contract.quantities import counted
 from stoker.contract.shape import replace, shape
 from stoker.training.forensics import report as phases
 from stoker.training.forensics.report import PHASES, Report, TensorStats, guilty
@@ -227,7 +228,7 @@ def _section(title: str, stats: tuple[TensorStats, ...]) -> list[str]:
     if not stats:
         return []
     word = "NaN" if any(one.nan for one in stats) else "Inf"
-    lines = [f"⚠️  {title} with {word} ({len(stats)} layers):"]
+    lines = [f"⚠️  {title} with {word} ({counted(len(stats), 'layer')}):"]
     for one in stats[:_LISTED]:
         lines.append(f"  • {one.name} (shape: {list(one.shape)}, {one.dtype})")
         if one.nan or not one.inf:

@@ -12,7 +12,7 @@ import stoker
 from stoker.contract import names
 from stoker.contract.effort import reading
 from stoker.contract.names import EX_CONFIG, Refusal
-from stoker.contract.quantities import amount
+from stoker.contract.quantities import amount, counted
 from stoker.contract.shape import replace
 from stoker.training.balance import comm
 from stoker.training.balance.comm import StepClock
@@ -270,7 +270,7 @@ def _adapted_outside(model: Any, own: adapters.Beside, learner: Learner, seed: i
     if learner.compares:
         model.begun = outside_adapters.begun(model)
     count = sum(parameter.numel() for parameter in adapters.learned(model).values())
-    voice.say_once(f"adapter: {told.method} by peft, rank {told.lora_rank}, {count:,} numbers learn")
+    voice.say_once(f"adapter: {told.method} by peft, rank {told.lora_rank}, {counted(count, 'number')} learn")
 
 
 def model_shape(c: ModelConfig, vocab_size: int, voice: Voice, method: str = OFF) -> tuple[str, ModelConfig]:

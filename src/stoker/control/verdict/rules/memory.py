@@ -110,9 +110,7 @@ def allocation(case: Case, found: Match | None) -> Found | None:
     # The kernel refuses address space above the limit, and otherwise only what the host can't have at all.
     is_too_much = bool(requested and around.host_total and requested > around.host_total)
     if limit is not None and not is_too_much:
-        failed = (
-            line_of(found) if found else f"{error.type}" + (f": {first_line(error.message)}" if error.message else "")
-        )
+        failed = line_of(found) if found else "MemoryError"
         summary = f"{case.who}: out of address space{at(case)}: limited to {amount(limit)} (ulimit -v, RLIMIT_AS)"
         refused = f"{failed}: an allocation{f' of {size}' if size else ''} was refused by that limit, not by the host"
         return Found(summary, (refused, *memory_trend(around)), (UNLIMITED,))
