@@ -357,7 +357,7 @@ CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
     ("oom.gpu-foreign", end(UNSEEN), True, ("18.9 GiB are held by processes that can't be seen",)),
     ("oom.gpu-foreign", end(cuda("out of memory"), around=OUTSIDE), True, ("pid 4711 holds 100.0 GiB, held from outside this container",)),
     ("oom.gpu-fragmentation", end(PIECES), False, ("1.5 GiB needed", "7.8 GiB reserved and unused")),
-    ("oom.host", end(code=-9, oom_killed=True, around=Around(rss=((0.0, 3 * 10**9), (40.0, 58 * 10**9)), host_available=4 * 10**8, host_total=64 * 10**9)), False, ("killed by the kernel", "grew from 3.0 GB to 58.0 GB in 40 s")),
+    ("oom.host", end(code=-9, oom_killed=True, around=Around(rss=((0.0, 3 * 10**9), (40.0, 58 * 10**9)), host_available=4 * 10**8, host_total=64 * 10**9)), False, ("killed by the kernel", "grew from 2.8 GiB to 54.0 GiB in 40 s")),
     ("oom.host", end(code=-9, around=Around(kernel=(KILLED_LINE,))), False, ("killed by the kernel",)),
     ("oom.host", end(WORKER, around=Around(kernel=("Out of memory: Killed process 2027 (python3) total-vm:9kB",))), False, ("data-loader worker (pid 2027)", "killed by the kernel")),
     ("oom.host-allocation", end(err("MemoryError", "")), False, ("allocation failed",)),

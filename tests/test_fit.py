@@ -650,7 +650,7 @@ def test_a_machine_that_was_recorded_shows_who_holds_its_cards(stoker: Stoker, f
     machine = Path(__file__).parent / "machines" / "container-foreign-holders.json"
     done = stoker("fit", str(folder), "--machine", str(machine))
     assert done.code == 0 and "left out: GPU 0" in done.err
-    assert "held: 8.5 GB by pid 412 (root: python -m sglang.launch_server" in done.out
+    assert "held: 7.9 GiB by pid 412 (root: python -m sglang.launch_server" in done.out
     done = stoker("fit", str(folder), "--machine", str(machine), "--gpus", "2")
     assert done.code == 0 and "GPU 2: NVIDIA A40" in done.out and "GPU 1" not in done.out
     assert "estimated from the card's table" in done.out

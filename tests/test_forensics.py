@@ -608,7 +608,7 @@ def test_parameters_are_left_out_and_that_is_said_where_the_disk_has_no_room(
     (found,) = reading.ranks(where)
     assert (
         set(found.left_out) == {"parameters.safetensors", "gradients.safetensors"}
-        and "GB free" in found.left_out["parameters.safetensors"]
+        and "iB free" in found.left_out["parameters.safetensors"]
     )
 
 

@@ -762,8 +762,8 @@ def test_a_step_of_hundreds_of_epochs_is_refused_where_somebody_asked_for_it(
         (4, 0, [80] * 3, "4 GPUs needed, this machine has 3"),
         (1, 0, [], "this machine has none"),
         (0, 40, [], "this machine has none"),
-        (0, 40, [24, 16], "a GPU with 40.0 GB of memory needed, the largest here have 24.0 GB"),
-        (2, 40, [48, 24], "2 GPUs with 40.0 GB of memory needed, the largest here have 48.0 GB, 24.0 GB"),
+        (0, 40, [24, 16], "a GPU with 37.3 GiB of memory needed, the largest here have 22.4 GiB"),
+        (2, 40, [48, 24], "2 GPUs with 37.3 GiB of memory needed, the largest here have 44.7 GiB, 22.4 GiB"),
         (2, 40, [48, None], ""),
         (0, 0, [], ""),
         (2, 40, [48, 24, 48], ""),
@@ -923,7 +923,8 @@ def test_needs_look_at_the_machine(trainer: Stoker, box: Callable[..., dict[str,
     small = box([gpu_json(0), gpu_json(1, memory_total=24 * 10**9)])
     done = trainer(*DRY, "--config", "needs.yaml", env=small)
     assert (
-        done.code == 69 and "2 GPUs with 40.0 GB of memory needed, the largest here have 48.0 GB, 24.0 GB" in done.err
+        done.code == 69
+        and "2 GPUs with 37.3 GiB of memory needed, the largest here have 44.7 GiB, 22.4 GiB" in done.err
     )
 
 

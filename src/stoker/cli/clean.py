@@ -214,11 +214,11 @@ def _show_debris(found: list[Debris]) -> None:
     for kind in dict.fromkeys(one.kind for one in found):
         alike = [one for one in found if one.kind == kind]
         for one in alike[:_LINES]:
-            _line(f"  {one.path}  {kind}, {one.size / 1e6:.1f} MB, {span(one.age)} old")
+            _line(f"  {one.path}  {kind}, {amount(one.size)}, {span(one.age)} old")
         rest = alike[_LINES:]
         if rest:
-            held = sum(one.size for one in rest) / 1e6
-            print(f"  and {len(rest)} more ({kind}), {held:.1f} MB; --json lists them all")
+            held = amount(sum(one.size for one in rest))
+            print(f"  and {len(rest)} more ({kind}), {held}; --json lists them all")
 
 
 def _show_locks(locks: list[Lock], strange: list[str]) -> None:
@@ -265,7 +265,7 @@ def _tell_removed(one: str, many: str, tried: list[Any], kept: list[tuple[Any, s
     stays = {id(item) for item, _ in kept}
     gone = [item for item in tried if id(item) not in stays]
     if gone:
-        print(f"removed {_count(gone, one, many)}, {sum(item.size for item in gone) / 1e6:.1f} MB")
+        print(f"removed {_count(gone, one, many)}, {amount(sum(item.size for item in gone))}")
     for item, why in kept:
         _line(f"{item.path} stays: {why}")
 

@@ -11,7 +11,7 @@ from typing import Any
 from stoker.contract import layout, redact
 from stoker.contract.effort import looking_at_file
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, Refusal
-from stoker.contract.quantities import counted, duration
+from stoker.contract.quantities import counted, duration, used_of
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
@@ -98,12 +98,12 @@ def _print(found: Examination, findings: list[Finding], count: int) -> None:
     cards = f"{len(machine.gpus)} GPU(s)" + (f", driver {machine.driver}" if machine.driver else "")
     unasked = (found.missing or {}).get("torch") == NOT_ASKED
     torch = (found.torch and found.torch.version) or ("not looked at" if unasked else "none")
-    memory = f"{machine.memory_available / 1e9:.1f}/{machine.memory_total / 1e9:.1f} GB memory free"
+    memory = f"{used_of(machine.memory_available, machine.memory_total)} memory free"
     tell(printable(f"{machine.hostname}: {cards}; {machine.cores} cores, {memory}; torch {torch}"))
     for gpu in machine.gpus:
         used = "n/a"
         if gpu.memory_used is not None and gpu.memory_total is not None:
-            used = f"{gpu.memory_used / 1e9:.1f}/{gpu.memory_total / 1e9:.1f} GB"
+            used = used_of(gpu.memory_used, gpu.memory_total)
         health = (found.health or {}).get(gpu.uuid)
         heat = f"{health.temperature} °C" if health and health.temperature is not None else "n/a"
         print(printable(f"  GPU {gpu.label[3:]}  {gpu.name or 'n/a'}  {used}  {heat}"))

@@ -37,10 +37,16 @@ def duration(text: str) -> float:
 
 
 def amount(count: float) -> str:
-    """Bytes for people, where they may be few: 3.2 GB, 15 MB, 0.4 MB."""
-    if count >= 1e9:
-        return f"{count / 1e9:.1f} GB"
-    return f"{count / 1e6:.1f} MB" if 0 < count < 1e7 else f"{count / 1e6:.0f} MB"
+    """Return a number of bytes as torch and nvidia-smi write it, in powers of 1024: 3.2 GiB, 15.0 MiB, 576 bytes."""
+    for power, unit in ((5, "PiB"), (4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if count >= 1024**power:
+            return f"{count / 1024**power:.1f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def used_of(used: int, total: int) -> str:
+    """Return how much of a memory or a disk is used, in GiB: 0.5/139.8 GiB."""
+    return f"{used / 2**30:.1f}/{total / 2**30:.1f} GiB"
 
 
 def clock(seconds: float | None) -> str:

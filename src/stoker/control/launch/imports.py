@@ -204,7 +204,7 @@ def import_line(done: Imported, one: Import) -> str:
     if done.problem:
         problem = done.problem.partition("\n")[0][:120]
         return f"  {done.name:<32} not there, and that may be meant: {one.optional} ({problem})"
-    return f"  {done.name:<32} {done.seconds:>7.2f} s {done.grew / 1e6:>+9.1f} MB {done.rss / 1e6:>9.1f} MB"
+    return f"  {done.name:<32} {done.seconds:>7.2f} s {done.grew / 2**20:>+9.1f} MiB {done.rss / 2**20:>9.1f} MiB"
 
 
 def _failed_import(one: Import, path: str, answer: dict[str, Any], problem: str) -> Verdict:

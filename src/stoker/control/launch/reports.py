@@ -8,7 +8,7 @@ from typing import Any
 
 from stoker.contract import layout, protocol, redact
 from stoker.contract.names import CHECKPOINT
-from stoker.contract.quantities import amount, span
+from stoker.contract.quantities import span
 from stoker.contract.shape import pick, replace
 from stoker.contract.shapes import BadNumber, RankEnd, RankError
 from stoker.contract.stacktext import threads_of
@@ -201,7 +201,10 @@ class Reports:
         if message["gpu"]:
             more += f" GPU {message['gpu'][0] / 1e9:.1f}/{message['gpu'][1] / 1e9:.1f} GB"
         more += f" ({message['note']})" if message["note"] else ""
-        self._aside(rank, f"[Rank {rank}] MEM:{where} RAM {amount(message['rss'] or 0)} (rank){more}")
+        # The field notes' line, which people grep for: decimal gigabytes, unlike all other texts.
+        resident = message["rss"] or 0
+        rss = f"{resident / 1e9:.1f} GB" if resident >= 1e9 else f"{resident / 1e6:.0f} MB"
+        self._aside(rank, f"[Rank {rank}] MEM:{where} RAM {rss} (rank){more}")
 
     def _on_lock(self, _host: str, message: protocol.Message) -> None:
         rank, what, seconds = message["rank"], message["what"], message.get("seconds", 0.0)

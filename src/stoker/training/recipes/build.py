@@ -296,7 +296,7 @@ def _announce_mask(model: Decoder, context: int, device: torch.device, voice: Vo
     blocks = kernel == "flex" and context % FLEX_BLOCK
     if (kernel == "bias" or blocks) and (device.type == "cuda" or size > 1 << 24):
         voice.say_once(
-            f"packed rows: attention uses a mask of {context} x {context} numbers per row ({size / 1e6:.0f} MB); without"
+            f"packed rows: attention uses a mask of {context} x {context} numbers per row ({amount(size)}); without"
             f" one: a GPU from Ampere on, torch 2.10, 16 bits, no dropout and a multiple of {FLEX_BLOCK} tokens"
         )
 
@@ -384,8 +384,8 @@ def largest_micro(
     guess = even_micro(share, max(guess >> halvings, 1))
     while guess > 2 and peak(guess) is None:
         guess = even_micro(share, max(guess * 7 // 8, 2))
-    a_sample = f"{(two - one) / 2**30:.2f} GiB a sample"
-    voice.say_once(f"micro-batch auto: {guess} ({a_sample}, {room / 2**30:.0f} GiB free)")
+    a_sample = f"{amount(two - one)} a sample"
+    voice.say_once(f"micro-batch auto: {guess} ({a_sample}, {amount(room)} free)")
     return guess
 
 

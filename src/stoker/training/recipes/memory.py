@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from stoker.contract import layout
+from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.contract.wholefile import write_whole
 from stoker.training.config.keys import values_of
@@ -18,7 +19,7 @@ from stoker.training.config.schema import Config
 from stoker.training.fit.accumulation import Accumulation, choose
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.memory import ADAPTERS, GRADIENTS, OPTIMIZER, REFERENCE, TERMS, WEIGHTS
-from stoker.training.fit.plan import DOCUMENT, FULL, SHARDS_ABOUT, gib
+from stoker.training.fit.plan import DOCUMENT, FULL, SHARDS_ABOUT
 from stoker.training.fit.terms import GRPO, Job, Planned, StageNeeds
 from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
@@ -150,7 +151,7 @@ class MemoryRecord:
             return
         about = f" ({self._about})" if self._about else ""
         self._voice.say_once(
-            f"memory plan: {gib(self.planned.total)} at most, in {self.planned.phase}{about}: {_words(self.planned.terms)}"
+            f"memory plan: {amount(self.planned.total)} at most, in {self.planned.phase}{about}: {_words(self.planned.terms)}"
         )
         self._write({})
 
@@ -164,8 +165,8 @@ class MemoryRecord:
         if self.planned is not None:
             off, more_line = self.planned.total / max(peak, 1) - 1, ""
             if whole > peak:
-                more_line = f"; CUDA graphs took {gib(whole - peak)} of what was free"
-            line = f"memory: {gib(self.planned.total)} planned, {gib(peak)} measured ({off:+.1%}){more_line}"
+                more_line = f"; CUDA graphs took {amount(whole - peak)} of what was free"
+            line = f"memory: {amount(self.planned.total)} planned, {amount(peak)} measured ({off:+.1%}){more_line}"
             self._voice.say_once(line)
         more = {
             "peak_bytes": peak,
@@ -208,7 +209,7 @@ class MemoryRecord:
 
     def _at(self) -> str:
         now = torch.cuda.memory_allocated(self._held.group.device) if torch.cuda.is_available() else 0
-        return f"{SHORT} at {gib(now)} in tensors{self._in_shards}"
+        return f"{SHORT} at {amount(now)} in tensors{self._in_shards}"
 
     def _short(self, planned: Planned) -> str:
         held = self._held
@@ -222,10 +223,10 @@ class MemoryRecord:
             "activations and working memory": rest - others
         }
         worst = max(over, key=lambda term: over[term])
-        line = f"{self._at()}, {gib(planned.total)} were planned"
+        line = f"{self._at()}, {amount(planned.total)} were planned"
         if over[worst] < _LEAST:
             return f"{line}; no term is above its plan: the card had less free memory than that, or it was fragmented"
-        return f"{line}; underestimated: {worst}, by {gib(over[worst])} so far"
+        return f"{line}; underestimated: {worst}, by {amount(over[worst])} so far"
 
 
 def measured(held: Holding) -> dict[str, int]:
@@ -250,7 +251,7 @@ def bytes_of(model: Decoder) -> int:
 
 
 def _words(terms: dict[str, int]) -> str:
-    return ", ".join(f"{term} {gib(terms[term])}" for term in TERMS if terms.get(term, 0) >= 1 << 26)
+    return ", ".join(f"{term} {amount(terms[term])}" for term in TERMS if terms.get(term, 0) >= 1 << 26)
 
 
 def _context(device: torch.device) -> int | None:

@@ -9,7 +9,7 @@ from stoker.contract import kerneltext
 from stoker.contract.quantities import amount, counted, span
 from stoker.contract.shapes import Around
 from stoker.control.verdict.catalogue import CATALOGUE, Case, Family, Found, Match
-from stoker.control.verdict.lastwords import at, find, first_line, last_seen, line_of, place, said, torch_size
+from stoker.control.verdict.lastwords import at, find, first_line, last_seen, line_of, place, said
 
 ORDER = 20
 UNLIMITED = (
@@ -104,7 +104,7 @@ def allocation(case: Case, found: Match | None) -> Found | None:
     if found is None and not (error is not None and error.type in ("MemoryError", "_ArrayMemoryError")):
         return None
     requested = _requested(said(case))
-    size = torch_size(requested) if requested else ""
+    size = amount(requested) if requested else ""
     around = case.end.around
     limit = around.address_limit
     # The kernel refuses address space above the limit, and otherwise only what the host can't have at all.
@@ -118,7 +118,7 @@ def allocation(case: Case, found: Match | None) -> Found | None:
     if around.host_total is not None and limit is None:  # the agent looked, and there is no limit
         fix = tuple(line for line in CATALOGUE["oom.host-allocation"].fix if line != UNLIMITED)
     if is_too_much and around.host_total:
-        piece = f"{size} in one piece is more than the host has ({torch_size(around.host_total)})"
+        piece = f"{size} in one piece is more than the host has ({amount(around.host_total)})"
         fix = (f"{piece}: look at the shape at {place(case.end)}",)
     said_so = (f"{error.type}: {first_line(error.message)}",) if error else ()
     if found:
