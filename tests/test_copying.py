@@ -127,7 +127,7 @@ def test_sync_brings_every_host_the_same_files_and_only_what_changed(
         at_once.setattr(progress, "AFTER_S", 0.0)
         at_once.setattr(progress, "SAY_S", 0.0)
         copying.sync(read, str(source), said)
-    assert re.match(rf"copying .* to {len(netcluster.hosts)} hosts: [\d.]+/[\d.]+ MB.*, \d+ %, ETA [\d?]", said[0]), (
+    assert re.match(rf"copying .* to {len(netcluster.hosts)} hosts: [\d.]+/[\d.]+ MiB.*, \d+ %, ETA [\d?]", said[0]), (
         said
     )
     here = {path: content for path, content in _tree(source).items() if path in WANTED}
@@ -253,7 +253,7 @@ def test_a_full_disk_is_named_and_nothing_half_written_stays(
         copying.sync(_read(netcluster), str(source), Said())
     assert (
         refused.value.line.startswith(
-            f"host {netcluster.hosts[1].name}: the disk of {small_disk} is full: 12.4 MiB to copy, "
+            f"host {netcluster.hosts[1].name}: the disk of {small_disk} is full: 12.0 MiB to copy, "
         )
         and "\n" not in refused.value.line
     )
