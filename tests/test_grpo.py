@@ -807,7 +807,7 @@ def test_weights_of_the_density_stage_choose_the_prompts(forks: Forks, tmp_path:
     short = forks(1, tmp_path / "short", "--max-steps", "2", "--grpo.weights", str(weights))
     assert (
         short.codes == [EX_DATAERR]
-        and "weights of 1 prompts and grpo.prompts 40 rows" in short.said()
+        and "weights of 1 prompt and grpo.prompts 40 rows" in short.said()
         and "Traceback" not in short.said()
     )
 

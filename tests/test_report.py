@@ -659,7 +659,7 @@ def test_a_failed_stage_and_a_tripped_breaker_are_told(tmp_path: Path) -> None:
 def test_gpus_are_named_and_counted() -> None:
     card = {"index": 0, "name": "NVIDIA H200", "memory_total": 150 * 10**9}
     assert hardware_lines({"gpus": [card, card], "cores": 16, "driver": None}) == (
-        "2 × NVIDIA H200 (150 GB)",
+        "2 × NVIDIA H200 (139.7 GiB)",
         "16 CPU cores",
     )
 

@@ -616,7 +616,7 @@ def test_of_grpo_the_list_has_the_reward(finished: Stoker) -> None:
     head, row = finished("runs").out.splitlines()
     assert "REWARD" in head and "LOSS" not in head and " 0.4375 " in row and "e-07" not in row
     assert json.loads(finished("runs", "--json").out)["runs"][0]["reward"] == 0.4375
-    assert finished("runs", "--filter", "reward<0.4").out == "none of 1 runs matches\n"
+    assert finished("runs", "--filter", "reward<0.4").out == "none of 1 run matches\n"
 
 
 def rewards(run_dir: Path, count: int) -> None:

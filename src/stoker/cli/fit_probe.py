@@ -10,12 +10,12 @@ import tempfile
 
 from stoker.contract import layout
 from stoker.contract.names import EX_SOFTWARE, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import number_at
+from stoker.contract.quantities import amount, number_at
 from stoker.contract.terminal import say
 from stoker.contract.untrusted import json_text, read_json
 from stoker.control.launch.ourselves import stoker_command
 from stoker.training.fit import text
-from stoker.training.fit.plan import Plan, gib
+from stoker.training.fit.plan import Plan
 from stoker.training.fit.terms import GRPO
 
 STEPS = 5
@@ -67,7 +67,7 @@ def _report(found: Plan, told: object, as_json: bool) -> int:
         return 0
     share = peak / planned - 1
     print(
-        f"planned {gib(planned)}, measured {gib(peak)} ({abs(share):.1%} {'above' if share > 0 else 'below'} the plan)"
+        f"planned {amount(planned)}, measured {amount(peak)} ({abs(share):.1%} {'above' if share > 0 else 'below'} the plan)"
     )
     if rate:
         print(f"speed: {rate:,.0f} tokens/s (measured over {STEPS} steps)")

@@ -9,6 +9,7 @@ from typing import Any
 
 from stoker.contract import effort, layout, redact
 from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json
 from stoker.contract.terminal import tell
@@ -105,7 +106,7 @@ def _as_json(found: Summary, most: int) -> dict[str, Any]:
 
 def _print(found: Summary, most: int) -> None:
     first, last = found.steps[0], found.steps[-1]
-    print(f"{found.answers:,} answers of {len(found.steps)} steps, {first} to {last}")
+    print(f"{counted(found.answers, 'answer')} of {len(found.steps)} steps, {first} to {last}")
     if len(found.steps) <= ENDS:
         print(f"mean reward {mean(found.last):.3f}")
     else:

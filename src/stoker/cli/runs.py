@@ -86,7 +86,9 @@ def main(argv: list[str]) -> int:
     if chosen:
         _print_table(chosen, told.all)
     elif runs or not chains:
-        none = f"none of {len(runs)} runs matches" if runs else f"no runs in {printable(root)}"
+        none = (
+            f"none of {counted(len(runs), 'run')} matches" if runs else f"no runs in {printable(os.path.abspath(root))}"
+        )
         print(none + (f"; {more}" if more else ""))
         return 0
     for chain in chains:

@@ -21,6 +21,7 @@ from stoker.cli.train_fit import (
 )
 from stoker.contract import layout, names, redact, schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.settings import Help, Parser, add_flags, build, from_mapping, suggest
 from stoker.contract.shape import options_of, replace
 from stoker.contract.shapes import Verdict
@@ -290,7 +291,7 @@ def _in_words(config: Config) -> str:
     from stoker.training.model.config import parameters
 
     c = _loaded_shape(config.model)
-    return f": {parameters(c):,} parameters, {c.layers} layers of width {c.dim}, {c.vocab_size:,} tokens"
+    return f": {parameters(c):,} parameters, {c.layers} layers of width {c.dim}, {counted(c.vocab_size, 'token')}"
 
 
 def _of_loaded(resolved: Resolved) -> set[str]:
@@ -362,7 +363,11 @@ def _refuse_what_can_be(stage: str, resolved: Resolved, options: RunOptions, mac
         check_drill(config, most, given)
         if on_cpu(config, gpus) and STAGES[stage].learning is not None and not options.dry_run:
             refuse_beyond_memory(config, most, machine.memory_total)
-    check_loggers(config.train.log_to)
+    if "wandb" in check_loggers(config.train.log_to) and not remote:  # rank 0 checks it on its own host
+        from stoker.control.launch.plan import added_environment
+        from stoker.training.loop.wandb_login import check_wandb_login
+
+        check_wandb_login({**os.environ, **added_environment(options, os.environ)})
     _check_inputs(stage, config)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.names import EX_CONFIG, EX_UNAVAILABLE, Refusal
+from stoker.contract.quantities import amount, counted
 from stoker.contract.shape import replace
 from stoker.control.launch.differing import keys_in
 from stoker.control.launch.options import RunOptions
@@ -85,7 +86,6 @@ def refuse_beyond_memory(config: Config, ranks: int, memory: int, loaded: int = 
     """Of ranks on the CPU of a machine with so many bytes: what can't fit, however little is computed at once. A fresh model's
     size is a few characters of a config file, that of one which is `loaded` (its parameters) a file of holes, and both would
     fill the machine's memory."""
-    from stoker.training.fit.plan import gib
     from stoker.training.model.config import parameters
 
     numbers = loaded if config.model.load else parameters(config.model)
@@ -94,9 +94,9 @@ def refuse_beyond_memory(config: Config, ranks: int, memory: int, loaded: int = 
     least = int(numbers * {LORA: 2, QLORA: 0.5}.get(config.adapter.method, learned))  # frozen: 16 or 4 bits
     needed = ranks * _RANK + least * (1 if config.parallel.strategy == "fsdp" else ranks)
     if needed > memory:
-        what = f"{numbers:,} parameters" if least > _RANK else "what a rank takes by itself"
-        line = f"{ranks} rank{'' if ranks == 1 else 's'} on the CPU with {what} need {gib(needed)} of memory or more"
-        line = f"this does not fit: {line}, and this machine has {gib(memory)}"
+        what = f"{counted(numbers, 'parameter')}" if least > _RANK else "what a rank takes by itself"
+        line = f"{ranks} rank{'' if ranks == 1 else 's'} on the CPU with {what} need {amount(needed)} of memory or more"
+        line = f"this does not fit: {line}, and this machine has {amount(memory)}"
         smaller = "an adapter (--lora, --qlora)" if config.model.load else "a smaller model (--model.depth)"
         raise Refusal(f"{line}; take {smaller}, or fewer ranks (--nproc-per-node)", EX_UNAVAILABLE)
 
@@ -104,21 +104,21 @@ def refuse_beyond_memory(config: Config, ranks: int, memory: int, loaded: int = 
 def _refuse_shards(found: Plan, cards: list[Card]) -> None:
     """What no estimate of shards can be wrong about: a gathered block that is larger than a card, shards than the host."""
     from stoker.training.fit.memory import GATHERED
-    from stoker.training.fit.plan import FSDP, gib
+    from stoker.training.fit.plan import FSDP
 
     if found.settings.strategy != FSDP or found.fits:
         return
     for share in found.shares:
         card, size = share.card, share.planned.terms.get(GATHERED, 0)
         if size + _SURELY > card.free:
-            line = f"a gathered block and the buffer of the next take {gib(size)}, and {_named(card)} has {gib(card.free)} free"
+            line = f"a gathered block and the buffer of the next take {amount(size)}, and {_named(card)} has {amount(card.free)} free"
             more = "" if found.settings.method == "qlora" else "; with --qlora they are a quarter of that"
             raise Refusal(f"this does not fit: {line}, however many ranks there are{more}", EX_UNAVAILABLE)
     for host, free in {card.host: card.host_free for card in cards}.items():
         needed = sum(share.host_bytes for share in found.shares if share.card.host == host)
         if free is not None and needed > free:
             there = f" on {host}" if host else ""
-            line = f"parallel.offload {found.settings.offload} needs {gib(needed)} of host memory{there}, and {gib(free)} are available"
+            line = f"parallel.offload {found.settings.offload} needs {amount(needed)} of host memory{there}, and {amount(free)} are available"
             raise Refusal(
                 f"this does not fit: {line}; use fewer ranks of this host, or parallel.offload off", EX_UNAVAILABLE
             )
@@ -248,7 +248,7 @@ def _named(card: Card) -> str:
 
 
 def _too_much(found: Plan) -> str:
-    from stoker.training.fit.plan import again_words, gib
+    from stoker.training.fit.plan import again_words
     from stoker.training.fit.text import tightest
 
     share = tightest(found)
@@ -257,8 +257,8 @@ def _too_much(found: Plan) -> str:
     change = found.change
     words = "" if change is None else change.flags(train=True) or change.words
     return (
-        f"{_named(card)} has {gib(card.free)} free, and {s.method} with {s.micro} sample{'' if s.micro == 1 else 's'} at"
-        f" once{again} needs {gib(share.needs)}; smallest change: {words}"
+        f"{_named(card)} has {amount(card.free)} free, and {s.method} with {s.micro} sample{'' if s.micro == 1 else 's'} at"
+        f" once{again} needs {amount(share.needs)}; smallest change: {words}"
     )
 
 

@@ -249,7 +249,7 @@ def _newest(root: str, say: Callable[[str], None]) -> Run:
         others = f" of yours ({listing.others} of other users: `stoker runs --all`)" if listing.others else ""
         there = [f"{printable(one.dir)} is a speedrun: --runs-dir {printable(one.runs_dir)}" for one in speedruns(root)]
         hint = "; ".join(there[:3]) or "name another folder with --runs-dir"
-        raise names.Refusal(f"no runs{others} in {printable(root)}; {hint}", names.EX_NOINPUT)
+        raise names.Refusal(f"no runs{others} in {printable(os.path.abspath(root))}; {hint}", names.EX_NOINPUT)
     return listing.runs[-1]
 
 
@@ -345,4 +345,4 @@ def _no_run(which: str, root: str, listing: Listing) -> names.Refusal:
     )
     if not hint and listing.runs:
         hint = f"; `stoker runs` lists the {len(listing.runs)} there"
-    return names.Refusal(f"no run {shown!r} in {printable(root)}{printable(hint)}", names.EX_NOINPUT)
+    return names.Refusal(f"no run {shown!r} in {printable(os.path.abspath(root))}{printable(hint)}", names.EX_NOINPUT)

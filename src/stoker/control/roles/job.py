@@ -277,11 +277,13 @@ def order_lines(specs: Sequence[RoleSpec], dealt: Mapping[str, Sequence[Seat]], 
         seats = dealt[spec.name]
         where = ", ".join(card.label for seat in seats for card in seat.cards)
         where = where or ", ".join(dict.fromkeys(seat.host for seat in seats if seat.host)) or "CPU"
-        port = f", port {ports[spec.name]}" if spec.name in ports else ""
-        most = max(number for _, number in numbered(seats))
-        more = f"-{ports[spec.name] + most}" if port and most else ""
+        port = ""
+        if spec.name in ports:
+            first = ports[spec.name]
+            last = first + max(number for _, number in numbered(seats))
+            port = f", port {first}" if first == last else f", ports {first}-{last}"
         after = f", after {' and '.join(spec.after)}" if spec.after else ""
-        found.append(f"role {spec.name}: {counted(spec.count, 'rank')} on {where}{port}{more}{after}")
+        found.append(f"role {spec.name}: {counted(spec.count, 'rank')} on {where}{port}{after}")
     return found
 
 

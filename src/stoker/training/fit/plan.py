@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from stoker.contract.effort import SECONDS, LookingAt
+from stoker.contract.quantities import amount
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.block import HALF
 from stoker.training.fit.cards import LINK_ELSE, Card
@@ -159,10 +160,6 @@ def again_words(s: Settings, layers: int) -> str:
         where = "in the others" if s.recompute else where
         parts.append(f"the MLP's first product {where}")
     return " and ".join(parts)
-
-
-def gib(size: float) -> str:
-    return f"{size / (1 << 30):.1f} GiB"
 
 
 class Search:
@@ -382,10 +379,10 @@ class Search:
 
     def _reasons(self, s: Settings) -> Iterator[str]:
         wish, card = self._wish, self._tightest
-        room = gib(card.room(self._world))
+        room = amount(card.room(self._world))
         if wish.method == AUTO:
             before = METHODS[: METHODS.index(s.method)]
-            needs = [f"{name} needs {gib(self._needs(self._frugal(name), card))}" for name in before]
+            needs = [f"{name} needs {amount(self._needs(self._frugal(name), card))}" for name in before]
             yield f"method {s.method}: " + (
                 f"{', '.join(needs)}, and {room} can be used" if needs else "all weights fit"
             )
@@ -466,9 +463,9 @@ class Search:
         missing = needs - card.room(self._world)
         if card.held_bytes >= missing:
             who = f" ({card.held[0]})" if card.held else ""
-            return f"free {gib(missing)} on {card.label}, where others hold {gib(card.held_bytes)}{who}"
+            return f"free {amount(missing)} on {card.label}, where others hold {amount(card.held_bytes)}{who}"
         total = needs + card.free - card.room(self._world)
-        return f"use a GPU with {gib(total)} free ({card.label} has {gib(card.free)})"
+        return f"use a GPU with {amount(total)} free ({card.label} has {amount(card.free)})"
 
     def _smaller(self, s: Settings) -> Iterator[tuple[dict[str, str], Settings]]:
         layers = self._wish.layers

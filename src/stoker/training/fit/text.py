@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.contract.quantities import span
+from stoker.contract.quantities import amount, counted, span
 from stoker.contract.shape import as_json, shape
 from stoker.training.fit.cards import NCCL, Card
 from stoker.training.fit.memory import COMMUNICATION, CONTEXT, MARGIN, TERMS
 from stoker.training.fit.pace import Pace
-from stoker.training.fit.plan import FSDP, FULL, OFFLOADED_WORDS, Plan, Share, again_words, gib, sharing
+from stoker.training.fit.plan import FSDP, FULL, OFFLOADED_WORDS, Plan, Share, again_words, sharing
 from stoker.training.fit.strategy import Decision
 from stoker.training.fit.terms import DPO, GRPO, REWARD, StageNeeds
 from stoker.training.model.config import LORA, QLORA, AdapterConfig
@@ -54,7 +54,7 @@ def summary(plan: Plan) -> str:
     step = f"{size:,} tokens a step" if size else f"{plan.wish.samples:,} completions a step"
     about = f" ({plan.about})" if plan.about else ""
     return (
-        f"memory plan: {gib(share.planned.total)} of {gib(share.card.free)} free on {card} with micro-batch"
+        f"memory plan: {amount(share.planned.total)} of {amount(share.card.free)} free on {card} with micro-batch"
         f" {plan.settings.micro}, {step}{about}"
     )
 
@@ -114,7 +114,7 @@ def _card_lines(share: Share, cards: list[Card], ranks: int) -> Iterator[str]:
     card = share.card
     labels = cards[0].label if len(cards) == 1 else f"{cards[0].label} and {len(cards) - 1} like it"
     where = f"{card.host}: " if card.host else ""
-    yield f"{where}{labels}: {card.name}, {gib(card.total)}, {gib(card.free)} free now"
+    yield f"{where}{labels}: {card.name}, {amount(card.total)}, {amount(card.free)} free now"
     for holder in card.held:
         yield f"  held: {holder}"
     terms = terms_of(share, ranks)
@@ -125,7 +125,7 @@ def _card_lines(share: Share, cards: list[Card], ranks: int) -> Iterator[str]:
         yield f"  {term:<14}{size / 2**30:8.2f} GiB  {bar}{about}"[:80]
     needs = share.needs
     free = card.free - needs
-    left = f"{gib(free)} left" if free >= 0 else f"{gib(-free)} too much"
+    left = f"{amount(free)} left" if free >= 0 else f"{amount(-free)} too much"
     yield f"  {'needed':<14}{needs / 2**30:8.2f} GiB, in {share.planned.phase}; {left}"
     if share.host_bytes:
         yield f"  {'host memory':<14}{share.host_bytes / 2**30:8.2f} GiB"
@@ -243,7 +243,7 @@ def pace_lines(
     seconds = tokens / pace.tokens_per_s
     cost = f", {gpus * seconds / 3600 * price:,.2f} at {price:g} per GPU hour" if price else ""
     about = "" if exact else "about "
-    yield f"one epoch: {about}{tokens:,} tokens, {span(seconds)}{cost}"
+    yield f"one epoch: {about}{counted(tokens, 'token')}, {span(seconds)}{cost}"
 
 
 def as_dict(decision: Decision, given: Command, pace: Pace | None, tokens: int, price: float) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from stoker.training.balance.plan import Plan
 from stoker.training.loop.config import check_loggers
 from stoker.training.loop.learner import Validation
 from stoker.training.loop.speed import Speed
+from stoker.training.loop.wandb_login import check_wandb_login
 from stoker.training.parallel.group import Group
 
 
@@ -73,6 +74,8 @@ def open_loggers(log_to: str, folder: str, config: dict[str, Any], say: Callable
     config = redact.data(config)  # it leaves this machine
     loggers = []
     for word in check_loggers(log_to):
+        if word == "wandb":
+            check_wandb_login(os.environ)
         for path in _UNREAD.get(word, ()):
             if os.path.lexists(path):
                 say(f"{path} of the working directory is not read: give WANDB_BASE_URL and WANDB_ENTITY instead")

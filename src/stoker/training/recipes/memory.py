@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from stoker.contract import layout
+from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.contract.wholefile import write_whole
 from stoker.training.config.keys import values_of
@@ -19,7 +20,7 @@ from stoker.training.fit.accumulation import Accumulation, choose
 from stoker.training.fit.footprint import Footprint
 from stoker.training.fit.launch_plan import LaunchPlan, launch_plan
 from stoker.training.fit.memory import ADAPTERS, GRADIENTS, OPTIMIZER, REFERENCE, TERMS, WEIGHTS
-from stoker.training.fit.plan import DOCUMENT, FULL, SHARDS_ABOUT, gib
+from stoker.training.fit.plan import DOCUMENT, FULL, SHARDS_ABOUT
 from stoker.training.fit.terms import GRPO, Job, Planned, StageNeeds
 from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
@@ -144,21 +145,21 @@ class MemoryUse:
 
 def usage_line(plan: LaunchPlan | None, micro: int, use: MemoryUse) -> str:
     """Compare what a run used with the plan made before it started, and name each number."""
-    graphs = f"{gib(use.graphs)} of it by CUDA graphs" if use.graphs else ""
+    graphs = f"{amount(use.graphs)} of it by CUDA graphs" if use.graphs else ""
     if plan is None:
         planned, notes = "no plan", [graphs]
     else:
         at = "" if plan.micro == micro else f" for micro-batch {plan.micro}, and it was {micro}"
-        planned = f"{gib(plan.planned.total)} planned before the start{at}"
+        planned = f"{amount(plan.planned.total)} planned before the start{at}"
         share = use.allocated / max(plan.planned.total, 1) - 1
         notes = [f"{abs(share):.1%} {'above' if share > 0 else 'below'} the plan", graphs]
     note = ", ".join(filter(None, notes))
     device = "unknown, NVML does not show this process"
     if use.device is not None:
-        device = f"{gib(use.device)} now, with the CUDA context (NVML)"
+        device = f"{amount(use.device)} now, with the CUDA context (NVML)"
     return (
-        f"memory: {planned}; allocated {gib(use.allocated)} at the peak{f' ({note})' if note else ''};"
-        f" reserved {gib(use.reserved)} at the peak; on the device {device}"
+        f"memory: {planned}; allocated {amount(use.allocated)} at the peak{f' ({note})' if note else ''};"
+        f" reserved {amount(use.reserved)} at the peak; on the device {device}"
     )
 
 
@@ -191,7 +192,7 @@ class MemoryRecord:
             return
         about = f" ({plan.about})" if plan.about else ""
         self._voice.say_once(
-            f"memory plan: {gib(plan.planned.total)} at most with micro-batch {plan.micro}, in {plan.planned.phase}{about}:"
+            f"memory plan: {amount(plan.planned.total)} at most with micro-batch {plan.micro}, in {plan.planned.phase}{about}:"
             f" {_words(plan.planned.terms)}"
         )
         self._write({})
@@ -247,7 +248,7 @@ class MemoryRecord:
 
     def _at(self) -> str:
         now = torch.cuda.memory_allocated(self._held.group.device) if torch.cuda.is_available() else 0
-        return f"{SHORT} at {gib(now)} in tensors{self._in_shards}"
+        return f"{SHORT} at {amount(now)} in tensors{self._in_shards}"
 
     def _short(self, planned: Planned) -> str:
         held = self._held
@@ -261,10 +262,10 @@ class MemoryRecord:
             "activations and working memory": rest - others
         }
         worst = max(over, key=lambda term: over[term])
-        line = f"{self._at()}, {gib(planned.total)} were planned"
+        line = f"{self._at()}, {amount(planned.total)} were planned"
         if over[worst] < _LEAST:
             return f"{line}; no term is above its plan: the card had less free memory than that, or it was fragmented"
-        return f"{line}; underestimated: {worst}, by {gib(over[worst])} so far"
+        return f"{line}; underestimated: {worst}, by {amount(over[worst])} so far"
 
 
 def measured(held: Holding) -> dict[str, int]:
@@ -289,7 +290,7 @@ def bytes_of(model: Decoder) -> int:
 
 
 def _words(terms: dict[str, int]) -> str:
-    return ", ".join(f"{term} {gib(terms[term])}" for term in TERMS if terms.get(term, 0) >= 1 << 26)
+    return ", ".join(f"{term} {amount(terms[term])}" for term in TERMS if terms.get(term, 0) >= 1 << 26)
 
 
 def _device_bytes(device: torch.device) -> int | None:

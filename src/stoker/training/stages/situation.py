@@ -64,7 +64,7 @@ def _choices(
         whole = config.batch.tokens or config.batch.micro
         words = "as many tokens a step as fit"
         if whole:
-            words = f"{samples * context:,} tokens a step, {samples:,} row{'' if samples == 1 else 's'}"
+            words = f"{samples * context:,} tokens a step, {counted(samples, 'row')}"
         if at.amount is None and not set(BATCH) & set(given):
             words += " at most"
         yield Choice("batch", words, "--batch.tokens", ("batch.tokens", "batch.accumulation", "batch.micro"))
@@ -76,7 +76,7 @@ def _choices(
     )
     if not learning.prompts and at.amount is not None and config.train.eval_every <= steps:
         yield Choice("validation", _validation(config.train.eval_every, steps), "--eval-every", ("train.eval_every",))
-    yield Choice("row length", f"{context:,} tokens", "--context-length", (CONTEXT,))
+    yield Choice("row length", f"{counted(context, 'token')}", "--context-length", (CONTEXT,))
     dtype = {"auto": "fp32" if on_cpu else "bf16, or fp16 with loss scaling on a card without it"}.get(
         config.compute.dtype, config.compute.dtype
     )
@@ -86,7 +86,7 @@ def _choices(
 def _length(steps: int, passes: float, at: Situation, fixed: bool) -> str:
     """`fixed`: the steps are a setting, and do not follow from the data."""
     if at.amount is None:
-        return f"{steps:,} steps" if steps else "known once the data is here"
+        return f"{counted(steps, 'step')}" if steps else "known once the data is here"
     shown = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
     many = f"{steps:,}" if at.amount.exact or fixed else f"about {_rounded(steps):,}"
     return f"{many} steps, {shown} pass{'' if shown == '1' else 'es'} over {_count(at.amount)}"
@@ -179,7 +179,7 @@ def within_context_of_model(
         return config_of(config.preset, values_of(config) | changed)
     if 1 < longest < config.data.context_length:
         say(
-            f"warning: {CONTEXT} {config.data.context_length:,} is more than the {longest:,} tokens that"
+            f"warning: {CONTEXT} {config.data.context_length:,} is more than the {counted(longest, 'token')} that"
             f" {config.model.load} was trained for; beyond them it starts from what it can't do yet"
         )
     return config
