@@ -16,7 +16,7 @@ _LIBRARIES = (
     "ACCELERATE_", "ARROW_", "CUBLAS_", "HF_", "KINETO_", "KMP_", "MPL", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH",
     "TRANSFORMERS_", "TRITON_",
 )  # fmt: skip
-_OF_RANKS = ("STOKER_EARLY_CONTEXT", "CUDA_VISIBLE_DEVICES")
+_OF_RANKS = ("STOKER_EARLY_CONTEXT", "STOKER_MEMORY_PLAN", "CUDA_VISIBLE_DEVICES")
 _NOT_RESTORED = (signal.SIGALRM, signal.SIGKILL, signal.SIGSTOP)  # pytest-timeout's, and those that nobody sets
 
 

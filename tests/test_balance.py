@@ -512,7 +512,7 @@ def test_the_drop_in_needs_torch_and_nothing_of_the_settings_or_the_launcher() -
 
 
 def test_the_drop_in_refuses_what_it_can_not_balance_in_words() -> None:
-    with pytest.raises(ValueError, match="a batch of 0 from 10 samples can't be split over 1 ranks"):
+    with pytest.raises(ValueError, match="a batch of 0 from 10 samples can't be split over 1 rank:"):
         balance.Sampler(10, batch=0)
     with pytest.raises(TypeError, match="needs a DataLoader with batch_sampler"):
         balance.attach(torch.nn.Linear(2, 2), torch.utils.data.DataLoader([1, 2, 3]))

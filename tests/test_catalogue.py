@@ -6,6 +6,7 @@ the scripts at the end provoke them again.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, at_length
+from faults.around import cannot
+from stoker.contract.checkpoints import SavedCheckpoint
+from stoker.contract.quantities import amount
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Stall, Verdict
 from stoker.control.verdict import docs
@@ -353,12 +357,12 @@ CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
     ("oom.gpu-foreign", end(UNSEEN), True, ("18.9 GiB are held by processes that can't be seen",)),
     ("oom.gpu-foreign", end(cuda("out of memory"), around=OUTSIDE), True, ("pid 4711 holds 100.0 GiB, held from outside this container",)),
     ("oom.gpu-fragmentation", end(PIECES), False, ("1.5 GiB needed", "7.8 GiB reserved and unused")),
-    ("oom.host", end(code=-9, oom_killed=True, around=Around(rss=((0.0, 3 * 10**9), (40.0, 58 * 10**9)), host_available=4 * 10**8, host_total=64 * 10**9)), False, ("killed by the kernel", "grew from 3.0 GB to 58.0 GB in 40 s")),
+    ("oom.host", end(code=-9, oom_killed=True, around=Around(rss=((0.0, 3 * 10**9), (40.0, 58 * 10**9)), host_available=4 * 10**8, host_total=64 * 10**9)), False, ("killed by the kernel", "grew from 2.8 GiB to 54.0 GiB in 40 s")),
     ("oom.host", end(code=-9, around=Around(kernel=(KILLED_LINE,))), False, ("killed by the kernel",)),
     ("oom.host", end(WORKER, around=Around(kernel=("Out of memory: Killed process 2027 (python3) total-vm:9kB",))), False, ("data-loader worker (pid 2027)", "killed by the kernel")),
-    ("oom.host-allocation", end(err("MemoryError", "")), False, ("gave no memory",)),
-    ("oom.host-allocation", end(err("MemoryError", "std::bad_alloc")), False, ("gave no memory",)),
-    ("oom.host-allocation", end(code=-6, tail="terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"), False, ("gave no memory",)),
+    ("oom.host-allocation", end(err("MemoryError", "")), False, ("allocation failed",)),
+    ("oom.host-allocation", end(err("MemoryError", "std::bad_alloc")), False, ("allocation failed",)),
+    ("oom.host-allocation", end(code=-6, tail="terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"), False, ("allocation failed",)),
     ("oom.host-allocation", end(err("RuntimeError", "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes. Error code 12 (Cannot allocate memory)")), False, ("8.0 GiB",)),
     ("oom.host-allocation", end(err("_ArrayMemoryError", "Unable to allocate 71.1 PiB for an array with shape (10000000000000000,) and data type float64", module="numpy._core._exceptions")), False, ("71.1 PiB",)),
     ("gpu.busy", end(cuda("CUDA-capable device(s) is/are busy or unavailable")), True, ("busy or unavailable", "error 46", "compute mode, or a faulty card")),
@@ -661,6 +665,117 @@ def test_provoked(stoker: Stoker, how: str, cause: str) -> None:
     stoker.cwd.chmod(0o777)
     done = stoker("run", "--nproc-per-node", "1", stoker.script("bad.py", PLAIN), how)
     assert done.verdict["cause"] == cause, done.verdict["summary"]
+
+
+@pytest.mark.parametrize("by", ["the script", "the shell"])
+def test_an_address_space_limit_is_named_and_the_host_is_not_blamed(stoker: Stoker, by: str) -> None:
+    script = stoker.script(
+        "bad.py", PLAIN if by == "the script" else "import time; time.sleep(0.1); bytearray(20 << 30)\n"
+    )
+    limit = 1 << 30 if by == "the script" else 5 << 30
+    if by == "the script":
+        done = stoker("run", "--nproc-per-node", "1", script, "address")
+    else:
+        words = f"ulimit -v {limit >> 10}; exec {sys.executable} -m stoker run --nproc-per-node 1 {script}"
+        subprocess.run(["bash", "-c", words], cwd=stoker.cwd, env=stoker.environment(), check=False)
+        done = stoker.result(1)
+    told = done.verdict
+    assert told["cause"] == "oom.host-allocation" and amount(limit) in told["summary"], told
+    assert "RLIMIT_AS" in told["summary"] and "ulimit -v" in told["summary"] and "bad.py:" in told["summary"]
+    assert "ulimit -v unlimited" in told["fix"][0] and not any("free -h" in line for line in told["fix"]), told["fix"]
+
+
+def test_a_refused_allocation_without_a_limit_says_nothing_of_limits(stoker: Stoker) -> None:
+    done = stoker("run", "--nproc-per-node", "1", stoker.script("bad.py", PLAIN), "memory")
+    assert done.verdict["cause"] == "oom.host-allocation" and "ulimit" not in json.dumps(done.verdict), done.verdict
+
+
+KERNELS = Around(kernel=("Out of memory: Killed process 100 (python3) total-vm:9kB",))
+LM_TRACE = '  File "model.py", line 9, in forward\n    return F.cross_entropy(logits, targets)\n'
+
+
+def test_out_of_memory_says_where_and_advises_only_what_the_program_has() -> None:
+    plain = verdict(end(FULL))
+    assert "train.py:7" in plain.summary, "the line that ran out is in the verdict's first line"
+    assert not re.search("logits|sequence|8-bit|checkpointing|loader", " ".join(plain.fix)), plain.fix
+    lm = verdict(end(replace(FULL, traceback=LM_TRACE)))
+    assert (
+        re.search("logits", " ".join(lm.fix)) and re.search("sequence", " ".join(lm.fix)) and "FSDP" in " ".join(lm.fix)
+    )
+    alone = judge(Evidence(1, (end(replace(FULL, traceback=LM_TRACE)),)))
+    assert "FSDP" not in " ".join(alone.fix), "there are no ranks to shard over"
+    stepped = verdict(end(FULL, steps=5))
+    assert "8-bit optimizer" in " ".join(stepped.fix) and "logits" not in " ".join(stepped.fix)
+
+
+def test_a_rank_that_the_kernel_killed_is_where_the_suspicion_had_seen_it() -> None:
+    stall = Stall("spin", 0, where="load.py:41, in read_all")
+    killed = end(code=-9, around=KERNELS)
+    found = judge(Evidence(1, (killed,), stall=stall))
+    assert found.cause == "oom.host" and "load.py:41, in read_all" in found.summary
+    assert "load.py" not in judge(Evidence(2, (killed,), stall=replace(stall, rank=1))).summary, "another rank's line"
+    assert not re.search("worker|fewer ranks", " ".join(found.fix)), "it had neither workers nor other ranks"
+    workers = judge(Evidence(2, (replace(killed, around=replace(KERNELS, loader_workers=4)),)))
+    assert re.search("fewer data-loader workers", " ".join(workers.fix)) and "4 data-loader workers" in str(
+        workers.evidence
+    )
+
+
+WORKERS = """
+import sys, time, torch
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 100
+    def __getitem__(self, index): time.sleep(0.1); return index
+def main():
+    kept = []
+    for batch in torch.utils.data.DataLoader(Data(), num_workers=int(sys.argv[1])):
+        kept.append(b"x" * 20_000_000)
+if __name__ == "__main__": main()
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_fewer_loader_workers_are_advised_where_there_are_some(stoker: Stoker, workers: int) -> None:
+    pytest.importorskip("torch")
+    words = ("--nproc-per-node", "1", "--ram-limit", "900MB", stoker.script("grows.py", WORKERS), str(workers))
+    told = stoker("run", *words).verdict
+    assert told["cause"] == "oom.ram-limit", told
+    assert ("data-loader workers" in " ".join(told["fix"])) == bool(workers), told["fix"]
+
+
+def test_a_full_disk_is_named_with_what_is_complete() -> None:
+    line = (
+        "the checkpoint of step 40 was not written in /data/runs/r/checkpoints: no space left: rank-00000.safetensors needs"
+        " 6.0 MB, 0.4 MB are free in /data/runs/r/checkpoints; the last good one is step-00000010"
+    )
+    tail = f"{line}\nINFO | [CPU 0] wrote /data/runs/r/hf: 2.0 MB of float32 as LlamaForCausalLM\n"
+    disks = (("/", 0, 10**10), ("/data", 4 * 10**5, 14 * 10**6), ("/other", 0, 10**9))
+    full = end(code=73, tail=tail, around=Around(full_disks=disks))
+    saved = SavedCheckpoint("/data/runs/r/checkpoints/step-00000010", 1.0)
+    found = judge(Evidence(1, (full,), checkpoint=saved))
+    assert found.cause == "data.no-space" and "/data/runs/r/checkpoints" in found.summary
+    assert "full: /data (" in found.summary and "/other" not in found.summary, "the file system that holds the folder"
+    assert "checkpoints/step-00000010" in found.summary and "r/hf" in found.summary, "both are complete"
+    assert "/data/runs/r/checkpoints" in found.fix[0]
+    assert "incomplete" not in " ".join(found.fix), (
+        "the checkpoint under way is gone already: nothing of it is left to avoid"
+    )
+    nothing = judge(Evidence(1, (replace(full, tail=line),)))
+    assert "complete:" not in nothing.summary and "incomplete" in " ".join(nothing.fix)
+    half = judge(
+        Evidence(1, (replace(full, tail=line),), checkpoint=SavedCheckpoint("/data/runs/r/checkpoints/7.pt", 1.0))
+    )
+    assert "7.pt" not in half.summary, "a file in place may be the one whose write failed"
+
+
+def test_a_write_that_names_no_file_has_the_full_file_system_named(stoker: Stoker) -> None:
+    if reason := cannot("root"):
+        pytest.skip(reason)
+    text = "file = open('/mnt/x', 'wb', buffering=0)\nfor _ in range(64): file.write(bytes(1_000_000))\n"
+    words = f"mount -t tmpfs -o size=4m tmpfs /mnt && {sys.executable} -m stoker run --nproc-per-node 1 {stoker.script('full.py', text)}"
+    subprocess.run(["unshare", "--mount", "bash", "-c", words], cwd=stoker.cwd, env=stoker.environment(), check=False)
+    told = stoker.result(1).verdict
+    assert told["cause"] == "data.no-space" and "full: /mnt (" in told["summary"], told
 
 
 TORCH = """

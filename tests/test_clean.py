@@ -487,8 +487,8 @@ def test_many_files_of_a_kind_are_summed_up(
     command.main([])
     said = capsys.readouterr().out
     assert (
-        said.count("  agent's folder, 2.0 MB") == 10
-        and "and 3 more (agent's folder), 6.0 MB; --json lists them all\n" in said
+        said.count("  agent's folder, 1.9 MiB") == 10
+        and "and 3 more (agent's folder), 5.7 MiB; --json lists them all\n" in said
         and "/dev/shm/x  shared" in said
     )
     command.main(["--json"])

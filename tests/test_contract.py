@@ -32,7 +32,15 @@ def test_duration(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(3.24e9, "3.2 GB"), (15_400_000, "15 MB"), (1_870_336, "1.9 MB"), (0, "0 MB")]
+    ("count", "text"),
+    [
+        (3.24e9, "3.0 GiB"),
+        (15_400_000, "14.7 MiB"),
+        (2000, "2.0 KiB"),
+        (2**41, "2.0 TiB"),
+        (576, "576 bytes"),
+        (0, "0 bytes"),
+    ],
 )
 def test_amount(count: float, text: str) -> None:
     assert quantities.amount(count) == text

@@ -127,7 +127,7 @@ def test_sync_brings_every_host_the_same_files_and_only_what_changed(
         at_once.setattr(progress, "AFTER_S", 0.0)
         at_once.setattr(progress, "SAY_S", 0.0)
         copying.sync(read, str(source), said)
-    assert re.match(rf"copying .* to {len(netcluster.hosts)} hosts: [\d.]+/[\d.]+ MB.*, \d+ %, ETA [\d?]", said[0]), (
+    assert re.match(rf"copying .* to {len(netcluster.hosts)} hosts: [\d.]+/[\d.]+ MiB.*, \d+ %, ETA [\d?]", said[0]), (
         said
     )
     here = {path: content for path, content in _tree(source).items() if path in WANTED}
@@ -140,7 +140,7 @@ def test_sync_brings_every_host_the_same_files_and_only_what_changed(
     assert said[-1] == "the working directory is the same on all hosts, nothing to copy"
     (netcluster.hosts[1].workdir / "train.py").write_text("edited there")
     copying.sync(read, str(source), said)
-    assert said[-1].startswith(f"copied the working directory to {netcluster.hosts[1].name} (1 files, ") and said[
+    assert said[-1].startswith(f"copied the working directory to {netcluster.hosts[1].name} (1 file, ") and said[
         -1
     ].endswith("2 had it")
     assert [(host.workdir / "train.py").stat().st_ino == before[host.name] for host in netcluster.hosts] == [
@@ -253,7 +253,7 @@ def test_a_full_disk_is_named_and_nothing_half_written_stays(
         copying.sync(_read(netcluster), str(source), Said())
     assert (
         refused.value.line.startswith(
-            f"host {netcluster.hosts[1].name}: the disk of {small_disk} is full: 13 MB to copy, "
+            f"host {netcluster.hosts[1].name}: the disk of {small_disk} is full: 12.0 MiB to copy, "
         )
         and "\n" not in refused.value.line
     )
@@ -400,7 +400,7 @@ def test_a_host_that_comes_late_is_offered_what_the_others_got(
     assert wait_for(lambda: copy.over or None, 30) and not copy.failure
     assert (
         late.workdir / "data" / "a.bin"
-    ).read_text() == "old" and f"copied {data} to {late.name} (1 files, 0.0 MB)" in copy.brought
+    ).read_text() == "old" and f"copied {data} to {late.name} (1 file, " in copy.brought
 
 
 def test_a_remembered_hash_does_not_survive_a_change(tmp_path: Path) -> None:

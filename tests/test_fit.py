@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from stoker.training.fit.pairs import COMPARED
 from stoker.training.fit.plan import METHODS, Plan, Search, Wish, make
 from stoker.training.fit.strategy import Decision, decide
 from stoker.training.fit.terms import BACKWARD, DPO, FORWARD, GRPO, REWARD, STEP, Job, StageNeeds, predict
-from stoker.training.fit.text import lines
+from stoker.training.fit.text import Command, lines
 from stoker.training.model.config import AdapterConfig, ModelConfig, parameters
 from stoker.training.model.hf_config import config_of
 
@@ -374,7 +375,7 @@ def test_copies_to_the_host_replace_recomputing_as_far_as_arithmetic_hides_them(
 
 
 def text_lines(plan: Plan) -> list[str]:
-    return list(lines(plan, "model", "chats.jsonl"))
+    return list(lines(plan, Command("model")))
 
 
 def test_a_card_without_bf16_computes_in_fp16_and_so_do_those_beside_it() -> None:
@@ -566,13 +567,13 @@ def test_several_cards_get_a_line_with_each_way(stoker: Stoker, folder: Path) ->
 @pytest.mark.parametrize(
     ("stage", "words"),
     [
-        ("reward", "stoker train reward --model.load {model} --reward.pairs pairs.jsonl --qlora"),
-        ("dpo", "stoker train dpo --model.load {model} --dpo.pairs pairs.jsonl --qlora"),
+        ("reward", "stoker train reward --model.load {model} --reward.pairs YOUR_DATA --qlora"),
+        ("dpo", "stoker train dpo --model.load {model} --dpo.pairs YOUR_DATA --qlora"),
         (
             "grpo",
-            "stoker train grpo --model.load {model} --grpo.prompts prompts.jsonl --new-tokens 64 --rows 16 --qlora",
+            "stoker train grpo --model.load {model} --grpo.prompts YOUR_DATA --new-tokens 64 --rows 16 --qlora",
         ),
-        ("midtrain", "stoker train midtrain --model.load {model} --data chats.jsonl --qlora"),
+        ("midtrain", "stoker train midtrain --model.load {model} --data YOUR_DATA --qlora"),
     ],
 )
 def test_each_stage_has_its_terms_and_its_command(stoker: Stoker, folder: Path, stage: str, words: str) -> None:
@@ -650,7 +651,7 @@ def test_a_machine_that_was_recorded_shows_who_holds_its_cards(stoker: Stoker, f
     machine = Path(__file__).parent / "machines" / "container-foreign-holders.json"
     done = stoker("fit", str(folder), "--machine", str(machine))
     assert done.code == 0 and "left out: GPU 0" in done.err
-    assert "held: 8.5 GB by pid 412 (root: python -m sglang.launch_server" in done.out
+    assert "held: 7.9 GiB by pid 412 (root: python -m sglang.launch_server" in done.out
     done = stoker("fit", str(folder), "--machine", str(machine), "--gpus", "2")
     assert done.code == 0 and "GPU 2: NVIDIA A40" in done.out and "GPU 1" not in done.out
     assert "estimated from the card's table" in done.out
@@ -750,6 +751,112 @@ def test_train_refuses_before_it_starts_what_can_not_fit(
     assert "smallest change: --lora" in done.err and not (tmp_path / "runs").exists()
 
 
+JOBS = {
+    "pretrain": ("pretrain", ()),
+    "sft": ("sft", ()),
+    "sft-lora": ("sft", ("lora",)),
+    "sft-qlora": ("sft", ("qlora",)),
+    "midtrain": ("midtrain", ()),
+    "dpo": ("dpo", ()),
+    "reward": ("reward", ()),
+    "grpo": ("grpo", ()),
+    "grpo-qlora": ("grpo", ("qlora",)),
+}
+
+
+def rows_for(stage: str, folder: Path) -> tuple[str, Path]:
+    """Write rows that this stage reads, and return the flag of `stoker train` that names them, and their file."""
+    question, reply = "how many are one and one? " * 3, "two, I think. " * 20
+    rows: dict[str, tuple[str, dict[str, Any]]] = {
+        "pretrain": ("--data", {"text": question + reply}),
+        "dpo": ("--dpo.pairs", {"prompt": question, "chosen": reply, "rejected": reply * 2}),
+        "reward": ("--reward.pairs", {"prompt": question, "chosen": reply, "rejected": reply * 2}),
+        "grpo": ("--grpo.prompts", {"prompt": question, "answer": "2"}),
+    }
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+    flag, row = rows.get(stage, ("--data", {"messages": messages}))
+    path = folder / f"{stage}.jsonl"
+    path.write_text((json.dumps(row) + "\n") * 400)
+    return flag, path
+
+
+ALONE = [(job, "1x3GB") for job in JOBS]
+
+
+@pytest.mark.parametrize(
+    "case", at_length_but([*ALONE, ("sft", "2x24GB")], [*ALONE, *((job, "2x24GB") for job in JOBS)]), ids="-".join
+)
+def test_fit_and_train_print_the_same_numbers_for_the_same_job(
+    tmp_path: Path, small: Path, stoker: Stoker, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+    case: tuple[str, str],
+) -> None:  # fmt: skip
+    """`stoker train` runs up to where its ranks would start, on a recorded machine with the GPUs that fit is told of."""
+    from stoker.cli import run, train
+    from stoker.control.launch.request import Request
+    from stoker.control.machine.model import machine_from_json
+    from stoker.training.config.flags import parse
+    from stoker.training.config.layers import gather
+    from stoker.training.config.resolve import settle
+    from stoker.training.fit.launch_plan import launch_plan
+
+    gpus, (stage, method) = case[1], JOBS[case[0]]
+    flag, path = rows_for(stage, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    described = [gpu_json(at, name=card.name, memory_total=card.total, memory_used=0) for at, card in enumerate(cards(gpus))]  # fmt: skip
+    monkeypatch.setattr(train, "look", lambda: machine_from_json(machine_json(described)))
+    started: list[Request] = []
+    monkeypatch.setattr(run, "start", lambda request, ended: started.append(request) or 0)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    words = [stage, "--model.load", str(small), flag, str(path), *(f"--{name}" for name in method)]
+    assert train.main(words) == 0
+    printed = capfd.readouterr().err.splitlines()
+    config = settle(gather(parse(started[0].args), {}), True).config
+    before = launch_plan(os.environ)
+    assert before is not None
+
+    asked = (
+        "fit",
+        str(small),
+        "--stage",
+        stage,
+        "--data",
+        str(path),
+        "--gpus",
+        gpus,
+        "--method",
+        *(method or ("full",)),
+    )
+    fit = json.loads(stoker(*asked, "--json").out)
+    lines = stoker(*asked).out.splitlines()
+    assert fit["fits"]
+    (tightest, *_) = fit["gpus"]
+    assert before.planned.total == tightest["planned_bytes"] == max(tightest["phases"].values())
+    assert before.planned.terms.items() <= tightest["terms"].items()
+    assert before.micro == fit["settings"]["micro"]
+    assert (config.batch.micro or 16) == fit["settings"]["micro"], "the ranks use the plan's micro-batch"
+    assert config.optim.kind == fit["settings"]["optimizer"]
+    assert config.parallel.strategy == fit["settings"]["strategy"]
+    assert config.data.context_length == fit["context"]
+    assert (str(config.compute.recompute) != "auto") == (fit["settings"]["recompute"] > 0)
+    if stage == "grpo":
+        assert fit["step"] == {"samples": config.grpo.prompts_per_step * config.grpo.group, "tokens": None}
+    else:
+        assert fit["step"]["tokens"] == config.batch.tokens == fit["step"]["samples"] * fit["context"]
+
+    # Parameters, counted data, rate, batch, length and validation; then memory, micro-batch and tokens of a step.
+    begin = next(at for at, line in enumerate(printed) if line.startswith(f"{stage}: "))
+    block = [line for line in printed[begin:] if line.startswith((f"{stage}: ", "  "))]
+    assert len(block) > 5 and set(block) <= set(lines), (block, lines)
+    (plan,) = [line.partition(";")[0] for line in printed if line.startswith("memory plan: ")]
+    assert plan in lines, (plan, lines)
+
+    # The command that fit proposes is the same job.
+    proposed = shlex.split(fit["command"])
+    assert proposed[:2] == ["stoker", "train"] and train.main(proposed[2:]) == 0
+    again = launch_plan(os.environ)
+    assert again is not None and (again.planned.total, again.micro) == (before.planned.total, before.micro)
+
+
 def test_train_takes_from_the_plan_what_nobody_set(tmp_path: Path, small: Path) -> None:
     from stoker.cli.train_fit import with_memory_plan
     from stoker.control.launch.options import RunOptions
@@ -762,7 +869,7 @@ def test_train_takes_from_the_plan_what_nobody_set(tmp_path: Path, small: Path) 
         machine = machine_from_json(machine_json([gpu_json(0, memory_total=total, memory_used=0)]))
         lines: list[str] = []
         resolved = settle(gather(parse([f"--{flag}" for flag in flags]), {}), True)
-        found, _ = with_memory_plan(
+        found, *_ = with_memory_plan(
             "sft", resolved, RunOptions(runs_dir=str(tmp_path)), {"": machine}, None, lines.append
         )
         return found.config, lines
@@ -792,10 +899,10 @@ def test_train_takes_the_strategy_from_the_plan(tmp_path: Path, small: Path, fol
         resolved = settle(gather(parse([f"--{flag}" for flag in given]), {}), True)
         lines, asked = list[str](), RunOptions(runs_dir=str(tmp_path), **options)
         refuse_too_large("sft", resolved, asked, {"": machine})
-        found, run = with_memory_plan("sft", resolved, asked, {"": machine}, None, lines.append)
+        found, run, _ = with_memory_plan("sft", resolved, asked, {"": machine}, None, lines.append)
         return found.config.parallel.strategy, run.gpus, lines
 
-    strategy, gpus, lines = planned(2150 * MIB, "parallel=auto")
+    strategy, gpus, lines = planned(2150 * MIB, "parallel=auto", "optim.kind=adamw")
     assert strategy == "fsdp" and lines[0].startswith("parallel auto: fsdp: ddp ") and "does not fit" in lines[0]
     strategy, gpus, lines = planned(2150 * MIB, "parallel=auto", "compute.compile=on")
     assert strategy == "ddp" and "there is no memory plan for this run" in lines[0]
@@ -806,7 +913,9 @@ def test_train_takes_the_strategy_from_the_plan(tmp_path: Path, small: Path, fol
         Refusal, match=r"does not fit: a gathered block and the buffer .* however many ranks .* --qlora"
     ):
         planned(1400 * MIB, "parallel=fsdp", f"model.load={folder}")
-    with pytest.raises(Refusal, match=r"does not fit: parallel.offload all needs .* of host memory, and 0\.1 GiB are"):
+    with pytest.raises(
+        Refusal, match=r"does not fit: parallel.offload all needs .* of host memory, and [\d.]+ MiB are"
+    ):
         planned(2150 * MIB, "parallel=fsdp", "offload=all", host=64 << 20)
     # 1.3 GB of gradients over PCIe take longer than 512 tokens: one card, unless somebody says how many.
     strategy, gpus, lines = planned(80 * GIB, "parallel=auto", "batch.tokens=2048")
@@ -856,12 +965,12 @@ def test_train_takes_the_strategy_of_several_hosts_from_what_they_say(
         lines, asked = list[str](), RunOptions(runs_dir=str(tmp_path), hosts=hosts, python=sys.executable, **options)
         machines = machines_to_plan(resolved.config, asked, here, lines.append)
         refuse_too_large("sft", resolved, asked, machines)
-        found, run = with_memory_plan("sft", resolved, asked, machines, None, lines.append)
+        found, run, _ = with_memory_plan("sft", resolved, asked, machines, None, lines.append)
         assert run.gpus is None
         return found.config.parallel, lines
 
     both = {"a": 2150 * MIB, "b": 2150 * MIB}
-    chosen, lines = planned(both, "parallel=auto")
+    chosen, lines = planned(both, "parallel=auto", "optim.kind=adamw")
     assert chosen.strategy == "fsdp" and lines[0].startswith("parallel auto: fsdp: ddp ") and "does not fit" in lines[0]
     assert "one card" not in lines[0], "hosts were named: all of them take part"
     large = dict.fromkeys(both, 80 * GIB)
@@ -875,7 +984,7 @@ def test_train_takes_the_strategy_of_several_hosts_from_what_they_say(
     chosen, lines = planned({"a": 80 * GIB}, "parallel=auto", min_hosts=1)
     assert lines[0].startswith("memory plan: without host b: no route") and lines[1].startswith("parallel auto: ")
     # The second host's memory and card, not the first's.
-    with pytest.raises(Refusal, match=r"offload all needs .* of host memory on b, and 0\.1 GiB are available"):
+    with pytest.raises(Refusal, match=r"offload all needs .* of host memory on b, and [\d.]+ MiB are available"):
         planned(both, "parallel=fsdp", "offload=all", host={"b": 64 << 20})
     with pytest.raises(Refusal, match=r"a gathered block .* b's GPU 0 has 1\.4 GiB free, however many ranks"):
         planned({"a": 80 * GIB, "b": 1400 * MIB}, "parallel=fsdp", f"model.load={folder}")
@@ -898,7 +1007,7 @@ def test_train_plans_pairs_and_prompts_too(tmp_path: Path, small: Path) -> None:
         resolved = settle(gather(parse([f"--{flag}" for flag in (f"model.load={small}", *flags)]), {}), True)
         options = RunOptions(runs_dir=str(tmp_path))
         refuse_too_large(stage, resolved, options, {"": machine})
-        found, _ = with_memory_plan(stage, resolved, options, {"": machine}, None, lines.append)
+        found, *_ = with_memory_plan(stage, resolved, options, {"": machine}, None, lines.append)
         return found.config, lines[0]
 
     for stage in ("reward", "dpo"):
@@ -976,6 +1085,45 @@ def test_a_resume_keeps_the_optimizer_that_a_plan_chose_whatever_the_card_is_now
     assert kind(request(80 * GIB, "--optimizer", "adamw")) == "adamw", "who sets it means it"
     elsewhere = request(80 * GIB, "--checkpoint.resume", str(unfinished), "--name", "other")
     assert kind(elsewhere) == "adamw8bit"
+
+
+def test_a_run_compares_what_it_used_with_the_plan_made_before_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from types import SimpleNamespace
+
+    from stoker.training.config.keys import DEFAULTS
+    from stoker.training.config.keys import config_of as configured
+    from stoker.training.fit.launch_plan import LaunchPlan
+    from stoker.training.recipes.memory import Holding, MemoryRecord, MemoryUse, usage_line
+
+    before = LaunchPlan.of(make(cards("24GB"), Wish(EIGHT, 2048, "qlora", samples=2)))
+    for name, value in before.to_environment().items():
+        monkeypatch.setenv(name, value)
+    lines: list[str] = []
+    group = SimpleNamespace(device=torch.device("cpu"), all=lambda value: [value], first=True, strategy="ddp", shards=1)
+    voice = SimpleNamespace(say_once=lines.append, say=lines.append)
+    held = Holding(group, None, None, before.micro + 1)  # type: ignore[arg-type]
+    later = predict(
+        describe(EIGHT, QLORA), Job(before.micro + 1, 2048)
+    )  # as a rank would plan with its own micro-batch
+    assert later.total != before.planned.total
+    record = MemoryRecord(configured("", DEFAULTS), "sft", held, (later, ""), str(tmp_path), voice)  # type: ignore[arg-type]
+    record.begin()
+    assert record.planned_bytes == before.planned.total
+    assert json.loads((tmp_path / "memory.json").read_text())["planned_bytes"] == before.planned.total
+
+    # More than planned is reported as that, also where CUDA graphs took it: 1.9 % more, reserved and device total apart.
+    planned = before.planned.total
+    use = MemoryUse(int(1.019 * planned), int(0.019 * planned), 2 * planned, 2 * planned + GIB)
+    line = usage_line(before, before.micro, use)
+    assert "1.9% above the plan" in line and f"{0.019 * planned / GIB:.1f} GiB of it by CUDA graphs" in line
+    for size in (planned, 1.019 * planned, 2 * planned, 2 * planned + GIB):
+        assert f"{size / GIB:.1f} GiB" in line, line
+    assert "below the plan" in usage_line(before, before.micro, replace(use, allocated=planned // 2, graphs=0))
+    hidden = usage_line(before, before.micro + 1, replace(use, device=None))
+    assert "unknown" in hidden and f"for micro-batch {before.micro}, and it was {before.micro + 1}" in hidden
 
 
 def test_the_verdict_names_the_term_that_was_underestimated() -> None:

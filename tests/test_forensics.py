@@ -608,7 +608,7 @@ def test_parameters_are_left_out_and_that_is_said_where_the_disk_has_no_room(
     (found,) = reading.ranks(where)
     assert (
         set(found.left_out) == {"parameters.safetensors", "gradients.safetensors"}
-        and "GB free" in found.left_out["parameters.safetensors"]
+        and "iB free" in found.left_out["parameters.safetensors"]
     )
 
 
@@ -627,7 +627,7 @@ def test_the_banner_has_the_notes_layout_and_the_origin_before_its_consequences(
     lines = text.splitlines()
     assert lines[:6] == [
         "=" * 80,
-        "NaN GRADIENT DETECTED [GPU 6]",
+        "NaN ACTIVATION DETECTED [GPU 6]",
         "=" * 80,
         "Step: 12",
         "Loss: nan",
@@ -639,7 +639,22 @@ def test_the_banner_has_the_notes_layout_and_the_origin_before_its_consequences(
         < text.index("Total layers with NaN gradients:")
     )
     assert f"Debug tensors saved: {where}" in text
-    assert "Inf LOSS DETECTED" in banner(told(0, "forward", loss=math.inf, grad_norm=1.0))
+
+
+@pytest.mark.parametrize(
+    ("report", "head"),
+    [
+        (told(0, "forward"), "NaN ACTIVATION"),
+        (told(0, "forward", what="-Inf"), "Inf ACTIVATION"),
+        (told(0, "parameters", what="NaN"), "NaN WEIGHT"),
+        (told(0, "targets"), "NaN LOSS"),
+        (told(0, "backward"), "NaN GRADIENT"),
+        (told(0, "norm", loss=1.0, grad_norm=math.inf), "Inf GRADIENT"),
+        (told(0, "clean", loss=math.inf, grad_norm=1.0), "Inf LOSS"),
+    ],
+)
+def test_the_banner_is_headed_by_what_was_bad_first(report: Report, head: str) -> None:
+    assert banner(report).splitlines()[1] == f"{head} DETECTED [GPU 0]"
 
 
 def run_with(folder: Path, name: str) -> Path:
@@ -657,7 +672,7 @@ def test_stoker_nan_prints_the_origin_the_tensors_and_the_text(stoker: Stoker) -
         assert done.code == 0, done.err
         assert (
             "first NaN: aten.div in layers.1.mlp, forward, micro-batch 0" in done.out
-            and "NaN GRADIENT DETECTED [GPU 6]" in done.out
+            and "NaN ACTIVATION DETECTED [GPU 6]" in done.out
         )
     sample = json.loads((Path(where) / "batch.json").read_text())["samples"][1]
     assert f'11 (micro-batch 0, 8 targets): "{sample["text"]}"' in done.out and "  12 (micro" not in done.out

@@ -581,6 +581,13 @@ def whole(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
+def test_metrics_have_every_step_and_the_log_every_nth(forks: Forks, tmp_path: Path) -> None:
+    job = forks(1, tmp_path, "--max-steps", "6", "--log_every", "4")
+    assert job.codes == [0], job.said()
+    assert [line["step"] for line in job.metrics] == [0, 1, 2, 3, 4, 5]
+    assert [line.partition("/")[0] for line in job.said().split("Step [")[1:]] == ["0", "4", "5"]
+
+
 def test_the_reward_rises_and_the_result_tells_it(whole: Job, given: Path) -> None:
     rewards = [line["reward"] for line in whole.metrics]
     assert len(rewards) == STEPS and sum(rewards[:3]) / 3 < 0.25 and sum(rewards[-3:]) / 3 > 0.5, rewards
@@ -800,7 +807,7 @@ def test_weights_of_the_density_stage_choose_the_prompts(forks: Forks, tmp_path:
     short = forks(1, tmp_path / "short", "--max-steps", "2", "--grpo.weights", str(weights))
     assert (
         short.codes == [EX_DATAERR]
-        and "weights of 1 prompts and grpo.prompts 40 rows" in short.said()
+        and "weights of 1 prompt and grpo.prompts 40 rows" in short.said()
         and "Traceback" not in short.said()
     )
 

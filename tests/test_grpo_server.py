@@ -448,7 +448,7 @@ def test_a_stopped_job_without_a_key_of_its_users_own_resumes(stoker: Stoker, fo
     model = f"runs/{stoker.latest.name}/roles/{trainer.name}"
     assert f"stoker: the model of role trainer is {model}/hf\n" in again.err, again.err
     chat = stoker.torch("chat", "runs/latest", "--prompt", "1 + 1 =", "--max-tokens", "2")
-    assert chat.code == 0 and f"runs/latest is a job: the model of its role trainer is used, {model}\n" in chat.err
+    assert chat.code == 0 and f"using the model of run {model} (stage grpo)\n" in chat.err
     assert stoker.torch("chat", "--prompt", "1 + 1 =", "--max-tokens", "2").code == 0, "the newest model is a role's"
     assert stoker.torch("export", "runs/latest", "out").code == 0
     kept, exported = (load_file(folder / "model.safetensors") for folder in (trainer / "hf", stoker.cwd / "out"))

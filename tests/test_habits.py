@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import stoker as package
 from conftest import Stoker
 from stoker.cli import chat, main
 from stoker.contract.names import Refusal
-from stoker.contract.quantities import duration
+from stoker.contract.quantities import counted, duration
+from stoker.control.verdict.rules.environment import install_advice
 from stoker.training.config.flags import parse
 from stoker.training.config.layers import gather
 
@@ -129,6 +131,35 @@ def test_a_package_that_only_training_needs_is_named(stoker: Stoker) -> None:
     (stoker.cwd / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')\n")
     stoker.script("book.txt", "a line\n" * 2000)
     done = stoker("train", "pretrain", "--debug", "--data", "book.txt", env={"PYTHONPATH": f"{stoker.cwd}:{SOURCE}"})
-    assert done.code == 69 and done.err.splitlines()[-1].endswith(
-        "needs the package numpy, which is not installed here: `pip install 'stoker[train]'`"
-    ), done.err
+    line = done.err.splitlines()[-1]
+    assert done.code == 69 and "needs the package numpy" in line, done.err
+    assert "pip install '.[train]'" in line and ".whl[train]" in line, "from the clone or the wheel"
+
+
+def test_nothing_is_installed_by_the_name_stoker_which_is_somebody_elses_on_pypi() -> None:
+    command = re.compile(r"install[^\n`]*?[\s'\"]stoker(?![\w./-])")
+    pages = [*SOURCE.parent.glob("*.md"), *SOURCE.parent.glob("docs/*.md"), *SOURCE.rglob("*.py")]
+    assert (
+        len(pages) > 300 and command.search("pip install 'stoker[train]'") and command.search("pip install -U stoker")
+    )
+    assert [f"{page}: {line}" for page in pages for line in command.findall(page.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [(1, "row", "1 row"), (0, "row", "0 rows"), (12000, "token", "12,000 tokens"), (2, "pass", "2 passes"),
+     (3, "entry", "3 entries"), (2, "day", "2 days"), (2, "process", "2 processes"), (1, "process", "1 process")],
+)  # fmt: skip
+def test_a_number_and_its_noun_agree(count: int, noun: str, text: str) -> None:
+    assert counted(count, noun) == text
+
+
+def test_one_row_is_not_one_rows(stoker: Stoker) -> None:
+    stoker.script("one.jsonl", '{"text": "a"}\n')
+    done = stoker("data", "show", "one.jsonl")
+    assert "1 row\n" in done.out and "1 text used, 1 token" in done.out, done.out
+
+
+def test_a_script_that_misses_stoker_itself_is_sent_to_the_clone() -> None:
+    assert "pip install stoker" not in install_advice("stoker")[0] and "pip install ." in install_advice("stoker")[0]
+    assert install_advice("numpy")[0].startswith("pip install numpy ")

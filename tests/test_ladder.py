@@ -173,7 +173,7 @@ def test_what_scales() -> None:
     assert (foretold.efficiency, foretold.memory, foretold.memory_needed) == (None, "does not scale", 15 * 10**9)
     assert (
         ladder.memory_line(foretold, 15)
-        == "memory does not scale: 15 ranks will need 15.0 GB of 16.0 GB host memory, and 2.0 GB of it is in use by others"
+        == "memory does not scale: 15 ranks will need 14.0 GiB of 14.9 GiB host memory, and 1.9 GiB of it is in use by others"
     )
     assert scaling((one, Climbed(2, 0, steps_per_s=7.9)), 2).throughput == "does not scale"
     assert scaling((Climbed(1, 0),), 4) == ladder.Scaling()
@@ -232,7 +232,7 @@ def test_the_table_and_one_rank_alone(stoker: Stoker) -> None:
     done = climb(stoker, "--steps", "5", stoker.script("t.py", STEP.replace("import os", "import yaml, os")))
     assert done.code == 0 and records(stoker) == ["t-ladder-1"]
     lines = done.out.splitlines()
-    assert any(line.split()[:1] == ["yaml"] and line.count("MB") == 2 for line in lines)
+    assert any(line.split()[:1] == ["yaml"] and line.count("MiB") == 2 for line in lines)
     row = lines[next(n for n, line in enumerate(lines) if line.startswith("RUNG")) + 1].split()
     assert row[:2] == ["1", "1"] and "100%" in row
     assert "1 rank will need" in done.out and lines[-1] == "✓ ladder passed: 2 imports and 1 rank"

@@ -594,7 +594,7 @@ def test_a_nan_in_one_ranks_attention_is_traced_by_the_run_the_record_and_the_co
     assert {"report.json", "batch.json", "activations.safetensors", "gradients.safetensors"} <= {
         path.name for path in (dump / "rank-1").iterdir()
     }
-    assert (dump / "rank-0" / "parameters.safetensors").exists() and "NaN GRADIENT DETECTED [CPU 1]" in done.out
+    assert (dump / "rank-0" / "parameters.safetensors").exists() and "NaN ACTIVATION DETECTED [CPU 1]" in done.out
     kept = {path.name for path in (done.run_dir / "checkpoints").glob("step-*")}  # on a slow disk some are skipped
     assert kept and kept <= {f"step-{step:08d}" for step in (1, 2, 3)}, "the bad step is in no checkpoint"
     assert "step-00000003" in kept or "the one before is still being written" in done.out, done.out

@@ -439,3 +439,10 @@ def test_redaction_of_nested_assignments() -> None:
         and len(redact.text("x" * 20_000)) < 9000
     )
     assert redact.text("https://me:pw@host/x") == f"https://me:{redact.HIDDEN}@host/x"
+
+
+def test_a_folder_without_runs_is_named_by_its_whole_path(stoker: Stoker) -> None:
+    for words in (("why",), ("logs",), ("why", "nobody")):
+        done = stoker(*words)
+        assert done.code == 66 and str(stoker.cwd / "runs") in done.err and done.err.count("\n") == 1, done.err
+    assert str(stoker.cwd / "runs") in stoker("runs").out

@@ -24,6 +24,7 @@ from stoker.training.diversity import metrics as comparing
 from stoker.training.diversity.metrics import METRICS, Counted
 from stoker.training.diversity.metrics import report as diversity_report
 from stoker.training.evaluate.confidence import wilson
+from stoker.training.stages.blocks import Figure
 from stoker.training.stages.significance import (
     Measured,
     change,
@@ -564,6 +565,26 @@ def test_steps_are_whole_and_the_legend_covers_no_point(tmp_path: Path) -> None:
     assert legend is not None and legend.get_window_extent().y0 >= axes.get_window_extent().y1
 
 
+def test_the_first_line_and_the_first_figure_count_the_same_questions(tmp_path: Path) -> None:
+    """GRPO's prompts are held out in a file of their own: neither of them counts those."""
+    folder = speedrun(tmp_path)
+    for path in folder.glob("**/result.json"):
+        result = json.loads(path.read_text())
+        if "tasks" in result["metrics"]:
+            tasks = {"questions": marks(300, 400), "prompts": marks(10, 100)}
+            result["metrics"] |= {"tasks": tasks, "all": marks(310, 500)}
+            put(path, result)
+    chain = gather.gather(str(folder))
+    text = report.markdown(report.TITLE, tuple(report.contents(chain)), {})
+    assert "answers 75.0 % of 400 held-out questions" in text
+    figure = plots.accuracy(chain)
+    assert figure is not None
+    greedy = figure.axes[0].containers[0][0].get_ydata()
+    assert list(greedy) == [pytest.approx(75.0)] * len(chain.evaluations)
+    captions = [block.caption for block in report.contents(chain) if isinstance(block, Figure)]
+    assert any("the 400 held-out questions" in caption for caption in captions)
+
+
 def test_an_empty_chain_has_a_report(tmp_path: Path) -> None:
     put(tmp_path / "chain.json", {})
     report.write(str(tmp_path))
@@ -638,7 +659,7 @@ def test_a_failed_stage_and_a_tripped_breaker_are_told(tmp_path: Path) -> None:
 def test_gpus_are_named_and_counted() -> None:
     card = {"index": 0, "name": "NVIDIA H200", "memory_total": 150 * 10**9}
     assert hardware_lines({"gpus": [card, card], "cores": 16, "driver": None}) == (
-        "2 × NVIDIA H200 (150 GB)",
+        "2 × NVIDIA H200 (139.7 GiB)",
         "16 CPU cores",
     )
 

@@ -225,7 +225,7 @@ FAILURES = {
     "infinite": ("def score(completion): return 1e999", r"returned inf; prompt"),
     "text": ("def score(completion): return '1'", r"returned '1' \(str\), not a number"),
     "list": ("def score(completion): return [1, 2]", r"not a number; a function that gets all answers at once has a parameter called completions"),
-    "length": ("def score(completions): return [1.0]", r"returned 1 numbers for 2 answers"),
+    "length": ("def score(completions): return [1.0]", r"returned 1 number for 2 answers"),
     "batch type": ("def score(completions): return 1.0", r"it must return a list of 2 numbers"),
     "batch None": ("def score(completions): return [1.0, None]", r"returned None, not a number.*answer 'no'"),
     "exits": ("import sys\ndef score(completion): sys.exit(3)", r"line 2: SystemExit: 3"),

@@ -284,7 +284,7 @@ def test_a_role_that_does_not_continue_says_why(stoker: Stoker) -> None:
     assert stoker("run", "--name", "mine", "--roles", file_of(stoker, trainer=trainer)).code == 3
     other = file_of(stoker, trainer={**trainer, "env": {"GREETING": "good-bye"}})
     again = stoker("run", "--name", "mine", "--roles", other)
-    assert again.code == 3 and len(list(stoker.latest.glob("roles/*-trainer"))) == 2
+    assert again.code == 3 and len(list(stoker.latest.glob("roles/*-trainer*"))) == 2
     why = "was started with other settings (--env: GREETING=hello then, GREETING=good-bye now); this is a new run"
     assert f"is unfinished but {why} of that name" in again.err, again.err
 
@@ -306,25 +306,137 @@ def test_a_line_a_mark_and_a_file_make_ready(stoker: Stoker) -> None:
     stoker.script("c.py", "open('there', 'w')\n" + waits)
     stoker.script("d.py", "open('done', 'w')\n")
     parts = {
-        "a": {"command": "a.py", "ready": {"line": "server started"}},
-        "b": {"command": "b.py", "count": 2, "ready": {"mark": "READY"}},
+        "a": {"command": "a.py", "ready": {"line": "server started"}, "required": True},
+        "b": {"command": "b.py", "count": 2, "ready": {"mark": "READY"}, "required": True},
         "c": {"command": "c.py", "ready": {"file": "there"}, "required": False},
         "d": {"command": "d.py"},
     }
     done = stoker("run", "--roles", file_of(stoker, **parts))
     assert done.code == 0 and [event["role"] for event in events(stoker, "role-ready")] == ["a", "b", "c"], done.err
-    assert done.verdict["summary"] == "a and b and d ended with exit code 0; c stopped"
+    assert done.verdict["summary"].startswith("a and b and d ended with exit code 0")
 
 
 def test_a_job_that_waits_for_a_server_without_end_says_so(stoker: Stoker) -> None:
     stoker.script("short.py", "")
     stoker.script("long.py", "import os, time\nwhile not os.path.exists('done'): time.sleep(0.05)\n")
     job = stoker.start("run", "--role", "server:1:long.py", "--role", "trainer:1:short.py")
-    line = "the job continues until server ended, too; a server that never ends needs `required: false`"
+    line = "the job continues until server has ended, too; a server is not waited for if it listens on STOKER_PORT"
     log = stoker.cwd / "runs" / "latest" / "stoker.log"
     assert wait_for(lambda: True if log.exists() and line in log.read_text() else None, 60)
     stoker.script("done", "")
     assert job.communicate(timeout=60) and job.returncode == 0
+
+
+# As people write them: the standard library's server in a process of its own, on the port that the role was given.
+SERVE = """
+import os, subprocess, sys
+subprocess.run([sys.executable, "-m", "http.server", sys.argv[1], "--bind", "127.0.0.1"], check=True)
+"""
+STEPS = """
+import os, time
+while not os.path.exists("done"): time.sleep(0.05)
+print("rank", os.environ["RANK"], "trained")
+"""
+
+
+def service_reason(stoker: Stoker, name: str) -> str:
+    found = wait_for(lambda: [event for event in events(stoker, "role-service") if event["role"] == name] or None, 60)
+    return str(found[0]["reason"]) if found else ""
+
+
+@pytest.mark.parametrize("by", ["port", "mark"])
+def test_an_inline_server_is_stopped_when_the_trainers_have_ended(stoker: Stoker, by: str) -> None:
+    stoker.script("serve.py", SERVE)
+    stoker.script("marks.py", "import stoker, time\nstoker.mark('READY')\ntime.sleep(600)\n")
+    stoker.script("train.py", STEPS)
+    server = {"port": "python serve.py ${port}", "mark": "marks.py"}[by]
+    job = stoker.start("run", "--role", f"server:1:{server}", "--role", "trainer:2:train.py")
+    assert by in service_reason(stoker, "server")
+    stoker.script("done", "")
+    said = job.communicate(timeout=120)[0].decode()
+    done = stoker.result(job.returncode)
+    assert (done.code, done.verdict["status"]) == (0, "completed"), said
+    assert done.verdict["summary"] == "trainer ended with exit code 0; server stopped"
+    ends = [(event["role"], event["status"]) for event in events(stoker, "role-end")]
+    assert ends == [("trainer", "completed"), ("server", "stopped")]
+    assert wait_for(lambda: True if not tagged(stoker.cwd) else None, 30), "nothing is left"
+
+
+def test_a_trainer_that_ended_before_the_server_listened_ends_the_job_too(stoker: Stoker) -> None:
+    stoker.script("serve.py", "import os, time\nwhile not os.path.exists('over'): time.sleep(0.05)\n" + SERVE)
+    stoker.script("train.py", "")
+    job = stoker.start("run", "--role", "server:1:python serve.py ${port}", "--role", "trainer:1:train.py")
+    assert wait_for(lambda: events(stoker, "role-end") or None, 60)
+    stoker.script("over", "")
+    said = job.communicate(timeout=120)[0].decode()
+    assert job.returncode == 0 and "trainer ended with exit code 0; server stopped" in said
+
+
+def test_an_inline_server_that_dies_before_the_trainers_end_fails_the_job(stoker: Stoker) -> None:
+    stoker.script("serve.py", SERVE)
+    stoker.script("train.py", STEPS)
+    job = stoker.start("run", "--role", "server:1:serve.py ${port}", "--role", "trainer:1:train.py")
+    assert service_reason(stoker, "server")
+    os.kill(pids(stoker, "server")[-1], signal.SIGKILL)
+    said = job.communicate(timeout=120)[0].decode()
+    verdict = stoker.result(job.returncode).verdict
+    assert (job.returncode, verdict["cause"], verdict["status"]) == (137, "rank.killed", "failed"), said
+    assert verdict["summary"].startswith("role server: ")
+    assert wait_for(lambda: True if not tagged(stoker.cwd) else None, 30), "nothing is left"
+
+
+def test_a_role_that_listens_on_another_port_is_waited_for(stoker: Stoker) -> None:
+    stoker.script(
+        "other.py",
+        "import os, socket, time\none = socket.create_server(('127.0.0.1', 0))\n"
+        "assert str(one.getsockname()[1]) != os.environ['STOKER_PORT']\n"
+        "open('listens', 'w').close()\nwhile not os.path.exists('done'): time.sleep(0.05)\n",
+    )
+    stoker.script("train.py", "import os, time\nwhile not os.path.exists('listens'): time.sleep(0.05)\ntime.sleep(5)\n")
+    job = stoker.start("run", "--role", "server:1:other.py", "--role", "trainer:1:train.py")
+    assert wait_for(lambda: events(stoker, "role-end") or None, 60)
+    assert job.poll() is None and not events(stoker, "role-service"), "five seconds of listening made it no service"
+    stoker.script("done", "")
+    said = job.communicate(timeout=60)[0].decode()
+    assert job.returncode == 0 and "server and trainer ended with exit code 0" in said
+
+
+def test_a_job_of_services_only_says_that_it_has_no_end_and_runs_until_it_is_stopped(stoker: Stoker) -> None:
+    stoker.script("serve.py", SERVE)
+    job = stoker.start("run", "--role", "a:1:serve.py ${port}", "--role", "b:1:serve.py ${port}")
+    assert service_reason(stoker, "a") and service_reason(stoker, "b")
+    log = stoker.cwd / "runs" / "latest" / "stoker.log"
+    assert wait_for(lambda: True if "every role is a service" in log.read_text() else None, 60)
+    assert job.poll() is None
+    job.send_signal(signal.SIGINT)
+    said = job.communicate(timeout=120)[0].decode()
+    assert job.returncode == 130, said
+    assert wait_for(lambda: True if not tagged(stoker.cwd) else None, 30), "nothing is left"
+
+
+def test_required_in_the_file_overrides_what_a_role_turns_out_to_be(stoker: Stoker) -> None:
+    stoker.script("both.py", "import stoker\nstoker.mark('READY')\n" + STEPS)
+    stoker.script("train.py", "")
+    parts = {"server": {"command": "both.py", "required": True}, "trainer": {"command": "train.py"}}
+    job = stoker.start("run", "--roles", file_of(stoker, **parts))
+    log = stoker.cwd / "runs" / "latest" / "stoker.log"
+    assert wait_for(lambda: True if log.exists() and "continues until server" in log.read_text() else None, 60)
+    stoker.script("done", "")
+    said = job.communicate(timeout=60)[0].decode()
+    assert (
+        job.returncode == 0
+        and "server and trainer ended with exit code 0" in said
+        and not events(stoker, "role-service")
+    )
+
+
+def test_a_role_with_a_ready_rule_is_a_service_unless_the_file_requires_it(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "roles: {a: {command: x, ready: {file: f}}, b: {command: x, ready: {file: f}, required: true},"
+        " c: {command: x, restart: always}, d: {command: x, required: false}, e: {command: x}}"
+    )
+    assert [spec.name for spec in role.from_file(str(path)) if spec.is_service] == ["a", "c", "d"]
 
 
 def test_a_program_that_is_not_there_is_refused_before_anything_starts(stoker: Stoker) -> None:
@@ -469,8 +581,10 @@ def test_the_notes_allocation_on_four_cards_of_which_one_is_dead(stoker: Stoker)
     stoker.script("train.py", "")
     stoker.script("server.py", "")
     done = stoker("run", "--dry-run", "--allocation", "sglang.d1t1p1+d3t1p1", *words, env=box(stoker))
-    assert done.code == 0 and "role server: 1 rank on GPU0: python server.py\n" in done.out, done.out + done.err
-    assert "role trainer: 3 ranks on GPU1, GPU2, GPU3: train.py --lr 1e-5\n  rank 0  GPU1  NVIDIA A40 GPU-1" in done.out
+    assert done.code == 0, done.err
+    assert re.search(r"role server: 1 rank on GPU0, port \d+: python server\.py\n", done.out), done.out
+    trainer = r"role trainer: 3 ranks on GPU1, GPU2, GPU3, ports (\d+)-\d+: train\.py --lr 1e-5\n  rank 0  GPU1  NVIDIA A40 GPU-1"
+    assert re.search(trainer, done.out), done.out
     dead = box(stoker, dead=(0,))
     done = stoker("run", "--dry-run", "--allocation", "sglang.d1t1p1+d3t1p1", *words, env=dead)
     assert done.code == 69 and "needs 4 GPUs and 3 can be used; sglang:d1t1p1+fsdp:d2t1p1 would fit" in done.err

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -293,6 +294,58 @@ def test_the_step_is_of_the_ranks_that_still_run(finished: Stoker) -> None:
     assert RunFolder(record).run(2.0, watched=False).step == RunFolder(record).run(2.0, watched=True).step == 1
 
 
+def recipe_run(finished: Stoker, name: str, logged: float, moment_at: float, verdict: bool = False) -> RunFolder:
+    """A recipe's run whose ranks have not ended: 21 steps in its metrics since `logged`, none in its history's moment."""
+    run_dir = finished.cwd / "runs" / name
+    shutil.copytree(finished.latest, run_dir)
+    if not verdict:
+        (run_dir / "verdict.json").unlink()
+    about = json.loads((run_dir / "run.json").read_text())
+    (run_dir / "run.json").write_text(json.dumps({**about, "script": "stoker.training.recipes.grpo"}))
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    kept = [one for one in events if one["event"] not in ("end", "rank-exit", "verdict")]
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in kept))
+    line = {"schema": 1, "time": logged, "step": 20, "total_steps": 60, "loss": 1.0}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    Folder(run_dir).writer().write(moment(moment_at, 2, step=(0, 0)))
+    record = reader.read(str(run_dir))
+    assert record is not None
+    return RunFolder(record)
+
+
+def test_ranks_have_made_the_steps_that_the_run_has_made(finished: Stoker) -> None:
+    """The history is written every two seconds, the metrics more often: `top` must not show step 21 above and 0 below."""
+    run = recipe_run(finished, "fresh", logged=100.5, moment_at=100.0).run(101.0, watched=True)
+    assert run.step == 21 and [rank.step for rank in run.ranks] == [21, 21]
+
+
+def test_a_rank_that_hangs_is_behind_the_run(finished: Stoker) -> None:
+    """A moment of the history that is younger than the metrics knows better where the other ranks are."""
+    run = recipe_run(finished, "hanging", logged=100.5, moment_at=130.0).run(131.0, watched=True)
+    assert run.step == 21 and [rank.step for rank in run.ranks] == [21, 0]
+
+
+def test_ranks_of_a_run_that_was_stopped_have_not_failed(stoker: Stoker) -> None:
+    script = stoker.script("train.py", BEATS)
+    child = stoker.start("run", "--nproc-per-node", "2", "--name", "endless", script, "100000")
+    try:
+        runs = stoker.cwd / "runs"
+        steps = lambda: any("first-step" in one.read_text() for one in runs.glob("2*/events.jsonl")) or None  # noqa: E731
+        assert wait_for(steps, 60)
+        assert stoker("stop", "endless").code == 0
+        assert child.wait(60) == 128 + signal.SIGTERM
+    finally:
+        child.terminate()
+        child.wait(60)
+    record = reader.read(str(stoker.latest))
+    assert record is not None
+    run = RunFolder(record).run(time.time(), watched=True)
+    assert run.state == "stopped" and {rank.exit_code for rank in run.ranks} == {-signal.SIGTERM}
+    assert {rank.state for rank in run.ranks} == {"stopped"}
+    shown = stoker("top", "--once", "endless").out
+    assert re.search(r"^ +0 CPU0 +stopped ", shown, re.M) and "exit -15" not in shown, shown
+
+
 def test_only_what_is_new_is_read(tmp_path: Path) -> None:
     metrics_file(tmp_path, [1.0 / (step + 1) for step in range(100_000)])
     tail = MetricsTail(str(tmp_path))
@@ -563,7 +616,43 @@ def test_of_grpo_the_list_has_the_reward(finished: Stoker) -> None:
     head, row = finished("runs").out.splitlines()
     assert "REWARD" in head and "LOSS" not in head and " 0.4375 " in row and "e-07" not in row
     assert json.loads(finished("runs", "--json").out)["runs"][0]["reward"] == 0.4375
-    assert finished("runs", "--filter", "reward<0.4").out == "none of 1 runs matches\n"
+    assert finished("runs", "--filter", "reward<0.4").out == "none of 1 run matches\n"
+
+
+def rewards(run_dir: Path, count: int) -> None:
+    lines = [
+        {"schema": 1, "time": 1e9 + step, "step": step, "loss": 1e-7, "length": 30.0, "cut": 0.25, "entropy": 2.0}
+        | {"reward": step / count, "kl": step / 1000, "tokens_per_s": 5.0}
+        for step in range(count)
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_the_reward_is_the_headline_of_a_grpo_run(finished: Stoker) -> None:
+    rewards(finished.latest, 40)
+    drawn = finished("plot", env={"PYTHONIOENCODING": "utf-8"}).out
+    assert drawn.startswith("reward\n") and "highest 0.975" in drawn
+    assert [line.split()[0] for line in drawn.splitlines()[-4:]] == ["KL", "entropy", "length", "truncated"]
+    told = json.loads(finished("plot", "--json").out)
+    assert told["metric"] == "reward" and len(told["runs"][0]["points"]) == 40, "every step is a point"
+    shown = finished("top", "--once", "exp").out
+    (numbers,) = [line for line in shown.splitlines() if line.startswith("step ")]
+    places = [numbers.index(word) for word in ("reward 0.975", "KL ", "entropy ", "length ", "truncated 25%", "loss ")]
+    assert places == sorted(places) and "0.975 │" in shown, "the curve is the reward's"
+    head = finished("runs").out.splitlines()[0].split()
+    assert head[head.index("REWARD") :][:5] == ["REWARD", "KL", "ENTROPY", "LENGTH", "TRUNCATED"] and "LOSS" not in head
+    exported = finished("metrics", "--once").out
+    others = re.findall(r'^stoker_training_metric\{[^}]*metric="(\w+)"', exported, re.M)
+    assert others == ["reward", "kl", "entropy", "length", "cut"]
+
+
+def test_a_picture_of_a_grpo_run_has_its_reward_and_what_goes_with_it(finished: Stoker) -> None:
+    pytest.importorskip("matplotlib")
+    rewards(finished.latest, 40)
+    for name, words in (("all.png", ()), ("one.png", ("--metric", "reward"))):
+        assert finished("plot", "exp", "--png", name, *words).code == 0
+    height = {name: int.from_bytes((finished.cwd / name).read_bytes()[20:24], "big") for name in ("all.png", "one.png")}
+    assert height["all.png"] > 1.5 * height["one.png"], "panels below each other"
 
 
 def test_plot_in_the_terminal_as_json_and_refusals(finished: Stoker) -> None:
@@ -642,9 +731,20 @@ def test_compare_two_runs(finished: Stoker) -> None:
     wide = finished("compare", "a", "b", env={"COLUMNS": "60"}).out
     assert "loss, mean of the last tenth " in wide and "…" not in wide, "there is room for all of it"
     none = finished("compare", finished.latest.name, "a")
-    assert none.code == 0 and "no steps in common" in none.out
+    assert none.code == 0 and "too few values at equal steps" in none.out
     about = finished("compare", "--help").out.partition("How noise")[2]
     assert about and "\n " not in about.partition("\n\n")[0], "a paragraph, not a list"
+
+
+def test_runs_of_different_length_are_compared_at_equal_steps(finished: Stoker) -> None:
+    runs = finished.cwd / "runs"
+    for name, count in (("short", 40), ("long", 100)):
+        shutil.copytree(finished.latest, runs / name)
+        metrics_file(runs / name, [100.0 - step for step in range(count)])
+    told = json.loads(finished("compare", "short", "long", "--json").out)
+    assert told["at_equal_step"] == {"loss": {"step": 39, "values": [61.0, 61.0]}}
+    assert [one["last loss"] for one in told["results"]] == [61.0, 1.0], "the ends, too"
+    assert re.search(r"^loss, both at step 39 +61 +61$", finished("compare", "short", "long").out, re.M)
 
 
 def test_a_name_of_several_runs_means_the_newest_and_says_so(finished: Stoker) -> None:

@@ -30,7 +30,7 @@ from stoker.contract.names import (
     EX_USAGE,
     Refusal,
 )
-from stoker.contract.quantities import span
+from stoker.contract.quantities import amount, span
 from stoker.contract.shape import replace
 from stoker.speedrun import course, estimate, presets, rows, state
 from stoker.speedrun.child import cards_of, watt_hours
@@ -485,7 +485,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_made(
     assert plan["refused"] is None
     monkeypatch.setattr(course.shutil, "disk_usage", lambda path: Disk(free=int(0.7 * needed)))
     assert speedrun("--plan") == 0
-    line = f"about {needed / 1e6:.0f} MB of disk are needed, {0.7 * needed / 1e6:.0f} MB are free in {speedrun.home}"
+    line = f"about {amount(needed)} of disk are needed, {amount(int(0.7 * needed))} are free in {speedrun.home}"
     assert f"here it would be refused: {line}" in capsys.readouterr().out
     assert speedrun() == EX_CANTCREAT and line in capsys.readouterr().out and not speedrun.folder.parent.exists()
     assert speedrun("--until", "tokenizer") == 0, "room for these"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from conftest import Stoker, at_length, wait_for
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
+from stoker.training.config.keys import KEYS, values_of
 from stoker.training.stages import registry
 from stoker.training.stages.registry import STAGES, load
 from stoker.training.stages.stage import From, Stage
@@ -226,7 +228,7 @@ def test_help_is_two_screens_of_the_stages_own_keys(stoker: Stoker, stage: str) 
     short, whole = stoker("train", stage, "--help", env={"COLUMNS": "80"}), stoker("train", stage, "--help-all")
     assert short.code == whole.code == 0
     lines = short.out.splitlines()
-    assert len(lines) <= 100 and max(map(len, lines)) <= 140
+    assert len(lines) <= 115 and max(map(len, lines)) <= 140
     for key in STAGES[stage].common:
         assert f"--{key}" in short.out
     for name in {"reward", "density", "grpo", "diversity"} - STAGES[stage].sections:
@@ -284,3 +286,84 @@ def test_a_chain_whose_gpus_are_in_use_is_refused_before_its_first_stage(
         other.stdin.close()
     assert done.code == 69 and "GPU 0 is in use by run speedrun-toy (agent pid " in done.err
     assert done.err.strip().endswith("; start again when they are free") and "world …" not in done.out
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from stoker.training.model import hf
+    from stoker.training.model.config import ModelConfig
+    from stoker.training.model.decoder import Decoder
+    from stoker.training.tokenizer.tokenizer import bytes_tokenizer
+
+    folder = tmp_path_factory.mktemp("tiny")
+    bytes_tokenizer().save(str(folder / "tokenizer"))
+    model = Decoder(ModelConfig(layers=2, dim=64, heads=2, kv_heads=2, head_dim=32, ff=128, vocab_size=272), 4096)
+    model.start(3)
+    hf.save(model, str(folder / "model"), say=lambda line: None, tokenizer_folder=str(folder / "tokenizer"))
+    return folder / "model"
+
+
+@pytest.mark.parametrize("gpus", [0, 1], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_every_default_in_help_is_that_of_a_run(
+    stage: str, gpus: int, tiny_model: Path, stoker: Stoker, tmp_path: Path, box: Callable[..., dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from stoker.cli import run, train
+    from stoker.control.launch.request import Request
+    from stoker.training.config.flags import SHORT_NAMES, parse, shown_value
+    from stoker.training.config.layers import gather
+    from stoker.training.config.resolve import settle
+
+    kind, machine = STAGES[stage], box(gpus)
+    messages = [{"role": "user", "content": "one and one? " * 9}, {"role": "assistant", "content": "two. " * 40}]
+    row = {
+        "messages": messages,
+        "text": "one and one are two. " * 30,
+        "prompt": "1 + 1?",
+        "answer": "2",
+        "chosen": "two",
+        "rejected": "six",
+    }
+    chat = kind.defaults.get("data.kind") == "chat"
+    rows = {key: row[key] for key in ("messages",)} if chat else {key: row[key] for key in row if key != "messages"}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(rows) + "\n") * 3000)
+    words = [stage]
+    for key in kind.inputs:
+        words += [f"--{key}", str(tiny_model if KEYS[key].spec.metavar == "DIR" else tmp_path / "rows.jsonl")]
+    words += ["--tokenizer.path", "bytes"] if stage == "pretrain" else []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", {**os.environ, **machine})
+    started: list[Request] = []
+    monkeypatch.setattr(run, "start", lambda request, ended: started.append(request) or 0)
+    assert train.main(words) == 0
+    config = settle(gather(parse(started[0].args), {}), bool(gpus), kind.defaults).config
+    values = values_of(config)
+    given = {word.removeprefix("--") for word in words if word.startswith("--")}
+
+    printed: dict[str, str] = {}
+    for option in ("--help", "--help-all"):
+        done = stoker("train", stage, option, env={**machine, "COLUMNS": "1000"})
+        assert done.code == 0
+        for line in re.sub(r"\n {4,}", " ", done.out).splitlines():
+            match = re.match(r"  (?:--[\w-]+, )?--(\w+\.\w+) (.*)", line)
+            if match and match[1] in KEYS:
+                found = re.search(r"\(((?:default|derived): .*)\)$", match[2])
+                printed[match[1]] = found[1] if found else ""
+    assert set(kind.common) <= set(printed)
+    for key, text in printed.items():
+        if key in given or text.startswith("derived: "):
+            continue
+        value = shown_value(key, values[key])
+        default = text.removeprefix("default: ").partition("; derived: ")[0]
+        assert default == ("" if value == "none" else value), (key, text, value)
+    if kind.learning is not None:
+        rules = {key for key, text in printed.items() if text.startswith("derived: ")}
+        assert "train.max_steps" in rules and (
+            stage == "pretrain" or {"optim.learning_rate", "data.context_length"} <= rules
+        )
+        short = stoker("train", stage, "--help", env={**machine, "COLUMNS": "300"}).out
+        shown = [f"--{name}" for key, name in SHORT_NAMES.items() if key in kind.common]
+        shown += ["--lora", "--qlora"] if "adapter.method" in kind.common else []
+        assert "--lr" in shown and "--log-to" in shown and all(f"  {name}" in short for name in shown)

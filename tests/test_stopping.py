@@ -64,6 +64,7 @@ def test_a_signal_is_passed_on_and_the_ranks_may_save(stoker: Stoker, signum: si
         "launch.stopped",
         code,
     )
+    assert ("--detach" in " ".join(done.verdict["fix"])) == (signum == signal.SIGHUP), done.verdict["fix"]
 
 
 def test_a_second_signal_ends_it_at_once(stoker: Stoker) -> None:

@@ -337,7 +337,9 @@ def test_once_json_and_demo(stoker: Stoker, box: Callable[..., dict[str, str]]) 
     holder = {"pid": 4711, "memory": 10**9, "command": HOSTILE, "user": "eve", "run": None, "age": 5.0}
     env = box([gpu_json(0, utilization=93, memory_used=30 * 10**9, holders=[holder]), gpu_json(1)])
     done = stoker("top", "--once", env={**env, "COLUMNS": "160"})
-    assert done.code == 0 and "93%" in done.out and "30.0/48 GB" in done.out and "4711" in done.out, done.out + done.err
+    assert done.code == 0 and "93%" in done.out and "27.9/45 GiB" in done.out and "4711" in done.out, (
+        done.out + done.err
+    )
     assert "[bold red]x[/] \\x1b[31m" in done.out and "\x1b" not in done.out
     found = snapshot_from_json(json.loads(stoker("top", "--json", env=env).out))
     assert [card.utilization for card in found.gpus] == [0.93, 0.0] and found.hosts[0].cpu is not None

@@ -762,8 +762,8 @@ def test_a_step_of_hundreds_of_epochs_is_refused_where_somebody_asked_for_it(
         (4, 0, [80] * 3, "4 GPUs needed, this machine has 3"),
         (1, 0, [], "this machine has none"),
         (0, 40, [], "this machine has none"),
-        (0, 40, [24, 16], "a GPU with 40.0 GB of memory needed, the largest here have 24.0 GB"),
-        (2, 40, [48, 24], "2 GPUs with 40.0 GB of memory needed, the largest here have 48.0 GB, 24.0 GB"),
+        (0, 40, [24, 16], "a GPU with 37.3 GiB of memory needed, the largest here have 22.4 GiB"),
+        (2, 40, [48, 24], "2 GPUs with 37.3 GiB of memory needed, the largest here have 44.7 GiB, 22.4 GiB"),
         (2, 40, [48, None], ""),
         (0, 0, [], ""),
         (2, 40, [48, 24, 48], ""),
@@ -923,7 +923,8 @@ def test_needs_look_at_the_machine(trainer: Stoker, box: Callable[..., dict[str,
     small = box([gpu_json(0), gpu_json(1, memory_total=24 * 10**9)])
     done = trainer(*DRY, "--config", "needs.yaml", env=small)
     assert (
-        done.code == 69 and "2 GPUs with 40.0 GB of memory needed, the largest here have 48.0 GB, 24.0 GB" in done.err
+        done.code == 69
+        and "2 GPUs with 37.3 GiB of memory needed, the largest here have 44.7 GiB, 22.4 GiB" in done.err
     )
 
 
@@ -947,7 +948,7 @@ def test_help_lists_options_and_keys_with_defaults(stoker: Stoker) -> None:
         done.code == 0
         and "--nproc-per-node" in done.out
         and "--optim.learning_rate RATE" in done.out
-        and "(default: 0.0003; debug 0.001" in done.out
+        and "(default: 0.001; derived: with model.load 8e-05" in done.out
     )
     others = ("reward", "dpo", "density", "grpo", "evaluate", "diversity")  # sections of other stages
     own = [name for name, key in KEYS.items() if key.section not in others]
@@ -1085,3 +1086,39 @@ def test_an_estimate_of_a_dry_run_has_no_more_than_two_digits(stoker: Stoker) ->
     counted = stoker(*words, "--tokenizer.path", "bytes", "--max-steps", "1234").err
     assert "(the tokenizer counted the whole text)" in counted and " 1,234 steps, " in counted, counted
     assert "about 1,234" not in counted, "a setting is no estimate"
+
+
+def test_wandb_without_a_login_is_refused_before_anything_starts(stoker: Stoker) -> None:
+    """Every state in which the real library logs in, or needs no login, is let through."""
+    (stoker.cwd / "wandb").mkdir()
+    stoker.script("wandb/__init__.py", "raise SystemExit('nothing imports it before the ranks')\n")
+    stoker.script("book.txt", "a line\n" * 2000)
+    home = stoker.cwd / "home"
+    (home / ".config" / "wandb").mkdir(parents=True)
+    words = ("train", "pretrain", "--debug", "--data", "book.txt", "--log-to", "wandb")
+    clean = {"HOME": str(home), "XDG_CACHE_HOME": str(home)}
+    for variables, options in (
+        ({}, ()),
+        ({"WANDB_MODE": "online"}, ()),
+        ({"WANDB_BASE_URL": "https://wandb.example.org"}, ()),
+    ):
+        done = stoker(*words, *options, env={**clean, **variables})
+        assert done.code == 77 and done.err.count("\n") == 1, done.err
+        assert "wandb login" in done.err and "WANDB_MODE=offline" in done.err and "wandb.py" not in done.err
+        assert ("--host https://wandb.example.org" in done.err) == ("WANDB_BASE_URL" in variables)
+        assert not (stoker.cwd / "runs").exists()
+    for variables, options in (
+        ({"WANDB_MODE": "offline"}, ()),
+        ({"WANDB_MODE": "disabled"}, ()),
+        ({"WANDB_API_KEY": "0" * 40}, ()),
+        ({}, ("--env", f"WANDB_API_KEY={'0' * 40}")),
+    ):
+        assert stoker(*words, *options, "--dry-run", env={**clean, **variables}).code == 0
+    netrc = home / ".netrc"
+    for machine, code in (("huggingface.co", 77), ("api.wandb.ai", 0)):
+        netrc.write_text(f"machine {machine}\n  login user\n  password {'0' * 40}\n")
+        netrc.chmod(0o600)
+        assert stoker(*words, "--dry-run", env=clean).code == code
+    netrc.unlink()
+    (home / ".config" / "wandb" / "settings").write_text("[default]\nmode = offline\n")
+    assert stoker(*words, "--dry-run", env=clean).code == 0

@@ -749,6 +749,22 @@ def test_step_lines(line: bytes, bad: bool) -> None:
     assert bool(losses.read(0, line)) == bad
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{'train_runtime': 12.3, 'train_samples_per_second': 8.1, 'train_loss': 3.5, 'epoch': 1.0}\n",
+        b"{'train_runtime': '12.3', 'train_samples_per_second': '8.1', 'train_loss': '3.5', 'epoch': '1'}\n",
+        b"  train_loss               =        3.5\n",  # Trainer.log_metrics
+    ],
+)
+def test_the_mean_that_the_hf_trainer_ends_with_is_not_the_last_loss(line: bytes) -> None:
+    losses = Losses()
+    losses.read(0, b"{'loss': 2.25, 'grad_norm': 1.0, 'epoch': 0.9}\n" + line)
+    assert losses.newest[0][1] == 2.25
+    losses.read(0, line.replace(b"3.5", b"nan"))
+    assert [one.value for one in losses.unresolved()] == ["nan"], "a mean is NaN only if a loss was"
+
+
 def test_a_loss_of_another_name_is_said_and_ends_nothing() -> None:
     losses = Losses()
     told = [one for n in range(30) for one in losses.read(0, b"critic loss: %.1f\n" % (0.1 if n < 12 else 500.0))]

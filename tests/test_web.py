@@ -385,6 +385,73 @@ def raw(port: int, request: bytes) -> bytes:
             return b""  # it hung up within our request
 
 
+def grpo_run(stoker: Stoker, name: str, steps: int) -> Path:
+    """A run with rewards and rollouts: four completions of one prompt in each step, one of them foreign."""
+    run_dir = finished(stoker, name)
+    losses(run_dir, steps, reward=0.5, kl=0.01, entropy=2.0, length=9.0, cut=0.25)
+    with open(run_dir / "rollouts.jsonl", "w") as file:
+        for step in range(steps):
+            for number in range(4):
+                answer = (FOREIGN, "4", "five", "x" * 100_000)[number]
+                about = {
+                    "step": step,
+                    "weights": step,
+                    "row": 7,
+                    "prompt": f"<b>2+2</b> in step {step}?",
+                    "answer": answer,
+                }
+                marks = {
+                    "reward": number / 4,
+                    "parts": {"exact": 1.0},
+                    "right": number == 1,
+                    "tokens": 3,
+                    "cut": number == 3,
+                }
+                file.write(json.dumps({"schema": 1, **about, **marks}) + "\n")
+        file.write('{"half a line')
+    return run_dir
+
+
+def test_rollouts_come_newest_first_in_pages_of_bounded_size(stoker: Stoker) -> None:
+    grpo_run(stoker, "grpo", 20)
+    plain = finished(stoker, "plain").name
+    with web(stoker) as page:
+        run = run_id(stoker.cwd, "grpo")
+        newest = page.ask("rollouts", run=run)
+        assert [one["step"] for one in newest["rollouts"]] == [step for step in range(19, 11, -1) for _ in range(4)]
+        one = newest["rollouts"][1]
+        assert (one["completion"], one["reward"], one["right"], one["cut"]) == ("4", 0.25, True, False)
+        assert "\x1b" not in newest["rollouts"][0]["completion"], "control characters are escaped"
+        assert len(newest["rollouts"][3]["completion"]) < 5000
+        pages = [newest]
+        while pages[-1]["begin"]:
+            pages.append(page.ask("rollouts", run=run, before=pages[-1]["begin"]))
+        assert sorted(one["step"] for page in pages for one in page["rollouts"]) == sorted([*range(20)] * 4)
+        status, _, body = page.get(f"/api/rollouts?run={plain}")
+        assert status == 404 and b"no rollouts" in body
+
+
+def test_a_grpo_run_shows_its_reward_first_and_its_rollouts_as_text(chromium: Browser, stoker: Stoker) -> None:
+    run = grpo_run(stoker, "grpo", 20).name
+    with web(stoker) as page:
+        chromium.open(page.printed)
+        chromium.until_text("0.5", ".cell.loss[data-name=reward]")
+        chromium.js("location.hash = arguments[0]", f"run/{run}/curves")
+        facts = "[...document.querySelectorAll('.facts dt')].map(one => one.textContent)"
+        chromium.until(f"{facts}.includes('reward')")
+        shown = chromium.js(f"return {facts}")
+        assert shown[:7] == ["step", "reward", "KL", "entropy", "length", "truncated", "loss"]
+        chromium.until("document.querySelectorAll('figure b').length === 6")
+        assert chromium.js("return document.querySelector('figure b').textContent") == "reward"
+        chromium.click(".tabs a[href$=rollouts]")
+        chromium.until_text("<b>2+2</b> in step 19?", ".rollouts")
+        assert "<script>document.title='owned'</script>" in chromium.text(".rollouts")
+        assert chromium.js("return document.querySelectorAll('.rollouts .badge.good').length") == 8
+        chromium.click("#older")
+        chromium.until_text("in step 11?", ".rollouts")
+        assert chromium.js("return document.title") != "owned" and chromium.log() == []
+
+
 def test_malformed_requests_leave_it_alive(shared_page: tuple[Page, Path]) -> None:
     page, _ = shared_page
     for seed in range(10_000 if EVERYTHING else 500):

@@ -15,7 +15,7 @@ from typing import Any
 import stoker
 from stoker.contract import layout
 from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import duration
+from stoker.contract.quantities import counted, duration
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json, pick
 from stoker.contract.untrusted import json_lines
@@ -187,8 +187,8 @@ class _Result:
         alone = [one.label for one in self.replicas if not self._opinion(one).twins]
         if len(self.replicas) > 1 and not alone:
             links = "; every all-reduce is right" if self.links else ""
-            return f"{len(self.replicas)} replicas agree bit for bit over {steps} steps{links}"
-        return f"{steps} steps; without a twin, compared with its own rounds only: {', '.join(alone)}"
+            return f"{len(self.replicas)} replicas agree bit for bit over {counted(steps, 'step')}{links}"
+        return f"{counted(steps, 'step')}; without a twin, compared with its own rounds only: {', '.join(alone)}"
 
     def _row(self, replica: doctor.Replica) -> tuple[str, ...]:
         opinion, speed, own = self._opinion(replica), doctor.hot(replica), doctor.sheet(replica.card)

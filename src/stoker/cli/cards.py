@@ -28,8 +28,20 @@ class Asked:
     machine: str = ""
 
 
-def cards_of(asked: Asked, contexts: Mapping[str, int], say: Callable[[str], None]) -> list[Card]:
-    """`contexts`: what was measured beside tensors, by card."""
+def machine_of(asked: Asked) -> Machine | None:
+    """Return this machine or the recorded one; None where the GPUs are only described, or those of other hosts."""
+    if asked.hosts or (asked.gpus and written(asked.gpus) is not None):
+        return None
+    if not asked.machine:
+        return _machine("")
+    with looking_at_file(f"--machine {asked.machine}", asked.machine):
+        return _machine(asked.machine)
+
+
+def cards_of(
+    asked: Asked, machine: Machine | None, contexts: Mapping[str, int], say: Callable[[str], None]
+) -> list[Card]:
+    """`machine`: of `machine_of`. `contexts`: what was measured beside tensors, by card."""
     cards = written(asked.gpus) if asked.gpus else None
     if cards is not None:
         if asked.hosts or asked.machine:
@@ -38,10 +50,8 @@ def cards_of(asked: Asked, contexts: Mapping[str, int], say: Callable[[str], Non
         return cards
     if asked.hosts:
         return _of_hosts(asked.hosts, contexts)
-    if asked.machine:
-        with looking_at_file(f"--machine {asked.machine}", asked.machine):
-            return _of_machine(asked, _machine(asked.machine), contexts, say)
-    return _of_machine(asked, _machine(""), contexts, say)
+    assert machine is not None
+    return _of_machine(asked, machine, contexts, say)
 
 
 def _of_machine(asked: Asked, machine: Machine, contexts: Mapping[str, int], say: Callable[[str], None]) -> list[Card]:
@@ -147,5 +157,7 @@ def card_of(gpu: Gpu, host: str, contexts: Mapping[str, int], host_free: int | N
     rest = total - free - known
     if rest > 2 * CONTEXT:
         held.append(f"{amount(rest)} by the driver, or outside this container")
-    context = contexts.get(name, CONTEXT)
-    return Card(name, total, free, f"GPU {gpu.label[3:]}", host, tuple(held), total - free, context, host_free)
+    # Without a measurement (0) the card's own estimate counts, as for a card that is only described (--gpus 24GB).
+    return Card(
+        name, total, free, f"GPU {gpu.label[3:]}", host, tuple(held), total - free, contexts.get(name, 0), host_free
+    )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stoker.training.generate.conversation import Conversation
 
 _MODEL = (
-    "a folder with weights, a run (path, id or name), a speedrun's folder, or a hub id (default: the newest run or speedrun"
+    "a folder with weights, a run (path, id, name or latest), a speedrun's folder, or a hub id (default: the newest run or speedrun"
     " that has a model)"
 )
 _STAGE = "which stage's model: base, midtrain, sft, grpo-density … (default: the last one of the chain)"

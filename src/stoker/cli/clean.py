@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stoker.contract import names
-from stoker.contract.quantities import amount, duration, size, span
+from stoker.contract.quantities import amount, counted, duration, size, span
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json, pick
 from stoker.contract.terminal import tell
@@ -189,7 +189,7 @@ def _show_caches(found: list[Cache], chosen: list[Cache]) -> None:
         groups.setdefault(one.path if one.kind == "data" else one.root, []).append(one)
     for path, members in groups.items():
         going, staying = [one for one in members if one in chosen], {one.kept for one in members if one.kept}
-        note = f", {len(members)} entries" if members[0].kind != "data" else ""
+        note = f", {counted(len(members), 'entry')}" if members[0].kind != "data" else ""
         note += f"; to prune: {amount(sum(one.size for one in going))} ({len(going)})" if going else ""
         note += f"; kept: {', '.join(sorted(staying))}" if staying else ""
         held, idle = amount(sum(one.size for one in members)), span(min(one.idle for one in members))
@@ -214,11 +214,11 @@ def _show_debris(found: list[Debris]) -> None:
     for kind in dict.fromkeys(one.kind for one in found):
         alike = [one for one in found if one.kind == kind]
         for one in alike[:_LINES]:
-            _line(f"  {one.path}  {kind}, {one.size / 1e6:.1f} MB, {span(one.age)} old")
+            _line(f"  {one.path}  {kind}, {amount(one.size)}, {span(one.age)} old")
         rest = alike[_LINES:]
         if rest:
-            held = sum(one.size for one in rest) / 1e6
-            print(f"  and {len(rest)} more ({kind}), {held:.1f} MB; --json lists them all")
+            held = amount(sum(one.size for one in rest))
+            print(f"  and {len(rest)} more ({kind}), {held}; --json lists them all")
 
 
 def _show_locks(locks: list[Lock], strange: list[str]) -> None:
@@ -265,7 +265,7 @@ def _tell_removed(one: str, many: str, tried: list[Any], kept: list[tuple[Any, s
     stays = {id(item) for item, _ in kept}
     gone = [item for item in tried if id(item) not in stays]
     if gone:
-        print(f"removed {_count(gone, one, many)}, {sum(item.size for item in gone) / 1e6:.1f} MB")
+        print(f"removed {_count(gone, one, many)}, {amount(sum(item.size for item in gone))}")
     for item, why in kept:
         _line(f"{item.path} stays: {why}")
 

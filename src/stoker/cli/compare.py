@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-from stoker.cli.plot import watched
+from stoker.cli.plot import headline_of, watched
 from stoker.contract import layout
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import amount, span
@@ -16,10 +17,11 @@ from stoker.contract.shape import as_json
 from stoker.contract.terminal import paint
 from stoker.contract.untrusted import json_text, printable
 from stoker.control.record import finder
-from stoker.control.show.comparison import PART, PARTS, Noise, differing, noise, settings_of
+from stoker.control.show.comparison import PART, PARTS, Noise, at_equal_step, differing, noise, settings_of
 from stoker.control.show.curves import Curve
-from stoker.control.show.drawing import fitted, mean, short
+from stoker.control.show.drawing import fitted, mean, metric_text, short
 from stoker.control.show.folder import RunFolder
+from stoker.control.show.snapshot import LOSS, REWARD, RL_METRICS
 
 _EPILOG = (
     f"How noise is judged: the last {PART:.0%} of the steps both runs have made is cut into {PARTS} parts; each part gives the"
@@ -28,6 +30,7 @@ _EPILOG = (
     " several seeds show by how much."
 )
 _SHOWN = 60  # settings that differ
+_FIRST_ROWS = 3  # state, steps and time come before the values at equal steps
 
 
 def parser() -> Parser:
@@ -38,7 +41,7 @@ def parser() -> Parser:
     )
     names_run(made.add_argument("first", metavar="A", help="id, name or path of a run"))
     names_run(made.add_argument("second", metavar="B", help="id, name or path of the run to compare it with"))
-    made.option("--metric", "NAME", "what is compared (default: loss)", default="loss")
+    made.option("--metric", "NAME", "what is compared (default: reward if both runs have one, else loss)")
     made.runs_dir()
     made.switch("--json", "the comparison as JSON")
     return made
@@ -54,13 +57,16 @@ def main(argv: list[str]) -> int:
     folders = [watched(record) for record in records]
     settings = differing([settings_of(folder.record) for folder in folders])
     results = [_results(folder) for folder in folders]
-    judged = noise(folders[0].curve(told.metric), folders[1].curve(told.metric))
+    metric = told.metric or headline_of(folders)
+    judged = noise(folders[0].curve(metric), folders[1].curve(metric))
+    equal = _at_equal_steps(folders, metric)
     if told.json:
         names = [folder.record.id for folder in folders]
         made = {
             "schema": 1,
             "runs": names,
-            "metric": told.metric,
+            "metric": metric,
+            "at_equal_step": {name: {"step": step, "values": values} for name, (step, values) in equal.items()},
             "settings": {name: list(values) for name, values in settings},
             "results": [{name: value for name, (value, _) in one.items()} for one in results],
             "noise": as_json(judged) | {"beyond": judged.beyond} if judged is not None else None,
@@ -70,6 +76,11 @@ def main(argv: list[str]) -> int:
     columns = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else 120
     heads = ("", *(printable(folder.record.id, 60) for folder in folders))
     rows = [(name, *(one[name][1] for one in results)) for name in results[0]]
+    at_equal = [
+        (f"{RL_METRICS.get(name, name)}, both at step {step}", *(metric_text(name, one) for one in values))
+        for name, (step, values) in equal.items()
+    ]
+    rows[_FIRST_ROWS:_FIRST_ROWS] = at_equal
     _table([heads, *(row for row in rows if set(row[1:]) != {"n/a"})], columns)
     print()
     if settings:
@@ -80,9 +91,22 @@ def main(argv: list[str]) -> int:
     else:
         print("settings that differ: none")
     print()
-    for line, colour in _judgement(judged, told.metric, [folder.record.id for folder in folders]):
+    for line, colour in _judgement(judged, metric, [folder.record.id for folder in folders]):
         paint([(line, colour)])
     return 0
+
+
+def _at_equal_steps(folders: Sequence[RunFolder], metric: str) -> dict[str, tuple[int, list[float]]]:
+    """Return for each metric the last step that both runs have logged and the two values there.
+
+    Runs of different length are at different points at their ends: only equal steps compare them.
+    """
+    found = {}
+    for name in dict.fromkeys((metric, *RL_METRICS, LOSS, "val_loss")):
+        equal = at_equal_step([folder.curve(name) for folder in folders])
+        if equal is not None:
+            found[name] = equal
+    return found
 
 
 def _results(folder: RunFolder) -> dict[str, tuple[Any, str]]:
@@ -93,10 +117,14 @@ def _results(folder: RunFolder) -> dict[str, tuple[Any, str]]:
     loss = _tail(folder.curve("loss"))
     memory = _lowest(folder.curve("peak_bytes"), most=True)
     mfu = _tail(folder.curve("mfu"))
+    newest = {name: run.rl_metrics.get(name) for name in RL_METRICS}
+    reward = _tail(folder.curve(REWARD))
     return {
         "state": (run.state, run.state + (f" ({run.verdict.cause})" if run.verdict and run.state == "failed" else "")),
         "steps": (run.step, "n/a" if run.step is None else str(run.step)),
         "time": (run.seconds, span(run.seconds) if run.seconds is not None else "n/a"),
+        **{f"last {RL_METRICS[name]}": (value, metric_text(name, value)) for name, value in newest.items()},
+        "reward, mean of the last tenth": (reward, short(reward)),
         "last loss": (run.loss, short(run.loss)),
         "loss, mean of the last tenth": (loss, short(loss)),
         "lowest val_loss": (lowest, short(lowest)),
@@ -136,7 +164,7 @@ def _table(rows: list[tuple[str, ...]], columns: int) -> None:
 
 def _judgement(judged: Noise | None, metric: str, names: list[str]) -> list[tuple[str, str]]:
     if judged is None:
-        return [(f"{metric}: the runs have no steps in common to compare", "yellow")]
+        return [(f"{metric}: too few values at equal steps to judge the difference", "yellow")]
     where = f"steps {judged.first_step} to {judged.last_step}"
     means = f"{metric} over {where}: {short(judged.first)} and {short(judged.second)}"
     if judged.low is None or judged.high is None:
@@ -146,6 +174,7 @@ def _judgement(judged: Noise | None, metric: str, names: list[str]) -> list[tupl
     interval = f"difference {judged.difference:+.4g}, 95 % interval {judged.low:+.4g} to {judged.high:+.4g}"
     if not judged.beyond:
         return [(f"{means}; {interval}: within the noise", "")]
-    lower = printable(names[1] if judged.difference < 0 else names[0], 60)
+    is_better = judged.difference > 0 if metric == REWARD else judged.difference < 0
+    better, word = printable(names[1] if is_better else names[0], 60), "higher" if metric == REWARD else "lower"
     caution = "noise of batches only: another seed may move a run by more"
-    return [(f"{means}; {interval}: more than noise; {lower} is lower ({caution})", "green")]
+    return [(f"{means}; {interval}: more than noise; {better} is {word} ({caution})", "green")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import as_json
 from stoker.contract.terminal import highlighted, say, tell
@@ -77,10 +78,12 @@ def main(argv: list[str]) -> int:
 def _print(shown: Shown, tokenizer: str, context: int) -> None:
     from stoker.training.data.reasons import words
 
-    tell(f"{shown.file}: format {shown.format} ({shown.about}), {shown.rows:,} rows")
+    tell(f"{shown.file}: format {shown.format} ({shown.about}), {counted(shown.rows, 'row')}")
     left = shown.rows - shown.used
     share = f", {shown.learned:,} of them learned" if shown.view != "texts" else ""
-    tell(f"  {shown.used:,} {shown.view} used, {shown.tokens:,} tokens{share} (tokenizer {tokenizer})")
+    tell(
+        f"  {counted(shown.used, shown.view.removesuffix('s'))} used, {counted(shown.tokens, 'token')}{share} (tokenizer {tokenizer})"
+    )
     if shown.long:
         tell(f"  {shown.long:,} are longer than the context length {context} and are cut")
     print(f"  {left:,} row{'' if left == 1 else 's'} left out" + (":" if left else ""))

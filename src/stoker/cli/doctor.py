@@ -11,7 +11,7 @@ from typing import Any
 from stoker.contract import layout, redact
 from stoker.contract.effort import looking_at_file
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, Refusal
-from stoker.contract.quantities import duration
+from stoker.contract.quantities import counted, duration, used_of
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
@@ -98,12 +98,12 @@ def _print(found: Examination, findings: list[Finding], count: int) -> None:
     cards = f"{len(machine.gpus)} GPU(s)" + (f", driver {machine.driver}" if machine.driver else "")
     unasked = (found.missing or {}).get("torch") == NOT_ASKED
     torch = (found.torch and found.torch.version) or ("not looked at" if unasked else "none")
-    memory = f"{machine.memory_available / 1e9:.1f}/{machine.memory_total / 1e9:.1f} GB memory free"
+    memory = f"{used_of(machine.memory_available, machine.memory_total)} memory free"
     tell(printable(f"{machine.hostname}: {cards}; {machine.cores} cores, {memory}; torch {torch}"))
     for gpu in machine.gpus:
         used = "n/a"
         if gpu.memory_used is not None and gpu.memory_total is not None:
-            used = f"{gpu.memory_used / 1e9:.1f}/{gpu.memory_total / 1e9:.1f} GB"
+            used = used_of(gpu.memory_used, gpu.memory_total)
         health = (found.health or {}).get(gpu.uuid)
         heat = f"{health.temperature} °C" if health and health.temperature is not None else "n/a"
         print(printable(f"  GPU {gpu.label[3:]}  {gpu.name or 'n/a'}  {used}  {heat}"))
@@ -131,7 +131,7 @@ def _watch(look: Any, checks: list[check.Check], ranks: int, seconds: float) -> 
             for key in before.keys() - now.keys():
                 tell(printable(f"{stamp} ✓ {key[0]}: no longer: {key[1]}"))
             if first and not now:
-                print(f"{stamp} ✓ {len(checks)} checks, nothing wrong", flush=True)
+                print(f"{stamp} ✓ {counted(len(checks), 'check')}, nothing wrong", flush=True)
             before, first = now, False
             time.sleep(seconds)
     except KeyboardInterrupt:
@@ -182,7 +182,9 @@ def advice(found: Examination, findings: list[Finding]) -> str:
         return f"no GPU: `stoker run train.py` runs one CPU rank ({found.machine.cores} cores)"
     good = usable(found, findings)
     if not good:
-        return f"none of the {len(cards)} GPUs can be used now: `stoker run --wait 10m train.py` waits for one"
+        return (
+            f"none of the {counted(len(cards), 'GPU')} can be used now: `stoker run --wait 10m train.py` waits for one"
+        )
     if good == cards:
         return f"use {'the GPU' if len(cards) == 1 else f'all {len(cards)} GPUs'}: `stoker run train.py`"
     return f"use {len(good)} of {len(cards)} GPUs: `stoker run --gpus {','.join(map(str, good))} train.py`"

@@ -24,7 +24,9 @@ A model that was loaded from elsewhere keeps its context length, end tokens, gen
 def parser() -> Parser:
     made = Parser("stoker export", _ABOUT, _EPILOG, usage="stoker export MODEL OUT [options]")
     made.option(
-        "model", "MODEL", "a folder with weights, a run (path, id or name), a speedrun's folder, or a checkpoint"
+        "model",
+        "MODEL",
+        "a folder with weights, a run (path, id, name or latest), a speedrun's folder, or a checkpoint",
     )
     made.option(
         "out", "OUT", "the folder to write, or with --gguf the file; an earlier export there is replaced, nothing else"

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 
-from stoker.cli.cards import Asked, cards_of
+from stoker.cli.cards import Asked, cards_of, machine_of
 from stoker.contract import layout
 from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, suggest
-from stoker.contract.shape import replace
+from stoker.contract.shape import replace, shape
 from stoker.contract.terminal import say, tell
 from stoker.contract.untrusted import json_text
+from stoker.training.config.amount import Amount
+from stoker.training.config.derived import Situation
+from stoker.training.config.flags import parse
+from stoker.training.config.keys import config_of, values_of
+from stoker.training.config.layers import Origin, gather
+from stoker.training.config.resolve import settle
+from stoker.training.config.schema import Config
+from stoker.training.data.shards import Prepared
+from stoker.training.data.sources import check_there
 from stoker.training.fit import pace, plan, strategy, text
 from stoker.training.fit.footprint import STAGES
 from stoker.training.fit.runs import contexts
-from stoker.training.fit.scorer import with_scorer
-from stoker.training.fit.terms import DPO, GRPO, REWARD, SFT, StageNeeds, asked_bits
+from stoker.training.fit.terms import DPO, GRPO, REWARD, SFT, StageNeeds
+from stoker.training.generate.finding import find_for_setting
 from stoker.training.model import hf_config, hf_hub
-from stoker.training.model.config import QLORA, AdapterConfig, ModelConfig
-from stoker.training.parallel.config import EVERYTHING, NOTHING, OFFLOAD, read_recompute, recomputed_blocks
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from stoker.training.config.amount import Amount
+from stoker.training.model.config import LORA, QLORA, ModelConfig
+from stoker.training.model.hf_config import tokenizer_in
+from stoker.training.parallel.config import EVERYTHING, NOTHING, OFFLOAD, read_recompute
+from stoker.training.stages.registry import STAGES as TRAIN_STAGES
+from stoker.training.stages.run_plan import RunInputs, plan_run, summary_line
+from stoker.training.stages.situation import with_defaults, within_context_of_model
 
 _ABOUT = (
     "How much GPU memory training a model takes, term by term, and the settings that fit: from config.json alone, without"
@@ -39,15 +49,16 @@ examples:
   stoker fit ./model-32b --gpus 4x24GB --method lora     one card, ddp or fsdp: what each would take
   stoker fit ./model-14b --machine box.json --json       for a machine that `stoker doctor --record` kept
   stoker fit ./model-14b --data chats.jsonl --probe      five real steps: planned against measured"""
-_CONTEXT = 2048  # tokens, where nobody says
 _KINDS = (plan.AUTO, "adamw", "adamw8bit", "muon")
-_SAMPLES = 16  # of a step, where nobody says
+_SAMPLES = 16  # of a step without --data: with data, they follow from it
 _OF_STAGE = {"rows": GRPO, "bits": GRPO, "new_tokens": GRPO, "reward_model": GRPO, "kl": GRPO, "no_likelihood": REWARD}
 
 
 def parser() -> Parser:
     made = Parser("stoker fit", _ABOUT, _EXAMPLES, allow_abbrev=False)
-    made.option("model", "MODEL", "a model's folder (config.json is enough), or a hub id")
+    made.option(
+        "model", "MODEL", "a model's folder (config.json is enough), a run (path, id, name or latest), or a hub id"
+    )
     made.option("--data", "PATH", "rows to train on: adds time and cost of an epoch", action="append", default=[])
     made.option("--stage", "STAGE", f"stage to plan for: {', '.join(STAGES)} (default: {SFT})", default=SFT)
     methods = (plan.AUTO, *plan.METHODS)
@@ -56,7 +67,10 @@ def parser() -> Parser:
     made.option("--gpus", "GPUS", gpus, default="")
     ways = (plan.AUTO, *strategy.STRATEGIES)
     made.add_argument(
-        "--parallel", choices=ways, default=plan.AUTO, help="auto: one card, ddp or fsdp, what is fastest"
+        "--parallel",
+        choices=ways,
+        default="",
+        help="auto: one GPU, ddp or fsdp, whichever is fastest (default: ddp as in `stoker train`, if it fits)",
     )
     made.add_argument(
         "--offload",
@@ -66,7 +80,13 @@ def parser() -> Parser:
     )
     made.option("--hosts", "HOSTS", "a hosts file, or a,b,c: the GPUs of these hosts", default="")
     made.option("--machine", "FILE", "a machine that `stoker doctor --record` kept, instead of this one", default="")
-    made.option("--context-length --context", "N", f"tokens of a sample (default: {_CONTEXT:,})", int, default=0)
+    made.option(
+        "--context-length --context",
+        "N",
+        "tokens of a sample (default: 2,048, or fewer if the model was trained for fewer)",
+        int,
+        default=0,
+    )
     made.option("--micro", "N", "samples at once (default: what trains fastest)", int, default=0)
     made.option(
         "--recompute",
@@ -87,7 +107,7 @@ def parser() -> Parser:
     made.option("--lora-rank", "N", "width of an adapter (default: 16)", int, default=16)
     made.option("--lora-targets", "NAMES", "which layers get one (default: all-linear)", default="all-linear")
     answers = StageNeeds().answers
-    samples = f"samples of a step, all GPUs together (default: {_SAMPLES}; of grpo {answers} answers)"
+    samples = f"samples of a step, all GPUs together (default: by the data as in `stoker train`, without --data {_SAMPLES}; of grpo {answers} answers)"
     made.option("--samples", "N", samples, int, default=0)
     made.option("--rows", "N", f"grpo: answers written at once (default: {StageNeeds().rows})", int, default=0)
     bits = "grpo with qlora: bits per weight while answers are written (default: 16, else 4)"
@@ -108,37 +128,57 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     _check(told)
-    folder, model = _model(told)
     runs = layout.runs_root(told.runs_dir, os.environ)
-    cards = cards_of(Asked(told.gpus, told.hosts, told.machine), contexts(runs), say)
-    wish = _wish(told, model)
-    rows = _amount(told, model, wish.context)
-    if rows is not None and rows.unit in ("conversations", "pairs"):
-        wish = replace(wish, documents=max(-(-rows.count // rows.samples), 1) * _texts(told.stage))
-    decision = strategy.decide(cards, wish, told.parallel, () if told.embedding != "host" else (plan.FSDP,))
+    told.model = find_for_setting(told.model, runs, say)
+    folder = hf_hub.config_of(told.model, say)
+    model = hf_config.shape_for(ModelConfig(load=told.model), folder, planned=True)
+    asked = Asked(told.gpus, told.hosts, told.machine)
+    machine = machine_of(asked)
+    cards = cards_of(asked, machine, contexts(runs), say)
+    # `stoker train` derives its defaults for all GPUs of a machine, and leaves full ones out only when it starts.
+    ranks: int | None = len(cards)
+    if told.hosts:
+        ranks = None
+    elif machine is not None and not told.gpus:
+        ranks = len(machine.gpus)
+    config, given = _resolved(told, model)
+    _check_run(told, config, model)
+    rows = _rows(told, config, folder, model)
+    block: list[str] = []
+    if told.data:
+        config, _, block = with_defaults(told.stage, config, given, Situation(model, rows.amount, ranks), on_cpu=False)
+    inputs = RunInputs(told.stage, config, given, model, folder, rows.ready, rows.amount)
+    decision = plan_run(inputs, cards, method=told.method, strategy=told.parallel or plan.AUTO)
+    if not told.parallel:
+        decision = decision.preferring(plan.DDP)  # the default of `stoker train`
     found = decision.plan
-    tokens, exact = (rows.tokens, rows.exact) if rows is not None else (0, True)
-    rate = (
-        (pace.measured(runs, found, (told.model, os.path.realpath(folder))) or pace.from_table(found))
-        if found.fits
-        else None
-    )
-    data = told.data[0] if told.data else ""
+    tokens, exact = _epoch(rows.amount, config)
+    models = (told.model, os.path.realpath(folder))
+    rate = (pace.measured(runs, found, models) or pace.from_table(found)) if found.fits else None
+    chosen = found.shares[0].card.label.removeprefix("GPU ")
+    is_one_of_several = decision.way.strategy == strategy.ONE and len(cards) > 1
+    command = text.Command(told.model, tuple(told.data), bool(told.samples), chosen if is_one_of_several else "")
     if told.probe and found.fits:
         from stoker.cli.fit_probe import probe
 
-        return probe(found, told.model, data, told.json)
+        return probe(found, command, told.json)
     if told.json:
-        print(json_text(text.as_dict(decision, told.model, data, rate, tokens, told.price)))
-    else:
-        for line in text.lines(found, told.model, data):
-            tell(line)
-        if decision.others:
-            tell(f"parallel {decision.line()}")
-        if found.fits:
-            for line in text.pace_lines(rate, tokens, exact, told.price, len(found.shares), data=bool(told.data)):
-                tell(line)
-    return 0 if found.fits else 1
+        print(json_text(text.as_dict(decision, command, rate, tokens, told.price)))
+        return 0 if found.fits else 1
+    for line in text.lines(found, command):
+        tell(line)
+    if decision.others:
+        tell(f"parallel {decision.line()}")
+    if not found.fits:
+        return 1
+    for line in block:
+        tell(line)
+    tell(summary_line(inputs, found))
+    if not told.data and not told.samples and told.stage != GRPO:
+        tell(f"note: without --data a step is assumed to have {_SAMPLES} samples (--samples)")
+    for line in text.pace_lines(rate, tokens, exact, told.price, len(found.shares), data=bool(told.data)):
+        tell(line)
+    return 0
 
 
 def _check(told: argparse.Namespace) -> None:
@@ -168,56 +208,78 @@ def _check(told: argparse.Namespace) -> None:
         raise Refusal("--hosts and --machine: give one of them", EX_USAGE)
     if told.parallel == plan.FSDP and told.embedding == "host":
         raise Refusal("--embedding host: a model in shards has its embedding in shards, too; leave it out", EX_USAGE)
-    if told.offload not in ("auto", NOTHING) and told.parallel not in (plan.AUTO, plan.FSDP):
+    if told.offload not in ("auto", NOTHING) and told.parallel not in ("", plan.AUTO, plan.FSDP):
         raise Refusal(f"--offload {told.offload} is for --parallel fsdp: it moves shards", EX_USAGE)
     if told.offload == EVERYTHING and told.stage == GRPO:
         raise Refusal(
             "--offload all: stage grpo writes answers by a copy on the GPU; use --offload optimizer", EX_USAGE
         )
+    if told.stage in text.DATA_FLAGS and len(told.data) > 1:
+        flag = text.DATA_FLAGS[told.stage]
+        raise Refusal(f"--data: stage {told.stage} reads one file ({flag}), and {len(told.data)} were given", EX_USAGE)
     if told.probe and not told.data:
         raise Refusal("--probe trains five steps: it needs --data", EX_USAGE)
 
 
 def _no_plan(stage: str) -> Refusal:
-    from stoker.training.stages.registry import STAGES as ALL
-
     there = f"there is a plan for {', '.join(STAGES)}"
-    if stage in ALL:
+    if stage in TRAIN_STAGES:
         return Refusal(f"--stage {stage}: that stage has no memory plan; {there}", EX_USAGE)
     return Refusal(f"--stage {stage[:80]}: no such stage{suggest(stage, STAGES)}; {there}", EX_USAGE)
 
 
-def _texts(stage: str) -> int:
-    """Documents of a packed row that belong to what people count: both answers of a pair; of DPO, their prompts apart."""
-    return {REWARD: 2, DPO: 4}.get(stage, 1)
+_KEYS = {
+    "context_length": "data.context_length",
+    "micro": "batch.micro",
+    "recompute": "compute.recompute",
+    "embedding": "compute.embedding",
+    "activations": "compute.activations",
+    "offload": "parallel.offload",
+    "optimizer": "optim.kind",
+    "rows": "generate.rows",
+    "bits": "generate.bits",
+    "new_tokens": "generate.new_tokens",
+    "reward_model": "grpo.reward_model",
+    "kl": "grpo.kl",
+    "lora_rank": "adapter.lora_rank",
+    "lora_targets": "adapter.lora_targets",
+}
 
 
-def _needs(told: argparse.Namespace, context: int, answers: int) -> StageNeeds:
-    if told.stage != GRPO:
-        return StageNeeds(told.stage, likelihood=not told.no_likelihood)
-    default = StageNeeds(GRPO)
-    new = told.new_tokens or min(default.new_tokens, context // 2)
-    if new >= context:
+def _resolved(told: argparse.Namespace, model: ModelConfig) -> tuple[Config, dict[str, Origin]]:
+    """Return the configuration that `stoker train STAGE` would resolve for these flags, and the keys they set."""
+    stage, defaults = told.stage, parser()
+    words = [f"--model.load={told.model}"]
+    for name, key in _KEYS.items():
+        value = getattr(told, name)
+        if value != defaults.get_default(name):
+            words.append(f"--{key}={value}")
+    if told.method in (LORA, QLORA):
+        words.append(f"--adapter.method={told.method}")
+    if told.no_likelihood:
+        words.append("--reward.likelihood=false")
+    if told.unpacked:
+        words.append("--data.kind=stream")
+    if told.samples and stage == GRPO:
+        words.append(f"--grpo.prompts_per_step={-(-told.samples // text.GROUP)}")
+    if told.data:
+        words += [f"--{text.DATA_FLAGS.get(stage, 'data.path').removeprefix('--')}", *told.data]
+    resolved = settle(gather(parse(words), os.environ), True, TRAIN_STAGES[stage].defaults)
+    config, given = resolved.config, dict(resolved.given)
+    config = within_context_of_model(stage, config, given, model.longest, say)
+    samples = told.samples or (0 if told.data else _SAMPLES)
+    if samples and stage != GRPO:
+        values = values_of(config) | {"batch.tokens": samples * config.data.context_length}
+        config = config_of(config.preset, values)
+        given["batch.tokens"] = Origin("--samples", EX_USAGE)
+    return config, given
+
+
+def _check_run(told: argparse.Namespace, config: Config, model: ModelConfig) -> None:
+    """Refuse what `stoker train` refuses of such a run."""
+    if told.stage == GRPO and config.generate.new_tokens >= config.data.context_length:
+        new, context = config.generate.new_tokens, config.data.context_length
         raise Refusal(f"--new-tokens {new} leaves no tokens for a prompt in --context-length {context}", EX_USAGE)
-    found = replace(
-        default, reference=told.kl != 0, rows=told.rows or default.rows, bits=asked_bits(told.bits), new_tokens=new,
-        answers=answers,
-    )  # fmt: skip
-    return with_scorer(found, told.reward_model) if told.reward_model else found
-
-
-def _model(told: argparse.Namespace) -> tuple[str, ModelConfig]:
-    """(its folder, its shape)."""
-    folder = hf_hub.config_of(told.model, say)
-    asked = ModelConfig(load=told.model)
-    return folder, hf_config.shape_for(asked, folder, planned=True)
-
-
-def _wish(told: argparse.Namespace, model: ModelConfig) -> plan.Wish:
-    context = told.context_length or min(_CONTEXT, model.longest or _CONTEXT)
-    if model.longest and context > model.longest:
-        say(f"note: {told.model} was trained with {model.longest:,} tokens of context at most")
-    again, mlp = recomputed_blocks(told.recompute, model.layers) if told.recompute else (None, 0)
     if told.method != plan.FULL and told.optimizer == "muon" and told.method != plan.AUTO:
         raise Refusal("--optimizer muon is for --method full: adapters learn with adamw or adamw8bit", EX_CONFIG)
     if model.engine == "transformers" and told.stage in (REWARD, GRPO):
@@ -227,41 +289,45 @@ def _wish(told: argparse.Namespace, model: ModelConfig) -> plan.Wish:
         raise Refusal("--embedding host: stage grpo writes answers with it on the GPU; leave it out", EX_CONFIG)
     if told.bits == "4" and told.method != QLORA:
         raise Refusal("--bits 4 is for --method qlora: only its weights are in 4 bits", EX_CONFIG)
-    samples = told.samples or (StageNeeds().answers if told.stage == GRPO else _SAMPLES)
-    return plan.Wish(
-        model,
-        context,
-        told.method,
-        AdapterConfig(lora_rank=told.lora_rank, lora_targets=told.lora_targets),
-        told.optimizer,
-        again,
-        told.micro,
-        {"auto": None, "device": False, "host": True}[told.embedding],
-        packed=not told.unpacked and told.stage != GRPO,
-        documents=max(context // plan.DOCUMENT, 1) * _texts(told.stage),
-        samples=samples,
-        inputs_on_host={"auto": None, "device": False, "host": True}[told.activations],
-        needs=_needs(told, context, samples),
-        offload=None if told.offload == "auto" else told.offload,
-        mlp=mlp,
-    )
 
 
-def _amount(told: argparse.Namespace, model: ModelConfig, context: int) -> Amount | None:
+@shape
+class _Rows:
+    """The data as `stoker train` would count it."""
+
+    amount: Amount | None = None
+    ready: Prepared | None = None  # None: the amount is estimated from the files
+
+
+def _rows(told: argparse.Namespace, config: Config, folder: str, model: ModelConfig) -> _Rows:
+    """Small data is tokenized, in a temporary folder: its count is that of `stoker train`. Other data is estimated."""
     if not told.data:
-        return None
-    from stoker.training.config.amount import estimated, of_pairs
-    from stoker.training.config.keys import DEFAULTS, config_of
-    from stoker.training.data.sources import check_there
-    from stoker.training.reward.config import DpoConfig
+        return _Rows()
+    from stoker.training.config import amount
 
     check_there(told.data)
     if told.stage == GRPO:
-        return None  # how long answers get is not known
+        return _Rows(amount.of_prompts(config))
     if told.stage in (REWARD, DPO):
-        config = config_of("", {**DEFAULTS, "data.context_length": context})
-        found = of_pairs(config, model.vocab_size, DpoConfig(pairs=told.data[0]))
-        return replace(found, tokens=found.samples * context)
-    kind = "stream" if told.unpacked else "chat"
-    values = {**DEFAULTS, "data.path": tuple(told.data), "data.kind": kind, "data.context_length": context}
-    return estimated(config_of("", values), model.vocab_size)
+        pairs = config.dpo if told.stage == DPO else config.reward
+        return _Rows(amount.of_pairs(config, model.vocab_size, pairs))
+    tokenizer = config.tokenizer.path or tokenizer_in(folder)
+    if not os.path.isfile(os.path.join(tokenizer, hf_hub.TOKENIZER_FILES[0])):
+        return _Rows(amount.estimated(config, model.vocab_size))
+    config = replace(config, tokenizer=replace(config.tokenizer, path=tokenizer))
+    if not amount.is_small(config):
+        return _Rows(amount.estimated(config, model.vocab_size))
+    from stoker.training.data.prepare import prepare
+
+    with tempfile.TemporaryDirectory(prefix="stoker-fit-") as cache:
+        ready = prepare(replace(config.data, cache=cache), config.tokenizer, lambda line: None)
+        return _Rows(amount.of_prepared(ready, config), ready)
+
+
+def _epoch(amount: Amount | None, config: Config) -> tuple[int, bool]:
+    """Return the tokens of a pass over the data, and whether they are counted. 0: they are not known."""
+    if amount is None or amount.unit == "prompts":
+        return 0, True  # how long completions get is not known
+    if amount.unit == "pairs":
+        return amount.samples * config.data.context_length, False
+    return amount.tokens, amount.exact

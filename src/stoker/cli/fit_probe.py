@@ -10,22 +10,22 @@ import tempfile
 
 from stoker.contract import layout
 from stoker.contract.names import EX_SOFTWARE, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import number_at
+from stoker.contract.quantities import amount, number_at
 from stoker.contract.terminal import say
 from stoker.contract.untrusted import json_text, read_json
 from stoker.control.launch.ourselves import stoker_command
 from stoker.training.fit import text
-from stoker.training.fit.plan import Plan, gib
+from stoker.training.fit.plan import Plan
 from stoker.training.fit.terms import GRPO
 
 STEPS = 5
 
 
-def probe(found: Plan, model: str, data: str, as_json: bool) -> int:
+def probe(found: Plan, given: text.Command, as_json: bool) -> int:
     """0: it ran, and the plan held. The run's folder is a temporary one."""
     if any(share.card.host for share in found.shares):
         raise Refusal("--probe trains on this machine: leave --hosts out", EX_UNAVAILABLE)
-    words = shlex.split(text.command(found, model, data))[1:]
+    words = shlex.split(text.command(found, given))[1:]
     more = [
         "--max-steps",
         str(STEPS),
@@ -65,7 +65,10 @@ def _report(found: Plan, told: object, as_json: bool) -> int:
     if as_json:
         print(json_text({"schema": text.SCHEMA, "planned_bytes": planned, "measured": told}))
         return 0
-    print(f"planned {gib(planned)}, measured {gib(peak)} ({planned / peak - 1:+.1%})")
+    share = peak / planned - 1
+    print(
+        f"planned {amount(planned)}, measured {amount(peak)} ({abs(share):.1%} {'above' if share > 0 else 'below'} the plan)"
+    )
     if rate:
         print(f"speed: {rate:,.0f} tokens/s (measured over {STEPS} steps)")
     return 0

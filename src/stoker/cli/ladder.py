@@ -8,7 +8,7 @@ from typing import Any
 
 from stoker.contract import redact
 from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import amount, counted, span
+from stoker.contract.quantities import amount, counted, span, used_of
 from stoker.contract.settings import Parser, add_flags
 from stoker.contract.shape import as_json
 from stoker.contract.terminal import tell
@@ -121,7 +121,7 @@ def _row(number: int, rung: ladder.Climbed, found: ladder.Scaling) -> str:
     share = f"{found.efficiency:.0%}" if found.efficiency is not None else "n/a"
     if rung.ranks == 1 and rung.steps_per_s:
         share = "100%"
-    card = f"{rung.gpu[0] / 1e9:.1f}/{amount(rung.gpu[1])}" if rung.gpu else "n/a"
+    card = used_of(*rung.gpu) if rung.gpu else "n/a"
     memory = amount(rung.rss) if rung.rss else "n/a"
     return _columns(number, rung.ranks, first, _rate(rung), share, memory, card)
 

@@ -143,7 +143,8 @@ def _main(argv: list[str] | None) -> int:
     except ModuleNotFoundError as problem:
         if problem.name not in EXTRA:
             raise
-        line = f"stoker {command} needs the package {problem.name}, which is not installed here: `pip install 'stoker[train]'`"
+        install = "type `pip install '.[train]'` in Stoker's clone, or `pip install 'FILE.whl[train]'` with its wheel"
+        line = f"stoker {command} needs the package {problem.name}, which is not installed here; {install}"
         code = EX_UNAVAILABLE
     except OSError as problem:
         line, code = printable(str(problem)), EX_OSERR

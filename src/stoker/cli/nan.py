@@ -60,10 +60,14 @@ def _show(folder: str, told: argparse.Namespace) -> int:
 
 
 def _folder(where: str | None, root: str) -> str:
-    where = None if where is None else finder.through_latest(where)
-    if where is not None and os.path.exists(os.path.join(where, reading.REPORT)):
-        return where
-    place = where if where is not None and os.path.isdir(where) else finder.find(where, root).dir
+    """Return the folder nan_step_N, or the folder of a rank in it, that `where` names."""
+    path = None if where is None else finder.through_latest(where)
+    if path is not None and os.path.exists(os.path.join(path, reading.REPORT)):
+        return path
+    if path is not None and os.path.isdir(path) and not os.path.exists(os.path.join(path, layout.RUN)):
+        place = path  # a folder in which a recipe ran without `stoker train`
+    else:
+        place = finder.find(where, root).dir
     found = reading.newest(place)
     if found is None:
         raise Refusal(f"no nan_step_N in {place}: it had no NaN, or nan.dump was off", EX_NOINPUT)

@@ -1,4 +1,4 @@
-"""stoker plot RUN [RUN ...] [--metric loss] [--log] [--smooth N] [--png FILE]"""
+"""stoker plot RUN [RUN ...] [--metric NAME] [--log] [--smooth N] [--png FILE]"""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from stoker.contract.terminal import in_colour, paint, say, tell
 from stoker.contract.untrusted import is_count, json_text, printable
 from stoker.control.record import finder, reader
 from stoker.control.show.curves import Curve, smoothed
-from stoker.control.show.drawing import COLOURS, LETTERS, Line, chart, fitted, mean, short
+from stoker.control.show.drawing import COLOURS, LETTERS, Line, chart, fitted, mean, short, sparkline
 from stoker.control.show.folder import RunFolder
 from stoker.control.show.job import folder_of
+from stoker.control.show.snapshot import LOSS, REWARD, RL_METRICS
 
-_EPILOG = """  stoker plot                                     the newest run's loss
+_EPILOG = """  stoker plot                                     the newest run's loss; of GRPO its reward, KL, entropy ...
   stoker plot exp1 exp2 --metric val_loss --log
   stoker plot exp1 --smooth 20 --png loss.png"""
 
@@ -29,7 +30,9 @@ def parser() -> Parser:
     names_run(
         made.add_argument("runs", nargs="*", metavar="RUN", help="ids, names or paths of runs (default: the newest)")
     )
-    made.option("--metric", "NAME", "what to draw: any name in metrics.jsonl (default: loss)", default="loss")
+    made.option(
+        "--metric", "NAME", "what to draw: any name in metrics.jsonl (default: reward with KL and the like, else loss)"
+    )
     made.switch("--log", "a logarithmic axis for the values")
     made.option("--smooth", "N", "the mean of the last N values (default: 1, as they are)", _count, default=1)
     made.option("--width", "N", "columns (default: as wide as the terminal)", _count)
@@ -50,21 +53,26 @@ def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     root = layout.runs_root(told.runs_dir, os.environ)
     found = [watched(run) for run in _once([finder.find(which, root) for which in told.runs or [None]])]
-    curves = [(folder.record, _curve(folder, told.metric)) for folder in found]
+    metric = told.metric or headline_of(found)
+    curves = [(folder.record, _curve(folder, metric)) for folder in found]
     if told.json:
         runs = [{"run": run.id, "points": [list(one) for one in curve.points(1 << 40)]} for run, curve in curves]
-        print(json_text({"schema": 1, "metric": told.metric, "runs": runs}))
+        print(json_text({"schema": 1, "metric": metric, "runs": runs}))
         return 0
     lines = [Line(_title(run), smoothed(curve, told.smooth)) for run, curve in curves]
     if not any(line.points for line in lines):
-        raise Refusal(f"no finite value of {printable(told.metric)} to draw{_not_finite(curves[0][1])}", EX_NOINPUT)
+        raise Refusal(f"no finite value of {printable(metric)} to draw{_not_finite(curves[0][1])}", EX_NOINPUT)
+    panels = [(metric, lines)]
+    if not told.metric and metric == REWARD:
+        panels = [(RL_METRICS[REWARD], lines), *_companions(found, told.smooth)]
     if told.png:
         from stoker.control.show.picture import write_png
 
-        write_png(told.png, lines, told.metric, log=told.log)
+        write_png(told.png, panels, log=told.log)
         print(f"wrote {printable(told.png)}")
         return 0
-    _draw(lines, told)
+    _draw(metric, lines, told)
+    _draw_companions(panels[1:])
     for (_, curve), line in zip(curves, lines, strict=True):
         wrong = _not_finite(curve)
         if wrong:
@@ -85,6 +93,36 @@ def watched(run: reader.Run) -> RunFolder:
     folder = folder_of(run)
     folder.run(run.started, watched=True)
     return folder
+
+
+def headline_of(folders: Sequence[RunFolder]) -> str:
+    """Return reward where all the runs have one, else loss."""
+    have_rewards = all(folder.curve(REWARD).steps for folder in folders)
+    return REWARD if have_rewards else LOSS
+
+
+def _companions(folders: Sequence[RunFolder], smooth: int) -> list[tuple[str, list[Line]]]:
+    """Return the curves of KL, entropy and the like, of all runs that have them."""
+    panels = []
+    for name, title in RL_METRICS.items():
+        lines = [Line(_title(folder.record), smoothed(folder.curve(name), smooth)) for folder in folders]
+        if name != REWARD and any(line.points for line in lines):
+            panels.append((title, lines))
+    return panels
+
+
+def _draw_companions(panels: Sequence[tuple[str, Sequence[Line]]]) -> None:
+    """Print a sparkline for each metric of each run."""
+    plain = "utf" not in (sys.stdout.encoding or "").lower()
+    width = max((len(title) for title, _ in panels), default=0)
+    for title, lines in panels:
+        for line in lines:
+            values = [value for _, value in line.points]
+            if not values:
+                continue
+            spark = sparkline(values, 40, ascii_only=plain)
+            of = f"  {line.name}" if len(lines) > 1 else ""
+            print(f"{title:<{width}} {spark} {short(values[0])} to {short(values[-1])}{of}")
 
 
 def _curve(folder: RunFolder, name: str) -> Curve:
@@ -114,11 +152,11 @@ def _not_finite(curve: Curve) -> str:
     return f": {len(bad)} of {len(curve.steps)} values are not finite (step {shown})"
 
 
-def _draw(lines: Sequence[Line], told: Any) -> None:
+def _draw(metric: str, lines: Sequence[Line], told: Any) -> None:
     columns = told.width or shutil.get_terminal_size((80, 24)).columns
     plain = "utf" not in (sys.stdout.encoding or "").lower()
     coloured = in_colour()
-    print(fitted(f"{told.metric}{', logarithmic' if told.log else ''}", columns).rstrip())
+    print(fitted(f"{metric}{', logarithmic' if told.log else ''}", columns).rstrip())
     rows = chart(lines, max(columns, 20), told.height, log=told.log, coloured=coloured, ascii_only=plain)
     for row in rows:
         paint(row)
@@ -130,6 +168,7 @@ def _draw(lines: Sequence[Line], told: Any) -> None:
         values = [value for _, value in line.points]
         mark = LETTERS[number % len(LETTERS)] if len(lines) > 1 and not coloured else "──"
         tail = mean(values[-max(len(values) // 10, 1) :])
-        about = f"last {short(values[-1])}, lowest {short(min(values))}, mean of the last tenth {short(tail)}"
+        best = f"highest {short(max(values))}" if metric == REWARD else f"lowest {short(min(values))}"
+        about = f"last {short(values[-1])}, {best}, mean of the last tenth {short(tail)}"
         steps = f"step {int(line.points[-1][0])}"
         paint([(mark, COLOURS[number % len(COLOURS)]), (f" {line.name}: {about}; {steps}", "")])

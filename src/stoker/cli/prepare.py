@@ -6,6 +6,7 @@ import os
 import time
 
 from stoker.cli.sight import gpus_to_use, look
+from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser, build, from_mapping
 from stoker.contract.shape import as_json
 from stoker.contract.terminal import say
@@ -64,14 +65,18 @@ def main(argv: list[str]) -> int:
     how = f"found in {seconds:.2f} s, made before in {made.seconds:.1f} s"
     if made.fresh:
         how = f"made in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s"
-    print(f"{tokens:,} tokens of {documents:,} {'conversations' if made.kind == 'chat' else 'documents'}, {how}")
-    held = f"{made.validation_tokens:,} held out ({made.validation_bytes:,} bytes)"
+    print(
+        f"{counted(tokens, 'token')} of {counted(documents, 'conversation' if made.kind == 'chat' else 'document')}, {how}"
+    )
+    held = f"{made.validation_tokens:,} held out ({counted(made.validation_bytes, 'byte')})"
     held = held if made.validation_tokens else "nothing held out"
     density = f"; {size / max(tokens, 1):.2f} bytes/token" if made.kind == "stream" else ""
-    print(f"  train {made.train_tokens:,} ({made.train_bytes:,} bytes), {held}{density}")
+    print(f"  train {made.train_tokens:,} ({counted(made.train_bytes, 'byte')}), {held}{density}")
     if made.kind == "chat":
         left = f"{made.cut:,} cut, {made.dropped:,} with nothing to learn"
-        print(f"  {made.train_samples:,} rows of {made.context}, {100 * (made.fill or 0):.1f} % full; {left}")
+        print(
+            f"  {counted(made.train_samples or 0, 'row')} of {made.context}, {100 * (made.fill or 0):.1f} % full; {left}"
+        )
     print(f"  vocabulary {made.vocab_size:,}, {made.shards} shard(s): {made.folder}")
     return 0
 

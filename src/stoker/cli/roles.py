@@ -11,6 +11,7 @@ from typing import Any
 
 from stoker.cli import run
 from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser, add_flags, build
 from stoker.contract.shape import options_of, replace
 from stoker.control.launch.nodes import hosts_of
@@ -113,7 +114,7 @@ def by_allocation(specs: Sequence[RoleSpec], text: str) -> Plan:
             raise Refusal(f"--allocation {text}: there is no role {name!r}; the roles are {', '.join(known)}", EX_USAGE)
     if len(parts) != len(specs):
         raise Refusal(
-            f"--allocation {text} has {len(parts)} parts, and there are {len(specs)} roles: {', '.join(known)}",
+            f"--allocation {text} has {counted(len(parts), 'part')}, and there are {len(specs)} roles: {', '.join(known)}",
             EX_USAGE,
         )
     rest = iter(part for part in parts if not part.name)

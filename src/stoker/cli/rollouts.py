@@ -9,12 +9,23 @@ from typing import Any
 
 from stoker.contract import effort, layout, redact
 from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json
 from stoker.contract.terminal import tell
 from stoker.contract.untrusted import is_count, json_text, printable
 from stoker.control.record import finder
-from stoker.control.record.rollouts import ENDS, Change, Rollout, Summary, mean, read_rollouts, summary, typical
+from stoker.control.record.rollouts import (
+    ENDS,
+    Change,
+    Rollout,
+    Summary,
+    mean,
+    read_rollouts,
+    rollouts_path,
+    summary,
+    typical,
+)
 from stoker.control.record.writer import OURS
 
 _ABOUT = "What a GRPO run answered: the best and the worst of the last steps, and what changed since the first ones."
@@ -58,11 +69,8 @@ def _folder(where: str | None, root: str) -> str:
     if where is not None and os.path.exists(os.path.join(where, layout.ROLLOUTS)):
         return where
     found = finder.find(where, root).dir
-    if not os.path.exists(os.path.join(found, layout.ROLLOUTS)):
-        for role in finder.look(os.path.join(found, layout.ROLES)).runs:  # of a job: its trainers
-            if os.path.exists(os.path.join(role.dir, layout.ROLLOUTS)):
-                return role.dir
-    return found
+    path = rollouts_path(found)
+    return found if path is None else os.path.dirname(os.path.join(found, path))
 
 
 def best(rollouts: Iterable[Rollout], most: int, *, worst: bool = False) -> list[Rollout]:
@@ -98,7 +106,7 @@ def _as_json(found: Summary, most: int) -> dict[str, Any]:
 
 def _print(found: Summary, most: int) -> None:
     first, last = found.steps[0], found.steps[-1]
-    print(f"{found.answers:,} answers of {len(found.steps)} steps, {first} to {last}")
+    print(f"{counted(found.answers, 'answer')} of {len(found.steps)} steps, {first} to {last}")
     if len(found.steps) <= ENDS:
         print(f"mean reward {mean(found.last):.3f}")
     else:

@@ -29,7 +29,7 @@ _EXAMPLES = """examples:
   stoker run --detach --name exp1 --notify 'mail -s done me' train.py
   stoker run --no-python ./a.out                    any program
   stoker run --hosts cluster.yaml --min-hosts 2 train.py   several machines; continues without a lost one
-  stoker run --role server:1:'serve.py --port 8000' --role trainer:3:train.py    two programs as one run (`stoker docs roles`)
+  stoker run --role server:1:'serve.py --port ${port}' --role trainer:3:train.py    two programs as one run (`stoker docs roles`)
   stoker run --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 train.py   by hand on each, as torchrun would
 
 exit codes: the guilty rank's own; 128+n for a signal; 70 where that would be 0 or was our doing; 0 only if every rank ended with exit code 0.

@@ -17,14 +17,17 @@ from stoker.contract.shape import as_json, pick
 from stoker.contract.terminal import paint, say, tell
 from stoker.contract.untrusted import is_count, json_text, printable
 from stoker.control.record.speedruns import speedruns
-from stoker.control.show.drawing import columns_of, fitted, short
+from stoker.control.show.drawing import columns_of, fitted, metric_text, short
 from stoker.control.show.gather import Gatherer
-from stoker.control.show.snapshot import Metric, Run, finite
+from stoker.control.show.snapshot import REWARD, RL_METRICS, Metric, Run, finite
 
 _STATES = {"running": "cyan", "completed": "green", "failed": "red", "lost": "red", "stopped": "yellow"}
 # Columns that go first where a line is too long.
-_LEAST = ("CAUSE", "RANKS", "TRIES", "TIME", "TOK/S", "DATE", "USER", "LOSS", "REWARD", "STEP")
-_RIGHT = ("STEP", "LOSS", "REWARD", "TOK/S", "RANKS", "TRIES", "TIME")
+_COMPANIONS = {name: title.upper() for name, title in RL_METRICS.items() if name != REWARD}  # of the reward
+_LEAST = (
+    "CAUSE", "RANKS", "TRIES", "TIME", *reversed(_COMPANIONS.values()), "TOK/S", "DATE", "USER", "LOSS", "REWARD", "STEP",
+)  # fmt: skip
+_RIGHT = ("STEP", "REWARD", *_COMPANIONS.values(), "LOSS", "TOK/S", "RANKS", "TRIES", "TIME")
 _SORTED: dict[str, Callable[[Run], Any]] = {
     "date": lambda run: run.started,
     "name": lambda run: run.id,
@@ -83,7 +86,9 @@ def main(argv: list[str]) -> int:
     if chosen:
         _print_table(chosen, told.all)
     elif runs or not chains:
-        none = f"none of {len(runs)} runs matches" if runs else f"no runs in {printable(root)}"
+        none = (
+            f"none of {counted(len(runs), 'run')} matches" if runs else f"no runs in {printable(os.path.abspath(root))}"
+        )
         print(none + (f"; {more}" if more else ""))
         return 0
     for chain in chains:
@@ -149,8 +154,12 @@ def _cause(run: Run) -> str | None:
 
 
 def _reward(run: Run) -> Metric:
-    """Of GRPO, whose loss says nothing of how far it is."""
-    return run.metrics.get("reward")
+    return run.rl_metrics.get(REWARD)
+
+
+def _companion(run: Run, name: str) -> str:
+    value = run.rl_metrics.get(name)
+    return "" if value is None else metric_text(name, value)
 
 
 def _cells(run: Run, everybody: bool) -> dict[str, str]:
@@ -162,8 +171,9 @@ def _cells(run: Run, everybody: bool) -> dict[str, str]:
         "DATE": time.strftime("%m-%d %H:%M", time.localtime(run.started)) if run.started else "",
         "STATE": printable(run.state, 10),
         "STEP": step,
-        "LOSS": short(run.loss) if run.loss is not None and _reward(run) is None else "",
         "REWARD": short(reward) if (reward := _reward(run)) is not None else "",
+        **{title: _companion(run, name) for name, title in _COMPANIONS.items()},
+        "LOSS": short(run.loss) if run.loss is not None and reward is None else "",
         "TOK/S": short(run.tokens_per_s) if run.tokens_per_s is not None else "",
         "RANKS": str(run.world),
         "TRIES": str(run.attempts),
@@ -215,5 +225,6 @@ def _row(run: Run) -> dict[str, Any]:
         "exit_code": run.verdict.exit_code if run.verdict else None,
         **pick(run, "step", "total_steps", "loss"),
         "reward": _reward(run),
+        **{name: run.rl_metrics.get(name) for name in _COMPANIONS},
         **pick(run, "tokens_per_s", "mfu", "restarts", "updated"),
     }

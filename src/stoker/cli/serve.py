@@ -28,7 +28,9 @@ KEY = API_KEY
 LONGEST_BODY = 1 << 20
 TURN = 8  # tokens of each answer between two looks of the host at a GPU: a stream comes in pieces of 20 to 100 ms
 MORE_CLIENTS = 64  # than answers: those who ask for metrics, or are told to come later
-_MODEL = "a folder with weights, a run (path, id or name), a speedrun's folder, or a hub id (default: the newest)"
+_MODEL = (
+    "a folder with weights, a run (path, id, name or latest), a speedrun's folder, or a hub id (default: the newest)"
+)
 _EPILOG = f"""examples:
   stoker serve                                     the newest run or speedrun that has a model, on http://127.0.0.1:{PORT}/v1
   stoker serve my-model --slots 32 --context 2048

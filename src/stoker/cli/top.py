@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     try:
         if not once:
             return _show(source, view)
-        snapshot = source.look_once()
+        snapshot = source.look_once((view.run,) if view.run else ())
     finally:
         source.close()
     if told.json:

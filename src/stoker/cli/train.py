@@ -19,8 +19,9 @@ from stoker.cli.train_fit import (
     with_memory_plan,
     without_memory_plan,
 )
-from stoker.contract import names, redact, schedulers
+from stoker.contract import layout, names, redact, schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.settings import Help, Parser, add_flags, build, from_mapping, suggest
 from stoker.contract.shape import options_of, replace
 from stoker.contract.shapes import Verdict
@@ -30,7 +31,7 @@ from stoker.control.launch.options import RunOptions, from_torchrun_environment,
 from stoker.control.launch.request import Request
 from stoker.control.machine.model import Machine
 from stoker.training.config.check import check, check_data, check_drill, check_needs, check_ranks
-from stoker.training.config.derived import about, derivable
+from stoker.training.config.derived import derivable
 from stoker.training.config.flags import Shown, add_key_flags
 from stoker.training.config.keys import DEFAULTS, KEYS, as_yaml, config_of, values_of
 from stoker.training.config.layers import PREFIX, Layers, gather
@@ -49,7 +50,9 @@ from stoker.training.config.schema import SECTIONS, Config
 from stoker.training.data.sources import check_there, fetch, is_hub_id, share_of
 from stoker.training.loop.config import check_loggers
 from stoker.training.model.config import OFF
-from stoker.training.stages.registry import STAGES, learning
+from stoker.training.stages.inputs import input_digests
+from stoker.training.stages.models import with_models
+from stoker.training.stages.registry import STAGES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -93,8 +96,8 @@ _OF_LOADING = ("load", "engine", "trust_remote_code", "vocab_size")  # keys of `
 _RUN_MOST = ("nproc_per_node", "gpus", "hosts", "name", "max_restarts", "detach", "dry_run")
 
 
-def parser(stage: str | None = None, *, short: bool = False) -> Parser:
-    """`short`: its help lists only what people need most. All of it is understood in any case."""
+def parser(stage: str | None = None, *, short: bool = False, default: Callable[[str], str] | None = None) -> Parser:
+    """`short`: its help lists only what people need most. All of it is understood in any case. `default`: of a key, in words."""
     kind = STAGES[stage] if stage is not None else None
     keys = kind.common if kind is not None and short else None
     foreign = _foreign(stage) if stage is not None else ()
@@ -111,16 +114,24 @@ def parser(stage: str | None = None, *, short: bool = False) -> Parser:
     if stage is None:  # for completion
         made.add_argument("stage", choices=list(STAGES))
     made.add_argument("--help-all", action="help", help="list every key of this stage and every option")
-    rules = learning()
-    own = {stage: rules[stage]} if stage in rules else rules
-    add_key_flags(made, Shown(keys, foreign, lambda dotted: about(dotted, own)))
+    add_key_flags(made, Shown(keys, foreign, default))
     add_flags(made, RunOptions, without=_NOT_HERE, shown=_RUN_MOST if short else None)
     return made
 
 
+class _KeyHelp(Help):
+    """Prints an option's value once: --lr, --optim.learning_rate RATE."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, action.metavar if isinstance(action.metavar, str) else action.dest.upper())
+        return f"{', '.join(action.option_strings)} {value}"
+
+
 def _wide(prog: str) -> argparse.HelpFormatter:
     columns = min(shutil.get_terminal_size((80, 24)).columns, 140)
-    return Help(prog, max_help_position=max(columns // 3, 24), width=columns)
+    return _KeyHelp(prog, max_help_position=max(columns // 3, 24), width=columns)
 
 
 def _foreign(stage: str) -> tuple[str, ...]:
@@ -140,8 +151,8 @@ def main(argv: list[str]) -> int:
         if stage.startswith("-"):
             what = "name the stage first: stoker train STAGE [options]"
         raise Refusal(f"{what}; the stages are {', '.join(STAGES)}", EX_USAGE)
-    if "--help-all" not in words and any(word in ("-h", "--help") for word in words):
-        print(parser(stage, short=True).format_help(), end="")
+    if helps := [word for word in words if word in ("-h", "--help", "--help-all")]:
+        print(_help(stage, [word for word in words if word not in helps], short="--help-all" not in helps), end="")
         return 0
     made = parser(stage)
     found, extra = made.parse_known_args(words)
@@ -162,6 +173,19 @@ def main(argv: list[str]) -> int:
     return _train(stage, layers, told)
 
 
+def _help(stage: str, words: list[str], *, short: bool) -> str:
+    """Return the help of a stage, with the defaults that a run on this machine resolves (of --preset, if that is among `words`)."""
+    from stoker.training.stages.help import default_text
+
+    told, _ = parser(stage).parse_known_args(words)
+    presets = [flag for flag in getattr(told, "keys", ()) if flag.name in ("preset", "debug")]
+    gpus = gpus_to_use(look(), getattr(told, "nproc_per_node", None))
+    resolved = settle(gather(presets, {}), gpus, STAGES[stage].defaults)
+    made = parser(stage, short=short, default=lambda key: default_text(stage, key, resolved.config, gpus=gpus))
+    made.description = f"{made.description}\n\nDefaults below: {resolved.lines[0]}."
+    return made.format_help()
+
+
 def _refuse_keys_of_others(stage: str, layers: Layers) -> None:
     """As flags alone: a config file may serve a whole chain of stages."""
     for dotted in _foreign(stage):
@@ -176,13 +200,15 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     machine = look()
     gpus = gpus_to_use(machine, ranks_asked(build(RunOptions, *outside).nproc_per_node, os.environ))
     resolved = settle(layers, gpus, STAGES[stage].defaults)
-    resolved, typed = replace(resolved, config=pinned(resolved.config)), pinned_words(sys.argv[1:])
     named = dict(resolved.run_options)
     if any("gpus" in layer for layer in outside[1:]):  # these, and not the GPU that the file's device_id names
         named.pop("gpu", None)
     outside = _run_layers(named, layers.path, told)
     # People grep for GPU0:INFO, with one GPU and in files too.
     options = build(RunOptions, {"module": not STAGES[stage].is_script, "prefix": "always"}, *outside)
+    root, remote = layout.runs_root(options.runs_dir, os.environ), options.hosts is not None
+    config, models = with_models(resolved.config, root, _say, options.name, remote)
+    resolved, typed = replace(resolved, config=pinned(config)), pinned_words(sys.argv[1:], models)
     _refuse_what_can_be(stage, resolved, options, machine, gpus)
     for line in resolved.lines:
         _say(line)
@@ -209,26 +235,34 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     given = frozenset(key for layer in outside for key in layer) | {"module"}
 
     def request_of(config: Config) -> Request:
-        return Request(options, STAGES[stage].recipe, (), given, tuple(flags(lasting(config))), typed)
+        return Request(options, STAGES[stage].recipe, (), given, tuple(flags(lasting(config))), typed, ())
 
+    at: Situation | None = None
     if STAGES[stage].learning is not None:
         from stoker.training.stages.situation import situation
 
         ranks, cpu = _most_ranks(resolved.config, options, machine, gpus), on_cpu(resolved.config, gpus)
-        resolved = _with_stage_defaults(
-            stage, resolved, situation(stage, resolved.config, ranks, ready), cpu, request_of
-        )
+        at = situation(stage, resolved.config, ranks, ready)
+        resolved = _with_stage_defaults(stage, resolved, at, cpu, request_of)
     # Before the plan: what it chooses for the cards that are here makes no other run.
     request = request_of(resolved.config)
     if STAGES[stage].learning is not None:
         resolved = with_kept_optimizer(resolved, request)
+    os.environ.pop(names.MEMORY_PLAN, None)  # another run's, of which this command is a part
     if machines:
-        resolved, options = with_memory_plan(stage, resolved, options, machines, ready, _say)
+        amount = at.amount if at is not None else None
+        resolved, options, plan = with_memory_plan(stage, resolved, options, machines, ready, _say, amount)
         request = replace(request, options=options)
+        if plan is not None:
+            from stoker.training.fit.launch_plan import LaunchPlan
+
+            os.environ.update(LaunchPlan.of(plan).to_environment())
     else:
         resolved = without_memory_plan(resolved, options, _say)
     if ready is not None:
         _check_resume(resolved.config, ready)
+    if STAGES[stage].learning is not None:
+        _refuse_earlier_result(resolved.config, request)
     if resolved.config.parallel.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # one CPU rank, or as many as asked for, and no GPU locked
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
@@ -240,7 +274,8 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     from stoker.cli.run import start
 
     keep = (*STAGES[stage].defaults, *derivable(STAGES[stage].learning))
-    code = start(replace(request, args=tuple(flags(resolved.config, keep))), _show_loss)
+    contents = input_digests(STAGES[stage], resolved.config, ready.key if ready is not None else None)
+    code = start(replace(request, args=tuple(flags(resolved.config, keep)), contents=contents), _show_loss)
     if options.dry_run and not options.json and not code:
         shown = _worth_showing(stage, resolved, keep)
         print(redact.whole(as_yaml(resolved.config, shown)), end="")
@@ -256,7 +291,7 @@ def _in_words(config: Config) -> str:
     from stoker.training.model.config import parameters
 
     c = _loaded_shape(config.model)
-    return f": {parameters(c):,} parameters, {c.layers} layers of width {c.dim}, {c.vocab_size:,} tokens"
+    return f": {parameters(c):,} parameters, {c.layers} layers of width {c.dim}, {counted(c.vocab_size, 'token')}"
 
 
 def _of_loaded(resolved: Resolved) -> set[str]:
@@ -328,7 +363,11 @@ def _refuse_what_can_be(stage: str, resolved: Resolved, options: RunOptions, mac
         check_drill(config, most, given)
         if on_cpu(config, gpus) and STAGES[stage].learning is not None and not options.dry_run:
             refuse_beyond_memory(config, most, machine.memory_total)
-    check_loggers(config.train.log_to)
+    if "wandb" in check_loggers(config.train.log_to) and not remote:  # rank 0 checks it on its own host
+        from stoker.control.launch.plan import added_environment
+        from stoker.training.loop.wandb_login import check_wandb_login
+
+        check_wandb_login({**os.environ, **added_environment(options, os.environ)})
     _check_inputs(stage, config)
 
 
@@ -423,6 +462,24 @@ def _check_resume(config: Config, ready: Prepared) -> None:
         line = nothing_left(begins, config.train.max_steps)
         if line:
             _say(line)
+
+
+def _refuse_earlier_result(config: Config, request: Request) -> None:
+    """Raises Refusal where --again would make a new run that resumes from the finished run's last checkpoint."""
+    from stoker.control.launch.runplace import Complete, find_place
+    from stoker.training.loop.resume import newest_in
+
+    folder = config.checkpoint.folder
+    newest = newest_in(folder) if request.options.again and folder and config.checkpoint.resume == "auto" else None
+    if newest is None:
+        return
+    try:
+        place = find_place(replace(request, options=replace(request.options, dry_run=True)), os.environ)
+    except (Complete, Refusal):
+        return  # the start reports it
+    if not place.reopened:
+        fix = "name another --checkpoint.folder, or start from scratch with --checkpoint.resume never"
+        raise Refusal(f"--again would resume from {newest}, which an earlier run saved: {fix}", EX_USAGE)
 
 
 def _check_model(config: Config) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.names import EX_CONFIG, EX_UNAVAILABLE, Refusal
+from stoker.contract.quantities import amount, counted
 from stoker.contract.shape import replace
 from stoker.control.launch.differing import keys_in
 from stoker.control.launch.options import RunOptions
@@ -21,16 +22,15 @@ from stoker.training.config.resolve import Resolved
 from stoker.training.config.schema import Config
 from stoker.training.fit.cards import Card
 from stoker.training.fit.footprint import STAGES
-from stoker.training.fit.terms import DPO, GRPO, REWARD, StageNeeds, asked_bits
-from stoker.training.model.config import LORA, OFF, QLORA
-from stoker.training.rl.config import MICRO
+from stoker.training.model.config import LORA, QLORA
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Host, Hosts
+    from stoker.training.config.amount import Amount
     from stoker.training.data.shards import Prepared
-    from stoker.training.fit.plan import Plan, Wish
-    from stoker.training.fit.strategy import Decision
+    from stoker.training.fit.plan import Plan
+    from stoker.training.stages.run_plan import RunInputs
 
 _PLANNED_KINDS = ("adamw", "adamw8bit")  # optimizers that the plan chooses from
 ONE = "one"  # of fit/strategy.py
@@ -65,23 +65,20 @@ def _hosts(options: RunOptions) -> Hosts:
 
 
 def refuse_too_large(stage: str, resolved: Resolved, options: RunOptions, machines: Mapping[str, Machine]) -> None:
-    """Before data is prepared for hours: what can't fit, however little is computed at once."""
+    """Refuse a run that can't fit however little is computed at once, before its data is prepared for hours."""
     cards = _cards(options, machines) if _known(stage, resolved.config, options) else []
     if not cards:
         return
-    from stoker.training.fit import plan
+    from stoker.training.fit.text import tightest
+    from stoker.training.stages.run_plan import plan_smallest
 
-    wish = _wish(stage, resolved, len(cards), None)
-    kind = plan.AUTO if "optim.kind" not in resolved.given else wish.optimizer
-    least = replace(wish.needs, length=wish.needs.length or wish.needs.new_tokens + 1)
-    least_wish = replace(wish, micro=0, recompute=None, optimizer=kind, needs=least)
-    found = _decided(cards, least_wish, resolved, options).plan
-    tightest = max(found.shares, key=lambda share: share.needs - share.card.free)
-    _refuse_shards(found, cards)
+    plan = plan_smallest(_inputs(stage, resolved, None, None), cards, _excluded(resolved, options)).plan
+    _refuse_shards(plan, cards)
+    share = tightest(plan)
     # An estimate refuses nothing, and what is close may fit.
-    if not found.fits and not found.about and tightest.planned.total + _SURELY > tightest.card.free:
+    if not plan.fits and not plan.about and share.planned.total + _SURELY > share.card.free:
         words = [*filter(None, [resolved.config.model.load]), *([] if stage == "sft" else ["--stage", stage])]
-        line = f"{_too_much(found)} (`{shlex.join(['stoker', 'fit', *words])}` shows more)"
+        line = f"{_too_much(plan)} (`{shlex.join(['stoker', 'fit', *words])}` shows more)"
         raise Refusal(f"this does not fit: {line}", EX_UNAVAILABLE)
 
 
@@ -89,7 +86,6 @@ def refuse_beyond_memory(config: Config, ranks: int, memory: int, loaded: int = 
     """Of ranks on the CPU of a machine with so many bytes: what can't fit, however little is computed at once. A fresh model's
     size is a few characters of a config file, that of one which is `loaded` (its parameters) a file of holes, and both would
     fill the machine's memory."""
-    from stoker.training.fit.plan import gib
     from stoker.training.model.config import parameters
 
     numbers = loaded if config.model.load else parameters(config.model)
@@ -98,9 +94,9 @@ def refuse_beyond_memory(config: Config, ranks: int, memory: int, loaded: int = 
     least = int(numbers * {LORA: 2, QLORA: 0.5}.get(config.adapter.method, learned))  # frozen: 16 or 4 bits
     needed = ranks * _RANK + least * (1 if config.parallel.strategy == "fsdp" else ranks)
     if needed > memory:
-        what = f"{numbers:,} parameters" if least > _RANK else "what a rank takes by itself"
-        line = f"{ranks} rank{'' if ranks == 1 else 's'} on the CPU with {what} need {gib(needed)} of memory or more"
-        line = f"this does not fit: {line}, and this machine has {gib(memory)}"
+        what = f"{counted(numbers, 'parameter')}" if least > _RANK else "what a rank takes by itself"
+        line = f"{ranks} rank{'' if ranks == 1 else 's'} on the CPU with {what} need {amount(needed)} of memory or more"
+        line = f"this does not fit: {line}, and this machine has {amount(memory)}"
         smaller = "an adapter (--lora, --qlora)" if config.model.load else "a smaller model (--model.depth)"
         raise Refusal(f"{line}; take {smaller}, or fewer ranks (--nproc-per-node)", EX_UNAVAILABLE)
 
@@ -108,21 +104,21 @@ def refuse_beyond_memory(config: Config, ranks: int, memory: int, loaded: int = 
 def _refuse_shards(found: Plan, cards: list[Card]) -> None:
     """What no estimate of shards can be wrong about: a gathered block that is larger than a card, shards than the host."""
     from stoker.training.fit.memory import GATHERED
-    from stoker.training.fit.plan import FSDP, gib
+    from stoker.training.fit.plan import FSDP
 
     if found.settings.strategy != FSDP or found.fits:
         return
     for share in found.shares:
         card, size = share.card, share.planned.terms.get(GATHERED, 0)
         if size + _SURELY > card.free:
-            line = f"a gathered block and the buffer of the next take {gib(size)}, and {_named(card)} has {gib(card.free)} free"
+            line = f"a gathered block and the buffer of the next take {amount(size)}, and {_named(card)} has {amount(card.free)} free"
             more = "" if found.settings.method == "qlora" else "; with --qlora they are a quarter of that"
             raise Refusal(f"this does not fit: {line}, however many ranks there are{more}", EX_UNAVAILABLE)
     for host, free in {card.host: card.host_free for card in cards}.items():
         needed = sum(share.host_bytes for share in found.shares if share.card.host == host)
         if free is not None and needed > free:
             there = f" on {host}" if host else ""
-            line = f"parallel.offload {found.settings.offload} needs {gib(needed)} of host memory{there}, and {gib(free)} are available"
+            line = f"parallel.offload {found.settings.offload} needs {amount(needed)} of host memory{there}, and {amount(free)} are available"
             raise Refusal(
                 f"this does not fit: {line}; use fewer ranks of this host, or parallel.offload off", EX_UNAVAILABLE
             )
@@ -181,54 +177,59 @@ def _checkpoint(config: Config, request: Request) -> str | None:
 
 
 def with_memory_plan(
-    stage: str, resolved: Resolved, options: RunOptions, machines: Mapping[str, Machine], ready: Prepared | None,
+    stage: str,
+    resolved: Resolved,
+    options: RunOptions,
+    machines: Mapping[str, Machine],
+    ready: Prepared | None,
     say: Callable[[str], None],
-) -> tuple[Resolved, RunOptions]:  # fmt: skip
-    """Where a model is loaded onto GPUs that are known: what nobody set, as the plan has it. Else as it was. The options with
-    one GPU where parallel.strategy auto chose one card."""
+    amount: Amount | None = None,
+) -> tuple[Resolved, RunOptions, Plan | None]:
+    """Return the settings with the plan's values for whatever the user did not set, where the GPUs of the run are known.
+
+    The options name one GPU if parallel.strategy auto chose one. The plan is None where there is none for this run.
+    """
     config = resolved.config
     cards = _cards(options, machines) if _known(stage, config, options) else []
     if not cards:
-        return without_memory_plan(resolved, options, say), options
-    from stoker.training.fit import plan
+        return without_memory_plan(resolved, options, say), options, None
+    from stoker.training.stages.run_plan import plan_run, planned_values, summary_line
 
-    def planned(wish: Wish) -> Decision:
-        return _decided(cards, wish, resolved, options)
-
-    wish = _wish(stage, resolved, len(cards), ready)
-    if stage == GRPO and not config.batch.micro:
-        # Fewer answers at once cost less than activations in host memory, or a decoding step by codes.
-        found = planned(replace(wish, inputs_on_host=bool(wish.inputs_on_host), needs=_by_copy(wish.needs)))
-        if not found.plan.fits:
-            wish = replace(wish, micro=0)
-            found = planned(wish)
-    else:
-        found = planned(wish)
-    if not found.plan.fits and "optim.kind" not in resolved.given and wish.optimizer == "adamw":
-        found = planned(replace(wish, optimizer=plan.AUTO))
+    inputs = _inputs(stage, resolved, ready, amount)
+    decision = plan_run(inputs, cards, exclude=_excluded(resolved, options))
+    plan = decision.plan
     if config.parallel.strategy == "auto":
-        say(f"parallel auto: {found.line()}")
-    if not found.plan.fits:
-        say(f"memory plan: this may not fit: {_too_much(found.plan)}")
-    resolved = replace(resolved, config=_filled(config, resolved.given, found.plan, say))
-    if found.way.strategy == ONE and len(cards) > 1:
-        options = replace(options, gpus=found.plan.shares[0].card.label.removeprefix("GPU "))
-    return resolved, options
+        say(f"parallel auto: {decision.line()}")
+    if not plan.fits:
+        say(f"memory plan: this may not fit: {_too_much(plan)}")
+    changed = planned_values(config, resolved.given, plan)
+    named = {name: "optimizer" if name == "optim.kind" else KEYS[name].name for name in changed}
+    words = ", ".join(f"{named[name]} {value}" for name, value in changed.items() if name != "batch.micro")
+    say(f"{summary_line(inputs, plan)}; {words or 'nothing to change'}")
+    resolved = replace(resolved, config=config_of(config.preset, values_of(config) | changed))
+    if decision.way.strategy == ONE and len(cards) > 1:
+        options = replace(options, gpus=plan.shares[0].card.label.removeprefix("GPU "))
+    return resolved, options, plan
 
 
-def _decided(cards: list[Card], wish: Wish, resolved: Resolved, options: RunOptions) -> Decision:
-    from stoker.training.fit.plan import DDP, FSDP
-    from stoker.training.fit.strategy import decide
+def _excluded(resolved: Resolved, options: RunOptions) -> set[str]:
+    """Return the strategies that the user's options rule out: one GPU, where they say how many there are."""
+    counted = options.nproc_per_node or options.gpus or options.gpu or options.hosts
+    return {ONE} if counted or "parallel.balance" in resolved.given else set()
 
-    config, given = resolved.config, resolved.given
-    p, but = config.parallel, set[str]()
-    # As config/check.py has it. One card is no choice where somebody says how many, or where a step's samples follow from that.
-    if p.balance != "off" or p.comm != "full" or config.compute.cuda_graphs == "on" or wish.on_host:
-        but.add(FSDP)
-    counted = options.nproc_per_node or options.gpus or options.gpu or options.hosts or "parallel.balance" in given
-    if counted or not config.batch.tokens or wish.needs.stage == GRPO:
-        but.add(ONE)
-    return decide(cards, wish, p.strategy if p.strategy in (DDP, FSDP) else "auto", but)
+
+def _inputs(stage: str, resolved: Resolved, ready: Prepared | None, amount: Amount | None) -> RunInputs:
+    from stoker.training.model import hf_config, hf_hub
+    from stoker.training.model.config import with_rows
+    from stoker.training.stages.run_plan import RunInputs
+
+    model = resolved.config.model
+    if not model.load:
+        shape = with_rows(model, ready.vocab_size if ready is not None else 0)
+        return RunInputs(stage, resolved.config, resolved.given, shape, "", ready, amount)
+    folder = hf_hub.folder_of(model.load, lambda line: None, code=model.trust_remote_code)
+    shape = hf_config.shape_for(model, folder)
+    return RunInputs(stage, resolved.config, resolved.given, shape, folder, ready, amount)
 
 
 def without_memory_plan(resolved: Resolved, options: RunOptions, say: Callable[[str], None]) -> Resolved:
@@ -246,21 +247,18 @@ def _named(card: Card) -> str:
     return f"{card.host}'s {card.label}" if card.host else card.label
 
 
-def _by_copy(needs: StageNeeds) -> StageNeeds:
-    return needs if needs.bits else replace(needs, bits=16)
-
-
 def _too_much(found: Plan) -> str:
-    from stoker.training.fit.plan import again_words, gib
+    from stoker.training.fit.plan import again_words
+    from stoker.training.fit.text import tightest
 
-    tightest = max(found.shares, key=lambda share: share.needs - share.card.free)
-    card, s = tightest.card, found.settings
+    share = tightest(found)
+    card, s = share.card, found.settings
     again = f", {again_words(s, found.wish.layers)} computed again" if s.saves else ""
     change = found.change
     words = "" if change is None else change.flags(train=True) or change.words
     return (
-        f"{_named(card)} has {gib(card.free)} free, and {s.method} with {s.micro} sample{'' if s.micro == 1 else 's'} at"
-        f" once{again} needs {gib(tightest.needs)}; smallest change: {words}"
+        f"{_named(card)} has {amount(card.free)} free, and {s.method} with {s.micro} sample{'' if s.micro == 1 else 's'} at"
+        f" once{again} needs {amount(share.needs)}; smallest change: {words}"
     )
 
 
@@ -292,110 +290,3 @@ def _cards(options: RunOptions, machines: Mapping[str, Machine]) -> list[Card]:
     if options.wait:  # until whoever holds the rest is gone
         cards = [replace(card, free=card.total) for card in cards]
     return cards if len({(card.host, card.label) for card in cards}) == len(cards) else []  # not those that share one
-
-
-def _wish(stage: str, resolved: Resolved, world: int, ready: Prepared | None) -> Wish:
-    from stoker.training.fit import plan
-    from stoker.training.model import hf_config, hf_hub
-    from stoker.training.model.config import with_rows
-    from stoker.training.parallel.config import recomputed_blocks
-
-    config, given = resolved.config, resolved.given
-    values, context = values_of(config), config.data.context_length
-    folder, model = "", with_rows(config.model, ready.vocab_size if ready is not None else 0)
-    if config.model.load:
-        folder = hf_hub.folder_of(config.model.load, lambda line: None, code=config.model.trust_remote_code)
-        model = hf_config.shape_for(config.model, folder)
-    told, batch = str(config.compute.recompute), config.batch
-    again, mlp = (None, 0) if told == "auto" else recomputed_blocks(told, model.layers)
-    packed = stage in (REWARD, DPO) or (stage != GRPO and (config.data.kind == "chat" or config.data.documents))
-    # Both answers of a pair are texts; DPO's prompts, too.
-    documents = max(context // plan.DOCUMENT, 1) * {REWARD: 2, DPO: 4}.get(stage, 1)
-    if ready is not None and ready.train_samples and ready.train_documents:
-        documents = max(-(-ready.train_documents // ready.train_samples), 1)
-    host = {"host": True, "device": None if "compute.embedding" not in given else False}
-    moved = {"host": True, "device": None if "compute.activations" not in given else False}
-    needs = _needs(stage, config, folder, world)
-    micro = batch.micro if "batch.micro" in given else 0
-    samples = batch.tokens // context or max(batch.micro, 1) * batch.accumulation * world
-    if stage == GRPO:
-        micro, samples = batch.micro or MICRO, needs.answers
-    return plan.Wish(
-        model, context, plan.FULL if config.adapter.method == OFF else config.adapter.method, config.adapter,
-        config.optim.kind, again, micro, host[values["compute.embedding"]] if "compute.embedding" in values else False,
-        packed, documents, samples, moved[config.compute.activations], needs,
-        offload=config.parallel.offload if "parallel.offload" in given else None,
-        sharding=config.parallel.sharding if "parallel.sharding" in given else None,
-        kept="optim.kind" in given and given["optim.kind"].words.startswith("checkpoint "), mlp=mlp,
-    )  # fmt: skip
-
-
-def _needs(stage: str, config: Config, folder: str, world: int) -> StageNeeds:
-    """`folder`: of the model."""
-    from stoker.training.fit.scorer import with_scorer
-    from stoker.training.model.hf_config import is_adapter
-
-    loaded = config.adapter.method != OFF and (bool(config.adapter.continue_from) or is_adapter(folder))
-    if stage != GRPO:
-        return StageNeeds(stage, likelihood=config.reward.likelihood, loaded=loaded)
-    c, how = config.grpo, config.generate
-    found = StageNeeds(
-        GRPO, reference=c.kl > 0, loaded=loaded, rows=how.rows, bits=asked_bits(how.bits), new_tokens=how.new_tokens,
-        length=_longest(config, folder), answers=-(-c.prompts_per_step // world) * c.group * world, updates=c.updates,
-    )  # fmt: skip
-    return with_scorer(found, c.reward_model) if c.reward_model else found
-
-
-def _longest(config: Config, folder: str) -> int:
-    """Tokens of the longest prompt with its answer; 0: the prompts can't be read here. Longer ones than the context are left
-    out by the recipe."""
-    from stoker.training.model.hf_config import tokenizer_in
-    from stoker.training.stages.registry import STAGES as ALL
-    from stoker.training.tokenizer.tokenizer import load
-
-    count = ALL[GRPO].lengths
-    if count is None or not os.path.isfile(config.grpo.prompts):
-        return 0
-    try:
-        counted = count(config, load(config.tokenizer.path or tokenizer_in(folder)))
-    except Refusal:
-        return 0  # the recipe says what is wrong with them
-    context = config.data.context_length
-    return max((length for _, lengths in counted for length in lengths if length <= context), default=0)
-
-
-def _filled(config: Config, given: Any, found: Plan, say: Callable[[str], None]) -> Config:
-    """What nobody set, as the plan has it."""
-    from stoker.training.fit.plan import gib
-    from stoker.training.parallel.config import recompute_word
-
-    s, layers = found.settings, found.wish.layers
-    values, changed = values_of(config), dict[str, Any]()
-    if config.parallel.strategy == "auto":
-        changed["parallel.strategy"] = s.strategy
-    if values["compute.recompute"] == "auto" and s.saves:
-        changed["compute.recompute"] = recompute_word(s.recompute, s.mlp, layers)
-    if s.optimizer != config.optim.kind:
-        changed["optim.kind"] = s.optimizer
-    if s.on_host and "compute.embedding" not in given:
-        changed["compute.embedding"] = "host"
-    if s.offload != config.parallel.offload:
-        changed["parallel.offload"] = s.offload
-    if s.sharding != config.parallel.sharding:
-        changed["parallel.sharding"] = s.sharding
-    if s.inputs_on_host and config.compute.activations != "host":
-        changed["compute.activations"] = "host"
-    if s.bits == 4 and config.generate.bits == "auto":
-        changed["generate.bits"] = "4"
-    default = config.batch.micro or (MICRO if found.wish.needs.stage == GRPO else 0)
-    if "batch.micro" not in given and default > s.micro:
-        changed["batch.micro"] = s.micro
-    tightest = max(found.shares, key=lambda share: share.needs - share.card.free)
-    about = f" ({found.about})" if found.about else ""
-    named = {name: "optimizer" if name == "optim.kind" else KEYS[name].name for name in changed}
-    words = ", ".join(f"{named[name]} {value}" for name, value in changed.items()) or "nothing to change"
-    say(
-        f"memory plan: {gib(tightest.planned.total)} of {gib(tightest.card.free)} free on {_named(tightest.card)} with"
-        f" micro-batch {s.micro}{about}; {words}"
-    )
-    return config_of(config.preset, values | changed) if changed else config

@@ -20,10 +20,13 @@ from stoker.control.roles import allocation, role
 from stoker.control.roles.allocation import Part
 from stoker.control.roles.role import ALWAYS, AUTO, Ready, RoleSpec
 from stoker.training.config.flags import Flag
+from stoker.training.config.keys import values_of
 from stoker.training.config.layers import Layers
-from stoker.training.config.resolve import on_cpu, settle
+from stoker.training.config.resolve import MODEL_KEYS, on_cpu, settle
 from stoker.training.config.schema import Config
 from stoker.training.rl.config import GROUP
+from stoker.training.stages.inputs import input_digests
+from stoker.training.stages.models import with_models
 from stoker.training.stages.registry import STAGES
 
 STAGE = "grpo"
@@ -50,6 +53,14 @@ def start(stage: str, keys: Sequence[Flag], layers: Layers, told: dict[str, Any]
         raise Refusal("--allocation starts the servers: leave grpo.server out", EX_USAGE)
     gpus = gpus_to_use(look(), ranks_asked(None, os.environ))
     config = settle(layers, gpus, STAGES[stage].defaults).config
+    # The trainer's own runs folder is the job's: names of runs are looked up here.
+    config, models = with_models(
+        config, layout.runs_root(told.get("runs_dir"), os.environ), _say, told.get("name"), False
+    )
+    values = values_of(config)
+    replaced = {key: values[key] for key in MODEL_KEYS if values[key] in models.values()}
+    keys = [flag for flag in keys if flag.name not in replaced]
+    keys += [Flag(key, f"--{key}", value) for key, value in replaced.items()]
     server = _server(config, serving, layout.runs_root(told.get("runs_dir"), os.environ))
     specs = [server, _trainer(keys, layers, training, server.name, server.env)]
     if allocation.parse(text)[0] == training:
@@ -57,7 +68,8 @@ def start(stage: str, keys: Sequence[Flag], layers: Layers, told: dict[str, Any]
     plan = roles.by_allocation(role.checked(specs, "--allocation", EX_USAGE), text)
     if on_cpu(config, gpus):
         plan = replace(plan, specs=tuple(replace(spec, gpus=0) for spec in plan.specs))
-    return roles.start_plan(roles.request_for(told, plan.specs, ()), plan)
+    contents = input_digests(STAGES[stage], config, None)
+    return roles.start_plan(replace(roles.request_for(told, plan.specs, ()), contents=contents), plan)
 
 
 def parts_of(text: str) -> tuple[Part, Part]:

@@ -33,6 +33,7 @@ CHECKPOINT = "CHECKPOINT"  # rank 0's mark: one has been saved whole, the run ma
 PORT = "STOKER_PORT"  # the rank's own, with --port-base
 SHARED_GPU = "STOKER_SHARED_GPU"  # 1: several ranks of this job use one GPU, which NCCL refuses
 MICRO_BATCH_HALVINGS = "STOKER_MICRO_BATCH_HALVINGS"  # set after a recipe ran out of GPU memory
+MEMORY_PLAN = "STOKER_MEMORY_PLAN"  # the memory plan that `stoker train` made before the start, as JSON, for its ranks
 
 # What the shim reads and removes before the script can see it.
 SHIM_BEATS = "STOKER_SHIM_BEATS"
@@ -43,8 +44,8 @@ SHIM_GATED = "STOKER_SHIM_GATED"
 SHIM_PYTHONPATH = "STOKER_SHIM_PYTHONPATH"
 
 # What a rank has because it is one: a new job that a rank submits is none.
-OF_A_RANK = (RUN_ID, RUN_DIR, RUN_ORIGIN, KEEP, HOST, TERMINAL, SHARED_GPU, MICRO_BATCH_HALVINGS, GPU_RANK, PORT,
-             SHIM_BEATS, SHIM_SOCKET, SHIM_FILES, SHIM_TRACER, SHIM_GATED, SHIM_PYTHONPATH)  # fmt: skip
+OF_A_RANK = (RUN_ID, RUN_DIR, RUN_ORIGIN, KEEP, HOST, TERMINAL, SHARED_GPU, MICRO_BATCH_HALVINGS, MEMORY_PLAN,
+             GPU_RANK, PORT, SHIM_BEATS, SHIM_SOCKET, SHIM_FILES, SHIM_TRACER, SHIM_GATED, SHIM_PYTHONPATH)  # fmt: skip
 
 STOP_NOW_SIGNAL = 60  # SIGRTMAX - 4: `stoker stop --now` to the launcher
 STACK_SIGNAL = 61  # SIGRTMAX - 3: asks a rank for its Python stacks. Not SIGUSR1: Lightning and schedulers have it

@@ -62,7 +62,7 @@ class State:
 
     def _numbers(self) -> str:
         if self.unit == BYTES:
-            size, of = (1e9, "GB") if self.total >= 1e9 else (1e6, "MB")
+            size, of = (2**30, "GiB") if self.total >= 2**30 else (2**20, "MiB")
             rate = f", {amount(self.rate)}/s" if self.rate else ""
             counted = f"{self.done / size:.1f}/{self.total / size:.1f} {of}{rate}"
         else:

@@ -37,10 +37,16 @@ def duration(text: str) -> float:
 
 
 def amount(count: float) -> str:
-    """Bytes for people, where they may be few: 3.2 GB, 15 MB, 0.4 MB."""
-    if count >= 1e9:
-        return f"{count / 1e9:.1f} GB"
-    return f"{count / 1e6:.1f} MB" if 0 < count < 1e7 else f"{count / 1e6:.0f} MB"
+    """Return a number of bytes as torch and nvidia-smi write it, in powers of 1024: 3.2 GiB, 15.0 MiB, 576 bytes."""
+    for power, unit in ((5, "PiB"), (4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if count >= 1024**power:
+            return f"{count / 1024**power:.1f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def used_of(used: int, total: int) -> str:
+    """Return how much of a memory or a disk is used, in GiB: 0.5/139.8 GiB."""
+    return f"{used / 2**30:.1f}/{total / 2**30:.1f} GiB"
 
 
 def clock(seconds: float | None) -> str:
@@ -67,8 +73,14 @@ def span(seconds: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """1 rank, 2 ranks."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """Return the number with its noun: 1 row, 2 rows, 12,000 tokens, 2 processes, 3 entries."""
+    if count == 1:
+        return f"1 {noun}"
+    if noun.endswith(("s", "x", "ch", "sh")):
+        return f"{count:,} {noun}es"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{count:,} {noun[:-1]}ies"
+    return f"{count:,} {noun}s"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 from stoker.contract.escapes import readings
+from stoker.contract.quantities import counted
 from stoker.contract.secretnames import NO, SURE, rate
 from stoker.contract.secretshapes import headers, private_keys, tokens, urls
 from stoker.contract.secretvalues import (
@@ -46,7 +47,7 @@ _known: list[str] | None = None  # values to hide wherever they turn up, longest
 def text(value: str) -> str:
     """Without its secrets, and cut where it is long: for one value of many."""
     shown = whole(value)
-    return shown if len(shown) <= LONGEST else shown[:LONGEST] + f"... ({len(shown)} characters)"
+    return shown if len(shown) <= LONGEST else shown[:LONGEST] + f"... ({counted(len(shown), 'character')})"
 
 
 def whole(value: str) -> str:

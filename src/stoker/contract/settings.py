@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
             if "-h" not in action.option_strings:
                 self._add_action(action)
 
-    def run_argument(self, kinds: str = "id, name or path of a run", default: str = "the newest") -> None:
+    def run_argument(self, kinds: str = "id, name or path of a run, or latest", default: str = "the newest") -> None:
         names_run(self.add_argument("run", nargs="?", metavar="RUN", help=f"{kinds} (default: {default})"))
 
     def runs_dir(self) -> None:

@@ -65,6 +65,11 @@ class Around:
     gpu_total: int | None = None
     shm_free: int | None = None
     shm_total: int | None = None
+    full_disks: tuple[
+        tuple[str, int, int], ...
+    ] = ()  # local file systems without room: (mount point, free, total bytes)
+    loader_workers: int = 0  # data-loader workers of torch that the rank had at once
+    address_limit: int | None = None  # RLIMIT_AS of the rank (`ulimit -v`), bytes; None: unlimited
 
 
 @shape

@@ -9,6 +9,8 @@ import os
 import stat
 from collections.abc import Iterator
 
+from stoker.contract.quantities import counted
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import json
@@ -71,7 +73,7 @@ def parse_json(text: str | bytes | bytearray, depth: int = DEPTH, unique: bool =
         raise ValueError("it begins with a byte order mark")
     containers = text.count("[") + text.count("{")
     if containers + text.count(",") > most:
-        raise ValueError(f"more than {most:,} values")
+        raise ValueError(f"more than {counted(most, 'value')}")
     try:
         found = _decoder(unique).decode(text)
     except RecursionError:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import text_lines
 from stoker.speedrun.rows import CHECKS, TEXT_KEY, check_once, check_questions, check_text, copy_usable, judge
@@ -255,7 +256,7 @@ def _role(role: str, paths: list[str], speedrun: str, cache: str) -> tuple[tuple
     others = [path for path in paths if path not in listed]
     if role in _ONE_FILE and len(paths) > 1 and (others or not listed):
         raise Refusal(
-            f"--data: {len(paths)} files for {role} ({', '.join(map(os.path.basename, paths[:4]))}): make them one",
+            f"--data: {counted(len(paths), 'file')} for {role} ({', '.join(map(os.path.basename, paths[:4]))}): make them one",
             EX_DATAERR,
         )
 

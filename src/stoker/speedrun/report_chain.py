@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.contract.quantities import number_at, span
+from stoker.contract.quantities import amount, number_at, span
 from stoker.speedrun.gather import MODELS, Chain, StageRecord
 from stoker.training.stages.blocks import Block, Bullets, Cell, Code, Figure, Heading, Table, Text
 from stoker.training.stages.registry import links
@@ -67,7 +67,7 @@ def hardware_lines(data: dict[str, Any]) -> tuple[str, ...]:
     if cores is not None:
         lines.append(f"{cores:.0f} CPU core{'s' if cores != 1 else ''}")
     if memory is not None:
-        lines.append(f"{memory / 1e9:.0f} GB RAM")
+        lines.append(f"{amount(memory)} RAM")
     lines += [
         f"{key.replace('_', ' ')}: {value}"
         for key, value in rest.items()
@@ -80,7 +80,7 @@ def _card(card: Any) -> str:
     if not isinstance(card, dict):
         return str(card)
     memory = number_at(card, "memory_total")
-    return f"{card.get('name') or 'GPU'}" + (f" ({memory / 1e9:.0f} GB)" if memory else "")
+    return f"{card.get('name') or 'GPU'}" + (f" ({amount(memory)})" if memory else "")
 
 
 def total_of(chain: Chain, what: str) -> float | None:

@@ -115,7 +115,9 @@ def models_table(chain: Chain) -> Iterator[Block]:
     rows.append((Cell("bits per byte of plain text", "lower is better"), *map(Cell, bits)))
     yield Table(("", *MODELS.values()), tuple(rows))
     yield from _about_bits(chain, evaluated)
-    yield Figure("accuracy", "Right answers to held-out questions after each stage, with 95 % intervals")
+    questions = next((one.questions.greedy.total for one in evaluated.values() if one.questions.greedy.total), None)
+    counted = f"the {questions:,} held-out questions" if questions else "held-out questions"
+    yield Figure("accuracy", f"Right answers to {counted} after each stage, with 95 % intervals")
     variants = ", ".join(f"{word[0]}: {word}" for link, kind in links() if (word := variant(link, kind)))
     yield Figure("kinds", f"Right answers (greedy) by kind of question, with 95 % intervals; {variants}")
 

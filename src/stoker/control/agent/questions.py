@@ -305,7 +305,7 @@ sys.path[:] = json.loads(sys.argv[1])
 from stoker.control.machine.nvml import Nvml
 nvml = Nvml()
 nvml.gpus()
-print(json.dumps({uuid: nvml.work(uuid) for uuid in sys.argv[2:]}))
+print(json.dumps(nvml.work(sys.argv[2:])))
 """
 
 

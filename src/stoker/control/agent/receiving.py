@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stoker.contract import layout, owners, protocol, typed
+from stoker.contract.quantities import amount
 from stoker.contract.untrusted import parse_json, read_json
 from stoker.contract.wholefile import WholeFile
 from stoker.control.machine.hashing import Hashes, sha256_of
@@ -93,8 +94,8 @@ class Receiver:
                 room += size
         free = os.statvfs(self._root)
         if room and room + _RESERVE > free.f_bavail * free.f_frsize:
-            left = _mb(free.f_bavail * free.f_frsize)
-            raise Refused(f"the disk of {self._root} is full: {_mb(room)} to copy, {left} free")
+            left = amount(free.f_bavail * free.f_frsize)
+            raise Refused(f"the disk of {self._root} is full: {amount(room)} to copy, {left} free")
         if need:
             self._ours |= {path: self._offered[path][1] for path in need}
             self._save_manifest()  # before the first byte: a copy that breaks off is still known as ours
@@ -282,10 +283,6 @@ def _read_entries(entries: Any) -> list[tuple[str, str, int, int, str]]:
         if kind not in ("file", "link") or size < 0:
             raise Refused(f"the offer of {path!r} can't be read")
     return found
-
-
-def _mb(count: int) -> str:
-    return f"{count / 1e6:,.0f} MB"
 
 
 def serve(source: int, sink: int) -> int:

@@ -48,6 +48,10 @@ class Rank:
         self.state = "R"
         self.rss: deque[tuple[float, int]] = deque(maxlen=120)
         self.over = 0  # bytes, when it passed its memory limit
+        port = spec["env"].get(names.PORT, "")
+        self.port = int(port) if port.isdecimal() else 0  # STOKER_PORT; 0: it has none
+        self.loader_workers = 0  # of torch's DataLoader, the most that were seen at once
+        self.is_listening = False  # on that port; set once and kept
 
     def calls(self, newest: int) -> list[dict[str, Any]]:
         """Return its newest calls of torch.distributed, also after its end (control/rank/call_log.py)."""

@@ -6,6 +6,7 @@ A rank that beats costs one look at shared memory twice a second. Only one that 
 from __future__ import annotations
 
 import itertools
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from stoker.contract.process import kernel_lines, of_kernel, send
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Around
 from stoker.control.agent.spawn import Rank
-from stoker.control.machine import host, kernellog, processes
+from stoker.control.machine import host, kernellog, ports, processes
 from stoker.control.machine.model import GpuGauges, HostGauges
 from stoker.control.machine.nvml import Nvml
 
@@ -48,8 +49,11 @@ class Vitals:
             if rank.ended is not None:
                 continue
             if due:
-                resident = sum(processes.resident(pid) or 0 for pid in (rank.pid, *children(rank.pid)))
+                below = children(rank.pid)
+                resident = sum(processes.resident(pid) or 0 for pid in (rank.pid, *below))
+                rank.loader_workers = max(rank.loader_workers, sum(map(_is_loader_worker, below)))
                 rank.rss.append((round(time.time(), 1), resident))
+                self._report_listening(rank)
             if now - rank.beaten > QUIET_S:
                 one = processes.process(rank.pid)
                 state = one.state if one else "Z"
@@ -86,6 +90,12 @@ class Vitals:
         if fresh:
             self._say({"is": "beats", "ranks": fresh})
 
+    def _report_listening(self, rank: Rank) -> None:
+        """Report, once, that the rank or a process below it listens on the port it was given: it is a service."""
+        if rank.port and not rank.is_listening and ports.is_listening(rank.port, (rank.pid, *children(rank.pid))):
+            rank.is_listening = True
+            self._say({"is": "listening", "rank": rank.rank, "port": rank.port})
+
     def note_holders(self, rank: Rank, nvml: Nvml | None, run_id: str) -> None:
         """Who is on its card while it fails: once it is gone, so is its own entry, and perhaps the other's."""
         if nvml is not None and rank.gpu:
@@ -101,9 +111,35 @@ class Vitals:
             self.note_holders(rank, nvml, run_id)
         card = nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None
         holders = self._holders.get(rank.pid, ())
-        seen = Around(tuple(rank.rss), available, total, _kernel_lines(rank), holders, card and card[1], free, whole)
+        seen = Around(
+            tuple(rank.rss),
+            available,
+            total,
+            _kernel_lines(rank),
+            holders,
+            card and card[1],
+            free,
+            whole,
+            tuple(host.full_disks()),
+            rank.loader_workers,
+            address_space_limit(rank.pid),
+        )
         found: dict[str, Any] = as_json(seen)
         return found
+
+
+def _is_loader_worker(pid: int) -> bool:
+    """Whether torch's DataLoader started this process: it names its workers since torch 2.7."""
+    return of_kernel(f"/proc/{pid}/comm").strip() == "pt_data_worker"
+
+
+def address_space_limit(pid: int) -> int | None:
+    """Return RLIMIT_AS of a process in bytes, or None if it has none. A zombie still has its limits."""
+    try:
+        limit = resource.prlimit(pid, resource.RLIMIT_AS)[0]
+    except OSError:
+        return None
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 # What a run's history keeps of a host and of a card: fields of HostGauges and GpuGauges.
@@ -183,7 +219,8 @@ def keep_below(limit: int, ranks: dict[int, Rank], say: Say) -> None:
             rank.over = taken
             rank.signalled = True
             send(rank.me, signal.SIGSTOP)  # no further growth while the coordinator hears of it
-            say({"is": "ram", "rank": rank.rank, "bytes": taken, "limit": limit})
+            workers = max(rank.loader_workers, sum(map(_is_loader_worker, family)))
+            say({"is": "ram", "rank": rank.rank, "bytes": taken, "limit": limit, "loader_workers": workers})
 
 
 def children(pid: int) -> list[int]:

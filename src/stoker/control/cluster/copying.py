@@ -156,7 +156,7 @@ def copy(hosts: Hosts, load: Load, say: Say) -> None:
 
 
 def _count(copy: _Copy) -> str:
-    parts = [f"{copy.written} files, {copy.sent / 1e6:.1f} MB"] if copy.written else []
+    parts = [f"{counted(copy.written, 'file')}, {amount(copy.sent)}"] if copy.written else []
     return ", ".join([*parts, *([f"{copy.removed} removed"] if copy.removed else [])])
 
 
@@ -234,7 +234,7 @@ class _Copy:
         except Silent as silence:
             if not self._greeted:
                 return f"no answer to the copy: {silence}"
-            return f"the connection was lost in the middle of the copy, after {self.sent / 1e6:.1f} MB: {silence}"
+            return f"the connection was lost in the middle of the copy, after {amount(self.sent)}: {silence}"
         except protocol.ProtocolError as problem:
             return f"it is broken: {problem}" if self._greeted else self._why(problem)
         except (OSError, EOFError) as problem:
@@ -260,7 +260,7 @@ class _Copy:
             code = None
         said = printable_lines(self._far.complaints.decode("utf-8", "replace"))
         if self._greeted and not said:
-            return f"the connection was lost in the middle of the copy, after {self.sent / 1e6:.1f} MB"
+            return f"the connection was lost in the middle of the copy, after {amount(self.sent)}"
         return explain(self.host.name, said, code)
 
     def _talk(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
+from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Finding
 
@@ -276,7 +277,11 @@ def _links(replicas: list[Replica], links: list[Link], stopped: bool) -> Iterato
 
 
 def between(link: Link, of: Mapping[int, Replica]) -> str:
-    return "–".join(_label(of, rank) for rank in link.ranks) if len(link.ranks) == 2 else f"all {len(link.ranks)} ranks"
+    return (
+        "–".join(_label(of, rank) for rank in link.ranks)
+        if len(link.ranks) == 2
+        else f"all {counted(len(link.ranks), 'rank')}"
+    )
 
 
 def _label(of: Mapping[int, Replica], rank: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from stoker.contract import names, protocol, redact
 from stoker.contract.names import EX_OSERR, EX_UNAVAILABLE, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
@@ -94,7 +95,7 @@ class Agents:
     def _take_share(self, host: str, visible: str | None) -> None:
         """Where a scheduler tells which of a node's GPUs are the job's: those, and no others. A role has its share of them."""
         if visible and len(visible) > _LONGEST_SHARE:
-            raise protocol.ProtocolError(f"its CUDA_VISIBLE_DEVICES has {len(visible):,} characters")
+            raise protocol.ProtocolError(f"its CUDA_VISIBLE_DEVICES has {counted(len(visible), 'character')}")
         if not visible or self.hosts is None or self.by_name[host].gpus is not None:
             return
         if transport.way_to(self.by_name[host], self.hosts).shows_share:

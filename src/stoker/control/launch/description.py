@@ -10,6 +10,7 @@ from typing import Any
 from stoker.contract import layout, redact
 from stoker.contract.shape import as_json, pick
 from stoker.contract.untrusted import read_text
+from stoker.control.launch.contents import contents_of
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.request import Request
 from stoker.control.launch.runplace import RunPlace, config_hash
@@ -53,7 +54,7 @@ def describe(
         "environment": redact.environment(os.environ),
         **({"apart": {host: redact.arguments(words) for host, words in apart.items()}} if apart else {}),
         # A full disk may keep `enrich` from writing it.
-        **({"config_hash": config_hash(request)} if request.options.name else {}),
+        **({"config_hash": config_hash(request), "contents": contents_of(request)} if request.options.name else {}),
     }
 
 
@@ -90,6 +91,8 @@ def enrich(run_dir: str, request: Request, plan: RunPlan) -> dict[str, Any]:
     data.setdefault("versions", {}).update(_package_versions(packages))
     data["git"] = git_revision(os.getcwd())
     data["config_hash"] = config_hash(request)
+    if "contents" not in data:
+        data["contents"] = contents_of(request)
     return data
 
 

@@ -107,9 +107,11 @@ def _cpu(ranks: int, machine: Machine, why: str) -> Choice:
     ranks = max(ranks, 1)  # a host may say that it has no core
     most = machine.max_processes
     if most is not None and ranks >= most:
-        raise Refusal(f"{ranks} ranks: this machine allows {most} processes", EX_UNAVAILABLE, cause="host.processes")
+        raise Refusal(
+            f"{counted(ranks, 'rank')}: this machine allows {most} processes", EX_UNAVAILABLE, cause="host.processes"
+        )
     if machine.max_files is not None and ranks * 4 + 64 > machine.max_files:
-        line = f"{ranks} ranks need {ranks * 4 + 64} open files; the limit here is {machine.max_files} (ulimit -n)"
+        line = f"{ranks * 4 + 64} open files are needed for {counted(ranks, 'rank')}; the limit here is {machine.max_files} (ulimit -n)"
         raise Refusal(line, EX_UNAVAILABLE, cause="host.files")
     return Choice((), ranks, f"✓ {why[0].upper()}{why[1:]}: {counted(ranks, 'CPU rank')}, gloo")
 

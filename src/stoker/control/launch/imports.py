@@ -204,15 +204,17 @@ def import_line(done: Imported, one: Import) -> str:
     if done.problem:
         problem = done.problem.partition("\n")[0][:120]
         return f"  {done.name:<32} not there, and that may be meant: {one.optional} ({problem})"
-    return f"  {done.name:<32} {done.seconds:>7.2f} s {done.grew / 1e6:>+9.1f} MB {done.rss / 1e6:>9.1f} MB"
+    return f"  {done.name:<32} {done.seconds:>7.2f} s {done.grew / 2**20:>+9.1f} MiB {done.rss / 2**20:>9.1f} MiB"
 
 
 def _failed_import(one: Import, path: str, answer: dict[str, Any], problem: str) -> Verdict:
+    from stoker.control.verdict.rules.environment import install_advice
+
     missing = answer["missing"].partition(".")[0]
-    fix: tuple[str, ...] = (
-        (f"pip install {missing}   # the package may have another name",) if missing.isidentifier() else ()
+    fix = (
+        *install_advice(missing),
+        "is it the right Python environment? the ranks use the one that runs Stoker, or --python",
     )
-    fix = (*fix, "is it the right Python environment? the ranks use the one that runs Stoker, or --python")
     summary = f"import {one.name} fails at {path}:{one.line}: {problem.partition(chr(10))[0]}"
     # Without its secrets before it is cut: the last lines of a private key have no known shape.
     return _failed(summary, 1, redact.whole(answer["traceback"]).strip().splitlines()[-6:], fix)

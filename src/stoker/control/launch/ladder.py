@@ -280,7 +280,7 @@ class Ladder:
         found = scaling(self._climbed, ranks)
         if found.memory == "does not scale":
             self._say(memory_line(found, ranks))
-        self._say(f"{which}: {counted(ranks, 'rank')}, {self._steps} steps or the script's end")
+        self._say(f"{which}: {counted(ranks, 'rank')}, {counted(self._steps, 'step')} or the script's end")
         words = rung_words(request, plan, ranks, self._steps, time.strftime("%Y%m%d-%H%M%S"))
         code, _, said, pid = self._stoker(words, True, hide=plan.hidden)
         runs = finder.all_runs(layout.runs_root(request.options.runs_dir, os.environ))

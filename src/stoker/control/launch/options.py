@@ -75,7 +75,7 @@ class RunOptions:
     quiet: bool = option("no MEM and LOCK lines on the console", default=False, flags=("-q",))
     prefix: str = option(
         "GPU0: before every line on the console: always, never, or auto (the default: always, except on the stdout of a"
-        " single rank when stdout goes to a pipe or file of its own)",
+        " single rank when stdout goes to a pipe or file of its own; `stoker train`: always)",
         "WHEN",
         default="auto",
         choices=("auto", "always", "never"),
@@ -152,7 +152,10 @@ class RunOptions:
     name: str | None = option(
         "name of the run; given again, an unfinished run of that name continues; a run's id: that run", default=None
     )
-    again: bool = option("run it again although a run of this name and these settings is complete", default=False)
+    again: bool = option(
+        "if the run of this name is complete, run it again in a new run directory; the old one stays",
+        default=False,
+    )
     runs_dir: str | None = option(
         "folder of the run directories (default: $STOKER_RUNS, else ./runs)", "DIR", default=None
     )

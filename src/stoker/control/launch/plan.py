@@ -149,7 +149,7 @@ def make_plan(
     show = options.local_ranks_filter if options.show == "all" and options.local_ranks_filter else options.show
     if show not in ("all", "none", "errors"):
         _check_ranks(show, len(places))
-    asked = _asked_for(options, environment)
+    asked = added_environment(options, environment)
     role = Role(options.role, tuple(argv), len(places), not options.no_python, options.max_restarts, asked)
     pythons = _pythons(options, argv, hosts)
     return RunPlan(
@@ -216,8 +216,8 @@ def _check_ranks(text: str, world: int) -> None:
             raise Refusal(f"--show {text}: give all, none, errors or ranks from 0 to {world - 1}", EX_USAGE)
 
 
-def _asked_for(options: RunOptions, environment: Mapping[str, str]) -> dict[str, str]:
-    """--env"""
+def added_environment(options: RunOptions, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that --env adds for the ranks."""
     made: dict[str, str] = {}
     for word in options.env:
         name, equals, value = word.partition("=")

@@ -26,7 +26,7 @@ from typing import Any
 
 from stoker.contract import listeners, owners, typed
 from stoker.contract.names import EX_CONFIG, EX_TEMPFAIL, EX_UNAVAILABLE, RDZV_SECRET, RDZV_SECRET_FILE, Refusal
-from stoker.contract.quantities import span
+from stoker.contract.quantities import counted, span
 from stoker.contract.untrusted import open_regular, parse_json, printable
 from stoker.control.launch.nodes import Meeting, Nodes
 
@@ -428,7 +428,7 @@ def find_secret(environment: Mapping[str, str]) -> Secret | None:
         return None
     if len(key) < _SHORTEST_SECRET:
         better = f"give {_SHORTEST_SECRET} or more, as from `openssl rand -hex 32`"
-        raise _bad_secret(f"{where}: {len(key)} characters can be guessed; {better}")
+        raise _bad_secret(f"{where}: {counted(len(key), 'character')} can be guessed; {better}")
     return Secret(key.encode("utf-8", "surrogateescape"))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from stoker.contract import layout, protocol, redact
 from stoker.contract.names import CHECKPOINT
-from stoker.contract.quantities import amount, span
+from stoker.contract.quantities import span
 from stoker.contract.shape import pick, replace
 from stoker.contract.shapes import BadNumber, RankEnd, RankError
 from stoker.contract.stacktext import threads_of
@@ -203,7 +203,10 @@ class Reports:
         if message["gpu"]:
             more += f" GPU {message['gpu'][0] / 1e9:.1f}/{message['gpu'][1] / 1e9:.1f} GB"
         more += f" ({message['note']})" if message["note"] else ""
-        self._aside(rank, f"[Rank {rank}] MEM:{where} RAM {amount(message['rss'] or 0)} (rank){more}")
+        # The field notes' line, which people grep for: decimal gigabytes, unlike all other texts.
+        resident = message["rss"] or 0
+        rss = f"{resident / 1e9:.1f} GB" if resident >= 1e9 else f"{resident / 1e6:.0f} MB"
+        self._aside(rank, f"[Rank {rank}] MEM:{where} RAM {rss} (rank){more}")
 
     def _on_lock(self, _host: str, message: protocol.Message) -> None:
         rank, what, seconds = message["rank"], message["what"], message.get("seconds", 0.0)
@@ -232,7 +235,10 @@ class Reports:
         from stoker.control.verdict import launch
 
         rank = message["rank"]
-        self._trouble(launch.over_ram_limit(rank, self._attempt.label(rank), message["bytes"], message["limit"]))
+        stall = self._attempt.watch.stall
+        where = stall.where if stall is not None and rank == stall.rank else ""
+        taken, limit, workers = message["bytes"], message["limit"], message.get("loader_workers", 0)
+        self._trouble(launch.over_ram_limit(rank, self._attempt.label(rank), taken, limit, workers, where))
 
     def _on_first_step(self, _host: str, message: protocol.Message) -> None:
         self._record.event("first-step", rank=message["rank"], at=message["time"])
@@ -293,6 +299,9 @@ class Reports:
         if message["name"] == CHECKPOINT and message["rank"] == 0:
             self._attempt.checkpoints += 1
             self._attempt.checkpoint_at = time.time()
+
+    def _on_listening(self, _host: str, message: protocol.Message) -> None:
+        self._record.event("listening", rank=message["rank"], port=message["port"])
 
     def _on_phase(self, _host: str, message: protocol.Message) -> None:
         self._record.event("phase", rank=message["rank"], name=message["name"])

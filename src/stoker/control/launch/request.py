@@ -12,6 +12,10 @@ from stoker.contract.spelling import suggest_file
 from stoker.contract.untrusted import is_count, open_regular
 from stoker.control.launch.options import RunOptions
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
 _LONGEST_SCRIPT = 16 << 20
 # Flags that are taken and change nothing, with the reason that is printed.
 _HELPS = {name: spec.help.partition("not needed: ") for name, spec in options_of(RunOptions).items()}
@@ -31,6 +35,8 @@ class Request:
     identity: tuple[str, ...] | None = None
     # The words of `stoker train`, with `runs/latest` as the run that it was before this one; empty: as they were typed.
     typed: tuple[str, ...] = ()
+    # (what it is, SHA-256) of the files that the result depends on; None: the program's own files.
+    contents: tuple[tuple[str, str], ...] | None = None
 
 
 def how_to_run(options: RunOptions) -> RunOptions:
@@ -185,25 +191,41 @@ def _near(path: str) -> str:
 
 
 def _check_module(name: str) -> None:
-    """Finds the module as `python -m` will, the working directory first, without importing anything of it."""
-    path: list[str] | None = None
-    here = os.getcwd()
     parts = name.split(".")
     if name.startswith(RECIPES):
         return  # ours, and not looked for here
+    if "" in parts:
+        raise Refusal(f"-m {name}: not a module name", EX_USAGE, cause="launch.script-missing")
+    if _module_spec(name) is None:
+        raise _missing(f"no module {name} (looked in {os.getcwd()} and in {sys.prefix})")
+
+
+def module_file(name: str) -> str | None:
+    """Return the source file that `python -m NAME` would run, or None where there is no such module or no source."""
+    spec = _module_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _module_spec(f"{name}.__main__")
+    return spec.origin if spec is not None and spec.has_location else None
+
+
+def _module_spec(name: str) -> ModuleSpec | None:
+    """Find a module as `python -m` will, the working directory first, without importing anything of it."""
+    path: list[str] | None = None
+    spec: ModuleSpec | None = None
+    here = os.getcwd()
+    parts = name.split(".")
     sys.path.insert(0, here)
     try:
-        for count, part in enumerate(parts, 1):
-            if not part:
-                raise Refusal(f"-m {name}: not a module name", EX_USAGE, cause="launch.script-missing")
+        for count in range(1, len(parts) + 1):
             full = ".".join(parts[:count])
-            found = (finder.find_spec(full, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-            spec = next((one for one in found if one is not None), None)
+            specs = (finder.find_spec(full, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+            spec = next((found for found in specs if found is not None), None)
             if spec is None:
-                raise _missing(f"no module {name} (looked in {here} and in {sys.prefix})")
+                return None
             path = list(spec.submodule_search_locations or [])
     finally:
         sys.path.remove(here)
+    return spec
 
 
 # ---- the port of rank 0's store ----

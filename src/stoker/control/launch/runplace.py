@@ -10,11 +10,12 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 
-from stoker.contract import layout, schedulers
+from stoker.contract import layout, names, schedulers
 from stoker.contract.names import API_KEY, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.terminal import say
 from stoker.contract.untrusted import printable
+from stoker.control.launch.contents import changes
 from stoker.control.launch.differing import differences
 from stoker.control.launch.plan import default_name
 from stoker.control.launch.request import Request
@@ -128,11 +129,11 @@ def _of_id(run: reader.Run, request: Request, environment: Mapping[str, str]) ->
     same = told is None or told == config_hash(request)
     if not _is_complete(run) and same:
         return _reopened(run, request)
-    if _is_complete(run) and request.options.again:
+    if _is_complete(run) and (request.options.again or (same and _is_changed_role(run, request))):
         notice, make = f"run {run.id} is complete: {_IS_NEW}", not request.options.dry_run
         return _new(os.path.dirname(run.dir), run.name or "run", notice, make)
     if _is_complete(run) and same:
-        raise Complete(_nothing_to_do(f"run {run.id}", run))
+        raise Complete(_nothing_to_do(f"run {run.id}", run, request))
     state = "is complete and " if _is_complete(run) else ""
     line = f"run {run.id} {state}was started with other settings{_which(run, request)}; its command: {command_of(run)}"
     raise Refusal(f"{line}; for a new run give another --name{_weights_of(run, request)}", EX_USAGE)
@@ -149,10 +150,11 @@ def _of_name(
         return _reopened(last, request), ""
     others = [run for run in same[:-1] if _can_continue(run)]
     older = f"; {_unfinished(others[-1])}" if others else ""
-    if last.data.get("config_hash") == settings and not request.options.again:
-        raise Complete(f"{_nothing_to_do(f'run {name} ({last.id})', last)}{older}")
+    same_settings = last.data.get("config_hash") == settings
+    if same_settings and not request.options.again and not _is_changed_role(last, request):
+        raise Complete(f"{_nothing_to_do(f'run {name} ({last.id})', last, request)}{older}")
     mine = [run for run in others if run.data.get("config_hash") == settings]
-    if mine and not request.options.again:
+    if mine and not same_settings and not request.options.again:
         return _reopened(mine[-1], request), f"the newest run {name} ({last.id}) was started with other settings"
     if complete:
         return None, f"run {name} ({last.id}) is complete: {_IS_NEW}{older}"
@@ -170,9 +172,28 @@ def _is_complete(run: reader.Run) -> bool:
     return run.verdict is not None and run.verdict.status == "completed"
 
 
-def _nothing_to_do(which: str, run: reader.Run) -> str:
+def _nothing_to_do(which: str, run: reader.Run, request: Request) -> str:
+    """Return the line for a complete run whose files are unchanged. Raises Refusal where they changed since."""
+    changed = changes(run.data, request)
+    if changed:
+        fix = "give another --name for a new run, or --again to run it again"
+        raise Refusal(f"{which} is complete, but {_named(changed)} changed since it started: {fix}", EX_USAGE)
     ended = run.verdict.summary if run.verdict is not None else ""
-    return f"{which} is complete: {ended}; nothing to do (--again runs it again)"
+    unknown = " (its record has no digests of its files: whether they changed since is unknown)"
+    line = f"{which} is complete: {ended}; nothing to do{unknown if changed is None else ''}"
+    return f"{line}; --again runs it again"
+
+
+def _named(labels: Sequence[str]) -> str:
+    shown = [printable(label, 100) for label in labels[:3]]
+    if len(labels) > 3:
+        shown.append(f"{len(labels) - 3} more")
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def _is_changed_role(run: reader.Run, request: Request) -> bool:
+    """Whether a complete role of a resumed job is run again: its files changed, and nobody can give it --again."""
+    return names.JOB in os.environ and bool(changes(run.data, request))
 
 
 def _refuse_running(run: reader.Run, name: str, environment: Mapping[str, str]) -> None:
@@ -208,7 +229,11 @@ def _reopened(run: reader.Run, request: Request) -> RunPlace:
     layout.check_entries(run.dir, layout.ROLES, layout.HISTORY, ours_only=request.identity is None)
     attempts = run.attempts
     first = attempts[-1] + 1 if attempts else 0
-    return RunPlace(run.dir, run.id, run.name or run.id, first, True, _reopening(run, request.identity is not None))
+    notice = _reopening(run, request.identity is not None)
+    changed = changes(run.data, request)
+    if changed:
+        notice += f"\n{_named(changed)} changed since run {run.id} was last started: it continues with the new contents"
+    return RunPlace(run.dir, run.id, run.name or run.id, first, True, notice)
 
 
 def _reopening(last: reader.Run, recipe: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import time
 
@@ -27,6 +28,28 @@ def shared_memory() -> tuple[int | None, int | None]:
     except OSError:
         return None, None
     return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+
+# Others may be on a server that does not answer, and statvfs would wait for it.
+_LOCAL = ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
+_FULL = 1 << 20  # bytes: with less than this free, or without free inodes, a file system is full
+
+
+def full_disks() -> list[tuple[str, int, int]]:
+    """Return (mount point, free bytes, total bytes) of each local file system that is full and can be written to."""
+    full = []
+    for line in kernel_lines("/proc/mounts"):
+        path, kind = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split()[1]), line.split()[2]
+        if kind not in _LOCAL:
+            continue
+        try:
+            disk = os.statvfs(path)
+        except OSError:
+            continue  # not ours to see, or gone since
+        free, has_inodes = disk.f_bavail * disk.f_frsize, disk.f_favail > 0 or not disk.f_files
+        if disk.f_blocks and not disk.f_flag & os.ST_RDONLY and (free < _FULL or not has_inodes):
+            full.append((path, free, disk.f_blocks * disk.f_frsize))
+    return full
 
 
 def swap_used() -> int | None:

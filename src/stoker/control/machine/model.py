@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from stoker.contract.quantities import counted
 from stoker.contract.shape import as_json, shape
 from stoker.contract.typed import Real, read_recorded
 
@@ -78,12 +79,12 @@ def machine_from_json(data: Any) -> Machine:
     """ValueError: it is none."""
     machine = read_recorded(Machine, data, SCHEMA)
     if len(machine.gpus) > MOST_GPUS:
-        raise ValueError(f"{len(machine.gpus)} GPUs; no machine has more than {MOST_GPUS}")
+        raise ValueError(f"{counted(len(machine.gpus), 'GPU')}; no machine has more than {MOST_GPUS}")
     if not 0 <= machine.cores <= MOST_CORES:
         raise ValueError(f"{machine.cores} cores; a machine has 0 to {MOST_CORES}")
     longest = max((len(gpu.name or "") for gpu in machine.gpus), default=0)
     if longest > LONGEST_NAME:
-        raise ValueError(f"a GPU's name has {longest:,} characters; none has more than {LONGEST_NAME}")
+        raise ValueError(f"a GPU's name has {counted(longest, 'character')}; none has more than {LONGEST_NAME}")
     return machine
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from stoker.control.machine import kernellog, processes
@@ -15,8 +15,9 @@ _MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_pr
 
 
 # What slows a clock and is worth a word; idle, application clocks and sync boost are not.
+_POWER_CAP = 0x4
 _THROTTLE = {
-    0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake",
+    _POWER_CAP: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake",
 }  # fmt: skip
 THROTTLE_REASONS = tuple(_THROTTLE.values())
 _RECOVERY = {
@@ -28,6 +29,10 @@ _PEER = {
 }  # fmt: skip
 
 
+# NVML sets the power-cap reason for moments on cards that draw half of their limit. A cap that slows a card holds it at its
+# limit, and lasts.
+NEAR_LIMIT = 0.95  # of the enforced power limit
+LASTING_S = 0.25  # that the reason must last; NVML's power is itself a mean over up to a second
 EVENTS_S = 0.2
 _MOST_EVENTS = 100  # that one look takes: a sick card may report without end
 
@@ -73,6 +78,7 @@ class Nvml:
         self._handles: dict[str, Any] = {}
         self._fixed: dict[str, dict[str, Any]] = {}  # by uuid: what does not change, and costs a question each
         self._kept: dict[str, int] = {}  # by uuid: bytes that the driver keeps for itself
+        self._capped_since: dict[str, float] = {}  # by uuid: when the card was first seen at its power cap
         self._listener: Any = None  # of Xid events
         self._heard: set[str] = set()  # cards it listens to
         # nvidia-ml-py's own complaint when the driver is older than it, which is no NVMLError.
@@ -162,21 +168,51 @@ class Nvml:
         handle = self._handles.get(uuid)
         return self._holders(handle) if handle is not None else None
 
-    def work(self, uuid: str) -> dict[str, Any]:
-        """What one card is doing now: utilisation in percent, why its clock is held down, its PCIe lanes."""
-        handle = self._handles.get(uuid)
-        if handle is None:
-            return {}
+    def work(self, uuids: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Return what each GPU is doing now: utilisation in percent, why its clock is held down, its PCIe lanes."""
+        known = [uuid for uuid in uuids if uuid in self._handles]
+        for uuid in known:
+            self._throttle_reasons(uuid)
+        if self._capped_since:  # a second look shows whether the cap lasts
+            time.sleep(LASTING_S)
+        return {uuid: self._work_of(uuid) for uuid in known}
+
+    def _work_of(self, uuid: str) -> dict[str, Any]:
+        handle = self._handles[uuid]
         use = self._ask(self._nvml.nvmlDeviceGetUtilizationRates, handle)
-        reasons = self._ask(self._nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+        reasons = self._throttle_reasons(uuid)
         return {
             "use": int(use.gpu) if use else None,
-            "throttle": [word for bit, word in _THROTTLE.items() if reasons & bit] if reasons is not None else None,
+            "throttle": None if reasons is None else list(reasons),
             "lanes": [
                 self._ask(self._nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
                 self._ask(self._nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
             ],
         }
+
+    def _throttle_reasons(self, uuid: str) -> tuple[str, ...] | None:
+        """Return what slows the card's clock, in words; None if NVML does not know.
+
+        A power cap counts if the card draws about its enforced limit, now and at a look at least LASTING_S before, with
+        no look between that saw it uncapped.
+        """
+        handle = self._handles[uuid]
+        reasons = self._ask(self._nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+        if reasons is None:
+            return None
+        now = time.monotonic()
+        if reasons & _POWER_CAP and self._is_near_power_limit(handle):
+            since = self._capped_since.setdefault(uuid, now)
+            is_capped = now - since >= LASTING_S
+        else:
+            self._capped_since.pop(uuid, None)
+            is_capped = False
+        return tuple(word for bit, word in _THROTTLE.items() if reasons & bit and (bit != _POWER_CAP or is_capped))
+
+    def _is_near_power_limit(self, handle: Any) -> bool:
+        power = self._ask(self._nvml.nvmlDeviceGetPowerUsage, handle)
+        limit = self._ask(self._nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+        return power is not None and bool(limit) and power >= NEAR_LIMIT * limit
 
     def gauges(self, only: Collection[str] | None = None, processes: bool = True) -> tuple[GpuGauges, ...]:
         """What every card is doing now; of `only` these where it is given. One that does not answer says so."""
@@ -206,10 +242,7 @@ class Nvml:
             }
             self._kept[gpu.uuid] = self._reserved(handle)
         use, memory = ask(nvml.nvmlDeviceGetUtilizationRates, handle), self.memory(gpu.uuid)
-        power, reasons = (
-            ask(nvml.nvmlDeviceGetPowerUsage, handle),
-            ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle),
-        )
+        power = ask(nvml.nvmlDeviceGetPowerUsage, handle)
         clocks = [ask(nvml.nvmlDeviceGetClockInfo, handle, kind) for kind in (1, 2)]  # multiprocessors, memory
         energy = ask(nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
         holders = gpu.holders  # where the card was looked at just now
@@ -224,7 +257,7 @@ class Nvml:
             power=None if power is None else power / 1000,
             clock=None if clocks[0] is None else clocks[0] * 1e6,
             memory_clock=None if clocks[1] is None else clocks[1] * 1e6,
-            throttle=None if reasons is None else tuple(word for bit, word in _THROTTLE.items() if reasons & bit),
+            throttle=self._throttle_reasons(gpu.uuid),
             pcie_width=ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
             ecc_corrected=ask(nvml.nvmlDeviceGetTotalEccErrors, handle, 0, 0),
             ecc_uncorrected=ask(nvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0),
@@ -294,7 +327,6 @@ class Nvml:
         rows = ask(nvml.nvmlDeviceGetRemappedRows, handle)  # corrected, uncorrected, pending, failed
         pending = ask(nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
         capability = ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
-        reasons = ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
         display = ask(nvml.nvmlDeviceGetDisplayActive, handle)
         links = [ask(nvml.nvmlDeviceGetNvLinkState, handle, n) for n in range(18)]
         pci = (gpu.pci or "").lower()
@@ -304,7 +336,7 @@ class Nvml:
             temperature_slowdown=ask(nvml.nvmlDeviceGetTemperatureThreshold, handle, 1),
             power=None if power is None else power / 1000,
             power_limit=None if limit is None else limit / 1000,
-            throttle=None if reasons is None else tuple(word for bit, word in _THROTTLE.items() if reasons & bit),
+            throttle=self._throttle_reasons(gpu.uuid),
             pcie_generation=ask(nvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
             pcie_generation_max=ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
             pcie_width=ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from stoker.contract.listeners import LISTEN, rows_of
 from stoker.control.machine import processes
 
@@ -15,6 +17,12 @@ def _sockets(port: int, state: str) -> set[str]:
 
 def closing(port: int) -> bool:
     return bool(_sockets(port, _TIME_WAIT))
+
+
+def is_listening(port: int, pids: Iterable[int]) -> bool:
+    """Return whether one of these processes listens on this TCP port, on any address."""
+    sockets = {f"socket:[{inode}]" for inode in _sockets(port, LISTEN)}
+    return bool(sockets) and any(not sockets.isdisjoint(processes.open_files(pid)) for pid in pids)
 
 
 def listener(port: int) -> str | None:

@@ -165,8 +165,9 @@ def find(which: str | None, root: str, exact: bool = False, say: Callable[[str],
 def _found(which: str | None, root: str, exact: bool, say: Callable[[str], None]) -> Run:
     if which is None or which == layout.LATEST:
         return _newest(root, say)
-    if os.path.basename(which) == layout.LATEST and os.path.islink(which):
-        return _newest(os.path.dirname(which), say)
+    latest = split_latest(which)
+    if latest is not None and not latest[1]:
+        return _newest(latest[0], say)
     by_path = os.sep in which
     for given in (which, os.path.join(root, which)):
         candidate = through_latest(given, say)
@@ -198,6 +199,11 @@ def _found(which: str | None, root: str, exact: bool, say: Callable[[str], None]
     if len(begins) == 1 and not exact and not others:
         return begins[0]
     raise _no_run(which, root, listing)
+
+
+def find_role(which: str, root: str) -> Run | None:
+    """Return the run that JOB/ROLE names, or None."""
+    return _role(which, root, True, lambda line: None)
 
 
 def _role(which: str, root: str, exact: bool, say: Callable[[str], None]) -> Run | None:
@@ -243,23 +249,58 @@ def _newest(root: str, say: Callable[[str], None]) -> Run:
         others = f" of yours ({listing.others} of other users: `stoker runs --all`)" if listing.others else ""
         there = [f"{printable(one.dir)} is a speedrun: --runs-dir {printable(one.runs_dir)}" for one in speedruns(root)]
         hint = "; ".join(there[:3]) or "name another folder with --runs-dir"
-        raise names.Refusal(f"no runs{others} in {printable(root)}; {hint}", names.EX_NOINPUT)
+        raise names.Refusal(f"no runs{others} in {printable(os.path.abspath(root))}; {hint}", names.EX_NOINPUT)
     return listing.runs[-1]
 
 
-def through_latest(path: str, say: Callable[[str], None] = terminal.say) -> str:
-    """`path`; where it leads through a `latest` that is not ours, through our newest run there: in a folder that several users
-    share anybody may have made it, as a link or as a folder. Where we have no run there, it stays what was named.
+def split_latest(path: str) -> tuple[str, str] | None:
+    """Return (runs folder, what follows) of a path through a runs folder's `latest`, such as runs/latest/hf, else None.
+
+    It is one where we have runs there and `latest` is a link, is missing, or is another user's. A folder of that name that is
+    ours is an ordinary folder.
     """
     parts = path.split("/")
     for at in (at for at, part in enumerate(parts) if part == layout.LATEST):
-        latest, root = "/".join(parts[: at + 1]), "/".join(parts[:at]) or ("/" if at else ".")
+        latest, root = _split(parts, at)
+        if os.path.isdir(latest) and not os.path.islink(latest) and not _whose(latest, root):
+            continue
+        if root != "." or os.path.islink(latest):
+            try:
+                runs = all_runs(root)
+            except names.Refusal:  # a folder that we can't list has no runs of ours
+                continue
+            if runs:
+                return root, "/".join(filter(None, parts[at + 1 :]))
+    return None
+
+
+def is_latest(which: str) -> bool:
+    """Whether a word is `latest`, or a path through a runs folder's `latest`."""
+    return which == layout.LATEST or split_latest(which) is not None
+
+
+def _split(parts: list[str], at: int) -> tuple[str, str]:
+    """(the path up to `latest`, the folder that it is in)."""
+    return "/".join(parts[: at + 1]), "/".join(parts[:at]) or ("/" if at else ".")
+
+
+def through_latest(path: str, say: Callable[[str], None] = terminal.say) -> str:
+    """Return the path with the run instead of a link `latest`, which may lead to another run later.
+
+    Where `latest` is another user's (in a shared folder anybody may make it, as a link or a folder), it is our newest run
+    there; without runs of ours there, the path stays what it is.
+    """
+    parts = path.split("/")
+    for at in (at for at, part in enumerate(parts) if part == layout.LATEST):
+        latest, root = _split(parts, at)
         whose = _whose(latest, root)
         if not whose:
+            if os.path.islink(latest):
+                return os.path.join(os.path.dirname(latest), os.readlink(latest), *filter(None, parts[at + 1 :]))
             continue
         try:
             runs = all_runs(root)
-        except names.Refusal:  # not ours to list: no place of our runs
+        except names.Refusal:  # a folder that we can't list has no runs of ours
             continue
         if runs:
             say(f"{printable(latest)} {whose}: your newest run there is used, {printable(runs[-1].dir)}")
@@ -299,7 +340,9 @@ def _no_run(which: str, root: str, listing: Listing) -> names.Refusal:
         if (speedrun := speedrun_at(place.rstrip(os.sep))) is not None:
             line = f"{shown} is a speedrun: name a run of its stages, with --runs-dir {printable(speedrun.runs_dir)}"
             return names.Refusal(line, names.EX_NOINPUT)
-    hint = suggest(which, [*(run.name for run in listing.runs), *(run.id for run in listing.runs)])
+    hint = suggest(
+        os.path.basename(which.rstrip(os.sep)), [*(run.name for run in listing.runs), *(run.id for run in listing.runs)]
+    )
     if not hint and listing.runs:
         hint = f"; `stoker runs` lists the {len(listing.runs)} there"
-    return names.Refusal(f"no run {shown!r} in {printable(root)}{printable(hint)}", names.EX_NOINPUT)
+    return names.Refusal(f"no run {shown!r} in {printable(os.path.abspath(root))}{printable(hint)}", names.EX_NOINPUT)

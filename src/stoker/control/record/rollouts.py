@@ -17,6 +17,7 @@ from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.shape import as_json, shape
 from stoker.contract.untrusted import json_lines
 from stoker.contract.wholefile import APPEND, write_whole
+from stoker.control.record import finder
 
 ENDS = 5  # steps at both ends that are never thinned
 OF_A_STEP = 16  # a step has no more than this part of the limit: those at both ends always fit
@@ -110,15 +111,26 @@ def read_rollouts(folder: str) -> Iterator[Rollout]:
         raise Refusal(f"{path} is larger than {LARGEST >> 20} MB: no run writes such a file", EX_DATAERR)
     try:
         for _, told in json_lines(path, LONGEST):
-            found = _rollout(told)
-            if found is not None:
-                yield found
+            rollout = parse_rollout(told)
+            if rollout is not None:
+                yield rollout
     except (OSError, ValueError) as problem:  # a named pipe, or a line without end
         why = getattr(problem, "strerror", None) or problem
         raise Refusal(f"{path}: {why}; no run writes such a file", EX_DATAERR) from problem
 
 
-def _rollout(told: dict[str, Any]) -> Rollout | None:
+def rollouts_path(run_dir: str) -> str | None:
+    """Return the path of a run's rollouts below its directory, or None; of a job of several roles its trainers'."""
+    if os.path.exists(os.path.join(run_dir, layout.ROLLOUTS)):
+        return layout.ROLLOUTS
+    for role in finder.look(os.path.join(run_dir, layout.ROLES)).runs:
+        if os.path.exists(os.path.join(role.dir, layout.ROLLOUTS)):
+            return os.path.join(layout.ROLES, os.path.basename(role.dir), layout.ROLLOUTS)
+    return None
+
+
+def parse_rollout(told: dict[str, Any]) -> Rollout | None:
+    """Return a line of the file as a rollout, or None if a field is missing or of another type."""
     numbers = [told.get(name) for name in ("step", "weights", "row", "tokens")]
     if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
         return None

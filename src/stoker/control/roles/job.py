@@ -22,6 +22,7 @@ from stoker.control.agent.kernel import set_name
 from stoker.control.agent.reservations import GpuLocks
 from stoker.control.cluster.hosts import NO_GPUS, Hosts
 from stoker.control.launch import description, detach, request
+from stoker.control.launch.contents import contents_of
 from stoker.control.launch.coordinator import Coordinator, Ended
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.ourselves import stoker_command
@@ -91,6 +92,8 @@ class JobCoordinator(Coordinator):
         if self.options.max_restarts < 0:
             raise Refusal(f"--max-restarts {self.options.max_restarts}: give a number from 0 up", EX_USAGE)
         check_programs(specs, self.options, here=found.described is None)
+        contents = (*(self.request.contents or ()), *_programs(specs, self.options))
+        self.request = replace(self.request, contents=contents)
         place = find_place(self.request, os.environ)
         try:
             ports = free_ports(specs, here=found.described is None)
@@ -193,14 +196,25 @@ def check_programs(specs: Sequence[RoleSpec], options: RunOptions, here: bool) -
             if spec.after and here:
                 _check_training(spec)
             continue
-        flags, words = program(spec.command)
-        python = flags[flags.index("--python") + 1] if "--python" in flags else options.python
-        own = replace(options, no_python="--no-python" in flags, module="--module" in flags, python=python)
         try:
-            request.program(Request(own, words[0], tuple(words[1:]), frozenset()))
+            request.program(_role_request(spec, options))
         except Refusal as refusal:
             line, *more = refusal.line.removeprefix("--no-python: ").split("\n")
             raise Refusal(f"role {spec.name}: {line}", refusal.code, cause=refusal.cause, more=more) from refusal
+
+
+def _role_request(spec: RoleSpec, options: RunOptions) -> Request:
+    """Return a role's command as a request of its own. `options`: the job's."""
+    flags, words = program(spec.command)
+    python = flags[flags.index("--python") + 1] if "--python" in flags else options.python
+    own = replace(options, no_python="--no-python" in flags, module="--module" in flags, python=python)
+    return Request(own, words[0], tuple(words[1:]), frozenset())
+
+
+def _programs(specs: Sequence[RoleSpec], options: RunOptions) -> tuple[tuple[str, str], ...]:
+    """Return the digests of the roles' programs. A role that is a `stoker train` compares its own inputs when it starts."""
+    programs = (_role_request(spec, options) for spec in specs if not trains(spec.command))
+    return tuple(pair for request in programs for pair in contents_of(request))
 
 
 def _check_training(spec: RoleSpec) -> None:
@@ -263,11 +277,13 @@ def order_lines(specs: Sequence[RoleSpec], dealt: Mapping[str, Sequence[Seat]], 
         seats = dealt[spec.name]
         where = ", ".join(card.label for seat in seats for card in seat.cards)
         where = where or ", ".join(dict.fromkeys(seat.host for seat in seats if seat.host)) or "CPU"
-        port = f", port {ports[spec.name]}" if spec.name in ports else ""
-        most = max(number for _, number in numbered(seats))
-        more = f"-{ports[spec.name] + most}" if port and most else ""
+        port = ""
+        if spec.name in ports:
+            first = ports[spec.name]
+            last = first + max(number for _, number in numbered(seats))
+            port = f", port {first}" if first == last else f", ports {first}-{last}"
         after = f", after {' and '.join(spec.after)}" if spec.after else ""
-        found.append(f"role {spec.name}: {counted(spec.count, 'rank')} on {where}{port}{more}{after}")
+        found.append(f"role {spec.name}: {counted(spec.count, 'rank')} on {where}{port}{after}")
     return found
 
 

@@ -10,7 +10,7 @@ roles:
     port: auto                   # of the first; the others have the next ones. $STOKER_PORT, ${port}
     ready: {http: /health}       # or port: true, file: PATH, line: TEXT, mark: READY
     restart: always              # alone; never: its failure ends the job; job: starts all roles again
-    required: false              # the job does not wait for its end
+    required: false              # the job does not wait for its end; default: only if the role turns out to be a service
   trainer:
     command: train.py --lr 1e-5
     count: 3
@@ -85,10 +85,17 @@ class RoleSpec:
     env: Mapping[str, str] = {}
     ready: Ready | None = None
     restart: str = NEVER
-    required: bool = True
+    required: bool | None = None  # the job waits for its end; None: unless it is a service
     after: tuple[str, ...] = ()
     min_hosts: int = 0  # its run continues with so many of its hosts; 0: it needs all
     batch: int = 0  # samples a step, which its replicas share; 0: not known
+
+    @property
+    def is_service(self) -> bool:
+        """Whether the job need not wait for this role, as far as its description says. Without `required`, a role with a
+        ready rule is a service; others become one by what their processes do (see `RoleRun.find_service_reason`).
+        """
+        return self.ready is not None if self.required is None else not self.required
 
     @property
     def serves(self) -> bool:
@@ -110,7 +117,8 @@ def from_words(words: Sequence[str], counts: Mapping[str, int] | None = None) ->
         name, count, command = parts
         if not is_count(count) or not 1 <= int(count) <= _MOST:
             raise Refusal(f"--role {word}: {count!r} is not a number of replicas from 1 to {_MOST}", EX_USAGE)
-        found.append(RoleSpec(name, _command(command, f"--role {name}", EX_USAGE), int(count)))
+        argv = _command(command, f"--role {name}", EX_USAGE)
+        found.append(RoleSpec(name, argv, int(count), port=0 if trains(argv) else AUTO))
     return checked(found, "--role", EX_USAGE)
 
 
@@ -156,8 +164,8 @@ def _role(name: Any, about: Any, where: str) -> RoleSpec:
     restart = about.get("restart", NEVER)
     if restart not in RESTARTS:
         _refuse(where, f"restart: {restart!r} is not one of {', '.join(RESTARTS)}")
-    required = about.get("required", restart != ALWAYS)
-    if not isinstance(required, bool):
+    required = about.get("required", False if restart == ALWAYS else None)
+    if "required" in about and not isinstance(required, bool):
         _refuse(where, f"required: {required!r} is not true or false")
     count, gpus = _number(about, "count", 1, where, 1), about.get("gpus")
     return RoleSpec(
@@ -318,7 +326,7 @@ def checked(specs: Sequence[RoleSpec], where: str, code: int) -> tuple[RoleSpec,
                     f"{where}: {spec.name} waits for {name!r}, and there is no such role{suggest(name, names)}", code
                 )
     in_order(made, where, code)
-    if not any(spec.required for spec in made):
+    if all(spec.required is False for spec in made):
         raise Refusal(
             f"{where}: no role is required, so the job would be over at once: set required: true for one", code
         )

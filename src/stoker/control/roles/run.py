@@ -28,6 +28,7 @@ from stoker.control.roles.served import Served
 
 WAITING, STARTING, UP, ENDED = "waiting", "starting", "up", "ended"
 _LONGEST_LINE = 1 << 16  # bytes of one that are kept until its end comes
+SERVICE_MARK = "READY"
 _LINES = 20  # of its last ones that are kept
 
 
@@ -64,6 +65,8 @@ class RoleRun:
         self.failures: list[tuple[float, Verdict]] = []  # newest last
         self.watching: Watching | None = None
         self.served: tuple[Served | None, ...] = ()  # as it was last recorded
+        self.service_reason = ""  # why this role turned out to be a service; stays when it is started again
+        self._searched = 0  # bytes of its events when they were last searched for that
         self._root, self._console = root, console
         self._former: tuple[int, int] | None = None  # the verdict of the start before
         self._lines: deque[str] = deque(maxlen=_LINES)
@@ -73,6 +76,32 @@ class RoleRun:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def is_service(self) -> bool:
+        """Whether the job is complete without this role's end."""
+        return self.spec.is_service or bool(self.service_reason)
+
+    def find_service_reason(self) -> str:
+        """Return why this role is a service although its description doesn't say so; empty if nothing shows it.
+
+        Its own record has the evidence: a rank that listens on STOKER_PORT, or `stoker.mark("READY")`. An explicit
+        `required` is never overridden.
+        """
+        if self.spec.required is not None or self.child is None or (run := self.find_record()) is None:
+            return ""
+        size = reader.size_of(os.path.join(run.dir, layout.EVENTS))
+        if size == self._searched:
+            return ""
+        self._searched = size
+        for event in reader.events(run.dir):
+            if event["time"] < self.began:
+                continue
+            if event["event"] == "listening":
+                return f"it listens on its port, {event.get('port')}"
+            if event["event"] == "mark" and event.get("name") == SERVICE_MARK:
+                return f"it called stoker.mark({SERVICE_MARK!r})"
+        return ""
 
     @property
     def seats(self) -> tuple[Seat, ...]:

@@ -24,6 +24,7 @@ from stoker.control.verdict import launch
 TICK_S = 0.1
 REDRAW_S = 1.0  # a rank writes no sooner down where it is
 LONGEST_WAIT_S = 30.0
+SERVICES_S = 1.0  # between two searches for roles that have become services
 LIVED_S = 60.0  # one that lived as long was no crash loop
 LOOP, LOOP_S = 5, 600.0  # the same failure so often within this time is a loop
 _CHANCE = ("rank.killed", "rank.signal", "hang.stopped")  # somebody's doing from outside: no sign of a loop
@@ -60,8 +61,10 @@ class Running:
         self._blame = Blame(self._roles, run_id)
         self._stop = 0  # a signal that we got
         self._watched, self._drawn = watched, 0.0
+        self._searched_services = 0.0
 
     def run(self) -> Verdict:
+        self._warn_if_all_are_services()
         while True:
             self._start_those_that_can()
             for key, _ in self._selector.select(TICK_S):
@@ -70,6 +73,7 @@ class Running:
             self._heed_signals()
             for role in self._roles.values():
                 self._look_at(role)
+            self._find_services()
             self._draw()
             self._outcome = self._outcome or self._blame.decided()
             if all(role.child is None for role in self._roles.values()) and (self._outcome or self._again):
@@ -84,7 +88,7 @@ class Running:
         if not self._watched or time.monotonic() - self._drawn < REDRAW_S:
             return
         self._drawn = time.monotonic()
-        any(role.draw() for role in sorted(self._living(), key=lambda role: not role.spec.required))
+        any(role.draw() for role in sorted(self._living(), key=lambda role: role.is_service))
 
     # ---- starting ----
 
@@ -157,6 +161,33 @@ class Running:
         if role.collect():
             self._ended(role)
 
+    def _find_services(self) -> None:
+        """Look for roles that have turned out to be services: the job doesn't wait for their end."""
+        if self._outcome is not None or self._stop or time.monotonic() - self._searched_services < SERVICES_S:
+            return
+        self._searched_services = time.monotonic()
+        for role in self._living():
+            if role.is_service or not (reason := role.find_service_reason()):
+                continue
+            role.service_reason = reason
+            self._record.event("role-service", role=role.name, reason=reason)
+            if not self._warn_if_all_are_services():
+                ends = [other.name for other in self._required() if other.state != ENDED]
+                complete = f"; the job is complete when {' and '.join(ends)} {_has(ends)} ended" if ends else ""
+                self._say(f"stoker: role {role.name} is a service: {reason}{complete}")
+            self._settle()
+
+    def _warn_if_all_are_services(self) -> bool:
+        if not all(role.is_service for role in self._roles.values()):
+            return False
+        line = "every role is a service, so the job has no end of its own: it runs until you stop it (Ctrl-C)"
+        self._say(f"stoker: {line}; set `required: true` in a roles file for a role whose end is the job's")
+        return True
+
+    def _required(self) -> list[RoleRun]:
+        """Return the roles whose end completes the job: all that are no services, or all if every role is one."""
+        return [role for role in self._roles.values() if not role.is_service] or list(self._roles.values())
+
     def _ended(self, role: RoleRun) -> None:
         verdict = role.verdict
         assert verdict is not None
@@ -181,30 +212,32 @@ class Running:
         self._fail(role, verdict)
 
     def _say_what_is_left(self, ended: RoleRun) -> None:
-        """A server that never ends would keep the job going for ever, and nobody would know why. One that ended with exit code 0 may be
-        missed: its clients are left alone, since they may have told it to end.
+        """Say which roles the job still waits for, and how a server is left out of that.
+
+        The clients of a server that ended with exit code 0 are left alone: they may have told it to end.
         """
         asking = [role.name for role in self._living() if ended.name in role.spec.after]
         if asking and ended.spec.serves and self._outcome is None:
             line = f"role {ended.name} has ended with exit code 0 while {' and '.join(asking)} may still need it"
             self._say(f"stoker: {line}", colour=WARNING)
-        left = [role.name for role in self._roles.values() if role.spec.required and role.child is not None]
+        left = [role.name for role in self._required() if role.child is not None]
         if left and self._outcome is None:
-            hint = "a server that never ends needs `required: false` in a roles file (`stoker docs roles`)"
-            self._say(f"stoker: the job continues until {' and '.join(left)} ended, too; {hint}")
+            hint = "a server is not waited for if it listens on STOKER_PORT or calls stoker.mark('READY')"
+            line = f"the job continues until {' and '.join(left)} {_has(left)} ended, too"
+            self._say(f"stoker: {line}; {hint} (`stoker docs roles`)")
 
     def _settle(self) -> None:
         """Is the job over?"""
         if self._outcome is not None or self._again:
             return
-        needed = [role for role in self._roles.values() if role.spec.required]
+        needed = self._required()
         if self._stop:
             if all(role.child is None for role in self._roles.values()):
                 self._outcome = self._stopped_verdict()
             return
         if all(role.state == ENDED and role.is_ready for role in needed):
             ended = " and ".join(role.name for role in needed)
-            others = [role.name for role in self._roles.values() if not role.spec.required]
+            others = [role.name for role in self._living()]
             rest = f"; {' and '.join(others)} stopped" if others else ""
             self._outcome = Verdict("completed", "completed", f"{ended} ended with exit code 0{rest}", 0)
 
@@ -310,7 +343,7 @@ class Running:
 
     def _living(self, required: bool | None = None) -> list[RoleRun]:
         found = [role for role in self._roles.values() if role.child is not None]
-        return [role for role in found if required is None or role.spec.required == required]
+        return found if required is None else [role for role in found if role.is_service != required]
 
     def _stop_the_rest(self) -> None:
         """Those that the job is about first: they may need the others to save."""
@@ -327,10 +360,15 @@ class Running:
 
     def _stopped_verdict(self) -> Verdict:
         name = signal.Signals(self._stop).name
-        told = {role.name: role.verdict.summary for role in self._roles.values() if role.spec.required and role.verdict}
+        told = {role.name: role.verdict.summary for role in self._required() if role.verdict}
         parts = [f"{role}: {text.removeprefix(f'stopped by {name}').lstrip('; ')}" for role, text in told.items()]
         summary = "; ".join([f"stopped by {name}", *parts])
-        return Verdict("stopped", "launch.stopped", summary, 128 + self._stop)
+        fix = launch.outlive_terminal(self._stop)
+        return Verdict("stopped", "launch.stopped", summary, 128 + self._stop, fix=fix)
+
+
+def _has(role_names: Sequence[str]) -> str:
+    return "has" if len(role_names) == 1 else "have"
 
 
 def _short(words: str) -> str:

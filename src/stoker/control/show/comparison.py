@@ -86,6 +86,16 @@ def noise(first: Curve, second: Curve) -> Noise | None:
     return Noise(found.first_step, last, means[0], means[1], centre, centre - reach, centre + reach, len(differences))
 
 
+def at_equal_step(curves: Sequence[Curve]) -> tuple[int, list[float]] | None:
+    """Return the last step for which all curves have a finite value, and these values; None if there is no such step."""
+    known = [
+        {step: value for step, value in zip(curve.steps, curve.values, strict=True) if math.isfinite(value)}
+        for curve in curves
+    ]
+    steps = set.intersection(*map(set, known)) if known else set()
+    return (max(steps), [values[max(steps)] for values in known]) if steps else None
+
+
 def settings_of(run: reader.Run) -> dict[str, str]:
     """Dotted name -> value as text: the keys of a run that trains; else its command; and what it ran on."""
     found = {name: value for name, value in _config(run.dir).items() if name not in _LEFT_OUT}

@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Sequence
 
 from stoker.contract.shape import shape
-from stoker.control.show.snapshot import Metric
+from stoker.control.show.snapshot import SHARES, Metric, finite
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-~=+*#"
@@ -183,6 +183,12 @@ def short(value: Metric) -> str:
     if size >= 0.001:
         return f"{value:.4g}"
     return f"{value:.1e}"
+
+
+def metric_text(name: str, value: Metric) -> str:
+    """Format the value of the metric `name`: shares in percent, others as `short` does."""
+    number = finite(value)
+    return f"{number:.0%}" if name in SHARES and number is not None else short(value)
 
 
 def columns_of(text: str) -> int:

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from stoker.contract import names
 from stoker.contract.names import Refusal
 from stoker.contract.untrusted import printable
-from stoker.control.show.curves import MetricsTail, finite_points
+from stoker.control.show.curves import MetricsTail, finite_points, smoothed
 from stoker.control.show.drawing import Line, short, sparkline
 from stoker.control.show.picture import leave_picture
+from stoker.control.show.snapshot import REWARD, RL_METRICS, headline_metric
 
 _WIDTH = 40
 
@@ -21,7 +22,7 @@ def show_loss(run_dir: str, say: Callable[[str], None]) -> None:
     """Nothing of a run without a loss. What goes wrong here is reported, and changes no exit code."""
     metrics = MetricsTail(run_dir)
     metrics.look()
-    metric = "reward" if "reward" in metrics.curves else "loss"
+    metric = headline_metric(metrics.curves)
     curve = metrics.curves.get(metric)
     points = finite_points(curve.points()) if curve is not None else []
     if curve is None or len(points) < 2:
@@ -33,8 +34,13 @@ def show_loss(run_dir: str, say: Callable[[str], None]) -> None:
     picture = ""
     try:
         if os.environ.get(names.PICTURES) != "0":
-            line = Line(os.path.basename(run_dir), tuple((float(step), value) for step, value in points))
-            picture = leave_picture(run_dir, [line], metric)
+            name, drawn_metrics = os.path.basename(run_dir), [metric]
+            if metric == REWARD:
+                drawn_metrics = [one for one in RL_METRICS if one in metrics.curves]
+            panels = [
+                (RL_METRICS.get(one, one), [Line(name, smoothed(metrics.curves[one], 1))]) for one in drawn_metrics
+            ]
+            picture = leave_picture(run_dir, panels, metric)
     except Refusal as problem:
         say(f"stoker: {problem.line}")
     except Exception as problem:  # a matplotlib that is there and does not work

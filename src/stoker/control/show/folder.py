@@ -28,6 +28,7 @@ _TEXT = 400  # characters of a summary
 _MOST_ROLES = 64
 _MOST_CAUSES = 1000  # of restarts, told apart: there are about a hundred
 _MOST_WAITING = 4096  # ranks that wait for one
+_HISTORY_LAG_S = 1.0  # beats are collected twice a second, so a moment has steps of up to this long before it
 
 
 class EventTail:
@@ -45,6 +46,7 @@ class EventTail:
         self.attempt: int | None = None
         self.up: dict[int, int] = {}  # rank -> pid, of the newest attempt
         self.ended: dict[int, tuple[int | None, int]] = {}  # rank -> (exit code, steps)
+        self.stopped: set[int] = set()  # ranks that ended because the launcher signalled them
         self.phases: dict[int, tuple[float, str]] = {}  # rank -> when it entered it
         self.suspicions: dict[str, Suspicion] = {}
         self.slow: dict[int, dict[str, Any]] = {}  # rank -> what the watch found out
@@ -96,8 +98,8 @@ class EventTail:
         rank = rank if rank is not None and 0 <= rank < (_MOST_RANKS if self._mine else _RANKS_OF_OTHERS) else None
         if kind == "attempt":
             self.attempt = whole(event.get("attempt"))
-            for told in (self.up, self.ended, self.phases, self.slow, self.suspicions):
-                told.clear()
+            for of_attempt in (self.up, self.ended, self.stopped, self.phases, self.slow, self.suspicions):
+                of_attempt.clear()
         elif kind == "restart":
             cause = printable(str(event.get("cause")), 80)
             if cause in self.restarts or len(self.restarts) < _MOST_CAUSES:
@@ -119,6 +121,8 @@ class EventTail:
             self.up[rank] = pid
         elif kind == "rank-exit":
             self.ended[rank] = whole(event.get("code")), whole(event.get("steps")) or 0
+            if event.get("ours") is True:
+                self.stopped.add(rank)
         elif kind == "phase" and isinstance(event.get("name"), str):
             self.phases[rank] = when, printable(event["name"], 80)
 
@@ -161,7 +165,9 @@ class RunFolder:
         self._row: Run | None = None
         self._newest: dict[str, Any] = {}
         self._told = Curve()
-        self._points: tuple[tuple[int, Metric], ...] | None = None  # of the loss, until there is anything new
+        self._points: tuple[tuple[int, Metric], ...] | None = (
+            None  # of the headline metric, until there is anything new
+        )
         self._columns: Columns = {}  # of ranks, where the history was not read
 
     def run(self, now: float, watched: bool) -> Run:
@@ -347,7 +353,7 @@ class RunFolder:
         plan = self.record.data.get("plan") or {}
         ranks = tuple(self._ranks(plan, now, made.state))
         if self._points is None:
-            self._points = tuple(self.curve("loss").points())
+            self._points = tuple(self.curve(made.headline).points())
         return {"ranks": ranks, "roles": roles_of(ranks), "curve": self._points}
 
     def curve(self, name: str) -> Curve:
@@ -376,13 +382,13 @@ class RunFolder:
         row = moment.of_rank(number) if moment is not None else {}
         age = max(0.0, now - moment.time) if moment is not None and state == RUNNING else 0.0
         code, steps = events.ended.get(number, (None, 0))
-        step = whole(row.get("step"))
+        made = max(whole(row.get("step")) or 0, steps, self._logged_by(number)) or whole(row.get("step"))
         aged = {name: finite(metric(row.get(name))) for name in ("beat_age", "collective_age")}
         known: dict[str, Any] = {
             "pid": events.up.get(number),
             "state": self._state_of(number, row, state),
             "exit_code": code,
-            "step": max(step or 0, steps) or step,
+            "step": made,
             "step_s": finite(metric(row.get("step_s"))),
             "waiting": finite(metric(row.get("waiting"))),
             "phase": self._phase_of(number),
@@ -393,10 +399,25 @@ class RunFolder:
         }
         return replace(place, **known)
 
+    def _logged_by(self, rank: int) -> int:
+        """Return the steps that metrics.jsonl proves the rank to have made.
+
+        A recipe's rank 0 writes a line when its step is done, and the other ranks take part in each step. The history
+        is up to two seconds older than that line. Where it is newer, the other ranks count as it says: one that hangs
+        is behind.
+        """
+        _, logged, when = self._values()
+        if logged is None or not self._is_recipe or rank not in self.events.up:
+            return 0
+        is_history_older = self.moment is None or when is None or self.moment.time < when + _HISTORY_LAG_S
+        return logged + 1 if rank == 0 or is_history_older else 0
+
     def _state_of(self, rank: int, row: dict[str, Any], state: str) -> str:
         events = self.events
         if rank in events.ended:
-            return "ended" if events.ended[rank][0] == 0 else "failed"
+            if events.ended[rank][0] == 0:
+                return "ended"
+            return "stopped" if rank in events.stopped else "failed"
         if rank not in events.up:
             return "waiting" if state in (RUNNING, UNKNOWN) else "gone"
         if state not in (RUNNING, UNKNOWN):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from stoker.contract import layout
+from stoker.contract.quantities import counted
 from stoker.contract.shape import replace
 from stoker.control.record import finder, reader
 from stoker.control.show.curves import Curve
@@ -82,12 +83,12 @@ class JobFolder(RunFolder):
     def _served(self, role: str, replica: int) -> str:
         """A server makes no steps: what it has answered is how far it is."""
         counts = self.events.served.get(role, [])
-        counted = counts[replica] if 0 <= replica < len(counts) else None
-        numbers = [whole(counted.get(key)) for key in ("requests", "tokens")] if isinstance(counted, dict) else []
+        done = counts[replica] if 0 <= replica < len(counts) else None
+        numbers = [whole(done.get(key)) for key in ("requests", "tokens")] if isinstance(done, dict) else []
         if not numbers or any(number is None or not 0 <= number < 10**18 for number in numbers):
             return ""
         requests, tokens = (number or 0 for number in numbers)
-        return f"{requests:,} requests, {tokens:,} tokens"
+        return f"{counted(requests, 'request')}, {counted(tokens, 'token')}"
 
     def _look(self) -> None:
         for record in finder.look(os.path.join(self.record.dir, layout.ROLES)).runs:

@@ -69,16 +69,16 @@ def _end_after(seconds: float, kind: str) -> None:
 
 
 def line(verdict: Verdict, state: str, run_dir: str) -> str:
-    """Run, state, step, loss, cause and how to look."""
+    """Return one line with the run, its state, step, reward or loss, its cause and the command that shows more."""
     run = _run(run_dir)
     name = (run.name if run is not None else "") or verdict.run or "a run"
     parts = [f"{name} {'is restarting' if state == 'restarting' else state}"]
     if run is not None and run.step is not None:
         total = f"/{run.total_steps}" if run.total_steps is not None else ""
         parts.append(f"step {run.step}{total}")
-    if run is not None and run.loss is not None:
-        number = finite(run.loss)
-        parts.append(f"loss {run.loss if number is None else f'{number:.4g}'}")
+    if run is not None and run.headline_value is not None:
+        number = finite(run.headline_value)
+        parts.append(f"{run.headline} {run.headline_value if number is None else f'{number:.4g}'}")
     if verdict.status != "completed":
         parts.append(f"{printable(verdict.summary, _SUMMARY)} [{verdict.cause}]")
     where = f"on {os.uname().nodename}"

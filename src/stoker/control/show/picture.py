@@ -38,8 +38,11 @@ def loaded_matplotlib() -> Any:
     return matplotlib
 
 
-def write_png(path: str, lines: Sequence[Line], metric: str, *, log: bool = False) -> None:
-    """There whole or not at all."""
+Panel = tuple[str, Sequence[Line]]  # label of the values' axis, and the lines
+
+
+def write_png(path: str, panels: Sequence[Panel], *, log: bool = False) -> None:
+    """Draw the panels below each other and write the picture whole or not at all."""
     try:
         matplotlib = loaded_matplotlib()
     except ImportError as problem:
@@ -47,23 +50,27 @@ def write_png(path: str, lines: Sequence[Line], metric: str, *, log: bool = Fals
         raise Refusal(printable(line), EX_UNAVAILABLE) from problem
     refuse_other_kind(path, b"\x89PNG", "a PNG picture")
     with matplotlib.rc_context(_LOOK):
-        figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
-        axes = figure.subplots()
-        for number, one in enumerate(lines):
-            look: Any = {
-                "color": _COLOURS[number % len(_COLOURS)],
-                "linestyle": _STYLES[number // len(_COLOURS) % len(_STYLES)],
-            }
-            heights = [max(-_HIGHEST, min(y, _HIGHEST)) for _, y in one.points]
-            axes.plot([x for x, _ in one.points], heights, linewidth=1.4, label=one.name, **look)
-        axes.set_xlabel("step")
-        axes.set_ylabel(metric)
-        if log:
-            axes.set_yscale("log")
-        if len(lines) > 1:
-            axes.legend()
+        height = 4.5 if len(panels) == 1 else 1.2 + 1.7 * len(panels)
+        figure = matplotlib.figure.Figure(figsize=(8, height), layout="constrained")
+        grid = figure.subplots(len(panels), squeeze=False, sharex=True)[:, 0]
+        for axes, (label, lines) in zip(grid, panels, strict=True):
+            for number, one in enumerate(lines):
+                look: Any = {
+                    "color": _COLOURS[number % len(_COLOURS)],
+                    "linestyle": _STYLES[number // len(_COLOURS) % len(_STYLES)],
+                }
+                heights = [max(-_HIGHEST, min(y, _HIGHEST)) for _, y in one.points]
+                axes.plot([x for x, _ in one.points], heights, linewidth=1.4, label=one.name, **look)
+            axes.set_ylabel(label)
+            if log:
+                axes.set_yscale("log")
+        grid[-1].set_xlabel("step")
+        first = panels[0][1]
+        if len(first) > 1:
+            grid[0].legend()
         else:
-            axes.set_title(lines[0].name, loc="left", fontsize=11)
+            grid[0].set_title(first[0].name, loc="left", fontsize=11)
+        figure.align_ylabels()
         try:
             with WholeFile(path, durable=False) as file:
                 figure.savefig(file, format="png", metadata={"Software": None})
@@ -71,10 +78,10 @@ def write_png(path: str, lines: Sequence[Line], metric: str, *, log: bool = Fals
             raise Refusal(f"{printable(path)} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
 
 
-def leave_picture(run_dir: str, lines: Sequence[Line], metric: str) -> str:
-    """METRIC.png in a finished run's folder, where matplotlib is installed. Returns its path, or ""."""
+def leave_picture(run_dir: str, panels: Sequence[Panel], metric: str) -> str:
+    """Write METRIC.png into a finished run's folder and return its path, or "" without matplotlib."""
     if not there_is_matplotlib():
         return ""
     path = os.path.join(run_dir, f"{metric}.png")
-    write_png(path, lines, metric)
+    write_png(path, panels)
     return path

@@ -8,7 +8,7 @@ gives the number, or None.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from stoker.contract.shape import as_json, shape
@@ -23,6 +23,23 @@ RUNNING, UNKNOWN, LOST, DAMAGED = "running", "unknown", "lost", "damaged"  # and
 _WORDS = ("nan", "inf", "-inf")
 
 Metric = Real | str | None  # typed.py reads annotations as they are written: fields spell it out
+
+REWARD, LOSS = "reward", "loss"
+# Metrics of a reinforcement-learning run in the order in which viewers list them, and what they are called there.
+RL_METRICS = {REWARD: "reward", "kl": "KL", "entropy": "entropy", "length": "length", "cut": "truncated"}
+SHARES = frozenset(("cut",))  # of these, shown in percent
+
+
+def headline_metric(names: Collection[str]) -> str:
+    """Return the metric that shows how far a run with metrics of these names has got."""
+    return REWARD if REWARD in names else LOSS
+
+
+def ordered_metrics(names: Iterable[str]) -> list[str]:
+    """Sort names of metrics for a viewer: reward and its companions of a run that has rewards, losses, then the rest."""
+    known = list(names)
+    first = [*RL_METRICS, LOSS, "val_loss"] if REWARD in known else [LOSS, "val_loss"]
+    return [name for name in first if name in known] + sorted(name for name in known if name not in first)
 
 
 @shape
@@ -63,7 +80,7 @@ class Rank:
     host: str
     gpu: str | None = None  # uuid
     pid: int | None = None
-    state: str = "waiting"  # waiting, running, stopped, ended, failed, gone
+    state: str = "waiting"  # waiting, running, stopped (by SIGSTOP, or ended by the launcher), ended, failed, gone
     exit_code: int | None = None
     step: int | None = None
     step_s: Real | None = None
@@ -118,11 +135,27 @@ class Run:
     roles: tuple[Role, ...] = ()
     ranks: tuple[Rank, ...] = ()
     slow: tuple[Slow, ...] = ()
-    curve: tuple[tuple[int, Real | str | None], ...] = ()  # (step, loss), thinned out
+    curve: tuple[tuple[int, Real | str | None], ...] = ()  # (step, value of `headline`), thinned out
 
     @property
     def restarted(self) -> int:
         return sum(self.restarts.values())
+
+    @property
+    def headline(self) -> str:
+        """The metric that shows how far the run has got: reward in reinforcement learning, else loss."""
+        return headline_metric(self.metrics)
+
+    @property
+    def headline_value(self) -> Metric:
+        return self.metrics[REWARD] if self.headline == REWARD else self.loss
+
+    @property
+    def rl_metrics(self) -> dict[str, Metric]:
+        """Reward, KL and the like in the order in which viewers list them; empty unless the run has rewards."""
+        return (
+            {name: self.metrics[name] for name in RL_METRICS if name in self.metrics} if self.headline == REWARD else {}
+        )
 
 
 @shape

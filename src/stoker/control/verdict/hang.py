@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from stoker.contract.quantities import ranks_text
+from stoker.contract.quantities import counted, ranks_text
 from stoker.contract.shapes import Stall
 from stoker.contract.stacktext import is_library
 from stoker.control.verdict.catalogue import Family, named, report
@@ -130,7 +130,7 @@ def summary(stall: Stall, label: str) -> str:
     at = f" at {stall.where}" if stall.where and stall.where not in stall.detail else ""
     who, others = _who(stall, label), ""
     if stall.waiting:
-        names = f"rank {stall.waiting[0]}" if len(stall.waiting) == 1 else f"{len(stall.waiting)} ranks"
+        names = f"rank {stall.waiting[0]}" if len(stall.waiting) == 1 else f"{counted(len(stall.waiting), 'rank')}"
         inside = f" in {stall.operation}" if stall.operation else ""
         others = f"; {names} wait{'s' if len(stall.waiting) == 1 else ''} for it{inside}"
     if stall.kind == "rank-only":

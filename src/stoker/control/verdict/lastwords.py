@@ -6,6 +6,7 @@ import re
 import signal
 
 from stoker.contract.names import EX_SOFTWARE
+from stoker.contract.quantities import amount
 from stoker.contract.shapes import Around, RankEnd
 
 TYPE_CHECKING = False
@@ -83,15 +84,7 @@ def path_in(line: str) -> str:
 def shm_left(around: Around) -> tuple[str, ...]:
     if around.shm_total is None:
         return ()
-    return (f"/dev/shm: {torch_size(around.shm_free or 0)} of {torch_size(around.shm_total)} free",)
-
-
-def torch_size(count: float) -> str:
-    """As torch writes sizes, so that the line in the log and the verdict can be compared."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count:.0f} bytes"
+    return (f"/dev/shm: {amount(around.shm_free or 0)} of {amount(around.shm_total)} free",)
 
 
 def exit_code(end: RankEnd) -> int:
@@ -106,6 +99,12 @@ def exit_code(end: RankEnd) -> int:
 def place(end: RankEnd) -> str:
     error = end.error
     return f"{error.file}:{error.line}, in {error.function}" if error and error.file else "no place known"
+
+
+def last_seen(case: Case) -> str:
+    """Return where the watch had last seen the rank if it was suspected of standing still: FILE:LINE, in FUNCTION; or ""."""
+    stall = case.evidence.stall
+    return stall.where if stall is not None and case.end.rank == stall.rank else ""
 
 
 def first_line(text: str, limit: int = 200) -> str:

@@ -21,6 +21,8 @@ completed: The job is complete.
 launch.stopped: The run was stopped.
   seen: the launcher received a signal (Ctrl-C, stoker stop, the scheduler) before any rank failed
   unless: a rank failed before the signal came: then that is the cause
+  fix: stopped by SIGHUP, when the terminal or the connection was closed: start with --detach, or type `stoker detach`
+      while it runs
 launch.refused: What was asked for can't be done.
   seen: a flag, a value or a combination that makes no sense; exit code 64 to 78 says of which kind
   fix: the message says what was wrong and what is possible
@@ -132,6 +134,7 @@ def stopped(evidence: Evidence, known: str = "", seen: tuple[str, ...] = (), fix
     else:
         how = "; the ranks ended on their own"
     ends = [f"rank {end.rank} {_ended(end.code)}" for end in evidence.ends[:8]]
+    fix = (*fix, *outlive_terminal(evidence.stop_signal))
     summary = f"stopped by {name}{how}; {_kept(evidence)}" + (f". Before the stop: {known}" if known else "")
     return Verdict(
         "stopped",
@@ -142,6 +145,13 @@ def stopped(evidence: Evidence, known: str = "", seen: tuple[str, ...] = (), fix
         retryable=False,
         fix=fix,
     )
+
+
+def outlive_terminal(stop_signal: int) -> tuple[str, ...]:
+    """Return the advice for a run that was stopped because its terminal or connection was closed."""
+    if stop_signal != signal.SIGHUP:
+        return ()
+    return ("its terminal was closed: start with --detach, or type `stoker detach` while it runs, and it continues",)
 
 
 def _ended(code: int | None) -> str:
@@ -216,9 +226,15 @@ def lost(run: str, saved: str = "", host: str = "") -> Verdict:
     )
 
 
-def over_ram_limit(rank: int, label: str, taken: int, limit: int) -> dict[str, Any]:
-    summary = f"rank {rank} ({label}) took {amount(taken)} of memory, past --ram-limit {amount(limit)}"
-    return report("oom.ram-limit", summary, [f"resident memory {taken} bytes, limit {limit}"], rank=rank, at_once=True)
+def over_ram_limit(rank: int, label: str, taken: int, limit: int, workers: int, where: str) -> dict[str, Any]:
+    """`workers`: data-loader workers of the rank. `where`: the line at which it was suspected to be stuck; may be empty."""
+    from stoker.control.verdict.rules.memory import FEWER_WORKERS
+
+    seen = f"; last seen at {where}" if where else ""
+    summary = f"rank {rank} ({label}) took {amount(taken)} of memory, past --ram-limit {amount(limit)}{seen}"
+    fix = [line for line in CATALOGUE["oom.ram-limit"].fix if workers or line != FEWER_WORKERS]
+    evidence = [f"resident memory {taken} bytes, limit {limit}"]
+    return report("oom.ram-limit", summary, evidence, rank=rank, at_once=True, fix=fix)
 
 
 def agent_lost(host: str, why: str, complaint: str) -> dict[str, Any]:

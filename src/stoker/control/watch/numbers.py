@@ -39,6 +39,8 @@ _NOT_TRAINING = (b"no", b"best", b"min", b"lowest", b"last", b"final")
 _TRAINING = (b"", *b"train training lm total mean avg average running step batch ce".split())
 _STEP = re.compile(rb"(?i)\b(?:global[ _]?step|step|iter|iteration)\W{0,3}(\d{1,18})")
 _COUNTER = re.compile(rb"\d{1,18}/\d{1,18}")
+# transformers' Trainer ends with the mean over all steps: in a dict with train_runtime, and in the table of log_metrics.
+_MEAN = re.compile(rb"train_runtime|^  train_loss\s{1,80}=\s{1,80}\S{1,40}\s{0,80}$")
 _CODES = re.compile(rb"\x1b\[[0-9;?]{0,40}[A-Za-z]")
 
 
@@ -98,6 +100,8 @@ class Losses:
         self._printing.add(rank)
         found = _STEP.search(line)
         step, value = int(found[1]) if found else 0, _number(match["value"])
+        if which == b"train" and math.isfinite(value) and _MEAN.search(line):
+            return None
         text = redact.whole(line.decode("utf-8", "replace").strip()[:_LOOKED_AT])[:_QUOTED]
         if which not in _TRAINING:
             if math.isfinite(value):

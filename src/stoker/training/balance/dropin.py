@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import stoker
+from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
 from stoker.training.balance.comm import now, to_host
@@ -54,7 +55,7 @@ class Sampler:
         self.batch, self._seed, self._shuffle = batch, seed, shuffle
         if batch < self.world or self._samples < self.world:
             raise ValueError(
-                f"a batch of {batch} from {self._samples} samples can't be split over {self.world} ranks: each"
+                f"a batch of {batch} from {self._samples} samples can't be split over {counted(self.world, 'rank')}: each"
                 " needs one"
             )
         self.most = self._mosts(most)

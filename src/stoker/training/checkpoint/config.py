@@ -28,7 +28,7 @@ class CheckpointConfig:
     keep: int = limits.FROM_ONE("how many of the newest to keep", 2)
     keep_best: bool = option("also keep the one with the best validation loss", default=True)
     resume: str = option(
-        "auto: this run's newest valid checkpoint; never; a run directory (runs/ID) or a checkpoint's folder",
+        "auto: this run's newest valid checkpoint; never; a run (runs/ID, its name) or a checkpoint's folder",
         default="auto",
         metavar="WHERE",
     )

@@ -16,6 +16,7 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.progress import Progress
+from stoker.contract.quantities import counted
 from stoker.contract.shape import as_json, shape
 from stoker.contract.typed import Count, read_shape
 from stoker.contract.untrusted import kind_of, parse_json
@@ -122,7 +123,7 @@ def disagreement(files: Mapping[str, Sums], tensors: Mapping[str, Entry]) -> str
             ):
                 return f"{name}: a piece is outside of shape {list(entry.shape)}"
         if len(entry.shape) > MOST_DIMENSIONS:
-            return f"{name} has {len(entry.shape)} dimensions"
+            return f"{name} has {counted(len(entry.shape), 'dimension')}"
         if sum(math.prod(piece.shape) for piece in entry.pieces) != math.prod(entry.shape):
             return f"{name}: its pieces do not make the whole tensor of shape {list(entry.shape)}"
         if _cut_along_one(entry.pieces):

@@ -90,6 +90,15 @@ def estimated(config: Config, vocabulary: int) -> Amount | None:
     return Amount(samples, count or tokens, unit, tokens, exact=False, held_out=aside, how=how)
 
 
+def is_small(config: Config) -> bool:
+    """Return whether the files of `data.path` are here, and so few that tokenizing them takes a second or two."""
+    try:
+        files = local_files(config.data.path)
+    except Refusal:
+        return False
+    return sum(_unpacked(path) for path in files) <= ENCODED
+
+
 def _encoded(config: Config, files: Sequence[str]) -> tuple[int, int] | None:
     """(tokens, rows) by the tokenizer. None: it is not on this machine, or preparing the data will say what is wrong."""
     folder = config.tokenizer.path

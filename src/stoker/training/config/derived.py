@@ -220,3 +220,47 @@ def about(dotted: str, stages: Mapping[str, Learning]) -> str:
             f" {least}; never above the preset's"
         )
     return ""
+
+
+def rule(dotted: str, learning: Learning, config: Config) -> str:
+    """Return how a stage derives this key where nobody sets it, in words; empty where it does not. `config`: its defaults."""
+    keeps = config.preset in KEEPS_ITS_LENGTH
+    if dotted == "optim.learning_rate" and learning.rate:
+        rate = learning.rate * RATE * CAUTIOUS.get(config.preset, 1.0)
+        return f"{_two_digits(rate):g} for 1 billion parameters, more for fewer, {ADAPTED:g} times that for adapters"
+    if dotted == "train.max_steps" and learning.prompts and not keeps:
+        return f"one pass over the prompts, up to {GRPO_PASSES} to make {GRPO_STEPS} steps, at most {GRPO_MOST_STEPS:,}"
+    if learning.prompts or keeps:
+        return ""
+    if dotted == "train.max_steps":
+        if learning.most_steps:
+            return f"{config.train.max_steps:,}, or 0 where these are over {learning.passes:g} epochs"
+        return "0, so that epochs counts"
+    if dotted == "train.epochs":
+        return f"{learning.passes:g}{', at most' if learning.most_steps else ''}"
+    if dotted == "batch.tokens" and config.batch.tokens:
+        most = config.batch.tokens // config.data.context_length
+        samples = min(learning.samples or most, most)
+        return f"{samples} rows, fewer where a pass has under {learning.steps_a_pass} steps" + (
+            f", up to {most} where it has over {MOST_STEPS_A_PASS:,}" if samples < most else ""
+        )
+    return ""
+
+
+def rule_with_adapters(dotted: str, learning: Learning, config: Config) -> str:
+    """Return how this key is derived in a run that trains adapters, in words; empty where that changes nothing."""
+    if dotted == EVALUATION and not learning.prompts and config.preset not in KEEPS_ITS_LENGTH:
+        return f"{EVALUATIONS} validations a run, fewer where they take over {100 * EVALUATIONS_SHARE:.0f} % of it"
+    return ""
+
+
+def rule_with_model(dotted: str, learning: Learning, config: Config) -> str:
+    """Return how this key is derived of a loaded model, in words; empty where it is not."""
+    if dotted == "optim.learning_rate" and not learning.rate:
+        rate = CONTINUED * RATE * CAUTIOUS.get(config.preset, 1.0)
+        return f"{_two_digits(rate):g} for 1 billion parameters, more for fewer, {ADAPTED:g} times that for adapters"
+    if dotted == CONTEXT:
+        return f"{config.data.context_length}, or fewer if the model was trained for fewer"
+    if dotted == NEW_TOKENS and learning.prompts:
+        return f"{config.generate.new_tokens}, or half of the model's context"
+    return ""

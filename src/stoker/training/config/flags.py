@@ -10,11 +10,9 @@ from stoker.contract.settings import Help, Parser
 from stoker.contract.shape import shape
 from stoker.training.config import presets
 from stoker.training.config.aliases import RENAMED, SECTION_VALUES, SWITCHES, TRANSLATED
-from stoker.training.config.derived import BATCH, LENGTH, RATES
 from stoker.training.config.keys import BARE, KEYS, LEAVES
+from stoker.training.config.presets import PRESETS
 from stoker.training.config.schema import ABOUT, SECTIONS
-
-DERIVED = (*RATES, *LENGTH, *BATCH)  # a stage that trains derives these
 
 
 @shape
@@ -47,23 +45,41 @@ class Shown:
 
     keys: Sequence[str] | None = None
     without: Collection[str] = ()  # keys that only other stages read
-    more: Callable[[str], str] = lambda dotted: ""  # what else is to be said of a key's default
+    default: Callable[[str], str] | None = None  # a key's default in words; None: that of each preset
+
+
+SHORT_NAMES = {  # that a stage's short help shows before the whole key
+    "data.path": "data",
+    "data.context_length": "context-length",
+    "optim.learning_rate": "lr",
+    "train.max_steps": "max-steps",
+    "train.epochs": "epochs",
+    "train.log_to": "log-to",
+}
+_SWITCHES = {"adapter.method": ("lora", "qlora")}  # shown below that key
 
 
 def add_key_flags(parser: argparse.ArgumentParser, shown: Shown | None = None) -> None:
     """Every key is understood, whichever of them the help lists."""
     shown = shown or Shown()
+    taken: set[str] = set()
+
+    def add(where: Any, name: str, spellings: list[str], text: str | None, metavar: str | None, alone: bool) -> None:
+        free = [spelling for spelling in spellings if spelling not in taken]
+        taken.update(free)
+        _add(where, name, free, text, metavar, alone)
+
     group = parser.add_argument_group("config")
     if shown.keys is None:
         begin = "; ".join(f"{name}: {text}" for name, text in presets.ABOUT.items())
         file = "YAML or JSON file with any of the keys below; its section `run` may hold options of `stoker run`"
     else:
         begin, file = ", ".join(presets.ABOUT), "YAML or JSON file with any of the keys"
-    _add(group, "preset", ["--preset"], f"where to begin: {begin}", "NAME", False)
-    _add(group, "config", ["--config"], file, "FILE", False)
-    paths = shown.keys is None or next(iter(shown.keys), "") == "data.path"
-    _add(group, "data", ["--data"], "the same as --data.path: one or several" if paths else None, "PATH", False)
-    _add(group, "debug", ["--debug"], "the same as --preset debug", None, True)
+    add(group, "preset", ["--preset"], f"where to begin: {begin}", "NAME", False)
+    add(group, "config", ["--config"], file, "FILE", False)
+    if shown.keys is None:
+        add(group, "data", ["--data"], "the same as --data.path: one or several", "PATH", False)
+    add(group, "debug", ["--debug"], "the same as --preset debug", None, True)
     groups: dict[str, Any] = {}
     if shown.keys is not None:
         groups = dict.fromkeys(SECTIONS, parser.add_argument_group("most used keys"))
@@ -74,27 +90,41 @@ def add_key_flags(parser: argparse.ArgumentParser, shown: Shown | None = None) -
             groups[key.section] = parser.add_argument_group(f"{key.section}: {ABOUT[key.section]}")
         text = _help(dotted, shown) if dotted in listed else None
         alone, metavar = key.kind == "bool", _metavar(dotted)
-        _add(groups[key.section] if text else parser, dotted, [f"--{dotted}"], text, metavar, alone)
-        _add(parser, dotted, _spellings(dotted)[1:], None, metavar, alone)
-    for name in (*LEAVES, *RENAMED, *TRANSLATED, *SECTION_VALUES):
+        is_short = bool(text) and shown.keys is not None
+        first = [f"--{SHORT_NAMES[dotted]}"] if is_short and dotted in SHORT_NAMES else []
+        add(groups[key.section] if text else parser, dotted, [*first, f"--{dotted}"], text, metavar, alone)
+        add(parser, dotted, _spellings(dotted)[1:], None, metavar, alone)
+        for name in _SWITCHES.get(dotted, ()) if is_short else ():
+            add(groups[key.section], name, [f"--{name}"], f"the same as --{dotted} {name}", None, True)
+    for name in ("data", *LEAVES, *RENAMED, *TRANSLATED, *SECTION_VALUES):
         alone = name in SWITCHES or (name in BARE and KEYS[BARE[name]].kind == "bool")
-        if name not in ("debug", "data"):
-            _add(parser, name, _spellings(name), None, None, alone)
+        add(parser, name, _spellings(name), None, None, alone)
 
 
 def _help(dotted: str, shown: Shown) -> str:
+    text = KEYS[dotted].spec.help
+    default = _default_by_preset(dotted) if shown.default is None else shown.default(dotted)
+    return f"{text} ({default})" if default else text
+
+
+def _default_by_preset(dotted: str) -> str:
+    """Return the value of each preset, where they differ; no other is ever used, since there is always a preset."""
+    values = {name: shown_value(dotted, preset.get(dotted, KEYS[dotted].default)) for name, preset in PRESETS.items()}
+    if len(set(values.values())) == 1:
+        return f"default: {values['production']}"
+    first = ("production", "small")  # the defaults with GPUs, and without
+    order = [*first, *(name for name in values if name not in first)]
+    return "default: " + ", ".join(f"{name} {values[name]}" for name in order)
+
+
+def shown_value(dotted: str, value: Any) -> str:
+    """Return a key's value as help prints it."""
     key = KEYS[dotted]
-    default = "none" if key.default in ((), "") else key.text(key.default)
+    if value in ((), ""):
+        return "none"
     if (key.spec.metavar or "").startswith("TIME"):
-        default = f"{key.default / 60:g}min"
-    if shown.keys is not None:
-        if dotted in DERIVED:
-            return f"{key.spec.help} (default: by stage and data)"
-        return f"{key.spec.help} (default: {default})" if default != "none" else key.spec.help
-    differs, more = presets.differing(dotted), shown.more(dotted)
-    return (
-        f"{key.spec.help} (default: {default}{f'; {differs}' if differs else ''}{f'; stages: {more}' if more else ''})"
-    )
+        return f"{value / 60:g}min"
+    return ", ".join(map(key.text, value)) if isinstance(value, tuple) else key.text(value)
 
 
 def _metavar(dotted: str) -> str | None:

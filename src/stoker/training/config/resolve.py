@@ -21,6 +21,15 @@ from stoker.training.config.schema import Config
 from stoker.training.model import hf_config
 from stoker.training.model.config import ModelConfig
 
+# Settings whose values are models: folders, runs or hub ids.
+MODEL_KEYS = (
+    "model.load",
+    "tokenizer.path",
+    "adapter.continue_from",
+    "grpo.reward_model",
+    "diversity.baseline",
+    "diversity.compared",
+)
 SHAPE = ("depth", "layers", "dim", "heads", "kv_heads", "head_dim", "ff")
 # The left key counts only where the right one is 0: who gives the left and not the right means the left.
 DISPLACES = {
@@ -198,10 +207,29 @@ def pinned(c: Config) -> Config:
     return config_of(c.preset, {name: _pinned(value) for name, value in values_of(c).items()})
 
 
-def pinned_words(words: Sequence[str]) -> tuple[str, ...]:
-    """The same for the words of a command: --model.load runs/latest/hf, or --model.load=runs/latest/hf."""
-    split = (word.partition("=") if word.startswith("-") else ("", "", word) for word in words)
-    return tuple(f"{flag}{sign}{_pinned(value, _quiet)}" for flag, sign, value in split)
+def pinned_words(words: Sequence[str], models: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The same for the words of a command: --model.load runs/latest/hf, or --model.load=runs/latest/hf.
+
+    `models`: values of settings that name a model -> the folder that was found for each.
+    """
+    resolved = models or {}
+    pairs = []
+    for position, word in enumerate(words):
+        flag, sign, value = word.partition("=") if word.startswith("-") else ("", "", word)
+        # A model's name may also be the value of another flag, such as --name.
+        follows_model_flag = bool(sign or (position and _names_model(words[position - 1])))
+        if value in resolved and follows_model_flag and (not sign or _names_model(flag)):
+            value = resolved[value]
+        pairs.append(f"{flag}{sign}{_pinned(value, _quiet)}")
+    return tuple(pairs)
+
+
+def _names_model(flag: str) -> bool:
+    """Whether a flag is one of MODEL_KEYS, in any of its spellings."""
+    name = flag.lstrip("-").replace("-", "_")
+    return flag.startswith("-") and any(
+        name in (key, key.partition(".")[2]) for key in (*MODEL_KEYS, "checkpoint.resume")
+    )
 
 
 def _quiet(line: str) -> None:
@@ -213,14 +241,7 @@ def _pinned(value: Any, say: Callable[[str], None] = terminal.say) -> Any:
         return tuple(_pinned(one, say) for one in value)
     if not isinstance(value, str) or layout.LATEST not in value.split("/"):
         return value
-    own = finder.through_latest(value, say)
-    if own != value:
-        return own
-    parts = value.split("/")
-    link = "/".join(parts[: parts.index(layout.LATEST) + 1])
-    if not os.path.islink(link):
-        return value
-    return os.path.join(os.path.dirname(link), os.readlink(link), *parts[parts.index(layout.LATEST) + 1 :])
+    return finder.through_latest(value, say)
 
 
 def with_tokenizer(c: Config, say: Callable[[str], None]) -> Config:

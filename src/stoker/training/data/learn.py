@@ -170,8 +170,7 @@ def trained(
             if not _sound(folder, lambda line: None):
                 chosen = spread(spans(), told.train_megabytes * 1_000_000)
                 limit = min(sum(span.size for span in chosen), told.train_megabytes * 1_000_000)
-                text = f"{limit / 1e6:.1f} MB" if limit >= 1e5 else f"{limit / 1e3:.1f} kB"
-                say(f"training a tokenizer of {told.vocab_size} tokens on {text} of the data")
+                say(f"training a tokenizer of {told.vocab_size} tokens on {amount(limit)} of the data")
                 began = time.monotonic()
                 with whole(folder) as temporary, Progress("reading for the tokenizer", limit, unit=BYTES) as progress:
                     pieces = _counted(_announced(_pieces(chosen, data, limit), say), progress)

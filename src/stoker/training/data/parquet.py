@@ -12,6 +12,7 @@ from typing import Any
 
 from stoker.contract.memory import ROOM, Bounded  # besides the compressed columns themselves
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.untrusted import stored_size
 from stoker.training.data.unpack import most_unfolded, unfolds
 
@@ -56,7 +57,9 @@ def open_parquet(path: str, name: str = "") -> Any:
 def refuse_empty_rows(shown: str, rows: int, size: int) -> None:
     """Of a file of `size` bytes."""
     if rows > MOST_ROWS + MOST_ROWS_EACH * size:
-        line = f"{shown} has {rows:,} rows in {size:,} bytes: rows without content, it may be an attack"
+        line = (
+            f"{shown} has {counted(rows, 'row')} in {counted(size, 'byte')}: rows without content, it may be an attack"
+        )
         raise Refusal(line, EX_DATAERR)
 
 
@@ -131,7 +134,7 @@ def read_rows(
                     some = batch.slice(place, step).to_pylist()
                 yield some
     except MemoryError as problem:
-        line = f"{shown}, row group {group + 1}: {count:,} rows of {', '.join(columns)} unpack to more than {ROOM >> 20} MB"
+        line = f"{shown}, row group {group + 1}: {counted(count, 'row')} of {', '.join(columns)} unpack to more than {ROOM >> 20} MB"
         raise Refusal(f"{line}: leave them out, or cut them into shorter ones", EX_DATAERR) from problem
     except (OSError, ValueError, import_module("pyarrow").lib.ArrowException) as problem:
         raise Refusal(f"{shown}, row group {group + 1} can't be read: {first_line(problem)}", EX_DATAERR) from problem

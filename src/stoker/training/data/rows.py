@@ -19,6 +19,7 @@ from stoker.contract.diskroom import DiskRoom
 from stoker.contract.effort import reading
 from stoker.contract.memory import Bounded, bounded_steps
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.untrusted import MOST_VALUES, open_regular, stored_size
 from stoker.training.data.jsonl import DECODER, HALF, parse_row, sound, utf8
 from stoker.training.data.looks import as_text
@@ -173,7 +174,9 @@ def _cells(path: str, stream: BinaryIO) -> Iterator[Row]:
         reader = csv.reader(row.lines(), delimiter=separator)
         names = next(reader, [])
         if len(names) > _COLUMNS:
-            raise Refusal(f"{path}: the first row names {len(names):,} columns; at most {_COLUMNS:,}", EX_DATAERR)
+            raise Refusal(
+                f"{path}: the first row names {counted(len(names), 'column')}; at most {_COLUMNS:,}", EX_DATAERR
+            )
         if len(set(names)) < len(names) or not all(names):
             raise Refusal(
                 f"{path}: the first row must name each column once; it is {', '.join(names)[:200]}", EX_DATAERR
@@ -183,7 +186,7 @@ def _cells(path: str, stream: BinaryIO) -> Iterator[Row]:
             number += 1
             row.begin(number + 1)
             if cells and len(cells) != len(names):
-                line = f"{path}, row {number} has {len(cells)} cells, and the first row names {len(names)} columns"
+                line = f"{path}, row {number} has {counted(len(cells), 'cell')}, and the first row names {counted(len(names), 'column')}"
                 raise Refusal(line, EX_DATAERR)
             if cells:
                 yield dict(zip(names, cells, strict=True))

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any, BinaryIO
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import amount
+from stoker.contract.quantities import amount, counted
 from stoker.contract.untrusted import open_regular, stored_size
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
@@ -180,7 +180,7 @@ class _Bounded(io.RawIOBase):
             data = self._stream.read(min(len(buffer), _READ))
         except self._errors as problem:
             why = str(problem).splitlines()[0][:120] if str(problem) else type(problem).__name__
-            beyond = f" beyond its first {self._done:,} bytes" if self._done else ""
+            beyond = f" beyond its first {counted(self._done, 'byte')}" if self._done else ""
             line = f"{self._path} is damaged: it can't be unpacked{beyond} ({why})"
             raise Refusal(f"{line}; download it again", EX_DATAERR) from problem
         self._done += len(data)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from stoker.contract.diskroom import DiskRoom
 from stoker.contract.memory import limit_to, used_memory
 from stoker.contract.names import EX_OSERR, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.shape import as_json, shape
 from stoker.training.data.ours import OTHER_CACHE
 from stoker.training.data.read import NAMED, Remark, Remarks, conversations, remark, texts
@@ -126,7 +127,7 @@ def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Pa
                 only_last += encoded.only_last
                 if len(ids) > work.longest:
                     cut += 1
-                    first_cut += [remark(place, f" has {len(ids):,} tokens")] if len(first_cut) < NAMED else []
+                    first_cut += [remark(place, f" has {counted(len(ids), 'token')}")] if len(first_cut) < NAMED else []
                 ids, mask = ids[: work.longest], mask[: work.longest]
                 mine = ids[mask != 0]
                 if not len(mine):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
 from stoker.training.density.points import Vectors, evenness, gini
 from stoker.training.evaluate.confidence import around, holm, p_value
@@ -277,7 +278,7 @@ def report(
 ) -> str:
     varied = [name for name in found["difference"] if METRICS[name].varied]
     others = [name for name in found["difference"] if name not in varied]
-    few = f"Only {len(prompts)} prompts: take the intervals as rough.\n\n" if len(prompts) < 20 else ""
+    few = f"Only {counted(len(prompts), 'prompt')}: take the intervals as rough.\n\n" if len(prompts) < 20 else ""
     page = f"""# Diversity
 
 **{found["verdict"][0].upper()}{found["verdict"][1:]}.**

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
 from stoker.training.data.formats.questions import Question
 from stoker.training.evaluate.tasks import TOLERATED
@@ -118,7 +119,7 @@ def _refuse_much(examples: Callable[[int], list[Question]], count: int, manner: 
         if added > MOST_OF_EXAMPLES:
             raise Refusal(
                 f"evaluate.shots {manner.shots} puts more than {MOST_OF_EXAMPLES:,} characters of examples before the"
-                f" {count:,} questions: lower it, or set evaluate.most",
+                f" {counted(count, 'question')}: lower it, or set evaluate.most",
                 EX_DATAERR,
             )
 

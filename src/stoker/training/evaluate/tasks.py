@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 from stoker.contract.effort import all_of_them, looking_at_file, reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.shape import replace, shape
 from stoker.training.data import jsonl
 from stoker.training.data.formats.format import Row, Unusable
@@ -216,7 +217,7 @@ def _bounded(rows: Iterable[tuple[str, Any]], path: str, where: str) -> list[tup
     with looking_at_file(where, path):
         found = list(islice(rows, _MOST_ROWS + 1))
     if len(found) > _MOST_ROWS:
-        raise Refusal(f"{where} has more than {_MOST_ROWS:,} rows: make the file smaller", EX_DATAERR)
+        raise Refusal(f"{where} has more than {counted(_MOST_ROWS, 'row')}: make the file smaller", EX_DATAERR)
     return found
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from stoker.contract.quantities import amount
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.block import WIDE
 from stoker.training.fit.footprint import Footprint
-from stoker.training.fit.plan import MOST, gib, last
+from stoker.training.fit.plan import MOST, last
 from stoker.training.fit.sharded import GATHERS, gathered
 from stoker.training.fit.terms import Job, reserved
 
@@ -34,7 +35,7 @@ def choose(footprint: Footprint, job: Job, room: int, share: int, micro: int) ->
 
     sizes = {whole: largest(whole) for whole in (False, True)}
     if not sizes[True]:
-        return Accumulation(False, f"whole ones need {gib(needs[True])}, and {gib(room)} can be used")
+        return Accumulation(False, f"whole ones need {amount(needs[True])}, and {amount(room)} can be used")
     weights = gathered(footprint.described).every(footprint.config.layers)
     sent = {}
     for whole, size in sizes.items():

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from stoker.contract.effort import SECONDS, LookingAt
+from stoker.contract.quantities import amount
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.block import HALF
 from stoker.training.fit.cards import LINK_ELSE, Card
@@ -161,10 +162,6 @@ def again_words(s: Settings, layers: int) -> str:
     return " and ".join(parts)
 
 
-def gib(size: float) -> str:
-    return f"{size / (1 << 30):.1f} GiB"
-
-
 class Search:
     def __init__(self, cards: list[Card], wish: Wish) -> None:
         self._cards, self._wish, self._world = cards, wish, len(cards)
@@ -254,10 +251,11 @@ class Search:
     def _job(self, s: Settings, card: Card, context: int = 0) -> Job:
         wish = self._wish
         needs = replace(wish.needs, rows=s.rows, bits=s.bits) if s.rows else wish.needs
-        tries = wish.micro == 0 and needs.stage != GRPO  # on the GPU, which adds gradients to gradients
+        # A micro-batch that is measured at the start, and a step that became a CUDA graph, add gradients to gradients.
+        accumulates = needs.stage != GRPO or wish.share(self._world) > s.micro
         return Job(
             s.micro, context or wish.context, s.optimizer, wish.packed, wish.documents, s.recompute, self._world,
-            tries or wish.share(self._world) > s.micro, card.capability, s.on_host, s.inputs_on_host, needs,
+            accumulates, card.capability, s.on_host, s.inputs_on_host, needs,
             len(sharing(s, self._cards)) if s.strategy == FSDP else 1, offload=s.offload, mlp=s.mlp,
         )  # fmt: skip
 
@@ -381,10 +379,10 @@ class Search:
 
     def _reasons(self, s: Settings) -> Iterator[str]:
         wish, card = self._wish, self._tightest
-        room = gib(card.room(self._world))
+        room = amount(card.room(self._world))
         if wish.method == AUTO:
             before = METHODS[: METHODS.index(s.method)]
-            needs = [f"{name} needs {gib(self._needs(self._frugal(name), card))}" for name in before]
+            needs = [f"{name} needs {amount(self._needs(self._frugal(name), card))}" for name in before]
             yield f"method {s.method}: " + (
                 f"{', '.join(needs)}, and {room} can be used" if needs else "all weights fit"
             )
@@ -465,9 +463,9 @@ class Search:
         missing = needs - card.room(self._world)
         if card.held_bytes >= missing:
             who = f" ({card.held[0]})" if card.held else ""
-            return f"free {gib(missing)} on {card.label}, where others hold {gib(card.held_bytes)}{who}"
+            return f"free {amount(missing)} on {card.label}, where others hold {amount(card.held_bytes)}{who}"
         total = needs + card.free - card.room(self._world)
-        return f"use a GPU with {gib(total)} free ({card.label} has {gib(card.free)})"
+        return f"use a GPU with {amount(total)} free ({card.label} has {amount(card.free)})"
 
     def _smaller(self, s: Settings) -> Iterator[tuple[dict[str, str], Settings]]:
         layers = self._wish.layers

@@ -7,11 +7,12 @@ from collections.abc import Collection
 
 from stoker.contract.effort import SECONDS, LookingAt
 from stoker.contract.names import EX_CONFIG, Refusal
+from stoker.contract.quantities import amount
 from stoker.contract.shape import replace, shape
 from stoker.training.fit.cards import Card
 from stoker.training.fit.cost import ASSUMED
 from stoker.training.fit.pace import step_seconds
-from stoker.training.fit.plan import AUTO, DDP, FSDP, METHODS, Plan, Search, Wish, gib
+from stoker.training.fit.plan import AUTO, DDP, FSDP, METHODS, Plan, Search, Wish
 from stoker.training.parallel.config import IN_HOST
 
 ONE = "one"
@@ -45,6 +46,16 @@ class Decision:
     def ways(self) -> tuple[Way, ...]:
         return tuple(sorted((self.way, *self.others), key=lambda way: STRATEGIES.index(way.strategy)))
 
+    def preferring(self, strategy: str) -> Decision:
+        """Return the decision for `strategy` if that fits with the method chosen here, else this one."""
+        if self.way.strategy == strategy or not self.plan.fits:
+            return self
+        method = self.plan.settings.method
+        for way in self.others:
+            if way.strategy == strategy and way.plan.fits and way.plan.settings.method == method:
+                return Decision(way, tuple(other for other in self.ways if other is not way))
+        return self
+
     def line(self) -> str:
         """Each one's memory and time."""
         auto = self.plan.wish.method == AUTO
@@ -55,7 +66,7 @@ class Decision:
             time = "" if way.seconds is None else f", {way.seconds:.3g} s a step"
             time = time if way.plan.fits else ", does not fit"
             parts.append(
-                f"{_WORDS[way.strategy]}{inside}{method} {gib(way.needs)}{' a card' if way.strategy != ONE else ''}{time}"
+                f"{_WORDS[way.strategy]}{inside}{method} {amount(way.needs)}{' a card' if way.strategy != ONE else ''}{time}"
             )
         unknown = any(share.card.peak is None for way in self.ways for share in way.plan.shares)
         timed = unknown and any(way.seconds is not None and way.plan.fits for way in self.ways)

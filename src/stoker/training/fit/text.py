@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.contract.quantities import span
-from stoker.contract.shape import as_json
+from stoker.contract.quantities import amount, counted, span
+from stoker.contract.shape import as_json, shape
 from stoker.training.fit.cards import NCCL, Card
 from stoker.training.fit.memory import COMMUNICATION, CONTEXT, MARGIN, TERMS
 from stoker.training.fit.pace import Pace
-from stoker.training.fit.plan import FSDP, FULL, OFFLOADED_WORDS, Plan, Share, again_words, gib, sharing
+from stoker.training.fit.plan import FSDP, FULL, OFFLOADED_WORDS, Plan, Share, again_words, sharing
 from stoker.training.fit.strategy import Decision
 from stoker.training.fit.terms import DPO, GRPO, REWARD, StageNeeds
 from stoker.training.model.config import LORA, QLORA, AdapterConfig
@@ -36,6 +36,29 @@ _ABOUT = {
 }
 
 
+def tokens_a_step(plan: Plan) -> int:
+    """Return the tokens of an optimizer step, all GPUs together; 0 for GRPO, whose steps are counted in completions."""
+    return 0 if plan.wish.needs.stage == GRPO else plan.wish.samples * plan.wish.context
+
+
+def tightest(plan: Plan) -> Share:
+    """Return the share of the GPU with the least memory left."""
+    return max(plan.shares, key=lambda share: share.needs - share.card.free)
+
+
+def summary(plan: Plan) -> str:
+    """Return the line that `stoker train` and `stoker fit` both print: memory, micro-batch and size of a step."""
+    share = tightest(plan)
+    card = f"{share.card.host}'s {share.card.label}" if share.card.host else share.card.label
+    size = tokens_a_step(plan)
+    step = f"{size:,} tokens a step" if size else f"{plan.wish.samples:,} completions a step"
+    about = f" ({plan.about})" if plan.about else ""
+    return (
+        f"memory plan: {amount(share.planned.total)} of {amount(share.card.free)} free on {card} with micro-batch"
+        f" {plan.settings.micro}, {step}{about}"
+    )
+
+
 def terms_of(share: Share, ranks: int) -> dict[str, int]:
     """With what is not torch's: the context, communication, and a margin for the allocator."""
     found = {**share.planned.terms, CONTEXT: share.card.takes, MARGIN: share.needs - share.planned.total}
@@ -45,7 +68,7 @@ def terms_of(share: Share, ranks: int) -> dict[str, int]:
     return {term: found[term] for term in TERMS if found.get(term)}
 
 
-def lines(plan: Plan, model: str, data: str) -> Iterator[str]:
+def lines(plan: Plan, given: Command) -> Iterator[str]:
     wish, s = plan.wish, plan.settings
     if plan.about:
         yield f"note: {plan.about}"
@@ -73,7 +96,7 @@ def lines(plan: Plan, model: str, data: str) -> Iterator[str]:
     each = f" ({', '.join(f'{share.card.label}: {share.largest}' for share in plan.shares)})" if _unlike(plan) else ""
     yield f"  largest micro-batch with these settings: {min(largest)}{each}"
     yield ""
-    yield command(plan, model, data)
+    yield command(plan, given)
     if s.micro * wish.context < 256:
         yield "note: so few tokens at once leave a GPU idle most of the time"
 
@@ -91,7 +114,7 @@ def _card_lines(share: Share, cards: list[Card], ranks: int) -> Iterator[str]:
     card = share.card
     labels = cards[0].label if len(cards) == 1 else f"{cards[0].label} and {len(cards) - 1} like it"
     where = f"{card.host}: " if card.host else ""
-    yield f"{where}{labels}: {card.name}, {gib(card.total)}, {gib(card.free)} free now"
+    yield f"{where}{labels}: {card.name}, {amount(card.total)}, {amount(card.free)} free now"
     for holder in card.held:
         yield f"  held: {holder}"
     terms = terms_of(share, ranks)
@@ -102,7 +125,7 @@ def _card_lines(share: Share, cards: list[Card], ranks: int) -> Iterator[str]:
         yield f"  {term:<14}{size / 2**30:8.2f} GiB  {bar}{about}"[:80]
     needs = share.needs
     free = card.free - needs
-    left = f"{gib(free)} left" if free >= 0 else f"{gib(-free)} too much"
+    left = f"{amount(free)} left" if free >= 0 else f"{amount(-free)} too much"
     yield f"  {'needed':<14}{needs / 2**30:8.2f} GiB, in {share.planned.phase}; {left}"
     if share.host_bytes:
         yield f"  {'host memory':<14}{share.host_bytes / 2**30:8.2f} GiB"
@@ -127,15 +150,31 @@ def _settings_words(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-_ROWS = {REWARD: ("--reward.pairs", "pairs.jsonl"), DPO: ("--dpo.pairs", "pairs.jsonl"), GRPO: ("--grpo.prompts", "prompts.jsonl")}  # fmt: skip
-GROUP = 8  # answers to a prompt where nobody says (rl/config.py)
+DATA_FLAGS = {REWARD: "--reward.pairs", DPO: "--dpo.pairs", GRPO: "--grpo.prompts"}  # other stages: --data
+PLACEHOLDER = "YOUR_DATA"
+GROUP = 8  # completions of a prompt by default (rl/config.py)
 
 
-def command(plan: Plan, model: str, data: str) -> str:
+@shape
+class Command:
+    """What the command line of `stoker train` takes from that of `stoker fit`, besides the plan."""
+
+    model: str
+    data: tuple[str, ...] = ()
+    sets_samples: bool = False  # --samples was given
+    gpu: str = ""  # the one that was chosen of several
+
+
+def command(plan: Plan, given: Command) -> str:
     wish, s = plan.wish, plan.settings
     stage = wish.needs.stage
-    flag, example = _ROWS.get(stage, ("--data", "chats.jsonl"))
-    words = ["stoker", "train", stage, "--model.load", model, flag, data or example, *_stage_words(plan)]
+    data = given.data or (PLACEHOLDER,)
+    words = ["stoker", "train", stage, "--model.load", given.model, DATA_FLAGS.get(stage, "--data"), *data]
+    words += _stage_words(plan)
+    if given.sets_samples and stage != GRPO:
+        words += ["--batch.tokens", str(tokens_a_step(plan))]
+    if given.gpu:
+        words += ["--gpus", given.gpu]
     words += {FULL: [], LORA: ["--lora"], QLORA: ["--qlora"]}[s.method]
     default = AdapterConfig()
     if s.method != FULL and wish.adapter.lora_rank != default.lora_rank:
@@ -204,10 +243,10 @@ def pace_lines(
     seconds = tokens / pace.tokens_per_s
     cost = f", {gpus * seconds / 3600 * price:,.2f} at {price:g} per GPU hour" if price else ""
     about = "" if exact else "about "
-    yield f"one epoch: {about}{tokens:,} tokens, {span(seconds)}{cost}"
+    yield f"one epoch: {about}{counted(tokens, 'token')}, {span(seconds)}{cost}"
 
 
-def as_dict(decision: Decision, model: str, data: str, pace: Pace | None, tokens: int, price: float) -> dict[str, Any]:
+def as_dict(decision: Decision, given: Command, pace: Pace | None, tokens: int, price: float) -> dict[str, Any]:
     plan = decision.plan
     ranks = len(plan.shares)
     gpus = [
@@ -222,7 +261,7 @@ def as_dict(decision: Decision, model: str, data: str, pace: Pace | None, tokens
     seconds = tokens / pace.tokens_per_s if pace and tokens else None
     return {
         "schema": SCHEMA,
-        "model": model,
+        "model": given.model,
         "stage": plan.wish.needs.stage,
         "fits": plan.fits,
         "context": plan.wish.context,
@@ -243,7 +282,8 @@ def as_dict(decision: Decision, model: str, data: str, pace: Pace | None, tokens
             }
             for way in decision.ways
         ],
-        "command": command(plan, model, data) if plan.fits else None,
+        "step": {"samples": plan.wish.samples, "tokens": tokens_a_step(plan) or None},
+        "command": command(plan, given) if plan.fits else None,
         "gpus": gpus,
         "pace": None if pace is None else as_json(pace),
         "epoch": {"tokens": tokens or None, "seconds": seconds, "cost": _cost(seconds, price, ranks)},

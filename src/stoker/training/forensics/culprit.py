@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from stoker.contract.quantities import counted
 from stoker.contract.shape import replace, shape
 from stoker.training.forensics import report as phases
 from stoker.training.forensics.report import PHASES, Report, TensorStats, guilty
@@ -173,11 +174,18 @@ _WIDE, _NARROW = "=" * 80, "=" * 40
 _LISTED = 8
 
 
+# What the banner's head names, by the phase in which the first bad number was made.
+_HEADS = {phases.PARAMETERS: "WEIGHT", phases.TARGETS: "LOSS", phases.FORWARD: "ACTIVATION"}
+
+
 def banner(report: Report, where: str = "") -> str:
     bad, of = (report.loss, "LOSS") if math.isfinite(report.grad_norm) else (report.grad_norm, "GRADIENT")
+    kind = "Inf" if math.isinf(bad) else "NaN"
+    if report.phase in _HEADS:  # where it began, not where it was noticed
+        kind, of = report.what.lstrip("-") or kind, _HEADS[report.phase]
     lines = [
         _WIDE,
-        f"{'Inf' if math.isinf(bad) else 'NaN'} {of} DETECTED [{report.label}]",
+        f"{kind} {of} DETECTED [{report.label}]",
         _WIDE,
         f"Step: {report.step}",
         f"Loss: {_number(report.loss)}",
@@ -220,7 +228,7 @@ def _section(title: str, stats: tuple[TensorStats, ...]) -> list[str]:
     if not stats:
         return []
     word = "NaN" if any(one.nan for one in stats) else "Inf"
-    lines = [f"⚠️  {title} with {word} ({len(stats)} layers):"]
+    lines = [f"⚠️  {title} with {word} ({counted(len(stats), 'layer')}):"]
     for one in stats[:_LISTED]:
         lines.append(f"  • {one.name} (shape: {list(one.shape)}, {one.dtype})")
         if one.nan or not one.inf:

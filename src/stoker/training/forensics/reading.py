@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from stoker.contract import redact, typed
 from stoker.contract.effort import SECONDS, LookingAt, looking_at_file
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
 from stoker.contract.tensorheader import Header, Tensor, read_header
@@ -173,7 +174,7 @@ def _read(path: str, name: str, tensor: Tensor, cut: str, most: int) -> Shown:
         raise Refusal(f"{name} is {dtype}, which can't be shown here; safetensors and torch read {path}", EX_DATAERR)
     if len(sizes) > _MOST_DIMENSIONS:
         raise Refusal(
-            f"{name} has {len(sizes)} dimensions: no tensor of this version has more than {_MOST_DIMENSIONS}",
+            f"{name} has {counted(len(sizes), 'dimension')}: no tensor of this version has more than {_MOST_DIMENSIONS}",
             EX_DATAERR,
         )
     count = math.prod(sizes)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
 from stoker.training.generate import bits
 from stoker.training.model import hf, outside, ready
@@ -159,7 +160,7 @@ class Conversation:
                 ids = self._chat()
         if len(ids) > room:
             raise Refusal(
-                f"this has {len(ids)} tokens, and only {room} fit in the context with the answer: shorten it, or"
+                f"this has {counted(len(ids), 'token')}, and only {room} fit in the context with the answer: shorten it, or"
                 " lower --max-tokens",
                 EX_USAGE,
             )

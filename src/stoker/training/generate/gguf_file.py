@@ -21,7 +21,7 @@ from stoker import __version__
 from stoker.contract.effort import reading
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.progress import BYTES, Progress
-from stoker.contract.quantities import amount
+from stoker.contract.quantities import amount, counted
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import open_regular
 from stoker.contract.wholefile import sync_folder, temporary_name
@@ -89,7 +89,7 @@ def write(folder: str, out: str, dtype: str | None, tokenizer: str | None, say: 
     finally:
         if os.path.exists(fresh):
             os.unlink(fresh)
-    say(f"wrote {out}: {amount(os.path.getsize(out))} as {kind}, {len(entries)} tensors")
+    say(f"wrote {out}: {amount(os.path.getsize(out))} as {kind}, {counted(len(entries), 'tensor')}")
 
 
 def _is_ours(path: str) -> bool:
@@ -122,7 +122,7 @@ def _refuse(folder: str, c: ModelConfig, words: Tokenizer) -> str:
     if not why and (told.kind != "BPE" or not told.decoding.byte_level or told.normalizer not in (None, "NFC")):
         why = "its tokenizer is not a byte-level BPE"
     if not why and words.vocab_size > c.vocab_size:
-        why = f"its tokenizer has {words.vocab_size:,} tokens and the model {c.vocab_size:,}"
+        why = f"its tokenizer has {counted(words.vocab_size, 'token')} and the model {c.vocab_size:,}"
     if not why and _splitter(words) is None:
         why = "GGUF has no name for how its tokenizer splits text into words"
     if why:

@@ -17,7 +17,9 @@ class TrainConfig:
     max_steps: int = limits.COUNT("optimizer steps (0: `epochs` counts)", 0)
     epochs: float = limits.COUNT("passes over the data, where max_steps is 0", 1.0)
     seed: int = limits.SEED("seed of weights and dropout", 0)
-    log_every: int = limits.FROM_ONE("print a step line and write a metrics line every this many steps", 10)
+    log_every: int = limits.FROM_ONE(
+        "print a step line and write a metrics line every this many steps; stage grpo writes metrics for every step", 10
+    )
     eval_every: int = limits.COUNT("validate every this many steps (0: at the end only)", 0)
     eval_first: bool = option("validate before the first step, too", default=False)
     eval_tokens: int = limits.LARGE("tokens that a validation reads (0: all held-out ones)", 1_000_000)

@@ -19,6 +19,7 @@ from stoker.training.balance.plan import Plan
 from stoker.training.loop.config import check_loggers
 from stoker.training.loop.learner import Validation
 from stoker.training.loop.speed import Speed
+from stoker.training.loop.wandb_login import check_wandb_login
 from stoker.training.parallel.group import Group
 
 
@@ -73,6 +74,8 @@ def open_loggers(log_to: str, folder: str, config: dict[str, Any], say: Callable
     config = redact.data(config)  # it leaves this machine
     loggers = []
     for word in check_loggers(log_to):
+        if word == "wandb":
+            check_wandb_login(os.environ)
         for path in _UNREAD.get(word, ()):
             if os.path.lexists(path):
                 say(f"{path} of the working directory is not read: give WANDB_BASE_URL and WANDB_ENTITY instead")
@@ -82,8 +85,10 @@ def open_loggers(log_to: str, folder: str, config: dict[str, Any], say: Callable
 
 
 class Voice:
-    def __init__(self, group: Group, log_every: int) -> None:
+    def __init__(self, group: Group, log_every: int, metrics_every: int | None = None) -> None:
+        """Print a line every `log_every` steps, and write metrics every `metrics_every` steps (None: with each line)."""
         self._group, self._steps, self._every = group, 0, log_every
+        self._metrics_every = metrics_every or log_every
         self._last: dict[str, Any] = {}  # the newest metrics line: a validation's repeats it
         self._metrics: Metrics | None = None
         self._loggers: list[Logger] = []
@@ -109,19 +114,23 @@ class Voice:
     def step(
         self, step: int, loss: float, speed: Speed, line: Callable[[str], str], *, every_rank: bool, **values: Any
     ) -> None:
-        """A step's line and its metrics, every `train.log_every` steps and at the last one. `line`: from the time left."""
+        """Print the step's line and write its metrics when they are due, and at the last step.
+
+        `line` makes the text from the time left.
+        """
         done = step + 1
         per_step = speed.seconds_per_step
         left = per_step * (self._steps - done) if per_step is not None else None
         if self._progress is not None:
-            self._progress.at(done, f"loss {loss:.4f}", left)
+            reward = values.get("reward")
+            self._progress.at(done, f"loss {loss:.4f}" if reward is None else f"reward {reward:.3f}", left)
         fast = speed.tokens_per_s
         self._last = {"loss": loss, **values, "tokens_per_s": round(fast, 1) if fast else None}
-        if step % self._every and done != self._steps:
-            return
-        if every_rank or self._group.first:
+        is_last = done == self._steps
+        if (step % self._every == 0 or is_last) and (every_rank or self._group.first):
             self.say(f"Step [{step}/{self._steps}] | {line(clock(left))}")
-        self.metrics(step, **self._last)
+        if step % self._metrics_every == 0 or is_last:
+            self.metrics(step, **self._last)
 
     def validation(self, done: int, found: Validation, best: float | None) -> None:
         lowest = "n/a" if best is None else f"{best:.4f}"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stoker.contract.effort import looking_at_file
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.shape import as_json, shape
 from stoker.contract.tensorheader import read_header
 from stoker.contract.untrusted import read_bytes, read_json
@@ -423,7 +424,7 @@ def load(model: Decoder, told: AdapterConfig, folder: str, say: Say) -> None:
         together = torch.cat([piece.t() if family.turned(name) else piece for piece in extras]).float()
         parameter = model.get_parameter(name)
         parameter.copy_(like(together.to(parameter.device), parameter))
-    say(f"adapter from {folder}: rank {told.lora_rank}, {len(stored)} tensors")
+    say(f"adapter from {folder}: rank {told.lora_rank}, {counted(len(stored), 'tensor')}")
 
 
 def pair_names(name: str) -> tuple[str, str]:

@@ -21,7 +21,7 @@ MOST_EXPERTS = 1 << 17  # of all layers together: beyond every model there is, a
 @shape
 class ModelConfig:
     load: str = text("DIR")(
-        "a folder (or hub id) with weights as transformers writes them: shape and weights come from there"
+        "the model to start from: a folder as transformers writes it, a run (name, id, latest) or a hub id"
     )
     engine: str = one_of("auto", "native", "transformers")(
         "who computes: native (ours), transformers (its own module: slower, trains any causal model it has), auto (ours"

@@ -15,7 +15,7 @@ from torch import Tensor
 from stoker.contract.effort import reading
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.progress import BYTES, Progress
-from stoker.contract.quantities import amount
+from stoker.contract.quantities import amount, counted
 from stoker.contract.shape import replace
 from stoker.training.checkpoint.snapshot import local_block
 from stoker.training.model import adapters, nf4, outside
@@ -85,7 +85,7 @@ def load_named(
         if rows < c.vocab_size
         else ""
     )
-    say(f"weights from {folder}: {len(stored)} tensors, {amount(_size(stored.values()))}{padded}")
+    say(f"weights from {folder}: {counted(len(stored), 'tensor')}, {amount(_size(stored.values()))}{padded}")
 
 
 def _size(stored: Iterable[Stored]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from stoker.contract import hostmemory, layout
 from stoker.contract.effort import reading
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
-from stoker.contract.quantities import amount
+from stoker.contract.quantities import amount, counted
 from stoker.contract.shape import shape
 from stoker.training.model.config import ModelConfig, tensors
 from stoker.training.model.families import family_of
@@ -131,7 +131,7 @@ def _fits_in_4_bits(folder: str, found: dict[str, Stored], part: Part) -> None:
         raise Refusal(f"model {folder}: {part.name} has 4 bits and is transposed, which Stoker can't read", EX_DATAERR)
     if stored.size != numbers // 2 or numbers % 64:
         raise Refusal(
-            f"model {folder}: {part.name} has {stored.size:,} bytes of codes, and {numbers / 2:,.0f} are needed for"
+            f"model {folder}: {part.name} has {counted(stored.size, 'byte')} of codes, and {numbers / 2:,.0f} are needed for"
             f" {list(part.shape)}",
             EX_DATAERR,
         )
@@ -156,7 +156,7 @@ def _fits_in_4_bits(folder: str, found: dict[str, Stored], part: Part) -> None:
 
 def _state(stored: Stored) -> bytes:
     if stored.dtype != "U8" or stored.size > LONGEST_STATE:
-        raise ValueError(f"its description has {stored.size:,} bytes of {stored.dtype}")
+        raise ValueError(f"its description has {counted(stored.size, 'byte')} of {stored.dtype}")
     with open(stored.path, "rb") as file:
         file.seek(stored.begin)
         return file.read(stored.size)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stoker.contract.effort import reading
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.shape import replace
 from stoker.training.model import adapters, nf4
 from stoker.training.model.config import LORA, AdapterConfig, ModelConfig
@@ -53,7 +54,7 @@ def added_by(folder: str, c: ModelConfig, own: bool, say: Say, base: str = "") -
     adapters.check_base(folder, base)
     told, _ = adapters.settings_of(folder, LORA)
     stored = adapters.checked(c, told, folder, scored=own)
-    say(f"adapter from {folder}: rank {told.lora_rank}, {len(stored)} tensors, added to the weights")
+    say(f"adapter from {folder}: rank {told.lora_rank}, {counted(len(stored), 'tensor')}, added to the weights")
     return Added(c, told, {name: lambda one=one: read_stored(one) for name, one in stored.items()})  # type: ignore[misc]
 
 

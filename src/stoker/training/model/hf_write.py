@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.owners import held_open, is_own, is_trusted, user_name, why_not_ours_alone
-from stoker.contract.quantities import amount
+from stoker.contract.quantities import amount, counted
 from stoker.contract.tensorheader import pack_header
 from stoker.contract.untrusted import is_count, open_regular, read_bytes
 from stoker.contract.wholefile import write_whole
@@ -165,7 +165,7 @@ class Export:
     def finish(self) -> None:
         if self._waiting:
             raise Refusal(
-                f"{self._folder}: {len(self._waiting)} tensors of this model were not given, {min(self._waiting)} among"
+                f"{self._folder}: {counted(len(self._waiting), 'tensor')} of this model were not given, {min(self._waiting)} among"
                 " them"
             )
         for name in {name for name, _ in self._spots.values()}:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stoker.contract.effort import reading
 from stoker.contract.names import EX_CONFIG, EX_UNAVAILABLE, Refusal
+from stoker.contract.quantities import counted
 from stoker.training.model import adapters
 from stoker.training.model.config import EVERY, LORA, AdapterConfig
 from stoker.training.model.hf_stream import read_stored
@@ -66,7 +67,7 @@ def fill(model: Outside, told: AdapterConfig, folder: str, say: Say) -> None:
         raise Refusal(f"adapter {folder}: this model has no place for {left[0]}", EX_CONFIG)
     found = _library().set_peft_model_state_dict(model.module, {name: read_stored(stored[name]) for name in wanted})
     assert not found.unexpected_keys, f"{found.unexpected_keys[0]} has its place"
-    say(f"adapter from {folder}: rank {told.lora_rank}, {len(wanted)} tensors")
+    say(f"adapter from {folder}: rank {told.lora_rank}, {counted(len(wanted), 'tensor')}")
 
 
 def _tensors(model: Outside) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch.nn.modules import module as modules
 
 from stoker.contract.effort import SECONDS, LookingAt
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.untrusted import printable
 from stoker.contract.wholefile import write_whole
 from stoker.training.model.hf_config import GENERATION, INDEX, WEIGHTS, stored_in
@@ -60,7 +61,7 @@ def bounded(folder: str) -> Iterator[None]:
             line = (
                 f"model {folder}: its config.json makes many more {what} than its {len(stored):,} stored tensors have"
             )
-            raise Refusal(f"{line} ({numbers:,} numbers): they don't belong together", EX_DATAERR)
+            raise Refusal(f"{line} ({counted(numbers, 'number')}): they don't belong together", EX_DATAERR)
 
     def count(what: str) -> Any:
         def of(owner: Any, name: str, part: Any) -> None:

@@ -1,7 +1,7 @@
 """Tensors that stay in host memory and visit the device for an update (parallel.offload).
 
-Arithmetic is the device's own: what learns is the same to the bit wherever it lives between steps. Without a GPU the same
-copies are made in memory, and save nothing.
+The device computes the update, with the same kernel as without parallel.offload. Without a GPU the same copies are made in memory,
+and save nothing.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class EightBit:
     root, the second as a fourth root and never as 0, so that small second moments keep their order of magnitude (a
     linear code makes them 0, and the step infinite). A step changes a second moment by less than one code: rounded up,
     or to the nearest, small ones never decay again (a small regression ended at 1.6 times the loss). Which way they are
-    rounded is spread evenly over places and steps, and depends on nothing else: a resumed run has the same bits.
+    rounded is spread evenly over places and steps, and depends on nothing else: a resumed run rounds as an uninterrupted one.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import stoker
 from stoker.contract import names
 from stoker.contract.effort import reading
 from stoker.contract.names import EX_CONFIG, Refusal
-from stoker.contract.quantities import amount
+from stoker.contract.quantities import amount, counted
 from stoker.contract.shape import replace
 from stoker.training.balance import comm
 from stoker.training.balance.comm import StepClock
@@ -270,7 +270,7 @@ def _adapted_outside(model: Any, own: adapters.Beside, learner: Learner, seed: i
     if learner.compares:
         model.begun = outside_adapters.begun(model)
     count = sum(parameter.numel() for parameter in adapters.learned(model).values())
-    voice.say_once(f"adapter: {told.method} by peft, rank {told.lora_rank}, {count:,} numbers learn")
+    voice.say_once(f"adapter: {told.method} by peft, rank {told.lora_rank}, {counted(count, 'number')} learn")
 
 
 def model_shape(c: ModelConfig, vocab_size: int, voice: Voice, method: str = OFF) -> tuple[str, ModelConfig]:
@@ -296,7 +296,7 @@ def _announce_mask(model: Decoder, context: int, device: torch.device, voice: Vo
     blocks = kernel == "flex" and context % FLEX_BLOCK
     if (kernel == "bias" or blocks) and (device.type == "cuda" or size > 1 << 24):
         voice.say_once(
-            f"packed rows: attention uses a mask of {context} x {context} numbers per row ({size / 1e6:.0f} MB); without"
+            f"packed rows: attention uses a mask of {context} x {context} numbers per row ({amount(size)}); without"
             f" one: a GPU from Ampere on, torch 2.10, 16 bits, no dropout and a multiple of {FLEX_BLOCK} tokens"
         )
 
@@ -322,6 +322,8 @@ def micro_batch(
     if not micro:
         again = halvings if sharded else 0
         micro = largest_micro(c, model, optimizer, group, voice, share=share, packed=packed, each=each, halvings=again)
+        if group.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(group.device)  # the trials' peaks are not those of training
     if halvings:
         micro = max(micro >> halvings, 1) if c.batch.micro or not sharded else micro
         voice.say_once(f"micro-batch halved {halvings} time(s) after running out of GPU memory: {micro}")
@@ -384,8 +386,8 @@ def largest_micro(
     guess = even_micro(share, max(guess >> halvings, 1))
     while guess > 2 and peak(guess) is None:
         guess = even_micro(share, max(guess * 7 // 8, 2))
-    a_sample = f"{(two - one) / 2**30:.2f} GiB a sample"
-    voice.say_once(f"micro-batch auto: {guess} ({a_sample}, {room / 2**30:.0f} GiB free)")
+    a_sample = f"{amount(two - one)} a sample"
+    voice.say_once(f"micro-batch auto: {guess} ({a_sample}, {amount(room)} free)")
     return guess
 
 

@@ -16,6 +16,7 @@ import torch
 
 import stoker
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.wholefile import write_whole
 from stoker.training.config.schema import Config
 from stoker.training.data.formats.questions import Question
@@ -83,7 +84,7 @@ def _questions(c: Config, folders: Sequence[str]) -> list[Question]:
     chosen = [prompts.questions[places[place]] for place in spread(len(places), c.diversity.most)]
     if len(chosen) < LEAST:
         raise Refusal(
-            f"diversity.prompts {c.diversity.prompts}: {len(chosen)} prompts; a comparison needs at least {LEAST}",
+            f"diversity.prompts {c.diversity.prompts}: {counted(len(chosen), 'prompt')}; a comparison needs at least {LEAST}",
             EX_DATAERR,
         )
     return chosen

@@ -24,7 +24,7 @@ import stoker
 from stoker.contract import names
 from stoker.contract.effort import reading
 from stoker.contract.names import API_KEY, EX_CONFIG, EX_SOFTWARE, Refusal
-from stoker.contract.quantities import amount
+from stoker.contract.quantities import amount, counted
 from stoker.contract.shape import as_json
 from stoker.training.config.schema import Config
 from stoker.training.fit.memory import CACHE, COPY, REFERENCE, SCORER
@@ -209,7 +209,8 @@ def main(argv: list[str]) -> int:
 
     # Ranks.
     group = Group(c.parallel)
-    voice = Voice(group, c.train.log_every)
+    # A GRPO step takes seconds, so a metrics line for each of them costs nothing.
+    voice = Voice(group, c.train.log_every, metrics_every=1)
     for line in left_out:
         voice.say_once(line)
     folder = stage.run_directory(c, group)
@@ -289,7 +290,7 @@ def main(argv: list[str]) -> int:
         if sampler.engine is not None:
             voice.say_once(f"answers are written by {writer(c.generate.bits, sampler.engine.merged_bytes)}")
     voice.say_once(
-        f"prompts: {len(prompts):,}, {c.grpo.prompts_per_step} a step with {c.grpo.group} answers each, {steps} steps"
+        f"prompts: {len(prompts):,}, {c.grpo.prompts_per_step} a step with {c.grpo.group} answers each, {counted(steps, 'step')}"
     )
     engine, others = sampler.engine, {REFERENCE: copy, SCORER: judge}
     more: dict[str, Callable[[], int]] = {}

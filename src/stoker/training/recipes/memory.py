@@ -11,14 +11,16 @@ from typing import Any
 import torch
 
 from stoker.contract import layout
+from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.contract.wholefile import write_whole
 from stoker.training.config.keys import values_of
 from stoker.training.config.schema import Config
 from stoker.training.fit.accumulation import Accumulation, choose
 from stoker.training.fit.footprint import Footprint
+from stoker.training.fit.launch_plan import LaunchPlan, launch_plan
 from stoker.training.fit.memory import ADAPTERS, GRADIENTS, OPTIMIZER, REFERENCE, TERMS, WEIGHTS
-from stoker.training.fit.plan import DOCUMENT, FULL, SHARDS_ABOUT, gib
+from stoker.training.fit.plan import DOCUMENT, FULL, SHARDS_ABOUT
 from stoker.training.fit.terms import GRPO, Job, Planned, StageNeeds
 from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Parts
@@ -131,47 +133,85 @@ def of_grpo(
     return MemoryRecord(c, GRPO, held, planned(c, adapter, held, job), folder, voice)
 
 
+@shape
+class MemoryUse:
+    """What a rank's process took of its GPU, in bytes."""
+
+    allocated: int  # in tensors, at the peak
+    graphs: int  # of these, what CUDA graphs added to the peak of the steps before them
+    reserved: int  # by torch's allocator, at the peak: tensors, and what it keeps for the next ones
+    device: int | None  # the process as NVML shows it now, with its CUDA context; None: NVML does not show it
+
+
+def usage_line(plan: LaunchPlan | None, micro: int, use: MemoryUse) -> str:
+    """Compare what a run used with the plan made before it started, and name each number."""
+    graphs = f"{amount(use.graphs)} of it by CUDA graphs" if use.graphs else ""
+    if plan is None:
+        planned, notes = "no plan", [graphs]
+    else:
+        at = "" if plan.micro == micro else f" for micro-batch {plan.micro}, and it was {micro}"
+        planned = f"{amount(plan.planned.total)} planned before the start{at}"
+        share = use.allocated / max(plan.planned.total, 1) - 1
+        notes = [f"{abs(share):.1%} {'above' if share > 0 else 'below'} the plan", graphs]
+    note = ", ".join(filter(None, notes))
+    device = "unknown, NVML does not show this process"
+    if use.device is not None:
+        device = f"{amount(use.device)} now, with the CUDA context (NVML)"
+    return (
+        f"memory: {planned}; allocated {amount(use.allocated)} at the peak{f' ({note})' if note else ''};"
+        f" reserved {amount(use.reserved)} at the peak; on the device {device}"
+    )
+
+
 class MemoryRecord:
+    """Compares the memory that a run uses with the launcher's plan, on the console and in memory.json."""
+
     def __init__(
-        self, c: Config, stage: str, held: Holding, plan: tuple[Planned | None, str], folder: str, voice: Voice
+        self, c: Config, stage: str, held: Holding, own: tuple[Planned | None, str], folder: str, voice: Voice
     ) -> None:
+        """`own`: this rank's plan, for runs that `stoker train` has not planned (torchrun, other hosts)."""
         self._c, self._stage, self._held, self._voice = c, stage, held, voice
         self._path = os.path.join(folder, layout.MEMORY)
         device = held.group.device
         self._cards = held.group.all(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
-        self.planned, self._about = plan
+        self._plan = launch_plan(os.environ)
+        if self._plan is None and own[0] is not None:
+            self._plan = LaunchPlan(own[0], held.micro, own[1])
+
+    @property
+    def planned(self) -> Planned | None:
+        return self._plan.planned if self._plan is not None else None
 
     @property
     def planned_bytes(self) -> int | None:
         return self.planned.total if self.planned is not None else None
 
     def begin(self) -> None:
-        if self.planned is None:
+        plan = self._plan
+        if plan is None:
             return
-        about = f" ({self._about})" if self._about else ""
+        about = f" ({plan.about})" if plan.about else ""
         self._voice.say_once(
-            f"memory plan: {gib(self.planned.total)} at most, in {self.planned.phase}{about}: {_words(self.planned.terms)}"
+            f"memory plan: {amount(plan.planned.total)} at most with micro-batch {plan.micro}, in {plan.planned.phase}{about}:"
+            f" {_words(plan.planned.terms)}"
         )
         self._write({})
 
     def end(self, tokens_per_s: float | None, before_graphs: int | None = None) -> None:
-        """Beside what was measured; `before_graphs`: until steps became CUDA graphs, whose memory no plan has."""
+        """Print and record what was measured. `before_graphs`: the peak until steps became CUDA graphs."""
         device = self._held.group.device
         if device.type != "cuda":
             return
-        whole, held = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-        peak = whole if before_graphs is None else before_graphs
-        if self.planned is not None:
-            off, more_line = self.planned.total / max(peak, 1) - 1, ""
-            if whole > peak:
-                more_line = f"; CUDA graphs took {gib(whole - peak)} of what was free"
-            line = f"memory: {gib(self.planned.total)} planned, {gib(peak)} measured ({off:+.1%}){more_line}"
-            self._voice.say_once(line)
+        allocated, total = torch.cuda.max_memory_allocated(device), _device_bytes(device)
+        graphs = 0 if before_graphs is None else max(allocated - before_graphs, 0)
+        use = MemoryUse(allocated, graphs, torch.cuda.max_memory_reserved(device), total)
+        self._voice.say_once(usage_line(self._plan, self._held.micro, use))
         more = {
-            "peak_bytes": peak,
-            "graph_bytes": whole - peak,
-            "reserved_bytes": held,
-            "context_bytes": _context(device),
+            "peak_bytes": use.allocated,
+            "graph_bytes": use.graphs,
+            "reserved_bytes": use.reserved,
+            "device_bytes": use.device,
+            "context_bytes": None if total is None else total - torch.cuda.memory_reserved(device),
             "tokens_per_s": tokens_per_s,
         }
         self._write(more)
@@ -208,7 +248,7 @@ class MemoryRecord:
 
     def _at(self) -> str:
         now = torch.cuda.memory_allocated(self._held.group.device) if torch.cuda.is_available() else 0
-        return f"{SHORT} at {gib(now)} in tensors{self._in_shards}"
+        return f"{SHORT} at {amount(now)} in tensors{self._in_shards}"
 
     def _short(self, planned: Planned) -> str:
         held = self._held
@@ -222,10 +262,10 @@ class MemoryRecord:
             "activations and working memory": rest - others
         }
         worst = max(over, key=lambda term: over[term])
-        line = f"{self._at()}, {gib(planned.total)} were planned"
+        line = f"{self._at()}, {amount(planned.total)} were planned"
         if over[worst] < _LEAST:
             return f"{line}; no term is above its plan: the card had less free memory than that, or it was fragmented"
-        return f"{line}; underestimated: {worst}, by {gib(over[worst])} so far"
+        return f"{line}; underestimated: {worst}, by {amount(over[worst])} so far"
 
 
 def measured(held: Holding) -> dict[str, int]:
@@ -250,19 +290,24 @@ def bytes_of(model: Decoder) -> int:
 
 
 def _words(terms: dict[str, int]) -> str:
-    return ", ".join(f"{term} {gib(terms[term])}" for term in TERMS if terms.get(term, 0) >= 1 << 26)
+    return ", ".join(f"{term} {amount(terms[term])}" for term in TERMS if terms.get(term, 0) >= 1 << 26)
 
 
-def _context(device: torch.device) -> int | None:
-    """Bytes of this process on the card that are not torch's tensors: driver, kernels, libraries. None: nobody knows."""
+def _device_bytes(device: torch.device) -> int | None:
+    """Return what NVML shows of this process on the GPU: tensors, the allocator's cache, and the CUDA context. None where
+    NVML is missing, or does not show the process (a container, a slice of a GPU)."""
     try:
         import pynvml
-
+    except ImportError:
+        return None
+    try:
         pynvml.nvmlInit()
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-        found = {one.pid: one.usedGpuMemory for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-    except Exception:  # no NVML, a slice, a container that hides it: a number less in a record
+        sizes = {process.pid: process.usedGpuMemory for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+    except pynvml.NVMLError:
         return None
-    own = found.get(os.getpid()) or (next(iter(found.values())) if len(found) == 1 else None)
-    return own - torch.cuda.memory_reserved(device) if own else None
+    if os.getpid() in sizes:
+        return sizes[os.getpid()] or None
+    # In a container NVML shows the host's pids: the only process on the GPU is this one.
+    return (next(iter(sizes.values())) or None) if len(sizes) == 1 else None

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from stoker.contract.quantities import counted
 from stoker.contract.shape import as_json, shape
 from stoker.training.config.check import check_ranks
 from stoker.training.config.schema import Config
@@ -58,11 +59,11 @@ def train(
     voice.begin(folder, steps, c.train.log_to, as_json(c), first)
     size, device = ready.parameters(parts.model), group.device
     voice.say_once(
-        f"model: {size:,} parameters, {str(parts.model.dtype)[6:]} on {group.world} × {device.type},"
+        f"model: {counted(size, 'parameter')}, {str(parts.model.dtype)[6:]} on {group.world} × {device.type},"
         f" {c.parallel.strategy}"
     )
     voice.say_once(
-        f"data: {order.count:,} samples of {c.data.context_length} tokens, {parts.batch} a step, {steps} steps"
+        f"data: {counted(order.count, 'sample')} of {c.data.context_length} tokens, {parts.batch} a step, {counted(steps, 'step')}"
     )
     memory = memory_plan.of_rows(c, stage_name, parts, folder, voice)
     memory.begin()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stoker.contract.effort import reading
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
-from stoker.contract.quantities import amount
+from stoker.contract.quantities import amount, counted
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import stored_size
 from stoker.training.data.encode import pair_ids
@@ -67,7 +67,7 @@ def _rows(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     most = MOST_PAIRS + size // BYTES_A_PAIR
     for count, row in enumerate(rows(path), 1):
         if count > most:
-            line = f"{path} has more than {most:,} pairs in {amount(size)}: it may be an attack"
+            line = f"{path} has more than {counted(most, 'pair')} in {amount(size)}: it may be an attack"
             raise Refusal(f"{line}; unpack it yourself if it is not", EX_DATAERR)
         yield row
 
@@ -92,7 +92,7 @@ def pairs_of(
     if not path:
         raise Refusal(f"{section}.pairs is empty: name a file of rows with chosen and rejected", EX_USAGE)
     pairs = read_pairs(_rows(path), tokenizer, context, f"{section}.pairs {path}", say)
-    say(f"{section}.pairs {path}: {len(pairs):,} pairs in the format preference (chosen and rejected answers)")
+    say(f"{section}.pairs {path}: {counted(len(pairs), 'pair')} in the format preference (chosen and rejected answers)")
     if held_out:
         return pairs, read_pairs(_rows(held_out), tokenizer, context, f"{section}.held_out {held_out}", say)
     if len(pairs) < 2:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
 from stoker.training.rl.sampler import Written
 
@@ -189,7 +190,9 @@ def dialect_of(kind: str, policy: str) -> Dialect:
 
 def checked(ids: Sequence[Any], logprobs: Sequence[Any], versions: Sequence[Any], wanted: Wanted) -> Written:
     if not 0 < len(ids) <= wanted.new_tokens or not len(ids) == len(versions) == len(logprobs):
-        raise ValueError(f"{len(ids)} tokens, {len(versions)} versions and {len(logprobs)} log-probabilities")
+        raise ValueError(
+            f"{counted(len(ids), 'token')}, {len(versions)} versions and {len(logprobs)} log-probabilities"
+        )
     if any(type(one) is not int or not 0 <= one < wanted.vocab for one in ids):
         raise ValueError("ids that are not the tokenizer's")
     if any(type(one) is not int or not 0 <= one < 1 << 62 for one in versions):

@@ -16,6 +16,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.untrusted import printable
 from stoker.training.rl.asking import Patient, ServerFailed
 from stoker.training.rl.dialects import Published, Question, Told, Wanted, dialect_of
@@ -249,7 +250,7 @@ class Servers:
         try:
             found = self._dialect.read(told, self._wanted, newest)
             if len(found) != count:
-                raise ValueError(f"{len(found)} answers instead of {count}")
+                raise ValueError(f"{counted(len(found), 'answer')} instead of {count}")
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as problem:
             what = printable(f"{type(problem).__name__}: {problem}", 200)
             raise ServerFailed(f"the server at {address} sent an answer that can't be read: {what}") from problem

@@ -23,6 +23,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from stoker.contract.quantities import counted
+
 _PR_SET_PDEATHSIG = 1
 SHOWN = 160  # characters of a prompt or an answer in a line
 BATCH = "completions"
@@ -124,7 +126,7 @@ class Function:
             )
         if len(made) != count:
             raise Failed(
-                f"reward {self.name} returned {len(made)} numbers for {count} answers; it must return one for each"
+                f"reward {self.name} returned {counted(len(made), 'number')} for {count} answers; it must return one for each"
             )
         return [self._number(value, call, place) for place, value in enumerate(made)]
 

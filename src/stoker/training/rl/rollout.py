@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.shape import replace, shape
 from stoker.training.data.order import Order
 from stoker.training.evaluate.marking import LONGEST_ANSWER
@@ -162,7 +163,7 @@ def weights(rows: Sequence[Mapping[str, Any]], count: int, path: str) -> NDArray
         if 0 <= index < count:
             found[index] = weight
     if len(rows) != count or np.isnan(found).any():
-        line = f"grpo.weights {path} has weights of {len(rows)} prompts and grpo.prompts {count} rows"
+        line = f"grpo.weights {path} has weights of {counted(len(rows), 'prompt')} and grpo.prompts {counted(count, 'row')}"
         raise Refusal(
             f"{line}: they don't belong together; make them again with stage density, from this prompts file",
             EX_DATAERR,

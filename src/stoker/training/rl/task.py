@@ -8,6 +8,7 @@ from typing import Any
 import stoker
 from stoker.contract.effort import reading
 from stoker.contract.names import EX_CONFIG, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.shape import as_json, shape
 from stoker.contract.typed import read_shape
 from stoker.training.checkpoint.reading import Checkpoint
@@ -92,7 +93,7 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
         """Since when, where the last `count` steps are all bad."""
         if count < 1 or len(recent) < count or not all(bad(seen) for seen in recent[-count:]):
             return ""
-        return f"for {count} steps (since step {recent[-count].step})"
+        return f"for {counted(count, 'step')} (since step {recent[-count].step})"
 
     if not recent:
         return None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stoker.contract.names import Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import parse_json, printable
@@ -89,7 +90,8 @@ def read(body: bytes, is_chat: bool, served: Served) -> Asked:
     count = _whole(told, "n", 1, 1, MOST_ANSWERS)
     if len(prompts) * count > MOST_ANSWERS:
         raise Problem(
-            f"{len(prompts)} prompts with {count} answers each are too many: at most {MOST_ANSWERS} at once", key="n"
+            f"{counted(len(prompts), 'prompt')} with {count} answers each are too many: at most {MOST_ANSWERS} at once",
+            key="n",
         )
     shared = {**_settings(told, is_chat, served), "echo": not is_chat and _flag(told, "echo")}
     name = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"

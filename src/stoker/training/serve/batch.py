@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.quantities import counted
 from stoker.training.generate.config import BLOCK, PREFILL_TOKENS, TURN, Sampling, checked
 from stoker.training.generate.sample import sample_token, uniforms
 from stoker.training.model.decoder import Decoder
@@ -215,7 +216,7 @@ class BatchEngine:
             if not prompt:
                 raise Refusal(f"prompt {index} is empty: an answer needs a token to follow", EX_USAGE)
             if len(prompt) + new_tokens > self.length:
-                line = f"prompt {index} has {len(prompt)} tokens; with an answer of {new_tokens} that is more than"
+                line = f"prompt {index} has {counted(len(prompt), 'token')}; with an answer of {new_tokens} that is more than"
                 line += f" the limit of {self.length}"
                 raise Refusal(f"{line}: lower generate.new_tokens, or raise data.context_length", EX_USAGE)
             if max(prompt) >= self._embedded or min(prompt) < 0:

@@ -21,7 +21,7 @@ _LEARNS = frozenset(("optim", "checkpoint", "nan"))
 _RUN_KEYS = ("compute.dtype", "train.seed")
 _LEARN_KEYS = (
     "train.max_steps", "train.epochs", "optim.learning_rate", "optim.schedule", "batch.tokens", "batch.micro",
-    "data.context_length", "train.eval_every", "checkpoint.every", "checkpoint.resume", "parallel.strategy",
+    "data.context_length", "train.eval_every", "train.log_to", "checkpoint.every", "checkpoint.resume", "parallel.strategy",
 )  # fmt: skip
 _NEEDED = ("name", "about", "recipe", "sections")
 

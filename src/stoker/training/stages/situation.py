@@ -64,7 +64,7 @@ def _choices(
         whole = config.batch.tokens or config.batch.micro
         words = "as many tokens a step as fit"
         if whole:
-            words = f"{samples * context:,} tokens a step, {samples:,} row{'' if samples == 1 else 's'}"
+            words = f"{samples * context:,} tokens a step, {counted(samples, 'row')}"
         if at.amount is None and not set(BATCH) & set(given):
             words += " at most"
         yield Choice("batch", words, "--batch.tokens", ("batch.tokens", "batch.accumulation", "batch.micro"))
@@ -76,7 +76,7 @@ def _choices(
     )
     if not learning.prompts and at.amount is not None and config.train.eval_every <= steps:
         yield Choice("validation", _validation(config.train.eval_every, steps), "--eval-every", ("train.eval_every",))
-    yield Choice("row length", f"{context:,} tokens", "--context-length", (CONTEXT,))
+    yield Choice("row length", f"{counted(context, 'token')}", "--context-length", (CONTEXT,))
     dtype = {"auto": "fp32" if on_cpu else "bf16, or fp16 with loss scaling on a card without it"}.get(
         config.compute.dtype, config.compute.dtype
     )
@@ -86,7 +86,7 @@ def _choices(
 def _length(steps: int, passes: float, at: Situation, fixed: bool) -> str:
     """`fixed`: the steps are a setting, and do not follow from the data."""
     if at.amount is None:
-        return f"{steps:,} steps" if steps else "known once the data is here"
+        return f"{counted(steps, 'step')}" if steps else "known once the data is here"
     shown = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
     many = f"{steps:,}" if at.amount.exact or fixed else f"about {_rounded(steps):,}"
     return f"{many} steps, {shown} pass{'' if shown == '1' else 'es'} over {_count(at.amount)}"
@@ -157,19 +157,29 @@ def situation(stage: str, config: Config, ranks: int | None, ready: Prepared | N
 def with_context_of_model(
     stage: str, config: Config, given: Mapping[str, Origin], on_cpu: bool, say: Callable[[str], None]
 ) -> Config:
-    """Of a loaded model: rows that it was trained for, where nobody gave their length; a longer one is warned about."""
-    learning = STAGES[stage].learning
-    if learning is None or not config.model.load:
+    """Return the configuration with rows that a loaded model was trained for, and check what that changes."""
+    if STAGES[stage].learning is None or not config.model.load:
         return config
-    longest = _model(config, None).longest
+    limited = within_context_of_model(stage, config, given, _model(config, None).longest, say)
+    if limited is not config:
+        check(limited, given, on_cpu)
+        STAGES[stage].check(limited)
+    return limited
+
+
+def within_context_of_model(
+    stage: str, config: Config, given: Mapping[str, Origin], longest: int, say: Callable[[str], None]
+) -> Config:
+    """Limit the rows to the `longest` that the loaded model was trained for, unless the user set their length: then a longer
+    one is warned about."""
+    learning = STAGES[stage].learning
+    assert learning is not None, f"stage {stage} does not train"
     changed = within(learning, config, given, longest)
     if changed:
-        config = config_of(config.preset, values_of(config) | changed)
-        check(config, given, on_cpu)
-        STAGES[stage].check(config)
-    elif 1 < longest < config.data.context_length:
+        return config_of(config.preset, values_of(config) | changed)
+    if 1 < longest < config.data.context_length:
         say(
-            f"warning: {CONTEXT} {config.data.context_length:,} is more than the {longest:,} tokens that"
+            f"warning: {CONTEXT} {config.data.context_length:,} is more than the {counted(longest, 'token')} that"
             f" {config.model.load} was trained for; beyond them it starts from what it can't do yet"
         )
     return config

@@ -27,6 +27,7 @@ import numpy as np
 
 import stoker
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.quantities import counted
 from stoker.training.tokenizer.definition import define
 from stoker.training.tokenizer.encoders import Encoder, FastPlan, Ids, Library, SpanEncoder
 
@@ -132,7 +133,7 @@ class Confined:
 
     def _refusal(self, why: str, what: bytes, payload: bytes) -> Refusal:
         begins = payload[:40].decode("utf-8", "replace")
-        doing = f"encoding {len(payload):,} bytes that begin {begins!r}" if what in _TEXTS else "loading it"
+        doing = f"encoding {counted(len(payload), 'byte')} that begin {begins!r}" if what in _TEXTS else "loading it"
         line = f"tokenizer {self._where}: tokenizer.json can't be used: {doing}: {why}; choose another --tokenizer.path"
         return Refusal(line, EX_DATAERR)
 

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import parse_json, printable
 from stoker.training.tokenizer import alphabet
@@ -133,11 +134,11 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         ) from problem
     longest = max(map(len, (*vocabulary, *special, *ordinary)), default=0)
     if longest > LONGEST_TOKEN:
-        raise refuse(f"a token has {longest:,} characters; {LONGEST_TOKEN:,} is the most that could be used")
+        raise refuse(f"a token has {counted(longest, 'character')}; {LONGEST_TOKEN:,} is the most that could be used")
     if longest > LONGEST_TOKEN // 4 and not decoding.byte_level:  # there a character is a byte
         longest = max(len(token.encode("utf-8", "replace")) for token in vocabulary)
         if longest > LONGEST_TOKEN:
-            raise refuse(f"a token has {longest:,} bytes; {LONGEST_TOKEN:,} is the most that could be used")
+            raise refuse(f"a token has {counted(longest, 'byte')}; {LONGEST_TOKEN:,} is the most that could be used")
     if model.get("dropout"):
         raise refuse("its model has dropout: the same text would not always be the same tokens")
     end = next((one for one in ENDS if one in special), eos)

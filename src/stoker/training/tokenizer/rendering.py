@@ -21,6 +21,7 @@ import jinja2.runtime
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
 from stoker.training.tokenizer.definition import any_of
 
@@ -230,7 +231,7 @@ def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
         else:
             joined.append((begin, end))
     if len(joined) > MOST_SPANS:
-        raise NotRendered(f"it marks {len(joined):,} parts as the assistant's; {MOST_SPANS:,} is the most")
+        raise NotRendered(f"it marks {counted(len(joined), 'part')} as the assistant's; {MOST_SPANS:,} is the most")
     return tuple(joined)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import parse_json
 from stoker.training.tokenizer.confined import ConfinedTemplate
@@ -100,7 +101,7 @@ class ChatTemplate:
         if len(special) > MOST_ADDED or size > MOST_IN_ADDED or longest > LONGEST_ADDED:
             raise Refusal(
                 f"tokenizer {where}: its chat template can't be used: it has {len(special):,} special tokens with"
-                f" {size:,} characters, the longest {longest:,}; {MOST_ADDED:,}, {MOST_IN_ADDED:,} and {LONGEST_ADDED:,}"
+                f" {counted(size, 'character')}, the longest {longest:,}; {MOST_ADDED:,}, {MOST_IN_ADDED:,} and {LONGEST_ADDED:,}"
                 " are the most",
                 EX_DATAERR,
             )

@@ -61,7 +61,7 @@ def count(environment: dict[str, str], machine: Machine, ranks: int) -> Iterator
             break
     usable = len(words) if words else len(machine.gpus)
     if ranks and machine.gpus and ranks > usable:
-        text = f"{ranks} ranks are asked for, {counted(usable, 'GPU')} found (invalid device ordinal)"
+        text = f"{counted(ranks, 'rank')} requested, {counted(usable, 'GPU')} found (invalid device ordinal)"
         yield fail(text, f"stoker run --nproc-per-node {usable} ...")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stoker.contract.quantities import amount
+from stoker.contract.quantities import amount, counted
 from stoker.contract.shapes import Finding
 from stoker.control.doctor.check import check, fail, warn
 from stoker.control.machine.facts import Host
@@ -25,7 +25,7 @@ def memory(machine: Machine, ranks: int) -> Iterator[Finding]:
     ranks, available = _ranks(machine, ranks), machine.memory_available
     need = ranks * (RANK_RAM if machine.gpus else RANK_RAM // 4)
     if available < need:
-        text = f"{amount(available)} of memory is free; {ranks} ranks starting at once take about {amount(need)}"
+        text = f"{amount(available)} of memory is free; starting {counted(ranks, 'rank')} at once takes about {amount(need)}"
         yield warn(text, "--init-slots 1 starts them one after the other")
 
 
@@ -72,7 +72,7 @@ def cores(machine: Machine, ranks: int) -> Iterator[Finding]:
     """At least one core per rank, or they wait for each other."""
     ranks = _ranks(machine, ranks)
     if machine.cores < ranks:
-        text = f"{ranks} ranks on {machine.cores} cores"
+        text = f"{counted(ranks, 'rank')} on {counted(machine.cores, 'core')}"
         yield warn(text, f"stoker run --nproc-per-node {machine.cores} ...")
 
 

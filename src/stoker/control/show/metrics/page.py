@@ -17,7 +17,19 @@ from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
 from stoker.control.machine.nvml import THROTTLE_REASONS
 from stoker.control.show.metrics import names
-from stoker.control.show.snapshot import DAMAGED, LOST, OK, RUNNING, UNKNOWN, Metric, Rank, Run, Snapshot, as_float
+from stoker.control.show.snapshot import (
+    DAMAGED,
+    LOST,
+    OK,
+    RUNNING,
+    UNKNOWN,
+    Metric,
+    Rank,
+    Run,
+    Snapshot,
+    as_float,
+    ordered_metrics,
+)
 from stoker.control.show.snapshot import GpuGauges as Card
 from stoker.control.show.snapshot import HostGauges as Host
 
@@ -176,7 +188,7 @@ def _training(page: _Page, run: Run) -> None:
         "eta_seconds": run.eta_s,
     }.items():
         page.put(f"stoker_training_{name}", value, run.id)
-    others = [name for name in run.metrics if name not in _TRAINING]
+    others = [name for name in ordered_metrics(run.metrics) if name not in _TRAINING]
     for name in others[:MOST_METRICS]:
         page.put("stoker_training_metric", run.metrics[name], run.id, name)
 

@@ -160,7 +160,7 @@ def number(value: Metric, digits: int = 4) -> str:
 def gigabytes(used: float | None, total: float | None) -> str:
     if used is None and total is None:
         return NONE
-    return f"{NONE if used is None else f'{used / 1e9:.1f}'}/{NONE if total is None else f'{total / 1e9:.0f}'} GB"
+    return f"{NONE if used is None else f'{used / 2**30:.1f}'}/{NONE if total is None else f'{total / 2**30:.0f}'} GiB"
 
 
 def seconds(value: float | None) -> str:

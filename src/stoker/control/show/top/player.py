@@ -17,7 +17,7 @@ from stoker.control.show.curves import MOST_OF_OTHERS, Curve, MetricsTail
 from stoker.control.show.folder import RECENT, RunFolder
 from stoker.control.show.gather import GPU_SERIES, HOST_SERIES, recorded_hosts
 from stoker.control.show.joined import slow_ranks
-from stoker.control.show.snapshot import RUNNING, UNKNOWN, Snapshot, finite, metric
+from stoker.control.show.snapshot import RUNNING, UNKNOWN, Snapshot, finite, headline_metric, metric
 from stoker.control.show.top.view import BACK, FASTER, FORTH, PAUSE, SLOWER
 
 
@@ -50,7 +50,8 @@ class Replay:
             self._told += 1
         if folder.moments and folder.moments[-1] is moment:
             folder.moments.pop()
-        run = folder.at(moment, self._values(moment.time), self._metrics.curves.get("loss", Curve()))
+        curves = self._metrics.curves
+        run = folder.at(moment, self._values(moment.time), curves.get(headline_metric(curves), Curve()))
         readings = list(recorded_hosts(folder, moment.time))
         hosts, gpus = tuple(host for host, _ in readings), tuple(card for _, cards in readings for card in cards)
         run = replace(run, slow=slow_ranks(run, folder, hosts, gpus))
@@ -63,7 +64,7 @@ class Replay:
         if at < 0:
             return {}
         step = times.steps[at]
-        found: dict[str, Any] = {"step": step}
+        found: dict[str, Any] = {"step": step, "time": times.values[at]}
         for name, curve in self._metrics.curves.items():
             place = bisect_right(curve.steps, step) - 1
             if place >= 0:
@@ -97,7 +98,7 @@ class Player:
         self._looked = now
         return self._snapshot(max(0, bisect.bisect_right(self._times, self._at) - 1))
 
-    def look_once(self) -> Snapshot:
+    def look_once(self, watched: tuple[str, ...] = ()) -> Snapshot:
         return self._snapshot(len(self._moments) - 1)
 
     def seek(self, what: str) -> str:

@@ -1,4 +1,4 @@
-"""The run that is looked at: numbers, what is wrong with it, and its loss."""
+"""The run that is looked at: numbers, what is wrong with it, and the curve of its reward or loss."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from stoker.contract.quantities import counted, span
 from stoker.control.show.drawing import Line as Drawn
-from stoker.control.show.drawing import chart, short
-from stoker.control.show.snapshot import RUNNING, Metric, Run, finite
+from stoker.control.show.drawing import chart, metric_text, short
+from stoker.control.show.snapshot import REWARD, RL_METRICS, RUNNING, UNKNOWN, Metric, Run, finite
 from stoker.control.show.top.cells import (
     ACCENT,
     BAD,
@@ -33,12 +33,12 @@ _MOST = 1e300  # the difference of two values must be a number, too
 
 
 def curve_lines(points: Sequence[tuple[int, Metric]], width: int, height: int) -> list[Line]:
-    """At most `height` lines. A step whose loss is not a finite number is a × at the bottom."""
+    """Draw the curve in at most `height` lines. A step whose value is not finite is a × at the bottom."""
     known = [(step, max(-_MOST, min(_MOST, value))) for step, raw in points if (value := finite(raw)) is not None]
     rows = height - _AXIS
     if width < 20 or rows < 2 or not known:
         return []
-    drawn = chart([Drawn("loss", tuple(known))], width, rows)
+    drawn = chart([Drawn("", tuple(known))], width, rows)
     lost = [step for step, raw in points if isinstance(raw, str)]
     first, last = known[0][0], max(known[-1][0], known[0][0] + 1)
     inner = len(drawn[0]) - 1
@@ -101,16 +101,20 @@ def _numbers(run: Run, width: int) -> Iterator[Line]:
         (span(run.seconds), PLAIN) if run.seconds is not None else None,
         (f"{ranks}{where}", PLAIN),
         (f"{restarts} ({causes})", WARN) if run.restarted else None,
-        (f"phase {foreign(run.phase)}", DIM) if run.phase else None,
+        (f"phase {foreign(run.phase)}", DIM) if run.phase and run.state in (RUNNING, UNKNOWN) else None,
         (f"of {foreign(run.user)}", DIM) if not run.mine else None,
         (foreign(run.command), DIM),
     ]
     yield whole(first, width)
     done = f" {run.step / run.total_steps:.0%}" if run.step is not None and run.total_steps else ""
-    loss_style = BAD if isinstance(run.loss, str) else BOLD
+    rl = run.rl_metrics
+    loss_style = DIM if rl else BOLD
+    if isinstance(run.loss, str):
+        loss_style = BAD
     optional = (("lr", run.lr), ("grad", run.grad_norm))
     second: list[Piece | None] = [
         (f"step {steps(run)}{done}", PLAIN) if run.step is not None else None,
+        *((f"{RL_METRICS[name]} {metric_text(name, value)}", _style(name, value)) for name, value in rl.items()),
         (f"loss {number(run.loss)}", loss_style) if run.loss is not None else None,
         (f"{short(run.tokens_per_s)} tokens/s", PLAIN) if run.tokens_per_s is not None else None,
         (f"ETA {clock(run.eta_s)}", GOOD) if run.eta_s is not None else None,
@@ -119,6 +123,12 @@ def _numbers(run: Run, width: int) -> Iterator[Line]:
     ]
     if any(second):
         yield whole(second, width)
+
+
+def _style(name: str, value: Metric) -> str:
+    if isinstance(value, str):
+        return BAD
+    return BOLD if name == REWARD else PLAIN
 
 
 def _short(value: float | str) -> str:

@@ -6,14 +6,24 @@ import time
 from collections import Counter
 
 from stoker.contract.quantities import span
-from stoker.control.show.drawing import short
-from stoker.control.show.snapshot import DAMAGED, LOST, RUNNING, UNKNOWN, Run, finite
+from stoker.control.show.drawing import metric_text, short
+from stoker.control.show.snapshot import (
+    DAMAGED,
+    LOST,
+    REWARD,
+    RL_METRICS,
+    RUNNING,
+    UNKNOWN,
+    Run,
+    finite,
+)
 from stoker.control.show.top.cells import ACCENT, BAD, DIM, GOOD, NONE, PLAIN, WARN, Column, Piece, foreign, number
 from stoker.control.show.top.panel import RUNS, Index, Order, Panel, Row, Wish, ordered
 
 RUN_ORDERS = {
     "d": Order("date", lambda run: run.started),
     "s": Order("step", lambda run: run.step),
+    "r": Order("reward", lambda run: finite(run.rl_metrics.get(REWARD))),
     "l": Order("loss", lambda run: finite(run.loss), down=False),
     "k": Order("tokens/s", lambda run: finite(run.tokens_per_s)),
     "t": Order("time", lambda run: run.seconds),
@@ -30,12 +40,14 @@ def runs_panel(index: Index, wish: Wish, chosen: str) -> Panel:
     def shown_name(run: Run) -> str:
         return foreign(run.name if run.name and names[run.name] == 1 else run.id)
 
+    of_rl = [name for name in RL_METRICS if any(name in run.rl_metrics for run in index.snapshot.runs)]
     kept, hidden = ordered((Row(run.id, run, _run_text(run)) for run in found), wish, RUN_ORDERS)
     columns = (
         Column("RUN", 26, lambda run, width: (shown_name(run), ACCENT if run.id == chosen else PLAIN)),
         Column("STATE", 10, _run_state, order=1),
         Column("STEP", 13, lambda run, width: (steps(run), PLAIN), 2, True),
-        Column("LOSS", 9, lambda run, width: (number(run.loss), _loss(run)), 2, True),
+        *(_rl_column(name) for name in of_rl),
+        Column("LOSS", 9, lambda run, width: _loss(run), 3, True),
         Column("TOKENS/S", 8, lambda run, width: (short(run.tokens_per_s), PLAIN), 4, True),
         Column("TIME", 12, lambda run, width: (span(run.seconds) if run.seconds is not None else NONE, PLAIN), 5, True),
         Column("USER", 10, lambda run, width: (foreign(run.user), PLAIN if run.mine else DIM), 7),
@@ -69,8 +81,21 @@ def _run_state(run: Run, width: int) -> Piece:
     return foreign(run.state), state_style(run)
 
 
-def _loss(run: Run) -> str:
-    return BAD if isinstance(run.loss, str) else PLAIN
+def _rl_column(name: str) -> Column:
+    """Make a column of a reinforcement-learning metric; it is empty for runs that have none."""
+    title = RL_METRICS[name].upper()
+
+    def draw(run: Run, _width: int) -> Piece:
+        value = run.rl_metrics.get(name)
+        return "" if value is None else metric_text(name, value), BAD if isinstance(value, str) else PLAIN
+
+    return Column(title, max(len(title), 7), draw, 2 if name == REWARD else 9, True)
+
+
+def _loss(run: Run) -> Piece:
+    if run.headline == REWARD:
+        return "", PLAIN
+    return number(run.loss), BAD if isinstance(run.loss, str) else PLAIN
 
 
 def _what(run: Run, width: int) -> Piece:

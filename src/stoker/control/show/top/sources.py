@@ -222,14 +222,17 @@ class Live:
     def look(self, watched: tuple[str, ...]) -> Snapshot:
         return self._gatherer.snapshot(watched, self._elsewhere.readings() if self._elsewhere is not None else ())
 
-    def look_once(self) -> Snapshot:
-        """One that has rates, too, and of every host an answer or the reason why there is none."""
+    def look_once(self, watched: tuple[str, ...] = ()) -> Snapshot:
+        """Take a snapshot that has rates, and of every host an answer or the reason why there is none.
+
+        `watched` are ids of runs that are read with their ranks and curves also when they are over.
+        """
         if self._elsewhere is not None:
             self._elsewhere.wait(_FIRST_S)
-            return self.look(())
-        self.look(())
+            return self.look(watched)
+        self.look(watched)
         time.sleep(_GAP_S)
-        return self.look(())
+        return self.look(watched)
 
     def seek(self, what: str) -> str:
         return ""
@@ -249,8 +252,8 @@ class Demo:
     def look(self, watched: tuple[str, ...]) -> Snapshot:
         return demo_snapshot(time.time(), self._begun, *self._size)
 
-    def look_once(self) -> Snapshot:
-        return self.look(())
+    def look_once(self, watched: tuple[str, ...] = ()) -> Snapshot:
+        return self.look(watched)
 
     def seek(self, what: str) -> str:
         return ""

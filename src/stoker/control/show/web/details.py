@@ -11,10 +11,19 @@ from typing import Any
 from stoker.contract import layout
 from stoker.contract.shape import as_json
 from stoker.control.record.reader import open_in
-from stoker.control.show.comparison import differing, noise, settings_of
+from stoker.control.show.comparison import at_equal_step, differing, noise, settings_of
 from stoker.control.show.curves import Curve, smoothed, thinned
+from stoker.control.show.drawing import metric_text
 from stoker.control.show.folder import RunFolder
-from stoker.control.show.snapshot import finite, metric
+from stoker.control.show.snapshot import (
+    LOSS,
+    REWARD,
+    RL_METRICS,
+    finite,
+    headline_metric,
+    metric,
+    ordered_metrics,
+)
 from stoker.control.show.web.folders import Folders, NotThere
 
 POINTS = 600
@@ -70,11 +79,11 @@ def metric_names(folder: RunFolder) -> list[str]:
     names = list(folder.metrics.curves) if folder.metrics is not None else []
     if "loss" not in names and folder.curve("loss").steps:
         names.insert(0, "loss")
-    return sorted(names, key=lambda name: (name != "loss", name != "val_loss", name))
+    return ordered_metrics(names)
 
 
 def sparks(folders: Folders, runs: Sequence[str]) -> dict[str, list[float | None]]:
-    """Of each run its loss in a few points, from as many places in the file: 100,000 lines cost no more than 100."""
+    """Return a few points of each run's reward or loss, from places across the file: its length costs nothing."""
     found = {}
     for run in runs[:60]:
         try:
@@ -93,33 +102,45 @@ def _spark(run_dir: str) -> list[float | None]:
                 file.seek(max(0, size * number // SPARK - 1))
                 if number:
                     file.readline(_LINE)
-                loss = next((one for one in (_loss(file.readline(_LINE)) for _ in range(3)) if one is not None), None)
-                if loss is not None:
-                    values.append(float(f"{loss:.4g}"))
+                read = (_headline_value(file.readline(_LINE)) for _ in range(3))
+                value = next((one for one in read if one is not None), None)
+                if value is not None:
+                    values.append(float(f"{value:.4g}"))
             file.seek(max(0, size - _LINE))
-            last = [_loss(line) for line in file.read(_LINE).split(b"\n")]
+            last = [_headline_value(line) for line in file.read(_LINE).split(b"\n")]
             values += [one for one in last if one is not None][-1:]
     except OSError:
         return []
     return values
 
 
-def _loss(line: bytes) -> float | None:
+def _headline_value(line: bytes) -> float | None:
     try:
         data = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return finite(metric(data.get("loss"))) if isinstance(data, dict) else None
+    return finite(metric(data.get(headline_metric(data)))) if isinstance(data, dict) else None
 
 
 def compared(folders: Folders, runs: Sequence[str], name: str) -> dict[str, Any]:
-    """Settings that differ; of two runs also whether the difference is more than noise."""
+    """Return settings that differ, values at equal steps, and of two runs whether the difference is more than noise.
+
+    `name` is the metric that is judged; empty: reward if all the runs have one, else loss.
+    """
     watched = [folders.watched(run)[0] for run in runs[:MOST_RUNS]]
     settings = [settings_of(folder.record) for folder in watched]
+    name = name or (REWARD if all(folder.curve(REWARD).steps for folder in watched) else LOSS)
+    equal = []
+    for one in dict.fromkeys((name, *RL_METRICS, LOSS, "val_loss")):
+        found = at_equal_step([folder.curve(one) for folder in watched])
+        if found is not None:
+            equal.append([RL_METRICS.get(one, one), found[0], [metric_text(one, value) for value in found[1]]])
     judged = noise(watched[0].curve(name), watched[1].curve(name)) if len(watched) == 2 else None
     return {
         "runs": list(runs[:MOST_RUNS]),
         "settings": [[key, list(values)] for key, values in differing(settings)][:300],
+        "metric": name,
+        "equal": equal,
         "noise": {**as_json(judged), "beyond": judged.beyond} if judged is not None else None,
     }
 

@@ -119,6 +119,8 @@ class Timeline:
                 text = event.get("summary") or event.get("cause") or ""
                 if event["event"] == "attempt":
                     text = f"attempt {event.get('attempt')}"
+                elif event["event"] == "stop":
+                    text = f"by {event.get('signal') or 'a request'}"
                 found.append(
                     {
                         "time": round(float(event["time"]), 1),

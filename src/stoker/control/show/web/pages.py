@@ -91,6 +91,7 @@ class Pages:
             "/api/rows": lambda query: texts.rows(
                 self._folders, query.get("run", ""), query.get("path", ""), _count(query, "from") or 0
             ),
+            "/api/rollouts": lambda query: texts.rollouts(self._folders, query.get("run", ""), _count(query, "before")),
             "/api/reports": lambda _: texts.reports(self._folders),
         }
 
@@ -140,7 +141,7 @@ class Pages:
         )
 
     def _compare(self, query: Query) -> Any:
-        return details.compared(self._folders, _listed(query, "runs"), query.get("metric", "loss"))
+        return details.compared(self._folders, _listed(query, "runs"), query.get("metric", ""))
 
     def _log(self, query: Query) -> Any:
         run, attempt = query.get("run", ""), _count(query, "attempt")

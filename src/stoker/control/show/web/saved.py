@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -74,6 +75,8 @@ def _answers(folders: Folders, run: str, explain: texts.Explain) -> dict[str, An
         "reports": {"reports": []},
         "sparks": {},
     }
+    with contextlib.suppress(NotThere):  # a run without rollouts
+        answers["rollouts"] = texts.rollouts(folders, run, None)
     for path in [one["path"] for one in files["files"] if one["kind"] == "rows"][:_ROW_FILES]:
         answers[f"rows:{path}"] = texts.rows(folders, run, path, 0)
     return {"state": state, "answers": answers}

@@ -6,13 +6,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.control.show.snapshot import GpuGauges, HostGauges, Rank, Run, Snapshot
+from stoker.control.show.drawing import metric_text
+from stoker.control.show.snapshot import RL_METRICS, GpuGauges, HostGauges, Rank, Run, Snapshot
 
 Row = dict[str, Any]
 State = dict[str, dict[str, Row]]
 
 _RUN = (
-    "name", "user", "mine", "state", "started", "updated", "seconds", "world", "attempts", "step", "total_steps", "loss",
+    "name", "user", "mine", "state", "started", "updated", "seconds", "world", "attempts", "step", "total_steps", "headline",
+    "headline_value", "loss",
     "tokens_per_s", "mfu", "grad_norm", "lr", "eta_s", "phase", "problem", "command", "hosts",
 )  # fmt: skip
 _HOST = (
@@ -73,6 +75,7 @@ def difference(before: Mapping[str, Mapping[str, Row]], now: State) -> tuple[Sta
 
 def _run(run: Run) -> Row:
     row = _row(run, _RUN)
+    row["rl"] = {RL_METRICS[name]: metric_text(name, value) for name, value in run.rl_metrics.items()}
     row["restarts"] = dict(run.restarts)
     row["slow"] = [{"rank": one.rank, "summary": one.summary} for one in run.slow]
     suspicion, verdict = run.suspicion, run.verdict

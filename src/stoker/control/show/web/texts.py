@@ -15,8 +15,9 @@ from typing import Any
 
 from stoker.contract import checkpoints, layout, redact
 from stoker.contract.shapes import Verdict
-from stoker.contract.untrusted import open_below, printable, printable_lines
+from stoker.contract.untrusted import open_below, parse_json, printable, printable_lines, within
 from stoker.control.record import follow, reader
+from stoker.control.record import rollouts as rollout_records
 from stoker.control.record.writer import OURS
 from stoker.control.show.web.folders import Folders, NotThere
 
@@ -30,6 +31,10 @@ _MOST_ENTRIES = 10_000  # of all folders of a run, that one answer looks at
 _DEPTH = 3
 _ROWS = 40
 _ROW_BYTES = 64 << 10
+_ROLLOUTS = 32  # completions of one answer
+_ROLLOUT_BYTES = 2 * rollout_records.LONGEST  # of the file that one answer looks at
+_ROLLOUT_TEXT = 4000  # characters of a prompt or a completion
+_ROLLOUT_PARTS = 20  # of a reward
 MOST_SERVED = 32 << 20
 # Anything else is shown as plain text, and a page is closed in (guard.SANDBOX).
 TYPES = {".html": "text/html; charset=utf-8", ".png": "image/png"}
@@ -279,12 +284,67 @@ def rows(folders: Folders, run: str, path: str, begin: int) -> dict[str, Any]:
 
 
 def _json_or_text(line: str) -> Any:
-    from stoker.contract.untrusted import parse_json, within
-
     try:
         return _shown_deep(redact.data(within(parse_json(line), 16_000)))
     except ValueError:
         return printable(redact.whole(line.rstrip("\n")[:16_000]), 4000)
+
+
+def rollouts(folders: Folders, run: str, before: int | None) -> dict[str, Any]:
+    """Return the newest completions of a GRPO run, or those before the byte `before`: the newest step first.
+
+    Texts are cut and escaped. `begin` is where the next, older page ends; 0: this is the oldest.
+    """
+    place = folders.place(run)
+    path = rollout_records.rollouts_path(place)
+    if path is None:
+        raise NotThere("no rollouts yet: stage grpo writes them, unless grpo.rollouts_mb is 0")
+    try:
+        with os.fdopen(open_below(place, path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            end = size if before is None else max(0, min(before, size))
+            begin = max(0, end - _ROLLOUT_BYTES)
+            file.seek(begin)
+            data = file.read(end - begin)
+    except (OSError, ValueError):
+        raise NotThere("the rollouts can't be read") from None
+    if begin:  # the first line is cut
+        begin += data.find(b"\n") + 1
+        data = data[data.find(b"\n") + 1 :]
+    lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+    begin += sum(map(len, lines[:-_ROLLOUTS]))
+    found = [shown for line in lines[-_ROLLOUTS:] if (shown := _shown_rollout(line)) is not None]
+    found.sort(key=lambda one: -one["step"])  # those of one step stay in the file's order
+    return {"rollouts": found, "begin": begin, "size": size}
+
+
+def _shown_rollout(line: bytes) -> dict[str, Any] | None:
+    try:
+        data = parse_json(line.decode("utf-8", "replace"))
+    except ValueError:
+        return None
+    rollout = rollout_records.parse_rollout(data) if isinstance(data, dict) else None
+    if rollout is None:
+        return None
+    numbers = {name: getattr(rollout, name) for name in ("step", "row", "reward", "right", "tokens", "cut")}
+    parts = {printable(redact.whole(name), 60): value for name, value in list(rollout.parts.items())[:_ROLLOUT_PARTS]}
+    texts = {"prompt": _limited(_prompt_text(rollout.prompt)), "completion": _limited(rollout.answer)}
+    return {**numbers, "parts": parts if len(rollout.parts) > 1 else {}, **texts}
+
+
+def _prompt_text(prompt: Any) -> str:
+    """Return a prompt as text; of several messages each with its role."""
+    messages = [one for one in prompt if isinstance(one, dict)] if isinstance(prompt, list) else []
+    if not messages:
+        return prompt if isinstance(prompt, str) else str(prompt)
+    if len(messages) == 1:
+        return str(messages[0].get("content"))
+    return "\n\n".join(f"{one.get('role')}: {one.get('content')}" for one in messages)
+
+
+def _limited(text: str) -> str:
+    kept = redact.whole(str(within(text, _ROLLOUT_TEXT + 64)))
+    return printable_lines(kept) + (f" … ({len(text):,} characters)" if len(kept) < len(text) else "")
 
 
 def reports(folders: Folders) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import signal
 
-from stoker.control.verdict.catalogue import Case, Family, Found, Match
+from stoker.contract.quantities import amount
+from stoker.control.verdict.catalogue import CATALOGUE, Case, Family, Found, Match
 from stoker.control.verdict.consequence import lost_worker
 from stoker.control.verdict.lastwords import at, find, first_line, line_of, path_in, said, shm_left, traced_line
 from stoker.control.verdict.rules.memory import memory_trend
@@ -16,7 +19,11 @@ _SMALL_SHM = 2**30
 _ALONE = "num_workers=0 runs the dataset in the rank itself: its own error is then seen, with its line"
 
 
-family = Family(__name__, traced_line, ALONE=_ALONE)
+_INCOMPLETE = "the file that was being written is incomplete: resume from the one before"
+# How Stoker itself names the folder; the operating system's own error has a path only where a file could not be opened.
+_FULL_PATHS = (r"not written in (/[^\n]{1,400}?): no space", r"no space left: (/[^\n]{1,400}?) needs ")
+
+family = Family(__name__, traced_line, ALONE=_ALONE, INCOMPLETE=_INCOMPLETE)
 
 
 family.entries(r"""
@@ -94,19 +101,47 @@ def worker_died(case: Case, found: Match | None) -> Found | None:
     return Found(summary, (*traced_line(case, line_of(found)), *memory_trend(case.end.around)))
 
 
-family.entries(r"""
+@family.cause(r"""
 data.no-space: The disk, or a quota, is full.
   said: \[Errno 28\]|\[Errno 122\]|[Nn]o space left(?: on device|: )|Disk quota exceeded|os error (?:28|122)\b|
       inline_container\.cc:\d+\] \. unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing|
       \d+ requested and \d+ written
-  summary: {who}: no space left{for_path}{at}
   seen: errno 28 (ENOSPC) or 122 (EDQUOT), "No space left on device"; torch.save says "unexpected pos" or
       "PytorchStreamWriter failed writing file", numpy "requested and … written"
   unless: the device is /dev/shm: data.shm or nccl.shm
   fix: df -h and df -i on that folder (bytes and files), and the quota: quota -s
   fix: keep fewer checkpoints; stoker clean --cache shows data and compile caches and what they take
-  fix: the checkpoint that was being written is incomplete: resume from the one before
+  fix: {INCOMPLETE}
 """)
+def no_space(case: Case, found: Match) -> Found:
+    line, text = line_of(found), said(case)
+    path = path_in(line) or next((match[1] for pattern in _FULL_PATHS if (match := re.search(pattern, text))), "")
+    disks = case.end.around.full_disks
+    if os.path.isabs(path):
+        above = [disk for disk in disks if os.path.commonpath([path, disk[0]]) == disk[0]]
+        disks = tuple(sorted(above, key=lambda disk: len(disk[0]))[-1:])
+    full = [f"{mount} ({amount(free)} of {amount(total)} free)" for mount, free, total in disks]
+    where = f" for {path}" if path else ""
+    on = f"; full: {', '.join(full)}" if full else ""
+    safe = _complete_outputs(case)
+    kept = f"; complete: {', '.join('/'.join(path.rsplit('/', 2)[1:]) for path in safe)}" if safe else ""
+    complete = tuple(f"complete, and safe to use: {path}" for path in safe)
+    check = f"df -h {shlex.quote(path or disks[0][0])}" if path or disks else "df -h"
+    look = f"{check}; the same with df -i (number of files), and the quota: quota -s"
+    fix = (look, CATALOGUE["data.no-space"].fix[1], *(() if safe else (_INCOMPLETE,)))
+    return Found(f"{case.who}: no space left{where}{at(case)}{on}{kept}", (*traced_line(case, line), *complete), fix)
+
+
+def _complete_outputs(case: Case) -> list[str]:
+    """Return the paths of the newest complete checkpoint and of the models that ranks say they have written."""
+    paths = []
+    checkpoint = case.evidence.checkpoint
+    # A folder is complete once it has its manifest. A file may be the one whose write just failed.
+    if checkpoint is not None and not os.path.splitext(checkpoint.path)[1]:
+        paths.append(checkpoint.path)
+    for end in case.evidence.ends:
+        paths += re.findall(r"\bwrote (/[^\n]{1,400}?): [\d.]+ [KMGT]i?B of ", end.tail)
+    return paths
 
 
 @family.cause(r"""

@@ -46,6 +46,13 @@ def version(case: Case, found: Match) -> Found:
     return Found(summary, traced(case.end) or (line_of(found),))
 
 
+def install_advice(module: str) -> tuple[str, ...]:
+    """Return what to type for a missing module. Stoker itself isn't on PyPI: its name there belongs to somebody else."""
+    if module == "stoker":
+        return ("pip install .   # in Stoker's clone, or the path of its wheel, with the Python that runs the ranks",)
+    return (f"pip install {module}   # the package may have another name",) if module.isidentifier() else ()
+
+
 @family.cause("""
 env.import: A module that the script imports does not exist, or lacks the imported name.
   seen: an ImportError or ModuleNotFoundError ended the rank
@@ -57,7 +64,7 @@ def missing_module(case: Case) -> Found | None:
     if error is None or error.type not in ("ImportError", "ModuleNotFoundError"):
         return None
     missing = error.import_name.partition(".")[0] if error.type == "ModuleNotFoundError" else ""
-    install = (f"pip install {missing}   # the package may have another name",) if missing.isidentifier() else ()
+    install = install_advice(missing)
     summary = f"{case.who}: {first_line(error.message)} at {place(case.end)}"
     return Found(summary, traced(case.end), (*install, _RIGHT_PYTHON))
 

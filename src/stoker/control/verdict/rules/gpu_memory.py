@@ -7,10 +7,11 @@ import re
 import shlex
 from typing import Any
 
+from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.contract.shapes import RankEnd
 from stoker.control.verdict.catalogue import Case, Family, Found
-from stoker.control.verdict.lastwords import find, line_of, place, said, torch_size
+from stoker.control.verdict.lastwords import at, find, last_seen, line_of, place, said
 
 GATHER, BACKWARD, OPTIMIZER, SAVE = "gather", "backward", "optimizer", "save"
 _FRAME = re.compile(r'^ *File "([^"\n]{1,400})", line \d+, in ([^\n]{1,200})$', re.MULTILINE)
@@ -179,6 +180,13 @@ _SMALLER = (
     "shard parameters, gradients and optimizer over the ranks (FSDP: torch.distributed.fsdp.fully_shard)",
     "last, a shorter sequence: it changes what is learned",
 )
+# What the record must show for an item of _SMALLER to be advice for this program: a pattern of its last words or of its
+# traceback's files and functions. Without an entry it holds for all.
+_LANGUAGE_MODEL = r"(?i)logits|cross_entropy|lm_head|log_softmax|nll_loss|/transformers/|stoker/training/"
+_LAYERS = (
+    r"torch/nn/modules/|torch/autograd/|_engine_run_backward|torch/utils/checkpoint|/transformers/|stoker/training/"
+)
+_OPTIMIZER = r"torch/optim/|bitsandbytes/optim/|stoker/training/"
 _MAKE_ROOM = (
     "stoker clean   # shows what your own dead runs still hold; --yes frees it; other processes are not touched",
     "stoker run --gpus any:N --min-free-memory SIZE --wait 10m   # cards with room, or wait for them",
@@ -234,30 +242,28 @@ class _Card:
     def who_holds(self) -> list[str]:
         lines = []
         for one in self.holders:
-            memory = torch_size(one["memory"]) if one.get("memory") else "an unknown amount"
+            memory = amount(one["memory"]) if one.get("memory") else "an unknown amount"
             if not one.get("command"):
                 lines.append(f"pid {one.get('pid')} holds {memory}, held from outside this container")
                 continue
             run = f", run {one['run']}" if one.get("run") else ""
             user = f", user {one['user']}" if one.get("user") else ""
             lines.append(f"pid {one.get('pid')} ({one['command']}{user}{run}) holds {memory}")
-        lines += [f"pid {pid} holds {torch_size(size)}" for pid, size in self.strangers]
+        lines += [f"pid {pid} holds {amount(size)}" for pid, size in self.strangers]
         if not lines and self.foreign:
             unseen = "processes that can't be seen from here, outside this container"
-            lines.append(f"{torch_size(self.foreign)} are held by {unseen}")
+            lines.append(f"{amount(self.foreign)} are held by {unseen}")
         return lines
 
     def sentence(self) -> str:
         refused = self.refused
         if refused is None:
             return "an allocation failed"
-        parts = [f"{torch_size(refused.needed)} needed"]
+        parts = [f"{amount(refused.needed)} needed"]
         if refused.free is not None:
-            parts.append(
-                f"{torch_size(refused.free)}{f' of {torch_size(refused.total)}' if refused.total else ''} free"
-            )
+            parts.append(f"{amount(refused.free)}{f' of {amount(refused.total)}' if refused.total else ''} free")
         if refused.unused is not None:
-            parts.append(f"{torch_size(refused.unused)} reserved and unused")
+            parts.append(f"{amount(refused.unused)} reserved and unused")
         return ", ".join(parts)
 
 
@@ -268,7 +274,7 @@ def _look(case: Case) -> tuple[_Card, tuple[str, ...]] | None:
         return None
     card = _Card(case, refused)
     said_so = line_of(bare) if bare else next(line for line in said(case).splitlines() if "out of memory" in line)
-    own = (f"this process held {torch_size(refused.own)}",) if refused and refused.own else ()
+    own = (f"this process held {amount(refused.own)}",) if refused and refused.own else ()
     at = (f"at {place(case.end)}",) if case.end.error else ()
     return card, (said_so.partition(" If reserved but unallocated")[0], *at, *own, *card.who_holds())
 
@@ -333,13 +339,12 @@ def too_big(case: Case) -> Found | None:
     evidence = (*evidence, *planned)
     phase = phase_of(case.end)
     when = f"{case.who}: out of GPU memory{f' {phase.words}' if phase else ''}"
-    helps = (phase.helps, *_SMALLER) if phase and phase.helps else _SMALLER
+    when += at(case) or (f"; last seen at {last_seen(case)}" if last_seen(case) else "")
+    helps = (phase.helps, *_smaller(case)) if phase and phase.helps else _smaller(case)
     if refused is None:
         return Found(when, evidence, helps)
     if refused.allowed is not None and refused.cached + refused.needed > refused.allowed:
-        limit = (
-            f"the script allows itself {torch_size(refused.allowed)} only (torch.cuda.set_per_process_memory_fraction)"
-        )
+        limit = f"the script allows itself {amount(refused.allowed)} only (torch.cuda.set_per_process_memory_fraction)"
         summary = f"{when}: {card.sentence()}; {limit}"
         return Found(summary, evidence, (f"raise that limit: {limit}", *helps))
     if refused.free is not None and refused.free > refused.needed + _SLACK:
@@ -352,6 +357,25 @@ def too_big(case: Case) -> Found | None:
     short = re.search(r"underestimated: [^;]*", planned[0]) if planned else None
     against = f"; the memory plan {short[0].replace(':', '', 1)}" if short else ""
     return Found(f"{when}: {card.sentence()}{against}", evidence, (*pieces, *helps))
+
+
+def _smaller(case: Case) -> tuple[str, ...]:
+    """Return the advice of _SMALLER that fits what is on record of this program."""
+    error = case.end.error
+    text = f"{error.traceback if error else ''}\n{case.words}"
+    language, layers, optimizer = (bool(re.search(one, text)) for one in (_LANGUAGE_MODEL, _LAYERS, _OPTIMIZER))
+    is_sharded = _SHARDED.search(text) is not None
+    trains = language or layers or optimizer or case.end.steps > 0
+    applies = (
+        language,
+        layers,
+        trains,
+        optimizer or case.end.steps > 0,
+        case.evidence.world_size > 1 and not is_sharded,
+        language,
+    )
+    advice = tuple(line for line, fits in zip(_SMALLER, applies, strict=True) if fits)
+    return advice or (f"allocate less at once{at(case)}, or use a GPU with more memory",)
 
 
 def _planned(case: Case) -> tuple[str, ...]:

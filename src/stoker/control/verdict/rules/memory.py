@@ -6,19 +6,27 @@ import re
 import signal
 
 from stoker.contract import kerneltext
-from stoker.contract.quantities import amount, span
+from stoker.contract.quantities import amount, counted, span
 from stoker.contract.shapes import Around
-from stoker.control.verdict.catalogue import Case, Family, Found, Match
-from stoker.control.verdict.lastwords import find, first_line, line_of, place, said, torch_size
+from stoker.control.verdict.catalogue import CATALOGUE, Case, Family, Found, Match
+from stoker.control.verdict.lastwords import at, find, first_line, last_seen, line_of, place, said
 
 ORDER = 20
+UNLIMITED = (
+    "ulimit -v unlimited in the shell that starts stoker, and no resource.setrlimit(RLIMIT_AS) in the script: it limits"
+    " address space, not memory, and a CUDA context alone reserves 18 GB of it; --ram-limit limits real memory"
+)
 
-family = Family(__name__)
+FEWER_WORKERS = "fewer data-loader workers: each holds its own copy of what the dataset keeps in Python objects"
+FEWER_RANKS = "fewer ranks on this host (--nproc-per-node)"
+
+family = Family(__name__, UNLIMITED=UNLIMITED, FEWER_WORKERS=FEWER_WORKERS, FEWER_RANKS=FEWER_RANKS)
 family.entries("""
 oom.ram-limit: A rank's resident memory passed --ram-limit.
   seen: the rank and its workers together hold more (PSS) than --ram-limit
   unless: the sum of resident sizes is over but the proportional one is not: shared pages counted twice
-  fix: fewer data-loader workers, a smaller batch, or a higher --ram-limit
+  fix: {FEWER_WORKERS}
+  fix: a smaller batch, or a higher --ram-limit
 """)
 
 
@@ -28,7 +36,8 @@ oom.host: The kernel killed a rank, or a worker of it, because the host or the c
       oom_kill counter rose, or the kernel's log says it killed that pid
   unless: neither of these: rank.killed, another process sent it. An allocation that was refused without a kill:
       oom.host-allocation
-  fix: fewer data-loader workers (each holds its own copy of what the dataset keeps in Python objects), or fewer ranks
+  fix: {FEWER_WORKERS}
+  fix: {FEWER_RANKS}
   fix: --init-slots 1 loads models one after the other; safetensors with mmap reads weights without a second copy
   fix: --ram-limit SIZE stops the job before the kernel does; a container's own limit is in /sys/fs/cgroup/memory.max
 """)
@@ -48,7 +57,18 @@ def host(case: Case) -> Found | None:
     counter = ("the cgroup's oom_kill counter went up",) if end.oom_killed else ()
     trend = memory_trend(end.around)
     grew = f" ({trend[0]})" if trend else ""
-    return Found(f"{who} was killed by the kernel: out of memory{grew}", (*how, *steps, *counter, *kernel[-2:], *trend))
+    where = "" if worker else last_seen(case)
+    summary = f"{who} was killed by the kernel: out of memory{grew}{where and f'; last seen at {where}'}"
+    workers = (
+        (f"it had {counted(end.around.loader_workers, 'data-loader worker')}",) if end.around.loader_workers else ()
+    )
+    has_workers = worker is not None or bool(workers)
+    fix = (
+        line
+        for line in CATALOGUE["oom.host"].fix
+        if (has_workers or line != FEWER_WORKERS) and (case.evidence.world_size > 1 or line != FEWER_RANKS)
+    )
+    return Found(summary, (*how, *steps, *counter, *kernel[-2:], *trend, *workers), tuple(fix))
 
 
 def memory_trend(around: Around) -> tuple[str, ...]:
@@ -75,8 +95,7 @@ oom.host-allocation: The host refused memory to the rank: too little RAM, or a l
   fix: free -h, and cat /sys/fs/cgroup/memory.max: is there enough for what was requested?
   fix: a CPU rank of stoker train may take its part of what was free when it started: close other programs, or use fewer
       ranks (--nproc-per-node), a smaller --micro or a shorter --context-length
-  fix: ulimit -v must say unlimited: RLIMIT_AS limits address space and not memory, and a CUDA context alone reserves
-      18 GB of it (take resource.setrlimit(RLIMIT_AS) out; --ram-limit watches real memory)
+  fix: {UNLIMITED}
   fix: --init-slots 1: one rank at a time imports and loads its model
   fix: memory-map the weights and the data instead of reading them whole
 """)
@@ -84,20 +103,35 @@ def allocation(case: Case, found: Match | None) -> Found | None:
     error = case.end.error
     if found is None and not (error is not None and error.type in ("MemoryError", "_ArrayMemoryError")):
         return None
-    text = said(case)
-    asked = re.search(r"tried to (?:allocate|mmap) (\d+) bytes", text)
-    array = re.search(r"Unable to allocate ([\d.]+ \w+) for an array with shape [^\n]*", text)
-    what = f" {array[1]}" if array else ""
-    if asked:
-        what = f" {torch_size(int(asked[1]))}"
+    requested = _requested(said(case))
+    size = amount(requested) if requested else ""
     around = case.end.around
+    limit = around.address_limit
+    # The kernel refuses address space above the limit, and otherwise only what the host can't have at all.
+    is_too_much = bool(requested and around.host_total and requested > around.host_total)
+    if limit is not None and not is_too_much:
+        failed = line_of(found) if found else "MemoryError"
+        summary = f"{case.who}: out of address space{at(case)}: limited to {amount(limit)} (ulimit -v, RLIMIT_AS)"
+        refused = f"{failed}: an allocation{f' of {size}' if size else ''} was refused by that limit, not by the host"
+        return Found(summary, (refused, *memory_trend(around)), (UNLIMITED,))
     fix: tuple[str, ...] = ()
-    if asked and around.host_total and int(asked[1]) > around.host_total:
-        piece = f"{torch_size(int(asked[1]))} in one piece is more than the host has ({torch_size(around.host_total)})"
+    if around.host_total is not None and limit is None:  # the agent looked, and there is no limit
+        fix = tuple(line for line in CATALOGUE["oom.host-allocation"].fix if line != UNLIMITED)
+    if is_too_much and around.host_total:
+        piece = f"{size} in one piece is more than the host has ({amount(around.host_total)})"
         fix = (f"{piece}: look at the shape at {place(case.end)}",)
     said_so = (f"{error.type}: {first_line(error.message)}",) if error else ()
     if found:
         said_so = (line_of(found),)
-    at = (f"at {place(case.end)}",) if error else ()
-    summary = f"{case.who}: the host gave no memory{' for' + what if what else ''}"
-    return Found(summary, (*said_so, *at, *memory_trend(around)), fix)
+    location = (f"at {place(case.end)}",) if error else ()
+    summary = f"{case.who}: host memory allocation failed{f': {size}' if size else ''}"
+    return Found(summary, (*said_so, *location, *memory_trend(around)), fix)
+
+
+def _requested(text: str) -> int:
+    """Return the bytes that torch or numpy says it wanted; 0 if they don't say."""
+    if match := re.search(r"tried to (?:allocate|mmap) (\d+) bytes", text):
+        return int(match[1])
+    if match := re.search(r"Unable to allocate ([\d.]+) (bytes|[KMGTPE]iB) for an array with shape ", text):
+        return int(float(match[1]) * 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB").index(match[2]))
+    return 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
 from stoker.training.data.formats.format import Format, Row, Turn, Unusable
 from stoker.training.tokenizer.roles import LEARNED, ROLES
@@ -85,7 +86,7 @@ def mmlu(row: Row, kind: str) -> Question | None:
     texts, place = _list(row["choices"], "choices"), row["answer"]
     if isinstance(place, int) and not isinstance(place, bool):
         if not 0 <= place < min(len(texts), len(LETTERS)):
-            raise Unusable(f"answer {place} is not one of its {len(texts)} choices")
+            raise Unusable(f"answer {place} is not one of its {counted(len(texts), 'choice')}")
         place = LETTERS[place]
     subject = row.get("subject")
     return _choice(
@@ -101,7 +102,7 @@ def mmlu(row: Row, kind: str) -> Question | None:
 def mmlu_cells(cells: Sequence[str], kind: str) -> Question:
     """A line of the published csv: question, A, B, C, D, answer."""
     if len(cells) != 6:
-        raise Unusable(f"{len(cells)} cells, not the six of question,A,B,C,D,answer")
+        raise Unusable(f"{counted(len(cells), 'cell')}, not the six of question,A,B,C,D,answer")
     return _choice(cells[0], list("ABCD"), list(cells[1:5]), cells[5].strip(), kind, lettered=True)
 
 
@@ -120,9 +121,9 @@ def messages_of(prompt: Any) -> tuple[tuple[str, str], ...]:
 
 def _choice(asked: Any, labels: list[Any], texts: list[Any], key: Any, kind: str, *, lettered: bool) -> Question:
     if len(labels) != len(texts) or len(texts) < 2:
-        raise Unusable(f"{len(texts)} choices with {len(labels)} labels")
+        raise Unusable(f"{counted(len(texts), 'choice')} with {counted(len(labels), 'label')}")
     if len(texts) > MOST_CHOICES:
-        raise Unusable(f"{len(texts):,} choices; {MOST_CHOICES} is the most")
+        raise Unusable(f"{counted(len(texts), 'choice')}; {MOST_CHOICES} is the most")
     names = tuple(_text(label, "a choice's label").strip() for label in labels)
     answer = _text(key, "the answer").strip()
     if answer not in names or len(set(names)) < len(names):

@@ -5,7 +5,9 @@ import { colour, el, fill, setText } from "./dom.js";
 import { counted } from "./format.js";
 
 const POINTS = 600;
-const FIRST = ["loss", "val_loss", "reward", "tokens_per_s", "grad_norm", "lr"];
+const FIRST = ["loss", "val_loss", "tokens_per_s", "grad_norm", "lr"];
+const FIRST_WITH_REWARD = ["reward", "kl", "entropy", "length", "cut", "loss"];
+const LABELS = { kl: "KL", cut: "cut (share truncated)" };
 const SHOWN = 6;
 const AT_ONCE = 20; // metrics of one question
 const SMOOTHED = [1, 5, 10, 20, 50, 100, 200, 500];
@@ -96,7 +98,7 @@ export class Curves {
       chart.log = this.log;
       chart.range = this.range;
       const last = el("span", { class: "last" });
-      this.charts.set(name, { chart, last, data: new Map(), card: el("figure", { class: "card" }, el("figcaption", {}, el("b", { text: name }), last), chart.node) });
+      this.charts.set(name, { chart, last, data: new Map(), card: el("figure", { class: "card" }, el("figcaption", {}, el("b", { text: LABELS[name] || name }), last), chart.node) });
     }
     this.grid.classList.toggle("single", wanted.length === 1);
     const key = wanted.join("\n");
@@ -110,7 +112,7 @@ export class Curves {
     if (names.join("\n") === this.names.join("\n")) return;
     this.names = names;
     if (!this.picked || ![...this.picked].some((name) => names.includes(name))) {
-      const first = FIRST.filter((name) => names.includes(name));
+      const first = (names.includes("reward") ? FIRST_WITH_REWARD : FIRST).filter((name) => names.includes(name));
       this.picked = new Set((first.length ? first : names).slice(0, SHOWN));
     }
     fill(this.metrics, names.map((name) => el("label", { class: "chip" }, el("input", { type: "checkbox", checked: this.picked.has(name), onchange: (event) => this.choose(name, event.target.checked) }), name)));
@@ -142,13 +144,15 @@ export class Curves {
     }
   }
 
-  // Which metrics there are, and the loss at once: the others of a long run take the server longer.
+  // Which metrics there are, and the reward or loss at once: the others of a long run take the server longer.
   async loadFirst(run) {
-    const answer = await this.source.ask("curves", { run, names: ["loss"], most: POINTS });
+    const answer = await this.source.ask("curves", { run, names: ["reward", "loss"], most: POINTS });
     this.showNames([...new Set([...this.names, ...answer.names])]);
     this.take(run, answer, null, new Map());
-    const loss = this.charts.get("loss")?.data.get(run);
-    if (loss) loss.loaded = true;
+    for (const name of ["reward", "loss"]) {
+      const curve = this.charts.get(name)?.data.get(run);
+      if (curve) curve.loaded = true;
+    }
   }
 
   async loadRun(run, whole) {

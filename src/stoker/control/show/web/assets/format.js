@@ -27,6 +27,7 @@ export function percent(value) {
 
 export function span(seconds) {
   if (typeof seconds !== "number") return "n/a";
+  if (seconds > 0 && seconds < 0.1) return `${Number((seconds * 1000).toPrecision(2))} ms`;
   const s = Math.max(0, Math.round(seconds));
   if (s < 60) return seconds < 10 ? `${Number(seconds.toFixed(1))} s` : `${s} s`;
   if (s < 3600) return `${Math.floor(s / 60)} min ${s % 60} s`;

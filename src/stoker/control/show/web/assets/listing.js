@@ -1,19 +1,20 @@
-// The list of runs: state, step, loss, a sparkline; chosen ones are compared.
+// The list of runs: state, step, reward or loss, a sparkline; chosen ones are compared.
 
 import { spark } from "./chart.js";
 import { el, fill, setText } from "./dom.js";
 import { counted, short, span, when } from "./format.js";
 
 const SPARK_S = 10; // between two looks at the sparkline of a run that is running
+const REWARDED = 1e12; // runs with rewards stand behind those with losses, the highest reward first
 const ORDERS = {
   started: (run) => run.started || 0,
   name: (run) => (run.name || run.id).toLowerCase(),
   state: (run) => run.state,
   step: (run) => run.step ?? -1,
-  loss: (run) => (typeof run.loss === "number" ? run.loss : Infinity),
+  loss: (run) => (typeof run.headline_value !== "number" ? Infinity : run.headline === "reward" ? REWARDED - run.headline_value : run.headline_value),
   speed: (run) => (typeof run.tokens_per_s === "number" ? run.tokens_per_s : -1),
 };
-const HEADS = [["name", "run"], ["state", "state"], ["step", "step"], ["loss", "loss"], [null, ""], ["speed", "tokens/s"], [null, "time"], ["started", "started"]];
+const HEADS = [["name", "run"], ["state", "state"], ["step", "step"], ["loss", "reward or loss"], [null, ""], ["speed", "tokens/s"], [null, "time"], ["started", "started"]];
 
 export function badge(state) {
   const kinds = { running: "good", completed: "done", failed: "bad", lost: "bad", damaged: "bad", refused: "bad", stopped: "off", unknown: "off" };
@@ -107,8 +108,9 @@ export class RunList {
     row.about = about; // a link that is exchanged while it is pressed is not clicked
     if (cells.state.textContent !== run.state) fill(cells.state, badge(run.state));
     setText(cells.step, stepText(run));
-    setText(cells.loss, short(run.loss));
-    cells.loss.classList.toggle("wrong", typeof run.loss === "string");
+    setText(cells.loss, short(run.headline_value));
+    cells.loss.dataset.name = run.headline;
+    cells.loss.classList.toggle("wrong", typeof run.headline_value === "string");
     setText(cells.speed, run.tokens_per_s === null ? "" : short(run.tokens_per_s));
     setText(cells.time, run.seconds === null ? "" : span(run.seconds));
     setText(cells.started, when(run.started));

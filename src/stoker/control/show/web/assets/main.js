@@ -7,9 +7,9 @@ import { RunList, badge, stepText } from "./listing.js";
 import { Machines } from "./machines.js";
 import { Ranks } from "./ranks.js";
 import { LiveSource, SavedSource } from "./source.js";
-import { Difference, Ending, Files, Log, Settings, table } from "./texts.js";
+import { Difference, Ending, Files, Log, Rollouts, Settings, table } from "./texts.js";
 
-const TABS = [["curves", "Curves"], ["ranks", "Ranks"], ["gpus", "GPUs"], ["log", "Log"], ["why", "Why"], ["files", "Files"], ["settings", "Settings"]];
+const TABS = [["curves", "Curves"], ["rollouts", "Rollouts"], ["ranks", "Ranks"], ["gpus", "GPUs"], ["log", "Log"], ["why", "Why"], ["files", "Files"], ["settings", "Settings"]];
 
 const NO_NUMBERS = new Set(["nan", "inf", "-inf"]);
 const STEPS = new Set(["step", "train", "training"]); // phases that say no more than that it makes steps
@@ -71,14 +71,22 @@ class RunView {
     this.bar = el("nav", { class: "tabs", role: "tablist", "aria-label": "about this run" });
     this.body = el("div");
     this.node = el("div", {}, this.head, this.alert, this.bar, this.body);
-    fill(this.bar, TABS.filter(([name]) => source.live || name !== "gpus").map(([name, text]) => el("a", { role: "tab", href: `#run/${encodeURIComponent(run)}/${name}`, "aria-selected": String(name === tab), text })));
+    this.showTabs(tab === "rollouts");
     this.part = this.make();
     fill(this.body, this.part.node);
     this.show();
   }
 
+  showTabs(rollouts) {
+    if (this.rollouts === rollouts) return;
+    this.rollouts = rollouts;
+    const shown = TABS.filter(([name]) => (source.live || name !== "gpus") && (rollouts || name !== "rollouts"));
+    fill(this.bar, shown.map(([name, text]) => el("a", { role: "tab", href: `#run/${encodeURIComponent(this.run)}/${name}`, "aria-selected": String(name === this.tab), text })));
+  }
+
   make() {
     const make = {
+      rollouts: () => new Rollouts(source, this.run),
       curves: () => new Curves(source, [this.run]),
       ranks: () => new Ranks(source, this.run),
       gpus: () => new Machines(source, (_, card) => this.uses(card)),
@@ -108,8 +116,10 @@ class RunView {
       this.button.hidden = true;
       return;
     }
-    const facts = [["step", stepText(run)], ["loss", short(run.loss)], ["tokens/s", run.tokens_per_s === null ? "" : short(run.tokens_per_s)], ["MFU", run.mfu === null ? "" : percent(run.mfu)], ["ETA", run.eta_s === null ? "" : span(run.eta_s)], ["time", run.seconds === null ? "" : span(run.seconds)], ["ranks", run.world ? String(run.world) : ""], ["phase", STEPS.has(run.phase) ? "" : run.phase], ["restarts", Object.keys(run.restarts).length ? Object.entries(run.restarts).map(([cause, count]) => `${count} × ${cause}`).join(", ") : ""]];
-    const may = source.live && run.mine && (run.state === "running" || run.state === "unknown");
+    const going = run.state === "running" || run.state === "unknown";
+    const facts = [["step", stepText(run)], ...Object.entries(run.rl), ["loss", short(run.loss)], ["tokens/s", run.tokens_per_s === null ? "" : short(run.tokens_per_s)], ["MFU", run.mfu === null ? "" : percent(run.mfu)], ["ETA", run.eta_s === null ? "" : span(run.eta_s)], ["time", run.seconds === null ? "" : span(run.seconds)], ["ranks", run.world ? String(run.world) : ""], ["phase", STEPS.has(run.phase) || !going ? "" : run.phase], ["restarts", Object.keys(run.restarts).length ? Object.entries(run.restarts).map(([cause, count]) => `${count} × ${cause}`).join(", ") : ""]];
+    if (run.headline === "reward") this.showTabs(true);
+    const may = source.live && run.mine && going;
     setText(this.title, run.name || this.run);
     setText(this.about, `${this.run} · ${run.user}${run.command ? ` · ${run.command}` : ""}`);
     this.button.hidden = !may;
@@ -163,7 +173,7 @@ class CompareView {
 
   show() {
     const rows = this.runs.map((id) => [id, source.state.runs.get(id)]).filter(([, run]) => run);
-    fill(this.results, table(["run", "state", "step", "loss", "tokens/s", "time", "restarts"], rows.map(([id, run]) => [el("a", { href: `#run/${encodeURIComponent(id)}`, text: run.name || id }), badge(run.state), stepText(run), short(run.loss), run.tokens_per_s === null ? "" : short(run.tokens_per_s), run.seconds === null ? "" : span(run.seconds), String(Object.values(run.restarts).reduce((sum, one) => sum + one, 0))])));
+    fill(this.results, table(["run", "state", "step", "last reward or loss", "tokens/s", "time", "restarts"], rows.map(([id, run]) => [el("a", { href: `#run/${encodeURIComponent(id)}`, text: run.name || id }), badge(run.state), stepText(run), run.headline_value === null ? "" : `${run.headline} ${short(run.headline_value)}`, run.tokens_per_s === null ? "" : short(run.tokens_per_s), run.seconds === null ? "" : span(run.seconds), String(Object.values(run.restarts).reduce((sum, one) => sum + one, 0))])));
   }
 
   changed(state, changed) {

@@ -1,7 +1,7 @@
 // Logs with search, the verdict with stacks, files, settings. Everything a run wrote goes in as text.
 
 import { el, fill, setText } from "./dom.js";
-import { bytes, clock, counted, when } from "./format.js";
+import { bytes, clock, counted, short, when } from "./format.js";
 
 const KEPT = 400_000; // characters of a log on the page
 
@@ -166,6 +166,59 @@ export class Ending {
   }
 }
 
+// What a GRPO run sampled: prompts with their completions and rewards, the newest step first.
+export class Rollouts {
+  constructor(source, run) {
+    this.source = source;
+    this.run = run;
+    this.note = el("span", { class: "quiet" });
+    this.newest = el("button", { type: "button", id: "newest", onclick: () => this.load(null), text: "newest" });
+    this.older = el("button", { type: "button", id: "older", hidden: true, onclick: () => this.load(this.begin), text: "older" });
+    this.rows = el("div", { class: "rollouts" });
+    this.node = el("section", {}, el("div", { class: "bar" }, source.live ? this.newest : null, this.older, this.note), this.rows);
+    this.load(null);
+  }
+
+  async load(before) {
+    try {
+      const data = await this.source.ask("rollouts", { run: this.run, before });
+      this.begin = data.begin;
+      this.older.hidden = !this.source.live || !data.begin;
+      this.shown = data.rollouts.length;
+      setText(this.note, `${counted(this.shown, "completion")}, the newest step first`);
+      fill(this.rows, bySteps(data.rollouts));
+      if (before !== null) this.rows.scrollIntoView({ block: "start" });
+    } catch (problem) {
+      setText(this.note, problem.message);
+    }
+  }
+
+  changed() {
+    if (this.source.live && !this.shown) this.load(null); // nothing was there yet; a page that is read stays
+  }
+}
+
+function bySteps(rollouts) {
+  const steps = new Map();
+  for (const one of rollouts) {
+    const prompts = steps.get(one.step) || new Map();
+    prompts.set(one.row, [...(prompts.get(one.row) || []), one]);
+    steps.set(one.step, prompts);
+  }
+  return [...steps].flatMap(([step, prompts]) => [el("h3", { text: `step ${step}` }), [...prompts.values()].map(prompted)]);
+}
+
+function prompted(completions) {
+  return el("div", { class: "card rollout" }, el("pre", { class: "prompt", text: completions[0].prompt }), completions.map(completed));
+}
+
+function completed(one) {
+  const parts = Object.entries(one.parts).map(([name, value]) => el("span", { class: "quiet", text: `${name} ${short(value)}` }));
+  const right = one.right === null ? null : el("span", { class: `badge ${one.right ? "good" : "bad"}`, title: "Stoker's own check of the answer", text: one.right ? "correct" : "wrong" });
+  const marks = [el("b", { text: `reward ${short(one.reward)}` }), right, one.cut ? el("span", { class: "badge off", text: "truncated" }) : null, el("span", { class: "quiet", text: counted(one.tokens, "token") }), parts];
+  return el("div", { class: "completion" }, el("div", { class: "marks-of" }, marks), el("pre", { text: one.completion || "(empty)" }));
+}
+
 const GROUPS = [["report", "reports"], ["rows", "rollouts, samples and answers"], ["picture", "pictures"], ["text", "other texts"], ["record", "the record"]];
 
 export class Files {
@@ -224,18 +277,20 @@ export class Settings {
 export class Difference {
   constructor(source, runs) {
     this.node = el("section", { id: "difference" });
-    source.ask("compare", { runs, metric: "loss" }).then((data) => this.show(data, runs, source)).catch((problem) => fill(this.node, el("p", { class: "wrong", text: problem.message })));
+    source.ask("compare", { runs }).then((data) => this.show(data, runs, source)).catch((problem) => fill(this.node, el("p", { class: "wrong", text: problem.message })));
   }
 
-  show({ settings, noise }, runs, source) {
+  show({ settings, noise, metric, equal }, runs, source) {
     const names = runs.map((run) => source.state.runs.get(run)?.name || run);
-    fill(this.node, el("h3", { text: "settings that differ" }), settings.length ? table(["setting", ...names], settings.map(([key, values]) => [key, ...values])) : el("p", { class: "quiet", text: "none" }), noise ? el("p", { text: judged(noise, names) }) : null);
+    const same = equal.length ? [el("h3", { text: "at equal steps" }), table(["metric", "step", ...names], equal.map(([name, step, values]) => [name, String(step), ...values]))] : [];
+    fill(this.node, same, el("h3", { text: "settings that differ" }), settings.length ? table(["setting", ...names], settings.map(([key, values]) => [key, ...values])) : el("p", { class: "quiet", text: "none" }), noise ? el("p", { text: judged(noise, names, metric) }) : null);
   }
 }
 
-function judged(noise, names) {
-  const means = `loss over steps ${noise.first_step} to ${noise.last_step}: ${noise.first.toPrecision(4)} and ${noise.second.toPrecision(4)}`;
+function judged(noise, names, metric) {
+  const better = metric === "reward" ? noise.difference > 0 : noise.difference < 0;
+  const means = `${metric} over steps ${noise.first_step} to ${noise.last_step}: ${noise.first.toPrecision(4)} and ${noise.second.toPrecision(4)}`;
   if (noise.low === null) return `${means}; too few points there to judge`;
   const interval = `difference ${noise.difference.toPrecision(3)}, 95 % interval ${noise.low.toPrecision(3)} to ${noise.high.toPrecision(3)}`;
-  return `${means}; ${interval}: ${noise.beyond ? `more than noise; ${names[noise.difference < 0 ? 1 : 0]} is lower (noise of batches only: another seed may move a run by more)` : "within the noise"}`;
+  return `${means}; ${interval}: ${noise.beyond ? `more than noise; ${names[better ? 1 : 0]} is ${metric === "reward" ? "higher" : "lower"} (noise of batches only: another seed may move a run by more)` : "within the noise"}`;
 }

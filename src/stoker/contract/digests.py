@@ -1,0 +1,43 @@
+"""SHA-256 digests of the files that a run reads, by which a later start of the same name sees that they changed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+
+from stoker.contract.untrusted import open_regular
+
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+_WEIGHTS = (".safetensors", ".gguf", ".bin")
+
+
+def file_digest(path: str) -> str:
+    """Return the SHA-256 of a file. Of weights larger than 4 MiB: of their size, first MiB and 64 blocks of 64 KiB."""
+    digest = hashlib.sha256()
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if not path.endswith(_WEIGHTS) or size <= _SAMPLES * _SAMPLE_BYTES:
+            while data := file.read(1 << 20):
+                digest.update(data)
+            return digest.hexdigest()
+        digest.update(str(size).encode())
+        digest.update(file.read(1 << 20))
+        for number in range(_SAMPLES):
+            file.seek(number * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def path_digest(path: str) -> str:
+    """Return the digest of a file, or of a folder's files: without subfolders, hidden files and Markdown."""
+    if not os.path.isdir(path):
+        return file_digest(path)
+    names = [name for name in sorted(os.listdir(path)) if not name.startswith(".") and not name.endswith(".md")]
+    files = [(name, os.path.join(path, name)) for name in names]
+    return combined_digest((name, file_digest(file)) for name, file in files if os.path.isfile(file))
+
+
+def combined_digest(digests: Iterable[tuple[str, str]]) -> str:
+    """Return one digest for several files. `digests`: (name, digest) of each."""
+    return hashlib.sha256("\n".join(f"{name} {digest}" for name, digest in digests).encode()).hexdigest()

@@ -1,0 +1,55 @@
+"""Is this user logged in to Weights & Biases? Checked before a run starts, without importing wandb."""
+
+from __future__ import annotations
+
+import configparser
+import netrc
+import os
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from stoker.contract.names import EX_NOPERM, Refusal
+
+WANDB_API = "https://api.wandb.ai"
+
+
+def check_wandb_login(environment: Mapping[str, str]) -> None:
+    """Refuse to log to wandb where wandb.init() would fail because nobody is logged in.
+
+    Looks where wandb itself looks: WANDB_MODE, WANDB_API_KEY, the identity token's file, its settings file of this
+    user, and netrc.
+    """
+    settings = _wandb_settings(environment)
+    if environment.get("WANDB_MODE", settings.get("mode", "")) in ("offline", "disabled", "dryrun"):
+        return
+    if any(environment.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")) or settings.get("api_key"):
+        return
+    server = environment.get("WANDB_BASE_URL") or settings.get("base_url", WANDB_API)
+    if not _netrc_machines(environment) & {urlsplit(server).netloc, urlsplit(WANDB_API).netloc}:
+        host = "" if server == WANDB_API else f" --host {server}"
+        line = f"train.log_to wandb: not logged in to {server}; type `wandb login{host}`, or set WANDB_MODE=offline"
+        raise Refusal(f"{line} to keep the metrics on this machine", EX_NOPERM)
+
+
+def _wandb_settings(environment: Mapping[str, str]) -> Mapping[str, str]:
+    folder = environment.get("WANDB_CONFIG_DIR") or os.path.join(environment.get("HOME", "~"), ".config", "wandb")
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read(os.path.join(os.path.expanduser(folder), "settings"))
+    except (configparser.Error, UnicodeDecodeError):
+        return {}  # wandb ignores such a file, too
+    return dict(parser["default"]) if parser.has_section("default") else {}
+
+
+def _netrc_machines(environment: Mapping[str, str]) -> set[str]:
+    """Return the machines with a password in the user's netrc; none if it can't be read, as wandb has it."""
+    home = environment.get("HOME", "~")
+    paths = [environment["NETRC"]] if environment.get("NETRC") else [f"{home}/.netrc", f"{home}/_netrc"]
+    path = next((path for path in map(os.path.expanduser, paths) if os.path.exists(path)), None)
+    if path is None:
+        return set()
+    try:
+        hosts = netrc.netrc(path).hosts
+    except (netrc.NetrcParseError, OSError, UnicodeDecodeError):
+        return set()
+    return {machine for machine, (_, _, password) in hosts.items() if password}
