@@ -24,6 +24,8 @@ class RankError:
     time_ns: int = 0
     import_name: str = ""  # the module an ImportError could not find
     module: str = ""  # where the exception's class lives
+    files: tuple[str, ...] = ()  # that the code was reading when it failed, the innermost frame's first
+    module_file: str = ""  # of an ImportError: the file that Python took for the module or its package
     collectives: tuple[dict[str, Any], ...] = ()  # where it was in its process groups (contract/collectives.py)
     # found at exit, by a script that replaced the excepthook: only believed if the exit code is an exception's
     late: bool = False

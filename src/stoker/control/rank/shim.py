@@ -23,6 +23,7 @@ _writer: Any = None
 _call_log: Any = None
 _exit_call: tuple[str, str, int, str] | None = None  # of the last sys.exit(): its status, file, line, function
 _kept_open: list[Any] = []  # files faulthandler writes to: open for the life of the process
+_spare_descriptors: list[int] = []
 _script_steps = 0
 _optimizers: dict[int, list[int]] = {}  # id -> [number, steps]
 _reported = False
@@ -44,6 +45,8 @@ def install() -> None:
     _open_beats(int(os.environ.pop(names.SHIM_BEATS)))
     _keep_stacks()
     _allow_tracing(os.environ.pop(names.SHIM_TRACER, ""))
+    for _ in range(4):  # for the report's imports and its file
+        _spare_descriptors.append(os.open(os.devnull, os.O_RDONLY))
     _previous_hook = sys.excepthook
     sys.excepthook = _on_exception
     _watch_exit()
@@ -182,6 +185,35 @@ def _on_script_end() -> None:
     tell("ended", f"{'exit' if _exit_call else 'return'}\t{status}\t{file}\t{line}\t{function}")
 
 
+def _files_in_use(trace: Any) -> list[str]:
+    """Return the files in the variables of the frames that failed: open ones, and names of files that exist.
+
+    Messages of readers ("invalid load key") rarely name their file.
+    """
+    files: list[str] = []
+    frames = []
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    for frame in reversed(frames):
+        for value in list(frame.f_locals.values())[:50]:
+            path = value if isinstance(value, str) else getattr(value, "__fspath__", lambda: "")()
+            if not path and hasattr(value, "read"):
+                path = getattr(value, "name", "")
+            is_path = isinstance(path, str) and 0 < len(path) < 4096 and ("/" in path or "." in path)
+            if is_path and path not in files and not path.endswith((".py", ".so")) and os.path.isfile(path):
+                files.append(path)
+    return files[:4]
+
+
+def _module_file(value: BaseException) -> str:
+    """Return the file of the module whose name an import error has: it may hide another module of that name."""
+    name = (getattr(value, "name", "") or "").partition(".")[0]
+    if not name:  # "partially initialized module", "'torch' is not a package"
+        return ""
+    return getattr(sys.modules.get(name), "__file__", None) or ""
+
+
 def _on_exception(kind: type[BaseException], value: BaseException, trace: Any) -> None:
     try:
         _report(kind, value, trace)
@@ -208,6 +240,8 @@ def _report(kind: type[BaseException], value: BaseException, trace: Any, late: b
         return
     _reported = True
     when = time.time_ns()
+    while _spare_descriptors:  # the rank may have used up all others
+        os.close(_spare_descriptors.pop())
     for last in (False, False, True):
         try:
             return _write_report(kind, value, trace, late, when)
@@ -251,6 +285,8 @@ def _write_report(kind: type[BaseException], value: BaseException, trace: Any, l
         "traceback": whole[-100000:],
         "time_ns": when,
         "import_name": (value.name or "") if isinstance(value, ImportError) else "",
+        "module_file": _module_file(value) if isinstance(value, (ImportError, AttributeError)) else "",
+        "files": [redact.whole(path) for path in _files_in_use(trace)],
         "collectives": _collectives(value),
     }
     try:

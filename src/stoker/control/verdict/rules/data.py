@@ -29,7 +29,7 @@ family = Family(__name__, traced_line, ALONE=_ALONE, INCOMPLETE=_INCOMPLETE)
 family.entries(r"""
 data.too-many-files: The rank has as many open files as its limit allows.
   said: \[Errno 24\]|Too many open files|received 0 items of ancdata|os error 24
-  summary: {who}: too many open files (ulimit -n)
+  summary: {who}: too many open files (ulimit -n){at}
   seen: errno 24 (EMFILE), "Too many open files", or "received 0 items of ancdata" from a data loader
   fix: ulimit -n 65536   # in the shell that starts stoker; docker run --ulimit nofile=65536:65536
   fix: torch.multiprocessing.set_sharing_strategy('file_system'): tensors of workers then need no descriptor each
@@ -75,7 +75,7 @@ def shm(case: Case, found: Match | None) -> Found | None:
 
 @family.cause(r"""
 data.worker-died, again: A data loader's worker process died under the rank.
-  perhaps: DataLoader worker \(pid (\d+)\) is killed by signal: ([^.\n]+)
+  perhaps: DataLoader worker \(pid (\d+)\) (?:is killed by signal: [^.\n]+|exited unexpectedly with exit code \d+)
   seen: "DataLoader worker (pid …) exited unexpectedly" or "is killed by signal"; or its pipe broke while it handed a
       batch over (EOFError and the like)
   unless: the kernel killed it for memory: oom.host. A bus error with a small /dev/shm: data.shm. An exception in the
@@ -96,7 +96,9 @@ def worker_died(case: Case, found: Match | None) -> Found | None:
         return Found(f"a data-loader worker of {case.who} died while it handed a batch over ({broke})", seen)
     if not found:
         return None
-    how = f"was killed by a signal: {found[2]}" if found.lastindex == 2 else "exited unexpectedly"
+    how = "exited unexpectedly"
+    if match := re.search(r"is killed by signal: ([^.\n]+)|with exit code (\d+)", found[0]):
+        how = f"was killed by a signal: {match[1]}" if match[1] else f"ended with exit code {match[2]}"
     summary = f"a data-loader worker (pid {found[1]}) of {case.who} {how}"
     return Found(summary, (*traced_line(case, line_of(found)), *memory_trend(case.end.around)))
 
@@ -149,12 +151,12 @@ data.corrupt: A checkpoint or a data file is damaged, or not the kind of file it
   perhaps: Error while deserializing header[^\n]*|MetadataIncompleteBuffer|InvalidHeader|
       PytorchStreamReader failed [^\n.]*|invalid load key, '[^\n]*|pickle data was truncated|
       WeightsUnpickler error:\s+Unsupported operand \d+|File is not a zip file|Bad magic number for|
-      is not a valid JSON file|Failed to read all data for array[^\n]*|Parquet magic bytes not found[^\n]*|
+      is not a valid JSON file|Failed to read all data for array[^\n]*|[^\n:]*Parquet magic bytes not found[^\n]*|
       Compressed file ended before the end-of-stream[^\n]*
   seen: a reader says the file is not whole or not what it should be: safetensors' header, torch's zip archive, a
       pickle, a zip, a JSON or Parquet file
   unless: a pickle with classes that torch won't load (weights_only): the file is whole. An EOFError or JSON error of
-      a stream: rank.exception
+      a stream, without a file: rank.exception
   fix: ls -l the file, and compare size and sha256sum with the source: 0 bytes or too few is a write or download that
       was cut off
   fix: a text that begins with `version https://git-lfs` is a pointer: git lfs pull. An HTML page is a failed download
@@ -167,9 +169,18 @@ def corrupt(case: Case, found: Match | None) -> Found | None:
     what = f"{error.type}: {first_line(error.message) or 'the file ends too early'}" if error else ""
     if found:
         what = first_line(re.sub(r"\s+", " ", found[0]))
+    file = _damaged_file(case, line_of(found) if found else what)
     lfs = " (a git-lfs pointer?)" if "invalid load key, 'v'" in what or "Unsupported operand 118" in what else ""
-    summary = f"{case.who}: a file is damaged: {what}{lfs}{at(case)}"
-    return Found(summary, traced_line(case, line_of(found) if found else what))
+    summary = f"{case.who}: {file or 'a file'} is damaged: {what}{lfs}{at(case)}"
+    look = (f"ls -l {shlex.quote(file)}", *CATALOGUE["data.corrupt"].fix) if file else ()
+    return Found(summary, traced_line(case, line_of(found) if found else what), look)
+
+
+def _damaged_file(case: Case, line: str) -> str:
+    """Return the path in the message, else the file that the failed code had in its variables; empty if there is none."""
+    named = re.search(r"'(/[^'\n]{1,400})'", line)
+    files = case.end.error.files if case.end.error is not None else ()
+    return named[1] if named else next(iter(files), "")
 
 
 def _cut_off(case: Case) -> bool:
@@ -181,8 +192,11 @@ def _cut_off(case: Case) -> bool:
         return bool(
             re.search(r"torch/serialization\.py|_weights_only_unpickler|pickle\.load\(|np\.load\(", error.traceback)
         )
-    return error.type == "JSONDecodeError" and bool(
-        re.search(r'json/__init__\.py", line \d+, in load\n', error.traceback)
+    if error.type == "OSError" and "[Errno 22]" in error.message:
+        return "PyTorchFileReader(" in error.traceback  # of an archive that was cut off
+    # Of json.loads: a reply of a server may be no JSON either.
+    return error.type == "JSONDecodeError" and (
+        bool(error.files) or bool(re.search(r'json/__init__\.py", line \d+, in load\n', error.traceback))
     )
 
 

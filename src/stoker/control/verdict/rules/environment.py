@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
+from stoker.contract.stacktext import is_library
 from stoker.control.verdict.catalogue import Case, Family, Found, Match
 from stoker.control.verdict.lastwords import at, first_line, line_of, place, traced, traced_line
 
 ORDER = 55
 
 _RIGHT_PYTHON = "is it the right Python environment? the ranks use the one that runs Stoker"
+# Packages that training scripts import, and that a file beside the script is often named after.
+_PACKAGES = ("accelerate", "datasets", "deepspeed", "lightning", "numpy", "peft", "tokenizers", "torch", "torchvision", "transformers", "triton", "trl", "wandb")  # fmt: skip
 family = Family(__name__, traced_line, RIGHT_PYTHON=_RIGHT_PYTHON)
 
 
 family.entries("""
 env.cuda-build: This torch was built without CUDA.
   said: Torch not compiled with CUDA enabled|Distributed package doesn't have NCCL built in
-  summary: {who}: {said}: torch is a build without CUDA
+  summary: {who}: {said}: torch is a build without CUDA{at}
   seen: "Torch not compiled with CUDA enabled", or "Distributed package doesn't have NCCL built in"
   unless: torch has CUDA and finds no GPU or no driver: gpu.driver
   fix: python -c 'import torch; print(torch.__version__, torch.version.cuda)'   # +cpu or None: a build without CUDA
@@ -51,6 +57,28 @@ def install_advice(module: str) -> tuple[str, ...]:
     if module == "stoker":
         return ("pip install .   # in Stoker's clone, or the path of its wheel, with the Python that runs the ranks",)
     return (f"pip install {module}   # the package may have another name",) if module.isidentifier() else ()
+
+
+@family.cause("""
+env.shadowed: A file of the script's folder hides a module of the same name.
+  seen: an ImportError or AttributeError about a module that Python found beside the script, while the standard library or
+      an installed package has that name, too
+  unless: no other module has this name: env.import
+  fix: rename the file (and delete its __pycache__): Python looks into the script's folder first
+""")
+def shadowed(case: Case) -> Found | None:
+    error = case.end.error
+    file = error.module_file if error is not None else ""
+    if error is None or not file or is_library(file):
+        return None
+    name = os.path.basename(os.path.dirname(file) if file.endswith("/__init__.py") else file).removesuffix(".py")
+    known = name in sys.stdlib_module_names or name in _PACKAGES
+    if not known and "not a package" not in error.message:
+        return None
+    hidden = "standard library's" if name in sys.stdlib_module_names else "installed"
+    summary = f"{case.who}: {file} hides the {hidden} module {name}: {first_line(error.message)} at {place(case.end)}"
+    fix = (f"rename {file}: Python looks into the script's folder first", "delete the __pycache__ folder beside it")
+    return Found(summary, traced(case.end), fix)
 
 
 @family.cause("""
