@@ -218,3 +218,22 @@ def test_the_line_that_called_sys_exit_is_named(stoker: Stoker, status: str, cau
     line = source.splitlines().index(f"    sys.exit({status})") + 1
     assert (verdict["cause"], verdict["rank"]) == (cause, 1)
     assert f":{line}, in finish" in verdict["summary"]
+
+
+OUT_OF_DESCRIPTORS = """
+import resource, torch
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+kept = []
+def more(folder):
+    kept.append(folder.joinpath("x").open("w"))
+for _ in range(100):
+    more(Path("."))
+"""
+
+
+def test_a_rank_without_free_descriptors_reports_its_error(stoker: Stoker) -> None:
+    done = stoker("run", "--nproc-per-node", "1", stoker.script("train.py", OUT_OF_DESCRIPTORS))
+    verdict = done.verdict
+    assert verdict["cause"] == "data.too-many-files"
+    assert "train.py:7, in more" in verdict["summary"]

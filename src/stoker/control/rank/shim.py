@@ -190,6 +190,9 @@ def _files_in_use(trace: Any) -> list[str]:
 
     Messages of readers ("invalid load key") rarely name their file.
     """
+    import io
+    from pathlib import PurePath
+
     files: list[str] = []
     frames = []
     while trace is not None:
@@ -197,9 +200,11 @@ def _files_in_use(trace: Any) -> list[str]:
         trace = trace.tb_next
     for frame in reversed(frames):
         for value in list(frame.f_locals.values())[:50]:
-            path = value if isinstance(value, str) else getattr(value, "__fspath__", lambda: "")()
-            if not path and hasattr(value, "read"):
+            path = value
+            if isinstance(value, io.IOBase):
                 path = getattr(value, "name", "")
+            elif isinstance(value, PurePath):
+                path = str(value)
             is_path = isinstance(path, str) and 0 < len(path) < 4096 and ("/" in path or "." in path)
             if is_path and path not in files and not path.endswith((".py", ".so")) and os.path.isfile(path):
                 files.append(path)
@@ -259,7 +264,12 @@ def _write_report(kind: type[BaseException], value: BaseException, trace: Any, l
 
     frames = traceback.extract_tb(trace)
     theirs = (os.path.join(sys.prefix, "lib"), os.path.join(sys.base_prefix, "lib"), "<frozen")
-    own = [frame for frame in frames if not frame.filename.startswith(theirs) and not is_library(frame.filename)]
+    theirs_ends = (".pyx", ".pxi")  # Cython's name for a package's own source
+    own = [
+        frame
+        for frame in frames
+        if not (frame.filename.startswith(theirs) or frame.filename.endswith(theirs_ends) or is_library(frame.filename))
+    ]
     last = next(reversed(own), frames[-1] if frames else None)  # the user's own line
     file, line, function = (last.filename, last.lineno or 0, last.name) if last else ("", 0, "")
     if isinstance(value, SyntaxError):
