@@ -366,7 +366,7 @@ def run_program(program: Program, launcher: Sequence[str], keep: Path | None, wi
             "console": console[-3000:],
         }
         if keep is not None:
-            shutil.copytree(folder / "runs", keep / program.name, symlinks=True, dirs_exist_ok=True)
+            shutil.copytree(folder / "runs", keep / f"{program.name}-{folder.name}", symlinks=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if with_torchrun:
