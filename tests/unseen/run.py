@@ -147,8 +147,8 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """What the console shows of the verdict: the summary and what to do."""
-        return "\n".join([self.summary, *self.fix])
+        """The summary and what to do, without the command that starts the run again: it repeats the program's arguments."""
+        return "\n".join([self.summary, *(advice for advice in self.fix if not advice.startswith("stoker run "))])
 
 
 def parse(path: Path, name: str) -> Program:
@@ -387,6 +387,13 @@ def run_program(program: Program, launcher: Sequence[str], keep: Path | None, wi
     return result
 
 
+def score_again(row: dict[str, Any], program: Program) -> dict[str, Any]:
+    """Score a recorded verdict by the program's present header."""
+    verdict = Verdict(**row["verdict"])
+    points, reason = score(program, verdict, row["code"])
+    return {**row, "score": points, "reason": reason, "false_suspicions": false_suspicions(program, verdict)}
+
+
 def table(results: Iterable[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of the table of scores per class, and of the list of what is not right."""
     rows = list(results)
@@ -426,13 +433,17 @@ def main() -> int:
     parser.add_argument(
         "--report",
         type=Path,
-        help="print the tables of this file and run nothing; of several results of a program the newest counts",
+        help="print the tables of this file, scored again by the present headers, and run nothing; the newest result of a program counts",
     )
     parser.add_argument("--list", action="store_true", help="list the programs and run nothing")
     options = parser.parse_args()
     if options.report:
         newest = {row["program"]: row for row in map(json.loads, options.report.read_text().splitlines())}
-        print("\n".join(table(newest[name] for name in sorted(newest))))
+        print(
+            "\n".join(
+                table(score_again(newest[program.name], program) for program in programs() if program.name in newest)
+            )
+        )
         return 0
     chosen = [
         p for p in programs() if not options.only or any(word in p.name or word == p.group for word in options.only)
