@@ -433,7 +433,7 @@ def main() -> int:
     parser.add_argument(
         "--report",
         type=Path,
-        help="print the tables of this file, scored again by the present headers, and run nothing; the newest result of a program counts",
+        help="print the tables of this file, scored again by the present headers and lines, and run nothing; the newest result of a program counts",
     )
     parser.add_argument("--list", action="store_true", help="list the programs and run nothing")
     options = parser.parse_args()
