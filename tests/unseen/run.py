@@ -306,9 +306,13 @@ def text_gaps(program: Program, text: str) -> list[str]:
 
 
 def false_suspicions(program: Program, verdict: Verdict) -> list[dict[str, Any]]:
-    """Return the suspicions and stragglers that name a rank which is not guilty; of a healthy program all that name a rank."""
+    """Return the suspicions and stragglers that name a rank which is not guilty; of a healthy program all that name a rank.
+
+    Losses do not count: a NaN of one rank spreads to all.
+    """
     guilty = program.guilty if program.kind != "healthy" else (None,)
-    return [event for event in verdict.suspicions if event.get("rank") not in guilty and event.get("rank") is not None]
+    events = [event for event in verdict.suspicions if event["event"] != "numbers" and event.get("rank") is not None]
+    return [event for event in events if event["rank"] not in guilty]
 
 
 def score_healthy(verdict: Verdict, code: int | None) -> tuple[str, str]:
