@@ -3,7 +3,7 @@
 class: corrupt-files
 kind: crash
 ranks: 2
-expect: data.corrupt
+expect: data.corrupt, @raised
 rank: 1
 line: required
 must-mention: part-0003.jsonl

@@ -14,12 +14,15 @@ import os
 import tempfile
 
 import torch.distributed as dist
+from safetensors.torch import save_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 
 def download(folder: str) -> None:
-    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2)).save_pretrained(folder)
+    config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    config.save_pretrained(folder)
     path = os.path.join(folder, "model.safetensors")
+    save_model(GPT2LMHeadModel(config), path, metadata={"format": "pt"})
     os.truncate(path, os.path.getsize(path) // 2)
 
 

@@ -147,8 +147,8 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """What the console shows of the verdict: the summary and what to do."""
-        return "\n".join([self.summary, *self.fix])
+        """The summary and what to do, without the command that starts the run again: it repeats the program's arguments."""
+        return "\n".join([self.summary, *(advice for advice in self.fix if not advice.startswith("stoker run "))])
 
 
 def parse(path: Path, name: str) -> Program:
@@ -306,9 +306,13 @@ def text_gaps(program: Program, text: str) -> list[str]:
 
 
 def false_suspicions(program: Program, verdict: Verdict) -> list[dict[str, Any]]:
-    """Return the suspicions and stragglers that name a rank which is not guilty; of a healthy program all that name a rank."""
+    """Return the suspicions and stragglers that name a rank which is not guilty; of a healthy program all that name a rank.
+
+    Losses do not count: a NaN of one rank spreads to all.
+    """
     guilty = program.guilty if program.kind != "healthy" else (None,)
-    return [event for event in verdict.suspicions if event.get("rank") not in guilty and event.get("rank") is not None]
+    events = [event for event in verdict.suspicions if event["event"] != "numbers" and event.get("rank") is not None]
+    return [event for event in events if event["rank"] not in guilty]
 
 
 def score_healthy(verdict: Verdict, code: int | None) -> tuple[str, str]:
@@ -366,7 +370,7 @@ def run_program(program: Program, launcher: Sequence[str], keep: Path | None, wi
             "console": console[-3000:],
         }
         if keep is not None:
-            shutil.copytree(folder / "runs", keep / program.name, symlinks=True, dirs_exist_ok=True)
+            shutil.copytree(folder / "runs", keep / f"{program.name}-{folder.name}", symlinks=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if with_torchrun:
@@ -385,6 +389,13 @@ def run_program(program: Program, launcher: Sequence[str], keep: Path | None, wi
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return result
+
+
+def score_again(row: dict[str, Any], program: Program) -> dict[str, Any]:
+    """Score a recorded verdict by the program's present header."""
+    verdict = Verdict(**row["verdict"])
+    points, reason = score(program, verdict, row["code"])
+    return {**row, "score": points, "reason": reason, "false_suspicions": false_suspicions(program, verdict)}
 
 
 def table(results: Iterable[dict[str, Any]]) -> Iterator[str]:
@@ -426,13 +437,17 @@ def main() -> int:
     parser.add_argument(
         "--report",
         type=Path,
-        help="print the tables of this file and run nothing; of several results of a program the newest counts",
+        help="print the tables of this file, scored again by the present headers and lines, and run nothing; the newest result of a program counts",
     )
     parser.add_argument("--list", action="store_true", help="list the programs and run nothing")
     options = parser.parse_args()
     if options.report:
         newest = {row["program"]: row for row in map(json.loads, options.report.read_text().splitlines())}
-        print("\n".join(table(newest[name] for name in sorted(newest))))
+        print(
+            "\n".join(
+                table(score_again(newest[program.name], program) for program in programs() if program.name in newest)
+            )
+        )
         return 0
     chosen = [
         p for p in programs() if not options.only or any(word in p.name or word == p.group for word in options.only)

@@ -1,9 +1,10 @@
-"""new_group() is called by its members only; the third rank goes on to its first step.
+"""new_group() is called by its members only. torch counts the groups, so that the next one has another name on the third rank, and
+nobody meets there.
 
 class: subgroups
 kind: hang
 ranks: 3
-expect: @diverged
+expect: @diverged, @hang, hang.together, gloo.connection, gloo.timeout
 rank: any
 line: required
 """
@@ -17,18 +18,19 @@ class Parallel:
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
-        self.tp_group = None
+        self.tp_group = self.report_group = None
 
     def setup(self) -> None:
         members = [0, 1]
         if self.rank in members:
             self.tp_group = dist.new_group(members)  # FAULT
+        self.report_group = dist.new_group([1, 2])  # NEAR
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     parallel = Parallel()
-    parallel.setup()  # NEAR
+    parallel.setup()
     weight = torch.randn(8, 8, requires_grad=True)
     for _ in range(20):
         loss = (torch.randn(4, 8) @ weight).square().mean()

@@ -6,12 +6,12 @@ ranks: 3
 needs: datasets
 expect: env.*, launch.*
 rank: any
-line: none
+line: required
 must-mention: datasets.py
 """
 
 import torch.distributed as dist
-from datasets import load_dataset
+from datasets import load_dataset  # FAULT
 
 
 def rows() -> list:

@@ -5,13 +5,13 @@ kind: crash
 ranks: 2
 expect: env.*, launch.*, @raised
 rank: any
-line: none
+line: required
 must-mention: numbers.py
 """
 
 from numbers import thousands
 
-import torch
+import torch  # FAULT
 import torch.distributed as dist
 
 dist.init_process_group("gloo")

@@ -5,13 +5,13 @@ kind: crash
 ranks: 2
 expect: env.*, launch.*, @raised
 rank: any
-line: none
+line: required
 must-mention: queue.py
 """
 
-import torch
+import torch  # FAULT
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader  # NEAR
 
 dist.init_process_group("gloo")
 for batch in DataLoader(torch.randn(32, 4), batch_size=4):

@@ -5,13 +5,13 @@ kind: crash
 ranks: 2
 expect: env.*, launch.*, @raised
 rank: any
-line: none
+line: required
 must-mention: random.py
 """
 
-import random
+import random  # NEAR
 
-import torch
+import torch  # FAULT
 import torch.distributed as dist
 
 dist.init_process_group("gloo")

@@ -5,11 +5,11 @@ kind: crash
 ranks: 2
 expect: env.*, launch.*, @raised
 rank: any
-line: none
+line: required
 must-mention: torch.py
 """
 
-import torch.distributed as dist
+import torch.distributed as dist  # FAULT
 
 dist.init_process_group("gloo")
 dist.barrier()
