@@ -31,6 +31,14 @@ def cases(default: Collection[Any], seconds: float, some: Iterable[Any]) -> list
     return [pytest.param(*case, marks=marks + ([] if case in default else [later])) for case in some]
 
 
+def needs_gpu(function: Any) -> Any:
+    """Mark a test that runs on a GPU only."""
+    import torch
+
+    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
+    return pytest.mark.gpu(skip(function))
+
+
 def train(stoker: Stoker, stage: str, name: str, *settings: str) -> Done:
     """Run a stage's recipe on DEVICE in a process of its own, as torchrun starts it; raise where it fails.
 

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from devices import needs_gpu
 from stoker.contract.shape import replace
 from stoker.training.evaluate.likelihood import embed, log_likelihoods
 from stoker.training.model import adapters, hf
@@ -34,6 +35,7 @@ from stoker.training.recipes.dpo import DpoModel, Reference, learner
 from stoker.training.reward.config import DpoConfig
 from stoker.training.reward.model import RewardModel, score_ids
 from stoker.training.reward.model import learner as reward_learner
+from stoker.training.reward.model import load as load_reward
 from stoker.training.rl.update import Policy, arrange, logprobs
 from stoker.training.rl.update import Row as Answer
 from test_dpo import CONTEXT, SMALL
@@ -218,3 +220,18 @@ def test_measuring_a_model_mixes_no_devices(measure: Callable[[Decoder], object]
     model = build(Decoder, OFF, mode=MODE)
     with MODE, reads_a_value():
         measure(model)
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", ["reward model", "reward model without likelihood"])
+def test_a_gpu_scores_as_a_cpu_does(kind: str, tmp_path: Path) -> None:
+    folder, rows = model_folder(tmp_path), [((1, 2, 3), 1), ((1, 2, 5, 7), 2)]
+    scores = []
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        model = hf.opened(folder, CONTEXT, torch.float32, device, lambda line: None, KINDS[kind], load=load_reward)
+        assert isinstance(model, RewardModel)
+        model.begin_own("")
+        with torch.no_grad():
+            model.score.copy_(torch.linspace(-1, 1, SHAPE.dim))
+        scores.append(score_ids(model, rows, device))
+    assert scores[1] == pytest.approx(scores[0], rel=2e-2, abs=2e-2)
