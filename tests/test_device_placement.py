@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 from devices import needs_gpu
 from stoker.contract.shape import replace
 from stoker.training.evaluate.likelihood import embed, log_likelihoods
+from stoker.training.generate.cached import Weights
 from stoker.training.model import adapters, hf
 from stoker.training.model.attention import Documents, documents
 from stoker.training.model.config import OFF, AdapterConfig
@@ -146,6 +147,26 @@ def test_weights_that_are_kept_in_host_memory_stay_there_and_tables_move() -> No
         model = RewardModel(SHAPE, CONTEXT)
     model.place(GPU, torch.device("cpu"))
     assert {tensor.device.type for tensor in model.parameters()} == {"cpu"} and model.device == GPU
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_engine_computes_where_the_model_does_whose_weights_are_in_host_memory(method: str) -> None:
+    """Its copies are on that device, and no weight in host memory is used by itself (parallel.offload)."""
+    model, config = Decoder(SHAPE, CONTEXT), AdapterConfig(method=method, lora_rank=4)
+    if method != OFF:
+        adapters.freeze(model, config)
+    for layer in model.modules():
+        if isinstance(layer, Linear) and layer.weight is None:
+            sizes = [(rows, layer.in_features) for rows in layer.parts]
+            adapters.quantize(layer, [torch.zeros(size) for size in sizes])
+    if method != OFF:
+        adapters.attach(model, config, seed=0)
+    model.place(GPU, torch.device("cpu"))
+    weights = Weights(model, SHAPE.vocab_size)
+    (layer, *_) = weights.layers
+    used = [weights.embed, weights.head, weights.norm, layer.attention_norm, layer.mlp_norm]
+    used += [product.weight for product in (layer.qkv, layer.out, layer.gate_up, layer.down)]  # type: ignore[union-attr]
+    assert {tensor.device for tensor in used if tensor is not None} == {GPU}
 
 
 @pytest.mark.parametrize("method", METHODS)
