@@ -29,6 +29,7 @@ print(torch.__version__)
 print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")
 """
 _COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped|rerun)\b")
+_SLOW = re.compile(r"^(\d+\.\d+)s (?:call|setup) +(.*)$", re.M)
 _SKIPPED = re.compile(r"^SKIPPED \[(\d+)\] (\S+?):\d+: (.*)$", re.M)
 
 
@@ -75,7 +76,7 @@ def processes(on_gpu: bool) -> int:
 def start(number: int, count: int, device: str, arguments: list[str]) -> Shard:
     output = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
     command = [
-        sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-p", "no:rerunfailures", "-m", "gpu",
+        sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-p", "no:rerunfailures", "-m", "gpu", "--durations=5",
         f"--gpu-shard={number}/{count}", *arguments, *files(),
     ]  # fmt: skip
     environment = {**os.environ, "STOKER_TEST_DEVICE": device, "COLUMNS": "500"}
@@ -141,14 +142,17 @@ def main(arguments: list[str]) -> int:
         return 130
     finally:
         stop(shards)
-    counts, skipped = Counter[str](), Counter[str]()
+    counts, skipped, slow = Counter[str](), Counter[str](), list[tuple[float, str]]()
     for shard in shards:
         text = shard.text()
         counts.update({kind: int(number) for number, kind in _COUNT.findall(text.rstrip().rpartition("\n")[2])})
+        slow += [(float(seconds), test) for seconds, test in _SLOW.findall(text)]
         for number, file, reason in _SKIPPED.findall(text):
             skipped[f"{file}: {reason}"] += int(number)
     for reason, number in sorted(skipped.items()):
         print(f"skipped {number}: {reason}")
+    for seconds, test in sorted(slow, reverse=True)[:5]:
+        print(f"{seconds:6.1f} s: {test}")
     total = ", ".join(f"{number} {kind}" for kind, number in counts.items())
     passed = not failed and counts["passed"] > 0
     print(
