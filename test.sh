@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change goes in: bash test.sh [--all] [pytest arguments]
+# Everything that must hold before a change goes in: bash test.sh [--all | --gpu] [pytest arguments]
 #   --all   the complete suites too: every comparison with torchrun, every fault, long runs
+#   --gpu   only what runs on a GPU (tests/gpu_gate.py); installs nothing and needs a Python with torch and pytest
+#           (PYTHON, else .venv, else python3). STOKER_TEST_DEVICE=cpu runs the same tests on a CPU
 # Stops at the first step that fails, with that step's exit code.
 set -euo pipefail
 CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")"
@@ -11,6 +13,19 @@ step() { # name, command
   "$@"
 }
 
+if [[ ${1:-} == --gpu ]]; then
+  shift
+  python=${PYTHON:-}
+  if [[ -z $python ]]; then
+    if [[ -x .venv/bin/python ]]; then python=$PWD/.venv/bin/python; else python=python3; fi
+  fi
+  command -v "$python" >/dev/null || {
+    printf 'test.sh --gpu: no %s found; name a Python that has torch and pytest: PYTHON=/path/to/python3 bash test.sh --gpu\n' "$python" >&2
+    exit 69
+  }
+  export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+  exec "$python" tests/gpu_gate.py "$@"
+fi
 if [[ ${1:-} == --all ]]; then
   shift
   export STOKER_TEST_ALL=1

@@ -28,8 +28,10 @@ from interpreter import own_interpreter
 from left_behind import leaves_nothing_behind  # noqa: F401  a fixture of all files
 from order import slowest_first
 from reruns import may_run_again, pytest_runtest_logreport, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401  hooks
+from shards import keep_share
 from stoker.control.machine import processes
-from workers import pytest_addoption, pytest_runtestloop  # noqa: F401  hooks
+from workers import pytest_addoption as add_workers
+from workers import pytest_runtestloop  # noqa: F401  a hook
 
 EVERYTHING = os.environ.get("STOKER_TEST_ALL") == "1"  # test.sh --all
 GPU_HERE = os.path.exists("/dev/nvidiactl")
@@ -78,8 +80,26 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+PLUGINS = {"timeout": "timeout", "flaky": "rerunfailures"}  # mark: the plugin that defines it
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    add_workers(parser)
+    parser.addoption("--gpu-shard", default="", metavar="I/N", help="run the I-th of N shares of the tests marked gpu")
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds for a test; without pytest-timeout nothing limits it")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without their plugins these marks mean nothing, and are no mistakes: a GPU machine may have pytest alone."""
+    for mark, plugin in PLUGINS.items():
+        if not config.pluginmanager.hasplugin(plugin):
+            config.addinivalue_line("markers", f"{mark}: without its plugin it does nothing")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slowest_first(items)
+    keep_share(config, items)
     may_run_again(config, items)
 
 

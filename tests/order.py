@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 SLOWEST = (
-    "test_fit", "test_pretrain", "test_grpo", "test_speedrun", "test_sharded", "test_roles", "test_templates",
+    "test_fit", "test_pretrain", "test_grpo", "test_chain_on_device", "test_stages_on_device", "test_speedrun", "test_sharded", "test_roles", "test_templates",
     "test_strangers_tokenizers", "test_engine", "test_families", "test_grpo_server", "test_slurm", "test_multihost", "test_readme",
     "test_hostile_files", "test_bad_input", "test_cluster_check", "test_protocol", "test_dropin", "test_eleventh_review",
     "test_ninth_review", "test_balance", "test_faults", "test_strangers_templates", "test_twenty_fifth_review_training",

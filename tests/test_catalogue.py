@@ -446,6 +446,14 @@ CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
     ("host.processes", end(err("RuntimeError", "can't start new thread")), False, ("can't start new thread",)),
     ("host.processes", end(err("BlockingIOError", "[Errno 11] Resource temporarily unavailable", SUBPROCESS)), False, ("Resource temporarily unavailable",)),
     ("host.processes", end(tail="libgomp: Thread creation failed: Resource temporarily unavailable\n"), False, ("Thread creation failed",)),
+    ("torch.device-mismatch", end(err("RuntimeError", "Expected all tensors to be on the same device, but got mat2 is on cpu, different from other tensors on cuda:0 (when checking argument in method wrapper_CUDA_mm)")), False, ("mat2 is on cpu",)),
+    ("torch.device-mismatch", end(err("RuntimeError", "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!")), False, ("cuda:0 and cpu",)),
+    ("torch.device-mismatch", end(err("RuntimeError", "Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the same")), False, ("torch.cuda.FloatTensor",)),
+    ("torch.device-mismatch", end(err("RuntimeError", "Expected a 'cuda' device type for generator but found 'cpu'")), False, ("generator",)),
+    ("torch.dtype-mismatch", end(err("RuntimeError", "expected scalar type Half but found Float")), False, ("Half",)),
+    ("torch.dtype-mismatch", end(err("RuntimeError", "\"nll_loss_forward_reduce_cuda_kernel_2d_index\" not implemented for 'Int'")), False, ("'Int'",)),
+    ("torch.autograd", end(err("RuntimeError", "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that your module has parameters that were not used in producing loss.")), False, ("finished reduction",)),
+    ("torch.autograd", end(err("RuntimeError", "Expected to mark a variable ready only once. This error is caused by one of the following reasons: …")), False, ("ready only once",)),
 ]  # fmt: skip
 
 
@@ -512,7 +520,59 @@ NEAR: list[tuple[str, RankEnd, str]] = [
     ("env.version", end(err("TypeError", "main() missing 1 required positional argument: 'version'")), "rank.exception"),
     ("env.version", end(err("ValueError", "this model requires a version of you that sleeps")), "rank.exception"),
     ("host.processes", end(err("BlockingIOError", "[Errno 11] Resource temporarily unavailable")), "rank.exception"),
+    ("torch.device-mismatch", end(err("ValueError", "no device for rank 3 is free")), "rank.exception"),
+    ("torch.device-mismatch", end(cuda("invalid device ordinal")), "gpu.ordinal"),
+    ("torch.shape-mismatch", end(err("ValueError", "the shape of rank 1 differs")), "rank.exception"),
+    ("torch.state-dict", end(err("RuntimeError", "PytorchStreamReader failed reading zip archive: not a ZIP archive, while loading state_dict")), "data.corrupt"),
 ]  # fmt: skip
+
+
+MISUSES: list[tuple[str, str]] = [
+    ("torch.device-mismatch", "torch.ones(2, 2) + torch.ones(2, 2, device='meta')"),
+    ("torch.dtype-mismatch", "torch.ones(2, 2) @ torch.ones(2, 2, dtype=torch.float64)"),
+    ("torch.dtype-mismatch", "torch.nn.Linear(2, 2)(torch.ones(2, 2, dtype=torch.float16))"),
+    ("torch.dtype-mismatch", "torch.nn.Conv1d(2, 2, 1)(torch.ones(1, 2, 2, dtype=torch.float16))"),
+    ("torch.dtype-mismatch", "torch.nn.Embedding(2, 2)(torch.ones(2))"),
+    ("torch.dtype-mismatch", "torch.nn.functional.cross_entropy(torch.ones(2, 2), torch.zeros(2, dtype=torch.int32))"),
+    ("torch.dtype-mismatch", "torch.ones(2, dtype=torch.int64).add_(torch.ones(2))"),
+    ("torch.dtype-mismatch", "torch.ones(2, 2).gather(0, torch.zeros(1, 2))"),
+    ("torch.dtype-mismatch", "torch.ones(2)[torch.ones(1)]"),
+    ("torch.shape-mismatch", "torch.ones(2, 3) @ torch.ones(2, 2)"),
+    ("torch.shape-mismatch", "torch.ones(2, 3) + torch.ones(2, 2)"),
+    ("torch.shape-mismatch", "torch.cat([torch.ones(2, 3), torch.ones(2, 2)])"),
+    ("torch.shape-mismatch", "torch.ones(2, 3).view(4, 2)"),
+    ("torch.shape-mismatch", "torch.stack([torch.ones(2), torch.ones(3)])"),
+    ("torch.shape-mismatch", "torch.ones(2, 3).expand(4, 3)"),
+    ("torch.shape-mismatch", "torch.nn.functional.cross_entropy(torch.ones(2, 2), torch.zeros(3, dtype=torch.int64))"),
+    ("torch.shape-mismatch", "torch.nn.LayerNorm(3)(torch.ones(2, 2))"),
+    ("torch.shape-mismatch", "torch.nn.Conv1d(2, 2, 1)(torch.ones(1, 3, 2))"),
+    ("torch.state-dict", "torch.nn.Linear(2, 2).load_state_dict({})"),
+    ("torch.state-dict", "torch.nn.Linear(2, 2).load_state_dict(torch.nn.Linear(2, 3).state_dict())"),
+    ("torch.state-dict", "sgd(ones).load_state_dict(sgd(ones, torch.ones(2, requires_grad=True)).state_dict())"),
+    ("torch.autograd", "[loss.backward() for _ in range(2)]"),
+    ("torch.autograd", "ones.exp().add_(1).sum().backward()"),
+    ("torch.autograd", "torch.ones(1).backward()"),
+    ("torch.autograd", "ones.add_(1)"),
+    ("torch.autograd", "(ones * 2).backward()"),
+]
+
+
+@pytest.mark.parametrize(("cause", "code"), MISUSES, ids=[f"{cause}-{n}" for n, (cause, _) in enumerate(MISUSES)])
+def test_what_the_program_does_wrong_with_tensors_is_not_tried_again(cause: str, code: str) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    ones = torch.ones(2, requires_grad=True)
+    known = {
+        "torch": torch,
+        "ones": ones,
+        "loss": (ones * ones).sum(),
+        "sgd": lambda *weights: torch.optim.SGD(list(weights)),
+    }
+    with pytest.raises(Exception) as raised:
+        eval(code, known)
+    error = raised.value
+    found = verdict(end(err(type(error).__name__, str(error), f"{type(error).__name__}: {error}")))
+    assert (found.cause, found.retryable) == (cause, False), (found.summary, str(error))
+    assert found.fix and found.evidence and "train.py:7" in found.summary
 
 
 @pytest.mark.parametrize(("wrong", "ended", "right"), NEAR, ids=[f"{case[0]}-{n}" for n, case in enumerate(NEAR)])
@@ -603,7 +663,7 @@ def test_every_cause_is_complete_and_has_a_case() -> None:
     docs.page()
     assert all(one.says and one.seen and one.says.endswith(".") for one in CATALOGUE.values())
     read_off = {one.id for one in CATALOGUE.values() if one.explain is not None and not one.id.startswith("rank.")}
-    assert read_off - {case[0] for case in CASES} == set()
+    assert read_off - {case[0] for case in CASES} - {cause for cause, _ in MISUSES} == set()
 
 
 def test_every_cause_that_stoker_can_name_is_in_the_catalogue() -> None:

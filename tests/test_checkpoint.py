@@ -22,6 +22,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 import stoker  # noqa: E402
 from conftest import EVERYTHING, at_length, wait_for  # noqa: E402
+from devices import needs_gpu  # noqa: E402
 from stoker.contract.names import Refusal  # noqa: E402
 from stoker.training.checkpoint import part, snapshot  # noqa: E402
 from stoker.training.checkpoint.reading import find, open_checkpoint, verify  # noqa: E402
@@ -677,7 +678,7 @@ def test_sharded_over_three_ranks_is_read_by_two_and_by_one_and_replicated_by_sh
     assert same(state, want)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_on_a_gpu_the_snapshot_is_of_the_moment_and_the_host_does_not_wait(job: Callable[..., Job]) -> None:
     one = job(keep=5)
     saver = one.savers[0]

@@ -40,7 +40,10 @@ from stoker.training.forensics.trace import scope  # noqa: E402
 torch.set_num_threads(1)  # the tensors are tiny
 
 VOCAB, DIM, HEADS, LAYERS, LENGTH = 48, 16, 2, 3, 8
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+]
 
 
 class Attention(nn.Module):

@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 import torch
 
 from conftest import at_length
+from devices import needs_gpu
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.training.model import hf
@@ -380,7 +381,6 @@ def test_the_kernels_compute_what_plain_torch_does() -> None:
     assert done.stdout == "as plain\n", done.stdout + done.stderr
 
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
 WIDE = {
     "llama": replace(LLAMA, head_dim=16),
     "qwen3": SHAPES["qwen3"],
@@ -393,7 +393,7 @@ WIDE = {
 }  # fmt: skip
 
 
-@gpu
+@needs_gpu
 @pytest.mark.parametrize("c", WIDE.values(), ids=WIDE)
 def test_graphs_write_what_a_loop_without_a_cache_does(c: ModelConfig) -> None:
     torch.set_float32_matmul_precision("highest")
@@ -410,7 +410,7 @@ def test_graphs_write_what_a_loop_without_a_cache_does(c: ModelConfig) -> None:
     )
 
 
-@gpu
+@needs_gpu
 def test_graphs_see_refreshed_weights_in_bf16() -> None:
     model, other = (
         made(SHAPES["qwen3"], torch.bfloat16, device="cuda"),

@@ -33,7 +33,7 @@ from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 from test_hf import check_pieces
 from test_real_gpu import WHY, real  # noqa: F401  a fixture
 
-pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(WHY), reason=WHY)]
 
 CUDA = torch.device("cuda")
 SHAPE = ModelConfig(layers=4, dim=512, heads=8, kv_heads=4, head_dim=64, ff=1024, vocab_size=320, tied=False)

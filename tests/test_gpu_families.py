@@ -24,7 +24,7 @@ from stoker.training.parallel.config import ComputeConfig
 from stoker.training.serve.batch import BatchEngine
 from test_real_gpu import WHY
 
-pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
+pytestmark = [pytest.mark.gpu(seconds=8), pytest.mark.skipif(bool(WHY), reason=WHY)]  # some compile their blocks
 
 SIZE: dict[str, Any] = {
     "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 320,

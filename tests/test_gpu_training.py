@@ -16,7 +16,7 @@ from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from test_real_gpu import WHY, _gpu, _holder, real  # noqa: F401  a fixture
 
-pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(WHY), reason=WHY)]
 
 SHAPE = ModelConfig(layers=4, dim=256, heads=4, kv_heads=2, head_dim=64, ff=512, vocab_size=320)
 PRETRAIN = (

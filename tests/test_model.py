@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from devices import needs_gpu
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.training.model import config, linear, loss, ready
@@ -390,7 +391,7 @@ def test_no_stand_in_is_left_behind() -> None:
     assert fused is None or isinstance(fused.kernel, types.ModuleType)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused blocks are Triton's: needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("recompute", ["off", "full", "selective"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("packed", [False, True])

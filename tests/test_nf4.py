@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from devices import needs_gpu
 from stoker.contract.names import Refusal
 from stoker.training.model import nf4, nf4_size
 
@@ -29,7 +30,7 @@ def theirs() -> Any:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_codes_and_numbers_are_those_of_bitsandbytes(dtype: torch.dtype, device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
@@ -56,7 +57,7 @@ def test_codes_and_numbers_are_those_of_bitsandbytes(dtype: torch.dtype, device:
             torch.testing.assert_close(nf4.dequantize(stored), numbers, rtol=2e-3, atol=1e-7)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_a_scale_in_the_middle_of_two_gets_the_code_that_bitsandbytes_gives_it() -> None:
     levels = torch.tensor(nf4.second_levels())
     values = torch.cat([(levels[:-1] + levels[1:]) * 0.5, levels[-1:]]).cuda()  # the last: so they are scaled by 1

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from conftest import Stoker, at_length
+from devices import needs_gpu
 from stoker.contract.shape import replace
 from stoker.training.data.config import DataConfig
 from stoker.training.data.prepare import prepare
@@ -27,7 +28,6 @@ from stoker.training.model.hf_config import shape_for
 from stoker.training.tokenizer.config import TokenizerConfig
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="varlen and flex attention need a GPU")
 CPU = torch.device("cpu")
 
 

@@ -19,7 +19,7 @@ try:
 except (NoDriver, DriverError) as problem:
     NVML, WHY = None, f"no GPU here: {str(problem) or 'no NVIDIA driver'}"
 
-pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(WHY), reason=WHY)]
 
 HOLD = """
 import ctypes, sys, time

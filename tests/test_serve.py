@@ -23,6 +23,7 @@ pytest.importorskip("tokenizers")
 import torch
 
 from conftest import at_length, wait_for
+from devices import needs_gpu
 from stoker.cli import serve
 from stoker.contract.names import Refusal
 from stoker.training.data.learn import train
@@ -321,7 +322,7 @@ def test_the_openai_client_reads_it(server: Server) -> None:
         client.completions.create(model="small", prompt="x", max_tokens=10**6)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
+@needs_gpu
 def test_on_a_gpu_the_first_answer_is_that_of_all_later_ones(folder: Path) -> None:
     """The first request of its kind captures a CUDA graph, which must not advance its answer."""
     body = {"prompt": "the", "max_tokens": 24, "temperature": 0}

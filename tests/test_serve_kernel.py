@@ -24,7 +24,10 @@ from stoker.training.serve.paged import FIRST_BLOCK, Kernels
 from test_serve_engine import alone, made, requests_of, served
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="torch sees no GPU here")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="torch sees no GPU here"),
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE = 16
 

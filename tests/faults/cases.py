@@ -119,6 +119,18 @@ _EXCEPTIONS = [
     _crash("crash_syntax.py", "environment", "env.syntax", 1),
 ]
 
+_TORCH = [
+    _crash(
+        "torch_device_mismatch.py",
+        "torch",
+        "torch.device-mismatch",
+        1,
+        args=("--max-restarts", "3"),
+        torchrun_args=("--max-restarts", "3"),
+        ci=True,
+    ),
+]
+
 _EXITS = [
     _crash("crash_exit_code.py", "exit", "rank.exit", 3),
     _crash("crash_os_exit_zero.py", "exit", "rank.early-exit", OURS, ci=True),
@@ -321,7 +333,7 @@ _GPU = [
 # Mistakes of programs in the styles people write: mistake -> (cause, exit codes, kind, the marked lines).
 _MISTAKES: dict[str, tuple[str, tuple[int, ...], str, tuple[str, ...]]] = {
     "raises": ("rank.exception", (1,), "crash", ("raises",)),
-    "shape": ("rank.exception", (1,), "crash", ("shape",)),
+    "shape": ("torch.shape-mismatch", (1,), "crash", ("shape",)),
     "crashes": ("rank.crash", (CRASHED,), "crash", ("crashes",)),
     "crashes-in-thread": ("rank.crash", (CRASHED,), "crash", ("crashes-in-thread",)),
     "killed": ("rank.killed", (KILLED,), "crash", ()),
@@ -398,5 +410,5 @@ _STYLES = [
 ]  # fmt: skip
 
 CASES: tuple[Case, ...] = (
-    *_EXCEPTIONS, *_EXITS, *_SIGNALS, *_HANGS, *_BETWEEN_RANKS, *_DATA, *_NUMBERS, *_SLOW, *_MEMORY, *_RESTARTS, *_LAUNCH, *_STYLES, *_GPU,
+    *_EXCEPTIONS, *_TORCH, *_EXITS, *_SIGNALS, *_HANGS, *_BETWEEN_RANKS, *_DATA, *_NUMBERS, *_SLOW, *_MEMORY, *_RESTARTS, *_LAUNCH, *_STYLES, *_GPU,
 )  # fmt: skip

@@ -59,7 +59,7 @@ def log_likelihoods(model: Decoder, rows: Sequence[Continuation]) -> list[float]
     """Σ log p of each row's second part, given its first (at least one token)."""
     found = [0.0] * len(rows)
     device = model.device
-    weight = whole(model.head_weight).to(model.dtype)
+    weight = whole(model.head_weight).to(device, model.dtype)
     for batch in _counted(batches([len(given) + len(asked) for given, asked in rows]), len(rows), "evaluation"):
         texts = [[*rows[place][0], *rows[place][1]] for place in batch]
         hidden = model.hidden(padded([one[:-1] for one in texts], device))

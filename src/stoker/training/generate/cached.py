@@ -104,13 +104,14 @@ class Weights:
     has that dtype already (fp32 on CPUs) it is used itself. Copies stay where they are: CUDA graphs keep addresses. A
     layer with an adapter, or in 4 bits, has a copy that is both together, unless `codes` are to be read as they are. Of a
     model in shards every weight is a copy, gathered one at a time, codes as codes; all ranks make and refresh theirs together.
+    All of them are on the device that computes, also where the model's own are kept in host memory (parallel.offload).
     """
 
     def __init__(self, model: Decoder, vocab: int, codes: bool = False, streamed: bool = False) -> None:
         """`streamed`: of a model in shards, a block's weights are gathered whenever it computes, and given up then."""
         self._model, self._vocab, self.config, self._streamed = model, vocab, model.config, streamed
         self.tables, self.windows, self.embedding_scale = model.tables, model.windows, model.embedding_scale
-        self.eps, self._codes = model.config.norm_eps, codes
+        self.eps, self._codes, self._device = model.config.norm_eps, codes, model.device
         self._take()
 
     @torch.no_grad()
@@ -144,18 +145,18 @@ class Weights:
         return layer
 
     def _cast(self, parameter: Tensor, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
-        sharded = hasattr(parameter, "device_mesh")
-        if not sharded and parameter.dtype == dtype and parameter.is_contiguous() and not offset:
+        usable = parameter.dtype == dtype and parameter.device == self._device and parameter.is_contiguous()
+        if usable and not hasattr(parameter, "device_mesh") and not offset:
             self._shared.append((parameter.detach(), parameter))
             return self._shared[-1][0]
-        ours = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        ours = torch.empty(parameter.shape, dtype=dtype, device=self._device)
         self._copies.append((ours, parameter, offset))
         return ours
 
     def _norm(self, norm: RMSNorm | LayerNorm | None) -> Tensor | None:
         if norm is None or isinstance(norm, RMSNorm):
             return None if norm is None else self._cast(norm.weight, torch.float32, norm.offset)
-        both = torch.empty(2, len(norm.weight), device=norm.weight.device)
+        both = torch.empty(2, len(norm.weight), device=self._device)
         self._copies += [(both[0], norm.weight, norm.offset), (both[1], norm.bias, 0.0)]
         return both
 
@@ -167,7 +168,7 @@ class Weights:
             self._coded.append(self._gathered(linear, bias, dtype) if linear.cut else Coded(linear, bias, dtype))
             return self._coded[-1]
         size = (linear.out_features, linear.in_features)
-        weight = torch.empty(size, dtype=dtype, device=self.embed.device)
+        weight = torch.empty(size, dtype=dtype, device=self._device)
         self._merged.append((weight, linear))
         return Dense(weight, bias)
 
@@ -176,7 +177,7 @@ class Weights:
         assert linear.cut is not None
         codes, adapter, made = linear.cut.joined(whole), linear.adapter, None
         if adapter is not None:
-            small = torch.empty(adapter.a.shape, dtype=dtype, device=self.embed.device)
+            small = torch.empty(adapter.a.shape, dtype=dtype, device=self._device)
             made = small, small.new_zeros(adapter.outputs, len(small))
         return Coded(linear, bias, dtype, codes, made)
 
@@ -193,7 +194,7 @@ class Weights:
             wide, narrow = (self._linear(part, dtype) for part in (block.mlp.gate_up, block.mlp.down))
         if attention.q_norm is not None and attention.k_norm is not None:
             heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
-            qk_norm = torch.empty(heads + kv_heads, head_dim, device=attention.q_norm.weight.device)
+            qk_norm = torch.empty(heads + kv_heads, head_dim, device=self._device)
             for rows, norm in ((qk_norm[:heads], attention.q_norm), (qk_norm[heads:], attention.k_norm)):
                 self._copies.append((rows, norm.weight, norm.offset))
         return Layer(

@@ -151,7 +151,7 @@ def merged(layer: Linear, out: Tensor) -> Tensor:
         downs = torch.split(whole(adapter.a), adapter.rank)
         ups = torch.split(whole(adapter.up), [end - begin for begin, end in adapter.parts])
         for (begin, end), a, b in zip(adapter.parts, downs, ups, strict=True):
-            out[begin:end] = out[begin:end].float() + adapter.scale * (b.float() @ a.float())
+            out[begin:end] = out[begin:end].float() + adapter.scale * (b.float() @ a.float()).to(out.device)
     return out
 
 

@@ -7,7 +7,6 @@ tokens, D width, H heads.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -100,15 +99,14 @@ class Block(nn.Module):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
-def _memory(device: torch.device, of: Tensor) -> Tensor:
-    """For a tensor of the meta device, which has none."""
-    if not of.is_meta:
-        return of
-    if hasattr(of, "device_mesh"):
-        return torch.empty_like(of, device=device)
-    return torch.empty(
-        of.shape, dtype=of.dtype, device=device
-    )  # empty_like of meta tensors imports half a second of sympy
+def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on `device`. A meta tensor has no values, so it becomes uninitialized memory there."""
+    if not tensor.is_meta:
+        return tensor.to(device)
+    if hasattr(tensor, "device_mesh"):
+        return torch.empty_like(tensor, device=device)
+    # Not empty_like: for a meta tensor it imports sympy, which takes half a second.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def _table(rows: int, width: int) -> nn.Embedding:
@@ -167,12 +165,19 @@ class Decoder(nn.Module):
         return (cos, sin) if theta is not None else (torch.ones_like(cos), torch.zeros_like(sin))
 
     def place(self, device: torch.device, home: torch.device | None = None) -> None:
-        """Onto its device; one of the meta device gets memory here, and numbers from `start` or a checkpoint. `home`: where its
-        weights lie, if not there."""
-        if self.embed.weight.is_meta:
-            if self.embed_on_host:
-                self.embed._apply(functools.partial(_memory, torch.device("cpu")))  # type: ignore[no-untyped-call]
-            self._apply(functools.partial(_memory, home or device))  # type: ignore[no-untyped-call]
+        """Move every parameter, buffer and table to `device`, where the model computes.
+
+        What was built on the meta device gets uninitialized memory, to be filled by `start`, a folder or a checkpoint.
+        `home` is the device of the weights where they are kept elsewhere (parallel.offload); an embedding that is
+        looked up on the host (compute.embedding) stays in host memory.
+        """
+        weights_device = home or device
+        on_host = {id(tensor) for tensor in self.embed.parameters()} if self.embed_on_host else set()
+
+        def move(tensor: Tensor) -> Tensor:
+            return _on_device(tensor, torch.device("cpu") if id(tensor) in on_host else weights_device)
+
+        self._apply(move)  # type: ignore[no-untyped-call]
         self.tables = [(cos.to(device), sin.to(device)) for cos, sin in self.tables]
 
     @property

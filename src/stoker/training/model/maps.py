@@ -88,8 +88,8 @@ class Adapter(nn.Module):
         product for all parts, and no cast in every pass.
         """
         if self._made is None or self._made[0].dtype != dtype or self._made[0].device != self.a.device:
-            empty = torch.empty_like(self.a, dtype=dtype, requires_grad=False)
-            self._made = empty, empty.new_zeros(self.outputs, len(self.a))
+            small = writable_later(self.a.shape, self.a.device, dtype)
+            self._made = small, writable_later((self.outputs, len(self.a)), self.a.device, dtype).zero_()
             self._written = None
         versions = (self.a._version, self.up._version)
         if self._written != versions or self.sharded or _capturing(self.a):
@@ -196,6 +196,18 @@ class Mapped(torch.autograd.Function):
         return None, dx, *ctx.kind.gradients(g, x, (kept, inner), *learned)
 
 
+def writable_later(size: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return uninitialized memory that is kept between passes.
+
+    An engine generates in inference mode. A tensor that was made there can't be written to outside of it, as a training
+    step or an evaluation in the same process does.
+    """
+    if not torch.is_inference_mode_enabled():
+        return torch.empty(size, device=device, dtype=dtype)
+    with torch.inference_mode(False):
+        return torch.empty(size, device=device, dtype=dtype)
+
+
 class Buffers:
     """Memory for one dequantized matrix per device and dtype, as large as the largest so far. The next one overwrites it:
     the GPU computes in order, so a product that was launched has read it.
@@ -209,7 +221,7 @@ class Buffers:
         held = self._held.get((device, dtype))
         if held is None or held.numel() < rows * columns:
             self._held.pop((device, dtype), None)  # before the larger one is made: never both
-            held = self._held[device, dtype] = torch.empty(rows * columns, device=device, dtype=dtype)
+            held = self._held[device, dtype] = writable_later((rows * columns,), device, dtype)
         if _capturing(held):
             self._in_graphs[held.data_ptr()] = held
         return held[: rows * columns].view(rows, columns)

@@ -72,7 +72,9 @@ class Codes(nn.Module):
 
     def _joined(self, at: int, get: Callable[[Tensor], Tensor]) -> nf4.Joined:
         group = self.groups[at]
-        codes, scales, second = (get(getattr(self, f"{kind}{at}")) for kind in _KINDS)
+        # Shards that are kept in host memory are gathered there; the offsets are on the device that computes.
+        device = self._offsets[at].device
+        codes, scales, second = (get(getattr(self, f"{kind}{at}")).to(device) for kind in _KINDS)
         elements, rows = sum(part.elements for part in group), sum(part.size[0] for part in group)
         four_bits, eight_bits = (tensor.view(-1).view(torch.uint8) for tensor in (codes, scales))
         size = rows, group[0].size[1]

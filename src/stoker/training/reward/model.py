@@ -49,10 +49,10 @@ class RewardModel(Decoder):
 
     def __init__(self, c: ModelConfig, context_length: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(c, context_length, dtype)
-        device = self.device
-        self.score = nn.Parameter(torch.zeros(c.dim, device=device))
+        # Made on the default device, as the decoder's own weights are, so that `place` moves them with those.
+        self.score = nn.Parameter(torch.zeros(c.dim))
         if self.likelihood:
-            self.trust = nn.Parameter(torch.full((1,), TRUST, device=device))
+            self.trust = nn.Parameter(torch.full((1,), TRUST))
 
     @torch.no_grad()
     def start(self, seed: int) -> None:

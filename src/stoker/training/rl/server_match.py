@@ -69,7 +69,7 @@ def own_logprobs(decoder: Decoder, ids: Sequence[int]) -> list[float]:
 
     from stoker.training.model.loss import token_logprobs
 
-    tokens = torch.tensor([list(ids)], dtype=torch.int64, device=decoder.head_weight.device)
+    tokens = torch.tensor([list(ids)], dtype=torch.int64, device=decoder.device)
     with torch.no_grad():
         x = decoder.hidden(tokens[:, :-1]).flatten(0, 1)
         found, _ = token_logprobs(x, decoder.head_weight, tokens[0, 1:], 1.0, decoder.config.final_cap)
