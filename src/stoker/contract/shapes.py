@@ -138,9 +138,9 @@ class Stall:
 
 @shape
 class BadNumber:
-    """A loss or a gradient norm that is not finite, or explodes."""
+    """A loss or a gradient norm that is not finite, or explodes; a loss or a reward that never changes."""
 
-    kind: str  # loss | exploding | grad-norm
+    kind: str  # loss | exploding | grad-norm | constant
     rank: int
     step: int
     value: str

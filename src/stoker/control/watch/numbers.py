@@ -13,6 +13,7 @@ from stoker.contract.shape import replace
 from stoker.contract.shapes import BadNumber
 
 IN_A_ROW = 3
+CONSTANT_FOR = 20  # readings, from the first on: a loss may well stay the same when it has converged
 NORMS_IN_A_ROW = 10  # a gradient scaler begins with steps that overflow, and skips them; the loss is fine then
 EXPLODING = 100.0  # times the largest of the first losses; a change of stage or of loss may be 25
 SUBSTANTIAL = 0.1  # first losses below this are no measure: RL begins with a loss of 0
@@ -33,6 +34,7 @@ _VALUE = (
 # would otherwise be searched for hours.
 _LOSS = re.compile(rb"(?i)(?<![a-z])(?P<what>(?:[a-z]{1,40}[ _/-])?loss)" + _VALUE)
 _NORM = re.compile(rb"(?i)(?<![a-z])grad(?:ient)?s?[ _-]?norm" + _VALUE)
+_REWARD = re.compile(rb"(?i)(?<![a-z_])(?:mean[ _])?rewards?(?:[/_]mean)?(?![a-z_/])" + _VALUE)
 _EVALUATION = re.compile(rb"(?i)(?<![a-z])(val|eval|evaluation|test|valid|validation|dev)(?![a-z])")
 # Of "loss" itself: "5 min | loss nan" is a step's line.
 _NOT_TRAINING = (b"no", b"best", b"min", b"lowest", b"last", b"final")
@@ -54,6 +56,7 @@ class Losses:
         self._high: dict[int, int] = {}
         self._since: dict[int, int] = {}  # rank -> the step of the first bad one in a row
         self._newest: dict[int, BadNumber] = {}  # rank -> the newest loss it printed, where that is no number
+        self._same: dict[tuple[str, int], tuple[float, int]] = {}  # (loss or reward, rank) -> value, readings so far
         self._reported: set[tuple[int, str, bool]] = set()
         self._beaten: set[int] = set()  # ranks that tell their loss themselves: their lines are not read
         self._printing: set[int] = set()  # ranks that print losses
@@ -103,6 +106,9 @@ class Losses:
         if which == b"train" and math.isfinite(value) and _MEAN.search(line):
             return None
         text = redact.whole(line.decode("utf-8", "replace").strip()[:_LOOKED_AT])[:_QUOTED]
+        reward = _REWARD.search(line)
+        if reward is not None:  # RL: a loss of 0 is normal there
+            return self._constant("reward", rank, step, _number(reward["value"]), "line", text)
         if which not in _TRAINING:
             if math.isfinite(value):
                 return None
@@ -125,6 +131,9 @@ class Losses:
     def _take(self, rank: int, step: int, loss: float, source: str, line: str) -> BadNumber | None:
         self.newest[rank] = step, loss
         if math.isfinite(loss):
+            constant = self._constant("loss", rank, step, loss, source, line)
+            if constant is not None:
+                return constant
             self._bad[rank] = 0
             self._newest.pop(rank, None)
             first = self._first.setdefault(rank, [])
@@ -142,6 +151,23 @@ class Losses:
         self._newest[rank] = BadNumber("loss", rank, self._since[rank], f"{loss:g}", source, line)
         return self._once("loss", rank, self._since[rank], loss, source, line, self._bad[rank] >= IN_A_ROW)
 
+    def _constant(self, what: str, rank: int, step: int, value: float, source: str, line: str) -> BadNumber | None:
+        """Report once a run that a number has been the same in all readings so far."""
+        before, count = self._same.get((what, rank), (value, 0))
+        if value != before:
+            value, count = math.nan, 0  # never equal again: it does change
+        self._same[what, rank] = value, count + 1
+        if count + 1 != CONSTANT_FOR or any(kind == "constant" for _, kind, _ in self._reported):
+            return None
+        self._reported.add((rank, "constant", False))
+        return BadNumber("constant", rank, step, f"{what} {value:g}", source, line, stops=False)
+
+    def _first_rank(self, bad: BadNumber) -> BadNumber:
+        """Return the one that had its first bad loss at an earlier step than `bad`, if a rank had: averaging spreads a NaN."""
+        others = [one for rank, one in self._newest.items() if 0 < one.step < bad.step and self._bad[rank]]
+        first = min(others, key=lambda one: one.step, default=bad)
+        return replace(bad, rank=first.rank, step=first.step, line=first.line)
+
     def _once(
         self, kind: str, rank: int, step: int, value: float, source: str, line: str, firm: bool, stops: bool = True
     ) -> BadNumber | None:
@@ -149,7 +175,8 @@ class Losses:
         if (rank, kind, firm) in self._reported or (kind == "exploding" and not firm):
             return None
         self._reported.add((rank, kind, firm))
-        return BadNumber(kind, rank, step, f"{value:g}", source, line, firm, stops)
+        bad = BadNumber(kind, rank, step, f"{value:g}", source, line, firm, stops)
+        return self._first_rank(bad) if firm and kind == "loss" else bad
 
 
 def _number(text: bytes) -> float:

@@ -1,4 +1,4 @@
-"""nan.*: losses that are no numbers any more."""
+"""nan.*: losses that are not finite, explode or never change."""
 
 from __future__ import annotations
 
@@ -35,6 +35,12 @@ nan.grad-norm: The gradient norm is NaN or infinite, and stays so.
   unless: the next one is a number: a gradient scaler (fp16) overflows now and then, and skips that step
   fix: fp16: the loss scale never settles; bf16 needs no scaler
   fix: {THEN}
+nan.constant: The loss, or the reward, never changes. Reported once; the job keeps running.
+  seen: the same value in the first 20 readings, from stoker.beat or from the step lines a rank prints
+  unless: it changes once: a loss that has converged is not reported
+  fix: are the trainable parameters in the optimizer, and do they get gradients? (requires_grad, frozen layers, detach())
+  fix: is the learning rate 0, or still in a warm-up that begins at 0?
+  fix: a loss of exactly 0: are all labels masked (-100)? a reward: does the reward function look at the completion?
 nan.exploding: The loss has exploded.
   seen: five losses in a row over 100 × the largest of the first ten, and that is 0.1 or more
   unless: it comes back: a spike
@@ -82,6 +88,9 @@ _WHAT = {"loss": "the loss is", "exploding": "the loss has exploded to", "grad-n
 
 def summary(bad: BadNumber, label: str, world: int) -> str:
     """`shared`: a loss that one rank prints for all says nothing about whose it is."""
+    if bad.kind == "constant":
+        what, _, value = bad.value.rpartition(" ")
+        return f"rank {bad.rank} ({label}): the {what} has been {value} in every reading since the start"
     at = f"{', seen after step' if bad.counted else ' at step'} {bad.step}" if bad.step else ""
     if bad.shared and world > 1:
         return f"{_WHAT[bad.kind]} {bad.value}{at} (printed by rank {bad.rank}, for all ranks)"
