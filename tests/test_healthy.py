@@ -37,8 +37,9 @@ def busy_neighbours(count: int) -> Iterator[None]:
 @pytest.mark.parametrize("shape", at_length_but(CHOSEN, SHAPES), ids=lambda shape: shape.name)
 def test_it_is_left_alone(stoker: Stoker, shape: Shape) -> None:
     words = shape.command(seed=1, scale=SCALE)
+    timeout = HANG_TIMEOUT if shape.hang_timeout_s is None else f"{shape.hang_timeout_s:g}s"
     with busy_neighbours(shape.neighbours):
-        done = stoker.torch("run", "--nproc-per-node", str(shape.ranks), "--hang-timeout", HANG_TIMEOUT, *words)
+        done = stoker.torch("run", "--nproc-per-node", str(shape.ranks), "--hang-timeout", timeout, *words)
     assert done.code == 0, done.out + done.err
     assert outcome(done.run_dir).wrong(shape.straggler) == []
 
