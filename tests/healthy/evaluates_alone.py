@@ -1,5 +1,6 @@
 """Rank 0 works alone for three times the hang timeout, silently in most ways, while the others wait in a barrier."""
 
+import itertools
 import multiprocessing
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from training import RANK, Tiny, arguments, finish
 
 def score(text: str) -> int:
     letters = sorted(text)
-    pairs = [first + second for first, second in zip(letters, letters[1:], strict=False)]
+    pairs = [first + second for first, second in itertools.pairwise(letters)]
     return sum(len(pair) for pair in pairs)
 
 

@@ -19,6 +19,7 @@ class Shape:
     silence_s: float = 5.0  # the longest time a rank neither steps, prints nor ends a collective, its start aside
     straggler: bool = False  # a rank truly is slower than its peers, and they wait for it: naming it is right
     hang_timeout_s: float | None = None  # the --hang-timeout it always runs with: shorter than its silence
+    needs_py_spy: bool = False  # only its local variables show that it works
     neighbours: int = 0  # processes from outside that keep a core busy each
     in_ci: bool = False
 
@@ -29,7 +30,7 @@ class Shape:
 ALONE_S, ALONE_TIMEOUT_S = 30, 10.0  # rank 0 works alone for three times the hang timeout
 
 
-def alone(how: str, ranks: int = 2, in_ci: bool = False) -> Shape:
+def alone(how: str, ranks: int = 2, needs_py_spy: bool = False, in_ci: bool = False) -> Shape:
     return Shape(
         f"rank 0 works alone: {how.replace('_', ' ')}",
         "evaluates_alone.py",
@@ -37,6 +38,7 @@ def alone(how: str, ranks: int = 2, in_ci: bool = False) -> Shape:
         ranks=ranks,
         silence_s=ALONE_S,
         hang_timeout_s=ALONE_TIMEOUT_S,
+        needs_py_spy=needs_py_spy,
         in_ci=in_ci,
     )
 
@@ -55,8 +57,8 @@ SHAPES = (
     Shape("steps that become five times as slow", "slows_down.py", silence_s=10),
     Shape("long steps that become five times as slow", "slows_down.py", "--step 4.0 --slow 4", silence_s=30),
     alone("python_loop", ranks=3, in_ci=True),
-    alone("numpy_on_one_line", in_ci=True),
-    alone("torch_on_one_line"),
+    alone("numpy_on_one_line", needs_py_spy=True, in_ci=True),
+    alone("torch_on_one_line", needs_py_spy=True),
     alone("model_calls"),
     alone("reads_files"),
     alone("writes_files"),
