@@ -615,7 +615,8 @@ WORKS: dict[str, Callable[[float, int], Look]] = {
     "a mapped file": lambda s, n: {**SLEEPING, "state": "D", "main_faults": int(s * 900)},
     "a child whose stack moves": lambda s, n: {**IN_POOL, "workers": [child(3, values=f"{n}")]},
     "a child that writes": lambda s, n: {**IN_POOL, "workers": [{**CHILD, "moved": int(s * 90_000)}]},
-    "one child after the other": lambda s, n: {**IN_POOL, "workers": [{**CHILD, "pid": 7 + n}]},
+    "one child after the other": lambda s, n: {**IN_POOL, "children": [7 + n]},
+    "children that end within a look": lambda s, n: {**IN_POOL, "children_before": [7]},
     "collectives that advance": lambda s, n: {
         **SLEEPING,
         "groups": [group(op(25), op(26 + n, order=1 + int(s * 1e9)))],

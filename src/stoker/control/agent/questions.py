@@ -212,7 +212,8 @@ class _Look:
         self._first = self._meter(self.rank.pid)
         before = processes.process(self.rank.pid)
         self._state = before.state if before else "Z"
-        self._below = children(self.rank.pid)[:WORKERS]
+        self._children = children(self.rank.pid)
+        self._below = self._children[:WORKERS]
         self._below_first = {pid: processes.cpu_seconds(pid) or 0.0 for pid in self._below}
         self._groups: list[dict[str, Any]] = []
         self._no_groups = "its process is stopped"
@@ -248,6 +249,8 @@ class _Look:
             "stacks_by": self._spy.how,
             "groups": self._groups,
             "no_groups": self._no_groups,
+            "children": children(self.rank.pid),
+            "children_before": self._children,
             "workers": [self._worker(pid, took) for pid in self._below if processes.process(pid)],
             **self._message(),
         }

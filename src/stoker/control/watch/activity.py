@@ -66,11 +66,10 @@ def _touches_memory(before: Snapshot, now: Snapshot, elapsed_s: float) -> bool:
 
 
 def _processes_work(before: Snapshot, now: Snapshot, elapsed_s: float) -> bool:
-    earlier = {worker.pid: worker for worker in before.workers if worker.state != "Z"}
-    living = {worker.pid: worker for worker in now.workers if worker.state != "Z"}
-    if earlier.keys() != living.keys():
+    if len({frozenset(before.children), frozenset(now.children_before), frozenset(now.children)}) > 1:
         return True  # one has ended, or another was started
-    pairs = [(earlier[pid], worker) for pid, worker in living.items()]
+    earlier = {worker.pid: worker for worker in before.workers}
+    pairs = [(earlier[worker.pid], worker) for worker in now.workers if worker.pid in earlier]
     moved = sum(worker.moved - was.moved for was, worker in pairs)
     faults = sum(worker.faults - was.faults for was, worker in pairs)
     if moved >= max(MIN_BYTES, MIN_HELPER_RATE * elapsed_s) or faults >= MIN_FAULT_RATE * elapsed_s:

@@ -124,7 +124,9 @@ class Snapshot:
     stacks_by: str = ""
     groups: tuple[Group, ...] = ()
     no_groups: str = ""
-    workers: tuple[Worker, ...] = ()
+    workers: tuple[Worker, ...] = ()  # the first of its children
+    children: tuple[int, ...] = ()  # all of them, and theirs, at the end of the look
+    children_before: tuple[int, ...] = ()  # at its beginning
     message: str = ""  # recv or send, where its main thread is in one
     peer: int | None = None  # with whom
     gpu_use: int | None = None
