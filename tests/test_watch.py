@@ -632,8 +632,12 @@ def test_a_rank_that_works_has_until_the_busy_timeout_and_is_no_hang(look: Calla
     assert ends and 98 <= ends[0][0] <= 102, actions
     assert (cause_of(ends[0][1].stall), ends[0][1].stall.rank) == ("rank.busy", 1)
     busy = [(when, action) for when, action in actions if isinstance(action, Busy)]
-    assert len(busy) == 1 and 18 <= busy[0][0] <= 27 and 70 <= busy[0][1].stops_in <= 83, "reported once"
-    assert busy[0][1].stall.waiting == (0,)
+    suspected = [when for when, action in actions if isinstance(action, Suspect)]
+    first, last = (
+        (suspected[0], suspected[0] + 4) if suspected else (18, 27)
+    )  # a suspicion is withdrawn by the next look
+    assert len(busy) == 1 and first < busy[0][0] <= last and len(suspected) < 2, "reported once"
+    assert busy[0][1].stops_in == pytest.approx(100 - busy[0][0], abs=2) and busy[0][1].stall.waiting == (0,)
 
 
 IDLE: dict[str, tuple[str, Look]] = {

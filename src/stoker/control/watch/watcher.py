@@ -51,7 +51,7 @@ class Suspect:
 
 @shape
 class Busy:
-    """A rank works for long without finishing a step. It is no suspicion."""
+    """A rank works for long without finishing a step. It is no suspicion, and withdraws one that was reported."""
 
     stall: Stall
     stops_in: float | None  # seconds until the job is stopped for it, if no step ends; None: never
@@ -289,8 +289,8 @@ class Watcher:
         actions: list[Action] = []
         if stall.kind == "busy":
             report_after = min(BUSY_REPORT_S, self._timeout or BUSY_REPORT_S)
-            if self._reported_busy != stall.rank and stall.silent_s >= report_after:
-                self._reported_busy = stall.rank
+            if self._reported_busy != stall.rank and (self._said or stall.silent_s >= report_after):
+                self._reported_busy, self._said = stall.rank, ()  # it takes back what was suspected
                 actions.append(Busy(stall, self._stops_in(stall, now)))
         # Said once, and again when it turns out worse.
         elif not self._said or stall.rank != self._said[0] or stall.proof > self._said[1]:
