@@ -632,7 +632,7 @@ def test_a_rank_that_works_has_until_the_busy_timeout_and_is_no_hang(look: Calla
     assert ends and 98 <= ends[0][0] <= 102, actions
     assert (cause_of(ends[0][1].stall), ends[0][1].stall.rank) == ("rank.busy", 1)
     busy = [(when, action) for when, action in actions if isinstance(action, Busy)]
-    suspected = [when for when, action in actions if isinstance(action, Suspect)]
+    suspected = [when for when, action in actions if isinstance(action, Suspect) and when < ends[0][0]]
     first, last = (
         (suspected[0], suspected[0] + 4) if suspected else (18, 27)
     )  # a suspicion is withdrawn by the next look
