@@ -41,6 +41,10 @@ def explain(
     lines += [f"no flight recorder: {why}" for why in missing[:1] if world > 1]
     how = {one.stacks_by for one in snapshots.values() if one.stacks_by.startswith("faulthandler")}
     lines += [f"stacks by {one}" for one in sorted(how)]
+    if found.kind == "spin" and how:
+        lines.append(
+            "without py-spy local variables can't be read: a loop of native calls on one line may look like this, too"
+        )
     quiet = max(silent.values(), default=0.0)
     if rank is None:
         parted = [steps.get(one, 0) for ranks, _, _ in found.parties for one in ranks]
