@@ -90,12 +90,13 @@ hang.together, again: All ranks have entered the same operation and it does not 
       interface names, MTU
 """)
 family.entries("""
-rank.busy: A rank worked until --busy-timeout was over, and finished no step.
-  seen: no step for longer than --busy-timeout, and evidence of work to the end: it printed, read or wrote files, touched new
-      memory, entered other collectives, its stack or its local variables changed while it used CPU, or that is true of
-      the processes and threads it waits for
+rank.busy: A rank works, and finished no step in the time it had.
+  seen: no step for longer than --busy-timeout, or than the process group's timeout of the ranks that wait for it, and evidence
+      of work to the end: it printed, read or wrote files, touched new memory, entered other collectives, its stack or
+      its local variables changed while it used CPU, or that is true of the processes and threads it waits for
   unless: none of that was seen for --hang-timeout: hang.*
-  fix: a long evaluation, download or preparation at {where}: raise --busy-timeout, or call stoker.phase("eval") before it
+  fix: a long evaluation, download or preparation at {where}: raise --busy-timeout, or call stoker.phase("eval") before it;
+      where torch's timeout ended the waiting ranks, raise that of init_process_group
   fix: a loop that never ends at {where}: stacks.txt has the lines it was seen at
 """)
 _PARTED = """

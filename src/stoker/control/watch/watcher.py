@@ -306,12 +306,12 @@ class Watcher:
         """Note which ranks have given evidence of work since they were inspected last in this stall."""
         self._busy = {}
         for rank, one in answers.items():
-            if rank not in self._ranks:
+            if rank not in self._ranks or one.state in "TtZ":
                 continue
             progress_, at = self._ranks[rank], self._inspected.get(rank)
             before = self.snapshots.get(rank) if at is not None else None
             if before is not None and one.newest > before.newest:
-                doing = "it enters one collective after the other"
+                doing = "it enters one collective after another"
             else:
                 doing = activity(before, one, now - at if at is not None else 0.0)
             if doing:
@@ -324,7 +324,7 @@ class Watcher:
 
     def _as_busy(self, stall: Stall, now: float) -> Stall:
         """Return the stall as the work of a busy rank, if that is who the others wait for; else as it is."""
-        if stall.proof:
+        if stall.proof or stall.kind in ("stopped", "debugged"):
             return stall
         if stall.rank in self._busy:
             ranks = tuple(rank for rank in stall.ranks if rank in self._busy)
