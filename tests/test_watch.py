@@ -606,6 +606,11 @@ def child(line: int, values: str = "") -> Look:
     return {**CHILD, "threads": thread(line, "encode", values)}
 
 
+def helper(number: int) -> Look:
+    """A thread of the rank that is seen in one of two functions."""
+    return {"main": False, "frames": at(50, f"part{number % 2}")}
+
+
 WORKS: dict[str, Callable[[float, int], Look]] = {
     "a stack that moves": lambda s, n: {**SPINNING, "samples": [thread(12), thread(20, f"part{n % 3}")]},
     "variables that change on one line": lambda s, n: {**SPINNING, "samples": [thread(12, values=f"{n}")]},
@@ -616,6 +621,7 @@ WORKS: dict[str, Callable[[float, int], Look]] = {
     "a child whose stack moves": lambda s, n: {**IN_POOL, "workers": [child(3, values=f"{n}")]},
     "a child that writes": lambda s, n: {**IN_POOL, "workers": [{**CHILD, "moved": int(s * 90_000)}]},
     "one child after the other": lambda s, n: {**IN_POOL, "children": [7 + n]},
+    "threads on a busy machine": lambda s, n: {**IN_POOL, "cpu": 0.2, "samples": [[*IN_POOL["samples"][0], helper(n)]]},
     "children that end within a look": lambda s, n: {**IN_POOL, "children_before": [7]},
     "collectives that advance": lambda s, n: {
         **SLEEPING,

@@ -13,7 +13,7 @@ from stoker.control.watch import stacks
 from stoker.control.watch.snapshot import Snapshot, Thread, Worker, main_thread
 
 MOVING_CPU = 0.1  # of a core: a loop that polls and sleeps uses less
-BUSY_CPU = 0.5
+NATIVE_CPU = 0.25  # of native threads whose stacks can't be read
 MIN_BYTES = 65536  # between two looks
 MIN_HELPER_RATE = 16384.0  # bytes a second: loggers and monitors of the system write less
 MIN_FAULT_RATE = 100.0  # page faults a second
@@ -62,7 +62,7 @@ def _touches_memory(before: Snapshot, now: Snapshot, elapsed_s: float) -> bool:
     if now.main_faults - before.main_faults >= MIN_FAULT_RATE * elapsed_s:
         return True
     sleeps = now.syscall in _SLEEPS or "nanosleep" in now.wchan
-    return not sleeps and now.cpu > BUSY_CPU and now.all_faults - before.all_faults >= MIN_FAULT_RATE * elapsed_s
+    return not sleeps and now.cpu > NATIVE_CPU and now.all_faults - before.all_faults >= MIN_FAULT_RATE * elapsed_s
 
 
 def _processes_work(before: Snapshot, now: Snapshot, elapsed_s: float) -> bool:
@@ -86,5 +86,6 @@ def _threads_work(before: Snapshot | None, now: Snapshot, elapsed_s: float) -> b
         ours = now.all_bytes - now.main_bytes
         if ours - (before.all_bytes - before.main_bytes) >= max(MIN_BYTES, MIN_HELPER_RATE * elapsed_s):
             return True
-    others = {frozenset(thread.frames for thread in threads if not thread.main) for threads in now.samples}
-    return now.cpu > BUSY_CPU and len(others) > 1
+    samples = [*(before.samples if before is not None else ()), *now.samples]
+    others = {frozenset(thread.frames for thread in threads if not thread.main) for threads in samples}
+    return now.cpu > MOVING_CPU and len(others) > 1
