@@ -65,7 +65,7 @@ _NOT_HERE = ("config", "module", "no_python")  # the program is the recipe, and 
 # Options of `stoker run` that a file may hold: none of them starts a program, writes elsewhere or reaches another machine.
 _IN_A_FILE = (
     "nproc_per_node", "init_slots", "init_timeout", "ram_limit", "numa_binding", "gpus", "gpu", "min_free_memory", "wait", "isolate", "exclude_bad",
-    "legal_ranks", "share_gpus", "show", "quiet", "prefix", "local_ranks_filter", "max_restarts", "grace", "hang_timeout", "on_nan", "debug_retry",
+    "legal_ranks", "share_gpus", "show", "quiet", "prefix", "local_ranks_filter", "max_restarts", "grace", "hang_timeout", "busy_timeout", "on_nan", "debug_retry",
     "stop_after_steps", "on_hangup", "signals_to_handle", "name", "no_preflight", "standalone", "monitor_interval", "shutdown_timeout",
 )  # fmt: skip
 _HELP = """usage: stoker train STAGE [options]
