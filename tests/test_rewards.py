@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,7 +19,9 @@ from conftest import wait_for
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.training.config.flags import parse
 from stoker.training.config.layers import gather
+from stoker.training.evaluate.answering import Written, mark
 from stoker.training.evaluate.mathematics import same_value
+from stoker.training.evaluate.tasks import read_tasks
 from stoker.training.rl import parts as parts_module
 from stoker.training.rl.config import GrpoConfig
 from stoker.training.rl.parts import check, lacking, parts_of
@@ -139,6 +142,60 @@ def test_parts_add_up_with_their_weights_and_are_told_apart() -> None:
     assert told.correct == [True, False]
     nothing = Rewards(parts_of(GrpoConfig(reward=("length",))), ROWS, 4, None, None)(answers("Hi", row=1))
     assert nothing.correct == [None] and nothing.rewards == [0.5]
+
+
+GRADED = [
+    ({"prompt": "What colour is the car?", "answer": "red", "kind": "colour"}, "The car is red.", True),
+    ({"prompt": "What colour is the bus?", "answer": "blue", "kind": "colour"}, "The bus is blue or red.", False),
+    ({"prompt": "What colour is the van?", "answer": "green", "kind": "colour"}, "The van is red.", False),
+    ({"prompt": "What is 1 + 1?", "answer": 2}, "1 + 1 = 2", True),
+    ({"prompt": "What is 1 + 2?", "answer": "3"}, "1 + 2", False),
+    ({"prompt": "What is a half?", "answer": "1/2"}, "It is \\boxed{\\frac{1}{2}}", True),
+    ({"prompt": "Who has 7 pears?", "answer": "Anna", "alternatives": ["Ben"]}, "Anna, not Ben", False),
+    ({"question": "How many?", "answer": "2 + 2 = 4\n#### 4"}, "There are 4.", True),
+]
+
+
+@pytest.mark.parametrize("reward", ["exact", "math", "length"])
+@pytest.mark.parametrize("truncated", [False, True])
+def test_correct_is_what_evaluation_says_whatever_the_reward_pays_for(
+    tmp_path: Path, reward: str, truncated: bool
+) -> None:
+    """The same file, the same texts: as evaluation marks them, and as a GRPO step counts and records them."""
+    by_form = [[case for case in GRADED if key in case[0]] for key in ("prompt", "question")]
+    for number, cases in enumerate(by_form):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row, _, _ in cases))
+        (task,) = read_tasks([str(path)], 0)
+        (few,) = read_tasks([str(path)], 1)
+        evaluated = [mark(task, Written(text, truncated), place).correct for place, (_, text, _) in enumerate(cases)]
+        assert mark(few, Written(cases[0][1], truncated), 0).correct == evaluated[0]
+        rows = [row for row, _, _ in cases]
+        rewards = Rewards(parts_of(GrpoConfig(reward=(reward,))), rows, 20, None, None)
+        prompts = [
+            SimpleNamespace(row=place, asked=row.get("prompt", row.get("question")), answer=str(row["answer"]))
+            for place, row in enumerate(rows)
+        ]
+        made: Any = [
+            SimpleNamespace(prompt=prompt, text=text, ids=(1,), whole=not truncated)
+            for prompt, (_, text, _) in zip(prompts, cases, strict=True)
+        ]
+        assert rewards(made).correct == evaluated
+        if not truncated:
+            assert evaluated == [correct for _, _, correct in cases]
+
+
+def test_rows_that_evaluation_can_not_ask_have_no_grade() -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "?", "answer": ""}, {"prompt": "?", "answer": "a", "kind": 3}, {"prompt": "?"},
+        {"question": "?", "choices": ["a", "b"], "answer": 1}, {"answer": "a"},
+    ]  # fmt: skip
+    rewards = Rewards(parts_of(GrpoConfig(reward=("length",))), rows, 20, None, None)
+    made: Any = [
+        SimpleNamespace(prompt=SimpleNamespace(row=place, asked="?", answer=None), text="a", ids=(1,), whole=True)
+        for place in range(len(rows))
+    ]
+    assert rewards(made).correct == [None] * len(rows)
 
 
 def test_rows_need_an_answer_only_where_one_is_compared() -> None:

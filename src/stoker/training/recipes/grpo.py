@@ -302,7 +302,7 @@ def main(argv: list[str]) -> int:
         stoker.mark(mark)
     stoker.phase("train")
     task = GrpoTask(
-        c.grpo, group, voice, position, history, about=about, loss_scale=scale, planned_bytes=memory.planned_bytes
+        c.grpo, group, voice, position, history, about, steps, loss_scale=scale, planned_bytes=memory.planned_bytes
     )
     rollouts_mb = c.grpo.rollouts_mb if group.first else 0
     keep_rollouts = RolloutLog(folder, position.step, rollouts_mb, voice.say)
