@@ -19,7 +19,7 @@ from stoker.contract.shape import options_of, replace
 from stoker.control.launch.options import RunOptions
 from stoker.training.config import aliases, amount
 from stoker.training.config.amount import Amount
-from stoker.training.config.check import check, check_data, check_needs, check_ranks
+from stoker.training.config.check import check, check_data, check_needs
 from stoker.training.config.derived import Situation, derivable
 from stoker.training.config.files import without_comments
 from stoker.training.config.flags import parse
@@ -706,14 +706,6 @@ def test_a_variable_with_a_typo_is_refused() -> None:
     assert refusal.value.code == 78
 
 
-def test_a_batch_smaller_than_the_ranks() -> None:
-    made = config("--batch.tokens", "1024")
-    check_ranks(made, 4)
-    with pytest.raises(Refusal, match="4 samples of 256 tokens: too few for 5 ranks; 1280 is enough"):
-        check_ranks(made, 5)
-    check_ranks(replace(made, batch=replace(made.batch, tokens=0)), 500)
-
-
 def test_what_only_the_data_can_tell() -> None:
     found = resolve(["--model.vocab_size", "300", "--context-length", "256"], {}, False)
     check_data(found.config, 257, 300, found.given)
@@ -880,11 +872,6 @@ def test_gpus_and_the_file_choose_the_plan(trainer: Stoker, box: Callable[..., d
             ["pretrain", "--data", "text.txt", "--device", "cpu", "--gpu", "0"],
             64,
             "parallel.device is cpu and --gpu asks for GPUs",
-        ),
-        (
-            ["pretrain", "--data", "text.txt", "--batch.tokens", "512", "--nproc-per-node", "3"],
-            64,
-            "too few for 3 ranks; 768 is enough",
         ),
         (["pretrain", "--data", "text.txt", "-m"], 64, "-m"),
         (

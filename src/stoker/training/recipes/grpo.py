@@ -218,6 +218,7 @@ def main(argv: list[str]) -> int:
     own = build.adapters_of(c, voice)
     model, reference, copy = policy_of(c, weights, own, group, voice)
     with_rows(model.config, tokenizer.vocab_size)
+    build.warn_of_idle_ranks(c.grpo.prompts_per_step, "prompt", "grpo.prompts_per_step", group, voice)
     optimizer = Optimizer(model, c.optim, group.visited)
     build.lock_memory(model, optimizer, group, voice)
     judge = reward_model_of(c, tokenizer, group.device)
