@@ -106,16 +106,55 @@ def test_a_misspelt_parameter_is_found_before_the_start(tmp_path: Path) -> None:
     check(GrpoConfig(reward=(f"{file}:score",), prompts=str(prompts)))  # whatever a decorator makes of it
 
 
-def test_a_config_file_names_no_code(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
+def test_a_config_file_of_ones_own_names_code_relative_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "work" / "rewards.py").write_text("def score(completion):\n    return 1.0\n")
+    path = tmp_path / "configs" / "c.yaml"
     path.write_text("grpo:\n  reward: [rewards.py:score, length=0.1]\n")
-    with pytest.raises(Refusal, match=r"not taken from a file.*--grpo\.reward") as problem:
+    monkeypatch.chdir(tmp_path / "work")
+    layers = gather(parse(["--config", str(path)]), {})
+    given = layers.told("grpo.reward")
+    assert given is not None and given[0] == ("rewards.py:score", "length=0.1")
+    check(GrpoConfig(reward=given[0]))
+    monkeypatch.chdir(tmp_path / "configs")  # as other paths in a config file, it is not relative to that file
+    with pytest.raises(Refusal) as problem:
+        check(GrpoConfig(reward=given[0]))
+    assert problem.value.code == EX_NOINPUT
+
+
+def test_code_in_a_config_file_that_is_not_ones_own_is_refused(tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--someone--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    text = "grpo:\n  reward: [rewards.py:score, length=0.1]\n"
+    downloaded, open_to_all = snapshot / "c.yaml", tmp_path / "c.yaml"
+    for path in (downloaded, open_to_all):
+        path.write_text(text)
+    open_to_all.chmod(0o666)
+    link = tmp_path / "link.yaml"
+    link.symlink_to(downloaded)
+    for path in (downloaded, open_to_all, link):
+        with pytest.raises(Refusal) as problem:
+            gather(parse(["--config", str(path)]), {})
+        assert (
+            problem.value.code == EX_CONFIG and "--grpo.reward" in problem.value.line and "\n" not in problem.value.line
+        )
+        told = gather(parse(["--config", str(path), "--grpo.reward", "r.py:f", "--grpo.reward", "length"]), {})
+        assert told.told("grpo.reward")[0] == ("r.py:f", "length")  # type: ignore[index]
+    downloaded.write_text("grpo:\n  reward: [number, length=0.1]\n")
+    assert gather(parse(["--config", str(downloaded)]), {}).told("grpo.reward")[0] == ("number", "length=0.1")  # type: ignore[index]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's file")
+def test_code_in_another_users_config_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("grpo:\n  reward: rewards.py:score\n")
+    os.chown(path, 65534, 65534)
+    with pytest.raises(Refusal, match="belongs to") as problem:
         gather(parse(["--config", str(path)]), {})
     assert problem.value.code == EX_CONFIG
-    told = gather(parse(["--config", str(path), "--grpo.reward", "r.py:f", "--grpo.reward", "length"]), {})
-    assert told.told("grpo.reward")[0] == ("r.py:f", "length")  # type: ignore[index]
-    path.write_text("grpo:\n  reward: [number, length=0.1]\n")
-    assert gather(parse(["--config", str(path)]), {}).told("grpo.reward")[0] == ("number", "length=0.1")  # type: ignore[index]
 
 
 # ---- built-in parts ----
