@@ -1,4 +1,4 @@
-"""False alarms: 50 healthy runs of varied shape under stoker. Suspicions may be voiced; nothing may be stopped, and nothing blamed in the end.
+"""False alarms: 50 healthy runs or more of varied shape under stoker. Suspicions may be voiced; nothing may be stopped, and nothing blamed in the end.
 
     python benchmarks/healthy.py                            50 runs, two at a time: about half an hour
     python benchmarks/healthy.py --quick                    pauses a tenth as long, --hang-timeout 20s: about 6 minutes
@@ -49,8 +49,12 @@ class Run:
     scale: float
 
     @property
+    def timeout_s(self) -> float | None:
+        return self.shape.hang_timeout_s or self.hang_timeout_s
+
+    @property
     def name(self) -> str:
-        timeout = "default" if self.hang_timeout_s is None else f"{self.hang_timeout_s:g}s"
+        timeout = "default" if self.timeout_s is None else f"{self.timeout_s:g}s"
         return f"{self.shape.name} ({self.shape.ranks} ranks, --hang-timeout {timeout}, seed {self.seed})"
 
 
@@ -64,8 +68,10 @@ def plan(shapes: tuple[Shape, ...], total: int) -> list[Run]:
     ]
 
 
-def quick_plan(shapes: tuple[Shape, ...]) -> list[Run]:
-    return [Run(shape, seed, QUICK_TIMEOUT_S, QUICK_SCALE) for seed, shape in enumerate(shapes)]
+def quick_plan(shapes: tuple[Shape, ...], total: int) -> list[Run]:
+    """Every shape in turn, each time with another seed."""
+    runs = range(max(total, len(shapes)))
+    return [Run(shapes[n % len(shapes)], n, QUICK_TIMEOUT_S, QUICK_SCALE) for n in runs]
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ def start(bench: Trials, run: Run, again: bool) -> Going:
     neighbours = [
         subprocess.Popen([sys.executable, "-c", SPIN.format(parent=os.getpid())]) for _ in range(run.shape.neighbours)
     ]
-    timeout = [] if run.hang_timeout_s is None else ["--hang-timeout", f"{run.hang_timeout_s:g}s"]
+    timeout = [] if run.timeout_s is None else ["--hang-timeout", f"{run.timeout_s:g}s"]
     return Going(
         run,
         Trial(bench, STOKER, "--nproc-per-node", run.shape.ranks, *timeout, *run.shape.command(run.seed, run.scale)),
@@ -190,7 +196,10 @@ def _voiced(one: Result) -> tuple[str, ...]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--runs", type=int, default=RUNS, metavar="N", help=f"how many; every shape once at least (default {RUNS})"
+        "--runs",
+        type=int,
+        metavar="N",
+        help=f"how many; every shape once at least (default {RUNS}, with --quick each once)",
     )
     parser.add_argument(
         "--at-once",
@@ -199,7 +208,7 @@ def _arguments() -> argparse.Namespace:
         metavar="N",
         help=f"runs side by side; two to four ranks each (default {AT_ONCE})",
     )
-    parser.add_argument("--quick", action="store_true", help="every shape once, with short pauses")
+    parser.add_argument("--quick", action="store_true", help="short pauses, --hang-timeout 20s")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="only shapes whose names contain one of these")
     parser.add_argument("--default-options", action="store_true", help="never give --hang-timeout")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -210,7 +219,8 @@ def main() -> int:
     told = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the jobs are cleaned up then too
     shapes = tuple(shape for shape in SHAPES if not told.only or any(word in shape.name for word in told.only))
-    runs = quick_plan(shapes) if told.quick else plan(shapes, len(shapes) if told.only else told.runs)
+    total = told.runs or (len(shapes) if told.only or told.quick else RUNS)
+    runs = quick_plan(shapes, total) if told.quick else plan(shapes, total)
     if told.default_options:
         runs = [replace(run, hang_timeout_s=None) for run in runs]
     found: list[Result] = []

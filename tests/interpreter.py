@@ -27,6 +27,7 @@ def own_interpreter(lighter: bool) -> None:
     entries = [os.path.abspath(entry) for entry in path.split(os.pathsep) if entry]
     if os.path.exists(os.path.join(sysconfig.get_path("purelib"), NAME)) or not (entries or lighter):
         return
+    py_spy = Path(sys.executable).with_name("py-spy")
     home = Path(tempfile.mkdtemp(prefix="stoker-tests-python-"))
     atexit.register(shutil.rmtree, home, ignore_errors=True)
     venv.create(home, symlinks=True, with_pip=False)
@@ -40,4 +41,6 @@ def own_interpreter(lighter: bool) -> None:
         shutil.copy(Path(__file__).with_name("lighter_torch.py"), packages)
         lines.append("import lighter_torch")
     (packages / NAME).write_text("\n".join(lines) + "\n")
+    if py_spy.exists():  # an installation has it next to its Python
+        (home / "bin" / "py-spy").symlink_to(py_spy)
     sys.executable = str(home / "bin" / "python")

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 from conftest import Stoker, at_length  # noqa: E402
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal  # noqa: E402
-from stoker.training.evaluate.answering import Answerer, Marker, Written, put  # noqa: E402
+from stoker.training.evaluate.answering import Answerer, Written, mark, put  # noqa: E402
 from stoker.training.evaluate.asking import Manner, answer_text, prompt_ids, stop_ids  # noqa: E402
 from stoker.training.evaluate.confidence import holm, p_value, wilson, wilson_of_draws  # noqa: E402
 from stoker.training.evaluate.likelihood import bits_per_byte, log_likelihoods, windows  # noqa: E402
@@ -192,10 +192,9 @@ def test_other_answers_of_the_kind_are_the_alternatives_where_a_file_names_none(
         {**question("Who has 7 pears?", "Anna", "sound"), "alternatives": ["Ben"]},
     ]
     (task,) = read_tasks([rows(tmp_path / "q.jsonl", *told)], 0)
-    marker = Marker(task)
 
     def correct(place: int, text: str) -> bool:
-        return marker(Written(text, cut=False), place).correct
+        return mark(task, Written(text, cut=False), place).correct
 
     assert correct(0, "The cow says moo.") and not correct(0, "The cow says moo woof."), "woof is another's answer"
     assert correct(0, "All 7 cows say moo."), "a number contradicts no word"

@@ -45,7 +45,7 @@ from stoker.training.rl.config import GrpoConfig  # noqa: E402
 from stoker.training.rl.parts import parts_of  # noqa: E402
 from stoker.training.rl.rollout import Answer, Paid  # noqa: E402
 from stoker.training.rl.scoring import Judged, Rewards, Scorer  # noqa: E402
-from stoker.training.rl.task import FIRST, History, Seen, judge  # noqa: E402
+from stoker.training.rl.task import FIRST, NOTHING_LEFT, History, Seen, judge  # noqa: E402
 from stoker.training.rl.update import Policy, Row, Updater, advantages, arrange  # noqa: E402
 from stoker.training.tokenizer import chat  # noqa: E402
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
@@ -156,7 +156,13 @@ def test_a_rank_without_answers_has_a_gradient_of_zero_for_every_parameter() -> 
 
 def reward(answers: list[Answer], scorer: Scorer | None, weight: float) -> Judged:
     parts = parts_of(GrpoConfig(reward_model="folder" if scorer else "", reward_weight=weight))
-    return Rewards(parts, [], 8, None, scorer)(answers)
+    return Rewards(parts, rows_of(answers), 8, None, scorer)(answers)
+
+
+def rows_of(answers: list[Answer]) -> list[dict[str, Any]]:
+    """The prompts' file, as far as these answers need it."""
+    prompts = {answer.prompt.row: answer.prompt for answer in answers}
+    return [{"prompt": prompts[row].asked, "answer": prompts[row].answer} for row in sorted(prompts)]
 
 
 def test_an_answer_is_worth_one_if_it_is_right_and_a_share_of_its_score() -> None:
@@ -169,7 +175,8 @@ def test_an_answer_is_worth_one_if_it_is_right_and_a_share_of_its_score() -> Non
 
 
 def test_a_steps_answers_are_told_identical_only_where_every_prompts_are() -> None:
-    ranks, rewards = Group(ParallelConfig(device="cpu")), Rewards(parts_of(GrpoConfig()), [], 8, None, None)
+    rows = [{"prompt": "?", "answer": "7"}] * 2
+    ranks, rewards = Group(ParallelConfig(device="cpu")), Rewards(parts_of(GrpoConfig()), rows, 8, None, None)
     prompts = [asking.Prompt(row, "?", (1,), "7") for row in range(2)]
 
     def told(*ids: tuple[int, ...]) -> asking.Outcome:
@@ -182,7 +189,8 @@ def test_a_steps_answers_are_told_identical_only_where_every_prompts_are() -> No
 
 def test_a_step_tells_what_right_and_wrong_answers_were_given() -> None:
     ranks = Group(ParallelConfig(device="cpu"))
-    rewards = Rewards(parts_of(GrpoConfig(reward=("length",))), [], 8, None, None)
+    file = [{"prompt": "?", "answer": "7"}, {"prompt": "?"}]
+    rewards = Rewards(parts_of(GrpoConfig(reward=("length",))), file, 8, None, None)
     rows = [asking.Prompt(0, "?", (1,), "7"), asking.Prompt(1, "?", (1,), None)]
     answers = [Answer(n, rows[n // 2], (1,) * (n + 1), "78"[n % 2], True) for n in range(4)]
     _, outcome = asking.outcome(answers, rewards, 4, 2, ranks)
@@ -351,6 +359,7 @@ def test_weights_of_another_file_are_refused() -> None:
 
 def steps(count: int, first: int = 20, **told: Any) -> list[Seen]:
     sound = {"reward": 0.4, "spread": 0.3, "correct": 0.4, "kl": 0.1, "entropy": 1.0, "length": 20.0, "cut": 0.1}
+    sound["matched"] = told.get("correct", sound["correct"])
     return [Seen(step=first + n, **{**sound, **told}) for n in range(count)]
 
 
@@ -402,9 +411,23 @@ BREAKS: list[tuple[str, list[Seen], GrpoConfig, tuple[str, ...] | None]] = [
     ("every answer right, and the same text", SOUND + steps(10, 40, reward=1.0, spread=0.0, correct=1.0, unlike=False, identical=True), GrpoConfig(), ("every answer was right",)),
     ("right, but another reward counts", SOUND + steps(10, 40, correct=1.0), GrpoConfig(reward=("length",)), None),
     ("every answer right, and another reward too", SOUND + steps(10, 40, correct=1.0, unlike=False), GrpoConfig(reward=("length",)), ("every answer was right",)),
-    ("never right, but another reward counts", SOUND + steps(10, 40, correct=0.0), GrpoConfig(reward=("length",)), None),
+    ("never right, but another reward counts", SOUND + steps(10, 40, correct=0.0, matched=None), GrpoConfig(reward=("length",)), None),
     ("never right, and two rewards", SOUND + steps(10, 40, correct=0.0), GrpoConfig(reward=("exact", "length")), ("no answer was right", "only what length rewards is learned")),
     ("without answers", SOUND + steps(10, 40, correct=None), GrpoConfig(reward=("length",)), None),
+    ("correct in another form", SOUND + steps(10, 40, reward=0.0, spread=0.0, correct=0.75, matched=0.0), GrpoConfig(), ("exactly 0", "75% were correct, but not in the form that exact pays for")),
+    ("every answer right by content alone, scored", SOUND + steps(10, 40, reward=0.05, spread=0.02, correct=1.0, matched=0.0), GrpoConfig(), ("exact paid for no answer for 10 steps",)),
+    ("all correct, and the reward pays nothing", SOUND + steps(10, 40, reward=0.0, spread=0.0, correct=1.0, unlike=False), GrpoConfig(reward=("mine.py:score",)),
+     ("mine.py:score gives 0 to answers that are right",)),
+    ("near the maximum, without signal", SOUND + steps(10, 40, reward=0.97, spread=0.17, correct=0.97, unlike=False), GrpoConfig(), ("0.97 of at most 1", NOTHING_LEFT)),
+    ("near the maximum, the same text", SOUND + steps(10, 40, reward=0.96, spread=0.2, unlike=False, identical=True), GrpoConfig(), ("0.96 of at most 1", NOTHING_LEFT)),
+    ("near the maximum, and certain", SOUND + steps(5, 40, reward=0.99, entropy=0.0001), GrpoConfig(), ("0.99 of at most 1", NOTHING_LEFT)),
+    ("near the maximum, and short", SOUND + steps(5, 40, reward=0.99, length=1.5), GrpoConfig(), ("0.99 of at most 1", NOTHING_LEFT)),
+    ("near the maximum of two rewards", SOUND + steps(10, 40, reward=1.95, unlike=False), GrpoConfig(reward=("number", "format:boxed")), ("1.95 of at most 2", NOTHING_LEFT)),
+    ("one of two rewards", SOUND + steps(10, 40, reward=1.0, matched=0.5, unlike=False), GrpoConfig(reward=("number", "format:boxed")), ("nothing is learned",)),
+    ("near the maximum, but far away", SOUND + steps(3, 40, reward=1.0, kl=12.5), GrpoConfig(), ("stayed above 10",)),
+    ("nearly all correct, by a reward of one's own", SOUND + steps(10, 40, reward=1.94, correct=0.97, unlike=False, right=Paid(31, 62.0), wrong=Paid(1, 0.0)),
+     GrpoConfig(reward=("mine.py:score",)), (NOTHING_LEFT,)),
+    ("a constant of one's own reward, half of them correct", SOUND + steps(10, 40, reward=1.0, spread=0.0, correct=0.5, unlike=False), GrpoConfig(reward=("mine.py:score",)), ("gives 1 to answers",)),
     ("no number", SOUND + steps(3, 40, finite=False, entropy=None, kl=None), GrpoConfig(), ("not finite for 3 steps (since step 40)",)),
     ("no number twice", SOUND + steps(2, 40, finite=False), GrpoConfig(), None),
 ]  # fmt: skip
@@ -421,7 +444,7 @@ def test_the_breaker(name: str, seen: list[Seen], c: GrpoConfig, words: tuple[st
     assert (found is None) == (words is None) and found == judge(seen[:FIRST], seen, c), found
     if found is not None and words is not None:
         assert all(word in found.line for word in words) and "\n" not in found.line, found.line
-        assert found.solved == name.startswith("every answer right")
+        assert found.solved == ("every answer was right" in found.line or NOTHING_LEFT in words)
 
 
 def test_a_step_that_looks_broken_is_not_worth_a_checkpoint() -> None:
@@ -623,7 +646,7 @@ def test_the_reward_rises_and_the_result_tells_it(whole: Job, given: Path) -> No
         mine = [one for one in kept if one.step == step]
         assert len(mine) == 48 and {one.weights for one in mine} == {step} and sum(one.tokens for one in mine) > 0
         assert sum(one.reward for one in mine) / 48 == pytest.approx(line["reward"])
-    assert kept[0].parts == {"exact": kept[0].reward} and kept[0].right == bool(kept[0].reward) and kept[0].prompt
+    assert kept[0].parts == {"exact": kept[0].reward} and kept[0].correct >= bool(kept[0].reward) and kept[0].prompt
     cut = [row["cut"] for row in whole.metrics]
     assert found["metrics"]["cut_first"] == pytest.approx(sum(cut[:5]) / 5) and found["metrics"][
         "cut_last"
@@ -771,6 +794,31 @@ def test_the_breaker_stops_with_its_line_a_code_a_result_and_the_last_good_check
         and (job.run / "checkpoints" / "step-00000003").is_dir()
         and not (job.run / "hf").exists()
     )
+
+
+def test_a_stop_rule_that_fires_at_the_last_step_leaves_a_complete_run(
+    forks: Forks, given: Path, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "never.jsonl"
+    prompts.write_text('{"prompt": "11", "answer": "no model says this"}\n')
+    never = ("--grpo.prompts", str(prompts), "--grpo.breaker_steps", "3", "--grpo.prompts_per_step", "4")
+    job = forks(2, tmp_path / "job", *never, "--max-steps", "3")
+    assert job.codes == [0, 0], job.said()
+    assert job.result["model"] == "hf" and (job.run / "hf" / "model.safetensors").is_file()
+    assert job.result["metrics"]["stopped"] is None and job.result["metrics"]["steps"] == 3
+    assert "the reward was exactly 0 for every answer for 3 steps" in job.said(), "it is still said"
+    assert "GRPO stopped itself" not in job.said() and "Traceback" not in job.said()
+
+
+def test_a_reward_at_its_maximum_ends_the_run_as_done(forks: Forks, tmp_path: Path) -> None:
+    paid = ("--grpo.reward", "length:100", "--grpo.breaker_steps", "7")
+    job = forks(1, tmp_path, *paid, "--max-steps", "20")
+    assert job.codes == [0], job.said()
+    metrics = job.result["metrics"]
+    assert (job.result["model"], metrics["steps"], metrics["stopped"]) == ("hf", 7, None)
+    assert "1 of at most 1" in metrics["solved"] and NOTHING_LEFT in metrics["solved"]
+    beginning = job.said().partition("Step [5/20]")[0]
+    assert "the reward of the first 5 steps is already 1 of at most 1" in beginning, job.said()
 
 
 def test_solved_prompts_end_the_run_early_and_well(forks: Forks, tmp_path: Path) -> None:
@@ -1123,7 +1171,8 @@ def test_prompts_are_replaced_by_others_as_long_as_there_are_others() -> None:
 
     c = GrpoConfig(prompts_per_step=4, group=2, resample=5)
     draw = asking.draw_of(None, prompts, 10, "")
-    ranks, rewards = Group(ParallelConfig(device="cpu")), Rewards(parts_of(c), [], 8, None, None)
+    rows = [{"prompt": "?", "answer": "7"}] * 10
+    ranks, rewards = Group(ParallelConfig(device="cpu")), Rewards(parts_of(c), rows, 8, None, None)
     step = asking.Asking(prompts, draw, rollout, rewards, c, ranks)(0, 3)  # type: ignore[arg-type]
     assert len(asked) == 6 and set().union(*(rows for rows, _ in asked)) == set(range(10)), "all of them were asked"
     found = next(n for n, (rows, _) in enumerate(asked) if 9 in rows)

@@ -34,11 +34,22 @@ def busy_neighbours(count: int) -> Iterator[None]:
             process.wait()
 
 
+def can_spy() -> bool:
+    program = Path(sys.executable).with_name("py-spy")
+    if not program.exists():
+        return False
+    command = [program, "dump", "--nonblocking", "--pid", str(os.getpid())]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
 @pytest.mark.parametrize("shape", at_length_but(CHOSEN, SHAPES), ids=lambda shape: shape.name)
 def test_it_is_left_alone(stoker: Stoker, shape: Shape) -> None:
+    if shape.needs_py_spy and not can_spy():
+        pytest.skip("py-spy may not read other processes here")
     words = shape.command(seed=1, scale=SCALE)
+    timeout = HANG_TIMEOUT if shape.hang_timeout_s is None else f"{shape.hang_timeout_s:g}s"
     with busy_neighbours(shape.neighbours):
-        done = stoker.torch("run", "--nproc-per-node", str(shape.ranks), "--hang-timeout", HANG_TIMEOUT, *words)
+        done = stoker.torch("run", "--nproc-per-node", str(shape.ranks), "--hang-timeout", timeout, *words)
     assert done.code == 0, done.out + done.err
     assert outcome(done.run_dir).wrong(shape.straggler) == []
 

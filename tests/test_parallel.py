@@ -10,10 +10,9 @@ torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
 
-from stoker.contract.names import EX_USAGE, Refusal  # noqa: E402
 from stoker.training.data.order import Order  # noqa: E402
 from stoker.training.loop.feeder import Course  # noqa: E402
-from stoker.training.parallel.group import even_micro, largest_share, split  # noqa: E402
+from stoker.training.parallel.group import even_micro, split  # noqa: E402
 
 WORLDS = (1, 2, 3, 5, 7, 8, 16)
 
@@ -36,17 +35,6 @@ def test_every_sample_is_computed_by_exactly_one_rank_in_exactly_one_micro_batch
             assert all(share.micro_steps == max(-(-(share.end - share.begin) // micro), 1) for share in shares), (
                 "no micro-step for nothing"
             )
-
-
-def test_ranks_without_a_sample_are_refused_with_what_would_do() -> None:
-    assert [largest_share(samples, ranks) for samples, ranks in ((1, 1), (7, 7), (8, 7), (16, 3))] == [1, 1, 2, 6]
-    with pytest.raises(Refusal) as refused:
-        largest_share(2, 3)
-    assert (
-        refused.value.code == EX_USAGE
-        and "2 samples can't be split over 3 ranks" in refused.value.line
-        and "use 2 ranks" in refused.value.line
-    )
 
 
 def test_the_micro_batch_wastes_as_little_as_can_be_and_never_grows() -> None:

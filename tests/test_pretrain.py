@@ -787,11 +787,6 @@ def test_what_cannot_be_trained_is_one_line_before_any_rank_starts(stoker: Stoke
         (["--data", "short.txt"], 65, "data.context_length is 32, longer than the data"),
         (["--data", "absent.txt"], 66, "absent.txt does not exist"),
         (["--model.vocab_size", "100"], 64, "model.vocab_size 100 is too small for the tokenizer's 260 tokens"),
-        (
-            ["--batch.tokens", "64", "--nproc-per-node", "3"],
-            64,
-            "is 2 samples of 32 tokens: too few for 3 ranks; 96 is enough",
-        ),
         ([*kept, "--model.depth", "3"], 78, "is of another model: model.layers is 2 there and 3 here"),
         ([*kept, "--tokenizer.path=", "--tokenizer.vocab_size", "300"], 78, "was trained with another tokenizer"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,7 +19,9 @@ from conftest import wait_for
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.training.config.flags import parse
 from stoker.training.config.layers import gather
+from stoker.training.evaluate.answering import Written, mark
 from stoker.training.evaluate.mathematics import same_value
+from stoker.training.evaluate.tasks import read_tasks
 from stoker.training.rl import parts as parts_module
 from stoker.training.rl.config import GrpoConfig
 from stoker.training.rl.parts import check, lacking, parts_of
@@ -103,16 +106,55 @@ def test_a_misspelt_parameter_is_found_before_the_start(tmp_path: Path) -> None:
     check(GrpoConfig(reward=(f"{file}:score",), prompts=str(prompts)))  # whatever a decorator makes of it
 
 
-def test_a_config_file_names_no_code(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
+def test_a_config_file_of_ones_own_names_code_relative_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "work" / "rewards.py").write_text("def score(completion):\n    return 1.0\n")
+    path = tmp_path / "configs" / "c.yaml"
     path.write_text("grpo:\n  reward: [rewards.py:score, length=0.1]\n")
-    with pytest.raises(Refusal, match=r"not taken from a file.*--grpo\.reward") as problem:
+    monkeypatch.chdir(tmp_path / "work")
+    layers = gather(parse(["--config", str(path)]), {})
+    given = layers.told("grpo.reward")
+    assert given is not None and given[0] == ("rewards.py:score", "length=0.1")
+    check(GrpoConfig(reward=given[0]))
+    monkeypatch.chdir(tmp_path / "configs")  # as other paths in a config file, it is not relative to that file
+    with pytest.raises(Refusal) as problem:
+        check(GrpoConfig(reward=given[0]))
+    assert problem.value.code == EX_NOINPUT
+
+
+def test_code_in_a_config_file_that_is_not_ones_own_is_refused(tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--someone--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    text = "grpo:\n  reward: [rewards.py:score, length=0.1]\n"
+    downloaded, open_to_all = snapshot / "c.yaml", tmp_path / "c.yaml"
+    for path in (downloaded, open_to_all):
+        path.write_text(text)
+    open_to_all.chmod(0o666)
+    link = tmp_path / "link.yaml"
+    link.symlink_to(downloaded)
+    for path in (downloaded, open_to_all, link):
+        with pytest.raises(Refusal) as problem:
+            gather(parse(["--config", str(path)]), {})
+        assert (
+            problem.value.code == EX_CONFIG and "--grpo.reward" in problem.value.line and "\n" not in problem.value.line
+        )
+        told = gather(parse(["--config", str(path), "--grpo.reward", "r.py:f", "--grpo.reward", "length"]), {})
+        assert told.told("grpo.reward")[0] == ("r.py:f", "length")  # type: ignore[index]
+    downloaded.write_text("grpo:\n  reward: [number, length=0.1]\n")
+    assert gather(parse(["--config", str(downloaded)]), {}).told("grpo.reward")[0] == ("number", "length=0.1")  # type: ignore[index]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's file")
+def test_code_in_another_users_config_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("grpo:\n  reward: rewards.py:score\n")
+    os.chown(path, 65534, 65534)
+    with pytest.raises(Refusal, match="belongs to") as problem:
         gather(parse(["--config", str(path)]), {})
     assert problem.value.code == EX_CONFIG
-    told = gather(parse(["--config", str(path), "--grpo.reward", "r.py:f", "--grpo.reward", "length"]), {})
-    assert told.told("grpo.reward")[0] == ("r.py:f", "length")  # type: ignore[index]
-    path.write_text("grpo:\n  reward: [number, length=0.1]\n")
-    assert gather(parse(["--config", str(path)]), {}).told("grpo.reward")[0] == ("number", "length=0.1")  # type: ignore[index]
 
 
 # ---- built-in parts ----
@@ -139,6 +181,60 @@ def test_parts_add_up_with_their_weights_and_are_told_apart() -> None:
     assert told.correct == [True, False]
     nothing = Rewards(parts_of(GrpoConfig(reward=("length",))), ROWS, 4, None, None)(answers("Hi", row=1))
     assert nothing.correct == [None] and nothing.rewards == [0.5]
+
+
+GRADED = [
+    ({"prompt": "What colour is the car?", "answer": "red", "kind": "colour"}, "The car is red.", True),
+    ({"prompt": "What colour is the bus?", "answer": "blue", "kind": "colour"}, "The bus is blue or red.", False),
+    ({"prompt": "What colour is the van?", "answer": "green", "kind": "colour"}, "The van is red.", False),
+    ({"prompt": "What is 1 + 1?", "answer": 2}, "1 + 1 = 2", True),
+    ({"prompt": "What is 1 + 2?", "answer": "3"}, "1 + 2", False),
+    ({"prompt": "What is a half?", "answer": "1/2"}, "It is \\boxed{\\frac{1}{2}}", True),
+    ({"prompt": "Who has 7 pears?", "answer": "Anna", "alternatives": ["Ben"]}, "Anna, not Ben", False),
+    ({"question": "How many?", "answer": "2 + 2 = 4\n#### 4"}, "There are 4.", True),
+]
+
+
+@pytest.mark.parametrize("reward", ["exact", "math", "length"])
+@pytest.mark.parametrize("truncated", [False, True])
+def test_correct_is_what_evaluation_says_whatever_the_reward_pays_for(
+    tmp_path: Path, reward: str, truncated: bool
+) -> None:
+    """The same file, the same texts: as evaluation marks them, and as a GRPO step counts and records them."""
+    by_form = [[case for case in GRADED if key in case[0]] for key in ("prompt", "question")]
+    for number, cases in enumerate(by_form):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row, _, _ in cases))
+        (task,) = read_tasks([str(path)], 0)
+        (few,) = read_tasks([str(path)], 1)
+        evaluated = [mark(task, Written(text, truncated), place).correct for place, (_, text, _) in enumerate(cases)]
+        assert mark(few, Written(cases[0][1], truncated), 0).correct == evaluated[0]
+        rows = [row for row, _, _ in cases]
+        rewards = Rewards(parts_of(GrpoConfig(reward=(reward,))), rows, 20, None, None)
+        prompts = [
+            SimpleNamespace(row=place, asked=row.get("prompt", row.get("question")), answer=str(row["answer"]))
+            for place, row in enumerate(rows)
+        ]
+        made: Any = [
+            SimpleNamespace(prompt=prompt, text=text, ids=(1,), whole=not truncated)
+            for prompt, (_, text, _) in zip(prompts, cases, strict=True)
+        ]
+        assert rewards(made).correct == evaluated
+        if not truncated:
+            assert evaluated == [correct for _, _, correct in cases]
+
+
+def test_rows_that_evaluation_can_not_ask_have_no_grade() -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "?", "answer": ""}, {"prompt": "?", "answer": "a", "kind": 3}, {"prompt": "?"},
+        {"question": "?", "choices": ["a", "b"], "answer": 1}, {"answer": "a"},
+    ]  # fmt: skip
+    rewards = Rewards(parts_of(GrpoConfig(reward=("length",))), rows, 20, None, None)
+    made: Any = [
+        SimpleNamespace(prompt=SimpleNamespace(row=place, asked="?", answer=None), text="a", ids=(1,), whole=True)
+        for place in range(len(rows))
+    ]
+    assert rewards(made).correct == [None] * len(rows)
 
 
 def test_rows_need_an_answer_only_where_one_is_compared() -> None:

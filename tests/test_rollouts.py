@@ -61,7 +61,7 @@ def test_best_worst_and_what_changed(tmp_path: Path, capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert "36 answers of 12 steps, 0 to 11" in out and secret not in out and "\x1b" not in out, out
     best, rest = out.partition("Worst:")[0], out.partition("Worst:")[2]
-    assert best.count("answer: up 11") == 1 and "0.917 (exact 0.916667, length 0.1)  step 11, 3 tokens, right" in best
+    assert best.count("answer: up 11") == 1 and "0.917 (exact 0.916667, length 0.1)  step 11, 3 tokens, correct" in best
     assert (
         "+0.917  prompt: 1 + 1?" in rest
         and "step 0, mean reward 0.000: up 0" in rest
@@ -74,6 +74,23 @@ def test_best_worst_and_what_changed(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     assert command.main([str(tmp_path), "--step", "3"]) == 0
     assert "No prompt occurs in two of these steps, so there is no change to show." in capsys.readouterr().out
+
+
+def test_a_file_without_grades_marks_only_what_its_stricter_rule_knew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"step": 0, "weights": 0, "row": row, "prompt": "Which?", "answer": f"{row}", "reward": float(row), "tokens": 1,
+         "parts": {}, "right": right, "cut": False}
+        for row, right in enumerate((False, True, None))
+    ]  # fmt: skip
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [one.correct for one in read_rollouts(str(tmp_path))] == [None, True, None]
+    assert command.main([str(tmp_path), "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert {one["answer"]: one["correct"] for one in best} == {"0": None, "1": True, "2": None}
+    assert command.main([str(tmp_path)]) == 0
+    assert "wrong\n" not in capsys.readouterr().out, "an answer that may be correct is not called wrong"
 
 
 def test_no_file_no_answers_and_no_regular_file_are_one_line(tmp_path: Path) -> None:

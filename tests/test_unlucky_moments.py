@@ -169,7 +169,7 @@ def test_an_attempt_that_is_stopped_waits_for_the_word_of_every_host() -> None:
 def test_an_echo_waits_for_the_look_at_those_that_live_however_late_it_comes() -> None:
     """The machine is busy: an inspection was under way when the echo came, and the answer to ours takes seconds."""
     attempt = Attempt(0, plan_of(2, ""))
-    attempt.begin_watch(300.0)
+    attempt.begin_watch(300.0, 1800.0)
     began = time.monotonic()
     attempt.watch.beats(0, 20, 20, 0.1, began)
     attempt.watch.beats(1, 20, 20, 0.1, began)
@@ -204,7 +204,7 @@ def test_an_echo_waits_for_the_look_at_those_that_live_however_late_it_comes() -
 
 def test_an_echo_does_not_wait_for_ever_for_a_look_that_nobody_answers() -> None:
     attempt = Attempt(0, plan_of(2, ""))
-    attempt.begin_watch(300.0)
+    attempt.begin_watch(300.0, 1800.0)
     attempt.ends[0] = RankEnd(
         0, "", "CPU0", 41, 1, time.time(), error=RankError("DistBackendError", "lost", module="torch.distributed")
     )
@@ -215,7 +215,7 @@ def test_an_echo_does_not_wait_for_ever_for_a_look_that_nobody_answers() -> None
 def test_a_rank_that_can_not_be_killed_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "UNKILLABLE_S", 0.3)
     attempt = Attempt(0, plan_of(2, ""))
-    attempt.begin_watch(300.0)
+    attempt.begin_watch(300.0, 1800.0)
     attempt.up = {0: 41, 1: 42}
     said: list[str] = []
     members = SimpleNamespace(all=[], pump=lambda seconds: time.sleep(0.01), say=lambda order: None)

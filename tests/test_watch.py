@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ from stoker.contract.quantities import ranks_text
 from stoker.contract.shape import replace
 from stoker.contract.shapes import BadNumber
 from stoker.control.agent.spy import conditions_around
-from stoker.control.verdict.hang import summary
+from stoker.control.verdict.hang import cause_of, summary
 from stoker.control.verdict.rules import numbers
 from stoker.control.watch.culprit import explain
 from stoker.control.watch.numbers import Losses
 from stoker.control.watch.progress import Progress
 from stoker.control.watch.snapshot import Snapshot, read
 from stoker.control.watch.straggler import Stragglers, who_is_late, why
-from stoker.control.watch.watcher import Inspect, Relieve, Stop, Suspect, Watcher
+from stoker.control.watch.watcher import Busy, Inspect, Relieve, Stop, Suspect, Watcher
 
 SCRIPT, TORCH = "/home/me/train.py", "/venv/lib/python3.11/site-packages/torch"
 BACKWARD = [
@@ -490,8 +491,10 @@ def test_digest_keeps_what_is_pending() -> None:
 # ---- when ----
 
 
-def watched(world: int = 2, timeout: float = 300.0, steps: int = 40) -> tuple[Watcher, float]:
-    watch, now = Watcher(world, timeout, frozenset([""]), 0.0), 0.0
+def watched(
+    world: int = 2, timeout: float = 300.0, steps: int = 40, busy_timeout: float = 1800.0
+) -> tuple[Watcher, float]:
+    watch, now = Watcher(world, timeout, frozenset([""]), 0.0, busy_timeout=busy_timeout), 0.0
     for n in range(1, steps + 1):
         now = n * 0.5
         for one in range(world):
@@ -561,12 +564,148 @@ def test_one_that_computes_and_keeps_nobody_waiting_is_given_longer() -> None:
 
 
 def test_lines_and_collectives_keep_it_alive_for_a_while() -> None:
-    """An evaluation that prints is no hang at the timeout; a livelock that prints is one in the end."""
-    watch, now = watched(timeout=60.0)
+    """An evaluation that prints is no hang at the timeout; a livelock that prints is stopped in the end, and is no hang."""
+    watch, now = watched(timeout=60.0, busy_timeout=360.0)
     stops = [
-        when for when, action in drive(watch, now, 400, WAITING, SLEEPING, printing=400) if isinstance(action, Stop)
+        (when, action)
+        for when, action in drive(watch, now, 400, WAITING, SLEEPING, printing=400)
+        if isinstance(action, Stop)
     ]
-    assert stops and 355 <= stops[0] <= 365
+    assert stops and 355 <= stops[0][0] <= 365
+    assert cause_of(stops[0][1].stall) == "rank.busy" and stops[0][1].stall.rank == 1
+
+
+Look = dict[str, Any]
+
+
+def looks(watch: Watcher, now: float, seconds: float, look: Callable[[float, int], Look]) -> list[tuple[float, Any]]:
+    """Drive with a rank 1 that looks different each time: `look` gets the seconds since `now` and the number of the look."""
+    actions, count = [], 0
+    for n in range(int(seconds * 4)):
+        for action in watch.look(now + n * 0.25):
+            if isinstance(action, Inspect):
+                answer(watch, action, now + n * 0.25, WAITING, look(n * 0.25, count))
+                count += 1
+            else:
+                actions.append((n * 0.25, action))
+    return actions
+
+
+def thread(line: int, name: str = "evaluate", values: str = "") -> list[Look]:
+    return [{"main": True, "active": True, "values": values, "frames": at(line, name)}]
+
+
+SPINNING: Look = {"state": "R", "syscall": "running", "main_cpu": 1.0, "cpu": 1.0, "groups": [DONE]}
+POOL = [["wait", "/usr/lib/python3.11/threading.py", 320], ["get", "/usr/lib/python3.11/multiprocessing/pool.py", 768],
+        *at(12, "tokenize")]  # fmt: skip
+IN_POOL: Look = {"state": "S", "syscall": "futex", "groups": [DONE], "samples": [[{"main": True, "frames": POOL}]]}
+CHILD: Look = {"pid": 7, "state": "R", "cpu": 1.0}
+
+
+def child(line: int, values: str = "") -> Look:
+    return {**CHILD, "threads": thread(line, "encode", values)}
+
+
+def helper(number: int) -> Look:
+    """A thread of the rank that is seen in one of two functions."""
+    return {"main": False, "frames": at(50, f"part{number % 2}")}
+
+
+WORKS: dict[str, Callable[[float, int], Look]] = {
+    "a stack that moves": lambda s, n: {**SPINNING, "samples": [thread(12), thread(20, f"part{n % 3}")]},
+    "variables that change on one line": lambda s, n: {**SPINNING, "samples": [thread(12, values=f"{n}")]},
+    "three lines of one function": lambda s, n: {**SPINNING, "samples": [thread(11 + i) for i in range(3)]},
+    "files that are read": lambda s, n: {**SLEEPING, "syscall": "read", "main_bytes": int(s * 50_000)},
+    "native code that touches memory": lambda s, n: {**SPINNING, "samples": [thread(12)], "all_faults": int(s * 900)},
+    "a mapped file": lambda s, n: {**SLEEPING, "state": "D", "main_faults": int(s * 900)},
+    "a child whose stack moves": lambda s, n: {**IN_POOL, "workers": [child(3, values=f"{n}")]},
+    "a child that writes": lambda s, n: {**IN_POOL, "workers": [{**CHILD, "moved": int(s * 90_000)}]},
+    "one child after the other": lambda s, n: {**IN_POOL, "children": [7 + n]},
+    "threads on a busy machine": lambda s, n: {**IN_POOL, "cpu": 0.2, "samples": [[*IN_POOL["samples"][0], helper(n)]]},
+    "children that end within a look": lambda s, n: {**IN_POOL, "children_before": [7]},
+    "collectives that advance": lambda s, n: {
+        **SLEEPING,
+        "groups": [group(op(25), op(26 + n, order=1 + int(s * 1e9)))],
+    },
+}
+
+
+@pytest.mark.parametrize("look", WORKS.values(), ids=WORKS)
+def test_a_rank_that_works_has_until_the_busy_timeout_and_is_no_hang(look: Callable[[float, int], Look]) -> None:
+    watch, now = watched(timeout=20.0, busy_timeout=100.0)
+    actions = looks(watch, now, 130, look)
+    ends = [(when, action) for when, action in actions if isinstance(action, Stop)]
+    assert ends and 98 <= ends[0][0] <= 102, actions
+    assert (cause_of(ends[0][1].stall), ends[0][1].stall.rank) == ("rank.busy", 1)
+    busy = [(when, action) for when, action in actions if isinstance(action, Busy)]
+    suspected = [when for when, action in actions if isinstance(action, Suspect) and when < ends[0][0]]
+    first, last = (
+        (suspected[0], suspected[0] + 4) if suspected else (18, 27)
+    )  # a suspicion is withdrawn by the next look
+    assert len(busy) == 1 and first < busy[0][0] <= last and len(suspected) < 2, "reported once"
+    assert busy[0][1].stops_in == pytest.approx(100 - busy[0][0], abs=2) and busy[0][1].stall.waiting == (0,)
+
+
+IDLE: dict[str, tuple[str, Look]] = {
+    "one line": ("hang.spin", {**SPINNING, "samples": [thread(12), thread(12)]}),
+    "head and body of a loop": ("hang.spin", {**SPINNING, "samples": [thread(12), thread(13)]}),
+    "polls and sleeps": ("hang.sleep", {**SLEEPING, "main_cpu": 0.02, "samples": [thread(12, values="a"), thread(13, values="b")]}),
+    "an idle pool": ("hang.lock", {**IN_POOL, "workers": [{**child(3), "cpu": 0.0}]}),
+    "a child on one line": ("hang.lock", {**IN_POOL, "workers": [child(3)]}),
+    "asleep beside a busy child": ("hang.sleep", {**SLEEPING, "workers": [{**CHILD, "moved": 10**9}]}),
+    "a busy GPU": ("hang.gpu-kernel", {**SPINNING, "samples": [thread(12)], "gpu": {"use": 100}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("cause", "look"), IDLE.values(), ids=IDLE)
+def test_cpu_time_without_evidence_of_work_is_a_hang_at_its_timeout(cause: str, look: Look) -> None:
+    watch, now = watched(timeout=20.0, busy_timeout=100.0)
+    actions = looks(watch, now, 60, lambda seconds, n: look)
+    assert isinstance(actions[0][1], Suspect) and 3 <= actions[0][0] <= 5
+    ends = [(when, action) for when, action in actions if isinstance(action, Stop)]
+    assert ends and 19 <= ends[0][0] <= 21
+    assert (cause_of(ends[0][1].stall), ends[0][1].stall.rank) == (cause, 1)
+
+
+def test_a_rank_that_stops_working_is_a_hang_one_timeout_later() -> None:
+    watch, now = watched(timeout=20.0, busy_timeout=1800.0)
+    until = 60.0
+
+    def look(seconds: float, n: int) -> Look:
+        return WORKS["a stack that moves"](seconds, n) if seconds < until else SLEEPING
+
+    actions = looks(watch, now, 120, look)
+    ends = [(when, action) for when, action in actions if isinstance(action, Stop)]
+    assert ends and until + 14 <= ends[0][0] <= until + 21 and cause_of(ends[0][1].stall) == "hang.sleep"
+
+
+def test_a_rank_in_a_collective_is_not_accused_while_another_works() -> None:
+    """Each has an asynchronous operation that the other has not entered; rank 1 waits in its own, and rank 0 evaluates."""
+    watch, now = watched(timeout=20.0)
+    watch.groups("1=0,1;2=0,1")
+
+    def one(first: str, second: str, **more: Any) -> Look:
+        pending = group(op(1), op(2, done=False, order=50), name=first, about="")
+        return {"groups": [group(op(1), name=second, about=""), pending], **more}
+
+    waits_ = one("2", "1", state="S", syscall="futex", samples=[[{"main": True, "frames": ALL_REDUCE}]])
+    actions: list[Any] = []
+    for n in range(320):
+        for action in watch.look(now + n * 0.25):
+            if isinstance(action, Inspect):
+                samples = [thread(12, values="a"), thread(12, values="b")]
+                answer(watch, action, now + n * 0.25, {**SPINNING, **one("1", "2", samples=samples)}, waits_)
+            else:
+                actions.append(action)
+    assert [(type(action), action.stall.rank) for action in actions] == [(Busy, 0)]
+
+
+def test_a_rank_that_works_is_never_stopped_without_a_limit_and_in_an_announced_phase() -> None:
+    for busy_timeout, phase in ((0.0, ""), (100.0, "eval")):
+        watch, now = watched(timeout=20.0, busy_timeout=busy_timeout)
+        watch.said(1, now, phase)
+        actions = looks(watch, now, 900, WORKS["a stack that moves"])
+        assert [type(action) for _, action in actions] == [Busy] and actions[0][1].stops_in is None
 
 
 def test_an_announced_phase_takes_as_long_as_it_gives_signs() -> None:

@@ -88,6 +88,18 @@ def test_a_sleeping_rank_is_named_with_its_line(stoker: Stoker) -> None:
     assert noticed and stopped and float(noticed[1]) < float(stopped[1]), told
 
 
+def test_a_loop_that_never_ends_is_stopped_at_the_busy_timeout_and_is_no_hang(stoker: Stoker) -> None:
+    """Its stack moves, so it may be an evaluation: only --busy-timeout ends it, and another attempt would do the same."""
+    loop = "while True: [len(str(n)) for n in range(100)]"
+    limits = ("--hang-timeout", "4s", "--busy-timeout", "14s", "--max-restarts", "1")
+    done = stoker.torch("run", "--nproc-per-node", "2", *limits, script(stoker, loop))
+    assert (done.verdict["cause"], done.verdict["rank"], done.code) == ("rank.busy", 1, 70), done.err
+    assert "train.py:" in done.verdict["summary"] and "--busy-timeout of 14 s" in " ".join(done.verdict["evidence"])
+    busy = [event for event in done.events if event["event"] == "busy"]
+    assert [(event["rank"], event["waiting"]) for event in busy] == [(1, [0])] and 4 <= busy[0]["silent_s"] < 14
+    assert not [event for event in done.events if event["event"] in ("suspicion", "restart")]
+
+
 def test_a_rank_that_failed_is_not_suspected_as_well(stoker: Stoker) -> None:
     """Two ranks in different collectives: both end with an error, one of them seconds after the other."""
     odd = "dist.all_reduce(torch.ones(3)) if not (n == 20 and rank == 1) else None"

@@ -18,6 +18,8 @@ class Shape:
     ranks: int = 2
     silence_s: float = 5.0  # the longest time a rank neither steps, prints nor ends a collective, its start aside
     straggler: bool = False  # a rank truly is slower than its peers, and they wait for it: naming it is right
+    hang_timeout_s: float | None = None  # the --hang-timeout it always runs with: shorter than its silence
+    needs_py_spy: bool = False  # only its local variables show that it works
     neighbours: int = 0  # processes from outside that keep a core busy each
     in_ci: bool = False
 
@@ -25,10 +27,46 @@ class Shape:
         return [str(HERE / self.script), *self.args.split(), "--seed", str(seed), "--scale", str(scale)]
 
 
+ALONE_S, ALONE_TIMEOUT_S = 30, 10.0  # rank 0 works alone for three times the hang timeout
+
+
+def alone(how: str, ranks: int = 2, needs_py_spy: bool = False, in_ci: bool = False) -> Shape:
+    return Shape(
+        f"rank 0 works alone: {how.replace('_', ' ')}",
+        "evaluates_alone.py",
+        f"--how {how} --seconds {ALONE_S}",
+        ranks=ranks,
+        silence_s=ALONE_S,
+        hang_timeout_s=ALONE_TIMEOUT_S,
+        needs_py_spy=needs_py_spy,
+        in_ci=in_ci,
+    )
+
+
 SHAPES = (
     Shape("long first step, computing", "long_first_step.py", "--how busy", silence_s=25),
     Shape("long first step, waiting", "long_first_step.py", "--how sleep", silence_s=25, ranks=3),
     Shape("long first step on rank 0 only", "long_first_step.py", "--who rank0", silence_s=25),
+    Shape(
+        "90 s of silent preparation on rank 0",
+        "long_first_step.py",
+        "--who rank0 --how sleep --seconds 90.0",
+        silence_s=90,
+    ),
+    Shape("90 s of silent preparation", "long_first_step.py", "--how sleep --seconds 90.0", silence_s=90),
+    Shape("steps that become five times as slow", "slows_down.py", silence_s=10),
+    Shape("long steps that become five times as slow", "slows_down.py", "--step 4.0 --slow 4", silence_s=30),
+    alone("python_loop", ranks=3, in_ci=True),
+    alone("numpy_on_one_line", needs_py_spy=True, in_ci=True),
+    alone("torch_on_one_line", needs_py_spy=True),
+    alone("model_calls"),
+    alone("reads_files"),
+    alone("writes_files"),
+    alone("generates", ranks=3),
+    alone("in_processes"),
+    alone("in_a_program"),
+    alone("in_programs_one_by_one"),
+    alone("in_threads"),
     Shape("evaluation, marked", "evaluates.py", "--marked yes --seconds 20", silence_s=20),
     Shape(
         "evaluation, marked, on rank 0",

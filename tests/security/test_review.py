@@ -181,7 +181,7 @@ def test_a_host_that_repeats_itself_fills_no_memory() -> None:
             ranks=range(1),
         ),
     )  # type: ignore[arg-type]
-    attempt.begin_watch(60.0)
+    attempt.begin_watch(60.0, 1800.0)
     attempt.watch.groups(";".join(f"{number}{'x' * 1000}=*" for number in range(20_000)))
     assert sum(map(len, attempt.watch._members)) < 10_000_000
     record = SimpleNamespace(event=lambda kind, **more: None)

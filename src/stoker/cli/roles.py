@@ -25,7 +25,7 @@ from stoker.control.roles.role import RoleSpec
 
 # What a job of several roles takes besides --role, --roles and --allocation; the rest is each role's own.
 _TAKEN = {
-    "again", "allocation", "detach", "dry_run", "env", "gpu", "gpus", "grace", "hang_timeout", "hosts", "isolate", "json", "max_restarts", "min_free_memory", "name",
+    "again", "allocation", "busy_timeout", "detach", "dry_run", "env", "gpu", "gpus", "grace", "hang_timeout", "hosts", "isolate", "json", "max_restarts", "min_free_memory", "name",
     "no_preflight", "notify", "on_hangup", "on_nan", "python", "quiet", "role", "roles", "runs_dir", "share_gpus", "show", "ssh_option", "stage", "sync", "wait",
 }  # fmt: skip
 _OF_LOOK = ("gpu", "gpus", "hosts", "min_free_memory", "python", "share_gpus", "wait")

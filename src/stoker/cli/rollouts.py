@@ -11,7 +11,6 @@ from stoker.contract import effort, layout, redact
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser
-from stoker.contract.shape import as_json
 from stoker.contract.terminal import tell
 from stoker.contract.untrusted import is_count, json_text, printable
 from stoker.control.record import finder
@@ -24,6 +23,7 @@ from stoker.control.record.rollouts import (
     read_rollouts,
     rollouts_path,
     summary,
+    to_json,
     typical,
 )
 from stoker.control.record.writer import OURS
@@ -98,9 +98,9 @@ def _as_json(found: Summary, most: int) -> dict[str, Any]:
         "steps": [found.steps[0], found.steps[-1], len(found.steps)],
         "reward_first": mean(found.first),
         "reward_last": mean(found.last),
-        "best": as_json(best(found.last, most)),
-        "worst": as_json(best(found.last, most, worst=True)),
-        "changed": [{"row": one.row, "gain": one.gain, "before": as_json(typical(one.before)), "after": as_json(typical(one.after))} for one in (*gained, *lost)],
+        "best": [to_json(one) for one in best(found.last, most)],
+        "worst": [to_json(one) for one in best(found.last, most, worst=True)],
+        "changed": [{"row": one.row, "gain": one.gain, "before": to_json(typical(one.before)), "after": to_json(typical(one.after))} for one in (*gained, *lost)],
     }  # fmt: skip
 
 
@@ -113,6 +113,8 @@ def _print(found: Summary, most: int) -> None:
         print(
             f"mean reward {mean(found.first):.3f} in the first {ENDS} steps, {mean(found.last):.3f} in the last {ENDS}"
         )
+    if any(one.correct is not None for one in found.last):
+        print("correct or wrong: as `stoker train evaluate` grades the answer, whatever the reward pays for")
     for title, some in (("Best", best(found.last, most)), ("Worst", best(found.last, most, worst=True))):
         print(f"\n{title}:")
         for one in some:
@@ -135,8 +137,8 @@ def _about(one: Rollout) -> str:
     some = list(one.parts.items())[:_PARTS]
     parts = ", ".join(f"{printable(redact.whole(name), 60)} {value:g}" for name, value in some)
     marks = [f"step {one.step}", f"{one.tokens} tokens"]
-    own = "by Stoker's own check"  # of a row's answer; a reward of the user's may look at other things
-    marks += [f"right {own}" if one.right else f"wrong {own}"] if one.right is not None else []
+    if one.correct is not None:
+        marks.append("correct" if one.correct else "wrong")
     marks += ["cut at the token limit"] if one.cut else []
     return f"{one.reward:.3f}" + (f" ({parts})" if len(one.parts) > 1 else "") + f"  {', '.join(marks)}"
 

@@ -30,7 +30,7 @@ from stoker.contract.untrusted import is_count
 from stoker.control.launch.options import RunOptions, from_torchrun_environment, ranks_asked
 from stoker.control.launch.request import Request
 from stoker.control.machine.model import Machine
-from stoker.training.config.check import check, check_data, check_drill, check_needs, check_ranks
+from stoker.training.config.check import check, check_data, check_drill, check_needs
 from stoker.training.config.derived import derivable
 from stoker.training.config.flags import Shown, add_key_flags
 from stoker.training.config.keys import DEFAULTS, KEYS, as_yaml, config_of, values_of
@@ -65,7 +65,7 @@ _NOT_HERE = ("config", "module", "no_python")  # the program is the recipe, and 
 # Options of `stoker run` that a file may hold: none of them starts a program, writes elsewhere or reaches another machine.
 _IN_A_FILE = (
     "nproc_per_node", "init_slots", "init_timeout", "ram_limit", "numa_binding", "gpus", "gpu", "min_free_memory", "wait", "isolate", "exclude_bad",
-    "legal_ranks", "share_gpus", "show", "quiet", "prefix", "local_ranks_filter", "max_restarts", "grace", "hang_timeout", "on_nan", "debug_retry",
+    "legal_ranks", "share_gpus", "show", "quiet", "prefix", "local_ranks_filter", "max_restarts", "grace", "hang_timeout", "busy_timeout", "on_nan", "debug_retry",
     "stop_after_steps", "on_hangup", "signals_to_handle", "name", "no_preflight", "standalone", "monitor_interval", "shutdown_timeout",
 )  # fmt: skip
 _HELP = """usage: stoker train STAGE [options]
@@ -354,8 +354,6 @@ def _refuse_what_can_be(stage: str, resolved: Resolved, options: RunOptions, mac
         raise Refusal(f"parallel.device is cpu and {flag} asks for GPUs: leave one of them out", EX_USAGE)
     if not remote:
         check_needs(config.needs, [gpu.memory_total for gpu in machine.gpus], given)
-        if options.nproc_per_node and is_count(options.nproc_per_node):
-            check_ranks(config, int(options.nproc_per_node), given)
     elif config.needs.gpus or config.needs.vram:
         _say("needs: not checked, the GPUs are those of other hosts")
     most = _most_ranks(config, options, machine, gpus)
@@ -446,8 +444,6 @@ def _with_stage_defaults(
     if kept := kept_defaults(config, derived, request_of):
         same = config_of(config.preset, values_of(config) | kept)
         config, _, lines = with_defaults(stage, same, resolved.given, at, cpu, kept)
-        if at.ranks is not None:
-            check_ranks(config, at.ranks, resolved.given)
     for line in lines:
         _say(line)
     return replace(resolved, config=config)

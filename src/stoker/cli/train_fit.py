@@ -125,9 +125,10 @@ def _refuse_shards(found: Plan, cards: list[Card]) -> None:
 
 
 def kept_defaults(config: Config, derived: Collection[str], request_of: Callable[[Config], Request]) -> dict[str, Any]:
-    """Where --name continues a run: the defaults it began with. They depend on how many ranks there are, and a run may be
-    continued with any number. Empty where they make no difference, or where other settings differ, too: under that name
-    there will be a new run. (An id is only continued, or refused for the settings that differ.)
+    """Return the defaults that the run which --name continues began with: an earlier version may have derived others.
+
+    Empty where they make no difference, or where other settings differ, too: under that name there will be a new run. (An
+    id is only continued, or refused for the settings that differ.)
     """
     run = other_settings(request_of(config), os.environ)
     began = keys_in(run.data.get("args")) if run is not None else {}

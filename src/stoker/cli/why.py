@@ -168,7 +168,7 @@ def _suspicions(run: reader.Run) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for event in run.events():
         kind = event["event"]
-        if kind in ("attempt", "relief"):
+        if kind in ("attempt", "relief", "busy"):
             found.pop("suspicion", None)
         elif kind == "straggler-over" and found.get("straggler", {}).get("rank") == event.get("rank"):
             del found["straggler"]

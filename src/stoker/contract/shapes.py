@@ -119,7 +119,7 @@ class Stall:
     """A rank that stopped making progress, as the watch room explains it."""
 
     # stopped, debugged, sleep, lock, io, child, gil, spin, worker, disk, kernel, op-mismatch, shape-mismatch, unequal,
-    # diverged, left, together, place
+    # diverged, left, together, place; busy: it works, and finishes no step
     kind: str
     rank: int | None
     ranks: tuple[int, ...] = ()  # all that are guilty of it

@@ -31,7 +31,7 @@ from stoker.speedrun.options import SpeedrunOptions, command
 from stoker.speedrun.presets import Preset, choose, what_it_lacks
 from stoker.speedrun.stages import OUR_WORLD, REPORT, WORLD, Data, File, Stage, chain, config_of_stage, selected
 from stoker.speedrun.state import Entry, check_own, entries, recorded_otherwise
-from stoker.training.config.check import check, check_ranks
+from stoker.training.config.check import check
 from stoker.training.config.keys import BARE, KEYS
 from stoker.training.config.layers import Origin
 from stoker.training.data.ours import own_cache
@@ -226,12 +226,7 @@ def settle(options: SpeedrunOptions, machine: Machine, gpus: bool, environment: 
     ranks = _ranks(options.nproc_per_node, min(machine.cores, CPU_RANKS) if on_cpu else len(machine.gpus))
     wanted = selected(stages, options.begin, options.until, options.only)
     found = entries(folder, stages, keys)
-    counted = on_cpu or is_count(options.nproc_per_node or "")
-    check_stages(
-        [stage for stage in stages if stage.name in wanted and not found[stage.name].done],
-        ranks if counted else None,
-        on_cpu,
-    )
+    check_stages([stage for stage in stages if stage.name in wanted and not found[stage.name].done], on_cpu)
     pace = pace_of([gpu.name for gpu in machine.gpus], machine.cores, ranks, not on_cpu)
     return Course(
         folder=folder,
@@ -290,17 +285,13 @@ def check_options(options: SpeedrunOptions) -> None:
         raise Refusal(f"--price-per-hour {price:g}: give what an hour costs, from 0 up", EX_USAGE)
 
 
-def check_stages(stages: Sequence[Stage], ranks: int | None, on_cpu: bool) -> None:
-    """What a stage would refuse when its turn comes is refused before the first one starts. `ranks`: of each stage;
-    None where nobody knows yet.
-    """
+def check_stages(stages: Sequence[Stage], on_cpu: bool) -> None:
+    """Refuse before the first stage starts what a later one would refuse when its turn comes."""
     for stage in stages:
         if stage.stage in (WORLD, REPORT):
             continue
         config, given = config_of_stage(stage), dict.fromkeys(stage.keys, Origin(f"stage {stage.name}", EX_USAGE))
         check(config, given, True if on_cpu else None)
-        if ranks is not None and not STAGES[stage.stage].one_process:
-            check_ranks(config, ranks, given)
         try:
             STAGES[stage.stage].check(config)
             for key, value in stage.keys.items():

@@ -36,7 +36,7 @@ _MOST_STAGES, _MOST_STEPS = 100, 200_000  # of a chain, and of a stage
 SAMPLES_OF_A_KIND = 2  # where result.json has none and the completions are looked at instead
 # Events worth a line in a report.
 _REPORTED = [
-    "restart", "gpu-left-out", "straggler", "straggler-over", "suspicion", "numbers", "stop", "verdict", "watch-failed",
+    "restart", "gpu-left-out", "straggler", "straggler-over", "suspicion", "busy", "numbers", "stop", "verdict", "watch-failed",
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import selectors
 import signal
 import time
@@ -173,7 +174,8 @@ def _answers(what: str, args: dict[str, Any]) -> Iterator[tuple[bytes, Any]]:
 
 # ---- a close look at ranks that may be stuck or slow: states, stacks, workers, collectives, cards. It only looks ----
 
-GAP_S = 0.4
+SAMPLES = 4  # stacks of a rank, over about half a second
+GAP_S = 0.14  # between two of them, on average: uneven gaps don't keep time with a loop
 WORKERS = 16
 
 
@@ -181,7 +183,7 @@ def inspect(order: dict[str, Any], ranks: list[Rank]) -> dict[str, Any]:
     """`order`: {"ranks", "samples", "gap", "timings"}. Rank -> what was seen."""
     if order.get("timings"):
         return {str(rank.rank): {"timings": timings(rank.files["server"])} for rank in ranks}
-    samples, gap = int(order.get("samples", 2)), float(order.get("gap", GAP_S))
+    samples, gap = int(order.get("samples", SAMPLES)), float(order.get("gap", GAP_S))
     spy = Spy()
     found = {rank.rank: _Look(rank, spy) for rank in ranks}
     for look in found.values():
@@ -189,7 +191,7 @@ def inspect(order: dict[str, Any], ranks: list[Rank]) -> dict[str, Any]:
     deadline = spy.deadline = time.monotonic() + LOOK_S
     for n in range(samples):
         if n and time.monotonic() < deadline:
-            time.sleep(gap)  # not waiting for anything: the distance between two samples
+            time.sleep(random.uniform(0.4, 1.6) * gap)
         for look in found.values():
             if n == 0 or time.monotonic() < deadline:
                 look.sample()
@@ -210,7 +212,8 @@ class _Look:
         self._first = self._meter(self.rank.pid)
         before = processes.process(self.rank.pid)
         self._state = before.state if before else "Z"
-        self._below = children(self.rank.pid)[:WORKERS]
+        self._children = children(self.rank.pid)
+        self._below = self._children[:WORKERS]
         self._below_first = {pid: processes.cpu_seconds(pid) or 0.0 for pid in self._below}
         self._groups: list[dict[str, Any]] = []
         self._no_groups = "its process is stopped"
@@ -237,13 +240,28 @@ class _Look:
             "swap": last["swap"],
             "wchan": _wchan(self.rank.pid),
             "syscall": _syscall(self.rank.pid),
+            **self._counters(),
             "cpus": len(os.sched_getaffinity(self.rank.pid)) if one else 0,
             "samples": self._samples,
             "stacks_by": self._spy.how,
             "groups": self._groups,
             "no_groups": self._no_groups,
             "calls": newest_calls(self.rank.calls(CALLS)),
+            "children": children(self.rank.pid),
+            "children_before": self._children,
             "workers": [self._worker(pid, took) for pid in self._below if processes.process(pid)],
+        }
+
+    def _counters(self) -> dict[str, int]:
+        """Return what the rank has read, written and touched so far. What faulthandler wrote for us doesn't count."""
+        pid, ours = self.rank.pid, 0
+        with contextlib.suppress(OSError):
+            ours = os.path.getsize(self.rank.files["asked"])
+        return {
+            "main_bytes": (processes.bytes_moved(pid, pid) or 0) - ours,
+            "all_bytes": (processes.bytes_moved(pid) or 0) - ours,
+            "main_faults": processes.page_faults(pid, pid),
+            "all_faults": processes.page_faults(pid),
         }
 
     def _worker(self, pid: int, took: float) -> dict[str, Any]:
@@ -254,6 +272,8 @@ class _Look:
             "name": one.name if one else "?",
             "state": one.state if one else "Z",
             "cpu": round(cpu / took, 3),
+            "moved": processes.bytes_moved(pid) or 0,
+            "faults": processes.page_faults(pid),
             "wchan": _wchan(pid),
             "syscall": _syscall(pid),
             "command": (processes.command(pid) or "")[:120],

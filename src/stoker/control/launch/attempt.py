@@ -58,13 +58,13 @@ class Attempt:
         self.gauges: dict[str, tuple[float, dict[str, Any]]] = {}  # host -> when it came, and what it says
         self.can: set[str] = set()  # what the script says it can do (stoker.mark)
 
-    def begin_watch(self, hang_timeout: float) -> None:
+    def begin_watch(self, hang_timeout: float, busy_timeout: float) -> None:
         from stoker.control.watch.numbers import Losses
         from stoker.control.watch.watcher import Watcher
 
         hosts = frozenset(place.host for place in self.plan.places)
         world, ranks = self.plan.world_size, self.plan.ranks
-        self.watch = Watcher(world, hang_timeout, hosts, time.monotonic(), self.number * ASKS, ranks)
+        self.watch = Watcher(world, hang_timeout, hosts, time.monotonic(), self.number * ASKS, ranks, busy_timeout)
         self.losses = Losses()
 
     def label(self, rank: int | None) -> str:

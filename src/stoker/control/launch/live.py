@@ -232,7 +232,7 @@ class LiveRun:
         self._start(plan, place, number, address, port, dict(env))
         from stoker.control.launch.supervision import Supervision
 
-        attempt.begin_watch(self.options.hang_timeout)
+        attempt.begin_watch(self.options.hang_timeout, self.options.busy_timeout)
         supervision = Supervision(self, attempt)
         supervision.follow()
         supervision.finish()

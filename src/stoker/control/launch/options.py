@@ -112,6 +112,11 @@ class RunOptions:
         " seconds all the same",
         300.0,
     )
+    busy_timeout: float = _time(
+        "stop a job whose ranks work, but have finished no step for this long (default: 30m, at least --hang-timeout; 0:"
+        " never): a rank works while it prints, reads or writes files, or its stack or variables change",
+        1800.0,
+    )
     on_nan: str = option(
         "a loss that stays NaN, infinite or exploded: stop the job (the default), or warn",
         "WHAT",

@@ -25,7 +25,7 @@ from stoker.control.record.writer import cannot_write, make_private
 
 # What may differ between two starts of one run without making it another run.
 _VOLATILE = {"ladder", "detach", "notify", "show", "quiet", "dry_run", "json", "runs_dir", "name", "wait", "grace", "max_restarts", "no_preflight", "config",
-             "master_port", "tee", "redirects", "log_dir", "local_ranks_filter", "gpus", "gpu", "shutdown_timeout", "hang_timeout", "on_nan", "debug_retry",
+             "master_port", "tee", "redirects", "log_dir", "local_ranks_filter", "gpus", "gpu", "shutdown_timeout", "hang_timeout", "busy_timeout", "on_nan", "debug_retry",
              "again", "on_hangup", "min_hosts", "rejoin", "sync", "stage", "ssh_option", "prefix", "log_line_prefix_template", "metrics_port", "port_base"}  # fmt: skip
 
 _IS_NEW = "this is a new run of that name"

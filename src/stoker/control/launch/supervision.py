@@ -18,7 +18,7 @@ from stoker.control.cluster.members import Member
 from stoker.control.launch.attempt import Attempt
 from stoker.control.record.writer import RunRecord
 from stoker.control.verdict import hang, launch
-from stoker.control.watch.watcher import Inspect, Relieve, Suspect
+from stoker.control.watch.watcher import Busy, Inspect, Relieve, Suspect
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -222,6 +222,8 @@ class Supervision:
                 self._run.agents.members.say(dict(action.order))
             elif isinstance(action, Suspect):
                 self._suspect(action.stall, action.stops_in)
+            elif isinstance(action, Busy):
+                self._report_busy(action.stall, action.stops_in)
             elif isinstance(action, Relieve):
                 who = f"rank {action.rank}" if action.rank is not None else "the job"
                 self._say(f"stoker: {who} makes progress again, after {span(action.silent_s)}")
@@ -243,6 +245,17 @@ class Supervision:
         record.save(layout.stacks(record.dir, attempt.number), stacks)
         if not attempt.first_failure:  # else the verdict comes within seconds, and it knows more
             self._say(f"stoker: {summary} ({self._then(stall, stops_in)})", colour=WARNING)
+
+    def _report_busy(self, stall: Stall, stops_in: float | None) -> None:
+        """Say once that a rank works for long. It is no suspicion: nothing is wrong as far as can be seen."""
+        attempt, summary = self._attempt, hang.summary(stall, self._attempt.label(stall.rank))
+        seen = pick(stall, "rank", "ranks", "waiting", "where", "step", "silent_s", "evidence")
+        self._record.event("busy", attempt=attempt.number, cause=hang.cause_of(stall), summary=summary, **seen)
+        if not attempt.first_failure:
+            then = "the job keeps running"
+            if stops_in is not None:
+                then += f"; it is stopped in {span(stops_in)} unless a step ends (--busy-timeout)"
+            self._say(f"stoker: {summary} ({then})")
 
     def _then(self, stall: Stall, stops_in: float | None) -> str:
         """What will happen, and when."""

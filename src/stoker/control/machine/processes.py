@@ -128,10 +128,17 @@ def cpu_seconds(pid: int, thread: int | None = None) -> float | None:
     return sum(map(int, ticks)) / _TICKS if ticks else None
 
 
-def bytes_moved(pid: int) -> int | None:
-    """Read and written by system calls, pipes and sockets included."""
-    lines = kernel_lines(f"/proc/{pid}/io")
+def bytes_moved(pid: int, thread: int | None = None) -> int | None:
+    """Return the bytes a process, or one thread of it, has read and written by system calls, pipes and sockets included."""
+    lines = kernel_lines(f"/proc/{pid}/io" if thread is None else f"/proc/{pid}/task/{thread}/io")
     return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar"))) if lines else None
+
+
+def page_faults(pid: int, thread: int | None = None) -> int:
+    """Return the page faults of a process, or of one thread of it: it touched memory it had not touched before."""
+    path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
+    fields = of_kernel(path).rpartition(")")[2].split()[7:10:2]  # minor, major
+    return sum(map(int, fields))
 
 
 def user_name(uid: int) -> str:

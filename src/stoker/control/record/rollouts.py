@@ -35,9 +35,14 @@ class Rollout:
     answer: str
     reward: float
     parts: dict[str, float]  # before their weights
-    right: bool | None  # None: the row has no answer to compare with
+    correct: bool | None  # as `stoker train evaluate` grades it; None: the row has no answer, or the file no such grade
     tokens: int
     cut: bool  # at the token limit
+
+
+def to_json(rollout: Rollout) -> dict[str, Any]:
+    """Return the line's keys. `right` is an older name of `correct`, kept for programs that read it."""
+    return {**as_json(rollout), "right": rollout.correct}
 
 
 class Rollouts:
@@ -91,7 +96,7 @@ class Rollouts:
 
 
 def _line(rollout: Rollout) -> bytes:
-    told = {"schema": layout.SCHEMA, **as_json(rollout), "answer": rollout.answer[:LONGEST_TEXT]}
+    told = {"schema": layout.SCHEMA, **to_json(rollout), "answer": rollout.answer[:LONGEST_TEXT]}
     if isinstance(rollout.prompt, str):
         told["prompt"] = rollout.prompt[:LONGEST_TEXT]
     line = json.dumps(told, default=str).encode() + b"\n"
@@ -134,14 +139,26 @@ def parse_rollout(told: dict[str, Any]) -> Rollout | None:
     numbers = [told.get(name) for name in ("step", "weights", "row", "tokens")]
     if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
         return None
-    reward, parts, right = told.get("reward"), told.get("parts"), told.get("right")
+    reward, parts = told.get("reward"), told.get("parts")
     if reward is None or not _is_number(reward) or not isinstance(told.get("answer"), str):
         return None
     kept = parts if isinstance(parts, dict) else {}
     values = {name: float(value) for name, value in kept.items() if _is_number(value)}
     step, weights, row, tokens = numbers
-    about = (told.get("prompt"), told["answer"], float(reward), values, right if isinstance(right, bool) else None)
+    about = (told.get("prompt"), told["answer"], float(reward), values, _correct(told))
     return Rollout(step, weights, row, *about, tokens, bool(told.get("cut")))  # type: ignore[arg-type]
+
+
+def _correct(line: dict[str, Any]) -> bool | None:
+    """Return the recorded grade.
+
+    Files written before there was `correct` only say whether the reward's stricter rule was met: where it was, the answer
+    is correct; where it was not, nothing is known.
+    """
+    if "correct" not in line:
+        return True if line.get("right") is True else None
+    correct = line["correct"]
+    return correct if isinstance(correct, bool) else None
 
 
 def _is_number(value: Any) -> bool:

@@ -142,7 +142,8 @@ class JobCoordinator(Coordinator):
 
     def _role(self, spec: RoleSpec, seating: Seating, port: int, root: str) -> RoleRun:
         o = self.options
-        options = ["--hang-timeout", f"{o.hang_timeout:f}", "--on-nan", o.on_nan, "--show", o.show]
+        options = ["--hang-timeout", f"{o.hang_timeout:f}", "--busy-timeout", f"{o.busy_timeout:f}"]
+        options += ["--on-nan", o.on_nan, "--show", o.show]
         options += ["--grace", f"{o.grace:f}"] if o.grace is not None else []
         options += ["--python", o.python] if o.python is not None else []
         for name in ("stage", "ssh_option"):

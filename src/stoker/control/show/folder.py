@@ -104,7 +104,7 @@ class EventTail:
             cause = printable(str(event.get("cause")), 80)
             if cause in self.restarts or len(self.restarts) < _MOST_CAUSES:
                 self.restarts[cause] = self.restarts.get(cause, 0) + 1
-        elif kind == "relief":
+        elif kind in ("relief", "busy"):
             self.suspicions.pop("suspicion", None)
         elif kind == "role-served" and isinstance(event.get("replicas"), list) and isinstance(event.get("role"), str):
             if self._mine and (event["role"] in self.served or len(self.served) < _MOST_ROLES):

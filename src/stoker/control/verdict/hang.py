@@ -1,11 +1,11 @@
-"""hang.*, and the gloo.* and nccl.* ones in which ranks wait for each other: a rank that lives and does not go on."""
+"""hang.*, rank.busy, and the gloo.* and nccl.* ones in which ranks wait for each other: a rank that lives and does not go on."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from stoker.contract.quantities import counted, ranks_text
+from stoker.contract.quantities import counted, ranks_text, span
 from stoker.contract.shapes import Stall
 from stoker.contract.stacktext import is_library
 from stoker.control.verdict.catalogue import Family, named, report
@@ -36,16 +36,17 @@ hang.io, again: A rank waits for a file, a pipe or a socket.
   fix: look at {where}: what does it read from, and who should write?
 hang.child, again: A rank waits for a process it started.
   seen: {SILENT}its main thread is in wait4, and a child of it lives
-  unless: the child works (CPU) and prints: then it is slow, not stuck
+  unless: the child reads, writes, touches new memory, prints, or its stack changes: then it is slow, not stuck (rank.busy)
   fix: look at {where}: give the call a timeout
 hang.gil, again: Native code holds the GIL and does not come back.
   seen: {SILENT}its main thread holds the GIL in every sample and is not running
   unless: another thread holds the GIL in one of the samples
   fix: look at {where}: the native call there must release the GIL, or return
 hang.spin, again: A rank computes and never finishes.
-  seen: {SILENT}its main thread uses a core, on the same line in every sample, and enters no collective. If no
-      rank waits for it, it is reported after 10 s
-  unless: it beats or prints: then it is a long computation
+  seen: {SILENT}its main thread uses a core, on the same line with the same local variables in every sample, and enters no
+      collective. If no rank waits for it, it is reported after 10 s
+  unless: it beats, prints, reads or writes files, touches new memory, or its stack or variables change: then it is
+      a long computation (rank.busy)
   fix: look at {where}: a loop that never ends? before an evaluation, call stoker.phase("eval")
 hang.worker, again: A rank waits for a data-loader worker that is stuck.
   seen: {SILENT}its main thread waits in the DataLoader, and a worker is stopped or inside the data set's own code
@@ -90,6 +91,16 @@ hang.together, again: All ranks have entered the same operation and it does not 
   fix: check the connection between the ranks: `stoker doctor` (it finds a name server that does not answer, too), one run with NCCL_DEBUG=INFO; several hosts: firewall,
       interface names, MTU
 """)
+family.entries("""
+rank.busy: A rank works, and finished no step in the time it had.
+  seen: no step for longer than --busy-timeout, or than the process group's timeout of the ranks that wait for it, and evidence
+      of work to the end: it printed, read or wrote files, touched new memory, entered other collectives, its stack or
+      its local variables changed while it used CPU, or that is true of the processes and threads it waits for
+  unless: none of that was seen for --hang-timeout: hang.*
+  fix: a long evaluation, download or preparation at {where}: raise --busy-timeout, or call stoker.phase("eval") before it;
+      where torch's timeout ended the waiting ranks, raise that of init_process_group
+  fix: a loop that never ends at {where}: stacks.txt has the lines it was seen at
+""")
 _PARTED = """
 {backend}.unequal-batches: A rank had fewer batches than the others and left the loop.
   seen: the flight recorder: another operation under the same number; the others are in a backward pass, this rank is
@@ -107,7 +118,7 @@ _PARTED = """
 """
 for _backend in ("gloo", "nccl"):
     family.entries(_PARTED.replace("{backend}", _backend))
-_IDS = {"kernel": "hang.gpu-kernel", "left": "rank.early-exit"}
+_IDS = {"busy": "rank.busy", "kernel": "hang.gpu-kernel", "left": "rank.early-exit"}
 
 
 def cause_of(stall: Stall) -> str:
@@ -139,6 +150,9 @@ def summary(stall: Stall, label: str) -> str:
         return f"{who} entered a collective alone{step}{inside}: {stall.operation}{at}{gone}"
     if stall.kind == "left":
         return f"{who} ended with exit code 0{step}{others}"
+    if stall.kind == "busy":
+        have = "has" if len(stall.ranks) < 2 else "have"
+        return f"{who} {have} been busy for {span(stall.silent_s)} without finishing a step: {stall.detail}{at}{others}"
     return f"{who} stand{'s' if len(stall.ranks) < 2 else ''} still{step}: {stall.detail}{at}{others}"
 
 
@@ -201,7 +215,8 @@ def _crashed_thread(printed: str) -> str:
 def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, Any]:
     """Stoker stops the job for it. `printed`: the guilty rank's last lines: its workers' end may be in them."""
     more = {"rank": stall.rank, "at_once": True, "where": stall.where, "step": stall.step}
-    stopped = f"the job was stopped after {stall.silent_s:.1f} s without progress: {why}"
+    lacking = "a step" if stall.kind == "busy" else "progress"
+    stopped = f"the job was stopped after {stall.silent_s:.1f} s without {lacking}: {why}"
     full = [line for line in printed.splitlines() if "unable to allocate shared memory(shm)" in line]
     if full and stall.kind == "worker":
         told = f"rank {stall.rank} ({label}) waits for data its workers could not put into /dev/shm: it is full"

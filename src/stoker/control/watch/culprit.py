@@ -5,7 +5,7 @@ The order of evidence: a stopped process; who waits for whom; the stack that dif
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from stoker.contract.quantities import ranks_text
 from stoker.contract.shape import replace
@@ -23,11 +23,16 @@ def explain(
     ended: Mapping[int, int],
     silent: Mapping[int, float],
     steps: Mapping[int, int],
+    busy: Collection[int] = (),
 ) -> Stall | None:
-    """`ended`: rank -> exit code. `silent`: seconds without progress, of overdue ranks. None: nothing found."""
+    """Return what holds the ranks up, or None if nothing does.
+
+    `ended`: rank -> exit code. `silent`: seconds without progress, of overdue ranks. `busy`: ranks with evidence of work;
+    a rank without it is accused first.
+    """
     if not snapshots:
         return None
-    found = _culprit(snapshots, world, members, ended, silent, steps)
+    found = _culprit(snapshots, world, members, ended, silent, steps, busy)
     if found is None:
         return None
     rank = found.rank
@@ -36,6 +41,10 @@ def explain(
     lines += [f"no flight recorder: {why}" for why in missing[:1] if world > 1]
     how = {one.stacks_by for one in snapshots.values() if one.stacks_by.startswith("faulthandler")}
     lines += [f"stacks by {one}" for one in sorted(how)]
+    if found.kind == "spin" and how:
+        lines.append(
+            "without py-spy local variables can't be read: a loop of native calls on one line may look like this, too"
+        )
     quiet = max(silent.values(), default=0.0)
     if rank is None:
         parted = [steps.get(one, 0) for ranks, _, _ in found.parties for one in ranks]
@@ -50,6 +59,7 @@ def _culprit(
     ended: Mapping[int, int],
     silent: Mapping[int, float],
     steps: Mapping[int, int],
+    busy: Collection[int],
 ) -> Stall | None:
     graph = waits(snapshots, members, world)
     states = {rank: one.state for rank, one in snapshots.items()}
@@ -71,14 +81,19 @@ def _culprit(
     roots = [rank for rank in graph.roots if rank in snapshots and snapshots[rank].state != "Z"]
     if roots:
         best = len(graph.behind(roots[0]))
-        return _alone([rank for rank in roots if len(graph.behind(rank)) == best], snapshots, graph)
+        guilty = [rank for rank in roots if len(graph.behind(rank)) == best]
+        return _alone(_idle_first(guilty, busy), snapshots, graph)
     if graph.roots:
         return None  # they wait for one that has failed: its own end says more
     if graph.edges:
         return at_odds(snapshots, graph, members, world)
     if graph.pending and len(graph.pending) == len(snapshots):
         return _together(snapshots, graph)
-    return _by_stacks(snapshots, graph, silent, ended)
+    return _by_stacks(snapshots, graph, silent, ended, busy)
+
+
+def _idle_first(ranks: list[int], busy: Collection[int]) -> list[int]:
+    return [rank for rank in ranks if rank not in busy] or ranks
 
 
 def _operation(graph: Waits, rank: int) -> tuple[str, str]:
@@ -165,7 +180,11 @@ def _together(snapshots: Snapshots, graph: Waits) -> Stall:
 
 
 def _by_stacks(
-    snapshots: Snapshots, graph: Waits, silent: Mapping[int, float], ended: Mapping[int, int]
+    snapshots: Snapshots,
+    graph: Waits,
+    silent: Mapping[int, float],
+    ended: Mapping[int, int],
+    busy: Collection[int],
 ) -> Stall | None:
     """No word from the collectives: those that are not in one are what the others wait for."""
     waiters = {rank for rank, one in snapshots.items() if rank in graph.pending or stacks.in_collective(one.main)}
@@ -178,7 +197,7 @@ def _by_stacks(
     guilty = [rank for rank in others if rank in silent] or (others if waiters else [])
     if not guilty:
         return None
-    found = _alone(sorted(guilty), snapshots, graph)
+    found = _alone(_idle_first(sorted(guilty), busy), snapshots, graph)
     return replace(found, waiting=tuple(sorted(waiters))) if waiters else found
 
 

@@ -22,7 +22,10 @@ class Progress:
     def __init__(self, now: float) -> None:
         self.steps = 0
         self.heard = now  # of anything that is progress
-        self.shown = now  # a line it printed, a collective it went on to: life, if not a step
+        self.began = now
+        self.shown = now  # a line it printed or other evidence of work: life, if not a step
+        self.worked = now  # evidence of work other than lines
+        self.doing = ""  # the newest evidence: "it computes"
         self.active = now  # CPU or I/O
         self.phase = ""
         self._phase_steps = 0  # it had made when the phase was said
@@ -42,8 +45,13 @@ class Progress:
 
     def printed(self, now: float) -> None:
         self.active = self.shown = now
+        self.doing = "it prints"
         if not self.steps:
             self.heard = now
+
+    def works(self, doing: str, now: float) -> None:
+        self.shown = self.worked = self.active = now
+        self.doing = doing
 
     def said(self, now: float) -> None:
         """A mark or a phase: the script itself says that it keeps running."""
@@ -70,6 +78,10 @@ class Progress:
                 if not self.steps:
                     self.heard = now
         self._work = cpu, moved, now
+
+    @property
+    def no_step_since(self) -> float:
+        return self.heard if self.steps else self.began
 
     @property
     def training(self) -> bool:

@@ -49,6 +49,7 @@ class Thread:
     gil: bool = False
     name: str = ""
     current: bool = False  # it crashed
+    values: str = ""  # digest of the local variables of its frames; empty where they can't be read
 
 
 @shape
@@ -138,6 +139,8 @@ class Worker:
     name: str = "?"
     state: str = "?"
     cpu: float = 0.0
+    moved: int = 0  # bytes read and written since it started
+    faults: int = 0  # page faults since it started
     wchan: str = ""
     syscall: str = ""
     command: str = ""
@@ -158,6 +161,10 @@ class Snapshot:
     waiting_for_core: float = 0.0  # share of the time its main thread was ready and not running
     faults: float = 0.0  # major page faults a second
     swap: int = 0
+    main_bytes: int = 0  # read and written by the main thread since the process started
+    all_bytes: int = 0  # by all threads
+    main_faults: int = 0  # page faults of the main thread
+    all_faults: int = 0
     cpus: int = 0  # it may run on
     wchan: str = ""
     syscall: str = ""
@@ -166,7 +173,9 @@ class Snapshot:
     groups: tuple[Group, ...] = ()
     no_groups: str = ""
     calls: tuple[Call, ...] = ()  # its newest, oldest first
-    workers: tuple[Worker, ...] = ()
+    workers: tuple[Worker, ...] = ()  # the first of its children
+    children: tuple[int, ...] = ()  # all of them, and theirs, at the end of the look
+    children_before: tuple[int, ...] = ()  # at its beginning
     gpu_use: int | None = None
     throttle: tuple[str, ...] = ()
     lanes: tuple[int | None, ...] = ()  # of its card's PCIe link: now, and at most

@@ -6,13 +6,15 @@ from collections.abc import Iterable
 
 from stoker.contract.quantities import ranks_text
 from stoker.contract.stacktext import is_library
-from stoker.control.watch.snapshot import Frame, Snapshot
+from stoker.control.watch.snapshot import Frame, Snapshot, main_thread
 
 # Not all of torch/distributed: elastic's decorators and FSDP's forward are around the script's own code.
 _COLLECTIVES = tuple(
     f"torch/distributed/{name}"
     for name in ("distributed_c10d.py", "_functional_collectives.py", "rendezvous.py", "nn/")
 )
+_PROCESSES = ("/subprocess.py", "/multiprocessing/", "/multiprocess/", "/concurrent/futures/", "/joblib/", "/torch/utils/data/dataloader.py")  # fmt: skip
+_THREADS = ("/threading.py", "/queue.py", "/concurrent/futures/", "/multiprocessing/pool.py", "/asyncio/")
 _LOADER = ("_try_get_data", "_get_data")  # waiting for a worker; with num_workers=0 there is none
 
 
@@ -50,6 +52,29 @@ def in_loader(frames: Iterable[Frame]) -> bool:
 def at_shutdown(frames: Iterable[Frame]) -> bool:
     """Has the script ended, and does Python wait for its threads?"""
     return any(frame.function == "_shutdown" and frame.file.endswith("/threading.py") for frame in frames)
+
+
+def waits_for_processes(one: Snapshot) -> bool:
+    """Return whether the main thread waits for processes it started: for their end, their output or their results."""
+    if one.syscall in ("wait4", "waitid") or one.wchan == "do_wait" or "pipe" in one.wchan:
+        return True
+    return _calls_into(one, _PROCESSES)
+
+
+def waits_for_threads(one: Snapshot) -> bool:
+    """Return whether the main thread waits for another thread of the rank in Python's own library."""
+    return _calls_into(one, _THREADS)
+
+
+def _calls_into(one: Snapshot, files: tuple[str, ...]) -> bool:
+    """Return whether the script was in a call into one of these library files in any of the samples."""
+    for main in filter(None, map(main_thread, one.samples)):
+        for frame in main.frames:
+            if is_users(frame):
+                break
+            if any(part in frame.file for part in files):
+                return True
+    return False
 
 
 def in_backward(frames: Iterable[Frame]) -> bool:

@@ -1,5 +1,6 @@
 """Watches one attempt: hears what agents say, and answers "what now?". Two tiers: a suspicion is explained in seconds
-and the job keeps running; it is stopped on proof, or when --hang-timeout is over. Decides; the coordinator acts.
+and the job keeps running; it is stopped on proof, or when --hang-timeout is over. A rank with evidence of work has
+until --busy-timeout. Decides; the coordinator acts.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stoker.contract.quantities import span
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Stall
 from stoker.contract.untrusted import is_count, parse_json, within
 from stoker.control.watch import progress, snapshot, stacks
+from stoker.control.watch.activity import activity
 from stoker.control.watch.culprit import explain
 from stoker.control.watch.diverged import after_the_end
 from stoker.control.watch.progress import Progress
@@ -24,6 +27,8 @@ ANSWER_S = 12.0  # an inspection that has not been answered by then is given up
 PHASE_TIMES = 6.0  # --hang-timeout in an announced phase, and before the first step
 START_STOP_S = 60.0
 MAX_WAIT_S = 60.0
+BUSY_REPORT_S = 60.0  # a rank that works is reported after this long without a step, or after --hang-timeout
+BUSY_TIMEOUT_S = 1800.0
 COMPUTES_S = 10.0  # silence of a rank that computes and keeps nobody waiting: before that it is only slow
 _MOST_GROUPS = 10_000  # process groups of a job; a host may be hostile
 _LONGEST_GROUP = 500  # characters of a group's name
@@ -42,6 +47,14 @@ class Inspect:
 class Suspect:
     stall: Stall
     stops_in: float | None  # seconds until the job is stopped for it, if nothing changes; None: never
+
+
+@shape
+class Busy:
+    """A rank works for long without finishing a step. It is no suspicion, and withdraws one that was reported."""
+
+    stall: Stall
+    stops_in: float | None  # seconds until the job is stopped for it, if no step ends; None: never
 
 
 @shape
@@ -71,7 +84,7 @@ class Standing:
     collective_age: float | None  # since it entered the collective it was last seen in, unless it has beaten since
 
 
-Action = Inspect | Suspect | Relieve | Stop
+Action = Inspect | Suspect | Busy | Relieve | Stop
 
 
 class Watcher:
@@ -83,10 +96,13 @@ class Watcher:
         now: float,
         first_ask: int = 0,
         ranks: range | None = None,
+        busy_timeout: float = BUSY_TIMEOUT_S,
     ) -> None:
-        """`ranks`: those that are heard here; None: all of the world's."""
+        """`ranks`: those that are heard here; None: all of the world's. `busy_timeout` 0: a rank that works is never stopped."""
         self._world = world
         self._timeout = hang_timeout
+        self._busy_timeout = max(busy_timeout, hang_timeout) if busy_timeout else float("inf")
+        self._max_wait = min(MAX_WAIT_S, max(AGAIN_S, hang_timeout / 4)) if hang_timeout else MAX_WAIT_S
         self._ranks = {rank: Progress(now) for rank in (range(world) if ranks is None else ranks)}
         self._ended: dict[int, int] = {}
         self._members: dict[str, tuple[int, ...]] = {}
@@ -98,6 +114,9 @@ class Watcher:
         self._wait = AGAIN_S
         self.stall: Stall | None = None
         self._said: tuple[Any, ...] = ()
+        self._busy: dict[int, str] = {}  # rank -> what it does, of those with evidence of work since the look before
+        self._reported_busy: int | None = None
+        self._inspected: dict[int, float] = {}  # rank -> when it was inspected last, in this stall
         self._first_seen = 0.0
         self._looks = 0
         self._silent_from = 0.0
@@ -224,7 +243,7 @@ class Watcher:
         return found
 
     def _relieved(self, now: float) -> list[Action]:
-        stall, reported = self.stall, self._said
+        stall, reported = self.stall, self._said or self._reported_busy is not None
         if stall is None:
             return []
         silent = now - self._silent_from if self._silent_from else 0.0
@@ -234,6 +253,7 @@ class Watcher:
     def _forget(self) -> None:
         self.stall, self._said, self._looks, self._silent_from, self._wait = None, (), 0, 0.0, AGAIN_S
         self._next_look = 0.0
+        self._busy, self._reported_busy, self._inspected = {}, None, {}
 
     def _conclude(self, now: float) -> list[Action]:
         answers, self._asked_at = self._answers, 0.0
@@ -247,29 +267,33 @@ class Watcher:
             overdue |= {rank: now - self._ranks[rank].heard for rank in answers}
         if not overdue and not self._failing:
             return self._relieved(now)
-        for rank, one in answers.items():
-            if rank in self.snapshots and one.newest > self.snapshots[rank].newest:
-                self._ranks[rank].shown = now  # it went on to another collective
+        self._note_work(answers, now)
         self.snapshots.update(answers)
         steps = {rank: one.steps for rank, one in self._ranks.items()}
         alive = {rank: code for rank, code in self._ended.items() if rank not in self._failed}
-        stall = explain({**self._failed, **answers}, self._world, self._members, alive, overdue, steps)
+        stall = explain({**self._failed, **answers}, self._world, self._members, alive, overdue, steps, self._busy)
         if stall is not None and stall.rank is not None and stall.rank not in self._ranks:
             stall = None  # of a machine we don't hear: its own launcher looks at it
         if stall is None or not self._is_evidence(stall):
-            self._wait = min(self._wait * 2, MAX_WAIT_S)
+            self._wait = min(self._wait * 2, self._max_wait)
             return self._unseen(overdue, now)
+        stall = self._as_busy(stall, now)
         self._silent_from = now - stall.silent_s
         same = self.stall is not None and _identity(self.stall) == _identity(stall)
         if not same:
             self._first_seen, self._looks = now, 0
         self._looks += 1
         if self._looks > 2 and not stall.proof:
-            self._wait = min(self._wait * 2, MAX_WAIT_S)  # nothing new in it: looking costs stacks of all ranks
+            self._wait = min(self._wait * 2, self._max_wait)  # nothing new in it: looking costs stacks of all ranks
         self.stall = stall
         actions: list[Action] = []
+        if stall.kind == "busy":
+            report_after = min(BUSY_REPORT_S, self._timeout or BUSY_REPORT_S)
+            if self._reported_busy != stall.rank and (self._said or stall.silent_s >= report_after):
+                self._reported_busy, self._said = stall.rank, ()  # it takes back what was suspected
+                actions.append(Busy(stall, self._stops_in(stall, now)))
         # Said once, and again when it turns out worse.
-        if not self._said or stall.rank != self._said[0] or stall.proof > self._said[1]:
+        elif not self._said or stall.rank != self._said[0] or stall.proof > self._said[1]:
             self._said = stall.rank, stall.proof
             actions.append(Suspect(stall, self._stops_in(stall, now)))
         why = self._stop_reason(stall, now)
@@ -277,6 +301,64 @@ class Watcher:
             actions.append(Stop(stall, why))
         self._next_look = min(now + self._wait, self._deadline(stall, now))
         return actions
+
+    def _note_work(self, answers: Mapping[int, Snapshot], now: float) -> None:
+        """Note which ranks have given evidence of work since they were inspected last in this stall."""
+        self._busy = {}
+        for rank, one in answers.items():
+            if rank not in self._ranks or one.state in "TtZ":
+                continue
+            progress_, at = self._ranks[rank], self._inspected.get(rank)
+            before = self.snapshots.get(rank) if at is not None else None
+            if before is not None and one.newest > before.newest:
+                doing = "it enters one collective after another"
+            else:
+                doing = activity(before, one, now - at if at is not None else 0.0)
+            if doing:
+                progress_.works(doing, now)
+            elif at is not None and progress_.shown > at and not stacks.in_collective(one.main):
+                doing = progress_.doing
+            if doing:
+                self._busy[rank] = doing
+            self._inspected[rank] = now
+
+    def _as_busy(self, stall: Stall, now: float) -> Stall:
+        """Return the stall as the work of a busy rank, if that is who the others wait for; else as it is."""
+        if stall.proof or stall.kind in ("stopped", "debugged"):
+            return stall
+        if stall.rank in self._busy:
+            ranks = tuple(rank for rank in stall.ranks if rank in self._busy)
+            return self._busy_stall(stall, ranks, self._busy[ranks[0]], now)
+        accused = self.snapshots.get(stall.rank) if stall.rank is not None else None
+        waits = stall.rank is None or (accused is not None and stacks.in_collective(accused.main))
+        if self._busy and waits:
+            ranks = tuple(sorted(self._busy))
+            return self._busy_stall(stall, ranks, self._busy[ranks[0]], now)
+        if stall.rank is not None and stall.rank in self._ranks and self._is_busy_timeout_over(stall.rank, now):
+            return self._busy_stall(stall, stall.ranks, self._ranks[stall.rank].doing, now)
+        return stall
+
+    def _busy_stall(self, stall: Stall, ranks: tuple[int, ...], doing: str, now: float) -> Stall:
+        rank = ranks[0]
+        seen, one = self.snapshots.get(rank), self._ranks[rank]
+        frame = stacks.users_frame(seen.main) if seen is not None else None
+        waiting = stall.waiting if stall.rank == rank else ()
+        operation = stall.operation or ("a collective" if waiting else "")
+        at = stacks.users_frame(self.snapshots[waiting[0]].main) if waiting and waiting[0] in self.snapshots else None
+        if at is not None:
+            operation += f" ({at.file.rpartition('/')[2]}:{at.line})"
+        silent = round(now - one.no_step_since, 1)
+        return replace(
+            stall, kind="busy", rank=rank, ranks=ranks, waiting=waiting, where=str(frame or ""), detail=doing,
+            operation=operation, silent_s=silent, step=one.steps, parties=(),
+        )  # fmt: skip
+
+    def _is_busy_timeout_over(self, rank: int, now: float) -> bool:
+        """Return whether the rank gave evidence of work to the end, and had --busy-timeout for it."""
+        one = self._ranks[rank]
+        if not one.steps or not one.training or now - one.heard < self._busy_timeout - 0.5:
+            return False
+        return one.shown > one.heard and now - one.shown < self._timeout - 0.5
 
     def _unseen(self, overdue: Mapping[int, float], now: float) -> list[Action]:
         """Nothing could be seen, and the time is over all the same."""
@@ -314,6 +396,10 @@ class Watcher:
     def _stops_in(self, stall: Stall, now: float) -> float | None:
         if not self._timeout or stall.kind == "debugged":
             return None
+        if stall.kind == "busy" and stall.rank is not None:
+            one = self._ranks[stall.rank]
+            over = one.heard + self._busy_timeout if one.steps and one.training else float("inf")
+            return None if over == float("inf") else max(0.0, over - now)
         return AGAIN_S if stall.proof else max(0.0, self._silent_since(stall, now) + self._limit(stall) - now)
 
     def _deadline(self, stall: Stall, now: float) -> float:
@@ -321,19 +407,21 @@ class Watcher:
             return now + self._wait
         over = self._silent_since(stall, now) + self._limit(stall)
         if stall.rank is not None and self._ranks[stall.rank].steps and self._ranks[stall.rank].training:
-            over = min(over, max(self._ranks[stall.rank].heard + PHASE_TIMES * self._timeout, now))
+            over = min(over, max(self._ranks[stall.rank].heard + self._busy_timeout, now))
         return max(now + 0.25, over - 0.5)
 
     def _silent_since(self, stall: Stall, now: float) -> float:
-        """When it last gave a sign: a step, a line, another collective. Signs without a step count for a while only."""
+        """Return when it last gave a sign: a step, a line, evidence of work. Signs without a step count up to --busy-timeout."""
         if stall.rank is None or stall.rank in self._ended:
-            return now - stall.silent_s
+            since = now - stall.silent_s
+            worked = max((one.worked for rank, one in self._ranks.items() if rank not in self._ended), default=since)
+            return max(since, worked) if stall.silent_s < self._busy_timeout else since
         one = self._ranks[stall.rank]
         if not one.steps:
             return max(one.heard, one.active)
         if not one.training:  # an announced phase may take as long as it likes while it gives signs
             return max(one.heard, one.shown)
-        return max(one.heard, one.shown) if now - one.heard < PHASE_TIMES * self._timeout else one.heard
+        return max(one.heard, one.shown) if now - one.heard < self._busy_timeout - 0.5 else one.heard
 
     def _stop_reason(self, stall: Stall, now: float) -> str:
         if not self._timeout:
@@ -341,6 +429,8 @@ class Watcher:
         if stall.proof and self._looks > 1 and now - self._first_seen >= AGAIN_S - 0.5:
             return "it can't continue by itself"
         if now - self._silent_since(stall, now) >= self._limit(stall) - 0.5:
+            if stall.kind == "busy":
+                return f"--busy-timeout of {span(self._busy_timeout)} is over"
             return f"--hang-timeout of {self._timeout:g} s is over"
         return ""
 

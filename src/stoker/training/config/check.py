@@ -196,18 +196,6 @@ def _sharded(checking: _Checking) -> None:
         )
 
 
-def check_ranks(config: Config, ranks: int, given: Mapping[str, Origin] | None = None) -> None:
-    samples = config.batch.tokens // config.data.context_length
-    if config.batch.tokens and samples < ranks:
-        least = ranks * config.data.context_length
-        _Checking(config, given or {}).refuse(
-            f"batch.tokens {config.batch.tokens} is {samples} samples of {config.data.context_length} tokens: too few"
-            f" for {ranks} ranks; {least} is enough",
-            "batch.tokens",
-            "data.context_length",
-        )
-
-
 def check_drill(config: Config, ranks: int, given: Mapping[str, Origin] | None = None) -> None:
     """`ranks`: the most that may start."""
     told = parse(config.nan.inject)

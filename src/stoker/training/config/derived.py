@@ -24,7 +24,6 @@ CONTINUED = 4.0  # times that: pretraining that continues from loaded weights, a
 ADAPTED = 10.0  # times that where adapters learn: what suits them at any rank (Schulman and others, 2025, LoRA Without Regret)
 KEEPS_ITS_LENGTH = ("debug",)
 MOST_STEPS_A_PASS = 1000  # more data: a larger batch, up to the preset's
-RANKS_UNKNOWN = 16  # samples a step has at least where only the launch will show how many ranks share them
 RATES = ("optim.learning_rate", "optim.muon_learning_rate")
 LENGTH = ("train.max_steps", "train.epochs")
 BATCH = ("batch.tokens", "batch.accumulation")
@@ -163,11 +162,11 @@ def _rates(learning: Learning, config: Config, model: ModelConfig) -> dict[str, 
 
 def _samples(learning: Learning, config: Config, at: Situation) -> int:
     assert at.amount is not None
+    # Not a function of the ranks: the same data gives the same steps, and the same loss curve, on any number of them.
     preset = max(config.batch.tokens // config.data.context_length, 1)
     most = min(max(learning.samples or preset, _power_of_two(at.amount.samples // MOST_STEPS_A_PASS)), preset)
     wanted = at.amount.samples // learning.steps_a_pass
-    least = at.ranks if at.ranks is not None else RANKS_UNKNOWN
-    return max(most if wanted >= most else max(_power_of_two(wanted), 1), min(least, preset))
+    return most if wanted >= most else max(_power_of_two(wanted), 1)
 
 
 def _power_of_two(number: int) -> int:

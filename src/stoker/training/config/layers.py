@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
+from stoker.contract.owners import why_not_ours_alone
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
 from stoker.training.config import aliases
-from stoker.training.config.files import load
+from stoker.training.config.files import load, shipped
 from stoker.training.config.flags import Flag
 from stoker.training.config.keys import KEYS
 from stoker.training.config.schema import SECTIONS
@@ -18,8 +21,10 @@ from stoker.training.rl.config import names_code, reaches_elsewhere
 PREFIX = "STOKER_TRAIN_"
 # A config file may come from anybody: what it may not switch on, by whatever name or alias. Flags and variables may.
 NOT_IN_A_FILE: dict[str, Callable[[Any], bool]] = {
-    "model.trust_remote_code": bool, "grpo.reward": names_code, "grpo.server": reaches_elsewhere,
+    "model.trust_remote_code": bool, "grpo.server": reaches_elsewhere,
 }  # fmt: skip
+REWARD = "grpo.reward"  # may name code in a file of the user's own
+_HUB_CACHE = re.compile(r"/(?:models|datasets|spaces)--[^/]+/(?:snapshots|blobs)/")
 
 
 @shape
@@ -73,7 +78,22 @@ def gather(flags: Sequence[Flag], environment: Mapping[str, str]) -> Layers:
     file, run = from_file(path) if path else (Layer(), {})
     layers = Layers(file, from_environment(environment), from_flags(flags), run, path)
     _refuse_not_in_a_file(layers)
+    if names_code(file.values.get(REWARD, ())) and layers.told(REWARD) == (file.values[REWARD], file.origins[REWARD]):
+        _refuse_foreign_code(path, file.origins[REWARD])
     return layers
+
+
+def _refuse_foreign_code(path: str, origin: Origin) -> None:
+    """Raise Refusal unless the config file that names code is the user's own."""
+    if path in shipped():
+        why = "comes with Stoker"
+    elif _HUB_CACHE.search(os.path.realpath(path)):
+        why = "was downloaded from the hub"
+    else:
+        why = why_not_ours_alone(path)
+    if why:
+        line = f"{origin.words} names code, which is taken only from a config file of your own, and this one is not"
+        raise Refusal(f"{line}: it {why.removeprefix('it ')}; copy it, or give --{REWARD}", origin.code)
 
 
 def _refuse_not_in_a_file(layers: Layers) -> None:

@@ -14,7 +14,7 @@ ABOUT = {
 }
 PRESETS: dict[str, dict[str, Any]] = {
     "debug": {
-        "model.depth": 2, "tokenizer.vocab_size": 1024, "tokenizer.train_megabytes": 8, "data.context_length": 256, "batch.micro": 2,
+        "model.depth": 2, "tokenizer.vocab_size": 1024, "tokenizer.train_megabytes": 8, "data.context_length": 256, "batch.tokens": 512, "batch.micro": 2,
         "optim.learning_rate": 1e-3, "optim.warmup_ratio": 0.1, "compute.compile": "off", "compute.deterministic": True,
         "train.max_steps": 10, "train.log_every": 1, "train.eval_every": 5, "train.eval_tokens": 16_384, "train.log_samples": True, "train.debug": True, "train.samples": 0,
         "checkpoint.every_steps": 5,

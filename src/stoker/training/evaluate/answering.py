@@ -18,7 +18,7 @@ from stoker.training.evaluate.asking import (
     stop_ids,
 )
 from stoker.training.evaluate.likelihood import log_likelihoods
-from stoker.training.evaluate.marking import Alternatives, alternatives, in_form, phrases, right, right_in_form, words
+from stoker.training.evaluate.marking import in_form, right_in_form
 from stoker.training.evaluate.tasks import Task
 from stoker.training.generate.config import GenerateConfig
 from stoker.training.model.decoder import Decoder
@@ -55,7 +55,7 @@ class Written:
 
 @shape
 class Marked:
-    """`correct`: by content; `in_form`: in the expected form; `strict`: right in that form, as GRPO rewards it."""
+    """`correct`: by content; `in_form`: in the expected form; `strict`: correct in that form, which GRPO's `exact` pays for."""
 
     completion: str
     correct: bool
@@ -76,23 +76,11 @@ class Outcome:
     sampled: tuple[Marked, ...] = ()
 
 
-class Marker:
-    """Marks a task's answers. Where a question names no alternatives, they are the other answers of its kind."""
-
-    def __init__(self, task: Task) -> None:
-        self._questions = task.questions
-        answers: dict[str, list[str]] = {}
-        for question in task.questions:
-            answers.setdefault(question.kind, []).append(question.answer)
-        self._of_kind = {kind: phrases(given) for kind, given in answers.items()}
-
-    def __call__(self, written: Written, place: int) -> Marked:
-        question, text = self._questions[place], written.text
-        others = Alternatives(self._of_kind[question.kind], words(question.text))
-        if question.alternatives:
-            others = alternatives(question.alternatives)
-        correct = right(text, question.answer, others, cut=written.cut)
-        return Marked(text, correct, in_form(text, question.answer), right_in_form(text, question.answer), written.cut)
+def mark(task: Task, written: Written, place: int) -> Marked:
+    """Return the marks of an answer to the task's question at `place`."""
+    question, text = task.questions[place], written.text
+    correct = task.grader(text, question, truncated=written.cut)
+    return Marked(text, correct, in_form(text, question.answer), right_in_form(text, question.answer), written.cut)
 
 
 def put(task: Task, tokenizer: Tokenizer, manner: Manner, context: int, new_tokens: int) -> Asked:
@@ -131,14 +119,14 @@ class Answerer:
 
     def write(self, asked: Asked, places: Sequence[int]) -> list[Outcome]:
         """The greedy answers."""
-        marker, prompts = Marker(asked.task), [asked.prompts[place] for place in places]
+        prompts = [asked.prompts[place] for place in places]
         with Progress("answering", len(prompts), unit="questions") as progress:
             answers = self._written(prompts, told=progress.at, temperature=0.0) if places else []
         outcomes = []
         for place, answer in zip(places, answers, strict=True):
             question = asked.task.questions[place]
             shown = (question.kind, question.text, question.answer)
-            outcomes.append(Outcome(asked.task.name, place, *shown, marker(answer, place), open=True))
+            outcomes.append(Outcome(asked.task.name, place, *shown, mark(asked.task, answer, place), open=True))
         return outcomes
 
     def sample(
@@ -174,5 +162,5 @@ def _chosen(asked: Asked, place: int, scores: Sequence[float]) -> Outcome:
     question = asked.task.questions[place]
     best = question.labels[max(range(len(scores)), key=scores.__getitem__)]
     correct, shown = best == question.answer, question.text + question.listed
-    mark = Marked(best, correct, in_form=True, strict=correct)
-    return Outcome(asked.task.name, place, question.kind, shown, question.answer, mark, open=False)
+    marked = Marked(best, correct, in_form=True, strict=correct)
+    return Outcome(asked.task.name, place, question.kind, shown, question.answer, marked, open=False)

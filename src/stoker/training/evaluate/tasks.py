@@ -19,6 +19,7 @@ from stoker.training.data.parquet import characters_of, open_parquet, read_rows
 from stoker.training.data.rows import counted_in, kind_of
 from stoker.training.data.rows import rows as file_rows
 from stoker.training.data.unpack import open_unpacked, packing_of, unpacked_name
+from stoker.training.evaluate.grading import Grader
 from stoker.training.evaluate.marking import LONGEST_ANSWER
 
 TOLERATED = 0.01  # a share of unusable rows that is skipped; from there on the file is wrong
@@ -37,6 +38,7 @@ class Task:
     name: str
     questions: tuple[Question, ...]
     skipped: str  # which rows, and why; empty: none
+    grader: Grader  # of all questions of the file, so that evaluate.most changes no grade
 
 
 @shape
@@ -107,7 +109,7 @@ def _task(path: str, most: int) -> Task:
             questions += found
             skipped += [wrong] if wrong else []
     chosen = tuple(questions[place] for place in spread(len(questions), most))
-    return Task(_name(path), chosen, "; ".join(skipped))
+    return Task(_name(path), chosen, "; ".join(skipped), Grader(questions))
 
 
 def _files(path: str) -> list[str]:

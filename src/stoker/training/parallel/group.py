@@ -51,18 +51,6 @@ def cut(shares: Sequence[int], rank: int, micro: int) -> Share:
     return Share(begin, begin + shares[rank], micro, max(-(-shares[rank] // micro), 1))
 
 
-def largest_share(samples: int, ranks: int) -> int:
-    """Samples of the rank that has most; refuses a batch that leaves ranks without any."""
-    if samples < ranks:
-        raise Refusal(
-            f"a batch of {samples} sample{'s' if samples > 1 else ''} can't be split over {ranks} ranks: raise"
-            f" batch.tokens to at least {ranks} × the context length, or use {samples}"
-            f" rank{'s' if samples > 1 else ''}",
-            EX_USAGE,
-        )
-    return -(-samples // ranks)
-
-
 def even_micro(share: int, most: int) -> int:
     """The micro-batch up to `most` that wastes least: 12 samples with room for 8 are 2 × 6, not 8 + 4 and padding."""
     return -(-share // -(-share // most))

@@ -39,7 +39,7 @@ from stoker.training.optim.loss_scale import scale_for
 from stoker.training.optim.muon import local
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
 from stoker.training.parallel.config import local_steps
-from stoker.training.parallel.group import Group, even_micro, largest_share, no_sync
+from stoker.training.parallel.group import Group, even_micro, no_sync
 from stoker.training.parallel.sharded import shard
 from stoker.training.recipes import memory
 
@@ -80,6 +80,7 @@ def parts_of(
     if len(set(fits)) > 1:
         voice.say_once(f"micro-batches of {', '.join(map(str, fits))} samples at most fit the ranks")
     batch = samples_per_step(c, micro, group.world, found)
+    warn_of_idle_ranks(batch, "row", "batch.tokens", group, voice)
     every = local_steps(c.parallel.comm) if group.world > 1 else 0
     return Parts(
         group=group,
@@ -100,6 +101,15 @@ def parts_of(
         loss_scale=scale_for(dtype, group.device),
         exchange_each=each,
     )
+
+
+def warn_of_idle_ranks(count: int, noun: str, key: str, group: Group, voice: Voice) -> None:
+    """Say so if a step has fewer samples than there are ranks: the others compute nothing that counts."""
+    if count < group.world:
+        idle = f"{group.world - count} of {group.world} ranks"
+        voice.say_once(
+            f"warning: a step has {counted(count, noun)}, so {idle} have nothing to compute; raise {key} to use them"
+        )
 
 
 def lock_memory(model: Decoder, optimizer: Optimizer, group: Group, voice: Voice) -> None:
@@ -305,7 +315,7 @@ def share_of(c: Config, group: Group) -> int:
     """Samples of the rank that has most of a step; where they depend on what fits: as many as are tried."""
     tokens, micro = c.batch.tokens, c.batch.micro
     if tokens:
-        return largest_share(tokens // c.data.context_length, group.world)
+        return -(-(tokens // c.data.context_length) // group.world)
     return micro * c.batch.accumulation or MANY
 
 

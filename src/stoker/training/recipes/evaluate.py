@@ -18,7 +18,7 @@ import stoker
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import as_json, pick, replace
 from stoker.training.config.schema import Config
-from stoker.training.evaluate.answering import Answerer, Asked, Marker, Outcome, choose, put
+from stoker.training.evaluate.answering import Answerer, Asked, Outcome, choose, mark, put
 from stoker.training.evaluate.asking import Manner
 from stoker.training.evaluate.confidence import Interval, wilson, wilson_of_draws
 from stoker.training.evaluate.likelihood import measure
@@ -196,9 +196,8 @@ def _answers(c: Config, asked: Asked, answerer: Answerer, group: Group) -> list[
     mine = group.turns(len(prompts))  # of blocks there are fewer
     sampled = answerer.sample(prompts, c.evaluate.draws, c.train.seed, mine.__contains__)
     answers = {asked.open[number]: written for number, written in sampled.items()}
-    marker = Marker(asked.task)
     return [
-        replace(one, sampled=tuple(marker(written, one.index) for written in answers[one.index]))
+        replace(one, sampled=tuple(mark(asked.task, written, one.index) for written in answers[one.index]))
         for one in answerer.write(asked, list(answers))
     ]
 

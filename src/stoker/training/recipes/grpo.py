@@ -219,6 +219,7 @@ def main(argv: list[str]) -> int:
     own = build.adapters_of(c, voice)
     model, reference, copy = policy_of(c, weights, own, group, voice)
     with_rows(model.config, tokenizer.vocab_size)
+    build.warn_of_idle_ranks(c.grpo.prompts_per_step, "prompt", "grpo.prompts_per_step", group, voice)
     optimizer = Optimizer(model, c.optim, group.visited)
     build.lock_memory(model, optimizer, group, voice)
     judge = reward_model_of(c, tokenizer, group.device)
@@ -303,7 +304,7 @@ def main(argv: list[str]) -> int:
         stoker.mark(mark)
     stoker.phase("train")
     task = GrpoTask(
-        c.grpo, group, voice, position, history, about=about, loss_scale=scale, planned_bytes=memory.planned_bytes
+        c.grpo, group, voice, position, history, about, steps, loss_scale=scale, planned_bytes=memory.planned_bytes
     )
     rollouts_mb = c.grpo.rollouts_mb if group.first else 0
     keep_rollouts = RolloutLog(folder, position.step, rollouts_mb, voice.say)

@@ -9,13 +9,12 @@ steps, build.py the parts they need. Midtraining and fine-tuning are the same wi
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 
 import torch
 
-from stoker.training.config.check import check_data, check_ranks
+from stoker.training.config.check import check_data
 from stoker.training.config.resolve import recipe_settings, with_tokenizer
 from stoker.training.data.prepare import prepare
 from stoker.training.loop.config import check_loggers
@@ -38,7 +37,6 @@ def learn(name: str, argv: list[str]) -> int:
     resolved = recipe_settings(argv, torch.cuda.is_available(), say=stage.from_rank_0, defaults=STAGES[name].defaults)
     c = stage.with_rows_for_model(name, resolved.config, resolved.given)
     STAGES[name].check(c)
-    check_ranks(c, int(os.environ.get("WORLD_SIZE", "1")))
     check_loggers(c.train.log_to)
     ready.environment(stage.from_rank_0)
     on_gpu = torch.cuda.is_available() and c.parallel.device != "cpu"

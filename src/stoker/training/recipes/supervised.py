@@ -11,7 +11,6 @@ from torch import Tensor
 
 from stoker.contract.quantities import counted
 from stoker.contract.shape import as_json, shape
-from stoker.training.config.check import check_ranks
 from stoker.training.config.schema import Config
 from stoker.training.data.order import order_of
 from stoker.training.evaluate.confidence import wilson
@@ -131,7 +130,6 @@ def learn_pairs(argv: list[str], kind: PairStage) -> int:
     startup = Startup()
     startup.done("imports")
     c = stage.settings(argv, kind.name)
-    check_ranks(c, int(os.environ.get("WORLD_SIZE", "1")))
 
     # Pairs: read by every rank, before there is a process group.
     tokenizer, given, context = stage.tokenizer_of(c), getattr(c, kind.name), c.data.context_length

@@ -207,12 +207,16 @@ def lacking(parts: Sequence[RewardPart]) -> Callable[[str | None], str]:
     return problem
 
 
-def marker_of(parts: Sequence[RewardPart]) -> Callable[[str, str, bool], bool]:
-    """What `correct` counts: the first of exact, number and math that is asked for; else exact."""
-    return MARKERS[next((part.kind for part in parts if part.kind in MARKED), EXACT)]
+def largest_reward(parts: Sequence[RewardPart]) -> float | None:
+    """Return the most that answers can be paid on average; None where a user's function decides."""
+    if any(part.kind == CODE for part in parts):
+        return None
+    # The model's part compares a prompt's answers with each other: their mean is about a half, however good they are.
+    return sum(max(part.weight, 0.0) * (0.5 if part.kind == MODEL else 1.0) for part in parts)
 
 
-# Of a completion, the row's answer, and whether the completion was cut at the token limit.
+# What these rewards pay 1 for, given a completion, the row's answer, and whether the token limit cut the completion.
+# Whether a completion counts as correct is decided elsewhere (evaluate/grading.py).
 MARKERS: dict[str, Callable[[str, str, bool], bool]] = {
     EXACT: lambda text, answer, cut: right_in_form(text, answer),
     NUMBER: lambda text, answer, cut: right_number(text, answer, cut=cut),

@@ -17,6 +17,7 @@ from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
 from stoker.control.record.rollouts import Rollout, Rollouts
+from stoker.training.evaluate.grading import Grader, open_question
 from stoker.training.rl.parts import (
     CODE,
     FORMAT,
@@ -26,7 +27,6 @@ from stoker.training.rl.parts import (
     MODEL,
     RewardPart,
     length_reward,
-    marker_of,
     shown,
 )
 
@@ -47,7 +47,7 @@ class Judged:
     """Of this rank's answers, in their order."""
 
     rewards: list[float]
-    correct: list[bool | None]  # None: the row has no answer
+    correct: list[bool | None]  # as evaluation grades them, whatever the reward pays for; None: the row has no answer
     parts: list[list[float]]  # of each part, before its weight
 
 
@@ -143,7 +143,8 @@ class Rewards:
         scorer: Scorer | None,
     ) -> None:  # fmt: skip
         self.parts, self._rows, self._new_tokens = tuple(parts), rows, new_tokens
-        self._worker, self._scorer, self._mark = worker, scorer, marker_of(parts)
+        self._worker, self._scorer = worker, scorer
+        self._grader = Grader(question for row in rows if (question := open_question(row)) is not None)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -151,16 +152,17 @@ class Rewards:
 
     def __call__(self, answers: Sequence[Any]) -> Judged:
         """`answers`: of rl/rollout.py. Raises RewardFailed."""
-        correct = [
-            None if answer.prompt.answer is None else self._mark(answer.text, answer.prompt.answer, not answer.whole)
-            for answer in answers
-        ]
+        correct = [self._grade(answer) for answer in answers]
         call = self._call(answers) if self._worker is not None and answers else {}
         found = [self._part(part, answers, call) for part in self.parts]
         rewards = [part.weight * value for part in self.parts[:1] for value in found[0]]
         for part, values in zip(self.parts[1:], found[1:], strict=True):
             rewards = [so_far + part.weight * value for so_far, value in zip(rewards, values, strict=True)]
         return Judged(rewards, correct, found)
+
+    def _grade(self, answer: Any) -> bool | None:
+        question = open_question(self._rows[answer.prompt.row])
+        return None if question is None else self._grader(answer.text, question, truncated=not answer.whole)
 
     def _part(self, part: RewardPart, answers: Sequence[Any], call: dict[str, Any]) -> list[float]:
         if not answers:

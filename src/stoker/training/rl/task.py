@@ -18,7 +18,7 @@ from stoker.training.loop.speed import Speed
 from stoker.training.optim.loss_scale import LossScale
 from stoker.training.parallel.group import Group
 from stoker.training.rl.config import GrpoConfig
-from stoker.training.rl.parts import MARKED, MODEL, parts_of, shown
+from stoker.training.rl.parts import MARKED, MODEL, largest_reward, parts_of, shown
 from stoker.training.rl.rollout import Age, Outcome, Paid
 from stoker.training.rl.update import Learned
 
@@ -27,6 +27,8 @@ KL_STEPS, ENTROPY_STEPS, LENGTH_STEPS, NOT_FINITE_STEPS = 3, 5, 5, 3
 # What a stop without signal is explained by: shares of a window's answers and prompts, and nats per token.
 MANY_CUT, MOSTLY_ALIKE, NEARLY_CERTAIN = 0.25, 0.5, 0.05
 PAID_ALIKE = 1e-9  # sums of equal rewards may differ in their last bits
+NEAR_MAXIMUM = 0.95  # share of the largest possible reward from which on nothing is left to learn
+NOTHING_LEFT, HARDER = "nothing is left to learn from these prompts", "give harder ones, or train fewer steps"
 
 
 @shape
@@ -36,7 +38,7 @@ class Seen:
     step: int
     reward: float
     spread: float  # standard deviation of all answers' rewards; 0 exactly where all are the same
-    correct: float | None  # share of right answers; None: the rows have no answers
+    correct: float | None  # share that evaluation would grade correct; None: the rows have no answers
     kl: float | None  # None: not measured
     entropy: float | None
     length: float
@@ -47,12 +49,13 @@ class Seen:
     alike: float = 0.0  # share of the prompts whose answers are all the same text
     right: Paid = Paid()  # answers that are right, by the `answer` of their rows, and what the reward gave them
     wrong: Paid = Paid()
+    matched: float | None = None  # mean of what exact, number and math paid; None: they are not among the rewards
 
 
 @shape
 class Finding:
     line: str
-    solved: bool = False  # every answer is right: the end of the run, but no failure
+    solved: bool = False  # nothing is left to learn: the end of the run, but no failure
 
 
 class Stopped(Exception):
@@ -75,7 +78,8 @@ class History:
 
     @classmethod
     def from_json(cls, c: GrpoConfig, told: dict[str, list[dict[str, object]]]) -> History:
-        return cls(c, *([read_shape(Seen, one) for one in told[part]] for part in ("first", "recent")))
+        first, recent = ([read_shape(Seen, step) for step in told[part]] for part in ("first", "recent"))
+        return cls(c, first, recent)
 
     def finding(self) -> Finding | None:
         return judge(self.first, self.recent, self._c)
@@ -83,7 +87,19 @@ class History:
     def troubled(self) -> bool:
         """The newest step looks broken, though not yet for long enough: its weights are not worth a checkpoint."""
         last = self.recent[-1]
-        return not last.finite or _kl(self._c)(last) or _entropy(self._c)(last) or _length(self._c, self.first)(last)
+        if not last.finite or _kl(self._c)(last):
+            return True
+        collapsed = _entropy(self._c)(last) or _length(self._c, self.first)(last)
+        return collapsed and not is_near_maximum(self._c, [last])
+
+    def says_little_to_learn(self) -> str:
+        """Return a warning if the reward of the first steps is already near its maximum; else nothing."""
+        if not is_near_maximum(self._c, self.first):
+            return ""
+        return (
+            f"the reward of the first {counted(len(self.first), 'step')} is already {_reward_of(self._c, self.first)}:"
+            " little is left to learn from these prompts; harder ones teach more"
+        )
 
 
 def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Finding | None:
@@ -97,56 +113,97 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
 
     if not recent:
         return None
-    last, counts = recent[-1], counts_right(c)
+    last = recent[-1]
+
+    def finding(count: int, fact: str, advice: str) -> Finding:
+        """Return a failure, or the end of a run whose reward is near its maximum. `count`: steps to judge that by."""
+        window = recent[-count:]
+        if not is_near_maximum(c, window):
+            return Finding(f"{fact}{advice}")
+        fact = f"{fact}, and the reward is {_reward_of(c, window)}"
+        return Finding(f"{fact}: {NOTHING_LEFT}; {HARDER}", True)
+
     if since := lasting(NOT_FINITE_STEPS, lambda seen: not seen.finite):
         return Finding(
             f"the loss or its gradient was not finite {since}, and nothing was learned: lower optim.learning_rate, or"
             " use compute.dtype fp32"
         )
     hint = _hint(c, recent[-c.breaker_steps :])
-    if since := lasting(c.breaker_steps, lambda seen: seen.correct == 1 and (counts or not seen.unlike)):
-        return Finding(
-            f"every answer was right {since}: nothing is left to learn from these prompts; give harder ones, or train"
-            " fewer steps",
-            True,
-        )
+    if since := lasting(c.breaker_steps, _all_right(c)):
+        is_known = counts_right(c) or largest_reward(parts_of(c)) is not None
+        unless = "" if is_known else f" unless your reward can give more than {last.reward:g}"
+        return Finding(f"every answer was right {since}: {NOTHING_LEFT}{unless}; {HARDER}", True)
     if since := lasting(c.breaker_steps, lambda seen: seen.identical):
-        return Finding(
-            f"all answers to a prompt were the same text, for every prompt {since}, so nothing is learned: raise"
-            " generate.temperature or grpo.kl, lower optim.learning_rate, or start from an earlier model"
+        advice = (
+            ", so nothing is learned: raise generate.temperature or grpo.kl, lower optim.learning_rate, or start from an"
+            " earlier model"
         )
+        return finding(c.breaker_steps, f"all answers to a prompt were the same text, for every prompt {since}", advice)
     if since := lasting(c.breaker_steps, lambda seen: seen.spread == 0 and seen.reward == last.reward):
-        return Finding(
-            f"the reward was exactly {last.reward:g} for every answer {since}, so nothing is learned: {hint}"
-        )
+        fact = f"the reward was exactly {last.reward:g} for every answer {since}"
+        return finding(c.breaker_steps, fact, f", so nothing is learned: {hint}")
     if since := lasting(c.breaker_steps, lambda seen: not seen.unlike):
-        return Finding(
-            f"all answers to a prompt had the same reward, for every prompt {since}, so nothing is learned: {hint}"
-        )
+        fact = f"all answers to a prompt had the same reward, for every prompt {since}"
+        return finding(c.breaker_steps, fact, f", so nothing is learned: {hint}")
     if since := lasting(KL_STEPS, _kl(c)):
         line = f"the divergence from the first model stayed above {c.breaker_kl:g} {since}, now {last.kl:.4g}"
         return Finding(f"{line}: lower optim.learning_rate, or raise grpo.kl")
     if since := lasting(ENTROPY_STEPS, _entropy(c)):
-        line = (
-            f"the entropy per token stayed below {c.breaker_entropy:g} {since}, now {last.entropy:.2g}: the"
-            " model is nearly certain of every token"
+        fact = f"the entropy per token stayed below {c.breaker_entropy:g} {since}, now {last.entropy:.2g}"
+        advice = (
+            ": the model is nearly certain of every token; lower optim.learning_rate, raise grpo.kl or"
+            " generate.temperature"
         )
-        return Finding(f"{line}; lower optim.learning_rate, raise grpo.kl or generate.temperature")
+        return finding(ENTROPY_STEPS, fact, advice)
     if since := lasting(LENGTH_STEPS, _length(c, first)):
-        line = (
+        fact = (
             f"answers shrank to {last.length:.1f} tokens, below {c.breaker_length:g} × the {_began(first):.1f} of the"
             f" first {FIRST} steps, {since}"
         )
-        return Finding(f"{line}: lower optim.learning_rate, raise grpo.kl, or look at what the reward pays for")
+        advice = ": lower optim.learning_rate, raise grpo.kl, or look at what the reward pays for"
+        return finding(LENGTH_STEPS, fact, advice)
     since = lasting(c.breaker_steps, lambda seen: c.breaker_cut > 0 and seen.cut >= c.breaker_cut)
     if since and last.cut >= recent[-c.breaker_steps].cut:  # where fewer are cut now than then, it is learning to end
         share = "every answer was" if last.cut == 1 else f"{last.cut:.0%} of the answers were"
-        line = f"{share} cut at generate.new_tokens {since}, mean length {last.length:.1f}"
-        return Finding(f"{line}: raise generate.new_tokens, or start from a model that ends its answers (stage sft)")
-    if since := lasting(c.breaker_steps, lambda seen: seen.correct == 0 and counts):
-        line = f"no answer was right {since}: only {_others(c)} is learned"
+        fact = f"{share} cut at generate.new_tokens {since}, mean length {last.length:.1f}"
+        advice = ": raise generate.new_tokens, or start from a model that ends its answers (stage sft)"
+        return finding(c.breaker_steps, fact, advice)
+    if since := lasting(c.breaker_steps, lambda seen: seen.matched == 0):
+        some_correct = any(seen.correct for seen in recent[-c.breaker_steps :])
+        fact = f"{_matching(c)} paid for no answer" if some_correct else "no answer was right"
+        line = f"{fact} {since}: only {_others(c)} is learned"
         return Finding(f"{line}; {hint}; if you want that, set grpo.breaker_steps 0")
     return None
+
+
+def is_near_maximum(c: GrpoConfig, window: Sequence[Seen]) -> bool:
+    """Whether these steps' answers were paid nearly all that the reward can pay.
+
+    What a user's own function can pay is not known: then nearly all answers must be correct, and not be paid worse.
+    """
+    if not window:
+        return False
+    most = largest_reward(parts_of(c))
+    if most is not None:
+        return most > 0 and sum(seen.reward for seen in window) >= NEAR_MAXIMUM * most * len(window)
+    shares = [seen.correct for seen in window if seen.correct is not None]
+    if len(shares) < len(window) or sum(shares) < NEAR_MAXIMUM * len(window):
+        return False
+    return all(seen.reward > 0 for seen in window) and not _blind(c, window)
+
+
+def _reward_of(c: GrpoConfig, window: Sequence[Seen]) -> str:
+    """The mean reward in words, with what it can be at most."""
+    most = largest_reward(parts_of(c))
+    mean = f"{sum(seen.reward for seen in window) / len(window):.3g}"
+    return f"{mean} of at most {most:g}" if most is not None else f"{mean}, with nearly all answers correct"
+
+
+def _all_right(c: GrpoConfig) -> Callable[[Seen], bool]:
+    """Whether a step's answers were all right: as exact, number or math see it, or by the rows' answers."""
+    if counts_right(c):
+        return lambda seen: seen.matched == 1
+    return lambda seen: seen.correct == 1 and not seen.unlike and seen.reward > 0
 
 
 def counts_right(c: GrpoConfig) -> bool:
@@ -156,7 +213,7 @@ def counts_right(c: GrpoConfig) -> bool:
 
 def _hint(c: GrpoConfig, window: Sequence[Seen]) -> str:
     """What to do where nothing is learned, by what these steps show."""
-    facts = [_blind(c, window), _samples_alike(c, window)]
+    facts = [_blind(c, window), _wrong_form(c, window), _samples_alike(c, window)]
     cut = sum(seen.cut for seen in window) / max(len(window), 1)
     if cut >= MANY_CUT:
         facts.append(f"{_at_least(cut)} of the answers were cut at generate.new_tokens: raise it")
@@ -184,6 +241,22 @@ def _blind(c: GrpoConfig, window: Sequence[Seen]) -> str:
     names = ", ".join(shown(part) for part in parts_of(c))
     seen = f"{sum(shares) / len(shares):.0%} were right, by the `answer` of their rows"
     return f"{names} {paid} ({seen}); look at that first (`stoker rollouts`)"
+
+
+def _wrong_form(c: GrpoConfig, window: Sequence[Seen]) -> str:
+    """What to do about answers that are correct in a form that the reward does not pay for; empty: there are none."""
+    shares = [seen.correct for seen in window if seen.correct is not None]
+    if not counts_right(c) or not shares or not max(shares) or any(seen.matched != 0 for seen in window):
+        return ""
+    return (
+        f"{sum(shares) / len(shares):.0%} were correct, but not in the form that {_matching(c)} pays for: ask for that form"
+        " in generate.system, train sft on it, or use reward number"
+    )
+
+
+def _matching(c: GrpoConfig) -> str:
+    """The rewards that compare with the row's answer."""
+    return ", ".join(shown(part) for part in parts_of(c) if part.kind in MARKED)
 
 
 def _mean_paid(paid: Sequence[Paid]) -> float | None:
@@ -286,10 +359,12 @@ class GrpoTask(Task):
 
     def __init__(
         self, c: GrpoConfig, group: Group, voice: Voice, position: Position, history: History, about: Mapping[str, Any],
+        steps: int,
         loss_scale: LossScale | None = None, planned_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        """`about`: what `stoker export` and a resumed run need to know of a checkpoint."""
+        """`about`: what `stoker export` and a resumed run need to know of a checkpoint. `steps`: of the whole run."""
         super().__init__()
+        self._steps = steps
         self._planned_bytes = planned_bytes
         self._c, self._group, self._voice, self._about = c, group, voice, about
         self._loss_scale = loss_scale
@@ -301,11 +376,15 @@ class GrpoTask(Task):
     def hear(self, launched: Launched) -> Answers:
         self._tell(launched)
         finding = self.history.finding()
-        if finding is not None and not finding.solved:
-            raise Stopped(finding.line)
-        if finding is not None:
+        if finding is not None and finding.solved:
             self.solved, self.finished = finding, True
             self._voice.say_once(finding.line)
+        elif finding is not None and launched.step + 1 < self._steps:
+            raise Stopped(finding.line)
+        elif finding is not None:  # nothing is left to stop: the run is complete, as a resumed one would be
+            self._voice.say_once(f"warning: the last step is done, but {finding.line}")
+        elif launched.step + 1 == min(FIRST, self._steps) and (line := self.history.says_little_to_learn()):
+            self._voice.say_once(line)
         return agree(launched.words, self._group)
 
     def meta(self, done: int) -> dict[str, Any]:
@@ -345,9 +424,12 @@ class GrpoTask(Task):
             "length": float(outcome.lengths.mean()),
             "cut": float(1 - outcome.whole.mean()),
         }
+        kinds = [part.kind for part in parts_of(self._c)]
+        paid = [mean for kind, mean in zip(kinds, outcome.parts.mean(1).tolist(), strict=True) if kind in MARKED]
         judged = numbers | {"entropy": learned.entropy if learned.finite else None}
         judged |= {"unlike": outcome.unlike(self._c.group), "identical": outcome.identical}
         judged |= {"alike": outcome.alike(self._c.group), "right": outcome.paid(True), "wrong": outcome.paid(False)}
+        judged |= {"matched": sum(paid) / len(paid) if paid else None}
         seen = Seen(step, spread=outcome.spread, finite=learned.finite, **judged)
         self.history.add(seen)
         self._speed.step(tokens, None)

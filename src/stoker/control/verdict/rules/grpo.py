@@ -58,7 +58,8 @@ grpo.no-signal: GRPO stopped the run: for several steps nothing could be learned
 """)
 def no_signal(case: Case) -> Found | None:
     return _stopped(
-        case, "(?:the reward was exactly|all answers to a prompt had the same reward|no answer was right).+"
+        case,
+        "(?:the reward was exactly|all answers to a prompt had the same reward|no answer was right|.+ paid for no answer).+",
     )
 
 
