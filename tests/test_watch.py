@@ -1145,3 +1145,38 @@ def test_ranks_in_the_other_branch_or_on_their_way_are_judged_as_before() -> Non
     first = [BARRIER, ["main", SCRIPT, 51, [], [[50, "if rank != 0"]]]]
     late = found(rank(0, DONE, frames=at(12, loops=()), syscall="read"), entered(1, "gloo:barrier", first))
     assert late.rank == 0 and late.kind == "io"
+
+
+def test_a_loss_that_never_changes_is_reported_once() -> None:
+    losses = Losses()
+    reports = [bad for step in range(60) for bad in losses.read(0, b"step %d loss 0.6931\n" % step)]
+    reports += [bad for step in range(60) for bad in losses.read(1, b"step %d loss 0.6931\n" % step)]
+    assert [(bad.kind, bad.rank, bad.value, bad.firm, bad.stops) for bad in reports] == [
+        ("constant", 0, "loss 0.6931", False, False)
+    ]
+
+
+def test_a_loss_that_has_converged_is_not_called_constant() -> None:
+    losses = Losses()
+    lines = [b"step 0 loss 2.3\n", *(b"step %d loss 0.0001\n" % step for step in range(1, 80))]
+    assert [bad for line in lines for bad in losses.read(0, line)] == []
+
+
+def test_of_a_step_with_a_reward_the_reward_is_read_and_not_the_loss() -> None:
+    line = "{{'loss': 0.0, 'reward': {}, 'reward_std': 0.0, 'step': {}}}\n"
+    varying, flat = Losses(), Losses()
+    assert [bad for n in range(50) for bad in varying.read(0, line.format(n % 3, n).encode())] == []
+    reports = [bad for n in range(50) for bad in flat.read(0, line.format(0.0, n).encode())]
+    assert [bad.value for bad in reports] == ["reward 0"]
+
+
+def test_the_rank_whose_loss_was_bad_first_is_named() -> None:
+    """Averaging spreads a NaN: another rank's lines may arrive before those of the one that began."""
+    losses = Losses()
+    for step in range(30):
+        for rank in range(2):
+            losses.read(rank, b"step %d: loss 0.5%d\n" % (step, step % 7))
+    losses.read(1, b"step 30: loss nan\n")
+    losses.read(0, b"step 30: loss 0.51\n")
+    reports = [bad for step in (31, 32, 33) for bad in losses.read(0, b"step %d: loss nan\n" % step)]
+    assert [(bad.rank, bad.step) for bad in reports if bad.firm] == [(1, 30)]
