@@ -483,7 +483,7 @@ def test_a_write_that_fails_halfway_leaves_nothing(job: Callable[..., Job]) -> N
         len(one.lines) == 1
         and "step 2 was not written" in one.lines[0]
         and "rank-00000.safetensors: File too large" in one.lines[0]
-        and "GB free" in one.lines[0]
+        and "GiB free" in one.lines[0]
     )
     assert one.save(3, {"w": torch.ones(1_000_000)}) == [True]
 

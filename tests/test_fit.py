@@ -15,6 +15,7 @@ import pytest
 
 from conftest import Stoker, at_length, at_length_but, gpu_json, machine_json
 from stoker.contract.names import Refusal
+from stoker.contract.quantities import amount
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, RankError
 from stoker.control.verdict.judge import judge
@@ -1118,7 +1119,7 @@ def test_a_run_compares_what_it_used_with_the_plan_made_before_its_start(
     planned = before.planned.total
     use = MemoryUse(int(1.019 * planned), int(0.019 * planned), 2 * planned, 2 * planned + GIB)
     line = usage_line(before, before.micro, use)
-    assert "1.9% above the plan" in line and f"{0.019 * planned / GIB:.1f} GiB of it by CUDA graphs" in line
+    assert "1.9% above the plan" in line and f"{amount(int(0.019 * planned))} of it by CUDA graphs" in line
     for size in (planned, 1.019 * planned, 2 * planned, 2 * planned + GIB):
         assert f"{size / GIB:.1f} GiB" in line, line
     assert "below the plan" in usage_line(before, before.micro, replace(use, allocated=planned // 2, graphs=0))

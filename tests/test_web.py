@@ -403,7 +403,7 @@ def grpo_run(stoker: Stoker, name: str, steps: int) -> Path:
                 marks = {
                     "reward": number / 4,
                     "parts": {"exact": 1.0},
-                    "right": number == 1,
+                    "correct": number == 1,
                     "tokens": 3,
                     "cut": number == 3,
                 }
@@ -420,7 +420,7 @@ def test_rollouts_come_newest_first_in_pages_of_bounded_size(stoker: Stoker) -> 
         newest = page.ask("rollouts", run=run)
         assert [one["step"] for one in newest["rollouts"]] == [step for step in range(19, 11, -1) for _ in range(4)]
         one = newest["rollouts"][1]
-        assert (one["completion"], one["reward"], one["right"], one["cut"]) == ("4", 0.25, True, False)
+        assert (one["completion"], one["reward"], one["correct"], one["cut"]) == ("4", 0.25, True, False)
         assert "\x1b" not in newest["rollouts"][0]["completion"], "control characters are escaped"
         assert len(newest["rollouts"][3]["completion"]) < 5000
         pages = [newest]

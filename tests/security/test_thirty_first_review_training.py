@@ -94,7 +94,7 @@ def test_one_task_named_many_times_is_held_in_the_room_of_one(tmp_path: Path, mo
 def test_a_text_of_holes_is_refused_before_it_is_cut_into_a_million_parts(name: str, tmp_path: Path) -> None:
     """Or hashed for hours."""
     path = with_hole(tmp_path / name, b"she sells sea shells\n" * 20_000)
-    with pytest.raises(Refusal, match=r"unpacks to more than 200 times its 0\.4 MB"):
+    with pytest.raises(Refusal, match=r"unpacks to more than 200 times its 412\.0 KiB"):
         find_sources((path,), str(tmp_path / "cache"), lambda line: None)
 
 

@@ -133,6 +133,7 @@ def test_wandb_gets_no_settings_from_a_run_that_is_continued(
     monkeypatch.syspath_prepend(tmp_path / "modules")
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setenv("WANDB_DIR", "")
+    monkeypatch.setenv("WANDB_MODE", "offline")
     run = tmp_path / "run"
     (run / name).mkdir(parents=True)
     (run / name / "settings").write_text("[default]\nbase_url = http://elsewhere.example\n")

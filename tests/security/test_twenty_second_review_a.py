@@ -77,6 +77,7 @@ def test_wandb_gets_no_settings_from_the_working_directory(
     monkeypatch.syspath_prepend(tmp_path / "modules")
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setenv("WANDB_DIR", "logs")
+    monkeypatch.setenv("WANDB_MODE", "offline")
     checkout, run = tmp_path / "checkout", tmp_path / "run"
     for folder in (checkout / name, run):
         folder.mkdir(parents=True)

@@ -114,7 +114,7 @@ def _print(found: Summary, most: int) -> None:
             f"mean reward {mean(found.first):.3f} in the first {ENDS} steps, {mean(found.last):.3f} in the last {ENDS}"
         )
     if any(one.correct is not None for one in found.last):
-        print("correct or wrong: as `stoker train evaluate` grades the answer, whatever the reward pays for")
+        tell("correct or wrong: as `stoker train evaluate` grades the answer, whatever the reward pays for")
     for title, some in (("Best", best(found.last, most)), ("Worst", best(found.last, most, worst=True))):
         print(f"\n{title}:")
         for one in some:

@@ -326,7 +326,7 @@ def _shown_rollout(line: bytes) -> dict[str, Any] | None:
     rollout = rollout_records.parse_rollout(data) if isinstance(data, dict) else None
     if rollout is None:
         return None
-    numbers = {name: getattr(rollout, name) for name in ("step", "row", "reward", "right", "tokens", "cut")}
+    numbers = {name: getattr(rollout, name) for name in ("step", "row", "reward", "correct", "tokens", "cut")}
     parts = {printable(redact.whole(name), 60): value for name, value in list(rollout.parts.items())[:_ROLLOUT_PARTS]}
     texts = {"prompt": _limited(_prompt_text(rollout.prompt)), "completion": _limited(rollout.answer)}
     return {**numbers, "parts": parts if len(rollout.parts) > 1 else {}, **texts}

@@ -214,8 +214,8 @@ function prompted(completions) {
 
 function completed(one) {
   const parts = Object.entries(one.parts).map(([name, value]) => el("span", { class: "quiet", text: `${name} ${short(value)}` }));
-  const right = one.right === null ? null : el("span", { class: `badge ${one.right ? "good" : "bad"}`, title: "Stoker's own check of the answer", text: one.right ? "correct" : "wrong" });
-  const marks = [el("b", { text: `reward ${short(one.reward)}` }), right, one.cut ? el("span", { class: "badge off", text: "truncated" }) : null, el("span", { class: "quiet", text: counted(one.tokens, "token") }), parts];
+  const grade = one.correct === null ? null : el("span", { class: `badge ${one.correct ? "good" : "bad"}`, title: "as `stoker train evaluate` grades the answer", text: one.correct ? "correct" : "wrong" });
+  const marks = [el("b", { text: `reward ${short(one.reward)}` }), grade, one.cut ? el("span", { class: "badge off", text: "truncated" }) : null, el("span", { class: "quiet", text: counted(one.tokens, "token") }), parts];
   return el("div", { class: "completion" }, el("div", { class: "marks-of" }, marks), el("pre", { text: one.completion || "(empty)" }));
 }
 
