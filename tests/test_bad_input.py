@@ -137,7 +137,7 @@ def test_an_architecture_that_nobody_knows_is_one_line(good: Path, stoker: Stoke
     assert "does not know the architecture FooForCausalLM (model_type 'foo')" in line and "pip install" in line
     data = rows(stoker.cwd / "chats.jsonl", [CHAT] * 40)
     done = stoker.torch("train", "sft", "--model.load", str(folder), "--data", str(data), *CPU)
-    assert done.code == 65 and "rank 0 (CPU0) refused: model" in done.err and "FooForCausalLM" in done.err, done.err
+    assert done.code == 65 and "rank 0 (CPU 0) refused: model" in done.err and "FooForCausalLM" in done.err, done.err
     assert "Traceback" not in done.out + done.err
 
 
@@ -205,7 +205,7 @@ def test_pairs_that_can_not_be_learned_are_named_with_their_file(kind: str, good
     made, says = PAIRS[kind]
     path = rows(stoker.cwd / "pairs.jsonl.gz", made)
     done = stoker.torch("train", "dpo", "--model.load", str(good), "--dpo.pairs", str(path), *CPU)
-    line = next(line for line in done.err.splitlines() if line.startswith("stoker: rank 0 (CPU0) refused: "))
+    line = next(line for line in done.err.splitlines() if line.startswith("stoker: rank 0 (CPU 0) refused: "))
     assert done.code == 65 and says in line and str(path) in line, done.err
     assert "Traceback" not in done.out + done.err
     show = stoker("data", "show", str(path), "--tokenizer", str(good), "--context-length", "96")

@@ -65,7 +65,7 @@ def test_rank_1_ends_badly(stoker: Stoker, how: str, code: int, cause: str, retr
         retryable,
         1,
     )
-    assert "stoker: rank 1 (CPU1)" in done.err
+    assert "stoker: rank 1 (CPU 1)" in done.err
     if how == "raise":
         assert "ValueError: boom xxx" in told["summary"] and "pair.py:17" in told["summary"]
         assert json.loads((done.run_dir / "attempt-0/rank-1.error.json").read_text())["time_ns"] > 0

@@ -1112,7 +1112,7 @@ def test_a_role_whose_reward_is_zero_since_its_server_died_stops_after_ten_steps
     }
     done = stoker.torch("run", "--roles", stoker.script("job.yaml", json.dumps({"roles": roles})))
     assert (done.code, done.verdict["cause"]) == (137, "rank.killed"), done.out[-3000:] + done.err[-2000:]
-    assert done.verdict["summary"].startswith("role judge: rank 0 (CPU0) was killed")
+    assert done.verdict["summary"].startswith("role judge: rank 0 (CPU 0) was killed")
     echo = "then role trainer: the reward was exactly 0 for every answer for 10 steps (since step 3)"
     assert any(line.startswith(echo) for line in done.verdict["evidence"]), done.verdict
     (metrics,) = done.run_dir.glob("roles/*-trainer/metrics.jsonl")

@@ -383,7 +383,7 @@ def test_started_by_hand_a_rank_that_dies_has_all_machines_start_again(
     where = ["--max-restarts", "1", "--master-addr", netcluster.hosts[0].address, "--master-port", "29513"]
     folders = by_hand(stoker, netcluster, script, [["--node-rank", str(n), *where] for n in range(2)])
     assert losses((folders[0].parent / "attempt-1" / "rank-0.log").read_text()) == pytest.approx(alone, rel=1e-9)
-    assert "rank 1 (CPU0) ended with exit code 3; starting again (1 of 1)" in (stoker.cwd / "console1").read_text()
+    assert "rank 1 (CPU 0) ended with exit code 3; starting again (1 of 1)" in (stoker.cwd / "console1").read_text()
 
 
 def test_machines_that_meet_at_an_endpoint_are_numbered_there(stoker: Stoker, netcluster: NetCluster) -> None:

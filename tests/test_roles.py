@@ -114,7 +114,7 @@ def test_a_trainer_that_fails_ends_the_job_with_its_own_code(stoker: Stoker) -> 
     done = stoker("run", "--roles", file_of(stoker, server=rules(), trainer={"command": "bad.py"}))
     verdict = done.verdict
     assert (done.code, verdict["cause"], verdict["status"]) == (1, "rank.exception", "failed"), done.err
-    assert verdict["summary"].startswith("role trainer: rank 0 (CPU0): ValueError: no such column at ")
+    assert verdict["summary"].startswith("role trainer: rank 0 (CPU 0): ValueError: no such column at ")
     assert any("--role trainer" in line for line in verdict["fix"]), verdict["fix"]
     assert f"stoker why {done.run_dir.name}/trainer" in "".join(verdict["evidence"])
 
@@ -127,7 +127,7 @@ def test_what_a_trainer_fails_of_because_its_server_died_is_the_servers_failure(
     said = job.communicate(timeout=120)[0].decode()
     verdict = stoker.result(job.returncode).verdict
     assert (job.returncode, verdict["cause"]) == (137, "rank.killed"), said
-    assert verdict["summary"].startswith("role server: rank 0 (CPU0) was killed")
+    assert verdict["summary"].startswith("role server: rank 0 (CPU 0) was killed")
 
 
 # A reward that makes 0 of a lost connection, and the stop rule of stoker's own GRPO.
@@ -181,8 +181,8 @@ def test_zero_reward_after_the_servers_end_stops_within_ten_steps_and_names_the_
     verdict = stoker.result(job.returncode).verdict
     assert int(steps.read_text().split()[-1]) <= 10
     wanted = {
-        "killed": (137, "rank.killed", "role server: rank 0 (CPU0) was killed"),
-        "killed for good": (137, "rank.killed", "role server: rank 0 (CPU0) was killed"),
+        "killed": (137, "rank.killed", "role server: rank 0 (CPU 0) was killed"),
+        "killed for good": (137, "rank.killed", "role server: rank 0 (CPU 0) was killed"),
         "stopped": (70, "role.unhealthy", "role server: it no longer answers: 127.0.0.1:"),
         "ended with exit code 0": (
             70,

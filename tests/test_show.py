@@ -437,7 +437,7 @@ def test_the_slow_rank_its_card_and_what_the_others_wait(finished: Stoker) -> No
     (slow,) = slow_ranks(run, folder, [HostGauges("here", cpu=1.0)], cards)
     assert (slow.rank, slow.gpu, slow.cause) == (2, "GPU-2", "slow.throttle")
     why = "its GPU's clock is held down: hardware thermal slowdown at 93 °C"
-    assert slow.summary == f"rank 2 (GPU2) is slow because {why}; the others wait 0.9 s of each 2.1 s step"
+    assert slow.summary == f"rank 2 (GPU 2) is slow because {why}; the others wait 0.9 s of each 2.1 s step"
     (unknown,) = slow_ranks(run, folder, [HostGauges("here", cpu=1.0)], [])  # all ranks share that host
     assert unknown.cause == "slow.unknown"
     folder.events.slow[2] = {
@@ -445,7 +445,7 @@ def test_the_slow_rank_its_card_and_what_the_others_wait(finished: Stoker) -> No
         "time": 5.0,
         "wait_s": 0.5,
         "step_s": 1.0,
-        "summary": "rank 2 (GPU2) is slow because it waits for its data loader; the others wait 0.5 s of each 1 s step",
+        "summary": "rank 2 (GPU 2) is slow because it waits for its data loader; the others wait 0.5 s of each 1 s step",
     }
     (told,) = slow_ranks(run, folder, [], [])
     assert (told.cause, told.because, told.wait_s, told.since) == (

@@ -437,7 +437,7 @@ def test_one_rank_alone_never_waits_in_a_collective() -> None:
         stall = found(rank(0, *groups, frames=BACKWARD, **COMPUTING), world=1)
         assert (stall.kind, stall.rank, stall.waiting) == ("spin", 0, ())
         line = summary(replace(stall, silent_s=12.0, step=20), "CPU0")
-        assert line == "rank 0 (CPU0) has made no step for 12 s after step 20: it computes (0.6 cores, always on this line) at /home/me/train.py:40, in main"  # fmt: skip
+        assert line == "rank 0 (CPU 0) has made no step for 12 s after step 20: it computes (0.6 cores, always on this line) at /home/me/train.py:40, in main"  # fmt: skip
     stall = found(rank(0, frames=JOINING, syscall="poll"), world=1)
     assert (stall.kind, stall.rank) == ("io", 0) and "it is still connecting" in stall.detail
 

@@ -83,6 +83,12 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}s"
 
 
+def rank_name(rank: int | None, label: str) -> str:
+    """Return a rank with its device, as every message writes it: rank 1 (GPU 1), rank 9 (node2 GPU 1)."""
+    device = re.sub(r"(?<![A-Za-z])(CPU|GPU)([0-9])", r"\1 \2", label)
+    return f"rank {rank} ({device})"
+
+
 def ranks_text(ranks: Iterable[int]) -> str:
     ranks = sorted(ranks)
     if len(ranks) == 1:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from stoker.contract.quantities import counted
+from stoker.contract.quantities import counted, rank_name
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Finding
 
@@ -296,4 +296,4 @@ def _why_link(link: Link) -> str:
 
 
 def _name(replica: Replica) -> str:
-    return f"rank {replica.rank} ({replica.label}{', ' + replica.card if replica.card else ''})"
+    return rank_name(replica.rank, replica.label + (f", {replica.card}" if replica.card else ""))

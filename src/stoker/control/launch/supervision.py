@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from stoker.contract import checkpoints, layout
-from stoker.contract.quantities import span
+from stoker.contract.quantities import rank_name, span
 from stoker.contract.shape import pick
 from stoker.contract.shapes import RankEnd, Stall
 from stoker.contract.terminal import WARNING
@@ -90,7 +90,7 @@ class Supervision:
         """SIGKILL has had its time: a rank stuck in a driver or on a dead disk must not hold up the rest."""
         attempt = self._attempt
         left = [rank for rank in attempt.up if rank not in attempt.ends]
-        names = ", ".join(f"rank {rank} ({attempt.plan.place(rank).label}, pid {attempt.up[rank]})" for rank in left)
+        names = ", ".join(rank_name(rank, f"{attempt.plan.place(rank).label}, pid {attempt.up[rank]}") for rank in left)
         if left:
             self._say(f"stoker: {names} can't be killed: stuck in the kernel; going on without", colour=WARNING)
         attempt.told.update(place.host for place in attempt.plan.places)
@@ -273,7 +273,7 @@ class Supervision:
         while found:
             one = found.pop(0)
             cost = f"the others wait {one.wait_s:.2g} s of each {one.step_s:.2g} s step"
-            line = f"rank {one.rank} ({self._attempt.label(one.rank)}) is slow because {one.because}; {cost}"
+            line = f"{rank_name(one.rank, self._attempt.label(one.rank))} is slow because {one.because}; {cost}"
             self._attempt.notes.append(line)
             self._say(f"stoker: {line}", colour=WARNING)
             seen = pick(one, "cause", "rank", "step", "wait_s", "step_s", "where")
@@ -281,7 +281,7 @@ class Supervision:
         over = self._attempt.watch.stragglers.over
         while over:
             rank = over.pop(0)
-            line = f"rank {rank} ({self._attempt.label(rank)}) is no longer slow"
+            line = f"{rank_name(rank, self._attempt.label(rank))} is no longer slow"
             self._attempt.notes.append(line)
             self._say(f"stoker: {line}")
             self._record.event("straggler-over", rank=rank, summary=line)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from stoker.contract.quantities import amount
+from stoker.contract.quantities import amount, rank_name
 from stoker.control.machine.model import GpuGauges, HostGauges
 from stoker.control.show.folder import RunFolder
 from stoker.control.show.snapshot import RUNNING, UNKNOWN, Rank, Run, Slow, finite, metric
@@ -75,7 +75,7 @@ def _joined(
     cost = f"; the others wait {wait_s:.2g} s" if wait_s is not None else ""
     cost += f" of each {step_s:.2g} s step" if cost and step_s is not None else ""
     since = float(event.get("time") or run.updated or run.started)
-    summary = f"rank {rank.rank} ({rank.label}) is slow because {because}{cost}"
+    summary = f"{rank_name(rank.rank, rank.label)} is slow because {because}{cost}"
     return Slow(rank.rank, rank.label, rank.host, rank.gpu, cause, because, wait_s, step_s, since, summary)
 
 

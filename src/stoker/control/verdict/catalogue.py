@@ -13,6 +13,7 @@ from typing import Any
 
 from stoker.contract.discovery import modules_in
 from stoker.contract.names import EX_SOFTWARE
+from stoker.contract.quantities import rank_name
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict.lastwords import LINE, at, exit_code, find, first_line, line_of, path_in, place
@@ -25,7 +26,7 @@ class Case:
 
     @property
     def who(self) -> str:
-        return f"rank {self.end.rank} ({self.end.label})"
+        return rank_name(self.end.rank, self.end.label)
 
     @property
     def message(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from stoker.contract.quantities import counted, ranks_text, span
+from stoker.contract.quantities import counted, rank_name, ranks_text, span
 from stoker.contract.shapes import Stall
 from stoker.contract.stacktext import is_library
 from stoker.control.verdict.catalogue import Family, named, report
@@ -180,7 +180,7 @@ def _parted(stall: Stall, label: str, step: str) -> str:
 
 
 def _who(stall: Stall, label: str) -> str:
-    return f"rank {stall.rank} ({label})" + (f" and {len(stall.ranks) - 1} more" if len(stall.ranks) > 1 else "")
+    return rank_name(stall.rank, label) + (f" and {len(stall.ranks) - 1} more" if len(stall.ranks) > 1 else "")
 
 
 def _they(stall: Stall, ranks: tuple[int, ...]) -> str:
@@ -219,7 +219,7 @@ def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, 
     stopped = f"the job was stopped after {stall.silent_s:.1f} s without {lacking}: {why}"
     full = [line for line in printed.splitlines() if "unable to allocate shared memory(shm)" in line]
     if full and stall.kind == "worker":
-        told = f"rank {stall.rank} ({label}) waits for data its workers could not put into /dev/shm: it is full"
+        told = f"{rank_name(stall.rank, label)} waits for data its workers could not put into /dev/shm: it is full"
         return report("data.shm", told, [full[0].strip()[:300], stopped, *stall.evidence], **more)
     crashed = _crashed_thread(printed) if stall.kind in ("lock", "place") else ""
     if crashed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from stoker.contract.quantities import counted, ranks_text, span
+from stoker.contract.quantities import counted, rank_name, ranks_text, span
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, Stall, Verdict
 from stoker.control.verdict import hang, launch
@@ -86,7 +86,7 @@ def _known_by_then(evidence: Evidence) -> tuple[str, tuple[str, ...], tuple[str,
     if not left:
         return "", (), ()
     before = span(evidence.stopped_at - left[0].time)
-    return f"rank {left[0].rank} ({left[0].label}) had ended with exit code 0 {before} before", (), ()
+    return f"{rank_name(left[0].rank, left[0].label)} had ended with exit code 0 {before} before", (), ()
 
 
 def _everybody(evidence: Evidence) -> str:

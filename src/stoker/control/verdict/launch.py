@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
-from stoker.contract.quantities import amount, span
+from stoker.contract.quantities import amount, rank_name, span
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict.catalogue import CATALOGUE, Family, report
 from stoker.control.verdict.lastwords import signal_name
@@ -231,7 +231,7 @@ def over_ram_limit(rank: int, label: str, taken: int, limit: int, workers: int, 
     from stoker.control.verdict.rules.memory import FEWER_WORKERS
 
     seen = f"; last seen at {where}" if where else ""
-    summary = f"rank {rank} ({label}) took {amount(taken)} of memory, past --ram-limit {amount(limit)}{seen}"
+    summary = f"{rank_name(rank, label)} took {amount(taken)} of memory, past --ram-limit {amount(limit)}{seen}"
     fix = [line for line in CATALOGUE["oom.ram-limit"].fix if workers or line != FEWER_WORKERS]
     evidence = [f"resident memory {taken} bytes, limit {limit}"]
     return report("oom.ram-limit", summary, evidence, rank=rank, at_once=True, fix=fix)

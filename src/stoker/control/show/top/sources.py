@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
+from stoker.contract.quantities import rank_name
 from stoker.control.machine.model import Holder
 from stoker.control.show.gather import Gatherer, HostReading
 from stoker.control.show.snapshot import RUNNING, GpuGauges, HostGauges, Rank, Role, Run, Slow, Snapshot, Suspicion
@@ -147,7 +148,7 @@ def _run(ranks: tuple[Rank, ...], passed: float, begun: float, hot: int) -> Run:
         rank = ranks[hot]
         because = "its GPU's clock is held down: thermal slowdown at 89 °C"
         cost = f"; the others wait 0.9 s of each {_step_s(passed):.2g} s step"
-        summary = f"rank {hot} ({rank.label}) is slow because {because}{cost}"
+        summary = f"{rank_name(hot, rank.label)} is slow because {because}{cost}"
         since = begun + passed
         slow = (
             Slow(hot, rank.label, rank.host, rank.gpu, "slow.throttle", because, 0.9, _step_s(passed), since, summary),

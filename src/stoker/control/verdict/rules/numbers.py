@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from stoker.contract.quantities import rank_name
 from stoker.contract.shapes import BadNumber, RankEnd
 from stoker.control.verdict.catalogue import Case, Family, Found, named, report
 from stoker.control.verdict.lastwords import first_line
@@ -90,11 +91,11 @@ def summary(bad: BadNumber, label: str, world: int) -> str:
     """`shared`: a loss that one rank prints for all says nothing about whose it is."""
     if bad.kind == "constant":
         what, _, value = bad.value.rpartition(" ")
-        return f"rank {bad.rank} ({label}): the {what} has been {value} in every reading since the start"
+        return f"{rank_name(bad.rank, label)}: the {what} has been {value} in every reading since the start"
     at = f"{', seen after step' if bad.counted else ' at step'} {bad.step}" if bad.step else ""
     if bad.shared and world > 1:
         return f"{_WHAT[bad.kind]} {bad.value}{at} (printed by rank {bad.rank}, for all ranks)"
-    return f"rank {bad.rank} ({label}): {_WHAT[bad.kind]} {bad.value}{at}"
+    return f"{rank_name(bad.rank, label)}: {_WHAT[bad.kind]} {bad.value}{at}"
 
 
 def trouble(bad: BadNumber, label: str, world: int) -> dict[str, Any]:
