@@ -91,7 +91,7 @@ FAMILIES = {
     "numbers": ("nan.*", "numbers.*", "loss.*"),
     "flat": ("numbers.*", "loss.*", "*.constant*", "*.flat*", "*.zero*", "*.frozen*"),
     "slow": ("slow.*",),
-    "raised": ("rank.exception",),
+    "raised": ("rank.exception", "torch.*"),
 }
 NAMES_NO_CAUSE = ("unknown", "hang.together", "gloo.timeout", "nccl.timeout", "none")
 SCORES = ("right", "half", "wrong", "undecided", "invalid")
