@@ -286,7 +286,17 @@ class Reports:
             stops = self._options.on_nan == "stop" and bad.stops
             self._say(f"stoker: {said}" + ("; if it stays so the job is stopped" if stops else ""), colour=WARNING)
         elif self._options.on_nan == "stop":
-            self._attempt.trouble.append(numbers.trouble(bad, label, world))
+            trouble = numbers.trouble(bad, label, world)
+            # Lines of the rank that had it first may arrive last.
+            later = [
+                number
+                for number, known in enumerate(self._attempt.trouble)
+                if known["cause"] == trouble["cause"] and 0 < bad.step < known["step"] and not bad.counted
+            ]
+            if later:
+                self._attempt.trouble[later[0]] = trouble
+            else:
+                self._attempt.trouble.append(trouble)
         else:
             self._attempt.notes.append(f"{said}, and stayed so (--on-nan warn)")
             self._say(f"stoker: {said}, and stays so; the job keeps running (--on-nan warn)", colour=WARNING)
