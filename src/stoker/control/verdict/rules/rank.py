@@ -236,6 +236,7 @@ def ended(case: Case) -> Found | None:
         return Found(f"{case.who} refused: {last.removeprefix('stoker: ')}", seen, retryable=False)
     script = case.end.script_end
     if script is not None and script.place:
-        summary = f"{case.who} ended with exit code {case.end.code}: sys.exit() was called at {script.place}"
+        why = f" ({first_line(last.partition(': ')[2])})" if ": error: " in last else ""  # argparse's last line
+        summary = f"{case.who} ended with exit code {case.end.code}: sys.exit() was called at {script.place}{why}"
         return Found(summary, seen, (f"look at {script.place}",))
     return Found(f"{case.who} ended with exit code {case.end.code}", seen)
