@@ -12,7 +12,7 @@ from conftest import at_length_but
 from unseen.run import SCORES, Program, Verdict, programs, run_program, score
 
 PROGRAMS = {program.name: program for program in programs()}
-DEFAULT = {"path_rank0_gather", "inside_child_sleeps", "crash_collate_key", "healthy_subgroups"}
+DEFAULT = {"path_rank0_gather", "inside_child_sleeps", "crash_collate_key", "healthy_constant_by_design"}
 
 
 @pytest.mark.parametrize("name", at_length_but(DEFAULT, PROGRAMS))
