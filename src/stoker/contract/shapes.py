@@ -53,6 +53,7 @@ class LastCall:
     name: str  # barrier
     where: str  # file:line, in function
     condition: str = ""  # the innermost condition on the rank around it: if rank == 0
+    repeated: bool = False  # the same line had made a call before: it belongs to a loop
 
 
 @shape

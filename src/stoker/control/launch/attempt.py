@@ -165,11 +165,12 @@ def read_last_call(calls: list[Any]) -> LastCall | None:
     """Return the call that had not returned, from an agent's list of calls (control/rank/call_log.py)."""
     from stoker.control.watch import snapshot
 
-    newest = snapshot.read(0, {"calls": calls[-1:]}).calls
-    if not newest or newest[0].returned or not newest[0].frames:
+    *earlier, newest = snapshot.read(0, {"calls": calls}).calls or (None,)
+    if newest is None or newest.returned or not newest.frames:
         return None
-    conditions = [condition.text for frame in newest[0].frames for condition in reversed(frame.conditions)]
-    return LastCall(newest[0].name, newest[0].where, conditions[0] if conditions else "")
+    conditions = [condition.text for frame in newest.frames for condition in reversed(frame.conditions)]
+    repeated = any(call is not None and call.where == newest.where for call in earlier)
+    return LastCall(newest.name, newest.where, conditions[0] if conditions else "", repeated)
 
 
 def read_script_end(data: Any) -> ScriptEnd | None:

@@ -111,7 +111,14 @@ def _waited_alone(evidence: Evidence) -> dict[str, Any] | None:
     calls = {end.last_call for end in lost}
     call = lost[0].last_call
     same_steps = min(end.steps for end in done) >= max(end.steps for end in lost)
-    if not (returned and same_steps and call is not None and len(calls) == 1 and all(map(is_collectives, lost))):
+    if not (
+        returned
+        and same_steps
+        and call is not None
+        and not call.repeated
+        and len(calls) == 1
+        and all(map(is_collectives, lost))
+    ):
         return None
     ranks, others = tuple(end.rank for end in lost), tuple(end.rank for end in done)
     stall = Stall("rank-only", ranks[0], ranks, others, call.where, call.condition, call.name, step=lost[0].steps)

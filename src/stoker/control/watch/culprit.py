@@ -75,7 +75,7 @@ def _culprit(
     gone = [rank for rank in graph.roots if ended.get(rank) == 0]
     if gone:
         left = _left(gone[0], ended, graph)
-        if _came_too_often(gone, left.waiting, steps):
+        if _came_too_often(gone, left.waiting, steps, snapshots):
             return _waits_alone(left, gone, snapshots)
         return rank_only.instead(left, snapshots, left.waiting, tuple(gone))
     roots = [rank for rank in graph.roots if rank in snapshots and snapshots[rank].state != "Z"]
@@ -142,8 +142,12 @@ def _left(rank: int, ended: Mapping[int, int], graph: Waits) -> Stall:
     return Stall("left", rank, (rank,), waiting, "", detail, operation, backend, proof=True, evidence=(gone,))
 
 
-def _came_too_often(gone: list[int], waiting: tuple[int, ...], steps: Mapping[int, int]) -> bool:
-    """Had those that ended made as many steps as those that wait for them? Then the call they wait in is one too many."""
+def _came_too_often(gone: list[int], waiting: tuple[int, ...], steps: Mapping[int, int], snapshots: Snapshots) -> bool:
+    """Is the call that ranks wait in one too many? Those that ended had made as many steps, and it is none of a loop's."""
+    for rank in waiting:
+        call = call_paths.blocked_in(snapshots[rank]) if rank in snapshots else None
+        if call is None or any(other.where == call.where for other in snapshots[rank].calls[:-1]):
+            return False
     made = [steps.get(rank, 0) for rank in waiting]
     return bool(made) and min(made) > 0 and all(steps.get(rank, 0) >= max(made) for rank in gone)
 
