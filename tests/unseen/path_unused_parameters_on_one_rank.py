@@ -3,7 +3,7 @@
 class: common-path
 kind: crash
 ranks: 3
-expect: rank.exception, @diverged
+expect: @raised, @diverged
 rank: 2
 line: required
 """
