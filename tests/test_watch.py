@@ -982,6 +982,19 @@ def test_the_late_one_is_named() -> None:
     assert who_is_late(times({1: 0.9}), after=late.when) is None, "no news since"
 
 
+def test_a_slow_member_of_a_pair_is_named_although_its_partner_is_late_for_all_others_too() -> None:
+    timings: dict[int, list[list[Any]]] = {rank: [] for rank in range(4)}
+    for n in range(12):
+        begun = {rank: n + (0.6 if rank == 1 else 0.1) for rank in range(4)}
+        for rank in range(4):
+            pair = (0, 1) if rank < 2 else (2, 3)
+            timings[rank].append([f"pair {pair[0]}", n, int(begun[rank] * 1e9)])
+            done = max(begun[one] for one in pair) + 0.001 * rank
+            timings[rank].append(["0", n, int(done * 1e9)])
+    late = who_is_late(timings)
+    assert late is not None and late.rank == 1 and late.wait_s == pytest.approx(0.5, abs=0.01)
+
+
 def test_one_who_keeps_up_again_is_reported_once_and_can_be_named_again() -> None:
     stragglers = Stragglers(2)
     clock, steps = 0.0, 0

@@ -207,15 +207,30 @@ def _is_timing(entry: Any) -> bool:
 
 def cost_of(rank: int, timings: Mapping[int, list[list[Any]]], since: float) -> tuple[float, float, float]:
     """(seconds that the others waited for this rank alone, time of the first and of the last collective after `since`)."""
-    tables = _tables(timings)
-    mine, others = tables[rank], [table for other, table in tables.items() if other != rank]
-    common = set(mine).intersection(*others) if others else set()
-    waits = [(mine[key], max(table[key] for table in others)) for key in common]
+    entries_of_rank = (entries for entries in _entries(timings).values() if rank in entries)
+    waits = [
+        (entries[rank], max(entered for other, entered in entries.items() if other != rank))
+        for entries in entries_of_rank
+    ]
     newer = [(entered, before) for entered, before in waits if max(entered, before) > since]
     if not newer:
         return 0.0, since, since
     cost = sum(entered - before for entered, before in newer if entered - before > WORTH_S)
     return cost, min(map(max, newer)), max(map(max, newer))
+
+
+def _entries(timings: Mapping[int, list[list[Any]]]) -> dict[tuple[Any, Any], dict[int, float]]:
+    """Return collective -> member of its group -> when it entered, in seconds; only those that all members entered.
+
+    The members of a group are the ranks that have entered any collective of it.
+    """
+    entries: dict[tuple[Any, Any], dict[int, float]] = {}
+    members: dict[Any, set[int]] = {}
+    for rank, table in _tables(timings).items():
+        for key, entered in table.items():
+            entries.setdefault(key, {})[rank] = entered
+            members.setdefault(key[0], set()).add(rank)
+    return {key: ranks for key, ranks in entries.items() if len(ranks) > 1 and ranks.keys() == members[key[0]]}
 
 
 def _tables(timings: Mapping[int, list[list[Any]]]) -> dict[int, dict[tuple[Any, Any], float]]:
@@ -226,18 +241,16 @@ def _tables(timings: Mapping[int, list[list[Any]]]) -> dict[int, dict[tuple[Any,
 def who_is_late(timings: Mapping[int, list[list[Any]]], after: float = 0.0, fewest: int = FEWEST) -> Late | None:
     """The rank that nearly always came last, of the newest times that somebody was waited for (those after `after`).
 
+    Every group counts: a slow member of a pair makes its partner late for the collectives of all ranks, too.
     A step's first collective absorbs the delay and the others of the same step follow closely, so a late rank is late
     once a step. Only what one rank alone costs counts: two equally slow ones are no straggler, and of uneven steps now
     this rank is last, now that.
     """
     if len(timings) < 2:
         return None
-    tables = _tables(timings)
-    common = set.intersection(*(set(table) for table in tables.values()))
     events: list[tuple[float, int, float]] = []  # when, who came last, how long after the one before
-    for key in common:
-        entries = ((rank, table[key]) for rank, table in tables.items())
-        (_, before), (rank, last) = sorted(entries, key=lambda item: item[1])[-2:]
+    for entries in _entries(timings).values():
+        (_, before), (rank, last) = sorted(entries.items(), key=lambda item: item[1])[-2:]
         if last - before > WORTH_S and last > after:
             events.append((last, rank, last - before))
     recent = sorted(events)[-NEWEST:]
