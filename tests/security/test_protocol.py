@@ -138,7 +138,7 @@ GOOD: list[dict[str, Any]] = [
     {"is": "beats", "ranks": {"0": [1, 2, 3, 0.5, [[1, "2.5"], [2, "nan"]]]}}, {"is": "vitals", "ranks": {"0": ["S", 0.1, 3]}},
     {"is": "mem", "rank": 0, "at": "x", "note": "", "rss": None, "host_used": 1, "host_total": 2, "gpu": [1, 2]},
     {"is": "exit", "rank": 0, "code": -9, "time": 1, "ours": False, "error": None, "elastic": None, "stack": "", "steps": 0, "core": False,
-     "oom_killed": False, "around": {}},
+     "calls": [], "script_end": None, "oom_killed": False, "around": {}},
     {"is": "finished", "stopped": [], "gpus_held": [], "stuck": [{"pid": 1, "name": "x", "state": "D"}]},
     {"is": "lock", "rank": 0, "what": "waiting", "holders": [1], "seconds": 2.0}, {"is": "probe", "ask": "a", "what": "route"},
     {"is": "refused", "line": "no", "code": 71}, {"is": "locked", "refused": {}, "notices": []}, {"is": "port", "port": 29500},
@@ -327,7 +327,7 @@ def line(**message: Any) -> bytes:
 
 
 EXIT = {"is": "exit", "rank": 0, "code": 0, "time": 1.0, "ours": False, "error": None, "elastic": None, "stack": "", "steps": 0, "core": False,
-        "oom_killed": False, "around": {}}  # fmt: skip
+        "calls": [], "script_end": None, "oom_killed": False, "around": {}}  # fmt: skip
 AT_START = {
     "a file beside the record": encode({"is": "out", "rank": "../../../../owned", "fd": 0}, b"x"),
     "an absolute path": encode({"is": "out", "rank": "/tmp/owned", "fd": 0}, b"x"),

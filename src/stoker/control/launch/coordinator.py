@@ -186,7 +186,7 @@ class Coordinator:
         if self.options.quiet is False:
             # What a role continues from, its job has said; one that starts from scratch says why.
             begins = "" if names.JOB in os.environ and place.reopened else place.notice
-            for line in filter(None, (begins, notice, *plan.lines)):
+            for line in filter(None, (*begins.splitlines(), notice, *plan.lines)):
                 self._say(line)
             for line in warnings:
                 self._say(line, colour=WARNING)

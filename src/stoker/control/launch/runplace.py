@@ -177,7 +177,7 @@ def _nothing_to_do(which: str, run: reader.Run, request: Request) -> str:
     changed = changes(run.data, request)
     if changed:
         fix = "give another --name for a new run, or --again to run it again"
-        raise Refusal(f"{which} is complete, but {_named(changed)} changed since it started: {fix}", EX_USAGE)
+        raise Refusal(f"{which} is complete, but {_named(changed)} changed since it was last started: {fix}", EX_USAGE)
     ended = run.verdict.summary if run.verdict is not None else ""
     unknown = " (its record has no digests of its files: whether they changed since is unknown)"
     line = f"{which} is complete: {ended}; nothing to do{unknown if changed is None else ''}"

@@ -230,9 +230,9 @@ def pace_lines(
     """`data`: --data was given."""
     if pace is None:
         yield "speed: unknown (no run of this model was measured, and no table has this card or stage)"
-        unused = [flag for flag, given in (("--price", price), ("--data", data)) if given]
-        if unused:
-            yield f"{' and '.join(unused)} can't be used: without a speed, the time and cost of an epoch are unknown"
+        unknown = [what for what, given in (("time", data), ("cost", price)) if given]
+        if unknown:
+            yield f"without a speed the {' and '.join(unknown)} of an epoch {'is' if len(unknown) == 1 else 'are'} unknown"
         return
     yield f"speed: {pace.tokens_per_s:,.0f} tokens/s ({pace.source})"
     if not tokens:

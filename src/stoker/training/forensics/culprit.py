@@ -22,7 +22,9 @@ _MASKED = (
 )
 _UNSEEN = "; no operation that torch's dispatcher saw made it: a Triton or C++ kernel, or a hook"
 _BURNIN = "`stoker burnin` compares the cards bit for bit and names one that computes something else"
-_LAST_GOOD = "the newest checkpoint from before this step still has good weights: checkpoint.resume takes its folder"
+_LAST_GOOD = (
+    "a checkpoint from before this step, if there is one, still has good weights: checkpoint.resume takes its folder"
+)
 
 
 class NonFinite(RuntimeError):
