@@ -93,9 +93,11 @@ def _aborted_after_script(end: RankEnd) -> bool:
 
 
 def _others_needed(case: Case) -> bool:
-    """Did other ranks lose this one, or still run when it ended?"""
-    others = [other for other in case.evidence.ends if other.rank != case.end.rank]
-    return any(other.ours or other.code is None or is_consequence(other) for other in others)
+    """Did other ranks lose this one, or have steps to make when it ended? Those that had made as many were shutting down."""
+    end = case.end
+    others = [other for other in case.evidence.ends if other.rank != end.rank and other.script_end is None]
+    stopped = [other for other in others if other.ours or other.code is None]
+    return any(map(is_consequence, others)) or any(not end.steps or other.steps < end.steps for other in stopped)
 
 
 def _ended_by(case: Case) -> tuple[int, str, tuple[str, ...]]:
