@@ -129,7 +129,7 @@ class Vitals:
 
 
 def _is_loader_worker(pid: int) -> bool:
-    """Whether torch's DataLoader started this process: it names its workers since torch 2.7."""
+    """Return whether torch's DataLoader started this process: it names its workers since torch 2.7."""
     return of_kernel(f"/proc/{pid}/comm").strip() == "pt_data_worker"
 
 

@@ -192,7 +192,7 @@ def _named(labels: Sequence[str]) -> str:
 
 
 def _is_changed_role(run: reader.Run, request: Request) -> bool:
-    """Whether a complete role of a resumed job is run again: its files changed, and nobody can give it --again."""
+    """Return whether a complete role of a resumed job is run again: its files changed, and nobody can give it --again."""
     return names.JOB in os.environ and bool(changes(run.data, request))
 
 

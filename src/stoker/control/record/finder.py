@@ -275,7 +275,7 @@ def split_latest(path: str) -> tuple[str, str] | None:
 
 
 def is_latest(which: str) -> bool:
-    """Whether a word is `latest`, or a path through a runs folder's `latest`."""
+    """Return whether a word is `latest`, or a path through a runs folder's `latest`."""
     return which == layout.LATEST or split_latest(which) is not None
 
 

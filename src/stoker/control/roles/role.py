@@ -92,7 +92,7 @@ class RoleSpec:
 
     @property
     def is_service(self) -> bool:
-        """Whether the job need not wait for this role, as far as its description says. Without `required`, a role with a
+        """Return whether the job need not wait for this role, as far as its description says. Without `required`, a role with a
         ready rule is a service; others become one by what their processes do (see `RoleRun.find_service_reason`).
         """
         return self.ready is not None if self.required is None else not self.required

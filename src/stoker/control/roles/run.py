@@ -79,7 +79,7 @@ class RoleRun:
 
     @property
     def is_service(self) -> bool:
-        """Whether the job is complete without this role's end."""
+        """Return whether the job is complete without this role's end."""
         return self.spec.is_service or bool(self.service_reason)
 
     def find_service_reason(self) -> str:

@@ -52,7 +52,7 @@ def _compare(group: str, by_rank: Mapping[int, Mapping[int, Call]], snapshots: S
 
 
 def _likeness(call: Call, failed: bool) -> tuple[object, ...]:
-    """What the members of a group must have in common. `failed`: the call ended a rank, so any difference counts."""
+    """Return what the members of a group must have in common. `failed`: the call ended a rank, so any difference counts."""
     if failed or sizes_must_agree(call.name):
         return call.name, call.elements, call.dtype
     return (call.name,)
