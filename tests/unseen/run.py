@@ -28,6 +28,10 @@ The expectations are written from what the program does and are not adapted to S
 
 A suspicion that is reported while the job runs does not count, unless the job completes; those that name a wrong rank are counted
 in a column of their own. Standard library only.
+
+A run's delay is the time from the last execution of a line marked `# FAULT` by a guilty rank to the first event (suspicion or verdict)
+that names cause and rank correctly. For this the program that runs is a copy, in which each marked statement first sets the modification
+time of a file.
 """
 
 from __future__ import annotations
@@ -41,11 +45,14 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,6 +151,7 @@ class Verdict:
     fix: list[str] = field(default_factory=list)
     evidence: list[str] = field(default_factory=list)
     suspicions: list[dict[str, Any]] = field(default_factory=list)  # events: suspicion, numbers, straggler
+    time: float = 0.0  # when the verdict was recorded, seconds since the epoch
 
     @property
     def text(self) -> str:
@@ -258,9 +266,72 @@ def read_verdict(runs: Path) -> Verdict:
             event = json.loads(line)
             if event["event"] in ("suspicion", "numbers", "straggler"):
                 verdict.suspicions.append(
-                    {key: event[key] for key in ("event", "cause", "rank", "summary") if key in event}
+                    {key: event[key] for key in ("event", "time", "cause", "rank", "summary") if key in event}
                 )
+            elif event["event"] == "verdict":
+                verdict.time = event["time"]
     return verdict
+
+
+def insert_stamps(source: str, stamps: Path) -> str:
+    """Return the program with an os.utime() of the rank's file in `stamps` before each statement marked `# FAULT`.
+
+    The line numbers stay the same. Statements that start a block are left as they are.
+    """
+    lines = source.splitlines(keepends=True)
+    simple = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.Expr, ast.Assign, ast.AugAssign, ast.Return, ast.Raise, ast.Assert, ast.Pass))
+    ]
+    stamp = f"__import__('os').utime({str(stamps)!r} + '/' + __import__('os').environ.get('RANK', '0')); "
+    marked = [number for number, line in enumerate(lines, 1) if line.rstrip().endswith("# FAULT")]
+    for start in {
+        (node.lineno, node.col_offset)
+        for node in simple
+        for number in marked
+        if node.lineno <= number <= (node.end_lineno or node.lineno)
+    }:
+        line, column = lines[start[0] - 1], start[1]
+        if not line[:column].strip():  # the statement begins its line
+            lines[start[0] - 1] = line[:column] + stamp + line[column:]
+    return "".join(lines)
+
+
+def copy_with_stamps(program: Program, folder: Path) -> Path:
+    """Copy a program, with its siblings if it is a folder, into `folder` and insert the stamps; return the copy's path."""
+    stamps = folder / "stamps"
+    stamps.mkdir()
+    for rank in range(program.ranks):
+        (stamps / str(rank)).touch()
+        os.utime(stamps / str(rank), (0, 0))
+    copies = folder / "program"
+    if program.path.name == "train.py":
+        shutil.copytree(program.path.parent, copies)
+    else:
+        copies.mkdir()
+        shutil.copy(program.path, copies)
+    for path in copies.glob("*.py"):
+        path.write_text(insert_stamps(path.read_text(), stamps))
+    return copies / program.path.name
+
+
+def delay(program: Program, verdict: Verdict, stamps: Path) -> float | None:
+    """Return the seconds from the fault to the first event that names cause and rank, or None if either is unknown."""
+    guilty = [rank for rank in program.guilty if rank is not None] or range(program.ranks)
+    fault = max((stamps / str(rank)).stat().st_mtime for rank in guilty)
+    events = [*verdict.suspicions]
+    if verdict.status == "failed":
+        events.append({"time": verdict.time, "cause": verdict.cause, "rank": verdict.rank})
+    right = [
+        event["time"]
+        for event in events
+        if event.get("rank") in program.guilty
+        and any(fnmatch.fnmatchcase(str(event.get("cause")), pattern) for pattern in program.causes)
+    ]
+    if not fault or not right or min(right) < fault:
+        return None
+    return round(min(right) - fault, 1)
 
 
 def names_line(place: str, text: str) -> bool:
@@ -348,12 +419,18 @@ def score_suspicion(program: Program, verdict: Verdict) -> tuple[str, str]:
     return ("half", "; ".join(gaps)) if gaps else ("right", "")
 
 
+def ignore_sockets(folder: str, names: list[str]) -> list[str]:
+    """Return the names in `folder` that shutil.copytree can't copy."""
+    return [name for name in names if not (Path(folder, name).is_dir() or Path(folder, name).is_file())]
+
+
 def run_program(program: Program, launcher: Sequence[str], keep: Path | None, with_torchrun: bool) -> dict[str, Any]:
     """Run one program under Stoker in a fresh folder and return its result."""
     folder = Path(tempfile.mkdtemp(prefix="unseen-"))
     try:
         command = [*launcher, "run", "--nproc-per-node", str(program.ranks), "--runs-dir", str(folder / "runs")]
-        command += [*OPTIONS[program.kind], str(program.path), *program.args]
+        script = copy_with_stamps(program, folder)
+        command += [*OPTIONS[program.kind], str(script), *program.args]
         code, seconds, console = run_limited(command, folder, program.limit)
         verdict = read_verdict(folder / "runs")
         points, reason = score(program, verdict, code)
@@ -365,12 +442,15 @@ def run_program(program: Program, launcher: Sequence[str], keep: Path | None, wi
             "reason": reason,
             "seconds": round(seconds, 1),
             "code": code,
+            "delay": delay(program, verdict, folder / "stamps"),
             "verdict": asdict(verdict),
             "false_suspicions": false_suspicions(program, verdict),
             "console": console[-3000:],
         }
         if keep is not None:
-            shutil.copytree(folder / "runs", keep / f"{program.name}-{folder.name}", symlinks=True)
+            shutil.copytree(
+                folder / "runs", keep / f"{program.name}-{folder.name}", symlinks=True, ignore=ignore_sockets
+            )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if with_torchrun:
@@ -407,6 +487,11 @@ def table(results: Iterable[dict[str, Any]]) -> Iterator[str]:
         counts = "".join(f"{sum(row['score'] == name for row in chosen):>11}" for name in SCORES)
         suspected = sum(bool(row["false_suspicions"]) for row in chosen)
         yield f"{group or 'total':<20}{len(chosen):>6}{counts}{suspected:>20}"
+    delays = sorted(row["delay"] for row in rows if row.get("delay") is not None)
+    if delays:
+        yield f"\nfirst right line after the fault: median {statistics.median(delays)} s, worst {delays[-1]} s, of {len(delays)} runs"
+        slow = [f"{row['program']} {row['delay']} s" for row in rows if (row.get("delay") or 0.0) > 8.0]
+        yield from ([f"    over 8 s: {', '.join(slow)}"] if slow else [])
     for row in rows:
         if row["score"] != "right" or row["false_suspicions"]:
             verdict = row["verdict"]
@@ -427,6 +512,7 @@ def main() -> int:
         "--only", action="append", help="run programs whose name or class contains this; may be given several times"
     )
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--at-once", type=int, default=1, help="run so many programs at the same time")
     parser.add_argument(
         "--torchrun",
         action="store_true",
@@ -457,17 +543,24 @@ def main() -> int:
             print(f"{program.name:<44}{program.group:<16}{program.kind:<9}{program.ranks}  {program.description}")
         return 0
     results = []
-    for program in chosen:
-        if missing := program.missing():
-            print(f"{program.name}: skipped: {missing} is not installed", flush=True)
-            continue
-        for repeat in range(options.repeats):
-            result = run_program(program, stoker_command(), options.keep, options.torchrun and repeat == 0)
+    writing = threading.Lock()
+
+    def run_and_report(repeat: int, program: Program) -> None:
+        result = run_program(program, stoker_command(), options.keep, options.torchrun and repeat == 0)
+        with writing:
             results.append(result)
             print(f"{program.name}: {result['score']} {result['reason']} ({result['seconds']} s)", flush=True)
             if options.out:
                 with options.out.open("a") as out:
                     out.write(json.dumps(result) + "\n")
+
+    for program in chosen:
+        if missing := program.missing():
+            print(f"{program.name}: skipped: {missing} is not installed", flush=True)
+    jobs = [(repeat, program) for repeat in range(options.repeats) for program in chosen if not program.missing()]
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for done in [pool.submit(run_and_report, *job) for job in jobs]:
+            done.result()
     print()
     print("\n".join(table(results)))
     return 0 if all(row["score"] == "right" for row in results) else 1
