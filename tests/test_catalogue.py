@@ -445,6 +445,7 @@ CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
     ("env.import", end(RankError("ModuleNotFoundError", "No module named 'einops'", "t.py", 1, "<module>", import_name="einops")), False, ("einops",)),
     ("env.shadowed", end(RankError("ModuleNotFoundError", "No module named 'torch.distributed'; 'torch' is not a package", "/x/t.py", 1, "<module>", import_name="torch.distributed", module_file="/x/torch.py")), False, ("/x/torch.py",)),
     ("env.shadowed", end(RankError("ImportError", "cannot import name 'Integral' from 'numbers' (/x/numbers.py)", "/x/t.py", 1, "<module>", module_file="/x/numbers.py")), False, ("/x/numbers.py",)),
+    ("env.shadowed", end(RankError("ImportError", "cannot import name 'Random' from partially initialized module 'random' (/x/random.py)", "/x/random.py", 3, "<module>", 'Traceback:\n  File "/x/t.py", line 12, in <module>\n  File "/x/random.py", line 3, in <module>\n', module_file="/x/random.py")), False, ("/x/t.py:12",)),
     ("data.corrupt", end(RankError("JSONDecodeError", "Expecting value: line 1 column 1 (char 0)", "/x/t.py", 1, "rows", JSON_LOAD.format("loads"), files=("/x/part-3.jsonl",))), False, ("/x/part-3.jsonl",)),
     ("data.worker-died", end(err("RuntimeError", "DataLoader worker (pid 5) exited unexpectedly with exit code 1. Details are lost due to multiprocessing.")), True, ("exit code 1",)),
     ("env.syntax", end(err("SyntaxError", "invalid syntax (t.py, line 3)", "  File 't.py', line 3\nSyntaxError: invalid syntax\n")), False, ("invalid syntax",)),

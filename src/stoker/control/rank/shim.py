@@ -212,11 +212,14 @@ def _files_in_use(trace: Any) -> list[str]:
 
 
 def _module_file(value: BaseException) -> str:
-    """Return the file of the module whose name an import error has: it may hide another module of that name."""
-    name = (getattr(value, "name", "") or "").partition(".")[0]
-    if not name:  # "partially initialized module", "'torch' is not a package"
-        return ""
-    return getattr(sys.modules.get(name), "__file__", None) or ""
+    """Return the file of the module that an import or attribute error is about: it may hide another module of that name."""
+    path = getattr(value, "path", None)  # of "cannot import name": the module itself may be gone from sys.modules
+    if path:
+        return str(path)
+    module = getattr(value, "obj", None)
+    if not isinstance(module, type(sys)):
+        module = sys.modules.get((getattr(value, "name", "") or "").partition(".")[0])
+    return getattr(module, "__file__", None) or ""
 
 
 def _on_exception(kind: type[BaseException], value: BaseException, trace: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 from stoker.contract.stacktext import is_library
@@ -14,6 +15,7 @@ ORDER = 55
 _RIGHT_PYTHON = "is it the right Python environment? the ranks use the one that runs Stoker"
 # Packages that training scripts import, and that a file beside the script is often named after.
 _PACKAGES = ("accelerate", "datasets", "deepspeed", "lightning", "numpy", "peft", "tokenizers", "torch", "torchvision", "transformers", "triton", "trl", "wandb")  # fmt: skip
+_FRAME = re.compile(r'^  File "([^"\n]+)", line (\d+)', re.MULTILINE)
 family = Family(__name__, traced_line, RIGHT_PYTHON=_RIGHT_PYTHON)
 
 
@@ -76,7 +78,9 @@ def shadowed(case: Case) -> Found | None:
     if not known and "not a package" not in error.message:
         return None
     hidden = "standard library's" if name in sys.stdlib_module_names else "installed"
-    summary = f"{case.who}: {file} hides the {hidden} module {name}: {first_line(error.message)} at {place(case.end)}"
+    importer = next((f"{path}:{line}" for path, line in _FRAME.findall(error.traceback) if not is_library(path)), "")
+    imported = f", which {importer} imports" if importer and importer != f"{error.file}:{error.line}" else ""
+    summary = f"{case.who}: {file} hides the {hidden} module {name}{imported}: {first_line(error.message)} at {place(case.end)}"
     fix = (f"rename {file}: Python looks into the script's folder first", "delete the __pycache__ folder beside it")
     return Found(summary, traced(case.end), fix)
 
